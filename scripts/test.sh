@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Sets up and runs the tests. Arguments go to pytest: scripts/test.sh -m slow
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/setup.sh dev
+.venv/bin/ruff check .
+.venv/bin/ruff format --check .
+exec .venv/bin/python -m pytest "$@"

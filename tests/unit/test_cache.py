@@ -1,0 +1,268 @@
+"""The cache: a key per input, damage found wherever it is, nothing stale, nothing non-finite, bounded memory."""
+
+import dataclasses
+import os
+import random
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.data.buckets import choose_bucket, fit, to_pixels
+from trainer.data.cache import Cache, CacheError, fill_latents, fill_text, latent_key, text_key
+from trainer.data.sources import load_rgb, scan
+from trainer.tensorfile import TensorFile, write_tensors
+from trainer.types import Conditioning, Interrupted, NonFiniteError, UserError
+
+SETTINGS = {"resolution": 64, "step": 16}
+TENSORS = {"latents": torch.arange(24, dtype=torch.float32).reshape(2, 3, 4), "mask": torch.tensor([True, False])}
+KEY = "ab" * 32
+
+
+def dataset(folder="examples/bear_plushie"):
+    return [(photo, choose_bucket(photo.width, photo.height, **SETTINGS)) for photo in scan([(str(folder), 1)])]
+
+
+def encode(pixels: torch.Tensor) -> torch.Tensor:
+    assert pixels.shape[:2] == (1, 3) and pixels.dtype == torch.float32
+    return torch.nn.functional.avg_pool2d(pixels, 8)
+
+
+def encode_text(captions: list[str]) -> Conditioning:
+    values = torch.tensor([[float(len(caption))] for caption in captions])
+    return Conditioning(values[:, None].expand(-1, 4, 2).bfloat16(), mask=values > 0, pooled=values)
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_any_changed_input_changes_the_key():
+    base = {"image_sha256": "a" * 64, "bucket": (80, 48), "flip": False, "fingerprint": "vae"}
+    changes = {"image_sha256": "b" * 64, "bucket": (48, 80), "flip": True, "fingerprint": "vae2"}
+    keys = [latent_key(**base)] + [latent_key(**{**base, name: value}) for name, value in changes.items()]
+    keys += [text_key("a", fingerprint="x"), text_key("ax", fingerprint=""), text_key("", fingerprint="ax")]
+    assert len(set(keys)) == len(keys)
+    assert all(len(key) == 64 for key in keys)
+
+
+def test_changed_preprocessing_changes_the_key(monkeypatch):
+    from trainer.data import buckets, cache
+
+    def key():
+        return latent_key("a" * 64, bucket=(80, 48), flip=False, fingerprint="vae")
+
+    before = key()
+    monkeypatch.setattr(cache, "PREPROCESSING_VERSION", cache.PREPROCESSING_VERSION + 1)
+    assert key() != before
+    monkeypatch.undo()
+    monkeypatch.setattr(buckets, "RESIZE_FILTER", buckets.Image.Resampling.BICUBIC)
+    assert key() != before
+
+
+@given(st.text(), st.text(), st.text(), st.text())
+def test_text_keys_are_unambiguous(caption, fingerprint, caption2, fingerprint2):
+    same = (caption, fingerprint) == (caption2, fingerprint2)
+    assert (text_key(caption, fingerprint=fingerprint) == text_key(caption2, fingerprint=fingerprint2)) == same
+
+
+def test_put_then_get_in_another_process(tmp_path):
+    writer = Cache(tmp_path)
+    assert writer.missing([KEY, KEY]) == [KEY]
+    writer.put(KEY, TENSORS, {"sample": "0/a.jpg"})
+    reader = Cache(tmp_path)
+    assert reader.missing([KEY]) == []
+    assert equal(reader.get(KEY), TENSORS) and equal(reader.get(KEY), TENSORS)
+    assert equal(writer.get(KEY), TENSORS)
+
+
+def test_the_same_entry_has_the_same_bytes(tmp_path):
+    for name in ("one", "other"):
+        Cache(tmp_path / name).put(KEY, TENSORS, {"b": "1", "a": "2"})
+    assert Cache(tmp_path / "one").path(KEY).read_bytes() == Cache(tmp_path / "other").path(KEY).read_bytes()
+
+
+def test_every_flipped_byte_is_detected(tmp_path):
+    Cache(tmp_path).put(KEY, TENSORS, {"sample": "0/ä.jpg"})
+    path = Cache(tmp_path).path(KEY)
+    whole = path.read_bytes()
+    rng = random.Random(0)
+    for place in range(len(whole)):  # the whole file is small: header, padding and data
+        damaged = bytearray(whole)
+        damaged[place] ^= rng.choice([1, 32, 128, rng.randrange(1, 256)])
+        path.write_bytes(damaged)
+        assert Cache(tmp_path).missing([KEY]) == [KEY], place
+    path.write_bytes(whole)
+    assert Cache(tmp_path).missing([KEY]) == []
+
+
+def test_truncated_extended_swapped_and_unsigned_entries_are_detected(tmp_path):
+    cache = Cache(tmp_path)
+    cache.put(KEY, TENSORS)
+    path = cache.path(KEY)
+    whole = path.read_bytes()
+    for length in range(0, len(whole), 7):
+        path.write_bytes(whole[:length])
+        assert Cache(tmp_path).missing([KEY]) == [KEY]
+    path.write_bytes(whole + b"\0")
+    assert Cache(tmp_path).missing([KEY]) == [KEY]
+    path.write_bytes(whole)
+    other = "cd" * 32
+    cache.path(other).parent.mkdir()
+    shutil.copy(path, cache.path(other))
+    assert Cache(tmp_path).missing([KEY, other]) == [other]
+    write_tensors(path, TENSORS, {"key": KEY})
+    assert Cache(tmp_path).missing([KEY]) == [KEY]
+
+
+def test_a_broken_entry_is_named_by_get_and_mended_by_put(tmp_path):
+    Cache(tmp_path).put(KEY, TENSORS)
+    cache = Cache(tmp_path)
+    path = cache.path(KEY)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CacheError, match=KEY):
+        cache.get(KEY)
+    with pytest.raises(CacheError, match="cd" * 32):
+        cache.get("cd" * 32)
+    cache.put(KEY, TENSORS)
+    assert equal(cache.get(KEY), TENSORS)
+
+
+def test_memory_is_bounded_and_keeps_what_was_used_last(tmp_path):
+    size = 1000
+    cache = Cache(tmp_path, memory_bytes=3 * size)
+    keys = [f"{i:064x}" for i in range(5)]
+    for i, key in enumerate(keys):
+        cache.put(key, {"x": torch.full((size,), i, dtype=torch.uint8)})
+    first = [cache.get(key)["x"] for key in keys[:3]]
+    assert cache.get(keys[0])["x"] is first[0]
+    cache.get(keys[3])  # pushes out keys[1], the one used longest ago
+    assert cache.get(keys[0])["x"] is first[0]
+    assert cache.get(keys[2])["x"] is first[2]
+    assert cache.get(keys[1])["x"] is not first[1]
+    assert cache._memory_used == 3 * size == sum(t["x"].numel() for t in cache._memory.values())
+    cache.put(keys[0], {"x": torch.zeros(4 * size, dtype=torch.uint8)})
+    assert cache.get(keys[0])["x"].numel() == 4 * size  # the new value, although too large to keep
+    assert cache._memory_used <= 3 * size
+
+
+def test_fill_latents(tmp_path):
+    photos = dataset()
+    seen = []
+    settings = {"fingerprint": "vae", "encode": encode, "progress": lambda done, total: seen.append((done, total))}
+    assert fill_latents(Cache(tmp_path), photos, flip=False, **settings) == 5
+    assert seen == [(i, 5) for i in range(1, 6)]
+    cache = Cache(tmp_path)
+    assert fill_latents(cache, photos, flip=True, **settings) == 5  # only the mirrored ones are new
+    assert fill_latents(cache, photos, flip=True, **settings) == 0
+    for photo, bucket in photos:
+        for flip in (False, True):
+            stored = cache.get(latent_key(photo.sha256, bucket=bucket, flip=flip, fingerprint="vae"))["latents"]
+            expected = encode(to_pixels(fit(load_rgb(photo.path), bucket, flip=flip)[0])[None])[0]
+            assert stored.shape == (3, bucket[1] // 8, bucket[0] // 8) and torch.equal(stored, expected)
+
+
+def test_a_changed_photo_or_encoder_is_encoded_anew(tmp_path):
+    folder = shutil.copytree("examples/bear_plushie", tmp_path / "photos")
+    cache = tmp_path / "cache"
+    assert fill_latents(Cache(cache), dataset(folder), fingerprint="vae", flip=False, encode=encode) == 5
+    shutil.copy(folder / "00.jpg", folder / "01.jpg")
+    assert fill_latents(Cache(cache), dataset(folder), fingerprint="vae", flip=False, encode=encode) == 0
+    with open(folder / "01.jpg", "ab") as file:
+        file.write(b"\0")
+    assert fill_latents(Cache(cache), dataset(folder), fingerprint="vae", flip=False, encode=encode) == 1
+    assert fill_latents(Cache(cache), dataset(folder), fingerprint="other", flip=False, encode=encode) == 5
+
+
+def test_a_damaged_entry_is_rebuilt_with_the_same_bytes(tmp_path):
+    photos = dataset()
+    fill_latents(Cache(tmp_path), photos, fingerprint="vae", flip=False, encode=encode)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.safetensors")}
+    victim = sorted(before)[2]
+    victim.write_bytes(before[victim][:-3] + b"abc")
+    assert fill_latents(Cache(tmp_path), photos, fingerprint="vae", flip=False, encode=encode) == 1
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_photo_that_changed_after_the_scan_is_refused(tmp_path):
+    ((photo, bucket), *_) = dataset()
+    stale = dataclasses.replace(photo, sha256="0" * 64)
+    with pytest.raises(UserError, match="00.jpg changed"):
+        fill_latents(Cache(tmp_path), [(stale, bucket)], fingerprint="vae", flip=False, encode=encode)
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_non_finite_latents_and_text_are_refused_by_name(tmp_path):
+    cache, photos = Cache(tmp_path), dataset()
+
+    for value in (float("nan"), float("inf")):
+        calls = []
+
+        def broken(pixels, value=value, calls=calls):
+            calls.append(None)
+            latents = encode(pixels)
+            latents[0, 0, 0, 0] = value if len(calls) == 3 else 0.0
+            return latents
+
+        with pytest.raises(NonFiniteError, match=r"0/02\.jpg"):
+            fill_latents(cache, photos, fingerprint=f"vae {value}", flip=False, encode=broken)
+        assert fill_latents(cache, photos, fingerprint=f"vae {value}", flip=False, encode=encode) == 3
+    with pytest.raises(NonFiniteError, match="a bad caption"):
+        fill_text(
+            cache,
+            ["a bad caption"],
+            fingerprint="t",
+            encode=lambda texts: Conditioning(torch.full((1, 2, 2), float("nan"))),
+        )
+    assert cache.missing([text_key("a bad caption", fingerprint="t")])
+
+
+def test_fill_text_takes_each_caption_once_and_the_empty_one(tmp_path):
+    cache, calls = Cache(tmp_path), []
+
+    def counted(captions):
+        calls.append(captions)
+        return encode_text(captions)
+
+    assert fill_text(cache, ["a", "bb", "a"], fingerprint="t", encode=counted) == 3
+    assert calls == [["a"], ["bb"], [""]]
+    assert fill_text(Cache(tmp_path), ["bb", "ccc"], fingerprint="t", encode=counted) == 1
+    stored = Conditioning.from_tensors(Cache(tmp_path).get(text_key("bb", fingerprint="t")))
+    expected = encode_text(["bb"])
+    assert equal(stored.tensors(), expected.tensors()) and stored.sequence.dtype == torch.bfloat16
+
+
+def test_filling_is_interrupted_and_continued(tmp_path):
+    calls = []
+
+    def check():
+        calls.append(None)
+        if len(calls) == 5 + 3:  # five look-ups, then the third photo
+            raise Interrupted(2)
+
+    with pytest.raises(Interrupted):
+        fill_latents(Cache(tmp_path), dataset(), fingerprint="vae", flip=False, encode=encode, check=check)
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 2
+    assert fill_latents(Cache(tmp_path), dataset(), fingerprint="vae", flip=False, encode=encode) == 3
+
+
+def test_leftovers_of_killed_processes_are_removed(tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    (tmp_path / "ab").mkdir()
+    names = {pid: tmp_path / "ab" / f".{KEY}.safetensors.{pid}.tmp" for pid in (ended.pid, os.getpid(), os.getppid())}
+    for path in names.values():
+        path.write_bytes(b"half")
+    fill_latents(Cache(tmp_path), dataset(), fingerprint="vae", flip=False, encode=encode)
+    assert list(tmp_path.rglob("*.tmp")) == [names[os.getppid()]]  # that process may still be writing
+
+
+def test_an_entry_tells_people_what_it_is(tmp_path):
+    fill_latents(Cache(tmp_path), dataset()[:1], fingerprint="vae", flip=False, encode=encode)
+    (path,) = tmp_path.rglob("*.safetensors")
+    file = TensorFile(path)
+    assert file.metadata["sample"] == "0/00.jpg" and file.metadata["key"] == path.stem

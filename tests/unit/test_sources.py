@@ -1,0 +1,279 @@
+"""Scanning: every mode and orientation read right, everything wrong reported in one message that names each file."""
+
+import io
+import os
+import random
+import shutil
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from trainer.data.sources import MAX_PIXELS, decode, in_threads, load_rgb, scan
+from trainer.types import Interrupted, UserError
+
+PHOTOS = Path("examples/bear_plushie")
+
+
+def encoded(image: Image.Image, format: str, **options) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format, **options)
+    return buffer.getvalue()
+
+
+def flat(mode: str, value, size=(12, 8)) -> Image.Image:
+    return Image.new(mode, size, value)
+
+
+def chunk(kind: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+
+def png_header(width: int, height: int) -> bytes:
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+
+
+def bomb_png(width: int, height: int) -> bytes:
+    return png_header(width, height) + chunk(b"IDAT", zlib.compress(b"\0" * 100)) + chunk(b"IEND", b"")
+
+
+def animation(format: str) -> bytes:
+    frames = [flat("RGB", colour) for colour in ("red", "blue", "green")]
+    return encoded(frames[0], format, save_all=True, append_images=frames[1:])
+
+
+def write(folder: Path, name: str, data: bytes | str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data.encode() if isinstance(data, str) else data)
+    return path
+
+
+def test_the_example_folder():
+    photos = scan([(str(PHOTOS), 3)])
+    assert [photo.sample for photo in photos] == [f"0/0{i}.jpg" for i in range(5)]
+    assert [(photo.width, photo.height) for photo in photos] == [
+        (768, 512),
+        (768, 768),
+        (640, 768),
+        (512, 768),
+        (768, 640),
+    ]
+    assert all(photo.repeats == 3 and photo.has_caption and "sks plush bear" in photo.caption for photo in photos)
+    assert len({photo.sha256 for photo in photos}) == 5
+
+
+def test_order_names_and_what_is_left_out(tmp_path):
+    png = encoded(flat("RGB", "red"), "PNG")
+    for name in (
+        "one/b.PNG",
+        "one/a/z.png",
+        "one/.hidden.png",
+        "one/.git/x.png",
+        "one/notes.md",
+        "one/a.b.png",
+        "two/b.png",
+    ):
+        write(tmp_path, name, png)
+    write(tmp_path, "one/a.b.txt", "﻿  caption é\n".encode())
+    write(tmp_path, "one/b.txt", " \n")
+    photos = scan([(str(tmp_path / "one"), 1), (str(tmp_path / "two"), 2)])
+    assert [photo.sample for photo in photos] == ["0/a.b.png", "0/a/z.png", "0/b.PNG", "1/b.png"]
+    assert [photo.caption for photo in photos] == ["caption é", "", "", ""]
+    assert [photo.has_caption for photo in photos] == [True, False, True, False]
+    assert [photo.repeats for photo in photos] == [1, 1, 1, 2]
+
+
+def test_links_are_followed_once(tmp_path):
+    write(tmp_path, "real/a.png", encoded(flat("RGB", "red"), "PNG"))
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set/link").symlink_to(tmp_path / "real")
+    (tmp_path / "real/loop").symlink_to(tmp_path / "set")
+    assert [photo.sample for photo in scan([(str(tmp_path / "set"), 1)])] == ["0/link/a.png"]
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation(orientation, tmp_path):
+    # Undoing the orientation by its definition in the EXIF standard: which corner and axis row 0 / column 0 are.
+    upright = np.arange(6 * 4, dtype=np.uint8).reshape(4, 6) * 9
+    stored = {
+        1: upright,
+        2: upright[:, ::-1],
+        3: upright[::-1, ::-1],
+        4: upright[::-1],
+        5: upright.T,
+        6: upright.T[::-1],  # row 0 is the right side, column 0 the top
+        7: upright.T[::-1, ::-1],
+        8: upright.T[:, ::-1],  # row 0 is the left side, column 0 the bottom
+    }[orientation]
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = write(tmp_path, "a.png", encoded(Image.fromarray(np.ascontiguousarray(stored)), "PNG", exif=exif))
+    assert np.array_equal(np.asarray(load_rgb(path))[..., 0], upright)
+    (photo,) = scan([(str(tmp_path), 1)])
+    assert (photo.width, photo.height) == (6, 4)
+
+
+def test_a_rotated_jpeg_has_its_sides_swapped(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    with Image.open(PHOTOS / "00.jpg") as image:
+        rotated = image.transpose(Image.Transpose.ROTATE_90)
+        path = write(tmp_path, "a.jpg", encoded(rotated, "JPEG", exif=exif, quality=95))
+        difference = np.asarray(load_rgb(path)).astype(int) - np.asarray(image)
+    assert np.abs(difference).mean() < 2  # JPEG at quality 95; an unrotated photo differs by tens
+
+
+@pytest.mark.parametrize(
+    ("image", "format", "expected"),
+    [
+        (flat("L", 100), "PNG", (100, 100, 100)),
+        (flat("1", 1), "PNG", (255, 255, 255)),
+        (flat("LA", (100, 0)), "PNG", (255, 255, 255)),
+        (flat("LA", (100, 255)), "PNG", (100, 100, 100)),
+        (flat("RGBA", (200, 0, 0, 0)), "PNG", (255, 255, 255)),
+        (flat("RGBA", (200, 0, 0, 51)), "PNG", (244, 204, 204)),  # a fifth of the colour, four fifths of white
+        (flat("RGBA", (200, 0, 0, 255)), "WEBP", (200, 0, 0)),
+        (flat("RGB", (10, 200, 30)).quantize(4), "PNG", (10, 200, 30)),
+        (flat("RGB", (10, 200, 30)).quantize(4), "BMP", (10, 200, 30)),
+        (flat("CMYK", (0, 255, 255, 0)), "JPEG", (255, 0, 0)),
+        (flat("CMYK", (0, 0, 0, 128)), "JPEG", (127, 127, 127)),
+        (flat("I;16", 40000), "PNG", (156, 156, 156)),  # 40000 / 257 = 155.6
+        (flat("I;16", 300), "PNG", (1, 1, 1)),
+        (flat("I;16", 65535), "PNG", (255, 255, 255)),
+    ],
+)
+def test_modes(image, format, expected):
+    options = {"lossless": True} if format == "WEBP" else {"quality": 100} if format == "JPEG" else {}
+    rgb = decode(encoded(image, format, **options))
+    assert rgb.mode == "RGB" and rgb.size == (12, 8)
+    assert np.abs(np.asarray(rgb).astype(int) - expected).max() <= (1 if format == "JPEG" else 0)
+
+
+def test_a_transparent_palette_entry_becomes_white():
+    image = flat("P", 0)
+    image.putpalette([10, 20, 30, 200, 0, 0])
+    image.putpixel((0, 0), 1)
+    pixels = np.asarray(decode(encoded(image, "PNG", transparency=0)))
+    assert tuple(pixels[0, 0]) == (200, 0, 0) and tuple(pixels[1, 1]) == (255, 255, 255)
+
+
+def test_a_photo_with_a_gain_map_is_a_still_image():
+    still = flat("RGB", (255, 0, 0))
+    data = encoded(still, "MPO", save_all=True, append_images=[flat("RGB", "blue")])
+    assert decode(data).getpixel((0, 0))[0] > 250
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_everything_wrong_is_reported_at_once(tmp_path):
+    whole = (PHOTOS / "00.jpg").read_bytes()
+    broken = {
+        "truncated.jpg": whole[: len(whole) // 2],
+        "zero.png": b"",
+        "garbage.png": b"this is not an image",
+        "bomb.png": bomb_png(60_000, 60_000),
+        "large.png": bomb_png(MAX_PIXELS // 10_000 + 1, 10_000),
+        "animated.webp": animation("WEBP"),
+        "animated.png": animation("PNG"),
+        "other.jpg": encoded(flat("RGB", "red"), "GIF"),
+    }
+    for name, data in broken.items():
+        write(tmp_path / "set", name, data)
+    shutil.copy(PHOTOS / "01.jpg", tmp_path / "set/good.jpg")
+    shutil.copy(PHOTOS / "01.jpg", tmp_path / "set/latin.jpg")
+    write(tmp_path / "set", "latin.txt", "café".encode("latin-1"))
+    os.mkfifo(tmp_path / "set/pipe.png")
+    (tmp_path / "set/dangling.png").symlink_to("nowhere")
+    (tmp_path / "empty").mkdir()
+    file = write(tmp_path, "file", "")
+    sources = [(str(tmp_path / "set"), 1), (str(tmp_path / "absent"), 1), (str(file), 1), (str(tmp_path / "empty"), 1)]
+    with pytest.raises(UserError) as caught:
+        scan(sources)
+    lines = str(caught.value).splitlines()[1:]
+    for name, reason in {
+        "truncated.jpg": "truncated",
+        "zero.png": "empty (0 bytes)",
+        "garbage.png": "not a JPEG",
+        "bomb.png": "more pixels",
+        "large.png": "more than the limit",
+        "animated.webp": "animated (3 frames)",
+        "animated.png": "animated (3 frames)",
+        "other.jpg": "not a JPEG",
+        "latin.txt": "not UTF-8",
+        "pipe.png": "not a regular file",
+        "dangling.png": "cannot be read",
+        "absent": "no such folder",
+        "file": "not a folder",
+        "empty": "no images",
+    }.items():
+        (line,) = [line for line in lines if f"/{name}:" in line]
+        assert reason in line
+    assert len(lines) == 14
+    assert "14 problems" in str(caught.value)
+
+
+def test_strict_captions_name_what_is_missing_or_empty(tmp_path):
+    for name in "abc":
+        write(tmp_path, f"{name}.png", encoded(flat("RGB", "red"), "PNG"))
+    write(tmp_path, "a.txt", "text")
+    write(tmp_path, "b.txt", "\n")
+    assert len(scan([(str(tmp_path), 1)])) == 3
+    with pytest.raises(
+        UserError, match=r"(?s)2 problems.*b\.txt: the caption is empty.*c\.png: no caption file c\.txt"
+    ):
+        scan([(str(tmp_path), 1)], strict_captions=True)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="file names are Unicode there")
+def test_a_name_that_is_not_utf8_is_refused_printably(tmp_path):
+    with open(os.path.join(os.fsencode(tmp_path), b"caf\xe9.png"), "wb") as file:
+        file.write(encoded(flat("RGB", "red"), "PNG"))
+    with pytest.raises(UserError, match=r"caf\\xe9\.png: the file's name is not UTF-8"):
+        scan([(str(tmp_path), 1)])
+
+
+def test_check_interrupts_the_scan():
+    calls = []
+
+    def check():
+        calls.append(None)
+        if len(calls) == 2:
+            raise Interrupted(15)
+
+    with pytest.raises(Interrupted):
+        scan([(str(PHOTOS), 1)], check=check)
+    assert len(calls) == 2
+
+
+@pytest.mark.filterwarnings("ignore")  # Pillow warns of damaged EXIF and of headers that claim too many pixels
+def test_mutated_files_are_read_or_refused():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    with Image.open(PHOTOS / "00.jpg") as photo:
+        small = photo.resize((24, 16))
+    seeds = [encoded(small, format, exif=exif) for format in ("JPEG", "PNG", "WEBP")] + [encoded(small, "BMP")]
+    rng = random.Random(0)
+    refused = 0
+    for _ in range(2000):
+        data = bytearray(rng.choice(seeds))
+        for _ in range(rng.choice([1, 3, 10])):
+            data[rng.randrange(rng.choice([64, len(data)]))] = rng.choice([0, 255, rng.randrange(256)])
+        if rng.random() < 0.3:
+            del data[rng.randrange(len(data)) :]
+        try:
+            assert decode(bytes(data)).mode == "RGB"
+        except ValueError:
+            refused += 1
+    assert refused > 500
+
+
+def test_in_threads_keeps_the_order_and_runs_a_bounded_way_ahead():
+    started = []
+    results = in_threads(lambda i: started.append(i) or i * i, range(1000))
+    assert [next(results) for _ in range(3)] == [0, 1, 4]
+    assert len(started) < 20
+    results.close()
+    assert list(in_threads(lambda i: i, range(50))) == list(range(50))

@@ -1,0 +1,288 @@
+"""Adapters on a component: match targets, inject through PEFT, initialise, freeze, and hand out the trainable weights."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from trainer import draws
+from trainer.types import UserError
+
+ADAPTER_NAME = "default"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Overrides for the layers of `component` whose name matches `match`; None leaves the default."""
+
+    component: str
+    match: str
+    rank: int | None = None
+    alpha: float | None = None
+    lr: float | None = None
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True)
+class Target:
+    """One layer to adapt, with everything that was resolved for it. lr and weight_decay None mean the optimizer's."""
+
+    component: str
+    name: str
+    rank: int
+    alpha: float
+    lr: float | None = None
+    weight_decay: float | None = None
+
+    def scaling(self, rslora: bool) -> float:
+        return self.alpha / (math.sqrt(self.rank) if rslora else self.rank)
+
+
+def match_targets(
+    layers: Mapping[str, Sequence[str]],
+    *,
+    denoiser: str,
+    targets: str | Sequence[str],
+    presets: Mapping[str, Sequence[str]],
+    rules: Sequence[Rule],
+    rank: int,
+    alpha: float | None,
+) -> tuple[Target, ...]:
+    """Which layers are adapted, with which rank and alpha.
+
+    layers: the adaptable (Linear and Conv2d) layer names of every component, in module order.
+    targets: a preset's name or fnmatch patterns, on the denoiser's layer names. A rule that names another component adds
+    its layers; on the denoiser, a rule changes what the targets chose and adds what they did not. Later rules win.
+    alpha None means alpha = rank, per layer. Raises UserError where a preset is unknown or a pattern matches nothing.
+    """
+    if isinstance(targets, str):
+        if targets not in presets:
+            raise UserError(
+                f"adapter.targets = {targets!r} is not a preset; use one of {', '.join(map(repr, presets))}, "
+                "or a list of patterns"
+            )
+        patterns: Sequence[str] = presets[targets]
+    else:
+        patterns = targets
+    chosen: dict[tuple[str, str], Target] = {}
+    for pattern in patterns:
+        names = [name for name in layers[denoiser] if fnmatchcase(name, pattern)]
+        # A preset is written for the family: single patterns may have no layer in a small variant of the model.
+        if not names and not isinstance(targets, str):
+            raise _no_match("adapter.targets", pattern, denoiser, layers[denoiser])
+        for name in names:
+            chosen[denoiser, name] = Target(denoiser, name, rank, rank if alpha is None else alpha)
+    for index, rule in enumerate(rules):
+        if rule.component not in layers:
+            raise UserError(
+                f"adapter.rules[{index}].component = {rule.component!r} cannot be adapted; "
+                f"use one of {', '.join(map(repr, layers))}"
+            )
+        names = [name for name in layers[rule.component] if fnmatchcase(name, rule.match)]
+        if not names:
+            raise _no_match(f"adapter.rules[{index}].match", rule.match, rule.component, layers[rule.component])
+        for name in names:
+            before = chosen.get((rule.component, name))
+            new_rank = rule.rank or (before.rank if before else rank)
+            # A rule that sets the rank alone keeps alpha / rank where alpha is left to follow the rank.
+            new_alpha = rule.alpha or (new_rank if alpha is None else before.alpha if before else alpha)
+            chosen[rule.component, name] = Target(
+                rule.component,
+                name,
+                new_rank,
+                new_alpha,
+                rule.lr if rule.lr is not None else before.lr if before else None,
+                rule.weight_decay if rule.weight_decay is not None else before.weight_decay if before else None,
+            )
+    order = {(component, name): i for component in layers for i, name in enumerate(layers[component])}
+    if not chosen:
+        raise UserError(f"adapter.targets = {targets!r} matches no layer of {denoiser}")
+    return tuple(sorted(chosen.values(), key=lambda t: (list(layers).index(t.component), order[t.component, t.name])))
+
+
+def _no_match(key: str, pattern: str, component: str, names: Sequence[str]) -> UserError:
+    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
+    hint = f"; near misses: {', '.join(near)}" if near else ""
+    return UserError(
+        f"{key}: the pattern {pattern!r} matches no layer of {component} "
+        f"(patterns are fnmatch on the whole dotted name, so try '*{pattern.strip('*')}*'){hint}"
+    )
+
+
+def inject(
+    components: Mapping[str, nn.Module],
+    targets: Sequence[Target],
+    *,
+    linear_class: type[nn.Module],
+    conv_class: type[nn.Module],
+    dora: bool,
+    rslora: bool,
+    dropout: float,
+    seed: int,
+) -> Adapter:
+    """Put one adapter on every target, in place; everything else is frozen.
+
+    linear_class, conv_class: the frozen base layers (types.BaseLayer) that carry them.
+    A is drawn from U(-1/sqrt(K), 1/sqrt(K)) (kaiming_uniform with a = sqrt(5), PEFT's choice) by the layer's name, so that
+    it does not depend on which other layers are adapted. B is zero, m is the norm of the dequantised weight.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    from trainer.adapters.layers import AdaptedConv2d, AdaptedLayer, AdaptedLinear
+
+    for module in components.values():
+        module.requires_grad_(False)
+    layers: dict[str, AdaptedLayer] = {}
+    for component in dict.fromkeys(target.component for target in targets):
+        module = components[component]
+        mine = {target.name: target for target in targets if target.component == component}
+        by_layer = {id(module.get_submodule(name)): target for name, target in mine.items()}
+
+        def factory(adapted_class, by_layer=by_layer):
+            def build(base_layer, adapter_name, *, config, **rank_and_alpha):
+                # Rank and alpha come from our own table: PEFT tries every pattern as a regular expression on every layer.
+                target = by_layer[id(base_layer)]
+                return adapted_class(base_layer, adapter_name, config, target.rank, target.alpha)
+
+            return build
+
+        config = LoraConfig(
+            r=1,
+            # An exact match of whole names: a list would match suffixes.
+            target_modules="|".join(re.escape(name) for name in mine),
+            use_dora=dora,
+            use_rslora=rslora,
+            lora_dropout=dropout,
+        )
+        config._register_custom_module({linear_class: factory(AdaptedLinear), conv_class: factory(AdaptedConv2d)})
+        inject_adapter_in_model(config, module, ADAPTER_NAME)
+        for name, value in lora_config(list(mine.values()), dora=dora, rslora=rslora).items():
+            setattr(config, name, value)
+        for name in mine:
+            layer = module.get_submodule(name)
+            assert isinstance(layer, AdaptedLayer), name
+            layers[f"{component}.{name}"] = layer
+    for name, layer in layers.items():
+        a = layer.lora_A[ADAPTER_NAME].weight
+        bound = 1 / math.sqrt(a.flatten(1).shape[1])
+        generator = draws.generator(seed, "init", name)
+        with torch.no_grad():
+            a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
+    return Adapter(layers, {f"{t.component}.{t.name}": t for t in targets}, dora=dora, rslora=rslora)
+
+
+def lora_config(targets: Sequence[Target], *, dora: bool, rslora: bool) -> dict[str, object]:
+    """The LoraConfig fields of one component's targets: the commonest rank and alpha, the others as patterns."""
+    rank = Counter(t.rank for t in targets).most_common(1)[0][0]
+    alpha = Counter(t.alpha for t in targets).most_common(1)[0][0]
+    return {
+        "r": rank,
+        "lora_alpha": alpha,
+        "rank_pattern": {f"^{t.name}": t.rank for t in targets if t.rank != rank},
+        "alpha_pattern": {f"^{t.name}": t.alpha for t in targets if t.alpha != alpha},
+        "target_modules": sorted(t.name for t in targets),
+        "use_dora": dora,
+        "use_rslora": rslora,
+    }
+
+
+class Adapter:
+    """The trainable part of a run: every adapted layer by its full name ("unet.down_blocks...to_q")."""
+
+    def __init__(self, layers: Mapping, targets: Mapping[str, Target], *, dora: bool, rslora: bool) -> None:
+        self.layers, self.targets, self.dora, self.rslora = dict(layers), dict(targets), dora, rslora
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """fp32 parameters as LAYER.lora_A.weight, LAYER.lora_B.weight, LAYER.lora_magnitude_vector, sorted by layer."""
+        named: dict[str, nn.Parameter] = {}
+        for name, layer in self.layers.items():
+            named[f"{name}.lora_A.weight"] = layer.lora_A[ADAPTER_NAME].weight
+            named[f"{name}.lora_B.weight"] = layer.lora_B[ADAPTER_NAME].weight
+            if self.dora:
+                named[f"{name}.lora_magnitude_vector"] = layer.lora_magnitude_vector[ADAPTER_NAME].weight
+        return named
+
+    def parameter_groups(self, *, lr: float, weight_decay: float) -> list[dict[str, object]]:
+        """Optimizer groups: one for each (lr, weight decay); magnitudes are never decayed."""
+        groups: dict[tuple[float, float], dict[str, object]] = {}
+        for name, parameter in self.named_parameters().items():
+            target = self.targets[name.partition(".lora_")[0]]
+            decay = weight_decay if target.weight_decay is None else target.weight_decay
+            if is_magnitude(name):
+                decay = 0.0
+            rate = lr if target.lr is None else target.lr
+            group = groups.setdefault((rate, decay), {"lr": rate, "weight_decay": decay, "params": [], "names": []})
+            group["params"].append(parameter)
+            group["names"].append(name)
+        return list(groups.values())
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.detach() for name, parameter in self.named_parameters().items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Copy the tensors in and refresh the norms. Raises UserError where names or shapes differ."""
+        mine = self.named_parameters()
+        odd = sorted(state.keys() ^ mine.keys())
+        if odd:
+            where = "is missing from the saved adapter" if odd[0] in mine else "is not part of this run's adapter"
+            raise UserError(f"the saved adapter does not fit this run: {odd[0]} {where}")
+        for name, parameter in mine.items():
+            if parameter.shape != state[name].shape:
+                raise UserError(
+                    f"the saved adapter does not fit this run: {name} is {tuple(state[name].shape)}, "
+                    f"here {tuple(parameter.shape)}"
+                )
+            parameter.copy_(state[name])
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Recompute DoRA's cached norms; due after every change of the parameters."""
+        if self.dora:
+            for layer in self.layers.values():
+                layer.refresh_norm()
+
+    @contextmanager
+    def at_strength(self, strength: float) -> Iterator[None]:
+        """Inside, every adapted layer gives base + strength * (adapted - base); 0 is the frozen base."""
+        for layer in self.layers.values():
+            layer.strength = strength
+        try:
+            yield
+        finally:
+            for layer in self.layers.values():
+                layer.strength = 1.0
+
+    def dropout(self, seed: int, rank: int) -> Callable[[int, int], AbstractContextManager[None]]:
+        """(step, micro-batch) -> a context in which adapter dropout is on, seeded by (seed, step, micro-batch, rank)."""
+        dropping = [layer for layer in self.layers.values() if layer.drops]
+
+        @contextmanager
+        def within(step: int, micro_batch: int) -> Iterator[None]:
+            if not dropping:
+                yield
+                return
+            state = draws.generator(seed, "dropout", step, micro_batch, rank).initial_seed()
+            torch.manual_seed(state)
+            for layer in dropping:
+                layer.train()
+            try:
+                yield
+            finally:
+                for layer in dropping:
+                    layer.eval()
+
+        return within
+
+
+def is_magnitude(parameter_name: str) -> bool:
+    return parameter_name.endswith(".lora_magnitude_vector")

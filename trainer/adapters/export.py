@@ -1,0 +1,220 @@
+"""Adapter files: diffusers/PEFT keys and kohya keys, with the metadata their readers look for.
+
+diffusers: COMPONENT.LAYER.lora_A.weight [R, K], .lora_B.weight [N, R], .lora_magnitude_vector [N] (Conv2d [1, N, 1, 1]);
+alpha / rank stand in the header's `lora_adapter_metadata` (a `.alpha` key raises for SDXL, without either the scale is 1).
+
+kohya: PREFIX_ORIGINAL_NAME.{lora_down.weight, lora_up.weight, alpha, dora_scale}; scale = alpha / rank; dora_scale [N, 1]
+(Conv2d [N, 1, 1, 1]). Layers that the original layout fuses (Flux's qkv, linear1) become one block-diagonal pair.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from trainer.adapters import ADAPTER_NAME, Adapter, Target, lora_config
+from trainer.tensorfile import serialize
+from trainer.types import NonFiniteError
+
+# ComfyUI's released versions divide dora_scale by ||W|| instead of ||W + sBA||; the label says what a file was made for.
+DoraScale = Literal["comfyui_released", "magnitude"]
+DORA_SCALE_MEANING = {
+    "comfyui_released": "m * ||W|| / ||W + sBA||: exact where the reader divides by ||W|| (ComfyUI's releases)",
+    "magnitude": "m: exact where the reader divides by ||W + sBA|| (LyCORIS, PEFT's definition)",
+}
+
+
+def diffusers_tensors(adapter: Adapter) -> dict[str, torch.Tensor]:
+    """fp32 tensors under diffusers / PEFT keys."""
+    tensors = {}
+    for name, tensor in adapter.state_dict().items():
+        layer = adapter.layers[name.partition(".lora_")[0]]
+        if name.endswith(".lora_magnitude_vector") and hasattr(layer.get_base_layer(), "kernel_size"):
+            tensor = tensor.view(1, -1, 1, 1)
+        tensors[name] = tensor
+    return tensors
+
+
+def diffusers_metadata(adapter: Adapter) -> dict[str, str]:
+    """`lora_adapter_metadata` as diffusers writes it: each component's LoraConfig fields under its prefix."""
+    fields: dict[str, Any] = {}
+    by_component: dict[str, list[Target]] = {}
+    for target in adapter.targets.values():
+        by_component.setdefault(target.component, []).append(target)
+    for component, targets in by_component.items():
+        config = {"lora_bias": False, "bias": "none"} | lora_config(targets, dora=adapter.dora, rslora=adapter.rslora)
+        fields |= {f"{component}.{key}": value for key, value in config.items()}
+    return {"lora_adapter_metadata": json.dumps(fields, indent=2, sort_keys=True), "format": "pt"}
+
+
+@dataclass(frozen=True)
+class Fused:
+    """One module of the original layout: the diffusers layers whose rows it concatenates; swap: halves exchanged."""
+
+    original: str
+    parts: tuple[str, ...]
+    swap: bool = False
+
+
+def fused_modules(links: Sequence[Any]) -> list[Fused]:
+    """The modules behind a family's parameter links (original, parts, op), by their weights."""
+    return [
+        Fused(
+            link.original.removesuffix(".weight"),
+            tuple(part.removesuffix(".weight") for part in link.parts),
+            swap=link.op == "swap_halves",
+        )
+        for link in links
+        if link.original.endswith(".weight")
+    ]
+
+
+@torch.no_grad()
+def kohya_tensors(
+    adapter: Adapter,
+    *,
+    fused: Mapping[str, Sequence[Fused]],
+    prefixes: Mapping[str, str],
+    base_layer: Callable[[str], Any],
+    dora_scale: DoraScale,
+) -> dict[str, torch.Tensor]:
+    """fp32 tensors under kohya keys.
+
+    fused: component -> its modules in the original layout (empty: names stay, with "text_model." in front).
+    prefixes: component -> key prefix. base_layer: full layer name -> frozen layer, for rows that carry no adapter.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for component in dict.fromkeys(target.component for target in adapter.targets.values()):
+        names = [t.name for t in adapter.targets.values() if t.component == component]
+        modules = [f for f in fused.get(component, ()) if any(part in names for part in f.parts)]
+        known = {part for module in modules for part in module.parts}
+        modules += [Fused(_text_model(name), (name,)) for name in names if name not in known]
+        for module in modules:
+            key = f"{prefixes[component]}_{module.original.replace('.', '_')}"
+            tensors |= _kohya_module(adapter, component, module, key, base_layer, dora_scale)
+    return tensors
+
+
+def _text_model(name: str) -> str:
+    return name if name.startswith(("text_model.", "encoder.block.", "text_projection")) else f"text_model.{name}"
+
+
+def _kohya_module(
+    adapter: Adapter, component: str, module: Fused, key: str, base_layer: Callable[[str], Any], dora_scale: DoraScale
+) -> dict[str, torch.Tensor]:
+    names = [f"{component}.{part}" for part in module.parts]
+    layers = [adapter.layers.get(name) for name in names]
+    present = [layer for layer in layers if layer is not None]
+    scalings = [layer.scaling[ADAPTER_NAME] for layer in present]
+    rows = [base_layer(name).weight_shape[0] for name in names]
+    downs = [layer.lora_A[ADAPTER_NAME].weight for layer in present]
+    rank = sum(a.shape[0] for a in downs)
+    up = torch.zeros(sum(rows), rank, *present[0].lora_B[ADAPTER_NAME].weight.shape[2:])
+    scale_N = []
+    row = column = 0
+    for name, layer, count in zip(names, layers, rows, strict=True):
+        if layer is not None:
+            b = layer.lora_B[ADAPTER_NAME].weight.cpu()
+            # One alpha serves all parts: a part whose scaling differs from the first's carries the ratio in its rows.
+            ratio = layer.scaling[ADAPTER_NAME] / scalings[0]
+            up[row : row + count, column : column + b.shape[1]] = b if ratio == 1 else b * ratio
+            column += b.shape[1]
+        row += count
+        if adapter.dora:
+            scale_N.append(base_layer(name).row_norms() if layer is None else _dora_scale(layer, dora_scale))
+    if module.swap:
+        up = torch.cat(up.chunk(2)[::-1])
+    tensors = {
+        f"{key}.lora_down.weight": torch.cat([a.detach().cpu() for a in downs]),
+        f"{key}.lora_up.weight": up,
+        f"{key}.alpha": torch.tensor(scalings[0] * rank, dtype=torch.float32),
+    }
+    if adapter.dora:
+        scale = torch.cat([s.cpu() for s in scale_N])
+        if module.swap:
+            scale = torch.cat(scale.chunk(2)[::-1])
+        tensors[f"{key}.dora_scale"] = scale.view(-1, *([1] * (downs[0].dim() - 1)))
+    return tensors
+
+
+def _dora_scale(layer, dora_scale: DoraScale) -> torch.Tensor:
+    m = layer.lora_magnitude_vector[ADAPTER_NAME].weight.detach()
+    if dora_scale == "magnitude":
+        return m
+    norm = layer.base_norm_sq.sqrt()
+    return torch.where(layer.norm > 0, m * norm / layer.norm.clamp_min(1e-30), m)
+
+
+@dataclass(frozen=True)
+class About:
+    """What an adapter file says of its origin. started: ISO time of the run's first start; never the present time."""
+
+    name: str
+    started: str
+    step: int
+    epoch: int
+    learning_rate: float
+    train_images: int
+    resolution: str
+    tag_frequency: Mapping[str, int]
+    trigger_phrase: str
+    seed: int
+    family: Mapping[str, str]
+
+
+def metadata(adapter: Adapter, about: About, *, convention: str, extra: Mapping[str, str] = {}) -> dict[str, str]:
+    """Header entries that Civitai, A1111 and ComfyUI's nodes read (`ss_*` as kohya's, `modelspec.*` as SAI's)."""
+    targets = list(adapter.targets.values())
+    ranks = {t.rank for t in targets}
+    alphas = {t.alpha for t in targets}
+    fields = lora_config(targets, dora=adapter.dora, rslora=adapter.rslora)
+    args: dict[str, str] = {"algo": "lora", "rs_lora": str(adapter.rslora)}
+    if adapter.dora:
+        args |= {"dora_wd": "True", "wd_on_output": "True", "dora_scale": convention}
+    if len(ranks) > 1 or len(alphas) > 1:
+        args |= {"per_layer_rank": "True"}
+    return {
+        "ss_network_module": "lycoris.kohya" if adapter.dora else "networks.lora",
+        "ss_network_dim": str(fields["r"]),
+        "ss_network_alpha": f"{fields['lora_alpha']:g}",
+        "ss_network_args": json.dumps(args, sort_keys=True),
+        "ss_output_name": about.name,
+        "ss_steps": str(about.step),
+        "ss_epoch": str(about.epoch),
+        "ss_learning_rate": f"{about.learning_rate:g}",
+        "ss_num_train_images": str(about.train_images),
+        "ss_resolution": about.resolution,
+        "ss_seed": str(about.seed),
+        "ss_tag_frequency": json.dumps({"captions": dict(sorted(about.tag_frequency.items()))}, ensure_ascii=False),
+        "modelspec.sai_model_spec": "1.0.0",
+        "modelspec.title": about.name,
+        "modelspec.date": about.started,
+        "modelspec.resolution": about.resolution,
+        "modelspec.trigger_phrase": about.trigger_phrase,
+        **about.family,
+        **extra,
+    }
+
+
+def with_hash(tensors: Mapping[str, torch.Tensor], fields: dict[str, str]) -> dict[str, str]:
+    """`fields` with `sshs_model_hash`: SHA-256 of everything behind the header, as kohya's tools compute it."""
+    digest = hashlib.sha256()
+    pieces = serialize(tensors)
+    next(pieces)
+    for piece in pieces:
+        digest.update(piece)
+    return fields | {"sshs_model_hash": digest.hexdigest()}
+
+
+def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises NonFiniteError: an adapter with NaN is not published."""
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise NonFiniteError(
+                f"the adapter's {name} is not finite; it was not exported. Resume an earlier checkpoint"
+            )

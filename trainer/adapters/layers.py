@@ -1,0 +1,159 @@
+"""PEFT's LoRA layer for our frozen base layers: PEFT matches, injects, names, switches and disables; the math is dora.py.
+
+The only file that knows PEFT's experimental hook for custom layers (`LoraConfig._register_custom_module`).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.tuners_utils import check_adapters_to_merge
+from torch import nn
+
+from trainer.adapters.dora import adapted_conv2d, adapted_linear, scale_rows, weight_norm
+
+
+class Magnitude(nn.Module):
+    """Holds DoRA's m, fp32 [N], under the name PEFT gives it in state dicts (`lora_magnitude_vector.NAME.weight`)."""
+
+    def __init__(self, initial_N: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(initial_N)
+
+
+class AdaptedLayer(nn.Module, LoraLayer):
+    """A frozen base layer with one adapter. A, B and m are fp32 in every mode.
+
+    `norm` holds c = ||W + s B A||_row, a non-persistent fp32 buffer: `refresh_norm` must follow every change of A or B
+    (the step does it after each update, loading a checkpoint does it too). It is not keyed on the tensors' version
+    counter, which fused and 8-bit optimizers do not advance.
+    """
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, config, r: int, lora_alpha: float, **kwargs) -> None:
+        super().__init__()
+        if getattr(base_layer, "groups", 1) != 1:
+            raise ValueError("a grouped convolution cannot carry an adapter; exclude it from the targets")
+        LoraLayer.__init__(self, base_layer)
+        self._active_adapter = adapter_name
+        self.strength = 1.0
+        self.update_layer(adapter_name, r, lora_alpha, config)
+
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+        # PEFT would warn of a layer type it does not know.
+        shape = module.weight_shape
+        return shape[1], shape[0]
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: float, config, **kwargs) -> None:
+        base = self.get_base_layer()
+        device = base.payload_weight.device
+        dora = bool(config.use_dora)
+        if dora and config.lora_dropout:
+            raise ValueError("adapter.dropout cannot be combined with DoRA")
+        self.r[adapter_name], self.lora_alpha[adapter_name] = r, lora_alpha
+        self.use_rslora[adapter_name], self.use_dora[adapter_name] = config.use_rslora, dora
+        self.scaling[adapter_name] = lora_alpha / (math.sqrt(r) if config.use_rslora else r)
+        self.lora_bias[adapter_name] = False
+        dropout = nn.Dropout(config.lora_dropout) if config.lora_dropout else nn.Identity()
+        self.lora_dropout[adapter_name] = dropout
+        self.lora_A[adapter_name], self.lora_B[adapter_name] = self.new_factors(base, r, device)
+        nn.init.zeros_(self.lora_B[adapter_name].weight)
+        if dora:
+            self.register_buffer("base_norm_sq", base.row_norms().square(), persistent=False)
+            self.register_buffer("norm", torch.empty_like(self.base_norm_sq), persistent=False)
+            self.refresh_norm(adapter_name)
+            self.lora_magnitude_vector[adapter_name] = Magnitude(self.norm.clone())
+        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+
+    def new_factors(self, base, r: int, device) -> tuple[nn.Module, nn.Module]:
+        raise NotImplementedError
+
+    def factors(self, adapter_name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """A as [R, K] and B as [N, R] (a convolution's kernel flattened)."""
+        return self.lora_A[adapter_name].weight.flatten(1), self.lora_B[adapter_name].weight.flatten(1)
+
+    @torch.no_grad()
+    def refresh_norm(self, adapter_name: str | None = None) -> None:
+        """Recompute c from the present A and B. A no-op for LoRA."""
+        name = adapter_name or self.active_adapters[0]
+        if not self.use_dora.get(name):
+            return
+        a, b = self.factors(name)
+        self.norm.copy_(
+            weight_norm(self.base_norm_sq, self.get_base_layer().skinny(a), a, b, self.scaling[name])
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def adapted_weight(self, adapter_name: str) -> torch.Tensor:
+        """The dense fp32 weight g * (W + s B A) in the base weight's shape; g = 1 for LoRA."""
+        base = self.get_base_layer()
+        a, b = self.factors(adapter_name)
+        weight = base.dequantize(torch.float32)
+        weight = weight + (self.scaling[adapter_name] * (b @ a)).view_as(weight)
+        if self.use_dora[adapter_name]:
+            g = scale_rows(self.lora_magnitude_vector[adapter_name].weight, self.norm)
+            weight = weight * g.view(-1, *([1] * (weight.dim() - 1)))
+        return weight
+
+    def get_delta_weight(self, adapter: str) -> torch.Tensor:
+        """adapted weight - W, fp32, in the base weight's shape."""
+        return self.adapted_weight(adapter) - self.get_base_layer().dequantize(torch.float32)
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Compute with a dense fp32 copy of base + adapter. The payload is left alone, so `unmerge` is exact."""
+        for name in check_adapters_to_merge(self, adapter_names):
+            weight = self.adapted_weight(name)
+            if safe_merge and not torch.isfinite(weight).all():
+                raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
+            assert not self.merged_adapters, "one adapter at a time"
+            self.get_base_layer().merged_weight = weight
+            self.merged_adapters.append(name)
+
+    def unmerge(self) -> None:
+        self.get_base_layer().merged_weight = None
+        self.merged_adapters.clear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        base = self.get_base_layer()
+        if self.disable_adapters and self.merged:
+            self.unmerge()
+        if self.disable_adapters or self.merged or not self.active_adapters or self.strength == 0:
+            return base(x)
+        (name,) = self.active_adapters
+        m = self.lora_magnitude_vector[name].weight if self.use_dora[name] else None
+        c = self.norm if self.use_dora[name] else None
+        mask = None
+        dropout = self.lora_dropout[name]
+        if self.training and isinstance(dropout, nn.Dropout):
+            mask = dropout(torch.ones_like(x, dtype=base.compute_dtype))
+        a, b = self.lora_A[name].weight, self.lora_B[name].weight
+        y = self.adapted(x, base, a, b, self.scaling[name], m, c, mask)
+        return y if self.strength == 1 else torch.lerp(base(x), y, self.strength)
+
+    @property
+    def drops(self) -> bool:
+        return any(isinstance(dropout, nn.Dropout) for dropout in self.lora_dropout.values())
+
+
+class AdaptedLinear(AdaptedLayer):
+    adapted = staticmethod(adapted_linear)
+
+    def new_factors(self, base, r, device):
+        return (
+            nn.Linear(base.in_features, r, bias=False, device=device),
+            nn.Linear(r, base.out_features, bias=False, device=device),
+        )
+
+
+class AdaptedConv2d(AdaptedLayer):
+    adapted = staticmethod(adapted_conv2d)
+
+    def new_factors(self, base, r, device):
+        return (
+            nn.Conv2d(
+                base.in_channels, r, base.kernel_size, base.stride, base.padding, base.dilation, bias=False,
+                device=device,
+            ),
+            nn.Conv2d(r, base.out_channels, 1, bias=False, device=device),
+        )  # fmt: skip

@@ -1,0 +1,165 @@
+"""What a run is made of, and how it becomes files: every piece by name, none optional.
+
+adapter.safetensors, optimizer.safetensors: tensors. state.json: counters, schedule, loss scaler, optimizer scalars, the
+resolved config. quantization.json: what the frozen base is stored as, payload hashes included. No pickle anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.tensorfile import TensorFile, serialize
+from trainer.types import UserError
+
+LAYOUT_VERSION = 1
+_SEPARATOR = "|"  # between a parameter's name and an optimizer's key for it
+
+
+@dataclass
+class Progress:
+    """Where a run stands. step: attempted updates; images: samples seen; total_steps: the schedule's frozen length;
+    started: ISO date and time of the first start (UTC)."""
+
+    step: int
+    images: int
+    total_steps: int
+    started: str
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, names: Sequence[str]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """(tensors, scalars) of every parameter's state, keyed 'PARAMETER|KEY'; `names` in the optimizer's order."""
+    tensors, scalars = {}, {}
+    for name, parameter in zip(names, _parameters(optimizer), strict=True):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            (tensors if isinstance(value, torch.Tensor) else scalars)[name + _SEPARATOR + key] = value
+    return tensors, scalars
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    names: Sequence[str],
+    tensors: Mapping[str, torch.Tensor],
+    scalars: Mapping[str, Any],
+) -> None:
+    """The inverse of `optimizer_state`. Set directly: `load_state_dict` would cast 8-bit states and step counters."""
+    by_name: dict[str, dict[str, Any]] = {}
+    for key, value in {**tensors, **scalars}.items():
+        parameter, _, state_key = key.rpartition(_SEPARATOR)
+        by_name.setdefault(parameter, {})[state_key] = value
+    unknown = sorted(by_name.keys() - set(names))
+    if unknown:
+        raise UserError(f"the checkpoint's optimizer state has {unknown[0]!r}, which this run does not train")
+    for name, parameter in zip(names, _parameters(optimizer), strict=True):
+        state = by_name.get(name, {})
+        optimizer.state[parameter] = {
+            # AdamW keeps its step counter on the CPU unless fused; its device does not enter the arithmetic.
+            key: value.to(parameter.device) if isinstance(value, torch.Tensor) else value
+            for key, value in state.items()
+        }
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def pack(
+    *,
+    progress: Progress,
+    adapter: Mapping[str, torch.Tensor],
+    optimizer: tuple[Mapping[str, torch.Tensor], Mapping[str, Any]],
+    schedule: Mapping[str, Any],
+    scaler: Mapping[str, Any],
+    quantization: Mapping[str, Any],
+    config: Mapping[str, Any],
+    versions: Mapping[str, str],
+) -> dict[str, Any]:
+    """The checkpoint's files as pieces of bytes, by name."""
+    tensors, scalars = optimizer
+    state = {
+        "layout": LAYOUT_VERSION,
+        "progress": asdict(progress),
+        "schedule": dict(schedule),
+        "scaler": dict(scaler),
+        "optimizer_scalars": dict(scalars),
+        "versions": dict(versions),
+        "config": dict(config),
+    }
+    return {
+        "adapter.safetensors": serialize(adapter),
+        "optimizer.safetensors": serialize(tensors),
+        "state.json": [_json(state)],
+        "quantization.json": [_json(quantization)],
+    }
+
+
+def _json(tree: Any) -> bytes:
+    return (json.dumps(tree, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint read back."""
+
+    progress: Progress
+    adapter: dict[str, torch.Tensor]
+    optimizer_tensors: dict[str, torch.Tensor]
+    optimizer_scalars: dict[str, Any]
+    schedule: dict[str, Any]
+    scaler: dict[str, Any]
+    quantization: dict[str, Any]
+    config: dict[str, Any]
+
+
+def read_header(folder: Path) -> tuple[Progress, dict[str, Any]]:
+    """(progress, resolved config) of a checkpoint, without its tensors."""
+    state = _read_state(folder)
+    return Progress(**state["progress"]), state["config"]
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    if state.get("layout") != LAYOUT_VERSION:
+        raise UserError(
+            f"{folder} has checkpoint layout {state.get('layout')}, this version reads {LAYOUT_VERSION}; "
+            "go on with the version that wrote it"
+        )
+    return state
+
+
+def unpack(folder: Path) -> Saved:
+    """Read a verified checkpoint. Raises UserError where a piece is missing or of another layout."""
+    state = _read_state(folder)
+    try:
+        return Saved(
+            progress=Progress(**state["progress"]),
+            adapter=TensorFile(folder / "adapter.safetensors").read_all(),
+            optimizer_tensors=TensorFile(folder / "optimizer.safetensors").read_all(),
+            optimizer_scalars=state["optimizer_scalars"],
+            schedule=state["schedule"],
+            scaler=state["scaler"],
+            quantization=json.loads((folder / "quantization.json").read_text(encoding="utf-8")),
+            config=state["config"],
+        )
+    except (KeyError, TypeError, FileNotFoundError) as error:
+        raise UserError(f"{folder} lacks a piece of the run's state: {error}") from error
+
+
+def check_quantization(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to go on over a base that is not bit-equal to the saved one, naming the first layer that differs."""
+    for name in sorted(saved.keys() | now.keys()):
+        if saved.get(name) != now.get(name):
+            how = (
+                "is not quantised now" if name not in now
+                else "was not quantised then" if name not in saved
+                else "quantises to other bytes now (the model's file or a library changed)"
+            )  # fmt: skip
+            raise UserError(f"the checkpoint's frozen base differs: {name} {how}; restore it, or start a new run")

@@ -1,0 +1,79 @@
+"""The command line: arguments in, exit status out.
+
+0 done; 2 user error; 4 non-finite values; 5 out of memory; 6 storage; 143 / 130 after SIGTERM / SIGINT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import sys
+
+from trainer.types import Interrupted, NonFiniteError, UserError
+
+STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="train.py", description="Fine-tune a LoRA or DoRA adapter for SDXL or Flux.", allow_abbrev=False
+    )
+    parser.add_argument(
+        "--config", required=True, metavar="FILE", help="a TOML file, or the bare name of one in configs/"
+    )
+    parser.add_argument(
+        "--resume_from", metavar="auto|latest|DIR", help="go on from a checkpoint; auto starts fresh where none exists"
+    )
+    parser.add_argument(
+        "--set", dest="overrides", action="append", nargs="+", default=[], metavar="table.key=VALUE",
+        help="override a config key with a TOML value (a bare word is a string)",
+    )  # fmt: skip
+    parser.add_argument("--plan", action="store_true", help="print what the run would do, and train nothing")
+    chosen = parser.parse_args(arguments)
+    quiet_libraries()
+    try:
+        from trainer import config
+        from trainer.run import plan, train
+
+        loaded = config.load(chosen.config, [item for group in chosen.overrides for item in group])
+        if chosen.plan:
+            plan(loaded)
+        else:
+            train(loaded, resume_from=chosen.resume_from)
+    except UserError as error:
+        return _fail(2, str(error))
+    except NonFiniteError as error:
+        return _fail(4, str(error))
+    except Interrupted as error:
+        return _fail(128 + error.signum, str(error))
+    except KeyboardInterrupt:
+        return _fail(130, "stopped at once")
+    except OSError as error:
+        if error.errno in STORAGE_ERRORS:
+            return _fail(6, f"storage: {error}; free space or mend the disk, then start again with --resume_from auto")
+        raise
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":
+            raise
+        return _fail(
+            5, f"{error}\nlower data.batch_size or data.resolution, or set memory.gradient_checkpointing = true"
+        )
+    return 0
+
+
+def _fail(status: int, message: str) -> int:
+    lines = message.splitlines() or [""]
+    print("\n".join([f"error: {lines[0]}", *(f"       {line}" for line in lines[1:])]), file=sys.stderr, flush=True)
+    return status
+
+
+def quiet_libraries() -> None:
+    """Libraries' notices about what they could also do are not the user's business; errors still show."""
+    import logging
+    import warnings
+
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step.*")

@@ -1,0 +1,376 @@
+"""The TOML contract: every key, its type, its default. The only file that knows TOML.
+
+The tree is frozen and strict. What can be said without looking at a model is refused here, with the key's full name, the
+offending value and, for a near miss, the key that was probably meant.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from trainer.types import UserError
+
+CONFIG_FOLDER = Path(__file__).resolve().parent.parent / "configs"
+
+Dtype = Literal["fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "int2", "nf4", "fp4"]
+Compute = Literal["fp32", "bf16", "fp16"]
+Count = Annotated[int, Field(ge=1)]
+Cadence = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+Strings = Annotated[tuple[str, ...], Field(strict=False)]
+
+
+class Table(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False, validate_default=False)
+
+
+class Run(Table):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    output_dir: Annotated[str, Field(min_length=1)]
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    max_steps: Count | None = None
+    epochs: Count | None = None
+    stop_after: Count | None = None
+    deterministic: bool = False
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Run:
+        if (self.max_steps is None) == (self.epochs is None):
+            given = "both are" if self.epochs is not None else "neither is"
+            raise ValueError(f"give exactly one of run.max_steps and run.epochs; {given} given")
+        return self
+
+
+class Component(Table):
+    dtype: Dtype | None = None
+    backend: Literal["native", "quanto", "bitsandbytes"] | None = None
+    exclude: Strings = ()
+    path: str | None = None
+    compute: Compute | None = None
+
+
+class Model(Table):
+    family: str
+    path: Annotated[str, Field(min_length=1)]
+    config: str | None = None
+    prediction: Literal["auto", "epsilon", "v"] = "auto"
+    zero_terminal_snr: Literal["auto"] | bool = "auto"
+    components: dict[str, Component] = {}
+
+
+class Precision(Table):
+    compute: Compute = "bf16"
+    matmul: Literal["compute", "fp8"] = "compute"
+    loss_scale: Positive = 65536.0
+    loss_scale_growth_interval: Count = 2000
+
+
+class Rule(Table):
+    component: str
+    match: str
+    rank: Count | None = None
+    alpha: Positive | None = None
+    lr: Positive | None = None
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+
+
+class Adapter(Table):
+    type: Literal["lora", "dora"] = "lora"
+    rank: Count = 16
+    alpha: Positive | None = None
+    targets: str | Strings = "attention+mlp"
+    rslora: bool = False
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    rules: Annotated[tuple[Rule, ...], Field(strict=False)] = ()
+
+    @model_validator(mode="after")
+    def _dropout_is_lora_only(self) -> Adapter:
+        if self.type == "dora" and self.dropout:
+            raise ValueError(
+                f"adapter.dropout = {self.dropout} cannot be combined with adapter.type = 'dora': DoRA's row scale couples "
+                "the dropped path with the base; set adapter.dropout = 0 or adapter.type = 'lora'"
+            )
+        return self
+
+
+class Source(Table):
+    path: str
+    repeats: Count = 1
+
+
+class Data(Table):
+    sources: Annotated[tuple[Source, ...], Field(strict=False, min_length=1)]
+    resolution: Annotated[int, Field(ge=16, multiple_of=8)] = 1024
+    batch_size: Count = 1
+    num_workers: Annotated[int, Field(ge=0)] = 0
+    bucket_step: Annotated[int, Field(ge=8, multiple_of=8)] | None = None
+    flip: bool = False
+    caption_dropout: Share = 0.05
+    strict_captions: bool = False
+    cache_text: Literal["auto"] | bool = "auto"
+    cache_dir: str | None = None
+
+
+class Objective(Table):
+    timesteps: Literal["auto", "uniform", "logit_normal"] = "auto"
+    shift: Literal["auto"] | Positive = "auto"
+    logit_mean: float = 0.0
+    logit_std: Positive = 1.0
+    min_snr_gamma: Positive | None = None
+    guidance: Annotated[float, Field(ge=0)] = 1.0
+
+
+class Step(Table):
+    accumulation: Count = 1
+    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+
+
+class Memory(Table):
+    gradient_checkpointing: bool | Count = False
+
+
+class Optimizer(Table):
+    name: Literal["adamw", "adamw8bit"] = "adamw"
+    lr: Positive = 1e-4
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.999)
+    eps: Positive = 1e-8
+    min_8bit_size: Count = 4096
+
+
+class Schedule(Table):
+    name: Literal["constant", "linear", "cosine"] = "constant"
+    warmup: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)] = 0.05
+    total_steps: Count | None = None
+
+
+class Checkpoint(Table):
+    every_steps: Cadence = 500
+    keep_last: Count = 3
+
+
+class Export(Table):
+    every_steps: Cadence = 0
+    formats: Annotated[tuple[Literal["diffusers", "comfyui"], ...], Field(strict=False, min_length=1)] = (
+        "diffusers",
+        "comfyui",
+    )
+    dora_scale: Literal["comfyui_released", "magnitude"] = "comfyui_released"
+    trigger_phrase: str = ""
+
+
+class Sample(Table):
+    prompt: str
+    negative: str = ""
+    width: Count | None = None
+    height: Count | None = None
+    seed: int | None = None
+    steps: Count | None = None
+    guidance: float | None = None
+    strength: Share = 1.0
+
+
+class Validation(Table):
+    every_steps: Cadence = 500
+    prompts: Strings = ()
+    samples: Annotated[tuple[Sample, ...], Field(strict=False)] = ()
+    seed: int = 0
+    steps: Count = 20
+
+    @model_validator(mode="after")
+    def _one_list(self) -> Validation:
+        if self.prompts and self.samples:
+            raise ValueError("give validation.prompts or [[validation.samples]], not both")
+        return self
+
+
+class Logging(Table):
+    tensorboard: bool = True
+
+
+class Config(Table):
+    run: Run
+    model: Model
+    data: Data
+    precision: Precision = Precision()
+    adapter: Adapter = Adapter()
+    objective: Objective = Objective()
+    step: Step = Step()
+    memory: Memory = Memory()
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    checkpoint: Checkpoint = Checkpoint()
+    export: Export = Export()
+    validation: Validation = Validation()
+    logging: Logging = Logging()
+
+
+# A run may go on under a config that differs in these keys and in no others.
+MAY_CHANGE = (
+    "run.max_steps", "run.epochs", "run.stop_after", "run.output_dir",
+    "validation.*", "logging.*", "export.*", "checkpoint.*",
+)  # fmt: skip
+
+
+def load(path: str, overrides: list[str]) -> Config:
+    """Read the config at `path` (or the bare name of a file in configs/) and apply `table.key=VALUE` overrides.
+
+    Raises UserError for a missing file, bad TOML, an unknown key, a wrong type or an impossible combination.
+    """
+    file = Path(path)
+    if not file.exists() and file.name == path and (CONFIG_FOLDER / path).exists():
+        file = CONFIG_FOLDER / path
+    try:
+        tree = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        known = ", ".join(sorted(p.name for p in CONFIG_FOLDER.glob("*.toml")))
+        raise UserError(f"--config {path}: {error.strerror}. Files in configs/: {known}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"--config {path}: not UTF-8 at byte {error.start}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"--config {path}: not valid TOML: {error}") from error
+    for override in overrides:
+        _apply(tree, override)
+    return parse(tree)
+
+
+def parse(tree: dict[str, Any]) -> Config:
+    """A checked Config from a plain tree. Raises UserError with one line for each mistake."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        lines = [_explain(item) for item in error.errors(include_url=False)]
+        raise UserError("\n".join(dict.fromkeys(lines))) from error
+
+
+def dumps(config: Config) -> str:
+    """The resolved config as TOML: every default written out, optional keys without a value left out."""
+    import tomli_w
+
+    return tomli_w.dumps(config.model_dump(exclude_none=True, mode="json"))
+
+
+def read_resolved(path: Path) -> dict[str, Any]:
+    """The plain tree of a `config.toml` that a run wrote. Raises UserError if it was damaged."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{path} cannot be read ({error}); restore it, or choose another run.output_dir") from error
+
+
+def differences(saved: dict[str, Any], config: Config) -> list[str]:
+    """The keys, outside MAY_CHANGE, in which a saved resolved tree differs from `config`, as 'key: old -> new'."""
+    from fnmatch import fnmatchcase
+
+    old, new = flatten(saved), flatten(config.model_dump(exclude_none=True, mode="json"))
+    return [
+        f"{key}: {old.get(key, 'absent')!r} -> {new.get(key, 'absent')!r}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and not any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)
+    ]
+
+
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """{'a': {'b': [1]}} -> {'a.b.0': 1}; empty tables and lists are kept as values."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    flat = {k: v for key, value in items for k, v in flatten(value, f"{prefix}{key}.").items()}
+    return flat if flat or not prefix else {prefix[:-1]: tree}
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key.strip():
+        raise UserError(f"--set {override!r}: write it as table.key=VALUE, for example --set run.seed=3")
+    try:
+        value = tomllib.loads(f"value = {text.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()  # a bare word is a string
+    *tables, last = key.strip().split(".")
+    node: Any = tree
+    for part in tables:
+        node = _child(node, part, override)
+    if isinstance(node, list):
+        _child(node, last, override)
+        node[int(last)] = value
+    else:
+        node[last] = value
+
+
+def _child(node: Any, part: str, override: str) -> Any:
+    if isinstance(node, dict):
+        child = node.setdefault(part, {})
+        if not isinstance(child, (dict, list)):
+            raise UserError(f"--set {override!r}: {part!r} is a value, not a table")
+        return child
+    if not part.isdigit() or int(part) >= len(node):
+        raise UserError(f"--set {override!r}: {part!r} is not an index into a list of {len(node)}")
+    return node[int(part)]
+
+
+def _explain(item: Any) -> str:
+    """One pydantic error as one line: full key, value, remedy."""
+    parts = [p for p in item["loc"] if not (isinstance(p, str) and _is_union_tag(p))]
+    key = ".".join(str(p) for p in parts)
+    if item["type"] == "extra_forbidden":
+        meant = near_miss(key)
+        return f"unknown key {key}" + (f"; did you mean {meant}?" if meant else "; see configs/ for the keys there are")
+    if item["type"] == "missing":
+        return f"{key} is required"
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "value_error":
+        return message
+    return f"{key} = {item['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _is_union_tag(part: str) -> bool:
+    # pydantic names the tried member of a union in the location: 'bool', 'constrained-int', "literal['auto']", ...
+    return part in ("bool", "int", "float", "str") or "[" in part or part.startswith("constrained-") or "(" in part
+
+
+def near_miss(key: str) -> str | None:
+    """The known key that `key` was probably meant to be, or None."""
+    table, _, leaf = key.rpartition(".")
+    known = known_keys()
+    siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == _generic(table)}
+    close = difflib.get_close_matches(leaf, list(siblings), n=1, cutoff=0.6)
+    if close:
+        return f"{table}.{close[0]}" if table else close[0]
+    # The right key in the wrong table, or a misspelt table.
+    by_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
+    close = by_leaf[:1] or difflib.get_close_matches(_generic(key), known, n=1, cutoff=0.75)
+    return close[0] if close else None
+
+
+def _generic(key: str) -> str:
+    parts = ["*" if part.isdigit() else part for part in key.split(".")]
+    if parts[:2] == ["model", "components"] and len(parts) > 2:
+        parts[2] = "*"
+    return ".".join(parts)
+
+
+def known_keys() -> list[str]:
+    """Every key of the contract; list items and component names are written as '*'."""
+    return _keys_of(Config, "")
+
+
+def _keys_of(table: type[Table], prefix: str) -> list[str]:
+    keys = []
+    for name, field in table.model_fields.items():
+        keys.append(prefix + name)
+        for nested in _tables_in(field.annotation):
+            repeated = nested is not field.annotation
+            keys += _keys_of(nested, f"{prefix}{name}." + ("*." if repeated else ""))
+    return keys
+
+
+def _tables_in(annotation: Any) -> list[type[Table]]:
+    if isinstance(annotation, type) and issubclass(annotation, Table):
+        return [annotation]
+    return [table for argument in get_args(annotation) for table in _tables_in(argument)]

@@ -1,0 +1,1 @@
+"""From folders of photos to batches: sources -> captions -> buckets -> cache -> sampler -> loader."""

@@ -1,0 +1,134 @@
+"""From occurrences to batches: reads the cache and applies the draws that belong to data (flip, caption dropout)."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import signal
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from trainer import draws
+from trainer.data import buckets, captions
+from trainer.data.buckets import Bucket
+from trainer.data.cache import Cache, latent_key, text_key
+from trainer.data.sampler import MicroBatch
+from trainer.data.sources import Photo
+from trainer.types import Batch, Conditioning, Occurrence
+
+FLIP_PROBABILITY = 0.5
+
+
+class Reader(Dataset):
+    """Makes the Batch of a micro-batch: `reader[occurrences]`. A pure function of its arguments and the cache.
+
+    flip: mirror every other appearance; the cache must hold both variants.
+    caption_dropout: the probability that an appearance trains on "".
+    latent_fingerprint, text_fingerprint: as the cache was filled with; no text fingerprint means that captions are
+    encoded live and `Batch.conditioning` is None.
+    """
+
+    def __init__(
+        self,
+        photos: Sequence[tuple[Photo, Bucket]],
+        cache: Cache,
+        *,
+        seed: int,
+        flip: bool,
+        caption_dropout: float,
+        latent_fingerprint: str,
+        text_fingerprint: str | None,
+    ) -> None:
+        self.photos = {photo.sample: (photo, bucket) for photo, bucket in photos}
+        self.cache = cache
+        self.seed = seed
+        self.flip = flip
+        self.caption_dropout = caption_dropout
+        self.latent_fingerprint = latent_fingerprint
+        self.text_fingerprint = text_fingerprint
+
+    def flipped(self, occurrence: Occurrence) -> bool:
+        """Whether this appearance of the photo is mirrored."""
+        key = (occurrence.epoch, occurrence.sample, occurrence.repeat)
+        return self.flip and draws.uniform(self.seed, "flip", *key) < FLIP_PROBABILITY
+
+    def __getitem__(self, occurrences: MicroBatch) -> Batch:
+        latents, texts, placements = [], [], []
+        for occurrence in occurrences:
+            photo, bucket = self.photos[occurrence.sample]
+            flip = self.flipped(occurrence)
+            key = latent_key(photo.sha256, bucket=bucket, flip=flip, fingerprint=self.latent_fingerprint)
+            latents.append(self.cache.get(key)["latents"])
+            placements.append(buckets.place(photo.width, photo.height, bucket, flip=flip))
+            dropped = captions.dropped(self.seed, occurrence, self.caption_dropout)
+            texts.append("" if dropped else photo.caption)
+        return Batch(
+            occurrences=occurrences,
+            latents=torch.stack(latents),
+            captions=tuple(texts),
+            conditioning=None if self.text_fingerprint is None else self._conditioning(texts),
+            original_size=torch.tensor([p.original_size for p in placements], dtype=torch.int64),
+            crop_top_left=torch.tensor([p.crop_top_left for p in placements], dtype=torch.int64),
+            target_size=torch.tensor([p.target_size for p in placements], dtype=torch.int64),
+        )
+
+    def _conditioning(self, texts: Sequence[str]) -> Conditioning:
+        """Cached encodings side by side. The family pads to a fixed length, so every entry has the same shapes."""
+        entries = [self.cache.get(text_key(text, fingerprint=self.text_fingerprint)) for text in texts]
+        assert all(entry.keys() == entries[0].keys() for entry in entries)
+        return Conditioning.from_tensors({name: torch.cat([entry[name] for entry in entries]) for name in entries[0]})
+
+
+def iterate(updates: Iterable[Sequence[MicroBatch]], reader: Reader, *, num_workers: int) -> Iterator[list[Batch]]:
+    """One list of Batches per update, in order; `updates` holds this process's share of each (an empty one gives []).
+
+    `updates` may be lazy and go on over many epochs: with workers it is read a few batches ahead, in this process. The
+    result does not depend on `num_workers`. Close the generator to end the workers early.
+    """
+    if num_workers == 0:
+        for update in updates:
+            yield [reader[occurrences] for occurrences in update]
+        return
+    updates, ahead = itertools.tee(updates)
+    loader = DataLoader(
+        reader,
+        sampler=(occurrences for update in ahead for occurrences in update),
+        batch_size=None,
+        num_workers=num_workers,
+        # A forked worker knows which cache entries are verified already.
+        multiprocessing_context="fork" if sys.platform == "linux" else None,
+        worker_init_fn=_start_worker,
+        generator=torch.Generator(),  # the loader draws a seed for its workers: not from torch's global generator
+    )
+    with _signals_blocked():
+        batches = iter(loader)
+    try:
+        for update in updates:
+            yield [next(batches) for _ in update]
+    finally:
+        del batches  # joins the workers
+
+
+def _start_worker(worker: int) -> None:
+    """Leave signals to the main process, which ends the current step first; share out the cache's memory."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    info = get_worker_info()
+    info.dataset.cache.memory_bytes //= info.num_workers
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Hold back SIGINT and SIGTERM while workers start, who inherit it: no signal meets them before `_start_worker`."""
+    if not hasattr(signal, "pthread_sigmask") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

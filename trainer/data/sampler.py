@@ -1,0 +1,82 @@
+"""The order of an epoch and how it is cut into batches and updates: pure functions of seed and epoch.
+
+The order of the samples depends neither on batch size nor on the number of processes; both only cut it. Epochs and
+steps count from 0 here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import TypeVar
+
+from trainer import draws
+from trainer.data.buckets import Bucket
+from trainer.data.sources import Photo
+from trainer.types import Occurrence
+
+MicroBatch = tuple[Occurrence, ...]
+Item = TypeVar("Item")
+
+
+def epoch_order(photos: Sequence[tuple[Photo, Bucket]], *, seed: int, epoch: int) -> list[tuple[Occurrence, Bucket]]:
+    """Every (photo, repeat) of the epoch, sorted by its draw; an Occurrence's position is its index here."""
+    drawn = sorted(
+        (draws.uniform(seed, "order", epoch, photo.sample, repeat), photo.sample, repeat, bucket)
+        for photo, bucket in photos
+        for repeat in range(photo.repeats)
+    )
+    return [(Occurrence(epoch, sample, repeat, i), bucket) for i, (_, sample, repeat, bucket) in enumerate(drawn)]
+
+
+def epoch_batches(
+    photos: Sequence[tuple[Photo, Bucket]], *, seed: int, epoch: int, batch_size: int
+) -> list[MicroBatch]:
+    """The epoch's micro-batches, each of one bucket.
+
+    Going through the global order, a batch is emitted when its bucket has `batch_size` samples; what is left in each
+    bucket follows as one shorter batch, in the order of first samples. Nothing is dropped or shown twice.
+    """
+    batches: list[MicroBatch] = []
+    open_batches: dict[Bucket, list[Occurrence]] = {}
+    for occurrence, bucket in epoch_order(photos, seed=seed, epoch=epoch):
+        batch = open_batches.setdefault(bucket, [])
+        batch.append(occurrence)
+        if len(batch) == batch_size:
+            batches.append(tuple(open_batches.pop(bucket)))
+    # A batch enters the dictionary with its first sample, so insertion order is the order of first samples.
+    batches += [tuple(batch) for batch in open_batches.values()]
+    assert len(batches) == batches_per_epoch(photos, batch_size=batch_size)
+    return batches
+
+
+def batches_per_epoch(photos: Sequence[tuple[Photo, Bucket]], *, batch_size: int) -> int:
+    """Micro-batches in every epoch: the count depends on the buckets' sizes alone, so it never changes."""
+    sizes: Counter[Bucket] = Counter()
+    for photo, bucket in photos:
+        sizes[bucket] += photo.repeats
+    return sum(math.ceil(size / batch_size) for size in sizes.values())
+
+
+def updates(batches: Sequence[Item], *, accumulation: int, processes: int) -> list[list[Item]]:
+    """An epoch's micro-batches in groups of accumulation * processes, one per update; the last group may be short."""
+    size = accumulation * processes
+    return [list(batches[start : start + size]) for start in range(0, len(batches), size)]
+
+
+def share(update: Sequence[Item], *, processes: int, rank: int) -> list[Item]:
+    """The micro-batches of an update that one process takes: those with index % processes == rank (perhaps none)."""
+    return list(update[rank::processes])
+
+
+def steps_per_epoch(
+    photos: Sequence[tuple[Photo, Bucket]], *, batch_size: int, accumulation: int, processes: int
+) -> int:
+    """Updates in every epoch."""
+    return math.ceil(batches_per_epoch(photos, batch_size=batch_size) / (accumulation * processes))
+
+
+def update_at(step: int, *, steps_per_epoch: int) -> tuple[int, int]:
+    """(epoch, index of the update in the epoch) of a global step, all counted from 0."""
+    return divmod(step, steps_per_epoch)

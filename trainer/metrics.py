@@ -1,0 +1,61 @@
+"""metrics.jsonl, TensorBoard and the console's progress bar."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+FILE = "metrics.jsonl"
+
+
+def cut(output_dir: Path, step: int) -> None:
+    """Drop the lines after `step` (and a half-written one), so that a resumed run appends without a gap or a repeat."""
+    path = output_dir / FILE
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            break  # a kill cut this line short; it is the last
+        if not line.endswith(b"\n") or entry["step"] > step:
+            break
+        kept.append(line)
+    temporary = path.with_name(f".{FILE}.tmp")
+    temporary.write_bytes(b"".join(kept))
+    os.replace(temporary, path)
+
+
+class Metrics:
+    """Writes one JSON object a step, flushed, and mirrors its numbers to a tracker and the progress bar."""
+
+    def __init__(self, output_dir: Path, *, tracker, total_steps: int, initial_step: int, enabled: bool) -> None:
+        from tqdm import tqdm
+
+        self.tracker = tracker
+        self.file = open(output_dir / FILE, "a", encoding="utf-8") if enabled else None
+        self.bar = tqdm(total=total_steps, initial=initial_step, unit="step", dynamic_ncols=True, disable=not enabled)
+
+    def log(self, entry: dict[str, Any]) -> None:
+        if self.file is None:
+            return
+        self.file.write(json.dumps(entry, allow_nan=False) + "\n")
+        self.file.flush()
+        if self.tracker is not None:
+            numbers = {f"train/{k}": v for k, v in entry.items() if isinstance(v, (int, float)) and k != "step"}
+            self.tracker.log(numbers, step=entry["step"])
+        self.bar.set_postfix_str(f"loss {entry['loss']:.4f}, lr {entry['lr']:.2e}", refresh=False)
+        self.bar.update(1)
+
+    def write(self, line: str) -> None:
+        """A line above the progress bar."""
+        if not self.bar.disable:
+            self.bar.write(line)
+
+    def close(self) -> None:
+        self.bar.close()
+        if self.file is not None:
+            self.file.close()

@@ -1,0 +1,124 @@
+"""The protocol every model family stands behind: data (components, key tables, presets) and a few functions.
+
+How families that are not here yet would fit, written down before the protocol froze:
+
+- Qwen-Image: one LLM encoder gives `Conditioning.sequence` with `mask` (variable length, padded in the batch); its 5-D VAE
+  with per-channel mean and std lives in `encode_images` / `sample` (latents stay [B, C, H, W] outside: one frame); its
+  dynamic shift is the family's `objective`.
+- FLUX.2-klein: features of several LLM layers, stacked, are `sequence`; 128-channel latents are only a number here;
+  reference images of differing sizes are `Batch.references`, packed and given position ids in `predict`.
+- An edit model: control images are `Batch.references` too; `predict` concatenates them as its model wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from trainer.models.keys import Link
+from trainer.objectives import Objective
+from trainer.types import Batch, Conditioning
+
+
+@dataclass(frozen=True)
+class Component:
+    """One part of a pipeline, named as in diffusers.
+
+    sensitive: fnmatch patterns of layers that stay in 16 bit when the component is quantised.
+    links: the original (single-file) layout's names, from the component's config; None where files use diffusers names.
+    prefixes: what precedes those names in a single file, the first that matches counts.
+    """
+
+    name: str
+    library: Literal["diffusers", "transformers"]
+    class_name: str
+    role: Literal["denoiser", "text_encoder", "vae"]
+    sensitive: tuple[str, ...] = ()
+    links: Callable[[dict], list[Link]] | None = None
+    prefixes: tuple[str, ...] = ("",)
+
+
+@dataclass(frozen=True)
+class Markers:
+    """What a checkpoint itself says of its objective: marker tensors of single files, by name."""
+
+    v_prediction: bool = False
+    zero_terminal_snr: bool = False
+
+
+@dataclass
+class Model:
+    """The loaded parts of one model. Components that left memory are absent from `modules`."""
+
+    modules: dict[str, nn.Module]
+    configs: dict[str, dict[str, Any]]
+    tokenizers: dict[str, Any]
+    scheduler: dict[str, Any]
+    compute: dict[str, torch.dtype]
+    device: torch.device
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """One image to draw: sizes in pixels, `guidance` None for the family's default."""
+
+    prompt: str
+    negative: str
+    width: int
+    height: int
+    seed: int
+    steps: int
+    guidance: float | None
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family. `components` in pipeline order; exactly one is the denoiser, one the vae.
+
+    tokenizers: tokenizer folder -> transformers class. size_multiple: image sizes in pixels are multiples of it.
+    objective(scheduler, markers, **choices) -> Objective; raises UserError for an impossible choice.
+    encode_images(model, pixels fp32 [B, 3, H, W] in [-1, 1]) -> normalised latents fp32 [B, C, h, w], posterior mean.
+    encode_prompts(model, captions) -> Conditioning, with gradients where the encoders have any.
+    predict(model, noised fp32 [B, C, h, w], time [B], conditioning, batch) -> the objective's prediction [B, C, h, w].
+    image_tokens(height, width) -> tokens of an image of that many pixels, for shifts that depend on it.
+    sample(model, request, conditioning, negative) -> PIL image.
+    no_gradient(component, config) -> fnmatch patterns of layers whose output never reaches the loss.
+    original_modules(component, config) -> Links between modules, for kohya's names (see adapters/export.py).
+    kohya_prefix: component -> prefix of its keys in kohya files.
+    """
+
+    name: str
+    components: tuple[Component, ...]
+    tokenizers: Mapping[str, str]
+    size_multiple: int
+    presets: Mapping[str, tuple[str, ...]]
+    harmless: tuple[str, ...]
+    published: Callable[[set[str]], str]
+    infer_config: Callable[[str, Mapping[str, tuple[int, ...]], dict], dict]
+    objective: Callable[..., Objective]
+    encode_images: Callable[[Model, torch.Tensor], torch.Tensor]
+    encode_prompts: Callable[[Model, Sequence[str]], Conditioning]
+    count_tokens: Callable[[Model, str], dict[str, tuple[int, int]]]
+    predict: Callable[[Model, torch.Tensor, torch.Tensor, Conditioning, Batch], torch.Tensor]
+    image_tokens: Callable[[int, int], int]
+    sample: Callable[[Model, SampleRequest, Conditioning, Conditioning], Any]
+    no_gradient: Callable[[str, dict], tuple[str, ...]]
+    module_links: Callable[[str, dict], list[Link]]
+    kohya_prefix: Mapping[str, str]
+    metadata: Callable[[dict, str], dict[str, str]]
+
+    def component(self, name: str) -> Component:
+        return next(c for c in self.components if c.name == name)
+
+    @property
+    def denoiser(self) -> str:
+        return next(c.name for c in self.components if c.role == "denoiser")
+
+    @property
+    def text_encoders(self) -> tuple[str, ...]:
+        return tuple(c.name for c in self.components if c.role == "text_encoder")

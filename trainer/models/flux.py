@@ -1,0 +1,228 @@
+"""Flux (dev, and schnell without guidance embedding): CLIP and T5 text encoders, a rectified-flow transformer.
+
+Conventions of the released pipeline: latents = (z - shift) * scale, packed 2 x 2; image ids are row and column, text ids
+zero; no attention mask for T5; CLIP gives only the pooled vector; the transformer takes t in [0, 1].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.models import keys
+from trainer.models.base import Component, Family, Markers, Model, SampleRequest
+from trainer.models.clip import clip_ids, count_tokens
+from trainer.objectives import Flow
+from trainer.types import Batch, Conditioning, UserError
+
+DEFAULT_GUIDANCE = 3.5
+T5_LENGTH_DEV, T5_LENGTH_SCHNELL = 512, 256
+
+
+def objective(
+    scheduler: Mapping[str, Any],
+    markers: Markers,
+    *,
+    prediction: str,
+    zero_terminal_snr: str | bool,
+    min_snr_gamma: float | None,
+    timesteps: str,
+    shift: str | float,
+    logit_mean: float,
+    logit_std: float,
+) -> Flow:
+    if prediction != "auto":
+        raise UserError(f"model.prediction = {prediction!r} is for sdxl; flux predicts a velocity, leave it out")
+    if zero_terminal_snr is True:
+        raise UserError("model.zero_terminal_snr = true is for sdxl; leave it out")
+    if min_snr_gamma is not None:
+        raise UserError(f"objective.min_snr_gamma = {min_snr_gamma:g} is for sdxl; leave it out")
+    return Flow(
+        timesteps="logit_normal" if timesteps == "auto" else timesteps,
+        shift=None if shift == "auto" else float(shift),
+        logit_mean=logit_mean,
+        logit_std=logit_std,
+    )
+
+
+def encode_images(model: Model, pixels: torch.Tensor) -> torch.Tensor:
+    vae = model.modules["vae"]
+    posterior = vae.encode(pixels.to(model.device)).latent_dist
+    return (posterior.mean.float() - vae.config.shift_factor) * vae.config.scaling_factor
+
+
+def t5_length(model: Model) -> int:
+    chosen = model.options.get("text_length")
+    guided = model.configs["transformer"].get("guidance_embeds", False)
+    length = chosen or (T5_LENGTH_DEV if guided else T5_LENGTH_SCHNELL)
+    return min(length, model.tokenizers["tokenizer_2"].model_max_length)
+
+
+def encode_prompts(model: Model, captions: Sequence[str]) -> Conditioning:
+    ids = clip_ids(model.tokenizers["tokenizer"], captions).to(model.device)
+    pooled = model.modules["text_encoder"](ids).pooler_output
+    ids = model.tokenizers["tokenizer_2"](
+        list(captions), padding="max_length", max_length=t5_length(model), truncation=True, return_tensors="pt"
+    ).input_ids.to(model.device)
+    sequence = model.modules["text_encoder_2"](ids)[0]
+    return Conditioning(sequence.to(model.compute["text_encoder_2"]), pooled=pooled.to(model.compute["text_encoder"]))
+
+
+def count_prompt_tokens(model: Model, caption: str) -> dict[str, tuple[int, int]]:
+    clip, t5 = model.tokenizers["tokenizer"], model.tokenizers["tokenizer_2"]
+    return {
+        "tokenizer": (count_tokens(clip, caption), clip.model_max_length),
+        "tokenizer_2": (count_tokens(t5, caption), t5_length(model)),
+    }
+
+
+def pack(latents: torch.Tensor) -> torch.Tensor:
+    """[B, C, H, W] -> [B, (H/2)(W/2), 4C], each token a 2 x 2 patch, channel-major."""
+    batch, channels, height, width = latents.shape
+    patches = latents.view(batch, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
+    return patches.reshape(batch, (height // 2) * (width // 2), channels * 4)
+
+
+def unpack(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """The inverse of `pack` for latents of `height` x `width`."""
+    batch, _, packed = tokens.shape
+    patches = tokens.view(batch, height // 2, width // 2, packed // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
+    return patches.reshape(batch, packed // 4, height, width)
+
+
+def image_ids(height: int, width: int) -> torch.Tensor:
+    """fp32 [(H/2)(W/2), 3]: (0, row, column) of every token."""
+    ids = torch.zeros(height // 2, width // 2, 3)
+    ids[..., 1] = torch.arange(height // 2)[:, None]
+    ids[..., 2] = torch.arange(width // 2)[None, :]
+    return ids.view(-1, 3)
+
+
+def predict(
+    model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning: Conditioning, batch: Batch
+) -> torch.Tensor:
+    transformer = model.modules["transformer"]
+    height, width = noised.shape[-2:]
+    guidance = None
+    if transformer.config.guidance_embeds:
+        guidance = torch.full((noised.shape[0],), float(model.options["guidance"]), device=noised.device)
+    tokens = transformer(
+        hidden_states=pack(noised),
+        encoder_hidden_states=conditioning.sequence,
+        pooled_projections=conditioning.pooled,
+        timestep=time,
+        guidance=guidance,
+        img_ids=image_ids(height, width).to(noised.device),
+        txt_ids=torch.zeros(conditioning.sequence.shape[1], 3, device=noised.device),
+        return_dict=False,
+    )[0]
+    return unpack(tokens, height, width)
+
+
+def keep_time_exact(transformer: nn.Module) -> None:
+    """Let the sinusoidal embedding see t and guidance in fp32.
+
+    diffusers casts both to the activations' dtype before it multiplies by 1000: in bf16 a t of 0.501 becomes 0.5.
+    """
+    exact: dict[str, torch.Tensor | None] = {}
+
+    def remember(module, args, kwargs):
+        exact["time"], exact["guidance"] = kwargs["timestep"], kwargs.get("guidance")
+
+    def restore(module, args):
+        given = [exact["time"] * 1000]
+        if exact["guidance"] is not None:
+            given.append(exact["guidance"] * 1000)
+        return (*given, *args[len(given) :])
+
+    transformer.register_forward_pre_hook(remember, with_kwargs=True)
+    transformer.time_text_embed.register_forward_pre_hook(restore)
+
+
+def sample(model: Model, request: SampleRequest, conditioning: Conditioning, negative: Conditioning):
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
+
+    pipeline = FluxPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler.from_config(dict(model.scheduler)),
+        vae=model.modules["vae"], transformer=model.modules["transformer"],
+        text_encoder=None, text_encoder_2=None, tokenizer=None, tokenizer_2=None,
+    )  # fmt: skip
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline(
+        prompt_embeds=conditioning.sequence,
+        pooled_prompt_embeds=conditioning.pooled,
+        width=request.width,
+        height=request.height,
+        num_inference_steps=request.steps,
+        guidance_scale=DEFAULT_GUIDANCE if request.guidance is None else request.guidance,
+        generator=torch.Generator("cpu").manual_seed(request.seed),
+    ).images[0]
+
+
+def module_links(component: str, config: dict) -> list[keys.Link]:
+    return keys.flux_transformer_links(config) if component == "transformer" else []
+
+
+def metadata(config: dict, prediction: str) -> dict[str, str]:
+    variant = "dev" if config.get("guidance_embeds") else "schnell"
+    return {
+        "modelspec.architecture": f"flux-1-{variant}/lora",
+        "modelspec.implementation": "https://github.com/black-forest-labs/flux",
+        "modelspec.prediction_type": "velocity",
+        "ss_base_model_version": "flux1",
+    }
+
+
+_ATTENTION = ("*.attn.to_?", "*.attn.to_out.0", "*.attn.add_?_proj", "*.attn.to_add_out")
+_MLP = ("*.ff.net.0.proj", "*.ff.net.2", "*.ff_context.net.0.proj", "*.ff_context.net.2",
+        "single_transformer_blocks.*.proj_mlp", "single_transformer_blocks.*.proj_out")  # fmt: skip
+_LINEAR = (*_ATTENTION, *_MLP, "*.norm*.linear", "x_embedder", "context_embedder", "time_text_embed.*", "proj_out")
+
+FAMILY = Family(
+    name="flux",
+    components=(
+        # The prefixes are those of all-in-one files; a component's own file has none.
+        Component(
+            "text_encoder",
+            "transformers",
+            "CLIPTextModel",
+            "text_encoder",
+            prefixes=("text_encoders.clip_l.transformer.", ""),
+        ),
+        Component(
+            "text_encoder_2",
+            "transformers",
+            "T5EncoderModel",
+            "text_encoder",
+            prefixes=("text_encoders.t5xxl.transformer.", ""),
+        ),
+        Component(
+            "transformer", "diffusers", "FluxTransformer2DModel", "denoiser",
+            sensitive=("x_embedder", "context_embedder", "time_text_embed.*", "norm_out.linear", "proj_out"),
+            links=keys.flux_transformer_links, prefixes=keys.FLUX_PREFIXES["transformer"],
+        ),
+        Component(
+            "vae", "diffusers", "AutoencoderKL", "vae", sensitive=("*",), links=keys.vae_links, prefixes=("vae.", "")
+        ),
+    ),
+    tokenizers={"tokenizer": "CLIPTokenizer", "tokenizer_2": "T5TokenizerFast"},
+    size_multiple=16,
+    presets={"attention": _ATTENTION, "attention+mlp": (*_ATTENTION, *_MLP), "linear": _LINEAR, "all": _LINEAR},
+    harmless=keys.FLUX_HARMLESS,
+    published=lambda names: "flux-dev" if any("guidance_in" in name for name in names) else "flux-schnell",
+    infer_config=keys.infer_config,
+    objective=objective,
+    encode_images=encode_images,
+    encode_prompts=encode_prompts,
+    count_tokens=count_prompt_tokens,
+    predict=predict,
+    image_tokens=lambda height, width: (height // 16) * (width // 16),
+    sample=sample,
+    no_gradient=lambda component, config: (),
+    module_links=module_links,
+    kohya_prefix={"transformer": "lora_unet", "text_encoder": "lora_te1", "text_encoder_2": "lora_te3"},
+    metadata=metadata,
+)  # fmt: skip

@@ -1,0 +1,388 @@
+"""Where a model's weights come from (hub id, diffusers folder, single file, a component's own path) and how they stream in.
+
+One tensor at a time: the component is built on the meta device, its layers are swapped, memory for the final form is
+allocated, and each tensor is read, converted and placed. Files are read, never mapped, so the peak stays below the final
+size plus the largest tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.models.base import Component, Family, Markers
+from trainer.models.keys import Link, split_original
+from trainer.tensorfile import TensorEntry, TensorFile
+from trainer.types import UserError
+
+PUBLISHED = Path(__file__).parent / "published"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+# Both libraries' names for a component's weights in a folder.
+WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The tensors of one component, in one or several files, under the names they have there.
+
+    links: None where those names are the module's own, else how the original layout's names become the module's.
+    """
+
+    files: tuple[TensorFile, ...]
+    prefix: str
+    links: tuple[Link, ...] | None
+
+    @cached_property
+    def index(self) -> dict[str, TensorFile]:
+        found = {}
+        for file in self.files:
+            for key in file.entries:
+                if key.startswith(self.prefix):
+                    found[key.removeprefix(self.prefix)] = file
+        return found
+
+    def entry(self, key: str) -> TensorEntry:
+        return self.index[key].entries[self.prefix + key]
+
+    def read(self, key: str) -> torch.Tensor:
+        return self.index[key].read(self.prefix + key)
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model opened for reading: configs and file headers have been read, weights have not.
+
+    root: diffusers folder, or the folder of configs beside a single file.
+    """
+
+    family: Family
+    root: Path
+    single_file: TensorFile | None
+    overrides: Mapping[str, Path] = field(default_factory=dict)
+    hub_id: str | None = None
+
+    @cached_property
+    def scheduler(self) -> dict[str, Any]:
+        return _read_json(self.root / "scheduler" / "scheduler_config.json")
+
+    @cached_property
+    def markers(self) -> Markers:
+        keys = self.single_file.entries.keys() if self.single_file else ()
+        return Markers("v_pred" in keys, "ztsnr" in keys)
+
+    def config(self, name: str) -> dict[str, Any]:
+        """The component's config.json; widths of a single file without its own config are read from its shapes."""
+        override = self.overrides.get(name)
+        if override is not None and override.is_dir():
+            for folder in (override, override / name):
+                if (folder / "config.json").is_file():
+                    return _read_json(folder / "config.json")
+            raise UserError(f"model.components.{name}.path = {str(override)!r}: no config.json there, nor in {name}/")
+        config = _read_json(self.root / name / "config.json")
+        published = PUBLISHED in self.root.parents
+        if published and (file := TensorFile(override) if override else self.single_file) is not None:
+            component = self.family.component(name)
+            prefix = next((p for p in component.prefixes if any(key.startswith(p) for key in file.entries)), "")
+            shapes = {k.removeprefix(prefix): e.shape for k, e in file.entries.items() if k.startswith(prefix)}
+            config = self.family.infer_config(name, shapes, config)
+        return config
+
+    def weights(self, name: str) -> Weights:
+        """Where the component's tensors lie. Raises UserError where a file is missing or is a pickle."""
+        component, override = self.family.component(name), self.overrides.get(name)
+        own_folder = self.root / name
+        if override is not None and override.is_dir():
+            return Weights(_weight_files(override / name if (override / name).is_dir() else override, name), "", None)
+        if override is None and self.single_file is None:
+            return Weights(_weight_files(own_folder, name), "", None)
+        if override is not None and override.suffix != ".safetensors":
+            raise UserError(f"model.components.{name}.path = {str(override)!r} is neither a folder nor a .safetensors file")
+        file = TensorFile(override) if override is not None else self.single_file
+        assert file is not None
+        prefix = next((p for p in component.prefixes if p and any(key.startswith(p) for key in file.entries)), None)
+        if prefix is None and override is None and component.role != "denoiser":
+            # A single file that holds the denoiser alone; the folder of its configs may hold the other components.
+            if any(own_folder.glob("*.safetensors")):
+                return Weights(_weight_files(own_folder, name), "", None)
+            raise UserError(f"{file.path} holds no {name}; set model.components.{name}.path")
+        prefix = prefix or ""
+        links = component.links(self.config(name)) if component.links else None
+        if links is not None and not any(prefix + link.original in file.entries for link in links):
+            links = None  # one component in the diffusers layout
+        return Weights((file,), prefix, None if links is None else tuple(links))
+
+    def fingerprint(self, name: str) -> str:
+        """SHA-256 over the component's file contents and its config."""
+        digest = hashlib.sha256(json.dumps(self.config(name), sort_keys=True).encode())
+        for file in self.weights(name).files:
+            with open(file.path, "rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+        return digest.hexdigest()
+
+    @cached_property
+    def tokenizer_fingerprint(self) -> str:
+        """SHA-256 over the tokenizers' files."""
+        digest = hashlib.sha256()
+        for name in self.family.tokenizers:
+            for path in sorted(self.tokenizer_folder(name).glob("*")):
+                digest.update(path.name.encode() + b"\0" + path.read_bytes())
+        return digest.hexdigest()
+
+    def tokenizer_folder(self, name: str) -> Path:
+        """A tokenizer lies beside the text encoder it belongs to: in the model, or beside the encoder's own path."""
+        override = self.overrides.get(name.replace("tokenizer", "text_encoder"))
+        if override is not None:
+            for folder in (override / name, override.parent / name):
+                if folder.is_dir():
+                    return folder
+        return self.root / name
+
+    def build(self, name: str) -> nn.Module:
+        """The component on the meta device, in eval mode, its weights not read."""
+        component = self.family.component(name)
+        config = {k: v for k, v in self.config(name).items() if not k.startswith("_")}
+        cls = getattr(importlib.import_module(component.library), component.class_name)
+        with torch.device("meta"):
+            if component.library == "diffusers":
+                module = cls.from_config(config)
+            else:
+                module = cls(cls.config_class.from_dict(config))
+        return module.eval().requires_grad_(False)
+
+    def load(self, name: str, *, swap: Callable[[nn.Module], None], device: torch.device) -> nn.Module:
+        """Build, swap and fill one component on `device`.
+
+        swap: replaces layers of the module on the meta device (quantization.freeze_layers).
+        Raises UserError for a missing, wrongly shaped or unexpected tensor, naming it.
+        """
+        module = self.build(name)
+        expected = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
+        plan = self._plan(name, expected)
+        swap(module)
+        module.to_empty(device=device)
+        _fill_buffers(module)
+        for group in plan:
+            _place(module, group, device)
+        return module
+
+    def _plan(self, name: str, expected: Mapping[str, tuple[int, ...]]) -> list[Read]:
+        weights = self.weights(name)
+        where = weights.files[0].path if len(weights.files) == 1 else weights.files[0].path.parent
+        links = weights.links
+        if links is None:
+            links = _same_names(expected, weights.index)
+        reads, claimed, covered = [], set(), set()
+        for link in links:
+            if link.original not in weights.index:
+                raise UserError(f"{where}: tensor {weights.prefix + link.original!r} of component {name!r} is missing")
+            wanted = [expected[part] for part in link.parts]
+            shape = weights.entry(link.original).shape
+            if shape != _original_shape(wanted, link.op):
+                raise UserError(
+                    f"{where}: tensor {weights.prefix + link.original!r} has shape {shape}, "
+                    f"the config of component {name!r} wants {_original_shape(wanted, link.op)}"
+                )
+            reads.append(Read(weights, link, tuple(shape[0] if shape else 1 for shape in wanted)))
+            claimed.add(link.original)
+            covered |= set(link.parts)
+        absent = sorted(expected.keys() - covered)
+        if absent:
+            raise UserError(f"{where}: tensor {absent[0]!r} of component {name!r} is missing ({len(absent)} in all)")
+        odd = sorted(
+            key for key in weights.index.keys() - claimed
+            if not self._belongs_elsewhere(name, weights, key)
+            and not any(fnmatchcase(weights.prefix + key, pattern) for pattern in self.family.harmless)
+        )  # fmt: skip
+        if odd:
+            raise UserError(
+                f"{where}: unexpected tensor {weights.prefix + odd[0]!r} ({len(odd)} in all); the file is not this "
+                f"family's {name}, or is of a variant that is not supported"
+            )
+        return reads
+
+    def _belongs_elsewhere(self, name: str, weights: Weights, key: str) -> bool:
+        """A single file holds several components; under an empty prefix all of them are seen."""
+        full = weights.prefix + key
+        others = [p for c in self.family.components if c.name != name for p in c.prefixes if p]
+        return any(full.startswith(prefix) for prefix in others) and not weights.prefix
+
+
+@dataclass(frozen=True)
+class Read:
+    """One tensor to read and the module tensors its rows become; rows: how many each takes."""
+
+    weights: Weights
+    link: Link
+    rows: tuple[int, ...]
+
+
+def open_model(
+    family: Family,
+    path: str,
+    *,
+    config: str | None = None,
+    component_paths: Mapping[str, str] = {},
+    weights: bool = True,
+) -> ModelSource:
+    """Resolve `path`: a diffusers folder, a single .safetensors file, or else a hub id.
+
+    config: a folder of component configs, scheduler and tokenizers for a single file; without it the folder of the
+    file's stem beside it, else the embedded configs of the published models.
+    weights False (planning): of a hub id only configs and tokenizers are fetched.
+    """
+    overrides = {name: Path(value) for name, value in component_paths.items()}
+    for name, override in overrides.items():
+        if not override.exists():
+            raise UserError(f"model.components.{name}.path = {str(override)!r} does not exist")
+        _refuse_pickle(f"model.components.{name}.path", override)
+    local = Path(path)
+    _refuse_pickle("model.path", local)
+    if local.is_dir():
+        if not (local / "model_index.json").is_file():
+            raise UserError(f"model.path = {path!r} is not a diffusers folder (no model_index.json)")
+        return ModelSource(family, local, None, overrides)
+    if local.is_file():
+        if local.suffix != ".safetensors":
+            raise UserError(f"model.path = {path!r} is not a .safetensors file")
+        file = TensorFile(local)
+        root = Path(config) if config else local.with_suffix("")
+        if config and not root.is_dir():
+            raise UserError(f"model.config = {config!r} is not a folder")
+        if not root.is_dir():
+            root = PUBLISHED / family.published(set(file.entries))
+        return ModelSource(family, root, file, overrides)
+    if local.suffix == ".safetensors" or path.count("/") != 1 or path.startswith((".", "/", "~")):
+        raise UserError(
+            f"model.path = {path!r} does not exist; give a diffusers folder, a .safetensors file or a hub id"
+        )
+    return ModelSource(family, _fetch(family, path, overrides, weights), None, overrides, hub_id=path)
+
+
+def _fetch(family: Family, hub_id: str, overrides: Mapping[str, Path], weights: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = ["model_index.json", "scheduler/*", "tokenizer*/*", "*/config.json"]
+    if weights:
+        patterns += [
+            f"{component.name}/{stem}{tail}"
+            for component in family.components
+            if component.name not in overrides
+            for stem in WEIGHT_STEMS
+            for tail in (".safetensors", "-?????-of-?????.safetensors", ".safetensors.index.json")
+        ]
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"model.path = {hub_id!r} is no local file or folder, and it could not be had from the hub: {reason} "
+            "(a gated model needs its licence accepted and HF_TOKEN set)"
+        ) from error
+
+
+def _refuse_pickle(key: str, path: Path) -> None:
+    if path.suffix in PICKLES:
+        raise UserError(f"{key} = {str(path)!r} is a pickle, which can run code; convert it to .safetensors")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{path} does not exist; complete the model folder, or point model.config (or the component's path) to one"
+        ) from error
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    return tree
+
+
+def _weight_files(folder: Path, name: str) -> tuple[TensorFile, ...]:
+    for stem in WEIGHT_STEMS:
+        index = folder / f"{stem}.safetensors.index.json"
+        if index.is_file():
+            shards = sorted(set(_read_json(index)["weight_map"].values()))
+            return tuple(TensorFile(folder / shard) for shard in shards)
+        if (folder / f"{stem}.safetensors").is_file():
+            return (TensorFile(folder / f"{stem}.safetensors"),)
+    pickles = [p.name for p in folder.glob("*") if p.suffix in PICKLES] if folder.is_dir() else []
+    found = f"; {pickles[0]} there is a pickle, which can run code: convert it" if pickles else ""
+    raise UserError(
+        f"component {name!r} of the model has no weights: "
+        f"{folder / WEIGHT_STEMS[0]}.safetensors (or {WEIGHT_STEMS[1]}.safetensors) is missing{found}"
+    )
+
+
+def _same_names(expected: Mapping[str, tuple[int, ...]], index: Mapping[str, TensorFile]) -> list[Link]:
+    """Identity links; files of another transformers version differ by one leading `text_model.`."""
+    rename = {}
+    for key in index:
+        for candidate in (key, f"text_model.{key}", key.removeprefix("text_model.")):
+            if candidate in expected:
+                rename[candidate] = key
+                break
+    if "shared.weight" in rename and "encoder.embed_tokens.weight" in expected:
+        # T5 ties its two embedding tables; files hold one of them.
+        rename.setdefault("encoder.embed_tokens.weight", rename["shared.weight"])
+    grouped: dict[str, list[str]] = {}
+    for target, key in rename.items():
+        grouped.setdefault(key, []).append(target)
+    return [Link(key, (target,)) for key, targets in grouped.items() for target in targets]
+
+
+def _original_shape(parts: Sequence[tuple[int, ...]], op: str) -> tuple[int, ...]:
+    if not parts[0]:
+        return ()
+    shape = (sum(part[0] for part in parts), *parts[0][1:])
+    return shape[::-1] if op == "transpose" else (*shape, 1, 1) if op == "squeeze" else shape
+
+
+def _place(module: nn.Module, read: Read, device: torch.device) -> None:
+    source = read.weights.read(read.link.original).to(device)
+    pieces = split_original(read.link, source, read.rows)
+    for name, piece in zip(read.link.parts, pieces, strict=True):
+        owner_name, _, leaf = name.rpartition(".")
+        owner = module.get_submodule(owner_name)
+        if leaf == "weight" and hasattr(owner, "load_weight"):
+            owner.load_weight(piece)
+        else:
+            with torch.no_grad():
+                getattr(owner, leaf).copy_(piece)
+
+
+def _fill_buffers(module: nn.Module) -> None:
+    """Buffers that no file holds, which the meta device left without a value."""
+    persistent = set(module.state_dict())
+    for name, buffer in module.named_buffers():
+        leaf = name.rpartition(".")[2]
+        if name in persistent or leaf.startswith("payload_"):
+            continue
+        assert leaf == "position_ids", f"no value is known for buffer {name}"
+        buffer.copy_(torch.arange(buffer.shape[-1], device=buffer.device).expand(buffer.shape))
+
+
+def load_tokenizers(family: Family, source: ModelSource) -> dict[str, Any]:
+    """Every tokenizer of the family, from the model's folder or, for a published model, the embedded one."""
+    import transformers
+
+    loaded = {}
+    for name, class_name in family.tokenizers.items():
+        folder = source.tokenizer_folder(name)
+        if folder.is_dir():
+            loaded[name] = getattr(transformers, class_name).from_pretrained(folder)
+        elif PUBLISHED in folder.parents:
+            loaded[name] = embedded_tokenizer(class_name, name)
+        else:
+            raise UserError(f"{folder} is missing: the model has no {name}; complete it or set model.config")
+    return loaded

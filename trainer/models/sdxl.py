@@ -1,0 +1,182 @@
+"""SDXL: two CLIP text encoders, a UNet, size and crop conditioning.
+
+Conventions (Podell et al. 2023, arXiv 2307.01952, and the released pipeline): the sequence is `hidden_states[-2]` of both
+encoders, concatenated; the pooled vector is the second encoder's projection; time ids are (original height, width, crop
+top, left, target height, width) in pixels; a dropped caption is the encoding of the empty string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from trainer.models import keys
+from trainer.models.base import Component, Family, Markers, Model, SampleRequest
+from trainer.models.clip import clip_ids, count_clip_tokens
+from trainer.objectives import Diffusion
+from trainer.types import Batch, Conditioning, UserError
+
+DEFAULT_GUIDANCE = 5.0
+
+
+def objective(
+    scheduler: Mapping[str, Any],
+    markers: Markers,
+    *,
+    prediction: Literal["auto", "epsilon", "v"],
+    zero_terminal_snr: Literal["auto"] | bool,
+    min_snr_gamma: float | None,
+    timesteps: str,
+    shift: str | float,
+    logit_mean: float,
+    logit_std: float,
+) -> Diffusion:
+    """Epsilon or v, as asked, or as the marker tensors, or as the scheduler's config says."""
+    if timesteps == "logit_normal":
+        raise UserError(
+            "objective.timesteps = 'logit_normal' belongs to flow matching; for sdxl leave it out or 'uniform'"
+        )
+    if shift != "auto":
+        raise UserError(f"objective.shift = {shift} belongs to flow matching; for sdxl leave it out")
+    if prediction == "auto":
+        v = markers.v_prediction or scheduler.get("prediction_type") == "v_prediction"
+        prediction = "v" if v else "epsilon"
+    if zero_terminal_snr == "auto":
+        zero_terminal_snr = markers.zero_terminal_snr or bool(scheduler.get("rescale_betas_zero_snr"))
+    return Diffusion.from_scheduler(
+        scheduler, prediction=prediction, zero_terminal_snr=zero_terminal_snr, min_snr_gamma=min_snr_gamma
+    )
+
+
+def encode_images(model: Model, pixels: torch.Tensor) -> torch.Tensor:
+    vae = model.modules["vae"]
+    posterior = vae.encode(pixels.to(model.device)).latent_dist
+    return posterior.mean.float() * vae.config.scaling_factor
+
+
+def encode_prompts(model: Model, captions: Sequence[str]) -> Conditioning:
+    sequences, pooled = [], None
+    for tokenizer, encoder in (("tokenizer", "text_encoder"), ("tokenizer_2", "text_encoder_2")):
+        ids = clip_ids(model.tokenizers[tokenizer], captions).to(model.device)
+        output = model.modules[encoder](ids, output_hidden_states=True)
+        sequences.append(output.hidden_states[-2].to(model.compute[encoder]))
+        if encoder == "text_encoder_2":
+            pooled = output.text_embeds
+    wide = torch.promote_types(sequences[0].dtype, sequences[1].dtype)
+    return Conditioning(torch.cat([s.to(wide) for s in sequences], dim=-1), pooled=pooled)
+
+
+def time_ids(batch: Batch) -> torch.Tensor:
+    """fp32 [B, 6]."""
+    return torch.cat([batch.original_size, batch.crop_top_left, batch.target_size], dim=1).float()
+
+
+def predict(
+    model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning: Conditioning, batch: Batch
+) -> torch.Tensor:
+    added = {"text_embeds": conditioning.pooled, "time_ids": time_ids(batch).to(noised.device)}
+    return model.modules["unet"](noised, time, conditioning.sequence, added_cond_kwargs=added, return_dict=False)[0]
+
+
+def sample(model: Model, request: SampleRequest, conditioning: Conditioning, negative: Conditioning):
+    from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
+
+    chosen: Diffusion = model.options["objective"]
+    zero_snr = bool(chosen.alphas_cumprod[-1] == 0)
+    scheduler = EulerDiscreteScheduler.from_config(
+        dict(model.scheduler),
+        prediction_type="v_prediction" if chosen.prediction == "v" else "epsilon",
+        rescale_betas_zero_snr=zero_snr,
+        timestep_spacing="trailing" if zero_snr else model.scheduler.get("timestep_spacing", "leading"),
+    )
+    pipeline = StableDiffusionXLPipeline(
+        vae=model.modules["vae"], unet=model.modules["unet"], scheduler=scheduler,
+        text_encoder=None, text_encoder_2=None, tokenizer=None, tokenizer_2=None, add_watermarker=False,
+    )  # fmt: skip
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline(
+        prompt_embeds=conditioning.sequence,
+        pooled_prompt_embeds=conditioning.pooled,
+        negative_prompt_embeds=negative.sequence,
+        negative_pooled_prompt_embeds=negative.pooled,
+        width=request.width,
+        height=request.height,
+        num_inference_steps=request.steps,
+        guidance_scale=DEFAULT_GUIDANCE if request.guidance is None else request.guidance,
+        generator=torch.Generator("cpu").manual_seed(request.seed),
+    ).images[0]
+
+
+def no_gradient(component: str, config: dict) -> tuple[str, ...]:
+    """The first encoder is read before its last layer, whose output goes nowhere; the second's pooled vector uses all."""
+    if component == "text_encoder":
+        return (f"*layers.{config['num_hidden_layers'] - 1}.*",)
+    return ()
+
+
+def module_links(component: str, config: dict) -> list[keys.Link]:
+    return keys.sdxl_unet_links(config) if component == "unet" else []
+
+
+def metadata(config: dict, prediction: str) -> dict[str, str]:
+    return {
+        "modelspec.architecture": "stable-diffusion-xl-v1-base/lora",
+        "modelspec.implementation": "https://github.com/Stability-AI/generative-models",
+        "modelspec.prediction_type": prediction,
+        "ss_base_model_version": "sdxl_base_v1-0",
+        "ss_v2": "False",
+    }
+
+
+_ATTENTION = ("*attn?.to_q", "*attn?.to_k", "*attn?.to_v", "*attn?.to_out.0")
+_MLP = ("*.ff.net.0.proj", "*.ff.net.2")
+_LINEAR = (*_ATTENTION, *_MLP, "*.proj_in", "*.proj_out", "*.time_emb_proj", "time_embedding.*", "add_embedding.*")
+_CONV = ("*.conv?", "*.conv_shortcut", "*samplers.0.conv", "conv_in", "conv_out")
+
+FAMILY = Family(
+    name="sdxl",
+    components=(
+        Component(
+            "unet", "diffusers", "UNet2DConditionModel", "denoiser",
+            sensitive=("conv_in", "conv_out", "time_embedding.*", "add_embedding.*"),
+            links=keys.sdxl_unet_links, prefixes=keys.SDXL_PREFIXES["unet"],
+        ),
+        Component(
+            "text_encoder", "transformers", "CLIPTextModel", "text_encoder",
+            links=keys.clip_l_links, prefixes=keys.SDXL_PREFIXES["text_encoder"],
+        ),
+        Component(
+            "text_encoder_2", "transformers", "CLIPTextModelWithProjection", "text_encoder",
+            sensitive=("text_projection",),
+            links=keys.open_clip_links, prefixes=keys.SDXL_PREFIXES["text_encoder_2"],
+        ),
+        Component(
+            "vae", "diffusers", "AutoencoderKL", "vae",
+            sensitive=("*",), links=keys.vae_links, prefixes=keys.SDXL_PREFIXES["vae"],
+        ),
+    ),
+    tokenizers={"tokenizer": "CLIPTokenizer", "tokenizer_2": "CLIPTokenizer"},
+    size_multiple=8,
+    presets={
+        "attention": _ATTENTION,
+        "attention+mlp": (*_ATTENTION, *_MLP),
+        "linear": _LINEAR,
+        "all": (*_LINEAR, *_CONV),
+    },
+    harmless=keys.SDXL_HARMLESS,
+    published=lambda names: "sdxl",
+    infer_config=keys.infer_config,
+    objective=objective,
+    encode_images=encode_images,
+    encode_prompts=encode_prompts,
+    count_tokens=count_clip_tokens,
+    predict=predict,
+    image_tokens=lambda height, width: (height // 8) * (width // 8),
+    sample=sample,
+    no_gradient=no_gradient,
+    module_links=module_links,
+    kohya_prefix={"unet": "lora_unet", "text_encoder": "lora_te1", "text_encoder_2": "lora_te2"},
+    metadata=metadata,
+)  # fmt: skip

@@ -1,0 +1,151 @@
+"""The training objectives, pure: same inputs, same loss. No model, no random state, no config.
+
+DDPM (Ho et al. 2020, arXiv 2006.11239): x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) noise, integer t in [0, T).
+  epsilon: target = noise.   v (Salimans and Ho 2022, arXiv 2202.00512): target = sqrt(abar_t) noise - sqrt(1 - abar_t) x_0.
+  min-SNR-gamma (Hang et al. 2023, arXiv 2303.09556): weight min(SNR, gamma) / SNR for epsilon, / (SNR + 1) for v.
+  Zero terminal SNR (Lin et al. 2023, arXiv 2305.08891): sqrt(abar) shifted and scaled so that abar_{T-1} = 0.
+Rectified flow (Liu et al. 2022, arXiv 2209.03003; Esser et al. 2024, arXiv 2403.03206): x_t = (1 - t) x_0 + t noise,
+  target = noise - x_0, t in (0, 1); logit-normal t = sigmoid(mean + std z); shift t' = s t / (1 + (s - 1) t).
+
+Shapes: latents fp32 [B, C, H, W], time [B], u [B] uniform in (0, 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+from trainer.types import UserError
+
+
+class Objective(Protocol):
+    """What the step asks of an objective. `tokens` is the number of image tokens, for shifts that depend on it."""
+
+    def time(self, u: torch.Tensor, tokens: int) -> torch.Tensor: ...
+
+    def noised(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor: ...
+
+    def target(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor: ...
+
+    def weight(self, time: torch.Tensor) -> torch.Tensor: ...
+
+    def describe(self) -> str: ...
+
+
+def sample_losses(prediction: torch.Tensor, target: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """fp32 [B]: the weighted mean squared error of each sample."""
+    return (prediction.float() - target).square().flatten(1).mean(1) * weight
+
+
+@dataclass(frozen=True)
+class Diffusion:
+    """DDPM with integer timesteps. alphas_cumprod: float64 [T]."""
+
+    alphas_cumprod: torch.Tensor
+    prediction: Literal["epsilon", "v"]
+    min_snr_gamma: float | None = None
+
+    @staticmethod
+    def from_scheduler(
+        scheduler: Mapping[str, Any],
+        *,
+        prediction: Literal["epsilon", "v"],
+        zero_terminal_snr: bool,
+        min_snr_gamma: float | None,
+    ) -> Diffusion:
+        """From a diffusers scheduler config (beta_schedule "scaled_linear" or "linear")."""
+        if zero_terminal_snr and prediction == "epsilon":
+            raise UserError(
+                "model.prediction = 'epsilon' is undefined at zero terminal SNR (the last step holds no signal); "
+                "set model.prediction = 'v' or model.zero_terminal_snr = false"
+            )
+        steps = scheduler.get("num_train_timesteps", 1000)
+        start, end = scheduler.get("beta_start", 0.00085), scheduler.get("beta_end", 0.012)
+        schedule = scheduler.get("beta_schedule", "scaled_linear")
+        if schedule == "scaled_linear":
+            betas = torch.linspace(start**0.5, end**0.5, steps, dtype=torch.float64).square()
+        elif schedule == "linear":
+            betas = torch.linspace(start, end, steps, dtype=torch.float64)
+        else:
+            raise UserError(
+                f"the scheduler's beta_schedule = {schedule!r} is not supported; use scaled_linear or linear"
+            )
+        alphas_cumprod = (1 - betas).cumprod(0)
+        if zero_terminal_snr:
+            root = alphas_cumprod.sqrt()
+            alphas_cumprod = ((root - root[-1]) * root[0] / (root[0] - root[-1])).square()
+        return Diffusion(alphas_cumprod, prediction, min_snr_gamma)
+
+    def time(self, u: torch.Tensor, tokens: int) -> torch.Tensor:
+        """int64 [B], uniform over the T steps."""
+        return (u.double() * len(self.alphas_cumprod)).long().clamp_max(len(self.alphas_cumprod) - 1)
+
+    def _roots(self, time: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        abar = self.alphas_cumprod[time.cpu()].view(-1, 1, 1, 1)
+        return abar.sqrt().to(like), (1 - abar).sqrt().to(like)
+
+    def noised(self, latents, noise, time):
+        signal, sigma = self._roots(time, latents)
+        return signal * latents + sigma * noise
+
+    def target(self, latents, noise, time):
+        if self.prediction == "epsilon":
+            return noise
+        signal, sigma = self._roots(time, latents)
+        return signal * noise - sigma * latents
+
+    def weight(self, time):
+        """fp32 [B]. At zero SNR: 0 for v under min-SNR, as its limit."""
+        if self.min_snr_gamma is None:
+            return torch.ones(len(time), dtype=torch.float32, device=time.device)
+        abar = self.alphas_cumprod[time.cpu()]
+        snr = abar / (1 - abar)
+        capped = snr.clamp_max(self.min_snr_gamma)
+        weight = capped / snr if self.prediction == "epsilon" else capped / (snr + 1)
+        return weight.to(device=time.device, dtype=torch.float32)
+
+    def describe(self) -> str:
+        terminal = ", zero terminal SNR" if self.alphas_cumprod[-1] == 0 else ""
+        gamma = f", min-SNR gamma {self.min_snr_gamma:g}" if self.min_snr_gamma is not None else ""
+        return f"{self.prediction}-prediction, uniform timesteps{terminal}{gamma}"
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Rectified flow. shift: a number, or None for the resolution-dependent e^mu, mu = 0.5 + 0.65 (L - 256) / 3840."""
+
+    timesteps: Literal["uniform", "logit_normal"] = "logit_normal"
+    shift: float | None = None
+    logit_mean: float = 0.0
+    logit_std: float = 1.0
+
+    def time(self, u, tokens):
+        """float32 [B] in (0, 1)."""
+        t = u.double()
+        if self.timesteps == "logit_normal":
+            t = torch.sigmoid(self.logit_mean + self.logit_std * torch.special.ndtri(t))
+        s = resolution_shift(tokens) if self.shift is None else self.shift
+        return (s * t / (1 + (s - 1) * t)).float()
+
+    def noised(self, latents, noise, time):
+        t = time.view(-1, 1, 1, 1).to(latents)
+        return (1 - t) * latents + t * noise
+
+    def target(self, latents, noise, time):
+        return noise - latents
+
+    def weight(self, time):
+        return torch.ones(len(time), dtype=torch.float32, device=time.device)
+
+    def describe(self) -> str:
+        shift = "resolution shift" if self.shift is None else f"shift {self.shift:g}"
+        how = "" if self.timesteps == "uniform" else f"({self.logit_mean:g}, {self.logit_std:g})"
+        return f"rectified flow, {self.timesteps}{how} timesteps, {shift}"
+
+
+def resolution_shift(tokens: int) -> float:
+    """e^mu for `tokens` image tokens: 1.88 at 1024 (512 px), 3.16 at 4096 (1024 px), as Flux's released sampler."""
+    return float(torch.tensor(0.5 + 0.65 * (tokens - 256) / 3840, dtype=torch.float64).exp())

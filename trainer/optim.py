@@ -1,0 +1,68 @@
+"""Optimizers and learning-rate schedules, by name; libraries do the work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from trainer.types import UserError
+
+
+def build_optimizer(
+    name: str,
+    groups: Sequence[dict[str, Any]],
+    *,
+    betas: tuple[float, float],
+    eps: float,
+    min_8bit_size: int,
+    keep_32bit: Sequence[torch.nn.Parameter] = (),
+) -> torch.optim.Optimizer:
+    """An optimizer over parameter groups of {"params", "lr", "weight_decay", "names"}.
+
+    keep_32bit: parameters whose state stays fp32 in an 8-bit optimizer (DoRA's magnitudes).
+    """
+    if name == "adamw":
+        # Fused: one kernel for a group's hundreds of small tensors, on CPU as on CUDA.
+        return torch.optim.AdamW(list(groups), betas=betas, eps=eps, fused=True)
+    if name == "adamw8bit":
+        import bitsandbytes as bnb
+
+        optimizer = bnb.optim.AdamW8bit(list(groups), betas=betas, eps=eps, min_8bit_size=min_8bit_size)
+        manager = bnb.optim.GlobalOptimManager.get_instance()
+        manager.register_parameters(optimizer.param_groups)
+        for parameter in keep_32bit:
+            manager.override_config(parameter, "optim_bits", 32)
+        return optimizer
+    raise UserError(f"optimizer.name = {name!r} is not known; use 'adamw' or 'adamw8bit'")
+
+
+def warmup_steps(warmup: int | float, total_steps: int) -> int:
+    """An integer counts steps; a fraction below 1 is a share of total_steps, rounded down."""
+    return warmup if isinstance(warmup, int) else int(warmup * total_steps)
+
+
+def build_schedule(
+    name: str, optimizer: torch.optim.Optimizer, *, warmup: int, total_steps: int
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """diffusers' schedule of that name, counted in optimizer updates."""
+    from diffusers.optimization import get_scheduler
+
+    names = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
+    if name not in names:
+        raise UserError(f"schedule.name = {name!r} is not known; use one of {', '.join(map(repr, names))}")
+    return get_scheduler(names[name], optimizer, num_warmup_steps=warmup, num_training_steps=total_steps)
+
+
+def schedule_state(schedule: torch.optim.lr_scheduler.LambdaLR) -> dict[str, Any]:
+    """The counters of a schedule, as JSON: its lambdas are rebuilt from the config."""
+    return {"last_epoch": schedule.last_epoch, "_step_count": schedule._step_count, "_last_lr": schedule.get_last_lr()}
+
+
+def load_schedule_state(schedule: torch.optim.lr_scheduler.LambdaLR, saved: dict[str, Any]) -> None:
+    """The inverse of `schedule_state`; also sets the optimizer's rates."""
+    schedule.last_epoch, schedule._step_count = saved["last_epoch"], saved["_step_count"]
+    schedule._last_lr = list(saved["_last_lr"])
+    for group, rate in zip(schedule.optimizer.param_groups, schedule._last_lr, strict=True):
+        group["lr"] = rate

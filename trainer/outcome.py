@@ -1,0 +1,63 @@
+"""Did it take? What the adapter changed, by block, after training."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from trainer.adapters import ADAPTER_NAME, Adapter
+from trainer.tensorfile import TensorFile
+
+
+@torch.no_grad()
+def weight_change(adapter: Adapter) -> dict[str, Any]:
+    """Table: for each block the largest and median ||dW|| / ||W|| and, for DoRA, the largest |m / m_0 - 1|."""
+    blocks: dict[str, list[tuple[float, float]]] = {}
+    for name, layer in adapter.layers.items():
+        base = layer.get_base_layer().dequantize(torch.float32)
+        change = float(layer.get_delta_weight(ADAPTER_NAME).norm() / base.norm().clamp_min(1e-30))
+        drift = 0.0
+        if adapter.dora:
+            start = layer.base_norm_sq.sqrt().clamp_min(1e-30)
+            drift = float((layer.lora_magnitude_vector[ADAPTER_NAME].weight / start - 1).abs().max())
+        blocks.setdefault(block_of(name), []).append((change, drift))
+    columns = ["block", "layers", "largest ||dW||/||W||", "median"] + (["magnitude drift"] if adapter.dora else [])
+    rows = []
+    for block, pairs in blocks.items():
+        changes = [change for change, _ in pairs]
+        row = [block, len(pairs), f"{max(changes):.3%}", f"{median(changes):.3%}"]
+        rows.append(row + ([f"{max(drift for _, drift in pairs):.3%}"] if adapter.dora else []))
+    return {"columns": columns, "rows": rows}
+
+
+def block_of(layer: str) -> str:
+    """The layer's name up to the first index that follows a container of blocks: 'unet.down_blocks.1'."""
+    match = re.match(r"(.*?(?:blocks|layers|block)\.\d+|.*?mid_block)\.", layer)
+    return match[1] if match else layer
+
+
+def read_back(path: Path, live: Mapping[str, torch.Tensor]) -> str:
+    """'equal' where the exported file, read back, holds the live tensors bit for bit; else the first difference."""
+    file = TensorFile(path)
+    if file.entries.keys() != live.keys():
+        return f"keys differ: {sorted(file.entries.keys() ^ live.keys())[0]}"
+    for name, tensor in live.items():
+        if not torch.equal(file.read(name), tensor.cpu()):
+            return f"{name} differs"
+    return "equal"
+
+
+def render(sections: Mapping[str, Mapping[str, Any]]) -> str:
+    """The sections as aligned plain text."""
+    lines = []
+    for title, section in sections.items():
+        table: Sequence[Sequence[Any]] = [section["columns"], *section["rows"]]
+        widths = [max(len(str(row[i])) for row in table) for i in range(len(section["columns"]))]
+        lines.append(title)
+        lines += ["  " + "  ".join(str(cell).ljust(w) for cell, w in zip(row, widths, strict=True)) for row in table]
+    return "\n".join(lines)

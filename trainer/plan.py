@@ -1,0 +1,294 @@
+"""What a run resolves before it reads a weight: components, targets, data, length. Printed at the start and by --plan."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from trainer import precision, quantization
+from trainer.adapters import Rule, Target, match_targets
+from trainer.config import Config
+from trainer.data import buckets, sampler, sources
+from trainer.models import family_named
+from trainer.models.base import Family, SampleRequest
+from trainer.models.loading import ModelSource, open_model
+from trainer.objectives import Objective
+from trainer.quantization import FORMATS, Format
+from trainer.types import UserError
+from trainer.validation import check_sizes
+
+DEFAULT_STORAGE = {"denoiser": "bf16", "text_encoder": "bf16", "vae": "fp32"}
+
+
+@dataclass(frozen=True)
+class ComponentPlan:
+    """How one component is stored and computes; keep: patterns of layers that are not quantised."""
+
+    name: str
+    format: Format
+    compute: torch.dtype
+    keep: tuple[str, ...]
+
+    @property
+    def unquantised(self) -> torch.dtype:
+        """Storage of embeddings and sensitive layers: 16 bit where the component is quantised."""
+        return torch.bfloat16 if self.format.quantised else self.format.dtype
+
+    def swap(self, module: nn.Module) -> None:
+        quantization.freeze_layers(
+            module,
+            format=self.format,
+            compute=self.compute,
+            unquantised=self.unquantised,
+            keep=self.keep,
+            keep_fp32=tuple(getattr(module, "_keep_in_fp32_modules", None) or ()),
+        )
+        precision.keep_activations(module, self.compute)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is known before weights are read."""
+
+    config: Config
+    family: Family
+    source: ModelSource
+    components: dict[str, ComponentPlan]
+    objective: Objective
+    photos: tuple[tuple[sources.Photo, tuple[int, int]], ...]
+    targets: tuple[Target, ...]
+    skipped: tuple[str, ...]
+    requests: tuple[SampleRequest, ...]
+    strengths: tuple[float, ...]
+    processes: int
+    steps_per_epoch: int
+    max_steps: int
+    cache_text: bool
+
+    @property
+    def adapted(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(target.component for target in self.targets))
+
+
+def make_plan(config: Config, *, processes: int, check=None) -> Plan:
+    """Resolve and check everything that can be without weights. Raises UserError for what cannot work."""
+    family = family_named(config.model.family)
+    components = _components(config, family)
+    photos = sources.scan(
+        [(s.path, s.repeats) for s in config.data.sources], strict_captions=config.data.strict_captions, check=check
+    )
+    source = open_model(
+        family,
+        config.model.path,
+        config=config.model.config,
+        component_paths={name: c.path for name, c in config.model.components.items() if c.path},
+        weights=False,
+    )
+    for component in family.components:
+        source.config(component.name)
+    objective = family.objective(
+        source.scheduler,
+        source.markers,
+        prediction=config.model.prediction,
+        zero_terminal_snr=config.model.zero_terminal_snr,
+        min_snr_gamma=config.objective.min_snr_gamma,
+        timesteps=config.objective.timesteps,
+        shift=config.objective.shift,
+        logit_mean=config.objective.logit_mean,
+        logit_std=config.objective.logit_std,
+    )
+    step = config.data.bucket_step or buckets.bucket_step(config.data.resolution)
+    if step % family.size_multiple or config.data.resolution < step:
+        raise UserError(
+            f"data.bucket_step = {step} does not suit {family.name} at data.resolution = {config.data.resolution}; "
+            f"use a multiple of {family.size_multiple} that is at most the resolution"
+        )
+    bucketed = tuple(
+        (photo, buckets.choose_bucket(photo.width, photo.height, resolution=config.data.resolution, step=step))
+        for photo in photos
+    )
+    targets, skipped = _targets(config, family, source)
+    adapted_encoders = {t.component for t in targets} - {family.denoiser}
+    cache_text = not adapted_encoders if config.data.cache_text == "auto" else config.data.cache_text
+    if cache_text and adapted_encoders:
+        raise UserError(
+            f"data.cache_text = true cannot be combined with adapting {', '.join(sorted(adapted_encoders))}: "
+            "cached encodings would not follow the training; leave it out"
+        )
+    accumulation = config.step.accumulation
+    steps_per_epoch = sampler.steps_per_epoch(
+        bucketed, batch_size=config.data.batch_size, accumulation=accumulation, processes=processes
+    )
+    requests, strengths = _requests(config)
+    check_sizes(requests, family.size_multiple)
+    return Plan(
+        config, family, source, components, objective, bucketed, targets, skipped, requests, strengths, processes,
+        steps_per_epoch, config.run.max_steps or config.run.epochs * steps_per_epoch, cache_text,
+    )  # fmt: skip
+
+
+def _components(config: Config, family: Family) -> dict[str, ComponentPlan]:
+    names = [component.name for component in family.components]
+    for name in config.model.components:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"{family.name} has {', '.join(names)}"
+            raise UserError(f"model.components.{name} is not a component of {family.name}; {hint}")
+    if config.precision.matmul != "compute":
+        raise UserError("precision.matmul = 'fp8' is not supported by this version; use 'compute'")
+    plans = {}
+    for component in family.components:
+        chosen = config.model.components.get(component.name)
+        dtype = (chosen and chosen.dtype) or DEFAULT_STORAGE[component.role]
+        if dtype not in FORMATS or (chosen and chosen.backend not in (None, "native")):
+            backend = f" with backend = {chosen.backend!r}" if chosen and chosen.backend else ""
+            raise UserError(
+                f"model.components.{component.name}.dtype = {dtype!r}{backend} is not supported by this version; "
+                f"use one of {', '.join(FORMATS)} with the native backend"
+            )
+        if component.role == "vae" and FORMATS[dtype].quantised:
+            raise UserError(
+                f"model.components.{component.name}.dtype = {dtype!r}: the VAE is not quantised (its convolutions are a few "
+                "hundred MB, and errors show in every image); use fp32, bf16 or fp16"
+            )
+        compute = (chosen and chosen.compute) or ("fp32" if component.role == "vae" else config.precision.compute)
+        exclude = chosen.exclude if chosen else ()
+        plans[component.name] = ComponentPlan(
+            component.name, FORMATS[dtype], precision.compute_dtype(compute), (*component.sensitive, *exclude)
+        )
+    return plans
+
+
+def _targets(config: Config, family: Family, source: ModelSource) -> tuple[tuple[Target, ...], tuple[str, ...]]:
+    from fnmatch import fnmatchcase
+
+    named = [
+        family.denoiser,
+        *(rule.component for rule in config.adapter.rules if rule.component in family.text_encoders),
+    ]
+    layers, skipped = {}, []
+    for name in dict.fromkeys(named):
+        dead = family.no_gradient(name, source.config(name))
+        module = source.build(name)
+        adaptable = [
+            n for n, child in module.named_modules()
+            if isinstance(child, nn.Linear) or (isinstance(child, nn.Conv2d) and child.groups == 1)
+        ]  # fmt: skip
+        layers[name] = [n for n in adaptable if not any(fnmatchcase(n, pattern) for pattern in dead)]
+        skipped += [f"{name}.{n}" for n in adaptable if n not in layers[name]]
+    for name in family.text_encoders:
+        layers.setdefault(name, [])
+    targets = match_targets(
+        layers,
+        denoiser=family.denoiser,
+        targets=config.adapter.targets,
+        presets=family.presets,
+        rules=[Rule(**rule.model_dump()) for rule in config.adapter.rules],
+        rank=config.adapter.rank,
+        alpha=config.adapter.alpha,
+    )
+    adapted = {target.component for target in targets}
+    return targets, tuple(name for name in skipped if name.partition(".")[0] in adapted)
+
+
+def _requests(config: Config) -> tuple[tuple[SampleRequest, ...], tuple[float, ...]]:
+    wanted = config.validation
+    size = config.data.resolution
+    if wanted.every_steps == 0:
+        return (), ()
+    requests = [
+        SampleRequest(prompt, "", size, size, wanted.seed, wanted.steps, None) for prompt in wanted.prompts
+    ] + [
+        SampleRequest(
+            s.prompt, s.negative, s.width or size, s.height or size, wanted.seed if s.seed is None else s.seed,
+            s.steps or wanted.steps, s.guidance,
+        )
+        for s in wanted.samples
+    ]  # fmt: skip
+    return tuple(requests), tuple([1.0] * len(wanted.prompts) + [s.strength for s in wanted.samples])
+
+
+def describe(plan: Plan, *, sizes: bool) -> str:
+    """The start print. sizes: also build every component on the meta device to count its bytes."""
+    config = plan.config
+    lines = [f"run {config.run.name} -> {config.run.output_dir}", f"model {plan.family.name} from {config.model.path}"]
+    total = 0
+    for name, component in plan.components.items():
+        line = (
+            f"  {name:<15} stored {component.format.name:<9} computes {str(component.compute).removeprefix('torch.')}"
+        )
+        if sizes:
+            module = plan.source.build(name)
+            component.swap(module)
+            count = sum(t.numel() * t.dtype.itemsize for t in module.state_dict().values())
+            total += count
+            line += f"  {_size(count)}"
+        lines.append(line)
+    if sizes:
+        lines.append(f"  weights in all   {_size(total)}")
+    lines += _adapter_lines(plan) + [f"objective {plan.objective.describe()}"] + _data_lines(plan)
+    group = config.optimizer
+    lines.append(
+        f"optimizer {group.name}, lr {group.lr:g}, weight decay {group.weight_decay:g} (none on magnitudes), "
+        f"clipping {config.step.max_grad_norm:g}; schedule {config.schedule.name}, warm-up {config.schedule.warmup:g}"
+    )
+    return "\n".join(lines)
+
+
+def _adapter_lines(plan: Plan) -> list[str]:
+    adapter = plan.config.adapter
+    lines = []
+    for component in plan.adapted:
+        mine = [t for t in plan.targets if t.component == component]
+        module = plan.source.build(component)
+        count = sum(_adapter_parameters(module.get_submodule(t.name), t.rank, adapter.type == "dora") for t in mine)
+        kinds = Counter((t.rank, t.alpha, t.scaling(adapter.rslora), t.lr) for t in mine)
+        lines.append(
+            f"adapter {adapter.type} on {component}: {len(mine)} layers, {count:,} trainable parameters (fp32)"
+        )
+        for (rank, alpha, scaling, lr), layers in sorted(kinds.items(), key=str):
+            rate = f", lr {lr:g}" if lr is not None else ""
+            formula = "alpha / sqrt(rank)" if adapter.rslora else "alpha / rank"
+            lines.append(f"  {layers} layers: rank {rank}, alpha {alpha:g}, {formula} = {scaling:g}{rate}")
+    if plan.skipped:
+        lines.append(f"  skipped, without a gradient path: {len(plan.skipped)} layers ({plan.skipped[0]}, ...)")
+    return lines
+
+
+def _adapter_parameters(layer: nn.Module, rank: int, dora: bool) -> int:
+    rows = layer.weight.shape[0]
+    return rank * (rows + layer.weight[0].numel()) + (rows if dora else 0)
+
+
+def _data_lines(plan: Plan) -> list[str]:
+    data, accumulation = plan.config.data, plan.config.step.accumulation
+    images = sum(photo.repeats for photo, _ in plan.photos)
+    even = images / (data.batch_size * accumulation * plan.processes)
+    counts = Counter()
+    for photo, bucket in plan.photos:
+        counts[bucket] += photo.repeats
+    shown = ", ".join(f"{w}x{h}: {n}" for (w, h), n in sorted(counts.items()))
+    repeats = sorted({photo.repeats for photo, _ in plan.photos})
+    captions = sum(not photo.caption for photo, _ in plan.photos)
+    length = f"{plan.max_steps} steps = {plan.max_steps / plan.steps_per_epoch:.4g} epochs"
+    return [
+        f"data {len(plan.photos)} images x {'/'.join(map(str, repeats))} repeats / (batch {data.batch_size} x accumulation "
+        f"{accumulation} x {plan.processes} processes) = {even:g}, with bucket remainders {plan.steps_per_epoch} steps an "
+        f"epoch; {length}",
+        f"  buckets (images an epoch) {shown}",
+        f"  captions: {captions} missing or empty; dropped with probability {data.caption_dropout:g}; flip "
+        f"{'on' if data.flip else 'off'}; text {'cached' if plan.cache_text else 'encoded live'}",
+    ]
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"
+
+
+def total_updates(plan: Plan) -> int:
+    """The schedule's length at a run's first start."""
+    return plan.config.schedule.total_steps or plan.max_steps

@@ -1,0 +1,82 @@
+"""Every decision about dtypes: how a component is stored, what it computes in, loss scaling, what a device can do.
+
+Nothing runs under autocast. Each frozen layer casts its input and its stored weight to its component's compute dtype at
+the point of use (quantization/layers.py), so every storage x compute pair means the same on every device; plain autocast
+fails for four of the nine pairs of fp32, bf16 and fp16.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from trainer.types import UserError
+
+COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def compute_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a compute dtype's config name. Raises UserError for any other name."""
+    if name not in COMPUTE_DTYPES:
+        raise UserError(f"compute dtype {name!r} is not known; use one of {', '.join(COMPUTE_DTYPES)}")
+    return COMPUTE_DTYPES[name]
+
+
+def check_device(device: torch.device, compute: set[str]) -> None:
+    """Refuse a compute dtype that the device would only emulate. CPU runs all of them (fp16 slowly)."""
+    if device.type == "cuda" and "bf16" in compute and torch.cuda.get_device_capability(device) < (8, 0):
+        raise UserError(
+            f"precision.compute = 'bf16' needs an Ampere or newer GPU, this is {torch.cuda.get_device_name(device)}; "
+            "set precision.compute = 'fp16'"
+        )
+
+
+def keep_activations(module: nn.Module, compute: torch.dtype) -> None:
+    """Make every remaining parameter holder of `module` (norms, embeddings) hand on `compute` activations.
+
+    Linear and Conv2d cast for themselves. The fused norms of torch compute their statistics in fp32 whatever the input's
+    dtype, but on CUDA they want weight and input of one dtype: their fp32 parameters are cast at use. Any other holder of
+    floating-point parameters computes as its library wrote it and its output is cast.
+    """
+    for child in module.modules():
+        if isinstance(child, (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)):
+            if child.weight is not None:
+                child.__class__ = _cast_norm(type(child))
+        elif compute != torch.float32 and any(p.is_floating_point() for p in child.parameters(recurse=False)):
+            child.register_forward_hook(_cast_output(compute))
+
+
+_NORM_CLASSES: dict[type, type] = {}
+
+
+def _cast_norm(norm_class: type) -> type:
+    """A subclass of a torch norm whose parameters are cast to the input's dtype at use."""
+    if norm_class not in _NORM_CLASSES:
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weight = self.weight.to(x.dtype)
+            if isinstance(self, nn.RMSNorm):
+                return nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps)
+            bias = None if self.bias is None else self.bias.to(x.dtype)
+            if isinstance(self, nn.GroupNorm):
+                return nn.functional.group_norm(x, self.num_groups, weight, bias, self.eps)
+            return nn.functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+        _NORM_CLASSES[norm_class] = type(norm_class.__name__, (norm_class,), {"forward": forward})
+    return _NORM_CLASSES[norm_class]
+
+
+def _cast_output(compute: torch.dtype):
+    def hook(module: nn.Module, args, output):
+        return output.to(compute) if isinstance(output, torch.Tensor) and output.is_floating_point() else output
+
+    return hook
+
+
+def loss_scaler(
+    compute: str, device: torch.device, *, initial_scale: float, growth_interval: int
+) -> torch.amp.GradScaler:
+    """torch's GradScaler, enabled for fp16 only. The gradients it unscales are those of fp32 adapters, always."""
+    return torch.amp.GradScaler(
+        device.type, init_scale=initial_scale, growth_interval=growth_interval, enabled=compute == "fp16"
+    )

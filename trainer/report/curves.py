@@ -1,0 +1,248 @@
+"""metrics.jsonl -> series -> inline SVG line charts.
+
+A chart never holds more than POINTS * 2 raw points, however long the run was: each slice of the run keeps its lowest
+and its highest value, so a spike stays visible after thinning.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+POINTS = 400  # slices along the x axis; about one per CSS pixel and a half
+WIDTH, HEIGHT = 640, 250  # of the viewBox
+LEFT, RIGHT, TOP, BOTTOM = 62, 26, 12, 40  # margins around the plot, in viewBox units
+LOG_ABOVE = 10.0  # a positive series spanning more than this ratio is easier to read on a logarithmic axis
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """How one field of metrics.jsonl is drawn."""
+
+    field: str
+    title: str
+    unit: str
+    smooth: bool = True
+    may_be_log: bool = False
+
+
+CURVES = (
+    Curve("loss", "Loss", "per-sample mean"),
+    Curve("lr", "Learning rate", "per update", smooth=False),
+    Curve("grad_norm", "Gradient norm", "before clipping", may_be_log=True),
+    Curve("seconds", "Time per step", "seconds", may_be_log=True),
+    Curve("loss_scale", "Loss scale", "factor", smooth=False, may_be_log=True),
+)
+NOT_CURVES = {"step", "epoch", "images", "time"}  # positions and totals: they only grow
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The rows of metrics.jsonl; `unreadable` counts lines that are not JSON objects with a step (a torn last line)."""
+
+    rows: tuple[dict, ...] = ()
+    unreadable: int = 0
+
+    def series(self, field: str) -> list[tuple[float, float | None]]:
+        """(step, value) for each row that has the field; None where the value is null or not finite."""
+        return [(row["step"], _finite(row[field])) for row in self.rows if field in row]
+
+    def last(self, field: str) -> float | None:
+        return next((v for row in reversed(self.rows) if (v := _finite(row.get(field))) is not None), None)
+
+    def values(self, field: str) -> list[float]:
+        return [value for _, value in self.series(field) if value is not None]
+
+
+def read_metrics(path: Path) -> Metrics:
+    """Read metrics.jsonl; a missing file gives no rows."""
+    if not path.exists():
+        return Metrics()
+    rows, unreadable = [], 0
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if isinstance(row, dict) and _finite(row.get("step")) is not None:
+                rows.append(row)
+            elif line.strip():
+                unreadable += 1
+    return Metrics(tuple(rows), unreadable)
+
+
+def draw_all(metrics: Metrics) -> list[str]:
+    """One <figure> for each field that has a value, the known ones first."""
+    known = [curve.field for curve in CURVES]
+    fields = dict.fromkeys(field for row in metrics.rows for field in row)
+    others = [
+        Curve(field, field.replace("_", " "), "", smooth=False, may_be_log=True)
+        for field in fields
+        if field not in known and field not in NOT_CURVES and len(set(metrics.values(field))) > 1
+    ]
+    return [draw(curve, metrics.series(curve.field)) for curve in (*CURVES, *others) if metrics.values(curve.field)]
+
+
+def draw(curve: Curve, series: Sequence[tuple[float, float | None]]) -> str:
+    """One chart: the raw values, their moving average over them, axes with ticks, and a text summary for readers."""
+    values = [value for _, value in series if value is not None]
+    low, high, log = min(values), max(values), False
+    if curve.may_be_log and low > 0 and high / low > LOG_ABOVE:
+        log = True
+    first, last = series[0][0], series[-1][0]
+    y_ticks = _log_ticks(low, high) if log else _ticks(low, high, 5)
+    low, high = min(low, y_ticks[0]), max(high, y_ticks[-1])
+    x_ticks = [tick for tick in _ticks(first, last, 8, whole=True) if first <= tick <= last]
+
+    def x_of(step: float) -> float:
+        share = (step - first) / (last - first) if last > first else 0.5
+        return LEFT + share * (WIDTH - LEFT - RIGHT)
+
+    def y_of(value: float) -> float:
+        share = math.log(value / low) / math.log(high / low) if log else (value - low) / (high - low)
+        return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+
+    def lines(points: Sequence[tuple[float, float | None]], kind: str) -> str:
+        drawn = []
+        for run in _unbroken(points):
+            placed = [(x_of(step), y_of(value)) for step, value in run]
+            if len(placed) == 1:
+                drawn.append(f'<circle class="{kind}" cx="{placed[0][0]:.1f}" cy="{placed[0][1]:.1f}" r="2.5"/>')
+            else:
+                text = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
+                drawn.append(f'<polyline class="{kind}" points="{text}"/>')
+        return "".join(drawn)
+
+    window = smoothing_window(len(values)) if curve.smooth else 0
+    title = escape(curve.title)
+    unit = f' <span class="unit">{escape(curve.unit)}</span>' if curve.unit else ""
+    legend = (
+        f'<span class="legend"><i class="raw"></i>each step<i class="mean"></i>moving average, {window} steps</span>'
+        if window
+        else ""
+    )
+    summary = (
+        f"{curve.title} over steps {first:g} to {last:g}: first {values[0]:.4g}, last {values[-1]:.4g}, "
+        f"lowest {min(values):.4g}, highest {max(values):.4g}"
+    )
+    parts = [
+        f'<figure class="chart"><figcaption><b>{title}</b>{unit}{legend}</figcaption>',
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(summary)}">',
+        f"<title>{escape(summary)}</title>",
+    ]
+    for tick in y_ticks:
+        y = y_of(tick)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{_label(tick, y_ticks)}</text>')
+    base = HEIGHT - BOTTOM
+    for tick in x_ticks:
+        x = x_of(tick)
+        parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{base}" y2="{base + 4}"/>')
+        parts.append(f'<text x="{x:.1f}" y="{base + 17}" text-anchor="middle">{tick:,.0f}</text>')
+    parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>')
+    scale = "step (logarithmic y axis)" if log else "step"
+    parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 5}" text-anchor="middle">{scale}</text>')
+    parts.append(lines(thin(series), "raw" if window else "mean"))
+    if window:
+        parts.append(lines(thin_last(smooth(series, window)), "mean"))
+    parts.append("</svg></figure>")
+    return "".join(parts)
+
+
+def smoothing_window(count: int) -> int:
+    """Steps over which the moving average forgets: a twentieth of the run, 2 to 200; 0 (none) below 8 values."""
+    return 0 if count < 8 else max(2, min(200, count // 20))
+
+
+def smooth(series: Sequence[tuple[float, float | None]], window: int) -> list[Point]:
+    """Exponential moving average with decay 1 - 1/window, corrected for its start from zero; it passes over gaps."""
+    decay = 1 - 1 / window
+    total = weight = 0.0
+    result: list[Point] = []
+    for step, value in series:
+        if value is not None:
+            total, weight = decay * total + (1 - decay) * value, decay * weight + (1 - decay)
+            result.append((step, total / weight))
+    return result
+
+
+def thin(series: Sequence[tuple[float, float | None]]) -> list[tuple[float, float | None]]:
+    """At most 2 * POINTS points: the lowest and highest of each slice, in order. A slice without values is a gap."""
+    if len(series) <= 2 * POINTS:
+        return list(series)
+    kept: list[tuple[float, float | None]] = []
+    for part in _slices(series):
+        known = [point for point in part if point[1] is not None]
+        if known:
+            extremes = (min(known, key=lambda point: point[1]), max(known, key=lambda point: point[1]))
+            kept += sorted(set(extremes))
+        else:
+            kept.append((part[0][0], None))
+    return kept
+
+
+def thin_last(series: Sequence[Point]) -> list[Point]:
+    """At most POINTS points, the last of each slice: enough for a curve that is smooth already."""
+    return [part[-1] for part in _slices(series)] if len(series) > POINTS else list(series)
+
+
+def _slices(series: Sequence[tuple[float, float | None]]) -> list[Sequence[tuple[float, float | None]]]:
+    bounds = [index * len(series) // POINTS for index in range(POINTS + 1)]
+    return [series[start:end] for start, end in itertools.pairwise(bounds)]
+
+
+def _unbroken(points: Sequence[tuple[float, float | None]]) -> list[list[Point]]:
+    runs: list[list[Point]] = [[]]
+    for step, value in points:
+        if value is not None:
+            runs[-1].append((step, value))
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
+
+
+def _ticks(low: float, high: float, count: int, whole: bool = False) -> list[float]:
+    """Round tick values (1, 2 or 5 times a power of ten apart) that enclose [low, high]."""
+    if high <= low:  # one step, or a constant such as a constant learning rate: frame it
+        margin = abs(low) * 0.5 or 1.0
+        if whole:
+            return [low]
+        low, high = low - margin, high + margin
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    spacing = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+    if whole:
+        spacing = max(1.0, spacing)
+    first = math.floor(low / spacing + 1e-9)
+    last = math.ceil(high / spacing - 1e-9)
+    return [index * spacing for index in range(first, last + 1)]
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """Powers of ten that enclose [low, high], every second or third of them on a long axis."""
+    first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
+    every = max(1, math.ceil((last - first) / 6))
+    return [10.0**exponent for exponent in range(first, last + every, every)]
+
+
+def _label(tick: float, ticks: Sequence[float]) -> str:
+    largest = max(abs(t) for t in ticks)
+    if abs(tick) < largest * 1e-9:
+        return "0"
+    if 1e-3 <= largest < 1e6:
+        return f"{tick:,g}"
+    exponent = math.floor(math.log10(abs(tick)) + 1e-9)
+    return f"{tick / 10.0**exponent:.3g}e{exponent}"
+
+
+def _finite(value: object) -> float | None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None

@@ -1,0 +1,519 @@
+"""The story of a run, in the order the data flows:
+
+config -> model family -> quantise -> adapters -> data -> step -> checkpoint -> adapter files
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer import config as configs
+from trainer import metrics, optim, outcome, precision, quantization, validation
+from trainer.adapters import Adapter, export, inject, is_magnitude
+from trainer.checkpoint import state, store
+from trainer.config import Config
+from trainer.data import cache as caches
+from trainer.data import captions, loader, sampler
+from trainer.memory import checkpoint_blocks
+from trainer.models.base import Model
+from trainer.models.loading import load_tokenizers, open_model
+from trainer.plan import Plan, describe, make_plan, total_updates
+from trainer.quantization import FrozenConv2d, FrozenLinear
+from trainer.report import write_report
+from trainer.signals import StopSignal
+from trainer.step import Step, batch_losses
+from trainer.tensorfile import write_atomic, write_tensors
+from trainer.types import Conditioning, Interrupted, UserError
+
+
+def plan(config: Config) -> None:
+    """Print what a run would do."""
+    print(describe(make_plan(config, processes=int(os.environ.get("WORLD_SIZE", "1"))), sizes=True))
+
+
+def train(config: Config, *, resume_from: str | None) -> None:
+    """Train to the end, to `run.stop_after`, or until a signal. Raises what cli.py turns into exit statuses."""
+    with StopSignal() as stop:
+        accelerator = start_processes(config)
+        resumed, passed_over = resolve_start(config, resume_from)
+        plan = make_plan(config, processes=accelerator.num_processes, check=stop.check)
+        run = Run(plan, accelerator, stop)
+        for line in passed_over:
+            run.say(f"warning: {line}")
+        run.say(describe(plan, sizes=False))
+        run.open_output(resumed)
+        run.encode_data()
+        run.build_adapter()
+        run.build_step(resumed)
+        run.loop()
+        if run.finished:
+            run.finish()
+
+
+def start_processes(config: Config):
+    """accelerate's view of devices and processes. It computes nothing for us: mixed precision is ours."""
+    if config.run.deterministic:
+        # Read by cuBLAS when it is first used.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    from accelerate import Accelerator
+
+    if config.run.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("run.device = 'cuda', but no CUDA device is visible; check nvidia-smi, or use 'auto'")
+    accelerator = Accelerator(cpu=config.run.device == "cpu", mixed_precision="no")
+    precision.check_device(accelerator.device, {config.precision.compute})
+    return accelerator
+
+
+def resolve_start(config: Config, resume_from: str | None) -> tuple[Path | None, list[str]]:
+    """The checkpoint to go on from, or None for a fresh start.
+
+    Raises UserError where the output directory holds another run, or where the config changed in what may not change.
+    """
+    output_dir = Path(config.run.output_dir)
+    if output_dir.exists() and not output_dir.is_dir():
+        raise UserError(f"run.output_dir = {str(output_dir)!r} is a file; give a folder")
+    folder, passed_over = store.find(output_dir / "checkpoints", resume_from)
+    saved = output_dir / "config.toml"
+    if folder is not None:
+        progress, tree = state.read_header(folder)
+        refuse_changes(tree, config, f"the checkpoint {folder}")
+        length = config.run.max_steps
+        if length is not None and length < progress.step:
+            raise UserError(f"run.max_steps = {length}, but {folder} is at step {progress.step}; raise it")
+    elif saved.exists():
+        refuse_changes(configs.read_resolved(saved), config, f"run.output_dir = {str(output_dir)!r}")
+        if store.steps(output_dir / "checkpoints"):
+            raise UserError(
+                f"run.output_dir = {str(output_dir)!r} already holds this run's checkpoints; "
+                "add --resume_from auto to go on, or choose another run.output_dir"
+            )
+    elif output_dir.is_dir() and any(
+        (output_dir / name).exists() for name in ("checkpoints", "adapters", metrics.FILE)
+    ):
+        raise UserError(f"run.output_dir = {str(output_dir)!r} holds another run without a config.toml; choose another")
+    return folder, passed_over
+
+
+def refuse_changes(saved: dict[str, Any], config: Config, what: str) -> None:
+    changed = configs.differences(saved, config)
+    if changed:
+        raise UserError(
+            f"{what} belongs to a run with another config:\n"
+            + "\n".join(changed)
+            + "\nrestore these keys, or choose another run.output_dir (what may change: "
+            + ", ".join(configs.MAY_CHANGE)
+            + ")"
+        )
+
+
+class Run:
+    """One run's objects, built in order by the methods below."""
+
+    def __init__(self, plan: Plan, accelerator, stop: StopSignal) -> None:
+        self.plan, self.config, self.family = plan, plan.config, plan.family
+        self.accelerator, self.stop = accelerator, stop
+        self.device: torch.device = accelerator.device
+        self.output_dir = Path(plan.config.run.output_dir)
+        self.checkpoints = self.output_dir / "checkpoints"
+        self.source = plan.source
+        self.finished = False
+
+    def say(self, line: str) -> None:
+        if self.accelerator.is_main_process:
+            print(line, flush=True)
+
+    # --- output -------------------------------------------------------------------------------------------------------
+
+    def open_output(self, resumed: Path | None) -> None:
+        """Write the resolved config; drop what a killed start left behind."""
+        self.saved = state.unpack(resumed) if resumed else None
+        if self.saved is not None:
+            self.progress = self.saved.progress
+            self.say(f"resuming {resumed} at step {self.progress.step}")
+        else:
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            self.progress = state.Progress(step=0, images=0, total_steps=total_updates(self.plan), started=now)
+        if self.accelerator.is_main_process:
+            write_atomic(self.output_dir / "config.toml", [configs.dumps(self.config).encode()])
+            metrics.cut(self.output_dir, self.progress.step)
+        self.accelerator.wait_for_everyone()
+
+    # --- model and data -----------------------------------------------------------------------------------------------
+
+    def encode_data(self) -> None:
+        """Fill the caches of latents and text; load an encoder only for what is missing, and let it go again."""
+        config, plan = self.config, self.plan
+        if self.source.hub_id:
+            paths = {name: c.path for name, c in config.model.components.items() if c.path}
+            self.source = open_model(self.family, config.model.path, component_paths=paths)
+        self.model = Model(
+            modules={},
+            configs={c.name: self.source.config(c.name) for c in self.family.components},
+            tokenizers=load_tokenizers(self.family, self.source),
+            scheduler=self.source.scheduler,
+            compute={name: component.compute for name, component in plan.components.items()},
+            device=self.device,
+            options={"objective": plan.objective, "guidance": config.objective.guidance},
+        )
+        self.cache = caches.Cache(Path(config.data.cache_dir or self.output_dir / "cache"))
+        vae = next(c.name for c in self.family.components if c.role == "vae")
+        latent_fingerprint = self.fingerprint(vae)
+        text_fingerprint = (
+            " ".join(map(self.fingerprint, self.family.text_encoders)) + " " + self.source.tokenizer_fingerprint
+            if plan.cache_text
+            else None
+        )
+        self.text_fingerprint = text_fingerprint
+        photos = [photo for photo, _ in plan.photos]
+        self.report_captions(photos)
+        with self.accelerator.main_process_first():
+            made = caches.fill_latents(
+                self.cache, plan.photos, fingerprint=latent_fingerprint, flip=config.data.flip,
+                encode=lambda pixels: self.encode_images(vae, pixels), check=self.stop.check,
+            )  # fmt: skip
+            texts = 0
+            if text_fingerprint is not None:
+                prompts = [p for request in plan.requests for p in (request.prompt, request.negative)]
+                texts = caches.fill_text(
+                    self.cache, [*(photo.caption for photo in photos), *prompts], fingerprint=text_fingerprint,
+                    encode=self.encode_prompts, check=self.stop.check,
+                )  # fmt: skip
+        self.say(f"cache: {made} latents and {texts} texts encoded, the rest was there")
+        for name in (*self.family.text_encoders, *(() if plan.requests else (vae,))):
+            if plan.cache_text or name == vae:
+                self.model.modules.pop(name, None)
+        gc.collect()
+        self.reader = loader.Reader(
+            plan.photos, self.cache, seed=config.run.seed, flip=config.data.flip,
+            caption_dropout=config.data.caption_dropout, latent_fingerprint=latent_fingerprint,
+            text_fingerprint=text_fingerprint,
+        )  # fmt: skip
+
+    def fingerprint(self, name: str) -> str:
+        component = self.plan.components[name]
+        return f"{self.source.fingerprint(name)}:{component.format.name}:{component.compute}"
+
+    def report_captions(self, photos) -> None:
+        def counter(tokenizer: str):
+            return lambda caption: self.family.count_tokens(self.model, caption)[tokenizer][0]
+
+        limits = self.family.count_tokens(self.model, "")
+        report = captions.report(photos, encoders={name: (counter(name), limit) for name, (_, limit) in limits.items()})
+        if self.config.data.strict_captions:
+            captions.refuse_truncated(report)
+        self.say(str(report))
+
+    def load(self, name: str) -> torch.nn.Module:
+        if name not in self.model.modules:
+            self.model.modules[name] = self.source.load(name, swap=self.plan.components[name].swap, device=self.device)
+        return self.model.modules[name]
+
+    @torch.no_grad()
+    def encode_images(self, vae: str, pixels: torch.Tensor) -> torch.Tensor:
+        self.load(vae)
+        return self.family.encode_images(self.model, pixels)
+
+    @torch.no_grad()
+    def encode_prompts(self, texts: list[str]) -> Conditioning:
+        for name in self.family.text_encoders:
+            self.load(name)
+        return self.family.encode_prompts(self.model, texts)
+
+    def conditioning(self, text: str) -> Conditioning:
+        """Of one validation prompt: from the cache, or live where a text encoder is trained."""
+        if self.text_fingerprint is None:
+            return self.family.encode_prompts(self.model, [text])
+        key = caches.text_key(text, fingerprint=self.text_fingerprint)
+        return Conditioning.from_tensors(self.cache.get(key)).to(self.device)
+
+    # --- adapter, optimizer, step -------------------------------------------------------------------------------------
+
+    def build_adapter(self) -> None:
+        config, plan = self.config, self.plan
+        self.load(self.family.denoiser)
+        if not plan.cache_text:
+            for name in self.family.text_encoders:
+                self.load(name)
+        if plan.requests:
+            self.load(next(c.name for c in self.family.components if c.role == "vae"))
+        self.quantization = quantization.record(sorted(self.model.modules.items()))
+        self.adapter: Adapter = inject(
+            {name: self.model.modules[name] for name in plan.adapted},
+            plan.targets,
+            linear_class=FrozenLinear,
+            conv_class=FrozenConv2d,
+            dora=config.adapter.type == "dora",
+            rslora=config.adapter.rslora,
+            dropout=config.adapter.dropout,
+            seed=config.run.seed,
+        )
+        for module in self.model.modules.values():
+            module.eval()
+        checkpoint_blocks(self.model.modules[self.family.denoiser], config.memory.gradient_checkpointing)
+
+    def build_step(self, resumed: Path | None) -> None:
+        config, plan = self.config, self.plan
+        groups = self.adapter.parameter_groups(lr=config.optimizer.lr, weight_decay=config.optimizer.weight_decay)
+        self.parameter_names = [name for group in groups for name in group["names"]]
+        parameters = self.adapter.named_parameters()
+        self.optimizer = optim.build_optimizer(
+            config.optimizer.name, groups, betas=config.optimizer.betas, eps=config.optimizer.eps,
+            min_8bit_size=config.optimizer.min_8bit_size,
+            keep_32bit=[p for name, p in parameters.items() if is_magnitude(name)],
+        )  # fmt: skip
+        self.schedule = optim.build_schedule(
+            config.schedule.name, self.optimizer, total_steps=self.progress.total_steps,
+            warmup=optim.warmup_steps(config.schedule.warmup, self.progress.total_steps),
+        )  # fmt: skip
+        self.scaler = precision.loss_scaler(
+            config.precision.compute, self.device, initial_scale=config.precision.loss_scale,
+            growth_interval=config.precision.loss_scale_growth_interval,
+        )  # fmt: skip
+        if self.saved is not None:
+            state.check_quantization(self.saved.quantization, self.quantization)
+            self.adapter.load_state_dict(self.saved.adapter)
+            state.load_optimizer_state(
+                self.optimizer, self.parameter_names, self.saved.optimizer_tensors, self.saved.optimizer_scalars
+            )
+            optim.load_schedule_state(self.schedule, self.saved.schedule)
+            self.scaler.load_state_dict(self.saved.scaler)
+            self.saved = None
+
+        def losses(batch):
+            return batch_losses(
+                batch, objective=plan.objective, image_tokens=self.family.image_tokens, seed=config.run.seed,
+                predict=lambda *inputs: self.family.predict(self.model, *inputs), device=self.device,
+                encode=lambda texts: self.family.encode_prompts(self.model, texts),
+            )  # fmt: skip
+
+        self.step = Step(
+            losses=losses,
+            parameters=parameters,
+            optimizer=self.optimizer,
+            schedule=self.schedule,
+            scaler=self.scaler,
+            max_grad_norm=config.step.max_grad_norm,
+            after_update=self.adapter.refresh,
+            reduce=torch.distributed.all_reduce if self.accelerator.num_processes > 1 else None,
+            dropout=self.adapter.dropout(config.run.seed, self.accelerator.process_index),
+        )
+
+    # --- loop ---------------------------------------------------------------------------------------------------------
+
+    def updates(self) -> Iterator[list[sampler.MicroBatch]]:
+        """Every update's micro-batches, from the present step on, over the epochs."""
+        config, plan = self.config, self.plan
+        epoch, skip = sampler.update_at(self.progress.step, steps_per_epoch=plan.steps_per_epoch)
+        while True:
+            batches = sampler.epoch_batches(
+                plan.photos, seed=config.run.seed, epoch=epoch, batch_size=config.data.batch_size
+            )
+            groups = sampler.updates(batches, accumulation=config.step.accumulation, processes=plan.processes)
+            yield from groups[skip:]
+            epoch, skip = epoch + 1, 0
+
+    def loop(self) -> None:
+        """Steps until the end, `stop_after` or a signal; each ends with its log line, samples, export, checkpoint."""
+        config, progress, last = self.config, self.progress, self.plan.max_steps
+        stop_after = min(config.run.stop_after or last, last)
+        tracker = self.open_tracker()
+        self.log = metrics.Metrics(
+            self.output_dir, tracker=tracker, total_steps=last, initial_step=progress.step,
+            enabled=self.accelerator.is_main_process,
+        )  # fmt: skip
+        mine = (
+            sampler.share(update, processes=self.plan.processes, rank=self.accelerator.process_index)
+            for update in self.updates()
+        )
+        batches_of = loader.iterate(mine, self.reader, num_workers=config.data.num_workers)
+        saved_step = progress.step
+        try:
+            if self.samples_due(progress.step):
+                self.draw_samples()
+            for update in self.updates():
+                if progress.step >= stop_after:
+                    break
+                self.stop.check()
+                self.one_step(update, next(batches_of))
+                done = progress.step == last
+                if self.samples_due(progress.step) or (done and self.plan.requests and config.validation.every_steps):
+                    self.draw_samples()
+                if not done and _due(config.export.every_steps, progress.step):
+                    self.export(f"{config.run.name}-{progress.step:08d}")
+                if done or progress.step == stop_after or _due(config.checkpoint.every_steps, progress.step):
+                    self.save()
+                    saved_step = progress.step
+            self.finished = progress.step >= last
+            if not self.finished:
+                self.say(f"stopped after step {progress.step} as asked; go on with --resume_from auto")
+        except Interrupted:
+            if progress.step > saved_step:
+                self.save()
+            raise
+        finally:
+            batches_of.close()
+            self.log.close()
+            if tracker is not None:
+                self.accelerator.end_training()
+
+    def one_step(self, update, batches) -> None:
+        progress = self.progress
+        start = time.perf_counter()
+        samples = sum(len(micro_batch) for micro_batch in update)
+        result = self.step.run(progress.step + 1, batches, samples)
+        progress.step += 1
+        progress.images += samples
+        seconds = time.perf_counter() - start
+        entry = {
+            "step": progress.step,
+            "epoch": update[0][0].epoch + 1,
+            "loss": result.loss,
+            "lr": result.lr[0],
+            "grad_norm": result.grad_norm,
+            "images": progress.images,
+            "seconds": round(seconds, 6),
+            "images_per_second": round(samples / seconds, 3),
+            "time": round(time.time(), 3),
+        }
+        if self.scaler.is_enabled():
+            entry |= {"loss_scale": result.loss_scale, "skipped": result.skipped}
+        if self.device.type == "cuda":
+            entry["peak_bytes"] = torch.cuda.max_memory_allocated(self.device)
+        self.log.log(entry)
+
+    def open_tracker(self):
+        """TensorBoard, through accelerate; what a killed run logged beyond the checkpoint is purged."""
+        if not (self.config.logging.tensorboard and self.accelerator.is_main_process):
+            return None
+        from accelerate.tracking import TensorBoardTracker
+
+        tracker = TensorBoardTracker("tensorboard", logging_dir=self.output_dir, purge_step=self.progress.step + 1)
+        tracker.start()
+        self.accelerator.trackers = [tracker]
+        return tracker
+
+    # --- samples, checkpoints, adapter files --------------------------------------------------------------------------
+
+    def samples_due(self, step: int) -> bool:
+        """Before step 1 and every so many steps, unless they are there already (a run resumed at that step)."""
+        if not self.plan.requests or not (step == 0 or _due(self.config.validation.every_steps, step)):
+            return False
+        return not validation.sample_folder(self.output_dir, step).exists()
+
+    def draw_samples(self) -> None:
+        if not self.accelerator.is_main_process:
+            return
+        strengths = dict(zip(self.plan.requests, self.plan.strengths, strict=True))
+
+        def sample(request, conditioning, negative):
+            with self.adapter.at_strength(strengths[request]):
+                return self.family.sample(self.model, request, conditioning, negative)
+
+        validation.draw_samples(
+            self.plan.requests, sample=sample, conditioning=self.conditioning, check=self.stop.check,
+            folder=validation.sample_folder(self.output_dir, self.progress.step),
+        )  # fmt: skip
+
+    def save(self) -> None:
+        if self.accelerator.is_main_process:
+            files = state.pack(
+                progress=self.progress,
+                adapter=self.adapter.state_dict(),
+                optimizer=state.optimizer_state(self.optimizer, self.parameter_names),
+                schedule=optim.schedule_state(self.schedule),
+                scaler=self.scaler.state_dict(),
+                quantization=self.quantization,
+                config=self.config.model_dump(exclude_none=True, mode="json"),
+                versions={"torch": torch.__version__},
+            )
+            store.save(self.checkpoints, self.progress.step, files)
+            store.prune(self.checkpoints, self.config.checkpoint.keep_last)
+        self.accelerator.wait_for_everyone()
+
+    def export(self, stem: str) -> dict[str, Path]:
+        """Write the adapter's files; returns them by format."""
+        if not self.accelerator.is_main_process:
+            return {}
+        config, folder = self.config, self.output_dir / "adapters"
+        export.check_finite(self.adapter.state_dict())
+        convention = config.export.dora_scale
+        size = config.data.resolution
+        tags: dict[str, int] = {}
+        for photo, _ in self.plan.photos:
+            tags[photo.caption] = tags.get(photo.caption, 0) + photo.repeats
+        prediction = getattr(self.plan.objective, "prediction", "velocity")
+        about = export.About(
+            name=config.run.name, started=self.progress.started, step=self.progress.step,
+            epoch=max(0, self.progress.step - 1) // self.plan.steps_per_epoch + 1, learning_rate=config.optimizer.lr,
+            train_images=sum(photo.repeats for photo, _ in self.plan.photos), resolution=f"{size}x{size}",
+            tag_frequency=tags, trigger_phrase=config.export.trigger_phrase, seed=config.run.seed,
+            family=self.family.metadata(self.model.configs[self.family.denoiser], prediction),
+        )  # fmt: skip
+        written = {}
+        if "diffusers" in config.export.formats:
+            tensors = export.diffusers_tensors(self.adapter)
+            fields = export.metadata(
+                self.adapter, about, convention="magnitude", extra=export.diffusers_metadata(self.adapter)
+            )
+            written["diffusers"] = folder / f"{stem}.safetensors"
+            write_tensors(written["diffusers"], tensors, export.with_hash(tensors, fields))
+        if "comfyui" in config.export.formats:
+            tensors = export.kohya_tensors(
+                self.adapter,
+                fused={name: export.fused_modules(self.family.module_links(name, self.model.configs[name]))
+                       for name in self.plan.adapted},
+                prefixes=self.family.kohya_prefix,
+                base_layer=self.base_layer,
+                dora_scale=convention,
+            )  # fmt: skip
+            fields = export.metadata(
+                self.adapter, about, convention=f"{convention}: {export.DORA_SCALE_MEANING[convention]}"
+            )
+            written["comfyui"] = folder / f"{stem}_comfyui.safetensors"
+            write_tensors(written["comfyui"], tensors, export.with_hash(tensors, fields))
+        return written
+
+    def base_layer(self, name: str):
+        component, _, layer = name.partition(".")
+        module = self.model.modules[component].get_submodule(layer)
+        return module.get_base_layer() if hasattr(module, "get_base_layer") else module
+
+    def finish(self) -> None:
+        """The adapter files, the "did it take?" table and the report."""
+        written = self.export(self.config.run.name)
+        if not self.accelerator.is_main_process:
+            return
+        sections = {"Did it take?": outcome.weight_change(self.adapter)}
+        rows = []
+        for index in range(len(self.plan.requests)):
+            before = validation.sample_folder(self.output_dir, 0) / f"{index:02d}.png"
+            after = validation.sample_folder(self.output_dir, self.progress.step) / f"{index:02d}.png"
+            if before.exists() and after.exists():
+                rows.append([f"sample {index:02d} moved by (relative L2 of pixels)",
+                             f"{validation.image_distance(before, after):.3%}"])  # fmt: skip
+        if "diffusers" in written:
+            live = export.diffusers_tensors(self.adapter)
+            rows.append(["exported file, read back, against the live adapter",
+                         outcome.read_back(written["diffusers"], live)])  # fmt: skip
+        sections["Effect"] = {"columns": ["what", "value"], "rows": rows}
+        report = write_report(self.output_dir, name=self.config.run.name, outcome=sections)
+        self.say(outcome.render(sections))
+        for kind, path in written.items():
+            self.say(f"adapter ({kind}): {path}")
+        if self.plan.requests:
+            self.say(f"samples: {self.output_dir / 'samples'}")
+        self.say(f"report: {report}")
+
+
+def _due(every: int, step: int) -> bool:
+    return every > 0 and step > 0 and step % every == 0

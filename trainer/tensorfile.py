@@ -1,0 +1,189 @@
+"""The one safetensors reader and the one safetensors writer.
+
+Written by hand because the library's writer orders metadata at random (three processes, three hashes), leaves temporary
+files behind when killed and ignores the umask, and its reader maps the file, so that mapped pages count as resident.
+Format: https://huggingface.co/docs/safetensors (8 bytes little-endian header length, JSON header, data).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trainer.types import UserError
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MAX_HEADER_BYTES = 100_000_000  # the limit of the format's reference implementation
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor lies: `start` and `bytes` count from the beginning of the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    bytes: int
+
+
+class TensorFile:
+    """A safetensors file opened for reading tensor by tensor, without mapping it.
+
+    Raises UserError if the file is missing, truncated, or not a well-formed safetensors file.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        try:
+            with open(self.path, "rb") as file:
+                total = os.fstat(file.fileno()).st_size
+                self.metadata, self.entries = _parse_header(self.path, file, total)
+        except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+            raise UserError(
+                f"cannot read {self.path}: {error.strerror}. Give the path of a .safetensors file."
+            ) from error
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, in freshly allocated memory. Raises KeyError for an unknown name."""
+        entry = self.entries[name]
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        if entry.bytes:
+            # A flat byte view works for every dtype, 0-d and float8 included.
+            view = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+            with open(self.path, "rb", buffering=0) as file:
+                file.seek(entry.start)
+                done = 0
+                while done < entry.bytes:
+                    count = file.readinto(view[done:])
+                    if not count:
+                        raise UserError(f"{self.path} ends inside tensor {name!r}; download or copy the file again.")
+                    done += count
+        return tensor
+
+    def read_all(self) -> dict[str, torch.Tensor]:
+        return {name: self.read(name) for name in self.entries}
+
+
+def _parse_header(path: Path, file, total: int) -> tuple[dict[str, str], dict[str, TensorEntry]]:
+    def broken(what: str) -> UserError:
+        return UserError(f"{path} is not a complete safetensors file ({what}); download or copy it again.")
+
+    prefix = file.read(8)
+    if len(prefix) < 8:
+        raise broken(f"it has only {total} bytes")
+    length = int.from_bytes(prefix, "little")
+    if length > min(MAX_HEADER_BYTES, total - 8):
+        raise broken(f"its header claims {length} bytes, the file has {total}")
+    try:
+        header = json.loads(file.read(length))
+    except ValueError as error:  # covers bad UTF-8 and bad JSON
+        raise broken("its header is not JSON") from error
+    if not isinstance(header, dict):
+        raise broken("its header is not a JSON object")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise broken("its metadata is not a map of strings")
+    entries: dict[str, TensorEntry] = {}
+    spans: list[tuple[int, int]] = []
+    for name, item in header.items():
+        try:
+            dtype, shape, (start, end) = DTYPES[item["dtype"]], tuple(item["shape"]), item["data_offsets"]
+            sizes_are_counts = all(type(n) is int and n >= 0 for n in (*shape, start, end))
+        except (KeyError, TypeError, ValueError) as error:
+            raise broken(f"the entry of tensor {name!r} is malformed or has an unknown dtype") from error
+        count = 1
+        for size in shape if sizes_are_counts else ():
+            count *= size
+        if not sizes_are_counts or end - start != count * dtype.itemsize or end > total - 8 - length:
+            raise broken(f"tensor {name!r} lies outside the file or has the wrong size")
+        entries[name] = TensorEntry(dtype, shape, 8 + length + start, end - start)
+        spans.append((start, end))
+    position = 0
+    for start, end in sorted(spans):
+        if start != position:
+            raise broken("its tensors overlap or leave holes")
+        position = end
+    if position != total - 8 - length:
+        raise broken(f"{total - 8 - length - position} bytes belong to no tensor")
+    return metadata, entries
+
+
+def serialize(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> Iterator[memoryview]:
+    """The file's bytes in pieces: header first, then every tensor by name. Same input, same bytes."""
+    header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    # Wider dtypes first, then names: every tensor starts aligned, as in the reference writer.
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    position = 0
+    for name in order:
+        tensor = tensors[name]
+        size = tensor.numel() * tensor.dtype.itemsize
+        header[name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, position + size],
+        }
+        position += size
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for name in order:
+        flat = tensors[name].detach().to("cpu").contiguous().reshape(-1)
+        if flat.numel():
+            yield memoryview(flat.view(torch.uint8).numpy())
+
+
+def write_atomic(path: Path | str, pieces: Iterator[memoryview] | list[bytes]) -> tuple[str, int]:
+    """Write `pieces` to `path` through a temporary file and a rename; returns (sha256, bytes).
+
+    The file's mode follows the umask. An exception leaves neither the file nor the temporary.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    digest, count = hashlib.sha256(), 0
+    try:
+        with open(temporary, "wb") as file:
+            for piece in pieces:
+                file.write(piece)
+                digest.update(piece)
+                count += len(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return digest.hexdigest(), count
+
+
+def write_tensors(
+    path: Path | str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> tuple[str, int]:
+    """Write a safetensors file atomically; returns (sha256, bytes). Equal tensors and metadata give equal bytes."""
+    return write_atomic(path, serialize(tensors, metadata))
+
+
+def tensor_sha256(tensor: torch.Tensor) -> str:
+    """SHA-256 of a tensor's bytes, row-major."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return hashlib.sha256(memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b"").hexdigest()
