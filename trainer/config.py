@@ -115,6 +115,7 @@ class Data(Table):
     caption_dropout: Share = 0.05
     strict_captions: bool = False
     cache_text: Literal["auto"] | bool = "auto"
+    text_length: Count | None = None
     cache_dir: str | None = None
 
 

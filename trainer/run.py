@@ -163,13 +163,20 @@ class Run:
             scheduler=self.source.scheduler,
             compute={name: component.compute for name, component in plan.components.items()},
             device=self.device,
-            options={"objective": plan.objective, "guidance": config.objective.guidance},
+            options={
+                "objective": plan.objective,
+                "guidance": config.objective.guidance,
+                "text_length": config.data.text_length,
+            },
         )
         self.cache = caches.Cache(Path(config.data.cache_dir or self.output_dir / "cache"))
         vae = next(c.name for c in self.family.components if c.role == "vae")
         latent_fingerprint = self.fingerprint(vae)
         text_fingerprint = (
-            " ".join(map(self.fingerprint, self.family.text_encoders)) + " " + self.source.tokenizer_fingerprint
+            " ".join(
+                [*map(self.fingerprint, self.family.text_encoders), self.source.tokenizer_fingerprint]
+                + [str(config.data.text_length)]
+            )
             if plan.cache_text
             else None
         )

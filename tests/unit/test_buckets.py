@@ -110,7 +110,7 @@ def test_the_bucket_lies_within_the_resized_photo(width, height, a, b):
 
 @given(st.integers(8, 120), st.integers(8, 120), st.sampled_from([(64, 64), (80, 48), (48, 80)]))
 def test_fit_equals_resizing_the_whole_photo_and_cropping(width, height, bucket):
-    # Middle values: where the filter overshoots 0..255 Pillow clips between its passes, whose order depends on the sizes.
+    # Middle values: where the filter overshoots 0..255 Pillow clips between its passes, whose order varies with size.
     noise = np.random.default_rng(width * 1000 + height).integers(80, 176, (height, width, 3), dtype=np.uint8)
     image = Image.fromarray(noise)
     fitted, placement = fit(image, bucket)

@@ -39,6 +39,8 @@ def test_distinct_keys_give_distinct_draws(one, other):
     ("one", "other"),
     [
         ((1, "a", 1), (1, "a", "1")),
+        ((1, "flip", 0), (1, "noise", 0)),
+        ((1, "flip", 0), (2, "flip", 0)),
         ((1, "a", "b", "c"), (1, "a", "b,c")),
         ((1, "a", "b"), (1, "ab")),
         ((1, "a", 1, 2), (1, "a", 12)),

@@ -114,7 +114,10 @@ def iterate(updates: Iterable[Sequence[MicroBatch]], reader: Reader, *, num_work
 
 
 def _start_worker(worker: int) -> None:
-    """Leave signals to the main process, which ends the current step first; share out the cache's memory."""
+    """Leave signals to the main process, which ends the current step first; share out the cache's memory.
+
+    Where `_signals_blocked` works, it has seen to the signals already.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     info = get_worker_info()

@@ -80,7 +80,7 @@ class SampleRequest:
 class Family:
     """A model family. `components` in pipeline order; exactly one is the denoiser, one the vae.
 
-    tokenizers: tokenizer folder -> transformers class. size_multiple: image sizes in pixels are multiples of it.
+    tokenizers: their folders' names. size_multiple: image sizes in pixels are multiples of it.
     objective(scheduler, markers, **choices) -> Objective; raises UserError for an impossible choice.
     encode_images(model, pixels fp32 [B, 3, H, W] in [-1, 1]) -> normalised latents fp32 [B, C, h, w], posterior mean.
     encode_prompts(model, captions) -> Conditioning, with gradients where the encoders have any.
@@ -94,7 +94,7 @@ class Family:
 
     name: str
     components: tuple[Component, ...]
-    tokenizers: Mapping[str, str]
+    tokenizers: tuple[str, ...]
     size_multiple: int
     presets: Mapping[str, tuple[str, ...]]
     harmless: tuple[str, ...]

@@ -208,7 +208,7 @@ FAMILY = Family(
             "vae", "diffusers", "AutoencoderKL", "vae", sensitive=("*",), links=keys.vae_links, prefixes=("vae.", "")
         ),
     ),
-    tokenizers={"tokenizer": "CLIPTokenizer", "tokenizer_2": "T5TokenizerFast"},
+    tokenizers=("tokenizer", "tokenizer_2"),
     size_multiple=16,
     presets={"attention": _ATTENTION, "attention+mlp": (*_ATTENTION, *_MLP), "linear": _LINEAR, "all": _LINEAR},
     harmless=keys.FLUX_HARMLESS,

@@ -22,6 +22,7 @@ from torch import nn
 
 from trainer.models.base import Component, Family, Markers
 from trainer.models.keys import Link, split_original
+from trainer.models.tokenizers import load_tokenizer
 from trainer.tensorfile import TensorEntry, TensorFile
 from trainer.types import UserError
 
@@ -153,10 +154,8 @@ class ModelSource:
         config = {k: v for k, v in self.config(name).items() if not k.startswith("_")}
         cls = getattr(importlib.import_module(component.library), component.class_name)
         with torch.device("meta"):
-            if component.library == "diffusers":
-                module = cls.from_config(config)
-            else:
-                module = cls(cls.config_class.from_dict(config))
+            diffusers = component.library == "diffusers"
+            module = cls.from_config(config) if diffusers else cls(cls.config_class.from_dict(config))
         return module.eval().requires_grad_(False)
 
     def load(self, name: str, *, swap: Callable[[nn.Module], None], device: torch.device) -> nn.Module:
@@ -374,15 +373,4 @@ def _fill_buffers(module: nn.Module) -> None:
 
 def load_tokenizers(family: Family, source: ModelSource) -> dict[str, Any]:
     """Every tokenizer of the family, from the model's folder or, for a published model, the embedded one."""
-    import transformers
-
-    loaded = {}
-    for name, class_name in family.tokenizers.items():
-        folder = source.tokenizer_folder(name)
-        if folder.is_dir():
-            loaded[name] = getattr(transformers, class_name).from_pretrained(folder)
-        elif PUBLISHED in folder.parents:
-            loaded[name] = embedded_tokenizer(class_name, name)
-        else:
-            raise UserError(f"{folder} is missing: the model has no {name}; complete it or set model.config")
-    return loaded
+    return {name: load_tokenizer(source.tokenizer_folder(name).parent, name) for name in family.tokenizers}

@@ -157,7 +157,7 @@ FAMILY = Family(
             sensitive=("*",), links=keys.vae_links, prefixes=keys.SDXL_PREFIXES["vae"],
         ),
     ),
-    tokenizers={"tokenizer": "CLIPTokenizer", "tokenizer_2": "CLIPTokenizer"},
+    tokenizers=("tokenizer", "tokenizer_2"),
     size_multiple=8,
     presets={
         "attention": _ATTENTION,

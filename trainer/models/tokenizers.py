@@ -83,8 +83,8 @@ def load_tokenizer(root: Path, name: str) -> Any:
         return build_clip_tokenizer(None, pad["content"] if isinstance(pad, dict) else pad)
     if not whole:
         raise UserError(
-            f"the model has no {name} ({folder} has none of {', '.join(VOCABULARIES)}), and only CLIP's tokenizer comes "
-            f"with the trainer: set model.config to a folder that has {name}/, as the model's repository on the hub has"
+            f"the model has no {name} ({folder} has none of {', '.join(VOCABULARIES)}), and only CLIP's tokenizer is "
+            f"embedded: set model.config to a folder that has {name}/, as the model's repository on the hub has"
         )
     from transformers import AutoTokenizer, T5TokenizerFast
 

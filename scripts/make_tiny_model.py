@@ -1,0 +1,412 @@
+"""Write a tiny SDXL or Flux checkpoint with random weights: the true architecture, a few megabytes, the same bytes every
+time. The demo and the tests train on it.
+
+    python scripts/make_tiny_model.py --family sdxl --layout diffusers models/tiny-sdxl
+    python scripts/make_tiny_model.py --family flux --layout single_file models/tiny-flux.safetensors
+
+diffusers: OUT is a folder that stock pipelines load. single_file: OUT is one .safetensors file under the original names
+(SDXL: every component, Flux: the transformer alone), and the folder of its stem beside it has configs, scheduler and
+tokenizers, for Flux also the text encoders and the VAE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Neither diffusers nor transformers is imported: they take longer to load than all the work here.
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from trainer.models import keys  # noqa: E402
+from trainer.models.tokenizers import END, START, byte_alphabet, clip_vocabulary  # noqa: E402
+from trainer.tensorfile import write_tensors  # noqa: E402
+from trainer.types import UserError  # noqa: E402
+
+PUBLISHED = ROOT / "trainer" / "models" / "published"
+MERGES = 1000
+T5_SENTINELS = 100
+DENOISER = {"sdxl": "unet", "flux": "transformer"}
+
+# What the tokenizers are trained on: words of captions, the commoner ones first.
+TEXT = """
+a the of and with in on at to is from by for an photo image picture painting drawing sketch portrait close up view style
+photograph illustration render plush bear toy candle cat dog horse bird fox rabbit wolf lion tiger elephant monkey fish
+butterfly flower rose tulip tree forest leaf leaves grass garden park river lake ocean sea beach wave island mountain
+hill valley desert snow ice rain storm cloud clouds sky sun sunset sunrise moon star stars night day morning evening
+light lighting shadow dark bright soft warm cold red orange yellow green blue purple pink brown black white grey gold
+golden silver wooden metal glass stone paper fabric leather cotton fur feather small large big tiny little tall short old
+new young ancient modern vintage classic abstract realistic detailed highly intricate beautiful colorful minimal simple
+person man woman boy girl child people family friend king queen knight wizard robot astronaut dancer musician chef doctor
+farmer face eyes hair hand hands smile smiling sitting standing walking running jumping sleeping flying swimming playing
+holding wearing looking reading eating drinking hat dress shirt jacket coat shoes glasses crown sword shield book table
+chair bed lamp window door house cottage castle tower church bridge street road city village town market kitchen room
+bedroom library museum station airport harbor ship boat car truck train bicycle airplane rocket camera phone computer
+clock bottle cup plate bowl basket bread cake fruit apple banana lemon strawberry coffee tea wine background foreground
+center left right top bottom front behind near far between under over through around inside outside across against sharp
+focus blurry depth field macro wide angle lens bokeh cinematic dramatic studio natural ambient volumetric fog mist smoke
+fire flame water reflection texture pattern digital art oil watercolor acrylic pencil charcoal ink pastel anime cartoon
+comic pixel low quality high resolution masterpiece best worst concept design product logo poster cover magazine fashion
+editorial documentary landscape cityscape seascape still life wildlife architecture interior exterior one two three four
+five six seven eight nine ten first second third many few some several full half empty open closed round square long
+""".split()  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------- tokenizers
+
+
+def train_bpe(words: list[str], count: int) -> list[tuple[str, str]]:
+    """Up to `count` merges; a pair's ties go by its text, so the result depends on the words alone."""
+    # A word weighs more the earlier it stands, so that the common ones become one token first.
+    pieces = {word: [*word[:-1], f"{word[-1]}</w>"] for word in words}
+    weights = {word: len(words) - i for i, word in enumerate(pieces)}
+    pairs: Counter[tuple[str, str]] = Counter()
+    for word, parts in pieces.items():
+        for pair in pairwise(parts):
+            pairs[pair] += weights[word]
+    merges: list[tuple[str, str]] = []
+    while pairs and len(merges) < count:
+        best = min(pairs, key=lambda pair: (-pairs[pair], pair))
+        merges.append(best)
+        for word, parts in pieces.items():
+            if best not in pairwise(parts):
+                continue
+            for pair in pairwise(parts):
+                pairs[pair] -= weights[word]
+            i = 0
+            while i < len(parts) - 1:
+                if (parts[i], parts[i + 1]) == best:
+                    parts[i : i + 2] = ["".join(best)]
+                i += 1
+            for pair in pairwise(parts):
+                pairs[pair] += weights[word]
+        pairs = +pairs  # drops the pairs that are gone
+    return merges
+
+
+def clip_tokenizer_files(merges: list[tuple[str, str]], pad_token: str) -> dict[str, str]:
+    """File name to text, in the layout of the published CLIP tokenizers."""
+    special = {"bos_token": START, "eos_token": END, "pad_token": pad_token, "unk_token": END}
+    settings = {**special, "model_max_length": 77, "tokenizer_class": "CLIPTokenizer"}
+    return {
+        "merges.txt": "#version: 0.2\n" + "".join(f"{left} {right}\n" for left, right in merges),
+        "special_tokens_map.json": to_json(special),
+        "tokenizer_config.json": to_json(settings),
+        "vocab.json": json.dumps(clip_vocabulary(merges), ensure_ascii=False) + "\n",
+    }
+
+
+def t5_vocabulary(merges: list[tuple[str, str]]) -> list[tuple[str, float]]:
+    """Unigram pieces with log probabilities, in T5's order: special tokens, pieces, sentinels."""
+    pieces: dict[str, float] = {"<pad>": 0.0, "</s>": 0.0, "<unk>": 0.0, "▁": -2.0}
+    for i, word in enumerate(dict.fromkeys(TEXT)):
+        pieces.setdefault(f"▁{word}", round(-4.0 - math.log(i + 1), 4))
+    for i, (left, right) in enumerate(merges):
+        pieces.setdefault((left + right).removesuffix("</w>"), round(-6.0 - math.log(i + 1), 4))
+    for code in range(ord("!"), ord("~") + 1):
+        pieces.setdefault(chr(code), -12.0)
+    sentinels = {f"<extra_id_{i}>": 0.0 for i in reversed(range(T5_SENTINELS))}
+    return list((pieces | sentinels).items())
+
+
+def t5_tokenizer_files(vocabulary: list[tuple[str, float]]) -> dict[str, str]:
+    """File name to text; the pipeline of steps is the one transformers builds for T5."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=2, byte_fallback=False))
+    metaspace = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), metaspace])
+    tokenizer.decoder = decoders.Metaspace(replacement="▁", prepend_scheme="always")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
+    )
+    sentinels = [f"<extra_id_{i}>" for i in range(T5_SENTINELS)]
+    names = ["<pad>", "</s>", "<unk>", *reversed(sentinels)]  # by id
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    special = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    settings = {
+        **special,
+        "additional_special_tokens": sentinels,
+        "extra_ids": T5_SENTINELS,
+        "model_max_length": 512,
+        "tokenizer_class": "T5Tokenizer",
+    }
+    return {
+        "special_tokens_map.json": to_json(special | {"additional_special_tokens": sentinels}),
+        "tokenizer.json": to_json(json.loads(tokenizer.to_str())),
+        "tokenizer_config.json": to_json(settings),
+    }
+
+
+# ------------------------------------------------------------------------------------------------------- configs
+
+
+def published(family: str, path: str) -> dict[str, Any]:
+    return json.loads((PUBLISHED / family / path).read_text(encoding="utf-8"))
+
+
+def clip_config(base: dict[str, Any], vocabulary: int, width: int, layers: int) -> dict[str, Any]:
+    # The real end token: with the published files' old value 2, the pooled vector is read at the largest id instead.
+    # A dtype: without one transformers takes the file's, diffusers takes fp32, and a stock pipeline mixes the two.
+    return base | {
+        "bos_token_id": vocabulary - 2,
+        "eos_token_id": vocabulary - 1,
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_attention_heads": width // 16,
+        "num_hidden_layers": layers,
+        "pad_token_id": vocabulary - 1,
+        "projection_dim": width,
+        "torch_dtype": "float32",
+        "vocab_size": vocabulary,
+    }
+
+
+def vae_config(base: dict[str, Any]) -> dict[str, Any]:
+    return base | {"block_out_channels": [8, 16, 16, 16], "layers_per_block": 1, "norm_num_groups": 4, "sample_size": 64}
+
+
+def sdxl_configs(clip_vocabulary: int) -> dict[str, dict[str, Any]]:
+    first, second = 32, 64
+    return {
+        "text_encoder": clip_config(published("sdxl", "text_encoder/config.json"), clip_vocabulary, first, 3),
+        "text_encoder_2": clip_config(published("sdxl", "text_encoder_2/config.json"), clip_vocabulary, second, 3)
+        | {"pad_token_id": 0},
+        "unet": published("sdxl", "unet/config.json")
+        | {
+            "addition_time_embed_dim": 32,
+            "attention_head_dim": [2, 3, 3],  # the number of heads, as in the published config
+            "block_out_channels": [32, 48, 48],
+            "cross_attention_dim": first + second,
+            "norm_num_groups": 8,
+            "projection_class_embeddings_input_dim": second + 6 * 32,
+            "sample_size": 8,
+            "transformer_layers_per_block": [1, 1, 2],
+        },
+        "vae": vae_config(published("sdxl", "vae/config.json")),
+    }
+
+
+def flux_configs(variant: str, clip_vocabulary: int, t5_vocabulary: int) -> dict[str, dict[str, Any]]:
+    clip, t5 = 32, 64
+    return {
+        "text_encoder": clip_config(published(variant, "text_encoder/config.json"), clip_vocabulary, clip, 2),
+        "text_encoder_2": published(variant, "text_encoder_2/config.json")
+        | {
+            "d_ff": 2 * t5,
+            "d_kv": 16,
+            "d_model": t5,
+            "num_decoder_layers": 2,
+            "num_heads": 4,
+            "num_layers": 2,
+            "torch_dtype": "float32",
+            "vocab_size": -(-t5_vocabulary // 64) * 64,  # as the published one, larger than the tokenizer
+        },
+        "transformer": published(variant, "transformer/config.json")
+        | {
+            "attention_head_dim": 16,
+            "axes_dims_rope": [4, 6, 6],
+            "joint_attention_dim": t5,
+            "num_attention_heads": 4,
+            "num_layers": 2,
+            "num_single_layers": 2,
+            "pooled_projection_dim": clip,
+        },
+        "vae": vae_config(published(variant, "vae/config.json")),
+    }
+
+
+# ------------------------------------------------------------------------------------------------------- weights
+
+# Standard deviations: of the weight itself for tables, elsewhere a gain on 1 / sqrt(fan in). The first match counts.
+# Layers that close a residual branch are damped, T5's queries make up for its missing 1 / sqrt(head width).
+TABLE_STD = (("*token_embedding.*", 0.5), ("*position_embedding.*", 0.1), ("shared.*", 1.0), ("*relative_attention*", 0.3))
+GAINS = (
+    ("*SelfAttention.q.*", 0.25),
+    *((pattern, 0.5) for pattern in ("*conv2.*", "*out.0.*", "*.out_proj.*", "*fc2.*", "*net.2.*", "*.wo.*", "*.o.*")),
+)
+
+
+def random_weights(component: str, class_name: str, config: Mapping[str, Any], seed: int) -> dict[str, torch.Tensor]:
+    """fp32 weights whose activations are of order 1. Every tensor has its own stream, so none depends on another."""
+    weights = {}
+    for name, shape in keys.parameter_shapes(class_name, config).items():
+        digest = hashlib.sha256(f"{seed}/{component}/{name}".encode()).digest()
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(int.from_bytes(digest[:7], "little")))
+        table = next((std for pattern, std in TABLE_STD if fnmatchcase(name, pattern)), None)
+        if table is not None:
+            weights[name] = noise * table
+        elif name.endswith(".bias"):
+            weights[name] = noise * 0.02
+        elif len(shape) == 1:
+            weights[name] = 1 + 0.1 * noise
+        else:
+            gain = next((gain for pattern, gain in GAINS if fnmatchcase(name, pattern)), 1.0)
+            weights[name] = noise * gain / math.sqrt(math.prod(shape[1:]))
+    if class_name == "AutoencoderKL":
+        _scale_latents(weights, config)
+    return weights
+
+
+def _scale_latents(weights: dict[str, torch.Tensor], config: Mapping[str, Any]) -> None:
+    """Latents as wide and as far from 0 as the scaling and shift factors say, and nearly certain ones."""
+    last = "quant_conv" if config.get("use_quant_conv", True) else "encoder.conv_out"
+    first = "post_quant_conv" if config.get("use_post_quant_conv", True) else "decoder.conv_in"
+    mean = slice(0, config["latent_channels"])
+    log_variance = slice(config["latent_channels"], None)
+    weights[f"{last}.weight"][mean] /= config["scaling_factor"]
+    weights[f"{last}.bias"][mean] += config.get("shift_factor") or 0.0
+    weights[f"{last}.weight"][log_variance] *= 0.1
+    weights[f"{last}.bias"][log_variance] -= 6.0
+    weights[f"{first}.weight"] *= config["scaling_factor"]
+
+
+# --------------------------------------------------------------------------------------------------------- files
+
+
+def to_json(tree: Any) -> str:
+    return json.dumps(tree, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def write_texts(folder: Path, files: Mapping[str, str]) -> None:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def original_tensors(links: list[keys.Link], prefix: str, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {prefix + link.original: keys.join_parts(link, [weights[part] for part in link.parts]) for link in links}
+
+
+SDXL_LINKS: dict[str, Callable[[keys.Config], list[keys.Link]]] = {
+    "unet": keys.sdxl_unet_links,
+    "text_encoder": keys.clip_l_links,
+    "text_encoder_2": keys.open_clip_links,
+    "vae": keys.vae_links,
+}
+
+
+def sdxl_single_file(
+    configs: Mapping[str, Mapping[str, Any]], weights: Mapping[str, Mapping[str, torch.Tensor]], prediction: str
+) -> dict[str, torch.Tensor]:
+    """Every component under its original names, with the tensors beside the weights that real files have."""
+    tensors: dict[str, torch.Tensor] = {}
+    for component, links in SDXL_LINKS.items():
+        tensors |= original_tensors(links(configs[component]), keys.SDXL_PREFIXES[component][0], weights[component])
+    embedders = "conditioner.embedders"
+    tensors[f"{embedders}.0.transformer.text_model.embeddings.position_ids"] = torch.arange(77)[None]
+    tensors[f"{embedders}.1.model.logit_scale"] = torch.tensor(math.log(100.0))
+    if prediction == "v":
+        tensors |= {"v_pred": torch.zeros(0), "ztsnr": torch.zeros(0)}
+    return tensors
+
+
+def file_name(component: str) -> str:
+    text = component.startswith("text_encoder")
+    return f"{component}/{'model' if text else 'diffusion_pytorch_model'}.safetensors"
+
+
+def write_component(folder: Path, component: str, class_name: str, weights: Mapping[str, torch.Tensor]) -> None:
+    """In the names of the published folders, whose CLIPTextModel still has its inner `text_model.`."""
+    if class_name == "CLIPTextModel":
+        weights = {f"text_model.{name}": tensor for name, tensor in weights.items()}
+    write_tensors(folder / file_name(component), weights, {"format": "pt"})  # transformers insists on the format
+
+
+def make(family: str, layout: str, out: Path, seed: int, prediction: str, schnell: bool) -> None:
+    """Write the checkpoint. Raises UserError for choices that do not go together and where `out` exists."""
+    if schnell and family != "flux":
+        raise UserError("--schnell is a variant of Flux; give --family flux with it")
+    if prediction == "v" and family != "sdxl":
+        raise UserError("--prediction v is a variant of SDXL; Flux predicts a velocity of its own")
+    single = layout == "single_file"
+    if single and out.suffix != ".safetensors":
+        raise UserError(f"OUT = {str(out)!r} must end in .safetensors with --layout single_file")
+    folder = out.with_suffix("") if single else out
+    for path in {folder, out}:
+        if path.exists():
+            raise UserError(f"{path} exists; remove it or give another OUT")
+
+    merges = train_bpe(TEXT, MERGES)
+    clip_size = 2 * len(byte_alphabet()) + len(merges) + 2
+    if family == "sdxl":
+        variant = "sdxl"
+        configs = sdxl_configs(clip_size)
+        second_tokenizer = clip_tokenizer_files(merges, "!")
+    else:
+        variant = "flux-schnell" if schnell else "flux-dev"
+        vocabulary = t5_vocabulary(merges)
+        configs = flux_configs(variant, clip_size, len(vocabulary))
+        second_tokenizer = t5_tokenizer_files(vocabulary)
+    index = published(variant, "model_index.json")
+    scheduler = published(variant, "scheduler/scheduler_config.json")
+    # A single file says this by its marker tensors, as the ones in the wild do, not by a scheduler config.
+    if prediction == "v" and not single:
+        scheduler |= {
+            "prediction_type": "v_prediction",
+            "rescale_betas_zero_snr": True,
+            "timestep_spacing": "trailing",
+        }
+
+    weights = {}
+    for component, config in configs.items():
+        drawn = random_weights(component, index[component][1], config, seed)
+        dtype = torch.float32 if component == "vae" else torch.bfloat16
+        weights[component] = {name: tensor.to(dtype) for name, tensor in drawn.items()}
+
+    texts = {"model_index.json": to_json(index), "scheduler/scheduler_config.json": to_json(scheduler)}
+    texts |= {f"{component}/config.json": to_json(config) for component, config in configs.items()}
+    texts |= {f"tokenizer/{name}": text for name, text in clip_tokenizer_files(merges, END).items()}
+    texts |= {f"tokenizer_2/{name}": text for name, text in second_tokenizer.items()}
+    in_folder = set(configs) - ((set(configs) if family == "sdxl" else {"transformer"}) if single else set())
+
+    # Under another name until it is whole: what stands at OUT is always complete.
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    try:
+        write_texts(temporary, texts)
+        for component in sorted(in_folder):
+            write_component(temporary, component, index[component][1], weights[component])
+        os.rename(temporary, folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    if single and family == "sdxl":
+        write_tensors(out, sdxl_single_file(configs, weights, prediction))
+    elif single:
+        links = keys.flux_transformer_links(configs["transformer"])
+        write_tensors(out, original_tensors(links, keys.FLUX_PREFIXES["transformer"][0], weights["transformer"]))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("--family", choices=("sdxl", "flux"), required=True)
+    parser.add_argument("--layout", choices=("diffusers", "single_file"), required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--prediction", choices=("epsilon", "v"), default="epsilon", help="SDXL's objective")
+    parser.add_argument("--schnell", action="store_true", help="Flux without guidance embedding")
+    options = parser.parse_args(arguments)
+    try:
+        make(options.family, options.layout, options.out, options.seed, options.prediction, options.schnell)
+    except (UserError, OSError) as error:
+        print(f"make_tiny_model: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""Shared by the tests: tiny checkpoints, made once a session, and configs over them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness import Workbench
+
+ROOT = Path(__file__).resolve().parent.parent
+# Two threads whatever the machine: byte equality is promised for one thread count, and tests run side by side elsewhere.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory) -> Path:
+    """A folder with sdxl/ and flux/ (diffusers layout), sdxl.safetensors and flux.safetensors (single files)."""
+    folder = tmp_path_factory.mktemp("models")
+    jobs = []
+    for family in ("sdxl", "flux"):
+        for layout, name in (("diffusers", family), ("single_file", f"{family}-one.safetensors")):
+            command = [sys.executable, "scripts/make_tiny_model.py", "--family", family, "--layout", layout]
+            jobs.append(subprocess.Popen([*command, str(folder / name)], cwd=ROOT, stderr=subprocess.PIPE, text=True))
+    for job in jobs:
+        _, errors = job.communicate(timeout=120)
+        assert job.returncode == 0, errors
+    return folder
+
+
+@pytest.fixture
+def bench(models: Path, tmp_path: Path) -> Workbench:
+    return Workbench(models, tmp_path)

@@ -1,0 +1,92 @@
+"""How tests build configs, run the command line and look inside a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer import config as configs
+from trainer import run as runs
+from trainer.plan import make_plan
+from trainer.signals import StopSignal
+
+ROOT = Path(__file__).resolve().parent.parent
+PHOTOS = ROOT / "examples" / "bear_plushie"
+DENOISER = {"sdxl": "unet", "flux": "transformer"}
+
+
+@dataclass(frozen=True)
+class Workbench:
+    """Tiny models in `models`, everything a test writes under `tmp`."""
+
+    models: Path
+    tmp: Path
+
+    def tree(self, family: str = "sdxl", **overrides: Any) -> dict[str, Any]:
+        """A config tree for a short run; overrides are `table__key=value`, dots in names as further `__`."""
+        tree: dict[str, Any] = {
+            "run": {"name": "bear", "output_dir": str(self.tmp / "out"), "seed": 7, "max_steps": 3},
+            "model": {"family": family, "path": str(self.models / family), "components": {}},
+            "precision": {"compute": "fp32"},
+            "adapter": {"type": "lora", "rank": 4, "alpha": 2.0, "targets": "attention"},
+            "data": {"resolution": 64, "batch_size": 2, "sources": [{"path": str(PHOTOS)}]},
+            "schedule": {"warmup": 0},
+            "checkpoint": {"every_steps": 0},
+            "validation": {"every_steps": 0},
+            "logging": {"tensorboard": False},
+        }
+        for key, value in overrides.items():
+            *tables, leaf = key.split("__")
+            node = tree
+            for table in tables:
+                node = node.setdefault(table, {})
+            node[leaf] = value
+        return tree
+
+    def config(self, family: str = "sdxl", **overrides: Any) -> configs.Config:
+        return configs.parse(self.tree(family, **overrides))
+
+    def write(self, tree: Mapping[str, Any], name: str = "run.toml") -> Path:
+        import tomli_w
+
+        path = self.tmp / name
+        path.write_text(tomli_w.dumps(dict(tree)))
+        return path
+
+
+@contextmanager
+def built(config: configs.Config, resume_from: str | None = None) -> Iterator[runs.Run]:
+    """A Run with model, data, adapter and step built, before its loop; nothing trained yet."""
+    with StopSignal() as stop:
+        accelerator = runs.start_processes(config)
+        resumed, _ = runs.resolve_start(config, resume_from)
+        run = runs.Run(make_plan(config, processes=1), accelerator, stop)
+        run.open_output(resumed)
+        run.encode_data()
+        run.build_adapter()
+        run.build_step(resumed)
+        yield run
+
+
+def command_line(*arguments: str, timeout: float = 120, **kwargs: Any) -> subprocess.CompletedProcess:
+    """`python train.py ARGUMENTS` in a process of its own."""
+    return subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *arguments],
+        capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=os.environ | {"HF_HUB_OFFLINE": "1"}, **kwargs,
+    )  # fmt: skip
+
+
+def metrics_of(output_dir: Path | str) -> list[dict[str, Any]]:
+    """metrics.jsonl without times and rates, which two equal runs do not share."""
+    entries = [json.loads(line) for line in (Path(output_dir) / "metrics.jsonl").read_text().splitlines()]
+    for entry in entries:
+        for key in ("seconds", "images_per_second", "time"):
+            del entry[key]
+    return entries
