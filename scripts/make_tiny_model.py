@@ -42,27 +42,28 @@ T5_SENTINELS = 100
 DENOISER = {"sdxl": "unet", "flux": "transformer"}
 
 # What the tokenizers are trained on: words of captions, the commoner ones first.
-TEXT = """
+CAPTION_WORDS = """
 a the of and with in on at to is from by for an photo image picture painting drawing sketch portrait close up view style
 photograph illustration render plush bear toy candle cat dog horse bird fox rabbit wolf lion tiger elephant monkey fish
 butterfly flower rose tulip tree forest leaf leaves grass garden park river lake ocean sea beach wave island mountain
 hill valley desert snow ice rain storm cloud clouds sky sun sunset sunrise moon star stars night day morning evening
 light lighting shadow dark bright soft warm cold red orange yellow green blue purple pink brown black white grey gold
-golden silver wooden metal glass stone paper fabric leather cotton fur feather small large big tiny little tall short old
-new young ancient modern vintage classic abstract realistic detailed highly intricate beautiful colorful minimal simple
-person man woman boy girl child people family friend king queen knight wizard robot astronaut dancer musician chef doctor
-farmer face eyes hair hand hands smile smiling sitting standing walking running jumping sleeping flying swimming playing
-holding wearing looking reading eating drinking hat dress shirt jacket coat shoes glasses crown sword shield book table
-chair bed lamp window door house cottage castle tower church bridge street road city village town market kitchen room
-bedroom library museum station airport harbor ship boat car truck train bicycle airplane rocket camera phone computer
-clock bottle cup plate bowl basket bread cake fruit apple banana lemon strawberry coffee tea wine background foreground
-center left right top bottom front behind near far between under over through around inside outside across against sharp
-focus blurry depth field macro wide angle lens bokeh cinematic dramatic studio natural ambient volumetric fog mist smoke
-fire flame water reflection texture pattern digital art oil watercolor acrylic pencil charcoal ink pastel anime cartoon
-comic pixel low quality high resolution masterpiece best worst concept design product logo poster cover magazine fashion
-editorial documentary landscape cityscape seascape still life wildlife architecture interior exterior one two three four
-five six seven eight nine ten first second third many few some several full half empty open closed round square long
-""".split()  # fmt: skip
+golden silver wooden metal glass stone paper fabric leather cotton fur feather small large big tiny little tall short
+old new young ancient modern vintage classic abstract realistic detailed highly intricate beautiful colorful minimal
+simple person man woman boy girl child people family friend king queen knight wizard robot astronaut dancer musician
+chef doctor farmer face eyes hair hand hands smile smiling sitting standing walking running jumping sleeping flying
+swimming playing holding wearing looking reading eating drinking hat dress shirt jacket coat shoes glasses crown sword
+shield book table chair bed lamp window door house cottage castle tower church bridge street road city village town
+market kitchen room bedroom library museum station airport harbor ship boat car truck train bicycle airplane rocket
+camera phone computer clock bottle cup plate bowl basket bread cake fruit apple banana lemon strawberry coffee tea wine
+background foreground center left right top bottom front behind near far between under over through around inside
+outside across against sharp focus blurry depth field macro wide angle lens bokeh cinematic dramatic studio natural
+ambient volumetric fog mist smoke fire flame water reflection texture pattern digital art oil watercolor acrylic pencil
+charcoal ink pastel anime cartoon comic pixel low quality high resolution masterpiece best worst concept design product
+logo poster cover magazine fashion editorial documentary landscape cityscape seascape still life wildlife architecture
+interior exterior one two three four five six seven eight nine ten first second third many few some several full half
+empty open closed round square long
+"""
 
 
 # ---------------------------------------------------------------------------------------------------- tokenizers
@@ -112,7 +113,7 @@ def clip_tokenizer_files(merges: list[tuple[str, str]], pad_token: str) -> dict[
 def t5_vocabulary(merges: list[tuple[str, str]]) -> list[tuple[str, float]]:
     """Unigram pieces with log probabilities, in T5's order: special tokens, pieces, sentinels."""
     pieces: dict[str, float] = {"<pad>": 0.0, "</s>": 0.0, "<unk>": 0.0, "▁": -2.0}
-    for i, word in enumerate(dict.fromkeys(TEXT)):
+    for i, word in enumerate(dict.fromkeys(CAPTION_WORDS.split())):
         pieces.setdefault(f"▁{word}", round(-4.0 - math.log(i + 1), 4))
     for i, (left, right) in enumerate(merges):
         pieces.setdefault((left + right).removesuffix("</w>"), round(-6.0 - math.log(i + 1), 4))
@@ -176,7 +177,12 @@ def clip_config(base: dict[str, Any], vocabulary: int, width: int, layers: int) 
 
 
 def vae_config(base: dict[str, Any]) -> dict[str, Any]:
-    return base | {"block_out_channels": [8, 16, 16, 16], "layers_per_block": 1, "norm_num_groups": 4, "sample_size": 64}
+    return base | {
+        "block_out_channels": [8, 16, 16, 16],
+        "layers_per_block": 1,
+        "norm_num_groups": 4,
+        "sample_size": 64,
+    }
 
 
 def sdxl_configs(clip_vocabulary: int) -> dict[str, dict[str, Any]]:
@@ -233,7 +239,12 @@ def flux_configs(variant: str, clip_vocabulary: int, t5_vocabulary: int) -> dict
 
 # Standard deviations: of the weight itself for tables, elsewhere a gain on 1 / sqrt(fan in). The first match counts.
 # Layers that close a residual branch are damped, T5's queries make up for its missing 1 / sqrt(head width).
-TABLE_STD = (("*token_embedding.*", 0.5), ("*position_embedding.*", 0.1), ("shared.*", 1.0), ("*relative_attention*", 0.3))
+TABLE_STD = (
+    ("*token_embedding.*", 0.5),
+    ("*position_embedding.*", 0.1),
+    ("shared.*", 1.0),
+    ("*relative_attention*", 0.3),
+)
 GAINS = (
     ("*SelfAttention.q.*", 0.25),
     *((pattern, 0.5) for pattern in ("*conv2.*", "*out.0.*", "*.out_proj.*", "*fc2.*", "*net.2.*", "*.wo.*", "*.o.*")),
@@ -288,7 +299,9 @@ def write_texts(folder: Path, files: Mapping[str, str]) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def original_tensors(links: list[keys.Link], prefix: str, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def original_tensors(
+    links: list[keys.Link], prefix: str, weights: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     return {prefix + link.original: keys.join_parts(link, [weights[part] for part in link.parts]) for link in links}
 
 
@@ -341,7 +354,7 @@ def make(family: str, layout: str, out: Path, seed: int, prediction: str, schnel
         if path.exists():
             raise UserError(f"{path} exists; remove it or give another OUT")
 
-    merges = train_bpe(TEXT, MERGES)
+    merges = train_bpe(CAPTION_WORDS.split(), MERGES)
     clip_size = 2 * len(byte_alphabet()) + len(merges) + 2
     if family == "sdxl":
         variant = "sdxl"

@@ -93,7 +93,7 @@ def test_every_flipped_byte_is_detected(tmp_path):
     assert b"}  " in whole  # the header's padding, where 0x2A makes a space a newline: still the same JSON
     rng = random.Random(0)
     for place in range(len(whole)):
-        for change in (0x01, 0x2A, 0x80, rng.randrange(1, 256)):
+        for change in (0x2A, rng.choice([1, 128, rng.randrange(1, 256)])):
             damaged = bytearray(whole)
             damaged[place] ^= change
             path.write_bytes(damaged)

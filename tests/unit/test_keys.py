@@ -1,0 +1,302 @@
+"""The key tables against the libraries' modules, diffusers' own converters and the published parameter counts."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections import Counter
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+import transformers
+from diffusers.loaders import single_file_utils
+
+from trainer.models import keys
+from trainer.models.tokenizers import load_tokenizer
+from trainer.types import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+PUBLISHED = ROOT / "trainer" / "models" / "published"
+LINKS = {
+    "UNet2DConditionModel": keys.sdxl_unet_links,
+    "FluxTransformer2DModel": keys.flux_transformer_links,
+    "AutoencoderKL": keys.vae_links,
+    "CLIPTextModel": keys.clip_l_links,
+    "CLIPTextModelWithProjection": keys.open_clip_links,
+}
+COUNTS = {
+    ("sdxl", "unet"): 2_567_463_684,
+    ("sdxl", "text_encoder"): 123_060_480,
+    ("sdxl", "text_encoder_2"): 694_659_840,
+    ("sdxl", "vae"): 83_653_863,
+    ("flux-dev", "transformer"): 11_901_408_320,
+    ("flux-dev", "text_encoder"): 123_060_480,
+    ("flux-dev", "text_encoder_2"): 4_762_310_656,
+    ("flux-dev", "vae"): 83_819_683,
+    ("flux-schnell", "transformer"): 11_891_178_560,
+}
+
+
+def load_script(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+tiny = load_script("make_tiny_model")
+TINY = {
+    "sdxl": tiny.sdxl_configs(1400),
+    "flux-dev": tiny.flux_configs("flux-dev", 1400, 1400),
+    "flux-schnell": tiny.flux_configs("flux-schnell", 1400, 1400),
+}
+
+
+def published(family: str, component: str) -> dict:
+    return json.loads((PUBLISHED / family / component / "config.json").read_text())
+
+
+def class_of(family: str, component: str) -> tuple[str, str]:
+    return json.loads((PUBLISHED / family / "model_index.json").read_text())[component]
+
+
+def meta_shapes(library: str, class_name: str, config: dict) -> dict[str, tuple[int, ...]]:
+    cls = getattr({"diffusers": diffusers, "transformers": transformers}[library], class_name)
+    with torch.device("meta"):
+        module = cls.from_config(config) if library == "diffusers" else cls(cls.config_class.from_dict(config))
+    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+
+
+def original_shapes(class_name: str, config: dict) -> dict[str, tuple[int, ...]]:
+    """By original name, had from the module's shapes as the writer has its tensors."""
+    shapes = keys.parameter_shapes(class_name, config)
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    links = LINKS[class_name](config)
+    return {link.original: tuple(keys.join_parts(link, [tensors[p] for p in link.parts]).shape) for link in links}
+
+
+def ours(links: list[keys.Link], originals: dict, shapes: dict, prefix: str = "") -> dict[str, torch.Tensor]:
+    converted = {}
+    for link in links:
+        rows = [shapes[part][0] for part in link.parts]
+        pieces = keys.split_original(link, originals[prefix + link.original], rows)
+        converted |= dict(zip(link.parts, pieces, strict=True))
+    return converted
+
+
+def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
+
+
+@pytest.mark.parametrize("source", ["tiny", "published"])
+@pytest.mark.parametrize(("family", "component"), list(COUNTS))
+def test_table_covers_every_parameter_exactly_once(family, component, source):
+    library, class_name = class_of(family, component)
+    config = TINY[family][component] if source == "tiny" else published(family, component)
+    wanted = meta_shapes(library, class_name, config)
+    assert keys.parameter_shapes(class_name, config) == wanted
+    if source == "published":
+        total = sum(torch.Size(shape).numel() for shape in wanted.values())
+        assert total == COUNTS[family, component]
+    if class_name in LINKS:
+        links = LINKS[class_name](config)
+        assert Counter(part for link in links for part in link.parts) == Counter(list(wanted))
+        assert max(Counter(link.original for link in links).values()) == 1
+
+
+def test_other_unet_depths_are_covered():
+    config = TINY["sdxl"]["unet"] | {
+        "block_out_channels": [16, 32],
+        "attention_head_dim": [2, 2],
+        "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+        "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
+        "transformer_layers_per_block": 2,
+        "layers_per_block": 1,
+        "use_linear_projection": False,
+    }
+    assert keys.parameter_shapes("UNet2DConditionModel", config) == meta_shapes(
+        "diffusers", "UNet2DConditionModel", config
+    )
+
+
+@pytest.fixture(scope="module")
+def sdxl_file() -> dict[str, torch.Tensor]:
+    configs = TINY["sdxl"]
+    weights = {c: tiny.random_weights(c, class_of("sdxl", c)[1], config, 1) for c, config in configs.items()}
+    return tiny.sdxl_single_file(configs, weights, "epsilon")
+
+
+def test_unet_and_vae_agree_with_diffusers(sdxl_file):
+    configs = TINY["sdxl"]
+    for component, convert in (
+        ("unet", single_file_utils.convert_ldm_unet_checkpoint),
+        ("vae", single_file_utils.convert_ldm_vae_checkpoint),
+    ):
+        class_name = class_of("sdxl", component)[1]
+        links, (prefix,) = LINKS[class_name](configs[component]), keys.SDXL_PREFIXES[component]
+        mine = ours(links, sdxl_file, keys.parameter_shapes(class_name, configs[component]), prefix)
+        assert_equal(mine, convert(dict(sdxl_file), configs[component]))
+
+
+def test_text_encoders_agree_with_diffusers(sdxl_file):
+    configs = TINY["sdxl"]
+    (prefix,) = keys.SDXL_PREFIXES["text_encoder"]
+    shapes = keys.parameter_shapes("CLIPTextModel", configs["text_encoder"])
+    mine = ours(keys.clip_l_links(configs["text_encoder"]), sdxl_file, shapes, prefix)
+    theirs = single_file_utils.convert_ldm_clip_checkpoint(dict(sdxl_file))
+    theirs = {name.removeprefix("text_model."): tensor for name, tensor in theirs.items()}
+    assert theirs.pop("embeddings.position_ids") is not None
+    assert_equal(mine, theirs)
+
+    (prefix,) = keys.SDXL_PREFIXES["text_encoder_2"]
+    config = configs["text_encoder_2"]
+    shapes = keys.parameter_shapes("CLIPTextModelWithProjection", config)
+    mine = ours(keys.open_clip_links(config), sdxl_file, shapes, prefix)
+    assert_equal(mine, single_file_utils.convert_open_clip_checkpoint(None, dict(sdxl_file), prefix))
+
+
+@pytest.mark.parametrize("family", ["flux-dev", "flux-schnell"])
+def test_flux_agrees_with_diffusers(family):
+    # diffusers' converter has the published width written into it; it never looks at columns, so one is enough.
+    config = published(family, "transformer") | {"num_layers": 2, "num_single_layers": 2}
+    generator = torch.Generator().manual_seed(0)
+    originals = {
+        name: torch.randn((shape[0], 1) if len(shape) == 2 else shape, generator=generator)
+        for name, shape in original_shapes("FluxTransformer2DModel", config).items()
+    }
+    shapes = keys.parameter_shapes("FluxTransformer2DModel", config)
+    mine = ours(keys.flux_transformer_links(config), originals, shapes)
+    assert_equal(mine, single_file_utils.convert_flux_transformer_checkpoint_to_diffusers(dict(originals)))
+
+
+@pytest.mark.parametrize("op", ["rows", "swap_halves", "transpose", "squeeze"])
+def test_join_and_split_are_inverse(op):
+    link = keys.Link("original", ("part",), op)
+    part = torch.randn(6, 4)
+    (back,) = keys.split_original(link, keys.join_parts(link, [part]), [6])
+    assert torch.equal(back, part)
+    assert keys.join_parts(link, [part]).shape == {"transpose": (4, 6), "squeeze": (6, 4, 1, 1)}.get(op, (6, 4))
+
+
+def test_harmless_patterns_match_no_weight():
+    files = (
+        (keys.SDXL_HARMLESS, "sdxl", keys.SDXL_PREFIXES),
+        (keys.FLUX_HARMLESS, "flux-dev", {**keys.FLUX_PREFIXES, "vae": ("",)}),
+    )
+    for patterns, family, prefixes in files:
+        for component, (prefix, *_) in prefixes.items():
+            links = LINKS[class_of(family, component)[1]](published(family, component))
+            names = {prefix + link.original for link in links}
+            assert not [name for name in names for pattern in patterns if fnmatchcase(name, pattern)]
+
+
+def test_harmless_patterns_match_what_files_have():
+    for name in (
+        "model_ema.diffusion_modelinput_blocks00weight",
+        "denoiser.sigmas",
+        "edm_vpred.sigma_max",
+        "conditioner.embedders.0.transformer.text_model.embeddings.position_ids",
+        "conditioner.embedders.1.model.logit_scale",
+    ):
+        assert any(fnmatchcase(name, pattern) for pattern in keys.SDXL_HARMLESS), name
+    assert not any(fnmatchcase("edm_mean", pattern) for pattern in keys.SDXL_HARMLESS)
+
+
+WIDTHS = {
+    "unet": {
+        "attention_head_dim": [2, 4],
+        "block_out_channels": [128, 256],
+        "cross_attention_dim": 96,
+        "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
+        "in_channels": 9,
+        "layers_per_block": 1,
+        "projection_class_embeddings_input_dim": 256,
+        "transformer_layers_per_block": [1, 3],
+        "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"],
+    },
+    "transformer": {
+        "guidance_embeds": False,
+        "in_channels": 384,
+        "joint_attention_dim": 96,
+        "num_attention_heads": 2,
+        "num_layers": 3,
+        "num_single_layers": 12,
+        "out_channels": 64,
+        "pooled_projection_dim": 48,
+    },
+    "vae": {
+        "block_out_channels": [32, 64],
+        "down_block_types": ["DownEncoderBlock2D"] * 2,
+        "latent_channels": 8,
+        "layers_per_block": 1,
+        "up_block_types": ["UpDecoderBlock2D"] * 2,
+    },
+    "text_encoder": {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 11,
+        "vocab_size": 100,
+    },
+    "text_encoder_2": {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 3,
+        "projection_dim": 64,
+        "vocab_size": 100,
+    },
+}
+
+
+@pytest.mark.parametrize("component", list(WIDTHS))
+def test_config_is_read_back_from_shapes(component):
+    family = "flux-dev" if component == "transformer" else "sdxl"
+    class_name = class_of(family, component)[1]
+    base = published(family, component)
+    config = base | WIDTHS[component]
+    inferred = keys.infer_config(component, original_shapes(class_name, config), base)
+    assert {name: inferred[name] for name in config} == config
+
+
+@pytest.mark.parametrize("family", ["flux-dev", "flux-schnell"])
+def test_the_published_shapes_give_the_published_config(family):
+    config = published(family, "transformer")
+    shapes = original_shapes("FluxTransformer2DModel", config)
+    assert keys.infer_config("transformer", shapes, published("flux-dev", "transformer")) == config
+
+
+def test_t5_config_is_read_back_from_shapes():
+    base = published("flux-dev", "text_encoder_2")
+    config = base | {"d_model": 64, "d_kv": 8, "num_heads": 4, "d_ff": 96, "num_layers": 2, "vocab_size": 50}
+    assert keys.infer_config("text_encoder_2", keys.parameter_shapes("T5EncoderModel", config), base) == config
+
+
+def test_config_stays_for_names_of_the_library():
+    base = published("sdxl", "unet")
+    assert keys.infer_config("unet", {"conv_in.weight": (8, 4, 3, 3)}, base) == base
+
+
+def test_unknown_rotary_division_is_refused():
+    shapes = original_shapes("FluxTransformer2DModel", TINY["flux-dev"]["transformer"])
+    with pytest.raises(UserError, match=r"heads of 16 .* model\.config"):
+        keys.infer_config("transformer", shapes, published("flux-dev", "transformer"))
+
+
+def test_embedded_clip_tokenizers():
+    first, second = (load_tokenizer(PUBLISHED / "sdxl", name) for name in ("tokenizer", "tokenizer_2"))
+    ids = [49406, 320, 1125, 539, 320, 2368, 49407]  # as OpenAI's and the published tokenizers give them
+    for tokenizer, padding in ((first, 49407), (second, 0)):
+        assert len(tokenizer) == 49408
+        got = tokenizer("a photo of a cat", padding="max_length", truncation=True).input_ids
+        assert got == ids + [padding] * (77 - len(ids))
+
+
+def test_missing_t5_tokenizer_names_the_remedy():
+    with pytest.raises(UserError, match=r"model\.config .*tokenizer_2/"):
+        load_tokenizer(PUBLISHED / "flux-dev", "tokenizer_2")
