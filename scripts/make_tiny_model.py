@@ -19,7 +19,7 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from pathlib import Path
@@ -69,7 +69,7 @@ empty open closed round square long
 # ---------------------------------------------------------------------------------------------------- tokenizers
 
 
-def train_bpe(words: list[str], count: int) -> list[tuple[str, str]]:
+def train_bpe(words: Sequence[str], count: int) -> list[tuple[str, str]]:
     """Up to `count` merges; a pair's ties go by its text, so the result depends on the words alone."""
     # A word weighs more the earlier it stands, so that the common ones become one token first.
     pieces = {word: [*word[:-1], f"{word[-1]}</w>"] for word in words}

@@ -174,6 +174,46 @@ def test_flux_agrees_with_diffusers(family):
     assert_equal(mine, single_file_utils.convert_flux_transformer_checkpoint_to_diffusers(dict(originals)))
 
 
+def test_names_of_the_published_single_files():
+    # Names of sd_xl_base_1.0.safetensors, flux1-dev.safetensors and ae.safetensors, written out. diffusers' converters
+    # take more names than exist, so agreeing with them does not show that the originals are named right.
+    named = {
+        ("sdxl", "unet"): {
+            "label_emb.0.0.weight": "add_embedding.linear_1.weight",
+            "input_blocks.3.0.op.weight": "down_blocks.0.downsamplers.0.conv.weight",
+            "input_blocks.8.1.transformer_blocks.9.attn2.to_k.weight": (
+                "down_blocks.2.attentions.1.transformer_blocks.9.attn2.to_k.weight"
+            ),
+            "middle_block.2.in_layers.2.weight": "mid_block.resnets.1.conv1.weight",
+            "output_blocks.2.2.conv.weight": "up_blocks.0.upsamplers.0.conv.weight",
+            "output_blocks.5.2.conv.bias": "up_blocks.1.upsamplers.0.conv.bias",
+            "output_blocks.8.0.skip_connection.weight": "up_blocks.2.resnets.2.conv_shortcut.weight",
+            "out.2.weight": "conv_out.weight",
+        },
+        ("flux-dev", "vae"): {
+            "encoder.down.1.block.0.nin_shortcut.weight": "encoder.down_blocks.1.resnets.0.conv_shortcut.weight",
+            "decoder.mid.attn_1.proj_out.weight": "decoder.mid_block.attentions.0.to_out.0.weight",
+            "decoder.up.3.upsample.conv.weight": "decoder.up_blocks.0.upsamplers.0.conv.weight",
+            "decoder.up.0.block.2.conv2.weight": "decoder.up_blocks.3.resnets.2.conv2.weight",
+        },
+        ("flux-dev", "transformer"): {
+            "guidance_in.out_layer.weight": "time_text_embed.guidance_embedder.linear_2.weight",
+            "double_blocks.18.txt_attn.proj.bias": "transformer_blocks.18.attn.to_add_out.bias",
+            "single_blocks.37.norm.key_norm.scale": "single_transformer_blocks.37.attn.norm_k.weight",
+            "final_layer.adaLN_modulation.1.weight": "norm_out.linear.weight",
+        },
+        ("sdxl", "text_encoder_2"): {
+            "positional_embedding": "text_model.embeddings.position_embedding.weight",
+            "transformer.resblocks.31.mlp.c_proj.weight": "text_model.encoder.layers.31.mlp.fc2.weight",
+            "text_projection": "text_projection.weight",
+        },
+    }
+    for (family, component), names in named.items():
+        links = {link.original: link for link in LINKS[class_of(family, component)[1]](published(family, component))}
+        for original, part in names.items():
+            assert links[original].parts == (part,)
+
+
 @pytest.mark.parametrize("op", ["rows", "swap_halves", "transpose", "squeeze"])
 def test_join_and_split_are_inverse(op):
     link = keys.Link("original", ("part",), op)
