@@ -52,7 +52,11 @@ def build_schedule(
     names = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
     if name not in names:
         raise UserError(f"schedule.name = {name!r} is not known; use one of {', '.join(map(repr, names))}")
-    return get_scheduler(names[name], optimizer, num_warmup_steps=warmup, num_training_steps=total_steps)
+    schedule = get_scheduler(names[name], optimizer, num_warmup_steps=warmup, num_training_steps=total_steps)
+    # A run that was lengthened stays at the end of its frozen schedule; the library's cosine would rise again.
+    held = [lambda n, rate=rate: rate(min(n, total_steps)) for rate in schedule.lr_lambdas]
+    schedule.lr_lambdas = held
+    return schedule
 
 
 def schedule_state(schedule: torch.optim.lr_scheduler.LambdaLR) -> dict[str, Any]:

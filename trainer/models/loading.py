@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.models.base import Component, Family, Markers
+from trainer.models.base import Family, Markers
 from trainer.models.keys import Link, split_original
 from trainer.models.tokenizers import load_tokenizer
 from trainer.tensorfile import TensorEntry, TensorFile
@@ -107,7 +107,9 @@ class ModelSource:
         if override is None and self.single_file is None:
             return Weights(_weight_files(own_folder, name), "", None)
         if override is not None and override.suffix != ".safetensors":
-            raise UserError(f"model.components.{name}.path = {str(override)!r} is neither a folder nor a .safetensors file")
+            raise UserError(
+                f"model.components.{name}.path = {str(override)!r} is neither a folder nor a .safetensors file"
+            )
         file = TensorFile(override) if override is not None else self.single_file
         assert file is not None
         prefix = next((p for p in component.prefixes if p and any(key.startswith(p) for key in file.entries)), None)

@@ -1,0 +1,255 @@
+"""Stopped and resumed equals uninterrupted: the same adapter bytes, the same metrics but for times."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.harness import ROOT, Workbench, built, command_line, metrics_of
+from trainer import cli
+from trainer import config as configs
+from trainer.checkpoint import store
+from trainer.tensorfile import TensorFile
+
+LENGTH = 9  # batches of 2 in 5 photos of 3 buckets, accumulation 2: two updates an epoch, so five epochs
+
+
+def run_tree(bench: Workbench, out: str, **overrides) -> dict:
+    return bench.tree(
+        **{
+            "run__output_dir": str(bench.tmp / out), "run__max_steps": LENGTH, "step__accumulation": 2,
+            "adapter__type": "dora", "adapter__targets": ["*attn1.to_q", "*attn2.to_v"], "data__flip": True,
+            "data__cache_dir": str(bench.tmp / "cache"), "optimizer__lr": 1e-2, "schedule__name": "cosine",
+            "schedule__warmup": 0.3, "data__caption_dropout": 0.3,
+        } | overrides
+    )  # fmt: skip
+
+
+def train(tree: dict, resume_from: str | None = None) -> None:
+    from trainer.run import train
+
+    train(configs.parse(tree), resume_from=resume_from)
+
+
+def adapter_bytes(bench: Workbench, out: str) -> bytes:
+    return (bench.tmp / out / "adapters" / "bear.safetensors").read_bytes()
+
+
+VARIANTS = {
+    "adamw": {},
+    "adamw8bit": {"optimizer__name": "adamw8bit", "optimizer__min_8bit_size": 1},
+    "fp8": {"model__components__unet": {"dtype": "fp8_e4m3"}, "precision__compute": "bf16"},
+    "dropout": {"adapter__type": "lora", "adapter__dropout": 0.3, "memory__gradient_checkpointing": 2},
+    "workers": {"data__num_workers": 2},
+    # 2^20 overflows in fp16 at once, so the scale falls; an interval of 2 makes it rise again
+    "fp16": {"precision__compute": "fp16", "precision__loss_scale": 2.0**24,
+             "precision__loss_scale_growth_interval": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_stopped_and_resumed_equals_uninterrupted(bench: Workbench, variant: str) -> None:
+    extra = VARIANTS[variant]
+    train(run_tree(bench, "whole", **extra))
+    whole = metrics_of(bench.tmp / "whole")
+    assert [entry["step"] for entry in whole] == list(range(1, LENGTH + 1))
+    assert {entry["epoch"] for entry in whole} == {1, 2, 3, 4, 5}
+    # at several steps, mid-epoch and at an epoch's end, each time from the stop before
+    for stop in (1, 4, 7):
+        train(run_tree(bench, "parts", run__stop_after=stop, **extra), resume_from="auto")
+        assert store.steps(bench.tmp / "parts" / "checkpoints")[-1] == stop
+        assert not (bench.tmp / "parts" / "adapters").exists()
+    train(run_tree(bench, "parts", **extra), resume_from="latest")
+    assert metrics_of(bench.tmp / "parts") == whole
+    # run.output_dir is not written into the adapter, but the run's start is, and it is another one
+    ours, theirs = (TensorFile(bench.tmp / out / "adapters" / "bear.safetensors") for out in ("parts", "whole"))
+    same_start = {k: v for k, v in ours.metadata.items() if k != "modelspec.date"}
+    assert same_start == {k: v for k, v in theirs.metadata.items() if k != "modelspec.date"}
+    for out in ("checkpoints/step-00000009/adapter.safetensors", "checkpoints/step-00000009/optimizer.safetensors"):
+        assert (bench.tmp / "parts" / out).read_bytes() == (bench.tmp / "whole" / out).read_bytes()
+    assert all(torch.equal(ours.read(name), theirs.read(name)) for name in ours.entries | theirs.entries)
+    if variant == "adamw8bit":
+        state = TensorFile(bench.tmp / "whole/checkpoints/step-00000009/optimizer.safetensors")
+        eight_bit = {name for name, entry in state.entries.items() if entry.dtype == torch.uint8}
+        assert all(f"{name}|state1" in eight_bit for name in _parameters(state) if "magnitude" not in name)
+        magnitudes = [e.dtype for n, e in state.entries.items() if n.endswith("lora_magnitude_vector|state1")]
+        assert magnitudes and set(magnitudes) == {torch.float32}
+    if variant == "fp16":
+        scales = [entry["loss_scale"] for entry in whole]
+        assert any(entry["skipped"] for entry in whole) and not all(entry["skipped"] for entry in whole)
+        assert any(b > a for a, b in zip(scales, scales[1:], strict=False)), "the scale never rose"
+        assert any(b < a for a, b in zip(scales, scales[1:], strict=False)), "the scale never fell"
+
+
+def _parameters(state: TensorFile) -> set[str]:
+    return {name.rpartition("|")[0] for name in state.entries}
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_signal_ends_the_step_and_loses_nothing(bench: Workbench, signum: int) -> None:
+    tree = run_tree(bench, "whole", run__max_steps=400, step__accumulation=1, adapter__type="lora")
+    path = bench.write(tree | {"run": tree["run"] | {"output_dir": str(bench.tmp / "killed")}})
+    process = subprocess.Popen(
+        [sys.executable, "train.py", "--config", str(path)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    log = bench.tmp / "killed" / "metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while not (log.exists() and log.read_text().count("\n") >= 3):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signum)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + signum, errors
+    assert "Traceback" not in errors
+    (step,) = store.steps(bench.tmp / "killed" / "checkpoints")
+    assert step == len(metrics_of(bench.tmp / "killed")), "a step was lost or logged twice"
+    length = step + 3
+    train(_shortened(tree, bench, "killed", length), "auto")
+    train(_shortened(tree, bench, "whole", length))
+    assert metrics_of(bench.tmp / "killed") == metrics_of(bench.tmp / "whole")
+    name = f"checkpoints/step-{length:08d}/adapter.safetensors"
+    assert (bench.tmp / "killed" / name).read_bytes() == (bench.tmp / "whole" / name).read_bytes()
+
+
+def _shortened(tree: dict, bench: Workbench, out: str, stop_after: int) -> dict:
+    return tree | {"run": tree["run"] | {"output_dir": str(bench.tmp / out), "stop_after": stop_after}}
+
+
+def test_metrics_are_cut_to_the_checkpoint(bench: Workbench) -> None:
+    """A run killed after its last checkpoint repeats the steps in between: no gap, no repeat, no half line."""
+    tree = run_tree(bench, "out", run__stop_after=4, step__accumulation=1)
+    train(tree)
+    before = metrics_of(bench.tmp / "out")
+    log = bench.tmp / "out" / "metrics.jsonl"
+    log.write_text(log.read_text() + '{"step": 5, "epoch": 2, "loss": 9.9}\n{"step": 6, "lo')
+    tree["run"]["stop_after"] = 6
+    train(tree, "auto")
+    after = metrics_of(bench.tmp / "out")
+    assert after[:4] == before and [entry["step"] for entry in after] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_damaged_checkpoint_is_passed_over(bench: Workbench, capsys) -> None:
+    tree = run_tree(bench, "out", run__stop_after=3, checkpoint__every_steps=1, step__accumulation=1)
+    train(tree)
+    root = bench.tmp / "out" / "checkpoints"
+    assert store.steps(root) == [1, 2, 3]
+    damaged = root / "step-00000003" / "adapter.safetensors"
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 1
+    damaged.write_bytes(data)
+    tree["run"]["stop_after"] = 4
+    train(tree, "auto")
+    printed = capsys.readouterr().out
+    assert "step-00000003 is not valid: adapter.safetensors does not match" in printed
+    assert "at step 2" in printed
+    assert store.problem(root / "step-00000003") is None
+
+
+def test_resume_over_another_base_names_the_layer(bench: Workbench) -> None:
+    """SimpleTuner 751: what the base was quantised to is part of the checkpoint, and is checked."""
+    import shutil
+
+    model = bench.tmp / "model"
+    shutil.copytree(bench.models / "sdxl", model)
+    tree = run_tree(
+        bench, "out", run__stop_after=1, model__path=str(model), model__components__unet={"dtype": "fp8_e4m3"}
+    )
+    train(tree)
+    weights = model / "unet" / "diffusion_pytorch_model.safetensors"
+    data = bytearray(weights.read_bytes())
+    name = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q.weight"
+    start = TensorFile(weights).entries[name].start
+    data[start : start + 64] = bytes(64)
+    weights.write_bytes(data)
+    with pytest.raises(ValueError, match="unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"):
+        train(tree, "auto")
+
+
+def test_resume_finished_run_only_writes_the_adapter_again(bench: Workbench) -> None:
+    tree = run_tree(bench, "out", run__max_steps=2)
+    train(tree)
+    first = adapter_bytes(bench, "out")
+    (bench.tmp / "out" / "adapters" / "bear.safetensors").unlink()
+    train(tree, "auto")
+    assert adapter_bytes(bench, "out") == first
+
+
+def test_longer_run_continues_with_the_frozen_schedule(bench: Workbench) -> None:
+    tree = run_tree(bench, "out", run__max_steps=4, step__accumulation=1)
+    train(tree)
+    tree["run"]["max_steps"] = 6
+    train(tree, "auto")
+    entries = metrics_of(bench.tmp / "out")
+    assert [e["step"] for e in entries] == [1, 2, 3, 4, 5, 6]
+    assert entries[-1]["lr"] == pytest.approx(0, abs=1e-9), "the cosine was frozen at 4 steps"
+
+
+def test_two_processes_equal_one(bench: Workbench) -> None:
+    """Same order, same draws; the loss differs only by the order of a sum."""
+    tree = run_tree(bench, "one", run__max_steps=4, adapter__type="lora", checkpoint__every_steps=2)
+    train(tree)
+    two = tree | {"run": tree["run"] | {"output_dir": str(bench.tmp / "two")}, "step": {"accumulation": 1}}
+    path = bench.write(two)
+    done = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
+         "--mixed_precision", "no", "--dynamo_backend", "no", "train.py", "--config", str(path)],
+        cwd=ROOT, capture_output=True, text=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, other = metrics_of(bench.tmp / "one"), metrics_of(bench.tmp / "two")
+    assert [(e["epoch"], e["images"]) for e in one] == [(e["epoch"], e["images"]) for e in other]
+    for a, b in zip(one, other, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
+
+
+def test_command_line_statuses(bench: Workbench, monkeypatch) -> None:
+    path = bench.write(run_tree(bench, "out", run__max_steps=2))
+    done = command_line("--config", str(path), "--resume_from", "latest")
+    assert done.returncode == 2 and "there is no checkpoint" in done.stderr and "Traceback" not in done.stderr
+    assert not (bench.tmp / "out" / "config.toml").exists(), "half-written"
+
+    def broken(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store, "write_atomic", broken)
+    assert cli.main(["--config", str(path)]) == 6
+    monkeypatch.undo()
+    assert store.steps(bench.tmp / "out" / "checkpoints") == []
+    assert not list((bench.tmp / "out" / "checkpoints").iterdir()), "a leftover"
+
+
+def test_non_finite_gradient_stops_before_the_update(bench: Workbench) -> None:
+    from trainer.types import NonFiniteError
+
+    with built(configs.parse(run_tree(bench, "out"))) as run:
+        update = next(run.updates())
+        batches = [run.reader[micro] for micro in update]
+        before = {name: p.clone() for name, p in run.adapter.named_parameters().items()}
+        bad = type(batches[0])(**{**vars(batches[0]), "latents": batches[0].latents * float("nan")})
+        with pytest.raises(NonFiniteError, match=rf"step 1: the loss of {bad.occurrences[0].sample}"):
+            run.step.run(1, [bad, *batches[1:]], 4)
+        assert all(torch.equal(p, before[name]) for name, p in run.adapter.named_parameters().items())
+        assert not any(run.optimizer.state.values())
+
+
+def test_no_pickle_anywhere(bench: Workbench, monkeypatch) -> None:
+    import pickle
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("pickle was used")
+
+    for module, name in ((pickle, "loads"), (pickle, "load"), (pickle, "dumps"), (torch, "load"), (torch, "save")):
+        monkeypatch.setattr(module, name, refuse)
+    tree = run_tree(bench, "out", run__max_steps=3, run__stop_after=2)
+    train(tree)
+    del tree["run"]["stop_after"]
+    train(tree, "auto")
+    assert Path(bench.tmp / "out" / "adapters" / "bear.safetensors").exists()
