@@ -54,16 +54,25 @@ def _cast_norm(norm_class: type) -> type:
     if norm_class not in _NORM_CLASSES:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            weight = self.weight.to(x.dtype)
+            weight, bias = _cast_parameters(self, x.dtype)
             if isinstance(self, nn.RMSNorm):
                 return nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps)
-            bias = None if self.bias is None else self.bias.to(x.dtype)
             if isinstance(self, nn.GroupNorm):
                 return nn.functional.group_norm(x, self.num_groups, weight, bias, self.eps)
             return nn.functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
         _NORM_CLASSES[norm_class] = type(norm_class.__name__, (norm_class,), {"forward": forward})
     return _NORM_CLASSES[norm_class]
+
+
+def _cast_parameters(norm: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A frozen norm's weight and bias in `dtype`, cast once and kept beside the fp32 parameters."""
+    kept = norm.__dict__.get("_cast_parameters")
+    if kept is None or kept[0].dtype != dtype or kept[0].device != norm.weight.device:
+        bias = getattr(norm, "bias", None)
+        kept = norm.weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
+        norm.__dict__["_cast_parameters"] = kept
+    return kept
 
 
 def _cast_output(compute: torch.dtype):

@@ -102,6 +102,9 @@ class BaseLayer(Protocol):
     compute_dtype: torch.dtype
     bias: torch.Tensor | None
 
+    @property
+    def compute_bias(self) -> torch.Tensor | None: ...  # in compute_dtype, shaped to broadcast over the output
+
     def payload(self) -> dict[str, torch.Tensor]: ...  # plain tensors, the stored form
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor: ...  # the weight in its own shape

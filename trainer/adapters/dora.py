@@ -65,61 +65,58 @@ class _AdaptedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, a, b, m, c, mask, scaling, base):
         compute = base.compute_dtype
-        ctx.x_dtype = x.dtype
         x_c = x.to(compute)
         # Under no_grad here: the product's own autograd node is not recorded, its backward is written out below.
         z = base.matmul(x_c)
-        x_MK = x_c.reshape(-1, x_c.shape[-1])
+        x_MK, z_MN = x_c.flatten(0, -2), z.flatten(0, -2)
         if mask is not None:
-            x_MK = x_MK * mask.reshape(x_MK.shape)
+            x_MK = x_MK * mask.view(x_MK.shape)
         a_c, b_c = a.to(compute), b.to(compute)
         t_MR = x_MK @ a_c.t()
-        z_MN = z.view(-1, z.shape[-1])
         z_MN.addmm_(t_MR, b_c.t(), alpha=scaling)
-        ctx.base, ctx.scaling, ctx.x_shape, ctx.has_mask = base, scaling, x.shape, mask is not None
-        saved = [x_MK, t_MR, a, b, mask if mask is not None else x_MK]
+        bias = base.compute_bias
         if m is None:
-            y = z if base.bias is None else z.add_(base.bias)
+            y = z if bias is None else z.add_(bias)
+            ctx.save_for_backward(x_MK, t_MR, a_c, b_c, mask)
         else:
             g = scale_rows(m, c)
-            y = z * g if base.bias is None else torch.addcmul(base.bias, z, g)
-            y = y.to(compute)
-            saved += [m, c, z_MN]
-        ctx.save_for_backward(*saved)
+            y = (z * g if bias is None else torch.addcmul(bias.float(), z, g)).to(compute)
+            ctx.save_for_backward(x_MK, t_MR, a_c, b_c, mask, m, c, z_MN)
+        ctx.base, ctx.scaling, ctx.x_like = base, scaling, (x.shape, x.dtype)
         return y
 
     @staticmethod
     def backward(ctx, dy):
         base, scaling = ctx.base, ctx.scaling
-        x_MK, t_MR, a, b, mask, *dora = ctx.saved_tensors
-        compute = base.compute_dtype
-        dy_MN = dy.reshape(-1, dy.shape[-1])
-        dm = None
+        x_MK, t_MR, a_c, b_c, mask, *dora = ctx.saved_tensors
+        dy_MN, dm = dy.flatten(0, -2), None
         if dora:
             m, c, z_MN = dora
             if ctx.needs_input_grad[3]:
                 dm = (dy_MN.float() * z_MN).sum(0) / c.clamp_min(TINY)
-            dz_MN = (dy_MN * scale_rows(m, c)).to(compute)
+            dz_MN = (dy_MN * scale_rows(m, c)).to(base.compute_dtype)
         else:
-            dz_MN = dy_MN.to(compute)
-        # P without s: the scale is applied once, in fp32 or inside a product.
-        p_MR = dz_MN @ b.to(compute)
-        da = _outer(p_MR, x_MK).mul_(scaling) if ctx.needs_input_grad[1] else None
-        db = _outer(dz_MN, t_MR).mul_(scaling) if ctx.needs_input_grad[2] else None
+            dz_MN = dy_MN.to(base.compute_dtype)
+        # P without s, which is applied once: inside a product, or to the fp32 gradient.
+        p_MR = dz_MN @ b_c
+        da = _scaled_outer(p_MR, x_MK, scaling)
+        db = _scaled_outer(dz_MN, t_MR, scaling)
         dx = None
         if ctx.needs_input_grad[0]:
             dx_MK = base.input_grad(dz_MN)
-            if ctx.has_mask:
-                dx_MK.add_((p_MR @ a.to(compute)).mul_(scaling).mul_(mask.reshape(x_MK.shape)))
+            if mask is None:
+                dx_MK.addmm_(p_MR, a_c, alpha=scaling)
             else:
-                dx_MK.addmm_(p_MR, a.to(compute), alpha=scaling)
-            dx = dx_MK.view(ctx.x_shape).to(ctx.x_dtype)
+                dx_MK.add_((p_MR @ a_c).mul_(scaling).mul_(mask.view(dx_MK.shape)))
+            shape, dtype = ctx.x_like
+            dx = dx_MK.view(shape).to(dtype)
         return dx, da, db, dm, None, None, None, None
 
 
-def _outer(u_MN: torch.Tensor, v_MK: torch.Tensor) -> torch.Tensor:
-    """u^T v as fp32 [N, K]."""
-    return (u_MN.t() @ v_MK).float()
+def _scaled_outer(u_MN: torch.Tensor, v_MK: torch.Tensor, scaling: float) -> torch.Tensor:
+    """s u^T v as fp32 [N, K]."""
+    product = (u_MN.t() @ v_MK).float()
+    return product if scaling == 1 else product.mul_(scaling)
 
 
 def adapted_conv2d(
@@ -144,6 +141,6 @@ def adapted_conv2d(
     if m is not None:
         assert c is not None
         z = z * scale_rows(m, c).view(-1, 1, 1)
-    if base.bias is not None:
-        z = z + base.bias.view(-1, 1, 1)
+    if base.compute_bias is not None:
+        z = z + base.compute_bias
     return z.to(compute)

@@ -32,6 +32,8 @@ class FrozenLayer(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         # The dense weight that stands in for base + adapter while an adapter is merged (fp32), else None.
         self.merged_weight: torch.Tensor | None = None
+        self.direct = format.dtype == compute_dtype
+        self._compute_bias: torch.Tensor | None = None
 
     @property
     def qweight(self) -> torch.Tensor:
@@ -50,9 +52,18 @@ class FrozenLayer(nn.Module):
         """Convert `weight` into the payload, in place."""
         self.format.quantize_into(weight, self.payload())
 
+    def compute_weight(self) -> torch.Tensor:
+        """The weight in `compute_dtype`: the payload itself where it is stored so, else converted anew."""
+        if self.direct and self.merged_weight is None:
+            return self._buffers["payload_weight"]
+        return self.dequantize(self.compute_dtype)
+
     @property
-    def stored_as_computed(self) -> bool:
-        return self.merged_weight is None and self.payload_weight.dtype == self.compute_dtype
+    def compute_bias(self) -> torch.Tensor | None:
+        """The bias in `compute_dtype`, cast once: it is frozen."""
+        if self._compute_bias is None and self.bias is not None:
+            self._compute_bias = self.broadcast(self.bias.detach().to(self.compute_dtype))
+        return self._compute_bias
 
     def row_norms(self) -> torch.Tensor:
         """fp32 [N]: ||W_n|| of the dequantised weight, over all dimensions but the first."""
@@ -65,14 +76,14 @@ class FrozenLayer(nn.Module):
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         """The bias-free product in `compute_dtype`, differentiable in x."""
         x = x.to(self.compute_dtype)
-        if self.stored_as_computed:
-            return self.product(x, self.payload_weight)
+        if self.direct and self.merged_weight is None:
+            return self.product(x, self._buffers["payload_weight"])
         return _ConvertedProduct.apply(x, self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.matmul(x)
-        # Added apart, in fp32 with one rounding, exactly as under an adapter: at initialisation both are bit-equal.
-        return y if self.bias is None else y.add_(self.broadcast(self.bias))
+        y, bias = self.matmul(x), self.compute_bias
+        # Added apart with a rounding of its own, exactly as under an adapter: at initialisation both are bit-equal.
+        return y if bias is None else y.add_(bias)
 
     def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
@@ -91,12 +102,12 @@ class _ConvertedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, layer: FrozenLayer) -> torch.Tensor:
         ctx.layer, ctx.x_shape = layer, x.shape
-        return layer.product(x, layer.dequantize(layer.compute_dtype))
+        return layer.product(x, layer.compute_weight())
 
     @staticmethod
     def backward(ctx, dy: torch.Tensor):
         layer = ctx.layer
-        return layer.product_input_grad(dy, layer.dequantize(layer.compute_dtype), ctx.x_shape), None
+        return layer.product_input_grad(dy, layer.compute_weight(), ctx.x_shape), None
 
 
 class FrozenLinear(FrozenLayer):
@@ -114,8 +125,7 @@ class FrozenLinear(FrozenLayer):
 
     def input_grad(self, dy: torch.Tensor) -> torch.Tensor:
         """dy W, [M, N] -> [M, K], for adapters that write their backward out."""
-        weight = self.payload_weight if self.stored_as_computed else self.dequantize(self.compute_dtype)
-        return dy @ weight
+        return dy @ self.compute_weight()
 
     def broadcast(self, per_row):
         return per_row
