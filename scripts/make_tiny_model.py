@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 from trainer.models import keys  # noqa: E402
 from trainer.models.tokenizers import END, START, byte_alphabet, clip_vocabulary  # noqa: E402
 from trainer.tensorfile import write_tensors  # noqa: E402
-from trainer.types import UserError  # noqa: E402
+from trainer.errors import UserError  # noqa: E402
 
 PUBLISHED = ROOT / "trainer" / "models" / "published"
 MERGES = 1000

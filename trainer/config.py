@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from trainer.types import UserError
+from trainer.errors import UserError
 
 CONFIG_FOLDER = Path(__file__).resolve().parent.parent / "configs"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,20 @@ def cut(output_dir: Path, step: int) -> None:
 class Metrics:
     """Writes one JSON object a step, flushed, and mirrors its numbers to a tracker and the progress bar."""
 
-    def __init__(self, output_dir: Path, *, tracker, total_steps: int, initial_step: int, enabled: bool) -> None:
+    def __init__(
+        self,
+        output_dir: Path,
+        *,
+        open_tracker: Callable[[], Any] | None,
+        total_steps: int,
+        initial_step: int,
+        enabled: bool,
+    ) -> None:
         from tqdm import tqdm
 
-        self.tracker = tracker
-        self.file = open(output_dir / FILE, "a", encoding="utf-8") if enabled else None
+        # Opened with the first entry: importing TensorBoard need not delay the first step.
+        self.open_tracker, self.tracker = open_tracker, None
+        self.file = (output_dir / FILE).open("a", encoding="utf-8") if enabled else None
         self.bar = tqdm(total=total_steps, initial=initial_step, unit="step", dynamic_ncols=True, disable=not enabled)
 
     def log(self, entry: dict[str, Any]) -> None:
@@ -44,9 +54,12 @@ class Metrics:
             return
         self.file.write(json.dumps(entry, allow_nan=False) + "\n")
         self.file.flush()
+        if self.tracker is None and self.open_tracker is not None:
+            self.tracker = self.open_tracker()
         if self.tracker is not None:
-            numbers = {f"train/{k}": v for k, v in entry.items() if isinstance(v, (int, float)) and k != "step"}
-            self.tracker.log(numbers, step=entry["step"])
+            for key, value in entry.items():
+                if key not in ("step", "time") and isinstance(value, (int, float)):
+                    self.tracker.add_scalar(f"train/{key}", value, entry["step"])
         self.bar.set_postfix_str(f"loss {entry['loss']:.4f}, lr {entry['lr']:.2e}", refresh=False)
         self.bar.update(1)
 
@@ -57,5 +70,7 @@ class Metrics:
 
     def close(self) -> None:
         self.bar.close()
+        if self.tracker is not None:
+            self.tracker.close()
         if self.file is not None:
             self.file.close()

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from trainer.types import UserError
+from trainer.errors import UserError
 
 
 class Objective(Protocol):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainer.types import UserError
+from trainer.errors import UserError
 
 
 def build_optimizer(

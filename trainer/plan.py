@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import nn
@@ -13,12 +14,12 @@ from trainer import precision, quantization
 from trainer.adapters import Rule, Target, match_targets
 from trainer.config import Config
 from trainer.data import buckets, sampler, sources
+from trainer.errors import UserError
 from trainer.models import family_named
 from trainer.models.base import Family, SampleRequest
 from trainer.models.loading import ModelSource, open_model
 from trainer.objectives import Objective
 from trainer.quantization import FORMATS, Format
-from trainer.types import UserError
 from trainer.validation import check_sizes
 
 DEFAULT_STORAGE = {"denoiser": "bf16", "text_encoder": "bf16", "vae": "fp32"}
@@ -61,6 +62,7 @@ class Plan:
     objective: Objective
     photos: tuple[tuple[sources.Photo, tuple[int, int]], ...]
     targets: tuple[Target, ...]
+    shapes: dict[tuple[str, str], tuple[int, ...]]
     skipped: tuple[str, ...]
     requests: tuple[SampleRequest, ...]
     strengths: tuple[float, ...]
@@ -111,7 +113,7 @@ def make_plan(config: Config, *, processes: int, check=None) -> Plan:
         (photo, buckets.choose_bucket(photo.width, photo.height, resolution=config.data.resolution, step=step))
         for photo in photos
     )
-    targets, skipped = _targets(config, family, source)
+    targets, shapes, skipped = _targets(config, family, source)
     adapted_encoders = {t.component for t in targets} - {family.denoiser}
     cache_text = not adapted_encoders if config.data.cache_text == "auto" else config.data.cache_text
     if cache_text and adapted_encoders:
@@ -126,7 +128,7 @@ def make_plan(config: Config, *, processes: int, check=None) -> Plan:
     requests, strengths = _requests(config)
     check_sizes(requests, family.size_multiple)
     return Plan(
-        config, family, source, components, objective, bucketed, targets, skipped, requests, strengths, processes,
+        config, family, source, components, objective, bucketed, targets, shapes, skipped, requests, strengths, processes,
         steps_per_epoch, config.run.max_steps or config.run.epochs * steps_per_epoch, cache_text,
     )  # fmt: skip
 
@@ -163,23 +165,26 @@ def _components(config: Config, family: Family) -> dict[str, ComponentPlan]:
     return plans
 
 
-def _targets(config: Config, family: Family, source: ModelSource) -> tuple[tuple[Target, ...], tuple[str, ...]]:
+def _targets(
+    config: Config, family: Family, source: ModelSource
+) -> tuple[tuple[Target, ...], dict[tuple[str, str], tuple[int, ...]], tuple[str, ...]]:
+    """(what is adapted, weight shapes of the adaptable layers, layers skipped for want of a gradient path)."""
     from fnmatch import fnmatchcase
 
-    named = [
-        family.denoiser,
-        *(rule.component for rule in config.adapter.rules if rule.component in family.text_encoders),
-    ]
-    layers, skipped = {}, []
+    named = [family.denoiser, *(r.component for r in config.adapter.rules if r.component in family.text_encoders)]
+    layers: dict[str, list[str]] = {}
+    shapes: dict[tuple[str, str], tuple[int, ...]] = {}
+    skipped = []
     for name in dict.fromkeys(named):
         dead = family.no_gradient(name, source.config(name))
-        module = source.build(name)
-        adaptable = [
-            n for n, child in module.named_modules()
-            if isinstance(child, nn.Linear) or (isinstance(child, nn.Conv2d) and child.groups == 1)
-        ]  # fmt: skip
-        layers[name] = [n for n in adaptable if not any(fnmatchcase(n, pattern) for pattern in dead)]
-        skipped += [f"{name}.{n}" for n in adaptable if n not in layers[name]]
+        layers[name] = []
+        for layer, child in source.build(name).named_modules():
+            if isinstance(child, nn.Linear) or (isinstance(child, nn.Conv2d) and child.groups == 1):
+                if any(fnmatchcase(layer, pattern) for pattern in dead):
+                    skipped.append(f"{name}.{layer}")
+                else:
+                    layers[name].append(layer)
+                    shapes[name, layer] = tuple(child.weight.shape)
     for name in family.text_encoders:
         layers.setdefault(name, [])
     targets = match_targets(
@@ -192,7 +197,7 @@ def _targets(config: Config, family: Family, source: ModelSource) -> tuple[tuple
         alpha=config.adapter.alpha,
     )
     adapted = {target.component for target in targets}
-    return targets, tuple(name for name in skipped if name.partition(".")[0] in adapted)
+    return targets, shapes, tuple(name for name in skipped if name.partition(".")[0] in adapted)
 
 
 def _requests(config: Config) -> tuple[tuple[SampleRequest, ...], tuple[float, ...]]:
@@ -244,8 +249,8 @@ def _adapter_lines(plan: Plan) -> list[str]:
     lines = []
     for component in plan.adapted:
         mine = [t for t in plan.targets if t.component == component]
-        module = plan.source.build(component)
-        count = sum(_adapter_parameters(module.get_submodule(t.name), t.rank, adapter.type == "dora") for t in mine)
+        dora = adapter.type == "dora"
+        count = sum(_adapter_parameters(plan.shapes[t.component, t.name], t.rank, dora) for t in mine)
         kinds = Counter((t.rank, t.alpha, t.scaling(adapter.rslora), t.lr) for t in mine)
         lines.append(
             f"adapter {adapter.type} on {component}: {len(mine)} layers, {count:,} trainable parameters (fp32)"
@@ -259,9 +264,9 @@ def _adapter_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def _adapter_parameters(layer: nn.Module, rank: int, dora: bool) -> int:
-    rows = layer.weight.shape[0]
-    return rank * (rows + layer.weight[0].numel()) + (rows if dora else 0)
+def _adapter_parameters(shape: tuple[int, ...], rank: int, dora: bool) -> int:
+    rows, columns = shape[0], prod(shape[1:])
+    return rank * (rows + columns) + (rows if dora else 0)
 
 
 def _data_lines(plan: Plan) -> list[str]:

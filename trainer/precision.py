@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from trainer.types import UserError
+from trainer.errors import UserError
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -22,6 +22,7 @@ from trainer.checkpoint import state, store
 from trainer.config import Config
 from trainer.data import cache as caches
 from trainer.data import captions, loader, sampler
+from trainer.errors import Interrupted, UserError
 from trainer.memory import checkpoint_blocks
 from trainer.models.base import Model
 from trainer.models.loading import load_tokenizers, open_model
@@ -31,7 +32,7 @@ from trainer.report import write_report
 from trainer.signals import StopSignal
 from trainer.step import Step, batch_losses
 from trainer.tensorfile import write_atomic, write_tensors
-from trainer.types import Conditioning, Interrupted, UserError
+from trainer.types import Conditioning
 
 
 def plan(config: Config) -> None:
@@ -41,8 +42,9 @@ def plan(config: Config) -> None:
 
 def train(config: Config, *, resume_from: str | None) -> None:
     """Train to the end, to `run.stop_after`, or until a signal. Raises what cli.py turns into exit statuses."""
+    # Before the signal handlers: a process that waits for its peers has nothing to lose and should just end.
+    accelerator = start_processes(config)
     with StopSignal() as stop:
-        accelerator = start_processes(config)
         resumed, passed_over = resolve_start(config, resume_from)
         plan = make_plan(config, processes=accelerator.num_processes, check=stop.check)
         run = Run(plan, accelerator, stop)
@@ -53,6 +55,8 @@ def train(config: Config, *, resume_from: str | None) -> None:
         run.encode_data()
         run.build_adapter()
         run.build_step(resumed)
+        # Off since the process started (cli.py).
+        gc.enable()
         run.loop()
         if run.finished:
             run.finish()
@@ -69,7 +73,9 @@ def start_processes(config: Config):
 
     if config.run.device == "cuda" and not torch.cuda.is_available():
         raise UserError("run.device = 'cuda', but no CUDA device is visible; check nvidia-smi, or use 'auto'")
-    accelerator = Accelerator(cpu=config.run.device == "cpu", mixed_precision="no")
+    # Said in so many words: without a GPU and without `cpu=True`, accelerate makes every process a lone main process.
+    on_cpu = config.run.device == "cpu" or not torch.cuda.is_available()
+    accelerator = Accelerator(cpu=on_cpu, mixed_precision="no")
     precision.check_device(accelerator.device, {config.precision.compute})
     return accelerator
 
@@ -333,10 +339,9 @@ class Run:
         """Steps until the end, `stop_after` or a signal; each ends with its log line, samples, export, checkpoint."""
         config, progress, last = self.config, self.progress, self.plan.max_steps
         stop_after = min(config.run.stop_after or last, last)
-        tracker = self.open_tracker()
         self.log = metrics.Metrics(
-            self.output_dir, tracker=tracker, total_steps=last, initial_step=progress.step,
-            enabled=self.accelerator.is_main_process,
+            self.output_dir, open_tracker=self.open_tracker if config.logging.tensorboard else None, total_steps=last,
+            initial_step=progress.step, enabled=self.accelerator.is_main_process,
         )  # fmt: skip
         mine = (
             sampler.share(update, processes=self.plan.processes, rank=self.accelerator.process_index)
@@ -370,8 +375,6 @@ class Run:
         finally:
             batches_of.close()
             self.log.close()
-            if tracker is not None:
-                self.accelerator.end_training()
 
     def one_step(self, update, batches) -> None:
         progress = self.progress
@@ -399,15 +402,13 @@ class Run:
         self.log.log(entry)
 
     def open_tracker(self):
-        """TensorBoard, through accelerate; what a killed run logged beyond the checkpoint is purged."""
-        if not (self.config.logging.tensorboard and self.accelerator.is_main_process):
-            return None
-        from accelerate.tracking import TensorBoardTracker
+        """TensorBoard's writer; what a killed run logged beyond the checkpoint is purged.
 
-        tracker = TensorBoardTracker("tensorboard", logging_dir=self.output_dir, purge_step=self.progress.step + 1)
-        tracker.start()
-        self.accelerator.trackers = [tracker]
-        return tracker
+        Not accelerate's tracker: that one flushes after every step, which costs a small model two milliseconds of it.
+        """
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(str(self.output_dir / "tensorboard"), purge_step=self.progress.step)
 
     # --- samples, checkpoints, adapter files --------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from trainer.types import Interrupted
+from trainer.errors import Interrupted
 
 
 class StopSignal:

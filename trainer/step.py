@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from trainer import draws
+from trainer.errors import NonFiniteError
 from trainer.objectives import Objective, sample_losses
-from trainer.types import Batch, Conditioning, NonFiniteError
+from trainer.types import Batch, Conditioning
 
 
 def draw_time_and_noise(
@@ -42,7 +43,7 @@ def batch_losses(
     prediction = predict(objective.noised(latents, noise, time), time, conditioning, batch)
     losses = sample_losses(prediction, objective.target(latents, noise, time), objective.weight(time))
     if not torch.isfinite(losses.detach()).all():
-        bad = [o.sample for o, loss in zip(batch.occurrences, losses, strict=True) if not math.isfinite(loss)]
+        bad = [o.sample for o, loss in zip(batch.occurrences, losses.tolist(), strict=True) if not math.isfinite(loss)]
         raise NonFiniteError(f"the loss of {', '.join(bad)} is not finite")
     return losses
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.types import UserError
+from trainer.errors import UserError
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,

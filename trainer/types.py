@@ -1,4 +1,4 @@
-"""What the rooms share: errors a user can act on, what a batch holds, and the seam between quantisation and adapters.
+"""What the rooms share: what a batch holds, and the seam between quantisation and adapters.
 
 Legend of the shape letters: B batch, C latent channels, H and W latent height and width, L tokens, D token width,
 P pooled width, M rows of an activation (tokens), K input features, N output features, R rank.
@@ -11,22 +11,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-
-
-class UserError(ValueError):
-    """Something the user can mend. The message names the offending value and the remedy. Exit status 2."""
-
-
-class NonFiniteError(RuntimeError):
-    """A loss, latent or gradient is NaN or infinite and the policy is to stop. Exit status 4."""
-
-
-class Interrupted(Exception):
-    """SIGTERM or SIGINT arrived; `signum` says which. Exit status 128 + signum."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(f"stopped by signal {signum}")
-        self.signum = signum
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from trainer.types import Conditioning, UserError
+from trainer.errors import UserError
+from trainer.types import Conditioning
 
 
 def sample_folder(output_dir: Path, step: int) -> Path:

@@ -198,8 +198,9 @@ def test_two_processes_equal_one(bench: Workbench) -> None:
     two = tree | {"run": tree["run"] | {"output_dir": str(bench.tmp / "two")}, "step": {"accumulation": 1}}
     path = bench.write(two)
     done = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
-         "--mixed_precision", "no", "--dynamo_backend", "no", "train.py", "--config", str(path)],
+        # Not `accelerate launch --cpu`: without an MPI it starts one process, whatever --num_processes says.
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", "train.py",
+         "--config", str(path)],
         cwd=ROOT, capture_output=True, text=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -227,7 +228,7 @@ def test_command_line_statuses(bench: Workbench, monkeypatch) -> None:
 
 
 def test_non_finite_gradient_stops_before_the_update(bench: Workbench) -> None:
-    from trainer.types import NonFiniteError
+    from trainer.errors import NonFiniteError
 
     with built(configs.parse(run_tree(bench, "out"))) as run:
         update = next(run.updates())

@@ -11,7 +11,7 @@ from PIL import Image
 
 from trainer.data.buckets import RESIZE_FILTER, bucket_step, choose_bucket, fit, place, to_pixels
 from trainer.data.sources import load_rgb
-from trainer.types import UserError
+from trainer.errors import UserError
 
 sides = st.integers(1, 4000)
 resolutions = st.integers(4, 80).map(lambda n: n * 16)

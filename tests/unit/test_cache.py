@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from trainer.data.buckets import choose_bucket, fit, to_pixels
 from trainer.data.cache import Cache, CacheError, fill_latents, fill_text, latent_key, text_key
 from trainer.data.sources import load_rgb, scan
+from trainer.errors import Interrupted, NonFiniteError, UserError
 from trainer.tensorfile import TensorFile, write_tensors
-from trainer.types import Conditioning, Interrupted, NonFiniteError, UserError
+from trainer.types import Conditioning
 
 SETTINGS = {"resolution": 64, "step": 16}
 TENSORS = {"latents": torch.arange(24, dtype=torch.float32).reshape(2, 3, 4), "mask": torch.tensor([True, False])}

@@ -14,9 +14,9 @@ import torch
 import transformers
 from diffusers.loaders import single_file_utils
 
+from trainer.errors import UserError
 from trainer.models import keys
 from trainer.models.tokenizers import load_tokenizer
-from trainer.types import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = ROOT / "trainer" / "models" / "published"

@@ -189,9 +189,11 @@ def test_workers_leave_signals_to_the_main_process(dataset):
 def test_a_missing_entry_is_named(dataset, num_workers, tmp_path):
     lost = reader(dataset)
     lost.cache = Cache(tmp_path)
-    with contextlib.closing(iterate(updates(dataset), lost, num_workers=num_workers)) as batches:
-        with pytest.raises(CacheError, match=r"\.safetensors"):
-            next(batches)
+    with (
+        contextlib.closing(iterate(updates(dataset), lost, num_workers=num_workers)) as batches,
+        pytest.raises(CacheError, match=r"\.safetensors"),
+    ):
+        next(batches)
 
 
 def test_workers_share_the_memory_of_the_cache(dataset):

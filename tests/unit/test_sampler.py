@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from trainer import draws
 from trainer.data import captions, sampler
 from trainer.data.sources import Photo
-from trainer.types import Occurrence, UserError
+from trainer.errors import UserError
+from trainer.types import Occurrence
 
 BUCKETS = [(64, 64), (80, 48), (48, 80)]
 

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from trainer.data.sources import MAX_PIXELS, MAX_THREADS, decode, in_threads, load_rgb, scan
-from trainer.types import Interrupted, UserError
+from trainer.errors import Interrupted, UserError
 
 PHOTOS = Path("examples/bear_plushie")
 

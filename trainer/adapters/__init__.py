@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from trainer import draws
-from trainer.types import UserError
+from trainer.errors import UserError
 
 ADAPTER_NAME = "default"
 
@@ -147,14 +147,6 @@ def inject(
         mine = {target.name: target for target in targets if target.component == component}
         by_layer = {id(module.get_submodule(name)): target for name, target in mine.items()}
 
-        def factory(adapted_class, by_layer=by_layer):
-            def build(base_layer, adapter_name, *, config, **rank_and_alpha):
-                # Rank and alpha come from our own table: PEFT tries every pattern as a regular expression on every layer.
-                target = by_layer[id(base_layer)]
-                return adapted_class(base_layer, adapter_name, config, target.rank, target.alpha)
-
-            return build
-
         config = LoraConfig(
             r=1,
             # An exact match of whole names: a list would match suffixes.
@@ -163,7 +155,9 @@ def inject(
             use_rslora=rslora,
             lora_dropout=dropout,
         )
-        config._register_custom_module({linear_class: factory(AdaptedLinear), conv_class: factory(AdaptedConv2d)})
+        config._register_custom_module(
+            {linear_class: _factory(AdaptedLinear, by_layer), conv_class: _factory(AdaptedConv2d, by_layer)}
+        )
         inject_adapter_in_model(config, module, ADAPTER_NAME)
         for name, value in lora_config(list(mine.values()), dora=dora, rslora=rslora).items():
             setattr(config, name, value)
@@ -178,6 +172,17 @@ def inject(
         with torch.no_grad():
             a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
     return Adapter(layers, {f"{t.component}.{t.name}": t for t in targets}, dora=dora, rslora=rslora)
+
+
+def _factory(adapted_class: type, by_layer: Mapping[int, Target]) -> Callable[..., nn.Module]:
+    """What PEFT calls for each matched layer. Rank and alpha come from our own table: PEFT would try every pattern as a
+    regular expression on every layer."""
+
+    def build(base_layer, adapter_name, *, config, **rank_and_alpha):
+        target = by_layer[id(base_layer)]
+        return adapted_class(base_layer, adapter_name, config, target.rank, target.alpha)
+
+    return build
 
 
 def lora_config(targets: Sequence[Target], *, dora: bool, rslora: bool) -> dict[str, object]:

@@ -18,8 +18,8 @@ from typing import Any, Literal
 import torch
 
 from trainer.adapters import ADAPTER_NAME, Adapter, Target, lora_config
+from trainer.errors import NonFiniteError
 from trainer.tensorfile import serialize
-from trainer.types import NonFiniteError
 
 # ComfyUI's released versions divide dora_scale by ||W|| instead of ||W + sBA||; the label says what a file was made for.
 DoraScale = Literal["comfyui_released", "magnitude"]

@@ -11,6 +11,7 @@ import torch
 from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import nn
+from torch.nn.utils import skip_init
 
 from trainer.adapters.dora import adapted_conv2d, adapted_linear, scale_rows, weight_norm
 
@@ -59,6 +60,8 @@ class AdaptedLayer(nn.Module, LoraLayer):
         dropout = nn.Dropout(config.lora_dropout) if config.lora_dropout else nn.Identity()
         self.lora_dropout[adapter_name] = dropout
         self.lora_A[adapter_name], self.lora_B[adapter_name] = self.new_factors(base, r, device)
+        # B = 0 makes the adapter the identity; A = 0 until `inject` draws it keeps the first norm finite.
+        nn.init.zeros_(self.lora_A[adapter_name].weight)
         nn.init.zeros_(self.lora_B[adapter_name].weight)
         if dora:
             self.register_buffer("base_norm_sq", base.row_norms().square(), persistent=False)
@@ -68,6 +71,7 @@ class AdaptedLayer(nn.Module, LoraLayer):
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def new_factors(self, base, r: int, device) -> tuple[nn.Module, nn.Module]:
+        """A and B, without values: `inject` draws A by the layer's name."""
         raise NotImplementedError
 
     def factors(self, adapter_name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,8 +150,8 @@ class AdaptedLinear(AdaptedLayer):
 
     def new_factors(self, base, r, device):
         return (
-            nn.Linear(base.in_features, r, bias=False, device=device),
-            nn.Linear(r, base.out_features, bias=False, device=device),
+            skip_init(nn.Linear, base.in_features, r, bias=False, device=device),
+            skip_init(nn.Linear, r, base.out_features, bias=False, device=device),
         )
 
 
@@ -155,10 +159,8 @@ class AdaptedConv2d(AdaptedLayer):
     adapted = staticmethod(adapted_conv2d)
 
     def new_factors(self, base, r, device):
+        geometry = {"stride": base.stride, "padding": base.padding, "dilation": base.dilation}
         return (
-            nn.Conv2d(
-                base.in_channels, r, base.kernel_size, base.stride, base.padding, base.dilation, bias=False,
-                device=device,
-            ),
-            nn.Conv2d(r, base.out_channels, 1, bias=False, device=device),
-        )  # fmt: skip
+            skip_init(nn.Conv2d, base.in_channels, r, base.kernel_size, **geometry, bias=False, device=device),
+            skip_init(nn.Conv2d, r, base.out_channels, 1, bias=False, device=device),
+        )

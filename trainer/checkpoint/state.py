@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from trainer.errors import UserError
 from trainer.tensorfile import TensorFile, serialize
-from trainer.types import UserError
 
 LAYOUT_VERSION = 1
 _SEPARATOR = "|"  # between a parameter's name and an optimizer's key for it

@@ -14,8 +14,8 @@ import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from trainer.errors import UserError
 from trainer.tensorfile import write_atomic
-from trainer.types import UserError
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8})")

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from PIL import Image
 
-from trainer.types import UserError
+from trainer.errors import UserError
 
 Bucket = tuple[int, int]  # (width, height) in pixels
 

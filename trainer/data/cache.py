@@ -20,8 +20,9 @@ import torch
 from trainer.data import buckets
 from trainer.data.buckets import Bucket
 from trainer.data.sources import Photo, decode, in_threads
+from trainer.errors import NonFiniteError, UserError
 from trainer.tensorfile import TensorFile, serialize, write_tensors
-from trainer.types import Conditioning, NonFiniteError, UserError
+from trainer.types import Conditioning
 
 PREPROCESSING_VERSION = 1  # raise it when `sources.decode` or `buckets.fit` gives other pixels
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from trainer import draws
 from trainer.data.sources import Photo
-from trainer.types import Occurrence, UserError
+from trainer.errors import UserError
+from trainer.types import Occurrence
 
 
 @dataclass(frozen=True)

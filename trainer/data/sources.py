@@ -24,7 +24,7 @@ from typing import TypeVar
 import torch
 from PIL import ExifTags, Image, UnidentifiedImageError
 
-from trainer.types import UserError
+from trainer.errors import UserError
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp"})
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP")  # decoders that may run, whatever a file is named

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 
+from trainer.errors import UserError
 from trainer.models import flux, sdxl
 from trainer.models.base import Family
-from trainer.types import UserError
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (sdxl.FAMILY, flux.FAMILY)}
 

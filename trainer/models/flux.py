@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.errors import UserError
 from trainer.models import keys
 from trainer.models.base import Component, Family, Markers, Model, SampleRequest
 from trainer.models.clip import clip_ids, count_tokens
 from trainer.objectives import Flow
-from trainer.types import Batch, Conditioning, UserError
+from trainer.types import Batch, Conditioning
 
 DEFAULT_GUIDANCE = 3.5
 T5_LENGTH_DEV, T5_LENGTH_SCHNELL = 512, 256

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from trainer.types import UserError
+from trainer.errors import UserError
 
 Config = Mapping[str, Any]
 Shape = tuple[int, ...]

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.errors import UserError
 from trainer.models.base import Family, Markers
 from trainer.models.keys import Link, split_original
 from trainer.models.tokenizers import load_tokenizer
 from trainer.tensorfile import TensorEntry, TensorFile
-from trainer.types import UserError
 
 PUBLISHED = Path(__file__).parent / "published"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")

@@ -12,11 +12,12 @@ from typing import Any, Literal
 
 import torch
 
+from trainer.errors import UserError
 from trainer.models import keys
 from trainer.models.base import Component, Family, Markers, Model, SampleRequest
 from trainer.models.clip import clip_ids, count_clip_tokens
 from trainer.objectives import Diffusion
-from trainer.types import Batch, Conditioning, UserError
+from trainer.types import Batch, Conditioning
 
 DEFAULT_GUIDANCE = 5.0
 

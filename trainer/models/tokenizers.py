@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trainer.types import UserError
+from trainer.errors import UserError
 
 EMBEDDED_MERGES = Path(__file__).parent / "published" / "clip_bpe_merges.txt.gz"
 START, END = "<|startoftext|>", "<|endoftext|>"
