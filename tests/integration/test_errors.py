@@ -1,0 +1,187 @@
+"""Bad input: one clear message, exit status 2, nothing half-written."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.harness import PHOTOS, Workbench, command_line
+from trainer import cli
+from trainer.tensorfile import TensorFile, write_tensors
+
+
+def refused(bench: Workbench, capsys, *expected: str, tree: dict | None = None, arguments: tuple[str, ...] = ()) -> None:
+    """The command line on `tree` exits with 2, says all of `expected` in one message, and leaves no output."""
+    tree = tree if tree is not None else bench.tree()
+    out = Path(tree["run"]["output_dir"])
+    before = sorted(out.rglob("*")) if out.exists() else None
+    status = cli.main(["--config", str(bench.write(tree)), *arguments])
+    captured = capsys.readouterr()
+    assert status == 2, captured.err
+    assert captured.err.count("error:") == 1 and "Traceback" not in captured.err
+    for part in expected:
+        assert part in captured.err, captured.err
+    after = sorted(p for p in out.rglob("*") if "cache" not in p.parts) if out.exists() else None
+    assert before == after, f"half-written: {after}"
+
+
+def broken_model(bench: Workbench, change: Callable[[Path], None], family: str = "sdxl") -> dict:
+    model = bench.tmp / "model"
+    shutil.copytree(bench.models / family, model)
+    change(model)
+    return bench.tree(family, model__path=str(model))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("run__sed", 3, ("unknown key run.sed", "did you mean run.seed")),
+        ("adapter__rnak", 3, ("unknown key adapter.rnak", "did you mean adapter.rank")),
+        ("optimizer__lr", "fast", ("optimizer.lr = 'fast'", "number")),
+        ("data__batch_size", 0, ("data.batch_size = 0", "greater than or equal to 1")),
+        ("run__epochs", 3, ("exactly one of run.max_steps and run.epochs",)),
+        ("model__family", "sdlx", ("model.family = 'sdlx'", "did you mean 'sdxl'")),
+        ("model__components", {"unte": {"dtype": "bf16"}}, ("model.components.unte", "did you mean 'unet'")),
+        ("model__components", {"unet": {"dtype": "fp9"}}, ("model.components.unet.dtype = 'fp9'",)),
+        ("model__components", {"unet": {"dtype": "nf4"}}, ("model.components.unet.dtype = 'nf4'", "not supported")),
+        ("model__components", {"vae": {"dtype": "fp8_e4m3"}}, ("model.components.vae.dtype", "not quantised")),
+        ("model__path", "models/nowhere/at-all", ("model.path = 'models/nowhere/at-all' does not exist",)),
+        ("model__path", "weights.ckpt", ("pickle", "safetensors")),
+        ("adapter__targets", "atention", ("adapter.targets = 'atention'", "'attention'")),
+        ("adapter__targets", ["*.to_qq"], ("'*.to_qq' matches no layer of unet",)),
+        ("adapter__rules", [{"component": "text_encoder", "match": "q_prj"}], ("adapter.rules[0].match", "'q_prj'")),
+        ("adapter__rules", [{"component": "vae", "match": "*"}], ("adapter.rules[0].component = 'vae'",)),
+        ("adapter__dropout", 0.5, ("adapter.dropout = 0.5", "DoRA")),
+        ("precision__matmul", "fp8", ("precision.matmul = 'fp8'",)),
+        ("objective__timesteps", "logit_normal", ("objective.timesteps = 'logit_normal'", "sdxl")),
+        ("model__zero_terminal_snr", True, ("model.prediction = 'epsilon'", "zero terminal SNR")),
+        ("data__bucket_step", 72, ("data.bucket_step = 72",)),
+        ("run__device", "cuda", ("run.device = 'cuda'", "no CUDA device")),
+        ("validation", {"every_steps": 1, "samples": [{"prompt": "x", "width": 63}]}, ("63x64", "multiple of 8")),
+    ],
+)  # fmt: skip
+def test_config_mistakes(bench: Workbench, capsys, key: str, value, expected) -> None:
+    import torch
+
+    if key == "run__device" and torch.cuda.is_available():
+        pytest.skip("a CUDA device is present, so asking for it is no mistake")
+    tree = bench.tree(**{key: value})
+    if key == "adapter__dropout":
+        tree["adapter"]["type"] = "dora"
+    refused(bench, capsys, *expected, tree=tree)
+
+
+def test_missing_component_file(bench: Workbench, capsys) -> None:
+    tree = broken_model(bench, lambda m: (m / "unet" / "diffusion_pytorch_model.safetensors").unlink())
+    refused(bench, capsys, "component 'unet'", "diffusion_pytorch_model.safetensors", tree=tree)
+
+
+def test_missing_component_config(bench: Workbench, capsys) -> None:
+    tree = broken_model(bench, lambda m: (m / "text_encoder_2" / "config.json").unlink())
+    refused(bench, capsys, "text_encoder_2/config.json does not exist", tree=tree)
+
+
+@pytest.mark.parametrize("component", ["unet", "vae"])
+def test_truncated_safetensors(bench: Workbench, capsys, component: str) -> None:
+    def truncate(model: Path) -> None:
+        path = model / component / "diffusion_pytorch_model.safetensors"
+        path.write_bytes(path.read_bytes()[:-100])
+
+    refused(bench, capsys, f"{component}/diffusion_pytorch_model.safetensors", "not a complete safetensors file",
+            tree=broken_model(bench, truncate))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda t: t.pop("conv_in.weight"), ("'conv_in.weight'", "is missing")),
+        (lambda t: t.update({"conv_in.weight": t["conv_in.weight"][:1]}), ("'conv_in.weight'", "has shape")),
+        (lambda t: t.update({"odd.weight": t["conv_in.weight"]}), ("unexpected tensor 'odd.weight'",)),
+    ],
+    ids=["missing", "wrong shape", "unexpected"],
+)
+def test_wrong_tensors_are_named(bench: Workbench, capsys, change, expected) -> None:
+    def edit(model: Path) -> None:
+        path = model / "unet" / "diffusion_pytorch_model.safetensors"
+        tensors = TensorFile(path).read_all()
+        change(tensors)
+        write_tensors(path, tensors)
+
+    refused(bench, capsys, *expected, tree=broken_model(bench, edit))
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, ("no images",)),
+        ({"broken.jpg": b"\xff\xd8\xff\xe0 not a photo"}, ("broken.jpg",)),
+        ({"zero.png": b""}, ("zero.png",)),
+        ({"01.jpg": None, "01.txt": b"caf\xe9"}, ("01.txt", "UTF-8")),
+    ],
+    ids=["empty folder", "unreadable image", "zero bytes", "caption not UTF-8"],
+)
+def test_bad_data(bench: Workbench, capsys, files: dict, expected) -> None:
+    folder = bench.tmp / "photos"
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_bytes((PHOTOS / name).read_bytes() if content is None else content)
+    refused(bench, capsys, *expected, tree=bench.tree(data__sources=[{"path": str(folder)}]))
+
+
+def test_output_directory_of_another_run(bench: Workbench, capsys) -> None:
+    assert cli.main(["--config", str(bench.write(bench.tree(run__max_steps=1)))]) == 0
+    out = bench.tmp / "out"
+    refused(bench, capsys, "run.seed: 7 -> 8", tree=bench.tree(run__max_steps=1, run__seed=8))
+    refused(bench, capsys, "already holds this run's checkpoints", "--resume_from auto", tree=bench.tree(run__max_steps=1))
+    (out / "config.toml").unlink()
+    refused(bench, capsys, "holds another run without a config.toml", tree=bench.tree(run__max_steps=1))
+
+
+def test_resume_under_a_changed_config(bench: Workbench, capsys) -> None:
+    assert cli.main(["--config", str(bench.write(bench.tree(run__max_steps=2, run__stop_after=1)))]) == 0
+    resume = ("--resume_from", "auto")
+    refused(bench, capsys, "optimizer.lr: 0.0001 -> 0.1", tree=bench.tree(optimizer__lr=0.1), arguments=resume)
+    refused(bench, capsys, "adapter.rank: 4 -> 8", tree=bench.tree(adapter__rank=8), arguments=resume)
+    may_change = bench.tree(
+        run__max_steps=3, checkpoint__every_steps=1, export__every_steps=1, logging__tensorboard=True,
+        validation__prompts=["a bear"], validation__every_steps=2, validation__steps=1,
+    )  # fmt: skip
+    assert cli.main(["--config", str(bench.write(may_change)), *resume]) == 0
+    assert (bench.tmp / "out" / "adapters" / "bear-00000002.safetensors").exists()
+
+
+def test_resume_where_every_checkpoint_is_invalid(bench: Workbench, capsys) -> None:
+    tree = bench.tree(run__max_steps=1)
+    assert cli.main(["--config", str(bench.write(tree))]) == 0
+    (bench.tmp / "out" / "checkpoints" / "step-00000001" / "manifest.json").write_text("{}")
+    refused(bench, capsys, "no valid checkpoint", tree=tree, arguments=("--resume_from", "auto"))
+    refused(bench, capsys, "is not a folder", tree=tree, arguments=("--resume_from", "nowhere"))
+
+
+def test_messages_of_the_command_line_itself(bench: Workbench) -> None:
+    done = command_line("--config", "nowhere.toml")
+    assert done.returncode == 2 and "tiny_sdxl.toml" in done.stderr and "Traceback" not in done.stderr
+    done = command_line("--config", "tiny_sdxl.toml", "--set", "runseed")
+    assert done.returncode == 2 and "--set" in done.stderr
+
+
+def test_plan_reads_no_weights_and_writes_nothing(bench: Workbench, capsys) -> None:
+    """Every weight file's data is replaced by a hole of the same size: planning works all the same."""
+
+    def hollow(model: Path) -> None:
+        for path in model.rglob("*.safetensors"):
+            size = path.stat().st_size
+            start = min(e.start for e in TensorFile(path).entries.values())
+            header = path.read_bytes()[:start]
+            path.write_bytes(header)
+            with open(path, "r+b") as file:
+                file.truncate(size)
+
+    tree = broken_model(bench, hollow)
+    assert cli.main(["--config", str(bench.write(tree)), "--plan"]) == 0
+    printed = capsys.readouterr().out
+    assert "unet" in printed and "MiB" in printed and "trainable parameters" in printed and "steps an epoch" in printed
+    assert not (bench.tmp / "out").exists()

@@ -1,0 +1,151 @@
+"""The TOML contract: the design's example works, every one-edit typo is refused with a suggestion."""
+
+from __future__ import annotations
+
+import random
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from trainer import config as configs
+from trainer.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+MINIMAL = {
+    "run": {"name": "bear", "output_dir": "out", "max_steps": 4},
+    "model": {"family": "sdxl", "path": "models/tiny-sdxl"},
+    "data": {"sources": [{"path": "photos"}]},
+}
+
+CONTRACT = """
+[run]
+name = "bear"
+output_dir = "outputs/bear"
+seed = 7
+max_steps = 40
+[model]
+family = "sdxl"
+path = "models/tiny-sdxl"
+[model.components.unet]
+dtype = "fp8_e4m3"
+backend = "native"
+exclude = []
+[model.components.text_encoder]
+dtype = "fp32"
+[precision]
+compute = "bf16"
+matmul = "compute"
+[adapter]
+type = "dora"
+rank = 8
+alpha = 8
+targets = "attention"
+[data]
+resolution = 64
+batch_size = 2
+num_workers = 0
+[[data.sources]]
+path = "examples/bear_plushie"
+repeats = 1
+[step]
+accumulation = 1
+max_grad_norm = 1.0
+[memory]
+gradient_checkpointing = false
+[optimizer]
+name = "adamw"
+lr = 1e-4
+[schedule]
+name = "constant"
+warmup = 0
+[checkpoint]
+every_steps = 10
+keep_last = 3
+[export]
+every_steps = 0
+formats = ["diffusers", "comfyui"]
+[validation]
+every_steps = 20
+prompts = ["a photo of sks plush bear on a beach"]
+"""
+
+
+def test_the_contracts_example_is_accepted() -> None:
+    config = configs.parse(tomllib.loads(CONTRACT))
+    assert config.adapter.alpha == 8 and config.schedule.warmup == 0
+
+
+def test_defaults_people_rely_on() -> None:
+    config = configs.parse(MINIMAL)
+    assert (config.adapter.type, config.adapter.rank, config.adapter.targets) == ("lora", 16, "attention+mlp")
+    assert (config.optimizer.name, config.optimizer.lr, config.optimizer.weight_decay) == ("adamw", 1e-4, 0.01)
+    assert (config.schedule.name, config.schedule.warmup) == ("constant", 0.05)
+    assert (config.step.max_grad_norm, config.data.caption_dropout) == (1.0, 0.05)
+    assert config.precision.compute == "bf16" and config.objective.min_snr_gamma is None
+    assert config.objective.guidance == 1.0
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda p: p.name)
+def test_shipped_configs_are_accepted_and_round_trip(path: Path) -> None:
+    config = configs.load(path.name, [])
+    again = configs.parse(tomllib.loads(configs.dumps(config)))
+    assert again == config and not configs.differences(tomllib.loads(configs.dumps(config)), config)
+
+
+def one_edits(word: str, rng: random.Random) -> set[str]:
+    """A deletion, a substitution, an insertion and a swap."""
+    i = rng.randrange(len(word))
+    j = rng.randrange(len(word) - 1) if len(word) > 1 else 0
+    letter = rng.choice("abcdefghijklmnopqrstuvwxyz")
+    edits = {word[:i] + word[i + 1 :], word[:i] + letter + word[i + 1 :], word[:i] + letter + word[i:]}
+    return edits | {word[:j] + word[j + 1 : j + 2] + word[j] + word[j + 2 :]}
+
+
+def test_every_one_edit_typo_is_refused_with_a_suggestion() -> None:
+    rng, known = random.Random(0), set(configs.known_keys())
+    tried = 0
+    for key in sorted(known):
+        if "*" in key:
+            continue
+        table, _, leaf = key.rpartition(".")
+        for typo in one_edits(leaf, rng):
+            wrong = f"{table}.{typo}" if table else typo
+            if not typo or wrong in known:
+                continue
+            tree = tomllib.loads(configs.dumps(configs.parse(MINIMAL)))
+            node = tree
+            for part in table.split(".") if table else []:
+                node = node.setdefault(part, {})
+            node[typo] = node.get(leaf, 1)
+            with pytest.raises(UserError, match="unknown key") as refused:
+                configs.parse(tree)
+            if len(leaf) > 3:
+                assert f"did you mean {key}" in str(refused.value), f"{wrong}: {refused.value}"
+            tried += 1
+    assert tried > 200
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("run.seed=3", "run.seed", 3),
+        ("run.name=candle", "run.name", "candle"),
+        ("data.sources.0.repeats=5", "data.sources.0.repeats", 5),
+        ('adapter.targets=["a", "b"]', "adapter.targets.1", "b"),
+        ("model.components.unet.dtype=bf16", "model.components.unet.dtype", "bf16"),
+        ("schedule.warmup=0.1", "schedule.warmup", 0.1),
+    ],
+)
+def test_overrides_take_toml_literals(tmp_path: Path, override: str, key: str, value) -> None:
+    import tomli_w
+
+    path = tmp_path / "c.toml"
+    path.write_text(tomli_w.dumps(MINIMAL))
+    flat = configs.flatten(configs.load(str(path), [override]).model_dump(mode="json"))
+    assert flat[key] == value
+
+
+def test_config_is_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        configs.parse(MINIMAL).run.seed = 3
