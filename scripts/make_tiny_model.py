@@ -31,10 +31,10 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from trainer.errors import UserError  # noqa: E402
 from trainer.models import keys  # noqa: E402
 from trainer.models.tokenizers import END, START, byte_alphabet, clip_vocabulary  # noqa: E402
 from trainer.tensorfile import write_tensors  # noqa: E402
-from trainer.errors import UserError  # noqa: E402
 
 PUBLISHED = ROOT / "trainer" / "models" / "published"
 MERGES = 1000

@@ -92,6 +92,8 @@ def make_plan(config: Config, *, processes: int, check=None) -> Plan:
     )
     for component in family.components:
         source.config(component.name)
+        if source.hub_id is None:
+            source.verify(component.name)
     objective = family.objective(
         source.scheduler,
         source.markers,

@@ -51,6 +51,7 @@ def train(config: Config, *, resume_from: str | None) -> None:
         for line in passed_over:
             run.say(f"warning: {line}")
         run.say(describe(plan, sizes=False))
+        run.fetch_weights()
         run.open_output(resumed)
         run.encode_data()
         run.build_adapter()
@@ -140,6 +141,15 @@ class Run:
 
     # --- output -------------------------------------------------------------------------------------------------------
 
+    def fetch_weights(self) -> None:
+        """Of a hub id only configs are here so far. What is local was verified with the plan."""
+        if self.source.hub_id:
+            paths = {name: c.path for name, c in self.config.model.components.items() if c.path}
+            with self.accelerator.main_process_first():
+                self.source = open_model(self.family, self.config.model.path, component_paths=paths)
+            for component in self.family.components:
+                self.source.verify(component.name)
+
     def open_output(self, resumed: Path | None) -> None:
         """Write the resolved config; drop what a killed start left behind."""
         self.saved = state.unpack(resumed) if resumed else None
@@ -159,9 +169,6 @@ class Run:
     def encode_data(self) -> None:
         """Fill the caches of latents and text; load an encoder only for what is missing, and let it go again."""
         config, plan = self.config, self.plan
-        if self.source.hub_id:
-            paths = {name: c.path for name, c in config.model.components.items() if c.path}
-            self.source = open_model(self.family, config.model.path, component_paths=paths)
         self.model = Model(
             modules={},
             configs={c.name: self.source.config(c.name) for c in self.family.components},

@@ -13,19 +13,24 @@ from trainer import cli
 from trainer.tensorfile import TensorFile, write_tensors
 
 
-def refused(bench: Workbench, capsys, *expected: str, tree: dict | None = None, arguments: tuple[str, ...] = ()) -> None:
+def refused(
+    bench: Workbench, capsys, *expected: str, tree: dict | None = None, arguments: tuple[str, ...] = ()
+) -> None:
     """The command line on `tree` exits with 2, says all of `expected` in one message, and leaves no output."""
     tree = tree if tree is not None else bench.tree()
     out = Path(tree["run"]["output_dir"])
-    before = sorted(out.rglob("*")) if out.exists() else None
+
+    def left() -> list[Path] | None:
+        return sorted(p for p in out.rglob("*") if "cache" not in p.parts) if out.exists() else None
+
+    before = left()
     status = cli.main(["--config", str(bench.write(tree)), *arguments])
     captured = capsys.readouterr()
     assert status == 2, captured.err
     assert captured.err.count("error:") == 1 and "Traceback" not in captured.err
     for part in expected:
         assert part in captured.err, captured.err
-    after = sorted(p for p in out.rglob("*") if "cache" not in p.parts) if out.exists() else None
-    assert before == after, f"half-written: {after}"
+    assert before == left(), f"half-written: {left()}"
 
 
 def broken_model(bench: Workbench, change: Callable[[Path], None], family: str = "sdxl") -> dict:
@@ -135,7 +140,9 @@ def test_output_directory_of_another_run(bench: Workbench, capsys) -> None:
     assert cli.main(["--config", str(bench.write(bench.tree(run__max_steps=1)))]) == 0
     out = bench.tmp / "out"
     refused(bench, capsys, "run.seed: 7 -> 8", tree=bench.tree(run__max_steps=1, run__seed=8))
-    refused(bench, capsys, "already holds this run's checkpoints", "--resume_from auto", tree=bench.tree(run__max_steps=1))
+    refused(
+        bench, capsys, "already holds this run's checkpoints", "--resume_from auto", tree=bench.tree(run__max_steps=1)
+    )
     (out / "config.toml").unlink()
     refused(bench, capsys, "holds another run without a config.toml", tree=bench.tree(run__max_steps=1))
 

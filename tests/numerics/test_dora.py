@@ -82,7 +82,7 @@ def test_linear_against_dense_fp64(m, n, k, rank, bias, dora, scaling, far, stor
 @pytest.mark.parametrize(("kernel", "stride", "padding"), [(1, 1, 0), (3, 1, 1), (3, 2, 1), ((3, 1), (2, 1), (0, 1))])
 def test_conv_against_dense_fp64(kernel, stride, padding, dora) -> None:
     g = torch.Generator().manual_seed(0)
-    pair = (lambda v: v if isinstance(v, tuple) else (v, v))  # noqa: E731
+    pair = lambda v: v if isinstance(v, tuple) else (v, v)  # noqa: E731
     layer = FrozenConv2d(
         5, 7, pair(kernel), stride=pair(stride), padding=pair(padding), dilation=(1, 1), groups=1, bias=True,
         format=FORMATS["fp8_e4m3"], compute_dtype=torch.float32,

@@ -22,7 +22,7 @@ from torch import nn
 
 from trainer.errors import UserError
 from trainer.models.base import Family, Markers
-from trainer.models.keys import Link, split_original
+from trainer.models.keys import Link, parameter_shapes, split_original
 from trainer.models.tokenizers import load_tokenizer
 from trainer.tensorfile import TensorEntry, TensorFile
 
@@ -159,6 +159,10 @@ class ModelSource:
             diffusers = component.library == "diffusers"
             module = cls.from_config(config) if diffusers else cls(cls.config_class.from_dict(config))
         return module.eval().requires_grad_(False)
+
+    def verify(self, name: str) -> None:
+        """Refuse a component whose files lack a tensor, have one too many or of another shape. Reads headers only."""
+        self._plan(name, parameter_shapes(self.family.component(name).class_name, self.config(name)))
 
     def load(self, name: str, *, swap: Callable[[nn.Module], None], device: torch.device) -> nn.Module:
         """Build, swap and fill one component on `device`.
