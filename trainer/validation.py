@@ -28,6 +28,8 @@ def draw_samples(
 
     check is called between images and may raise Interrupted.
     """
+    from PIL.PngImagePlugin import PngInfo
+
     images = []
     for request in requests:
         check()
@@ -35,9 +37,11 @@ def draw_samples(
             images.append(sample(request, conditioning(request.prompt), conditioning(request.negative)))
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{index:02d}.png" for index in range(len(images))]
-    for image, path in zip(images, paths, strict=True):
+    for request, image, path in zip(requests, images, paths, strict=True):
+        described = PngInfo()
+        described.add_text("prompt", request.prompt)
         temporary = path.with_suffix(".tmp")
-        image.save(temporary, format="PNG")
+        image.save(temporary, format="PNG", pnginfo=described)
         temporary.replace(path)
     return paths
 

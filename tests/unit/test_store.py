@@ -1,0 +1,119 @@
+"""The checkpoint store: every prefix of a save leaves the last good one; every damage is seen."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+
+import pytest
+
+from trainer import tensorfile
+from trainer.checkpoint import state, store
+from trainer.errors import UserError
+
+FILES = {"adapter.safetensors": b"a" * 100, "state.json": b"{}"}
+
+
+def save(root, step: int) -> None:
+    store.save(root, step, {name: [data] for name, data in FILES.items()})
+
+
+def test_newest_valid_and_prune(tmp_path) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step)
+    (tmp_path / ".step-00000009.tmp").mkdir()
+    store.prune(tmp_path, 2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+    (tmp_path / "step-00000004" / "state.json").write_bytes(b"[]")
+    folder, passed = store.newest_valid(tmp_path)
+    assert folder.name == "step-00000003" and "state.json does not match" in passed[0]
+    store.prune(tmp_path, 1)
+    assert store.steps(tmp_path) == [3, 4], "nothing is deleted while the newest is not valid"
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("call", ["fsync", "replace", "open"])
+def test_a_failure_at_any_call_leaves_the_last_checkpoint(tmp_path, monkeypatch, error: int, call: str) -> None:
+    save(tmp_path, 1)
+    real = {"fsync": os.fsync, "replace": os.replace, "open": open}[call]
+    for fail_at in range(12):
+        count = 0
+
+        def broken(*args, _at=fail_at, **kwargs):
+            nonlocal count
+            count += 1
+            if count == _at + 1:
+                raise OSError(error, os.strerror(error))
+            return real(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            if call == "open":
+                patch.setattr(tensorfile, "open", broken, raising=False)
+            else:
+                patch.setattr(os, call, broken)
+            try:
+                save(tmp_path, 2)
+            except OSError as raised:
+                assert raised.errno == error
+            else:
+                assert count <= fail_at, "the failure was swallowed"
+                break
+        folder, _ = store.newest_valid(tmp_path)
+        # a failed sync after the rename leaves the new one, complete; any earlier failure leaves the old one
+        assert folder.name in ("step-00000001", "step-00000002") and store.problem(folder) is None
+        assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+    else:
+        pytest.fail("the sequence has more calls than were made to fail")
+
+
+def test_random_damage_is_always_seen(tmp_path) -> None:
+    save(tmp_path, 1)
+    rng = random.Random(0)
+    folder = tmp_path / "step-00000001"
+    for _ in range(300):
+        path = folder / rng.choice(sorted(FILES))
+        whole = path.read_bytes()
+        kind = rng.choice(["flip", "truncate", "delete"])
+        if kind == "delete":
+            path.unlink()
+        elif kind == "truncate":
+            path.write_bytes(whole[: rng.randrange(len(whole))])
+        else:
+            data = bytearray(whole)
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+            path.write_bytes(data)
+        assert store.problem(folder) is not None, kind
+        path.write_bytes(whole)
+    assert store.problem(folder) is None
+
+
+def test_find(tmp_path) -> None:
+    assert store.find(tmp_path, None) == store.find(tmp_path, "auto") == (None, [])
+    with pytest.raises(UserError, match="use --resume_from auto"):
+        store.find(tmp_path, "latest")
+    save(tmp_path, 5)
+    assert store.find(tmp_path, "latest")[0].name == "step-00000005"
+    (tmp_path / "step-00000005" / "manifest.json").unlink()
+    with pytest.raises(UserError, match="manifest.json is missing"):
+        store.find(tmp_path, "auto")
+
+
+def test_leaving_out_any_piece_raises(tmp_path) -> None:
+    import json
+
+    pieces = state.pack(
+        progress=state.Progress(1, 2, 3, "2026"), adapter={}, optimizer=({}, {}), schedule={"last_epoch": 1},
+        scaler={}, quantization={}, config={}, versions={},
+    )  # fmt: skip
+    for name in [*pieces, "optimizer_scalars", "schedule", "scaler", "progress", "config"]:
+        folder = tmp_path / name.replace(".", "_")
+        folder.mkdir()
+        for file, data in pieces.items():
+            data = b"".join(bytes(piece) for piece in data)
+            if file == "state.json":
+                data = json.dumps({k: v for k, v in json.loads(data).items() if k != name}).encode()
+            if file != name:
+                (folder / file).write_bytes(data)
+        with pytest.raises((UserError, FileNotFoundError, KeyError)):
+            state.unpack(folder)

@@ -1,0 +1,80 @@
+"""The safetensors reader and writer against the reference library, and against damaged files."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from trainer.errors import UserError
+from trainer.tensorfile import DTYPES, TensorFile, tensor_sha256, write_tensors
+
+
+def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    g = torch.Generator().manual_seed(seed)
+    raw = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=g)
+    if dtype == torch.bool:
+        return raw[..., 0] > 127
+    return raw.view(dtype)[..., 0] if raw.numel() else torch.empty(shape, dtype=dtype)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit-equal: also for NaN and for float8, which has no comparison."""
+    return a.dtype == b.dtype and a.shape == b.shape and tensor_sha256(a) == tensor_sha256(b)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.dictionaries(
+        st.text(min_size=1, max_size=12).filter(lambda s: s != "__metadata__" and s.isprintable()),
+        st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 5), max_size=3), st.integers(0, 2**31)),
+        max_size=5,
+    )
+)
+def test_round_trip_both_ways_with_the_reference_library(tmp_path_factory, described) -> None:
+    folder = tmp_path_factory.mktemp("t")
+    tensors = {name: random_tensor(DTYPES[d], tuple(shape), seed) for name, (d, shape, seed) in described.items()}
+    write_tensors(folder / "ours", tensors, {"b": "2", "a": "ü"})
+    loaded = load_file(folder / "ours")
+    assert loaded.keys() == tensors.keys() and all(same(loaded[n], t) for n, t in tensors.items())
+    save_file(tensors, folder / "theirs")
+    file = TensorFile(folder / "theirs")
+    assert file.entries.keys() == tensors.keys() and all(same(file.read(n), t) for n, t in tensors.items())
+
+
+def test_same_input_same_bytes_and_the_umasks_mode(tmp_path) -> None:
+    tensors = {name: torch.randn(3) for name in "cab"}
+    before = os.umask(0o027)
+    try:
+        write_tensors(tmp_path / "1", tensors, {"x": "1", "y": "2"})
+    finally:
+        os.umask(before)
+    write_tensors(tmp_path / "2", dict(reversed(tensors.items())), {"y": "2", "x": "1"})
+    assert (tmp_path / "1").read_bytes() == (tmp_path / "2").read_bytes()
+    assert (tmp_path / "1").stat().st_mode & 0o777 == 0o640
+
+
+def test_damaged_files_give_one_typed_error(tmp_path) -> None:
+    rng = random.Random(0)
+    write_tensors(tmp_path / "good", {"a": torch.randn(4, 4), "b": torch.zeros(3, dtype=torch.uint8)}, {"k": "v"})
+    good = (tmp_path / "good").read_bytes()
+    refused = 0
+    for _ in range(2000):
+        data = bytearray(good)
+        for _ in range(rng.randrange(1, 4)):
+            data[rng.randrange(len(data) - 67 if rng.random() < 0.9 else len(data))] = rng.randrange(256)
+        if rng.random() < 0.3:
+            data = data[: rng.randrange(len(data))]
+        (tmp_path / "bad").write_bytes(data)
+        try:
+            TensorFile(tmp_path / "bad").read_all()
+        except UserError:
+            refused += 1
+    assert refused > 1000
+    with pytest.raises(UserError, match="cannot read"):
+        TensorFile(tmp_path / "absent")
