@@ -2,38 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from trainer.errors import UserError
+
+ALIGNMENT = 16  # elements: every parameter starts at a multiple of 64 bytes
+
+
+def flatten(parameters: Sequence[nn.Parameter]) -> nn.Parameter:
+    """One fp32 parameter whose slices the given ones become, gradients included.
+
+    An adapter is hundreds of small tensors. Flat, they take one kernel each for the update, the norm, the clipping and the
+    reduction over processes. Gradients accumulate in place: zero them with `flat.grad.zero_()`, never set them to None.
+    """
+    starts, total = [], 0
+    for parameter in parameters:
+        starts.append(total)
+        total += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+    flat = nn.Parameter(torch.zeros(total, dtype=torch.float32, device=parameters[0].device))
+    flat.grad = torch.zeros_like(flat)
+    for parameter, start in zip(parameters, starts, strict=True):
+        assert parameter.dtype == torch.float32
+        piece = slice(start, start + parameter.numel())
+        flat.data[piece].copy_(parameter.data.reshape(-1))
+        parameter.data = flat.data[piece].view(parameter.shape)
+        parameter.grad = flat.grad[piece].view(parameter.shape)
+    return flat
 
 
 def build_optimizer(
     name: str,
-    groups: Sequence[dict[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
     *,
     betas: tuple[float, float],
     eps: float,
     min_8bit_size: int,
-    keep_32bit: Sequence[torch.nn.Parameter] = (),
 ) -> torch.optim.Optimizer:
-    """An optimizer over parameter groups of {"params", "lr", "weight_decay", "names"}.
+    """An optimizer with one flat parameter for each group of {"params", "lr", "weight_decay", "magnitudes"}.
 
-    keep_32bit: parameters whose state stays fp32 in an 8-bit optimizer (DoRA's magnitudes).
+    The state of a group of magnitudes stays fp32 in an 8-bit optimizer.
     """
+    flat = [{"params": [flatten(g["params"])], "lr": g["lr"], "weight_decay": g["weight_decay"]} for g in groups]
     if name == "adamw":
-        # Fused: one kernel for a group's hundreds of small tensors, on CPU as on CUDA.
-        return torch.optim.AdamW(list(groups), betas=betas, eps=eps, fused=True)
+        return torch.optim.AdamW(flat, betas=betas, eps=eps, fused=True)
     if name == "adamw8bit":
         import bitsandbytes as bnb
 
-        optimizer = bnb.optim.AdamW8bit(list(groups), betas=betas, eps=eps, min_8bit_size=min_8bit_size)
+        optimizer = bnb.optim.AdamW8bit(flat, betas=betas, eps=eps, min_8bit_size=min_8bit_size)
         manager = bnb.optim.GlobalOptimManager.get_instance()
         manager.register_parameters(optimizer.param_groups)
-        for parameter in keep_32bit:
-            manager.override_config(parameter, "optim_bits", 32)
+        for group, given in zip(optimizer.param_groups, groups, strict=True):
+            if given["magnitudes"]:
+                manager.override_config(group["params"][0], "optim_bits", 32)
         return optimizer
     raise UserError(f"optimizer.name = {name!r} is not known; use 'adamw' or 'adamw8bit'")
 

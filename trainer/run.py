@@ -17,7 +17,7 @@ import torch
 
 from trainer import config as configs
 from trainer import metrics, optim, outcome, precision, quantization, validation
-from trainer.adapters import Adapter, export, inject, is_magnitude
+from trainer.adapters import Adapter, export, inject
 from trainer.checkpoint import state, store
 from trainer.config import Config
 from trainer.data import cache as caches
@@ -284,12 +284,9 @@ class Run:
     def build_step(self, resumed: Path | None) -> None:
         config, plan = self.config, self.plan
         groups = self.adapter.parameter_groups(lr=config.optimizer.lr, weight_decay=config.optimizer.weight_decay)
-        self.parameter_names = [name for group in groups for name in group["names"]]
-        parameters = self.adapter.named_parameters()
         self.optimizer = optim.build_optimizer(
             config.optimizer.name, groups, betas=config.optimizer.betas, eps=config.optimizer.eps,
             min_8bit_size=config.optimizer.min_8bit_size,
-            keep_32bit=[p for name, p in parameters.items() if is_magnitude(name)],
         )  # fmt: skip
         self.schedule = optim.build_schedule(
             config.schedule.name, self.optimizer, total_steps=self.progress.total_steps,
@@ -302,9 +299,7 @@ class Run:
         if self.saved is not None:
             state.check_quantization(self.saved.quantization, self.quantization)
             self.adapter.load_state_dict(self.saved.adapter)
-            state.load_optimizer_state(
-                self.optimizer, self.parameter_names, self.saved.optimizer_tensors, self.saved.optimizer_scalars
-            )
+            state.load_optimizer_state(self.optimizer, self.saved.optimizer_tensors, self.saved.optimizer_scalars)
             optim.load_schedule_state(self.schedule, self.saved.schedule)
             self.scaler.load_state_dict(self.saved.scaler)
             self.saved = None
@@ -318,7 +313,6 @@ class Run:
 
         self.step = Step(
             losses=losses,
-            parameters=parameters,
             optimizer=self.optimizer,
             schedule=self.schedule,
             scaler=self.scaler,
@@ -444,7 +438,7 @@ class Run:
             files = state.pack(
                 progress=self.progress,
                 adapter=self.adapter.state_dict(),
-                optimizer=state.optimizer_state(self.optimizer, self.parameter_names),
+                optimizer=state.optimizer_state(self.optimizer),
                 schedule=optim.schedule_state(self.schedule),
                 scaler=self.scaler.state_dict(),
                 quantization=self.quantization,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -65,8 +65,9 @@ class StepResult:
 class Step:
     """Runs one update. Gradients are those of fp32 adapters, so unscaling an fp16 gradient cannot occur.
 
-    losses: Batch -> fp32 [B].  after_update: called when parameters changed (DoRA norms are refreshed there).
-    reduce: sums a flat fp32 tensor over processes, in place.
+    losses: Batch -> fp32 [B].  optimizer: over flat parameters (optim.flatten).
+    after_update: called when parameters changed (DoRA norms are refreshed there).
+    reduce: sums a tensor over processes, in place; None for a single process.
     dropout: (step, micro-batch) -> a context in which adapter dropout is on and seeded.
     """
 
@@ -74,7 +75,6 @@ class Step:
         self,
         *,
         losses: Callable[[Batch], torch.Tensor],
-        parameters: Mapping[str, torch.nn.Parameter],
         optimizer: torch.optim.Optimizer,
         schedule: torch.optim.lr_scheduler.LambdaLR,
         scaler: torch.amp.GradScaler,
@@ -83,7 +83,8 @@ class Step:
         reduce: Callable[[torch.Tensor], object] | None,
         dropout: Callable[[int, int], AbstractContextManager[None]],
     ) -> None:
-        self.losses, self.parameters = losses, list(parameters.values())
+        self.losses = losses
+        self.flat = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.optimizer, self.schedule, self.scaler = optimizer, schedule, scaler
         self.max_grad_norm = max_grad_norm
         self.after_update, self.reduce, self.dropout = after_update, reduce, dropout
@@ -95,7 +96,8 @@ class Step:
         scaler cannot answer by lowering its scale.
         """
         total = torch.zeros((), dtype=torch.float32)
-        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.flat:
+            parameter.grad.zero_()
         try:
             for index, batch in enumerate(batches):
                 with self.dropout(step, index):
@@ -105,12 +107,13 @@ class Step:
         except NonFiniteError as error:
             raise NonFiniteError(f"step {step}: {error}; the adapter is unchanged") from error
         if self.reduce is not None:
-            total = self._reduce(total)
+            total = total.to(self.flat[0].device)
+            for tensor in (*(parameter.grad for parameter in self.flat), total):
+                self.reduce(tensor)
         scale = self.scaler.get_scale()
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
-        grads = [p.grad for p in self.parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads, foreach=True)
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in self.flat])
         finite = bool(torch.isfinite(norm))
         if not finite and (not self.scaler.is_enabled() or scale <= 1):
             names = ", ".join(sorted({o.sample for batch in batches for o in batch.occurrences}))
@@ -118,24 +121,10 @@ class Step:
         lr = tuple(self.schedule.get_last_lr())
         if finite:
             if self.max_grad_norm > 0:
-                torch.nn.utils.clip_grads_with_norm_(self.parameters, self.max_grad_norm, norm, foreach=True)
+                torch.nn.utils.clip_grads_with_norm_(self.flat, self.max_grad_norm, norm)
             self.optimizer.step()
             self.schedule.step()
             self.after_update()
         if self.scaler.is_enabled():
             self.scaler.update()
         return StepResult(total.item(), norm.item() if finite else None, lr, not finite, scale)
-
-    def _reduce(self, total: torch.Tensor) -> torch.Tensor:
-        """Sum gradients and loss over processes in one flat buffer, parameters in their fixed order."""
-        device = self.parameters[0].device
-        flat = torch.cat(
-            [(p.grad if p.grad is not None else torch.zeros_like(p)).reshape(-1) for p in self.parameters]
-            + [total.reshape(1).to(device)]
-        )
-        self.reduce(flat)
-        position = 0
-        for p in self.parameters:
-            p.grad = flat[position : position + p.numel()].view_as(p)
-            position += p.numel()
-        return flat[-1].cpu()

@@ -217,17 +217,17 @@ class Adapter:
         return named
 
     def parameter_groups(self, *, lr: float, weight_decay: float) -> list[dict[str, object]]:
-        """Optimizer groups: one for each (lr, weight decay); magnitudes are never decayed."""
-        groups: dict[tuple[float, float], dict[str, object]] = {}
+        """Optimizer groups, {"lr", "weight_decay", "params", "magnitudes"}: magnitudes apart, and never decayed."""
+        groups: dict[tuple[float, float, bool], dict[str, object]] = {}
         for name, parameter in self.named_parameters().items():
             target = self.targets[name.partition(".lora_")[0]]
-            decay = weight_decay if target.weight_decay is None else target.weight_decay
-            if is_magnitude(name):
-                decay = 0.0
+            magnitude = is_magnitude(name)
+            decay = 0.0 if magnitude else weight_decay if target.weight_decay is None else target.weight_decay
             rate = lr if target.lr is None else target.lr
-            group = groups.setdefault((rate, decay), {"lr": rate, "weight_decay": decay, "params": [], "names": []})
+            group = groups.setdefault(
+                (rate, decay, magnitude), {"lr": rate, "weight_decay": decay, "params": [], "magnitudes": magnitude}
+            )
             group["params"].append(parameter)
-            group["names"].append(name)
         return list(groups.values())
 
     def state_dict(self) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ resolved config. quantization.json: what the frozen base is stored as, payload h
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from trainer.errors import UserError
 from trainer.tensorfile import TensorFile, serialize
 
 LAYOUT_VERSION = 1
-_SEPARATOR = "|"  # between a parameter's name and an optimizer's key for it
+_SEPARATOR = "|"  # between a group's name and an optimizer's key for it
 
 
 @dataclass
@@ -32,43 +32,45 @@ class Progress:
     started: str
 
 
-def optimizer_state(
-    optimizer: torch.optim.Optimizer, names: Sequence[str]
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(tensors, scalars) of every parameter's state, keyed 'PARAMETER|KEY'; `names` in the optimizer's order."""
+def optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """(tensors, scalars) of the optimizer's state, keyed 'group.INDEX|KEY': one flat parameter a group."""
     tensors, scalars = {}, {}
-    for name, parameter in zip(names, _parameters(optimizer), strict=True):
+    for name, parameter in _parameters(optimizer):
         for key, value in optimizer.state.get(parameter, {}).items():
             (tensors if isinstance(value, torch.Tensor) else scalars)[name + _SEPARATOR + key] = value
     return tensors, scalars
 
 
 def load_optimizer_state(
-    optimizer: torch.optim.Optimizer,
-    names: Sequence[str],
-    tensors: Mapping[str, torch.Tensor],
-    scalars: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]
 ) -> None:
     """The inverse of `optimizer_state`. Set directly: `load_state_dict` would cast 8-bit states and step counters."""
     by_name: dict[str, dict[str, Any]] = {}
     for key, value in {**tensors, **scalars}.items():
-        parameter, _, state_key = key.rpartition(_SEPARATOR)
-        by_name.setdefault(parameter, {})[state_key] = value
-    unknown = sorted(by_name.keys() - set(names))
+        name, _, state_key = key.rpartition(_SEPARATOR)
+        by_name.setdefault(name, {})[state_key] = value
+    parameters = dict(_parameters(optimizer))
+    unknown = sorted(by_name.keys() - parameters.keys())
     if unknown:
         raise UserError(f"the checkpoint's optimizer state has {unknown[0]!r}, which this run does not train")
-    for name, parameter in zip(names, _parameters(optimizer), strict=True):
+    for name, parameter in parameters.items():
         state = by_name.get(name, {})
+        for key in ("exp_avg", "exp_avg_sq", "state1", "state2"):
+            if key in state and state[key].numel() != parameter.numel():
+                raise UserError(
+                    f"the checkpoint's optimizer state {name}{_SEPARATOR}{key} has {state[key].numel()} elements, "
+                    f"this run's adapter {parameter.numel()}"
+                )
         optimizer.state[parameter] = {
-            # AdamW keeps its step counter on the CPU unless fused; its device does not enter the arithmetic.
             key: value.to(parameter.device) if isinstance(value, torch.Tensor) else value
             for key, value in state.items()
         }
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    for index, group in enumerate(optimizer.param_groups):
+        (parameter,) = group["params"]
+        yield f"group.{index}", parameter
 
 
 def pack(
