@@ -12,7 +12,7 @@ from torch import nn
 
 from trainer import precision, quantization
 from trainer.adapters import Rule, Target, match_targets
-from trainer.config import Config
+from trainer.config import Component, Config
 from trainer.data import buckets, sampler, sources
 from trainer.errors import UserError
 from trainer.models import family_named
@@ -77,7 +77,7 @@ class Plan:
 
 
 def make_plan(config: Config, *, processes: int, check=None) -> Plan:
-    """Resolve and check everything that can be without weights. Raises UserError for what cannot work."""
+    """Check everything that can be without weights. Raises UserError for what cannot work. config: as `resolve` gives."""
     family = family_named(config.model.family)
     components = _components(config, family)
     photos = sources.scan(
@@ -105,7 +105,7 @@ def make_plan(config: Config, *, processes: int, check=None) -> Plan:
         logit_mean=config.objective.logit_mean,
         logit_std=config.objective.logit_std,
     )
-    step = config.data.bucket_step or buckets.bucket_step(config.data.resolution)
+    step = config.data.bucket_step
     if step % family.size_multiple or config.data.resolution < step:
         raise UserError(
             f"data.bucket_step = {step} does not suit {family.name} at data.resolution = {config.data.resolution}; "
@@ -135,34 +135,51 @@ def make_plan(config: Config, *, processes: int, check=None) -> Plan:
     )  # fmt: skip
 
 
-def _components(config: Config, family: Family) -> dict[str, ComponentPlan]:
+def resolve(config: Config) -> Config:
+    """`config` with what the family decides written out: every component's dtypes, and the bucket step."""
+    family = family_named(config.model.family)
     names = [component.name for component in family.components]
     for name in config.model.components:
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"{family.name} has {', '.join(names)}"
             raise UserError(f"model.components.{name} is not a component of {family.name}; {hint}")
+    resolved = {}
+    for component in family.components:
+        given = config.model.components.get(component.name, Component())
+        compute = "fp32" if component.role == "vae" else config.precision.compute
+        resolved[component.name] = given.model_copy(
+            update={"dtype": given.dtype or DEFAULT_STORAGE[component.role], "compute": given.compute or compute}
+        )
+    step = config.data.bucket_step or buckets.bucket_step(config.data.resolution)
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"components": resolved}),
+            "data": config.data.model_copy(update={"bucket_step": step}),
+        }
+    )
+
+
+def _components(config: Config, family: Family) -> dict[str, ComponentPlan]:
     if config.precision.matmul != "compute":
         raise UserError("precision.matmul = 'fp8' is not supported by this version; use 'compute'")
     plans = {}
     for component in family.components:
-        chosen = config.model.components.get(component.name)
-        dtype = (chosen and chosen.dtype) or DEFAULT_STORAGE[component.role]
-        if dtype not in FORMATS or (chosen and chosen.backend not in (None, "native")):
-            backend = f" with backend = {chosen.backend!r}" if chosen and chosen.backend else ""
+        chosen = config.model.components[component.name]
+        key = f"model.components.{component.name}.dtype = {chosen.dtype!r}"
+        if chosen.dtype not in FORMATS or chosen.backend not in (None, "native"):
+            backend = f" with backend = {chosen.backend!r}" if chosen.backend else ""
             raise UserError(
-                f"model.components.{component.name}.dtype = {dtype!r}{backend} is not supported by this version; "
-                f"use one of {', '.join(FORMATS)} with the native backend"
+                f"{key}{backend} is not supported by this version; use one of {', '.join(FORMATS)} with the native backend"
             )
-        if component.role == "vae" and FORMATS[dtype].quantised:
+        if component.role == "vae" and FORMATS[chosen.dtype].quantised:
             raise UserError(
-                f"model.components.{component.name}.dtype = {dtype!r}: the VAE is not quantised (its convolutions are a few "
-                "hundred MB, and errors show in every image); use fp32, bf16 or fp16"
+                f"{key}: the VAE is not quantised (its convolutions are a few hundred MB, and errors show in every image); "
+                "use fp32, bf16 or fp16"
             )
-        compute = (chosen and chosen.compute) or ("fp32" if component.role == "vae" else config.precision.compute)
-        exclude = chosen.exclude if chosen else ()
+        compute = precision.compute_dtype(chosen.compute)
         plans[component.name] = ComponentPlan(
-            component.name, FORMATS[dtype], precision.compute_dtype(compute), (*component.sensitive, *exclude)
+            component.name, FORMATS[chosen.dtype], compute, (*component.sensitive, *chosen.exclude)
         )
     return plans
 
@@ -281,12 +298,14 @@ def _data_lines(plan: Plan) -> list[str]:
     shown = ", ".join(f"{w}x{h}: {n}" for (w, h), n in sorted(counts.items()))
     repeats = sorted({photo.repeats for photo, _ in plan.photos})
     captions = sum(not photo.caption for photo, _ in plan.photos)
+    upscaled = sum(buckets.place(photo.width, photo.height, bucket).upscaled for photo, bucket in plan.photos)
+    small = f"; {upscaled} photos are smaller than their bucket and are enlarged" if upscaled else ""
     length = f"{plan.max_steps} steps = {plan.max_steps / plan.steps_per_epoch:.4g} epochs"
     return [
         f"data {len(plan.photos)} images x {'/'.join(map(str, repeats))} repeats / (batch {data.batch_size} x accumulation "
         f"{accumulation} x {plan.processes} processes) = {even:g}, with bucket remainders {plan.steps_per_epoch} steps an "
         f"epoch; {length}",
-        f"  buckets (images an epoch) {shown}",
+        f"  buckets (images an epoch) {shown}{small}",
         f"  captions: {captions} missing or empty; dropped with probability {data.caption_dropout:g}; flip "
         f"{'on' if data.flip else 'off'}; text {'cached' if plan.cache_text else 'encoded live'}",
     ]

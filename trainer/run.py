@@ -26,7 +26,7 @@ from trainer.errors import Interrupted, UserError
 from trainer.memory import checkpoint_blocks
 from trainer.models.base import Model
 from trainer.models.loading import load_tokenizers, open_model
-from trainer.plan import Plan, describe, make_plan, total_updates
+from trainer.plan import Plan, describe, make_plan, resolve, total_updates
 from trainer.quantization import FrozenConv2d, FrozenLinear
 from trainer.report import write_report
 from trainer.signals import StopSignal
@@ -37,11 +37,13 @@ from trainer.types import Conditioning
 
 def plan(config: Config) -> None:
     """Print what a run would do."""
+    config = resolve(config)
     print(describe(make_plan(config, processes=int(os.environ.get("WORLD_SIZE", "1"))), sizes=True))
 
 
 def train(config: Config, *, resume_from: str | None) -> None:
     """Train to the end, to `run.stop_after`, or until a signal. Raises what cli.py turns into exit statuses."""
+    config = resolve(config)
     # Before the signal handlers: a process that waits for its peers has nothing to lose and should just end.
     accelerator = start_processes(config)
     with StopSignal() as stop:
@@ -519,8 +521,8 @@ class Run:
         self.say(outcome.render(sections))
         for kind, path in written.items():
             self.say(f"adapter ({kind}): {path}")
-        if self.plan.requests:
-            self.say(f"samples: {self.output_dir / 'samples'}")
+        for path in sorted(validation.sample_folder(self.output_dir, self.progress.step).glob("*.png")):
+            self.say(f"sample: {path}")
         self.say(f"report: {report}")
 
 

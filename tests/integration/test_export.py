@@ -32,6 +32,7 @@ def train(bench: Workbench, family: str, kind: str, dtype: str, **more) -> runs.
         validation__prompts=["a bear"],
         **more,
     )
+    config = runs.resolve(config)
     with StopSignal() as stop:
         run = runs.Run(runs.make_plan(config, processes=1), runs.start_processes(config), stop)
         run.open_output(None)

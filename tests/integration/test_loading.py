@@ -159,3 +159,26 @@ def test_peak_memory_of_loading_a_float8_component() -> None:
         [sys.executable, "scripts/bench_loading.py"], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_flux_sees_its_timestep_in_fp32_under_bf16(bench: Workbench) -> None:
+    """The stock forward rounds t to bf16 before it multiplies by 1000: 0.501 becomes 0.5."""
+    source = open_model(FAMILIES["flux"], str(bench.models / "flux"))
+    swap = plan_for("transformer", "bf16", torch.bfloat16).swap
+    module = source.load("transformer", swap=swap, device=CPU)
+    seen = []
+    module.time_text_embed.time_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    config = module.config
+    module(
+        hidden_states=torch.zeros(1, 4, config.in_channels), timestep=torch.tensor([0.501]), guidance=torch.tensor([1.003]),
+        encoder_hidden_states=torch.zeros(1, 3, config.joint_attention_dim),
+        pooled_projections=torch.zeros(1, config.pooled_projection_dim), img_ids=torch.zeros(4, 3), txt_ids=torch.zeros(3, 3),
+    )  # fmt: skip
+    assert [t.dtype for t in seen] == [torch.float32] * 2
+    assert seen[0].item() == pytest.approx(501.0, abs=1e-3) and seen[1].item() == pytest.approx(1003.0, abs=1e-3)
+
+
+def test_t5_holds_its_embedding_table_once(bench: Workbench) -> None:
+    source = open_model(FAMILIES["flux"], str(bench.models / "flux"))
+    module = source.load("text_encoder_2", swap=plan_for("text_encoder_2").swap, device=CPU)
+    assert module.shared.weight.data_ptr() == module.encoder.embed_tokens.weight.data_ptr()

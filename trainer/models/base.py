@@ -87,8 +87,9 @@ class Family:
     predict(model, noised fp32 [B, C, h, w], time [B], conditioning, batch) -> the objective's prediction [B, C, h, w].
     image_tokens(height, width) -> tokens of an image of that many pixels, for shifts that depend on it.
     sample(model, request, conditioning, negative) -> PIL image.
+    adjust(component, module) -> changes, in place, what the library's forward gets wrong for training.
     no_gradient(component, config) -> fnmatch patterns of layers whose output never reaches the loss.
-    original_modules(component, config) -> Links between modules, for kohya's names (see adapters/export.py).
+    module_links(component, config) -> Links to the original layout, for kohya's names; empty where names stay.
     kohya_prefix: component -> prefix of its keys in kohya files.
     """
 
@@ -107,6 +108,7 @@ class Family:
     predict: Callable[[Model, torch.Tensor, torch.Tensor, Conditioning, Batch], torch.Tensor]
     image_tokens: Callable[[int, int], int]
     sample: Callable[[Model, SampleRequest, Conditioning, Conditioning], Any]
+    adjust: Callable[[str, nn.Module], None]
     no_gradient: Callable[[str, dict], tuple[str, ...]]
     module_links: Callable[[str, dict], list[Link]]
     kohya_prefix: Mapping[str, str]

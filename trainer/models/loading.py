@@ -178,6 +178,9 @@ class ModelSource:
         _fill_buffers(module)
         for group in plan:
             _place(module, group, device)
+        if hasattr(module, "tie_weights"):
+            module.tie_weights()  # T5 lists its embedding table twice; two copies would be half a gigabyte
+        self.family.adjust(name, module)
         return module
 
     def _plan(self, name: str, expected: Mapping[str, tuple[int, ...]]) -> list[Read]:
