@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv with everything the project needs. Sourced by demo.sh and test.sh; safe to repeat.
+# Makes .venv with everything the project needs. Run by demo.sh and test.sh; safe to repeat.
 #   setup.sh          what a run needs
 #   setup.sh dev      and what the tests need
 set -euo pipefail

@@ -69,7 +69,7 @@ def built(config: configs.Config, resume_from: str | None = None) -> Iterator[ru
         accelerator = runs.start_processes(config)
         resumed, _ = runs.resolve_start(config, resume_from)
         run = runs.Run(make_plan(config, processes=1), accelerator, stop)
-        run.fetch_weights()
+        run.open_model()
         run.open_output(resumed)
         run.encode_data()
         run.build_adapter()

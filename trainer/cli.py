@@ -16,6 +16,12 @@ from trainer.errors import Interrupted, NonFiniteError, UserError
 STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG}
 
 
+OUT_OF_MEMORY = (
+    "out of memory: start a new run (another run.output_dir) with a lower data.batch_size or data.resolution, "
+    "or with memory.gradient_checkpointing = true"
+)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="train.py", description="Fine-tune a LoRA or DoRA adapter for SDXL or Flux.", allow_abbrev=False
@@ -53,16 +59,22 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail(128 + error.signum, str(error))
     except KeyboardInterrupt:
         return _fail(130, "stopped at once")
+    except (PermissionError, NotADirectoryError, FileExistsError, IsADirectoryError) as error:
+        return _fail(2, f"{error.filename}: {error.strerror}; give a path that this user may write to")
+    except MemoryError:
+        return _fail(5, OUT_OF_MEMORY)
     except OSError as error:
         if error.errno in STORAGE_ERRORS:
             return _fail(6, f"storage: {error}; free space or mend the disk, then start again with --resume_from auto")
         raise
     except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":
+        if type(error).__name__ == "CacheError":
+            return _fail(6, str(error))
+        if type(error).__name__ != "OutOfMemoryError" and "can't allocate memory" not in str(error):
             raise
-        return _fail(
-            5, f"{error}\nlower data.batch_size or data.resolution, or set memory.gradient_checkpointing = true"
-        )
+        return _fail(5, f"{error}\n{OUT_OF_MEMORY}")
+    finally:
+        gc.enable()
     return 0
 
 

@@ -23,6 +23,7 @@ Count = Annotated[int, Field(ge=1)]
 Cadence = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
 
 
@@ -33,7 +34,7 @@ class Table(BaseModel):
 class Run(Table):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     output_dir: Annotated[str, Field(min_length=1)]
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Seed = 0
     max_steps: Count | None = None
     epochs: Count | None = None
     stop_after: Count | None = None
@@ -44,7 +45,9 @@ class Run(Table):
     def _one_length(self) -> Run:
         if (self.max_steps is None) == (self.epochs is None):
             given = "both are" if self.epochs is not None else "neither is"
-            raise ValueError(f"give exactly one of run.max_steps and run.epochs; {given} given")
+            raise ValueError(
+                f"give exactly one of run.max_steps and run.epochs; {given} given (--set run.max_steps= removes a key)"
+            )
         return self
 
 
@@ -172,7 +175,7 @@ class Sample(Table):
     negative: str = ""
     width: Count | None = None
     height: Count | None = None
-    seed: int | None = None
+    seed: Seed | None = None
     steps: Count | None = None
     guidance: float | None = None
     strength: Share = 1.0
@@ -182,7 +185,7 @@ class Validation(Table):
     every_steps: Cadence = 500
     prompts: Strings = ()
     samples: Annotated[tuple[Sample, ...], Field(strict=False)] = ()
-    seed: int = 0
+    seed: Seed = 0
     steps: Count = 20
 
     @model_validator(mode="after")
@@ -289,8 +292,9 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key.strip():
         raise UserError(f"--set {override!r}: write it as table.key=VALUE, for example --set run.seed=3")
+    remove = not text.strip()
     try:
-        value = tomllib.loads(f"value = {text.strip()}")["value"]
+        value = None if remove else tomllib.loads(f"value = {text.strip()}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()  # a bare word is a string
     *tables, last = key.strip().split(".")
@@ -300,6 +304,8 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     if isinstance(node, list):
         _child(node, last, override)
         node[int(last)] = value
+    elif remove:
+        node.pop(last, None)
     else:
         node[last] = value
 

@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from functools import wraps
+
+import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
-def checkpoint_blocks(denoiser: nn.Module, every: bool | int) -> int:
+def checkpoint_blocks(denoiser: nn.Module, patterns: Sequence[str], every: bool | int) -> int:
     """Recompute the activations of every n-th block in the backward pass (True: of all). Returns how many blocks.
 
-    `denoiser` is a diffusers model: it offers the switch on each container of blocks.
+    patterns: fnmatch on dotted names; a block is the outermost module that matches with its last name an index.
     """
     if every is False:
         return 0
-    denoiser.enable_gradient_checkpointing()
-    containers = [m for m in denoiser.modules() if getattr(m, "gradient_checkpointing", False)]
-    n = 1 if every is True else every
-    for index, container in enumerate(containers):
-        container.gradient_checkpointing = index % n == 0
-    return sum(container.gradient_checkpointing for container in containers)
+    blocks: list[nn.Module] = []
+    names: list[str] = []
+    for name, module in denoiser.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in names)
+        if name.rpartition(".")[2].isdigit() and not inside and any(fnmatchcase(name, p) for p in patterns):
+            names.append(name)
+            blocks.append(module)
+    chosen = blocks[:: 1 if every is True else every]
+    for block in chosen:
+        block.forward = _recomputed(block.forward)
+    return len(chosen)
+
+
+def _recomputed(forward: Callable) -> Callable:
+    @wraps(forward)
+    def wrapped(*args, **kwargs):
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return wrapped

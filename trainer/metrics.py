@@ -22,12 +22,28 @@ def cut(output_dir: Path, step: int) -> None:
             entry = json.loads(line)
         except ValueError:
             break  # a kill cut this line short; it is the last
-        if not line.endswith(b"\n") or entry["step"] > step:
+        if not line.endswith(b"\n") or not isinstance(entry, dict) or entry.get("step", step + 1) > step:
             break
         kept.append(line)
     temporary = path.with_name(f".{FILE}.tmp")
     temporary.write_bytes(b"".join(kept))
     os.replace(temporary, path)
+
+
+def progress_bar(what: str) -> Callable[[int, int], None]:
+    """A callback (done, total) that shows a bar while something long is made, and leaves nothing behind."""
+    from tqdm import tqdm
+
+    bars: list[Any] = []
+
+    def show(done: int, total: int) -> None:
+        if not bars:
+            bars.append(tqdm(total=total, desc=what, leave=False, dynamic_ncols=True))
+        bars[0].update(done - bars[0].n)
+        if done == total:
+            bars[0].close()
+
+    return show
 
 
 class Metrics:

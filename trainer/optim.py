@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer.errors import UserError
 
-ALIGNMENT = 16  # elements: every parameter starts at a multiple of 64 bytes
+ALIGNMENT = 256  # elements: the block of 8-bit optimizers, so that no block spans two parameters
 
 
 def flatten(parameters: Sequence[nn.Parameter]) -> nn.Parameter:

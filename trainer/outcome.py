@@ -35,6 +35,11 @@ def weight_change(adapter: Adapter) -> dict[str, Any]:
     return {"columns": columns, "rows": rows}
 
 
+def did_nothing(adapter: Adapter) -> bool:
+    """Whether every B is zero: the adapter is still the identity but for a magnitude."""
+    return not any(layer.lora_B[ADAPTER_NAME].weight.any() for layer in adapter.layers.values())
+
+
 def block_of(layer: str) -> str:
     """The layer's name up to the first index that follows a container of blocks: 'unet.down_blocks.1'."""
     match = re.match(r"(.*?(?:blocks|layers|block)\.\d+|.*?mid_block)\.", layer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from math import prod
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from trainer import precision, quantization
 from trainer.adapters import Rule, Target, match_targets
-from trainer.config import Component, Config
+from trainer.config import Component, Config, Sample
 from trainer.data import buckets, sampler, sources
 from trainer.errors import UserError
 from trainer.models import family_named
@@ -65,7 +66,6 @@ class Plan:
     shapes: dict[tuple[str, str], tuple[int, ...]]
     skipped: tuple[str, ...]
     requests: tuple[SampleRequest, ...]
-    strengths: tuple[float, ...]
     processes: int
     steps_per_epoch: int
     max_steps: int
@@ -94,6 +94,7 @@ def make_plan(config: Config, *, processes: int, check=None) -> Plan:
         source.config(component.name)
         if source.hub_id is None:
             source.verify(component.name)
+        _check_exclude(config, source, component.name)
     objective = family.objective(
         source.scheduler,
         source.markers,
@@ -127,10 +128,10 @@ def make_plan(config: Config, *, processes: int, check=None) -> Plan:
     steps_per_epoch = sampler.steps_per_epoch(
         bucketed, batch_size=config.data.batch_size, accumulation=accumulation, processes=processes
     )
-    requests, strengths = _requests(config)
+    requests = _requests(config)
     check_sizes(requests, family.size_multiple)
     return Plan(
-        config, family, source, components, objective, bucketed, targets, shapes, skipped, requests, strengths, processes,
+        config, family, source, components, objective, bucketed, targets, shapes, skipped, requests, processes,
         steps_per_epoch, config.run.max_steps or config.run.epochs * steps_per_epoch, cache_text,
     )  # fmt: skip
 
@@ -184,12 +185,24 @@ def _components(config: Config, family: Family) -> dict[str, ComponentPlan]:
     return plans
 
 
+def _check_exclude(config: Config, source: ModelSource, name: str) -> None:
+    exclude = config.model.components[name].exclude
+    names = (
+        [n for n, m in source.build(name).named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))] if exclude else []
+    )
+    for pattern in exclude:
+        if not any(fnmatchcase(n, pattern) for n in names):
+            close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
+            raise UserError(
+                f"model.components.{name}.exclude: the pattern {pattern!r} matches no layer"
+                + (f"; near misses: {', '.join(close)}" if close else "")
+            )
+
+
 def _targets(
     config: Config, family: Family, source: ModelSource
 ) -> tuple[tuple[Target, ...], dict[tuple[str, str], tuple[int, ...]], tuple[str, ...]]:
     """(what is adapted, weight shapes of the adaptable layers, layers skipped for want of a gradient path)."""
-    from fnmatch import fnmatchcase
-
     named = [family.denoiser, *(r.component for r in config.adapter.rules if r.component in family.text_encoders)]
     layers: dict[str, list[str]] = {}
     shapes: dict[tuple[str, str], tuple[int, ...]] = {}
@@ -219,21 +232,17 @@ def _targets(
     return targets, shapes, tuple(name for name in skipped if name.partition(".")[0] in adapted)
 
 
-def _requests(config: Config) -> tuple[tuple[SampleRequest, ...], tuple[float, ...]]:
-    wanted = config.validation
-    size = config.data.resolution
+def _requests(config: Config) -> tuple[SampleRequest, ...]:
+    wanted, size = config.validation, config.data.resolution
     if wanted.every_steps == 0:
-        return (), ()
-    requests = [
-        SampleRequest(prompt, "", size, size, wanted.seed, wanted.steps, None) for prompt in wanted.prompts
-    ] + [
+        return ()
+    return tuple(
         SampleRequest(
             s.prompt, s.negative, s.width or size, s.height or size, wanted.seed if s.seed is None else s.seed,
-            s.steps or wanted.steps, s.guidance,
+            s.steps or wanted.steps, s.guidance, s.strength,
         )
-        for s in wanted.samples
-    ]  # fmt: skip
-    return tuple(requests), tuple([1.0] * len(wanted.prompts) + [s.strength for s in wanted.samples])
+        for s in (*(Sample(prompt=prompt) for prompt in wanted.prompts), *wanted.samples)
+    )  # fmt: skip
 
 
 def describe(plan: Plan, *, sizes: bool) -> str:

@@ -22,8 +22,10 @@ def compute_dtype(name: str) -> torch.dtype:
     return COMPUTE_DTYPES[name]
 
 
-def check_device(device: torch.device, compute: set[str]) -> None:
-    """Refuse a compute dtype that the device would only emulate. CPU runs all of them (fp16 slowly)."""
+def prepare_device(device: torch.device, compute: set[str]) -> None:
+    """Make fp32 mean fp32, and refuse a compute dtype that the device would only emulate. CPU runs all (fp16 slowly)."""
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
     if device.type == "cuda" and "bf16" in compute and torch.cuda.get_device_capability(device) < (8, 0):
         raise UserError(
             f"precision.compute = 'bf16' needs an Ampere or newer GPU, this is {torch.cuda.get_device_name(device)}; "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -52,8 +53,9 @@ def train(config: Config, *, resume_from: str | None) -> None:
         run = Run(plan, accelerator, stop)
         for line in passed_over:
             run.say(f"warning: {line}")
+        run.say(f"device {accelerator.device}, {accelerator.num_processes} process(es)")
         run.say(describe(plan, sizes=False))
-        run.fetch_weights()
+        run.open_model()
         run.open_output(resumed)
         run.encode_data()
         run.build_adapter()
@@ -79,7 +81,7 @@ def start_processes(config: Config):
     # Said in so many words: without a GPU and without `cpu=True`, accelerate makes every process a lone main process.
     on_cpu = config.run.device == "cpu" or not torch.cuda.is_available()
     accelerator = Accelerator(cpu=on_cpu, mixed_precision="no")
-    precision.check_device(accelerator.device, {config.precision.compute})
+    precision.prepare_device(accelerator.device, {component.compute for component in config.model.components.values()})
     return accelerator
 
 
@@ -91,24 +93,26 @@ def resolve_start(config: Config, resume_from: str | None) -> tuple[Path | None,
     output_dir = Path(config.run.output_dir)
     if output_dir.exists() and not output_dir.is_dir():
         raise UserError(f"run.output_dir = {str(output_dir)!r} is a file; give a folder")
-    folder, passed_over = store.find(output_dir / "checkpoints", resume_from)
-    saved = output_dir / "config.toml"
+    checkpoints, saved = output_dir / "checkpoints", output_dir / "config.toml"
+    folder, passed_over = store.find(checkpoints, resume_from)
+    results = store.steps(checkpoints) or (output_dir / "adapters").exists()
     if folder is not None:
-        progress, tree = state.read_header(folder)
+        _, tree = state.read_header(folder)
         refuse_changes(tree, config, f"the checkpoint {folder}")
-        length = config.run.max_steps
-        if length is not None and length < progress.step:
-            raise UserError(f"run.max_steps = {length}, but {folder} is at step {progress.step}; raise it")
-    elif saved.exists():
+        if folder.resolve().parent != checkpoints.resolve() and results:
+            raise UserError(
+                f"--resume_from {folder}: run.output_dir = {str(output_dir)!r} already holds a run; "
+                "choose another run.output_dir to branch off from that checkpoint"
+            )
+    elif saved.exists() and results:
+        # A start that ended before its first checkpoint left nothing to protect: a mended config replaces it.
         refuse_changes(configs.read_resolved(saved), config, f"run.output_dir = {str(output_dir)!r}")
-        if store.steps(output_dir / "checkpoints"):
+        if store.steps(checkpoints):
             raise UserError(
                 f"run.output_dir = {str(output_dir)!r} already holds this run's checkpoints; "
                 "add --resume_from auto to go on, or choose another run.output_dir"
             )
-    elif output_dir.is_dir() and any(
-        (output_dir / name).exists() for name in ("checkpoints", "adapters", metrics.FILE)
-    ):
+    elif results and not saved.exists():
         raise UserError(f"run.output_dir = {str(output_dir)!r} holds another run without a config.toml; choose another")
     return folder, passed_over
 
@@ -143,34 +147,19 @@ class Run:
 
     # --- output -------------------------------------------------------------------------------------------------------
 
-    def fetch_weights(self) -> None:
-        """Of a hub id only configs are here so far. What is local was verified with the plan."""
+    def open_model(self) -> None:
+        """Fetch a hub id's weights, of which only configs are here so far; tokenizers; what they say of the captions."""
         if self.source.hub_id:
             paths = {name: c.path for name, c in self.config.model.components.items() if c.path}
             with self.accelerator.main_process_first():
                 self.source = open_model(self.family, self.config.model.path, component_paths=paths)
             for component in self.family.components:
                 self.source.verify(component.name)
-
-    def open_output(self, resumed: Path | None) -> None:
-        """Write the resolved config; drop what a killed start left behind."""
-        self.saved = state.unpack(resumed) if resumed else None
-        if self.saved is not None:
-            self.progress = self.saved.progress
-            self.say(f"resuming {resumed} at step {self.progress.step}")
-        else:
-            now = datetime.now(UTC).isoformat(timespec="seconds")
-            self.progress = state.Progress(step=0, images=0, total_steps=total_updates(self.plan), started=now)
-        if self.accelerator.is_main_process:
-            write_atomic(self.output_dir / "config.toml", [configs.dumps(self.config).encode()])
-            metrics.cut(self.output_dir, self.progress.step)
-        self.accelerator.wait_for_everyone()
-
-    # --- model and data -----------------------------------------------------------------------------------------------
-
-    def encode_data(self) -> None:
-        """Fill the caches of latents and text; load an encoder only for what is missing, and let it go again."""
         config, plan = self.config, self.plan
+        self.data = {
+            "photos": sampler.fingerprint(plan.photos),
+            "micro_batches": config.step.accumulation * plan.processes,
+        }
         self.model = Model(
             modules={},
             configs={c.name: self.source.config(c.name) for c in self.family.components},
@@ -184,31 +173,63 @@ class Run:
                 "text_length": config.data.text_length,
             },
         )
+        self.report_captions([photo for photo, _ in plan.photos])
+
+    def open_output(self, resumed: Path | None) -> None:
+        """Write the resolved config; drop what a killed start left behind."""
+        self.saved = state.unpack(resumed) if resumed else None
+        if self.saved is not None:
+            self.progress = self.saved.progress
+            state.check_data(self.saved.data, self.data)
+            if self.plan.max_steps < self.progress.step:
+                raise UserError(
+                    f"the run's length is {self.plan.max_steps} steps, but {resumed} is at step {self.progress.step}; "
+                    "raise run.max_steps or run.epochs"
+                )
+            self.say(f"resuming {resumed} at step {self.progress.step}")
+        else:
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            self.progress = state.Progress(step=0, images=0, total_steps=total_updates(self.plan), started=now)
+        if self.accelerator.is_main_process:
+            write_atomic(self.output_dir / "config.toml", [configs.dumps(self.config).encode()])
+            metrics.cut(self.output_dir, self.progress.step)
+            store.set_aside(self.checkpoints, after=self.progress.step)
+            if self.saved is None:
+                # Of a start that ended before its first checkpoint, perhaps under another config.
+                for folder in (self.output_dir / "samples").glob("step-????????"):
+                    shutil.rmtree(folder)
+        self.accelerator.wait_for_everyone()
+
+    # --- model and data -----------------------------------------------------------------------------------------------
+
+    def encode_data(self) -> None:
+        """Fill the caches of latents and text; load an encoder only for what is missing, and let it go again."""
+        config, plan = self.config, self.plan
         self.cache = caches.Cache(Path(config.data.cache_dir or self.output_dir / "cache"))
         vae = next(c.name for c in self.family.components if c.role == "vae")
         latent_fingerprint = self.fingerprint(vae)
         text_fingerprint = (
             " ".join(
                 [*map(self.fingerprint, self.family.text_encoders), self.source.tokenizer_fingerprint]
-                + [str(config.data.text_length)]
+                + [str(self.family.count_tokens(self.model, ""))]
             )
             if plan.cache_text
             else None
         )
         self.text_fingerprint = text_fingerprint
         photos = [photo for photo, _ in plan.photos]
-        self.report_captions(photos)
         with self.accelerator.main_process_first():
             made = caches.fill_latents(
                 self.cache, plan.photos, fingerprint=latent_fingerprint, flip=config.data.flip,
                 encode=lambda pixels: self.encode_images(vae, pixels), check=self.stop.check,
+                progress=metrics.progress_bar("encoding photos"),
             )  # fmt: skip
             texts = 0
             if text_fingerprint is not None:
                 prompts = [p for request in plan.requests for p in (request.prompt, request.negative)]
                 texts = caches.fill_text(
                     self.cache, [*(photo.caption for photo in photos), *prompts], fingerprint=text_fingerprint,
-                    encode=self.encode_prompts, check=self.stop.check,
+                    encode=self.encode_prompts, check=self.stop.check, progress=metrics.progress_bar("encoding captions"),
                 )  # fmt: skip
         self.say(f"cache: {made} latents and {texts} texts encoded, the rest was there")
         for name in (*self.family.text_encoders, *(() if plan.requests else (vae,))):
@@ -223,7 +244,7 @@ class Run:
 
     def fingerprint(self, name: str) -> str:
         component = self.plan.components[name]
-        return f"{self.source.fingerprint(name)}:{component.format.name}:{component.compute}"
+        return f"{self.source.fingerprint(name)}:{component.format.name}:{component.compute}:{component.keep}"
 
     def report_captions(self, photos) -> None:
         def counter(tokenizer: str):
@@ -237,7 +258,9 @@ class Run:
 
     def load(self, name: str) -> torch.nn.Module:
         if name not in self.model.modules:
-            self.model.modules[name] = self.source.load(name, swap=self.plan.components[name].swap, device=self.device)
+            self.model.modules[name] = self.source.load(
+                name, swap=self.plan.components[name].swap, device=self.device, check=self.stop.check
+            )
         return self.model.modules[name]
 
     @torch.no_grad()
@@ -281,7 +304,11 @@ class Run:
         )
         for module in self.model.modules.values():
             module.eval()
-        checkpoint_blocks(self.model.modules[self.family.denoiser], config.memory.gradient_checkpointing)
+        blocks = checkpoint_blocks(
+            self.model.modules[self.family.denoiser], self.family.blocks, config.memory.gradient_checkpointing
+        )
+        if blocks:
+            self.say(f"gradient checkpointing: {blocks} blocks are recomputed in the backward pass")
 
     def build_step(self, resumed: Path | None) -> None:
         config, plan = self.config, self.plan
@@ -353,24 +380,19 @@ class Run:
         batches_of = loader.iterate(mine, self.reader, num_workers=config.data.num_workers)
         saved_step = progress.step
         try:
-            if self.samples_due(progress.step):
-                self.draw_samples()
+            self.after_step()  # step 0, or what a stop cut off
             for update in self.updates():
                 if progress.step >= stop_after:
                     break
                 self.stop.check()
                 self.one_step(update, next(batches_of))
-                done = progress.step == last
-                if self.samples_due(progress.step) or (done and self.plan.requests and config.validation.every_steps):
-                    self.draw_samples()
-                if not done and _due(config.export.every_steps, progress.step):
-                    self.export(f"{config.run.name}-{progress.step:08d}")
-                if done or progress.step == stop_after or _due(config.checkpoint.every_steps, progress.step):
+                self.after_step()
+                if progress.step in (last, stop_after) or _due(config.checkpoint.every_steps, progress.step):
                     self.save()
                     saved_step = progress.step
             self.finished = progress.step >= last
             if not self.finished:
-                self.say(f"stopped after step {progress.step} as asked; go on with --resume_from auto")
+                self.log.write(f"stopped after step {progress.step} as asked; go on with --resume_from auto")
         except Interrupted:
             if progress.step > saved_step:
                 self.save()
@@ -415,25 +437,33 @@ class Run:
 
     # --- samples, checkpoints, adapter files --------------------------------------------------------------------------
 
-    def samples_due(self, step: int) -> bool:
-        """Before step 1 and every so many steps, unless they are there already (a run resumed at that step)."""
-        if not self.plan.requests or not (step == 0 or _due(self.config.validation.every_steps, step)):
-            return False
-        return not validation.sample_folder(self.output_dir, step).exists()
+    def after_step(self) -> None:
+        """Export and draw what is due at the present step and not there yet."""
+        config, step = self.config, self.progress.step
+        done = step == self.plan.max_steps
+        name = f"{config.run.name}-{step:08d}"
+        if (
+            not done
+            and _due(config.export.every_steps, step)
+            and not list((self.output_dir / "adapters").glob(f"{name}*"))
+        ):
+            self.export(name)
+        due = step == 0 or done or _due(config.validation.every_steps, step)
+        if self.plan.requests and due and not validation.sample_folder(self.output_dir, step).exists():
+            self.draw_samples()
 
     def draw_samples(self) -> None:
         if not self.accelerator.is_main_process:
             return
-        strengths = dict(zip(self.plan.requests, self.plan.strengths, strict=True))
 
-        def sample(request, conditioning, negative):
-            with self.adapter.at_strength(strengths[request]):
+        def sample(request):
+            # Around the encoding too: an adapted text encoder has a strength as well.
+            with self.adapter.at_strength(request.strength):
+                conditioning, negative = self.conditioning(request.prompt), self.conditioning(request.negative)
                 return self.family.sample(self.model, request, conditioning, negative)
 
-        validation.draw_samples(
-            self.plan.requests, sample=sample, conditioning=self.conditioning, check=self.stop.check,
-            folder=validation.sample_folder(self.output_dir, self.progress.step),
-        )  # fmt: skip
+        folder = validation.sample_folder(self.output_dir, self.progress.step)
+        validation.draw_samples(self.plan.requests, sample=sample, folder=folder, check=self.stop.check)
 
     def save(self) -> None:
         if self.accelerator.is_main_process:
@@ -445,6 +475,7 @@ class Run:
                 scaler=self.scaler.state_dict(),
                 quantization=self.quantization,
                 config=self.config.model_dump(exclude_none=True, mode="json"),
+                data=self.data,
                 versions={"torch": torch.__version__},
             )
             store.save(self.checkpoints, self.progress.step, files)
@@ -506,17 +537,16 @@ class Run:
             return
         sections = {"Did it take?": outcome.weight_change(self.adapter)}
         rows = []
-        for index in range(len(self.plan.requests)):
-            before = validation.sample_folder(self.output_dir, 0) / f"{index:02d}.png"
-            after = validation.sample_folder(self.output_dir, self.progress.step) / f"{index:02d}.png"
-            if before.exists() and after.exists():
-                rows.append([f"sample {index:02d} moved by (relative L2 of pixels)",
-                             f"{validation.image_distance(before, after):.3%}"])  # fmt: skip
+        for before, after in validation.pairs(self.output_dir, self.progress.step):
+            rows.append([f"sample {after.stem} moved by (relative L2 of pixels)",
+                         f"{validation.image_distance(before, after):.3%}"])  # fmt: skip
         if "diffusers" in written:
             live = export.diffusers_tensors(self.adapter)
             rows.append(["exported file, read back, against the live adapter",
                          outcome.read_back(written["diffusers"], live)])  # fmt: skip
         sections["Effect"] = {"columns": ["what", "value"], "rows": rows}
+        if outcome.did_nothing(self.adapter):
+            self.say("warning: every B is zero: the adapter changes nothing; train longer or raise optimizer.lr")
         report = write_report(self.output_dir, name=self.config.run.name, outcome=sections)
         self.say(outcome.render(sections))
         for kind, path in written.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import torch
 
 from trainer.errors import UserError
-from trainer.types import Conditioning
 
 
 def sample_folder(output_dir: Path, step: int) -> Path:
@@ -17,33 +17,44 @@ def sample_folder(output_dir: Path, step: int) -> Path:
 
 
 def draw_samples(
-    requests: Sequence[Any],
-    *,
-    sample: Callable[[Any, Conditioning, Conditioning], Any],
-    conditioning: Callable[[str], Conditioning],
-    folder: Path,
-    check: Callable[[], None],
-) -> list[Path]:
-    """One PNG for every request, written when all are drawn, named by the request's index.
+    requests: Sequence[Any], *, sample: Callable[[Any], Any], folder: Path, check: Callable[[], None]
+) -> None:
+    """One PNG for every request, named by the request's index; the folder appears when all are drawn.
 
     check is called between images and may raise Interrupted.
     """
     from PIL.PngImagePlugin import PngInfo
 
-    images = []
-    for request in requests:
-        check()
-        with torch.no_grad():
-            images.append(sample(request, conditioning(request.prompt), conditioning(request.negative)))
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{index:02d}.png" for index in range(len(images))]
-    for request, image, path in zip(requests, images, paths, strict=True):
-        described = PngInfo()
-        described.add_text("prompt", request.prompt)
-        temporary = path.with_suffix(".tmp")
-        image.save(temporary, format="PNG", pnginfo=described)
-        temporary.replace(path)
-    return paths
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        for index, request in enumerate(requests):
+            check()
+            with torch.no_grad():
+                image = sample(request)
+            described = PngInfo()
+            described.add_text("prompt", request.prompt)
+            image.save(temporary / f"{index:02d}.png", format="PNG", pnginfo=described)
+        temporary.replace(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def pairs(output_dir: Path, step: int) -> list[tuple[Path, Path]]:
+    """(before training, at `step`) of every sample of equal prompt and size in both."""
+    from PIL import Image
+
+    def described(path: Path) -> tuple[Any, ...]:
+        with Image.open(path) as image:
+            return image.info.get("prompt"), image.size
+
+    found = []
+    for after in sorted(sample_folder(output_dir, step).glob("*.png")):
+        before = sample_folder(output_dir, 0) / after.name
+        if before.exists() and described(before) == described(after):
+            found.append((before, after))
+    return found
 
 
 def check_sizes(requests: Sequence[Any], multiple: int) -> None:

@@ -35,6 +35,7 @@ def train(bench: Workbench, family: str, kind: str, dtype: str, **more) -> runs.
     config = runs.resolve(config)
     with StopSignal() as stop:
         run = runs.Run(runs.make_plan(config, processes=1), runs.start_processes(config), stop)
+        run.open_model()
         run.open_output(None)
         run.encode_data()
         run.build_adapter()

@@ -104,9 +104,9 @@ def test_leaving_out_any_piece_raises(tmp_path) -> None:
 
     pieces = state.pack(
         progress=state.Progress(1, 2, 3, "2026"), adapter={}, optimizer=({}, {}), schedule={"last_epoch": 1},
-        scaler={}, quantization={}, config={}, versions={},
+        scaler={}, quantization={}, config={}, data={}, versions={},
     )  # fmt: skip
-    for name in [*pieces, "optimizer_scalars", "schedule", "scaler", "progress", "config"]:
+    for name in [*pieces, "optimizer_scalars", "schedule", "scaler", "progress", "config", "data"]:
         folder = tmp_path / name.replace(".", "_")
         folder.mkdir()
         for file, data in pieces.items():

@@ -74,6 +74,7 @@ def match_targets(
     else:
         patterns = targets
     chosen: dict[tuple[str, str], Target] = {}
+    explicit: dict[tuple[str, str], float | None] = {}
     for pattern in patterns:
         names = [name for name in layers[denoiser] if fnmatchcase(name, pattern)]
         # A preset is written for the family: single patterns may have no layer in a small variant of the model.
@@ -93,8 +94,9 @@ def match_targets(
         for name in names:
             before = chosen.get((rule.component, name))
             new_rank = rule.rank or (before.rank if before else rank)
-            # A rule that sets the rank alone keeps alpha / rank where alpha is left to follow the rank.
-            new_alpha = rule.alpha or (new_rank if alpha is None else before.alpha if before else alpha)
+            # Where neither a rule nor the adapter names an alpha, it follows the rank.
+            explicit[rule.component, name] = rule.alpha or explicit.get((rule.component, name), alpha)
+            new_alpha = explicit[rule.component, name] or new_rank
             chosen[rule.component, name] = Target(
                 rule.component,
                 name,

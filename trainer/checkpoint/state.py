@@ -55,6 +55,8 @@ def load_optimizer_state(
         raise UserError(f"the checkpoint's optimizer state has {unknown[0]!r}, which this run does not train")
     for name, parameter in parameters.items():
         state = by_name.get(name, {})
+        if by_name and not state:
+            raise UserError(f"the checkpoint has no optimizer state for {name}, which this run trains")
         for key in ("exp_avg", "exp_avg_sq", "state1", "state2"):
             if key in state and state[key].numel() != parameter.numel():
                 raise UserError(
@@ -82,6 +84,7 @@ def pack(
     scaler: Mapping[str, Any],
     quantization: Mapping[str, Any],
     config: Mapping[str, Any],
+    data: Mapping[str, Any],
     versions: Mapping[str, str],
 ) -> dict[str, Any]:
     """The checkpoint's files as pieces of bytes, by name."""
@@ -94,6 +97,7 @@ def pack(
         "optimizer_scalars": dict(scalars),
         "versions": dict(versions),
         "config": dict(config),
+        "data": dict(data),
     }
     return {
         "adapter.safetensors": serialize(adapter),
@@ -119,6 +123,7 @@ class Saved:
     scaler: dict[str, Any]
     quantization: dict[str, Any]
     config: dict[str, Any]
+    data: dict[str, Any]
 
 
 def read_header(folder: Path) -> tuple[Progress, dict[str, Any]]:
@@ -128,7 +133,10 @@ def read_header(folder: Path) -> tuple[Progress, dict[str, Any]]:
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
-    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    try:
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{folder} lacks state.json; it is not a checkpoint of this trainer") from error
     if state.get("layout") != LAYOUT_VERSION:
         raise UserError(
             f"{folder} has checkpoint layout {state.get('layout')}, this version reads {LAYOUT_VERSION}; "
@@ -150,9 +158,24 @@ def unpack(folder: Path) -> Saved:
             scaler=state["scaler"],
             quantization=json.loads((folder / "quantization.json").read_text(encoding="utf-8")),
             config=state["config"],
+            data=state["data"],
         )
     except (KeyError, TypeError, FileNotFoundError) as error:
         raise UserError(f"{folder} lacks a piece of the run's state: {error}") from error
+
+
+def check_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to go on over other photos or another global batch: every later step would see other samples."""
+    if saved["photos"] != now["photos"]:
+        raise UserError(
+            "the photos, captions or repeats are not those of the checkpoint; restore them, or start a new run "
+            "(another run.output_dir)"
+        )
+    if saved["micro_batches"] != now["micro_batches"]:
+        raise UserError(
+            f"an update had {saved['micro_batches']} micro-batches (accumulation x processes), now it has "
+            f"{now['micro_batches']}; start as many processes as before, or change step.accumulation to match"
+        )
 
 
 def check_quantization(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -66,6 +66,8 @@ def problem(folder: Path) -> str | None:
     """Why `folder` is not a valid checkpoint, or None. Reads every byte."""
     try:
         listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        if not listed:
+            return f"{MANIFEST} lists no files"
         for name, item in listed.items():
             path = folder / name
             if path.stat().st_size != item["bytes"]:
@@ -108,6 +110,15 @@ def prune(root: Path, keep_last: int) -> None:
     for path in root.iterdir():
         if _TEMPORARY.fullmatch(path.name):
             shutil.rmtree(path)
+
+
+def set_aside(root: Path, *, after: int) -> None:
+    """Rename checkpoints beyond step `after`: a run that goes on from an earlier one must not be overtaken by them."""
+    for step in steps(root):
+        if step > after:
+            target = root / f"superseded-{folder_name(step)}"
+            shutil.rmtree(target, ignore_errors=True)
+            os.replace(root / folder_name(step), target)
 
 
 def find(root: Path, resume_from: str | None) -> tuple[Path | None, list[str]]:

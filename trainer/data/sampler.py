@@ -6,6 +6,8 @@ steps count from 0 here.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -68,6 +70,12 @@ def updates(batches: Sequence[Item], *, accumulation: int, processes: int) -> li
 def share(update: Sequence[Item], *, processes: int, rank: int) -> list[Item]:
     """The micro-batches of an update that one process takes: those with index % processes == rank (perhaps none)."""
     return list(update[rank::processes])
+
+
+def fingerprint(photos: Sequence[tuple[Photo, Bucket]]) -> str:
+    """SHA-256 over everything of the data that decides what a step sees."""
+    parts = [[p.sample, p.sha256, p.caption, p.repeats, list(bucket)] for p, bucket in photos]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def steps_per_epoch(

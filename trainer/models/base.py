@@ -65,7 +65,7 @@ class Model:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One image to draw: sizes in pixels, `guidance` None for the family's default."""
+    """One image to draw: sizes in pixels, `guidance` None for the family's default, strength of the adapter."""
 
     prompt: str
     negative: str
@@ -74,6 +74,7 @@ class SampleRequest:
     seed: int
     steps: int
     guidance: float | None
+    strength: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class Family:
     image_tokens(height, width) -> tokens of an image of that many pixels, for shifts that depend on it.
     sample(model, request, conditioning, negative) -> PIL image.
     adjust(component, module) -> changes, in place, what the library's forward gets wrong for training.
+    blocks: fnmatch patterns of the denoiser's blocks, the unit of gradient checkpointing.
     no_gradient(component, config) -> fnmatch patterns of layers whose output never reaches the loss.
     module_links(component, config) -> Links to the original layout, for kohya's names; empty where names stay.
     kohya_prefix: component -> prefix of its keys in kohya files.
@@ -109,6 +111,7 @@ class Family:
     image_tokens: Callable[[int, int], int]
     sample: Callable[[Model, SampleRequest, Conditioning, Conditioning], Any]
     adjust: Callable[[str, nn.Module], None]
+    blocks: tuple[str, ...]
     no_gradient: Callable[[str, dict], tuple[str, ...]]
     module_links: Callable[[str, dict], list[Link]]
     kohya_prefix: Mapping[str, str]

@@ -223,6 +223,7 @@ FAMILY = Family(
     image_tokens=lambda height, width: (height // 16) * (width // 16),
     sample=sample,
     adjust=lambda component, module: keep_time_exact(module) if component == "transformer" else None,
+    blocks=("transformer_blocks.*", "single_transformer_blocks.*"),
     no_gradient=lambda component, config: (),
     module_links=module_links,
     kohya_prefix={"transformer": "lora_unet", "text_encoder": "lora_te1", "text_encoder_2": "lora_te3"},

@@ -7,6 +7,7 @@ size plus the largest tensor.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib
 import json
@@ -27,6 +28,7 @@ from trainer.models.tokenizers import load_tokenizer
 from trainer.tensorfile import TensorEntry, TensorFile
 
 PUBLISHED = Path(__file__).parent / "published"
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 # Both libraries' names for a component's weights in a folder.
 WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
@@ -78,7 +80,9 @@ class ModelSource:
 
     @cached_property
     def markers(self) -> Markers:
-        keys = self.single_file.entries.keys() if self.single_file else ()
+        override = self.overrides.get(self.family.denoiser)
+        own = TensorFile(override) if override is not None and override.is_file() else self.single_file
+        keys = own.entries.keys() if own else ()
         return Markers("v_pred" in keys, "ztsnr" in keys)
 
     def config(self, name: str) -> dict[str, Any]:
@@ -164,10 +168,18 @@ class ModelSource:
         """Refuse a component whose files lack a tensor, have one too many or of another shape. Reads headers only."""
         self._plan(name, parameter_shapes(self.family.component(name).class_name, self.config(name)))
 
-    def load(self, name: str, *, swap: Callable[[nn.Module], None], device: torch.device) -> nn.Module:
+    def load(
+        self,
+        name: str,
+        *,
+        swap: Callable[[nn.Module], None],
+        device: torch.device,
+        check: Callable[[], None] = lambda: None,
+    ) -> nn.Module:
         """Build, swap and fill one component on `device`.
 
         swap: replaces layers of the module on the meta device (quantization.freeze_layers).
+        check: called between tensors; may raise to stop.
         Raises UserError for a missing, wrongly shaped or unexpected tensor, naming it.
         """
         module = self.build(name)
@@ -177,6 +189,7 @@ class ModelSource:
         module.to_empty(device=device)
         _fill_buffers(module)
         for group in plan:
+            check()
             _place(module, group, device)
         if hasattr(module, "tie_weights"):
             module.tie_weights()  # T5 lists its embedding table twice; two copies would be half a gigabyte
@@ -193,6 +206,11 @@ class ModelSource:
         for link in links:
             if link.original not in weights.index:
                 raise UserError(f"{where}: tensor {weights.prefix + link.original!r} of component {name!r} is missing")
+            if weights.entry(link.original).dtype in FLOAT8:
+                raise UserError(
+                    f"{where}: tensor {weights.prefix + link.original!r} is stored as float8; this version does not read "
+                    "float8 checkpoints. Use the 16-bit file: dtype = 'fp8_e4m3' converts it while loading"
+                )
             wanted = [expected[part] for part in link.parts]
             shape = weights.entry(link.original).shape
             if shape != _original_shape(wanted, link.op):
@@ -255,6 +273,10 @@ def open_model(
         _refuse_pickle(f"model.components.{name}.path", override)
     local = Path(path)
     _refuse_pickle("model.path", local)
+    if config and not local.is_file():
+        raise UserError(
+            f"model.config = {config!r} belongs to a single file; {path!r} brings its own configs, leave it out"
+        )
     if local.is_dir():
         if not (local / "model_index.json").is_file():
             raise UserError(f"model.path = {path!r} is not a diffusers folder (no model_index.json)")
@@ -292,7 +314,9 @@ def _fetch(family: Family, hub_id: str, overrides: Mapping[str, Path], weights: 
     try:
         return Path(snapshot_download(hub_id, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
             f"model.path = {hub_id!r} is no local file or folder, and it could not be had from the hub: {reason} "
             "(a gated model needs its licence accepted and HF_TOKEN set)"

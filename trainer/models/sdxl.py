@@ -177,6 +177,7 @@ FAMILY = Family(
     image_tokens=lambda height, width: (height // 8) * (width // 8),
     sample=sample,
     adjust=lambda component, module: None,
+    blocks=("*resnets.*", "*.transformer_blocks.*"),
     no_gradient=no_gradient,
     module_links=module_links,
     kohya_prefix={"unet": "lora_unet", "text_encoder": "lora_te1", "text_encoder_2": "lora_te2"},
