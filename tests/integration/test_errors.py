@@ -171,6 +171,9 @@ def test_resume_where_every_checkpoint_is_invalid(bench: Workbench, capsys) -> N
 def test_messages_of_the_command_line_itself(bench: Workbench) -> None:
     done = command_line("--config", "nowhere.toml")
     assert done.returncode == 2 and "tiny_sdxl.toml" in done.stderr and "Traceback" not in done.stderr
+    hub = bench.write(bench.tree(model__path="nobody/nothing-here"))
+    done = command_line("--config", str(hub))
+    assert done.returncode == 2 and "could not be had from the hub" in done.stderr and "Traceback" not in done.stderr
     done = command_line("--config", "tiny_sdxl.toml", "--set", "runseed")
     assert done.returncode == 2 and "--set" in done.stderr
 

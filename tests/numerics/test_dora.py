@@ -66,8 +66,8 @@ def test_linear_against_dense_fp64(m, n, k, rank, bias, dora, scaling, far, stor
         amplification = float((parts / v.detach().div((m64 / c.double())[:, None]).norm(dim=1)).max() ** 2)
     tolerance = 16 * EPS[torch.float32] * (max(m, n, k, rank) ** 0.5 + 4) * amplification
     # Relative to the size of what was summed, so that cancellation in one output is not held against the arithmetic.
-    scale = x64.detach().norm() * v.detach().norm() + (0 if layer.bias is None else layer.bias.norm() * m**0.5)
-    assert float((y.double() - y64).norm()) <= tolerance * float(scale)
+    scale = x64.detach().norm() * v.detach().norm() + (0 if layer.bias is None else layer.bias.detach().norm() * m**0.5)
+    assert float((y.detach().double() - y64.detach()).norm()) <= tolerance * float(scale)
     sizes = [dy.norm() * v.detach().norm()]
     gv = float((v.detach().norm() / (layer.dequantize(torch.float32).norm() + 1e-12)).clamp_min(1)) * (1 + far)
     sizes.append(scaling * gv * dy.norm() * b.norm() * x.norm())

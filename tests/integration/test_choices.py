@@ -1,0 +1,159 @@
+"""Choices that a user makes and that must not be lost on the way: strengths, rules, data, blocks, where to resume from."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from tests.harness import PHOTOS, Workbench, built, metrics_of
+from trainer import cli
+from trainer import config as configs
+from trainer.adapters import Rule, match_targets
+from trainer.checkpoint import store
+
+
+def run(bench: Workbench, tree: dict, *arguments: str) -> int:
+    return cli.main(["--config", str(bench.write(tree)), *arguments])
+
+
+def pixels(path) -> bytes:
+    from PIL import Image
+
+    return Image.open(path).tobytes()
+
+
+def test_sample_strengths_are_each_samples_own(bench: Workbench) -> None:
+    """Also over a trained text encoder: strength 0 is the base in the encoding too."""
+    rules = [{"component": "text_encoder", "match": "*self_attn*proj"}]
+    samples = [{"prompt": "a bear", "strength": s} for s in (0.0, 0.5, 1.0)]
+    tree = bench.tree(
+        adapter__rules=rules, adapter__type="dora", optimizer__lr=2e-2, run__max_steps=4,
+        validation__every_steps=4, validation__steps=2, validation__samples=samples,
+    )  # fmt: skip
+    assert run(bench, tree) == 0
+    before, after = (bench.tmp / "out" / "samples" / f"step-{step:08d}" for step in (0, 4))
+    base = pixels(before / "00.png")
+    assert pixels(after / "00.png") == base
+    assert len({pixels(after / f"{i:02d}.png") for i in range(3)}) == 3
+
+
+def test_rules_keep_what_earlier_rules_said() -> None:
+    layers = {"unet": ["a.to_q", "a.to_k"], "text_encoder": ["b.q"]}
+
+    def alphas(rules, alpha=None):
+        targets = match_targets(
+            layers, denoiser="unet", targets=["*"], presets={}, rules=rules, rank=8, alpha=alpha
+        )  # fmt: skip
+        return {t.name: (t.rank, t.alpha, t.lr) for t in targets}
+
+    both = [Rule("unet", "*", alpha=1.0), Rule("unet", "*to_q", lr=1e-5)]
+    assert alphas(both) == {"a.to_q": (8, 1.0, 1e-5), "a.to_k": (8, 1.0, None)}
+    assert alphas([Rule("unet", "*to_q", rank=4)])["a.to_q"] == (4, 4, None), "alpha follows the rank when left out"
+    assert alphas([Rule("unet", "*to_q", rank=4)], alpha=2.0)["a.to_q"] == (4, 2.0, None)
+    assert alphas([Rule("text_encoder", "b.*", rank=2)])["b.q"] == (2, 2, None)
+
+
+def test_rules_set_the_learning_rate(bench: Workbench) -> None:
+    rules = [{"component": "unet", "match": "*to_q", "lr": 1e-30}]
+    with built(bench.config(adapter__rules=rules, optimizer__lr=1e-2)) as training:
+        before = {name: p.detach().clone() for name, p in training.adapter.named_parameters().items()}
+        for step, update in zip(range(2), training.updates(), strict=False):
+            training.step.run(step + 1, [training.reader[micro] for micro in update], sum(map(len, update)))
+        moved = {name for name, p in training.adapter.named_parameters().items() if not torch.equal(p, before[name])}
+    assert moved and not any(".to_q." in name and "lora_A" in name for name in moved)
+    assert any(".to_k." in name and "lora_A" in name for name in moved)
+
+
+@pytest.mark.parametrize("family", ["sdxl", "flux"])
+def test_gradient_checkpointing_changes_no_gradient(bench: Workbench, family: str) -> None:
+    def gradients(every) -> dict[str, torch.Tensor]:
+        out = str(bench.tmp / f"out-{every}")
+        config = bench.config(
+            family, memory__gradient_checkpointing=every, adapter__type="dora", run__output_dir=out,
+            data__cache_dir=str(bench.tmp / "cache"),
+        )  # fmt: skip
+        with built(config) as training:
+            denoiser = training.model.modules[training.family.denoiser]
+            wrapped = sum("forward" in module.__dict__ for module in denoiser.modules())
+            batch = training.reader[next(training.updates())[0]]
+            training.step.losses(batch).sum().backward()
+            counts[every] = wrapped
+            return {name: p.grad.clone() for name, p in training.adapter.named_parameters().items()}
+
+    counts: dict = {}
+    plain, every, second = gradients(False), gradients(True), gradients(2)
+    assert counts[False] == 0 and counts[True] > 2 and counts[2] == -(-counts[True] // 2)
+    assert all(torch.equal(plain[name], every[name]) and torch.equal(plain[name], second[name]) for name in plain)
+
+
+def test_changed_photos_are_refused_on_resume(bench: Workbench, capsys) -> None:
+    photos = bench.tmp / "photos"
+    shutil.copytree(PHOTOS, photos)
+    tree = bench.tree(data__sources=[{"path": str(photos)}], run__max_steps=3, run__stop_after=1)
+    assert run(bench, tree) == 0
+    (photos / "00.txt").write_text("another caption")
+    assert run(bench, tree, "--resume_from", "auto") == 2
+    assert "photos, captions or repeats are not those of the checkpoint" in capsys.readouterr().err
+
+
+def test_resume_from_an_older_folder_sets_the_later_ones_aside(bench: Workbench) -> None:
+    tree = bench.tree(run__max_steps=3, checkpoint__every_steps=1)
+    assert run(bench, tree) == 0
+    whole = metrics_of(bench.tmp / "out")
+    root = bench.tmp / "out" / "checkpoints"
+    tree["run"]["stop_after"] = 2
+    assert run(bench, tree, "--resume_from", str(root / "step-00000001")) == 0
+    assert store.steps(root) == [1, 2] and (root / "superseded-step-00000003").is_dir()
+    assert metrics_of(bench.tmp / "out") == whole[:2]
+    del tree["run"]["stop_after"]
+    assert run(bench, tree, "--resume_from", "auto") == 0
+    assert metrics_of(bench.tmp / "out") == whole
+
+
+def test_resume_from_a_foreign_folder_spares_the_output_directory(bench: Workbench, capsys) -> None:
+    assert run(bench, bench.tree(run__max_steps=2)) == 0
+    other = bench.tree(run__max_steps=2, run__output_dir=str(bench.tmp / "other"))
+    assert run(bench, other) == 0
+    folder = str(bench.tmp / "out" / "checkpoints" / "step-00000002")
+    kept = {p: p.read_bytes() for p in (bench.tmp / "other").rglob("*") if p.is_file()}
+    assert run(bench, other, "--resume_from", folder) == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert kept == {p: p.read_bytes() for p in (bench.tmp / "other").rglob("*") if p.is_file()}
+
+
+def test_a_start_that_never_saved_is_replaced_by_a_mended_config(bench: Workbench) -> None:
+    tree = bench.tree(run__max_steps=2)
+    out = bench.tmp / "out"
+    out.mkdir()
+    (out / "config.toml").write_text(configs.dumps(bench.config(run__seed=99)))
+    (out / "metrics.jsonl").write_text('{"step": 1}\n')
+    (out / "samples" / "step-00000000").mkdir(parents=True)
+    assert run(bench, tree, "--resume_from", "auto") == 0
+    assert [entry["step"] for entry in metrics_of(out)] == [1, 2]
+    assert not (out / "samples" / "step-00000000").exists()
+
+
+def test_exclude_that_matches_nothing_is_an_error(bench: Workbench, capsys) -> None:
+    tree = bench.tree(model__components={"unet": {"dtype": "fp8_e4m3", "exclude": ["*to_qq"]}})
+    assert run(bench, tree) == 2
+    assert "model.components.unet.exclude: the pattern '*to_qq' matches no layer" in capsys.readouterr().err
+
+
+def test_excluded_layers_stay_in_16_bit(bench: Workbench) -> None:
+    components = {"unet": {"dtype": "fp8_e4m3", "exclude": ["*attn1.to_q"]}}
+    with built(bench.config(model__components=components)) as training:
+        for name, layer in training.adapter.layers.items():
+            stored = layer.get_base_layer().payload_weight.dtype
+            assert stored == (torch.bfloat16 if name.endswith("attn1.to_q") else torch.float8_e4m3fn), name
+
+
+def test_resolved_config_names_every_components_dtype(bench: Workbench) -> None:
+    import tomllib
+
+    assert run(bench, bench.tree(run__max_steps=1)) == 0
+    components = tomllib.loads((bench.tmp / "out" / "config.toml").read_text())["model"]["components"]
+    assert {name: c["dtype"] for name, c in components.items()} == {
+        "unet": "bf16", "text_encoder": "bf16", "text_encoder_2": "bf16", "vae": "fp32"
+    }  # fmt: skip
