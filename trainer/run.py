@@ -129,6 +129,14 @@ def refuse_changes(saved: dict[str, Any], config: Config, what: str) -> None:
         )
 
 
+def make_folder(folder: Path, key: str) -> None:
+    """Raises UserError where it cannot be made; a full or broken disk stays an OSError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError) as error:
+        raise UserError(f"{key} = {str(folder)!r} cannot be made: {error.strerror}; give another folder") from error
+
+
 class Run:
     """One run's objects, built in order by the methods below."""
 
@@ -191,6 +199,7 @@ class Run:
             now = datetime.now(UTC).isoformat(timespec="seconds")
             self.progress = state.Progress(step=0, images=0, total_steps=total_updates(self.plan), started=now)
         if self.accelerator.is_main_process:
+            make_folder(self.output_dir, "run.output_dir")
             write_atomic(self.output_dir / "config.toml", [configs.dumps(self.config).encode()])
             metrics.cut(self.output_dir, self.progress.step)
             store.set_aside(self.checkpoints, after=self.progress.step)
@@ -205,7 +214,9 @@ class Run:
     def encode_data(self) -> None:
         """Fill the caches of latents and text; load an encoder only for what is missing, and let it go again."""
         config, plan = self.config, self.plan
-        self.cache = caches.Cache(Path(config.data.cache_dir or self.output_dir / "cache"))
+        cache_dir = Path(config.data.cache_dir or self.output_dir / "cache")
+        make_folder(cache_dir, "data.cache_dir")
+        self.cache = caches.Cache(cache_dir)
         vae = next(c.name for c in self.family.components if c.role == "vae")
         latent_fingerprint = self.fingerprint(vae)
         text_fingerprint = (

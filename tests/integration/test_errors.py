@@ -64,6 +64,7 @@ def broken_model(bench: Workbench, change: Callable[[Path], None], family: str =
         ("objective__timesteps", "logit_normal", ("objective.timesteps = 'logit_normal'", "sdxl")),
         ("model__zero_terminal_snr", True, ("model.prediction = 'epsilon'", "zero terminal SNR")),
         ("data__bucket_step", 72, ("data.bucket_step = 72",)),
+        ("run__output_dir", "/proc/nowhere", ("run.output_dir = '/proc/nowhere' cannot be made",)),
         ("run__device", "cuda", ("run.device = 'cuda'", "no CUDA device")),
         ("validation", {"every_steps": 1, "samples": [{"prompt": "x", "width": 63}]}, ("63x64", "multiple of 8")),
     ],
