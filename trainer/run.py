@@ -32,7 +32,7 @@ from trainer.quantization import FrozenConv2d, FrozenLinear
 from trainer.report import write_report
 from trainer.signals import StopSignal
 from trainer.step import Step, batch_losses
-from trainer.tensorfile import write_atomic, write_tensors
+from trainer.tensorfile import write_atomic
 from trainer.types import Conditioning
 
 
@@ -137,6 +137,13 @@ def make_folder(folder: Path, key: str) -> None:
         raise UserError(f"{key} = {str(folder)!r} cannot be made: {error.strerror}; give another folder") from error
 
 
+def remove_leftovers(output_dir: Path) -> None:
+    """Delete temporary files of a process that was killed while writing here; the cache and the store mind their own."""
+    for pattern in (".*.tmp", "adapters/.*.tmp", "samples/.step-*.tmp"):
+        for path in output_dir.glob(pattern):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
 class Run:
     """One run's objects, built in order by the methods below."""
 
@@ -202,6 +209,7 @@ class Run:
             make_folder(self.output_dir, "run.output_dir")
             write_atomic(self.output_dir / "config.toml", [configs.dumps(self.config).encode()])
             metrics.cut(self.output_dir, self.progress.step)
+            remove_leftovers(self.output_dir)
             store.set_aside(self.checkpoints, after=self.progress.step)
             if self.saved is None:
                 # Of a start that ended before its first checkpoint, perhaps under another config.
@@ -497,10 +505,7 @@ class Run:
         """Write the adapter's files; returns them by format."""
         if not self.accelerator.is_main_process:
             return {}
-        config, folder = self.config, self.output_dir / "adapters"
-        export.check_finite(self.adapter.state_dict())
-        convention = config.export.dora_scale
-        size = config.data.resolution
+        config, size = self.config, self.config.data.resolution
         tags: dict[str, int] = {}
         for photo, _ in self.plan.photos:
             tags[photo.caption] = tags.get(photo.caption, 0) + photo.repeats
@@ -512,29 +517,11 @@ class Run:
             tag_frequency=tags, trigger_phrase=config.export.trigger_phrase, seed=config.run.seed,
             family=self.family.metadata(self.model.configs[self.family.denoiser], prediction),
         )  # fmt: skip
-        written = {}
-        if "diffusers" in config.export.formats:
-            tensors = export.diffusers_tensors(self.adapter)
-            fields = export.metadata(
-                self.adapter, about, convention="magnitude", extra=export.diffusers_metadata(self.adapter)
-            )
-            written["diffusers"] = folder / f"{stem}.safetensors"
-            write_tensors(written["diffusers"], tensors, export.with_hash(tensors, fields))
-        if "comfyui" in config.export.formats:
-            tensors = export.kohya_tensors(
-                self.adapter,
-                fused={name: export.fused_modules(self.family.module_links(name, self.model.configs[name]))
-                       for name in self.plan.adapted},
-                prefixes=self.family.kohya_prefix,
-                base_layer=self.base_layer,
-                dora_scale=convention,
-            )  # fmt: skip
-            fields = export.metadata(
-                self.adapter, about, convention=f"{convention}: {export.DORA_SCALE_MEANING[convention]}"
-            )
-            written["comfyui"] = folder / f"{stem}_comfyui.safetensors"
-            write_tensors(written["comfyui"], tensors, export.with_hash(tensors, fields))
-        return written
+        return export.write_files(
+            self.adapter, self.output_dir / "adapters", stem, about, formats=config.export.formats,
+            links={name: self.family.module_links(name, self.model.configs[name]) for name in self.plan.adapted},
+            prefixes=self.family.kohya_prefix, base_layer=self.base_layer, dora_scale=config.export.dora_scale,
+        )  # fmt: skip
 
     def base_layer(self, name: str):
         component, _, layer = name.partition(".")

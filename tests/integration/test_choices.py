@@ -130,9 +130,12 @@ def test_a_start_that_never_saved_is_replaced_by_a_mended_config(bench: Workbenc
     (out / "config.toml").write_text(configs.dumps(bench.config(run__seed=99)))
     (out / "metrics.jsonl").write_text('{"step": 1}\n')
     (out / "samples" / "step-00000000").mkdir(parents=True)
+    (out / "samples" / ".step-00000000.tmp").mkdir()
+    (out / ".config.toml.17.tmp").touch()
     assert run(bench, tree, "--resume_from", "auto") == 0
     assert [entry["step"] for entry in metrics_of(out)] == [1, 2]
     assert not (out / "samples" / "step-00000000").exists()
+    assert not list(out.rglob(".*")), "a leftover of the killed start"
 
 
 def test_exclude_that_matches_nothing_is_an_error(bench: Workbench, capsys) -> None:

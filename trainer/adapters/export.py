@@ -13,13 +13,14 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from trainer.adapters import ADAPTER_NAME, Adapter, Target, lora_config
 from trainer.errors import NonFiniteError
-from trainer.tensorfile import serialize
+from trainer.tensorfile import serialize, write_tensors
 
 # ComfyUI's released versions divide dora_scale by ||W|| instead of ||W + sBA||; the label says what a file was made for.
 DoraScale = Literal["comfyui_released", "magnitude"]
@@ -27,6 +28,39 @@ DORA_SCALE_MEANING = {
     "comfyui_released": "m * ||W|| / ||W + sBA||: exact where the reader divides by ||W|| (ComfyUI's releases)",
     "magnitude": "m: exact where the reader divides by ||W + sBA|| (LyCORIS, PEFT's definition)",
 }
+
+
+def write_files(
+    adapter: Adapter,
+    folder: Path,
+    stem: str,
+    about: About,
+    *,
+    formats: Sequence[str],
+    links: Mapping[str, Sequence[Any]],
+    prefixes: Mapping[str, str],
+    base_layer: Callable[[str], Any],
+    dora_scale: DoraScale,
+) -> dict[str, Path]:
+    """Write the adapter's files to `folder`; returns them by format ("diffusers", "comfyui").
+
+    links: component -> the family's parameter links to the original layout. The rest as in `kohya_tensors`.
+    Raises NonFiniteError, and writes nothing, where a tensor is not finite.
+    """
+    check_finite(adapter.state_dict())
+    written = {}
+    if "diffusers" in formats:
+        tensors = diffusers_tensors(adapter)
+        fields = metadata(adapter, about, convention="magnitude", extra=diffusers_metadata(adapter))
+        written["diffusers"] = folder / f"{stem}.safetensors"
+        write_tensors(written["diffusers"], tensors, with_hash(tensors, fields))
+    if "comfyui" in formats:
+        fused = {component: fused_modules(component_links) for component, component_links in links.items()}
+        tensors = kohya_tensors(adapter, fused=fused, prefixes=prefixes, base_layer=base_layer, dora_scale=dora_scale)
+        fields = metadata(adapter, about, convention=f"{dora_scale}: {DORA_SCALE_MEANING[dora_scale]}")
+        written["comfyui"] = folder / f"{stem}_comfyui.safetensors"
+        write_tensors(written["comfyui"], tensors, with_hash(tensors, fields))
+    return written
 
 
 def diffusers_tensors(adapter: Adapter) -> dict[str, torch.Tensor]:
