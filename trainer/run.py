@@ -403,7 +403,7 @@ class Run:
             for update in self.updates():
                 if progress.step >= stop_after:
                     break
-                self.stop.check()
+                self.agree_on_stopping()
                 self.one_step(update, next(batches_of))
                 self.after_step()
                 if progress.step in (last, stop_after) or _due(config.checkpoint.every_steps, progress.step):
@@ -419,6 +419,14 @@ class Run:
         finally:
             batches_of.close()
             self.log.close()
+
+    def agree_on_stopping(self) -> None:
+        """Raise Interrupted on every process once a signal reached any of them, so that all save the same step."""
+        if self.accelerator.num_processes > 1:
+            signum = torch.tensor([self.stop.signum or 0], device=self.device)
+            torch.distributed.all_reduce(signum, torch.distributed.ReduceOp.MAX)
+            self.stop.signum = int(signum) or None
+        self.stop.check()
 
     def one_step(self, update, batches) -> None:
         progress = self.progress
@@ -482,7 +490,9 @@ class Run:
                 return self.family.sample(self.model, request, conditioning, negative)
 
         folder = validation.sample_folder(self.output_dir, self.progress.step)
-        validation.draw_samples(self.plan.requests, sample=sample, folder=folder, check=self.stop.check)
+        # One of several processes may not stop on its own: they agree before the next step.
+        check = self.stop.check if self.accelerator.num_processes == 1 else lambda: None
+        validation.draw_samples(self.plan.requests, sample=sample, folder=folder, check=check)
 
     def save(self) -> None:
         if self.accelerator.is_main_process:

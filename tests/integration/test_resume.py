@@ -206,6 +206,27 @@ def test_two_processes_equal_one(bench: Workbench) -> None:
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
 
 
+def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(bench: Workbench) -> None:
+    tree = run_tree(bench, "two", run__max_steps=400, step__accumulation=1, adapter__type="lora")
+    path = bench.write(tree)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", "train.py",
+         "--config", str(path)],
+        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    log = bench.tmp / "two" / "metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while not (log.exists() and log.read_text().count("\n") >= 3):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGTERM)
+    process.communicate(timeout=60)
+    (step,) = store.steps(bench.tmp / "two" / "checkpoints")
+    assert step == len(metrics_of(bench.tmp / "two")) and step < 400
+
+
 def test_command_line_statuses(bench: Workbench, monkeypatch) -> None:
     path = bench.write(run_tree(bench, "out", run__max_steps=2))
     done = command_line("--config", str(path), "--resume_from", "latest")
