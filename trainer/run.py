@@ -425,8 +425,11 @@ class Run:
         if self.accelerator.num_processes > 1:
             signum = torch.tensor([self.stop.signum or 0], device=self.device)
             torch.distributed.all_reduce(signum, torch.distributed.ReduceOp.MAX)
-            self.stop.signum = int(signum) or None
-        self.stop.check()
+            # Only what was agreed counts: a signal that came in the meantime is told to the others before the next step.
+            if int(signum):
+                raise Interrupted(int(signum))
+        else:
+            self.stop.check()
 
     def one_step(self, update, batches) -> None:
         progress = self.progress
