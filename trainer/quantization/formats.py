@@ -26,10 +26,6 @@ class Format:
     def quantised(self) -> bool:
         return self.scaled
 
-    def bytes(self, shape: torch.Size | tuple[int, ...]) -> int:
-        count = torch.Size(shape).numel()
-        return count * self.dtype.itemsize + (4 * shape[0] if self.scaled else 0)
-
     def empty_payload(self, shape: torch.Size, device: torch.device | str) -> dict[str, torch.Tensor]:
         payload = {"weight": torch.empty(shape, dtype=self.dtype, device=device)}
         if self.scaled:
