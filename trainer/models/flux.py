@@ -180,7 +180,16 @@ def metadata(config: dict, prediction: str) -> dict[str, str]:
 _ATTENTION = ("*.attn.to_?", "*.attn.to_out.0", "*.attn.add_?_proj", "*.attn.to_add_out")
 _MLP = ("*.ff.net.0.proj", "*.ff.net.2", "*.ff_context.net.0.proj", "*.ff_context.net.2",
         "single_transformer_blocks.*.proj_mlp", "single_transformer_blocks.*.proj_out")  # fmt: skip
-_LINEAR = (*_ATTENTION, *_MLP, "*.norm*.linear", "x_embedder", "context_embedder", "time_text_embed.*", "proj_out")
+_LINEAR = (
+    *_ATTENTION,
+    *_MLP,
+    "*.norm*.linear",
+    "norm_out.linear",
+    "x_embedder",
+    "context_embedder",
+    "time_text_embed.*",
+    "proj_out",
+)
 
 FAMILY = Family(
     name="flux",
