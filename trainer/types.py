@@ -76,27 +76,102 @@ class Batch:
     references: tuple[torch.Tensor, ...] = ()
 
 
+@dataclass(frozen=True)
+class StoredWeight:
+    """A frozen weight [N, K] (a convolution's kernel flattened) as it lies in memory, row by row.
+
+    Its value, in fp32: levels[code] * scale + offset.
+
+    codes: [N, K] of any float dtype, float8 or int8; or, with `bits` 4 or 2, uint8 [ceil(N * K * bits / 8)]: the codes of
+      consecutive elements, the first in the lowest bits.
+    scale: fp32, one for each `block` consecutive elements (block = K: one for each row); None: 1.
+    offset: fp32 like scale; None: 0.
+    levels: fp32 [2 ** bits], the number a code stands for; None: the code itself.
+    """
+
+    codes: torch.Tensor
+    shape: tuple[int, int]
+    bits: int | None = None
+    block: int = 0
+    scale: torch.Tensor | None = None
+    offset: torch.Tensor | None = None
+    levels: torch.Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    def is_dense(self, dtype: torch.dtype) -> bool:
+        """Whether the codes are the weight in `dtype`, with nothing to convert."""
+        return self.codes.dtype == dtype and self.scale is None
+
+
+class Kernels(Protocol):
+    """The operations worth fusing. kernels/dora_torch.py has them plain, kernels/dora_triton.py fused; same signatures.
+
+    Names of arguments as in adapters/dora.py, whose formulas these are. Arithmetic is fp32 (fp64 for fp64 inputs) and
+    rounds once, to the dtype of the result.
+    """
+
+    name: str
+
+    def upcast(
+        self, weight: StoredWeight, dtype: torch.dtype, g_N: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """W, or g * W row by row (g fp32 [N]): `dtype` [N, K], contiguous, in `out` where one is given."""
+        ...
+
+    def row_squares(self, weight: StoredWeight) -> torch.Tensor:
+        """||W_n||^2: fp32 [N]."""
+        ...
+
+    def adapted_norm(
+        self, weight: StoredWeight, w_sq_N: torch.Tensor, a_RK: torch.Tensor, b_NR: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """c = ||W + s B A||_row, fp32 [N], from w_sq = ||W||^2 (fp32 [N]) and fp32 A and B; nothing of W's size is made."""
+        ...
+
+    def compose_(
+        self, z_MN: torch.Tensor, t_MR: torch.Tensor, b_NR: torch.Tensor, scaling: float, g_N: torch.Tensor | None,
+        bias_N: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """y = g * (z + s t B^T) + bias, over z in place (contiguous). z, t, B: one dtype; g, bias: fp32 [N] or None."""
+        ...
+
+    def row_gradients(
+        self, dy_MN: torch.Tensor, u_MN: torch.Tensor, t_MR: torch.Tensor, bias_N: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(G^T t: fp32 [N, R], sum over the rows of G * (u - bias): fp32 [N]), reading G = dy once."""
+        ...
+
+
 class BaseLayer(Protocol):
     """The seam between quantisation and adapters: a frozen Linear or Conv2d whose storage is its own affair.
 
-    `matmul` is the bias-free product (or convolution) in `compute_dtype`, with an input gradient.
-    Everything an adapter needs of the weight goes through this protocol, so that no adapter touches a payload.
+    `product` and its gradients are the layer's bias-free operation, a matrix product or a convolution, for any weight [., K]
+    of its geometry: an adapter's A goes through them too.
     """
 
     compute_dtype: torch.dtype
     bias: torch.Tensor | None
+    kernels: Kernels
 
-    @property
-    def compute_bias(self) -> torch.Tensor | None: ...  # in compute_dtype, shaped to broadcast over the output
-
-    def payload(self) -> dict[str, torch.Tensor]: ...  # plain tensors, the stored form
+    def stored(self) -> StoredWeight: ...
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor: ...  # the weight in its own shape
 
-    def matmul(self, x: torch.Tensor) -> torch.Tensor: ...
+    def matmul(self, x: torch.Tensor) -> torch.Tensor: ...  # x W^T in compute_dtype, a new tensor
 
-    def input_grad(self, dy: torch.Tensor) -> torch.Tensor: ...  # Linear only: dy W, [M, N] -> [M, K]
+    def input_grad(self, dy: torch.Tensor, x_shape: torch.Size, g_N: torch.Tensor | None = None) -> torch.Tensor:
+        """(g * dy) W, g fp32 [N] over dy's features: the gradient of x, in compute_dtype, a new tensor."""
+        ...
 
-    def row_norms(self) -> torch.Tensor: ...  # fp32 [N], of the dequantised weight
+    def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor: ...
 
-    def skinny(self, a_RK: torch.Tensor) -> torch.Tensor: ...  # fp32 [N, R] = W A^T, W flattened to [N, K]
+    def product_input_grad(self, dy: torch.Tensor, weight: torch.Tensor, x_shape: torch.Size) -> torch.Tensor: ...
+
+    def product_weight_grad(self, dy: torch.Tensor, x: torch.Tensor, weight_shape: torch.Size) -> torch.Tensor: ...
+
+    def rows(self, y: torch.Tensor) -> torch.Tensor: ...  # an output as [M, N], contiguous; a view where it can be
+
+    def from_rows(self, y_MN: torch.Tensor, like: torch.Size) -> torch.Tensor: ...  # the inverse

@@ -1,0 +1,106 @@
+"""The kernels in plain PyTorch: what the fused ones are checked against, and what a CPU runs. See types.Kernels.
+
+Large tensors pass in pieces: a piece's fp32 temporaries stay in a CPU's cache, and none has the size of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from trainer.types import StoredWeight
+
+name = "torch"
+
+# Elements of a piece: 1 MiB in fp32.
+PIECE = 1 << 18
+
+
+def pieces(rows: int, columns: int) -> Iterator[slice]:
+    step = max(1, PIECE // max(1, columns))
+    for start in range(0, rows, step):
+        yield slice(start, min(rows, start + step))
+
+
+def values(weight: StoredWeight, rows: slice) -> torch.Tensor:
+    """Rows of the weight in fp32 (fp64 where it is stored so): [rows, K]; a view of the codes where they are that."""
+    columns = weight.shape[1]
+    if weight.bits is None:
+        codes = weight.codes[rows]
+        number = codes if codes.dtype == torch.float64 else codes.float()
+    else:
+        per_byte = 8 // weight.bits
+        first, last = rows.start * columns, rows.stop * columns
+        packed = weight.codes[first // per_byte : -(-last // per_byte)]
+        shifts = torch.arange(0, 8, weight.bits, dtype=torch.uint8, device=packed.device)
+        codes = ((packed[:, None] >> shifts) & (2**weight.bits - 1)).flatten()
+        skip = first % per_byte
+        codes = codes[skip : skip + last - first]
+        number = codes.float() if weight.levels is None else weight.levels[codes.long()]
+        number = number.view(-1, columns)
+    if weight.scale is None:
+        return number
+    if weight.block == columns:
+        number = number * weight.scale[rows, None]
+        return number if weight.offset is None else number.add_(weight.offset[rows, None])
+    first, last = rows.start * columns, rows.stop * columns
+    block = torch.arange(first, last, device=number.device).div_(weight.block, rounding_mode="floor").view_as(number)
+    number = number * weight.scale[block]
+    return number if weight.offset is None else number.add_(weight.offset[block])
+
+
+def upcast(
+    weight: StoredWeight, dtype: torch.dtype, g_N: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.device) if out is None else out
+    for rows in pieces(*weight.shape):
+        piece = values(weight, rows)
+        if g_N is None:
+            out[rows].copy_(piece)
+        else:
+            torch.mul(piece, g_N[rows, None], out=out[rows])
+    return out
+
+
+def row_squares(weight: StoredWeight) -> torch.Tensor:
+    return torch.cat([values(weight, rows).square().sum(1) for rows in pieces(*weight.shape)])
+
+
+def adapted_norm(
+    weight: StoredWeight, w_sq_N: torch.Tensor, a_RK: torch.Tensor, b_NR: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    at_KR = a_RK.t().contiguous()
+    wa_NR = torch.cat([values(weight, rows) @ at_KR for rows in pieces(*weight.shape)])
+    # c^2 = ||W||^2 + 2 s rowsum(B * (W A^T)) + s^2 rowsum((B (A A^T)) * B)
+    added = wa_NR.mul_(2 * scaling).addmm_(b_NR, a_RK @ at_KR, alpha=scaling**2)
+    return (w_sq_N + added.mul_(b_NR).sum(1)).clamp_min_(0).sqrt_()
+
+
+def compose_(
+    z_MN: torch.Tensor, t_MR: torch.Tensor, b_NR: torch.Tensor, scaling: float, g_N: torch.Tensor | None,
+    bias_N: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    wide = torch.promote_types(z_MN.dtype, torch.float32)
+    bt_RN = b_NR.to(wide).t()
+    for rows in pieces(*z_MN.shape):
+        # Of a fp32 z this is z itself.
+        y = z_MN[rows].to(wide).addmm_(t_MR[rows].to(wide), bt_RN, alpha=scaling)
+        if g_N is not None:
+            y = y.mul_(g_N)
+        if bias_N is not None:
+            y = y.add_(bias_N)
+        if z_MN.dtype != wide:
+            z_MN[rows].copy_(y)
+    return z_MN
+
+
+def row_gradients(
+    dy_MN: torch.Tensor, u_MN: torch.Tensor, t_MR: torch.Tensor, bias_N: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = torch.promote_types(dy_MN.dtype, torch.float32)
+    du_N = torch.zeros(dy_MN.shape[1], dtype=wide, device=dy_MN.device)
+    for rows in pieces(*dy_MN.shape):
+        u = u_MN[rows].to(wide)
+        du_N += (u * dy_MN[rows] if bias_N is None else (u - bias_N).mul_(dy_MN[rows])).sum(0)
+    return (dy_MN.t() @ t_MR).to(wide), du_N
