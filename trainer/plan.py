@@ -20,7 +20,7 @@ from trainer.models import family_named
 from trainer.models.base import Family, SampleRequest
 from trainer.models.loading import ModelSource, open_model
 from trainer.objectives import Objective
-from trainer.quantization import FORMATS, Format
+from trainer.quantization import Format, formats_of
 from trainer.validation import check_sizes
 
 DEFAULT_STORAGE = {"denoiser": "bf16", "text_encoder": "bf16", "vae": "fp32"}
@@ -37,8 +37,8 @@ class ComponentPlan:
 
     @property
     def unquantised(self) -> torch.dtype:
-        """Storage of embeddings and sensitive layers: 16 bit where the component is quantised."""
-        return torch.bfloat16 if self.format.quantised else self.format.dtype
+        """Storage of layers that are not quantised: 16 bit where the component is."""
+        return self.format.dtype or torch.bfloat16
 
     def swap(self, module: nn.Module) -> None:
         quantization.freeze_layers(
@@ -137,7 +137,7 @@ def make_plan(config: Config, *, processes: int, check=None) -> Plan:
 
 
 def resolve(config: Config) -> Config:
-    """`config` with what the family decides written out: every component's dtypes, and the bucket step."""
+    """`config` with what the family decides written out: every component's dtypes and backend, and the bucket step."""
     family = family_named(config.model.family)
     names = [component.name for component in family.components]
     for name in config.model.components:
@@ -149,8 +149,15 @@ def resolve(config: Config) -> Config:
     for component in family.components:
         given = config.model.components.get(component.name, Component())
         compute = "fp32" if component.role == "vae" else config.precision.compute
+        dtype = given.dtype or DEFAULT_STORAGE[component.role]
+        backends = list(formats_of(dtype))
+        if given.backend not in (None, *backends):
+            raise UserError(
+                f"model.components.{component.name}.backend = {given.backend!r} has no dtype = {dtype!r}; "
+                f"use {' or '.join(map(repr, backends))} (left out: {backends[0]!r})"
+            )
         resolved[component.name] = given.model_copy(
-            update={"dtype": given.dtype or DEFAULT_STORAGE[component.role], "compute": given.compute or compute}
+            update={"dtype": dtype, "backend": given.backend or backends[0], "compute": given.compute or compute}
         )
     step = config.data.bucket_step or buckets.bucket_step(config.data.resolution)
     return config.model_copy(
@@ -167,21 +174,14 @@ def _components(config: Config, family: Family) -> dict[str, ComponentPlan]:
     plans = {}
     for component in family.components:
         chosen = config.model.components[component.name]
-        key = f"model.components.{component.name}.dtype = {chosen.dtype!r}"
-        if chosen.dtype not in FORMATS or chosen.backend not in (None, "native"):
-            backend = f" with backend = {chosen.backend!r}" if chosen.backend else ""
+        format = formats_of(chosen.dtype)[chosen.backend]
+        if component.role == "vae" and format.quantised:
             raise UserError(
-                f"{key}{backend} is not supported by this version; use one of {', '.join(FORMATS)} with the native backend"
-            )
-        if component.role == "vae" and FORMATS[chosen.dtype].quantised:
-            raise UserError(
-                f"{key}: the VAE is not quantised (its convolutions are a few hundred MB, and errors show in every image); "
-                "use fp32, bf16 or fp16"
+                f"model.components.{component.name}.dtype = {chosen.dtype!r}: the VAE is not quantised (its convolutions "
+                "are a few hundred MB, and errors show in every image); use fp32, bf16 or fp16"
             )
         compute = precision.compute_dtype(chosen.compute)
-        plans[component.name] = ComponentPlan(
-            component.name, FORMATS[chosen.dtype], compute, (*component.sensitive, *chosen.exclude)
-        )
+        plans[component.name] = ComponentPlan(component.name, format, compute, (*component.sensitive, *chosen.exclude))
     return plans
 
 
@@ -249,11 +249,10 @@ def describe(plan: Plan, *, sizes: bool) -> str:
     """The start print. sizes: also build every component on the meta device to count its bytes."""
     config = plan.config
     lines = [f"run {config.run.name} -> {config.run.output_dir}", f"model {plan.family.name} from {config.model.path}"]
-    total = 0
+    total, width = 0, max(len(component.format.name) for component in plan.components.values())
     for name, component in plan.components.items():
-        line = (
-            f"  {name:<15} stored {component.format.name:<9} computes {str(component.compute).removeprefix('torch.')}"
-        )
+        compute = str(component.compute).removeprefix("torch.")
+        line = f"  {name:<15} stored {component.format.name:<{width}} computes {compute}"
         if sizes:
             module = plan.source.build(name)
             component.swap(module)

@@ -51,7 +51,15 @@ def broken_model(bench: Workbench, change: Callable[[Path], None], family: str =
         ("model__family", "sdlx", ("model.family = 'sdlx'", "did you mean 'sdxl'")),
         ("model__components", {"unte": {"dtype": "bf16"}}, ("model.components.unte", "did you mean 'unet'")),
         ("model__components", {"unet": {"dtype": "fp9"}}, ("model.components.unet.dtype = 'fp9'",)),
-        ("model__components", {"unet": {"dtype": "nf4"}}, ("model.components.unet.dtype = 'nf4'", "not supported")),
+        (
+            "model__components", {"unet": {"dtype": "nf4", "backend": "quanto"}},
+            ("model.components.unet.backend = 'quanto' has no dtype = 'nf4'", "use 'bitsandbytes'"),
+        ),
+        (
+            "model__components", {"unet": {"backend": "quanto"}},
+            ("model.components.unet.backend = 'quanto' has no dtype = 'bf16'", "use 'native'"),
+        ),
+        ("model__components", {"vae": {"dtype": "int8"}}, ("model.components.vae.dtype = 'int8'", "not quantised")),
         ("model__components", {"vae": {"dtype": "fp8_e4m3"}}, ("model.components.vae.dtype", "not quantised")),
         ("model__path", "models/nowhere/at-all", ("model.path = 'models/nowhere/at-all' does not exist",)),
         ("model__path", "weights.ckpt", ("pickle", "safetensors")),

@@ -179,12 +179,18 @@ def check_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 def check_quantization(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to go on over a base that is not bit-equal to the saved one, naming the first layer that differs."""
+    """Refuse to go on over a base that is not bit-equal to the saved one, naming the first layer that differs.
+
+    Another version of a library is none, where it gives the same bytes.
+    """
     for name in sorted(saved.keys() | now.keys()):
-        if saved.get(name) != now.get(name):
+        then, today = dict(saved.get(name, {})), dict(now.get(name, {}))
+        libraries = then.pop("library", None), today.pop("library", None)
+        if then != today:
             how = (
                 "is not quantised now" if name not in now
                 else "was not quantised then" if name not in saved
-                else "quantises to other bytes now (the model's file or a library changed)"
+                else f"quantises to other bytes now (the model's file or a library changed: {libraries[0]} then, "
+                f"{libraries[1]} now)"
             )  # fmt: skip
             raise UserError(f"the checkpoint's frozen base differs: {name} {how}; restore it, or start a new run")

@@ -1,69 +1,199 @@
-"""Storage formats of frozen weights: what is stored for a weight, and how it becomes a weight again.
+"""Storage formats of frozen weights: which plain tensors stand for a weight, and what the kernels are told of them.
 
-A format works on the weight flattened to [N, K] (N output rows) and stores plain tensors: quantised values in the
-weight's own shape under "weight", and one fp32 scale per output row under "scale" where it has one.
+A weight is [N, ...] with N output rows, flattened to [N, K]. Its payload, by layout:
+
+    Dense     weight: the weight's own shape, in `dtype`
+    PerRow    weight: 8-bit codes in the weight's own shape;  scale: fp32 [N]
+    Packed    weight: uint8 [ceil(N * K * bits / 8)];  scale: fp32, one for each block;  offset: fp32 like scale,
+              or levels: fp32 [2 ** bits]
+
+`stored` describes a payload as types.StoredWeight, from which every other room computes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
+from typing import Literal
 
 import torch
+import torch.nn.functional as F
 
-# Rows are converted in pieces of about this many elements, so that the fp32 copy stays small beside the weight.
-PIECE_ELEMENTS = 1 << 24
+from trainer.kernels import dora_torch
+from trainer.types import StoredWeight
+
+# Weights are converted in pieces of about this many elements, so that the fp32 copies stay small beside the weight.
+PIECE_ELEMENTS = 1 << 22
 
 
-@dataclass(frozen=True)
 class Format:
-    """One storage dtype. `scaled` formats keep one fp32 scale per output row."""
+    """One way to store a weight.
 
-    name: str
-    dtype: torch.dtype
-    scaled: bool = False
+    dtype_name, backend: as in the config.
+    dtype: where the payload is the weight in a torch dtype, that dtype; None where it is quantised.
+    convolutions: whether Conv2d are stored so too; elsewhere they stay at the unquantised dtype.
+    """
+
+    dtype_name: str
+    backend: str
+    dtype: torch.dtype | None
+    convolutions: bool
+
+    @property
+    def name(self) -> str:
+        """For logs: "bf16", "fp8_e4m3", "int4 (quanto)"."""
+        return self.dtype_name if self.backend == "native" else f"{self.dtype_name} ({self.backend})"
 
     @property
     def quantised(self) -> bool:
-        return self.scaled
+        return self.dtype is None
 
     def empty_payload(self, shape: torch.Size, device: torch.device | str) -> dict[str, torch.Tensor]:
-        payload = {"weight": torch.empty(shape, dtype=self.dtype, device=device)}
-        if self.scaled:
-            payload["scale"] = torch.empty(shape[0], dtype=torch.float32, device=device)
-        return payload
+        raise NotImplementedError
 
     def quantize_into(self, weight: torch.Tensor, payload: dict[str, torch.Tensor]) -> None:
-        """Convert `weight` (any floating dtype but float8, shape [N, ...]) into `payload`, in place.
+        """Convert `weight` (any floating dtype but float8, shape [N, ...]) into `payload`, in place."""
+        raise NotImplementedError
 
-        Scaled: scale_n = max_k |W_nk| / max(dtype), payload = W / scale rounded to nearest; an all-zero row has scale 1.
-        """
-        if not self.scaled:
-            payload["weight"].copy_(weight)
-            return
-        w_NK, q_NK = weight.reshape(weight.shape[0], -1), payload["weight"].view(weight.shape[0], -1)
-        largest = torch.finfo(self.dtype).max
-        rows = max(1, PIECE_ELEMENTS // max(1, w_NK.shape[1]))
-        for start in range(0, w_NK.shape[0], rows):
-            piece = w_NK[start : start + rows].float()
-            scale = piece.abs().amax(dim=1) / largest
-            # A row of zeros, or so small that its scale underflows, is stored with scale 1.
-            scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-            # Dividing can round past the largest value by one ulp; e4m3fn has no infinity, so that would be NaN.
-            q_NK[start : start + rows].copy_((piece / scale[:, None]).clamp_(-largest, largest))
-            payload["scale"][start : start + rows].copy_(scale)
+    def stored(self, payload: dict[str, torch.Tensor], shape: torch.Size) -> StoredWeight:
+        """shape: the weight's own, or flattened to [N, K]."""
+        raise NotImplementedError
 
-    def dequantize(self, payload: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """The weight in its own shape; scaled formats multiply in fp32 before the one rounding to `dtype`."""
-        weight = payload["weight"]
-        if not self.scaled:
-            return weight.to(dtype)
-        scale = payload["scale"].view(-1, *([1] * (weight.dim() - 1)))
-        return weight.to(torch.float32).mul_(scale).to(dtype)
+    def dequantize(
+        self, payload: dict[str, torch.Tensor], dtype: torch.dtype, shape: torch.Size | None = None
+    ) -> torch.Tensor:
+        """The weight in its own shape; a packed payload does not know it and needs `shape`."""
+        shape = payload["weight"].shape if shape is None else shape
+        return dora_torch.upcast(self.stored(payload, shape), dtype).view(shape)
 
 
-FORMATS = {
-    "fp32": Format("fp32", torch.float32),
-    "bf16": Format("bf16", torch.bfloat16),
-    "fp16": Format("fp16", torch.float16),
-    "fp8_e4m3": Format("fp8_e4m3", torch.float8_e4m3fn, scaled=True),
-}
+@dataclass(frozen=True)
+class Dense(Format):
+    """The weight in a torch dtype."""
+
+    dtype_name: str
+    dtype: torch.dtype
+    backend = "native"
+    convolutions = True
+
+    def empty_payload(self, shape, device):
+        return {"weight": torch.empty(shape, dtype=self.dtype, device=device)}
+
+    def quantize_into(self, weight, payload):
+        payload["weight"].copy_(weight)
+
+    def stored(self, payload, shape):
+        flat = _flat(shape)
+        return StoredWeight(payload["weight"].view(flat), flat)
+
+
+@dataclass(frozen=True)
+class PerRow(Format):
+    """value = code * scale, one scale for each output row; codes of 8 bits.
+
+    quantize_rows: (fp32 [rows, K], dtype of the codes) -> (codes [rows, K], scale fp32 [rows]).
+    """
+
+    dtype_name: str
+    backend: str
+    codes: torch.dtype
+    quantize_rows: Callable[[torch.Tensor, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
+    dtype = None
+    convolutions = True
+
+    def empty_payload(self, shape, device):
+        return {
+            "weight": torch.empty(shape, dtype=self.codes, device=device),
+            "scale": torch.empty(shape[0], dtype=torch.float32, device=device),
+        }
+
+    def quantize_into(self, weight, payload):
+        w_NK, codes_NK = weight.reshape(_flat(weight.shape)), payload["weight"].view(_flat(weight.shape))
+        step = max(1, PIECE_ELEMENTS // w_NK.shape[1])
+        for start in range(0, w_NK.shape[0], step):
+            codes, scale = self.quantize_rows(w_NK[start : start + step].float(), self.codes)
+            codes_NK[start : start + step].copy_(codes)
+            payload["scale"][start : start + step].copy_(scale)
+
+    def stored(self, payload, shape):
+        flat = _flat(shape)
+        return StoredWeight(payload["weight"].view(flat), flat, block=flat[1], scale=payload["scale"])
+
+
+@dataclass(frozen=True)
+class Packed(Format):
+    """Codes of `bits` bits over blocks of the flat weight: code * scale + offset, or levels[code] * scale.
+
+    block: K -> how many consecutive elements share a scale; the weight's last block may be shorter.
+    quantize_blocks: (fp32 [elements], block, dtype_name) -> (codes as `pack` packs them, scale fp32 [blocks], and offset
+      fp32 [blocks] or levels fp32 [2 ** bits], as `second` says).
+    """
+
+    dtype_name: str
+    backend: str
+    bits: int
+    block: Callable[[int], int]
+    quantize_blocks: Callable[[torch.Tensor, int, str], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    second: Literal["offset", "levels"]
+    dtype = None
+    convolutions = False
+
+    def empty_payload(self, shape, device):
+        rows, columns = _flat(shape)
+        blocks = -(-rows * columns // self.block(columns))
+        return {
+            "weight": torch.empty(-(-rows * columns * self.bits // 8), dtype=torch.uint8, device=device),
+            "scale": torch.empty(blocks, dtype=torch.float32, device=device),
+            self.second: torch.empty(
+                blocks if self.second == "offset" else 2**self.bits, dtype=torch.float32, device=device
+            ),
+        }
+
+    def quantize_into(self, weight, payload):
+        flat, block = weight.reshape(-1), self.block(_flat(weight.shape)[1])
+        # Pieces of whole blocks and whole bytes: the same as the whole weight at once.
+        blocks = 8 * max(1, PIECE_ELEMENTS // (8 * block))
+        for first in range(0, -(-flat.numel() // block), blocks):
+            start = first * block
+            packed, scale, second = self.quantize_blocks(
+                flat[start : start + blocks * block].float(), block, self.dtype_name
+            )
+            byte = start * self.bits // 8
+            payload["weight"][byte : byte + packed.numel()].copy_(packed)
+            payload["scale"][first : first + blocks].copy_(scale)
+            (payload["levels"] if self.second == "levels" else payload["offset"][first : first + blocks]).copy_(second)
+
+    def stored(self, payload, shape):
+        flat = _flat(shape)
+        return StoredWeight(
+            payload["weight"], flat, self.bits, self.block(flat[1]), payload["scale"], payload.get("offset"),
+            payload.get("levels"),
+        )  # fmt: skip
+
+
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 [n], each below 2 ** bits -> uint8 [ceil(n * bits / 8)], the first code in the lowest bits."""
+    per_byte = 8 // bits
+    bytes_BC = F.pad(codes, (0, -codes.numel() % per_byte)).view(-1, per_byte)
+    packed = bytes_BC[:, 0].clone()
+    for place in range(1, per_byte):
+        packed |= bytes_BC[:, place] << (bits * place)
+    return packed
+
+
+def scaled_float8(w_NK: torch.Tensor, codes: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """scale_n = max_k |W_nk| / max(codes), W / scale rounded to nearest."""
+    largest = torch.finfo(codes).max
+    scale = nonzero(w_NK.abs().amax(dim=1) / largest)
+    # A subnormal scale is so coarse that the quotient can pass the largest value: NaN in e4m3fn, infinity in e5m2.
+    return (w_NK / scale[:, None]).clamp_(-largest, largest).to(codes), scale
+
+
+def nonzero(scale: torch.Tensor) -> torch.Tensor:
+    """`scale` with 1 for 0, of a row of zeros or so small that its scale underflows: 0 / 0 in float8 would stay NaN."""
+    return torch.where(scale > 0, scale, torch.ones_like(scale))
+
+
+def _flat(shape: torch.Size) -> tuple[int, int]:
+    return shape[0], prod(shape[1:])
