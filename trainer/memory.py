@@ -11,21 +11,22 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
-def checkpoint_blocks(denoiser: nn.Module, patterns: Sequence[str], every: bool | int) -> int:
-    """Recompute the activations of every n-th block in the backward pass (True: of all). Returns how many blocks.
+def find_blocks(denoiser: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
+    """The blocks of a denoiser by name, in module order: the outermost modules that match, with an index as last name.
 
-    patterns: fnmatch on dotted names; a block is the outermost module that matches with its last name an index.
+    patterns: fnmatch on dotted names.
     """
-    if every is False:
-        return 0
-    blocks: list[nn.Module] = []
-    names: list[str] = []
+    blocks: dict[str, nn.Module] = {}
     for name, module in denoiser.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in names)
+        inside = any(name.startswith(f"{outer}.") for outer in blocks)
         if name.rpartition(".")[2].isdigit() and not inside and any(fnmatchcase(name, p) for p in patterns):
-            names.append(name)
-            blocks.append(module)
-    chosen = blocks[:: 1 if every is True else every]
+            blocks[name] = module
+    return blocks
+
+
+def checkpoint_blocks(blocks: Sequence[nn.Module], every: bool | int) -> int:
+    """Recompute the activations of every n-th block in the backward pass (True: of all). Returns how many blocks."""
+    chosen = blocks[:: 1 if every is True else every] if every else []
     for block in chosen:
         block.forward = _recomputed(block.forward)
     return len(chosen)

@@ -24,7 +24,7 @@ from trainer.config import Config
 from trainer.data import cache as caches
 from trainer.data import captions, loader, sampler
 from trainer.errors import Interrupted, UserError
-from trainer.memory import checkpoint_blocks
+from trainer.memory import checkpoint_blocks, find_blocks
 from trainer.models.base import Model
 from trainer.models.loading import load_tokenizers, open_model
 from trainer.plan import Plan, describe, make_plan, resolve, total_updates
@@ -323,11 +323,15 @@ class Run:
         )
         for module in self.model.modules.values():
             module.eval()
-        blocks = checkpoint_blocks(
-            self.model.modules[self.family.denoiser], self.family.blocks, config.memory.gradient_checkpointing
+        denoiser = self.family.denoiser
+        blocks = find_blocks(self.model.modules[denoiser], self.family.blocks)
+        self.adapter.refresh_before(
+            {name: self.model.modules[name] for name in plan.adapted}
+            | {f"{denoiser}.{name}": block for name, block in blocks.items()}
         )
-        if blocks:
-            self.say(f"gradient checkpointing: {blocks} blocks are recomputed in the backward pass")
+        recomputed = checkpoint_blocks(list(blocks.values()), config.memory.gradient_checkpointing)
+        if recomputed:
+            self.say(f"gradient checkpointing: {recomputed} blocks are recomputed in the backward pass")
 
     def build_step(self, resumed: Path | None) -> None:
         config, plan = self.config, self.plan
@@ -365,7 +369,7 @@ class Run:
             schedule=self.schedule,
             scaler=self.scaler,
             max_grad_norm=config.step.max_grad_norm,
-            after_update=self.adapter.refresh,
+            after_update=self.adapter.mark_stale,
             reduce=torch.distributed.all_reduce if self.accelerator.num_processes > 1 else None,
             dropout=self.adapter.dropout(config.run.seed, self.accelerator.process_index),
         )

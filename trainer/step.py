@@ -66,7 +66,7 @@ class Step:
     """Runs one update. Gradients are those of fp32 adapters, so unscaling an fp16 gradient cannot occur.
 
     losses: Batch -> fp32 [B].  optimizer: over flat parameters (optim.flatten).
-    after_update: called when parameters changed (DoRA norms are refreshed there).
+    after_update: called when parameters changed (DoRA norms are marked stale there).
     reduce: sums a tensor over processes, in place; None for a single process.
     dropout: (step, micro-batch) -> a context in which adapter dropout is on and seeded.
     """

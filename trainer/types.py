@@ -131,25 +131,25 @@ class Kernels(Protocol):
         """c = ||W + s B A||_row, fp32 [N], from w_sq = ||W||^2 (fp32 [N]) and fp32 A and B; nothing of W's size is made."""
         ...
 
-    def compose_(
+    def compose(
         self, z_MN: torch.Tensor, t_MR: torch.Tensor, b_NR: torch.Tensor, scaling: float, g_N: torch.Tensor | None,
-        bias_N: torch.Tensor | None,
-    ) -> torch.Tensor:  # fmt: skip
-        """y = g * (z + s t B^T) + bias, over z in place (contiguous). z, t, B: one dtype; g, bias: fp32 [N] or None."""
+        bias_N: torch.Tensor | None, out_MN: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """out = g * (z + s t B^T) + bias. z, t, B, out: one dtype; g, bias: fp32 [N] or None. `out` may be z."""
         ...
 
     def row_gradients(
-        self, dy_MN: torch.Tensor, u_MN: torch.Tensor, t_MR: torch.Tensor, bias_N: torch.Tensor | None
+        self, dy_MN: torch.Tensor, u_MN: torch.Tensor, t_MR: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(G^T t: fp32 [N, R], sum over the rows of G * (u - bias): fp32 [N]), reading G = dy once."""
+        """(G^T t: fp32 [N, R], sum over the rows of G * u: fp32 [N]), reading G = dy once."""
         ...
 
 
 class BaseLayer(Protocol):
     """The seam between quantisation and adapters: a frozen Linear or Conv2d whose storage is its own affair.
 
-    `product` and its gradients are the layer's bias-free operation, a matrix product or a convolution, for any weight [., K]
-    of its geometry: an adapter's A goes through them too.
+    `product` and its gradients are the layer's bias-free operation, a matrix product or a convolution, for any weight of its
+    geometry: an adapter's A goes through them too. Rows are the output's pixels or tokens: M of them, whatever its layout.
     """
 
     compute_dtype: torch.dtype
@@ -160,18 +160,26 @@ class BaseLayer(Protocol):
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor: ...  # the weight in its own shape
 
+    @property
+    def bias_N(self) -> torch.Tensor | None: ...  # fp32 [N], rounded to compute_dtype
+
     def matmul(self, x: torch.Tensor) -> torch.Tensor: ...  # x W^T in compute_dtype, a new tensor
 
     def input_grad(self, dy: torch.Tensor, x_shape: torch.Size, g_N: torch.Tensor | None = None) -> torch.Tensor:
-        """(g * dy) W, g fp32 [N] over dy's features: the gradient of x, in compute_dtype, a new tensor."""
+        """(g * dy) W, the gradient of x: compute_dtype, a new tensor. g: fp32 [N], None: 1."""
         ...
 
     def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor: ...
 
-    def product_input_grad(self, dy: torch.Tensor, weight: torch.Tensor, x_shape: torch.Size) -> torch.Tensor: ...
+    def product_input_grad(
+        self, dy: torch.Tensor, weight: torch.Tensor, x_shape: torch.Size, add_to: torch.Tensor | None = None,
+        scale: float = 1.0,
+    ) -> torch.Tensor:  # fmt: skip
+        """The gradient of x, a new tensor; or `scale` times it, added to `add_to` in place."""
+        ...
 
     def product_weight_grad(self, dy: torch.Tensor, x: torch.Tensor, weight_shape: torch.Size) -> torch.Tensor: ...
 
-    def rows(self, y: torch.Tensor) -> torch.Tensor: ...  # an output as [M, N], contiguous; a view where it can be
+    def rows(self, y: torch.Tensor) -> torch.Tensor: ...  # [M, features] of an input or output, a view where it can be
 
-    def from_rows(self, y_MN: torch.Tensor, like: torch.Size) -> torch.Tensor: ...  # the inverse
+    def from_rows(self, y_MN: torch.Tensor, like: torch.Size) -> torch.Tensor: ...  # a view, features as the rows have

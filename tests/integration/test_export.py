@@ -154,7 +154,7 @@ def test_kohya_file_gives_the_adapted_weights(bench: Workbench, family, kind, co
                     parameter.copy_(0.1 * torch.randn(parameter.shape, generator=g))
                 elif name.endswith("magnitude_vector"):
                     parameter.mul_(1 + 0.1 * torch.randn(parameter.shape, generator=g))
-        run.adapter.refresh()
+        run.adapter.mark_stale()
         path = run.export("bear")["comfyui"]
         file = TensorFile(path)
         denoiser = run.family.denoiser

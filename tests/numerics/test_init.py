@@ -30,7 +30,7 @@ def test_adapted_output_is_the_base_output(bench: Workbench, family: str, kind: 
         with torch.no_grad():
             for layer in run.adapter.layers.values():
                 layer.lora_B["default"].weight.fill_(1e-2)
-            run.adapter.refresh()
+            run.adapter.mark_stale()
             assert not torch.equal(model(**inputs).sample, expected)
 
 
@@ -43,7 +43,7 @@ def test_merge_equals_unmerged_and_unmerge_is_exact(bench: Workbench) -> None:
             for layer in run.adapter.layers.values():
                 layer.lora_B["default"].weight.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
                 layer.lora_magnitude_vector["default"].weight.mul_(1.1)
-            run.adapter.refresh()
+            run.adapter.mark_stale()
             base_output = None
             with run.adapter.at_strength(0.0):
                 base_output = model(**inputs).sample

@@ -146,7 +146,7 @@ def test_loss_and_gradients_equal_the_papers_formulas(bench: Workbench, family: 
                     parameter.copy_(0.05 * jitter)
                 elif name.endswith("magnitude_vector"):
                     parameter.mul_(1 + 0.2 * jitter)
-        run.adapter.refresh()
+        run.adapter.mark_stale()
         batch = run.reader[next(run.updates())[0]]
         losses = run.step.losses(batch)
         losses.mean().backward()

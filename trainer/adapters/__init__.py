@@ -134,6 +134,7 @@ def inject(
     """Put one adapter on every target, in place; everything else is frozen.
 
     linear_class, conv_class: the frozen base layers (types.BaseLayer) that carry them.
+    Raises UserError for a grouped convolution, whose rows see different inputs.
     A is drawn from U(-1/sqrt(K), 1/sqrt(K)) (kaiming_uniform with a = sqrt(5), PEFT's choice) by the layer's name, so that
     it does not depend on which other layers are adapted. B is zero, m is the norm of the dequantised weight.
     """
@@ -143,6 +144,13 @@ def inject(
 
     for module in components.values():
         module.requires_grad_(False)
+    for target in targets:
+        groups = getattr(components[target.component].get_submodule(target.name), "groups", 1)
+        if groups != 1:
+            raise UserError(
+                f"{target.component}.{target.name} is a grouped convolution (groups = {groups}), which cannot carry an "
+                "adapter; leave it out of adapter.targets and adapter.rules"
+            )
     layers: dict[str, AdaptedLayer] = {}
     for component in dict.fromkeys(target.component for target in targets):
         module = components[component]
@@ -173,6 +181,7 @@ def inject(
         generator = draws.generator(seed, "init", name)
         with torch.no_grad():
             a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
+        layer.mark_stale()
     return Adapter(layers, {f"{t.component}.{t.name}": t for t in targets}, dora=dora, rslora=rslora)
 
 
@@ -237,7 +246,7 @@ class Adapter:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Copy the tensors in and refresh the norms. Raises UserError where names or shapes differ."""
+        """Copy the tensors in. Raises UserError where names or shapes differ."""
         mine = self.named_parameters()
         odd = sorted(state.keys() ^ mine.keys())
         if odd:
@@ -250,13 +259,30 @@ class Adapter:
                     f"here {tuple(parameter.shape)}"
                 )
             parameter.copy_(state[name])
-        self.refresh()
+        self.mark_stale()
 
-    def refresh(self) -> None:
-        """Recompute DoRA's cached norms; due after every change of the parameters."""
-        if self.dora:
-            for layer in self.layers.values():
-                layer.refresh_norm()
+    def mark_stale(self) -> None:
+        """Due after every change of the parameters: DoRA's cached norms are recomputed before their next use."""
+        for layer in self.layers.values():
+            layer.mark_stale()
+
+    def refresh_before(self, owners: Mapping[str, nn.Module]) -> None:
+        """Have the forward of each owner first refresh the stale norms of its adapted layers.
+
+        owners: modules by full name ("unet", "unet.mid_block"); a layer belongs to the innermost one that contains it. There
+        the base weights are resident, and the hook runs outside of what gradient checkpointing repeats.
+        """
+        owned: dict[str, list] = {}
+        for name, layer in self.layers.items():
+            inside = [owner for owner in owners if name.startswith(f"{owner}.")]
+            owned.setdefault(max(inside, key=len), []).append(layer)
+        for owner, layers in owned.items():
+
+            def refresh(module, args, layers=layers) -> None:
+                for layer in layers:
+                    layer.refresh_norm()
+
+            owners[owner].register_forward_pre_hook(refresh)
 
     @contextmanager
     def at_strength(self, strength: float) -> Iterator[None]:

@@ -180,8 +180,8 @@ def _dora_scale(layer, dora_scale: DoraScale) -> torch.Tensor:
     m = layer.lora_magnitude_vector[ADAPTER_NAME].weight.detach()
     if dora_scale == "magnitude":
         return m
-    norm = layer.base_norm_sq.sqrt()
-    return torch.where(layer.norm > 0, m * norm / layer.norm.clamp_min(1e-30), m)
+    base_norm, norm = layer.base_norm_sq.sqrt(), layer.current_norm(ADAPTER_NAME)
+    return torch.where(norm > 0, m * base_norm / norm.clamp_min(1e-30), m)
 
 
 @dataclass(frozen=True)

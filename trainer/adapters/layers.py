@@ -13,7 +13,7 @@ from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import nn
 from torch.nn.utils import skip_init
 
-from trainer.adapters.dora import adapted_conv2d, adapted_linear, scale_rows, weight_norm
+from trainer.adapters.dora import adapted, scale_rows
 
 
 class Magnitude(nn.Module):
@@ -25,20 +25,21 @@ class Magnitude(nn.Module):
 
 
 class AdaptedLayer(nn.Module, LoraLayer):
-    """A frozen base layer with one adapter. A, B and m are fp32 in every mode.
+    """A frozen base layer with one active adapter. A, B and m are fp32 in every mode.
 
-    `norm` holds c = ||W + s B A||_row, a non-persistent fp32 buffer: `refresh_norm` must follow every change of A or B
-    (the step does it after each update, loading a checkpoint does it too). It is not keyed on the tensors' version
-    counter, which fused and 8-bit optimizers do not advance.
+    `norm` holds c = ||W + s B A||_row of the active adapter, a non-persistent fp32 buffer. Whatever changes A, B, or which
+    adapter is active calls `mark_stale`; the next forward of the owning block (`refresh_before_forward`), or of the layer
+    where it is called by itself, refreshes it where W is resident. So it is computed once for an update, not for each
+    micro-batch, nor again when a checkpointed block is recomputed. It is not keyed on the tensors' version counter, which
+    fused and 8-bit optimizers do not advance.
     """
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config, r: int, lora_alpha: float, **kwargs) -> None:
         super().__init__()
-        if getattr(base_layer, "groups", 1) != 1:
-            raise ValueError("a grouped convolution cannot carry an adapter; exclude it from the targets")
         LoraLayer.__init__(self, base_layer)
         self._active_adapter = adapter_name
         self.strength = 1.0
+        self.stale = False
         self._looked_up: tuple | None = None
         self.update_layer(adapter_name, r, lora_alpha, config)
 
@@ -64,11 +65,18 @@ class AdaptedLayer(nn.Module, LoraLayer):
         nn.init.zeros_(self.lora_A[adapter_name].weight)
         nn.init.zeros_(self.lora_B[adapter_name].weight)
         if dora:
-            self.register_buffer("base_norm_sq", base.row_norms().square(), persistent=False)
-            self.register_buffer("norm", torch.empty_like(self.base_norm_sq), persistent=False)
-            self.refresh_norm(adapter_name)
-            self.lora_magnitude_vector[adapter_name] = Magnitude(self.norm.clone())
+            if "base_norm_sq" not in self._buffers:
+                base_norm_sq = base.kernels.row_squares(base.stored())
+                self.register_buffer("base_norm_sq", base_norm_sq, persistent=False)
+                self.register_buffer("norm", torch.empty_like(base_norm_sq), persistent=False)
+                self.keep_z = base.bias is not None or not bool((base_norm_sq > 0).all())
+            self.lora_magnitude_vector[adapter_name] = Magnitude(self.current_norm(adapter_name))
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+
+    def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
+        super().set_adapter(adapter_names, inference_mode)
+        self._looked_up = None
+        self.mark_stale()
 
     def new_factors(self, base, r: int, device) -> tuple[nn.Module, nn.Module]:
         """A and B, without values: `inject` draws A by the layer's name."""
@@ -78,16 +86,23 @@ class AdaptedLayer(nn.Module, LoraLayer):
         """A as [R, K] and B as [N, R] (a convolution's kernel flattened)."""
         return self.lora_A[adapter_name].weight.flatten(1), self.lora_B[adapter_name].weight.flatten(1)
 
+    def mark_stale(self) -> None:
+        """The next forward recomputes c. A no-op for LoRA."""
+        self.stale = any(self.use_dora.get(name) for name in self.active_adapters)
+
     @torch.no_grad()
-    def refresh_norm(self, adapter_name: str | None = None) -> None:
-        """Recompute c from the present A and B. A no-op for LoRA."""
-        name = adapter_name or self.active_adapters[0]
-        if not self.use_dora.get(name):
-            return
-        a, b = self.factors(name)
-        self.norm.copy_(
-            weight_norm(self.base_norm_sq, self.get_base_layer().skinny(a), a, b, self.scaling[name])
-        )  # fmt: skip
+    def current_norm(self, adapter_name: str) -> torch.Tensor:
+        """c, fp32 [N], from the present A and B."""
+        base = self.get_base_layer()
+        a, b = self.factors(adapter_name)
+        return base.kernels.adapted_norm(base.stored(), self.base_norm_sq, a, b, self.scaling[adapter_name])
+
+    def refresh_norm(self) -> None:
+        """Recompute c where it is stale."""
+        if self.stale:
+            (name,) = self.active_adapters
+            self.norm.copy_(self.current_norm(name))
+            self.stale = False
 
     @torch.no_grad()
     def adapted_weight(self, adapter_name: str) -> torch.Tensor:
@@ -97,7 +112,7 @@ class AdaptedLayer(nn.Module, LoraLayer):
         weight = base.dequantize(torch.float32)
         weight = weight + (self.scaling[adapter_name] * (b @ a)).view_as(weight)
         if self.use_dora[adapter_name]:
-            g = scale_rows(self.lora_magnitude_vector[adapter_name].weight, self.norm)
+            g = scale_rows(self.lora_magnitude_vector[adapter_name].weight, self.current_norm(adapter_name))
             weight = weight * g.view(-1, *([1] * (weight.dim() - 1)))
         return weight
 
@@ -108,10 +123,13 @@ class AdaptedLayer(nn.Module, LoraLayer):
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Compute with a dense fp32 copy of base + adapter. The payload is left alone, so `unmerge` is exact."""
         for name in check_adapters_to_merge(self, adapter_names):
+            if self.merged_adapters:
+                raise ValueError(
+                    f"{self.merged_adapters[0]} is merged already; unmerge it first, one adapter at a time"
+                )
             weight = self.adapted_weight(name)
             if safe_merge and not torch.isfinite(weight).all():
                 raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
-            assert not self.merged_adapters, "one adapter at a time"
             self.get_base_layer().merged_weight = weight
             self.merged_adapters.append(name)
 
@@ -125,9 +143,13 @@ class AdaptedLayer(nn.Module, LoraLayer):
             self.unmerge()
         if self._disable_adapters or self.merged_adapters or self.strength == 0:
             return base(x)
+        self.refresh_norm()
         a, b, m, dropout, scaling = self.active()
         mask = dropout(torch.ones_like(x, dtype=base.compute_dtype)) if dropout is not None and self.training else None
-        y = self.adapted(x, base, a, b, scaling, m, None if m is None else self._buffers["norm"], mask)
+        if m is None:
+            y = adapted(x, base, a, b, scaling, mask=mask)
+        else:
+            y = adapted(x, base, a, b, scaling, m, self._buffers["norm"], keep_z=self.keep_z)
         return y if self.strength == 1 else torch.lerp(base(x), y, self.strength)
 
     def active(self) -> tuple:
@@ -146,8 +168,6 @@ class AdaptedLayer(nn.Module, LoraLayer):
 
 
 class AdaptedLinear(AdaptedLayer):
-    adapted = staticmethod(adapted_linear)
-
     def new_factors(self, base, r, device):
         return (
             skip_init(nn.Linear, base.in_features, r, bias=False, device=device),
@@ -156,8 +176,6 @@ class AdaptedLinear(AdaptedLayer):
 
 
 class AdaptedConv2d(AdaptedLayer):
-    adapted = staticmethod(adapted_conv2d)
-
     def new_factors(self, base, r, device):
         geometry = {"stride": base.stride, "padding": base.padding, "dilation": base.dilation}
         return (

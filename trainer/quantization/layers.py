@@ -1,7 +1,8 @@
 """Frozen Linear and Conv2d over any storage format: the base-layer protocol of types.py.
 
 Forward and input gradient are ours for every format. A weight whose stored dtype is not the compute dtype is converted
-anew in the backward pass: saving the converted copy for it would undo the saving of memory.
+into one shared buffer at each use, in the forward and again in the backward pass: a saved copy would undo the saving of
+memory.
 """
 
 from __future__ import annotations
@@ -10,18 +11,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from trainer.kernels import dora_torch
+from trainer.kernels.scratch import scratch
 from trainer.quantization.formats import Format
+from trainer.types import Kernels, StoredWeight
 
 
 class FrozenLayer(nn.Module):
     """What FrozenLinear and FrozenConv2d share: storage and its conversions. Parameters never require a gradient.
 
-    The payload is held in buffers `payload_weight` (+ `payload_scale`), the bias as an fp32 parameter. There is no
-    `weight`: code of libraries that asks for `layer.weight.dtype` to cast activations must not meet a float8 tensor.
+    The payload is held in buffers `payload_NAME`, the bias as an fp32 parameter. There is no `weight`: code of libraries
+    that asks for `layer.weight.dtype` to cast activations must not meet a float8 tensor.
     """
 
     weight = None
     bias: nn.Parameter | None
+    kernels: Kernels = dora_torch
 
     def __init__(self, shape: torch.Size, has_bias: bool, format: Format, compute_dtype: torch.dtype, device) -> None:
         super().__init__()
@@ -32,8 +37,7 @@ class FrozenLayer(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         # The dense weight that stands in for base + adapter while an adapter is merged (fp32), else None.
         self.merged_weight: torch.Tensor | None = None
-        self.direct = format.dtype == compute_dtype
-        self._compute_bias: torch.Tensor | None = None
+        self._cast_bias: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def qweight(self) -> torch.Tensor:
@@ -43,52 +47,81 @@ class FrozenLayer(nn.Module):
     def payload(self) -> dict[str, torch.Tensor]:
         return {name.removeprefix("payload_"): t for name, t in self._buffers.items() if name.startswith("payload_")}
 
-    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+    def stored(self) -> StoredWeight:
+        rows = self.weight_shape[0]
+        shape = (rows, self.weight_shape.numel() // rows)
         if self.merged_weight is not None:
-            return self.merged_weight.to(dtype)
-        return self.format.dequantize(self.payload(), dtype)
+            return StoredWeight(self.merged_weight.view(shape), shape)
+        return self.format.stored(self.payload(), shape)
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.kernels.upcast(self.stored(), dtype).view(self.weight_shape)
 
     def load_weight(self, weight: torch.Tensor) -> None:
         """Convert `weight` into the payload, in place."""
         self.format.quantize_into(weight, self.payload())
 
-    def compute_weight(self) -> torch.Tensor:
-        """The weight in `compute_dtype`: the payload itself where it is stored so, else converted anew."""
-        if self.direct and self.merged_weight is None:
-            return self._buffers["payload_weight"]
-        return self.dequantize(self.compute_dtype)
+    def compute_weight(self, g_N: torch.Tensor | None = None) -> torch.Tensor:
+        """W, or g * W row by row, in `compute_dtype`: the payload itself where it is that, else in the shared buffer."""
+        stored = self.stored()
+        if g_N is None and stored.is_dense(self.compute_dtype):
+            return stored.codes.view(self.weight_shape)
+        out = scratch(stored.shape, self.compute_dtype, stored.device)
+        return self.kernels.upcast(stored, self.compute_dtype, g_N, out).view(self.weight_shape)
+
+    def cast_bias(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The bias rounded to `compute_dtype`: in that dtype, shaped for this layer's output, and as fp32 [N]. Cast once."""
+        if self.bias is None:
+            return None, None
+        if self._cast_bias is None:
+            rounded = self.bias.detach().to(self.compute_dtype)
+            self._cast_bias = self.broadcast(rounded), rounded.to(torch.promote_types(rounded.dtype, torch.float32))
+        return self._cast_bias
 
     @property
-    def compute_bias(self) -> torch.Tensor | None:
-        """The bias in `compute_dtype`, cast once: it is frozen."""
-        if self._compute_bias is None and self.bias is not None:
-            self._compute_bias = self.broadcast(self.bias.detach().to(self.compute_dtype))
-        return self._compute_bias
+    def bias_N(self) -> torch.Tensor | None:
+        return self.cast_bias()[1]
 
     def row_norms(self) -> torch.Tensor:
         """fp32 [N]: ||W_n|| of the dequantised weight, over all dimensions but the first."""
-        return self.dequantize(torch.float32).flatten(1).norm(dim=1)
-
-    def skinny(self, a_RK: torch.Tensor) -> torch.Tensor:
-        """fp32 [N, R] = W A^T with W flattened to [N, K]."""
-        return self.dequantize(torch.float32).flatten(1) @ a_RK.float().t()
+        return self.kernels.row_squares(self.stored()).sqrt()
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         """The bias-free product in `compute_dtype`, differentiable in x."""
         x = x.to(self.compute_dtype)
-        if self.direct and self.merged_weight is None:
-            return self.product(x, self._buffers["payload_weight"])
+        if self.stored().is_dense(self.compute_dtype):
+            return self.product(x, self.compute_weight())
         return _ConvertedProduct.apply(x, self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y, bias = self.matmul(x), self.compute_bias
+        y, bias = self.matmul(x), self.cast_bias()[0]
         # Added apart with a rounding of its own, exactly as under an adapter: at initialisation both are bit-equal.
         return y if bias is None else y.add_(bias)
+
+    def input_grad(self, dy: torch.Tensor, x_shape: torch.Size, g_N: torch.Tensor | None = None) -> torch.Tensor:
+        stored = self.stored()
+        if g_N is not None and stored.is_dense(self.compute_dtype) and dy.numel() < self.weight_shape.numel():
+            # Of g * G and g * W, equal in error, the smaller is made; a weight that is converted anyway takes g along.
+            dy = torch.mul(dy, self.broadcast(g_N), out=scratch(dy.shape, dy.dtype, dy.device))
+            g_N = None
+        return self.product_input_grad(dy, self.compute_weight(g_N), x_shape)
 
     def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
-    def product_input_grad(self, dy: torch.Tensor, weight: torch.Tensor, x_shape: torch.Size) -> torch.Tensor:
+    def product_input_grad(
+        self, dy: torch.Tensor, weight: torch.Tensor, x_shape: torch.Size, add_to: torch.Tensor | None = None,
+        scale: float = 1.0,
+    ) -> torch.Tensor:  # fmt: skip
+        raise NotImplementedError
+
+    def product_weight_grad(self, dy: torch.Tensor, x: torch.Tensor, weight_shape: torch.Size) -> torch.Tensor:
+        raise NotImplementedError
+
+    def rows(self, y: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def from_rows(self, y_MN: torch.Tensor, like: torch.Size) -> torch.Tensor:
         raise NotImplementedError
 
     def broadcast(self, per_row: torch.Tensor) -> torch.Tensor:
@@ -106,8 +139,7 @@ class _ConvertedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: torch.Tensor):
-        layer = ctx.layer
-        return layer.product_input_grad(dy, layer.compute_weight(), ctx.x_shape), None
+        return ctx.layer.input_grad(dy, ctx.x_shape), None
 
 
 class FrozenLinear(FrozenLayer):
@@ -120,12 +152,20 @@ class FrozenLinear(FrozenLayer):
     def product(self, x, weight):
         return F.linear(x, weight)
 
-    def product_input_grad(self, dy, weight, x_shape):
-        return dy @ weight
+    def product_input_grad(self, dy, weight, x_shape, add_to=None, scale=1.0):
+        if add_to is None:
+            return (dy @ weight).view(x_shape)
+        add_to.view(-1, x_shape[-1]).addmm_(self.rows(dy), weight, alpha=scale)
+        return add_to
 
-    def input_grad(self, dy: torch.Tensor) -> torch.Tensor:
-        """dy W, [M, N] -> [M, K], for adapters that write their backward out."""
-        return dy @ self.compute_weight()
+    def product_weight_grad(self, dy, x, weight_shape):
+        return self.rows(dy).t() @ self.rows(x)
+
+    def rows(self, y):
+        return y.reshape(-1, y.shape[-1])
+
+    def from_rows(self, y_MN, like):
+        return y_MN.view(*like[:-1], y_MN.shape[1])
 
     def broadcast(self, per_row):
         return per_row
@@ -146,14 +186,23 @@ class FrozenConv2d(FrozenLayer):
         )
         self.in_channels, self.out_channels, self.kernel_size = in_channels, out_channels, kernel_size
         self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
+        self.geometry = (stride, padding, dilation, groups)
 
     def product(self, x, weight):
-        return F.conv2d(x, weight, None, self.stride, self.padding, self.dilation, self.groups)
+        return F.conv2d(x, weight, None, *self.geometry)
 
-    def product_input_grad(self, dy, weight, x_shape):
-        return torch.nn.grad.conv2d_input(
-            x_shape, weight, dy, self.stride, self.padding, self.dilation, self.groups
-        )  # fmt: skip
+    def product_input_grad(self, dy, weight, x_shape, add_to=None, scale=1.0):
+        dx = torch.nn.grad.conv2d_input(x_shape, weight, dy, *self.geometry)
+        return dx if add_to is None else add_to.add_(dx, alpha=scale)
+
+    def product_weight_grad(self, dy, x, weight_shape):
+        return torch.nn.grad.conv2d_weight(x, weight_shape, dy, *self.geometry)
+
+    def rows(self, y):
+        return y.movedim(1, -1).reshape(-1, y.shape[1])
+
+    def from_rows(self, y_MN, like):
+        return y_MN.view(like[0], *like[2:], y_MN.shape[1]).movedim(-1, 1)
 
     def broadcast(self, per_row):
         return per_row.view(-1, 1, 1)

@@ -1,0 +1,378 @@
+"""The cached norm, merging, switching, compiling: what surrounds the arithmetic of an adapted layer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.harness import DENOISER, PHOTOS, Workbench, built
+from tests.integration.test_export import inputs_for
+from trainer import optim
+from trainer.adapters import ADAPTER_NAME, Target, inject
+from trainer.errors import UserError
+from trainer.kernels import choose, dora_torch
+from trainer.quantization import ALL_FORMATS, FORMATS, Format, FrozenConv2d, FrozenLinear, freeze_layers
+
+FORMAT_IDS = [f.name for f in ALL_FORMATS]
+
+
+def network(format: Format, compute: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
+    """A convolution and two linears, quantised; x is [2, 6, 5, 5]."""
+    g = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(nn.Conv2d(6, 8, 3, padding=1), nn.Flatten(2), nn.Linear(25, 40), nn.Linear(40, 7, bias=False))
+    weights = {name: torch.randn(p.shape, generator=g) / p[0].numel() ** 0.5 for name, p in model.named_parameters()}
+    freeze_layers(model, format=format, compute=compute, unquantised=torch.float32)
+    for name, layer in model.named_children():
+        if f"{name}.weight" in weights:
+            layer.load_weight(weights[f"{name}.weight"])
+            if layer.bias is not None:
+                layer.bias.data.copy_(weights[f"{name}.bias"])
+    return model
+
+
+def with_adapter(model: nn.Module, *, dora: bool = True, rank: int = 3, names=("0", "2", "3"), g=None):
+    adapter = inject(
+        {"net": model}, [Target("net", name, rank, 2.0) for name in names], linear_class=FrozenLinear,
+        conv_class=FrozenConv2d, dora=dora, rslora=False, dropout=0.0, seed=0,
+    )  # fmt: skip
+    jitter(adapter)
+    return adapter
+
+
+@torch.no_grad()
+def jitter(adapter, seed: int = 1) -> None:
+    g = torch.Generator().manual_seed(seed)
+    for name, parameter in adapter.named_parameters().items():
+        noise = torch.randn(parameter.shape, generator=g)
+        if name.endswith("lora_B.weight"):
+            parameter.add_(0.1 * noise)
+        elif name.endswith("magnitude_vector"):
+            parameter.mul_(1 + 0.1 * noise)
+    adapter.mark_stale()
+
+
+@pytest.mark.parametrize("format", ALL_FORMATS, ids=FORMAT_IDS)
+@pytest.mark.parametrize("dora", [False, True])
+def test_merged_equals_unmerged_over_every_base(format: Format, dora: bool) -> None:
+    """Merging stands a dense fp32 copy in for the layer: nothing is requantised, and unmerging gives back the base.
+
+    PEFT's own merge over a quanto layer changes nothing at all, silently.
+    """
+    model = network(format)
+    payloads = {k: t.clone() for k, t in model.state_dict().items()} | {
+        k: t.clone() for k, t in model.named_buffers() if "payload" in k
+    }
+    adapter = with_adapter(model, dora=dora)
+    x = torch.randn(2, 6, 5, 5, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        with adapter.at_strength(0.0):
+            base = model(x)
+        unmerged = model(x)
+        for layer in adapter.layers.values():
+            layer.merge(safe_merge=True)
+        merged = model(x)
+        for layer in adapter.layers.values():
+            layer.unmerge()
+        again = model(x)
+    moved = (merged - base).norm()
+    assert moved > 0.05 * base.norm()
+    # Both are fp32: some tens of roundings of 2^-24 beside a change of at least a twentieth.
+    assert (merged - unmerged).norm() <= 1e-5 * moved
+    assert torch.equal(again, unmerged)
+    for name, buffer in model.named_buffers():
+        if "payload" in name:
+            assert torch.equal(_bits(buffer), _bits(payloads[name.replace("base_layer.", "")])), name
+
+
+def _config(dora: bool):
+    from peft import LoraConfig
+
+    return LoraConfig(r=2, use_dora=dora, target_modules=["2"])
+
+
+def _bits(t: torch.Tensor) -> torch.Tensor:
+    return t.contiguous().view(torch.uint8)
+
+
+def test_switching_and_disabling_adapters() -> None:
+    """Through PEFT's own switches: each adapter computes with its own norm, and disabled is the base."""
+    model = network(FORMATS["int8"])
+    x = torch.randn(2, 6, 5, 5)
+    with torch.no_grad():
+        base = model(x)
+        adapter = with_adapter(model)
+        first = model(x)
+        layers = list(adapter.layers.values())
+        for layer in layers:
+            layer.update_layer("second", 2, 4.0, _config(True))
+            layer.lora_A["second"].weight.normal_()
+            layer.lora_B["second"].weight.normal_()
+            layer.set_adapter("second")
+        second = model(x)
+        assert not torch.allclose(second, first)
+        for layer in layers:
+            layer.merge()
+        with pytest.warns(UserWarning), pytest.raises(ValueError, match="second is merged already; unmerge it first"):
+            layers[0].merge(adapter_names=[ADAPTER_NAME])
+        merged = model(x)
+        assert (merged - second).norm() <= 1e-5 * (second - base).norm()
+        for layer in layers:
+            layer.unmerge()
+            layer.set_adapter(ADAPTER_NAME)
+        assert torch.equal(model(x), first)
+        for layer in layers:
+            layer.enable_adapters(False)
+        assert torch.equal(model(x), base)
+        for layer in layers:
+            layer.enable_adapters(True)
+        assert torch.equal(model(x), first)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("storage", ["bf16", "int8"])
+def test_cached_norm_is_fresh_after_every_optimizer(name: str, storage: str) -> None:
+    """Neither optimizer advances the version counter of the parameters; the norm follows all the same.
+
+    Magnitudes have 32-bit state and no weight decay, also in an 8-bit optimizer.
+    """
+    model = network(FORMATS[storage])
+    adapter = with_adapter(model, rank=16)
+    groups = adapter.parameter_groups(lr=1e-2, weight_decay=0.1)
+    optimizer = optim.build_optimizer(name, groups, betas=(0.9, 0.999), eps=1e-8, min_8bit_size=1)
+    x = torch.randn(2, 6, 5, 5)
+    for _ in range(3):
+        model(x).square().sum().backward()
+        optimizer.step()
+        for group in optimizer.param_groups:
+            group["params"][0].grad.zero_()
+        adapter.mark_stale()
+    before = {layer: layer.norm.clone() for layer in adapter.layers.values()}
+    model(x)
+    for layer in adapter.layers.values():
+        base = layer.get_base_layer()
+        a, b = layer.factors(ADAPTER_NAME)
+        dense = (
+            base.dequantize(torch.float32).flatten(1).double() + layer.scaling[ADAPTER_NAME] * b.double() @ a.double()
+        )
+        assert torch.equal(layer.norm, layer.current_norm(ADAPTER_NAME))
+        assert torch.allclose(layer.norm.double(), dense.norm(dim=1), rtol=1e-5)
+        assert not torch.equal(layer.norm, before[layer])
+    (magnitudes,) = [group for group, given in zip(optimizer.param_groups, groups, strict=True) if given["magnitudes"]]
+    (others,) = [group for group, given in zip(optimizer.param_groups, groups, strict=True) if not given["magnitudes"]]
+    assert magnitudes["weight_decay"] == 0 and others["weight_decay"] == 0.1
+    kinds = {t.dtype for t in optimizer.state[magnitudes["params"][0]].values() if torch.is_tensor(t) and t.numel() > 1}
+    assert kinds == {torch.float32}
+    if name == "adamw8bit":
+        assert torch.uint8 in {t.dtype for t in optimizer.state[others["params"][0]].values() if torch.is_tensor(t)}
+
+
+class CountedKernels:
+    """The plain kernels, counting the norms."""
+
+    name = "torch"
+
+    def __init__(self) -> None:
+        self.norms: Counter = Counter()
+
+    def __getattr__(self, name):
+        return getattr(dora_torch, name)
+
+    def adapted_norm(self, weight, *rest):
+        self.norms[weight.codes.data_ptr()] += 1
+        return dora_torch.adapted_norm(weight, *rest)
+
+
+@pytest.mark.parametrize("family", ["sdxl", "flux"])
+def test_one_norm_a_layer_and_step(bench: Workbench, family: str) -> None:
+    """With checkpointing and four micro-batches, whose blocks run eight times a step, each norm is computed once."""
+    config = bench.config(
+        family, adapter__type="dora", adapter__targets={"sdxl": "attention", "flux": "all"}[family],
+        step__accumulation=4, data__batch_size=1, data__sources=[{"path": str(PHOTOS), "repeats": 4}],
+        memory__gradient_checkpointing=True, model__components={DENOISER[family]: {"dtype": "fp8_e4m3"}},
+    )  # fmt: skip
+    with built(config) as run:
+        counted = CountedKernels()
+        for layer in run.adapter.layers.values():
+            layer.get_base_layer().kernels = counted
+        updates = run.updates()
+        for step in (1, 2):
+            update = next(updates)
+            assert len(update) == 4
+            run.step.run(step, [run.reader[micro_batch] for micro_batch in update], 4)
+            assert len(counted.norms) == len(run.adapter.layers)
+            assert set(counted.norms.values()) == {step}
+        assert all(layer.stale for layer in run.adapter.layers.values())
+        # Where nothing changed, a forward computes none.
+        with torch.no_grad():
+            inputs = inputs_for(family, run)
+            run.model.modules[DENOISER[family]](**inputs)
+            run.model.modules[DENOISER[family]](**inputs)
+        assert set(counted.norms.values()) == {3}
+
+
+def test_norms_are_refreshed_before_the_blocks_forward() -> None:
+    """By the hook of the innermost owner: inside a forward nothing is stale any more."""
+    model = nn.Sequential(network(FORMATS["fp8_e4m3"]), nn.Identity())
+    adapter = inject(
+        {"net": model}, [Target("net", f"0.{name}", 2, 2.0) for name in ("0", "2")], linear_class=FrozenLinear,
+        conv_class=FrozenConv2d, dora=True, rslora=False, dropout=0.0, seed=0,
+    )  # fmt: skip
+    adapter.refresh_before({"net": model, "net.0": model[0]})
+    seen = []
+    model[0][1].register_forward_pre_hook(lambda *_: seen.append([x.stale for x in adapter.layers.values()]))
+    model.register_forward_pre_hook(lambda *_: seen.append([x.stale for x in adapter.layers.values()]))
+    jitter(adapter)
+    model(torch.randn(2, 6, 5, 5))
+    # The root owns no layer of its own: its pre-forward leaves them stale for their block.
+    assert seen == [[True, True], [False, False]]
+
+
+class LargestAllocation(TorchDispatchMode):
+    """The elements of the largest tensor that an operation makes in fp32 or wider."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for t in result if isinstance(result, (tuple, list)) else (result,):
+            known = {a.untyped_storage().data_ptr() for a in (*args, *(kwargs or {}).values()) if torch.is_tensor(a)}
+            if torch.is_tensor(t) and t.untyped_storage().data_ptr() not in known and t.element_size() >= 4:
+                self.largest = max(self.largest, t.numel())
+        return result
+
+
+@pytest.mark.parametrize("format", ALL_FORMATS, ids=FORMAT_IDS)
+def test_no_wide_temporary_of_the_weights_size(format: Format) -> None:
+    """A refresh, a forward and a backward make no fp32 tensor beyond a piece, whatever the base."""
+    compute = torch.float32 if format.dtype == torch.float32 else torch.bfloat16
+    n, k = 2048, 1536
+    layer = FrozenLinear(k, n, bias=True, format=format, compute_dtype=compute)
+    layer.load_weight(torch.randn(n, k, generator=torch.Generator().manual_seed(0)) / 40)
+    layer.bias.data.zero_()
+    adapter = with_adapter(nn.Sequential(layer), names=("0",))
+    (adapted_layer,) = adapter.layers.values()
+    x = torch.randn(8, k).to(compute).requires_grad_()
+    with LargestAllocation() as allocations:
+        adapted_layer(x).sum().backward()
+    assert n * k > 4 * dora_torch.PIECE
+    assert 0 < allocations.largest <= dora_torch.PIECE
+
+
+PEAK = """
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+from trainer.adapters import Target, inject
+from trainer.quantization import FORMATS, FrozenConv2d, FrozenLinear
+
+def status(key):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) / 1024
+
+def peak(model, adapter=None):
+    x = torch.randn(16, n).bfloat16().requires_grad_()
+    open("/proc/self/clear_refs", "w").write("5")  # resets VmHWM
+    before = status("VmRSS:")
+    if adapter is not None:
+        adapter.mark_stale()
+    model(x).sum().backward()
+    return status("VmHWM:") - before
+
+n = 4096
+nn.Linear(8, 8).bfloat16()(torch.randn(2, 8).bfloat16()).sum().backward()
+ours = nn.Sequential(FrozenLinear(n, n, bias=True, format=FORMATS["bf16"], compute_dtype=torch.bfloat16))
+ours[0].payload_weight.normal_(generator=torch.Generator().manual_seed(0))
+ours[0].bias.data.zero_()
+adapter = inject({"net": ours}, [Target("net", "0", 8, 8.0)], linear_class=FrozenLinear, conv_class=FrozenConv2d,
+                 dora=True, rslora=False, dropout=0.0, seed=0)
+print(peak(ours, adapter))
+theirs = nn.Sequential(nn.Linear(n, n).bfloat16())
+print(peak(inject_adapter_in_model(LoraConfig(r=8, use_dora=True, target_modules=["0"]), theirs)))
+"""
+
+
+def test_peak_memory_of_a_large_layer() -> None:
+    """A step over 4096 x 4096 adds to the process less than a quarter of the fp32 weight's 64 MiB, PEFT's more than all."""
+    done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    ours, theirs = map(float, done.stdout.split())
+    assert ours < 16
+    assert theirs > 64
+
+
+def test_compiled_and_checkpointed_equal_eager() -> None:
+    """One graph without breaks, traced through the written-out backward, over a quantised base."""
+    for storage in ("fp32", "fp8_e4m3"):
+        layer = FrozenLinear(24, 40, bias=True, format=FORMATS[storage], compute_dtype=torch.float32)
+        g = torch.Generator().manual_seed(0)
+        layer.load_weight(torch.randn(40, 24, generator=g))
+        layer.bias.data.normal_(generator=g)
+        adapter = with_adapter(nn.Sequential(layer), names=("0",))
+        (adapted_layer,) = adapter.layers.values()
+        adapted_layer.refresh_norm()
+        x = torch.randn(5, 24, generator=g)
+        compiled = torch.compile(adapted_layer, backend="aot_eager", fullgraph=True)
+        results = []
+        for function in (
+            adapted_layer,
+            compiled,
+            lambda x, layer=adapted_layer: torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False),
+        ):
+            leaf = x.clone().requires_grad_()
+            for parameter in adapter.named_parameters().values():
+                parameter.grad = None
+            y = function(leaf)
+            y.square().sum().backward()
+            results.append([y.detach(), leaf.grad, *(p.grad for p in adapter.named_parameters().values())])
+        for other in results[1:]:
+            for one, two in zip(results[0], other, strict=True):
+                assert torch.equal(one, two)
+
+
+def test_two_layers_of_one_shape_share_the_buffer_and_keep_their_gradients() -> None:
+    """The shared buffer holds the second layer's weight when the first one's backward begins."""
+    g = torch.Generator().manual_seed(0)
+    layers = nn.Sequential(*(
+        FrozenLinear(16, 16, bias=True, format=FORMATS["int4"], compute_dtype=torch.float32) for _ in range(3)
+    ))  # fmt: skip
+    for layer in layers:
+        layer.load_weight(torch.randn(16, 16, generator=g))
+        layer.bias.data.zero_()
+    # One layer frozen without an adapter between two adapted ones.
+    dense = [layer.dequantize(torch.float64) for layer in layers]
+    adapter = with_adapter(layers, names=("0", "2"))
+    x = torch.randn(4, 16, generator=g, requires_grad=True)
+    layers(x).square().sum().backward()
+    for index in (0, 2):
+        layer = adapter.layers[f"net.{index}"]
+        dense[index] = layer.adapted_weight(ADAPTER_NAME).double()
+    x64 = x.detach().double().requires_grad_()
+    F.linear(F.linear(F.linear(x64, dense[0]), dense[1]), dense[2]).square().sum().backward()
+    assert (x.grad - x64.grad).norm() <= 1e-5 * x64.grad.norm()
+
+
+def test_grouped_convolutions_are_refused() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=2))
+    freeze_layers(model, format=FORMATS["fp32"], compute=torch.float32, unquantised=torch.float32)
+    with pytest.raises(UserError, match=r"net\.0 is a grouped convolution \(groups = 2\)"):
+        inject(
+            {"net": model}, [Target("net", "0", 2, 2.0)], linear_class=FrozenLinear, conv_class=FrozenConv2d, dora=True,
+            rslora=False, dropout=0.0, seed=0,
+        )  # fmt: skip
+
+
+def test_choice_of_kernels() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert (
+        choose("auto", cpu) is dora_torch and choose("torch", cpu) is dora_torch and choose("torch", cuda) is dora_torch
+    )
+    with pytest.raises(UserError, match="adapter.kernels = 'triton' needs a CUDA device, this run is on cpu"):
+        choose("triton", cpu)

@@ -1,0 +1,24 @@
+"""One reused buffer per device and dtype for tensors that live for a single matrix product."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+
+_buffers: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+
+
+def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Uninitialised [shape], overwritten by the next call: use it at once, never save it for a backward pass.
+
+    It grows to the largest request and stays. Work on one CUDA stream is ordered, so one buffer suffices. A compiler
+    plans memory by itself and gets a fresh tensor: to it, a reused buffer would be a mutation to order around.
+    """
+    if torch.compiler.is_compiling():
+        return torch.empty(shape, dtype=dtype, device=device)
+    size, key = prod(shape), (device, dtype)
+    if key not in _buffers or _buffers[key].numel() < size:
+        _buffers.pop(key, None)
+        _buffers[key] = torch.empty(size, dtype=dtype, device=device)
+    return _buffers[key][:size].view(shape)
