@@ -1,0 +1,237 @@
+"""Frozen weights in Triton: read as they are stored, in fp32 in registers. See types.StoredWeight and types.Kernels.
+
+What an operation launches is visible to torch.compile as one operator that says what it writes. Eager calls go round the
+operator, whose dispatch costs as much as the launch. Block sizes are fixed by the shape and untuned so far: no GPU has timed
+them. The kernels run under Triton's CPU interpreter too (TRITON_INTERPRET=1): a machine without a GPU tests them that way.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+from trainer.types import StoredWeight
+
+# The interpreter computes bf16 products and rounds fp32 to bf16 wrongly, so there kernels compute those another way.
+INTERPRETED: bool = triton.knobs.runtime.interpret
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+CODES = (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+
+
+@triton.jit
+def per_block(ptr, n, at, N, inside, BLOCK: tl.constexpr):
+    """What applies to each `BLOCK` consecutive elements, or (0) to each row, at the elements `at` of rows n."""
+    if BLOCK == 0:
+        return tl.load(ptr + n, mask=n < N)[:, None]
+    else:
+        return tl.load(ptr + at // BLOCK, mask=inside)
+
+
+@triton.jit
+def number(code, scale, offset, levels_ptr, SCALED: tl.constexpr, SHIFTED: tl.constexpr, LEVELS: tl.constexpr):
+    """fp32 levels[code] * scale + offset."""
+    value = tl.load(levels_ptr + code) if LEVELS else code.to(tl.float32)
+    value = value * scale if SCALED else value
+    return value + offset if SHIFTED else value
+
+
+@triton.jit
+def weight_tile(
+    codes_ptr, scale_ptr, offset_ptr, levels_ptr, n, first, N, K, WIDTH: tl.constexpr, BITS: tl.constexpr,
+    BLOCK: tl.constexpr, SCALED: tl.constexpr, SHIFTED: tl.constexpr, LEVELS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Rows n (int32 vector) and columns first .. first + WIDTH - 1 of the weight: fp32 [n, WIDTH], 0 outside of [N, K].
+
+    BITS: of a packed code, 8 where codes are elements. BLOCK: elements to a scale, 0: one row to a scale. ALIGNED: no byte is
+    shared by two rows or two blocks. Then a byte is loaded once, with its scale, and its codes are taken apart in registers.
+    """
+    PER_BYTE: tl.constexpr = 8 // BITS
+    STEP: tl.constexpr = PER_BYTE if ALIGNED else 1
+    j = first // STEP + tl.arange(0, WIDTH // STEP)
+    inside = (n[:, None] < N) & (j[None, :] < K // STEP)
+    at = n[:, None] * (K // STEP) + j[None, :]
+    codes = tl.load(codes_ptr + at // (PER_BYTE // STEP), mask=inside)
+    scale = per_block(scale_ptr, n, at, N, inside, BLOCK // STEP) if SCALED else 1.0
+    offset = per_block(offset_ptr, n, at, N, inside, BLOCK // STEP) if SHIFTED else 0.0
+    if BITS == 8:
+        w = number(codes, scale, offset, levels_ptr, SCALED, SHIFTED, LEVELS)
+    else:
+        LAST: tl.constexpr = 2**BITS - 1
+        byte = codes.to(tl.int32)
+        if not ALIGNED:
+            code = byte >> (at % PER_BYTE * BITS) & LAST
+            w = number(code, scale, offset, levels_ptr, SCALED, SHIFTED, LEVELS)
+        elif BITS == 4:
+            w_0 = number(byte & LAST, scale, offset, levels_ptr, SCALED, SHIFTED, LEVELS)
+            w_1 = number(byte >> 4 & LAST, scale, offset, levels_ptr, SCALED, SHIFTED, LEVELS)
+            w = tl.interleave(w_0, w_1)
+        else:
+            w_0 = number(byte & LAST, scale, offset, levels_ptr, SCALED, SHIFTED, LEVELS)
+            w_1 = number(byte >> 2 & LAST, scale, offset, levels_ptr, SCALED, SHIFTED, LEVELS)
+            w_2 = number(byte >> 4 & LAST, scale, offset, levels_ptr, SCALED, SHIFTED, LEVELS)
+            w_3 = number(byte >> 6 & LAST, scale, offset, levels_ptr, SCALED, SHIFTED, LEVELS)
+            w = tl.interleave(tl.interleave(w_0, w_2), tl.interleave(w_1, w_3))
+    columns = first + tl.arange(0, WIDTH)
+    return tl.where((n[:, None] < N) & (columns[None, :] < K), w, 0.0)
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
+    """fp32 to the nearest of `dtype`, ties to even."""
+    if INTERPRETED and dtype == tl.bfloat16:  # it truncates: round the bits first
+        bits = x.to(tl.uint32, bitcast=True)
+        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def upcast_kernel(
+    codes_ptr, scale_ptr, offset_ptr, levels_ptr, g_ptr, out_ptr, N, K, BITS: tl.constexpr, BLOCK: tl.constexpr,
+    SCALED: tl.constexpr, SHIFTED: tl.constexpr, LEVELS: tl.constexpr, ALIGNED: tl.constexpr, GAIN: tl.constexpr,
+    INTERPRETED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out_nk = g_n * w_nk.  Grid: one program to a tile [BLOCK_N, BLOCK_K], columns first, as the memory lies."""
+    tile, tiles_K = tl.program_id(0), tl.cdiv(K, BLOCK_K)
+    n = tile // tiles_K * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tile % tiles_K * BLOCK_K
+    k = first + tl.arange(0, BLOCK_K)
+    w = weight_tile(
+        codes_ptr, scale_ptr, offset_ptr, levels_ptr, n, first, N, K, BLOCK_K, BITS, BLOCK, SCALED, SHIFTED, LEVELS, ALIGNED
+    )  # fmt: skip
+    if GAIN:
+        w = w * tl.load(g_ptr + n, mask=n < N)[:, None]
+    w = rounded(w, out_ptr.dtype.element_ty, INTERPRETED)
+    tl.store(out_ptr + (n[:, None] * K + k[None, :]), w, mask=(n[:, None] < N) & (k[None, :] < K))
+
+
+@triton.jit
+def row_squares_kernel(
+    codes_ptr, scale_ptr, offset_ptr, levels_ptr, out_ptr, N, K, BITS: tl.constexpr, BLOCK: tl.constexpr,
+    SCALED: tl.constexpr, SHIFTED: tl.constexpr, LEVELS: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out_n = sum_k w_nk^2.  Grid: one program to BLOCK_N rows, which walks along K and so needs no second pass."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    squares = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for first in range(0, K, BLOCK_K):
+        w = weight_tile(
+            codes_ptr, scale_ptr, offset_ptr, levels_ptr, n, first, N, K, BLOCK_K, BITS, BLOCK, SCALED, SHIFTED, LEVELS,
+            ALIGNED,
+        )  # fmt: skip
+        squares += w * w
+    tl.store(out_ptr + n, tl.sum(squares, 1), mask=n < N)
+
+
+class Weight(NamedTuple):
+    """A StoredWeight as operators take it: tensors and numbers."""
+
+    codes: Tensor
+    scale: Tensor | None
+    offset: Tensor | None
+    levels: Tensor | None
+    rows: int
+    columns: int
+    bits: int
+    block: int
+
+    def pointers(self) -> tuple[Tensor, ...]:
+        """What a kernel reads from; the codes stand in for a tensor that is not there, and are then not read."""
+        return self.codes, *(self.codes if t is None else t for t in (self.scale, self.offset, self.levels))
+
+    def layout(self) -> dict[str, Any]:
+        per_byte, by_row = 8 // self.bits, self.block == self.columns
+        return dict(
+            BITS=self.bits, BLOCK=0 if by_row else self.block, SCALED=self.scale is not None,
+            SHIFTED=self.offset is not None, LEVELS=self.levels is not None,
+            ALIGNED=self.columns % per_byte == 0 and (by_row or self.block % per_byte == 0),
+        )  # fmt: skip
+
+
+def flat(weight: StoredWeight) -> Weight:
+    """Raises ValueError for codes of a dtype that the kernels cannot read."""
+    codes = weight.codes
+    allowed = CODES if weight.bits is None else (torch.uint8,)
+    if codes.dtype not in allowed:
+        raise ValueError(f"no Triton kernel reads a weight stored as {codes.dtype}; set adapter.kernels = 'torch'")
+    if codes.dtype == torch.float8_e4m3fn and codes.is_cuda and torch.cuda.get_device_capability(codes.device) < (8, 9):
+        raise ValueError(f"Triton reads {codes.dtype} from compute capability 8.9 on; set adapter.kernels = 'torch'")
+    rows, columns = weight.shape
+    # Elements are counted in int32. The largest layer of the supported models, 18432 x 3072, has 2^25.8.
+    assert rows * columns < 2**31 and codes.is_contiguous()
+    return Weight(codes, weight.scale, weight.offset, weight.levels, rows, columns, weight.bits or 8, weight.block)
+
+
+def check_dtypes(*tensors: Tensor) -> None:
+    """Raises ValueError unless every tensor is of one floating dtype that the kernels compute in."""
+    for tensor in tensors:
+        if tensor.dtype not in FLOATS:
+            raise ValueError(f"the Triton kernels compute in fp32, bf16 and fp16, not in {tensor.dtype}")
+        if tensor.dtype != tensors[0].dtype:
+            raise ValueError(f"the Triton kernels take tensors of one dtype, not {tensors[0].dtype} and {tensor.dtype}")
+
+
+def _launch_upcast(kernel: Any, weight: Weight, g_N: Tensor | None, out: Tensor) -> None:
+    # 4096 elements: 32 to a thread, 16-byte loads even of one-byte codes, and rows of 128 fill whole cache lines.
+    block_n, block_k = 32, 128
+    grid = (triton.cdiv(weight.rows, block_n) * triton.cdiv(weight.columns, block_k),)
+    kernel[grid](
+        *weight.pointers(), out if g_N is None else g_N, out, weight.rows, weight.columns, **weight.layout(),
+        GAIN=g_N is not None, INTERPRETED=INTERPRETED, BLOCK_N=block_n, BLOCK_K=block_k,
+    )  # fmt: skip
+
+
+def _launch_row_squares(kernel: Any, weight: Weight, out_N: Tensor) -> None:
+    # Few rows to a program, so that the narrowest layers (640) still occupy most SMs; long steps along K.
+    block_n, block_k = 4, 512
+    grid = (triton.cdiv(weight.rows, block_n),)
+    kernel[grid](
+        *weight.pointers(), out_N, weight.rows, weight.columns, **weight.layout(), BLOCK_N=block_n, BLOCK_K=block_k
+    )  # fmt: skip
+
+
+@triton_op("trainer::upcast", mutates_args={"out"})
+def _upcast_op(
+    codes: Tensor, scale: Tensor | None, offset: Tensor | None, levels: Tensor | None, rows: int, columns: int,
+    bits: int, block: int, g_N: Tensor | None, out: Tensor,
+) -> None:  # fmt: skip
+    weight = Weight(codes, scale, offset, levels, rows, columns, bits, block)
+    _launch_upcast(wrap_triton(upcast_kernel), weight, g_N, out)
+
+
+@triton_op("trainer::row_squares", mutates_args={"out_N"})
+def _row_squares_op(
+    codes: Tensor, scale: Tensor | None, offset: Tensor | None, levels: Tensor | None, rows: int, columns: int,
+    bits: int, block: int, out_N: Tensor,
+) -> None:  # fmt: skip
+    weight = Weight(codes, scale, offset, levels, rows, columns, bits, block)
+    _launch_row_squares(wrap_triton(row_squares_kernel), weight, out_N)
+
+
+def upcast(
+    weight: StoredWeight, dtype: torch.dtype, g_N: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    stored = flat(weight)
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.device) if out is None else out
+    check_dtypes(out)
+    assert out.is_contiguous() and out.dtype == dtype and out.numel() == stored.rows * stored.columns
+    if torch.compiler.is_compiling():
+        _upcast_op(*stored, g_N, out)
+    else:
+        _launch_upcast(upcast_kernel, stored, g_N, out)
+    return out
+
+
+def row_squares(weight: StoredWeight) -> Tensor:
+    stored = flat(weight)
+    out_N = torch.empty(stored.rows, dtype=torch.float32, device=weight.device)
+    if torch.compiler.is_compiling():
+        _row_squares_op(*stored, out_N)
+    else:
+        _launch_row_squares(row_squares_kernel, stored, out_N)
+    return out_N
