@@ -97,7 +97,7 @@ HALF_GAP = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("exponent", [-140, -126, -60, 0, 60, 120])
+@pytest.mark.parametrize("exponent", [-140, -134, -126, 0, 120])
 @every_format
 def test_error_is_half_a_gap_at_any_magnitude(format: Format, exponent: int) -> None:
     w = gaussian((40, 70), std=1.0) * 2.0**exponent

@@ -186,7 +186,7 @@ def scaled_float8(w_NK: torch.Tensor, codes: torch.dtype) -> tuple[torch.Tensor,
     """scale_n = max_k |W_nk| / max(codes), W / scale rounded to nearest."""
     largest = torch.finfo(codes).max
     scale = nonzero(w_NK.abs().amax(dim=1) / largest)
-    # A subnormal scale is so coarse that the quotient can pass the largest value: NaN in e4m3fn, infinity in e5m2.
+    # A subnormal scale is so coarse that the quotient can pass the largest value: infinity in e5m2.
     return (w_NK / scale[:, None]).clamp_(-largest, largest).to(codes), scale
 
 
