@@ -91,6 +91,7 @@ class Adapter(Table):
     targets: str | Strings = "attention+mlp"
     rslora: bool = False
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    kernels: Literal["auto", "triton", "torch"] = "auto"
     rules: Annotated[tuple[Rule, ...], Field(strict=False)] = ()
 
     @model_validator(mode="after")

@@ -16,11 +16,13 @@ from trainer.adapters import Rule, Target, match_targets
 from trainer.config import Component, Config, Sample
 from trainer.data import buckets, sampler, sources
 from trainer.errors import UserError
+from trainer.kernels import dora_torch
 from trainer.models import family_named
 from trainer.models.base import Family, SampleRequest
 from trainer.models.loading import ModelSource, open_model
 from trainer.objectives import Objective
 from trainer.quantization import Format, formats_of
+from trainer.types import Kernels
 from trainer.validation import check_sizes
 
 DEFAULT_STORAGE = {"denoiser": "bf16", "text_encoder": "bf16", "vae": "fp32"}
@@ -40,7 +42,7 @@ class ComponentPlan:
         """Storage of layers that are not quantised: 16 bit where the component is."""
         return self.format.dtype or torch.bfloat16
 
-    def swap(self, module: nn.Module) -> None:
+    def swap(self, module: nn.Module, kernels: Kernels = dora_torch) -> None:
         quantization.freeze_layers(
             module,
             format=self.format,
@@ -48,6 +50,7 @@ class ComponentPlan:
             unquantised=self.unquantised,
             keep=self.keep,
             keep_fp32=tuple(getattr(module, "_keep_in_fp32_modules", None) or ()),
+            kernels=kernels,
         )
         precision.keep_activations(module, self.compute)
 

@@ -11,13 +11,14 @@ import shutil
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainer import config as configs
-from trainer import metrics, optim, outcome, precision, quantization, validation
+from trainer import kernels, metrics, optim, outcome, precision, quantization, validation
 from trainer.adapters import Adapter, export, inject
 from trainer.checkpoint import state, store
 from trainer.config import Config
@@ -53,7 +54,11 @@ def train(config: Config, *, resume_from: str | None) -> None:
         run = Run(plan, accelerator, stop)
         for line in passed_over:
             run.say(f"warning: {line}")
-        run.say(f"device {accelerator.device}, {accelerator.num_processes} process(es)")
+        asked = config.adapter.kernels
+        run.say(
+            f"device {accelerator.device}, {accelerator.num_processes} process(es); kernels: {run.kernels.name}"
+            + (" (adapter.kernels = 'auto')" if asked == "auto" else "")
+        )
         run.say(describe(plan, sizes=False))
         run.open_model()
         run.open_output(resumed)
@@ -151,6 +156,7 @@ class Run:
         self.plan, self.config, self.family = plan, plan.config, plan.family
         self.accelerator, self.stop = accelerator, stop
         self.device: torch.device = accelerator.device
+        self.kernels = kernels.choose(plan.config.adapter.kernels, self.device)
         self.output_dir = Path(plan.config.run.output_dir)
         self.checkpoints = self.output_dir / "checkpoints"
         self.source = plan.source
@@ -278,8 +284,9 @@ class Run:
     def load(self, name: str) -> torch.nn.Module:
         if name not in self.model.modules:
             self.model.modules[name] = self.source.load(
-                name, swap=self.plan.components[name].swap, device=self.device, check=self.stop.check
-            )
+                name, swap=partial(self.plan.components[name].swap, kernels=self.kernels), device=self.device,
+                check=self.stop.check,
+            )  # fmt: skip
         return self.model.modules[name]
 
     @torch.no_grad()

@@ -45,6 +45,8 @@ def broken_model(bench: Workbench, change: Callable[[Path], None], family: str =
     [
         ("run__sed", 3, ("unknown key run.sed", "did you mean run.seed")),
         ("adapter__rnak", 3, ("unknown key adapter.rnak", "did you mean adapter.rank")),
+        ("adapter__kernels", "cuda", ("adapter.kernels = 'cuda'", "'triton'")),
+        ("adapter__kernels", "triton", ("adapter.kernels = 'triton' needs a CUDA device, this run is on cpu",)),
         ("optimizer__lr", "fast", ("optimizer.lr = 'fast'", "number")),
         ("data__batch_size", 0, ("data.batch_size = 0", "greater than or equal to 1")),
         ("run__epochs", 3, ("exactly one of run.max_steps and run.epochs",)),
@@ -85,6 +87,8 @@ def test_config_mistakes(bench: Workbench, capsys, key: str, value, expected) ->
     tree = bench.tree(**{key: value})
     if key == "adapter__dropout":
         tree["adapter"]["type"] = "dora"
+    if key == "adapter__kernels":
+        tree["run"]["device"] = "cpu"
     refused(bench, capsys, *expected, tree=tree)
 
 

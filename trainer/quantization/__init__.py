@@ -10,10 +10,12 @@ from importlib.metadata import version
 import torch
 from torch import nn
 
+from trainer.kernels import dora_torch
 from trainer.quantization import bitsandbytes, quanto
 from trainer.quantization.formats import Dense, Format, Packed, PerRow, scaled_float8
 from trainer.quantization.layers import FrozenConv2d, FrozenLayer, FrozenLinear
 from trainer.tensorfile import NAMES, tensor_sha256
+from trainer.types import Kernels
 
 __all__ = [
     "ALL_FORMATS", "FORMATS", "Format", "FrozenConv2d", "FrozenLayer", "FrozenLinear", "formats_of", "freeze_layers",
@@ -59,6 +61,7 @@ def freeze_layers(
     unquantised: torch.dtype,
     keep: Sequence[str] = (),
     keep_fp32: Sequence[str] = (),
+    kernels: Kernels = dora_torch,
 ) -> None:
     """Replace every Linear and Conv2d of `module` (on the meta device) by its frozen counterpart, in place.
 
@@ -67,6 +70,7 @@ def freeze_layers(
       convolutions where the format has none.
     keep_fp32: name parts a model class wants stored and computed in fp32 (`_keep_in_fp32_modules`), honoured when the
       storage or the compute dtype is fp16, as in transformers.
+    kernels: what converts the weights and computes the adapters on top of them.
     Other parameters stay what they are; the loader places them as fp32.
     """
     for name, child in list(module.named_modules()):
@@ -89,6 +93,7 @@ def freeze_layers(
                 child.in_channels, child.out_channels, child.kernel_size, stride=child.stride, padding=child.padding,
                 dilation=child.dilation, groups=child.groups, **common,
             )  # fmt: skip
+        frozen.kernels = kernels
         parent, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(parent), leaf, frozen)
 
