@@ -11,6 +11,7 @@ relative to sums of absolute values, so that no cancellation in the data is held
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import subprocess
@@ -26,7 +27,7 @@ from trainer.types import StoredWeight
 ROOT = Path(__file__).resolve().parents[2]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+TRITON = importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None
 
 U = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SUBNORMAL = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
@@ -91,6 +92,11 @@ def fence_holds(view: torch.Tensor, guard: int = 1 << 13) -> bool:
     return bool(before.isnan().all() and after.isnan().all())
 
 
+def gains(n: int, g: torch.Generator) -> torch.Tensor:
+    """g far from 1 on either side, and negative ones, which a magnitude can come to."""
+    return fenced(torch.randn(n, generator=g).mul(2).exp().copysign(torch.randn(n, generator=g)))
+
+
 def make_weight(kind: str, n: int, k: int) -> tuple[StoredWeight, torch.Tensor, torch.Tensor]:
     """A random weight, its exact values (fp64 [N, K]), and |code * scale| + |offset|, what their fp32 rounding errors go by.
 
@@ -152,7 +158,7 @@ def rounding(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_upcast(fused, kind, shape, dtype) -> None:
     weight, exact, size = make_weight(kind, *shape)
-    far = fenced(torch.randn(shape[0], generator=generator(shape)).mul(2).exp())
+    far = gains(shape[0], generator(shape))
     for g in (None, far):
         gain = 1.0 if g is None else g.double()[:, None]
         out = fenced(torch.zeros(shape, dtype=dtype))
@@ -160,7 +166,7 @@ def test_upcast(fused, kind, shape, dtype) -> None:
         twin = dora_torch.upcast(weight, dtype, g)
         assert result is out and fence_holds(out)
         # fp32: the product with the scale, the sum with the offset, the product with g.
-        tolerance = 3 * U32 * size * gain + 1.01 * rounding(exact * gain, dtype)
+        tolerance = 3 * U32 * size * abs(gain) + 1.01 * rounding(exact * gain, dtype)
         near(result, exact * gain, tolerance)
         near(twin, exact * gain, tolerance)
         if weight.offset is None or INTERPRETED:  # a compiled kernel fuses scale and offset into one rounding
@@ -236,14 +242,14 @@ def test_compose(fused, dtype, shape, rank, layout) -> None:
     (m, n), rng = shape, generator(dtype, shape, rank)
     z, t = activation(rng, m, n, dtype, layout), activation(rng, m, rank, dtype, layout)
     b = fenced(torch.randn(n, rank, generator=rng).to(dtype))
-    gain, shift = fenced(torch.randn(n, generator=rng).mul(2).exp()), fenced(torch.randn(n, generator=rng))
+    gain, shift = gains(n, rng), fenced(torch.randn(n, generator=rng))
     z64, update = z.double(), SCALING * t.double() @ b.double().t()
     size = (2 * rank + 6) * U32 * (SCALING * t.double().abs() @ b.double().abs().t() + z64.abs())
     choices = [(gain, shift), (None, shift), (gain, None), (None, None)]
     for g, bias in [choices[rank % 4]] if INTERPRETED else choices:
         by, plus = 1.0 if g is None else g.double(), 0.0 if bias is None else bias.double()
         exact = by * (z64 + update) + plus
-        tolerance = by * size + U32 * (exact.abs() + abs(plus)) + 1.01 * rounding(exact, dtype)
+        tolerance = abs(by) * size + U32 * (exact.abs() + abs(plus)) + 1.01 * rounding(exact, dtype)
         for kernels in (fused, dora_torch):
             out, in_place = fenced(torch.zeros_like(z)), fenced(z.clone())
             kernels.compose(z, t, b, SCALING, g, bias, out)
@@ -348,7 +354,7 @@ def interpreter(tmp_path_factory):
     process.kill()
 
 
-@pytest.mark.skipif(INTERPRETED or not HAS_TRITON or torch.cuda.is_available(), reason="for machines without a GPU")
+@pytest.mark.skipif(INTERPRETED or not TRITON or torch.cuda.is_available(), reason="for machines without a GPU")
 def test_compiles_for_hopper(interpreter, monkeypatch) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -389,7 +395,10 @@ def test_compiles_for_hopper(interpreter, monkeypatch) -> None:
     assert max(kernel.metadata.shared for kernel in compiled) <= 99 * 1024
 
 
-@pytest.mark.skipif(INTERPRETED or not HAS_TRITON, reason="starts the interpreter's process, needs Triton")
+@pytest.mark.skipif(INTERPRETED or not TRITON, reason="starts the interpreter's process, needs Triton")
+@pytest.mark.skipif(
+    (TRITON or "").startswith("3.6."), reason="its interpreter cannot loop with NumPy 2.4: int() of [1]"
+)
 def test_on_the_interpreter(interpreter) -> None:
     process, output = interpreter
     assert process.wait(timeout=600) == 0, output.read_text()[-8000:]

@@ -126,7 +126,7 @@ def row_gradients_kernel(
     """db_snr = sum_m dy_mn t_mr,  du_sn = sum_m dy_mn u_mn,  m in the s-th `rows` rows.
 
     Grid: (tiles of N, splits s of M, tiles of R). A program owns its sums: no atomics, so the order is fixed. `rows` is a
-    multiple of BLOCK_M. There is one tile of R up to rank 128, so dy is read once.
+    multiple of BLOCK_M. There is one tile of R up to rank 128, so dy is read once; further tiles write the same du.
     """
     n_0, split, tile_R = tl.program_id(0) * BLOCK_N, tl.program_id(1), tl.program_id(2)
     i, j = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
@@ -144,7 +144,7 @@ def row_gradients_kernel(
         du_MN += dy.to(tl.float32) * u.to(tl.float32)
     db_at = db_ptr + split.to(tl.int64) * N * R + (n[:, None] * R + r[None, :])
     tl.store(db_at, db_NR, mask=(n[:, None] < N) & (r[None, :] < R))
-    tl.store(du_ptr + split * N + n, tl.sum(du_MN, 0), mask=n < tl.where(tile_R == 0, N, 0))
+    tl.store(du_ptr + split * N + n, tl.sum(du_MN, 0), mask=n < N)
 
 
 def rank_block(rank: int, largest: int) -> int:
