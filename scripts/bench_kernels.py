@@ -106,7 +106,8 @@ def microseconds(function: Callable[..., Any], sets: list[tuple[Any, ...]]) -> f
     from triton.testing import do_bench
 
     turn = itertools.cycle(sets)
-    return 1000 * do_bench(lambda: function(*next(turn)), warmup=10, rep=40, return_mode="median")
+    median: Any = do_bench(lambda: function(*next(turn)), warmup=10, rep=40, return_mode="median")
+    return 1000 * median
 
 
 def copy_rate() -> float:

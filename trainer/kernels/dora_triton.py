@@ -39,7 +39,7 @@ PROGRAMS = 264
 def adapted_norm_kernel(
     codes_ptr, scale_ptr, offset_ptr, levels_ptr, w_sq_ptr, a_ptr, b_ptr, gram_ptr, c_ptr, s_twice, s_squared, N, K,
     R: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr, SHIFTED: tl.constexpr,
-    LEVELS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    LEVELS: tl.constexpr, STEP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """c_n = sqrt(max(0, w_sq_n + sum_r b_nr (2 s (W A^T)_nr + s^2 (B gram)_nr))),  gram = A A^T.
 
@@ -54,7 +54,7 @@ def adapted_norm_kernel(
             k = start + tl.arange(0, BLOCK_K)
             w_NK = weight_tile(
                 codes_ptr, scale_ptr, offset_ptr, levels_ptr, n, start, N, K, BLOCK_K, BITS, BLOCK, SCALED, SHIFTED, LEVELS,
-                ALIGNED,
+                STEP,
             )  # fmt: skip
             a_KR = tl.load(a_ptr + r[None, :] * K + k[:, None], mask=(r[None, :] < R) & (k[:, None] < K), other=0.0)
             # A tensor core rounds its sums toward zero: long ones are made outside of it, which the factor sees to. Were

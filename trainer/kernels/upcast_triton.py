@@ -14,11 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
+from triton import knobs
 
 from trainer.types import StoredWeight
 
 # The interpreter computes bf16 products and rounds fp32 to bf16 wrongly, so there kernels compute those another way.
-INTERPRETED: bool = triton.knobs.runtime.interpret
+INTERPRETED: bool = knobs.runtime.interpret
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 CODES = (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
@@ -44,15 +45,14 @@ def number(code, scale, offset, levels_ptr, SCALED: tl.constexpr, SHIFTED: tl.co
 @triton.jit
 def weight_tile(
     codes_ptr, scale_ptr, offset_ptr, levels_ptr, n, first, N, K, WIDTH: tl.constexpr, BITS: tl.constexpr,
-    BLOCK: tl.constexpr, SCALED: tl.constexpr, SHIFTED: tl.constexpr, LEVELS: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr, SCALED: tl.constexpr, SHIFTED: tl.constexpr, LEVELS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Rows n (int32 vector) and columns first .. first + WIDTH - 1 of the weight: fp32 [n, WIDTH], 0 outside of [N, K].
 
-    BITS: of a packed code, 8 where codes are elements. BLOCK: elements to a scale, 0: one row to a scale. ALIGNED: no byte is
-    shared by two rows or two blocks. Then a byte is loaded once, with its scale, and its codes are taken apart in registers.
+    BITS: of a packed code, 8 where codes are elements. BLOCK: elements to a scale, 0: one row to a scale. STEP: elements that
+    one load of a byte and its scale serves: all of the byte, where none lies in two rows or two blocks; else 1.
     """
     PER_BYTE: tl.constexpr = 8 // BITS
-    STEP: tl.constexpr = PER_BYTE if ALIGNED else 1
     j = first // STEP + tl.arange(0, WIDTH // STEP)
     inside = (n[:, None] < N) & (j[None, :] < K // STEP)
     at = n[:, None] * (K // STEP) + j[None, :]
@@ -64,7 +64,7 @@ def weight_tile(
     else:
         LAST: tl.constexpr = 2**BITS - 1
         byte = codes.to(tl.int32)
-        if not ALIGNED:
+        if STEP == 1:
             code = byte >> (at % PER_BYTE * BITS) & LAST
             w = number(code, scale, offset, levels_ptr, SCALED, SHIFTED, LEVELS)
         elif BITS == 4:
@@ -93,7 +93,7 @@ def rounded(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
 @triton.jit
 def upcast_kernel(
     codes_ptr, scale_ptr, offset_ptr, levels_ptr, g_ptr, out_ptr, N, K, BITS: tl.constexpr, BLOCK: tl.constexpr,
-    SCALED: tl.constexpr, SHIFTED: tl.constexpr, LEVELS: tl.constexpr, ALIGNED: tl.constexpr, GAIN: tl.constexpr,
+    SCALED: tl.constexpr, SHIFTED: tl.constexpr, LEVELS: tl.constexpr, STEP: tl.constexpr, GAIN: tl.constexpr,
     INTERPRETED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out_nk = g_n * w_nk.  Grid: one program to a tile [BLOCK_N, BLOCK_K], columns first, as the memory lies."""
@@ -102,7 +102,7 @@ def upcast_kernel(
     first = tile % tiles_K * BLOCK_K
     k = first + tl.arange(0, BLOCK_K)
     w = weight_tile(
-        codes_ptr, scale_ptr, offset_ptr, levels_ptr, n, first, N, K, BLOCK_K, BITS, BLOCK, SCALED, SHIFTED, LEVELS, ALIGNED
+        codes_ptr, scale_ptr, offset_ptr, levels_ptr, n, first, N, K, BLOCK_K, BITS, BLOCK, SCALED, SHIFTED, LEVELS, STEP
     )  # fmt: skip
     if GAIN:
         w = w * tl.load(g_ptr + n, mask=n < N)[:, None]
@@ -113,7 +113,7 @@ def upcast_kernel(
 @triton.jit
 def row_squares_kernel(
     codes_ptr, scale_ptr, offset_ptr, levels_ptr, out_ptr, N, K, BITS: tl.constexpr, BLOCK: tl.constexpr,
-    SCALED: tl.constexpr, SHIFTED: tl.constexpr, LEVELS: tl.constexpr, ALIGNED: tl.constexpr,
+    SCALED: tl.constexpr, SHIFTED: tl.constexpr, LEVELS: tl.constexpr, STEP: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out_n = sum_k w_nk^2.  Grid: one program to BLOCK_N rows, which walks along K and so needs no second pass."""
@@ -122,7 +122,7 @@ def row_squares_kernel(
     for first in range(0, K, BLOCK_K):
         w = weight_tile(
             codes_ptr, scale_ptr, offset_ptr, levels_ptr, n, first, N, K, BLOCK_K, BITS, BLOCK, SCALED, SHIFTED, LEVELS,
-            ALIGNED,
+            STEP,
         )  # fmt: skip
         squares += w * w
     tl.store(out_ptr + n, tl.sum(squares, 1), mask=n < N)
@@ -149,7 +149,7 @@ class Weight(NamedTuple):
         return dict(
             BITS=self.bits, BLOCK=0 if by_row else self.block, SCALED=self.scale is not None,
             SHIFTED=self.offset is not None, LEVELS=self.levels is not None,
-            ALIGNED=self.columns % per_byte == 0 and (by_row or self.block % per_byte == 0),
+            STEP=per_byte if self.columns % per_byte == 0 and (by_row or self.block % per_byte == 0) else 1,
         )  # fmt: skip
 
 
