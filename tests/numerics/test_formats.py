@@ -12,7 +12,7 @@ from tests.harness import Workbench, built
 from trainer.checkpoint.state import check_quantization
 from trainer.kernels import dora_torch
 from trainer.plan import resolve
-from trainer.quantization import ALL_FORMATS, Format, FrozenLayer, formats, formats_of, freeze_layers
+from trainer.quantization import ALL_FORMATS, FORMATS, Format, FrozenLayer, formats, formats_of, freeze_layers
 
 QUANTISED = [f for f in ALL_FORMATS if f.quantised]
 # Whole and partial blocks, odd K, every group size of quanto: K <= 128: the row; 129: the row; then 32, 96, 128, 64.
@@ -171,6 +171,7 @@ def test_backends_of_the_config(bench: Workbench) -> None:
     assert [resolved(dtype=d)[1] for d in ("int8", "int4", "int2")] == ["quanto"] * 3
     assert resolved(dtype="int8", backend="bitsandbytes") == ("int8", "bitsandbytes")
     assert [resolved(dtype=d)[1] for d in ("nf4", "fp4")] == ["bitsandbytes"] * 2
+    assert all(FORMATS[f.dtype_name] is next(iter(formats_of(f.dtype_name).values())) for f in ALL_FORMATS)
 
 
 @pytest.mark.parametrize(

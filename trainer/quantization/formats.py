@@ -20,7 +20,6 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from trainer.kernels import dora_torch
 from trainer.types import StoredWeight
 
 # Weights are converted in pieces of about this many elements, so that the fp32 copies stay small beside the weight.
@@ -59,13 +58,6 @@ class Format:
     def stored(self, payload: dict[str, torch.Tensor], shape: torch.Size) -> StoredWeight:
         """shape: the weight's own, or flattened to [N, K]."""
         raise NotImplementedError
-
-    def dequantize(
-        self, payload: dict[str, torch.Tensor], dtype: torch.dtype, shape: torch.Size | None = None
-    ) -> torch.Tensor:
-        """The weight in its own shape; a packed payload does not know it and needs `shape`."""
-        shape = payload["weight"].shape if shape is None else shape
-        return dora_torch.upcast(self.stored(payload, shape), dtype).view(shape)
 
 
 @dataclass(frozen=True)
