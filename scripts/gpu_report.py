@@ -1,0 +1,93 @@
+"""Gathers what scripts/gpu_suite.sh measured into GPU-DATE.json and prints its short table.
+
+python scripts/gpu_report.py PARTS FOLDER     PARTS: tests.xml, kernels.json, layers.json and their NAME.status
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+# (figure, of which rows, which statistic, limit, whether the figure may be at most or must be at least that)
+LIMITS = (
+    ("DoRA / LoRA", "Flux", max, 1.06, "at most"),
+    ("DoRA / LoRA", "SDXL", max, 1.15, "at most"),
+    ("PEFT DoRA / DoRA", "Flux", min, 1.8, "at least"),
+    ("PEFT DoRA / DoRA", "SDXL", min, 1.8, "at least"),
+    ("extra memory", "Flux", max, 0.02, "at most"),
+    ("extra memory", "SDXL", max, 0.02, "at most"),
+)
+
+
+def tests(path: Path) -> dict[str, Any]:
+    """Counts of the junit file, and the names of what failed."""
+    suite = ElementTree.parse(path).getroot().find("testsuite")
+    assert suite is not None
+    failed = [
+        f"{case.get('classname')}::{case.get('name')}"
+        for case in suite
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+    counts = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
+    return counts | {"seconds": float(suite.get("time", 0)), "failed": failed}
+
+
+def judged(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every figure that has a limit, its worst value over the rank-16 rows, and whether that meets it."""
+    table = []
+    for name, family, worst, limit, sense in LIMITS:
+        values = [row[name] for row in layers if row["family"] == family and row["rank"] == 16 and name in row]
+        if values:
+            value = worst(values)
+            met = value <= limit if sense == "at most" else value >= limit
+            table.append({"figure": name, "layers": family, "worst": value, "limit": f"{sense} {limit}", "met": met})
+    return table
+
+
+def main() -> int:
+    parts, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    status = {name: int((parts / f"{name}.status").read_text()) for name in ("tests", "kernels", "layers")}
+    now = datetime.now(UTC)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    import torch
+
+    result: dict[str, Any] = {
+        "date": now.isoformat(timespec="seconds"), "commit": commit or "unknown", "device": torch.cuda.get_device_name(),
+        "versions": {name: version(name) for name in ("torch", "triton", "peft", "diffusers")},
+        "exit status of each part": status, "command": "bash scripts/gpu_suite.sh",
+    }  # fmt: skip
+    if (parts / "tests.xml").exists():
+        result["tests"] = tests(parts / "tests.xml")
+    for name in ("kernels", "layers"):
+        if (parts / f"{name}.json").exists():
+            result[name] = json.loads((parts / f"{name}.json").read_text())
+    result["figures"] = judged(result["layers"]["rows"]) if "layers" in result else []
+    path = folder / f"GPU-{now:%Y-%m-%d}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+    print(f"== {result['device']}, torch {result['versions']['torch']}, triton {result['versions']['triton']}")
+    if "tests" in result:
+        t = result["tests"]
+        print(
+            f"tests: {t['tests']} run, {t['failures'] + t['errors']} failed, {t['skipped']} skipped, {t['seconds']:.0f} s"
+        )
+        for name in t["failed"][:20]:
+            print(f"  failed: {name}")
+    for row in result["figures"]:
+        met = "met" if row["met"] else "MISSED"
+        print(f"{row['layers']:<5} {row['figure']:<17} worst {row['worst']:>7.3f}   {row['limit']:<14} {met}")
+    for name, code in status.items():
+        if code:
+            print(f"{name}: exit status {code}" + (" (ran out of time)" if code == 124 else ""))
+    print(path)
+    return int(any(status.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Everything that only a CUDA device can show, in under 9 minutes: the tests marked gpu, each fused kernel against its plain
+# twin, the adapted layers of Flux and SDXL against PEFT's. Prints a short table last and writes GPU-DATE.json.
+#   gpu_suite.sh [FOLDER]     FOLDER: where the results go (docs/benchmarks)
+# Exit status: 0 all tests passed and every part ran; 1 otherwise, the results are written all the same; 2 without a device.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+out="${1:-docs/benchmarks}"
+if [ -x .venv/bin/python ]; then python=.venv/bin/python; else python="${PYTHON:-python3}"; fi
+"$python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' || {
+  echo "error: no CUDA device is visible to $python; check nvidia-smi and that torch is a CUDA build" >&2
+  exit 2
+}
+mkdir -p "$out"
+parts="$(mktemp -d)"
+trap 'rm -rf "$parts"' EXIT
+export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+
+echo "== tests"
+timeout 210 "$python" -m pytest -m gpu --junitxml "$parts/tests.xml" --durations=5 > "$parts/tests.log" 2>&1
+echo "$?" > "$parts/tests.status"
+tail -n 60 "$parts/tests.log"
+cp "$parts/tests.log" "$out/gpu-tests.log"
+echo "== kernels"
+timeout 150 "$python" scripts/bench_kernels.py --seconds 120 --json "$parts/kernels.json"
+echo "$?" > "$parts/kernels.status"
+echo "== layers"
+timeout 150 "$python" scripts/bench_dora.py --device cuda --json "$parts/layers.json"
+echo "$?" > "$parts/layers.status"
+exec "$python" scripts/gpu_report.py "$parts" "$out"
