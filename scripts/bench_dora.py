@@ -2,6 +2,7 @@
 
     python scripts/bench_dora.py                    # on the CPU; about 10 minutes
     python scripts/bench_dora.py --device cuda      # the layers of Flux and SDXL, replayed as CUDA graphs
+    python scripts/bench_dora.py --shared-input     # what adapters on q, k, v could save by reading x once
     python scripts/bench_dora.py --quick            # fewer shapes and rounds; --json PATH writes the numbers
 
 CPU: a round times PEFT's LoRA, a candidate, PEFT's LoRA again; it counts if the two LoRA times are within 2 % of one another.
@@ -163,6 +164,65 @@ def cpu_line(row: dict) -> str:
     )
 
 
+def shared_steps(shape, dtype, rank: int, device) -> dict[str, Callable]:
+    """What three adapters on one x (q, k, v) do with x: apart, or with their A concatenated; and one frozen layer's step.
+
+    Forward t = x A^T, backward dA = P^T x and dx += P A, with the gradients of x added up. Concatenated they read x once and
+    need no sum over the layers, whose base gradients then go into one dx as well (a product that adds costs no more).
+    """
+    m, n, k = shape
+    x, dx = torch.randn(m, k, device=device).to(dtype), torch.randn(m, k, device=device).to(dtype)
+    dy, w = torch.randn(m, n, device=device).to(dtype), torch.randn(n, k, device=device).to(dtype)
+    a = [torch.randn(rank, k, device=device).to(dtype) for _ in range(3)]
+    p = [torch.randn(m, rank, device=device).to(dtype) for _ in range(3)]
+    parts = [torch.empty_like(dx) for _ in range(3)]
+
+    def apart() -> None:
+        for a_RK, p_MR, dx_MK in zip(a, p, parts, strict=True):
+            x @ a_RK.t()
+            p_MR.t() @ x
+            dx_MK.addmm_(p_MR, a_RK)
+        parts[0] + parts[1] + parts[2]
+
+    def together() -> None:
+        a_RK, p_MR = torch.cat(a), torch.cat(p, 1)
+        for t_MR in (x @ a_RK.t()).split(rank, dim=1):
+            t_MR.contiguous()
+        p_MR.t() @ x
+        dx.addmm_(p_MR, a_RK)
+
+    def frozen() -> None:
+        x @ w.t()
+        dy @ w
+
+    return {"apart": apart, "together": together, "frozen": frozen}
+
+
+def shared_rows(shapes, ranks, device, rounds: int) -> list[dict]:
+    """How much of the three layers' step concatenating A could save, at most."""
+    rows = []
+    for dtype_name, dtype in DTYPES.items() if device.type == "cpu" else [("bf16", torch.bfloat16)]:
+        for shape in shapes:
+            for rank in ranks:
+                steps = shared_steps(shape, dtype, rank, device)
+                if device.type == "cuda":
+                    ms = graph_ms(steps, rounds)
+                else:
+                    times: dict[str, list[float]] = {name: [] for name in steps}
+                    for _ in range(rounds + 1):
+                        for name, step in steps.items():
+                            times[name].append(1e3 * seconds(step, 3))
+                    ms = {name: statistics.median(values[1:]) for name, values in times.items()}
+                saved = (ms["apart"] - ms["together"]) / (ms["apart"] + 3 * ms["frozen"])
+                row = {"dtype": dtype_name, "shape": list(shape), "rank": rank, "ms": ms, "saved": saved}
+                rows.append(row)
+                print(
+                    f"{dtype_name:<5} {str(shape):<20} {rank:>3} | apart {ms['apart']:8.3f} ms, together "
+                    f"{ms['together']:8.3f} ms, 3 frozen layers {3 * ms['frozen']:8.3f} ms | saves {saved:6.1%}"
+                )
+    return rows
+
+
 def graph_ms(steps: dict[str, Callable], rounds: int) -> dict[str, float]:
     """Median milliseconds of a replayed graph of each step, the steps taking turns."""
     graphs = {}
@@ -264,6 +324,7 @@ def main() -> int:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--kernels", choices=["auto", "triton", "torch"], default="auto", help="on CUDA")
     parser.add_argument("--peft-adapters", choices=["fp32", "compute"], default="fp32")
+    parser.add_argument("--shared-input", action="store_true")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--limit", type=float, default=40, help="CPU: seconds that one figure may take")
     parser.add_argument("--json", type=Path)
@@ -276,7 +337,15 @@ def main() -> int:
         return 2
     prepare_device(device, set(DTYPES))
     torch.manual_seed(0)
-    if device.type == "cpu":
+    if arguments.shared_input:
+        cuda = device.type == "cuda"
+        shapes = (
+            [s for s in (*FLUX_SHAPES, *SDXL_SHAPES) if s[1] == s[2]]
+            if cuda
+            else [s for s in CPU_SHAPES if s[1] == s[2]]
+        )
+        rows = shared_rows(shapes, (16, 64), device, 20 if cuda else ROUNDS)
+    elif device.type == "cpu":
         print("times over PEFT's LoRA (last column: over PEFT's DoRA); '~': fewer than 7 rounds counted")
         print(CPU_HEAD)
         shapes, ranks, rounds = (CPU_SHAPES[:2], (16,), 3) if arguments.quick else (CPU_SHAPES, (16, 64), ROUNDS)

@@ -1,6 +1,6 @@
 """Gathers what scripts/gpu_suite.sh measured into GPU-DATE.json and prints its short table.
 
-python scripts/gpu_report.py PARTS FOLDER     PARTS: tests.xml, kernels.json, layers.json and their NAME.status
+python scripts/gpu_report.py PARTS FOLDER     PARTS: tests.xml, kernels.json, layers.json, shared.json and their NAME.status
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def judged(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main() -> int:
     parts, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    status = {name: int((parts / f"{name}.status").read_text()) for name in ("tests", "kernels", "layers")}
+    status = {name: int((parts / f"{name}.status").read_text()) for name in ("tests", "kernels", "layers", "shared")}
     now = datetime.now(UTC)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     import torch
@@ -64,7 +64,7 @@ def main() -> int:
     }  # fmt: skip
     if (parts / "tests.xml").exists():
         result["tests"] = tests(parts / "tests.xml")
-    for name in ("kernels", "layers"):
+    for name in ("kernels", "layers", "shared"):
         if (parts / f"{name}.json").exists():
             result[name] = json.loads((parts / f"{name}.json").read_text())
     result["figures"] = judged(result["layers"]["rows"]) if "layers" in result else []

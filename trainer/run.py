@@ -330,6 +330,8 @@ class Run:
         )
         for module in self.model.modules.values():
             module.eval()
+        for name in plan.adapted:
+            self.adapter.share_inputs(name, self.family.shared_inputs.get(name, ()))
         denoiser = self.family.denoiser
         blocks = find_blocks(self.model.modules[denoiser], self.family.blocks)
         self.adapter.refresh_before(

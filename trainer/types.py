@@ -165,21 +165,24 @@ class BaseLayer(Protocol):
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor: ...  # x W^T in compute_dtype, a new tensor
 
-    def input_grad(self, dy: torch.Tensor, x_shape: torch.Size, g_N: torch.Tensor | None = None) -> torch.Tensor:
-        """(g * dy) W, the gradient of x: compute_dtype, a new tensor. g: fp32 [N], None: 1."""
+    def input_grad(
+        self, dy: torch.Tensor, x_shape: torch.Size, g_N: torch.Tensor | None = None, add_to: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """(g * dy) W, the gradient of x, in compute_dtype: a new tensor, or added to `add_to` in place. g: fp32 [N]."""
         ...
 
     def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor: ...
 
     def product_input_grad(
-        self, dy: torch.Tensor, weight: torch.Tensor, x_shape: torch.Size, add_to: torch.Tensor | None = None,
-        scale: float = 1.0,
-    ) -> torch.Tensor:  # fmt: skip
-        """The gradient of x, a new tensor; or `scale` times it, added to `add_to` in place."""
+        self, dy: torch.Tensor, weight: torch.Tensor, x_shape: torch.Size, add_to: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The gradient of x: a new tensor, or added to `add_to` in place."""
         ...
 
     def product_weight_grad(self, dy: torch.Tensor, x: torch.Tensor, weight_shape: torch.Size) -> torch.Tensor: ...
 
     def rows(self, y: torch.Tensor) -> torch.Tensor: ...  # [M, features] of an input or output, a view where it can be
+
+    def put_rows(self, y_MN: torch.Tensor, y: torch.Tensor) -> None: ...  # into y, where `rows(y)` gave a copy
 
     def from_rows(self, y_MN: torch.Tensor, like: torch.Size) -> torch.Tensor: ...  # a view, features as the rows have

@@ -10,13 +10,19 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.adapters.dora import adapted, scale_rows
+from trainer.adapters.dora import Part, scale_rows
+from trainer.adapters.dora import adapted as adapted_layers
 from trainer.quantization import FORMATS, FrozenConv2d, FrozenLayer, FrozenLinear
 from trainer.quantization.formats import Dense
 
 # Unit roundoff: half the distance from 1 to the next number.
 ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 NAMES = ("x", "a", "b", "m")
+
+
+def adapted(x, base, a, b, scaling, m=None, c=None, keep_z=True) -> torch.Tensor:
+    (y,) = adapted_layers(x, [Part(base, a, b, scaling, m, c, keep_z)])
+    return y
 
 
 def frozen_linear(n, k, bias, storage, compute, g: torch.Generator) -> FrozenLinear:

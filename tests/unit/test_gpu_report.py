@@ -44,7 +44,12 @@ def run(report, tmp_path: Path, monkeypatch, *, failed: bool, ratio: float, stat
 
 def test_all_met(report, tmp_path, monkeypatch, capsys) -> None:
     code, result = run(
-        report, tmp_path, monkeypatch, failed=False, ratio=1.05, status={"tests": 0, "kernels": 0, "layers": 0}
+        report,
+        tmp_path,
+        monkeypatch,
+        failed=False,
+        ratio=1.05,
+        status={"tests": 0, "kernels": 0, "layers": 0, "shared": 0},
     )
     assert code == 0
     assert {(row["figure"], row["worst"], row["met"]) for row in result["figures"]} == {
@@ -55,7 +60,12 @@ def test_all_met(report, tmp_path, monkeypatch, capsys) -> None:
 
 def test_misses_failures_and_timeouts_are_said(report, tmp_path, monkeypatch, capsys) -> None:
     code, result = run(
-        report, tmp_path, monkeypatch, failed=True, ratio=1.2, status={"tests": 1, "kernels": 124, "layers": 0}
+        report,
+        tmp_path,
+        monkeypatch,
+        failed=True,
+        ratio=1.2,
+        status={"tests": 1, "kernels": 124, "layers": 0, "shared": 0},
     )
     shown = capsys.readouterr().out
     assert code == 1

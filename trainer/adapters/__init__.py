@@ -266,6 +266,24 @@ class Adapter:
         for layer in self.layers.values():
             layer.mark_stale()
 
+    def share_inputs(self, component: str, groups: Sequence[Sequence[str]]) -> None:
+        """Let Linears of `component` that are called with one tensor read it once.
+
+        groups: endings of layer names; adapted layers of one group that differ in nothing else share. Adapters with dropout
+        do not: each layer drops its own.
+        """
+        from trainer.adapters.layers import AdaptedLinear, SharedInput
+
+        for endings in groups:
+            sharing: dict[str, list] = {}
+            for name, layer in self.layers.items():
+                ending = next((e for e in endings if name.startswith(f"{component}.") and name.endswith(f".{e}")), None)
+                if ending is not None and isinstance(layer, AdaptedLinear) and not layer.drops:
+                    sharing.setdefault(name.removesuffix(ending), []).append(layer)
+            for layers in sharing.values():
+                if len(layers) > 1 and len({layer.get_base_layer().compute_dtype for layer in layers}) == 1:
+                    SharedInput(layers)
+
     def refresh_before(self, owners: Mapping[str, nn.Module]) -> None:
         """Have the forward of each owner first refresh the stale norms of its adapted layers.
 

@@ -6,6 +6,7 @@ The only file that knows PEFT's experimental hook for custom layers (`LoraConfig
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from peft.tuners.lora.layer import LoraLayer
@@ -13,7 +14,7 @@ from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import nn
 from torch.nn.utils import skip_init
 
-from trainer.adapters.dora import adapted, scale_rows
+from trainer.adapters.dora import Part, adapted, scale_rows
 
 
 class Magnitude(nn.Module):
@@ -40,6 +41,7 @@ class AdaptedLayer(nn.Module, LoraLayer):
         self._active_adapter = adapter_name
         self.strength = 1.0
         self.stale = False
+        self.shared: SharedInput | None = None
         self._looked_up: tuple | None = None
         self.update_layer(adapter_name, r, lora_alpha, config)
 
@@ -87,7 +89,9 @@ class AdaptedLayer(nn.Module, LoraLayer):
         return self.lora_A[adapter_name].weight.flatten(1), self.lora_B[adapter_name].weight.flatten(1)
 
     def mark_stale(self) -> None:
-        """The next forward recomputes c. A no-op for LoRA."""
+        """A, B or the active adapter changed: the next forward recomputes c (DoRA), and nothing computed before is used."""
+        if self.shared is not None:
+            self.shared.forget()
         self.stale = any(self.use_dora.get(name) for name in self.active_adapters)
 
     @torch.no_grad()
@@ -143,28 +147,66 @@ class AdaptedLayer(nn.Module, LoraLayer):
             self.unmerge()
         if self._disable_adapters or self.merged_adapters or self.strength == 0:
             return base(x)
-        self.refresh_norm()
-        a, b, m, dropout, scaling = self.active()
-        mask = dropout(torch.ones_like(x, dtype=base.compute_dtype)) if dropout is not None and self.training else None
-        if m is None:
-            y = adapted(x, base, a, b, scaling, mask=mask)
+        if self.shared is not None:
+            y = self.shared.output(self, x)
         else:
-            y = adapted(x, base, a, b, scaling, m, self._buffers["norm"], keep_z=self.keep_z)
+            dropout = self.active()[1] if self.training else None
+            mask = None if dropout is None else dropout(torch.ones_like(x, dtype=base.compute_dtype))
+            (y,) = adapted(x, [self.part()], mask)
         return y if self.strength == 1 else torch.lerp(base(x), y, self.strength)
 
+    def part(self) -> Part:
+        """This layer as dora.py takes it, its norm fresh."""
+        self.refresh_norm()
+        (a, b, m), _, scaling = self.active()
+        base = self._modules["base_layer"]
+        if m is None:
+            return Part(base, a, b, scaling)
+        return Part(base, a, b, scaling, m, self._buffers["norm"], self.keep_z)
+
     def active(self) -> tuple:
-        """(A, B, m or None, dropout or None, scaling) of the active adapter."""
+        """((A, B, m or None), dropout or None, scaling) of the active adapter."""
         (name,) = self.active_adapters
         # Module attributes are looked up once: a step of a small model spends a tenth of its time on such look-ups.
         if self._looked_up is None or self._looked_up[0] != name:
             m = self.lora_magnitude_vector[name].weight if self.use_dora[name] else None
             dropout = self.lora_dropout[name] if isinstance(self.lora_dropout[name], nn.Dropout) else None
-            self._looked_up = name, self.lora_A[name].weight, self.lora_B[name].weight, m, dropout
+            self._looked_up = name, (self.lora_A[name].weight, self.lora_B[name].weight, m), dropout
         return *self._looked_up[1:], self.scaling[name]
 
     @property
     def drops(self) -> bool:
         return any(isinstance(dropout, nn.Dropout) for dropout in self.lora_dropout.values())
+
+
+class SharedInput:
+    """Adapted Linears that are called with one and the same tensor, as a block's q, k and v are.
+
+    The first of them to be called computes the outputs of all; the others, called with the very same tensor, take theirs.
+    Called with another tensor, a layer computes with that: to be wrong about who shares costs time, not truth.
+    """
+
+    def __init__(self, layers: Sequence[AdaptedLayer]) -> None:
+        self.layers = tuple(layers)
+        for layer in layers:
+            layer.shared = self
+        self.forget()
+
+    def forget(self) -> None:
+        self.x: torch.Tensor | None = None
+        self.outputs: dict[AdaptedLayer, torch.Tensor] = {}
+        self.recorded = False
+
+    def output(self, layer: AdaptedLayer, x: torch.Tensor) -> torch.Tensor:
+        recorded = torch.is_grad_enabled()
+        if x is not self.x or layer not in self.outputs or recorded != self.recorded:
+            outputs = adapted(x, [each.part() for each in self.layers])
+            self.x, self.recorded = x, recorded
+            self.outputs = dict(zip(self.layers, outputs, strict=True))
+        y = self.outputs.pop(layer)
+        if not self.outputs:
+            self.forget()
+        return y
 
 
 class AdaptedLinear(AdaptedLayer):

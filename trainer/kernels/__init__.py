@@ -7,15 +7,18 @@ import torch
 from trainer.errors import UserError
 from trainer.types import Kernels
 
+# Of the card that Triton reads float8 e4m3 on: Ada and Hopper.
+CAPABILITY = (8, 9)
+
 
 def choose(name: str, device: torch.device) -> Kernels:
-    """The kernels of that name; "auto": Triton on a CUDA device, plain PyTorch elsewhere. Never falls back by itself.
+    """The kernels of that name. "auto": Triton on a CUDA device of compute capability 8.9 or newer, plain PyTorch elsewhere.
 
-    Raises UserError where Triton was asked for and cannot run.
+    Never falls back by itself: raises UserError where Triton was chosen and cannot run.
     """
     from trainer.kernels import dora_torch
 
-    if name == "torch" or (name == "auto" and device.type != "cuda"):
+    if name == "torch" or (name == "auto" and not _suits_triton(device)):
         return dora_torch
     if device.type != "cuda":
         raise UserError(
@@ -29,3 +32,7 @@ def choose(name: str, device: torch.device) -> Kernels:
             "set adapter.kernels = 'torch'"
         ) from error
     return dora_triton
+
+
+def _suits_triton(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY

@@ -13,12 +13,14 @@ from trainer.types import StoredWeight
 
 name = "torch"
 
-# Elements of a piece: 2 MiB in fp32, which two cores share in their own caches.
-PIECE = 1 << 19
+# Elements of a piece: on a CPU 2 MiB in fp32, which two cores share in their own caches; elsewhere 64 MiB, few launches.
+PIECE, DEVICE_PIECE = 1 << 19, 1 << 24
 
 
-def pieces(rows: int, columns: int) -> Iterator[slice]:
-    step = max(1, PIECE // max(1, columns))
+def pieces(shape: tuple[int, ...], device: torch.device) -> Iterator[slice]:
+    """Slices of the rows of a matrix on that device."""
+    rows, columns = shape
+    step = max(1, (PIECE if device.type == "cpu" else DEVICE_PIECE) // max(1, columns))
     for start in range(0, rows, step):
         yield slice(start, min(rows, start + step))
 
@@ -54,7 +56,7 @@ def upcast(
     weight: StoredWeight, dtype: torch.dtype, g_N: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device) if out is None else out
-    for rows in pieces(*weight.shape):
+    for rows in pieces(weight.shape, weight.device):
         piece = values(weight, rows)
         if g_N is None:
             out[rows].copy_(piece)
@@ -64,14 +66,14 @@ def upcast(
 
 
 def row_squares(weight: StoredWeight) -> torch.Tensor:
-    return torch.cat([values(weight, rows).square().sum(1) for rows in pieces(*weight.shape)])
+    return torch.cat([values(weight, rows).square().sum(1) for rows in pieces(weight.shape, weight.device)])
 
 
 def adapted_norm(
     weight: StoredWeight, w_sq_N: torch.Tensor, a_RK: torch.Tensor, b_NR: torch.Tensor, scaling: float
 ) -> torch.Tensor:
     at_KR = a_RK.t().contiguous()
-    wa_NR = torch.cat([values(weight, rows) @ at_KR for rows in pieces(*weight.shape)])
+    wa_NR = torch.cat([values(weight, rows) @ at_KR for rows in pieces(weight.shape, weight.device)])
     # c^2 = ||W||^2 + 2 s rowsum(B * (W A^T)) + s^2 rowsum((B (A A^T)) * B)
     added = wa_NR.mul_(2 * scaling).addmm_(b_NR, a_RK @ at_KR, alpha=scaling**2)
     return (w_sq_N + added.mul_(b_NR).sum(1)).clamp_min_(0).sqrt_()
@@ -83,7 +85,7 @@ def compose(
 ) -> None:  # fmt: skip
     wide = torch.promote_types(z_MN.dtype, torch.float32)
     bt_RN = b_NR.to(wide).t()
-    for rows in pieces(*z_MN.shape):
+    for rows in pieces(z_MN.shape, z_MN.device):
         t, out = t_MR[rows].to(wide), out_MN[rows]
         if z_MN.dtype == wide:
             y = torch.addmm(z_MN[rows], t, bt_RN, alpha=scaling, out=out)
@@ -100,6 +102,7 @@ def compose(
 def row_gradients(dy_MN: torch.Tensor, u_MN: torch.Tensor, t_MR: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     wide = torch.promote_types(dy_MN.dtype, torch.float32)
     du_N = torch.zeros(dy_MN.shape[1], dtype=wide, device=dy_MN.device)
-    for rows in pieces(*dy_MN.shape):
+    for rows in pieces(dy_MN.shape, dy_MN.device):
         du_N += (u_MN[rows].to(wide) * dy_MN[rows]).sum(0)
+    # A product of 16-bit tensors is summed in fp32, but this one leaves in 16 bits: there is no other on a CPU.
     return (dy_MN.t() @ t_MR).to(wide), du_N

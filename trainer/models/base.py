@@ -90,6 +90,7 @@ class Family:
     sample(model, request, conditioning, negative) -> PIL image.
     adjust(component, module) -> changes, in place, what the library's forward gets wrong for training.
     blocks: fnmatch patterns of the denoiser's blocks, the unit of gradient checkpointing.
+    shared_inputs: component -> groups of endings of layer names; Linears that differ in nothing else read one tensor.
     no_gradient(component, config) -> fnmatch patterns of layers whose output never reaches the loss.
     module_links(component, config) -> Links to the original layout, for kohya's names; empty where names stay.
     kohya_prefix: component -> prefix of its keys in kohya files.
@@ -112,6 +113,7 @@ class Family:
     sample: Callable[[Model, SampleRequest, Conditioning, Conditioning], Any]
     adjust: Callable[[str, nn.Module], None]
     blocks: tuple[str, ...]
+    shared_inputs: Mapping[str, tuple[tuple[str, ...], ...]]
     no_gradient: Callable[[str, dict], tuple[str, ...]]
     module_links: Callable[[str, dict], list[Link]]
     kohya_prefix: Mapping[str, str]

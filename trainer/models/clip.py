@@ -1,4 +1,4 @@
-"""CLIP tokenisation, shared by the families."""
+"""What the families share about CLIP: tokenisation, and which layers read one tensor."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+SHARED_INPUTS = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),)
 
 
 def clip_ids(tokenizer: Any, captions: Sequence[str]) -> torch.Tensor:

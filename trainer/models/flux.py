@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trainer.errors import UserError
-from trainer.models import keys
+from trainer.models import clip, keys
 from trainer.models.base import Component, Family, Markers, Model, SampleRequest
 from trainer.models.clip import clip_ids, count_tokens
 from trainer.objectives import Flow
@@ -233,6 +233,15 @@ FAMILY = Family(
     sample=sample,
     adjust=lambda component, module: keep_time_exact(module) if component == "transformer" else None,
     blocks=("transformer_blocks.*", "single_transformer_blocks.*"),
+    shared_inputs={
+        "transformer": (
+            # proj_mlp: of a single block, whose attention and feed-forward start from the same norm
+            ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"),
+            ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+        ),
+        "text_encoder": clip.SHARED_INPUTS,
+        "text_encoder_2": (("SelfAttention.q", "SelfAttention.k", "SelfAttention.v"), ("wi_0", "wi_1")),
+    },
     no_gradient=lambda component, config: (),
     module_links=module_links,
     kohya_prefix={"transformer": "lora_unet", "text_encoder": "lora_te1", "text_encoder_2": "lora_te3"},

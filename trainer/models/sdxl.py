@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from trainer.errors import UserError
-from trainer.models import keys
+from trainer.models import clip, keys
 from trainer.models.base import Component, Family, Markers, Model, SampleRequest
 from trainer.models.clip import clip_ids, count_clip_tokens
 from trainer.objectives import Diffusion
@@ -178,6 +178,11 @@ FAMILY = Family(
     sample=sample,
     adjust=lambda component, module: None,
     blocks=("*resnets.*", "*.transformer_blocks.*"),
+    shared_inputs={
+        "unet": (("attn1.to_q", "attn1.to_k", "attn1.to_v"), ("attn2.to_k", "attn2.to_v")),
+        "text_encoder": clip.SHARED_INPUTS,
+        "text_encoder_2": clip.SHARED_INPUTS,
+    },
     no_gradient=no_gradient,
     module_links=module_links,
     kohya_prefix={"unet": "lora_unet", "text_encoder": "lora_te1", "text_encoder_2": "lora_te2"},

@@ -98,27 +98,31 @@ class FrozenLayer(nn.Module):
         # Added apart with a rounding of its own, exactly as under an adapter: at initialisation both are bit-equal.
         return y if bias is None else y.add_(bias)
 
-    def input_grad(self, dy: torch.Tensor, x_shape: torch.Size, g_N: torch.Tensor | None = None) -> torch.Tensor:
+    def input_grad(
+        self, dy: torch.Tensor, x_shape: torch.Size, g_N: torch.Tensor | None = None, add_to: torch.Tensor | None = None
+    ) -> torch.Tensor:
         stored = self.stored()
         if g_N is not None and stored.is_dense(self.compute_dtype) and dy.numel() < self.weight_shape.numel():
             # Of g * G and g * W, equal in error, the smaller is made; a weight that is converted anyway takes g along.
             dy = torch.mul(dy, self.broadcast(g_N), out=scratch(dy.shape, dy.dtype, dy.device))
             g_N = None
-        return self.product_input_grad(dy, self.compute_weight(g_N), x_shape)
+        return self.product_input_grad(dy, self.compute_weight(g_N), x_shape, add_to)
 
     def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
     def product_input_grad(
-        self, dy: torch.Tensor, weight: torch.Tensor, x_shape: torch.Size, add_to: torch.Tensor | None = None,
-        scale: float = 1.0,
-    ) -> torch.Tensor:  # fmt: skip
+        self, dy: torch.Tensor, weight: torch.Tensor, x_shape: torch.Size, add_to: torch.Tensor | None = None
+    ) -> torch.Tensor:
         raise NotImplementedError
 
     def product_weight_grad(self, dy: torch.Tensor, x: torch.Tensor, weight_shape: torch.Size) -> torch.Tensor:
         raise NotImplementedError
 
     def rows(self, y: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def put_rows(self, y_MN: torch.Tensor, y: torch.Tensor) -> None:
         raise NotImplementedError
 
     def from_rows(self, y_MN: torch.Tensor, like: torch.Size) -> torch.Tensor:
@@ -152,10 +156,10 @@ class FrozenLinear(FrozenLayer):
     def product(self, x, weight):
         return F.linear(x, weight)
 
-    def product_input_grad(self, dy, weight, x_shape, add_to=None, scale=1.0):
+    def product_input_grad(self, dy, weight, x_shape, add_to=None):
         if add_to is None:
             return (dy @ weight).view(x_shape)
-        add_to.view(-1, x_shape[-1]).addmm_(self.rows(dy), weight, alpha=scale)
+        add_to.view(-1, x_shape[-1]).addmm_(self.rows(dy), weight)
         return add_to
 
     def product_weight_grad(self, dy, x, weight_shape):
@@ -163,6 +167,10 @@ class FrozenLinear(FrozenLayer):
 
     def rows(self, y):
         return y.reshape(-1, y.shape[-1])
+
+    def put_rows(self, y_MN, y):
+        # The rows of a contiguous output are a view.
+        pass
 
     def from_rows(self, y_MN, like):
         return y_MN.view(*like[:-1], y_MN.shape[1])
@@ -191,15 +199,20 @@ class FrozenConv2d(FrozenLayer):
     def product(self, x, weight):
         return F.conv2d(x, weight, None, *self.geometry)
 
-    def product_input_grad(self, dy, weight, x_shape, add_to=None, scale=1.0):
+    def product_input_grad(self, dy, weight, x_shape, add_to=None):
         dx = torch.nn.grad.conv2d_input(x_shape, weight, dy, *self.geometry)
-        return dx if add_to is None else add_to.add_(dx, alpha=scale)
+        return dx if add_to is None else add_to.add_(dx)
 
     def product_weight_grad(self, dy, x, weight_shape):
         return torch.nn.grad.conv2d_weight(x, weight_shape, dy, *self.geometry)
 
     def rows(self, y):
         return y.movedim(1, -1).reshape(-1, y.shape[1])
+
+    def put_rows(self, y_MN, y):
+        # Rows are a view where all pixels of a channel, or all channels of a pixel, lie together.
+        if y.shape[0] > 1 and y.shape[1] > 1 and y.stride(1) != 1:
+            y.copy_(self.from_rows(y_MN, y.shape))
 
     def from_rows(self, y_MN, like):
         return y_MN.view(like[0], *like[2:], y_MN.shape[1]).movedim(-1, 1)
