@@ -14,8 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness import DENOISER, PHOTOS, Workbench, built
 from tests.integration.test_export import inputs_for
+from tests.numerics.test_step_oracle import GRADIENT_TOLERANCE
 from trainer import optim
 from trainer.adapters import ADAPTER_NAME, Target, inject
+from trainer.adapters.layers import SharedInput
 from trainer.errors import UserError
 from trainer.kernels import choose, dora_torch
 from trainer.quantization import ALL_FORMATS, FORMATS, Format, FrozenConv2d, FrozenLinear, freeze_layers
@@ -376,3 +378,103 @@ def test_choice_of_kernels() -> None:
     )
     with pytest.raises(UserError, match="adapter.kernels = 'triton' needs a CUDA device, this run is on cpu"):
         choose("triton", cpu)
+
+
+@pytest.mark.parametrize("family", ["sdxl", "flux"])
+@pytest.mark.parametrize("dora", [False, True])
+def test_shared_inputs_change_nothing_but_the_reads(bench: Workbench, family: str, dora: bool) -> None:
+    """Output and gradients with q, k and v sharing x equal those without, to fp32 rounding; and they do share."""
+    denoiser = DENOISER[family]
+    config = bench.config(
+        family, adapter__type="dora" if dora else "lora", adapter__targets="linear",
+        adapter__rules=[{"component": denoiser, "match": "*to_k", "rank": 2, "alpha": 3.0}],
+        model__components={denoiser: {"dtype": "fp8_e4m3"}},
+    )  # fmt: skip
+    with built(config) as run:
+        jitter(run.adapter)
+        model, inputs = run.model.modules[denoiser], inputs_for(family, run)
+        layers = run.adapter.layers
+
+        def results() -> list[torch.Tensor]:
+            for parameter in run.adapter.named_parameters().values():
+                parameter.grad.zero_()
+            y = model(**inputs).sample
+            y.square().sum().backward()
+            return [y.detach(), *(p.grad.clone() for p in run.adapter.named_parameters().values())]
+
+        calls: Counter = Counter()
+        original = SharedInput.output
+
+        def counted(self, layer, x):
+            calls["taken" if x is self.x and layer in self.outputs else "computed"] += 1
+            return original(self, layer, x)
+
+        SharedInput.output = counted
+        try:
+            together = results()
+        finally:
+            SharedInput.output = original
+        groups = {id(layer.shared): layer.shared for layer in layers.values() if layer.shared is not None}
+        # Every group computed once and every other member took its output; nothing is left waiting.
+        assert calls["computed"] == len(groups)
+        assert calls["taken"] == sum(len(group.layers) - 1 for group in groups.values()) > 0
+        assert all(group.x is None and not group.outputs for group in groups.values())
+        names = {name.rpartition(".")[2] for name, layer in layers.items() if layer.shared is not None}
+        assert names >= {"sdxl": {"to_q", "to_k", "to_v"}, "flux": {"to_q", "add_k_proj", "proj_mlp"}}[family]
+
+        for layer in layers.values():
+            layer.shared = None
+        apart = results()
+    for one, other in zip(together, apart, strict=True):
+        assert (one - other).norm() <= GRADIENT_TOLERANCE * other.norm()
+
+
+def test_shared_outputs_are_never_stale() -> None:
+    """Called alone, with another tensor, after an update, or first without and then with gradients."""
+    model = nn.ModuleDict(
+        {name: FrozenLinear(6, 5, bias=True, format=FORMATS["fp32"], compute_dtype=torch.float32) for name in "qkv"}
+    )
+    g = torch.Generator().manual_seed(0)
+    for layer in model.values():
+        layer.load_weight(torch.randn(5, 6, generator=g))
+        layer.bias.data.zero_()
+    adapter = with_adapter(model, names=tuple("qkv"))
+    adapter.share_inputs("net", [tuple("qkv")])
+    q, k, v = (adapter.layers[f"net.{name}"] for name in "qkv")
+    assert q.shared is k.shared is v.shared is not None
+
+    def alone(layer, x):
+        shared, layer.shared = layer.shared, None
+        y = layer(x)
+        layer.shared = shared
+        return y
+
+    def same(layer, x):
+        return torch.allclose(layer(x), alone(layer, x), rtol=1e-5, atol=1e-6)
+
+    x, other = torch.randn(3, 6, generator=g), torch.randn(3, 6, generator=g)
+    assert same(q, x)  # k and v wait
+    assert same(k, other) and same(v, x)
+    assert same(q, x)
+    jitter(adapter, seed=5)  # an update, with outputs of the old parameters waiting
+    assert same(k, x) and same(v, x)
+    with torch.no_grad():
+        q(x)
+    assert k(x).requires_grad
+    assert same(q, x.clone())
+    with adapter.at_strength(0.5):
+        assert same(q, x) and same(k, x)
+    unmerged = q(x)
+    q.merge()
+    assert same(k, x) and torch.allclose(q(x), unmerged, rtol=1e-5, atol=1e-6)
+    q.unmerge()
+
+
+def test_adapters_with_dropout_do_not_share() -> None:
+    model = network(FORMATS["fp32"])
+    adapter = inject(
+        {"net": model}, [Target("net", "2", 2, 2.0), Target("net", "3", 2, 2.0)], linear_class=FrozenLinear,
+        conv_class=FrozenConv2d, dora=False, rslora=False, dropout=0.5, seed=0,
+    )  # fmt: skip
+    adapter.share_inputs("net", [("2", "3")])
+    assert all(layer.shared is None for layer in adapter.layers.values())
