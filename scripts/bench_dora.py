@@ -2,18 +2,19 @@
 
     python scripts/bench_dora.py                    # on the CPU; about 10 minutes
     python scripts/bench_dora.py --device cuda      # the layers of Flux and SDXL, replayed as CUDA graphs
-    python scripts/bench_dora.py --shared-input     # what adapters on q, k, v could save by reading x once
+    python scripts/bench_dora.py --shared-input     # q, k and v reading x together, over apart
     python scripts/bench_dora.py --quick            # fewer shapes and rounds; --json PATH writes the numbers
 
 CPU: a round times PEFT's LoRA, a candidate, PEFT's LoRA again; it counts if the two LoRA times are within 2 % of one another.
 A figure is the median of at least 7 such rounds; with fewer in the time it may take it is marked "~". Our DoRA recomputes its
-norm in every forward here; a run does so once an update.
+norm in every forward here; a run does so once an update. "frozen" is the layer without an adapter: nothing can be less.
 
-PEFT's layers are as PEFT makes them: its adapters over a bf16 base are fp32, as ours are, and it multiplies in fp32.
-`--peft-adapters compute` casts them to the base's dtype instead, which is faster and less exact than what PEFT ships.
+PEFT's adapters over a bf16 base are fp32 here, as `get_peft_model` makes them and as ours are; PEFT then multiplies in fp32.
+`--peft-adapters compute` casts them to the base's dtype (what `inject_adapter_in_model` alone gives): faster, less exact.
 
 CUDA: a graph of one forward and backward is replayed, so that Python's launches do not count; each ratio is of medians that
-alternate. Extra memory: the peak of a step over that of our LoRA, as a share of x, y and their gradients.
+alternate. Extra memory: the peak of a step over that of our LoRA, as a share of x, y and their gradients, for a layer with a
+bias (whose z0 is saved) and without; the one buffer that all layers share is not counted. `--seconds` ends it in time.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ SDXL_SHAPES = (
     (4096, 640, 640), (4096, 5120, 640), (4096, 640, 2560), (1024, 1280, 1280), (1024, 10240, 1280), (1024, 1280, 5120),
     (16384, 640, 640), (4096, 1280, 1280), (4096, 10240, 1280),
 )  # fmt: skip
-ROUNDS, AGREE, SLICE = 7, 0.02, 0.12  # SLICE: seconds of one timing
+ROUNDS, AGREE, SLICE = 7, 0.02, 0.06  # SLICE: seconds of one timing; short, so that a quiet moment spans a round
 
 
 def peft_layer(shape, dtype, rank: int, dora: bool, device, adapters: str) -> nn.Module:
     _, n, k = shape
-    model = nn.Sequential(nn.Linear(k, n)).to(device, dtype)
+    model = nn.Sequential(nn.Linear(k, n, device=device, dtype=dtype))
     model = inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=["0"], use_dora=dora), model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
@@ -67,14 +68,18 @@ def peft_layer(shape, dtype, rank: int, dora: bool, device, adapters: str) -> nn
     return model.train()
 
 
-def our_layer(shape, storage: str, dtype, rank: int, dora: bool, device, kernels) -> tuple[nn.Module, Callable]:
+def our_layer(
+    shape, storage: str, dtype, rank: int, dora: bool, device, kernels, bias: bool = True
+) -> tuple[nn.Module, Callable]:
     """The layer, and what an update does to it: the norm is recomputed at the next forward."""
     _, n, k = shape
-    model = nn.Sequential(nn.Linear(k, n)).to(device)
-    weight, bias = model[0].weight.data, model[0].bias.data
+    # PEFT wants a parameter to tell the device by.
+    model = nn.Sequential(nn.Linear(k, n, bias=bias, device=device), nn.LayerNorm(1, device=device))[: 1 if bias else 2]
+    weight, given = model[0].weight.data, model[0].bias
     freeze_layers(model, format=FORMATS[storage], compute=dtype, unquantised=dtype, kernels=kernels)
     model[0].load_weight(weight)
-    model[0].bias.data.copy_(bias)
+    if bias:
+        model[0].bias.data.copy_(given.data)
     adapter = inject(
         {"net": model}, [Target("net", "0", rank, float(rank))], linear_class=FrozenLinear, conv_class=FrozenConv2d,
         dora=dora, rslora=False, dropout=0.0, seed=0,
@@ -82,7 +87,7 @@ def our_layer(shape, storage: str, dtype, rank: int, dora: bool, device, kernels
     for name, parameter in adapter.named_parameters().items():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.01)
-    return model, adapter.mark_stale
+    return model[:1], adapter.mark_stale
 
 
 def stepper(model: nn.Module, x: torch.Tensor, dy: torch.Tensor, update: Callable = lambda: None) -> Callable:
@@ -126,7 +131,11 @@ def cpu_rows(shapes, ranks, rounds: int, limit_s: float, adapters: str) -> list[
                 m, n, k = shape
                 x, dy = torch.randn(m, k).to(dtype).requires_grad_(), torch.randn(m, n).to(dtype)
                 lora = stepper(peft_layer(shape, dtype, rank, False, device, adapters), x, dy)
+                frozen = nn.Sequential(FrozenLinear(k, n, bias=True, format=FORMATS[dtype_name], compute_dtype=dtype))
+                frozen[0].load_weight(torch.randn(n, k))
+                frozen[0].bias.data.zero_()
                 candidates = {
+                    "frozen": stepper(frozen, x, dy),
                     "our LoRA": stepper(
                         *_with(our_layer(shape, dtype_name, dtype, rank, False, device, kernels), x, dy)
                     ),
@@ -159,66 +168,62 @@ def cpu_line(row: dict) -> str:
         return f"{row[name]:.3f}" + ("" if row["rounds"][name] >= ROUNDS else "~")
 
     return (
-        f"{row['dtype']:<5} {str(tuple(row['shape'])):<20} {row['rank']:>3} | {shown('our LoRA'):>7} {shown('our DoRA'):>7} "
+        f"{row['dtype']:<5} {str(tuple(row['shape'])):<20} {row['rank']:>3} | {shown('frozen'):>7} {shown('our LoRA'):>7} "
+        f"{shown('our DoRA'):>7} "
         f"{shown('PEFT DoRA'):>9} | {row['our DoRA / PEFT DoRA']:>16.3f}"
     )
 
 
-def shared_steps(shape, dtype, rank: int, device) -> dict[str, Callable]:
-    """What three adapters on one x (q, k, v) do with x: apart, or with their A concatenated; and one frozen layer's step.
-
-    Forward t = x A^T, backward dA = P^T x and dx += P A, with the gradients of x added up. Concatenated they read x once and
-    need no sum over the layers, whose base gradients then go into one dx as well (a product that adds costs no more).
-    """
+def shared_steps(shape, storage: str, dtype, rank: int, device, kernels) -> dict[str, Callable]:
+    """A step of three adapted layers on one x (q, k, v), which read it apart or together."""
     m, n, k = shape
-    x, dx = torch.randn(m, k, device=device).to(dtype), torch.randn(m, k, device=device).to(dtype)
-    dy, w = torch.randn(m, n, device=device).to(dtype), torch.randn(n, k, device=device).to(dtype)
-    a = [torch.randn(rank, k, device=device).to(dtype) for _ in range(3)]
-    p = [torch.randn(m, rank, device=device).to(dtype) for _ in range(3)]
-    parts = [torch.empty_like(dx) for _ in range(3)]
+    x = torch.randn(m, k, device=device).to(dtype).requires_grad_()
+    dys = [torch.randn(m, n, device=device).to(dtype) for _ in range(3)]
 
-    def apart() -> None:
-        for a_RK, p_MR, dx_MK in zip(a, p, parts, strict=True):
-            x @ a_RK.t()
-            p_MR.t() @ x
-            dx_MK.addmm_(p_MR, a_RK)
-        parts[0] + parts[1] + parts[2]
+    def steps(together: bool) -> Callable:
+        model = nn.ModuleDict({name: nn.Linear(k, n, device=device) for name in "qkv"})
+        weights = [(layer.weight.data, layer.bias.data) for layer in model.values()]
+        freeze_layers(model, format=FORMATS[storage], compute=dtype, unquantised=dtype, kernels=kernels)
+        for layer, (weight, bias) in zip(model.values(), weights, strict=True):
+            layer.load_weight(weight)
+            layer.bias.data.copy_(bias)
+        adapter = inject(
+            {"net": model}, [Target("net", name, rank, float(rank)) for name in "qkv"], linear_class=FrozenLinear,
+            conv_class=FrozenConv2d, dora=True, rslora=False, dropout=0.0, seed=0,
+        )  # fmt: skip
+        if together:
+            adapter.share_inputs("net", [tuple("qkv")])
+        leaves = [x, *adapter.named_parameters().values()]
 
-    def together() -> None:
-        a_RK, p_MR = torch.cat(a), torch.cat(p, 1)
-        for t_MR in (x @ a_RK.t()).split(rank, dim=1):
-            t_MR.contiguous()
-        p_MR.t() @ x
-        dx.addmm_(p_MR, a_RK)
+        def step() -> None:
+            for leaf in leaves:
+                leaf.grad = None
+            adapter.mark_stale()
+            torch.autograd.backward([layer(x) for layer in model.values()], dys)
 
-    def frozen() -> None:
-        x @ w.t()
-        dy @ w
+        return step
 
-    return {"apart": apart, "together": together, "frozen": frozen}
+    return {"apart": steps(False), "together": steps(True)}
 
 
-def shared_rows(shapes, ranks, device, rounds: int) -> list[dict]:
-    """How much of the three layers' step concatenating A could save, at most."""
-    rows = []
+def shared_rows(shapes, ranks, device, rounds: int, limit_s: float) -> list[dict]:
+    """Three DoRA layers that read x together, over the same three apart."""
+    rows, kernels = [], choose("auto", device)
     for dtype_name, dtype in DTYPES.items() if device.type == "cpu" else [("bf16", torch.bfloat16)]:
         for shape in shapes:
             for rank in ranks:
-                steps = shared_steps(shape, dtype, rank, device)
+                steps = shared_steps(shape, dtype_name, dtype, rank, device, kernels)
                 if device.type == "cuda":
                     ms = graph_ms(steps, rounds)
+                    ratio, counted = ms["together"] / ms["apart"], rounds
                 else:
-                    times: dict[str, list[float]] = {name: [] for name in steps}
-                    for _ in range(rounds + 1):
-                        for name, step in steps.items():
-                            times[name].append(1e3 * seconds(step, 3))
-                    ms = {name: statistics.median(values[1:]) for name, values in times.items()}
-                saved = (ms["apart"] - ms["together"]) / (ms["apart"] + 3 * ms["frozen"])
-                row = {"dtype": dtype_name, "shape": list(shape), "rank": rank, "ms": ms, "saved": saved}
-                rows.append(row)
+                    ratio, counted = cpu_ratio(steps["apart"], steps["together"], rounds, limit_s)
+                rows.append(
+                    {"dtype": dtype_name, "shape": list(shape), "rank": rank, "ratio": ratio, "rounds": counted}
+                )
                 print(
-                    f"{dtype_name:<5} {str(shape):<20} {rank:>3} | apart {ms['apart']:8.3f} ms, together "
-                    f"{ms['together']:8.3f} ms, 3 frozen layers {3 * ms['frozen']:8.3f} ms | saves {saved:6.1%}"
+                    f"{dtype_name:<5} {str(shape):<20} {rank:>3} | together / apart {ratio:.3f} ({counted} rounds)",
+                    flush=True,
                 )
     return rows
 
@@ -260,7 +265,7 @@ def peak_bytes(step: Callable) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def cuda_rows(shapes: dict, storages, ranks, rounds: int, kernels_name: str, adapters: str) -> list[dict]:
+def cuda_rows(shapes: dict, storages, ranks, rounds: int, kernels_name: str, adapters: str, end: float) -> list[dict]:
     device, dtype, rows = torch.device("cuda"), torch.bfloat16, []
     kernels = choose(kernels_name, device)
     for family, family_shapes in shapes.items():
@@ -270,6 +275,8 @@ def cuda_rows(shapes: dict, storages, ranks, rounds: int, kernels_name: str, ada
             dy = torch.randn(m, n, device=device).to(dtype)
             for storage in storages:
                 for rank in ranks:
+                    if time.monotonic() > end:
+                        return rows
                     steps = {
                         "our LoRA": stepper(
                             *_with(our_layer(shape, storage, dtype, rank, False, device, kernels), x, dy)
@@ -282,12 +289,17 @@ def cuda_rows(shapes: dict, storages, ranks, rounds: int, kernels_name: str, ada
                         steps["PEFT LoRA"] = stepper(peft_layer(shape, dtype, rank, False, device, adapters), x, dy)
                         steps["PEFT DoRA"] = stepper(peft_layer(shape, dtype, rank, True, device, adapters), x, dy)
                     peaks = {name: peak_bytes(step) for name, step in steps.items()}
+                    for name, dora in (("LoRA, no bias", False), ("DoRA, no bias", True)):
+                        layer = our_layer(shape, storage, dtype, rank, dora, device, kernels, bias=False)
+                        peaks[name] = peak_bytes(stepper(*_with(layer, x, dy)))
                     ms = graph_ms(steps, rounds)
                     activations = 2 * (m * n + m * k) * dtype.itemsize
                     row = {
                         "family": family, "shape": list(shape), "storage": storage, "rank": rank, "kernels": kernels.name,
                         "ms": ms, "DoRA / LoRA": ms["our DoRA"] / ms["our LoRA"],
-                        "extra memory": (peaks["our DoRA"] - peaks["our LoRA"]) / activations, "peak bytes": peaks,
+                        "extra memory": (peaks["our DoRA"] - peaks["our LoRA"]) / activations,
+                        "extra memory, no bias": (peaks["DoRA, no bias"] - peaks["LoRA, no bias"]) / activations,
+                        "peak bytes": peaks,
                     }  # fmt: skip
                     if storage == "bf16":
                         row |= {
@@ -304,7 +316,7 @@ def cuda_rows(shapes: dict, storages, ranks, rounds: int, kernels_name: str, ada
 
 CUDA_HEAD = (
     f"{'layer':<5} {'(M, N, K)':<20} {'base':<9} {'r':>3} | {'DoRA ms':>8} {'DoRA/LoRA':>9} {'LoRA/PEFT':>9} "
-    f"{'PEFT DoRA/DoRA':>14} | {'extra memory':>12}"
+    f"{'PEFT DoRA/DoRA':>14} | {'extra memory':>12} {'no bias':>7}"
 )
 
 
@@ -315,7 +327,7 @@ def cuda_line(row: dict) -> str:
     return (
         f"{row['family']:<5} {str(tuple(row['shape'])):<20} {row['storage']:<9} {row['rank']:>3} | "
         f"{row['ms']['our DoRA']:>8.3f} {row['DoRA / LoRA']:>9.3f} {optional('LoRA / PEFT LoRA'):>9} "
-        f"{optional('PEFT DoRA / DoRA'):>14} | {row['extra memory']:>12.1%}"
+        f"{optional('PEFT DoRA / DoRA'):>14} | {row['extra memory']:>12.1%} {row['extra memory, no bias']:>7.1%}"
     )
 
 
@@ -327,6 +339,8 @@ def main() -> int:
     parser.add_argument("--shared-input", action="store_true")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--limit", type=float, default=40, help="CPU: seconds that one figure may take")
+    parser.add_argument("--seconds", type=float, default=600, help="CUDA: start no further layer after this time")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="CPU: only this one")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
@@ -336,6 +350,10 @@ def main() -> int:
         )
         return 2
     prepare_device(device, set(DTYPES))
+    if arguments.dtype:
+        for name in set(DTYPES) - {arguments.dtype}:
+            del DTYPES[name]
+    end = time.monotonic() + arguments.seconds
     torch.manual_seed(0)
     if arguments.shared_input:
         cuda = device.type == "cuda"
@@ -344,7 +362,7 @@ def main() -> int:
             if cuda
             else [s for s in CPU_SHAPES if s[1] == s[2]]
         )
-        rows = shared_rows(shapes, (16, 64), device, 20 if cuda else ROUNDS)
+        rows = shared_rows(shapes, (16,), device, 20 if cuda else ROUNDS, arguments.limit)
     elif device.type == "cpu":
         print("times over PEFT's LoRA (last column: over PEFT's DoRA); '~': fewer than 7 rounds counted")
         print(CPU_HEAD)
@@ -356,11 +374,11 @@ def main() -> int:
         storages, ranks = ("bf16", "fp8_e4m3"), (16,)
         if arguments.quick:
             shapes = {name: list(of)[:2] for name, of in shapes.items()}
-        rows = cuda_rows(shapes, storages, ranks, 20, arguments.kernels, arguments.peft_adapters)
+        rows = cuda_rows(shapes, storages, ranks, 20, arguments.kernels, arguments.peft_adapters, end)
         if not arguments.quick:
             some = {"Flux": FLUX_SHAPES[:2], "SDXL": SDXL_SHAPES[:1]}
-            rows += cuda_rows(some, ("int8", "int4", "nf4"), (16,), 20, arguments.kernels, arguments.peft_adapters)
-            rows += cuda_rows(some, ("bf16",), (64,), 20, arguments.kernels, arguments.peft_adapters)
+            rows += cuda_rows(some, ("int8", "int4", "nf4"), (16,), 20, arguments.kernels, arguments.peft_adapters, end)
+            rows += cuda_rows(some, ("bf16",), (64,), 20, arguments.kernels, arguments.peft_adapters, end)
     if arguments.json:
         about = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"), "torch": torch.__version__,

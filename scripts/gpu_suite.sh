@@ -17,7 +17,9 @@ trap 'rm -rf "$parts"' EXIT
 export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 
 echo "== tests"
-timeout 210 "$python" -m pytest -m gpu --junitxml "$parts/tests.xml" --durations=5 > "$parts/tests.log" 2>&1
+# Most of the time goes into compiling kernels: side by side where pytest-xdist is there. Interrupted, pytest still reports.
+"$python" -c 'import xdist' 2> /dev/null && workers="-n 8" || workers=""
+timeout -s INT -k 20 210 "$python" -m pytest -m gpu $workers --junitxml "$parts/tests.xml" --durations=5 > "$parts/tests.log" 2>&1
 echo "$?" > "$parts/tests.status"
 tail -n 60 "$parts/tests.log"
 cp "$parts/tests.log" "$out/gpu-tests.log"
@@ -25,9 +27,9 @@ echo "== kernels"
 timeout 140 "$python" scripts/bench_kernels.py --seconds 110 --json "$parts/kernels.json"
 echo "$?" > "$parts/kernels.status"
 echo "== layers"
-timeout 140 "$python" scripts/bench_dora.py --device cuda --json "$parts/layers.json"
+timeout 140 "$python" scripts/bench_dora.py --device cuda --seconds 120 --json "$parts/layers.json"
 echo "$?" > "$parts/layers.status"
 echo "== adapters on one input"
 timeout 30 "$python" scripts/bench_dora.py --device cuda --shared-input --json "$parts/shared.json"
 echo "$?" > "$parts/shared.status"
-exec "$python" scripts/gpu_report.py "$parts" "$out"
+"$python" scripts/gpu_report.py "$parts" "$out"

@@ -46,7 +46,7 @@ def broken_model(bench: Workbench, change: Callable[[Path], None], family: str =
         ("run__sed", 3, ("unknown key run.sed", "did you mean run.seed")),
         ("adapter__rnak", 3, ("unknown key adapter.rnak", "did you mean adapter.rank")),
         ("adapter__kernels", "cuda", ("adapter.kernels = 'cuda'", "'triton'")),
-        ("adapter__kernels", "triton", ("adapter.kernels = 'triton' needs a CUDA device, this run is on cpu",)),
+        ("adapter__kernels", "triton", ("adapter.kernels = 'triton' needs a CUDA device", "this run is on cpu; use 'auto'")),
         ("optimizer__lr", "fast", ("optimizer.lr = 'fast'", "number")),
         ("data__batch_size", 0, ("data.batch_size = 0", "greater than or equal to 1")),
         ("run__epochs", 3, ("exactly one of run.max_steps and run.epochs",)),

@@ -52,7 +52,7 @@ def test_fused_kernels_equal_the_plain_ones(bench: Workbench, family: str, stora
     fused_loss, fused = gradients(config_of(bench, family, storage, compute, "triton", "fused"))
     plain_loss, plain = gradients(config_of(bench, family, storage, compute, "torch", "plain"))
     # fp32 as in test_step_oracle.py. bf16: both round at the same places but sum in another order, so that single
-    # roundings (2^-9) fall the other way; over some hundred layers those add up like a random walk, forth and back.
+    # roundings (2^-9 on average) fall the other way; over some hundred layers those add up like a random walk.
     tolerance = GRADIENT_TOLERANCE if compute == "fp32" else 2 * 100**0.5 * 2**-9
     assert torch.allclose(fused_loss, plain_loss, rtol=tolerance)
     off = sum(float((fused[name] - plain[name]).square().sum()) for name in plain) ** 0.5

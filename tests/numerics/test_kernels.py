@@ -337,8 +337,12 @@ def test_compiled_equals_eager(fused) -> None:
 
     arguments = (weight.codes, weight.scale, z, t, b, a, g)
     compiled = torch.compile(everything, fullgraph=True)(*arguments)
-    for ours, eager in zip(compiled, everything(*arguments), strict=True):
+    *same, db, du = zip(compiled, everything(*arguments), strict=True)
+    for ours, eager in same:
         assert torch.equal(ours, eager)
+    for ours, eager in (db, du):
+        # The compiler may sum the few partial sums in another order.
+        assert (ours - eager).norm() <= 8 * U32 * eager.norm()
 
 
 @pytest.fixture(scope="module")

@@ -270,7 +270,7 @@ class Adapter:
         """Let Linears of `component` that are called with one tensor read it once.
 
         groups: endings of layer names; adapted layers of one group that differ in nothing else share. Adapters with dropout
-        do not: each layer drops its own.
+        do not: each layer draws its own mask.
         """
         from trainer.adapters.layers import AdaptedLinear, SharedInput
 
@@ -278,7 +278,7 @@ class Adapter:
             sharing: dict[str, list] = {}
             for name, layer in self.layers.items():
                 ending = next((e for e in endings if name.startswith(f"{component}.") and name.endswith(f".{e}")), None)
-                if ending is not None and isinstance(layer, AdaptedLinear) and not layer.drops:
+                if ending is not None and isinstance(layer, AdaptedLinear):
                     sharing.setdefault(name.removesuffix(ending), []).append(layer)
             for layers in sharing.values():
                 if len(layers) > 1 and len({layer.get_base_layer().compute_dtype for layer in layers}) == 1:

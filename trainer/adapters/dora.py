@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from trainer.types import BaseLayer
 
@@ -95,6 +96,7 @@ class _Adapted(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *dys):
         first = ctx.layers[0][0]
         compute = first.compute_dtype

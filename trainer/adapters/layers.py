@@ -29,7 +29,7 @@ class AdaptedLayer(nn.Module, LoraLayer):
     """A frozen base layer with one active adapter. A, B and m are fp32 in every mode.
 
     `norm` holds c = ||W + s B A||_row of the active adapter, a non-persistent fp32 buffer. Whatever changes A, B, or which
-    adapter is active calls `mark_stale`; the next forward of the owning block (`refresh_before_forward`), or of the layer
+    adapter is active calls `mark_stale`; the next forward of the owning block (`Adapter.refresh_before`), or of the layer
     where it is called by itself, refreshes it where W is resident. So it is computed once for an update, not for each
     micro-batch, nor again when a checkpointed block is recomputed. It is not keyed on the tensors' version counter, which
     fused and 8-bit optimizers do not advance.
@@ -104,8 +104,7 @@ class AdaptedLayer(nn.Module, LoraLayer):
     def refresh_norm(self) -> None:
         """Recompute c where it is stale."""
         if self.stale:
-            (name,) = self.active_adapters
-            self.norm.copy_(self.current_norm(name))
+            self.norm.copy_(self.current_norm(self.active()[0]))
             self.stale = False
 
     @torch.no_grad()
@@ -136,10 +135,12 @@ class AdaptedLayer(nn.Module, LoraLayer):
                 raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
             self.get_base_layer().merged_weight = weight
             self.merged_adapters.append(name)
+            self.mark_stale()
 
     def unmerge(self) -> None:
         self.get_base_layer().merged_weight = None
         self.merged_adapters.clear()
+        self.mark_stale()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         base = self._modules["base_layer"]
@@ -147,10 +148,10 @@ class AdaptedLayer(nn.Module, LoraLayer):
             self.unmerge()
         if self._disable_adapters or self.merged_adapters or self.strength == 0:
             return base(x)
-        if self.shared is not None:
+        if self.shared is not None and self.shared.applies(x):
             y = self.shared.output(self, x)
         else:
-            dropout = self.active()[1] if self.training else None
+            dropout = self.dropout if self.training else None
             mask = None if dropout is None else dropout(torch.ones_like(x, dtype=base.compute_dtype))
             (y,) = adapted(x, [self.part()], mask)
         return y if self.strength == 1 else torch.lerp(base(x), y, self.strength)
@@ -158,21 +159,28 @@ class AdaptedLayer(nn.Module, LoraLayer):
     def part(self) -> Part:
         """This layer as dora.py takes it, its norm fresh."""
         self.refresh_norm()
-        (a, b, m), _, scaling = self.active()
-        base = self._modules["base_layer"]
-        if m is None:
-            return Part(base, a, b, scaling)
-        return Part(base, a, b, scaling, m, self._buffers["norm"], self.keep_z)
+        name, a, b, magnitude, _ = self.active()
+        base, a, b = self._modules["base_layer"], a._parameters["weight"], b._parameters["weight"]
+        if magnitude is None:
+            return Part(base, a, b, self.scaling[name])
+        return Part(base, a, b, self.scaling[name], magnitude._parameters["weight"], self._buffers["norm"], self.keep_z)
 
     def active(self) -> tuple:
-        """((A, B, m or None), dropout or None, scaling) of the active adapter."""
-        (name,) = self.active_adapters
-        # Module attributes are looked up once: a step of a small model spends a tenth of its time on such look-ups.
-        if self._looked_up is None or self._looked_up[0] != name:
-            m = self.lora_magnitude_vector[name].weight if self.use_dora[name] else None
+        """(name, A, B, magnitude or None, dropout or None) of the active adapter: the modules."""
+        # They are looked up once: a step of a small model spends a tenth of its time on such look-ups.
+        if self._looked_up is None or [self._looked_up[0]] != self.active_adapters:
+            if len(self.active_adapters) != 1:
+                raise ValueError(f"one adapter can be active at a time, not {self.active_adapters}; use set_adapter")
+            (name,) = self.active_adapters
+            magnitude = self.lora_magnitude_vector[name] if self.use_dora[name] else None
             dropout = self.lora_dropout[name] if isinstance(self.lora_dropout[name], nn.Dropout) else None
-            self._looked_up = name, (self.lora_A[name].weight, self.lora_B[name].weight, m), dropout
-        return *self._looked_up[1:], self.scaling[name]
+            self._looked_up = name, self.lora_A[name], self.lora_B[name], magnitude, dropout
+        return self._looked_up
+
+    @property
+    def dropout(self) -> nn.Dropout | None:
+        """The active adapter's, where it has any."""
+        return self.active()[4]
 
     @property
     def drops(self) -> bool:
@@ -182,8 +190,8 @@ class AdaptedLayer(nn.Module, LoraLayer):
 class SharedInput:
     """Adapted Linears that are called with one and the same tensor, as a block's q, k and v are.
 
-    The first of them to be called computes the outputs of all; the others, called with the very same tensor, take theirs.
-    Called with another tensor, a layer computes with that: to be wrong about who shares costs time, not truth.
+    The first of them to be called computes the outputs of all; the others, called with the very same tensor, unchanged, take
+    theirs. Called with another tensor, a layer computes with that: to be wrong about who shares costs time, not truth.
     """
 
     def __init__(self, layers: Sequence[AdaptedLayer]) -> None:
@@ -193,16 +201,21 @@ class SharedInput:
         self.forget()
 
     def forget(self) -> None:
+        self.key: tuple | None = None
         self.x: torch.Tensor | None = None
         self.outputs: dict[AdaptedLayer, torch.Tensor] = {}
-        self.recorded = False
+
+    def applies(self, x: torch.Tensor) -> bool:
+        """Whether all would compute on x alike: none is merged, disabled or drops inputs, and a change of x would be seen."""
+        return not x.is_inference() and not any(
+            layer.merged_adapters or layer._disable_adapters or layer.dropout is not None for layer in self.layers
+        )
 
     def output(self, layer: AdaptedLayer, x: torch.Tensor) -> torch.Tensor:
-        recorded = torch.is_grad_enabled()
-        if x is not self.x or layer not in self.outputs or recorded != self.recorded:
+        key = x._version, torch.is_grad_enabled()
+        if x is not self.x or key != self.key or layer not in self.outputs:
             outputs = adapted(x, [each.part() for each in self.layers])
-            self.x, self.recorded = x, recorded
-            self.outputs = dict(zip(self.layers, outputs, strict=True))
+            self.x, self.key, self.outputs = x, key, dict(zip(self.layers, outputs, strict=True))
         y = self.outputs.pop(layer)
         if not self.outputs:
             self.forget()

@@ -20,9 +20,11 @@ def choose(name: str, device: torch.device) -> Kernels:
 
     if name == "torch" or (name == "auto" and not _suits_triton(device)):
         return dora_torch
-    if device.type != "cuda":
+    if not _suits_triton(device):
+        here = str(device) if device.type != "cuda" else torch.cuda.get_device_name(device)
         raise UserError(
-            f"adapter.kernels = 'triton' needs a CUDA device, this run is on {device.type}; use 'auto' or 'torch'"
+            f"adapter.kernels = 'triton' needs a CUDA device of compute capability {'.'.join(map(str, CAPABILITY))} or "
+            f"newer, this run is on {here}; use 'auto' or 'torch'"
         )
     try:
         from trainer.kernels import dora_triton

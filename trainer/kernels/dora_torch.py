@@ -52,6 +52,11 @@ def values(weight: StoredWeight, rows: slice) -> torch.Tensor:
     return number if weight.offset is None else number.add_(weight.offset[block])
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What is computed in: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def upcast(
     weight: StoredWeight, dtype: torch.dtype, g_N: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -66,14 +71,20 @@ def upcast(
 
 
 def row_squares(weight: StoredWeight) -> torch.Tensor:
-    return torch.cat([values(weight, rows).square().sum(1) for rows in pieces(weight.shape, weight.device)])
+    w_sq_N = torch.empty(weight.shape[0], dtype=_wide(weight.codes.dtype), device=weight.device)
+    for rows in pieces(weight.shape, weight.device):
+        w_sq_N[rows] = values(weight, rows).square().sum(1)
+    return w_sq_N
 
 
 def adapted_norm(
     weight: StoredWeight, w_sq_N: torch.Tensor, a_RK: torch.Tensor, b_NR: torch.Tensor, scaling: float
 ) -> torch.Tensor:
     at_KR = a_RK.t().contiguous()
-    wa_NR = torch.cat([values(weight, rows) @ at_KR for rows in pieces(weight.shape, weight.device)])
+    # One result for all pieces: small ones that stay between the pieces would keep a CPU's heap from reusing the space.
+    wa_NR = torch.empty_like(b_NR)
+    for rows in pieces(weight.shape, weight.device):
+        torch.mm(values(weight, rows), at_KR, out=wa_NR[rows])
     # c^2 = ||W||^2 + 2 s rowsum(B * (W A^T)) + s^2 rowsum((B (A A^T)) * B)
     added = wa_NR.mul_(2 * scaling).addmm_(b_NR, a_RK @ at_KR, alpha=scaling**2)
     return (w_sq_N + added.mul_(b_NR).sum(1)).clamp_min_(0).sqrt_()
@@ -83,7 +94,7 @@ def compose(
     z_MN: torch.Tensor, t_MR: torch.Tensor, b_NR: torch.Tensor, scaling: float, g_N: torch.Tensor | None,
     bias_N: torch.Tensor | None, out_MN: torch.Tensor,
 ) -> None:  # fmt: skip
-    wide = torch.promote_types(z_MN.dtype, torch.float32)
+    wide = _wide(z_MN.dtype)
     bt_RN = b_NR.to(wide).t()
     for rows in pieces(z_MN.shape, z_MN.device):
         t, out = t_MR[rows].to(wide), out_MN[rows]
@@ -100,7 +111,7 @@ def compose(
 
 
 def row_gradients(dy_MN: torch.Tensor, u_MN: torch.Tensor, t_MR: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    wide = torch.promote_types(dy_MN.dtype, torch.float32)
+    wide = _wide(dy_MN.dtype)
     du_N = torch.zeros(dy_MN.shape[1], dtype=wide, device=dy_MN.device)
     for rows in pieces(dy_MN.shape, dy_MN.device):
         du_N += (u_MN[rows].to(wide) * dy_MN[rows]).sum(0)

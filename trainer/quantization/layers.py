@@ -48,11 +48,16 @@ class FrozenLayer(nn.Module):
         return {name.removeprefix("payload_"): t for name, t in self._buffers.items() if name.startswith("payload_")}
 
     def stored(self) -> StoredWeight:
+        """The frozen weight itself, also while an adapter is merged."""
         rows = self.weight_shape[0]
-        shape = (rows, self.weight_shape.numel() // rows)
-        if self.merged_weight is not None:
-            return StoredWeight(self.merged_weight.view(shape), shape)
-        return self.format.stored(self.payload(), shape)
+        return self.format.stored(self.payload(), (rows, self.weight_shape.numel() // rows))
+
+    def in_use(self) -> StoredWeight:
+        """What the layer computes with: the frozen weight, or base + adapter while that is merged."""
+        if self.merged_weight is None:
+            return self.stored()
+        rows = self.merged_weight.flatten(1)
+        return StoredWeight(rows, (rows.shape[0], rows.shape[1]))
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         return self.kernels.upcast(self.stored(), dtype).view(self.weight_shape)
@@ -63,20 +68,24 @@ class FrozenLayer(nn.Module):
 
     def compute_weight(self, g_N: torch.Tensor | None = None) -> torch.Tensor:
         """W, or g * W row by row, in `compute_dtype`: the payload itself where it is that, else in the shared buffer."""
-        stored = self.stored()
-        if g_N is None and stored.is_dense(self.compute_dtype):
-            return stored.codes.view(self.weight_shape)
-        out = scratch(stored.shape, self.compute_dtype, stored.device)
-        return self.kernels.upcast(stored, self.compute_dtype, g_N, out).view(self.weight_shape)
+        weight = self.in_use()
+        if g_N is None and weight.is_dense(self.compute_dtype):
+            return weight.codes.view(self.weight_shape)
+        out = scratch(weight.shape, self.compute_dtype, weight.device)
+        return self.kernels.upcast(weight, self.compute_dtype, g_N, out).view(self.weight_shape)
 
     def cast_bias(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The bias rounded to `compute_dtype`: in that dtype, shaped for this layer's output, and as fp32 [N]. Cast once."""
+        """The bias rounded to `compute_dtype`: in that dtype, shaped for this layer's output, and as fp32 [N]."""
         if self.bias is None:
             return None, None
-        if self._cast_bias is None:
+        kept = self._cast_bias
+        if kept is None or kept[1].device != self.bias.device:
             rounded = self.bias.detach().to(self.compute_dtype)
-            self._cast_bias = self.broadcast(rounded), rounded.to(torch.promote_types(rounded.dtype, torch.float32))
-        return self._cast_bias
+            kept = self.broadcast(rounded), rounded.to(torch.promote_types(rounded.dtype, torch.float32))
+            # Cast once: it is frozen. A compiled graph must not leave its tensors behind here.
+            if not torch.compiler.is_compiling():
+                self._cast_bias = kept
+        return kept
 
     @property
     def bias_N(self) -> torch.Tensor | None:
@@ -89,7 +98,7 @@ class FrozenLayer(nn.Module):
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         """The bias-free product in `compute_dtype`, differentiable in x."""
         x = x.to(self.compute_dtype)
-        if self.stored().is_dense(self.compute_dtype):
+        if self.in_use().is_dense(self.compute_dtype):
             return self.product(x, self.compute_weight())
         return _ConvertedProduct.apply(x, self)
 
@@ -101,8 +110,7 @@ class FrozenLayer(nn.Module):
     def input_grad(
         self, dy: torch.Tensor, x_shape: torch.Size, g_N: torch.Tensor | None = None, add_to: torch.Tensor | None = None
     ) -> torch.Tensor:
-        stored = self.stored()
-        if g_N is not None and stored.is_dense(self.compute_dtype) and dy.numel() < self.weight_shape.numel():
+        if g_N is not None and self.in_use().is_dense(self.compute_dtype) and dy.numel() < self.weight_shape.numel():
             # Of g * G and g * W, equal in error, the smaller is made; a weight that is converted anyway takes g along.
             dy = torch.mul(dy, self.broadcast(g_N), out=scratch(dy.shape, dy.dtype, dy.device))
             g_N = None
