@@ -128,7 +128,10 @@ class Kernels(Protocol):
     def adapted_norm(
         self, weight: StoredWeight, w_sq_N: torch.Tensor, a_RK: torch.Tensor, b_NR: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        """c = ||W + s B A||_row, fp32 [N], from w_sq = ||W||^2 (fp32 [N]) and fp32 A and B; nothing of W's size is made."""
+        """c = ||W + s B A||_row, fp32 [N], from w_sq = ||W||^2 (fp32 [N]) and fp32 A and B; nothing of W's size is made.
+
+        Where the sum cancels below its own rounding, c is at least 2^-12 ||W||.
+        """
         ...
 
     def compose(

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trainer.adapters.dora import Part, scale_rows
@@ -147,7 +147,11 @@ RANKS = st.one_of(st.integers(1, 16), st.sampled_from([32, 64, 128]))
 ALPHAS = st.sampled_from([0.5, 1.0, 4.0, 16.0])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
+@example(  # W + s B A cancels to 1e-4 of W: the factored sum cannot tell its square from zero
+    m=1, n=1, k=1, rank=32, alpha=16.0, rslora=False, bias=False, dora=True, far=0.0, tiny_rows=False, storage="fp32",
+    compute=torch.float32, seed=1,
+)  # fmt: skip
 @given(
     m=st.integers(1, 40), n=st.integers(1, 70), k=st.integers(1, 70), rank=RANKS, alpha=ALPHAS, rslora=st.booleans(),
     bias=st.booleans(), dora=st.booleans(), far=st.sampled_from([0.0, 0.1, 3.0, -2.0]), tiny_rows=st.booleans(),
@@ -355,5 +359,5 @@ def test_16_bit_dilated_convolution_stays_within_the_envelope(compute: torch.dty
     y64.backward(dy.double())
     exact = (y64, x64.grad, a64.grad, b64.grad, m64.grad)
     for name, one, other in zip(("y", *NAMES), (y, *(leaf.grad for leaf in leaves)), exact, strict=True):
-        error = float((one.double() - other).norm() / other.norm())
+        error = float((one.detach().double() - other.detach()).norm() / other.detach().norm())
         assert error <= 5e-3 * ROUNDOFF[compute] / ROUNDOFF[torch.bfloat16], f"{name}: {error:.2e}"

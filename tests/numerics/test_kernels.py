@@ -345,6 +345,20 @@ def test_compiled_equals_eager(fused) -> None:
         assert (ours - eager).norm() <= 8 * U32 * eager.norm()
 
 
+@on_device
+def test_a_norm_that_cancels_is_not_zero(fused) -> None:
+    """W + s B A = 0 exactly: c is 2^-12 ||W||, what the factored sum can resolve, in both; a row of zeros stays at zero."""
+    w = torch.zeros(2, 32)
+    w[0, 0] = 3.0
+    a, b = torch.zeros(1, 32), torch.zeros(2, 1)
+    a[0, 0], b[0, 0] = 1.0, -3.0
+    stored = StoredWeight(w.to(DEVICE), (2, 32))
+    squares = torch.tensor([9.0, 0.0], device=DEVICE)
+    for kernels in (fused, dora_torch):
+        c = kernels.adapted_norm(stored, squares, a.to(DEVICE), b.to(DEVICE), 1.0)
+        assert c.tolist() == [3.0 * 2**-12, 0.0]
+
+
 @pytest.fixture(scope="module")
 def interpreter(tmp_path_factory):
     """This file under the interpreter, at work beside whoever asks for it: the process and the file of its output."""

@@ -41,8 +41,16 @@ def fall_of_the_loss(bench: Workbench, family: str, kind: str, dtype: str) -> fl
         return 1 - mean_loss() / first
 
 
-@pytest.mark.parametrize("family", ["sdxl", "flux"])
-@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("sdxl", "lora"),
+        ("flux", "dora"),
+        # The other two take a minute; the default suite has each family and each kind once.
+        pytest.param("sdxl", "dora", marks=pytest.mark.slow),
+        pytest.param("flux", "lora", marks=pytest.mark.slow),
+    ],
+)
 def test_the_loss_falls_and_float8_keeps_it(bench: Workbench, record_property, family: str, kind: str) -> None:
     exact = fall_of_the_loss(bench, family, kind, "fp32")
     float8 = fall_of_the_loss(bench, family, kind, "fp8_e4m3")

@@ -13,6 +13,10 @@ from trainer.types import StoredWeight
 
 name = "torch"
 
+# c^2 is a sum that can cancel: what is left below an fp32 roundoff of ||W||^2 is its rounding. A norm of zero there would
+# make dm = sum G * z / c infinite, where z is not zero.
+NORM_FLOOR = 2.0**-24
+
 # Elements of a piece: on a CPU 2 MiB in fp32, which two cores share in their own caches; elsewhere 64 MiB, few launches.
 PIECE, DEVICE_PIECE = 1 << 19, 1 << 24
 
@@ -87,7 +91,8 @@ def adapted_norm(
         torch.mm(values(weight, rows), at_KR, out=wa_NR[rows])
     # c^2 = ||W||^2 + 2 s rowsum(B * (W A^T)) + s^2 rowsum((B (A A^T)) * B)
     added = wa_NR.mul_(2 * scaling).addmm_(b_NR, a_RK @ at_KR, alpha=scaling**2)
-    return (w_sq_N + added.mul_(b_NR).sum(1)).clamp_min_(0).sqrt_()
+    c_sq_N = w_sq_N + added.mul_(b_NR).sum(1)
+    return torch.maximum(c_sq_N, w_sq_N * NORM_FLOOR).sqrt_()
 
 
 def compose(

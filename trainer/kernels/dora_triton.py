@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
+from trainer.kernels.dora_torch import NORM_FLOOR
 from trainer.kernels.upcast_triton import (
     INTERPRETED,
     Weight,
@@ -40,13 +41,15 @@ def adapted_norm_kernel(
     codes_ptr, scale_ptr, offset_ptr, levels_ptr, w_sq_ptr, a_ptr, b_ptr, gram_ptr, c_ptr, s_twice, s_squared, N, K,
     R: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr, SHIFTED: tl.constexpr,
     LEVELS: tl.constexpr, STEP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    FLOOR: tl.constexpr,
 ):  # fmt: skip
-    """c_n = sqrt(max(0, w_sq_n + sum_r b_nr (2 s (W A^T)_nr + s^2 (B gram)_nr))),  gram = A A^T.
+    """c_n = sqrt(max(FLOOR w_sq_n, w_sq_n + sum_r b_nr (2 s (W A^T)_nr + s^2 (B gram)_nr))),  gram = A A^T.
 
     Grid: one program to BLOCK_N rows of W, read once for each BLOCK_R ranks: once, up to rank 128.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    c_sq = tl.load(w_sq_ptr + n, mask=n < N, other=0.0)
+    w_sq = tl.load(w_sq_ptr + n, mask=n < N, other=0.0)
+    c_sq = w_sq
     for first in range(0, R, BLOCK_R):
         r = first + tl.arange(0, BLOCK_R)
         added = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
@@ -69,7 +72,7 @@ def adapted_norm_kernel(
             added += s_squared * tl.dot(b_NQ, gram_QR, input_precision="tf32x3")
         b_NR = tl.load(b_ptr + n[:, None] * R + r[None, :], mask=(n[:, None] < N) & (r[None, :] < R), other=0.0)
         c_sq += tl.sum(b_NR * added, 1)
-    c_sq = tl.where(c_sq < 0, 0.0, c_sq)  # not maximum, which would hide a NaN
+    c_sq = tl.where(c_sq < 0.0, 0.0, c_sq)  # not maximum, which would hide a NaN
     tl.store(c_ptr + n, tl.sqrt_rn(c_sq), mask=n < N)
 
 
@@ -163,7 +166,7 @@ def _launch_adapted_norm(
     block_k, warps = (64, 4) if block_r <= 32 else (32, 4 if block_r <= 64 else 8)
     kernel[(triton.cdiv(weight.rows, block_n),)](
         *weight.pointers(), w_sq_N, a_RK, b_NR, gram_RR, c_N, 2 * scaling, scaling**2, weight.rows, weight.columns,
-        R=rank, **weight.layout(), BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_R=block_r, num_warps=warps,
+        R=rank, **weight.layout(), BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_R=block_r, FLOOR=NORM_FLOOR, num_warps=warps,
     )  # fmt: skip
 
 
