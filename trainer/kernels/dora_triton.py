@@ -72,7 +72,7 @@ def adapted_norm_kernel(
             added += s_squared * tl.dot(b_NQ, gram_QR, input_precision="tf32x3")
         b_NR = tl.load(b_ptr + n[:, None] * R + r[None, :], mask=(n[:, None] < N) & (r[None, :] < R), other=0.0)
         c_sq += tl.sum(b_NR * added, 1)
-    c_sq = tl.where(c_sq < 0.0, 0.0, c_sq)  # not maximum, which would hide a NaN
+    c_sq = tl.where(c_sq < w_sq * FLOOR, w_sq * FLOOR, c_sq)  # not maximum, which would hide a NaN
     tl.store(c_ptr + n, tl.sqrt_rn(c_sq), mask=n < N)
 
 
