@@ -159,7 +159,8 @@ def _with(layer, x, dy):
 
 
 CPU_HEAD = (
-    f"{'dtype':<5} {'(M, N, K)':<20} {'r':>3} | {'LoRA':>7} {'DoRA':>7} {'PEFT DoRA':>9} | {'DoRA / PEFT DoRA':>16}"
+    f"{'dtype':<5} {'(M, N, K)':<20} {'r':>3} | {'frozen':>7} {'LoRA':>7} {'DoRA':>7} {'PEFT DoRA':>9} | "
+    f"{'DoRA / PEFT DoRA':>16}"
 )
 
 
