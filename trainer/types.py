@@ -110,7 +110,7 @@ class Kernels(Protocol):
     """The operations worth fusing. kernels/dora_torch.py has them plain, kernels/dora_triton.py fused; same signatures.
 
     Names of arguments as in adapters/dora.py, whose formulas these are. Arithmetic is fp32 (fp64 for fp64 inputs) and
-    rounds once, to the dtype of the result.
+    rounds once, to the dtype of the result; only the plain G^T t of 16-bit tensors leaves its product in 16 bits.
     """
 
     name: str
