@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Everything that only a CUDA device can show, in under 9 minutes (each part has its time limit): the tests marked gpu, each fused kernel against its plain
-# twin, the adapted layers of Flux and SDXL against PEFT's. Prints a short table last and writes GPU-DATE.json.
+# Everything that only a CUDA device can show, in under 9 minutes (each part has its time limit): the tests marked gpu, each
+# fused kernel against its plain twin, the adapted layers of Flux and SDXL against PEFT's. Prints a short table last and
+# writes GPU-DATE.json.
 #   gpu_suite.sh [FOLDER]     FOLDER: where the results go (docs/benchmarks)
 # Exit status: 0 all tests passed and every part ran; 1 otherwise, the results are written all the same; 2 without a device.
 set -uo pipefail
