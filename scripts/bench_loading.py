@@ -1,10 +1,13 @@
-"""Peak memory while a bf16 component of 2 GiB is loaded as float8.
+"""Peak memory and rate while a bf16 component of 2 GiB is loaded quantised.
 
-    python scripts/bench_loading.py [--dtype fp8_e4m3] [--folder DIR]
+    python scripts/bench_loading.py [--dtype fp8_e4m3] [--rounds 3] [--cached] [--folder DIR]
 
 Writes the transformer of a Flux with the published widths and fewer blocks, loads it in a fresh process and prints the
 process's peak resident memory (VmHWM: mapped pages count) beside the limit: final size + largest tensor + 1 GiB. The
-peak holds everything, the interpreter and the libraries too. Exit status 1 when the peak is above the limit. Linux.
+peak holds everything, the interpreter and the libraries too. In turn with it, another process reads the same file and
+casts every tensor to a type of the same width, nothing else: the rates are compared. --cached: also a start that finds its
+converted weights in model.cache_dir, the digest of the model's file included. Exit status 1 when the peak is above the
+limit. Linux.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # `python scripts/x.py` puts scripts/ on the path, not the root
@@ -40,13 +44,13 @@ CONFIG = {
 }
 
 
-def load_component(path: Path, dtype: str):
+def load_component(path: Path, dtype: str, cache_dir: Path | None):
     """The component in `path`, stored as `dtype`, through the trainer's own loader. The only place that knows it."""
     import torch
 
     from trainer.models import FAMILIES
     from trainer.models.loading import open_model
-    from trainer.quantization import FORMATS, freeze_layers
+    from trainer.quantization import FORMATS, ConvertedWeights, freeze_layers, library
 
     family = FAMILIES["flux"]
     keep = family.component(family.denoiser).sensitive
@@ -56,7 +60,30 @@ def load_component(path: Path, dtype: str):
             module, format=FORMATS[dtype], compute=torch.bfloat16, unquantised=torch.bfloat16, keep=keep
         )  # fmt: skip
 
-    return open_model(family, str(path)).load(family.denoiser, swap=swap, device=torch.device("cpu"))
+    source = open_model(family, str(path))
+    if cache_dir is None:
+        return source.load(family.denoiser, swap=swap, device=torch.device("cpu"))
+    converted = ConvertedWeights(
+        cache_dir, fingerprint=source.fingerprint(family.denoiser), library=library(FORMATS[dtype])
+    )
+    module = source.load(family.denoiser, swap=swap, fill=converted.fill, device=torch.device("cpu"))
+    converted.store(module)
+    return module
+
+
+def read_and_cast(file: Path, dtype: str) -> float:
+    """Seconds to read every tensor of the file and cast it to a type as wide as `dtype`'s codes, or narrower types' byte."""
+    import torch
+
+    from trainer.tensorfile import TensorFile
+
+    kind = torch.float8_e4m3fn if dtype.startswith("fp8") else torch.int8
+    start = time.perf_counter()
+    source = TensorFile(file)
+    kept = [source.read(name).to(kind) for name in source.entries]
+    seconds = time.perf_counter() - start
+    assert len(kept) == len(source.entries)
+    return seconds
 
 
 def write_component(folder: Path) -> int:
@@ -106,14 +133,14 @@ def resident(field: str) -> int:
     return int(match[1]) * 1024
 
 
-def measure(folder: Path, dtype: str) -> dict[str, float]:
+def measure(folder: Path, dtype: str, cache_dir: Path | None) -> dict[str, float]:
     """Load the component in this process. Sizes in bytes, time in seconds."""
     import diffusers  # noqa: F401 - imported first so that `before` holds the libraries
     import torch
 
     before = resident("VmRSS")
     start = time.perf_counter()
-    module = load_component(folder, dtype)
+    module = load_component(folder, dtype, cache_dir)
     seconds = time.perf_counter() - start
     storages: dict[int, int] = {}  # by address: a tensor that is registered twice counts once
     for tensor in (*module.parameters(), *module.buffers()):
@@ -144,23 +171,41 @@ def measure(folder: Path, dtype: str) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", default="fp8_e4m3")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cached", action="store_true", help="also time starts that find converted weights")
     parser.add_argument("--folder", type=Path, help="where 2.1 GiB are written for the time being (default: TMPDIR)")
-    # What the two child processes are told. Writing has its own, because a child's peak begins with its parent's.
+    # What the child processes are told. Writing has its own, because a child's peak begins with its parent's.
     parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--plain", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--cache-dir", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.write:
         write_component(args.write)
         return 0
     if args.measure:
-        print(json.dumps(measure(args.measure, args.dtype)))
+        print(json.dumps(measure(args.measure, args.dtype, args.cache_dir)))
+        return 0
+    if args.plain:
+        print(json.dumps(read_and_cast(args.plain / "transformer" / "diffusion_pytorch_model.safetensors", args.dtype)))
         return 0
     with tempfile.TemporaryDirectory(prefix="bench-loading-", dir=args.folder) as temporary:
-        folder = str(Path(temporary) / "model")
-        this = [sys.executable, str(Path(__file__).resolve())]
+        folder, cache = str(Path(temporary) / "model"), str(Path(temporary) / "cache")
+        this = [sys.executable, str(Path(__file__).resolve()), "--dtype", args.dtype]
+
+        def child(*more: str):
+            return json.loads(subprocess.run([*this, *more], check=True, stdout=subprocess.PIPE, text=True).stdout)
+
         subprocess.run([*this, "--write", folder], check=True)
-        command = [*this, "--dtype", args.dtype, "--measure", folder]
-        result = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+        loads, plain, cached = [], [], []
+        if args.cached:
+            child("--measure", folder, "--cache-dir", cache)
+        for _ in range(args.rounds):
+            plain.append(child("--plain", folder))
+            loads.append(child("--measure", folder))
+            if args.cached:
+                cached.append(child("--measure", folder, "--cache-dir", cache)["seconds"])
+    result = max(loads, key=lambda load: load["peak"])
     labels = {
         "file": "the bf16 file",
         "final": f"final size as {args.dtype}",
@@ -172,7 +217,11 @@ def main() -> int:
     print("| what | GiB |\n|---|---|")
     for key, label in labels.items():
         print(f"| {label} | {result[key] / GIB:.2f} |")
-    print(f"\nLoaded in {result['seconds']:.1f} s; peak / limit = {result['peak'] / result['limit']:.2f}")
+    seconds, cast = median(load["seconds"] for load in loads), median(plain)
+    print(f"\npeak / limit {result['peak'] / result['limit']:.2f}")
+    print(f"loaded in {seconds:.1f} s, read and cast in {cast:.1f} s: rate {cast / seconds:.2f} of it")
+    if cached:
+        print(f"with converted weights found: {median(cached):.1f} s, {seconds / median(cached):.1f} times faster")
     return 0 if result["peak"] <= result["limit"] else 1
 
 

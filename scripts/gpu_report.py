@@ -1,6 +1,7 @@
 """Gathers what scripts/gpu_suite.sh measured into GPU-DATE.json and prints its short table.
 
-python scripts/gpu_report.py PARTS FOLDER     PARTS: tests.xml, kernels.json, layers.json, shared.json and their NAME.status
+python scripts/gpu_report.py PARTS FOLDER     PARTS: tests.xml, kernels.json, layers.json, shared.json, steps.json and their
+NAME.status
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ LIMITS = (
     ("extra memory", "Flux", max, 0.02, "at most"),
     ("extra memory, no bias", "SDXL", max, 0.02, "at most"),
 )
+PARTS = ("tests", "kernels", "layers", "shared", "steps")
+# Of a step with the denoiser stored as fp8_e4m3 and multiplied in bf16, over one stored as bf16; by the image's pixels.
+STORAGE_LIMITS = {1024: 1.08, 512: 1.15}
 
 
 def tests(path: Path) -> dict[str, Any]:
@@ -50,9 +54,50 @@ def judged(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return table
 
 
+def judged_steps(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same of float8 storage's cost in a whole step."""
+    table = []
+    for row in steps:
+        limit = STORAGE_LIMITS.get(row["pixels"])
+        if row["storage"] == "fp8_e4m3" and limit and "ratio" in row:
+            figure, met = f"fp8 / bf16, {row['pixels']} px", row["ratio"] <= limit
+            table.append(
+                {
+                    "figure": figure,
+                    "layers": row["model"],
+                    "worst": row["ratio"],
+                    "limit": f"at most {limit}",
+                    "met": met,
+                }
+            )
+    return table
+
+
+def step_lines(result: dict[str, Any]) -> list[str]:
+    """Time, memory and utilisation of every storage; then which layers a float8 product pays for."""
+    lines = []
+    for row in result["steps"]:
+        cells = [f"{row['model']:<5}", f"{row['pixels']:>4} px", f"{row['storage']:<22}", f"{row['ms']:8.1f} ms"]
+        cells.append(f"{row['ratio']:.3f} of bf16" if "ratio" in row else "")
+        cells.append(f"{row['peak_bytes'] / 2**30:5.1f} GiB" if row.get("peak_bytes") else "")
+        cells.append(f"{row['utilisation']:.0%} of the card's bf16 rate" if "utilisation" in row else "")
+        lines.append(" ".join(cell for cell in cells if cell))
+    for model in dict.fromkeys(row["model"] for row in result["layers"]):
+        rows = [row for row in result["layers"] if row["model"] == model]
+
+        def shapes(chosen: list[dict[str, Any]]) -> str:
+            return ", ".join(f"{'x'.join(map(str, row['shape']))} ({row['ratio']:.2f})" for row in chosen) or "none"
+
+        lines.append(f"{model}: a float8 product pays at {shapes([row for row in rows if row['pays']])}")
+        wrong = [row for row in rows if row["pays"] != row["gate"]]
+        if wrong:
+            lines.append(f"  kernels.scaled_matmul_pays is to be changed for {shapes(wrong)}")
+    return lines + [f"{what}: {error.splitlines()[0]}" for what, error in result["errors"].items()]
+
+
 def main() -> int:
     parts, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    status = {name: int((parts / f"{name}.status").read_text()) for name in ("tests", "kernels", "layers", "shared")}
+    status = {name: int((parts / f"{name}.status").read_text()) for name in PARTS}
     now = datetime.now(UTC)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     import torch
@@ -64,10 +109,11 @@ def main() -> int:
     }  # fmt: skip
     if (parts / "tests.xml").exists():
         result["tests"] = tests(parts / "tests.xml")
-    for name in ("kernels", "layers", "shared"):
+    for name in PARTS[1:]:
         if (parts / f"{name}.json").exists():
             result[name] = json.loads((parts / f"{name}.json").read_text())
     result["figures"] = judged(result["layers"]["rows"]) if "layers" in result else []
+    result["figures"] += judged_steps(result["steps"]["steps"]) if "steps" in result else []
     path = folder / f"GPU-{now:%Y-%m-%d}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -82,6 +128,8 @@ def main() -> int:
     for row in result["figures"]:
         met = "met" if row["met"] else "MISSED"
         print(f"{row['layers']:<5} {row['figure']:<21} worst {row['worst']:>7.3f}   {row['limit']:<14} {met}")
+    if "steps" in result:
+        print("\n".join(step_lines(result["steps"])))
     for name, code in status.items():
         if code:
             print(f"{name}: exit status {code}" + (" (ran out of time)" if code == 124 else ""))

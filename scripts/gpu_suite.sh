@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that only a CUDA device can show, in under 9 minutes (each part has its time limit): the tests marked gpu, each
-# fused kernel against its plain twin, the adapted layers of Flux and SDXL against PEFT's. Prints a short table last and
-# writes GPU-DATE.json.
+# fused kernel against its plain twin, the adapted layers of Flux and SDXL against PEFT's, a step of the full-size models in
+# each storage, and from which layer shape on a float8 product pays. Prints a short table last and writes GPU-DATE.json.
 #   gpu_suite.sh [FOLDER]     FOLDER: where the results go (docs/benchmarks)
 # Exit status: 0 all tests passed and every part ran; 1 otherwise, the results are written all the same; 2 without a device.
 set -uo pipefail
@@ -20,17 +20,20 @@ export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 echo "== tests"
 # Most of the time goes into compiling kernels: side by side where pytest-xdist is there. Interrupted, pytest still reports.
 "$python" -c 'import xdist' 2> /dev/null && workers="-n 8" || workers=""
-timeout -s INT -k 15 190 "$python" -m pytest -m gpu $workers --junitxml "$parts/tests.xml" --durations=5 > "$parts/tests.log" 2>&1
+timeout -s INT -k 15 170 "$python" -m pytest -m gpu $workers --junitxml "$parts/tests.xml" --durations=5 > "$parts/tests.log" 2>&1
 echo "$?" > "$parts/tests.status"
 tail -n 60 "$parts/tests.log"
 cp "$parts/tests.log" "$out/gpu-tests.log"
 echo "== kernels"
-timeout 140 "$python" scripts/bench_kernels.py --seconds 110 --json "$parts/kernels.json"
+timeout 85 "$python" scripts/bench_kernels.py --seconds 60 --json "$parts/kernels.json"
 echo "$?" > "$parts/kernels.status"
 echo "== layers"
-timeout 140 "$python" scripts/bench_dora.py --device cuda --seconds 120 --json "$parts/layers.json"
+timeout 80 "$python" scripts/bench_dora.py --device cuda --seconds 60 --json "$parts/layers.json"
 echo "$?" > "$parts/layers.status"
 echo "== adapters on one input"
-timeout 30 "$python" scripts/bench_dora.py --device cuda --shared-input --json "$parts/shared.json"
+timeout 25 "$python" scripts/bench_dora.py --device cuda --shared-input --json "$parts/shared.json"
 echo "$?" > "$parts/shared.status"
+echo "== steps of the full-size models"
+timeout 155 "$python" scripts/bench_step.py --device cuda --seconds 125 --json "$parts/steps.json"
+echo "$?" > "$parts/steps.status"
 "$python" scripts/gpu_report.py "$parts" "$out"

@@ -14,7 +14,7 @@ from typing import Any
 
 from trainer import config as configs
 from trainer import run as runs
-from trainer.plan import make_plan, resolve
+from trainer.plan import make_plan, open_source, resolve
 from trainer.signals import StopSignal
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,11 +64,12 @@ class Workbench:
 @contextmanager
 def built(config: configs.Config, resume_from: str | None = None) -> Iterator[runs.Run]:
     """A Run with model, data, adapter and step built, before its loop; nothing trained yet."""
-    config = resolve(config)
+    source = open_source(config)
+    config = resolve(config, source)
     with StopSignal() as stop:
         accelerator = runs.start_processes(config)
         resumed, _ = runs.resolve_start(config, resume_from)
-        run = runs.Run(make_plan(config, processes=1), accelerator, stop)
+        run = runs.Run(make_plan(config, source, processes=1), accelerator, stop)
         run.open_model()
         run.open_output(resumed)
         run.encode_data()

@@ -65,6 +65,7 @@ class Model(Table):
     config: str | None = None
     prediction: Literal["auto", "epsilon", "v"] = "auto"
     zero_terminal_snr: Literal["auto"] | bool = "auto"
+    cache_dir: str | None = None
     components: dict[str, Component] = {}
 
 
@@ -219,7 +220,7 @@ class Config(Table):
 
 # A run may go on under a config that differs in these keys and in no others.
 MAY_CHANGE = (
-    "run.max_steps", "run.epochs", "run.stop_after", "run.output_dir",
+    "run.max_steps", "run.epochs", "run.stop_after", "run.output_dir", "model.cache_dir",
     "validation.*", "logging.*", "export.*", "checkpoint.*",
 )  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
@@ -18,11 +19,13 @@ from trainer.data import buckets, sampler, sources
 from trainer.errors import UserError
 from trainer.kernels import dora_torch
 from trainer.models import family_named
+from trainer.models.base import Component as ModelComponent
 from trainer.models.base import Family, SampleRequest
 from trainer.models.loading import ModelSource, open_model
 from trainer.objectives import Objective
 from trainer.quantization import Format, formats_of
-from trainer.types import Kernels
+from trainer.tensorfile import size_text
+from trainer.types import HeldWeight, Kernels
 from trainer.validation import check_sizes
 
 DEFAULT_STORAGE = {"denoiser": "bf16", "text_encoder": "bf16", "vae": "fp32"}
@@ -30,19 +33,32 @@ DEFAULT_STORAGE = {"denoiser": "bf16", "text_encoder": "bf16", "vae": "fp32"}
 
 @dataclass(frozen=True)
 class ComponentPlan:
-    """How one component is stored and computes; keep: patterns of layers that are not quantised."""
+    """How one component is stored and computes.
+
+    exclude, sensitive: the config's and the family's patterns of layers that are not quantised.
+    scaled_matmul: multiply float8 Linears as float8.
+    """
 
     name: str
     format: Format
     compute: torch.dtype
-    keep: tuple[str, ...]
+    exclude: tuple[str, ...] = ()
+    sensitive: tuple[str, ...] = ()
+    scaled_matmul: bool = False
+
+    @property
+    def keep(self) -> tuple[str, ...]:
+        return (*self.sensitive, *self.exclude)
 
     @property
     def unquantised(self) -> torch.dtype:
         """Storage of layers that are not quantised: 16 bit where the component is."""
         return self.format.dtype or torch.bfloat16
 
-    def swap(self, module: nn.Module, kernels: Kernels = dora_torch) -> None:
+    def swap(
+        self, module: nn.Module, *, held: Mapping[str, HeldWeight | torch.dtype] = {}, kernels: Kernels = dora_torch
+    ) -> None:
+        """Freeze the layers of a module on the meta device. held: what the model's files hold (ModelSource.held)."""
         quantization.freeze_layers(
             module,
             format=self.format,
@@ -50,6 +66,8 @@ class ComponentPlan:
             unquantised=self.unquantised,
             keep=self.keep,
             keep_fp32=tuple(getattr(module, "_keep_in_fp32_modules", None) or ()),
+            held=held,
+            scaled_matmul=self.scaled_matmul,
             kernels=kernels,
         )
         precision.keep_activations(module, self.compute)
@@ -75,28 +93,46 @@ class Plan:
     cache_text: bool
 
     @property
+    def scales_loss(self) -> bool:
+        """Whether gradients pass through fp16: then the loss is scaled."""
+        trained = {self.family.denoiser, *self.adapted}
+        return any(self.components[name].compute == torch.float16 for name in trained)
+
+    @property
     def adapted(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(target.component for target in self.targets))
 
 
-def make_plan(config: Config, *, processes: int, check=None) -> Plan:
-    """Check everything that can be without weights. Raises UserError for what cannot work. config: as `resolve` gives."""
+def open_source(config: Config) -> ModelSource:
+    """The model's configs and file headers. Of a hub id, the configs only; `Run.open_model` fetches the rest."""
     family = family_named(config.model.family)
-    components = _components(config, family)
-    photos = sources.scan(
-        [(s.path, s.repeats) for s in config.data.sources], strict_captions=config.data.strict_captions, check=check
-    )
-    source = open_model(
+    names = [component.name for component in family.components]
+    for name in config.model.components:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"{family.name} has {', '.join(names)}"
+            raise UserError(f"model.components.{name} is not a component of {family.name}; {hint}")
+    return open_model(
         family,
         config.model.path,
         config=config.model.config,
         component_paths={name: c.path for name, c in config.model.components.items() if c.path},
         weights=False,
+        recognise=quantization.recognise,
+    )
+
+
+def make_plan(config: Config, source: ModelSource, *, processes: int, check=None) -> Plan:
+    """Check everything that can be without weights. Raises UserError for what cannot work. config: as `resolve` gives."""
+    family = source.family
+    components = _components(config, family)
+    photos = sources.scan(
+        [(s.path, s.repeats) for s in config.data.sources], strict_captions=config.data.strict_captions, check=check
     )
     for component in family.components:
         source.config(component.name)
-        if source.hub_id is None:
-            source.verify(component.name)
+        if source.fetched:
+            check_files(source, components[component.name])
         _check_exclude(config, source, component.name)
     objective = family.objective(
         source.scheduler,
@@ -139,28 +175,16 @@ def make_plan(config: Config, *, processes: int, check=None) -> Plan:
     )  # fmt: skip
 
 
-def resolve(config: Config) -> Config:
-    """`config` with what the family decides written out: every component's dtypes and backend, and the bucket step."""
-    family = family_named(config.model.family)
-    names = [component.name for component in family.components]
-    for name in config.model.components:
-        if name not in names:
-            close = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"{family.name} has {', '.join(names)}"
-            raise UserError(f"model.components.{name} is not a component of {family.name}; {hint}")
+def resolve(config: Config, source: ModelSource) -> Config:
+    """`config` with what the model decides written out: every component's dtypes and backend, and the bucket step."""
+    family = source.family
     resolved = {}
     for component in family.components:
         given = config.model.components.get(component.name, Component())
         compute = "fp32" if component.role == "vae" else config.precision.compute
-        dtype = given.dtype or DEFAULT_STORAGE[component.role]
-        backends = list(formats_of(dtype))
-        if given.backend not in (None, *backends):
-            raise UserError(
-                f"model.components.{component.name}.backend = {given.backend!r} has no dtype = {dtype!r}; "
-                f"use {' or '.join(map(repr, backends))} (left out: {backends[0]!r})"
-            )
+        dtype, backend = _storage(given, component, held_storage(source, component.name))
         resolved[component.name] = given.model_copy(
-            update={"dtype": dtype, "backend": given.backend or backends[0], "compute": given.compute or compute}
+            update={"dtype": dtype, "backend": backend, "compute": given.compute or compute}
         )
     step = config.data.bucket_step or buckets.bucket_step(config.data.resolution)
     return config.model_copy(
@@ -171,9 +195,56 @@ def resolve(config: Config) -> Config:
     )
 
 
+def held_storage(source: ModelSource, name: str) -> tuple[str, str] | None:
+    """(dtype, backend) of a component whose files hold quantised weights; before they are fetched, what its config says."""
+    if not source.fetched:
+        return quantization.declared(source.config(name))
+    kinds = {(h.dtype, h.backend) for h in source.held(name).values() if not isinstance(h, torch.dtype)}
+    if len(kinds) > 1:
+        shown = " and ".join(f"{dtype} ({backend})" for dtype, backend in sorted(kinds))
+        raise UserError(
+            f"component {name!r} holds weights quantised in more than one way: {shown}; use a file of one way"
+        )
+    return next(iter(kinds), None)
+
+
+def _storage(given: Component, component: ModelComponent, held: tuple[str, str] | None) -> tuple[str, str]:
+    """(dtype, backend) of a component, from what the config gives and what its files hold. Raises UserError."""
+    key = f"model.components.{component.name}"
+    quantises = component.role != "vae"
+    dtype = given.dtype or (held[0] if held and quantises else DEFAULT_STORAGE[component.role])
+    if held and dtype == held[0]:
+        backends = [held[1]]
+    else:
+        backends = list(formats_of(dtype))
+        if held and formats_of(dtype)[backends[0]].quantised and quantises:
+            raise UserError(
+                f"{key}.dtype = {dtype!r}: the model's file holds this component as {held[0]} ({held[1]}) already, and to "
+                f"quantise it again would add a second error; leave dtype out to take it as it is, or use the 16-bit file"
+            )
+    if given.backend not in (None, *backends):
+        raise UserError(
+            f"{key}.backend = {given.backend!r} has no dtype = {dtype!r}; "
+            f"use {' or '.join(map(repr, backends))} (left out: {backends[0]!r})"
+        )
+    return dtype, given.backend or backends[0]
+
+
+def check_files(source: ModelSource, component: ComponentPlan) -> None:
+    """Refuse files that lack a tensor, and an `exclude` of what they hold quantised. Reads headers only."""
+    source.verify(component.name)
+    if not component.format.quantised:
+        return
+    for layer, held in source.held(component.name).items():
+        for pattern in component.exclude:
+            if not isinstance(held, torch.dtype) and fnmatchcase(layer, pattern):
+                raise UserError(
+                    f"model.components.{component.name}.exclude: {pattern!r} matches {layer}, which the model's file holds "
+                    f"as {held.dtype} already; take the pattern out, or use the 16-bit file"
+                )
+
+
 def _components(config: Config, family: Family) -> dict[str, ComponentPlan]:
-    if config.precision.matmul != "compute":
-        raise UserError("precision.matmul = 'fp8' is not supported by this version; use 'compute'")
     plans = {}
     for component in family.components:
         chosen = config.model.components[component.name]
@@ -184,7 +255,16 @@ def _components(config: Config, family: Family) -> dict[str, ComponentPlan]:
                 "are a few hundred MB, and errors show in every image); use fp32, bf16 or fp16"
             )
         compute = precision.compute_dtype(chosen.compute)
-        plans[component.name] = ComponentPlan(component.name, format, compute, (*component.sensitive, *chosen.exclude))
+        scaled = config.precision.matmul == "fp8" and component.role == "denoiser"
+        if scaled and (chosen.dtype, chosen.compute) != ("fp8_e4m3", "bf16"):
+            raise UserError(
+                f"precision.matmul = 'fp8' multiplies a denoiser that is stored as fp8_e4m3 and computes in bf16; "
+                f"model.components.{component.name} has dtype = {chosen.dtype!r} and compute = {chosen.compute!r}. Change "
+                "these, or set precision.matmul = 'compute'"
+            )
+        plans[component.name] = ComponentPlan(
+            component.name, format, compute, chosen.exclude, component.sensitive, scaled
+        )
     return plans
 
 
@@ -258,13 +338,13 @@ def describe(plan: Plan, *, sizes: bool) -> str:
         line = f"  {name:<15} stored {component.format.name:<{width}} computes {compute}"
         if sizes:
             module = plan.source.build(name)
-            component.swap(module)
+            component.swap(module, held=plan.source.held(name))
             count = sum(t.numel() * t.dtype.itemsize for t in module.state_dict().values())
             total += count
-            line += f"  {_size(count)}"
+            line += f"  {size_text(count)}"
         lines.append(line)
     if sizes:
-        lines.append(f"  weights in all   {_size(total)}")
+        lines.append(f"  weights in all   {size_text(total)}")
     lines += _adapter_lines(plan) + [f"objective {plan.objective.describe()}"] + _data_lines(plan)
     group = config.optimizer
     lines.append(
@@ -320,10 +400,6 @@ def _data_lines(plan: Plan) -> list[str]:
         f"  captions: {captions} missing or empty; dropped with probability {data.caption_dropout:g}; flip "
         f"{'on' if data.flip else 'off'}; text {'cached' if plan.cache_text else 'encoded live'}",
     ]
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"
 
 
 def total_updates(plan: Plan) -> int:

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from trainer.errors import UserError
+from trainer.kernels import multiplies_float8
+from trainer.types import Kernels
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -30,6 +32,15 @@ def prepare_device(device: torch.device, compute: set[str]) -> None:
         raise UserError(
             f"precision.compute = 'bf16' needs an Ampere or newer GPU, this is {torch.cuda.get_device_name(device)}; "
             "set precision.compute = 'fp16'"
+        )
+
+
+def check_scaled_matmul(matmul: str, kernels: Kernels, device: torch.device) -> None:
+    """Refuse float8 products on a GPU that would only imitate them. A CPU computes them too, without gain."""
+    if matmul == "fp8" and device.type == "cuda" and not multiplies_float8(kernels, device):
+        raise UserError(
+            f"precision.matmul = 'fp8': with the {kernels.name} kernels {torch.cuda.get_device_name(device)} does not "
+            "multiply float8 by rows (compute capability 8.9 or newer and adapter.kernels = 'auto' do); use 'compute'"
         )
 
 
@@ -85,9 +96,7 @@ def _cast_output(compute: torch.dtype):
 
 
 def loss_scaler(
-    compute: str, device: torch.device, *, initial_scale: float, growth_interval: int
+    enabled: bool, device: torch.device, *, initial_scale: float, growth_interval: int
 ) -> torch.amp.GradScaler:
-    """torch's GradScaler, enabled for fp16 only. The gradients it unscales are those of fp32 adapters, always."""
-    return torch.amp.GradScaler(
-        device.type, init_scale=initial_scale, growth_interval=growth_interval, enabled=compute == "fp16"
-    )
+    """torch's GradScaler; enabled where gradients pass through fp16. Those it unscales are of fp32 adapters, always."""
+    return torch.amp.GradScaler(device.type, init_scale=initial_scale, growth_interval=growth_interval, enabled=enabled)

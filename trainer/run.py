@@ -28,7 +28,16 @@ from trainer.errors import Interrupted, UserError
 from trainer.memory import checkpoint_blocks, find_blocks
 from trainer.models.base import Model
 from trainer.models.loading import load_tokenizers, open_model
-from trainer.plan import Plan, describe, make_plan, resolve, total_updates
+from trainer.plan import (
+    Plan,
+    check_files,
+    describe,
+    held_storage,
+    make_plan,
+    open_source,
+    resolve,
+    total_updates,
+)
 from trainer.quantization import FrozenConv2d, FrozenLinear
 from trainer.report import write_report
 from trainer.signals import StopSignal
@@ -39,18 +48,20 @@ from trainer.types import Conditioning
 
 def plan(config: Config) -> None:
     """Print what a run would do."""
-    config = resolve(config)
-    print(describe(make_plan(config, processes=int(os.environ.get("WORLD_SIZE", "1"))), sizes=True))
+    source = open_source(config)
+    config = resolve(config, source)
+    print(describe(make_plan(config, source, processes=int(os.environ.get("WORLD_SIZE", "1"))), sizes=True))
 
 
 def train(config: Config, *, resume_from: str | None) -> None:
     """Train to the end, to `run.stop_after`, or until a signal. Raises what cli.py turns into exit statuses."""
-    config = resolve(config)
+    source = open_source(config)
+    config = resolve(config, source)
     # Before the signal handlers: a process that waits for its peers has nothing to lose and should just end.
     accelerator = start_processes(config)
     with StopSignal() as stop:
         resumed, passed_over = resolve_start(config, resume_from)
-        plan = make_plan(config, processes=accelerator.num_processes, check=stop.check)
+        plan = make_plan(config, source, processes=accelerator.num_processes, check=stop.check)
         run = Run(plan, accelerator, stop)
         for line in passed_over:
             run.say(f"warning: {line}")
@@ -157,10 +168,12 @@ class Run:
         self.accelerator, self.stop = accelerator, stop
         self.device: torch.device = accelerator.device
         self.kernels = kernels.choose(plan.config.adapter.kernels, self.device)
+        precision.check_scaled_matmul(plan.config.precision.matmul, self.kernels, self.device)
         self.output_dir = Path(plan.config.run.output_dir)
         self.checkpoints = self.output_dir / "checkpoints"
         self.source = plan.source
         self.finished = False
+        self.storage: dict[str, quantization.Stored] = {}
 
     def say(self, line: str) -> None:
         if self.accelerator.is_main_process:
@@ -173,9 +186,11 @@ class Run:
         if self.source.hub_id:
             paths = {name: c.path for name, c in self.config.model.components.items() if c.path}
             with self.accelerator.main_process_first():
-                self.source = open_model(self.family, self.config.model.path, component_paths=paths)
-            for component in self.family.components:
-                self.source.verify(component.name)
+                self.source = open_model(
+                    self.family, self.config.model.path, component_paths=paths, recognise=quantization.recognise
+                )
+            for component in self.plan.components.values():
+                check_files(self.source, component)
         config, plan = self.config, self.plan
         self.data = {
             "photos": sampler.fingerprint(plan.photos),
@@ -283,11 +298,38 @@ class Run:
 
     def load(self, name: str) -> torch.nn.Module:
         if name not in self.model.modules:
-            self.model.modules[name] = self.source.load(
-                name, swap=partial(self.plan.components[name].swap, kernels=self.kernels), device=self.device,
+            component = self.plan.components[name]
+            held = self.source.held(name)
+            converted = self.converted_weights(name) if component.format.quantised and not held else None
+            module = self.model.modules[name] = self.source.load(
+                name, swap=partial(component.swap, held=held, kernels=self.kernels), device=self.device,
+                fill=partial(converted.fill, check=self.stop.check) if converted else lambda module: (),
                 check=self.stop.check,
             )  # fmt: skip
+            if converted is not None and self.accelerator.is_main_process:
+                self.say(f"{name}: {converted.found} of {converted.wanted} converted weights were in model.cache_dir")
+                converted.store(module)
+            held_as = held_storage(self.source, name)
+            if held_as and not component.format.quantised:
+                self.say(f"{name}: held as {held_as[0]} in the model's file, widened to {component.format.name}")
+            stored = quantization.stored_as(module)
+            if stored is not None:
+                self.storage[name] = stored
+                self.say(f"{name}: {stored}")
+            if component.scaled_matmul:
+                self.say(f"{name}: {quantization.scaled_layers(module)}")
         return self.model.modules[name]
+
+    def converted_weights(self, name: str) -> quantization.ConvertedWeights | None:
+        """The cache of a component's converted weights, where the config asks for one."""
+        folder = self.config.model.cache_dir
+        if folder is None:
+            return None
+        make_folder(Path(folder), "model.cache_dir")
+        return quantization.ConvertedWeights(
+            Path(folder), fingerprint=self.source.fingerprint(name),
+            library=quantization.library(self.plan.components[name].format),
+        )  # fmt: skip
 
     @torch.no_grad()
     def encode_images(self, vae: str, pixels: torch.Tensor) -> torch.Tensor:
@@ -354,7 +396,7 @@ class Run:
             warmup=optim.warmup_steps(config.schedule.warmup, self.progress.total_steps),
         )  # fmt: skip
         self.scaler = precision.loss_scaler(
-            config.precision.compute, self.device, initial_scale=config.precision.loss_scale,
+            plan.scales_loss, self.device, initial_scale=config.precision.loss_scale,
             growth_interval=config.precision.loss_scale_growth_interval,
         )  # fmt: skip
         if self.saved is not None:
@@ -569,6 +611,11 @@ class Run:
             rows.append(["exported file, read back, against the live adapter",
                          outcome.read_back(written["diffusers"], live)])  # fmt: skip
         sections["Effect"] = {"columns": ["what", "value"], "rows": rows}
+        if self.storage:
+            sections["Frozen weights"] = {
+                "columns": ["component", *quantization.REPORT_COLUMNS],
+                "rows": [[name, *stored.row()] for name, stored in self.storage.items()],
+            }
         if outcome.did_nothing(self.adapter):
             self.say("warning: every B is zero: the adapter changes nothing; train longer or raise optimizer.lr")
         report = write_report(self.output_dir, name=self.config.run.name, outcome=sections)

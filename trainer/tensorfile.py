@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -183,7 +184,34 @@ def write_tensors(
     return write_atomic(path, serialize(tensors, metadata))
 
 
+def remove_leftovers(temporaries: Iterable[Path]) -> None:
+    """Delete those of `write_atomic`'s temporary files whose writers are gone. Not while this process writes there."""
+    for path in temporaries:
+        owner = re.fullmatch(r"\..*\.(\d+)\.tmp", path.name)
+        # Our own number may be that of a killed run: in a container every run has the same.
+        if owner and (int(owner[1]) == os.getpid() or not _is_running(int(owner[1]))):
+            path.unlink(missing_ok=True)
+
+
+def _is_running(pid: int) -> bool:
+    """Whether a process of this number exists here. Windows cannot ask without harm (signal 0 is Ctrl-C there)."""
+    if os.name == "nt":
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):  # someone else's; or no process number at all, so not for us to judge
+        return True
+    return True
+
+
 def tensor_sha256(tensor: torch.Tensor) -> str:
     """SHA-256 of a tensor's bytes, row-major."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return hashlib.sha256(memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b"").hexdigest()
+
+
+def size_text(count: int) -> str:
+    """A number of bytes as people read it."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"

@@ -6,7 +6,7 @@ P pooled width, M rows of an activation (tokens), K input features, N output fea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -106,6 +106,37 @@ class StoredWeight:
         return self.codes.dtype == dtype and self.scale is None
 
 
+@dataclass(frozen=True)
+class HeldWeight:
+    """A weight that a file holds quantised already: several of its tensors that stand for one.
+
+    dtype, backend: the storage format, as in the config.
+    parts: names of the file's tensors, by the role under which `payload` takes them.
+    shape: the weight's; None where only the tensors' contents say it.
+    payload: (tensors by role, the weight's shape) -> the format's payload (quantization/formats.py): the file's codes bit
+      for bit, scales spread to one a row or block. Raises ValueError, saying what, where they disagree with the shape.
+    dequantize: (payload, shape) -> the weight, fp32.
+    """
+
+    dtype: str
+    backend: str
+    parts: Mapping[str, str]
+    shape: tuple[int, ...] | None
+    payload: Callable[[Mapping[str, torch.Tensor], tuple[int, ...]], dict[str, torch.Tensor]]
+    dequantize: Callable[[Mapping[str, torch.Tensor], tuple[int, ...]], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """What a component's files hold quantised. weights: by the name that each would have unquantised.
+
+    other: names of tensors that belong to the convention but to no weight (markers, scales of activations).
+    """
+
+    weights: Mapping[str, HeldWeight]
+    other: frozenset[str]
+
+
 class Kernels(Protocol):
     """The operations worth fusing. kernels/dora_torch.py has them plain, kernels/dora_triton.py fused; same signatures.
 
@@ -145,6 +176,25 @@ class Kernels(Protocol):
         self, dy_MN: torch.Tensor, u_MN: torch.Tensor, t_MR: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(G^T t: fp32 [N, R], sum over the rows of G * u: fp32 [N]), reading G = dy once."""
+        ...
+
+    def quantize_rows(self, x_MK: torch.Tensor, by_K: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """x * by, row by row in float8: (e4m3 codes [M, K], row-major, scale fp32 [M] > 0), x * by = codes * scale.
+
+        by: fp32 [K] or None. scale = max |row| / 448, with a floor for rows of zeros. A row with NaN or infinity gets NaN.
+        """
+        ...
+
+    def scaled_product(
+        self, x_codes_MK: torch.Tensor, x_scale_M: torch.Tensor, weight: StoredWeight, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """x W^T of codes, both sides scaled by row: `dtype` [M, N]. weight: e4m3, one scale a row; N, K: multiples of 16."""
+        ...
+
+    def scaled_input_grad(
+        self, d_codes_MN: torch.Tensor, d_scale_M: torch.Tensor, weight: StoredWeight, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """d W of codes, d scaled by row, the scales of W left out (d has them): `dtype` [M, K]. weight as above."""
         ...
 
 

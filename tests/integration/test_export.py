@@ -32,9 +32,10 @@ def train(bench: Workbench, family: str, kind: str, dtype: str, **more) -> runs.
         validation__prompts=["a bear"],
         **more,
     )
-    config = runs.resolve(config)
+    source = runs.open_source(config)
+    config = runs.resolve(config, source)
     with StopSignal() as stop:
-        run = runs.Run(runs.make_plan(config, processes=1), runs.start_processes(config), stop)
+        run = runs.Run(runs.make_plan(config, source, processes=1), runs.start_processes(config), stop)
         run.open_model()
         run.open_output(None)
         run.encode_data()

@@ -11,7 +11,7 @@ from torch import nn
 from tests.harness import Workbench, built
 from trainer.checkpoint.state import check_quantization
 from trainer.kernels import dora_torch
-from trainer.plan import resolve
+from trainer.plan import open_source, resolve
 from trainer.quantization import ALL_FORMATS, FORMATS, Format, FrozenLayer, formats, formats_of, freeze_layers
 
 QUANTISED = [f for f in ALL_FORMATS if f.quantised]
@@ -153,7 +153,8 @@ def test_which_layers_are_quantised(format: Format) -> None:
         )  # fmt: skip
         return {name: layer.format.name for name, layer in module.named_modules() if isinstance(layer, FrozenLayer)}
 
-    convolution = "bf16" if format.dtype_name in ("int4", "int2", "nf4", "fp4") else format.name
+    by_row = format.backend == "native" or (format.backend == "quanto" and format.dtype_name not in ("int4", "int2"))
+    convolution = format.name if by_row else "bf16"
     assert frozen() == {"a": format.name, "wo": format.name, "conv": convolution}
     assert frozen(keep=("a",)) == {"a": "bf16", "wo": format.name, "conv": convolution}
     assert frozen(keep_fp32=("wo",))["wo"] == format.name
@@ -162,7 +163,8 @@ def test_which_layers_are_quantised(format: Format) -> None:
 
 def test_backends_of_the_config(bench: Workbench) -> None:
     def resolved(**component: str) -> tuple[str | None, str | None]:
-        component = resolve(bench.config(model__components={"unet": component})).model.components["unet"]
+        config = bench.config(model__components={"unet": component})
+        component = resolve(config, open_source(config)).model.components["unet"]
         return component.dtype, component.backend
 
     assert resolved() == ("bf16", "native")

@@ -294,12 +294,103 @@ def test_row_gradients(fused, dtype, shape, rank, layout) -> None:
         assert torch.equal(db, again[0]) and torch.equal(du, again[1])
 
 
+QUANTISED = [((5, 48), torch.float32), ((7, 300), torch.bfloat16), ((7, 300), torch.float16)]
+if not INTERPRETED:
+    QUANTISED += [((4608, 3072), torch.bfloat16), ((512, 15360), torch.bfloat16), ((64, 18432), torch.float32)]
+
+
+@on_device
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+@pytest.mark.parametrize("with_factor", [False, True])
+@pytest.mark.parametrize("shape, dtype", QUANTISED, ids=str)
+def test_quantize_rows(fused, monkeypatch, shape, dtype, with_factor, layout) -> None:
+    """Codes and scales equal the twin's bit for bit (but for the sign of zeros); rows of zeros, tiny and with an outlier."""
+    from trainer.kernels import fp8_triton
+
+    (m, k), rng = shape, generator(shape, dtype)
+    x = torch.randn(m, k, generator=rng) * torch.randn(m, k, generator=rng).exp()
+    x[0], x[1, 3] = 0, 1e4
+    if dtype != torch.float16:
+        x[2], x[3] = x[2] * 1e-30, x[3] * 1e30
+        # Under the scale's floor. No smaller numbers: the interpreter misreads subnormals of bf16.
+        x[4] = x[4] if with_factor else x[4].sign() * 1e-36
+    x = fenced((x if layout == "rows" else x.t().contiguous().t()).to(dtype))
+    by = gains(k, rng) if with_factor else None
+    twin_codes, twin_scale = dora_torch.quantize_rows(x, by)
+    for longest in (fp8_triton.LONGEST_ROW, 32):  # in one go, and in pieces
+        monkeypatch.setattr(fp8_triton, "LONGEST_ROW", longest)
+        codes, scale = fused.quantize_rows(x, by)
+        assert codes.is_contiguous() and codes.dtype == torch.float8_e4m3fn
+        assert torch.equal(codes.float(), twin_codes.float()) and torch.equal(scale, twin_scale)
+    exact = x.double() * (1 if by is None else by.double())
+    # Half a step of a mantissa of 3 bits, or of the smallest code's 2^-9; three fp32 roundings before it.
+    near(codes.double() * scale[:, None].double(), exact, 1.01 * (2.0**-4 * exact.abs() + 2.0**-10 * scale[:, None]))
+    assert not codes[0].float().any() and scale.min() > 0
+
+
+@on_device
+def test_every_code_is_reached_and_ties_go_to_even(fused) -> None:
+    """A row whose scale is 1: the grid of codes, the middles between them, and both sides of each."""
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = (codes[1:] + codes[:-1]) / 2
+    x = torch.cat([codes, middles, middles * (1 - 2.0**-20), middles * (1 + 2.0**-20)]).view(1, -1)
+    result, scale = fused.quantize_rows(torch.cat([x, -x]).to(DEVICE))
+    assert torch.equal(scale, torch.ones_like(scale))
+    # By count: code 2i + 1 is odd, so the middle above it goes up and the one below it goes down.
+    upper = torch.arange(1, 127)
+    even = torch.where(upper % 2 == 0, upper, upper - 1)
+    expected = torch.cat([torch.arange(127), even, upper - 1, upper]).to(torch.uint8).view(torch.float8_e4m3fn).float()
+    assert torch.equal(result.float().cpu(), torch.stack([expected, -expected]))
+
+
+@on_device
+@pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
+@pytest.mark.parametrize(
+    "shape",
+    [(19, 48, 32)] + ([] if INTERPRETED else [(77, 1280, 640), (512, 3072, 12288), (4096, 1280, 1280)]),
+    ids=str,
+)
+def test_scaled_products(fused, shape, dtype) -> None:
+    """Product and input gradient of given codes, against fp64 and the twin."""
+    (m, n, k), rng = shape, generator(shape, dtype)
+    weight = StoredWeight(
+        fenced(torch.randn(n, k, generator=rng).to(torch.float8_e4m3fn)), (n, k), None, k,
+        fenced((0.5 + torch.rand(n, generator=rng)) / k**0.5),
+    )  # fmt: skip
+    w = weight.codes.double() * weight.scale[:, None].double()
+    x, x_scale = fused.quantize_rows(fenced(torch.randn(m, k, generator=rng).to(dtype)))
+    d, d_scale = fused.quantize_rows(fenced(torch.randn(m, n, generator=rng).to(dtype)), weight.scale)
+    x64, d64 = x.double() * x_scale[:, None].double(), d.double() * d_scale[:, None].double()
+    # Hopper's tensor cores keep some 13 bits of a sum below its largest term, and hand sums of 128 terms on to fp32.
+    unit = 2.0**-13 if not INTERPRETED else (k + n) ** 0.5 * U32
+    for kernels in (fused, dora_torch):
+        z = kernels.scaled_product(x, x_scale, weight, dtype)
+        near(z, x64 @ w.t(), unit * (x64.abs() @ w.abs().t()) + 1.01 * rounding(x64 @ w.t(), dtype))
+        dx = kernels.scaled_input_grad(d, d_scale, weight, dtype)
+        exact = d64 @ weight.codes.double()
+        near(dx, exact, unit * (d64.abs() @ weight.codes.double().abs()) + 1.01 * rounding(exact, dtype))
+        assert z.dtype == dx.dtype == dtype and z.is_contiguous() and dx.is_contiguous()
+
+
+@on_device
+@pytest.mark.parametrize("shape", [(130, 70), (16, 300)] + ([] if INTERPRETED else [(12288, 3072)]), ids=str)
+def test_transpose(fused, shape) -> None:
+    from trainer.kernels import fp8_triton
+
+    w = fenced(torch.randint(0, 256, shape, generator=generator(shape), dtype=torch.uint8))
+    out = torch.zeros(shape[::-1], dtype=torch.uint8, device=DEVICE)
+    fp8_triton._launch_transpose(fp8_triton.transpose_kernel, w, out)
+    assert torch.equal(out, w.t())
+
+
 @on_device
 def test_no_rows(fused) -> None:
     z, t, b = torch.empty(0, 5, device=DEVICE), torch.empty(0, 2, device=DEVICE), torch.ones(5, 2, device=DEVICE)
     fused.compose(z, t, b, 1.0, None, None, z)
     db, du = fused.row_gradients(z, z, t)
     assert torch.equal(db, torch.zeros_like(b)) and torch.equal(du, torch.zeros_like(b[:, 0]))
+    codes, scale = fused.quantize_rows(z)
+    assert codes.shape == (0, 5) and scale.shape == (0,)
 
 
 @on_device
@@ -316,6 +407,8 @@ def test_fp64_is_refused(fused) -> None:
         fused.compose(x.float(), x.float(), x, 1.0, None, None, x.float())
     with pytest.raises(ValueError, match="float64"):
         fused.row_gradients(x, x, x)
+    with pytest.raises(ValueError, match="float64"):
+        fused.quantize_rows(x)
 
 
 @pytest.mark.gpu
@@ -333,7 +426,10 @@ def test_compiled_equals_eager(fused) -> None:
         y = z.clone()
         fused.compose(y, t, b, SCALING, g, None, y)
         norm = fused.adapted_norm(stored, squares, a, b.float(), SCALING)
-        return squares, fused.upcast(stored, torch.bfloat16, g), norm, y, *fused.row_gradients(y, z, t)
+        product = fused.scaled_product(*fused.quantize_rows(z[:, :k].contiguous()), stored, torch.bfloat16)
+        dx = fused.scaled_input_grad(*fused.quantize_rows(z, scale * g), stored, torch.bfloat16)
+        upcast = fused.upcast(stored, torch.bfloat16, g)
+        return squares, upcast, norm, y, product, dx, *fused.row_gradients(y, z, t)
 
     arguments = (weight.codes, weight.scale, z, t, b, a, g)
     compiled = torch.compile(everything, fullgraph=True)(*arguments)
@@ -377,7 +473,7 @@ def test_compiles_for_hopper(interpreter, monkeypatch) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from trainer.kernels import dora_triton
+    from trainer.kernels import dora_triton, fp8_triton
 
     class Absent:
         """A driver for a GPU to compile for, not to run on."""
@@ -408,7 +504,12 @@ def test_compiles_for_hopper(interpreter, monkeypatch) -> None:
         y = x.to(dtype)
         dora_triton.compose(y, y, a.to(dtype), 1.0, a[0], a[0], y)
         dora_triton.row_gradients(y, y, y)
-    assert len(compiled) == 7
+        dora_triton.quantize_rows(y, a[0])
+    fp8_triton._launch_quantize_rows(
+        fp8_triton.quantize_rows_kernel, x.new_zeros(2, 20000), None, codes := x.to(torch.float8_e4m3fn), x[:, 0]
+    )
+    fp8_triton._launch_transpose(fp8_triton.transpose_kernel, codes.view(torch.uint8), codes.view(torch.uint8))
+    assert len(compiled) == 11
     # What one block may have on Ampere and Ada too, where Hopper has 227 KiB.
     assert max(kernel.metadata.shared for kernel in compiled) <= 99 * 1024
 

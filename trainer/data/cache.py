@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -21,7 +19,7 @@ from trainer.data import buckets
 from trainer.data.buckets import Bucket
 from trainer.data.sources import Photo, decode, in_threads
 from trainer.errors import NonFiniteError, UserError
-from trainer.tensorfile import TensorFile, serialize, write_tensors
+from trainer.tensorfile import TensorFile, remove_leftovers, serialize, write_tensors
 from trainer.types import Conditioning
 
 PREPROCESSING_VERSION = 1  # raise it when `sources.decode` or `buckets.fit` gives other pixels
@@ -102,11 +100,7 @@ class Cache:
 
     def remove_leftovers(self) -> None:
         """Delete temporary files of processes that were killed while writing here. Not while this process writes."""
-        for path in self.directory.glob("*/.*.tmp"):
-            owner = re.fullmatch(r"\..*\.(\d+)\.tmp", path.name)
-            # Our own number may be that of a killed run: in a container every run has the same.
-            if owner and (int(owner[1]) == os.getpid() or not _is_running(int(owner[1]))):
-                path.unlink(missing_ok=True)
+        remove_leftovers(self.directory.glob("*/.*.tmp"))
 
     def _read(self, key: str) -> Tensors | None:
         """The entry if it is there and sound. Its header is compared too, so that every byte of the file counts."""
@@ -230,16 +224,3 @@ def _digest(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) ->
 
 def _bytes(tensors: Mapping[str, torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
-
-
-def _is_running(pid: int) -> bool:
-    """Whether a process of this number exists here. Windows cannot ask without harm (signal 0 is Ctrl-C there)."""
-    if os.name == "nt":
-        return True
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):  # someone else's; or no process number at all, so not for us to judge
-        return True
-    return True

@@ -5,10 +5,16 @@ from __future__ import annotations
 import torch
 
 from trainer.errors import UserError
-from trainer.types import Kernels
+from trainer.types import Kernels, StoredWeight
 
-# Of the card that Triton reads float8 e4m3 on: Ada and Hopper.
+# Of the card that Triton reads float8 e4m3 on, and that multiplies float8: Ada and Hopper.
 CAPABILITY = (8, 9)
+
+# From which shape on a float8 product pays. Estimates, both, not measured: scripts/bench_step.py gives a verdict for
+# each layer shape of Flux and SDXL, from which to set them. Narrow layers lose to the quantisation of x, which costs as much
+# as a product with some 500 columns gains; few rows lose to the launches.
+FP8_MIN_SIDE, FP8_MIN_ROWS = 1280, 512
+FP8_ALIGNMENT = 16  # of N and K: what the CUDA product wants
 
 
 def choose(name: str, device: torch.device) -> Kernels:
@@ -34,6 +40,28 @@ def choose(name: str, device: torch.device) -> Kernels:
             "set adapter.kernels = 'torch'"
         ) from error
     return dora_triton
+
+
+def scaled_matmul_pays(rows: int, n: int, k: int) -> bool:
+    """Whether a layer [N, K] multiplies `rows` rows in float8: forward and backward alike, of the same three sizes."""
+    return rows >= FP8_MIN_ROWS and min(n, k) >= FP8_MIN_SIDE and n % FP8_ALIGNMENT == k % FP8_ALIGNMENT == 0
+
+
+def multiplies_float8(kernels: Kernels, device: torch.device) -> bool:
+    """Whether these kernels multiply float8 as such on that device, tried with a small product.
+
+    Elsewhere (a CPU, an older card, the plain kernels) the same numbers come out of upcast codes, slower than without float8.
+    """
+    if kernels.name != "triton" or not _suits_triton(device):
+        return False
+    codes = torch.ones(FP8_ALIGNMENT, FP8_ALIGNMENT, device=device).to(torch.float8_e4m3fn)
+    ones = torch.ones(FP8_ALIGNMENT, device=device)
+    weight = StoredWeight(codes, (FP8_ALIGNMENT, FP8_ALIGNMENT), block=FP8_ALIGNMENT, scale=ones)
+    try:
+        # cuBLAS has no float8 product by rows for some cards that Triton suits.
+        return bool((kernels.scaled_product(codes, ones, weight, torch.bfloat16) == FP8_ALIGNMENT).all())
+    except RuntimeError:
+        return False
 
 
 def _suits_triton(device: torch.device) -> bool:

@@ -17,6 +17,10 @@ name = "torch"
 # make dm = sum G * z / c infinite, where z is not zero.
 NORM_FLOOR = 2.0**-24
 
+# Of float8 e4m3. A row's scale is at least the smallest normal fp32 number: one below it would be too coarse for the row's
+# largest element to stay within LARGEST, and zero, of a row of zeros, would make 0 / 0.
+LARGEST, SCALE_FLOOR = 448.0, 2.0**-126
+
 # Elements of a piece: on a CPU 2 MiB in fp32, which two cores share in their own caches; elsewhere 64 MiB, few launches.
 PIECE, DEVICE_PIECE = 1 << 19, 1 << 24
 
@@ -122,3 +126,36 @@ def row_gradients(dy_MN: torch.Tensor, u_MN: torch.Tensor, t_MR: torch.Tensor) -
         du_N += (u_MN[rows].to(wide) * dy_MN[rows]).sum(0)
     # A product of 16-bit tensors is summed in fp32, but this one leaves in 16 bits: there is no other on a CPU.
     return (dy_MN.t() @ t_MR).to(wide), du_N
+
+
+def quantize_rows(x_MK: torch.Tensor, by_K: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    codes_MK = torch.empty(x_MK.shape, dtype=torch.float8_e4m3fn, device=x_MK.device)
+    scale_M = torch.empty(x_MK.shape[0], dtype=torch.float32, device=x_MK.device)
+    for rows in pieces(x_MK.shape, x_MK.device):
+        x = x_MK[rows].float()
+        x = x if by_K is None else x * by_K
+        scale = x.abs().amax(1).div_(LARGEST).clamp_min_(SCALE_FLOOR)
+        codes_MK[rows] = (x * scale.reciprocal()[:, None]).to(codes_MK.dtype)
+        scale_M[rows] = scale
+    return codes_MK, scale_M
+
+
+def scaled_product(
+    x_codes_MK: torch.Tensor, x_scale_M: torch.Tensor, weight: StoredWeight, dtype: torch.dtype
+) -> torch.Tensor:
+    assert weight.scale is not None
+    # Products of two codes are exact in fp32.
+    x_MK, z_MN = x_codes_MK.float(), x_codes_MK.new_empty(x_codes_MK.shape[0], weight.shape[0], dtype=dtype)
+    for rows in pieces(weight.shape, weight.device):
+        # The scale of W first: that of x may be as large or as small as fp32 goes.
+        z_MN[:, rows] = (x_MK @ weight.codes[rows].float().t()).mul_(weight.scale[rows]).mul_(x_scale_M[:, None])
+    return z_MN
+
+
+def scaled_input_grad(
+    d_codes_MN: torch.Tensor, d_scale_M: torch.Tensor, weight: StoredWeight, dtype: torch.dtype
+) -> torch.Tensor:
+    dx_MK = d_codes_MN.new_zeros(d_codes_MN.shape[0], weight.shape[1], dtype=torch.float32)
+    for rows in pieces(weight.shape, weight.device):
+        dx_MK.addmm_(d_codes_MN[:, rows].float(), weight.codes[rows].float())
+    return dx_MK.mul_(d_scale_M[:, None]).to(dtype)

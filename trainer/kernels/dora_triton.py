@@ -1,4 +1,5 @@
-"""The kernels in Triton, for CUDA. See types.Kernels; upcast_triton.py has the frozen weights, and how launches are made.
+"""The kernels in Triton, for CUDA. See types.Kernels; upcast_triton.py has the frozen weights, and how launches are made;
+fp8_triton.py has the products in float8.
 
 Products of 16-bit tensors run on tensor cores and are summed in fp32. Products of fp32 tensors are exact to fp32: activations
 take no tensor core at all ("ieee"), the norm's three passes of one ("tf32x3").
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 from trainer.kernels.dora_torch import NORM_FLOOR
+from trainer.kernels.fp8_triton import quantize_rows, scaled_input_grad, scaled_product
 from trainer.kernels.upcast_triton import (
     INTERPRETED,
     Weight,
@@ -27,7 +29,10 @@ from trainer.kernels.upcast_triton import (
 )
 from trainer.types import StoredWeight
 
-__all__ = ["adapted_norm", "compose", "name", "row_gradients", "row_squares", "upcast"]
+__all__ = [
+    "adapted_norm", "compose", "name", "quantize_rows", "row_gradients", "row_squares", "scaled_input_grad",
+    "scaled_product", "upcast",
+]  # fmt: skip
 
 name = "triton"
 

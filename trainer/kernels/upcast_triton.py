@@ -18,7 +18,7 @@ from triton import knobs
 
 from trainer.types import StoredWeight
 
-# The interpreter computes bf16 products and rounds fp32 to bf16 wrongly, so there kernels compute those another way.
+# The interpreter computes bf16 products and rounds fp32 to bf16 and float8 wrongly: there kernels do so another way.
 INTERPRETED: bool = knobs.runtime.interpret
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -87,6 +87,11 @@ def rounded(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
     if INTERPRETED and dtype == tl.bfloat16:  # it truncates: round the bits first
         bits = x.to(tl.uint32, bitcast=True)
         x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    if INTERPRETED and dtype == tl.float8e4nv:  # it loses the carry into the exponent, and the ties
+        bits = x.to(tl.uint32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & 0xFFF00000).to(tl.float32, bitcast=True)
+        # Below 2^-6 a code's step is 2^-9, which is fp32's at 1.5 * 2^14.
+        x = tl.where(tl.abs(x) < 2**-6, (x + 24576.0) - 24576.0, normal)
     return x.to(dtype)
 
 

@@ -11,7 +11,7 @@ import errno
 import hashlib
 import importlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -26,24 +26,29 @@ from trainer.models.base import Family, Markers
 from trainer.models.keys import Link, parameter_shapes, split_original
 from trainer.models.tokenizers import load_tokenizer
 from trainer.tensorfile import TensorEntry, TensorFile
+from trainer.types import HeldWeight, Recognised
 
 PUBLISHED = Path(__file__).parent / "published"
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 # Both libraries' names for a component's weights in a folder.
 WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
 
 
+Recognise = Callable[[Mapping[str, TensorEntry]], Recognised]
+
+
 @dataclass(frozen=True)
 class Weights:
-    """The tensors of one component, in one or several files, under the names they have there.
+    """The tensors of one component, in one or several files, under the names they have there without `prefix`.
 
     links: None where those names are the module's own, else how the original layout's names become the module's.
+    recognise: (header entries by name) -> which of them are weights that the files hold quantised.
     """
 
     files: tuple[TensorFile, ...]
     prefix: str
     links: tuple[Link, ...] | None
+    recognise: Recognise
 
     @cached_property
     def index(self) -> dict[str, TensorFile]:
@@ -54,11 +59,35 @@ class Weights:
                     found[key.removeprefix(self.prefix)] = file
         return found
 
+    @cached_property
+    def recognised(self) -> Recognised:
+        try:
+            return self.recognise({key: self.entry(key) for key in self.index})
+        except UserError as error:
+            raise UserError(f"{self.files[0].path}: {error}") from error
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...] | None]:
+        """Every weight's shape; a weight held quantised counts as one, None where the header does not say its shape."""
+        held, other = self.recognised.weights, self.recognised.other
+        parts = {part for weight in held.values() for part in weight.parts.values()}
+        plain = {key: self.entry(key).shape for key in self.index if key not in parts and key not in other}
+        return plain | {key: weight.shape for key, weight in held.items()}
+
     def entry(self, key: str) -> TensorEntry:
         return self.index[key].entries[self.prefix + key]
 
     def read(self, key: str) -> torch.Tensor:
         return self.index[key].read(self.prefix + key)
+
+    def read_held(self, key: str, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+        """The payload of a weight that is held quantised. Raises UserError where its parts disagree."""
+        held = self.recognised.weights[key]
+        try:
+            return held.payload({role: self.read(part) for role, part in held.parts.items()}, shape)
+        except ValueError as error:
+            file = next(self.index[part] for part in held.parts.values())
+            raise UserError(f"{file.path}: the quantised tensor {self.prefix + key!r}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -66,13 +95,17 @@ class ModelSource:
     """A model opened for reading: configs and file headers have been read, weights have not.
 
     root: diffusers folder, or the folder of configs beside a single file.
+    fetched: False for a hub id of which only the configs are here.
     """
 
     family: Family
     root: Path
     single_file: TensorFile | None
+    recognise: Recognise
     overrides: Mapping[str, Path] = field(default_factory=dict)
     hub_id: str | None = None
+    fetched: bool = True
+    _opened: dict[str, Weights] = field(default_factory=dict, repr=False)
 
     @cached_property
     def scheduler(self) -> dict[str, Any]:
@@ -104,12 +137,18 @@ class ModelSource:
 
     def weights(self, name: str) -> Weights:
         """Where the component's tensors lie. Raises UserError where a file is missing or is a pickle."""
+        if name not in self._opened:
+            self._opened[name] = Weights(*self._files(name), self.recognise)
+        return self._opened[name]
+
+    def _files(self, name: str) -> tuple[tuple[TensorFile, ...], str, tuple[Link, ...] | None]:
+        """(files, prefix, links) of the component's weights."""
         component, override = self.family.component(name), self.overrides.get(name)
         own_folder = self.root / name
         if override is not None and override.is_dir():
-            return Weights(_weight_files(override / name if (override / name).is_dir() else override, name), "", None)
+            return _weight_files(override / name if (override / name).is_dir() else override, name), "", None
         if override is None and self.single_file is None:
-            return Weights(_weight_files(own_folder, name), "", None)
+            return _weight_files(own_folder, name), "", None
         if override is not None and override.suffix != ".safetensors":
             raise UserError(
                 f"model.components.{name}.path = {str(override)!r} is neither a folder nor a .safetensors file"
@@ -120,13 +159,40 @@ class ModelSource:
         if prefix is None and override is None and component.role != "denoiser":
             # A single file that holds the denoiser alone; the folder of its configs may hold the other components.
             if any(own_folder.glob("*.safetensors")):
-                return Weights(_weight_files(own_folder, name), "", None)
+                return _weight_files(own_folder, name), "", None
             raise UserError(f"{file.path} holds no {name}; set model.components.{name}.path")
         prefix = prefix or ""
         links = component.links(self.config(name)) if component.links else None
         if links is not None and not any(prefix + link.original in file.entries for link in links):
             links = None  # one component in the diffusers layout
-        return Weights((file,), prefix, None if links is None else tuple(links))
+        return (file,), prefix, None if links is None else tuple(links)
+
+    def held(self, name: str) -> dict[str, HeldWeight | torch.dtype]:
+        """By the layers of the module: the weights that the files hold quantised, and the dtype of all others.
+
+        Empty where nothing is held quantised, or that is not known yet. Reads headers only.
+        """
+        if not self.fetched:
+            return {}
+        weights = self.weights(name)
+        if not weights.recognised.weights:
+            return {}
+        return {
+            part.removesuffix(".weight"): weights.recognised.weights.get(original) or weights.entry(original).dtype
+            for original, parts in self._module_names(name, weights).items()
+            for part in parts
+            if part.endswith(".weight")
+        }
+
+    def _module_names(self, name: str, weights: Weights) -> dict[str, tuple[str, ...]]:
+        """The module's parameters by the name of the file's tensor that they are read from."""
+        links = weights.links
+        if links is None:
+            links = _same_names(self._expected(name), weights.shapes)
+        return {link.original: link.parts for link in links if link.original in weights.shapes}
+
+    def _expected(self, name: str) -> dict[str, tuple[int, ...]]:
+        return parameter_shapes(self.family.component(name).class_name, self.config(name))
 
     def fingerprint(self, name: str) -> str:
         """SHA-256 over the component's file contents and its config."""
@@ -166,7 +232,7 @@ class ModelSource:
 
     def verify(self, name: str) -> None:
         """Refuse a component whose files lack a tensor, have one too many or of another shape. Reads headers only."""
-        self._plan(name, parameter_shapes(self.family.component(name).class_name, self.config(name)))
+        self._plan(name, self._expected(name))
 
     def load(
         self,
@@ -174,11 +240,13 @@ class ModelSource:
         *,
         swap: Callable[[nn.Module], None],
         device: torch.device,
+        fill: Callable[[nn.Module], Collection[str]] = lambda module: (),
         check: Callable[[], None] = lambda: None,
     ) -> nn.Module:
         """Build, swap and fill one component on `device`.
 
         swap: replaces layers of the module on the meta device (quantization.freeze_layers).
+        fill: fills what it has from elsewhere (a cache of converted weights) and returns those parameters' names.
         check: called between tensors; may raise to stop.
         Raises UserError for a missing, wrongly shaped or unexpected tensor, naming it.
         """
@@ -188,9 +256,11 @@ class ModelSource:
         swap(module)
         module.to_empty(device=device)
         _fill_buffers(module)
-        for group in plan:
+        filled = frozenset(fill(module))
+        for read in plan:
             check()
-            _place(module, group, device)
+            if not filled.issuperset(read.link.parts):
+                _place(module, read, device)
         if hasattr(module, "tie_weights"):
             module.tie_weights()  # T5 lists its embedding table twice; two copies would be half a gigabyte
         self.family.adjust(name, module)
@@ -201,31 +271,27 @@ class ModelSource:
         where = weights.files[0].path if len(weights.files) == 1 else weights.files[0].path.parent
         links = weights.links
         if links is None:
-            links = _same_names(expected, weights.index)
+            links = _same_names(expected, weights.shapes)
         reads, claimed, covered = [], set(), set()
         for link in links:
-            if link.original not in weights.index:
-                raise UserError(f"{where}: tensor {weights.prefix + link.original!r} of component {name!r} is missing")
-            if weights.entry(link.original).dtype in FLOAT8:
-                raise UserError(
-                    f"{where}: tensor {weights.prefix + link.original!r} is stored as float8; this version does not read "
-                    "float8 checkpoints. Use the 16-bit file: dtype = 'fp8_e4m3' converts it while loading"
-                )
+            tensor = weights.prefix + link.original
+            if link.original not in weights.shapes:
+                raise UserError(f"{where}: tensor {tensor!r} of component {name!r} is missing")
             wanted = [expected[part] for part in link.parts]
-            shape = weights.entry(link.original).shape
-            if shape != _original_shape(wanted, link.op):
+            read = Read(weights, link, _original_shape(wanted, link.op), tuple(wanted))
+            shape = weights.shapes[link.original]
+            if shape not in (read.shape, None):
                 raise UserError(
-                    f"{where}: tensor {weights.prefix + link.original!r} has shape {shape}, "
-                    f"the config of component {name!r} wants {_original_shape(wanted, link.op)}"
+                    f"{where}: tensor {tensor!r} has shape {shape}, the config of component {name!r} wants {read.shape}"
                 )
-            reads.append(Read(weights, link, tuple(shape[0] if shape else 1 for shape in wanted)))
+            reads.append(read)
             claimed.add(link.original)
             covered |= set(link.parts)
         absent = sorted(expected.keys() - covered)
         if absent:
             raise UserError(f"{where}: tensor {absent[0]!r} of component {name!r} is missing ({len(absent)} in all)")
         odd = sorted(
-            key for key in weights.index.keys() - claimed
+            key for key in weights.shapes.keys() - claimed
             if not self._belongs_elsewhere(name, weights, key)
             and not any(fnmatchcase(weights.prefix + key, pattern) for pattern in self.family.harmless)
         )  # fmt: skip
@@ -245,11 +311,23 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class Read:
-    """One tensor to read and the module tensors its rows become; rows: how many each takes."""
+    """One tensor to read and the module tensors its rows become.
+
+    shape: the tensor's; parts: the module tensors' shapes.
+    """
 
     weights: Weights
     link: Link
-    rows: tuple[int, ...]
+    shape: tuple[int, ...]
+    parts: tuple[tuple[int, ...], ...]
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return tuple(shape[0] if shape else 1 for shape in self.parts)
+
+    @property
+    def held(self) -> HeldWeight | None:
+        return self.weights.recognised.weights.get(self.link.original)
 
 
 def open_model(
@@ -259,12 +337,14 @@ def open_model(
     config: str | None = None,
     component_paths: Mapping[str, str] = {},
     weights: bool = True,
+    recognise: Recognise = lambda entries: Recognised({}, frozenset()),
 ) -> ModelSource:
     """Resolve `path`: a diffusers folder, a single .safetensors file, or else a hub id.
 
     config: a folder of component configs, scheduler and tokenizers for a single file; without it the folder of the
     file's stem beside it, else the embedded configs of the published models.
     weights False (planning): of a hub id only configs and tokenizers are fetched.
+    recognise: finds the weights that a file holds quantised (quantization.recognise).
     """
     overrides = {name: Path(value) for name, value in component_paths.items()}
     for name, override in overrides.items():
@@ -280,7 +360,7 @@ def open_model(
     if local.is_dir():
         if not (local / "model_index.json").is_file():
             raise UserError(f"model.path = {path!r} is not a diffusers folder (no model_index.json)")
-        return ModelSource(family, local, None, overrides)
+        return ModelSource(family, local, None, recognise, overrides)
     if local.is_file():
         if local.suffix != ".safetensors":
             raise UserError(f"model.path = {path!r} is not a .safetensors file")
@@ -290,12 +370,14 @@ def open_model(
             raise UserError(f"model.config = {config!r} is not a folder")
         if not root.is_dir():
             root = PUBLISHED / family.published(set(file.entries))
-        return ModelSource(family, root, file, overrides)
+        return ModelSource(family, root, file, recognise, overrides)
     if local.suffix == ".safetensors" or path.count("/") != 1 or path.startswith((".", "/", "~")):
         raise UserError(
             f"model.path = {path!r} does not exist; give a diffusers folder, a .safetensors file or a hub id"
         )
-    return ModelSource(family, _fetch(family, path, overrides, weights), None, overrides, hub_id=path)
+    return ModelSource(
+        family, _fetch(family, path, overrides, weights), None, recognise, overrides, hub_id=path, fetched=weights
+    )  # fmt: skip
 
 
 def _fetch(family: Family, hub_id: str, overrides: Mapping[str, Path], weights: bool) -> Path:
@@ -356,7 +438,7 @@ def _weight_files(folder: Path, name: str) -> tuple[TensorFile, ...]:
     )
 
 
-def _same_names(expected: Mapping[str, tuple[int, ...]], index: Mapping[str, TensorFile]) -> list[Link]:
+def _same_names(expected: Mapping[str, tuple[int, ...]], index: Iterable[str]) -> list[Link]:
     """Identity links; files of another transformers version differ by one leading `text_model.`."""
     rename = {}
     for key in index:
@@ -381,16 +463,59 @@ def _original_shape(parts: Sequence[tuple[int, ...]], op: str) -> tuple[int, ...
 
 
 def _place(module: nn.Module, read: Read, device: torch.device) -> None:
+    if read.held is not None:
+        _place_held(module, read, read.held, device)
+        return
     source = read.weights.read(read.link.original).to(device)
-    pieces = split_original(read.link, source, read.rows)
-    for name, piece in zip(read.link.parts, pieces, strict=True):
-        owner_name, _, leaf = name.rpartition(".")
-        owner = module.get_submodule(owner_name)
-        if leaf == "weight" and hasattr(owner, "load_weight"):
-            owner.load_weight(piece)
+    for name, piece in zip(read.link.parts, split_original(read.link, source, read.rows), strict=True):
+        _place_tensor(module, name, piece)
+
+
+def _place_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    owner_name, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(owner_name)
+    if leaf == "weight" and hasattr(owner, "load_weight"):
+        owner.load_weight(tensor)
+    else:
+        with torch.no_grad():
+            getattr(owner, leaf).copy_(tensor)
+
+
+def _place_held(module: nn.Module, read: Read, held: HeldWeight, device: torch.device) -> None:
+    """Take the payload over where the layer stores just that; elsewhere its value is converted like any other weight."""
+    payload = read.weights.read_held(read.link.original, read.shape)
+    pieces = _split_payload(read, payload)
+    for name, shape, piece in zip(read.link.parts, read.parts, pieces, strict=True):
+        piece = {role: tensor.to(device) for role, tensor in piece.items()}
+        owner = module.get_submodule(name.rpartition(".")[0])
+        if hasattr(owner, "load_payload") and owner.format.dtype_name == held.dtype:
+            owner.load_payload(piece)
         else:
-            with torch.no_grad():
-                getattr(owner, leaf).copy_(piece)
+            _place_tensor(module, name, held.dequantize(piece, shape))
+
+
+def _split_payload(read: Read, payload: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """The payload of each part, where the file's layout is not the module's own. Codes and scales go by rows."""
+    link = read.link
+    if len(link.parts) == 1 and link.op == "rows":
+        return [dict(payload)]
+    codes, scale = payload["weight"], payload["scale"]
+    by_rows = codes.shape == read.shape and scale.shape == read.shape[:1]
+    if link.op == "transpose" and by_rows and bool((scale == scale[0]).all()):
+        scale = scale[:1].expand(read.parts[0][0])
+    elif link.op == "transpose" or not by_rows:
+        raise UserError(
+            f"{read.weights.index[next(iter(read.held.parts.values()))].path}: the quantised tensor "
+            f"{read.weights.prefix + link.original!r} holds several layers whose scales cannot be told apart by rows; "
+            "use the model in diffusers' layout, or its 16-bit file"
+        )
+    # As bytes: torch has no concatenation of every float8 dtype.
+    split = [codes.view(torch.uint8), scale]
+    ops = [link, link if link.op == "swap_halves" else Link(link.original, link.parts)]
+    pieces = [split_original(op, tensor, read.rows) for op, tensor in zip(ops, split, strict=True)]
+    return [
+        {"weight": part.contiguous().view(codes.dtype), "scale": rows} for part, rows in zip(*pieces, strict=True)
+    ]  # fmt: skip
 
 
 def _fill_buffers(module: nn.Module) -> None:

@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from trainer.kernels.dora_torch import pieces, values
 from trainer.types import StoredWeight
 
 # Weights are converted in pieces of about this many elements, so that the fp32 copies stay small beside the weight.
@@ -91,8 +92,8 @@ class PerRow(Format):
     backend: str
     codes: torch.dtype
     quantize_rows: Callable[[torch.Tensor, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
+    convolutions: bool = True
     dtype = None
-    convolutions = True
 
     def empty_payload(self, shape, device):
         return {
@@ -101,12 +102,12 @@ class PerRow(Format):
         }
 
     def quantize_into(self, weight, payload):
-        w_NK, codes_NK = weight.reshape(_flat(weight.shape)), payload["weight"].view(_flat(weight.shape))
-        step = max(1, PIECE_ELEMENTS // w_NK.shape[1])
-        for start in range(0, w_NK.shape[0], step):
-            codes, scale = self.quantize_rows(w_NK[start : start + step].float(), self.codes)
-            codes_NK[start : start + step].copy_(codes)
-            payload["scale"][start : start + step].copy_(scale)
+        flat = _flat(weight.shape)
+        w_NK, codes_NK = weight.reshape(flat), payload["weight"].view(flat)
+        for rows in pieces(flat, weight.device):
+            codes, scale = self.quantize_rows(w_NK[rows].float(), self.codes)
+            codes_NK[rows].copy_(codes)
+            payload["scale"][rows].copy_(scale)
 
     def stored(self, payload, shape):
         flat = _flat(shape)
@@ -164,6 +165,20 @@ class Packed(Format):
         )  # fmt: skip
 
 
+def relative_error(weight: torch.Tensor, stored: StoredWeight) -> float:
+    """||stored - W|| / ||W|| over 16 runs of 16 rows, evenly spaced, or all rows: cheap enough for every load."""
+    w_NK = weight.reshape(stored.shape)
+    rows = w_NK.shape[0]
+    # fp64 sums on the weight's device; one transfer at the end.
+    sums = torch.zeros(2, dtype=torch.float64, device=weight.device)
+    for start in range(0, rows, max(16, rows // 16)):
+        run = slice(start, min(start + 16, rows))
+        exact = w_NK[run].float()
+        sums += torch.stack([(values(stored, run) - exact).square().sum(), exact.square().sum()])
+    difference, total = sums.sqrt().tolist()
+    return difference / total if total else 0.0
+
+
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """uint8 [n], each below 2 ** bits -> uint8 [ceil(n * bits / 8)], the first code in the lowest bits."""
     per_byte = 8 // bits
@@ -176,15 +191,17 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 def scaled_float8(w_NK: torch.Tensor, codes: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """scale_n = max_k |W_nk| / max(codes), W / scale rounded to nearest."""
-    largest = torch.finfo(codes).max
-    scale = nonzero(w_NK.abs().amax(dim=1) / largest)
-    # A subnormal scale is so coarse that the quotient can pass the largest value: infinity in e5m2.
-    return (w_NK / scale[:, None]).clamp_(-largest, largest).to(codes), scale
+    scale = nonzero(w_NK.abs().amax(dim=1) / torch.finfo(codes).max)
+    return (w_NK / scale[:, None]).to(codes), scale
 
 
 def nonzero(scale: torch.Tensor) -> torch.Tensor:
-    """`scale` with 1 for 0, of a row of zeros or so small that its scale underflows: 0 / 0 in float8 would stay NaN."""
-    return torch.where(scale > 0, scale, torch.ones_like(scale))
+    """`scale` with fp32's smallest normal number for 0, of a row of zeros or so small that its scale underflows.
+
+    0 / 0 in float8 would stay NaN; and a large number would drown the other rows where a gradient takes the scales along
+    (layers.FrozenLinear).
+    """
+    return scale.clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def _flat(shape: torch.Size) -> tuple[int, int]:

@@ -7,13 +7,15 @@ memory.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainer.kernels import dora_torch
+from trainer.kernels import dora_torch, scaled_matmul_pays
 from trainer.kernels.scratch import scratch
-from trainer.quantization.formats import Format
+from trainer.quantization.formats import Format, relative_error
 from trainer.types import Kernels, StoredWeight
 
 
@@ -35,6 +37,9 @@ class FrozenLayer(nn.Module):
             self.register_buffer(f"payload_{name}", tensor)
         bias = torch.empty(shape[0], dtype=torch.float32, device=device) if has_bias else None
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        # Of the conversion: bytes of the weight as it was read, and what was lost; None for a payload taken over.
+        self.bytes_before: int | None = None
+        self.relative_error: float | None = None
         # The dense weight that stands in for base + adapter while an adapter is merged (fp32), else None.
         self.merged_weight: torch.Tensor | None = None
         self._cast_bias: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -65,6 +70,14 @@ class FrozenLayer(nn.Module):
     def load_weight(self, weight: torch.Tensor) -> None:
         """Convert `weight` into the payload, in place."""
         self.format.quantize_into(weight, self.payload())
+        self.bytes_before = weight.nbytes
+        if self.format.quantised:
+            self.relative_error = relative_error(weight, self.stored())
+
+    def load_payload(self, payload: Mapping[str, torch.Tensor]) -> None:
+        """Take over a payload of this layer's format as it is, in place."""
+        for name, tensor in self.payload().items():
+            tensor.copy_(payload[name].view(tensor.shape))
 
     def compute_weight(self, g_N: torch.Tensor | None = None) -> torch.Tensor:
         """W, or g * W row by row, in `compute_dtype`: the payload itself where it is that, else in the shared buffer."""
@@ -116,6 +129,10 @@ class FrozenLayer(nn.Module):
             g_N = None
         return self.product_input_grad(dy, self.compute_weight(g_N), x_shape, add_to)
 
+    def converted_product(self, x: torch.Tensor) -> torch.Tensor:
+        """The product with a weight that is not stored in `compute_dtype`."""
+        return self.product(x, self.compute_weight())
+
     def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
@@ -147,7 +164,7 @@ class _ConvertedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, layer: FrozenLayer) -> torch.Tensor:
         ctx.layer, ctx.x_shape = layer, x.shape
-        return layer.product(x, layer.compute_weight())
+        return layer.converted_product(x)
 
     @staticmethod
     def backward(ctx, dy: torch.Tensor):
@@ -155,11 +172,52 @@ class _ConvertedProduct(torch.autograd.Function):
 
 
 class FrozenLinear(FrozenLayer):
-    """y = x W^T + b, W [N, K] frozen in its storage format."""
+    """y = x W^T + b, W [N, K] frozen in its storage format.
+
+    scaled_matmul: multiply in float8 where W is stored as e4m3 codes q_W with a scale s_W for each row, unmerged, and the
+    shape pays (kernels.scaled_matmul_pays). q and s of x and of the gradient are made row by row, that is by token:
+
+        x W^T = (q_x q_W^T) * s_x * s_W        (g * G) W = (q_d q_W) * s_d,  d = G * (g * s_W) column by column
+
+    The gradient takes s_W along before it is quantised, since s_W belongs to the dimension that is summed over, and with it
+    DoRA's g for nothing. In the forward a g folded into s_W would save nothing: `compose` multiplies by g in the registers
+    that it passes z0 through anyway, and the gradient of m wants z0 without it.
+    """
+
+    scaled_matmul: bool = False
 
     def __init__(self, in_features, out_features, *, bias, format, compute_dtype, device=None) -> None:
         super().__init__(torch.Size((out_features, in_features)), bias, format, compute_dtype, device)
         self.in_features, self.out_features = in_features, out_features
+
+    def scaled_weight(self, rows: int) -> StoredWeight | None:
+        """The weight that `rows` rows are multiplied by in float8; None where they are not."""
+        if not (self.scaled_matmul and scaled_matmul_pays(rows, self.out_features, self.in_features)):
+            return None
+        weight = self.in_use()
+        by_row = weight.scale is not None and weight.block == self.in_features
+        return weight if by_row and weight.codes.dtype == torch.float8_e4m3fn else None
+
+    def converted_product(self, x):
+        x_MK = self.rows(x)
+        weight = self.scaled_weight(len(x_MK))
+        if weight is None:
+            return super().converted_product(x)
+        # Layers that share x quantise it once each: 3 bytes an element, next to which their products are long.
+        z_MN = self.kernels.scaled_product(*self.kernels.quantize_rows(x_MK), weight, self.compute_dtype)
+        # As F.linear does. Of a view that a Function made, autograd would refuse the in-place sum with the bias.
+        return torch.ops.aten._unsafe_view(z_MN, (*x.shape[:-1], self.out_features))
+
+    def input_grad(self, dy, x_shape, g_N=None, add_to=None):
+        dy_MN = self.rows(dy)
+        weight = self.scaled_weight(len(dy_MN))
+        if weight is None:
+            return super().input_grad(dy, x_shape, g_N, add_to)
+        by_N = weight.scale if g_N is None else weight.scale * g_N
+        dx_MK = self.kernels.scaled_input_grad(*self.kernels.quantize_rows(dy_MN, by_N), weight, self.compute_dtype)
+        dx = dx_MK.view(x_shape)
+        # A float8 product cannot add to a tensor as it goes: the sum is rounded once more, to 16 bits.
+        return dx if add_to is None else add_to.add_(dx)
 
     def product(self, x, weight):
         return F.linear(x, weight)

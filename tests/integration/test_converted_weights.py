@@ -1,0 +1,109 @@
+"""model.cache_dir: converted weights that are found again are the ones that would be made, and no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.harness import Workbench, metrics_of
+from trainer import cli
+from trainer.models import FAMILIES
+from trainer.models.loading import open_model
+from trainer.plan import ComponentPlan
+from trainer.quantization import FORMATS, ConvertedWeights, Format, FrozenLayer, library, stored_as
+from trainer.tensorfile import TensorFile
+
+
+def load(
+    bench: Workbench, format: Format = FORMATS["nf4"], exclude: tuple[str, ...] = (), fingerprint: str = "the model"
+) -> tuple[torch.nn.Module, ConvertedWeights]:
+    """The tiny Flux transformer, as Run.load has it."""
+    component = ComponentPlan("transformer", format, torch.float32, exclude)
+    converted = ConvertedWeights(bench.tmp, fingerprint=fingerprint, library=library(format))
+    source = open_model(FAMILIES["flux"], str(bench.models / "flux"))
+    module = source.load("transformer", swap=component.swap, device=torch.device("cpu"), fill=converted.fill)
+    converted.store(module)
+    return module, converted
+
+
+def state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.view(torch.uint8) if tensor.dim() else tensor for name, tensor in module.state_dict().items()}
+
+
+def assert_equal(one: torch.nn.Module, other: torch.nn.Module) -> None:
+    first, second = state(one), state(other)
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+def files(bench: Workbench) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in bench.tmp.glob("*.safetensors")}
+
+
+@pytest.mark.parametrize("name", ["nf4", "int4", "int8", "fp8_e4m3"])
+def test_a_second_start_converts_nothing_and_has_the_same_base(bench: Workbench, monkeypatch, name: str) -> None:
+    first, made = load(bench, FORMATS[name])
+    assert (made.found, made.wanted) == (0, stored_as(first).layers)
+    written = files(bench)
+    convert = FrozenLayer.load_weight
+    converted: list[Format] = []
+    monkeypatch.setattr(
+        FrozenLayer, "load_weight", lambda self, weight: (converted.append(self.format), convert(self, weight))
+    )
+    second, found = load(bench, FORMATS[name])
+    assert found.found == found.wanted == made.wanted
+    assert not any(format.quantised for format in converted)
+    assert_equal(first, second)
+    assert stored_as(second) == stored_as(first), "sizes and errors are those of the conversion"
+    assert files(bench) == written
+
+
+@pytest.mark.parametrize("damage", ["a byte of a payload", "the header", "the end", "one tensor less"])
+def test_a_damaged_file_is_made_again(bench: Workbench, damage: str) -> None:
+    exact, made = load(bench)
+    ((path, sound),) = files(bench).items()
+    broken = bytearray(sound)
+    if damage == "a byte of a payload":
+        broken[TensorFile(path).entries["transformer_blocks.0.attn.to_q.weight"].start] ^= 1
+    elif damage == "the header":
+        broken[9] ^= 1
+    elif damage == "the end":
+        del broken[-1]
+    else:
+        name = b'"transformer_blocks.0.attn.to_q.weight"'
+        broken = broken.replace(name, b'"' + b"x" * (len(name) - 2) + b'"')
+    path.write_bytes(broken)
+    again, mended = load(bench)
+    assert mended.found == {"the header": 0, "the end": 0}.get(damage, made.wanted - 1)
+    assert_equal(exact, again)
+    assert path.read_bytes() == sound
+
+
+def test_whatever_changes_the_conversion_is_another_file(bench: Workbench) -> None:
+    load(bench)
+    for change in ({"format": FORMATS["fp4"]}, {"exclude": ("*to_q",)}, {"fingerprint": "another model"}):
+        count = len(files(bench))
+        _, converted = load(bench, **change)
+        assert converted.found == 0 and len(files(bench)) == count + 1, change
+
+
+def test_a_run_may_take_up_the_cache(bench: Workbench, capsys) -> None:
+    """It changes no byte, so a resume may change it."""
+    stored = {"transformer": {"dtype": "nf4"}, "text_encoder_2": {"dtype": "int8"}}
+    tree = bench.tree(
+        "flux", model__components=stored, run__max_steps=2, run__stop_after=1, data__cache_dir=str(bench.tmp / "cache")
+    )  # fmt: skip
+    config, base = str(bench.write(tree)), f"model.cache_dir={bench.tmp / 'base'}"
+    on = ["run.stop_after=", base]
+    for where, starts in (("straight", [["run.stop_after="]]), ("resumed", [[base], on])):
+        for changes in starts:
+            overrides = [f"run.output_dir={bench.tmp / where}", *changes]
+            sets = [part for override in overrides for part in ("--set", override)]
+            assert cli.main(["--config", config, "--resume_from", "auto", *sets]) == 0
+    assert "transformer: 40 of 40 converted weights were in model.cache_dir" in capsys.readouterr().out
+    for file in ("adapter.safetensors", "optimizer.safetensors", "quantization.json"):
+        one, other = (bench.tmp / where / "checkpoints" / "step-00000002" / file for where in ("straight", "resumed"))
+        assert one.read_bytes() == other.read_bytes()
+    assert metrics_of(bench.tmp / "straight") == metrics_of(bench.tmp / "resumed")

@@ -1,0 +1,185 @@
+"""Models that are quantised already: taken as they are, from the file to the exported adapter, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import quantised_files as files
+from tests.harness import Workbench, built, metrics_of
+from trainer import cli
+from trainer.quantization import FrozenLayer
+from trainer.tensorfile import TensorFile
+
+UNET, CLIP_L, CLIP_G = (
+    "model.diffusion_model.",
+    "conditioner.embedders.0.transformer.",
+    "conditioner.embedders.1.model.",
+)
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+# What a user may have, and what each quantised component becomes: (family, writer, {component: (dtype, backend)}).
+Writer = Callable[[Path, Path], Path]
+MODELS: dict[str, tuple[str, Writer, dict[str, tuple[str, str]]]] = {
+    "raw float8, all of an SDXL file": (
+        "sdxl", lambda models, to: files.float8_file(models / "sdxl-one.safetensors", to / "m.safetensors"),
+        {"unet": ("fp8_e4m3", "native"), "text_encoder": ("fp8_e4m3", "native"), "text_encoder_2": ("fp8_e4m3", "native")},
+    ),
+    "raw float8, the transformer of a Flux file": (
+        "flux",
+        lambda models, to: files.float8_file(
+            models / "flux-one.safetensors", to / "m.safetensors", torch.float8_e5m2
+        ),
+        {"transformer": ("fp8_e5m2", "native")},
+    ),
+    "ComfyUI float8, Flux": (
+        "flux", lambda models, to: files.comfy_file(models / "flux-one.safetensors", to / "m.safetensors", new=False),
+        {"transformer": ("fp8_e4m3", "native")},
+    ),
+    "ComfyUI float8 with comfy_quant, SDXL": (
+        "sdxl",
+        lambda models, to: files.comfy_file(
+            models / "sdxl-one.safetensors", to / "m.safetensors", new=True, prefix=UNET
+        ),
+        {"unet": ("fp8_e4m3", "native")},
+    ),
+    "bitsandbytes nf4, nested, Flux": (
+        "flux",
+        lambda models, to: files.bitsandbytes_folder(
+            models / "flux", to / "m", "nf4-double", ["transformer", "text_encoder_2"]
+        ),
+        {"transformer": ("nf4", "bitsandbytes"), "text_encoder_2": ("nf4", "bitsandbytes")},
+    ),
+    "bitsandbytes int8, SDXL": (
+        "sdxl", lambda models, to: files.bitsandbytes_folder(models / "sdxl", to / "m", "int8", ["unet"]),
+        {"unet": ("int8", "bitsandbytes")},
+    ),
+    "quanto int4, Flux": (
+        "flux", lambda models, to: files.quanto_folder(models / "flux", to / "m", "int4", ["transformer"]),
+        {"transformer": ("int4", "quanto")},
+    ),
+    "quanto int8, SDXL": (
+        "sdxl", lambda models, to: files.quanto_folder(models / "sdxl", to / "m", "int8", ["unet", "text_encoder"]),
+        {"unet": ("int8", "quanto"), "text_encoder": ("int8", "quanto")},
+    ),
+}  # fmt: skip
+
+
+def tree_for(bench: Workbench, family: str, path: Path, **more):
+    return bench.tree(
+        family, model__path=str(path), adapter__type="dora", adapter__targets="attention+mlp", run__max_steps=2,
+        optimizer__lr=1e-2, data__cache_dir=str(bench.tmp / "cache"), **more,
+    )  # fmt: skip
+
+
+# Twice a start and a resume each: the default suite has one of each library, and a file of each layout.
+IN_DEFAULT = ("ComfyUI float8, Flux", "bitsandbytes nf4, nested, Flux", "quanto int8, SDXL")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in IN_DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
+def test_a_quantised_model_is_taken_as_it_is(bench: Workbench, name: str, monkeypatch, capsys) -> None:
+    """dtype left out: stored as the file holds it, codes untouched; trains, stops, resumes to the same bytes, exports."""
+    family, write, wanted = MODELS[name]
+    tree = tree_for(bench, family, write(bench.models, bench.tmp), run__stop_after=1)
+    config = ["--config", str(bench.write(tree)), "--resume_from", "auto"]
+    converted: list[str] = []
+    load_weight = FrozenLayer.load_weight
+    monkeypatch.setattr(
+        FrozenLayer, "load_weight", lambda self, w: (converted.append(self.format.dtype_name), load_weight(self, w))
+    )
+    for out, starts in (("straight", [["run.stop_after="]]), ("stopped", [[], ["run.stop_after="]])):
+        for changes in starts:
+            sets = [f"run.output_dir={bench.tmp / out}", *changes]
+            assert cli.main([*config, *(part for each in sets for part in ("--set", each))]) == 0
+    said = capsys.readouterr().out
+    for component, (dtype, backend) in wanted.items():
+        kind = dtype if backend == "native" else f"{dtype} ({backend})"
+        assert f"{component}: " in said and f"layers stored as {kind}, as the file holds it" in said
+    assert not set(converted) - {"fp32", "bf16", "fp16"}, "nothing is quantised here"
+    assert metrics_of(bench.tmp / "straight") == metrics_of(bench.tmp / "stopped")
+    for file in ("adapter.safetensors", "quantization.json"):
+        one, other = (bench.tmp / out / "checkpoints" / "step-00000002" / file for out in ("straight", "stopped"))
+        assert one.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.parametrize("new", [False, True])
+def test_fused_tensors_of_a_float8_file_keep_their_codes(bench: Workbench, new: bool) -> None:
+    """q, k and v share one tensor and one scale in the file: each takes its rows of the codes, and the scale."""
+    path = files.comfy_file(bench.models / "flux-one.safetensors", bench.tmp / "m.safetensors", new=new)
+    file = TensorFile(path)
+    original = next(key for key in file.entries if key.endswith("double_blocks.0.img_attn.qkv.weight"))
+    scale = original.removesuffix(".weight") + (".weight_scale" if new else ".scale_weight")
+    with built(bench.config("flux", model__path=str(path), data__cache_dir=str(bench.tmp / "cache"))) as run:
+        attention = run.model.modules["transformer"].get_submodule("transformer_blocks.0.attn")
+        layers = [getattr(attention, name).get_base_layer() for name in ("to_q", "to_k", "to_v")]
+        codes = torch.cat([layer.payload_weight for layer in layers]).view(torch.uint8)
+        scales = torch.cat([layer.payload_scale for layer in layers])
+    assert torch.equal(codes, file.read(original).view(torch.uint8))
+    assert bool((scales == file.read(scale)).all())
+
+
+def test_a_float8_file_can_be_widened_by_name(bench: Workbench, capsys) -> None:
+    """dtype = "bf16" over a raw float8 file: every value is exact in bf16. Norms, biases and the VAE are widened anyway."""
+    path = files.float8_file(bench.models / "sdxl-one.safetensors", bench.tmp / "m.safetensors")
+    config = bench.config(
+        model__path=str(path), model__components={"unet": {"dtype": "bf16"}}, validation__every_steps=2,
+        validation__prompts=["a bear"], data__cache_dir=str(bench.tmp / "cache"),
+    )  # fmt: skip
+    file = TensorFile(path)
+    with built(config) as run:
+        assert "unet: held as fp8_e4m3 in the model's file, widened to bf16" in capsys.readouterr().out
+        unet, vae = run.model.modules["unet"], run.model.modules["vae"]
+        layer = unet.get_submodule("conv_in")
+        assert layer.format.name == "bf16" and run.storage.keys() == {"text_encoder", "text_encoder_2"}
+        assert torch.equal(layer.payload_weight.float(), file.read(f"{UNET}input_blocks.0.0.weight").float())
+        assert torch.equal(layer.bias, file.read(f"{UNET}input_blocks.0.0.bias").float())
+        assert torch.equal(
+            vae.decoder.conv_in.payload_weight, file.read("first_stage_model.decoder.conv_in.weight").float()
+        )
+        assert {p.dtype for module in (unet, vae) for n, p in module.named_parameters() if "lora" not in n} == {
+            torch.float32
+        }
+
+
+def test_what_cannot_be_taken_is_refused_before_anything_is_written(bench: Workbench, capsys) -> None:
+    comfy = files.comfy_file(bench.models / "flux-one.safetensors", bench.tmp / "c.safetensors", new=False)
+    fused = files.bitsandbytes_file(bench.models / "flux-one.safetensors", bench.tmp / "b.safetensors", "nf4")
+    folder = files.bitsandbytes_folder(bench.models / "flux", bench.tmp / "nf4", "nf4", ["transformer"])
+    refusals = [
+        (comfy, {"dtype": "nf4"}, "model.components.transformer.dtype = 'nf4'", "holds this component as fp8_e4m3"),
+        (comfy, {"dtype": "fp8_e5m2"}, "model.components.transformer.dtype = 'fp8_e5m2'", "leave dtype out"),
+        (comfy, {"backend": "quanto"}, "model.components.transformer.backend = 'quanto'", "use 'native'"),
+        (comfy, {"exclude": ["*.to_q"]}, "model.components.transformer.exclude: '*.to_q' matches", "16-bit file"),
+        (folder, {"dtype": "fp4"}, "model.components.transformer.dtype = 'fp4'", "holds this component as nf4"),
+        (fused, {}, "holds several layers", "diffusers' layout"),
+    ]
+    for path, component, *texts in refusals:
+        tree = tree_for(bench, "flux", path, model__components={"transformer": component})
+        tree["model"]["config"] = str(bench.models / "flux-one") if path.is_file() else None
+        tree["model"] = {key: value for key, value in tree["model"].items() if value is not None}
+        assert cli.main(["--config", str(bench.write(tree))]) == 2, component
+        error = capsys.readouterr().err
+        assert all(text in error for text in texts) and "Traceback" not in error, error
+        assert not (bench.tmp / "out" / "checkpoints").exists()
+
+
+def test_damaged_parts_of_a_quantised_weight_are_named(bench: Workbench, capsys) -> None:
+    folder = files.bitsandbytes_folder(bench.models / "flux", bench.tmp / "nf4", "nf4", ["transformer"])
+    file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[TensorFile(file).entries["transformer_blocks.0.attn.to_q.weight.quant_state.bitsandbytes__nf4"].start] ^= 8
+    file.write_bytes(data)
+    assert cli.main(["--config", str(bench.write(tree_for(bench, "flux", folder)))]) == 2
+    error = capsys.readouterr().err
+    assert "transformer_blocks.0.attn.to_q.weight" in error and str(file) in error and "quant_state" in error
+
+
+def test_plan_counts_the_payload(bench: Workbench, capsys) -> None:
+    folder = files.bitsandbytes_folder(bench.models / "flux", bench.tmp / "nf4", "nf4", ["transformer"])
+    assert cli.main(["--config", str(bench.write(tree_for(bench, "flux", folder))), "--plan"]) == 0
+    assert "transformer     stored nf4 (bitsandbytes)" in capsys.readouterr().out

@@ -1,0 +1,86 @@
+"""Converted weights in a file of their own: a second start reads them instead of converting again.
+
+One safetensors file for each component, named by a digest of everything that goes into the conversion. Its metadata holds
+a SHA-256 for every tensor; one that does not match counts as missing and is converted again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import nn
+
+from trainer.errors import UserError
+from trainer.quantization.layers import FrozenLayer
+from trainer.tensorfile import TensorFile, remove_leftovers, tensor_sha256, write_tensors
+
+VERSION = 1  # raise it when a format converts to other bytes, or lies in memory in another way
+
+
+class ConvertedWeights:
+    """The cache of one component. fingerprint: of the model's files; library: what converts, with its version.
+
+    wanted, found: how many weights `fill` looked for, and filled.
+    """
+
+    def __init__(self, folder: Path, *, fingerprint: str, library: str) -> None:
+        self.folder, self.fingerprint, self.library = folder, fingerprint, library
+        self.found, self.wanted = 0, 0
+
+    def path(self, module: nn.Module) -> Path:
+        """Where the converted weights of a module with frozen layers lie. The device counts: it rounds in its own way."""
+        layers = {
+            name: [layer.format.name, list(layer.weight_shape), layer.payload_weight.device.type]
+            for name, layer in _converted(module).items()
+        }
+        inputs = {"version": VERSION, "model": self.fingerprint, "layers": layers, "library": self.library}
+        return self.folder / f"{hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()}.safetensors"
+
+    def fill(self, module: nn.Module, check: Callable[[], None] = lambda: None) -> set[str]:
+        """Fill what is there and sound; returns the names of those weights. check: called between layers, may raise."""
+        layers = _converted(module)
+        self.wanted = len(layers)
+        try:
+            file = TensorFile(self.path(module))
+            about = json.loads(file.metadata["layers"])
+        except (UserError, KeyError, ValueError):  # missing or damaged: all of it is converted again
+            return set()
+        filled = set()
+        for name, layer in layers.items():
+            check()
+            said, keys = about.get(name, {}), {key: f"{name}.{key}" for key in layer.payload()}
+            if not set(keys.values()) <= file.entries.keys():
+                continue
+            payload = {key: file.read(tensor) for key, tensor in keys.items()}
+            if said.get("sha256") == {key: tensor_sha256(tensor) for key, tensor in payload.items()}:
+                layer.load_payload(payload)
+                layer.bytes_before, layer.relative_error = said["bytes_before"], said["relative_error"]
+                filled.add(f"{name}.weight")
+        self.found = len(filled)
+        return filled
+
+    def store(self, module: nn.Module) -> None:
+        """Write the file, atomically, unless all of it was found."""
+        if self.found == self.wanted:
+            return
+        remove_leftovers(self.folder.glob(".*.tmp"))
+        layers = _converted(module)
+        about = {
+            name: {
+                "sha256": {key: tensor_sha256(tensor) for key, tensor in layer.payload().items()},
+                "bytes_before": layer.bytes_before,
+                "relative_error": layer.relative_error,
+            }
+            for name, layer in layers.items()
+        }
+        tensors = {f"{name}.{key}": t for name, layer in layers.items() for key, t in layer.payload().items()}
+        write_tensors(self.path(module), tensors, {"layers": json.dumps(about, sort_keys=True)})
+
+
+def _converted(module: nn.Module) -> dict[str, FrozenLayer]:
+    return {
+        n: layer for n, layer in module.named_modules() if isinstance(layer, FrozenLayer) and layer.format.quantised
+    }

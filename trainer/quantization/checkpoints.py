@@ -1,0 +1,309 @@
+"""Checkpoints that are quantised already: recognised by their headers, read into the payloads of formats.py.
+
+Codes stay bit for bit what the file holds; scales become fp32, one for each row or block. X is a layer, N its rows.
+
+    raw float8            X.weight float8 and no scale: the codes are the values. Any name, from two dimensions on.
+    ComfyUI float8        X.weight float8, X.scale_weight or (newer, with X.comfy_quant: JSON) X.weight_scale of any 16- or
+                          32-bit dtype, one or one a row. Beside them: scaled_fp8, X.scale_input, X.input_scale.
+    bitsandbytes 4-bit    X.weight bytes, X.weight.absmax, X.weight.quant_map, X.weight.quant_state.bitsandbytes__nf4 or
+                          fp4 (JSON); absmax quantised once more: X.weight.nested_absmax, X.weight.nested_quant_map
+    bitsandbytes 8-bit    X.weight int8, X.SCB fp32 [N], X.weight_format
+    optimum-quanto        X.weight._data, X.weight._scale; of 4 and 2 bits X.weight._data._data and X.weight._shift.
+                          Beside them: X.input_scale, X.output_scale (activations, which are not quantised here).
+
+Sources: ComfyUI's comfy/ops.py, comfy/quant_ops.py and comfy/utils.py; the libraries' own state dicts. The value is always
+code * scale (+ offset) in fp32: where the scales of a file are bf16, quanto itself multiplies in bf16.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from math import prod
+
+import torch
+
+from trainer.errors import UserError
+from trainer.kernels import dora_torch
+from trainer.quantization import bitsandbytes, quanto
+from trainer.quantization.formats import pack
+from trainer.tensorfile import NAMES, TensorEntry
+from trainer.types import HeldWeight, Recognised
+
+Entries = Mapping[str, TensorEntry]
+Tensors = Mapping[str, torch.Tensor]
+Payload = dict[str, torch.Tensor]
+Shape = tuple[int, ...]
+
+FLOAT8 = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
+COMFY_FORMATS = {torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e5m2: "float8_e5m2"}
+EXACT_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16)
+
+# Conventions that are not read, by the ending of a tensor's name that only they have; the first that fits names it.
+UNSUPPORTED = {
+    ".weight_scale_inv": "float8 in blocks of 128 x 128 (weight_scale_inv)",
+    ".weight_scale_2": "nvfp4",
+    ".pre_quant_scale": "float8 or nvfp4 with smoothed activations (pre_quant_scale)",
+    ".wscales": "SVDQuant",
+    ".qweight": "GPTQ or AWQ",
+    ".qzeros": "GPTQ or AWQ",
+    ".W_q": "HQQ",
+    ".weight_packed": "compressed-tensors",
+    "._weight_qdata": "torchao",
+}
+# What belongs to a convention and to no weight: scales of activations.
+OTHER = (".scale_input", ".input_scale", ".output_scale")
+
+
+def recognise(entries: Entries) -> Recognised:
+    """Which of a component's tensors (header entries by their names without its prefix) are weights held quantised.
+
+    Raises UserError for a convention that is not supported, and where a weight's parts are not all there.
+    """
+    for ending, convention in UNSUPPORTED.items():
+        for name in entries:
+            if name.endswith(ending):
+                raise _unsupported(convention, name)
+    weights = dict(_scaled(entries))
+    other = {name for name in entries if name.endswith(OTHER) or name.rpartition(".")[2] == "scaled_fp8"}
+    claimed = other.union(*(held.parts.values() for held in weights.values()))
+    for name, entry in entries.items():
+        if name in claimed:
+            continue
+        if entry.dtype in FLOAT8 and len(entry.shape) >= 2:
+            payload = partial(_float8_rows, entry.dtype)
+            weights[name] = _held(FLOAT8[entry.dtype], "native", {"weight": name}, entry.shape, payload)
+        elif name.endswith(".weight") and not entry.dtype.is_floating_point:
+            raise _unsupported(f"a format of {NAMES[entry.dtype]} codes without the scales of a known one", name)
+    return Recognised(weights, frozenset(other))
+
+
+def _scaled(entries: Entries) -> Iterator[tuple[str, HeldWeight]]:
+    """Every weight with scales, by its name."""
+    for name in entries:
+        for ending, (start, read) in CONVENTIONS.items():
+            if name.endswith(ending):
+                weight = name.removesuffix(ending) + start
+                yield weight, read(weight, name, entries)
+                break
+
+
+# ------------------------------------------------------------------------------- headers: (weight, found, entries) -> held
+
+
+def _comfy(weight: str, found: str, entries: Entries) -> HeldWeight:
+    layer = weight.removesuffix(".weight")
+    scale = f"{layer}.scale_weight" if found.endswith(".scale_weight") else f"{layer}.weight_scale"
+    parts = _all_there(entries, found, {"weight": weight})
+    entry = entries[weight]
+    if entry.dtype not in FLOAT8:
+        raise _unsupported(f"ComfyUI does {NAMES[entry.dtype]} codes ({found.rpartition('.')[2]})", weight)
+    parts |= _all_there(entries, found, {"scale": scale})
+    if entries[scale].dtype == torch.uint8:
+        raise _unsupported("mxfp8", weight)
+    if f"{layer}.comfy_quant" in entries:
+        parts["comfy_quant"] = f"{layer}.comfy_quant"
+    return _held(FLOAT8[entry.dtype], "native", parts, entry.shape, partial(_float8_rows, entry.dtype))
+
+
+def _bitsandbytes_4bit(weight: str, found: str, entries: Entries) -> HeldWeight:
+    kind = found[-3:]
+    parts = {"weight": weight, "quant_state": found}
+    parts |= {role: f"{weight}.{role}" for role in ("absmax", "quant_map")}
+    parts = _all_there(entries, found, parts)
+    if entries[parts["absmax"]].dtype == torch.uint8:
+        nested = {role: f"{weight}.{role}" for role in ("nested_absmax", "nested_quant_map")}
+        parts |= _all_there(entries, found, nested)
+    return _held(kind, "bitsandbytes", parts, None, partial(_bitsandbytes_blocks, kind))
+
+
+def _bitsandbytes_8bit(weight: str, found: str, entries: Entries) -> HeldWeight:
+    parts = _all_there(entries, found, {"weight": weight, "scale": found})
+    weight_format = f"{weight}_format"
+    if weight_format in entries:
+        parts["weight_format"] = weight_format
+    return _held("int8", "bitsandbytes", parts, entries[weight].shape, _bitsandbytes_rows)
+
+
+def _quanto_8bit(weight: str, found: str, entries: Entries) -> HeldWeight:
+    parts = _all_there(entries, found, {"weight": found, "scale": f"{weight}._scale"})
+    codes = entries[found].dtype
+    dtype = (FLOAT8 | {torch.int8: "int8"}).get(codes)
+    if dtype is None:
+        raise _unsupported(f"optimum-quanto with codes of {NAMES[codes]}", found)
+    return _held(dtype, "quanto", parts, entries[found].shape, partial(_quanto_rows, codes))
+
+
+def _quanto_few_bits(weight: str, found: str, entries: Entries) -> HeldWeight:
+    parts = {"weight": found, "scale": f"{weight}._scale", "shift": f"{weight}._shift"}
+    parts = _all_there(entries, found, parts)
+    lines, groups = (prod(entries[parts[role]].shape[:1]) for role in ("weight", "scale"))
+    fitting = [bits for bits in (4, 2) if lines == -(-groups * bits // 8)]
+    if len(fitting) != 1:
+        raise UserError(
+            f"tensor {found!r} of optimum-quanto has {lines} lines for {groups} scales, which is "
+            f"{'both 4 and 2 bits' if fitting else 'neither 4 nor 2 bits'} a code; use the 16-bit file"
+        )
+    return _held(f"int{fitting[0]}", "quanto", parts, None, partial(_quanto_groups, fitting[0]))
+
+
+# By the ending of the tensor that shows a weight to be stored so; what follows the ending's base in the weight's name.
+CONVENTIONS: dict[str, tuple[str, Callable[[str, str, Entries], HeldWeight]]] = {
+    ".scale_weight": (".weight", _comfy),
+    ".weight_scale": (".weight", _comfy),
+    ".comfy_quant": (".weight", _comfy),
+    ".quant_state.bitsandbytes__nf4": ("", _bitsandbytes_4bit),
+    ".quant_state.bitsandbytes__fp4": ("", _bitsandbytes_4bit),
+    ".SCB": (".weight", _bitsandbytes_8bit),
+    "._data._data": ("", _quanto_few_bits),
+    "._data": ("", _quanto_8bit),
+}
+
+
+def _all_there(entries: Entries, found: str, parts: dict[str, str]) -> dict[str, str]:
+    for name in parts.values():
+        if name not in entries:
+            raise UserError(
+                f"tensor {name!r} is missing beside {found!r}: a quantised weight is incomplete. "
+                "Download or copy the file again, or use the 16-bit file"
+            )
+    return parts
+
+
+def _unsupported(convention: str, name: str) -> UserError:
+    return UserError(
+        f"tensor {name!r} is quantised as {convention}, which is not supported; "
+        "use the 16-bit file, which can be quantised while loading"
+    )
+
+
+def _held(dtype: str, backend: str, parts: dict[str, str], shape: Shape | None, payload) -> HeldWeight:
+    def dequantize(payload: Tensors, shape: Shape) -> torch.Tensor:
+        from trainer.quantization import formats_of  # the package imports this module
+
+        stored = formats_of(dtype)[backend].stored(dict(payload), torch.Size(shape))
+        return dora_torch.upcast(stored, torch.float32).view(shape)
+
+    return HeldWeight(dtype, backend, parts, shape, payload, dequantize)
+
+
+# ------------------------------------------------------------------- contents: (tensors by role, shape) -> payload
+
+
+def _float8_rows(dtype: torch.dtype, tensors: Tensors, shape: Shape) -> Payload:
+    codes = _checked(tensors, "weight", shape, dtype)
+    if "comfy_quant" in tensors:
+        said = _json(tensors, "comfy_quant").get("format")
+        if said != COMFY_FORMATS[dtype]:
+            raise ValueError(f"comfy_quant says format = {said!r}, the codes are {COMFY_FORMATS[dtype]!r}")
+    if "scale" not in tensors:
+        return {"weight": codes, "scale": torch.ones(shape[0])}
+    scale = tensors["scale"]
+    if scale.numel() == 1:
+        scale = scale.flatten().expand(shape[0])
+    return {"weight": codes, "scale": _one_a_row(scale, shape).contiguous()}
+
+
+def _bitsandbytes_blocks(kind: str, tensors: Tensors, shape: Shape) -> Payload:
+    count, block = prod(shape), bitsandbytes.block_size(prod(shape[1:]))
+    blocks = -(-count // block)
+    state = _json(tensors, "quant_state")
+    for key, wanted in {"quant_type": kind, "shape": list(shape), "blocksize": block}.items():
+        if state.get(key) != wanted:
+            raise ValueError(f"quant_state says {key} = {state.get(key)!r}, only {wanted!r} can be read here")
+    if count % 2:
+        raise ValueError(f"an odd number of elements, {count}, does not fill its bytes")
+    # Any dtype: quant_storage packs the same bytes into wider elements.
+    packed = tensors["weight"].contiguous().flatten().view(torch.uint8)
+    if packed.numel() * 2 != count:
+        raise ValueError(f"weight has {packed.numel()} bytes, {count} codes of 4 bits take {count // 2}")
+    if "nested_absmax" in tensors:
+        scale = _nested_absmax(state, tensors, blocks)
+    else:
+        scale = _fp32(_checked(tensors, "absmax", (blocks,), *EXACT_IN_FP32), "absmax")
+    # The library has the first code in the high bits.
+    codes = (packed >> 4) | (packed << 4)
+    return {"weight": codes, "scale": scale, "levels": _checked(tensors, "quant_map", (16,), torch.float32)}
+
+
+def _nested_absmax(state: dict, tensors: Tensors, blocks: int) -> torch.Tensor:
+    """fp32 [blocks]: nested_quant_map[code] * nested_absmax of its block + nested_offset, each step rounded."""
+    size, offset, dtype = (state.get(f"nested_{key}") for key in ("blocksize", "offset", "dtype"))
+    if type(size) is not int or size < 1 or type(offset) is not float or dtype != "float32":
+        raise ValueError(
+            f"quant_state says nested_blocksize = {size!r}, nested_offset = {offset!r}, nested_dtype = {dtype!r}; "
+            "absmax cannot be read by that"
+        )
+    codes = _checked(tensors, "absmax", (blocks,), torch.uint8)
+    largest = _checked(tensors, "nested_absmax", (-(-blocks // size),), torch.float32)
+    levels = _checked(tensors, "nested_quant_map", (256,), torch.float32)
+    return levels[codes.int()] * largest.repeat_interleave(size)[:blocks] + offset
+
+
+def _bitsandbytes_rows(tensors: Tensors, shape: Shape) -> Payload:
+    if "weight_format" in tensors and tensors["weight_format"].flatten().tolist() != [0]:
+        raise ValueError(f"weight_format is {tensors['weight_format'].tolist()}, only 0 (row by row) can be read")
+    largest = _checked(tensors, "scale", shape[:1], torch.float32)
+    return {"weight": _checked(tensors, "weight", shape, torch.int8), "scale": largest / 127}
+
+
+def _quanto_rows(dtype: torch.dtype, tensors: Tensors, shape: Shape) -> Payload:
+    return {"weight": _checked(tensors, "weight", shape, dtype), "scale": _one_a_row(tensors["scale"], shape)}
+
+
+def _quanto_groups(bits: int, tensors: Tensors, shape: Shape) -> Payload:
+    count, group = prod(shape), quanto.group_size(prod(shape[1:]))
+    groups = count // group
+    scale, shift, packed = (tensors[role] for role in ("scale", "shift", "weight"))
+    for role, tensor in {"scale": scale, "shift": shift}.items():
+        if tensor.numel() != groups or tensor.shape[:1] != (groups,):
+            raise ValueError(
+                f"{role} has shape {tuple(tensor.shape)}; {count} elements in groups of {group} take {groups}"
+            )
+    lines = -(-groups * bits // 8)
+    if packed.dtype != torch.uint8 or packed.numel() != lines * group:
+        raise ValueError(
+            f"_data is {NAMES[packed.dtype]} of shape {tuple(packed.shape)}; {groups} groups of {group} take {lines} "
+            "lines of bytes"
+        )
+    # Groups are lines, and the library packs lines that lie far apart: the first of them in the lowest bits.
+    codes = torch.cat([packed >> place & 2**bits - 1 for place in range(0, 8, bits)])[:groups]
+    return {
+        "weight": pack(codes.flatten(), bits),
+        "scale": _fp32(scale, "scale").flatten(),
+        "offset": -_fp32(shift, "shift").flatten(),
+    }
+
+
+def _checked(tensors: Tensors, role: str, shape: Shape, *dtypes: torch.dtype) -> torch.Tensor:
+    tensor = tensors[role]
+    if tuple(tensor.shape) != tuple(shape) or tensor.dtype not in dtypes:
+        wanted = " or ".join(NAMES[dtype] for dtype in dtypes)
+        raise ValueError(
+            f"{role} is {NAMES[tensor.dtype]} of shape {tuple(tensor.shape)}, wanted {wanted} of shape {tuple(shape)}"
+        )
+    return tensor
+
+
+def _one_a_row(scale: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """[N] or [N, 1, ...] -> fp32 [N]."""
+    if scale.numel() != shape[0] or scale.shape[:1] != shape[:1]:
+        raise ValueError(f"scale has shape {tuple(scale.shape)}, wanted one for each of the {shape[0]} rows")
+    return _fp32(scale, "scale").flatten()
+
+
+def _fp32(tensor: torch.Tensor, role: str) -> torch.Tensor:
+    if tensor.dtype not in EXACT_IN_FP32:
+        raise ValueError(f"{role} is {NAMES[tensor.dtype]}, wanted {' or '.join(NAMES[d] for d in EXACT_IN_FP32)}")
+    return tensor.float()
+
+
+def _json(tensors: Tensors, role: str) -> dict:
+    try:
+        read = json.loads(bytes(tensors[role].flatten().view(torch.uint8).tolist()))
+    except ValueError as error:
+        raise ValueError(f"{role} is not JSON") from error
+    if not isinstance(read, dict):
+        raise ValueError(f"{role} is not a JSON object")
+    return read

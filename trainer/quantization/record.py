@@ -1,0 +1,112 @@
+"""What a component's layers are stored as: for people at the start of a run, and for `quantization.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from statistics import median
+
+from torch import nn
+
+from trainer.kernels import FP8_MIN_ROWS, scaled_matmul_pays
+from trainer.quantization.formats import Format
+from trainer.quantization.layers import FrozenLayer, FrozenLinear
+from trainer.tensorfile import NAMES, size_text, tensor_sha256
+
+# What computes the codes.
+DISTRIBUTIONS = {"native": "torch", "quanto": "optimum-quanto", "bitsandbytes": "bitsandbytes"}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a component's quantised layers lie in memory.
+
+    kept: layers that are not quantised, with their format's name. before: their bytes as read (None: the file held them
+    so). errors: relative error of each converted weight, by layer (formats.relative_error).
+    """
+
+    format: Format
+    layers: int
+    kept: dict[str, str]
+    before: int | None
+    bytes: int
+    errors: dict[str, float]
+
+    def __str__(self) -> str:
+        kind, layers, before, count, error = self.row()
+        kept = f"; not quantised: {', '.join(sorted(self.kept))}" if self.kept else ""
+        if len(self.kept) > 3:
+            kept = f"; not quantised: {', '.join(sorted(self.kept)[:3])} and {len(self.kept) - 3} more"
+        return f"{layers} layers stored as {kind}, {before} -> {count}, relative error {error}{kept}"
+
+    def row(self) -> list[object]:
+        """format, layers, bytes before and after, relative error: as text, the report's columns after the name."""
+        before = "as the file holds it" if self.before is None else size_text(self.before)
+        error = "none: not converted"
+        if self.errors:
+            worst = max(self.errors, key=self.errors.__getitem__)
+            error = f"{median(self.errors.values()):.2%}, at most {self.errors[worst]:.2%} ({worst})"
+        layers = f"{self.layers} of {self.layers + len(self.kept)}"
+        return [self.format.name, layers, before, size_text(self.bytes), error]
+
+
+REPORT_COLUMNS = ["stored as", "layers", "size before", "size", "relative error (median, largest)"]
+
+
+def stored_as(module: nn.Module) -> Stored | None:
+    """What of a loaded component is quantised; None where nothing is."""
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, FrozenLayer)}
+    names = {name: name.removesuffix(".base_layer") for name in layers}
+    quantised = {name: layer for name, layer in layers.items() if layer.format.quantised}
+    if not quantised:
+        return None
+    before = [layer.bytes_before for layer in quantised.values()]
+    return Stored(
+        format=next(iter(quantised.values())).format,
+        layers=len(quantised),
+        kept={names[name]: layer.format.name for name, layer in layers.items() if name not in quantised},
+        before=None if None in before else sum(before),
+        bytes=sum(t.nbytes for layer in quantised.values() for t in layer.payload().values()),
+        errors={names[n]: layer.relative_error for n, layer in quantised.items() if layer.relative_error is not None},
+    )  # fmt: skip
+
+
+def scaled_layers(module: nn.Module) -> str:
+    """How many Linears of a component multiply in float8, for the start print."""
+    linears = [layer for layer in module.modules() if isinstance(layer, FrozenLinear) and layer.format.quantised]
+    wide = sum(scaled_matmul_pays(FP8_MIN_ROWS, layer.out_features, layer.in_features) for layer in linears)
+    return (
+        f"{wide} of {len(linears)} float8 Linears are wide enough to multiply in float8, where they get {FP8_MIN_ROWS} rows "
+        "or more; the others convert their weights"
+    )
+
+
+def record(components: Iterable[tuple[str, nn.Module]]) -> dict[str, dict[str, object]]:
+    """What `quantization.json` says: for every quantised layer its format and the SHA-256 of each payload tensor.
+
+    Deterministic: the same checkpoint, config and device type give the same payload, which a resume is checked against.
+    library and relative_error are there to be read.
+    """
+    layers: dict[str, dict[str, object]] = {}
+    for component, module in components:
+        for name, layer in module.named_modules():
+            if isinstance(layer, FrozenLayer) and layer.format.quantised:
+                layers[f"{component}.{name}"] = {
+                    "format": layer.format.dtype_name,
+                    "backend": layer.format.backend,
+                    "library": library(layer.format) if layer.bytes_before else "the model's file",
+                    "shape": list(layer.weight_shape),
+                    "relative_error": layer.relative_error,
+                    "payload": {
+                        key: {"dtype": NAMES[t.dtype], "sha256": tensor_sha256(t)} for key, t in layer.payload().items()
+                    },
+                }
+    return layers
+
+
+@cache
+def library(format: Format) -> str:
+    """What computes a format's scales and codes, with its version."""
+    return f"{DISTRIBUTIONS[format.backend]} {version(DISTRIBUTIONS[format.backend])}"
