@@ -158,10 +158,16 @@ def test_what_cannot_be_taken_is_refused_before_anything_is_written(bench: Workb
         (folder, {"dtype": "fp4"}, "model.components.transformer.dtype = 'fp4'", "holds this component as nf4"),
         (fused, {}, "holds several layers", "diffusers' layout"),
     ]
+    alone = bench.tmp / "alone.safetensors"
+    alone.symlink_to(fused)
+    refusals.append((alone, {}, str(alone), "does not show its shape", "diffusers' layout"))
     for path, component, *texts in refusals:
         tree = tree_for(bench, "flux", path, model__components={"transformer": component})
-        tree["model"]["config"] = str(bench.models / "flux-one") if path.is_file() else None
-        tree["model"] = {key: value for key, value in tree["model"].items() if value is not None}
+        if path is alone:
+            others = ("text_encoder", "text_encoder_2", "vae")
+            tree["model"]["components"] |= {n: {"path": str(bench.models / "flux" / n)} for n in others}
+        elif path.is_file():
+            tree["model"]["config"] = str(bench.models / "flux-one")
         assert cli.main(["--config", str(bench.write(tree))]) == 2, component
         error = capsys.readouterr().err
         assert all(text in error for text in texts) and "Traceback" not in error, error

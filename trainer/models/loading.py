@@ -131,7 +131,14 @@ class ModelSource:
         if published and (file := TensorFile(override) if override else self.single_file) is not None:
             component = self.family.component(name)
             prefix = next((p for p in component.prefixes if any(key.startswith(p) for key in file.entries)), "")
-            shapes = {k.removeprefix(prefix): e.shape for k, e in file.entries.items() if k.startswith(prefix)}
+            entries = {k.removeprefix(prefix): e for k, e in file.entries.items() if k.startswith(prefix)}
+            packed = [key for key, held in self.recognise(entries).weights.items() if held.shape is None]
+            if packed:
+                raise UserError(
+                    f"{file.path}: the quantised tensor {prefix + packed[0]!r} does not show its shape, by which the model "
+                    "is told; use a model in diffusers' layout, or the 16-bit file"
+                )
+            shapes = {key: entry.shape for key, entry in entries.items()}
             config = self.family.infer_config(name, shapes, config)
         return config
 

@@ -10,7 +10,7 @@ from statistics import median
 
 from torch import nn
 
-from trainer.kernels import FP8_MIN_ROWS, scaled_matmul_pays
+from trainer import kernels
 from trainer.quantization.formats import Format
 from trainer.quantization.layers import FrozenLayer, FrozenLinear
 from trainer.tensorfile import NAMES, size_text, tensor_sha256
@@ -76,10 +76,11 @@ def stored_as(module: nn.Module) -> Stored | None:
 def scaled_layers(module: nn.Module) -> str:
     """How many Linears of a component multiply in float8, for the start print."""
     linears = [layer for layer in module.modules() if isinstance(layer, FrozenLinear) and layer.format.quantised]
-    wide = sum(scaled_matmul_pays(FP8_MIN_ROWS, layer.out_features, layer.in_features) for layer in linears)
+    rows = kernels.FP8_MIN_ROWS
+    wide = sum(kernels.scaled_matmul_pays(rows, layer.out_features, layer.in_features) for layer in linears)
     return (
-        f"{wide} of {len(linears)} float8 Linears are wide enough to multiply in float8, where they get {FP8_MIN_ROWS} rows "
-        "or more; the others convert their weights"
+        f"{wide} of {len(linears)} float8 Linears are wide enough to multiply in float8 where they get {rows} rows or more; "
+        "the others convert their weights"
     )
 
 

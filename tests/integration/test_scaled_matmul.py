@@ -1,0 +1,67 @@
+"""precision.matmul = "fp8" from the config on: refused where it means nothing, and a run like any other where it does."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness import DENOISER, Workbench, metrics_of
+from trainer import cli, kernels
+
+
+def command(bench: Workbench, family: str, **more) -> list[str]:
+    tree = bench.tree(family, precision__matmul="fp8", data__cache_dir=str(bench.tmp / "cache"), **more)
+    return ["--config", str(bench.write(tree)), "--resume_from", "auto"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "compute"), [("bf16", "bf16"), ("fp8_e5m2", "bf16"), ("int8", "bf16"), ("fp8_e4m3", "fp16")]
+)
+def test_refused_where_the_denoiser_cannot(bench: Workbench, capsys, dtype: str, compute: str) -> None:
+    stored = {"unet": {"dtype": dtype}, "text_encoder": {"dtype": "fp8_e4m3"}}
+    assert cli.main(command(bench, "sdxl", model__components=stored, precision__compute=compute)) == 2
+    error = capsys.readouterr().err
+    assert "precision.matmul = 'fp8'" in error and f"dtype = {dtype!r}" in error and f"compute = {compute!r}" in error
+    assert not (bench.tmp / "out").exists()
+
+
+def test_small_layers_keep_the_ordinary_product(bench: Workbench, capsys) -> None:
+    """Said at the start; the run is then the same as without, byte for byte."""
+    stored = {"transformer": {"dtype": "fp8_e4m3"}}
+    config = command(bench, "flux", model__components=stored, precision__compute="bf16", run__max_steps=1)
+    for matmul in ("fp8", "compute"):
+        sets = [f"precision.matmul={matmul}", f"run.output_dir={bench.tmp / matmul}"]
+        assert cli.main([*config, *(part for each in sets for part in ("--set", each))]) == 0
+    assert "0 of 40 float8 Linears are wide enough" in capsys.readouterr().out
+    assert metrics_of(bench.tmp / "fp8") == metrics_of(bench.tmp / "compute")
+
+
+@pytest.mark.parametrize("family", ["flux", pytest.param("sdxl", marks=pytest.mark.slow)])
+def test_a_run_that_multiplies_in_float8(bench: Workbench, capsys, monkeypatch, family: str) -> None:
+    """With the gate open: trains near the ordinary run but not on it, and resumes to the same bytes."""
+    monkeypatch.setattr(kernels, "FP8_MIN_SIDE", 16)
+    monkeypatch.setattr(kernels, "FP8_MIN_ROWS", 1)
+    config = command(
+        bench, family, model__components={DENOISER[family]: {"dtype": "fp8_e4m3"}}, precision__compute="bf16",
+        adapter__type="dora", adapter__targets="attention+mlp", run__max_steps=2, run__stop_after=1,
+    )  # fmt: skip
+    starts = {
+        "straight": [["run.stop_after="]],
+        "stopped": [[], ["run.stop_after="]],
+        "ordinary": [["run.stop_after=", "precision.matmul=compute"]],
+    }
+    for out, all_changes in starts.items():
+        for changes in all_changes:
+            sets = [f"run.output_dir={bench.tmp / out}", *changes]
+            assert cli.main([*config, *(part for each in sets for part in ("--set", each))]) == 0
+    assert "float8 Linears are wide enough to multiply in float8" in capsys.readouterr().out
+    files = [
+        bench.tmp / out / "checkpoints" / "step-00000002" / "adapter.safetensors" for out in ("straight", "stopped")
+    ]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    ours, ordinary = metrics_of(bench.tmp / "straight"), metrics_of(bench.tmp / "ordinary")
+    assert metrics_of(bench.tmp / "stopped") == ours
+    for one, other in zip(ours, ordinary, strict=True):
+        assert one["loss"] != other["loss"]
+        # Each product is off by some 4 %, at random; the loss of a few thousand pixels by far less.
+        assert one["loss"] == pytest.approx(other["loss"], rel=0.04)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=0.04)
