@@ -71,10 +71,11 @@ def built(config: configs.Config, resume_from: str | None = None) -> Iterator[ru
         resumed, _ = runs.resolve_start(config, resume_from)
         run = runs.Run(make_plan(config, source, processes=1), accelerator, stop)
         run.open_model()
-        run.open_output(resumed)
+        run.read_checkpoint(resumed)
         run.encode_data()
         run.build_adapter()
-        run.build_step(resumed)
+        run.build_step()
+        run.open_output()
         yield run
 
 

@@ -131,7 +131,7 @@ def make_plan(config: Config, source: ModelSource, *, processes: int, check=None
     )
     for component in family.components:
         source.config(component.name)
-        if source.fetched:
+        if source.is_here(component.name):
             check_files(source, components[component.name])
         _check_exclude(config, source, component.name)
     objective = family.objective(
@@ -197,7 +197,7 @@ def resolve(config: Config, source: ModelSource) -> Config:
 
 def held_storage(source: ModelSource, name: str) -> tuple[str, str] | None:
     """(dtype, backend) of a component whose files hold quantised weights; before they are fetched, what its config says."""
-    if not source.fetched:
+    if not source.is_here(name):
         return quantization.declared(source.config(name))
     kinds = {(h.dtype, h.backend) for h in source.held(name).values() if not isinstance(h, torch.dtype)}
     if len(kinds) > 1:
@@ -242,6 +242,17 @@ def check_files(source: ModelSource, component: ComponentPlan) -> None:
                     f"model.components.{component.name}.exclude: {pattern!r} matches {layer}, which the model's file holds "
                     f"as {held.dtype} already; take the pattern out, or use the 16-bit file"
                 )
+
+
+def check_storage(source: ModelSource, component: ComponentPlan) -> None:
+    """After a hub id's weights were fetched: refuse what its config.json had not said of them."""
+    held = held_storage(source, component.name)
+    if held and component.format.quantised and held != (component.format.dtype_name, component.format.backend):
+        raise UserError(
+            f"model.components.{component.name}: the fetched files hold it as {held[0]} ({held[1]}), which their config.json "
+            f"does not say, and it was to be stored as {component.format.name}; set its dtype = {held[0]!r} and "
+            f"backend = {held[1]!r}, or use the 16-bit model"
+        )
 
 
 def _components(config: Config, family: Family) -> dict[str, ComponentPlan]:

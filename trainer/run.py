@@ -31,6 +31,7 @@ from trainer.models.loading import load_tokenizers, open_model
 from trainer.plan import (
     Plan,
     check_files,
+    check_storage,
     describe,
     held_storage,
     make_plan,
@@ -72,10 +73,11 @@ def train(config: Config, *, resume_from: str | None) -> None:
         )
         run.say(describe(plan, sizes=False))
         run.open_model()
-        run.open_output(resumed)
+        run.read_checkpoint(resumed)
         run.encode_data()
         run.build_adapter()
-        run.build_step(resumed)
+        run.build_step()
+        run.open_output()
         # Off since the process started (cli.py).
         gc.enable()
         run.loop()
@@ -191,6 +193,7 @@ class Run:
                 )
             for component in self.plan.components.values():
                 check_files(self.source, component)
+                check_storage(self.source, component)
         config, plan = self.config, self.plan
         self.data = {
             "photos": sampler.fingerprint(plan.photos),
@@ -211,8 +214,8 @@ class Run:
         )
         self.report_captions([photo for photo, _ in plan.photos])
 
-    def open_output(self, resumed: Path | None) -> None:
-        """Write the resolved config; drop what a killed start left behind."""
+    def read_checkpoint(self, resumed: Path | None) -> None:
+        """Where the run stands: at the checkpoint to go on from, or at its beginning."""
         self.saved = state.unpack(resumed) if resumed else None
         if self.saved is not None:
             self.progress = self.saved.progress
@@ -228,11 +231,18 @@ class Run:
             self.progress = state.Progress(step=0, images=0, total_steps=total_updates(self.plan), started=now)
         if self.accelerator.is_main_process:
             make_folder(self.output_dir, "run.output_dir")
+
+    def open_output(self) -> None:
+        """Write the resolved config; drop what a killed start left behind.
+
+        After all that can refuse the run: a refused one leaves the output as it was.
+        """
+        if self.accelerator.is_main_process:
             write_atomic(self.output_dir / "config.toml", [configs.dumps(self.config).encode()])
             metrics.cut(self.output_dir, self.progress.step)
             remove_leftovers(self.output_dir)
             store.set_aside(self.checkpoints, after=self.progress.step)
-            if self.saved is None:
+            if self.progress.step == 0:
                 # Of a start that ended before its first checkpoint, perhaps under another config.
                 for folder in (self.output_dir / "samples").glob("step-????????"):
                     shutil.rmtree(folder)
@@ -272,10 +282,9 @@ class Run:
                     encode=self.encode_prompts, check=self.stop.check, progress=metrics.progress_bar("encoding captions"),
                 )  # fmt: skip
         self.say(f"cache: {made} latents and {texts} texts encoded, the rest was there")
-        for name in (*self.family.text_encoders, *(() if plan.requests else (vae,))):
-            if plan.cache_text or name == vae:
-                self.model.modules.pop(name, None)
-        gc.collect()
+        done = [*(self.family.text_encoders if plan.cache_text else ()), *(() if plan.requests else (vae,))]
+        if [name for name in done if self.model.modules.pop(name, None) is not None]:
+            gc.collect()
         self.reader = loader.Reader(
             plan.photos, self.cache, seed=config.run.seed, flip=config.data.flip,
             caption_dropout=config.data.caption_dropout, latent_fingerprint=latent_fingerprint,
@@ -283,8 +292,12 @@ class Run:
         )  # fmt: skip
 
     def fingerprint(self, name: str) -> str:
+        """Of an encoder, for the cache of what it encodes: its files, and whatever changes its numbers."""
         component = self.plan.components[name]
-        return f"{self.source.fingerprint(name)}:{component.format.name}:{component.compute}:{component.keep}"
+        parts = [self.source.fingerprint(name), component.format.name, component.compute, component.keep]
+        if component.format.quantised:
+            parts += [quantization.library(component.format), self.device.type]
+        return ":".join(map(str, parts))
 
     def report_captions(self, photos) -> None:
         def counter(tokenizer: str):
@@ -359,7 +372,9 @@ class Run:
                 self.load(name)
         if plan.requests:
             self.load(next(c.name for c in self.family.components if c.role == "vae"))
-        self.quantization = quantization.record(sorted(self.model.modules.items()))
+        # The VAE is left out: it is loaded only to draw samples.
+        trained = (self.family.denoiser, *(() if plan.cache_text else self.family.text_encoders))
+        self.quantization = quantization.record((name, self.model.modules[name]) for name in trained)
         self.adapter: Adapter = inject(
             {name: self.model.modules[name] for name in plan.adapted},
             plan.targets,
@@ -384,7 +399,7 @@ class Run:
         if recomputed:
             self.say(f"gradient checkpointing: {recomputed} blocks are recomputed in the backward pass")
 
-    def build_step(self, resumed: Path | None) -> None:
+    def build_step(self) -> None:
         config, plan = self.config, self.plan
         groups = self.adapter.parameter_groups(lr=config.optimizer.lr, weight_decay=config.optimizer.weight_decay)
         self.optimizer = optim.build_optimizer(

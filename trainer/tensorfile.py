@@ -11,6 +11,8 @@ import hashlib
 import json
 import os
 import re
+import secrets
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +109,11 @@ def _parse_header(path: Path, file, total: int) -> tuple[dict[str, str], dict[st
     entries: dict[str, TensorEntry] = {}
     spans: list[tuple[int, int]] = []
     for name, item in header.items():
+        if isinstance(item, dict) and isinstance(item.get("dtype"), str) and item["dtype"] not in DTYPES:
+            raise UserError(
+                f"{path}: tensor {name!r} has dtype {item['dtype']}, which is not supported; use a 16-bit file "
+                f"(supported: {', '.join(DTYPES)})"
+            )
         try:
             dtype, shape, (start, end) = DTYPES[item["dtype"]], tuple(item["shape"]), item["data_offsets"]
             sizes_are_counts = all(type(n) is int and n >= 0 for n in (*shape, start, end))
@@ -160,7 +167,8 @@ def write_atomic(path: Path | str, pieces: Iterator[memoryview] | list[bytes]) -
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Not by the process's number alone: two containers that share a folder may both be number 1.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     digest, count = hashlib.sha256(), 0
     try:
         with open(temporary, "wb") as file:
@@ -184,13 +192,22 @@ def write_tensors(
     return write_atomic(path, serialize(tensors, metadata))
 
 
-def remove_leftovers(temporaries: Iterable[Path]) -> None:
-    """Delete those of `write_atomic`'s temporary files whose writers are gone. Not while this process writes there."""
+def remove_leftovers(temporaries: Iterable[Path], *, idle: float = 0) -> None:
+    """Delete those of `write_atomic`'s temporary files whose writers are gone. Not while this process writes there.
+
+    idle: seconds since the last write, at least. More than 0 in a folder that other machines or containers may share: there
+    a process's number says nothing.
+    """
     for path in temporaries:
-        owner = re.fullmatch(r"\..*\.(\d+)\.tmp", path.name)
+        owner = re.fullmatch(r"\..*\.(\d+)\.[0-9a-f]+\.tmp", path.name)
         # Our own number may be that of a killed run: in a container every run has the same.
-        if owner and (int(owner[1]) == os.getpid() or not _is_running(int(owner[1]))):
-            path.unlink(missing_ok=True)
+        if not owner or (int(owner[1]) != os.getpid() and _is_running(int(owner[1]))):
+            continue
+        try:
+            if time.time() - path.stat().st_mtime >= idle:
+                path.unlink()
+        except FileNotFoundError:  # another start's broom was faster
+            continue
 
 
 def _is_running(pid: int) -> bool:

@@ -123,6 +123,8 @@ class HeldWeight:
     parts: Mapping[str, str]
     shape: tuple[int, ...] | None
     payload: Callable[[Mapping[str, torch.Tensor], tuple[int, ...]], dict[str, torch.Tensor]]
+    described: tuple[str, ...]
+    check: Callable[[Mapping[str, torch.Tensor], tuple[int, ...]], None]
     dequantize: Callable[[Mapping[str, torch.Tensor], tuple[int, ...]], torch.Tensor]
 
 

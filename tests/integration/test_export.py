@@ -37,10 +37,11 @@ def train(bench: Workbench, family: str, kind: str, dtype: str, **more) -> runs.
     with StopSignal() as stop:
         run = runs.Run(runs.make_plan(config, source, processes=1), runs.start_processes(config), stop)
         run.open_model()
-        run.open_output(None)
+        run.read_checkpoint(None)
         run.encode_data()
         run.build_adapter()
-        run.build_step(None)
+        run.build_step()
+        run.open_output()
         run.loop()
         run.finish()
     return run

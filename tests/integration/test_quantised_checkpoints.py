@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from tests import quantised_files as files
 from tests.harness import Workbench, built, metrics_of
 from trainer import cli
 from trainer.quantization import FrozenLayer
-from trainer.tensorfile import TensorFile
+from trainer.tensorfile import TensorFile, write_tensors
 
 UNET, CLIP_L, CLIP_G = (
     "model.diffusion_model.",
@@ -150,13 +152,23 @@ def test_what_cannot_be_taken_is_refused_before_anything_is_written(bench: Workb
     comfy = files.comfy_file(bench.models / "flux-one.safetensors", bench.tmp / "c.safetensors", new=False)
     fused = files.bitsandbytes_file(bench.models / "flux-one.safetensors", bench.tmp / "b.safetensors", "nf4")
     folder = files.bitsandbytes_folder(bench.models / "flux", bench.tmp / "nf4", "nf4", ["transformer"])
+    other_blocks = bench.tmp / "blocks"
+    shutil.copytree(folder, other_blocks, symlinks=True)
+    shards = other_blocks / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = TensorFile(shards).read_all()
+    for name in [name for name in tensors if ".quant_state." in name]:
+        state = json.loads(bytes(tensors[name].tolist())) | {"blocksize": 128}
+        tensors[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    shards.unlink()
+    write_tensors(shards, tensors)
     refusals = [
         (comfy, {"dtype": "nf4"}, "model.components.transformer.dtype = 'nf4'", "holds this component as fp8_e4m3"),
         (comfy, {"dtype": "fp8_e5m2"}, "model.components.transformer.dtype = 'fp8_e5m2'", "leave dtype out"),
         (comfy, {"backend": "quanto"}, "model.components.transformer.backend = 'quanto'", "use 'native'"),
         (comfy, {"exclude": ["*.to_q"]}, "model.components.transformer.exclude: '*.to_q' matches", "16-bit file"),
         (folder, {"dtype": "fp4"}, "model.components.transformer.dtype = 'fp4'", "holds this component as nf4"),
-        (fused, {}, "holds several layers", "diffusers' layout"),
+        (fused, {}, "several layers share it", "diffusers' layout"),
+        (other_blocks, {}, "quant_state says blocksize = 128", "only 64 can be read"),
     ]
     alone = bench.tmp / "alone.safetensors"
     alone.symlink_to(fused)
@@ -171,7 +183,7 @@ def test_what_cannot_be_taken_is_refused_before_anything_is_written(bench: Workb
         assert cli.main(["--config", str(bench.write(tree))]) == 2, component
         error = capsys.readouterr().err
         assert all(text in error for text in texts) and "Traceback" not in error, error
-        assert not (bench.tmp / "out" / "checkpoints").exists()
+        assert not (bench.tmp / "out").exists() and not (bench.tmp / "cache").exists()
 
 
 def test_damaged_parts_of_a_quantised_weight_are_named(bench: Workbench, capsys) -> None:

@@ -192,16 +192,23 @@ def test_quantised_components_load_and_are_recorded(bench: Workbench, family, co
     with built(config) as training:
         record = training.quantization
         loss = training.step.run(1, [training.reader[m] for m in next(training.updates())], 2).loss
-    assert {f"{layer['format']} {layer['backend']}" for layer in record.values()} == expected
-    assert {layer["library"].split()[0] for layer in record.values()} == {
+    dense = ("fp32", "bf16", "fp16", None)
+    quantised = {name: layer for name, layer in record.items() if layer.get("format") not in dense}
+    assert {f"{layer['format']} {layer['backend']}" for layer in quantised.values()} == expected
+    assert {layer["library"].split()[0] for layer in quantised.values()} == {
         "optimum-quanto" if family == "sdxl" else "bitsandbytes"
     }
     for name, component in components.items():
-        assert {v["format"] for k, v in record.items() if k.startswith(f"{name}.")} == {component["dtype"]}
+        assert {v["format"] for k, v in quantised.items() if k.startswith(f"{name}.")} == {component["dtype"]}
+        tensors = {f"{name}.{key}" for key in training.model.modules[name].state_dict() if "lora" not in key}
+        recorded = {f"{layer}.{key}" for layer, entry in record.items() for key in entry["tensors"]}
+        assert {t.replace("base_layer.", "").replace("payload_", "") for t in tensors} <= recorded, (
+            "every frozen tensor"
+        )
     assert 0 < float(loss) < 10
     newer = {name: layer | {"library": "another 9.9"} for name, layer in record.items()}
     check_quantization(record, newer)
-    first = min(newer)
-    newer[first] = newer[first] | {"payload": {}}
-    with pytest.raises(ValueError, match=f"{first} quantises to other bytes now.*another 9.9 now"):
+    first = min(quantised)
+    newer[first] = newer[first] | {"tensors": {}}
+    with pytest.raises(ValueError, match=f"{first} has other bytes now.*another 9.9 now"):
         check_quantization(record, newer)

@@ -344,7 +344,8 @@ def test_every_code_is_reached_and_ties_go_to_even(fused) -> None:
 
 
 @on_device
-@pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
+# On the device in bf16 only, which is what runs ask for: not every build of cuBLAS gives other dtypes for scales by row.
+@pytest.mark.parametrize("dtype", FLOATS.values() if INTERPRETED else [torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "shape",
     [(19, 48, 32)] + ([] if INTERPRETED else [(77, 1280, 640), (512, 3072, 12288), (4096, 1280, 1280)]),

@@ -257,7 +257,10 @@ def test_leftovers_of_killed_processes_are_removed(tmp_path):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     (tmp_path / "ab").mkdir()
-    names = {pid: tmp_path / "ab" / f".{KEY}.safetensors.{pid}.tmp" for pid in (ended.pid, os.getpid(), os.getppid())}
+    names = {
+        pid: tmp_path / "ab" / f".{KEY}.safetensors.{pid}.0a1b2c3d.tmp"
+        for pid in (ended.pid, os.getpid(), os.getppid())
+    }
     for path in names.values():
         path.write_bytes(b"half")
     fill_latents(Cache(tmp_path), dataset(), fingerprint="vae", flip=False, encode=encode)

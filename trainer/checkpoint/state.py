@@ -17,7 +17,7 @@ import torch
 from trainer.errors import UserError
 from trainer.tensorfile import TensorFile, serialize
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 _SEPARATOR = "|"  # between a group's name and an optimizer's key for it
 
 
@@ -95,6 +95,7 @@ def pack(
         "schedule": dict(schedule),
         "scaler": dict(scaler),
         "optimizer_scalars": dict(scalars),
+        "optimizer_tensors": sorted(tensors),
         "versions": dict(versions),
         "config": dict(config),
         "data": dict(data),
@@ -149,10 +150,14 @@ def unpack(folder: Path) -> Saved:
     """Read a verified checkpoint. Raises UserError where a piece is missing or of another layout."""
     state = _read_state(folder)
     try:
+        optimizer_tensors = TensorFile(folder / "optimizer.safetensors").read_all()
+        if sorted(optimizer_tensors) != state["optimizer_tensors"]:
+            odd = sorted(optimizer_tensors.keys() ^ set(state["optimizer_tensors"]))
+            raise UserError(f"{folder}: optimizer.safetensors does not hold what state.json lists: {', '.join(odd)}")
         return Saved(
             progress=Progress(**state["progress"]),
             adapter=TensorFile(folder / "adapter.safetensors").read_all(),
-            optimizer_tensors=TensorFile(folder / "optimizer.safetensors").read_all(),
+            optimizer_tensors=optimizer_tensors,
             optimizer_scalars=state["optimizer_scalars"],
             schedule=state["schedule"],
             scaler=state["scaler"],
@@ -190,9 +195,11 @@ def check_quantization(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None
             each.pop("relative_error", None)  # measured, not compared: its sums depend on the device
         if then != today:
             how = (
-                "is not quantised now" if name not in now
-                else "was not quantised then" if name not in saved
-                else f"quantises to other bytes now (the model's file or a library changed: {libraries[0]} then, "
-                f"{libraries[1]} now)"
+                "is not there now" if name not in now
+                else "was not there then" if name not in saved
+                else f"is stored as {then.get('format')} in the checkpoint, as {today.get('format')} now"
+                if then.get("format") != today.get("format")
+                else "has other bytes now: the model's file changed" if libraries[0] == libraries[1]
+                else f"has other bytes now: the model's file or the library changed ({libraries[0]} then, {libraries[1]} now)"
             )  # fmt: skip
             raise UserError(f"the checkpoint's frozen base differs: {name} {how}; restore it, or start a new run")

@@ -134,7 +134,8 @@ def quantize_rows(x_MK: torch.Tensor, by_K: torch.Tensor | None = None) -> tuple
     for rows in pieces(x_MK.shape, x_MK.device):
         x = x_MK[rows].float()
         x = x if by_K is None else x * by_K
-        scale = x.abs().amax(1).div_(LARGEST).clamp_min_(SCALE_FLOOR)
+        # By a tensor: CUDA divides by a number as it multiplies by its inverse, which rounds in another way.
+        scale = x.abs().amax(1).div_(x.new_tensor(LARGEST)).clamp_min_(SCALE_FLOOR)
         codes_MK[rows] = (x * scale.reciprocal()[:, None]).to(codes_MK.dtype)
         scale_M[rows] = scale
     return codes_MK, scale_M

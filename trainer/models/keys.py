@@ -71,7 +71,7 @@ FLUX_HARMLESS = (
     "*.position_ids",
     "logit_scale",
     "*.logit_scale",
-    "text_projection.weight",
+    "*text_projection.weight",
     # a whole CLIP given as the text encoder
     "vision_model.*",
     "visual_projection.weight",

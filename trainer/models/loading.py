@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,71 +23,16 @@ from torch import nn
 
 from trainer.errors import UserError
 from trainer.models.base import Family, Markers
-from trainer.models.keys import Link, parameter_shapes, split_original
+from trainer.models.keys import Link, parameter_shapes
 from trainer.models.tokenizers import load_tokenizer
-from trainer.tensorfile import TensorEntry, TensorFile
+from trainer.models.weights import Read, Recognise, Weights
+from trainer.tensorfile import TensorFile
 from trainer.types import HeldWeight, Recognised
 
 PUBLISHED = Path(__file__).parent / "published"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 # Both libraries' names for a component's weights in a folder.
 WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
-
-
-Recognise = Callable[[Mapping[str, TensorEntry]], Recognised]
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The tensors of one component, in one or several files, under the names they have there without `prefix`.
-
-    links: None where those names are the module's own, else how the original layout's names become the module's.
-    recognise: (header entries by name) -> which of them are weights that the files hold quantised.
-    """
-
-    files: tuple[TensorFile, ...]
-    prefix: str
-    links: tuple[Link, ...] | None
-    recognise: Recognise
-
-    @cached_property
-    def index(self) -> dict[str, TensorFile]:
-        found = {}
-        for file in self.files:
-            for key in file.entries:
-                if key.startswith(self.prefix):
-                    found[key.removeprefix(self.prefix)] = file
-        return found
-
-    @cached_property
-    def recognised(self) -> Recognised:
-        try:
-            return self.recognise({key: self.entry(key) for key in self.index})
-        except UserError as error:
-            raise UserError(f"{self.files[0].path}: {error}") from error
-
-    @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...] | None]:
-        """Every weight's shape; a weight held quantised counts as one, None where the header does not say its shape."""
-        held, other = self.recognised.weights, self.recognised.other
-        parts = {part for weight in held.values() for part in weight.parts.values()}
-        plain = {key: self.entry(key).shape for key in self.index if key not in parts and key not in other}
-        return plain | {key: weight.shape for key, weight in held.items()}
-
-    def entry(self, key: str) -> TensorEntry:
-        return self.index[key].entries[self.prefix + key]
-
-    def read(self, key: str) -> torch.Tensor:
-        return self.index[key].read(self.prefix + key)
-
-    def read_held(self, key: str, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
-        """The payload of a weight that is held quantised. Raises UserError where its parts disagree."""
-        held = self.recognised.weights[key]
-        try:
-            return held.payload({role: self.read(part) for role, part in held.parts.items()}, shape)
-        except ValueError as error:
-            file = next(self.index[part] for part in held.parts.values())
-            raise UserError(f"{file.path}: the quantised tensor {self.prefix + key!r}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -106,6 +51,7 @@ class ModelSource:
     hub_id: str | None = None
     fetched: bool = True
     _opened: dict[str, Weights] = field(default_factory=dict, repr=False)
+    _held: dict[str, dict[str, HeldWeight | torch.dtype]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def scheduler(self) -> dict[str, Any]:
@@ -141,6 +87,10 @@ class ModelSource:
             shapes = {key: entry.shape for key, entry in entries.items()}
             config = self.family.infer_config(name, shapes, config)
         return config
+
+    def is_here(self, name: str) -> bool:
+        """Whether the component's files are on this machine."""
+        return self.fetched or name in self.overrides
 
     def weights(self, name: str) -> Weights:
         """Where the component's tensors lie. Raises UserError where a file is missing or is a pickle."""
@@ -179,8 +129,11 @@ class ModelSource:
 
         Empty where nothing is held quantised, or that is not known yet. Reads headers only.
         """
-        if not self.fetched:
-            return {}
+        if name not in self._held:
+            self._held[name] = self._find_held(name) if self.is_here(name) else {}
+        return self._held[name]
+
+    def _find_held(self, name: str) -> dict[str, HeldWeight | torch.dtype]:
         weights = self.weights(name)
         if not weights.recognised.weights:
             return {}
@@ -205,8 +158,8 @@ class ModelSource:
         """SHA-256 over the component's file contents and its config."""
         digest = hashlib.sha256(json.dumps(self.config(name), sort_keys=True).encode())
         for file in self.weights(name).files:
-            with open(file.path, "rb") as stream:
-                digest.update(hashlib.file_digest(stream, "sha256").digest())
+            stat = file.path.stat()
+            digest.update(_file_digest(file.path, stat.st_size, stat.st_mtime_ns))
         return digest.hexdigest()
 
     @cached_property
@@ -267,7 +220,7 @@ class ModelSource:
         for read in plan:
             check()
             if not filled.issuperset(read.link.parts):
-                _place(module, read, device)
+                read.place(module, device)
         if hasattr(module, "tie_weights"):
             module.tie_weights()  # T5 lists its embedding table twice; two copies would be half a gigabyte
         self.family.adjust(name, module)
@@ -291,6 +244,7 @@ class ModelSource:
                 raise UserError(
                     f"{where}: tensor {tensor!r} has shape {shape}, the config of component {name!r} wants {read.shape}"
                 )
+            read.check()
             reads.append(read)
             claimed.add(link.original)
             covered |= set(link.parts)
@@ -314,27 +268,6 @@ class ModelSource:
         full = weights.prefix + key
         others = [p for c in self.family.components if c.name != name for p in c.prefixes if p]
         return any(full.startswith(prefix) for prefix in others) and not weights.prefix
-
-
-@dataclass(frozen=True)
-class Read:
-    """One tensor to read and the module tensors its rows become.
-
-    shape: the tensor's; parts: the module tensors' shapes.
-    """
-
-    weights: Weights
-    link: Link
-    shape: tuple[int, ...]
-    parts: tuple[tuple[int, ...], ...]
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        return tuple(shape[0] if shape else 1 for shape in self.parts)
-
-    @property
-    def held(self) -> HeldWeight | None:
-        return self.weights.recognised.weights.get(self.link.original)
 
 
 def open_model(
@@ -412,6 +345,13 @@ def _fetch(family: Family, hub_id: str, overrides: Mapping[str, Path], weights: 
         ) from error
 
 
+@cache
+def _file_digest(path: Path, size: int, mtime_ns: int) -> bytes:
+    """SHA-256 of a file, once in a process: the components of a single file share it."""
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").digest()
+
+
 def _refuse_pickle(key: str, path: Path) -> None:
     if path.suffix in PICKLES:
         raise UserError(f"{key} = {str(path)!r} is a pickle, which can run code; convert it to .safetensors")
@@ -467,62 +407,6 @@ def _original_shape(parts: Sequence[tuple[int, ...]], op: str) -> tuple[int, ...
         return ()
     shape = (sum(part[0] for part in parts), *parts[0][1:])
     return shape[::-1] if op == "transpose" else (*shape, 1, 1) if op == "squeeze" else shape
-
-
-def _place(module: nn.Module, read: Read, device: torch.device) -> None:
-    if read.held is not None:
-        _place_held(module, read, read.held, device)
-        return
-    source = read.weights.read(read.link.original).to(device)
-    for name, piece in zip(read.link.parts, split_original(read.link, source, read.rows), strict=True):
-        _place_tensor(module, name, piece)
-
-
-def _place_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    owner_name, _, leaf = name.rpartition(".")
-    owner = module.get_submodule(owner_name)
-    if leaf == "weight" and hasattr(owner, "load_weight"):
-        owner.load_weight(tensor)
-    else:
-        with torch.no_grad():
-            getattr(owner, leaf).copy_(tensor)
-
-
-def _place_held(module: nn.Module, read: Read, held: HeldWeight, device: torch.device) -> None:
-    """Take the payload over where the layer stores just that; elsewhere its value is converted like any other weight."""
-    payload = read.weights.read_held(read.link.original, read.shape)
-    pieces = _split_payload(read, payload)
-    for name, shape, piece in zip(read.link.parts, read.parts, pieces, strict=True):
-        piece = {role: tensor.to(device) for role, tensor in piece.items()}
-        owner = module.get_submodule(name.rpartition(".")[0])
-        if hasattr(owner, "load_payload") and owner.format.dtype_name == held.dtype:
-            owner.load_payload(piece)
-        else:
-            _place_tensor(module, name, held.dequantize(piece, shape))
-
-
-def _split_payload(read: Read, payload: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """The payload of each part, where the file's layout is not the module's own. Codes and scales go by rows."""
-    link = read.link
-    if len(link.parts) == 1 and link.op == "rows":
-        return [dict(payload)]
-    codes, scale = payload["weight"], payload["scale"]
-    by_rows = codes.shape == read.shape and scale.shape == read.shape[:1]
-    if link.op == "transpose" and by_rows and bool((scale == scale[0]).all()):
-        scale = scale[:1].expand(read.parts[0][0])
-    elif link.op == "transpose" or not by_rows:
-        raise UserError(
-            f"{read.weights.index[next(iter(read.held.parts.values()))].path}: the quantised tensor "
-            f"{read.weights.prefix + link.original!r} holds several layers whose scales cannot be told apart by rows; "
-            "use the model in diffusers' layout, or its 16-bit file"
-        )
-    # As bytes: torch has no concatenation of every float8 dtype.
-    split = [codes.view(torch.uint8), scale]
-    ops = [link, link if link.op == "swap_halves" else Link(link.original, link.parts)]
-    pieces = [split_original(op, tensor, read.rows) for op, tensor in zip(ops, split, strict=True)]
-    return [
-        {"weight": part.contiguous().view(codes.dtype), "scale": rows} for part, rows in zip(*pieces, strict=True)
-    ]  # fmt: skip
 
 
 def _fill_buffers(module: nn.Module) -> None:

@@ -128,4 +128,7 @@ def _held_format(held: HeldWeight | torch.dtype) -> Format:
 
 
 def _dense(dtype: torch.dtype) -> Format:
-    return next((format for format in FORMATS.values() if format.dtype == dtype), FORMATS["fp32"])
+    """The format of a torch dtype; of fp64, which no format stores, fp32."""
+    return next(
+        format for format in FORMATS.values() if format.dtype == (torch.float32 if dtype == torch.float64 else dtype)
+    )

@@ -48,13 +48,18 @@ class ConvertedWeights:
             about = json.loads(file.metadata["layers"])
         except (UserError, KeyError, ValueError):  # missing or damaged: all of it is converted again
             return set()
+        if not isinstance(about, dict):
+            return set()
         filled = set()
         for name, layer in layers.items():
             check()
-            said, keys = about.get(name, {}), {key: f"{name}.{key}" for key in layer.payload()}
-            if not set(keys.values()) <= file.entries.keys():
+            said, wanted = about.get(name, {}), layer.payload()
+            entries = {key: file.entries.get(f"{name}.{key}") for key in wanted}
+            if any(
+                e is None or (e.dtype, e.shape) != (wanted[key].dtype, wanted[key].shape) for key, e in entries.items()
+            ):
                 continue
-            payload = {key: file.read(tensor) for key, tensor in keys.items()}
+            payload = {key: file.read(f"{name}.{key}") for key in wanted}
             if said.get("sha256") == {key: tensor_sha256(tensor) for key, tensor in payload.items()}:
                 layer.load_payload(payload)
                 layer.bytes_before, layer.relative_error = said["bytes_before"], said["relative_error"]
@@ -66,7 +71,7 @@ class ConvertedWeights:
         """Write the file, atomically, unless all of it was found."""
         if self.found == self.wanted:
             return
-        remove_leftovers(self.folder.glob(".*.tmp"))
+        remove_leftovers(self.folder.glob(".*.tmp"), idle=600)
         layers = _converted(module)
         about = {
             name: {

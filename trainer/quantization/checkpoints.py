@@ -52,6 +52,8 @@ UNSUPPORTED = {
     ".weight_packed": "compressed-tensors",
     "._weight_qdata": "torchao",
 }
+# Parts of a few bytes that describe a weight.
+DESCRIPTIONS = ("comfy_quant", "quant_state", "weight_format")
 # What belongs to a convention and to no weight: scales of activations.
 OTHER = (".scale_input", ".input_scale", ".output_scale")
 
@@ -104,7 +106,8 @@ def _comfy(weight: str, found: str, entries: Entries) -> HeldWeight:
         raise _unsupported("mxfp8", weight)
     if f"{layer}.comfy_quant" in entries:
         parts["comfy_quant"] = f"{layer}.comfy_quant"
-    return _held(FLOAT8[entry.dtype], "native", parts, entry.shape, partial(_float8_rows, entry.dtype))
+    read, check = partial(_float8_rows, entry.dtype), partial(_check_comfy_quant, entry.dtype)
+    return _held(FLOAT8[entry.dtype], "native", parts, entry.shape, read, check)
 
 
 def _bitsandbytes_4bit(weight: str, found: str, entries: Entries) -> HeldWeight:
@@ -115,7 +118,8 @@ def _bitsandbytes_4bit(weight: str, found: str, entries: Entries) -> HeldWeight:
     if entries[parts["absmax"]].dtype == torch.uint8:
         nested = {role: f"{weight}.{role}" for role in ("nested_absmax", "nested_quant_map")}
         parts |= _all_there(entries, found, nested)
-    return _held(kind, "bitsandbytes", parts, None, partial(_bitsandbytes_blocks, kind))
+    read, check = partial(_bitsandbytes_blocks, kind), partial(_check_quant_state, kind)
+    return _held(kind, "bitsandbytes", parts, None, read, check)
 
 
 def _bitsandbytes_8bit(weight: str, found: str, entries: Entries) -> HeldWeight:
@@ -123,7 +127,7 @@ def _bitsandbytes_8bit(weight: str, found: str, entries: Entries) -> HeldWeight:
     weight_format = f"{weight}_format"
     if weight_format in entries:
         parts["weight_format"] = weight_format
-    return _held("int8", "bitsandbytes", parts, entries[weight].shape, _bitsandbytes_rows)
+    return _held("int8", "bitsandbytes", parts, entries[weight].shape, _bitsandbytes_rows, _check_weight_format)
 
 
 def _quanto_8bit(weight: str, found: str, entries: Entries) -> HeldWeight:
@@ -145,7 +149,8 @@ def _quanto_few_bits(weight: str, found: str, entries: Entries) -> HeldWeight:
             f"tensor {found!r} of optimum-quanto has {lines} lines for {groups} scales, which is "
             f"{'both 4 and 2 bits' if fitting else 'neither 4 nor 2 bits'} a code; use the 16-bit file"
         )
-    return _held(f"int{fitting[0]}", "quanto", parts, None, partial(_quanto_groups, fitting[0]))
+    check = partial(_check_groups, entries[parts["scale"]].shape)
+    return _held(f"int{fitting[0]}", "quanto", parts, None, partial(_quanto_groups, fitting[0]), check)
 
 
 # By the ending of the tensor that shows a weight to be stored so; what follows the ending's base in the weight's name.
@@ -178,25 +183,25 @@ def _unsupported(convention: str, name: str) -> UserError:
     )
 
 
-def _held(dtype: str, backend: str, parts: dict[str, str], shape: Shape | None, payload) -> HeldWeight:
+def _held(dtype: str, backend: str, parts: dict[str, str], shape: Shape | None, payload, check=None) -> HeldWeight:
     def dequantize(payload: Tensors, shape: Shape) -> torch.Tensor:
         from trainer.quantization import formats_of  # the package imports this module
 
         stored = formats_of(dtype)[backend].stored(dict(payload), torch.Size(shape))
         return dora_torch.upcast(stored, torch.float32).view(shape)
 
-    return HeldWeight(dtype, backend, parts, shape, payload, dequantize)
+    described = tuple(role for role in DESCRIPTIONS if role in parts)
+    return HeldWeight(
+        dtype, backend, parts, shape, payload, described, check or (lambda tensors, shape: None), dequantize
+    )
 
 
 # ------------------------------------------------------------------- contents: (tensors by role, shape) -> payload
 
 
 def _float8_rows(dtype: torch.dtype, tensors: Tensors, shape: Shape) -> Payload:
+    _check_comfy_quant(dtype, tensors, shape)
     codes = _checked(tensors, "weight", shape, dtype)
-    if "comfy_quant" in tensors:
-        said = _json(tensors, "comfy_quant").get("format")
-        if said != COMFY_FORMATS[dtype]:
-            raise ValueError(f"comfy_quant says format = {said!r}, the codes are {COMFY_FORMATS[dtype]!r}")
     if "scale" not in tensors:
         return {"weight": codes, "scale": torch.ones(shape[0])}
     scale = tensors["scale"]
@@ -205,15 +210,18 @@ def _float8_rows(dtype: torch.dtype, tensors: Tensors, shape: Shape) -> Payload:
     return {"weight": codes, "scale": _one_a_row(scale, shape).contiguous()}
 
 
+def _check_comfy_quant(dtype: torch.dtype, tensors: Tensors, shape: Shape) -> None:
+    if "comfy_quant" in tensors:
+        said = _json(tensors, "comfy_quant").get("format")
+        if said != COMFY_FORMATS[dtype]:
+            raise ValueError(f"comfy_quant says format = {said!r}, the codes are {COMFY_FORMATS[dtype]!r}")
+
+
 def _bitsandbytes_blocks(kind: str, tensors: Tensors, shape: Shape) -> Payload:
+    _check_quant_state(kind, tensors, shape)
     count, block = prod(shape), bitsandbytes.block_size(prod(shape[1:]))
     blocks = -(-count // block)
     state = _json(tensors, "quant_state")
-    for key, wanted in {"quant_type": kind, "shape": list(shape), "blocksize": block}.items():
-        if state.get(key) != wanted:
-            raise ValueError(f"quant_state says {key} = {state.get(key)!r}, only {wanted!r} can be read here")
-    if count % 2:
-        raise ValueError(f"an odd number of elements, {count}, does not fill its bytes")
     # Any dtype: quant_storage packs the same bytes into wider elements.
     packed = tensors["weight"].contiguous().flatten().view(torch.uint8)
     if packed.numel() * 2 != count:
@@ -225,6 +233,16 @@ def _bitsandbytes_blocks(kind: str, tensors: Tensors, shape: Shape) -> Payload:
     # The library has the first code in the high bits.
     codes = (packed >> 4) | (packed << 4)
     return {"weight": codes, "scale": scale, "levels": _checked(tensors, "quant_map", (16,), torch.float32)}
+
+
+def _check_quant_state(kind: str, tensors: Tensors, shape: Shape) -> None:
+    state = _json(tensors, "quant_state")
+    block = bitsandbytes.block_size(prod(shape[1:]))
+    for key, wanted in {"quant_type": kind, "shape": list(shape), "blocksize": block}.items():
+        if state.get(key) != wanted:
+            raise ValueError(f"quant_state says {key} = {state.get(key)!r}, only {wanted!r} can be read here")
+    if prod(shape) % 2:
+        raise ValueError(f"an odd number of elements, {prod(shape)}, does not fill its bytes")
 
 
 def _nested_absmax(state: dict, tensors: Tensors, blocks: int) -> torch.Tensor:
@@ -242,14 +260,26 @@ def _nested_absmax(state: dict, tensors: Tensors, blocks: int) -> torch.Tensor:
 
 
 def _bitsandbytes_rows(tensors: Tensors, shape: Shape) -> Payload:
-    if "weight_format" in tensors and tensors["weight_format"].flatten().tolist() != [0]:
-        raise ValueError(f"weight_format is {tensors['weight_format'].tolist()}, only 0 (row by row) can be read")
+    _check_weight_format(tensors, shape)
     largest = _checked(tensors, "scale", shape[:1], torch.float32)
     return {"weight": _checked(tensors, "weight", shape, torch.int8), "scale": largest / 127}
 
 
+def _check_weight_format(tensors: Tensors, shape: Shape) -> None:
+    if "weight_format" in tensors and tensors["weight_format"].flatten().tolist() != [0]:
+        raise ValueError(f"weight_format is {tensors['weight_format'].tolist()}, only 0 (row by row) can be read")
+
+
 def _quanto_rows(dtype: torch.dtype, tensors: Tensors, shape: Shape) -> Payload:
     return {"weight": _checked(tensors, "weight", shape, dtype), "scale": _one_a_row(tensors["scale"], shape)}
+
+
+def _check_groups(scales: Shape, tensors: Tensors, shape: Shape) -> None:
+    group = quanto.group_size(prod(shape[1:]))
+    if scales[:1] != (prod(shape) // group,):
+        raise ValueError(
+            f"scale has shape {scales}; {prod(shape)} elements in groups of {group} take {prod(shape) // group}"
+        )
 
 
 def _quanto_groups(bits: int, tensors: Tensors, shape: Shape) -> Payload:

@@ -191,7 +191,8 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 def scaled_float8(w_NK: torch.Tensor, codes: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """scale_n = max_k |W_nk| / max(codes), W / scale rounded to nearest."""
-    scale = nonzero(w_NK.abs().amax(dim=1) / torch.finfo(codes).max)
+    # By a tensor: CUDA divides by a number as it multiplies by its inverse, and the codes would not be a CPU's.
+    scale = nonzero(w_NK.abs().amax(dim=1) / w_NK.new_tensor(torch.finfo(codes).max))
     return (w_NK / scale[:, None]).to(codes), scale
 
 

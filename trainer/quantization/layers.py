@@ -118,7 +118,10 @@ class FrozenLayer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y, bias = self.matmul(x), self.cast_bias()[0]
         # Added apart with a rounding of its own, exactly as under an adapter: at initialisation both are bit-equal.
-        return y if bias is None else y.add_(bias)
+        if bias is None:
+            return y
+        # In place, but for a compiler: traced, the product of a tensor with gaps is a view that must not be changed.
+        return y + bias if torch.compiler.is_compiling() else y.add_(bias)
 
     def input_grad(
         self, dy: torch.Tensor, x_shape: torch.Size, g_N: torch.Tensor | None = None, add_to: torch.Tensor | None = None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from statistics import median
 
+import torch
 from torch import nn
 
 from trainer import kernels
@@ -85,26 +87,35 @@ def scaled_layers(module: nn.Module) -> str:
 
 
 def record(components: Iterable[tuple[str, nn.Module]]) -> dict[str, dict[str, object]]:
-    """What `quantization.json` says: for every quantised layer its format and the SHA-256 of each payload tensor.
+    """What `quantization.json` says: every layer's format and every frozen tensor's SHA-256, quantised or not.
 
-    Deterministic: the same checkpoint, config and device type give the same payload, which a resume is checked against.
+    Deterministic: the same checkpoint, config and device type give the same tensors, which a resume is checked against.
     library and relative_error are there to be read.
     """
-    layers: dict[str, dict[str, object]] = {}
+    entries: dict[str, dict[str, object]] = {}
+    tensors: dict[tuple[str, str], torch.Tensor] = {}
     for component, module in components:
         for name, layer in module.named_modules():
-            if isinstance(layer, FrozenLayer) and layer.format.quantised:
-                layers[f"{component}.{name}"] = {
+            path = f"{component}.{name}" if name else component
+            if isinstance(layer, FrozenLayer):
+                entries[path] = {
                     "format": layer.format.dtype_name,
                     "backend": layer.format.backend,
                     "library": library(layer.format) if layer.bytes_before else "the model's file",
                     "shape": list(layer.weight_shape),
                     "relative_error": layer.relative_error,
-                    "payload": {
-                        key: {"dtype": NAMES[t.dtype], "sha256": tensor_sha256(t)} for key, t in layer.payload().items()
-                    },
                 }
-    return layers
+                tensors |= {(path, key): tensor for key, tensor in layer.payload().items()}
+            own = dict(layer.named_parameters(recurse=False)) | {
+                key: tensor for key, tensor in layer.named_buffers(recurse=False) if not key.startswith("payload_")
+            }
+            tensors |= {(path, key): tensor for key, tensor in own.items()}
+    with ThreadPoolExecutor() as pool:  # hashing leaves Python's lock
+        digests = pool.map(tensor_sha256, tensors.values())
+    for ((path, key), tensor), digest in zip(tensors.items(), digests, strict=True):
+        held = entries.setdefault(path, {}).setdefault("tensors", {})
+        held[key] = {"dtype": NAMES[tensor.dtype], "sha256": digest}
+    return entries
 
 
 @cache

@@ -1,0 +1,181 @@
+"""Components that are stored and compute each in their own way: from a config to a resumed run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.harness import DENOISER, Workbench, metrics_of
+from tests.integration.test_named_faults import (
+    checkpoint,
+    gradients,
+    jitter,
+    launch,
+    prepared,
+    same_state,
+    small,
+    steps,
+)
+from trainer.tensorfile import TensorFile
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> str:
+    """One cache for all tests here; its entries are found by what went into them."""
+    return str(tmp_path_factory.mktemp("cache"))
+
+
+def trains_and_resumes(bench: Workbench, cache: str, family: str, length: int = 2, **overrides) -> dict[str, set[str]]:
+    """A run, and one stopped before its last step, give the same bytes. Returns the formats recorded, by component."""
+
+    def tree(out: str) -> dict:
+        return small(
+            bench, cache, family,
+            **{"run__output_dir": str(bench.tmp / out), "run__max_steps": length, "adapter__type": "dora",
+               "optimizer__lr": 1e-2, "precision__compute": "bf16"} | overrides,
+        )  # fmt: skip
+
+    assert launch(bench, tree("whole")) == 0
+    assert launch(bench, tree("parts"), stop_after=length - 1) == 0
+    assert launch(bench, tree("parts"), "--resume_from", "latest") == 0
+    whole, parts = bench.tmp / "whole", bench.tmp / "parts"
+    assert same_state(whole, parts, length)
+    assert metrics_of(whole) == metrics_of(parts)
+    one, other = (TensorFile(out / "adapters" / "bear.safetensors").read_all() for out in (whole, parts))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    moved = [tensor for name, tensor in one.items() if "lora_B" in name]
+    assert moved and all(torch.isfinite(tensor).all() and tensor.norm() > 0 for tensor in moved)
+    found: dict[str, set[str]] = {}
+    for name, layer in json.loads((checkpoint(whole, length) / "quantization.json").read_text()).items():
+        if layer.get("format") not in ("fp32", "bf16", "fp16", None):
+            found.setdefault(name.partition(".")[0], set()).add(f"{layer['format']} {layer['backend']}")
+    return found
+
+
+def start_print(capsys) -> set[str]:
+    """The lines that a run prints, with single spaces."""
+    return {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "backend", "cached"),
+    [
+        ("int8", "quanto", False),
+        ("nf4", "bitsandbytes", True),
+        pytest.param("int8", "bitsandbytes", False, marks=pytest.mark.slow),
+        pytest.param("nf4", "bitsandbytes", False, marks=pytest.mark.slow),
+    ],
+)
+def test_flux_with_fp32_clip_quantised_t5_float8_transformer(
+    bench: Workbench, cache, capsys, dtype, backend, cached
+) -> None:
+    components = {
+        "text_encoder": {"dtype": "fp32", "compute": "fp32"},
+        "text_encoder_2": {"dtype": dtype, "backend": backend},
+        "transformer": {"dtype": "fp8_e4m3"},
+        "vae": {"dtype": "fp32"},
+    }
+    found = trains_and_resumes(bench, cache, "flux", model__components=components, data__cache_text=cached)
+    # With its captions cached, T5 has left memory before the base is recorded.
+    live = {} if cached else {"text_encoder_2": {f"{dtype} {backend}"}}
+    assert found == {"transformer": {"fp8_e4m3 native"}} | live
+    assert start_print(capsys) >= {
+        "text_encoder stored fp32 computes float32",
+        f"text_encoder_2 stored {dtype} ({backend}) computes bfloat16",
+        "transformer stored fp8_e4m3 computes bfloat16",
+        "vae stored fp32 computes float32",
+    }
+
+
+def test_sdxl_with_an_int8_encoder_in_fp16_beside_a_float8_unet_in_bf16(bench: Workbench, cache, capsys) -> None:
+    components = {
+        "text_encoder": {"dtype": "fp32", "compute": "fp32"},
+        "text_encoder_2": {"dtype": "int8", "compute": "fp16"},
+        "unet": {"dtype": "fp8_e4m3", "compute": "bf16"},
+    }
+    found = trains_and_resumes(bench, cache, "sdxl", model__components=components, data__cache_text=False)
+    assert found == {"unet": {"fp8_e4m3 native"}, "text_encoder_2": {"int8 quanto"}}
+    assert start_print(capsys) >= {
+        "text_encoder stored fp32 computes float32",
+        "text_encoder_2 stored int8 (quanto) computes float16",
+        "unet stored fp8_e4m3 computes bfloat16",
+    }
+    # No gradient passes through the encoder: its fp16 is no reason to scale the loss.
+    assert not any("loss_scale" in entry for entry in metrics_of(bench.tmp / "whole"))
+
+
+@pytest.mark.parametrize(
+    ("family", "encoder", "match"),
+    [
+        ("sdxl", "text_encoder", "*self_attn.q_proj"),
+        pytest.param("sdxl", "text_encoder_2", "*.fc1", marks=pytest.mark.slow),
+        pytest.param("flux", "text_encoder_2", "*SelfAttention.v", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("compute", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+def test_an_adapted_int8_encoder_trains_beside_an_nf4_denoiser(
+    bench: Workbench, cache, family, encoder, match, compute
+) -> None:
+    """Gradients pass through the quantised denoiser into the quantised encoder, and both adapters move."""
+    with prepared(
+        bench, cache, family, model__components={encoder: {"dtype": "int8"}, DENOISER[family]: {"dtype": "nf4"}},
+        adapter__type="dora", adapter__rules=[{"component": encoder, "match": match}], precision__compute=compute,
+        precision__loss_scale=256.0, optimizer__lr=1e-2,
+    ) as run:  # fmt: skip
+        jitter(run)
+        named = run.adapter.named_parameters()
+        assert {name.partition(".")[0] for name in named} == {encoder, DENOISER[family]}
+        stored = {
+            name.partition(".")[0]: layer.get_base_layer().format.name for name, layer in run.adapter.layers.items()
+        }
+        assert stored == {encoder: "int8 (quanto)", DENOISER[family]: "nf4 (bitsandbytes)"}
+        batch = run.reader[next(run.updates())[0]]
+        assert batch.conditioning is None, "captions are encoded live where an encoder is trained"
+        for name, gradient in gradients(run, batch).items():
+            assert torch.isfinite(gradient).all() and gradient.norm() > 0, name
+        before = {name: parameter.detach().clone() for name, parameter in named.items()}
+        assert not any(step.skipped for step in steps(run, 2))
+        for name, parameter in named.items():
+            assert (parameter - before[name]).norm() > 1e-3 * before[name].norm(), name
+
+
+ENCODER_RULE = [{"component": "text_encoder", "match": "*self_attn.q_proj"}]
+
+
+@pytest.mark.parametrize(
+    ("precision", "fp16", "rules", "scaled"),
+    [
+        ("bf16", "transformer", [], True),
+        ("bf16", "text_encoder", ENCODER_RULE, True),
+        ("fp16", "text_encoder", [], False),
+    ],
+    ids=["denoiser", "adapted encoder", "all but the denoiser"],
+)
+def test_the_loss_is_scaled_where_a_gradient_passes_through_fp16(
+    bench: Workbench, cache, precision, fp16, rules, scaled
+) -> None:
+    """Whatever `precision.compute` says: it is only the default of the components."""
+    components = {name: {"compute": "bf16"} for name in ("transformer", "text_encoder", "text_encoder_2")}
+    components[fp16] = {"compute": "fp16"}
+    if precision == "fp16":
+        del components["text_encoder_2"]
+    with prepared(
+        bench, cache, "flux", model__components=components, precision__compute=precision, adapter__rules=rules,
+        precision__loss_scale=2.0**24,
+    ) as run:  # fmt: skip
+        assert run.scaler.is_enabled() == scaled
+        (step,) = steps(run, 1)
+        # 2^24 is more than fp16 can carry: it overflows, and falls.
+        assert step.skipped == scaled and run.scaler.get_scale() == (2.0**23 if scaled else 1.0)
+
+
+@pytest.mark.slow
+def test_sdxl_whose_unet_alone_computes_in_fp16(bench: Workbench, cache) -> None:
+    """`precision.compute = "bf16"` with an fp16 UNet: scaled, overflowed and resumed to the same bytes."""
+    trains_and_resumes(
+        bench, cache, "sdxl", length=6, model__components={"unet": {"dtype": "fp16", "compute": "fp16"}},
+        precision__loss_scale=2.0**24, precision__loss_scale_growth_interval=1,
+    )  # fmt: skip
+    assert {entry["skipped"] for entry in metrics_of(bench.tmp / "whole")} == {True, False}

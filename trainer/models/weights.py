@@ -1,0 +1,150 @@
+"""A component's tensors in its files, and how each gets into the module: split, widened, converted or taken over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from trainer.errors import UserError
+from trainer.models.keys import Link, split_original
+from trainer.tensorfile import TensorEntry, TensorFile
+from trainer.types import HeldWeight, Recognised
+
+Recognise = Callable[[Mapping[str, TensorEntry]], Recognised]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The tensors of one component, in one or several files, under the names they have there without `prefix`.
+
+    links: None where those names are the module's own, else how the original layout's names become the module's.
+    recognise: (header entries by name) -> which of them are weights that the files hold quantised.
+    """
+
+    files: tuple[TensorFile, ...]
+    prefix: str
+    links: tuple[Link, ...] | None
+    recognise: Recognise
+
+    @cached_property
+    def index(self) -> dict[str, TensorFile]:
+        found = {}
+        for file in self.files:
+            for key in file.entries:
+                if key.startswith(self.prefix):
+                    found[key.removeprefix(self.prefix)] = file
+        return found
+
+    @cached_property
+    def recognised(self) -> Recognised:
+        try:
+            return self.recognise({key: self.entry(key) for key in self.index})
+        except UserError as error:
+            raise UserError(f"{self.files[0].path}: {error}") from error
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...] | None]:
+        """Every weight's shape; a weight held quantised counts as one, None where the header does not say its shape."""
+        held, other = self.recognised.weights, self.recognised.other
+        parts = {part for weight in held.values() for part in weight.parts.values()}
+        plain = {key: self.entry(key).shape for key in self.index if key not in parts and key not in other}
+        return plain | {key: weight.shape for key, weight in held.items()}
+
+    def entry(self, key: str) -> TensorEntry:
+        return self.index[key].entries[self.prefix + key]
+
+    def read(self, key: str) -> torch.Tensor:
+        return self.index[key].read(self.prefix + key)
+
+
+@dataclass(frozen=True)
+class Read:
+    """One tensor to read and the module tensors its rows become.
+
+    shape: the tensor's; parts: the module tensors' shapes.
+    """
+
+    weights: Weights
+    link: Link
+    shape: tuple[int, ...]
+    parts: tuple[tuple[int, ...], ...]
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return tuple(shape[0] if shape else 1 for shape in self.parts)
+
+    @property
+    def held(self) -> HeldWeight | None:
+        return self.weights.recognised.weights.get(self.link.original)
+
+    def check(self) -> None:
+        """Refuse what cannot be placed, as far as headers and the short descriptions beside quantised weights tell."""
+        held = self.held
+        if held is None:
+            return
+        if held.shape is None and (len(self.link.parts) > 1 or self.link.op != "rows"):
+            raise self.refusal(
+                "several layers share it, or their rows lie in another order, and its blocks need not end with a row; "
+                "use the model in diffusers' layout, or its 16-bit file"
+            )
+        self._checked(held.check, held.described)
+
+    def place(self, module: nn.Module, device: torch.device) -> None:
+        """Read the tensor, and convert it into the module's own, or take its payload over where that is stored so."""
+        held = self.held
+        if held is None:
+            source = self.weights.read(self.link.original).to(device)
+            for name, piece in zip(self.link.parts, split_original(self.link, source, self.rows), strict=True):
+                _place_tensor(module, name, piece)
+            return
+        payload = self._checked(held.payload, tuple(held.parts))
+        for name, shape, piece in zip(self.link.parts, self.parts, self.split(payload), strict=True):
+            piece = {role: tensor.to(device) for role, tensor in piece.items()}
+            owner = module.get_submodule(name.rpartition(".")[0])
+            if hasattr(owner, "load_payload") and owner.format.dtype_name == held.dtype:
+                owner.load_payload(piece)
+            else:
+                _place_tensor(module, name, held.dequantize(piece, shape))
+
+    def split(self, payload: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """The payload of each part, where the file's layout is not the module's own. Codes and scales go by rows."""
+        link = self.link
+        if len(link.parts) == 1 and link.op == "rows":
+            return [dict(payload)]
+        codes, scale = payload["weight"], payload["scale"]
+        if link.op == "transpose":
+            if bool((scale != scale[0]).any()):
+                raise self.refusal("its rows are the module's columns, and have a scale each; use the 16-bit file")
+            scale = scale[:1].expand(self.parts[0][0])
+        # As bytes: torch has no concatenation of every float8 dtype.
+        split = [codes.view(torch.uint8), scale]
+        ops = [link, link if link.op == "swap_halves" else Link(link.original, link.parts)]
+        pieces = [split_original(op, tensor, self.rows) for op, tensor in zip(ops, split, strict=True)]
+        return [
+            {"weight": part.contiguous().view(codes.dtype), "scale": rows} for part, rows in zip(*pieces, strict=True)
+        ]  # fmt: skip
+
+    def _checked(self, function: Callable, roles: tuple[str, ...]):
+        """function(the parts of those roles, shape), a ValueError told as the user's."""
+        try:
+            return function({role: self.weights.read(self.held.parts[role]) for role in roles}, self.shape)
+        except ValueError as error:
+            raise self.refusal(str(error)) from error
+
+    def refusal(self, why: str) -> UserError:
+        file = self.weights.index[next(iter(self.held.parts.values()))]
+        return UserError(f"{file.path}: the quantised tensor {self.weights.prefix + self.link.original!r}: {why}")
+
+
+def _place_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    owner_name, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(owner_name)
+    if leaf == "weight" and hasattr(owner, "load_weight"):
+        owner.load_weight(tensor)
+    else:
+        with torch.no_grad():
+            getattr(owner, leaf).copy_(tensor)
