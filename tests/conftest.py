@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 
 @pytest.fixture(scope="session", autouse=True)
 def libraries_are_no_garbage() -> Iterator[None]:
-    """A run collects garbage when it lets an encoder go; the libraries' objects, looked through each time, are half its time."""
+    """A run collects garbage when it lets an encoder go; looking through the libraries' objects would be half its time."""
     gc.freeze()
     yield
     gc.unfreeze()

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from tests.harness import DENOISER, Workbench, metrics_of
+from tests.harness import DENOISER, Workbench, built, metrics_of
 from tests.integration.test_named_faults import (
     checkpoint,
     gradients,
@@ -179,3 +179,18 @@ def test_sdxl_whose_unet_alone_computes_in_fp16(bench: Workbench, cache) -> None
         precision__loss_scale=2.0**24, precision__loss_scale_growth_interval=1,
     )  # fmt: skip
     assert {entry["skipped"] for entry in metrics_of(bench.tmp / "whole")} == {True, False}
+
+
+@pytest.mark.parametrize("dtype", ["nf4", "fp8_e4m3", pytest.param("int2", marks=pytest.mark.slow)])
+def test_a_fresh_adapter_leaves_a_quantised_t5_as_it_is(bench: Workbench, cache, dtype: str) -> None:
+    """T5 casts what `wo` gets to `wo.weight.dtype`: under an adapter that was the codes', and rounded to whole numbers."""
+    encoded = []
+    for rules in ([], [{"component": "text_encoder_2", "match": "*"}]):
+        config = bench.config(
+            "flux", model__components={"text_encoder_2": {"dtype": dtype}}, adapter__rules=rules,
+            data__cache_text=False, data__cache_dir=cache, run__output_dir=str(bench.tmp / f"out-{len(rules)}"),
+        )  # fmt: skip
+        with built(config) as run, torch.no_grad():
+            assert any("text_encoder_2" in name for name in run.adapter.layers) == bool(rules)
+            encoded.append(run.family.encode_prompts(run.model, ["a photo of a bear"]).sequence)
+    assert torch.equal(*encoded)

@@ -45,6 +45,11 @@ class AdaptedLayer(nn.Module, LoraLayer):
         self._looked_up: tuple | None = None
         self.update_layer(adapter_name, r, lora_alpha, config)
 
+    @property
+    def weight(self) -> None:
+        """None, as of the base layer: T5 casts its activations to `wo.weight.dtype`, which must not be a payload's."""
+        return None
+
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
         # PEFT would warn of a layer type it does not know.
         shape = module.weight_shape
