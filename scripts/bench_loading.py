@@ -6,8 +6,8 @@ Writes the transformer of a Flux with the published widths and fewer blocks, loa
 process's peak resident memory (VmHWM: mapped pages count) beside the limit: final size + largest tensor + 1 GiB. The
 peak holds everything, the interpreter and the libraries too. In turn with it, another process reads the same file and
 casts every tensor to a type of the same width, nothing else: the rates are compared. --cached: also a start that finds its
-converted weights in model.cache_dir, the digest of the model's file included. Exit status 1 when the peak is above the
-limit. Linux.
+converted weights in model.cache_dir, and its model's file as it was when it was hashed. Exit status 1 when the peak is above
+the limit. Linux.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def load_component(path: Path, dtype: str, cache_dir: Path | None):
     """The component in `path`, stored as `dtype`, through the trainer's own loader. The only place that knows it."""
     import torch
 
+    from trainer.digests import FileDigests
     from trainer.models import FAMILIES
     from trainer.models.loading import open_model
     from trainer.quantization import FORMATS, ConvertedWeights, freeze_layers, library
@@ -63,8 +64,9 @@ def load_component(path: Path, dtype: str, cache_dir: Path | None):
     source = open_model(family, str(path))
     if cache_dir is None:
         return source.load(family.denoiser, swap=swap, device=torch.device("cpu"))
+    digests = FileDigests(cache_dir / "digests.json")
     converted = ConvertedWeights(
-        cache_dir, fingerprint=source.fingerprint(family.denoiser), library=library(FORMATS[dtype])
+        cache_dir, fingerprint=source.fingerprint(family.denoiser, digests.of), library=library(FORMATS[dtype])
     )
     module = source.load(family.denoiser, swap=swap, fill=converted.fill, device=torch.device("cpu"))
     converted.store(module)
@@ -135,9 +137,15 @@ def resident(field: str) -> int:
 
 def measure(folder: Path, dtype: str, cache_dir: Path | None) -> dict[str, float]:
     """Load the component in this process. Sizes in bytes, time in seconds."""
-    import diffusers  # noqa: F401 - imported first so that `before` holds the libraries
+    import bitsandbytes  # noqa: F401
     import torch
+    from diffusers import FluxTransformer2DModel  # noqa: F401
+    from optimum import quanto  # noqa: F401
 
+    import trainer.models.loading
+    import trainer.quantization  # noqa: F401
+
+    # All imported first: `before` holds the libraries, and their seconds are no part of the rate.
     before = resident("VmRSS")
     start = time.perf_counter()
     module = load_component(folder, dtype, cache_dir)

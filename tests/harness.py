@@ -36,7 +36,13 @@ class Workbench:
             "model": {"family": family, "path": str(self.models / family), "components": {}},
             "precision": {"compute": "fp32"},
             "adapter": {"type": "lora", "rank": 4, "alpha": 2.0, "targets": "attention"},
-            "data": {"resolution": 64, "batch_size": 2, "sources": [{"path": str(PHOTOS)}]},
+            "data": {
+                "resolution": 64,
+                "batch_size": 2,
+                "sources": [{"path": str(PHOTOS)}],
+                # One for the session: its entries are found by what went into them.
+                "cache_dir": str(self.models / "cache"),
+            },
             "schedule": {"warmup": 0},
             "checkpoint": {"every_steps": 0},
             "validation": {"every_steps": 0},

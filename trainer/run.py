@@ -24,6 +24,7 @@ from trainer.checkpoint import state, store
 from trainer.config import Config
 from trainer.data import cache as caches
 from trainer.data import captions, loader, sampler
+from trainer.digests import FileDigests
 from trainer.errors import Interrupted, UserError
 from trainer.memory import checkpoint_blocks, find_blocks
 from trainer.models.base import Model
@@ -256,6 +257,7 @@ class Run:
         cache_dir = Path(config.data.cache_dir or self.output_dir / "cache")
         make_folder(cache_dir, "data.cache_dir")
         self.cache = caches.Cache(cache_dir)
+        self.digests = FileDigests(cache_dir / "digests.json")
         vae = next(c.name for c in self.family.components if c.role == "vae")
         latent_fingerprint = self.fingerprint(vae)
         text_fingerprint = (
@@ -294,7 +296,12 @@ class Run:
     def fingerprint(self, name: str) -> str:
         """Of an encoder, for the cache of what it encodes: its files, and whatever changes its numbers."""
         component = self.plan.components[name]
-        parts = [self.source.fingerprint(name), component.format.name, component.compute, component.keep]
+        parts = [
+            self.source.fingerprint(name, self.digests.of),
+            component.format.name,
+            component.compute,
+            component.keep,
+        ]
         if component.format.quantised:
             parts += [quantization.library(component.format), self.device.type]
         return ":".join(map(str, parts))
@@ -340,7 +347,7 @@ class Run:
             return None
         make_folder(Path(folder), "model.cache_dir")
         return quantization.ConvertedWeights(
-            Path(folder), fingerprint=self.source.fingerprint(name),
+            Path(folder), fingerprint=self.source.fingerprint(name, self.digests.of),
             library=quantization.library(self.plan.components[name].format),
         )  # fmt: skip
 

@@ -78,7 +78,7 @@ def tree_for(bench: Workbench, family: str, path: Path, **more):
 
 
 # Twice a start and a resume each: the default suite has one of each library, and a file of each layout.
-IN_DEFAULT = ("ComfyUI float8, Flux", "bitsandbytes nf4, nested, Flux", "quanto int8, SDXL")
+IN_DEFAULT = ("ComfyUI float8, Flux", "bitsandbytes nf4, nested, Flux", "quanto int4, Flux")
 
 
 @pytest.mark.parametrize(

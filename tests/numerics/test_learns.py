@@ -19,8 +19,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import learning_table
 from learning_table import CASES, NOT_PROMISED, Case, Losses
 
-# Each family and each kind once.
-DEFAULT = (Case("sdxl", "lora", "fp8_e4m3-native", "fp32"), Case("flux", "dora", "fp8_e4m3-native", "fp32"))
+# The quickest; SDXL takes four times as long.
+DEFAULT = (Case("flux", "dora", "fp8_e4m3-native", "fp32"),)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -154,13 +154,12 @@ class ModelSource:
     def _expected(self, name: str) -> dict[str, tuple[int, ...]]:
         return parameter_shapes(self.family.component(name).class_name, self.config(name))
 
-    def fingerprint(self, name: str) -> str:
-        """SHA-256 over the component's file contents and its config."""
-        digest = hashlib.sha256(json.dumps(self.config(name), sort_keys=True).encode())
+    def fingerprint(self, name: str, digest: Callable[[Path], str]) -> str:
+        """SHA-256 over the component's file contents (`digest` of each) and its config."""
+        total = hashlib.sha256(json.dumps(self.config(name), sort_keys=True).encode())
         for file in self.weights(name).files:
-            stat = file.path.stat()
-            digest.update(_file_digest(file.path, stat.st_size, stat.st_mtime_ns))
-        return digest.hexdigest()
+            total.update(digest(file.path).encode())
+        return total.hexdigest()
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:
@@ -343,13 +342,6 @@ def _fetch(family: Family, hub_id: str, overrides: Mapping[str, Path], weights: 
             f"model.path = {hub_id!r} is no local file or folder, and it could not be had from the hub: {reason} "
             "(a gated model needs its licence accepted and HF_TOKEN set)"
         ) from error
-
-
-@cache
-def _file_digest(path: Path, size: int, mtime_ns: int) -> bytes:
-    """SHA-256 of a file, once in a process: the components of a single file share it."""
-    with open(path, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").digest()
 
 
 def _refuse_pickle(key: str, path: Path) -> None:
