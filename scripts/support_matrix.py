@@ -358,7 +358,7 @@ def page(results: Sequence[Result], seconds: float, jobs: int) -> str:
         f"Measured on {date.today()} on a CPU with\n{versions}:\n\n"
         f"    python scripts/support_matrix.py --jobs {jobs}\n\n"
         f"{summary(results, seconds)}.\n\n{said.strip()}\n\n"
-        '"n skipped": updates that the loss scaler skipped. int4, int2, nf4 and fp4 store no convolutions: those are '
+        '"n skipped": updates that the loss scaler skipped. bitsandbytes, int4 and int2 store no convolutions: those are '
         "kept in bf16.\n\n" + table(results)
     )
 
