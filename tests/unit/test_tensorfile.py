@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from trainer.errors import UserError
-from trainer.tensorfile import DTYPES, TensorFile, tensor_sha256, write_tensors
+from trainer.tensorfile import DTYPES, TensorFile, remove_leftovers, tensor_sha256, write_tensors
 
 
 def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -78,3 +79,15 @@ def test_damaged_files_give_one_typed_error(tmp_path) -> None:
     assert refused > 1000
     with pytest.raises(UserError, match="cannot read"):
         TensorFile(tmp_path / "absent")
+
+
+def test_in_a_shared_folder_only_idle_temporaries_are_leftovers(tmp_path) -> None:
+    """Two containers have the same process number: what was written a moment ago may be the other's."""
+    mine, old = (tmp_path / f".x.{os.getpid()}.{tag}.tmp" for tag in ("0a", "0b"))
+    for path in (mine, old):
+        path.touch()
+    os.utime(old, (time.time() - 700,) * 2)
+    remove_leftovers(tmp_path.glob(".*.tmp"), idle=600)
+    assert mine.exists() and not old.exists()
+    remove_leftovers(tmp_path.glob(".*.tmp"))
+    assert not mine.exists()

@@ -25,22 +25,21 @@ DISTRIBUTIONS = {"native": "torch", "quanto": "optimum-quanto", "bitsandbytes": 
 class Stored:
     """How a component's quantised layers lie in memory.
 
-    kept: layers that are not quantised, with their format's name. before: their bytes as read (None: the file held them
-    so). errors: relative error of each converted weight, by layer (formats.relative_error).
+    layers: how many they are. kept: the names of the others. before: bytes of the quantised ones as read (None: the file
+    held them so). errors: relative error of each converted weight, by layer (formats.relative_error).
     """
 
     format: Format
     layers: int
-    kept: dict[str, str]
+    kept: tuple[str, ...]
     before: int | None
     bytes: int
     errors: dict[str, float]
 
     def __str__(self) -> str:
         kind, layers, before, count, error = self.row()
-        kept = f"; not quantised: {', '.join(sorted(self.kept))}" if self.kept else ""
-        if len(self.kept) > 3:
-            kept = f"; not quantised: {', '.join(sorted(self.kept)[:3])} and {len(self.kept) - 3} more"
+        more = f" and {len(self.kept) - 3} more" if len(self.kept) > 3 else ""
+        kept = f"; not quantised: {', '.join(self.kept[:3])}{more}" if self.kept else ""
         return f"{layers} layers stored as {kind}, {before} -> {count}, relative error {error}{kept}"
 
     def row(self) -> list[object]:
@@ -58,9 +57,8 @@ REPORT_COLUMNS = ["stored as", "layers", "size before", "size", "relative error 
 
 
 def stored_as(module: nn.Module) -> Stored | None:
-    """What of a loaded component is quantised; None where nothing is."""
+    """What of a loaded component, not adapted yet, is quantised; None where nothing is."""
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, FrozenLayer)}
-    names = {name: name.removesuffix(".base_layer") for name in layers}
     quantised = {name: layer for name, layer in layers.items() if layer.format.quantised}
     if not quantised:
         return None
@@ -68,10 +66,10 @@ def stored_as(module: nn.Module) -> Stored | None:
     return Stored(
         format=next(iter(quantised.values())).format,
         layers=len(quantised),
-        kept={names[name]: layer.format.name for name, layer in layers.items() if name not in quantised},
+        kept=tuple(sorted(layers.keys() - quantised.keys())),
         before=None if None in before else sum(before),
         bytes=sum(t.nbytes for layer in quantised.values() for t in layer.payload().values()),
-        errors={names[n]: layer.relative_error for n, layer in quantised.items() if layer.relative_error is not None},
+        errors={n: layer.relative_error for n, layer in quantised.items() if layer.relative_error is not None},
     )  # fmt: skip
 
 
