@@ -93,7 +93,7 @@ def write_component(folder: Path) -> int:
     import torch
     from diffusers import FluxTransformer2DModel
 
-    from trainer.tensorfile import write_atomic
+    from trainer.files import write_atomic
 
     with torch.device("meta"):
         module = FluxTransformer2DModel.from_config(CONFIG)

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer import config as configs
+from trainer import resume
 from trainer import run as runs
 from trainer.plan import make_plan, open_source, resolve
-from trainer.signals import StopSignal
+from trainer.signals import Signals
 
 ROOT = Path(__file__).resolve().parent.parent
 PHOTOS = ROOT / "examples" / "bear_plushie"
@@ -72,12 +73,12 @@ def built(config: configs.Config, resume_from: str | None = None) -> Iterator[ru
     """A Run with model, data, adapter and step built, before its loop; nothing trained yet."""
     source = open_source(config)
     config = resolve(config, source)
-    with StopSignal() as stop:
-        accelerator = runs.start_processes(config)
-        resumed, _ = runs.resolve_start(config, resume_from)
-        run = runs.Run(make_plan(config, source, processes=1), accelerator, stop)
+    with Signals() as signals:
+        processes = runs.start_processes(config)
+        saved, _ = resume.find_start(config, resume_from)
+        run = runs.Run(make_plan(config, source, processes=1), processes, signals)
         run.open_model()
-        run.read_checkpoint(resumed)
+        run.read_checkpoint(saved)
         run.encode_data()
         run.build_adapter()
         run.build_step()

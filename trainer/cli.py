@@ -11,7 +11,8 @@ import gc
 import os
 import sys
 
-from trainer.errors import Interrupted, NonFiniteError, UserError
+from trainer import signals
+from trainer.errors import Interrupted, NonFiniteError, OutOfMemory, UserError
 
 STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG}
 
@@ -38,6 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--plan", action="store_true", help="print what the run would do, and train nothing")
     chosen = parser.parse_args(arguments)
+    signals.hold_save()
     quiet_libraries()
     # Importing the libraries makes millions of objects and no garbage; collecting meanwhile takes a sixth of the time to
     # the first step. run.train turns it on again.
@@ -55,6 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail(2, str(error))
     except NonFiniteError as error:
         return _fail(4, str(error))
+    except OutOfMemory as error:
+        return _fail(5, str(error))
     except Interrupted as error:
         return _fail(128 + error.signum, str(error))
     except KeyboardInterrupt:
@@ -70,7 +74,9 @@ def main(arguments: list[str] | None = None) -> int:
     except RuntimeError as error:
         if type(error).__name__ == "CacheError":
             return _fail(6, str(error))
-        if type(error).__name__ != "OutOfMemoryError" and "can't allocate memory" not in str(error):
+        from trainer.memory import is_out_of_memory
+
+        if not is_out_of_memory(error):
             raise
         return _fail(5, f"{error}\n{OUT_OF_MEMORY}")
     finally:

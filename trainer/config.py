@@ -136,6 +136,8 @@ class Objective(Table):
 class Step(Table):
     accumulation: Count = 1
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    non_finite: Literal["stop", "skip"] = "stop"
+    max_skipped: Count = 10
 
 
 class Memory(Table):
@@ -160,6 +162,8 @@ class Schedule(Table):
 class Checkpoint(Table):
     every_steps: Cadence = 500
     keep_last: Count = 3
+    background: bool = True
+    on_failure: Literal["stop", "continue"] = "stop"
 
 
 class Export(Table):
@@ -218,13 +222,6 @@ class Config(Table):
     logging: Logging = Logging()
 
 
-# A run may go on under a config that differs in these keys and in no others.
-MAY_CHANGE = (
-    "run.max_steps", "run.epochs", "run.stop_after", "run.output_dir", "model.cache_dir",
-    "validation.*", "logging.*", "export.*", "checkpoint.*",
-)  # fmt: skip
-
-
 def load(path: str, overrides: list[str]) -> Config:
     """Read the config at `path` (or the bare name of a file in configs/) and apply `table.key=VALUE` overrides.
 
@@ -260,7 +257,7 @@ def dumps(config: Config) -> str:
     """The resolved config as TOML: every default written out, optional keys without a value left out."""
     import tomli_w
 
-    return tomli_w.dumps(config.model_dump(exclude_none=True, mode="json"))
+    return tomli_w.dumps(tree(config))
 
 
 def read_resolved(path: Path) -> dict[str, Any]:
@@ -271,23 +268,16 @@ def read_resolved(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read ({error}); restore it, or choose another run.output_dir") from error
 
 
-def differences(saved: dict[str, Any], config: Config) -> list[str]:
-    """The keys, outside MAY_CHANGE, in which a saved resolved tree differs from `config`, as 'key: old -> new'."""
-    from fnmatch import fnmatchcase
-
-    old, new = flatten(saved), flatten(config.model_dump(exclude_none=True, mode="json"))
-    return [
-        f"{key}: {old.get(key, 'absent')!r} -> {new.get(key, 'absent')!r}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and not any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)
-    ]
-
-
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     """{'a': {'b': [1]}} -> {'a.b.0': 1}; empty tables and lists are kept as values."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     flat = {k: v for key, value in items for k, v in flatten(value, f"{prefix}{key}.").items()}
     return flat if flat or not prefix else {prefix[:-1]: tree}
+
+
+def tree(config: Config) -> dict[str, Any]:
+    """The resolved config as a plain tree of TOML values, optional keys without a value left out."""
+    return config.model_dump(exclude_none=True, mode="json")
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:

@@ -7,7 +7,7 @@ import json
 import time
 from pathlib import Path
 
-from trainer.tensorfile import write_atomic
+from trainer.files import write_atomic
 
 # A file that was written this recently may be written again without a newer time stamp.
 SETTLED_SECONDS = 2

@@ -8,7 +8,11 @@ class UserError(ValueError):
 
 
 class NonFiniteError(RuntimeError):
-    """A loss, latent or gradient is NaN or infinite and the policy is to stop. Exit status 4."""
+    """A latent, loss or gradient is NaN or infinite, and the policy is to stop or its limit is reached. Exit status 4."""
+
+
+class OutOfMemory(RuntimeError):
+    """A step did not fit; the message says what was computed and what would lower it. Exit status 5."""
 
 
 class Interrupted(Exception):

@@ -1,4 +1,4 @@
-"""What makes a run fit: gradient checkpointing."""
+"""What makes a run fit: gradient checkpointing; and how it looks when it does not."""
 
 from __future__ import annotations
 
@@ -40,3 +40,25 @@ def _recomputed(forward: Callable) -> Callable:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     return wrapped
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory ran out: Python's, torch's allocator's, or an untyped one of a library's."""
+    untyped = ("can't allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(text in str(error) for text in untyped)
+
+
+def what_would_fit(
+    *, recomputed: bool | int, batch_size: int, resolution: int, rank: int, denoiser: str, dtype: str
+) -> str:
+    """After a step ran out of memory: what lowers its need, from the run's settings; first what keeps the run."""
+    others = [
+        *([f"data.batch_size below {batch_size}"] if batch_size > 1 else []),
+        f"data.resolution below {resolution}",
+        f"adapter.rank below {rank}",
+        f"a smaller model.components.{denoiser}.dtype than {dtype}",
+    ]
+    new_run = f"start a new run (another run.output_dir) with {', '.join(others)}"
+    if recomputed is True:
+        return new_run
+    return f"go on with --resume_from auto --set memory.gradient_checkpointing=true\nor {new_run}"

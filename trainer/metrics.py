@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from trainer.files import write_atomic
+
 FILE = "metrics.jsonl"
 
 
@@ -25,9 +27,7 @@ def cut(output_dir: Path, step: int) -> None:
         if not line.endswith(b"\n") or not isinstance(entry, dict) or entry.get("step", step + 1) > step:
             break
         kept.append(line)
-    temporary = path.with_name(f".{FILE}.tmp")
-    temporary.write_bytes(b"".join(kept))
-    os.replace(temporary, path)
+    write_atomic(path, kept)
 
 
 def progress_bar(what: str) -> Callable[[int, int], None]:
@@ -76,8 +76,14 @@ class Metrics:
             for key, value in entry.items():
                 if key not in ("step", "time") and isinstance(value, (int, float)):
                     self.tracker.add_scalar(f"train/{key}", value, entry["step"])
-        self.bar.set_postfix_str(f"loss {entry['loss']:.4f}, lr {entry['lr']:.2e}", refresh=False)
+        loss = "none" if entry["loss"] is None else f"{entry['loss']:.4f}"
+        self.bar.set_postfix_str(f"loss {loss}, lr {entry['lr']:.2e}", refresh=False)
         self.bar.update(1)
+
+    def sync(self) -> None:
+        """Put what was logged on the disk: no checkpoint may outlive the lines before it."""
+        if self.file is not None:
+            os.fsync(self.file.fileno())
 
     def write(self, line: str) -> None:
         """A line above the progress bar."""

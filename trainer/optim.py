@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,13 @@ from torch import nn
 
 from trainer.errors import UserError
 
+# What an optimizer keeps for a parameter: torch's AdamW; bitsandbytes' in 32 and in 8 bit.
+_STATE_KEYS = {
+    frozenset({"step", "exp_avg", "exp_avg_sq"}),
+    frozenset({"step", "state1", "state2"}),
+    frozenset({"step", "state1", "qmap1", "absmax1", "state2", "qmap2", "absmax2"}),
+}
+_LIKE_THE_PARAMETER = {"exp_avg", "exp_avg_sq", "state1", "state2"}
 ALIGNMENT = 256  # elements: the block of 8-bit optimizers, so that no block spans two parameters
 
 
@@ -83,14 +90,77 @@ def build_schedule(
     return schedule
 
 
-def schedule_state(schedule: torch.optim.lr_scheduler.LambdaLR) -> dict[str, Any]:
-    """The counters of a schedule, as JSON: its lambdas are rebuilt from the config."""
-    return {"last_epoch": schedule.last_epoch, "_step_count": schedule._step_count, "_last_lr": schedule.get_last_lr()}
+class ScheduleState:
+    """A schedule's counters as a piece of the checkpoint; its lambdas are rebuilt from the config."""
+
+    def __init__(self, schedule: torch.optim.lr_scheduler.LambdaLR) -> None:
+        self.schedule = schedule
+
+    def state_dict(self) -> dict[str, Any]:
+        schedule = self.schedule
+        return {
+            "last_epoch": schedule.last_epoch,
+            "_step_count": schedule._step_count,
+            "_last_lr": [float(rate) for rate in schedule.get_last_lr()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Also sets the optimizer's rates. Raises ValueError where these are not one rate for each group."""
+        counts, rates = (state["last_epoch"], state["_step_count"]), list(state["_last_lr"])
+        if not all(type(count) is int and count >= 0 for count in counts):
+            raise ValueError(f"counters {counts}")
+        if len(rates) != len(self.schedule.optimizer.param_groups) or not all(type(rate) is float for rate in rates):
+            raise ValueError(f"rates {rates}")
+        self.schedule.last_epoch, self.schedule._step_count = counts
+        self.schedule._last_lr = rates
+        for group, rate in zip(self.schedule.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
 
-def load_schedule_state(schedule: torch.optim.lr_scheduler.LambdaLR, saved: dict[str, Any]) -> None:
-    """The inverse of `schedule_state`; also sets the optimizer's rates."""
-    schedule.last_epoch, schedule._step_count = saved["last_epoch"], saved["_step_count"]
-    schedule._last_lr = list(saved["_last_lr"])
-    for group, rate in zip(schedule.optimizer.param_groups, schedule._last_lr, strict=True):
-        group["lr"] = rate
+class OptimizerState:
+    """An optimizer's state as a piece of the checkpoint: 'group.INDEX|KEY', one flat parameter a group.
+
+    Set directly: torch's `load_state_dict` would cast 8-bit states and step counters to the parameters' dtype.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            f"{name}|{key}": value
+            for name, parameter in self._parameters()
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises UserError where the state is of other parameters than this run trains."""
+        by_name: dict[str, dict[str, Any]] = {}
+        for key, value in state.items():
+            name, _, state_key = key.rpartition("|")
+            by_name.setdefault(name, {})[state_key] = value
+        parameters = dict(self._parameters())
+        unknown = sorted(by_name.keys() - parameters.keys())
+        if unknown:
+            raise UserError(f"the checkpoint's optimizer state has {unknown[0]!r}, which this run does not train")
+        for name, parameter in parameters.items():
+            saved = by_name.get(name, {})
+            if by_name and not saved:
+                raise UserError(f"the checkpoint has no optimizer state for {name}, which this run trains")
+            if saved and frozenset(saved) not in _STATE_KEYS:
+                raise UserError(f"the checkpoint's optimizer state of {name} is not whole: it has {sorted(saved)}")
+            for key in _LIKE_THE_PARAMETER & saved.keys():
+                if saved[key].numel() != parameter.numel():
+                    raise UserError(
+                        f"the checkpoint's optimizer state {name}|{key} has {saved[key].numel()} elements, "
+                        f"this run's adapter {parameter.numel()}"
+                    )
+            self.optimizer.state[parameter] = {
+                key: value.to(parameter.device) if isinstance(value, torch.Tensor) else value
+                for key, value in saved.items()
+            }
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for index, group in enumerate(self.optimizer.param_groups):
+            (parameter,) = group["params"]
+            yield f"group.{index}", parameter

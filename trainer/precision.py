@@ -7,6 +7,9 @@ fails for four of the nine pairs of fp32, bf16 and fp16.
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -93,6 +96,32 @@ def _cast_output(compute: torch.dtype):
         return output.to(compute) if isinstance(output, torch.Tensor) and output.is_floating_point() else output
 
     return hook
+
+
+def be_deterministic() -> None:
+    """Let torch choose algorithms that give the same bytes on the same card and versions. Before the first use of CUDA."""
+    # Read by cuBLAS when it is first used.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
+class ScalerState:
+    """A loss scaler as a piece of the checkpoint: nothing where it is off."""
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self.scaler = scaler
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ValueError where the state is not of a scaler that is on or off like this one."""
+        now = self.scaler.state_dict()
+        if {k: type(v) for k, v in state.items()} != {k: type(v) for k, v in now.items()}:
+            raise ValueError(f"{state}, not like {now}")
+        if state:
+            self.scaler.load_state_dict(state)
 
 
 def loss_scaler(

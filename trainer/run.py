@@ -5,28 +5,31 @@ config -> model family -> quantise -> adapters -> data -> step -> checkpoint -> 
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from trainer import config as configs
-from trainer import kernels, metrics, optim, outcome, precision, quantization, validation
+from trainer import kernels, metrics, optim, outcome, precision, quantization, resume, validation
 from trainer.adapters import Adapter, export, inject
 from trainer.checkpoint import state, store
+from trainer.checkpoint.saver import Saver
 from trainer.config import Config
 from trainer.data import cache as caches
 from trainer.data import captions, loader, sampler
 from trainer.digests import FileDigests
-from trainer.errors import Interrupted, UserError
-from trainer.memory import checkpoint_blocks, find_blocks
+from trainer.errors import Interrupted, NonFiniteError, OutOfMemory, UserError
+from trainer.files import write_atomic
+from trainer.memory import checkpoint_blocks, find_blocks, what_would_fit
 from trainer.models.base import Model
 from trainer.models.loading import load_tokenizers, open_model
 from trainer.plan import (
@@ -40,11 +43,11 @@ from trainer.plan import (
     resolve,
     total_updates,
 )
+from trainer.processes import Processes
 from trainer.quantization import FrozenConv2d, FrozenLinear
 from trainer.report import write_report
-from trainer.signals import StopSignal
+from trainer.signals import Signals
 from trainer.step import Step, batch_losses
-from trainer.tensorfile import write_atomic
 from trainer.types import Conditioning
 
 
@@ -60,21 +63,21 @@ def train(config: Config, *, resume_from: str | None) -> None:
     source = open_source(config)
     config = resolve(config, source)
     # Before the signal handlers: a process that waits for its peers has nothing to lose and should just end.
-    accelerator = start_processes(config)
-    with StopSignal() as stop:
-        resumed, passed_over = resolve_start(config, resume_from)
-        plan = make_plan(config, source, processes=accelerator.num_processes, check=stop.check)
-        run = Run(plan, accelerator, stop)
+    processes = start_processes(config)
+    with Signals() as signals:
+        saved, passed_over = resume.find_start(config, resume_from)
+        plan = make_plan(config, source, processes=processes.count, check=signals.check)
+        run = Run(plan, processes, signals)
         for line in passed_over:
             run.say(f"warning: {line}")
         asked = config.adapter.kernels
         run.say(
-            f"device {accelerator.device}, {accelerator.num_processes} process(es); kernels: {run.kernels.name}"
+            f"device {processes.device}, {processes.count} process(es); kernels: {run.kernels.name}"
             + (" (adapter.kernels = 'auto')" if asked == "auto" else "")
         )
         run.say(describe(plan, sizes=False))
         run.open_model()
-        run.read_checkpoint(resumed)
+        run.read_checkpoint(saved)
         run.encode_data()
         run.build_adapter()
         run.build_step()
@@ -86,13 +89,10 @@ def train(config: Config, *, resume_from: str | None) -> None:
             run.finish()
 
 
-def start_processes(config: Config):
+def start_processes(config: Config) -> Processes:
     """accelerate's view of devices and processes. It computes nothing for us: mixed precision is ours."""
     if config.run.deterministic:
-        # Read by cuBLAS when it is first used.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
+        precision.be_deterministic()
     from accelerate import Accelerator
 
     if config.run.device == "cuda" and not torch.cuda.is_available():
@@ -101,51 +101,7 @@ def start_processes(config: Config):
     on_cpu = config.run.device == "cpu" or not torch.cuda.is_available()
     accelerator = Accelerator(cpu=on_cpu, mixed_precision="no")
     precision.prepare_device(accelerator.device, {component.compute for component in config.model.components.values()})
-    return accelerator
-
-
-def resolve_start(config: Config, resume_from: str | None) -> tuple[Path | None, list[str]]:
-    """The checkpoint to go on from, or None for a fresh start.
-
-    Raises UserError where the output directory holds another run, or where the config changed in what may not change.
-    """
-    output_dir = Path(config.run.output_dir)
-    if output_dir.exists() and not output_dir.is_dir():
-        raise UserError(f"run.output_dir = {str(output_dir)!r} is a file; give a folder")
-    checkpoints, saved = output_dir / "checkpoints", output_dir / "config.toml"
-    folder, passed_over = store.find(checkpoints, resume_from)
-    results = store.steps(checkpoints) or (output_dir / "adapters").exists()
-    if folder is not None:
-        _, tree = state.read_header(folder)
-        refuse_changes(tree, config, f"the checkpoint {folder}")
-        if folder.resolve().parent != checkpoints.resolve() and results:
-            raise UserError(
-                f"--resume_from {folder}: run.output_dir = {str(output_dir)!r} already holds a run; "
-                "choose another run.output_dir to branch off from that checkpoint"
-            )
-    elif saved.exists() and results:
-        # A start that ended before its first checkpoint left nothing to protect: a mended config replaces it.
-        refuse_changes(configs.read_resolved(saved), config, f"run.output_dir = {str(output_dir)!r}")
-        if store.steps(checkpoints):
-            raise UserError(
-                f"run.output_dir = {str(output_dir)!r} already holds this run's checkpoints; "
-                "add --resume_from auto to go on, or choose another run.output_dir"
-            )
-    elif results and not saved.exists():
-        raise UserError(f"run.output_dir = {str(output_dir)!r} holds another run without a config.toml; choose another")
-    return folder, passed_over
-
-
-def refuse_changes(saved: dict[str, Any], config: Config, what: str) -> None:
-    changed = configs.differences(saved, config)
-    if changed:
-        raise UserError(
-            f"{what} belongs to a run with another config:\n"
-            + "\n".join(changed)
-            + "\nrestore these keys, or choose another run.output_dir (what may change: "
-            + ", ".join(configs.MAY_CHANGE)
-            + ")"
-        )
+    return Processes(accelerator)
 
 
 def make_folder(folder: Path, key: str) -> None:
@@ -164,12 +120,15 @@ def remove_leftovers(output_dir: Path) -> None:
 
 
 class Run:
-    """One run's objects, built in order by the methods below."""
+    """One run's objects, built in order by the methods below.
 
-    def __init__(self, plan: Plan, accelerator, stop: StopSignal) -> None:
+    pieces: what a checkpoint is made of, by name (checkpoint/state.py); each is entered where it is built.
+    """
+
+    def __init__(self, plan: Plan, processes: Processes, signals: Signals) -> None:
         self.plan, self.config, self.family = plan, plan.config, plan.family
-        self.accelerator, self.stop = accelerator, stop
-        self.device: torch.device = accelerator.device
+        self.processes, self.signals = processes, signals
+        self.device: torch.device = processes.device
         self.kernels = kernels.choose(plan.config.adapter.kernels, self.device)
         precision.check_scaled_matmul(plan.config.precision.matmul, self.kernels, self.device)
         self.output_dir = Path(plan.config.run.output_dir)
@@ -177,9 +136,10 @@ class Run:
         self.source = plan.source
         self.finished = False
         self.storage: dict[str, quantization.Stored] = {}
+        self.pieces: dict[str, state.Provider] = {"config": resume.pin_config(self.config)}
 
     def say(self, line: str) -> None:
-        if self.accelerator.is_main_process:
+        if self.processes.is_main:
             print(line, flush=True)
 
     # --- output -------------------------------------------------------------------------------------------------------
@@ -188,7 +148,7 @@ class Run:
         """Fetch a hub id's weights, of which only configs are here so far; tokenizers; what they say of the captions."""
         if self.source.hub_id:
             paths = {name: c.path for name, c in self.config.model.components.items() if c.path}
-            with self.accelerator.main_process_first():
+            with self.processes.main_first():
                 self.source = open_model(
                     self.family, self.config.model.path, component_paths=paths, recognise=quantization.recognise
                 )
@@ -196,10 +156,6 @@ class Run:
                 check_files(self.source, component)
                 check_storage(self.source, component)
         config, plan = self.config, self.plan
-        self.data = {
-            "photos": sampler.fingerprint(plan.photos),
-            "micro_batches": config.step.accumulation * plan.processes,
-        }
         self.model = Model(
             modules={},
             configs={c.name: self.source.config(c.name) for c in self.family.components},
@@ -215,22 +171,34 @@ class Run:
         )
         self.report_captions([photo for photo, _ in plan.photos])
 
-    def read_checkpoint(self, resumed: Path | None) -> None:
+    def read_checkpoint(self, saved: state.Saved | None) -> None:
         """Where the run stands: at the checkpoint to go on from, or at its beginning."""
-        self.saved = state.unpack(resumed) if resumed else None
-        if self.saved is not None:
-            self.progress = self.saved.progress
-            state.check_data(self.saved.data, self.data)
+        # A date for reproducible files: https://reproducible-builds.org/specs/source-date-epoch/
+        clock = int(os.environ.get("SOURCE_DATE_EPOCH") or time.time())
+        self.progress = state.Progress(
+            step=0, images=0, non_finite=0, total_steps=total_updates(self.plan),
+            started=datetime.fromtimestamp(clock, UTC).isoformat(timespec="seconds"),
+        )  # fmt: skip
+        self.pieces |= {
+            "progress": self.progress,
+            "data": resume.pin_data(
+                photos=sampler.fingerprint(self.plan.photos),
+                micro_batches=self.config.step.accumulation * self.plan.processes,
+            ),
+            "environment": resume.pin_environment(
+                self.processes, kernels=self.kernels.name, deterministic=self.config.run.deterministic, say=self.say
+            ),
+        }
+        self.saved = saved
+        if saved is not None:
+            saved.restore(**{name: self.pieces[name] for name in ("progress", "data", "environment")})
             if self.plan.max_steps < self.progress.step:
                 raise UserError(
-                    f"the run's length is {self.plan.max_steps} steps, but {resumed} is at step {self.progress.step}; "
+                    f"the run's length is {self.plan.max_steps} steps, but {saved.folder} is at step {self.progress.step}; "
                     "raise run.max_steps or run.epochs"
                 )
-            self.say(f"resuming {resumed} at step {self.progress.step}")
-        else:
-            now = datetime.now(UTC).isoformat(timespec="seconds")
-            self.progress = state.Progress(step=0, images=0, total_steps=total_updates(self.plan), started=now)
-        if self.accelerator.is_main_process:
+            self.say(f"resuming {saved.folder} at step {self.progress.step}")
+        if self.processes.is_main:
             make_folder(self.output_dir, "run.output_dir")
 
     def open_output(self) -> None:
@@ -238,16 +206,18 @@ class Run:
 
         After all that can refuse the run: a refused one leaves the output as it was.
         """
-        if self.accelerator.is_main_process:
+        if self.processes.is_main:
             write_atomic(self.output_dir / "config.toml", [configs.dumps(self.config).encode()])
             metrics.cut(self.output_dir, self.progress.step)
             remove_leftovers(self.output_dir)
-            store.set_aside(self.checkpoints, after=self.progress.step)
+            store.remove_leftovers(self.checkpoints)
+            for moved in store.set_aside(self.checkpoints, after=self.progress.step):
+                self.say(f"warning: a later checkpoint is set aside as {moved}")
             if self.progress.step == 0:
                 # Of a start that ended before its first checkpoint, perhaps under another config.
                 for folder in (self.output_dir / "samples").glob("step-????????"):
                     shutil.rmtree(folder)
-        self.accelerator.wait_for_everyone()
+        self.processes.wait()
 
     # --- model and data -----------------------------------------------------------------------------------------------
 
@@ -270,18 +240,19 @@ class Run:
         )
         self.text_fingerprint = text_fingerprint
         photos = [photo for photo, _ in plan.photos]
-        with self.accelerator.main_process_first():
+        with self.processes.main_first():
             made = caches.fill_latents(
                 self.cache, plan.photos, fingerprint=latent_fingerprint, flip=config.data.flip,
-                encode=lambda pixels: self.encode_images(vae, pixels), check=self.stop.check,
-                progress=metrics.progress_bar("encoding photos"),
+                encode=lambda pixels: self.encode_images(vae, pixels), on_non_finite=self.not_finite_entry,
+                check=self.signals.check, progress=metrics.progress_bar("encoding photos"),
             )  # fmt: skip
             texts = 0
             if text_fingerprint is not None:
                 prompts = [p for request in plan.requests for p in (request.prompt, request.negative)]
                 texts = caches.fill_text(
                     self.cache, [*(photo.caption for photo in photos), *prompts], fingerprint=text_fingerprint,
-                    encode=self.encode_prompts, check=self.stop.check, progress=metrics.progress_bar("encoding captions"),
+                    encode=self.encode_prompts, on_non_finite=self.not_finite_entry, check=self.signals.check,
+                    progress=metrics.progress_bar("encoding captions"),
                 )  # fmt: skip
         self.say(f"cache: {made} latents and {texts} texts encoded, the rest was there")
         done = [*(self.family.text_encoders if plan.cache_text else ()), *(() if plan.requests else (vae,))]
@@ -292,6 +263,13 @@ class Run:
             caption_dropout=config.data.caption_dropout, latent_fingerprint=latent_fingerprint,
             text_fingerprint=text_fingerprint,
         )  # fmt: skip
+
+    def not_finite_entry(self, what: str) -> None:
+        """The policy for an encoding that is not finite."""
+        message = f"{what} are not finite; look at the file and at the encoder's compute dtype"
+        if self.config.step.non_finite == "stop":
+            raise NonFiniteError(f"{message}, or leave out every update it is in with step.non_finite = 'skip'")
+        self.say(f"warning: {message}; every update it is in will be skipped")
 
     def fingerprint(self, name: str) -> str:
         """Of an encoder, for the cache of what it encodes: its files, and whatever changes its numbers."""
@@ -323,10 +301,10 @@ class Run:
             converted = self.converted_weights(name) if component.format.quantised and not held else None
             module = self.model.modules[name] = self.source.load(
                 name, swap=partial(component.swap, held=held, kernels=self.kernels), device=self.device,
-                fill=partial(converted.fill, check=self.stop.check) if converted else lambda module: (),
-                check=self.stop.check,
+                fill=partial(converted.fill, check=self.signals.check) if converted else lambda module: (),
+                check=self.signals.check,
             )  # fmt: skip
-            if converted is not None and self.accelerator.is_main_process:
+            if converted is not None and self.processes.is_main:
                 self.say(f"{name}: {converted.found} of {converted.wanted} converted weights were in model.cache_dir")
                 converted.store(module)
             held_as = held_storage(self.source, name)
@@ -381,7 +359,8 @@ class Run:
             self.load(next(c.name for c in self.family.components if c.role == "vae"))
         # The VAE is left out: it is loaded only to draw samples.
         trained = (self.family.denoiser, *(() if plan.cache_text else self.family.text_encoders))
-        self.quantization = quantization.record((name, self.model.modules[name]) for name in trained)
+        record = quantization.record((name, self.model.modules[name]) for name in trained)
+        self.pieces["quantization"] = resume.pin_quantization(record)
         self.adapter: Adapter = inject(
             {name: self.model.modules[name] for name in plan.adapted},
             plan.targets,
@@ -421,12 +400,16 @@ class Run:
             plan.scales_loss, self.device, initial_scale=config.precision.loss_scale,
             growth_interval=config.precision.loss_scale_growth_interval,
         )  # fmt: skip
+        self.pieces |= {
+            "adapter": self.adapter,
+            "optimizer": optim.OptimizerState(self.optimizer),
+            "schedule": optim.ScheduleState(self.schedule),
+            "scaler": precision.ScalerState(self.scaler),
+        }
         if self.saved is not None:
-            state.check_quantization(self.saved.quantization, self.quantization)
-            self.adapter.load_state_dict(self.saved.adapter)
-            state.load_optimizer_state(self.optimizer, self.saved.optimizer_tensors, self.saved.optimizer_scalars)
-            optim.load_schedule_state(self.schedule, self.saved.schedule)
-            self.scaler.load_state_dict(self.saved.scaler)
+            names = ("quantization", "adapter", "optimizer", "schedule", "scaler")
+            self.saved.restore(**{name: self.pieces[name] for name in names})
+            self.saved.finish()
             self.saved = None
 
         def losses(batch):
@@ -436,6 +419,7 @@ class Run:
                 encode=lambda texts: self.family.encode_prompts(self.model, texts),
             )  # fmt: skip
 
+        dropout = self.adapter.dropout(config.run.seed)
         self.step = Step(
             losses=losses,
             optimizer=self.optimizer,
@@ -443,8 +427,9 @@ class Run:
             scaler=self.scaler,
             max_grad_norm=config.step.max_grad_norm,
             after_update=self.adapter.mark_stale,
-            reduce=torch.distributed.all_reduce if self.accelerator.num_processes > 1 else None,
-            dropout=self.adapter.dropout(config.run.seed, self.accelerator.process_index),
+            sum=self.processes.sum,
+            # By the micro-batch's place in the update, whichever process has it.
+            dropout=lambda step, index: dropout(step, index * self.processes.count + self.processes.rank),
         )
 
     # --- loop ---------------------------------------------------------------------------------------------------------
@@ -467,71 +452,113 @@ class Run:
         stop_after = min(config.run.stop_after or last, last)
         self.log = metrics.Metrics(
             self.output_dir, open_tracker=self.open_tracker if config.logging.tensorboard else None, total_steps=last,
-            initial_step=progress.step, enabled=self.accelerator.is_main_process,
+            initial_step=progress.step, enabled=self.processes.is_main,
+        )  # fmt: skip
+        self.saver = Saver(
+            self.checkpoints, keep_last=config.checkpoint.keep_last, background=config.checkpoint.background,
+            before=self.log.sync,
         )  # fmt: skip
         mine = (
-            sampler.share(update, processes=self.plan.processes, rank=self.accelerator.process_index)
-            for update in self.updates()
+            sampler.share(update, processes=self.plan.processes, rank=self.processes.rank) for update in self.updates()
         )
         batches_of = loader.iterate(mine, self.reader, num_workers=config.data.num_workers)
-        saved_step = progress.step
+        self.saved_step = progress.step
         try:
             self.after_step()  # step 0, or what a stop cut off
             for update in self.updates():
                 if progress.step >= stop_after:
                     break
-                self.agree_on_stopping()
+                self.agree()
                 self.one_step(update, next(batches_of))
-                self.after_step()
-                if progress.step in (last, stop_after) or _due(config.checkpoint.every_steps, progress.step):
+                if _due(config.checkpoint.every_steps, progress.step):
                     self.save()
-                    saved_step = progress.step
+                if progress.step in (last, stop_after):
+                    self.save(final=True)
+                self.after_step()
             self.finished = progress.step >= last
             if not self.finished:
                 self.log.write(f"stopped after step {progress.step} as asked; go on with --resume_from auto")
-        except Interrupted:
-            if progress.step > saved_step:
-                self.save()
+        except (Interrupted, NonFiniteError, OutOfMemory, caches.CacheError):
+            # Between two steps, or a step that changed nothing: what was trained is whole, and kept.
+            self.save(final=True)
             raise
         finally:
             batches_of.close()
             self.log.close()
 
-    def agree_on_stopping(self) -> None:
-        """Raise Interrupted on every process once a signal reached any of them, so that all save the same step."""
-        if self.accelerator.num_processes > 1:
-            signum = torch.tensor([self.stop.signum or 0], device=self.device)
-            torch.distributed.all_reduce(signum, torch.distributed.ReduceOp.MAX)
-            # Only what was agreed counts: a signal that came in the meantime is told to the others before the next step.
-            if int(signum):
-                raise Interrupted(int(signum))
-        else:
-            self.stop.check()
+    def agree(self) -> None:
+        """Do before a step what any process was asked to do or met with, in all of them at the same step.
+
+        Raises Interrupted for a signal, OSError for a checkpoint that could not be written. Only what was agreed counts: a
+        signal that comes in the meantime is told to the others before the next step.
+        """
+        signum, save, failed = self.processes.largest(
+            self.signals.stop or 0, int(self.signals.save), int(self.saver.failed)
+        )
+        if failed:
+            with self.failure_policy():
+                self.saver.wait()
+                if not self.processes.is_main:
+                    raise OSError(errno.EIO, "the main process could not write a checkpoint")
+        if signum:
+            raise Interrupted(signum)
+        if save:
+            self.signals.save = False
+            self.save()
+            self.log.write(f"a checkpoint of step {self.progress.step} was asked for")
 
     def one_step(self, update, batches) -> None:
         progress = self.progress
         start = time.perf_counter()
-        samples = sum(len(micro_batch) for micro_batch in update)
-        result = self.step.run(progress.step + 1, batches, samples)
+        occurrences = [occurrence for micro_batch in update for occurrence in micro_batch]
+        try:
+            result = self.step.run(progress.step + 1, batches, occurrences)
+        except OutOfMemory as error:
+            denoiser = self.family.denoiser
+            raise OutOfMemory(f"{error}\n" + what_would_fit(
+                recomputed=self.config.memory.gradient_checkpointing, batch_size=self.config.data.batch_size,
+                resolution=self.config.data.resolution, rank=self.config.adapter.rank, denoiser=denoiser,
+                dtype=self.plan.components[denoiser].format.name,
+            )) from None  # fmt: skip
+        if result.refused:
+            self.not_finite(f"step {progress.step + 1}: {result.refused}; the adapter is unchanged")
+            progress.non_finite += 1
         progress.step += 1
-        progress.images += samples
+        progress.images += len(occurrences)
         seconds = time.perf_counter() - start
         entry = {
             "step": progress.step,
-            "epoch": update[0][0].epoch + 1,
+            "epoch": occurrences[0].epoch + 1,
             "loss": result.loss,
             "lr": result.lr[0],
             "grad_norm": result.grad_norm,
             "images": progress.images,
+            "skipped": not result.updated,
             "seconds": round(seconds, 6),
-            "images_per_second": round(samples / seconds, 3),
+            "images_per_second": round(len(occurrences) / seconds, 3),
             "time": round(time.time(), 3),
         }
         if self.scaler.is_enabled():
-            entry |= {"loss_scale": result.loss_scale, "skipped": result.skipped}
+            entry["loss_scale"] = result.loss_scale
+        if result.refused:
+            entry["non_finite"] = result.refused
         if self.device.type == "cuda":
             entry["peak_bytes"] = torch.cuda.max_memory_allocated(self.device)
         self.log.log(entry)
+
+    def not_finite(self, what: str) -> None:
+        """The policy for a value that is not finite: raises NonFiniteError, or says that the update is skipped."""
+        policy, limit, done = self.config.step.non_finite, self.config.step.max_skipped, self.progress.non_finite
+        if policy == "stop":
+            raise NonFiniteError(
+                f"{what}\nlook at these samples and at the compute dtypes; with step.non_finite = 'skip' and "
+                "--resume_from auto the run goes on without such updates"
+            )
+        if done >= limit:
+            raise NonFiniteError(
+                f"{what}\n{done} updates were skipped before it, and step.max_skipped = {limit} allows no more"
+            )
+        self.log.write(f"warning: {what}; the update is skipped ({done + 1} of at most {limit})")
 
     def open_tracker(self):
         """TensorBoard's writer; what a killed run logged beyond the checkpoint is purged.
@@ -560,7 +587,7 @@ class Run:
             self.draw_samples()
 
     def draw_samples(self) -> None:
-        if not self.accelerator.is_main_process:
+        if not self.processes.is_main:
             return
 
         def sample(request):
@@ -571,29 +598,33 @@ class Run:
 
         folder = validation.sample_folder(self.output_dir, self.progress.step)
         # One of several processes may not stop on its own: they agree before the next step.
-        check = self.stop.check if self.accelerator.num_processes == 1 else lambda: None
+        check = self.signals.check if self.processes.count == 1 else lambda: None
         validation.draw_samples(self.plan.requests, sample=sample, folder=folder, check=check)
 
-    def save(self) -> None:
-        if self.accelerator.is_main_process:
-            files = state.pack(
-                progress=self.progress,
-                adapter=self.adapter.state_dict(),
-                optimizer=state.optimizer_state(self.optimizer),
-                schedule=optim.schedule_state(self.schedule),
-                scaler=self.scaler.state_dict(),
-                quantization=self.quantization,
-                config=self.config.model_dump(exclude_none=True, mode="json"),
-                data=self.data,
-                versions={"torch": torch.__version__},
-            )
-            store.save(self.checkpoints, self.progress.step, files)
-            store.prune(self.checkpoints, self.config.checkpoint.keep_last)
-        self.accelerator.wait_for_everyone()
+    def save(self, *, final: bool = False) -> None:
+        """Hand the present state to the saver, unless it is saved already. final: wait until it is on the disk."""
+        if self.progress.step > self.saved_step and self.processes.is_main:
+            with self.failure_policy():
+                self.saver.wait()
+            with self.failure_policy(final=final):
+                self.saver.save(self.progress.step, state.pack(self.pieces))
+        self.saved_step = self.progress.step
+        if final:
+            self.saver.wait()
+
+    @contextmanager
+    def failure_policy(self, *, final: bool = False) -> Iterator[None]:
+        """checkpoint.on_failure for a save that met with an OSError. A start's final save must not fail."""
+        try:
+            yield
+        except OSError as error:
+            if final or self.config.checkpoint.on_failure == "stop":
+                raise
+            self.log.write(f"warning: a checkpoint could not be written ({error}); training goes on without it")
 
     def export(self, stem: str) -> dict[str, Path]:
         """Write the adapter's files; returns them by format."""
-        if not self.accelerator.is_main_process:
+        if not self.processes.is_main:
             return {}
         config, size = self.config, self.config.data.resolution
         tags: dict[str, int] = {}
@@ -621,7 +652,7 @@ class Run:
     def finish(self) -> None:
         """The adapter files, the "did it take?" table and the report."""
         written = self.export(self.config.run.name)
-        if not self.accelerator.is_main_process:
+        if not self.processes.is_main:
             return
         sections = {"Did it take?": outcome.weight_change(self.adapter)}
         rows = []

@@ -1,4 +1,7 @@
-"""SIGTERM and SIGINT become a flag that the run reads between steps; a second SIGINT stops at once."""
+"""Signals become flags that the run reads between steps: SIGTERM and SIGINT stop it, SIGUSR1 asks for a checkpoint now.
+
+A second SIGINT stops at once.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,31 @@ import signal
 
 from trainer.errors import Interrupted
 
+STOP = (signal.SIGTERM, signal.SIGINT)
+SAVE = getattr(signal, "SIGUSR1", None)  # not on Windows
+HANDLED = {*STOP, *([SAVE] if SAVE else [])}
 
-class StopSignal:
-    """Installed for the length of a `with` block. `check` raises Interrupted once a signal has arrived."""
+
+def hold_save() -> None:
+    """Ignore the signal for a checkpoint, which by default ends a process: before there is anything to save."""
+    if SAVE:
+        signal.signal(SAVE, signal.SIG_IGN)
+
+
+class Signals:
+    """Installed for the length of a `with` block. `check` raises Interrupted once a stop was asked for.
+
+    stop: the number of the signal that asked to stop, or None. save: whether a checkpoint was asked for; whoever writes
+    it sets it back.
+    """
 
     def __init__(self) -> None:
-        self.signum: int | None = None
+        self.stop: int | None = None
+        self.save = False
         self._before: dict[int, object] = {}
 
-    def __enter__(self) -> StopSignal:
-        for signum in (signal.SIGTERM, signal.SIGINT):
+    def __enter__(self) -> Signals:
+        for signum in HANDLED:
             self._before[signum] = signal.signal(signum, self._arrived)
         return self
 
@@ -24,10 +42,13 @@ class StopSignal:
             signal.signal(signum, handler)
 
     def _arrived(self, signum: int, frame) -> None:
-        if self.signum == signal.SIGINT and signum == signal.SIGINT:
+        if signum == SAVE:
+            self.save = True
+            return
+        if self.stop == signal.SIGINT and signum == signal.SIGINT:
             raise KeyboardInterrupt
-        self.signum = signum
+        self.stop = signum
 
     def check(self) -> None:
-        if self.signum is not None:
-            raise Interrupted(self.signum)
+        if self.stop is not None:
+            raise Interrupted(self.stop)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -10,9 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from trainer import draws
-from trainer.errors import NonFiniteError
+from trainer.errors import OutOfMemory
+from trainer.memory import is_out_of_memory
 from trainer.objectives import Objective, sample_losses
-from trainer.types import Batch, Conditioning
+from trainer.types import Batch, Conditioning, Occurrence
 
 
 def draw_time_and_noise(
@@ -41,25 +41,28 @@ def batch_losses(
     latents, noise, time = batch.latents.to(device), noise.to(device), time.to(device)
     conditioning = batch.conditioning.to(device) if batch.conditioning is not None else encode(batch.captions)
     prediction = predict(objective.noised(latents, noise, time), time, conditioning, batch)
-    losses = sample_losses(prediction, objective.target(latents, noise, time), objective.weight(time))
-    if not torch.isfinite(losses.detach()).all():
-        bad = [o.sample for o, loss in zip(batch.occurrences, losses.tolist(), strict=True) if not math.isfinite(loss)]
-        raise NonFiniteError(f"the loss of {', '.join(bad)} is not finite")
-    return losses
+    return sample_losses(prediction, objective.target(latents, noise, time), objective.weight(time))
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """loss: per-sample mean over the global batch. grad_norm: before clipping; None where it overflowed.
+    """What an update did. lr: of each parameter group, as used.
 
-    lr: of each parameter group, as used. skipped: the loss scaler dropped this update.
+    loss: per-sample mean over the global batch; None where a sample's is not finite. grad_norm: before clipping; None where
+    there is none or it overflowed. updated: whether the parameters changed. refused: what was not finite and cannot be
+    answered by a lower loss scale, with the samples' names; "" otherwise.
     """
 
-    loss: float
+    loss: float | None
     grad_norm: float | None
     lr: tuple[float, ...]
-    skipped: bool
+    updated: bool
     loss_scale: float
+    refused: str = ""
+
+
+# What stands in a step's flags, one for each sample of the global batch.
+_LATENTS, _LOSS = 1, 2
 
 
 class Step:
@@ -67,8 +70,8 @@ class Step:
 
     losses: Batch -> fp32 [B].  optimizer: over flat parameters (optim.flatten).
     after_update: called when parameters changed (DoRA norms are marked stale there).
-    reduce: sums a tensor over processes, in place; None for a single process.
-    dropout: (step, micro-batch) -> a context in which adapter dropout is on and seeded.
+    sum: sums a tensor over the processes, in place.
+    dropout: (step, micro-batch of this process) -> a context in which adapter dropout is on and seeded.
     """
 
     def __init__(
@@ -80,51 +83,79 @@ class Step:
         scaler: torch.amp.GradScaler,
         max_grad_norm: float,
         after_update: Callable[[], None],
-        reduce: Callable[[torch.Tensor], object] | None,
+        sum: Callable[[torch.Tensor], None],
         dropout: Callable[[int, int], AbstractContextManager[None]],
     ) -> None:
         self.losses = losses
         self.flat = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.optimizer, self.schedule, self.scaler = optimizer, schedule, scaler
         self.max_grad_norm = max_grad_norm
-        self.after_update, self.reduce, self.dropout = after_update, reduce, dropout
+        self.after_update, self.sum, self.dropout = after_update, sum, dropout
 
-    def run(self, step: int, batches: Sequence[Batch], samples: int) -> StepResult:
-        """One update from this process's micro-batches; `samples` counts the global batch.
+    def run(self, step: int, batches: Sequence[Batch], occurrences: Sequence[Occurrence]) -> StepResult:
+        """One update from this process's micro-batches; `occurrences` are those of the global batch.
 
-        Raises NonFiniteError, before anything changed, for a loss or gradient that is not finite and that the loss
-        scaler cannot answer by lowering its scale.
+        Whether anything changes is decided before anything does, by all processes alike: latents, losses or a gradient that
+        are not finite leave parameters, optimizer and schedule as they were.
+        Raises OutOfMemory in every process where one of them ran out of memory; nothing has changed then.
         """
+        place = {occurrence: index for index, occurrence in enumerate(occurrences)}
+        flags = torch.zeros(len(occurrences), dtype=torch.float32)
         total = torch.zeros((), dtype=torch.float32)
+        exhausted = ""
         for parameter in self.flat:
             parameter.grad.zero_()
-        try:
-            for index, batch in enumerate(batches):
+        for index, batch in enumerate(batches):
+            here = [place[occurrence] for occurrence in batch.occurrences]
+            flags[here] = _LATENTS * (~torch.isfinite(batch.latents).flatten(1).all(1)).float()
+            if flags.any():
+                break
+            try:
                 with self.dropout(step, index):
-                    loss = self.losses(batch).sum() / samples
+                    losses = self.losses(batch)
+                    lost = losses.detach().cpu()
+                    flags[here] = _LOSS * (~torch.isfinite(lost)).float()
+                    if flags.any():
+                        break
+                    loss = losses.sum() / len(occurrences)
                     self.scaler.scale(loss).backward()
-                total += loss.detach().cpu()
-        except NonFiniteError as error:
-            raise NonFiniteError(f"step {step}: {error}; the adapter is unchanged") from error
-        if self.reduce is not None:
-            total = total.to(self.flat[0].device)
-            for tensor in (*(parameter.grad for parameter in self.flat), total):
-                self.reduce(tensor)
-        scale = self.scaler.get_scale()
+                    total += loss.detach().cpu()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                # Only its text is kept: the exception holds on to the activations.
+                exhausted = f"micro-batch {index + 1} of {len(batches)}: {batch.describe()}\n{error}"
+                break
+            finally:
+                losses = loss = None  # and so does a graph that was not walked back
+        # One reduction says whether there is a gradient to reduce: a process that stopped on its own leaves no other waiting.
+        told = torch.stack([total, torch.tensor(float(bool(exhausted))), *flags]).to(self.flat[0].device)
+        self.sum(told)
+        total, out_of_memory, *flags = told.tolist()
+        if out_of_memory:
+            raise OutOfMemory(f"step {step}: out of memory in {exhausted or 'another process'}")
+        scale, lr = self.scaler.get_scale(), tuple(self.schedule.get_last_lr())
+        for kind, name in ((_LATENTS, "latents"), (_LOSS, "loss")):
+            bad = sorted({o.sample for o, flag in zip(occurrences, flags, strict=True) if flag == kind})
+            if bad:
+                refused = f"the {name} of {', '.join(bad)} {'are' if kind == _LATENTS else 'is'} not finite"
+                return StepResult(None, None, lr, False, scale, refused)
+        for parameter in self.flat:
+            self.sum(parameter.grad)
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in self.flat])
         finite = bool(torch.isfinite(norm))
-        if not finite and (not self.scaler.is_enabled() or scale <= 1):
-            names = ", ".join(sorted({o.sample for batch in batches for o in batch.occurrences}))
-            raise NonFiniteError(f"step {step}: the gradient is not finite (samples {names}); the adapter is unchanged")
-        lr = tuple(self.schedule.get_last_lr())
+        refused = ""
         if finite:
             if self.max_grad_norm > 0:
                 torch.nn.utils.clip_grads_with_norm_(self.flat, self.max_grad_norm, norm)
             self.optimizer.step()
             self.schedule.step()
             self.after_update()
+        elif not self.scaler.is_enabled() or scale <= 1:
+            refused = f"the gradient is not finite (samples {', '.join(sorted({o.sample for o in occurrences}))})"
         if self.scaler.is_enabled():
-            self.scaler.update()
-        return StepResult(total.item(), norm.item() if finite else None, lr, not finite, scale)
+            # No lower than 1: there an overflow is the run's own, and a lower scale would only lose small gradients.
+            self.scaler.update(new_scale=scale if refused else None)
+        return StepResult(total, norm.item() if finite else None, lr, finite, scale, refused)

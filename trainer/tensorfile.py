@@ -10,16 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
-import secrets
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from trainer.errors import UserError
+from trainer.files import write_atomic
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -160,67 +158,11 @@ def serialize(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] |
             yield memoryview(flat.view(torch.uint8).numpy())
 
 
-def write_atomic(path: Path | str, pieces: Iterator[memoryview] | list[bytes]) -> tuple[str, int]:
-    """Write `pieces` to `path` through a temporary file and a rename; returns (sha256, bytes).
-
-    The file's mode follows the umask. An exception leaves neither the file nor the temporary.
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Not by the process's number alone: two containers that share a folder may both be number 1.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    digest, count = hashlib.sha256(), 0
-    try:
-        with open(temporary, "wb") as file:
-            for piece in pieces:
-                file.write(piece)
-                digest.update(piece)
-                count += len(piece)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    return digest.hexdigest(), count
-
-
 def write_tensors(
     path: Path | str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> tuple[str, int]:
     """Write a safetensors file atomically; returns (sha256, bytes). Equal tensors and metadata give equal bytes."""
     return write_atomic(path, serialize(tensors, metadata))
-
-
-def remove_leftovers(temporaries: Iterable[Path], *, idle: float = 0) -> None:
-    """Delete those of `write_atomic`'s temporary files whose writers are gone. Not while this process writes there.
-
-    idle: seconds since the last write, at least. More than 0 in a folder that other machines or containers may share: there
-    a process's number says nothing.
-    """
-    for path in temporaries:
-        owner = re.fullmatch(r"\..*\.(\d+)\.[0-9a-f]+\.tmp", path.name)
-        # Our own number may be that of a killed run: in a container every run has the same.
-        if not owner or (int(owner[1]) != os.getpid() and _is_running(int(owner[1]))):
-            continue
-        try:
-            if time.time() - path.stat().st_mtime >= idle:
-                path.unlink()
-        except FileNotFoundError:  # another start's broom was faster
-            continue
-
-
-def _is_running(pid: int) -> bool:
-    """Whether a process of this number exists here. Windows cannot ask without harm (signal 0 is Ctrl-C there)."""
-    if os.name == "nt":
-        return True
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):  # someone else's; or no process number at all, so not for us to judge
-        return True
-    return True
 
 
 def tensor_sha256(tensor: torch.Tensor) -> str:

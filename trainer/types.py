@@ -75,6 +75,12 @@ class Batch:
     target_size: torch.Tensor
     references: tuple[torch.Tensor, ...] = ()
 
+    def describe(self) -> str:
+        """Its bucket and samples, for a message."""
+        height, width = self.target_size[0].tolist()
+        names = ", ".join(occurrence.sample for occurrence in self.occurrences)
+        return f"{len(self.occurrences)} photo(s) of {width}x{height} ({names})"
+
 
 @dataclass(frozen=True)
 class StoredWeight:

@@ -9,7 +9,7 @@ import torch
 
 from tests.harness import DENOISER, Workbench, built
 from trainer import run as runs
-from trainer.signals import StopSignal
+from trainer.signals import Signals
 from trainer.tensorfile import TensorFile
 
 CELLS = [
@@ -38,8 +38,8 @@ def train(bench: Workbench, family: str, kind: str, dtype: str, **more) -> runs.
     )
     source = runs.open_source(config)
     config = runs.resolve(config, source)
-    with StopSignal() as stop:
-        run = runs.Run(runs.make_plan(config, source, processes=1), runs.start_processes(config), stop)
+    with Signals() as signals:
+        run = runs.Run(runs.make_plan(config, source, processes=1), runs.start_processes(config), signals)
         run.open_model()
         run.read_checkpoint(None)
         run.encode_data()

@@ -65,7 +65,11 @@ def prepared(bench: Workbench, cache: str, family: str, **overrides) -> Abstract
 def steps(run: runs.Run, count: int) -> Iterator[StepResult]:
     """The results of the run's first steps, one by one."""
     for step, update in zip(range(1, count + 1), run.updates(), strict=False):
-        yield run.step.run(step, [run.reader[micro_batch] for micro_batch in update], sum(map(len, update)))
+        yield run.step.run(
+            step,
+            [run.reader[micro_batch] for micro_batch in update],
+            [o for micro_batch in update for o in micro_batch],
+        )
 
 
 def checkpoint(out: Path, step: int) -> Path:

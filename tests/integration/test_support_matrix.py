@@ -14,7 +14,7 @@ import pytest
 
 from tests.harness import ROOT, Workbench
 from trainer.adapters import Adapter
-from trainer.checkpoint import state
+from trainer.optim import OptimizerState
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -77,7 +77,7 @@ def test_a_broken_trainer_fails_its_cell(workbench: Workbench, monkeypatch, brok
         monkeypatch.setattr(Adapter, "named_parameters", frozen)
     else:
         expected = "resumed: "
-        monkeypatch.setattr(state, "load_optimizer_state", lambda *arguments: None)
+        monkeypatch.setattr(OptimizerState, "load_state_dict", lambda self, state: None)
     result = matrix.run_cell(SMALL, workbench)
     assert result.state == "failed" and expected in result.reason, result
 

@@ -153,10 +153,22 @@ def test_memory_is_bounded_and_keeps_what_was_used_last(tmp_path):
     assert cache._memory.keys() == {keys[2], keys[1]}
 
 
+def refuse(what: str) -> None:
+    raise NonFiniteError(what)
+
+
+ENCODING = {"encode": encode, "on_non_finite": refuse}
+
+
 def test_fill_latents(tmp_path):
     photos = dataset()
     seen = []
-    settings = {"fingerprint": "vae", "encode": encode, "progress": lambda done, total: seen.append((done, total))}
+    settings = {
+        "fingerprint": "vae",
+        "encode": encode,
+        "on_non_finite": refuse,
+        "progress": lambda done, total: seen.append((done, total)),
+    }
     assert fill_latents(Cache(tmp_path), photos, flip=False, **settings) == 5
     assert seen == [(i, 5) for i in range(1, 6)]
     cache = Cache(tmp_path)
@@ -172,22 +184,27 @@ def test_fill_latents(tmp_path):
 def test_a_changed_photo_or_encoder_is_encoded_anew(tmp_path):
     folder = shutil.copytree("examples/bear_plushie", tmp_path / "photos")
     cache = tmp_path / "cache"
-    assert fill_latents(Cache(cache), dataset(folder), fingerprint="vae", flip=False, encode=encode) == 5
+    assert fill_latents(Cache(cache), dataset(folder), fingerprint="vae", flip=False, **ENCODING) == 5
     shutil.copy(folder / "00.jpg", folder / "01.jpg")
-    assert fill_latents(Cache(cache), dataset(folder), fingerprint="vae", flip=False, encode=encode) == 0
+    assert fill_latents(Cache(cache), dataset(folder), fingerprint="vae", flip=False, **ENCODING) == 0
     with open(folder / "01.jpg", "ab") as file:
         file.write(b"\0")
-    assert fill_latents(Cache(cache), dataset(folder), fingerprint="vae", flip=False, encode=encode) == 1
-    assert fill_latents(Cache(cache), dataset(folder), fingerprint="other", flip=False, encode=encode) == 5
+    assert fill_latents(Cache(cache), dataset(folder), fingerprint="vae", flip=False, **ENCODING) == 1
+    assert (
+        fill_latents(
+            Cache(cache), dataset(folder), fingerprint="other", flip=False, encode=encode, on_non_finite=refuse
+        )
+        == 5
+    )
 
 
 def test_a_damaged_entry_is_rebuilt_with_the_same_bytes(tmp_path):
     photos = dataset()
-    fill_latents(Cache(tmp_path), photos, fingerprint="vae", flip=False, encode=encode)
+    fill_latents(Cache(tmp_path), photos, fingerprint="vae", flip=False, **ENCODING)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.safetensors")}
     victim = sorted(before)[2]
     victim.write_bytes(before[victim][:-3] + b"abc")
-    assert fill_latents(Cache(tmp_path), photos, fingerprint="vae", flip=False, encode=encode) == 1
+    assert fill_latents(Cache(tmp_path), photos, fingerprint="vae", flip=False, **ENCODING) == 1
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
@@ -195,7 +212,9 @@ def test_a_photo_that_changed_after_the_scan_is_refused(tmp_path):
     ((photo, bucket), *_) = dataset()
     stale = dataclasses.replace(photo, sha256="0" * 64)
     with pytest.raises(UserError, match="00.jpg changed"):
-        fill_latents(Cache(tmp_path), [(stale, bucket)], fingerprint="vae", flip=False, encode=encode)
+        fill_latents(
+            Cache(tmp_path), [(stale, bucket)], fingerprint="vae", flip=False, encode=encode, on_non_finite=refuse
+        )
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
@@ -212,16 +231,41 @@ def test_non_finite_latents_and_text_are_refused_by_name(tmp_path):
             return latents
 
         with pytest.raises(NonFiniteError, match=r"0/02\.jpg"):
-            fill_latents(cache, photos, fingerprint=f"vae {value}", flip=False, encode=broken)
-        assert fill_latents(cache, photos, fingerprint=f"vae {value}", flip=False, encode=encode) == 3
+            fill_latents(cache, photos, fingerprint=f"vae {value}", flip=False, encode=broken, on_non_finite=refuse)
+        assert fill_latents(cache, photos, fingerprint=f"vae {value}", flip=False, **ENCODING) == 3
     with pytest.raises(NonFiniteError, match="a bad caption"):
         fill_text(
             cache,
             ["a bad caption"],
             fingerprint="t",
             encode=lambda texts: Conditioning(torch.full((1, 2, 2), float("nan"))),
+            on_non_finite=refuse,
         )
     assert cache.missing([text_key("a bad caption", fingerprint="t")])
+
+
+def test_non_finite_entries_that_are_kept_are_told_again(tmp_path):
+    """Skipped now, such an entry is not taken for a sound one by a later start that would stop."""
+
+    def broken(pixels):
+        return encode(pixels) * float("nan")
+
+    def text(texts):
+        return Conditioning(torch.full((1, 2, 2), float("inf" if texts == ["bad"] else "1")))
+
+    told: list[str] = []
+    photos = dataset()[:2]
+    arguments = {"fingerprint": "vae", "flip": False, "on_non_finite": told.append}
+    assert fill_latents(Cache(tmp_path), photos, encode=broken, **arguments) == 2
+    first, told[:] = list(told), []
+    assert fill_latents(Cache(tmp_path), photos, encode=encode, **arguments) == 0
+    assert sorted(told) == sorted(first) and "0/00.jpg" in first[0] and len(first) == 2
+    with pytest.raises(NonFiniteError, match="0/0"):
+        fill_latents(Cache(tmp_path), photos, encode=encode, **arguments | {"on_non_finite": refuse})
+    for made in (2, 0):
+        told[:] = []
+        assert fill_text(Cache(tmp_path), ["bad"], fingerprint="t", encode=text, on_non_finite=told.append) == made
+        assert told == ["the text encodings of the caption 'bad'"]
 
 
 def test_fill_text_takes_each_caption_once_and_the_empty_one(tmp_path):
@@ -231,9 +275,9 @@ def test_fill_text_takes_each_caption_once_and_the_empty_one(tmp_path):
         calls.append(captions)
         return encode_text(captions)
 
-    assert fill_text(cache, ["a", "bb", "a"], fingerprint="t", encode=counted) == 3
+    assert fill_text(cache, ["a", "bb", "a"], fingerprint="t", encode=counted, on_non_finite=refuse) == 3
     assert calls == [["a"], ["bb"], [""]]
-    assert fill_text(Cache(tmp_path), ["bb", "ccc"], fingerprint="t", encode=counted) == 1
+    assert fill_text(Cache(tmp_path), ["bb", "ccc"], fingerprint="t", encode=counted, on_non_finite=refuse) == 1
     stored = Conditioning.from_tensors(Cache(tmp_path).get(text_key("bb", fingerprint="t")))
     expected = encode_text(["bb"])
     assert equal(stored.tensors(), expected.tensors()) and stored.sequence.dtype == torch.bfloat16
@@ -248,9 +292,9 @@ def test_filling_is_interrupted_and_continued(tmp_path):
             raise Interrupted(2)
 
     with pytest.raises(Interrupted):
-        fill_latents(Cache(tmp_path), dataset(), fingerprint="vae", flip=False, encode=encode, check=check)
+        fill_latents(Cache(tmp_path), dataset(), fingerprint="vae", flip=False, **ENCODING, check=check)
     assert len(list(tmp_path.rglob("*.safetensors"))) == 2
-    assert fill_latents(Cache(tmp_path), dataset(), fingerprint="vae", flip=False, encode=encode) == 3
+    assert fill_latents(Cache(tmp_path), dataset(), fingerprint="vae", flip=False, **ENCODING) == 3
 
 
 def test_leftovers_of_killed_processes_are_removed(tmp_path):
@@ -263,12 +307,12 @@ def test_leftovers_of_killed_processes_are_removed(tmp_path):
     }
     for path in names.values():
         path.write_bytes(b"half")
-    fill_latents(Cache(tmp_path), dataset(), fingerprint="vae", flip=False, encode=encode)
+    fill_latents(Cache(tmp_path), dataset(), fingerprint="vae", flip=False, **ENCODING)
     assert list(tmp_path.rglob("*.tmp")) == [names[os.getppid()]]  # that process may still be writing
 
 
 def test_an_entry_tells_people_what_it_is(tmp_path):
-    fill_latents(Cache(tmp_path), dataset()[:1], fingerprint="vae", flip=False, encode=encode)
+    fill_latents(Cache(tmp_path), dataset()[:1], fingerprint="vae", flip=False, **ENCODING)
     (path,) = tmp_path.rglob("*.safetensors")
     file = TensorFile(path)
     assert file.metadata["sample"] == "0/00.jpg" and file.metadata["key"] == path.stem

@@ -40,8 +40,10 @@ def dataset(tmp_path_factory):
         fingerprint="vae",
         flip=True,
         encode=lambda pixels: torch.nn.functional.avg_pool2d(pixels, 8),
+        on_non_finite=pytest.fail,
     )
-    fill_text(cache, [photo.caption for photo, _ in photos], fingerprint="text", encode=encode_text)
+    captions = [photo.caption for photo, _ in photos]
+    fill_text(cache, captions, fingerprint="text", encode=encode_text, on_non_finite=pytest.fail)
     return photos, cache.directory
 
 

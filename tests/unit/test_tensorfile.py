@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from trainer.errors import UserError
-from trainer.tensorfile import DTYPES, TensorFile, remove_leftovers, tensor_sha256, write_tensors
+from trainer.files import remove_leftovers
+from trainer.tensorfile import DTYPES, TensorFile, tensor_sha256, write_tensors
 
 
 def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:

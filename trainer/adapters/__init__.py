@@ -313,8 +313,8 @@ class Adapter:
             for layer in self.layers.values():
                 layer.strength = 1.0
 
-    def dropout(self, seed: int, rank: int) -> Callable[[int, int], AbstractContextManager[None]]:
-        """(step, micro-batch) -> a context in which adapter dropout is on, seeded by (seed, step, micro-batch, rank)."""
+    def dropout(self, seed: int) -> Callable[[int, int], AbstractContextManager[None]]:
+        """(step, micro-batch) -> a context in which adapter dropout is on, seeded by (seed, step, micro-batch)."""
         dropping = [layer for layer in self.layers.values() if layer.drops]
 
         @contextmanager
@@ -322,7 +322,7 @@ class Adapter:
             if not dropping:
                 yield
                 return
-            state = draws.generator(seed, "dropout", step, micro_batch, rank).initial_seed()
+            state = draws.generator(seed, "dropout", step, micro_batch).initial_seed()
             torch.manual_seed(state)
             for layer in dropping:
                 layer.train()

@@ -227,7 +227,7 @@ def metadata(adapter: Adapter, about: About, *, convention: str, extra: Mapping[
         "ss_tag_frequency": json.dumps({"captions": dict(sorted(about.tag_frequency.items()))}, ensure_ascii=False),
         "modelspec.sai_model_spec": "1.0.0",
         "modelspec.title": about.name,
-        "modelspec.date": about.started,
+        "modelspec.date": about.started.partition("T")[0],  # the day: equal runs of one day are equal bytes
         "modelspec.resolution": about.resolution,
         "modelspec.trigger_phrase": about.trigger_phrase,
         **about.family,

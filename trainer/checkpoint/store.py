@@ -7,77 +7,87 @@ under a temporary name, synced, and renamed when complete, so every prefix of a 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from trainer import files
 from trainer.errors import UserError
-from trainer.tensorfile import write_atomic
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8})")
-_TEMPORARY = re.compile(r"\.step-\d{8}\.tmp")
+_TEMPORARY = re.compile(r"\.step-\d{8}\.(new|old)\.tmp")
+
+Files = Mapping[str, Iterable[memoryview | bytes]]
 
 
 def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def save(root: Path, step: int, files: Mapping[str, Iterable[memoryview | bytes]]) -> Path:
-    """Write one checkpoint; returns its folder. Raises OSError and leaves the others untouched."""
+def save(root: Path, step: int, contents: Files) -> Path:
+    """Write one checkpoint; returns its folder. Raises OSError and leaves the others untouched.
+
+    A valid checkpoint of that step stays: by contract its bytes are the same.
+    """
     root.mkdir(parents=True, exist_ok=True)
-    final, temporary = root / folder_name(step), root / f".{folder_name(step)}.tmp"
+    final, temporary = root / folder_name(step), root / f".{folder_name(step)}.new.tmp"
+    if final.exists() and problem(final) is None:
+        return final
     if temporary.exists():
-        shutil.rmtree(temporary)
-    temporary.mkdir()
+        files.remove_folder(temporary)
+    os.mkdir(temporary)
     try:
         listed = {}
-        for name, pieces in files.items():
-            digest, size = write_atomic(temporary / name, pieces)
+        for name, pieces in contents.items():
+            digest, size = files.write(temporary / name, pieces)
             listed[name] = {"sha256": digest, "bytes": size}
-        write_atomic(temporary / MANIFEST, [json.dumps({"files": listed}, indent=1, sort_keys=True).encode()])
-        sync_folder(temporary)
+        files.write(temporary / MANIFEST, [files.json_bytes({"files": listed})])
+        files.sync_folder(temporary)
         if final.exists():
-            # A step that was saved before an interruption and is reached again: the bytes are the same by contract.
-            shutil.rmtree(final)
+            _remove(final)
         os.replace(temporary, final)
-        sync_folder(root)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+    except OSError:
+        # As far as the disk lets us; the next start sweeps up the rest.
+        files.remove_folder(temporary, ignore_errors=True)
         raise
+    files.sync_folder(root)
     return final
 
 
-def sync_folder(folder: Path) -> None:
-    """Make renames in `folder` durable; a no-op where folders cannot be opened (Windows)."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _remove(folder: Path) -> None:
+    """Delete a checkpoint. It loses its name first: no moment shows half of one."""
+    doomed = folder.with_name(f".{folder.name}.old.tmp")
+    if doomed.exists():
+        files.remove_folder(doomed)
+    os.replace(folder, doomed)
+    files.remove_folder(doomed)
 
 
 def problem(folder: Path) -> str | None:
     """Why `folder` is not a valid checkpoint, or None. Reads every byte."""
     try:
-        listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        text = (folder / MANIFEST).read_bytes()
+        manifest = files.read_json(folder / MANIFEST)
+        listed = {name: (item["sha256"], item["bytes"]) for name, item in manifest["files"].items()}
+        # Byte by byte: a manifest that reads the same and is not the same was damaged, too.
+        if text != files.json_bytes({"files": {n: {"sha256": s, "bytes": b} for n, (s, b) in listed.items()}}):
+            return f"{MANIFEST} is damaged (not in the form it was written in)"
         if not listed:
             return f"{MANIFEST} lists no files"
-        for name, item in listed.items():
+        for name, (digest, size) in listed.items():
             path = folder / name
-            if path.stat().st_size != item["bytes"]:
-                return f"{name} has {path.stat().st_size} bytes, the manifest says {item['bytes']}"
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size} bytes, the manifest says {size}"
             with open(path, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != item["sha256"]:
+                if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                     return f"{name} does not match its SHA-256"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
+        return f"it cannot be read ({error})"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # ValueError: UserError of read_json included
         return f"{MANIFEST} is damaged ({error})"
     return None
 
@@ -102,23 +112,35 @@ def newest_valid(root: Path) -> tuple[Path | None, list[str]]:
 
 
 def prune(root: Path, keep_last: int) -> None:
-    """Delete all but the newest `keep_last` checkpoints, once the newest has been verified; and own leftovers."""
+    """Delete all but the newest `keep_last` checkpoints, once the newest has been read back and is valid."""
     present = steps(root)
-    if present and problem(root / folder_name(present[-1])) is None:
+    if len(present) > keep_last and problem(root / folder_name(present[-1])) is None:
         for step in present[:-keep_last]:
-            shutil.rmtree(root / folder_name(step))
-    for path in root.iterdir():
+            _remove(root / folder_name(step))
+
+
+def remove_leftovers(root: Path) -> None:
+    """Delete what killed saves and prunings left. Not while a checkpoint is written."""
+    for path in root.iterdir() if root.is_dir() else ():
         if _TEMPORARY.fullmatch(path.name):
-            shutil.rmtree(path)
+            files.remove_folder(path)
 
 
-def set_aside(root: Path, *, after: int) -> None:
-    """Rename checkpoints beyond step `after`: a run that goes on from an earlier one must not be overtaken by them."""
+def set_aside(root: Path, *, after: int) -> list[Path]:
+    """Rename checkpoints beyond step `after`: a run that goes on from an earlier one must not be overtaken by them.
+
+    Returns their new names. Nothing is deleted: they may be valid, or of use to whoever mends the disk.
+    """
+    moved = []
     for step in steps(root):
         if step > after:
-            target = root / f"superseded-{folder_name(step)}"
-            shutil.rmtree(target, ignore_errors=True)
-            os.replace(root / folder_name(step), target)
+            name, again = f"superseded-{folder_name(step)}", 1
+            while (root / name).exists():
+                again += 1
+                name = f"superseded-{folder_name(step)}-{again}"
+            os.replace(root / folder_name(step), root / name)
+            moved.append(root / name)
+    return moved
 
 
 def find(root: Path, resume_from: str | None) -> tuple[Path | None, list[str]]:

@@ -18,8 +18,9 @@ import torch
 from trainer.data import buckets
 from trainer.data.buckets import Bucket
 from trainer.data.sources import Photo, decode, in_threads
-from trainer.errors import NonFiniteError, UserError
-from trainer.tensorfile import TensorFile, remove_leftovers, serialize, write_tensors
+from trainer.errors import UserError
+from trainer.files import remove_leftovers
+from trainer.tensorfile import TensorFile, serialize, write_tensors
 from trainer.types import Conditioning
 
 PREPROCESSING_VERSION = 1  # raise it when `sources.decode` or `buckets.fit` gives other pixels
@@ -66,6 +67,7 @@ class Cache:
         self._memory: OrderedDict[str, Tensors] = OrderedDict()
         self._memory_used = 0
         self._verified: set[str] = set()
+        self._not_finite: set[str] = set()
 
     def path(self, key: str) -> Path:
         return self.directory / key[:2] / f"{key}.safetensors"
@@ -83,9 +85,17 @@ class Cache:
     def put(self, key: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
         """Write an entry, atomically. `metadata` is for people who look into the file."""
         described = {**(metadata or {}), "key": key}
+        if not _finite(tensors):
+            described["finite"] = "no"
+            self._not_finite.add(key)
         write_tensors(self.path(key), tensors, {**described, "sha256": _digest(tensors, described)})
         self._verified.add(key)
         self._forget(key)
+
+    def is_finite(self, key: str) -> bool:
+        """Whether all of a verified entry's values are."""
+        assert key in self._verified
+        return key not in self._not_finite
 
     def get(self, key: str) -> Tensors:
         """An entry's tensors, shared with later callers: do not change them. Raises CacheError, naming the file."""
@@ -118,6 +128,8 @@ class Cache:
                 if raw.read(len(header)) != header:
                     return None
             self._verified.add(key)
+            if "finite" in described:
+                self._not_finite.add(key)
         return tensors
 
     def _remember(self, key: str, tensors: Tensors) -> None:
@@ -141,6 +153,7 @@ def fill_latents(
     fingerprint: str,
     flip: bool,
     encode: Callable[[torch.Tensor], torch.Tensor],
+    on_non_finite: Callable[[str], None],
     check: Callable[[], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> int:
@@ -148,26 +161,34 @@ def fill_latents(
 
     `encode` maps pixels, fp32 [1, 3, H, W] in [-1, 1] on the CPU, to normalised latents [1, C, h, w]. It gets one photo
     at a time, so that an entry does not depend on its neighbours. Entries hold "latents", fp32 [C, h, w].
-    `check` is called between photos and may raise; `progress` gets (done, total).
-    Raises NonFiniteError naming the sample; UserError if a photo changed after the scan.
+    `check` is called between photos and may raise; `progress` gets (done, total). `on_non_finite` is told, in words, of
+    every photo whose latents hold NaN or infinity, new or cached; where it raises, the new ones are not kept.
+    Raises UserError if a photo changed after the scan.
     """
     wanted: dict[str, tuple[Photo, Bucket, bool]] = {}
     for photo, bucket in photos:
         for mirrored in (False, True) if flip else (False,):
             key = latent_key(photo.sha256, bucket=bucket, flip=mirrored, fingerprint=fingerprint)
             wanted.setdefault(key, (photo, bucket, mirrored))
+
+    def described(key: str) -> str:
+        return f"the latents of {wanted[key][0].sample} ({wanted[key][0].path})"
+
     cache.remove_leftovers()
     todo = cache.missing(wanted, check=check)
     with closing(in_threads(lambda key: _pixels(*wanted[key]), todo)) as pixels:
         for done, (key, pixels_3HW) in enumerate(zip(todo, pixels, strict=True), start=1):
             if check is not None:
                 check()
-            photo = wanted[key][0]
-            latents = encode(pixels_3HW.unsqueeze(0)).detach().to("cpu", torch.float32).squeeze(0)
-            _refuse_non_finite(latents, f"the latents of {photo.sample} ({photo.path})")
-            cache.put(key, {"latents": latents}, {"sample": photo.sample})
+            tensors = {"latents": encode(pixels_3HW.unsqueeze(0)).detach().to("cpu", torch.float32).squeeze(0)}
+            if not _finite(tensors):
+                on_non_finite(described(key))
+            cache.put(key, tensors, {"sample": wanted[key][0].sample})
             if progress is not None:
                 progress(done, len(todo))
+    for key in wanted.keys() - set(todo):
+        if not cache.is_finite(key):
+            on_non_finite(described(key))
     return len(todo)
 
 
@@ -177,13 +198,14 @@ def fill_text(
     *,
     fingerprint: str,
     encode: Callable[[list[str]], Conditioning],
+    on_non_finite: Callable[[str], None],
     check: Callable[[], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> int:
     """Make the conditioning that is not cached yet, of each caption and of "" (dropped captions); returns how many.
 
     `encode` gets one caption at a time. Entries hold Conditioning.tensors() with a batch dimension of 1, in the dtypes
-    that `encode` gives. `check` and `progress` as in `fill_latents`. Raises NonFiniteError naming the caption.
+    that `encode` gives. `on_non_finite`, `check` and `progress` as in `fill_latents`.
     """
     wanted = {text_key(caption, fingerprint=fingerprint): caption for caption in (*captions, "")}
     cache.remove_leftovers()
@@ -194,10 +216,14 @@ def fill_text(
         tensors = encode([wanted[key]]).tensors()
         for name, tensor in tensors.items():
             assert tensor.shape[0] == 1, f"{name} of one caption has shape {list(tensor.shape)}"
-            _refuse_non_finite(tensor, f"the text encoding ({name}) of the caption {wanted[key]!r}")
+        if not _finite(tensors):
+            on_non_finite(f"the text encodings of the caption {wanted[key]!r}")
         cache.put(key, tensors)
         if progress is not None:
             progress(done, len(todo))
+    for key in wanted.keys() - set(todo):
+        if not cache.is_finite(key):
+            on_non_finite(f"the text encodings of the caption {wanted[key]!r}")
     return len(todo)
 
 
@@ -209,9 +235,8 @@ def _pixels(photo: Photo, bucket: Bucket, mirrored: bool) -> torch.Tensor:
     return buckets.to_pixels(buckets.fit(decode(data), bucket, flip=mirrored)[0])
 
 
-def _refuse_non_finite(tensor: torch.Tensor, what: str) -> None:
-    if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-        raise NonFiniteError(f"NaN or infinity in {what}; check the file and the encoder's compute dtype")
+def _finite(tensors: Mapping[str, torch.Tensor]) -> bool:
+    return all(bool(torch.isfinite(t).all()) for t in tensors.values() if t.is_floating_point())
 
 
 def _digest(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from trainer import draws
+from trainer import draws, signals
 from trainer.data import buckets, captions
 from trainer.data.buckets import Bucket
 from trainer.data.cache import Cache, latent_key, text_key
@@ -118,19 +118,19 @@ def _start_worker(worker: int) -> None:
 
     Where `_signals_blocked` works, it has seen to the signals already.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for signum in signals.HANDLED:
+        signal.signal(signum, signal.SIG_IGN)
     info = get_worker_info()
     info.dataset.cache.memory_bytes //= info.num_workers
 
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Hold back SIGINT and SIGTERM while workers start, who inherit it: no signal meets them before `_start_worker`."""
+    """Hold back a run's signals while workers start, who inherit it: no signal meets them before `_start_worker`."""
     if not hasattr(signal, "pthread_sigmask") or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals.HANDLED)
     try:
         yield
     finally:

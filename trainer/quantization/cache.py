@@ -14,8 +14,9 @@ from pathlib import Path
 from torch import nn
 
 from trainer.errors import UserError
+from trainer.files import remove_leftovers
 from trainer.quantization.layers import FrozenLayer
-from trainer.tensorfile import TensorFile, remove_leftovers, tensor_sha256, write_tensors
+from trainer.tensorfile import TensorFile, tensor_sha256, write_tensors
 
 VERSION = 1  # raise it when a format converts to other bytes, or lies in memory in another way
 

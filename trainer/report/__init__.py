@@ -24,7 +24,7 @@ def write_report(output_dir: Path, *, name: str, outcome: Outcome | None) -> Pat
     Reads config.toml, metrics.jsonl, samples/step-*/*.png and adapters/*.safetensors; each of them may be missing.
     `outcome` is the "Did it take?" table, or None when the run has not reached its end.
     """
-    from trainer.tensorfile import write_atomic
+    from trainer.files import write_atomic
 
     output_dir = Path(output_dir)
     config_file = output_dir / "config.toml"

@@ -1,0 +1,120 @@
+"""Files that are there whole or not at all. What a checkpoint's safety rests on is here alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import UserError
+
+
+def write(path: Path, pieces: Iterable[memoryview | bytes]) -> tuple[str, int]:
+    """Write a new file and sync it; returns (sha256, bytes). The file's mode follows the umask.
+
+    Raises OSError, naming the file, and leaves what was written so far; FileExistsError where there is one already.
+    """
+    digest, count = hashlib.sha256(), 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+    try:
+        for piece in pieces:
+            view = memoryview(piece)
+            digest.update(view)
+            while view:  # a short write is none: what is left follows, or the next call says why it cannot
+                written = os.write(descriptor, view)
+                count, view = count + written, view[written:]
+        os.fsync(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        os.close(descriptor)
+    return digest.hexdigest(), count
+
+
+def write_atomic(path: Path | str, pieces: Iterable[memoryview | bytes]) -> tuple[str, int]:
+    """Write `pieces` to `path` through a temporary file and a rename; returns (sha256, bytes).
+
+    An exception leaves neither the file nor the temporary.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Not by the process's number alone: two containers that share a folder may both be number 1.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    try:
+        written = write(temporary, pieces)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return written
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in `folder` durable; a no-op where folders cannot be opened (Windows)."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(folder)) from error
+    finally:
+        os.close(descriptor)
+
+
+def remove_leftovers(temporaries: Iterable[Path], *, idle: float = 0) -> None:
+    """Delete those of `write_atomic`'s temporary files whose writers are gone. Not while this process writes there.
+
+    idle: seconds since the last write, at least. More than 0 in a folder that other machines or containers may share: there
+    a process's number says nothing.
+    """
+    for path in temporaries:
+        owner = re.fullmatch(r"\..*\.(\d+)\.[0-9a-f]+\.tmp", path.name)
+        # Our own number may be that of a killed run: in a container every run has the same.
+        if not owner or (int(owner[1]) != os.getpid() and _is_running(int(owner[1]))):
+            continue
+        try:
+            if time.time() - path.stat().st_mtime >= idle:
+                path.unlink()
+        except FileNotFoundError:  # another start's broom was faster
+            continue
+
+
+def _is_running(pid: int) -> bool:
+    """Whether a process of this number exists here. Windows cannot ask without harm (signal 0 is Ctrl-C there)."""
+    if os.name == "nt":
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):  # someone else's; or no process number at all, so not for us to judge
+        return True
+    return True
+
+
+def remove_folder(folder: Path, *, ignore_errors: bool = False) -> None:
+    """Delete a folder that nobody else writes to; it may be gone in part already."""
+    shutil.rmtree(folder, ignore_errors=ignore_errors)
+
+
+def json_bytes(tree: Any) -> bytes:
+    """One form for every tree, so that equal trees are equal bytes. Raises ValueError for NaN and infinity."""
+    return (json.dumps(tree, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
+
+
+def read_json(path: Path) -> Any:
+    """Raises UserError, naming the file, where it is missing, unreadable or not JSON."""
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON; nested a thousand deep
+        raise UserError(f"{path} is damaged: it is not JSON ({error})") from error

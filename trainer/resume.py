@@ -1,0 +1,166 @@
+"""Where a run starts, and what must not have changed since it stopped. The table for people is in docs/resume.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer import config as configs
+from trainer.checkpoint import store
+from trainer.checkpoint.state import Pin, Saved
+from trainer.config import Config
+from trainer.errors import UserError
+from trainer.processes import Processes
+
+# A run may go on under a config that differs in these keys and in no others: none of them changes what a step computes.
+# step.accumulation may as far as accumulation x processes stays (`pin_data`); the policy for values that are not finite
+# matters only where the run would have ended.
+MAY_CHANGE = (
+    "run.max_steps", "run.epochs", "run.stop_after", "run.output_dir", "model.cache_dir",
+    "data.cache_dir", "data.num_workers", "memory.*", "step.accumulation", "step.non_finite", "step.max_skipped",
+    "validation.*", "logging.*", "export.*", "checkpoint.*",
+)  # fmt: skip
+
+# What else the bytes of a step depend on.
+LIBRARIES = ("torch", "triton", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes")
+
+
+def find_start(config: Config, resume_from: str | None) -> tuple[Saved | None, list[str]]:
+    """The checkpoint to go on from, or None for a fresh start; and what was passed over.
+
+    Raises UserError where the output directory holds another run, or where the config changed in what may not change.
+    """
+    output_dir = Path(config.run.output_dir)
+    if output_dir.exists() and not output_dir.is_dir():
+        raise UserError(f"run.output_dir = {str(output_dir)!r} is a file; give a folder")
+    checkpoints, written = output_dir / "checkpoints", output_dir / "config.toml"
+    folder, passed_over = store.find(checkpoints, resume_from)
+    results = store.steps(checkpoints) or (output_dir / "adapters").exists()
+    saved = None
+    if folder is not None:
+        saved = Saved(folder)
+        saved.restore(config=pin_config(config, f"the checkpoint {folder}"))
+        if folder.resolve().parent != checkpoints.resolve() and results:
+            raise UserError(
+                f"--resume_from {folder}: run.output_dir = {str(output_dir)!r} already holds a run; "
+                "choose another run.output_dir to branch off from that checkpoint"
+            )
+    elif written.exists() and results:
+        # A start that ended before its first checkpoint left nothing to protect: a mended config replaces it.
+        refuse_changes(configs.read_resolved(written), configs.tree(config), f"run.output_dir = {str(output_dir)!r}")
+        if store.steps(checkpoints):
+            raise UserError(
+                f"run.output_dir = {str(output_dir)!r} already holds this run's checkpoints; "
+                "add --resume_from auto to go on, or choose another run.output_dir"
+            )
+    elif results and not written.exists():
+        raise UserError(f"run.output_dir = {str(output_dir)!r} holds another run without a config.toml; choose another")
+    return saved, passed_over
+
+
+def pin_config(config: Config, what: str = "the checkpoint") -> Pin:
+    """The resolved config: it may differ in MAY_CHANGE."""
+    return Pin(configs.tree(config), lambda saved, now: refuse_changes(saved, now, what))
+
+
+def refuse_changes(saved: Mapping[str, Any], now: Mapping[str, Any], what: str) -> None:
+    old, new = configs.flatten(saved), configs.flatten(now)
+    changed = [
+        f"{key}: {old.get(key, 'absent')!r} -> {new.get(key, 'absent')!r}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and not any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)
+    ]
+    if changed:
+        raise UserError(
+            f"{what} belongs to a run with another config:\n"
+            + "\n".join(changed)
+            + "\nrestore these keys, or choose another run.output_dir (what may change: "
+            + ", ".join(MAY_CHANGE)
+            + ")"
+        )
+
+
+def pin_data(*, photos: str, micro_batches: int) -> Pin:
+    """photos: the digest of all that decides what a step sees. micro_batches: in an update, over all processes."""
+    return Pin({"photos": photos, "micro_batches": micro_batches}, _check_data)
+
+
+def _check_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to go on over other photos or another global batch: every later step would see other samples."""
+    if saved["photos"] != now["photos"]:
+        raise UserError(
+            "the photos, captions or repeats are not those of the checkpoint; restore them, or start a new run "
+            "(another run.output_dir)"
+        )
+    if saved["micro_batches"] != now["micro_batches"]:
+        raise UserError(
+            f"an update had {saved['micro_batches']} micro-batches (step.accumulation x processes), now it has "
+            f"{now['micro_batches']}; change step.accumulation or the number of processes to match"
+        )
+
+
+def pin_quantization(record: Mapping[str, Any]) -> Pin:
+    """record: every frozen tensor's format and SHA-256 (quantization/record.py)."""
+    return Pin(record, _check_quantization)
+
+
+def _check_quantization(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to go on over a base that is not bit-equal to the saved one, naming the first layer that differs.
+
+    Another version of a library is none, where it gives the same bytes.
+    """
+    for name in sorted(saved.keys() | now.keys()):
+        then, today = dict(saved.get(name, {})), dict(now.get(name, {}))
+        libraries = then.pop("library", None), today.pop("library", None)
+        for each in (then, today):
+            each.pop("relative_error", None)  # measured, not compared: its sums depend on the device
+        if then != today:
+            how = (
+                "is not there now" if name not in now
+                else "was not there then" if name not in saved
+                else f"is stored as {then.get('format')} in the checkpoint, as {today.get('format')} now"
+                if then.get("format") != today.get("format")
+                else "has other bytes now: the model's file changed" if libraries[0] == libraries[1]
+                else f"has other bytes now: the model's file or the library changed ({libraries[0]} then, {libraries[1]} now)"
+            )  # fmt: skip
+            raise UserError(f"the checkpoint's frozen base differs: {name} {how}; restore it, or start a new run")
+
+
+def pin_environment(processes: Processes, *, kernels: str, deterministic: bool, say: Callable[[str], None]) -> Pin:
+    """Libraries, device, kernels (by name) and the number of processes.
+
+    Where they differ, later steps may differ in their last bits: said, and refused under `run.deterministic`.
+    """
+
+    def check(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        changed = [f"{name}: {saved.get(name)} -> {value}" for name, value in now.items() if saved.get(name) != value]
+        if changed and deterministic:
+            raise UserError(
+                f"run.deterministic = true, and this is another environment than the checkpoint's: {'; '.join(changed)}; "
+                "restore it, or start a new run"
+            )
+        if changed:
+            say(
+                f"warning: another environment than the checkpoint's: {'; '.join(changed)}. "
+                "State and draws are the same; later steps may differ in their last bits"
+            )
+
+    device = processes.device
+    if device.type == "cuda":
+        name = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
+    else:
+        name = f"{device.type} with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    versions = {library: _version(library) for library in LIBRARIES}
+    return Pin({**versions, "device": name, "kernels": kernels, "processes": processes.count}, check)
+
+
+def _version(library: str) -> str:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:  # triton comes with CUDA builds of torch only
+        return "not installed"
