@@ -128,8 +128,8 @@ class Bench:
             scaler=torch.amp.GradScaler(device.type, enabled=False),
             max_grad_norm=1.0,
             after_update=self.adapter.mark_stale,
-            reduce=None,
-            dropout=self.adapter.dropout(0, 0),
+            sum=lambda tensor: None,
+            dropout=self.adapter.dropout(0),
         )  # fmt: skip
         self.layers = [m for m in module.modules() if isinstance(m, FrozenLinear)]
         self.device, self.done = device, 0
@@ -142,7 +142,7 @@ class Bench:
         self.done += 1
         synchronize(self.device)
         start = time.perf_counter()
-        self.step.run(self.done, [batch], 1)
+        self.step.run(self.done, [batch], batch.occurrences)
         synchronize(self.device)
         return 1000 * (time.perf_counter() - start)
 

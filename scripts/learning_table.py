@@ -109,7 +109,7 @@ def measure(case: Case, bench: Workbench) -> Losses:
         first = mean_loss()
         for step in range(STEPS):
             start = 2 * step % len(draws)
-            run.step.run(step + 1, [run.reader[tuple(draws[start : start + 2])]], 2)
+            run.step.run(step + 1, [run.reader[tuple(draws[start : start + 2])]], draws[start : start + 2])
         return Losses(first, mean_loss())
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +15,10 @@ from typing import Any
 from trainer import config as configs
 from trainer import resume
 from trainer import run as runs
+from trainer.data.sampler import MicroBatch
 from trainer.plan import make_plan, open_source, resolve
 from trainer.signals import Signals
+from trainer.step import StepResult
 
 ROOT = Path(__file__).resolve().parent.parent
 PHOTOS = ROOT / "examples" / "bear_plushie"
@@ -84,6 +86,12 @@ def built(config: configs.Config, resume_from: str | None = None) -> Iterator[ru
         run.build_step()
         run.open_output()
         yield run
+
+
+def take_step(run: runs.Run, step: int, update: Sequence[MicroBatch]) -> StepResult:
+    """One update of a built run, without the loop's log and checkpoints."""
+    occurrences = [occurrence for micro_batch in update for occurrence in micro_batch]
+    return run.step.run(step, [run.reader[micro_batch] for micro_batch in update], occurrences)
 
 
 def command_line(*arguments: str, timeout: float = 120, **kwargs: Any) -> subprocess.CompletedProcess:

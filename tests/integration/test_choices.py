@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from tests.harness import PHOTOS, Workbench, built, metrics_of
+from tests.harness import PHOTOS, Workbench, built, metrics_of, take_step
 from trainer import cli
 from trainer import config as configs
 from trainer.adapters import Rule, match_targets
@@ -60,11 +60,7 @@ def test_rules_set_the_learning_rate(bench: Workbench) -> None:
     with built(bench.config(adapter__rules=rules, optimizer__lr=1e-2)) as training:
         before = {name: p.detach().clone() for name, p in training.adapter.named_parameters().items()}
         for step, update in zip(range(2), training.updates(), strict=False):
-            training.step.run(
-                step + 1,
-                [training.reader[micro] for micro in update],
-                [o for micro_batch in update for o in micro_batch],
-            )
+            take_step(training, step + 1, update)
         moved = {name for name, p in training.adapter.named_parameters().items() if not torch.equal(p, before[name])}
     assert moved and not any(".to_q." in name and "lora_A" in name for name in moved)
     assert any(".to_k." in name and "lora_A" in name for name in moved)

@@ -136,7 +136,7 @@ def test_an_adapted_int8_encoder_trains_beside_an_nf4_denoiser(
         for name, gradient in gradients(run, batch).items():
             assert torch.isfinite(gradient).all() and gradient.norm() > 0, name
         before = {name: parameter.detach().clone() for name, parameter in named.items()}
-        assert not any(step.skipped for step in steps(run, 2))
+        assert all(step.updated for step in steps(run, 2))
         for name, parameter in named.items():
             assert (parameter - before[name]).norm() > 1e-3 * before[name].norm(), name
 
@@ -168,7 +168,7 @@ def test_the_loss_is_scaled_where_a_gradient_passes_through_fp16(
         assert run.scaler.is_enabled() == scaled
         (step,) = steps(run, 1)
         # 2^24 is more than fp16 can carry: it overflows, and falls.
-        assert step.skipped == scaled and run.scaler.get_scale() == (2.0**23 if scaled else 1.0)
+        assert step.updated != scaled and run.scaler.get_scale() == (2.0**23 if scaled else 1.0)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.harness import DENOISER, ROOT, Workbench, built, metrics_of
+from tests.harness import DENOISER, ROOT, Workbench, built, metrics_of, take_step
 from tests.integration.test_export import inputs_for
 from trainer import cli
 from trainer import config as configs
@@ -65,11 +65,7 @@ def prepared(bench: Workbench, cache: str, family: str, **overrides) -> Abstract
 def steps(run: runs.Run, count: int) -> Iterator[StepResult]:
     """The results of the run's first steps, one by one."""
     for step, update in zip(range(1, count + 1), run.updates(), strict=False):
-        yield run.step.run(
-            step,
-            [run.reader[micro_batch] for micro_batch in update],
-            [o for micro_batch in update for o in micro_batch],
-        )
+        yield take_step(run, step, update)
 
 
 def checkpoint(out: Path, step: int) -> Path:
@@ -470,9 +466,9 @@ def compiled_equals_eager(bench: Workbench, cache: str, family: str, part: str, 
             jitter(run)
             scales, clipped = [], {}
             for step in steps(run, 4):
-                scales.append((step.skipped, step.loss_scale))
+                scales.append((not step.updated, step.loss_scale))
                 # Of the first update alone: Adam makes whole steps of the signs of gradients near zero.
-                if not step.skipped and not clipped:
+                if step.updated and not clipped:
                     clipped = {name: p.grad.clone() for name, p in run.adapter.named_parameters().items()}
             results[out] = scales, clipped
     (scales, expected), (others, got) = results["eager"], results["compiled"]

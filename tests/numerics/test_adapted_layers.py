@@ -13,7 +13,7 @@ from peft import LoraConfig
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.harness import DENOISER, PHOTOS, Workbench, built
+from tests.harness import DENOISER, PHOTOS, Workbench, built, take_step
 from tests.integration.test_export import inputs_for
 from tests.numerics.test_step_oracle import GRADIENT_TOLERANCE
 from trainer import optim
@@ -207,7 +207,7 @@ def test_one_norm_a_layer_and_step(bench: Workbench, family: str) -> None:
         for step in (1, 2):
             update = next(updates)
             assert len(update) == 4
-            run.step.run(step, [run.reader[micro_batch] for micro_batch in update], 4)
+            take_step(run, step, update)
             assert len(counted.norms) == len(run.adapter.layers)
             assert set(counted.norms.values()) == {step}
         assert all(layer.stale for layer in run.adapter.layers.values())

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.harness import Workbench, built
-from trainer.checkpoint.state import check_quantization
+from tests.harness import Workbench, built, take_step
 from trainer.kernels import dora_torch
 from trainer.plan import open_source, resolve
 from trainer.quantization import ALL_FORMATS, FORMATS, Format, FrozenLayer, formats, formats_of, freeze_layers
+from trainer.resume import pin_quantization
 
 QUANTISED = [f for f in ALL_FORMATS if f.quantised]
 # Whole and partial blocks, odd K, every group size of quanto: K <= 128: the row; 129: the row; then 32, 96, 128, 64.
@@ -190,8 +190,8 @@ def test_backends_of_the_config(bench: Workbench) -> None:
 def test_quantised_components_load_and_are_recorded(bench: Workbench, family, components, expected) -> None:
     config = bench.config(family, model__components=components, data__cache_text=False, adapter__type="dora")
     with built(config) as training:
-        record = training.quantization
-        loss = training.step.run(1, [training.reader[m] for m in next(training.updates())], 2).loss
+        record = training.pieces["quantization"].state_dict()
+        loss = take_step(training, 1, next(training.updates())).loss
     dense = ("fp32", "bf16", "fp16", None)
     quantised = {name: layer for name, layer in record.items() if layer.get("format") not in dense}
     assert {f"{layer['format']} {layer['backend']}" for layer in quantised.values()} == expected
@@ -207,8 +207,8 @@ def test_quantised_components_load_and_are_recorded(bench: Workbench, family, co
         )
     assert 0 < float(loss) < 10
     newer = {name: layer | {"library": "another 9.9"} for name, layer in record.items()}
-    check_quantization(record, newer)
+    pin_quantization(newer).load_state_dict(record)
     first = min(quantised)
     newer[first] = newer[first] | {"tensors": {}}
     with pytest.raises(ValueError, match=f"{first} has other bytes now.*another 9.9 now"):
-        check_quantization(record, newer)
+        pin_quantization(newer).load_state_dict(record)

@@ -157,7 +157,8 @@ class Saved:
             file = TensorFile(self.folder / TENSOR_FILES[name])
             listed = piece.get("tensors")
             if sorted(file.entries) != listed:
-                raise UserError(f"{file.path} does not hold the tensors that {STATE} lists")
+                odd = sorted(file.entries.keys() ^ set(listed)) if isinstance(listed, list) else []
+                raise UserError(f"{file.path} does not hold the tensors that {STATE} lists: {', '.join(odd)}")
             state = state | file.read_all()
         return state
 
