@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import time
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.harness import ROOT, Workbench, built, command_line, metrics_of
-from trainer import cli, files
+from trainer import cli, files, resume
 from trainer import config as configs
 from trainer.checkpoint import store
+from trainer.processes import Processes
 from trainer.tensorfile import TensorFile
 
 LENGTH = 9  # batches of 2 in 5 photos of 3 buckets, accumulation 2: two updates an epoch, so five epochs
@@ -189,45 +190,78 @@ def test_longer_run_continues_with_the_frozen_schedule(bench: Workbench) -> None
     assert entries[-1]["lr"] == pytest.approx(0, abs=1e-9), "the cosine was frozen at 4 steps"
 
 
-def test_two_processes_equal_one(bench: Workbench) -> None:
-    """Same order, same draws; the loss differs only by the order of a sum."""
-    tree = run_tree(bench, "one", run__max_steps=4, adapter__type="lora", checkpoint__every_steps=2)
+def test_resume_at_every_step_of_three_epochs(bench: Workbench, monkeypatch) -> None:
+    """As a user would: one start a step. Every draw, loss, rate and byte is that of the run that was never stopped."""
+    from trainer import step as steps
+
+    drawn: list[tuple] = []
+    draw = steps.draw_time_and_noise
+
+    def watched(batch, **more):
+        time, noise = draw(batch, **more)
+        drawn.append((batch.occurrences, batch.captions, time.tolist(), noise.flatten().tolist()))
+        return time, noise
+
+    monkeypatch.setattr(steps, "draw_time_and_noise", watched)
+    length = 6  # two updates an epoch
+    tree = run_tree(bench, "whole", run__max_steps=length, adapter__targets=["*attn1.to_q"])
     train(tree)
-    two = tree | {"run": tree["run"] | {"output_dir": str(bench.tmp / "two")}, "step": {"accumulation": 1}}
-    path = bench.write(two)
-    done = subprocess.run(
-        # Not `accelerate launch --cpu`: without an MPI it starts one process, whatever --num_processes says.
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", "train.py",
-         "--config", str(path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    one, other = metrics_of(bench.tmp / "one"), metrics_of(bench.tmp / "two")
-    assert [(e["epoch"], e["images"]) for e in one] == [(e["epoch"], e["images"]) for e in other]
-    for a, b in zip(one, other, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
-        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
+    whole, drawn[:] = list(drawn), []
+    assert {occurrence.epoch for update in whole for occurrence in update[0]} == {0, 1, 2}
+    for stop in range(1, length + 1):
+        train(tree | {"run": tree["run"] | {"output_dir": str(bench.tmp / "parts"), "stop_after": stop}}, "auto")
+        assert store.steps(bench.tmp / "parts" / "checkpoints")[-1] == stop
+    assert drawn == whole
+    assert metrics_of(bench.tmp / "parts") == metrics_of(bench.tmp / "whole")
+    for file in (
+        "adapters/bear.safetensors",
+        *(f"checkpoints/step-{length:08d}/{n}.safetensors" for n in ("adapter", "optimizer")),
+    ):
+        assert (bench.tmp / "parts" / file).read_bytes() == (bench.tmp / "whole" / file).read_bytes(), file
 
 
-def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(bench: Workbench) -> None:
-    tree = run_tree(bench, "two", run__max_steps=400, step__accumulation=1, adapter__type="lora")
-    path = bench.write(tree)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", "train.py",
-         "--config", str(path)],
-        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+def test_what_may_change_changes_no_byte(bench: Workbench) -> None:
+    tree = run_tree(bench, "whole", run__max_steps=4)
+    train(tree)
+    train(run_tree(bench, "parts", run__max_steps=4, run__stop_after=2))
+    changed = run_tree(
+        bench, "parts", run__max_steps=4, data__num_workers=1, data__cache_dir=str(bench.tmp / "elsewhere"),
+        memory__gradient_checkpointing=2, step__non_finite="skip", step__max_skipped=1, checkpoint__background=False,
+        checkpoint__every_steps=1, checkpoint__keep_last=1, model__cache_dir=str(bench.tmp / "converted"),
+        export__every_steps=1, validation__every_steps=3, validation__steps=1, validation__prompts=["a bear"],
+        logging__tensorboard=True,
     )  # fmt: skip
-    log = bench.tmp / "two" / "metrics.jsonl"
-    deadline = time.monotonic() + 90
-    while not (log.exists() and log.read_text().count("\n") >= 3):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    os.kill(int(children[-1]), signal.SIGTERM)
-    process.communicate(timeout=60)
-    (step,) = store.steps(bench.tmp / "two" / "checkpoints")
-    assert step == len(metrics_of(bench.tmp / "two")) and step < 400
+    touched = set(configs.flatten(changed)) - set(configs.flatten(tree)) | {"data.cache_dir"}
+    assert all(any(fnmatchcase(key, pattern) for pattern in resume.MAY_CHANGE) for key in touched - {"run.stop_after"})
+    train(changed, "auto")
+    name = "checkpoints/step-00000004/{}.safetensors"
+    for file in (name.format("adapter"), name.format("optimizer"), "adapters/bear.safetensors"):
+        assert (bench.tmp / "parts" / file).read_bytes() == (bench.tmp / "whole" / file).read_bytes(), file
+
+
+def test_another_environment_is_told_or_refused(bench: Workbench, monkeypatch, capsys) -> None:
+    tree = run_tree(bench, "out", run__max_steps=2, run__stop_after=1, step__accumulation=1)
+    train(tree)
+    del tree["run"]["stop_after"]
+    version = resume._version
+    monkeypatch.setattr(resume, "_version", lambda library: "2.0" if library == "torch" else version(library))
+    train(tree, "auto")
+    said = capsys.readouterr().out
+    assert f"warning: another environment than the checkpoint's: torch: {torch.__version__.partition('+')[0]}" in said
+    assert "-> 2.0. State and draws are the same" in said
+
+    pin = resume.pin_environment(Processes(Lone()), kernels="torch", deterministic=True, say=pytest.fail)
+    pin.load_state_dict(dict(pin.value))
+    with pytest.raises(
+        ValueError, match=r"deterministic = true, and this is another .*: processes: 2 -> 1; restore it"
+    ):
+        pin.load_state_dict({**pin.value, "processes": 2})
+
+
+class Lone:
+    """accelerate's view of a single process."""
+
+    device, num_processes, process_index, is_main_process = torch.device("cpu"), 1, 0, True
 
 
 def test_command_line_statuses(bench: Workbench, monkeypatch) -> None:

@@ -1,0 +1,334 @@
+"""What a run does when a value is not finite, memory or the disk runs out, or a signal comes: decided, said, nothing lost."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.harness import Workbench, built, metrics_of, take_step
+from trainer import cli, files, memory, signals
+from trainer import run as runs
+from trainer.checkpoint import state, store
+from trainer.data import cache as caches
+from trainer.tensorfile import TensorFile
+from trainer.types import Batch
+
+LENGTH = 6  # two updates an epoch
+
+
+def tree(bench: Workbench, out: str = "out", **overrides) -> dict:
+    return bench.tree(
+        **{
+            "run__output_dir": str(bench.tmp / out), "run__max_steps": LENGTH, "step__accumulation": 2,
+            "adapter__type": "dora", "adapter__targets": ["*attn1.to_q", "*attn2.to_v"], "optimizer__lr": 1e-2,
+            "schedule__name": "linear", "data__caption_dropout": 0.0,
+        } | overrides
+    )  # fmt: skip
+
+
+def start(bench: Workbench, config: dict, *arguments: str) -> int:
+    return cli.main(["--config", str(bench.write(config)), "--resume_from", "auto", *arguments])
+
+
+def files_of(bench: Workbench, out: str, step: int = LENGTH) -> list[bytes]:
+    folder = bench.tmp / out / "checkpoints" / store.folder_name(step)
+    return [(folder / name).read_bytes() for name in state.TENSOR_FILES.values()]
+
+
+def around_losses(monkeypatch, change: Callable[[Batch, torch.Tensor], torch.Tensor]) -> None:
+    """Let `change` see every micro-batch's losses, and give others."""
+    real = runs.batch_losses
+    monkeypatch.setattr(runs, "batch_losses", lambda batch, **more: change(batch, real(batch, **more)))
+
+
+def spoil(sample: str, epoch: int) -> Callable[[Batch, torch.Tensor], torch.Tensor]:
+    """A NaN where a photo comes up in an epoch (None: in all)."""
+
+    def change(batch: Batch, losses: torch.Tensor) -> torch.Tensor:
+        bad = [o.sample == sample and epoch in (o.epoch, None) for o in batch.occurrences]
+        return torch.where(torch.tensor(bad), torch.nan, losses)
+
+    return change
+
+
+class _Overflow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch.inf
+
+
+# --- values that are not finite -----------------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(bench: Workbench, monkeypatch, capsys) -> None:
+    with monkeypatch.context() as patch:
+        around_losses(patch, spoil("0/02.jpg", epoch=1))
+        assert start(bench, tree(bench)) == 4
+    said = capsys.readouterr().err
+    (last,) = store.steps(bench.tmp / "out" / "checkpoints")
+    assert 2 <= last < 4, "epoch 1 is steps 3 and 4"
+    assert f"step {last + 1}: the loss of 0/02.jpg is not finite; the adapter is unchanged" in said
+    assert "step.non_finite = 'skip'" in said and "Traceback" not in said
+    # What was trained before it is whole: the run goes on as if it had been stopped there.
+    assert start(bench, tree(bench)) == start(bench, tree(bench, "whole")) == 0
+    assert files_of(bench, "out") == files_of(bench, "whole")
+    assert metrics_of(bench.tmp / "out") == metrics_of(bench.tmp / "whole")
+
+
+def test_skipped_updates_change_nothing_are_logged_and_counted_over_restarts(
+    bench: Workbench, monkeypatch, capsys
+) -> None:
+    around_losses(monkeypatch, spoil("0/02.jpg", epoch=None))
+    skip = {"step__non_finite": "skip"}
+    assert start(bench, tree(bench, "whole", **skip)) == 0
+    for stop in (1, 2, 5, None):
+        more = {} if stop is None else {"run__stop_after": stop}
+        assert start(bench, tree(bench, "parts", **skip, **more)) == 0
+    assert files_of(bench, "parts") == files_of(bench, "whole")
+    entries = metrics_of(bench.tmp / "whole")
+    assert metrics_of(bench.tmp / "parts") == entries
+    skipped = [entry for entry in entries if entry["skipped"]]
+    assert len(skipped) == 3, "once an epoch"
+    for entry in skipped:
+        assert entry["loss"] is entry["grad_norm"] is None
+        assert entry["non_finite"] == "the loss of 0/02.jpg is not finite"
+    folder = bench.tmp / "whole" / "checkpoints" / store.folder_name(LENGTH)
+    assert TensorFile(folder / "optimizer.safetensors").read("group.0|step") == LENGTH - 3
+    assert state.Saved(folder).state("schedule")["last_epoch"] == LENGTH - 3, "the schedule waits for the optimizer"
+    assert state.Saved(folder).state("progress")["non_finite"] == 3
+    assert "the update is skipped (3 of at most 10)" in capsys.readouterr().out
+
+
+def test_the_limit_of_skipped_updates_holds_over_restarts(bench: Workbench, monkeypatch, capsys) -> None:
+    around_losses(monkeypatch, spoil("0/02.jpg", epoch=None))
+    limited = {"step__non_finite": "skip", "step__max_skipped": 2}
+    assert start(bench, tree(bench, run__stop_after=3, **limited)) == 0
+    assert start(bench, tree(bench, **limited)) == 4
+    said = capsys.readouterr().err
+    assert "2 updates were skipped before it, and step.max_skipped = 2 allows no more" in said
+    assert start(bench, tree(bench, **limited | {"step__max_skipped": 3})) == 0
+
+
+@pytest.mark.parametrize("scale", [None, 1.0, 8.0])
+def test_an_overflow_is_the_scalers_business_above_scale_1_only(bench: Workbench, monkeypatch, scale) -> None:
+    """The loss is finite, the gradient is not."""
+    around_losses(monkeypatch, lambda batch, losses: _Overflow.apply(losses))
+    half = {} if scale is None else {"precision__compute": "fp16", "precision__loss_scale": scale}
+    with built(bench.config(**{"adapter__targets": ["*attn1.to_q"], **half})) as run:
+        before = {name: p.clone() for name, p in run.adapter.named_parameters().items()}
+        update = next(run.updates())
+        result = take_step(run, 1, update)
+        assert not result.updated and result.grad_norm is None and result.loss is not None
+        assert run.scaler.get_scale() == (4.0 if scale == 8.0 else 1.0)
+        names = ", ".join(sorted(o.sample for micro_batch in update for o in micro_batch))
+        expected = "" if scale == 8.0 else f"the gradient is not finite (samples {names})"
+        assert result.refused == expected
+        assert all(torch.equal(p, before[name]) for name, p in run.adapter.named_parameters().items())
+        assert not any(run.optimizer.state.values()) and run.schedule.last_epoch == 0
+
+
+def test_latents_that_are_not_finite(bench: Workbench, monkeypatch, capsys) -> None:
+    """Refused with the photo's name, or kept out of every update; and never taken for sound by a later start."""
+    own = {"data__cache_dir": str(bench.tmp / "cache")}
+    encode, count = runs.Run.encode_images, []
+
+    def broken(self, vae, pixels):
+        count.append(None)
+        return encode(self, vae, pixels) * (torch.nan if len(count) == 3 else 1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runs.Run, "encode_images", broken)
+        assert start(bench, tree(bench, **own)) == 4
+        said = capsys.readouterr().err
+        assert "the latents of 0/02.jpg (" in said and "are not finite" in said and "step.non_finite = 'skip'" in said
+        assert not (bench.tmp / "out" / "config.toml").exists()
+        count[:] = [None, None]  # two are cached
+        assert start(bench, tree(bench, **own, step__non_finite="skip")) == 0
+    assert "warning: the latents of 0/02.jpg (" in capsys.readouterr().out
+    skipped = [entry["non_finite"] for entry in metrics_of(bench.tmp / "out") if entry["skipped"]]
+    assert skipped == ["the latents of 0/02.jpg are not finite"] * 3
+    assert start(bench, tree(bench, "again", **own)) == 4
+    assert "the latents of 0/02.jpg (" in capsys.readouterr().err
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
+        RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried 1 bytes"),
+        MemoryError(),
+    ],
+    ids=["cuda", "cpu", "python"],
+)
+def test_out_of_memory_is_reported_and_what_was_trained_is_kept(bench: Workbench, monkeypatch, capsys, error) -> None:
+    seen: list[Batch] = []
+
+    def grow(batch: Batch, losses: torch.Tensor) -> torch.Tensor:
+        seen.append(batch)
+        if len(seen) == 6:  # the last micro-batch of step 3: the gradients of the first are there already
+            raise error
+        return losses
+
+    with monkeypatch.context() as patch:
+        around_losses(patch, grow)
+        assert start(bench, tree(bench)) == 5
+    said = capsys.readouterr().err
+    height, width = seen[-1].target_size[0].tolist()
+    names = ", ".join(o.sample for o in seen[-1].occurrences)
+    assert (
+        f"step 3: out of memory in micro-batch 2 of 2: {len(seen[-1].occurrences)} photo(s) of {width}x{height}" in said
+    )
+    assert f"({names})" in said and str(error) in said and "Traceback" not in said
+    assert "--set memory.gradient_checkpointing=true" in said and "data.batch_size below 2" in said
+    assert store.steps(bench.tmp / "out" / "checkpoints") == [2]
+    # The remedy keeps the run, and its bytes.
+    assert start(bench, tree(bench), "--set", "memory.gradient_checkpointing=true") == 0
+    assert start(bench, tree(bench, "whole")) == 0
+    assert files_of(bench, "out") == files_of(bench, "whole")
+
+
+def test_other_errors_are_not_taken_for_want_of_memory() -> None:
+    assert not memory.is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not memory.is_out_of_memory(ValueError("memory"))
+
+
+# --- storage --------------------------------------------------------------------------------------------------------
+
+
+def full_disk(monkeypatch, *steps: int) -> None:
+    """Checkpoints of these steps meet with a full disk."""
+    write = files.write
+
+    def broken(path: Path, pieces):
+        if any(store.folder_name(step) in str(path) for step in steps) and path.name == "optimizer.safetensors":
+            raise OSError(28, "No space left on device", str(path))
+        return write(path, pieces)
+
+    monkeypatch.setattr(files, "write", broken)
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_the_next_step(
+    bench: Workbench, monkeypatch, capsys, background: bool
+) -> None:
+    config = tree(bench, checkpoint__every_steps=2, checkpoint__background=background)
+    with monkeypatch.context() as patch:
+        full_disk(patch, 4)
+        assert start(bench, config) == 6
+    said = capsys.readouterr().err
+    assert "No space left on device" in said and "optimizer.safetensors" in said and "--resume_from auto" in said
+    assert [p.name for p in (bench.tmp / "out" / "checkpoints").iterdir()] == [store.folder_name(2)]
+    # The next step, where its writing takes longer than a step.
+    assert len(metrics_of(bench.tmp / "out")) in ((4, 5, 6) if background else (4,))
+    assert start(bench, config) == start(bench, tree(bench, "whole")) == 0
+    assert files_of(bench, "out") == files_of(bench, "whole")
+
+
+def test_a_run_may_go_on_without_a_checkpoint_but_not_without_its_last(bench: Workbench, monkeypatch, capsys) -> None:
+    lenient = {"checkpoint__every_steps": 1, "checkpoint__on_failure": "continue"}
+    with monkeypatch.context() as patch:
+        full_disk(patch, 3, 4)
+        assert start(bench, tree(bench, **lenient)) == 0
+    assert store.steps(bench.tmp / "out" / "checkpoints") == [2, 5, 6]
+    with monkeypatch.context() as patch:
+        full_disk(patch, LENGTH)
+        assert start(bench, tree(bench, "last", **lenient)) == 6
+    assert store.steps(bench.tmp / "last" / "checkpoints") == [3, 4, 5]
+    assert not (bench.tmp / "last" / "adapters").exists()
+
+
+def test_background_and_foreground_saves_are_the_same_bytes(bench: Workbench) -> None:
+    for background in (True, False):
+        out = f"background-{background}"
+        assert start(bench, tree(bench, out, checkpoint__every_steps=2, checkpoint__background=background)) == 0
+    for step in (2, 4, 6):
+        assert files_of(bench, "background-True", step) == files_of(bench, "background-False", step)
+        one, other = (
+            json.loads(
+                (bench.tmp / f"background-{b}" / "checkpoints" / store.folder_name(step) / "state.json").read_text()
+            )
+            for b in (True, False)
+        )
+        del one["pieces"]["config"], other["pieces"]["config"]
+        assert one == other
+
+
+# --- signals --------------------------------------------------------------------------------------------------------
+
+
+def signal_at(monkeypatch, micro_batch: int, *signums: int) -> None:
+    seen = []
+
+    def change(batch: Batch, losses: torch.Tensor) -> torch.Tensor:
+        seen.append(None)
+        if len(seen) == micro_batch:
+            for signum in signums:
+                signal.raise_signal(signum)
+        return losses
+
+    around_losses(monkeypatch, change)
+
+
+@pytest.mark.skipif(signals.SAVE is None, reason="there is no SIGUSR1 on Windows")
+def test_sigusr1_saves_now_and_the_run_goes_on(bench: Workbench, monkeypatch) -> None:
+    with monkeypatch.context() as patch:
+        signal_at(patch, 5, signals.SAVE, signals.SAVE)
+        assert start(bench, tree(bench)) == 0
+    assert store.steps(bench.tmp / "out" / "checkpoints") == [3, LENGTH]
+    assert start(bench, tree(bench, "whole")) == 0
+    assert files_of(bench, "out") == files_of(bench, "whole")
+
+
+@pytest.mark.skipif(signals.SAVE is None, reason="there is no SIGUSR1 on Windows")
+def test_sigusr1_before_there_is_anything_to_save_does_no_harm() -> None:
+    before = signal.getsignal(signals.SAVE)
+    try:
+        signals.hold_save()
+        signal.raise_signal(signals.SAVE)
+    finally:
+        signal.signal(signals.SAVE, before)
+
+
+@pytest.mark.parametrize("signum", signals.STOP)
+def test_a_signal_ends_the_step_and_saves(bench: Workbench, monkeypatch, signum: int) -> None:
+    with monkeypatch.context() as patch:
+        signal_at(patch, 5, signum)
+        assert start(bench, tree(bench)) == 128 + signum
+    assert store.steps(bench.tmp / "out" / "checkpoints") == [3] and len(metrics_of(bench.tmp / "out")) == 3
+
+
+def test_a_second_sigint_stops_at_once(bench: Workbench, monkeypatch, capsys) -> None:
+    with monkeypatch.context() as patch:
+        signal_at(patch, 5, signal.SIGINT, signal.SIGINT)
+        assert start(bench, tree(bench, checkpoint__every_steps=2)) == 130
+    assert "stopped at once" in capsys.readouterr().err
+    assert len(metrics_of(bench.tmp / "out")) == 2, "the step was not finished"
+    assert start(bench, tree(bench)) == start(bench, tree(bench, "whole")) == 0
+    assert files_of(bench, "out") == files_of(bench, "whole")
+
+
+def test_a_damaged_cache_entry_in_mid_run_loses_no_step(bench: Workbench, monkeypatch, capsys) -> None:
+    get, count = caches.Cache.get, []
+
+    def broken(self, key):
+        count.append(None)
+        if len(count) == 20:
+            raise caches.CacheError(f"cache entry {self.path(key)} is missing or damaged")
+        return get(self, key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(caches.Cache, "get", broken)
+        assert start(bench, tree(bench)) == 6
+    assert store.steps(bench.tmp / "out" / "checkpoints") == [len(metrics_of(bench.tmp / "out"))] != [0]
