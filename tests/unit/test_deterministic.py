@@ -1,0 +1,153 @@
+"""run.deterministic = true on a CPU: the flags, and that no operation of a run is refused. On CUDA: test_gpu.py.
+
+The flags belong to the process, so everything that sets them runs in one of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.harness import ROOT, Workbench
+from trainer import config as configs
+from trainer import precision
+from trainer import run as runs
+from trainer.errors import UserError
+
+# What CUDA has only without a fixed order of sums, so that torch.use_deterministic_algorithms(True) refuses it there (its
+# docstring in torch 2.13): a CPU runs it and says nothing. cumsum and bincount: of floating-point numbers only.
+REFUSED_ON_CUDA = {
+    "avg_pool3d_backward", "_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward",
+    "adaptive_max_pool2d_backward", "fractional_max_pool2d_backward", "fractional_max_pool3d_backward", "max_unpool2d",
+    "max_unpool3d", "upsample_linear1d_backward", "upsample_bilinear2d_backward", "upsample_bicubic2d_backward",
+    "upsample_trilinear3d_backward", "reflection_pad1d_backward", "reflection_pad2d_backward", "reflection_pad3d_backward",
+    "nll_loss_forward", "nll_loss2d_forward", "_ctc_loss_backward", "_embedding_bag_dense_backward", "put", "put_", "histc",
+    "median", "kthvalue", "grid_sampler_2d_backward", "grid_sampler_3d_backward", "scatter_reduce",
+}  # fmt: skip
+REFUSED_FOR_FLOATS = {"cumsum", "cumsum_", "bincount"}
+
+CELLS = {
+    "sdxl": dict(
+        adapter__type="dora", optimizer__name="adamw8bit", optimizer__min_8bit_size=1,
+        model__components={"unet": {"dtype": "fp8_e4m3"}}, memory__gradient_checkpointing=True,
+        adapter__targets=["*.attn1.to_q", "*.attn2.to_v", "*resnets.0.conv1", "*upsamplers.0.conv"],
+        adapter__rules=[{"component": "text_encoder_2", "match": "*.q_proj"}],
+    ),
+    "flux": dict(
+        adapter__dropout=0.3, adapter__targets=["*.attn.to_q", "*.proj_out"],
+        adapter__rules=[{"component": "text_encoder_2", "match": "*.q"}],
+        model__components={"transformer": {"dtype": "fp8_e4m3"}},
+    ),
+}  # fmt: skip
+
+
+class Operations(TorchDispatchMode):
+    """The names of all operations that run inside, backward passes included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        floats = isinstance(args[0], torch.Tensor) and args[0].is_floating_point() if args else False
+        if name not in REFUSED_FOR_FLOATS or floats:
+            self.seen.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+def child(models: Path, folder: Path) -> dict:
+    """What the process of the test does: the flags, and by family the operations seen."""
+    precision.be_deterministic()
+    result: dict = {
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warns only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "fills": torch.utils.deterministic.fill_uninitialized_memory,
+        "benchmark": torch.backends.cudnn.benchmark,
+        "workspace": os.environ["CUBLAS_WORKSPACE_CONFIG"],
+        "attention": {
+            name: getattr(torch.backends.cuda, f"{name}_sdp_enabled")()
+            for name in ("flash", "mem_efficient", "math", "cudnn")
+        },
+        "operations": {},
+    }
+    torch.use_deterministic_algorithms(False)
+    bench = Workbench(models, folder)
+
+    def train(out: str, resume_from: str | None = None, **overrides) -> None:
+        tree = bench.tree(
+            family, run__output_dir=str(folder / family / out), run__deterministic=True, run__max_steps=2,
+            **CELLS[family] | overrides,
+        )  # fmt: skip
+        runs.train(configs.parse(tree), resume_from=resume_from)
+
+    be_deterministic, one_step = precision.be_deterministic, runs.Run.one_step
+
+    def and_fill() -> None:
+        """NaN in whatever was never written: a read of it would show."""
+        be_deterministic()
+        torch.utils.deterministic.fill_uninitialized_memory = True
+
+    def and_watch(*args) -> None:
+        with operations:
+            one_step(*args)
+
+    for family in CELLS:
+        operations = Operations()
+        runs.Run.one_step = and_watch
+        train("whole")
+        runs.Run.one_step = one_step
+        result["operations"][family] = sorted(operations.seen)
+        precision.be_deterministic = and_fill
+        train("parts", run__stop_after=1)
+        precision.be_deterministic = be_deterministic
+        train("parts", "auto")
+    result["deterministic at the end"] = torch.are_deterministic_algorithms_enabled()
+    return result
+
+
+def test_both_families_train_and_end_in_the_same_bytes(models: Path, tmp_path: Path) -> None:
+    """Whole, and stopped and resumed with NaN in fresh memory; nothing that a step does is refused here, or on CUDA."""
+    result_file = tmp_path / "result.json"
+    command = [sys.executable, "-m", "tests.unit.test_deterministic", str(models), str(tmp_path), str(result_file)]
+    environment = {key: value for key, value in os.environ.items() if key != "CUBLAS_WORKSPACE_CONFIG"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    result = json.loads(result_file.read_text())
+    operations = result.pop("operations")
+    assert result == {
+        "deterministic": True, "warns only": False, "fills": False, "benchmark": False, "workspace": ":4096:8",
+        "attention": {"flash": True, "mem_efficient": True, "math": True, "cudnn": False},
+        "deterministic at the end": True,
+    }  # fmt: skip
+    for family in CELLS:
+        for file in ("adapter.safetensors", "optimizer.safetensors"):
+            whole, parts = (
+                (tmp_path / family / out / "checkpoints" / "step-00000002" / file).read_bytes()
+                for out in ("whole", "parts")
+            )
+            assert whole == parts, (family, file)
+        seen = set(operations[family])
+        assert "native_layer_norm" in seen and any(name.endswith("_backward") for name in seen), seen
+        refused = seen & (REFUSED_ON_CUDA | REFUSED_FOR_FLOATS)
+        assert not refused, (family, refused)
+
+
+def test_another_workspace_is_refused(monkeypatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    with pytest.raises(UserError, match="CUBLAS_WORKSPACE_CONFIG = ':0:0'; unset it, or use ':4096:8' or ':16:8'"):
+        precision.be_deterministic()
+    assert not torch.are_deterministic_algorithms_enabled() and torch.backends.cuda.cudnn_sdp_enabled()
+
+
+if __name__ == "__main__":
+    gc.disable()  # as train.py does while it imports
+    Path(sys.argv[3]).write_text(json.dumps(child(Path(sys.argv[1]), Path(sys.argv[2]))))
