@@ -475,6 +475,7 @@ class Run:
                 if progress.step in (last, stop_after):
                     self.save(final=True)
                 self.after_step()
+            self.agree()
             self.finished = progress.step >= last
             if not self.finished:
                 self.log.write(f"stopped after step {progress.step} as asked; go on with --resume_from auto")
@@ -487,7 +488,7 @@ class Run:
             self.log.close()
 
     def agree(self) -> None:
-        """Do before a step what any process was asked to do or met with, in all of them at the same step.
+        """Do between two steps what any process was asked to do or met with, in all of them at the same step.
 
         Raises Interrupted for a signal, OSError for a checkpoint that could not be written. Only what was agreed counts: a
         signal that comes in the meantime is told to the others before the next step.
@@ -596,10 +597,17 @@ class Run:
                 conditioning, negative = self.conditioning(request.prompt), self.conditioning(request.negative)
                 return self.family.sample(self.model, request, conditioning, negative)
 
+        # An image may take longer than a spot machine gives: between two evaluations of the denoiser is soon enough.
+        denoiser = self.model.modules[self.family.denoiser]
+        watch = denoiser.register_forward_pre_hook(lambda module, arguments: self.signals.check())
         folder = validation.sample_folder(self.output_dir, self.progress.step)
-        # One of several processes may not stop on its own: they agree before the next step.
-        check = self.signals.check if self.processes.count == 1 else lambda: None
-        validation.draw_samples(self.plan.requests, sample=sample, folder=folder, check=check)
+        try:
+            validation.draw_samples(self.plan.requests, sample=sample, folder=folder)
+        except Interrupted:
+            # Of several processes none may stop on its own: they agree next. The samples are drawn by the next start.
+            return
+        finally:
+            watch.remove()
 
     def save(self, *, final: bool = False) -> None:
         """Hand the present state to the saver, unless it is saved already. final: wait until it is on the disk."""

@@ -16,12 +16,10 @@ def sample_folder(output_dir: Path, step: int) -> Path:
     return output_dir / "samples" / f"step-{step:08d}"
 
 
-def draw_samples(
-    requests: Sequence[Any], *, sample: Callable[[Any], Any], folder: Path, check: Callable[[], None]
-) -> None:
+def draw_samples(requests: Sequence[Any], *, sample: Callable[[Any], Any], folder: Path) -> None:
     """One PNG for every request, named by the request's index; the folder appears when all are drawn.
 
-    check is called between images and may raise Interrupted.
+    sample: request -> PIL image; it may raise Interrupted, which leaves no folder.
     """
     from PIL.PngImagePlugin import PngInfo
 
@@ -30,7 +28,6 @@ def draw_samples(
     temporary.mkdir(parents=True)
     try:
         for index, request in enumerate(requests):
-            check()
             with torch.no_grad():
                 image = sample(request)
             described = PngInfo()

@@ -332,3 +332,36 @@ def test_a_damaged_cache_entry_in_mid_run_loses_no_step(bench: Workbench, monkey
         patch.setattr(caches.Cache, "get", broken)
         assert start(bench, tree(bench)) == 6
     assert store.steps(bench.tmp / "out" / "checkpoints") == [len(metrics_of(bench.tmp / "out"))] != [0]
+
+
+@pytest.mark.parametrize("step", [0, 4, LENGTH])
+def test_a_signal_while_samples_are_drawn(bench: Workbench, monkeypatch, step: int) -> None:
+    """It does not wait for the image: the samples are drawn by the next start, which changes nothing else."""
+    samples = {"validation__every_steps": 4, "validation__prompts": ["a bear", "bears"], "validation__steps": 3}
+    evaluations, find = [], runs.validation.draw_samples
+
+    def watched(requests, *, sample, folder):
+        def interrupted(request):
+            if folder.name == f"step-{step:08d}":
+                signal.raise_signal(signal.SIGTERM)
+            evaluations.append(folder.name)
+            image = sample(request)
+            evaluations.append("done")
+            return image
+
+        return find(requests, sample=interrupted, folder=folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runs.validation, "draw_samples", watched)
+        assert start(bench, tree(bench, **samples)) == 143
+    assert evaluations[-1] == f"step-{step:08d}", "the image was finished"
+    assert store.steps(bench.tmp / "out" / "checkpoints") == ([step] if step else [])
+    assert not (bench.tmp / "out" / "samples" / f"step-{step:08d}").exists()
+    assert start(bench, tree(bench, **samples)) == start(bench, tree(bench, "whole", **samples)) == 0
+    assert files_of(bench, "out") == files_of(bench, "whole")
+    drawn = [
+        sorted(p.relative_to(bench.tmp / out) for p in (bench.tmp / out).rglob("*.png")) for out in ("out", "whole")
+    ]
+    assert drawn[0] == drawn[1] and len(drawn[0]) == 6
+    for path in drawn[0]:
+        assert (bench.tmp / "out" / path).read_bytes() == (bench.tmp / "whole" / path).read_bytes()
