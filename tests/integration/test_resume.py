@@ -303,9 +303,16 @@ def test_no_pickle_anywhere(bench: Workbench, monkeypatch) -> None:
     def refuse(*args, **kwargs):
         raise AssertionError("pickle was used")
 
-    for module, name in ((pickle, "loads"), (pickle, "load"), (pickle, "dumps"), (torch, "load"), (torch, "save")):
-        monkeypatch.setattr(module, name, refuse)
-    tree = run_tree(bench, "out", run__max_steps=3, run__stop_after=2)
+    for name in ("load", "loads", "dump", "dumps", "Pickler", "Unpickler"):
+        monkeypatch.setattr(pickle, name, refuse)
+    for name in ("load", "save"):
+        monkeypatch.setattr(torch, name, refuse)
+    tree = run_tree(
+        bench, "out", run__max_steps=3, run__stop_after=2, checkpoint__every_steps=1, export__every_steps=1,
+        optimizer__name="adamw8bit", optimizer__min_8bit_size=1, validation__every_steps=2, validation__steps=1,
+        validation__prompts=["a bear"], model__components={"unet": {"dtype": "nf4"}}, logging__tensorboard=True,
+        model__cache_dir=str(bench.tmp / "converted"),
+    )  # fmt: skip
     train(tree)
     del tree["run"]["stop_after"]
     train(tree, "auto")
