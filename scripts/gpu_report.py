@@ -1,7 +1,7 @@
 """Gathers what scripts/gpu_suite.sh measured into GPU-DATE.json and prints its short table.
 
-python scripts/gpu_report.py PARTS FOLDER     PARTS: tests.xml, kernels.json, layers.json, shared.json, steps.json and their
-NAME.status
+python scripts/gpu_report.py PARTS FOLDER     PARTS: tests.xml, kernels.json, layers.json, shared.json, steps.json,
+deterministic.json and their NAME.status
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LIMITS = (
     ("extra memory", "Flux", max, 0.02, "at most"),
     ("extra memory, no bias", "SDXL", max, 0.02, "at most"),
 )
-PARTS = ("tests", "kernels", "layers", "shared", "steps")
+PARTS = ("tests", "kernels", "layers", "shared", "steps", "deterministic")
 # Of a step with the denoiser stored as fp8_e4m3 and multiplied in bf16, over one stored as bf16; by the image's pixels.
 STORAGE_LIMITS = {1024: 1.08, 512: 1.15}
 
@@ -96,6 +96,21 @@ def step_lines(result: dict[str, Any]) -> list[str]:
     return lines + [f"{what}: {error.splitlines()[0]}" for what, error in result["errors"].items()]
 
 
+def deterministic_lines(result: dict[str, Any]) -> list[str]:
+    """What run.deterministic costs, with the attention it takes; whether gradients repeat with it, and without."""
+    lines = []
+    for row in result["rows"]:
+        ms, same = row["ms"], row["same gradients"]
+        attention = {way: name.removesuffix("_ATTENTION").lower() for way, name in row["attention"].items()}
+        lines.append(
+            f"{row['model']:<5} {row['pixels']:>4} px deterministic {row['ratio']:.3f} of ordinary "
+            f"({ms['deterministic']:.1f} / {ms['ordinary']:.1f} ms, attention {attention['deterministic']} / "
+            f"{attention['ordinary']}); gradients repeat: {'yes' if same['deterministic'] else 'NO'} / "
+            f"{'yes' if same['ordinary'] else 'no'}"
+        )
+    return lines + [f"{what}: {error.splitlines()[0]}" for what, error in result["errors"].items()]
+
+
 def main() -> int:
     parts, folder = Path(sys.argv[1]), Path(sys.argv[2])
     status = {name: int((parts / f"{name}.status").read_text()) for name in PARTS}
@@ -132,6 +147,8 @@ def main() -> int:
         print(f"{row['layers']:<5} {row['figure']:<21} worst {worst:>7}   {row['limit']:<14} {met}")
     if "steps" in result:
         print("\n".join(step_lines(result["steps"])))
+    if "deterministic" in result:
+        print("\n".join(deterministic_lines(result["deterministic"])))
     for name, code in status.items():
         if code:
             print(f"{name}: exit status {code}" + (" (ran out of time)" if code == 124 else ""))

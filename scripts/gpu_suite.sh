@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Everything that only a CUDA device can show, in under 9 minutes (each part has its time limit): the tests marked gpu, each
 # fused kernel against its plain twin, the adapted layers of Flux and SDXL against PEFT's, a step of the full-size models in
-# each storage, and from which layer shape on a float8 product pays. Prints a short table last and writes GPU-DATE.json.
+# each storage, from which layer shape on a float8 product pays, and what run.deterministic costs. Prints a short table last
+# and writes GPU-DATE.json. The limits add up to 525 s; what is left is for starting Python and for stopping a part.
 #   gpu_suite.sh [FOLDER]     FOLDER: where the results go (docs/benchmarks)
 # Exit status: 0 all tests passed and every part ran; 1 otherwise, the results are written all the same; 2 without a device.
 set -uo pipefail
@@ -25,15 +26,18 @@ echo "$?" > "$parts/tests.status"
 tail -n 60 "$parts/tests.log"
 cp "$parts/tests.log" "$out/gpu-tests.log"
 echo "== kernels"
-timeout 85 "$python" scripts/bench_kernels.py --seconds 60 --json "$parts/kernels.json"
+timeout 72 "$python" scripts/bench_kernels.py --seconds 48 --json "$parts/kernels.json"
 echo "$?" > "$parts/kernels.status"
 echo "== layers"
-timeout 80 "$python" scripts/bench_dora.py --device cuda --seconds 60 --json "$parts/layers.json"
+timeout 68 "$python" scripts/bench_dora.py --device cuda --seconds 48 --json "$parts/layers.json"
 echo "$?" > "$parts/layers.status"
 echo "== adapters on one input"
 timeout 25 "$python" scripts/bench_dora.py --device cuda --shared-input --json "$parts/shared.json"
 echo "$?" > "$parts/shared.status"
 echo "== steps of the full-size models"
-timeout 155 "$python" scripts/bench_step.py --device cuda --seconds 125 --json "$parts/steps.json"
+timeout 130 "$python" scripts/bench_step.py --device cuda --seconds 100 --json "$parts/steps.json"
 echo "$?" > "$parts/steps.status"
+echo "== deterministic steps"
+timeout 60 "$python" scripts/bench_deterministic.py --device cuda --seconds 42 --json "$parts/deterministic.json"
+echo "$?" > "$parts/deterministic.status"
 "$python" scripts/gpu_report.py "$parts" "$out"

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
-from tests.harness import DENOISER, Workbench, built
+from tests.harness import DENOISER, ROOT, Workbench, built
 from tests.numerics.test_step_oracle import GRADIENT_TOLERANCE
 from trainer import config as configs
 from trainer import kernels, precision
@@ -104,3 +111,64 @@ def test_trains_and_resumes(bench: Workbench, family: str, storage: str) -> None
     assert all(torch.isfinite(t).all() for t in adapter.values())
     still = [name for name, t in adapter.items() if name.endswith("lora_B.weight") and not t.any()]
     assert not still, still
+
+
+def deterministic_tree(bench: Workbench, family: str, adapter: str, optimizer: str, out: str) -> dict[str, Any]:
+    """Five steps over photos of 512 px, whose attention and sums are long enough to be divided among programs."""
+    tree = bench.tree(
+        family, run__device=DEVICE, run__deterministic=True, run__max_steps=5, data__resolution=512,
+        run__output_dir=str(bench.tmp / f"{adapter}-{optimizer}-{out}"), data__cache_dir=str(bench.tmp / f"cache-{out}"),
+        precision__compute="bf16", adapter__type=adapter, adapter__targets="all", step__accumulation=2,
+        memory__gradient_checkpointing=True, model__components={DENOISER[family]: {"dtype": "fp8_e4m3"}},
+        optimizer__name=optimizer, optimizer__min_8bit_size=1, optimizer__lr=1e-3,
+        validation__prompts=["a bear"], validation__steps=2,
+    )  # fmt: skip
+    if adapter == "lora":
+        query = {"sdxl": "*.q_proj", "flux": "*.q"}[family]
+        tree["adapter"] |= {"dropout": 0.2, "rules": [{"component": "text_encoder_2", "match": query}]}
+    return tree
+
+
+def run_elsewhere(bench: Workbench, name: str, trees: list[dict[str, Any]]) -> None:
+    """Train each of `trees`, in one process of their own: run.deterministic sets what belongs to the process."""
+    path = bench.tmp / f"{name}.json"
+    path.write_text(json.dumps(trees))
+    environment = {key: value for key, value in os.environ.items() if key != "CUBLAS_WORKSPACE_CONFIG"}
+    command = [sys.executable, "-m", "tests.integration.test_gpu", str(path)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.parametrize(
+    ("family", "cells"),
+    [
+        ("sdxl", [("lora", "adamw"), ("dora", "adamw8bit")]),
+        ("flux", [("lora", "adamw8bit"), ("dora", "adamw")]),
+    ],
+)
+def test_deterministic_runs_end_in_the_same_bytes(bench: Workbench, family: str, cells: list[tuple[str, str]]) -> None:
+    """Two runs, each with a cache of its own, and one that was stopped and resumed, in three processes. Cells: pairwise."""
+    stopped = [deterministic_tree(bench, family, *cell, "resumed") for cell in cells]
+    for tree in stopped:
+        tree["run"]["stop_after"] = 3
+    run_elsewhere(bench, "first", [deterministic_tree(bench, family, *cell, "whole") for cell in cells])
+    run_elsewhere(bench, "second", [*stopped, *(deterministic_tree(bench, family, *cell, "again") for cell in cells)])
+    for tree in stopped:
+        del tree["run"]["stop_after"]
+    run_elsewhere(bench, "third", stopped)
+    differing = [
+        (adapter, optimizer, out, file)
+        for adapter, optimizer in cells
+        for out in ("again", "resumed")
+        for file in ("adapter.safetensors", "optimizer.safetensors")
+        if len({
+            (bench.tmp / f"{adapter}-{optimizer}-{each}" / "checkpoints" / "step-00000005" / file).read_bytes()
+            for each in ("whole", out)
+        }) > 1
+    ]  # fmt: skip
+    assert not differing
+
+
+if __name__ == "__main__":
+    for each in json.loads(Path(sys.argv[1]).read_text()):
+        runs.train(configs.parse(each), resume_from="auto")

@@ -35,6 +35,19 @@ STEPS = {
 }
 
 
+DETERMINISTIC = {
+    "rows": [
+        {
+            "model": "Flux", "pixels": 1024, "ratio": 1.25, "ratios": [1.2, 1.25, 1.3],
+            "ms": {"ordinary": 400.0, "deterministic": 500.0},
+            "attention": {"ordinary": "CUDNN_ATTENTION", "deterministic": "FLASH_ATTENTION"},
+            "same gradients": {"ordinary": False, "deterministic": True},
+        },
+    ],
+    "errors": {"SDXL": "the worker ended with status -9"},
+}  # fmt: skip
+
+
 def steps(ratio: float) -> list[dict]:
     """Rows of bench_step.py: float8 storage at `ratio` of bf16 at 1024 px, and at 1.14 at 512 px."""
     common = {"model": "Flux", "ms": 400.0, "rounds": 7, "resident_bytes": 0, "peak_bytes": 3 << 30}
@@ -60,6 +73,7 @@ def run(
     ]
     (parts / "layers.json").write_text(json.dumps({"about": {}, "rows": rows}))
     (parts / "steps.json").write_text(json.dumps(STEPS | {"steps": steps(storage)}))
+    (parts / "deterministic.json").write_text(json.dumps(DETERMINISTIC))
     for name, code in status.items():
         (parts / f"{name}.status").write_text(str(code))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a card")
@@ -76,7 +90,7 @@ def test_all_met(report, tmp_path, monkeypatch, capsys) -> None:
         monkeypatch,
         failed=False,
         ratio=1.05,
-        status={"tests": 0, "kernels": 0, "layers": 0, "shared": 0, "steps": 0},
+        status={"tests": 0, "kernels": 0, "layers": 0, "shared": 0, "steps": 0, "deterministic": 0},
     )
     assert code == 0
     assert {(row["figure"], row["worst"], row["met"]) for row in result["figures"]} == {
@@ -89,6 +103,10 @@ def test_all_met(report, tmp_path, monkeypatch, capsys) -> None:
     assert "Flux: a float8 product pays at 4608x3072x3072 (0.70)\n" in shown
     assert "scaled_matmul_pays is to be changed for 512x3072x3072 (1.10)\nSDXL: a float8 product pays at none" in shown
     assert "Flux nf4: OutOfMemoryError: CUDA out of memory.\n" in shown and "more" not in shown
+    assert (
+        "Flux  1024 px deterministic 1.250 of ordinary (500.0 / 400.0 ms, attention flash / cudnn); "
+        "gradients repeat: yes / no\nSDXL: the worker ended with status -9\n"
+    ) in shown
 
 
 def test_misses_failures_and_timeouts_are_said(report, tmp_path, monkeypatch, capsys) -> None:
@@ -98,7 +116,7 @@ def test_misses_failures_and_timeouts_are_said(report, tmp_path, monkeypatch, ca
         monkeypatch,
         failed=True,
         ratio=1.2,
-        status={"tests": 1, "kernels": 124, "layers": 0, "shared": 0, "steps": 0},
+        status={"tests": 1, "kernels": 124, "layers": 0, "shared": 0, "steps": 0, "deterministic": 0},
         storage=1.09,
     )
     shown = capsys.readouterr().out
@@ -121,3 +139,24 @@ def test_the_bench_of_a_step_runs_on_tiny_models(report, tmp_path: Path) -> None
     storages = ["bf16", "fp8_e4m3", "fp8_e4m3 + fp8 matmul"]
     assert [row["storage"] for row in result["steps"]] == 4 * storages
     assert len(report.step_lines(result)) >= 12 + 2
+
+
+@pytest.mark.slow
+def test_the_bench_of_determinism_runs_on_tiny_models(report, tmp_path: Path) -> None:
+    path = tmp_path / "deterministic.json"
+    command = [sys.executable, "scripts/bench_deterministic.py", "--quick", "--rounds", "2", "--json", str(path)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=300)
+    result = json.loads(path.read_text())
+    assert not result["errors"] and len(report.deterministic_lines(result)) == 4
+    for row in result["rows"]:
+        assert len(row["ratios"]) == 2 and row["same gradients"] == {"ordinary": True, "deterministic": True}
+
+
+@pytest.mark.slow
+def test_the_bench_of_determinism_says_what_fails(tmp_path: Path) -> None:
+    """An error in a worker ends its model, not the script."""
+    path = tmp_path / "deterministic.json"
+    command = [sys.executable, "scripts/bench_deterministic.py", "--quick", "--storage", "fp9", "--json", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "error: SDXL: deterministic: KeyError: 'fp9'" in done.stdout
+    assert json.loads(path.read_text())["errors"].keys() == {"Flux", "SDXL"}
