@@ -1,0 +1,106 @@
+"""What a step decides together with the other processes, of which one is played here."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from trainer import optim
+from trainer.errors import OutOfMemory
+from trainer.step import Step
+from trainer.types import Batch, Occurrence
+
+OURS, THEIRS = (tuple(Occurrence(0, f"{process}/{i}.jpg", 0, i) for i in range(2)) for process in (0, 1))
+
+
+def batch(occurrences: tuple[Occurrence, ...]) -> Batch:
+    sizes = torch.tensor([[64, 96]] * len(occurrences))
+    latents = torch.ones(len(occurrences), 1, 2, 2)
+    return Batch(occurrences, latents, ("",) * len(occurrences), None, sizes, sizes, sizes)
+
+
+class Peer:
+    """The other process: `told` is what it says before its gradient; `reductions` counts what both take part in."""
+
+    def __init__(self, told: list[float]) -> None:
+        self.told, self.reductions = torch.tensor(told), 0
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        self.reductions += 1
+        if self.reductions == 1:
+            assert tensor.shape == self.told.shape
+            tensor += self.told
+
+
+def step_with(peer: Peer, losses=lambda batch: batch.latents.mean((1, 2, 3))) -> tuple[Step, torch.nn.Parameter]:
+    parameter = torch.nn.Parameter(torch.ones(4))
+    group = {"params": [parameter], "lr": 0.1, "weight_decay": 0.0, "magnitudes": False}
+    optimizer = optim.build_optimizer("adamw", [group], betas=(0.9, 0.999), eps=1e-8, min_8bit_size=4096)
+    step = Step(
+        losses=lambda batch: losses(batch) * parameter.sum(),
+        optimizer=optimizer,
+        schedule=optim.build_schedule("constant", optimizer, total_steps=9, warmup=0),
+        scaler=torch.amp.GradScaler("cpu", enabled=False),
+        max_grad_norm=1.0,
+        after_update=lambda: None,
+        sum=peer.sum,
+        dropout=lambda step, index: contextlib.nullcontext(),
+    )
+    return step, parameter
+
+
+def run(peer: Peer, **more):
+    step, parameter = step_with(peer, **more)
+    before = parameter.detach().clone()
+    try:
+        return step.run(1, [batch(OURS)], [*OURS, *THEIRS]), torch.equal(parameter, before)
+    except OutOfMemory:
+        assert torch.equal(parameter, before) and not any(step.optimizer.state.values())
+        raise
+
+
+def test_both_go_on() -> None:
+    peer = Peer([3.0, 0, 0, 0, 0, 0])
+    result, same = run(peer)
+    assert result.updated and not same and peer.reductions == 2
+    assert result.loss == pytest.approx(4 * 2 / 4 + 3), "our samples' losses over the global batch, and theirs"
+
+
+@pytest.mark.parametrize(("flag", "what"), [(1, "the latents of 1/1.jpg are"), (2, "the loss of 1/1.jpg is")])
+def test_what_is_not_finite_in_the_other_process_is_named_and_stops_this_one(flag: int, what: str) -> None:
+    peer = Peer([0.0, 0, 0, 0, 0, flag])
+    result, same = run(peer)
+    assert result.refused == f"{what} not finite" and not result.updated and same
+    assert result.loss is None and result.grad_norm is None
+    assert peer.reductions == 1, "no process waits for a gradient that the other does not have"
+
+
+def test_what_is_not_finite_here_is_told_before_anything_is_reduced() -> None:
+    peer = Peer([0.0] * 6)
+    result, same = run(peer, losses=lambda batch: torch.tensor([1.0, torch.inf]))
+    assert result.refused == "the loss of 0/1.jpg is not finite" and same and peer.reductions == 1
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_want_of_memory_in_one_process_ends_the_step_of_both(here: bool) -> None:
+    def grow(batch):
+        if here:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return torch.ones(2)
+
+    peer = Peer([0.0, 0.0 if here else 1.0, 0, 0, 0, 0])
+    with pytest.raises(OutOfMemory, match="step 1: out of memory in ") as raised:
+        run(peer, losses=grow)
+    message = str(raised.value)
+    assert ("micro-batch 1 of 1: 2 photo(s) of 96x64 (0/0.jpg, 0/1.jpg)" in message) == here
+    assert ("in another process" in message) == (not here) and peer.reductions == 1
+
+
+def test_other_errors_pass() -> None:
+    def broken(batch):
+        raise RuntimeError("shapes")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        run(Peer([0.0] * 6), losses=broken)
