@@ -29,7 +29,7 @@ from trainer.data import captions, loader, sampler
 from trainer.digests import FileDigests
 from trainer.errors import Interrupted, NonFiniteError, OutOfMemory, UserError
 from trainer.files import write_atomic
-from trainer.memory import checkpoint_blocks, find_blocks, what_would_fit
+from trainer.memory import checkpoint_blocks, find_blocks, is_out_of_memory, what_would_fit
 from trainer.models.base import Model
 from trainer.models.loading import load_tokenizers, open_model
 from trainer.plan import (
@@ -606,6 +606,13 @@ class Run:
         except Interrupted:
             # Of several processes none may stop on its own: they agree next. The samples are drawn by the next start.
             return
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemory(
+                f"step {self.progress.step}: out of memory while samples were drawn\n{error}\ngo on with --resume_from auto "
+                "and smaller samples (width, height of validation.samples), or with validation.every_steps = 0"
+            ) from None
         finally:
             watch.remove()
 

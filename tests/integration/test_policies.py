@@ -199,6 +199,24 @@ def test_out_of_memory_is_reported_and_what_was_trained_is_kept(bench: Workbench
     assert files_of(bench, "out") == files_of(bench, "whole")
 
 
+def test_out_of_memory_in_a_sample_keeps_what_was_trained(bench: Workbench, monkeypatch, capsys) -> None:
+    samples = {"validation__every_steps": 4, "validation__prompts": ["a bear"], "validation__steps": 1}
+    draw = runs.validation.draw_samples
+
+    def grow(requests, *, sample, folder):
+        if folder.name == "step-00000004":
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        draw(requests, sample=sample, folder=folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runs.validation, "draw_samples", grow)
+        assert start(bench, tree(bench, **samples)) == 5
+    said = capsys.readouterr().err
+    assert "step 4: out of memory while samples were drawn" in said and "validation.every_steps = 0" in said
+    assert store.steps(bench.tmp / "out" / "checkpoints") == [4]
+    assert start(bench, tree(bench, **samples | {"validation__every_steps": 0})) == 0
+
+
 def test_other_errors_are_not_taken_for_want_of_memory() -> None:
     assert not memory.is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not memory.is_out_of_memory(ValueError("memory"))
