@@ -1,0 +1,89 @@
+"""A run that is killed again and again ends in the same bytes as one that never was: scripts/kill_test.py, in parts.
+
+The default suite kills one run while photos are encoded, inside its first checkpoint, a later one and a pruning, while a
+sample is drawn and in a step. `slow` has all 104 kills, and 200 signals.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import astuple
+from itertools import combinations, product
+from pathlib import Path
+
+import pytest
+
+from tests.harness import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import kill_test
+from kill_test import CELLS, LEVELS, SAVES, Cell, Moment, Result, Server
+
+every_cell = pytest.mark.parametrize("cell", [pytest.param(cell, id=cell.name) for cell in CELLS])
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with Server() as server:
+        yield server
+
+
+def run(cell: Cell, moments: list[Moment], server: Server, models: Path, folder: Path) -> Result:
+    result = kill_test.run_cell(cell, moments, server=server, models=models, folder=folder / "cell")
+    assert not result.orphans and not result.lost and not result.problems, f"{result}\n{result.log}"
+    assert result.ends == result.recoveries == len(moments)
+    assert result.inside == sum(moment.where in SAVES for moment in moments)
+    return result
+
+
+def test_some_kills(server: Server, models: Path, tmp_path: Path) -> None:
+    places = ("caching", "first save", "step", "save", "drawing", "pruning")
+    run(
+        Cell("flux", "dora", "adamw8bit", "int8", 2),
+        kill_test.drawn(places, random.Random(0)),
+        server,
+        models,
+        tmp_path,
+    )
+
+
+@pytest.mark.slow
+@every_cell
+def test_kills(cell: Cell, server: Server, models: Path, tmp_path: Path) -> None:
+    run(cell, kill_test.kills(random.Random(cell.name)), server, models, tmp_path)
+
+
+@pytest.mark.slow
+def test_kills_at_the_calls_of_a_start_and_an_end(server: Server, models: Path, tmp_path: Path) -> None:
+    """Every kind of call while photos and captions are encoded and while the adapter files are written, early and late."""
+    moments = [
+        Moment(where, part, pick, half=True, steps=0, signum=signal.SIGKILL, group=False)
+        for where in ("caching", "finishing")
+        for pick in (0.05, 0.15, 0.25, 0.35, 0.45)  # of five kinds, before those of a time
+        for part in (0.0, 0.6)
+    ]
+    run(CELLS[4], moments, server, models, tmp_path)
+
+
+@pytest.mark.slow
+@every_cell
+def test_signals(cell: Cell, server: Server, models: Path, tmp_path: Path) -> None:
+    result = run(cell, kill_test.stops(200 // len(CELLS), random.Random(cell.name)), server, models, tmp_path)
+    assert result.slowest < kill_test.GRACE
+
+
+def test_the_cells_cover_every_pair_of_levels() -> None:
+    assert len(CELLS) == 8
+    for (i, first), (j, second) in combinations(enumerate(LEVELS.values()), 2):
+        assert {(astuple(cell)[i], astuple(cell)[j]) for cell in CELLS} == set(product(first, second))
+
+
+def test_a_hundred_kills_and_forty_inside_a_save() -> None:
+    moments = [moment for cell in CELLS for moment in kill_test.kills(random.Random(cell.name))]
+    assert len(moments) == 104
+    assert sum(moment.where in SAVES for moment in moments) >= 40
+    assert {moment.where for moment in moments} == {*kill_test.KILLS, "caching", "first save", "finishing"}
