@@ -678,6 +678,9 @@ class Run:
             live = export.diffusers_tensors(self.adapter)
             rows.append(["exported file, read back, against the live adapter",
                          outcome.read_back(written["diffusers"], live)])  # fmt: skip
+        if self.progress.non_finite:
+            rows.append(["updates skipped because a value was not finite (see metrics.jsonl)",
+                         f"{self.progress.non_finite} of {self.progress.step}"])  # fmt: skip
         sections["Effect"] = {"columns": ["what", "value"], "rows": rows}
         if self.storage:
             sections["Frozen weights"] = {

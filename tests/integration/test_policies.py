@@ -106,6 +106,8 @@ def test_skipped_updates_change_nothing_are_logged_and_counted_over_restarts(
     assert state.Saved(folder).state("schedule")["last_epoch"] == LENGTH - 3, "the schedule waits for the optimizer"
     assert state.Saved(folder).state("progress")["non_finite"] == 3
     assert "the update is skipped (3 of at most 10)" in capsys.readouterr().out
+    report = (bench.tmp / "whole" / "report.html").read_text()
+    assert "updates skipped because a value was not finite" in report and "3 of 6" in report
 
 
 def test_the_limit_of_skipped_updates_holds_over_restarts(bench: Workbench, monkeypatch, capsys) -> None:
