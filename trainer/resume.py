@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from importlib import metadata
@@ -152,7 +153,8 @@ def pin_environment(processes: Processes, *, kernels: str, deterministic: bool, 
 
     device = processes.device
     if device.type == "cuda":
-        name = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
+        workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "by default")  # decides between cuBLAS's algorithms
+        name = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, cuBLAS workspace {workspace}"
     else:
         name = f"{device.type} with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     versions = {library: _version(library) for library in LIBRARIES}
