@@ -37,7 +37,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -416,7 +416,7 @@ STEPS_A_LIFE = 3  # a run's length for each moment; more than a life goes on ave
 TRIES = 3  # for a moment: a signal from outside can come too late
 PATIENCE = 300.0  # seconds for a life that nothing ends
 GRACE = 30.0  # seconds from a signal to the exit: what spot machines give
-WORKERS_LINGER = 20.0  # seconds; torch's notice after 5 that their parent is gone
+WORKERS_LINGER = 15.0  # seconds; torch's workers look after their parent every 5
 
 TARGETS = {  # late layers: what is before them needs no backward pass
     "sdxl": ["up_blocks.1.attentions.*to_q", "conv_out"],
@@ -442,7 +442,7 @@ class Run:
         self.out = folder / "out"
         self.checkpoints, self.metrics = self.out / "checkpoints", self.out / "metrics.jsonl"
         self.lives = 0
-        self.deaths: dict[int, float] = {}  # the time of each, by the life's number
+        self.pids: set[int] = set()  # of all its lives
 
     def steps(self) -> tuple[list[int], list[int]]:
         """Those of the valid checkpoints, and of the others."""
@@ -479,6 +479,7 @@ class Run:
 
         self.lives += 1
         pid = self.server.start(Life(str(self.folder), tuple(arguments), **inside))
+        self.pids.add(pid)
         status, sent = self._until(alive.exists, pid), None
         if moment and measured and not inside:
             wait = moment.part * measured.start
@@ -494,7 +495,7 @@ class Run:
         if status is None:
             status = self._until(lambda: False, pid, PATIENCE if sent is None else GRACE)
             assert status is not None
-        self.deaths[pid] = ended = time.monotonic()
+        ended = time.monotonic()
         if signalled.exists():
             sent = float(signalled.read_text())
         return End(status, 0.0 if sent is None else ended - sent, stepped(1))
@@ -505,24 +506,27 @@ class Run:
         while (status := self.server.status(pid)) is None and not condition():
             if time.monotonic() > limit:
                 os.killpg(pid, signal.SIGKILL)
-                self.deaths[pid] = time.monotonic()
                 raise TimeoutError(f"life {self.lives} does not get on or exit within {seconds:.0f} s")
             time.sleep(0.005)
         return status
 
-    def sweep(self) -> list[int]:
-        """End the processes that outlived their lives; returns those that did so for too long."""
-        late = []
+    def left_over(self) -> list[int]:
+        """Processes that outlive their lives: workers that do not notice. They are ended."""
+        limit = time.monotonic() + WORKERS_LINGER
+        while (left := list(self._processes())) and time.monotonic() < limit:
+            time.sleep(0.2)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        return left
+
+    def _processes(self) -> Iterator[int]:
         for stat in Path("/proc").glob("[0-9]*/stat"):
             try:
                 state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
             except OSError:  # gone meanwhile
                 continue
-            if int(group) in self.deaths and state != "Z":
-                if time.monotonic() - self.deaths[int(group)] > WORKERS_LINGER:
-                    late.append(int(stat.parent.name))
-                os.kill(int(stat.parent.name), signal.SIGKILL)
-        return late
+            if int(group) in self.pids and state != "Z":
+                yield int(stat.parent.name)
 
 
 @dataclass
@@ -567,7 +571,7 @@ def run_cell(cell: Cell, moments: Sequence[Moment], *, server: Server, models: P
     except (Broken, TimeoutError) as error:
         result.problems.append(str(error))
     finally:
-        result.problems += [f"process {pid} outlived its run" for pid in whole.sweep() + broken.sweep()]
+        result.problems += [f"process {pid} outlived its run" for pid in whole.left_over() + broken.left_over()]
     result.lives, result.seconds = broken.lives, time.monotonic() - began
     if not result.ok:
         result.recoveries = 0 if result.problems else result.recoveries
