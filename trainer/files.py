@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -9,7 +10,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +24,17 @@ def write(path: Path, pieces: Iterable[memoryview | bytes]) -> tuple[str, int]:
     """
     digest, count = hashlib.sha256(), 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
-    try:
-        for piece in pieces:
-            view = memoryview(piece)
-            digest.update(view)
-            while view:  # a short write is none: what is left follows, or the next call says why it cannot
-                written = os.write(descriptor, view)
-                count, view = count + written, view[written:]
-        os.fsync(descriptor)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        os.close(descriptor)
+    with _named(path):
+        try:
+            for piece in pieces:
+                view = memoryview(piece)
+                digest.update(view)
+                while view:  # a short write is none: what is left follows, or the next call says why it cannot
+                    written = os.write(descriptor, view)
+                    count, view = count + written, view[written:]
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
     return digest.hexdigest(), count
 
 
@@ -51,22 +51,49 @@ def write_atomic(path: Path | str, pieces: Iterable[memoryview | bytes]) -> tupl
         written = write(temporary, pieces)
         os.replace(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the first failure is the one to tell
+            temporary.unlink()
         raise
     return written
 
 
+def make_folder(folder: Path) -> None:
+    """Create a folder and what is missing above it, and see to it that a power failure cannot take its name away.
+
+    What is there already may have been made by someone who was killed before the sync, or who never synced: the names above
+    are synced until the folder is there, its own always.
+    """
+    if not folder.is_dir():
+        for parent in reversed(folder.parents):
+            if not parent.is_dir():
+                parent.mkdir(exist_ok=True)
+                sync_folder(parent.parent)
+            else:  # as far as it goes: folders that may not be read, and file systems without a sync, hold no new names
+                with contextlib.suppress(OSError):
+                    sync_folder(parent.parent)
+        folder.mkdir(exist_ok=True)
+    sync_folder(folder.parent)
+
+
 def sync_folder(folder: Path) -> None:
-    """Make renames in `folder` durable; a no-op where folders cannot be opened (Windows)."""
+    """Make the names in `folder` durable; a no-op where folders cannot be opened (Windows)."""
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)
+    with _named(folder):
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """An OSError of a call on a descriptor does not say which file it was: this one does."""
     try:
-        os.fsync(descriptor)
+        yield
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(folder)) from error
-    finally:
-        os.close(descriptor)
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def remove_leftovers(temporaries: Iterable[Path], *, idle: float = 0) -> None:
@@ -101,8 +128,9 @@ def _is_running(pid: int) -> bool:
 
 
 def remove_folder(folder: Path, *, ignore_errors: bool = False) -> None:
-    """Delete a folder that nobody else writes to; it may be gone in part already."""
-    shutil.rmtree(folder, ignore_errors=ignore_errors)
+    """Delete a folder that nobody else writes to; it may be gone in part already. Raises OSError, naming the folder."""
+    with _named(folder):
+        shutil.rmtree(folder, ignore_errors=ignore_errors)
 
 
 def json_bytes(tree: Any) -> bytes:
@@ -111,9 +139,12 @@ def json_bytes(tree: Any) -> bytes:
 
 
 def read_json(path: Path) -> Any:
-    """Raises UserError, naming the file, where it is missing, unreadable or not JSON."""
+    """Raises UserError, naming the file, where it is missing, unreadable or no JSON that `json_bytes` could have written."""
     try:
-        return json.loads(path.read_bytes())
+        tree = json.loads(path.read_bytes())
+        # The parser takes NaN, 1e999 and half of a surrogate pair; whoever writes or prints the tree would trip over them.
+        json.dumps(tree, allow_nan=False, ensure_ascii=False).encode()
+        return tree
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON; nested a thousand deep

@@ -6,6 +6,7 @@ under a temporary name, synced, and renamed when complete, so every prefix of a 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -31,9 +32,11 @@ def save(root: Path, step: int, contents: Files) -> Path:
 
     A valid checkpoint of that step stays: by contract its bytes are the same.
     """
-    root.mkdir(parents=True, exist_ok=True)
+    files.make_folder(root)
     final, temporary = root / folder_name(step), root / f".{folder_name(step)}.new.tmp"
+    remove_leftovers(root, ignore_errors=True)  # of failed saves; what cannot be deleted is no reason to write no more
     if final.exists() and problem(final) is None:
+        files.sync_folder(root)  # whoever wrote it may have been killed after the rename
         return final
     if temporary.exists():
         files.remove_folder(temporary)
@@ -46,47 +49,51 @@ def save(root: Path, step: int, contents: Files) -> Path:
         files.write(temporary / MANIFEST, [files.json_bytes({"files": listed})])
         files.sync_folder(temporary)
         if final.exists():
-            _remove(final)
+            _remove(root, step)
         os.replace(temporary, final)
     except OSError:
-        # As far as the disk lets us; the next start sweeps up the rest.
-        files.remove_folder(temporary, ignore_errors=True)
+        remove_leftovers(root, ignore_errors=True)  # as far as the disk lets us; the next save sweeps up the rest
         raise
     files.sync_folder(root)
     return final
 
 
-def _remove(folder: Path) -> None:
-    """Delete a checkpoint. It loses its name first: no moment shows half of one."""
-    doomed = folder.with_name(f".{folder.name}.old.tmp")
-    if doomed.exists():
-        files.remove_folder(doomed)
-    os.replace(folder, doomed)
-    files.remove_folder(doomed)
+def _remove(root: Path, *which: int) -> None:
+    """Delete the checkpoints of these steps. They lose their names first, on the disk too: no moment shows half of one."""
+    doomed = [root / f".{folder_name(step)}.old.tmp" for step in which]
+    for step, folder in zip(which, doomed, strict=True):
+        if folder.exists():
+            files.remove_folder(folder)
+        os.replace(root / folder_name(step), folder)
+    files.sync_folder(root)
+    for folder in doomed:
+        files.remove_folder(folder)
 
 
 def problem(folder: Path) -> str | None:
     """Why `folder` is not a valid checkpoint, or None. Reads every byte."""
+    what = MANIFEST  # is being read
     try:
         text = (folder / MANIFEST).read_bytes()
         manifest = files.read_json(folder / MANIFEST)
-        listed = {name: (item["sha256"], item["bytes"]) for name, item in manifest["files"].items()}
+        listed = {name: (str(item["sha256"]), int(item["bytes"])) for name, item in manifest["files"].items()}
         # Byte by byte: a manifest that reads the same and is not the same was damaged, too.
-        if text != files.json_bytes({"files": {n: {"sha256": s, "bytes": b} for n, (s, b) in listed.items()}}):
+        canonical = files.json_bytes({"files": {n: {"sha256": s, "bytes": b} for n, (s, b) in listed.items()}})
+        if text != canonical or not all(map(str.isprintable, listed)):
             return f"{MANIFEST} is damaged (not in the form it was written in)"
         if not listed:
             return f"{MANIFEST} lists no files"
         for name, (digest, size) in listed.items():
-            path = folder / name
+            path, what = folder / name, f"{name} (listed in {MANIFEST})"
             if path.stat().st_size != size:
                 return f"{name} has {path.stat().st_size} bytes, the manifest says {size}"
             with open(path, "rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                     return f"{name} does not match its SHA-256"
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
+    except FileNotFoundError:
+        return f"{what} is missing"
     except OSError as error:
-        return f"it cannot be read ({error})"
+        return f"{what} cannot be read ({error.strerror})"
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # ValueError: UserError of read_json included
         return f"{MANIFEST} is damaged ({error})"
     return None
@@ -112,18 +119,29 @@ def newest_valid(root: Path) -> tuple[Path | None, list[str]]:
 
 
 def prune(root: Path, keep_last: int) -> None:
-    """Delete all but the newest `keep_last` checkpoints, once the newest has been read back and is valid."""
+    """Delete all but the newest `keep_last` checkpoints, once the newest has been read back and is valid.
+
+    Raises OSError where it is not: what was written a moment ago is not on the disk. Nothing is deleted then.
+    """
     present = steps(root)
-    if len(present) > keep_last and problem(root / folder_name(present[-1])) is None:
-        for step in present[:-keep_last]:
-            _remove(root / folder_name(step))
+    if len(present) <= keep_last:
+        return
+    newest = root / folder_name(present[-1])
+    reason = problem(newest)
+    if reason is not None:
+        raise OSError(errno.EIO, f"the checkpoint does not read back ({reason}), older ones are kept", str(newest))
+    try:
+        _remove(root, *present[:-keep_last])
+    except OSError:
+        remove_leftovers(root, ignore_errors=True)
+        raise
 
 
-def remove_leftovers(root: Path) -> None:
-    """Delete what killed saves and prunings left. Not while a checkpoint is written."""
+def remove_leftovers(root: Path, *, ignore_errors: bool = False) -> None:
+    """Delete what killed or failed saves and prunings left. Not while another thread or process saves."""
     for path in root.iterdir() if root.is_dir() else ():
         if _TEMPORARY.fullmatch(path.name):
-            files.remove_folder(path)
+            files.remove_folder(path, ignore_errors=ignore_errors)
 
 
 def set_aside(root: Path, *, after: int) -> list[Path]:
@@ -140,6 +158,8 @@ def set_aside(root: Path, *, after: int) -> list[Path]:
                 name = f"superseded-{folder_name(step)}-{again}"
             os.replace(root / folder_name(step), root / name)
             moved.append(root / name)
+    if moved:
+        files.sync_folder(root)
     return moved
 
 
