@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,13 +11,6 @@ from torch import nn
 
 from trainer.errors import UserError
 
-# What an optimizer keeps for a parameter: torch's AdamW; bitsandbytes' in 32 and in 8 bit.
-_STATE_KEYS = {
-    frozenset({"step", "exp_avg", "exp_avg_sq"}),
-    frozenset({"step", "state1", "state2"}),
-    frozenset({"step", "state1", "qmap1", "absmax1", "state2", "qmap2", "absmax2"}),
-}
-_LIKE_THE_PARAMETER = {"exp_avg", "exp_avg_sq", "state1", "state2"}
 ALIGNMENT = 256  # elements: the block of 8-bit optimizers, so that no block spans two parameters
 
 
@@ -107,9 +101,10 @@ class ScheduleState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Also sets the optimizer's rates. Raises ValueError where these are not one rate for each group."""
         counts, rates = (state["last_epoch"], state["_step_count"]), list(state["_last_lr"])
-        if not all(type(count) is int and count >= 0 for count in counts):
+        if not all(type(count) is int and 0 <= count < 2**53 for count in counts):  # up to there floats count exactly
             raise ValueError(f"counters {counts}")
-        if len(rates) != len(self.schedule.optimizer.param_groups) or not all(type(rate) is float for rate in rates):
+        rates_are_rates = all(type(rate) is float and rate >= 0 and math.isfinite(rate) for rate in rates)
+        if len(rates) != len(self.schedule.optimizer.param_groups) or not rates_are_rates:
             raise ValueError(f"rates {rates}")
         self.schedule.last_epoch, self.schedule._step_count = counts
         self.schedule._last_lr = rates
@@ -147,14 +142,12 @@ class OptimizerState:
             saved = by_name.get(name, {})
             if by_name and not saved:
                 raise UserError(f"the checkpoint has no optimizer state for {name}, which this run trains")
-            if saved and frozenset(saved) not in _STATE_KEYS:
-                raise UserError(f"the checkpoint's optimizer state of {name} is not whole: it has {sorted(saved)}")
-            for key in _LIKE_THE_PARAMETER & saved.keys():
-                if saved[key].numel() != parameter.numel():
-                    raise UserError(
-                        f"the checkpoint's optimizer state {name}|{key} has {saved[key].numel()} elements, "
-                        f"this run's adapter {parameter.numel()}"
-                    )
+            kinds = {key: _kind(value) for key, value in saved.items()}
+            if saved and kinds not in _layouts(parameter.numel()):
+                raise UserError(
+                    f"the checkpoint's optimizer state of {name} is not what the {parameter.numel()} parameters there need: "
+                    + ", ".join(f"{key} {kind}" for key, kind in sorted(kinds.items()))
+                )
             self.optimizer.state[parameter] = {
                 key: value.to(parameter.device) if isinstance(value, torch.Tensor) else value
                 for key, value in saved.items()
@@ -164,3 +157,23 @@ class OptimizerState:
         for index, group in enumerate(self.optimizer.param_groups):
             (parameter,) = group["params"]
             yield f"group.{index}", parameter
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {list(value.shape)}"
+    return "count" if type(value) is int and 0 <= value < 2**31 else "neither tensor nor count"
+
+
+def _layouts(n: int) -> list[dict[str, str]]:
+    """What an optimizer keeps for a flat parameter of n elements: torch's AdamW; bitsandbytes' in 32 and in 8 bit."""
+    flat, codes = f"torch.float32 [{n}]", f"torch.uint8 [{n}]"
+    map_, scales = "torch.float32 [256]", f"torch.float32 [{n // ALIGNMENT}]"
+    eight_bit = {
+        f"{key}{i}": kind for i in "12" for key, kind in {"state": codes, "qmap": map_, "absmax": scales}.items()
+    }
+    return [
+        {"step": "torch.float32 []", "exp_avg": flat, "exp_avg_sq": flat},
+        {"step": "count", "state1": flat, "state2": flat},
+        {"step": "count"} | eight_bit,
+    ]

@@ -137,11 +137,18 @@ class ScalerState:
         return self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError where the state is not of a scaler that is on or off like this one."""
+        """Raises ValueError where the state is not of a scaler that is on or off like this one, and set as this one is."""
         now = self.scaler.state_dict()
-        if {k: type(v) for k, v in state.items()} != {k: type(v) for k, v in now.items()}:
+        settings = now.keys() - {"scale", "_growth_tracker"}
+        if {k: type(v) for k, v in state.items()} != {k: type(v) for k, v in now.items()} or any(
+            state[key] != now[key] for key in settings
+        ):
             raise ValueError(f"{state}, not like {now}")
         if state:
+            fp32 = torch.finfo(torch.float32)
+            in_range = fp32.tiny <= state["scale"] <= fp32.max
+            if not in_range or not 0 <= state["_growth_tracker"] <= state["growth_interval"]:
+                raise ValueError(f"{state}")
             self.scaler.load_state_dict(state)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's reference implementation
+MAX_DIMENSIONS = 64  # numpy takes no more, and multiplying a million sizes would take hours
 
 
 @dataclass(frozen=True)
@@ -97,32 +99,34 @@ def _parse_header(path: Path, file, total: int) -> tuple[dict[str, str], dict[st
         raise broken(f"its header claims {length} bytes, the file has {total}")
     try:
         header = json.loads(file.read(length))
-    except ValueError as error:  # covers bad UTF-8 and bad JSON
+    except (ValueError, RecursionError) as error:  # bad UTF-8 or bad JSON; nested a thousand deep
         raise broken("its header is not JSON") from error
     if not isinstance(header, dict):
         raise broken("its header is not a JSON object")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise broken("its metadata is not a map of strings")
+    try:  # JSON can escape half of a surrogate pair; no file could be written with such a name again
+        "".join([*header, *metadata, *metadata.values()]).encode()
+    except UnicodeEncodeError as error:
+        raise broken("its header has names that are not Unicode") from error
     entries: dict[str, TensorEntry] = {}
     spans: list[tuple[int, int]] = []
     for name, item in header.items():
         if isinstance(item, dict) and isinstance(item.get("dtype"), str) and item["dtype"] not in DTYPES:
             raise UserError(
-                f"{path}: tensor {name!r} has dtype {item['dtype']}, which is not supported; use a 16-bit file "
+                f"{path}: tensor {name!r} has dtype {item['dtype']!r}, which is not supported; use a 16-bit file "
                 f"(supported: {', '.join(DTYPES)})"
             )
         try:
-            dtype, shape, (start, end) = DTYPES[item["dtype"]], tuple(item["shape"]), item["data_offsets"]
-            sizes_are_counts = all(type(n) is int and n >= 0 for n in (*shape, start, end))
+            dtype, shape, (start, end) = DTYPES[item["dtype"]], item["shape"], item["data_offsets"]
         except (KeyError, TypeError, ValueError) as error:
             raise broken(f"the entry of tensor {name!r} is malformed or has an unknown dtype") from error
-        count = 1
-        for size in shape if sizes_are_counts else ():
-            count *= size
-        if not sizes_are_counts or end - start != count * dtype.itemsize or end > total - 8 - length:
+        if not _are_sizes(shape) or not _are_sizes([start, end]):
+            raise broken(f"the shape or the offsets of tensor {name!r} are not sizes")
+        if end - start != math.prod(shape) * dtype.itemsize or end > total - 8 - length:
             raise broken(f"tensor {name!r} lies outside the file or has the wrong size")
-        entries[name] = TensorEntry(dtype, shape, 8 + length + start, end - start)
+        entries[name] = TensorEntry(dtype, tuple(shape), 8 + length + start, end - start)
         spans.append((start, end))
     position = 0
     for start, end in sorted(spans):
@@ -132,6 +136,16 @@ def _parse_header(path: Path, file, total: int) -> tuple[dict[str, str], dict[st
     if position != total - 8 - length:
         raise broken(f"{total - 8 - length - position} bytes belong to no tensor")
     return metadata, entries
+
+
+def _are_sizes(numbers: object) -> bool:
+    """Whether torch can hold a tensor of that shape, as far as its 64-bit strides go: sizes of zero count as one there."""
+    return (
+        isinstance(numbers, list)
+        and len(numbers) <= MAX_DIMENSIONS
+        and all(type(n) is int and 0 <= n < 2**63 for n in numbers)
+        and math.prod(max(n, 1) for n in numbers) < 2**63
+    )
 
 
 def serialize(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> Iterator[memoryview]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any, Protocol
 
 import torch
@@ -67,8 +69,9 @@ class Progress:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         loaded = Progress(**state)
         counts = (loaded.step, loaded.images, loaded.non_finite, loaded.total_steps)
-        if not all(type(count) is int and count >= 0 for count in counts) or not isinstance(loaded.started, str):
-            raise ValueError(f"progress is {state}")
+        if not all(type(count) is int and 0 <= count < 2**53 for count in counts):  # up to there floats count exactly
+            raise ValueError(f"counts are {short(counts)}")
+        datetime.fromisoformat(loaded.started)  # ValueError or TypeError where it is no date
         self.__dict__.update(loaded.__dict__)
 
 
@@ -129,7 +132,7 @@ class Saved:
         layout = tree.get("layout") if isinstance(tree, dict) else None
         if layout != LAYOUT_VERSION:
             raise UserError(
-                f"{folder} has checkpoint layout {layout!r}, this version reads {LAYOUT_VERSION}; "
+                f"{folder} has checkpoint layout {short(layout)}, this version reads {LAYOUT_VERSION}; "
                 "go on with the version that wrote it"
             )
         self.pieces = tree.get("pieces")
@@ -142,7 +145,7 @@ class Saved:
         for name, piece in self.pieces.items():
             if piece.get("version") != PIECES[name]:
                 raise UserError(
-                    f"{folder}: {name} has version {piece.get('version')!r}, this version reads {PIECES[name]}; "
+                    f"{folder}: {name} has version {short(piece.get('version'))}, this version reads {PIECES[name]}; "
                     "go on with the version that wrote it"
                 )
         self._left = set(PIECES)
@@ -157,8 +160,9 @@ class Saved:
             file = TensorFile(self.folder / TENSOR_FILES[name])
             listed = piece.get("tensors")
             if sorted(file.entries) != listed:
-                odd = sorted(file.entries.keys() ^ set(listed)) if isinstance(listed, list) else []
-                raise UserError(f"{file.path} does not hold the tensors that {STATE} lists: {', '.join(odd)}")
+                names = {n for n in listed if isinstance(n, str)} if isinstance(listed, list) else set()
+                odd = ", ".join(map(repr, sorted(file.entries.keys() ^ names)))
+                raise UserError(f"{file.path} does not hold the tensors that {STATE} lists: {odd}")
             state = state | file.read_all()
         return state
 
@@ -169,8 +173,8 @@ class Saved:
                 provider.load_state_dict(self.state(name))
             except UserError:
                 raise
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise UserError(f"{self.folder}: the state of {name} does not fit: {error!r}") from error
+            except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+                raise UserError(f"{self.folder}: the state of {name} does not fit: {error!r:.500}") from error
             self._left.remove(name)
 
     def finish(self) -> None:
