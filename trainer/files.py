@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -76,13 +77,19 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable; a no-op where folders cannot be opened (Windows)."""
+    """Make the names in `folder` durable.
+
+    A no-op where folders cannot be opened (Windows), and on file systems that know no such sync (some network mounts).
+    """
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)
     with _named(folder):
         try:
             os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+                raise
         finally:
             os.close(descriptor)
 

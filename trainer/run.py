@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from trainer import config as configs
-from trainer import kernels, metrics, optim, outcome, precision, quantization, resume, validation
+from trainer import files, kernels, metrics, optim, outcome, precision, quantization, resume, validation
 from trainer.adapters import Adapter, export, inject
 from trainer.checkpoint import state, store
 from trainer.checkpoint.saver import Saver
@@ -28,7 +28,6 @@ from trainer.data import cache as caches
 from trainer.data import captions, loader, sampler
 from trainer.digests import FileDigests
 from trainer.errors import Interrupted, NonFiniteError, OutOfMemory, UserError
-from trainer.files import write_atomic
 from trainer.memory import checkpoint_blocks, find_blocks, is_out_of_memory, what_would_fit
 from trainer.models.base import Model
 from trainer.models.loading import load_tokenizers, open_model
@@ -107,7 +106,7 @@ def start_processes(config: Config) -> Processes:
 def make_folder(folder: Path, key: str) -> None:
     """Raises UserError where it cannot be made; a full or broken disk stays an OSError."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        files.make_folder(folder)
     except (FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError) as error:
         raise UserError(f"{key} = {str(folder)!r} cannot be made: {error.strerror}; give another folder") from error
 
@@ -207,7 +206,7 @@ class Run:
         After all that can refuse the run: a refused one leaves the output as it was.
         """
         if self.processes.is_main:
-            write_atomic(self.output_dir / "config.toml", [configs.dumps(self.config).encode()])
+            files.write_atomic(self.output_dir / "config.toml", [configs.dumps(self.config).encode()])
             metrics.cut(self.output_dir, self.progress.step)
             remove_leftovers(self.output_dir)
             store.remove_leftovers(self.checkpoints)
@@ -635,7 +634,9 @@ class Run:
         except OSError as error:
             if final or self.config.checkpoint.on_failure == "stop":
                 raise
-            self.log.write(f"warning: a checkpoint could not be written ({error}); training goes on without it")
+            self.log.write(
+                f"warning: a checkpoint could not be written, or older ones not deleted ({error}); training goes on"
+            )
 
     def export(self, stem: str) -> dict[str, Path]:
         """Write the adapter's files; returns them by format."""

@@ -12,6 +12,7 @@ from trainer import cli
 from trainer import config as configs
 from trainer.adapters import Rule, match_targets
 from trainer.checkpoint import store
+from trainer.errors import UserError
 
 
 def run(bench: Workbench, tree: dict, *arguments: str) -> int:
@@ -160,3 +161,19 @@ def test_resolved_config_names_every_components_dtype(bench: Workbench) -> None:
     assert {name: c["dtype"] for name, c in components.items()} == {
         "unet": "bf16", "text_encoder": "bf16", "text_encoder_2": "bf16", "vae": "fp32"
     }  # fmt: skip
+
+
+def test_a_saved_adapter_of_another_shape_or_dtype_is_refused(bench: Workbench) -> None:
+    with built(bench.config(adapter__targets=["*attn1.to_q"])) as run:
+        saved = {name: tensor.clone() for name, tensor in run.adapter.state_dict().items()}
+        name = next(iter(saved))
+        for other, expected in (
+            ({name: saved[name].half()}, "torch.float16"),
+            ({name: saved[name][:-1]}, r"here torch.float32 \(4, "),
+            ({"unet.other": saved[name]}, "unet.other is not part of this run's adapter"),
+        ):
+            with pytest.raises(UserError, match=expected):
+                run.adapter.load_state_dict(saved | other)
+        del saved[name]
+        with pytest.raises(UserError, match=f"{name} is missing from the saved adapter"):
+            run.adapter.load_state_dict(saved)

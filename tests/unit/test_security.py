@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import tomllib
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tests.harness import ROOT
 from trainer.errors import UserError
 from trainer.models import FAMILIES
 from trainer.models.loading import open_model
+from trainer.models.tokenizers import load_tokenizer
 
 SOURCES = [ROOT / "train.py", *sorted((ROOT / "trainer").rglob("*.py")), *sorted((ROOT / "scripts").rglob("*.py"))]
 PICKLES = [".bin", ".pt", ".pth", ".ckpt"]
@@ -93,3 +95,19 @@ def test_versions_are_above_known_holes(name: str) -> None:
     (asked,) = [line for line in project["dependencies"] if line.startswith(f"{name}>")]
     floor = asked.removeprefix(f"{name}>=").partition(",")[0]
     assert tuple(map(int, floor.split("."))) >= FLOORS[name]
+
+
+@pytest.mark.parametrize("kind", ["Wild", "T5TokenizerFast", ""])
+def test_a_tokenizer_with_code_of_its_own_is_refused_without_a_question(tmp_path: Path, monkeypatch, kind: str) -> None:
+    folder = tmp_path / "tokenizer_2"
+    folder.mkdir()
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": kind, "auto_map": {"AutoTokenizer": ["wild.Wild", "wild.Wild"]}})
+    )
+    (folder / "config.json").write_text(json.dumps({"model_type": "wild", "auto_map": {"AutoConfig": "wild.Config"}}))
+    (folder / "wild.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    (folder / "spiece.model").write_bytes(b"no sentencepiece model")
+    monkeypatch.setattr("builtins.input", lambda *prompt: pytest.fail("a question was asked"))
+    with pytest.raises(UserError, match="(?s)cannot be read: .*code of a model's own is never run"):
+        load_tokenizer(tmp_path, "tokenizer_2")
+    assert not (tmp_path / "ran").exists()

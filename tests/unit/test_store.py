@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import os
+import stat
 
 import pytest
 import torch
@@ -115,3 +117,19 @@ def test_leaving_out_any_piece_raises(tmp_path, name: str) -> None:
     (folder / "state.json").write_bytes(files.json_bytes(tree | {"layout": 2}))
     with pytest.raises(UserError, match="layout 2, this version reads 3; go on with the version that wrote it"):
         state.Saved(folder)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="folders cannot be opened there at all")
+def test_file_systems_that_cannot_sync_a_folder_hold_checkpoints_too(tmp_path, monkeypatch) -> None:
+    fsync = os.fsync
+
+    def without_folders(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", without_folders)
+    for step in (1, 2):
+        save(tmp_path / "new" / "checkpoints", step)
+    store.prune(tmp_path / "new" / "checkpoints", 1)
+    assert store.newest_valid(tmp_path / "new" / "checkpoints")[0].name == "step-00000002"

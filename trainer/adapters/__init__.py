@@ -253,10 +253,11 @@ class Adapter:
             where = "is missing from the saved adapter" if odd[0] in mine else "is not part of this run's adapter"
             raise UserError(f"the saved adapter does not fit this run: {odd[0]} {where}")
         for name, parameter in mine.items():
-            if parameter.shape != state[name].shape:
+            saved = state[name]
+            if (parameter.shape, parameter.dtype) != (saved.shape, saved.dtype):
                 raise UserError(
-                    f"the saved adapter does not fit this run: {name} is {tuple(state[name].shape)}, "
-                    f"here {tuple(parameter.shape)}"
+                    f"the saved adapter does not fit this run: {name} is {saved.dtype} {tuple(saved.shape)}, "
+                    f"here {parameter.dtype} {tuple(parameter.shape)}"
                 )
             parameter.copy_(state[name])
         self.mark_stale()

@@ -88,4 +88,12 @@ def load_tokenizer(root: Path, name: str) -> Any:
         )
     from transformers import AutoTokenizer, T5TokenizerFast
 
-    return (T5TokenizerFast if kind.startswith("T5Tokenizer") else AutoTokenizer).from_pretrained(folder)
+    chosen = T5TokenizerFast if kind.startswith("T5Tokenizer") else AutoTokenizer
+    try:
+        # Said in so many words: left out, transformers asks at the terminal whether it may run the folder's own code.
+        return chosen.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, OSError) as error:
+        raise UserError(
+            f"the tokenizer in {folder} cannot be read: {str(error).splitlines()[0]}\ncode of a model's own is never run; "
+            "set model.config to a folder with a tokenizer of transformers"
+        ) from error
