@@ -7,7 +7,7 @@ import json
 import time
 from pathlib import Path
 
-from trainer.files import write_atomic
+from trainer.files import remove_leftovers, write_atomic
 
 # A file that was written this recently may be written again without a newer time stamp.
 SETTLED_SECONDS = 2
@@ -23,6 +23,7 @@ class FileDigests:
         self.memory = memory
         self._known: dict[str, list] = {}
         if memory is not None:
+            remove_leftovers(memory.parent.glob(f".{memory.name}.*.tmp"))
             try:
                 read = json.loads(memory.read_text(encoding="utf-8"))
             except (FileNotFoundError, ValueError):  # missing or damaged: all is hashed again
