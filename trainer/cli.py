@@ -12,7 +12,7 @@ import os
 import sys
 
 from trainer import signals
-from trainer.errors import Interrupted, NonFiniteError, OutOfMemory, UserError
+from trainer.errors import DataError, Interrupted, NonFiniteError, OutOfMemory, UserError
 
 STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG}
 
@@ -59,6 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail(4, str(error))
     except OutOfMemory as error:
         return _fail(5, str(error))
+    except DataError as error:
+        return _fail(6, str(error))
     except Interrupted as error:
         return _fail(128 + error.signum, str(error))
     except KeyboardInterrupt:
@@ -72,10 +74,10 @@ def main(arguments: list[str] | None = None) -> int:
             return _fail(6, f"storage: {error}; free space or mend the disk, then start again with --resume_from auto")
         raise
     except RuntimeError as error:
-        if type(error).__name__ == "CacheError":
-            return _fail(6, str(error))
         from trainer.memory import is_out_of_memory
 
+        if str(error).startswith("DataLoader worker"):  # told by a signal, in the middle of whatever was done
+            return _fail(6, f"{error}\nstart again with --resume_from auto; a lower data.num_workers needs less memory")
         if not is_out_of_memory(error):
             raise
         return _fail(5, f"{error}\n{OUT_OF_MEMORY}")

@@ -72,7 +72,7 @@ class Model(Table):
 class Precision(Table):
     compute: Compute = "bf16"
     matmul: Literal["compute", "fp8"] = "compute"
-    loss_scale: Positive = 65536.0
+    loss_scale: Annotated[float, Field(ge=1)] = 65536.0
     loss_scale_growth_interval: Count = 2000
 
 

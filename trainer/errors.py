@@ -1,6 +1,8 @@
-"""How a run can fail, as far as the exit status tells. Free of imports, so that the command line starts at once."""
+"""How a run can fail, as far as the exit status tells. Imports next to nothing, so that the command line starts at once."""
 
 from __future__ import annotations
+
+import signal
 
 
 class UserError(ValueError):
@@ -15,9 +17,13 @@ class OutOfMemory(RuntimeError):
     """A step did not fit; the message says what was computed and what would lower it. Exit status 5."""
 
 
-class Interrupted(Exception):
-    """SIGTERM or SIGINT arrived; `signum` says which. Exit status 128 + signum."""
+class DataError(RuntimeError):
+    """Data that was checked when the run started cannot be read any more, or what reads it died. Exit status 6."""
 
-    def __init__(self, signum: int) -> None:
-        super().__init__(f"stopped by signal {signum}")
+
+class Interrupted(Exception):
+    """SIGTERM or SIGINT arrived; `signum` says which, `where` what of the run is kept. Exit status 128 + signum."""
+
+    def __init__(self, signum: int, where: str = "before a step was made") -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name} {where}; go on with --resume_from auto")
         self.signum = signum

@@ -17,6 +17,11 @@ from typing import Any
 
 from trainer.errors import UserError
 
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows
+    fcntl = None
+
 
 def write(path: Path, pieces: Iterable[memoryview | bytes]) -> tuple[str, int]:
     """Write a new file and sync it; returns (sha256, bytes). The file's mode follows the umask.
@@ -25,7 +30,7 @@ def write(path: Path, pieces: Iterable[memoryview | bytes]) -> tuple[str, int]:
     """
     digest, count = hashlib.sha256(), 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
-    with _named(path):
+    with naming(path):
         try:
             for piece in pieces:
                 view = memoryview(piece)
@@ -76,6 +81,33 @@ def make_folder(folder: Path) -> None:
     sync_folder(folder.parent)
 
 
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a folder for this process alone, by a record lock on `.lock` there, which ends with the process, however it ends.
+
+    Raises UserError where another holds it. Nothing is held where there are no such locks (Windows, some network mounts).
+    A lock of this kind is not inherited: workers that outlive a killed run for a moment do not hold it.
+    """
+    if fcntl is None:
+        yield
+        return
+    path = folder / ".lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            raise UserError(
+                f"another run writes to {str(folder)!r}: wait for its end, or choose another run.output_dir"
+            ) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
+                raise
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in `folder` durable.
 
@@ -84,7 +116,7 @@ def sync_folder(folder: Path) -> None:
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)
-    with _named(folder):
+    with naming(folder):
         try:
             os.fsync(descriptor)
         except OSError as error:
@@ -95,7 +127,7 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
+def naming(path: Path) -> Iterator[None]:
     """An OSError of a call on a descriptor does not say which file it was: this one does."""
     try:
         yield
@@ -136,7 +168,7 @@ def _is_running(pid: int) -> bool:
 
 def remove_folder(folder: Path, *, ignore_errors: bool = False) -> None:
     """Delete a folder that nobody else writes to; it may be gone in part already. Raises OSError, naming the folder."""
-    with _named(folder):
+    with naming(folder):
         shutil.rmtree(folder, ignore_errors=ignore_errors)
 
 

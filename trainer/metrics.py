@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer.files import write_atomic
+from trainer.files import naming, write_atomic
 
 FILE = "metrics.jsonl"
 
@@ -62,14 +62,16 @@ class Metrics:
 
         # Opened with the first entry: importing TensorBoard need not delay the first step.
         self.open_tracker, self.tracker = open_tracker, None
-        self.file = (output_dir / FILE).open("a", encoding="utf-8") if enabled else None
+        self.path = output_dir / FILE
+        self.file = self.path.open("a", encoding="utf-8") if enabled else None
         self.bar = tqdm(total=total_steps, initial=initial_step, unit="step", dynamic_ncols=True, disable=not enabled)
 
     def log(self, entry: dict[str, Any]) -> None:
         if self.file is None:
             return
-        self.file.write(json.dumps(entry, allow_nan=False) + "\n")
-        self.file.flush()
+        with naming(self.path):
+            self.file.write(json.dumps(entry, allow_nan=False) + "\n")
+            self.file.flush()
         if self.tracker is None and self.open_tracker is not None:
             self.tracker = self.open_tracker()
         if self.tracker is not None:
@@ -83,7 +85,8 @@ class Metrics:
     def sync(self) -> None:
         """Put what was logged on the disk: no checkpoint may outlive the lines before it."""
         if self.file is not None:
-            os.fsync(self.file.fileno())
+            with naming(self.path):
+                os.fsync(self.file.fileno())
 
     def write(self, line: str) -> None:
         """A line above the progress bar."""

@@ -153,6 +153,12 @@ class OptimizerState:
                 for key, value in saved.items()
             }
 
+    def is_finite(self) -> bool:
+        """Whether all parameters and their state are."""
+        tensors = [parameter.detach() for _, parameter in self._parameters()]
+        tensors += [v for v in self.state_dict().values() if isinstance(v, torch.Tensor) and v.is_floating_point()]
+        return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
+
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for index, group in enumerate(self.optimizer.param_groups):
             (parameter,) = group["params"]

@@ -49,7 +49,7 @@ def find_start(config: Config, resume_from: str | None) -> tuple[Saved | None, l
         if folder.resolve().parent != checkpoints.resolve() and results:
             raise UserError(
                 f"--resume_from {folder}: run.output_dir = {str(output_dir)!r} already holds a run; "
-                "choose another run.output_dir to branch off from that checkpoint"
+                "go on there with --resume_from auto, or choose another run.output_dir to branch off from that checkpoint"
             )
     elif written.exists() and results:
         # A start that ended before its first checkpoint left nothing to protect: a mended config replaces it.
@@ -86,17 +86,18 @@ def refuse_changes(saved: Mapping[str, Any], now: Mapping[str, Any], what: str) 
         )
 
 
-def pin_data(*, photos: str, micro_batches: int) -> Pin:
-    """photos: the digest of all that decides what a step sees. micro_batches: in an update, over all processes."""
-    return Pin({"photos": photos, "micro_batches": micro_batches}, _check_data)
+def pin_data(*, digests: Mapping[str, str], samples: int, micro_batches: int) -> Pin:
+    """digests: of all that decides what a step sees, by name. micro_batches: in an update, over all processes."""
+    return Pin({"digests": digests, "samples": samples, "micro_batches": micro_batches}, _check_data)
 
 
 def _check_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuse to go on over other photos or another global batch: every later step would see other samples."""
-    if saved["photos"] != now["photos"]:
+    changed = [name for name, digest in now["digests"].items() if saved["digests"].get(name) != digest]
+    if changed:
         raise UserError(
-            "the photos, captions or repeats are not those of the checkpoint; restore them, or start a new run "
-            "(another run.output_dir)"
+            f"the data are not those of the checkpoint: other {', other '.join(changed)} ({saved['samples']} photos then, "
+            f"{now['samples']} now); restore them, or start a new run (another run.output_dir)"
         )
     if saved["micro_batches"] != now["micro_batches"]:
         raise UserError(

@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from trainer.config import Config
 from trainer.data import cache as caches
 from trainer.data import captions, loader, sampler
 from trainer.digests import FileDigests
-from trainer.errors import Interrupted, NonFiniteError, OutOfMemory, UserError
+from trainer.errors import DataError, Interrupted, NonFiniteError, OutOfMemory, UserError
 from trainer.memory import checkpoint_blocks, find_blocks, is_out_of_memory, what_would_fit
 from trainer.models.base import Model
 from trainer.models.loading import load_tokenizers, open_model
@@ -47,7 +47,7 @@ from trainer.quantization import FrozenConv2d, FrozenLinear
 from trainer.report import write_report
 from trainer.signals import Signals
 from trainer.step import Step, batch_losses
-from trainer.types import Conditioning
+from trainer.types import Batch, Conditioning
 
 
 def plan(config: Config) -> None:
@@ -83,9 +83,10 @@ def train(config: Config, *, resume_from: str | None) -> None:
         run.open_output()
         # Off since the process started (cli.py).
         gc.enable()
-        run.loop()
-        if run.finished:
-            run.finish()
+        with run.exclusive:
+            run.loop()
+            if run.finished:
+                run.finish()
 
 
 def start_processes(config: Config) -> Processes:
@@ -113,9 +114,10 @@ def make_folder(folder: Path, key: str) -> None:
 
 def remove_leftovers(output_dir: Path) -> None:
     """Delete temporary files of a process that was killed while writing here; the cache and the store mind their own."""
-    for pattern in (".*.tmp", "adapters/.*.tmp", "samples/.step-*.tmp"):
-        for path in output_dir.glob(pattern):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for pattern in (".*.tmp", "adapters/.*.tmp"):
+        files.remove_leftovers(output_dir.glob(pattern))
+    for path in (output_dir / "samples").glob(".step-????????.tmp"):
+        shutil.rmtree(path)
 
 
 class Run:
@@ -134,6 +136,8 @@ class Run:
         self.checkpoints = self.output_dir / "checkpoints"
         self.source = plan.source
         self.finished = False
+        self.exclusive = ExitStack()  # what this process holds alone, until the run ends
+        self.pending: Exception | None = None
         self.storage: dict[str, quantization.Stored] = {}
         self.pieces: dict[str, state.Provider] = {"config": resume.pin_config(self.config)}
 
@@ -181,14 +185,15 @@ class Run:
         self.pieces |= {
             "progress": self.progress,
             "data": resume.pin_data(
-                photos=sampler.fingerprint(self.plan.photos),
+                digests=sampler.fingerprint(self.plan.photos),
+                samples=len(self.plan.photos),
                 micro_batches=self.config.step.accumulation * self.plan.processes,
             ),
             "environment": resume.pin_environment(
                 self.processes, kernels=self.kernels.name, deterministic=self.config.run.deterministic, say=self.say
             ),
         }
-        self.saved = saved
+        self.saved, self.resumed = saved, saved.folder if saved else None
         if saved is not None:
             saved.restore(**{name: self.pieces[name] for name in ("progress", "data", "environment")})
             if self.plan.max_steps < self.progress.step:
@@ -206,12 +211,18 @@ class Run:
         After all that can refuse the run: a refused one leaves the output as it was.
         """
         if self.processes.is_main:
-            files.write_atomic(self.output_dir / "config.toml", [configs.dumps(self.config).encode()])
-            metrics.cut(self.output_dir, self.progress.step)
+            self.exclusive.enter_context(files.locked(self.output_dir))
+            make_folder(self.checkpoints, "run.output_dir")
             remove_leftovers(self.output_dir)
             store.remove_leftovers(self.checkpoints)
+            files.write_atomic(self.output_dir / "config.toml", [configs.dumps(self.config).encode()])
+            # In this order no kill in between loses what is resumed or a line of the log: first a checkpoint from elsewhere
+            # becomes the run's own, then later ones lose their names, then the log loses their lines.
+            if self.resumed is not None and self.resumed.resolve().parent != self.checkpoints.resolve():
+                store.save(self.checkpoints, self.progress.step, state.pack(self.pieces))
             for moved in store.set_aside(self.checkpoints, after=self.progress.step):
                 self.say(f"warning: a later checkpoint is set aside as {moved}")
+            metrics.cut(self.output_dir, self.progress.step)
             if self.progress.step == 0:
                 # Of a start that ended before its first checkpoint, perhaps under another config.
                 for folder in (self.output_dir / "samples").glob("step-????????"):
@@ -248,11 +259,18 @@ class Run:
             texts = 0
             if text_fingerprint is not None:
                 prompts = [p for request in plan.requests for p in (request.prompt, request.negative)]
-                texts = caches.fill_text(
-                    self.cache, [*(photo.caption for photo in photos), *prompts], fingerprint=text_fingerprint,
-                    encode=self.encode_prompts, on_non_finite=self.not_finite_entry, check=self.signals.check,
-                    progress=metrics.progress_bar("encoding captions"),
-                )  # fmt: skip
+                for some, on_non_finite in (
+                    ([photo.caption for photo in photos], self.not_finite_entry),
+                    (
+                        prompts,
+                        lambda what: self.say(f"warning: {what} are not finite; samples of that prompt will be black"),
+                    ),
+                ):
+                    texts += caches.fill_text(
+                        self.cache, some, fingerprint=text_fingerprint, encode=self.encode_prompts,
+                        on_non_finite=on_non_finite, check=self.signals.check,
+                        progress=metrics.progress_bar("encoding captions"),
+                    )  # fmt: skip
         self.say(f"cache: {made} latents and {texts} texts encoded, the rest was there")
         done = [*(self.family.text_encoders if plan.cache_text else ()), *(() if plan.requests else (vae,))]
         if [name for name in done if self.model.modules.pop(name, None) is not None]:
@@ -461,14 +479,16 @@ class Run:
             sampler.share(update, processes=self.plan.processes, rank=self.processes.rank) for update in self.updates()
         )
         batches_of = loader.iterate(mine, self.reader, num_workers=config.data.num_workers)
-        self.saved_step = progress.step
+        self.saver.step = progress.step
+        at_once = False
         try:
             self.after_step()  # step 0, or what a stop cut off
             for update in self.updates():
                 if progress.step >= stop_after:
                     break
+                batches = self.read(batches_of)
                 self.agree()
-                self.one_step(update, next(batches_of))
+                self.one_step(update, batches)
                 if _due(config.checkpoint.every_steps, progress.step):
                     self.save()
                 if progress.step in (last, stop_after):
@@ -478,34 +498,58 @@ class Run:
             self.finished = progress.step >= last
             if not self.finished:
                 self.log.write(f"stopped after step {progress.step} as asked; go on with --resume_from auto")
-        except (Interrupted, NonFiniteError, OutOfMemory, caches.CacheError):
-            # Between two steps, or a step that changed nothing: what was trained is whole, and kept.
-            self.save(final=True)
+        except (Interrupted, NonFiniteError, OutOfMemory, DataError) as error:
+            # Between two steps, or a step that changed nothing: what was trained is whole, and kept. All processes are here.
+            try:
+                self.save(final=True)
+            finally:
+                self.processes.wait()  # whoever ended first would have the launcher stop the one that saves
+            if isinstance(error, Interrupted):
+                where = (f"after step {progress.step}, which is saved",) if progress.step else ()
+                raise Interrupted(error.signum, *where) from None
+            raise
+        except KeyboardInterrupt:
+            at_once = True
             raise
         finally:
             batches_of.close()
+            if not at_once and (failure := self.saver.join()) is not None:
+                self.say(f"warning: a checkpoint could not be written: {failure}")
             self.log.close()
+
+    def read(self, batches_of: Iterator[list[Batch]]) -> list[Batch]:
+        """The next update's micro-batches; what stands in the way is told in `agree`, to all processes."""
+        try:
+            return next(batches_of)
+        except DataError as error:
+            self.pending = error
+            return []
 
     def agree(self) -> None:
         """Do between two steps what any process was asked to do or met with, in all of them at the same step.
 
-        Raises Interrupted for a signal, OSError for a checkpoint that could not be written. Only what was agreed counts: a
-        signal that comes in the meantime is told to the others before the next step.
+        Raises Interrupted for a signal, OSError for a checkpoint that could not be written, what is pending. Only what was
+        agreed counts: a signal that comes in the meantime is told to the others before the next step.
         """
-        signum, save, failed = self.processes.largest(
-            self.signals.stop or 0, int(self.signals.save), int(self.saver.failed)
-        )
+        kinds = (None, DataError, OutOfMemory)
+        signum, save, failed, kind = self.processes.largest(
+            self.signals.stop or 0, int(self.signals.save), int(self.saver.failed), kinds.index(type(self.pending))
+            if self.pending else 0,
+        )  # fmt: skip
         if failed:
             with self.failure_policy():
                 self.saver.wait()
                 if not self.processes.is_main:
                     raise OSError(errno.EIO, "the main process could not write a checkpoint")
+        if kind:
+            raise self.pending or kinds[kind]("another process could not go on; its message says why")
         if signum:
             raise Interrupted(signum)
         if save:
             self.signals.save = False
+            saved = self.saver.step == self.progress.step
             self.save()
-            self.log.write(f"a checkpoint of step {self.progress.step} was asked for")
+            self.log.write(f"SIGUSR1: step {self.progress.step} is {'saved already' if saved else 'being saved'}")
 
     def one_step(self, update, batches) -> None:
         progress = self.progress
@@ -576,10 +620,11 @@ class Run:
         config, step = self.config, self.progress.step
         done = step == self.plan.max_steps
         name = f"{config.run.name}-{step:08d}"
+        names = export.file_names(name, config.export.formats)
         if (
             not done
             and _due(config.export.every_steps, step)
-            and not list((self.output_dir / "adapters").glob(f"{name}*"))
+            and not all((self.output_dir / "adapters" / file).exists() for file in names.values())
         ):
             self.export(name)
         due = step == 0 or done or _due(config.validation.every_steps, step)
@@ -603,36 +648,48 @@ class Run:
         try:
             validation.draw_samples(self.plan.requests, sample=sample, folder=folder)
         except Interrupted:
-            # Of several processes none may stop on its own: they agree next. The samples are drawn by the next start.
-            return
+            pass  # of several processes none may stop on its own: they agree next, and the next start draws the samples
+        except DataError as error:
+            self.pending = error
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            raise OutOfMemory(
+            self.pending = OutOfMemory(
                 f"step {self.progress.step}: out of memory while samples were drawn\n{error}\ngo on with --resume_from auto "
                 "and smaller samples (width, height of validation.samples), or with validation.every_steps = 0"
-            ) from None
+            )
         finally:
             watch.remove()
 
     def save(self, *, final: bool = False) -> None:
-        """Hand the present state to the saver, unless it is saved already. final: wait until it is on the disk."""
-        if self.progress.step > self.saved_step and self.processes.is_main:
-            with self.failure_policy():
-                self.saver.wait()
+        """Hand the present state to the saver, unless it has it. final: wait until it is on the disk.
+
+        Raises NonFiniteError, in all processes, where the state is not worth keeping; the checkpoints before it stand.
+        """
+        step, saver = self.progress.step, self.saver
+        if step > saver.step and not self.pieces["optimizer"].is_finite():
+            raise NonFiniteError(
+                f"step {step}: the adapter or the optimizer's state is not finite after the update; it is not saved, and the "
+                f"checkpoints before it stand\nstart a new run with a lower optimizer.lr than {self.config.optimizer.lr:g}"
+            )
+        if not self.processes.is_main:
+            return
+        if final and (failure := saver.join()) is not None:
+            self.log.write(f"warning: an earlier checkpoint could not be written ({failure})")
+        if step > saver.step:
             with self.failure_policy(final=final):
-                self.saver.save(self.progress.step, state.pack(self.pieces))
-        self.saved_step = self.progress.step
+                saver.save(step, state.pack(self.pieces))
         if final:
-            self.saver.wait()
+            with self.failure_policy(final=True):
+                saver.wait()
 
     @contextmanager
     def failure_policy(self, *, final: bool = False) -> Iterator[None]:
-        """checkpoint.on_failure for a save that met with an OSError. A start's final save must not fail."""
+        """checkpoint.on_failure for a save that met with an OSError. final: where the step itself is saved, all is well."""
         try:
             yield
         except OSError as error:
-            if final or self.config.checkpoint.on_failure == "stop":
+            if self.saver.step < self.progress.step if final else self.config.checkpoint.on_failure == "stop":
                 raise
             self.log.write(
                 f"warning: a checkpoint could not be written, or older ones not deleted ({error}); training goes on"

@@ -23,13 +23,14 @@ def hold_save() -> None:
 class Signals:
     """Installed for the length of a `with` block. `check` raises Interrupted once a stop was asked for.
 
-    stop: the number of the signal that asked to stop, or None. save: whether a checkpoint was asked for; whoever writes
+    stop: the number of the first signal that asked to stop, or None. save: whether a checkpoint was asked for; whoever writes
     it sets it back.
     """
 
     def __init__(self) -> None:
         self.stop: int | None = None
         self.save = False
+        self._interrupted = False
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Signals:
@@ -45,9 +46,10 @@ class Signals:
         if signum == SAVE:
             self.save = True
             return
-        if self.stop == signal.SIGINT and signum == signal.SIGINT:
+        if signum == signal.SIGINT and self._interrupted:
             raise KeyboardInterrupt
-        self.stop = signum
+        self._interrupted |= signum == signal.SIGINT
+        self.stop = self.stop or signum
 
     def check(self) -> None:
         if self.stop is not None:

@@ -108,15 +108,15 @@ class Step:
         for index, batch in enumerate(batches):
             here = [place[occurrence] for occurrence in batch.occurrences]
             flags[here] = _LATENTS * (~torch.isfinite(batch.latents).flatten(1).all(1)).float()
-            if flags.any():
-                break
+            if flags[here].any():
+                continue
             try:
-                with self.dropout(step, index):
+                # Once a sample is bad there is no update: the rest is only looked at, to name all of them at once.
+                with self.dropout(step, index), torch.set_grad_enabled(not flags.any()):
                     losses = self.losses(batch)
-                    lost = losses.detach().cpu()
-                    flags[here] = _LOSS * (~torch.isfinite(lost)).float()
+                    flags[here] = _LOSS * (~torch.isfinite(losses.detach().cpu())).float()
                     if flags.any():
-                        break
+                        continue
                     loss = losses.sum() / len(occurrences)
                     self.scaler.scale(loss).backward()
                     total += loss.detach().cpu()
@@ -135,11 +135,13 @@ class Step:
         if out_of_memory:
             raise OutOfMemory(f"step {step}: out of memory in {exhausted or 'another process'}")
         scale, lr = self.scaler.get_scale(), tuple(self.schedule.get_last_lr())
+        refused = []
         for kind, name in ((_LATENTS, "latents"), (_LOSS, "loss")):
             bad = sorted({o.sample for o, flag in zip(occurrences, flags, strict=True) if flag == kind})
             if bad:
-                refused = f"the {name} of {', '.join(bad)} {'are' if kind == _LATENTS else 'is'} not finite"
-                return StepResult(None, None, lr, False, scale, refused)
+                refused.append(f"the {name} of {', '.join(bad)} {'are' if kind == _LATENTS else 'is'} not finite")
+        if refused:
+            return StepResult(None, None, lr, False, scale, "; ".join(refused))
         for parameter in self.flat:
             self.sum(parameter.grad)
         if self.scaler.is_enabled():
@@ -157,5 +159,7 @@ class Step:
             refused = f"the gradient is not finite (samples {', '.join(sorted({o.sample for o in occurrences}))})"
         if self.scaler.is_enabled():
             # No lower than 1: there an overflow is the run's own, and a lower scale would only lose small gradients.
-            self.scaler.update(new_scale=scale if refused else None)
+            self.scaler.update()
+            if self.scaler.get_scale() < 1:
+                self.scaler.update(new_scale=1.0)
         return StepResult(total, norm.item() if finite else None, lr, finite, scale, refused)

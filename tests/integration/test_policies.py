@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,9 +14,12 @@ import torch
 
 from tests.harness import Workbench, built, metrics_of, take_step
 from trainer import cli, files, memory, signals
+from trainer import config as configs
 from trainer import run as runs
 from trainer.checkpoint import state, store
 from trainer.data import cache as caches
+from trainer.data import loader
+from trainer.errors import DataError
 from trainer.tensorfile import TensorFile
 from trainer.types import Batch
 
@@ -256,8 +261,13 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_the_next_step(
     assert files_of(bench, "out") == files_of(bench, "whole")
 
 
-def test_a_run_may_go_on_without_a_checkpoint_but_not_without_its_last(bench: Workbench, monkeypatch, capsys) -> None:
-    lenient = {"checkpoint__every_steps": 1, "checkpoint__on_failure": "continue"}
+@pytest.mark.parametrize("background", [True, False])
+def test_a_run_may_go_on_without_a_checkpoint_but_not_without_its_last(
+    bench: Workbench, monkeypatch, background: bool
+) -> None:
+    lenient = {
+        "checkpoint__every_steps": 1, "checkpoint__on_failure": "continue", "checkpoint__background": background,
+    }  # fmt: skip
     with monkeypatch.context() as patch:
         full_disk(patch, 3, 4)
         assert start(bench, tree(bench, **lenient)) == 0
@@ -267,6 +277,66 @@ def test_a_run_may_go_on_without_a_checkpoint_but_not_without_its_last(bench: Wo
         assert start(bench, tree(bench, "last", **lenient)) == 6
     assert store.steps(bench.tmp / "last" / "checkpoints") == [3, 4, 5]
     assert not (bench.tmp / "last" / "adapters").exists()
+
+
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("mended", [True, False])
+def test_a_save_that_failed_is_made_again_at_the_end(bench: Workbench, monkeypatch, background, mended: bool) -> None:
+    """SIGTERM in the very step whose checkpoint failed: it is written now, or the failure is the status."""
+    lenient = {
+        "checkpoint__every_steps": 3, "checkpoint__on_failure": "continue", "checkpoint__background": background,
+    }  # fmt: skip
+    write, failures = files.write, []
+
+    def broken(path: Path, pieces):
+        if "checkpoints" in str(path) and not (mended and failures):
+            failures.append(path)
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise OSError(28, "No space left on device", str(path))
+        return write(path, pieces)
+
+    monkeypatch.setattr(files, "write", broken)
+    assert start(bench, tree(bench, **lenient)) == (143 if mended else 6)
+    steps = store.steps(bench.tmp / "out" / "checkpoints")
+    assert steps == [len(metrics_of(bench.tmp / "out"))] if mended else not steps
+
+
+def test_what_is_being_written_when_the_run_breaks_is_finished(bench: Workbench, monkeypatch) -> None:
+    write, seen = files.write, []
+
+    def slow(path: Path, pieces):
+        if path.name == "optimizer.safetensors":
+            time.sleep(0.5)
+        return write(path, pieces)
+
+    def broken(batch: Batch, losses: torch.Tensor) -> torch.Tensor:
+        seen.append(None)
+        if len(seen) == 9:
+            raise RuntimeError("a bug")
+        return losses
+
+    monkeypatch.setattr(files, "write", slow)
+    around_losses(monkeypatch, broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        start(bench, tree(bench, checkpoint__every_steps=4))
+    assert store.steps(bench.tmp / "out" / "checkpoints") == [4]
+
+
+def test_an_update_that_spoils_the_adapter_is_not_saved(bench: Workbench, monkeypatch, capsys) -> None:
+    with monkeypatch.context() as patch:
+        step = runs.Step.run
+
+        def spoilt(self, number, batches, occurrences):
+            result = step(self, number, batches, occurrences)
+            if number == 4:
+                self.flat[0].data[7] = torch.inf
+            return result
+
+        patch.setattr(runs.Step, "run", spoilt)
+        assert start(bench, tree(bench, checkpoint__every_steps=2, checkpoint__keep_last=1)) == 4
+    said = capsys.readouterr().err
+    assert "step 4: the adapter or the optimizer's state is not finite" in said and "optimizer.lr than 0.01" in said
+    assert store.steps(bench.tmp / "out" / "checkpoints") == [2]
 
 
 def test_background_and_foreground_saves_are_the_same_bytes(bench: Workbench) -> None:
@@ -322,11 +392,14 @@ def test_sigusr1_before_there_is_anything_to_save_does_no_harm() -> None:
 
 
 @pytest.mark.parametrize("signum", signals.STOP)
-def test_a_signal_ends_the_step_and_saves(bench: Workbench, monkeypatch, signum: int) -> None:
+def test_a_signal_ends_the_step_and_saves(bench: Workbench, monkeypatch, capsys, signum: int) -> None:
     with monkeypatch.context() as patch:
         signal_at(patch, 5, signum)
         assert start(bench, tree(bench)) == 128 + signum
     assert store.steps(bench.tmp / "out" / "checkpoints") == [3] and len(metrics_of(bench.tmp / "out")) == 3
+    name = signal.Signals(signum).name
+    expected = f"error: stopped by {name} after step 3, which is saved; go on with --resume_from auto"
+    assert expected in capsys.readouterr().err
 
 
 def test_a_second_sigint_stops_at_once(bench: Workbench, monkeypatch, capsys) -> None:
@@ -345,13 +418,52 @@ def test_a_damaged_cache_entry_in_mid_run_loses_no_step(bench: Workbench, monkey
     def broken(self, key):
         count.append(None)
         if len(count) == 20:
-            raise caches.CacheError(f"cache entry {self.path(key)} is missing or damaged")
+            raise DataError(f"cache entry {self.path(key)} is missing or damaged")
         return get(self, key)
 
     with monkeypatch.context() as patch:
         patch.setattr(caches.Cache, "get", broken)
         assert start(bench, tree(bench)) == 6
     assert store.steps(bench.tmp / "out" / "checkpoints") == [len(metrics_of(bench.tmp / "out"))] != [0]
+
+
+def test_what_a_worker_meets_with_is_told_in_plain_words(bench: Workbench, monkeypatch, capfd) -> None:
+    read = loader.Reader.__getitem__
+
+    def broken(self, occurrences):
+        if occurrences[0].epoch == 2:
+            raise DataError(f"cache entry {self.cache.directory} is missing or damaged")
+        return read(self, occurrences)
+
+    monkeypatch.setattr(loader.Reader, "__getitem__", broken)
+    assert start(bench, tree(bench, data__num_workers=1)) == 6
+    said = capfd.readouterr().err
+    assert "error: cache entry" in said and "is missing or damaged" in said and "Traceback" not in said
+    assert store.steps(bench.tmp / "out" / "checkpoints") == [4], "two epochs were trained, and are kept"
+
+
+def test_a_scale_that_is_no_power_of_two_ends_at_1(bench: Workbench, monkeypatch) -> None:
+    around_losses(monkeypatch, lambda batch, losses: _Overflow.apply(losses))
+    half = {"precision__compute": "fp16", "precision__loss_scale": 3.0}
+    with built(bench.config(adapter__targets=["*attn1.to_q"], **half)) as run:
+        update = next(run.updates())
+        assert [take_step(run, step, update).loss_scale for step in (1, 2, 3, 4)] == [3.0, 1.5, 1.0, 1.0]
+
+
+def test_every_sample_that_is_not_finite_is_named(bench: Workbench, monkeypatch) -> None:
+    around_losses(monkeypatch, lambda batch, losses: losses * torch.nan)
+    with built(configs.parse(tree(bench))) as run:
+        update = next(run.updates())
+        names = ", ".join(sorted(o.sample for micro_batch in update for o in micro_batch))
+        assert len(update) == 2 and take_step(run, 1, update).refused == f"the loss of {names} is not finite"
+
+
+def test_sigint_sigterm_sigint_stops_at_once() -> None:
+    with signals.Signals() as arrived, pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        assert arrived.stop == signal.SIGINT
+        signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.parametrize("step", [0, 4, LENGTH])

@@ -40,12 +40,13 @@ def tree(bench: Workbench, out: str, *, processes: int, **overrides) -> dict:
     )  # fmt: skip
 
 
-def two_processes(bench: Workbench, config: dict, *arguments: str) -> subprocess.Popen:
+def two_processes(bench: Workbench, config: dict, *arguments: str, script: str = "train.py") -> subprocess.Popen:
     path = bench.write(config, f"{Path(config['run']['output_dir']).name}.toml")
     return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", "train.py",
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", script,
          "--config", str(path), *arguments],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
 
 
@@ -119,12 +120,57 @@ def test_a_value_of_one_process_that_is_not_finite_is_skipped_by_both(bench: Wor
     assert updates == [3, 3]
 
 
+PATCHES = {
+    # A loss that is not finite in one process only: both stop, with status 4.
+    "loss": """
+real = runs.batch_losses
+def spoilt(batch, **more):
+    bad = [rank == 1 and o.epoch == 1 for o in batch.occurrences]
+    return torch.where(torch.tensor(bad), torch.nan, real(batch, **more))
+runs.batch_losses = spoilt
+""",
+    # The main process alone asks for a checkpoint, and a slow disk outlasts the launcher's patience with the others.
+    "usr1": """
+step = Step.run
+def asked(self, number, *more):
+    if number == 2 and rank == 1:
+        signal.raise_signal(signal.SIGUSR1)
+    if number == 4 and rank == 1:
+        signal.raise_signal(signal.SIGTERM)
+    return step(self, number, *more)
+Step.run = asked
+save = store.save
+def slow(*arguments):
+    time.sleep(3)
+    return save(*arguments)
+store.save = slow
+""",
+    # A checkpoint that the main process cannot write ends both, with status 6.
+    "disk": """
+def full(*arguments):
+    raise OSError(28, "No space left on device", "optimizer.safetensors")
+store.save = full
+""",
+}
+
+
 @pytest.mark.slow
-def test_a_value_of_one_process_that_is_not_finite_stops_both(bench: Workbench) -> None:
-    train(configs.parse(tree(bench, "one", processes=1, run__stop_after=1)), resume_from=None)
-    poison(bench, "0/02.jpg")
-    errors = finish(two_processes(bench, tree(bench, "two", processes=2)), status=4)
-    assert "the latents of 0/02.jpg" in errors
+@pytest.mark.parametrize(("patch", "status", "saved"), [("loss", 4, [2]), ("usr1", 143, [2, 4]), ("disk", 6, [])])
+def test_what_one_process_meets_with_both_answer(bench: Workbench, patch: str, status: int, saved: list[int]) -> None:
+    script = bench.tmp / "patched.py"
+    script.write_text(
+        "import os, signal, sys, time\nimport torch\nfrom trainer import cli, run as runs\n"
+        "from trainer.checkpoint import store\nfrom trainer.step import Step\nrank = int(os.environ['RANK'])\n"
+        + PATCHES[patch]
+        + "status = cli.main(sys.argv[1:])\nprint(f'rank {rank} status {status}', file=sys.stderr)\nsys.exit(status)\n"
+    )
+    every = {"disk": 2}.get(patch, 0)
+    config = tree(bench, "two", processes=2, checkpoint__every_steps=every)
+    errors = finish(two_processes(bench, config, script=str(script)), status=status)
+    for rank in (0, 1):
+        assert f"rank {rank} status {status}" in errors, errors[-3000:]
+    assert store.steps(bench.tmp / "two" / "checkpoints") == saved
+    assert "the loss of" in errors if patch == "loss" else "No space left" in errors if patch == "disk" else True
 
 
 def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(bench: Workbench) -> None:

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from tests.harness import ROOT, Workbench, built, command_line, metrics_of
-from trainer import cli, files, resume
+from trainer import cli, files, metrics, resume
 from trainer import config as configs
+from trainer import run as runs
 from trainer.checkpoint import store
 from trainer.processes import Processes
 from trainer.tensorfile import TensorFile
@@ -204,9 +205,10 @@ def test_resume_at_every_step_of_three_epochs(bench: Workbench, monkeypatch) -> 
 
     monkeypatch.setattr(steps, "draw_time_and_noise", watched)
     length = 6  # two updates an epoch
-    tree = run_tree(bench, "whole", run__max_steps=length, adapter__targets=["*attn1.to_q"])
+    tree = run_tree(bench, "whole", run__max_steps=length, adapter__targets=["*attn1.to_q"], export__every_steps=1)
     train(tree)
     whole, drawn[:] = list(drawn), []
+    tree["data"]["num_workers"] = 2
     assert {occurrence.epoch for update in whole for occurrence in update[0]} == {0, 1, 2}
     for stop in range(1, length + 1):
         train(tree | {"run": tree["run"] | {"output_dir": str(bench.tmp / "parts"), "stop_after": stop}}, "auto")
@@ -231,8 +233,17 @@ def test_what_may_change_changes_no_byte(bench: Workbench) -> None:
         export__every_steps=1, validation__every_steps=3, validation__steps=1, validation__prompts=["a bear"],
         logging__tensorboard=True,
     )  # fmt: skip
-    touched = set(configs.flatten(changed)) - set(configs.flatten(tree)) | {"data.cache_dir"}
-    assert all(any(fnmatchcase(key, pattern) for pattern in resume.MAY_CHANGE) for key in touched - {"run.stop_after"})
+    del changed["run"]["max_steps"]
+    changed["run"]["epochs"] = 2
+    old, new = (configs.flatten(configs.tree(configs.parse(each))) for each in (tree, changed))
+    touched = {key for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
+    elsewhere = {
+        "run.output_dir": "test_resume_from_a_foreign_folder",
+        "step.accumulation": "test_two_processes_and_one",
+    }
+    for pattern in {*resume.MAY_CHANGE} - {*elsewhere}:
+        assert any(fnmatchcase(key, pattern) for key in touched | {"run.stop_after"}), f"{pattern} is not shown"
+    assert all(any(fnmatchcase(key, pattern) for pattern in resume.MAY_CHANGE) for key in touched)
     train(changed, "auto")
     name = "checkpoints/step-00000004/{}.safetensors"
     for file in (name.format("adapter"), name.format("optimizer"), "adapters/bear.safetensors"):
@@ -317,3 +328,94 @@ def test_no_pickle_anywhere(bench: Workbench, monkeypatch) -> None:
     del tree["run"]["stop_after"]
     train(tree, "auto")
     assert Path(bench.tmp / "out" / "adapters" / "bear.safetensors").exists()
+
+
+# --- from elsewhere ---------------------------------------------------------------------------------------------------
+
+
+def folders(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+@pytest.mark.parametrize("end", ["stop", "last", "signal"])
+def test_a_run_from_elsewhere_has_a_checkpoint_of_its_own_at_once(bench: Workbench, monkeypatch, end: str) -> None:
+    """Or the next `auto` would begin at step 0."""
+    tree = run_tree(bench, "source", run__max_steps=4, run__stop_after=2, adapter__targets=["*attn1.to_q"])
+    train(tree)
+    source = bench.tmp / "source" / "checkpoints" / store.folder_name(2)
+    branch = run_tree(bench, "branch", run__max_steps=4, adapter__targets=["*attn1.to_q"])
+    with monkeypatch.context() as patch:
+        if end == "signal":
+            patch.setattr(runs.Run, "one_step", lambda self, update, batches: signal.raise_signal(signal.SIGTERM))
+            assert cli.main(["--config", str(bench.write(branch)), "--resume_from", f"{source}/"]) == 143
+        else:
+            branch["run"][{"stop": "stop_after", "last": "max_steps"}[end]] = 2
+            train(branch, str(source))
+    own = bench.tmp / "branch" / "checkpoints"
+    assert folders(own) == [store.folder_name(2)]
+    for file in ("adapter.safetensors", "optimizer.safetensors", "quantization.json"):
+        assert (own / store.folder_name(2) / file).read_bytes() == (source / file).read_bytes()
+    train(run_tree(bench, "branch", run__max_steps=4, adapter__targets=["*attn1.to_q"]), "auto")
+    train(run_tree(bench, "source", run__max_steps=4, adapter__targets=["*attn1.to_q"]), "auto")
+    assert adapter_bytes(bench, "branch") == adapter_bytes(bench, "source")
+
+
+class Killed(BaseException):
+    """Nothing of the run sees it, as nothing sees SIGKILL."""
+
+
+@pytest.mark.parametrize("call", ["set_aside", "cut"])
+@pytest.mark.parametrize("given", ["step-00000002", "superseded-step-00000002"])
+def test_a_kill_while_later_checkpoints_are_set_aside(bench: Workbench, monkeypatch, call: str, given: str) -> None:
+    tree = run_tree(bench, "out", run__max_steps=4, checkpoint__every_steps=1, checkpoint__keep_last=9)
+    train(tree)
+    root = bench.tmp / "out" / "checkpoints"
+    if given.startswith("superseded"):
+        (root / store.folder_name(2)).rename(root / given)
+    before = metrics_of(bench.tmp / "out")
+
+    def killed(*args, **kwargs):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*{"set_aside": (store, "set_aside"), "cut": (metrics, "cut")}[call], killed)
+        with pytest.raises(Killed):
+            train(tree, str(root / given))
+    train(tree, "auto")
+    assert metrics_of(bench.tmp / "out") == before
+    assert store.problem(root / store.folder_name(4)) is None
+
+
+def test_only_what_was_set_aside_is_no_fresh_start(bench: Workbench) -> None:
+    tree = run_tree(bench, "out", run__max_steps=1)
+    train(tree)
+    root = bench.tmp / "out" / "checkpoints"
+    (root / store.folder_name(1)).rename(root / "superseded-step-00000001")
+    with pytest.raises(ValueError, match="holds only checkpoints that were set aside; go on from one with"):
+        train(tree, "auto")
+    for folder in (root.parent, root):
+        with pytest.raises(ValueError, match="holds checkpoints, it is none: give one of its step-... folders"):
+            (root / store.folder_name(1)).mkdir(exist_ok=True)
+            train(tree, str(folder))
+
+
+def test_an_export_that_was_cut_off_is_finished(bench: Workbench) -> None:
+    tree = run_tree(bench, "out", run__max_steps=2, run__stop_after=1, export__every_steps=1)
+    train(tree)
+    lost = bench.tmp / "out" / "adapters" / "bear-00000001_comfyui.safetensors"
+    whole = lost.read_bytes()
+    lost.unlink()
+    del tree["run"]["stop_after"]
+    train(tree, "auto")
+    assert lost.read_bytes() == whole
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no record locks on Windows")
+def test_a_second_run_in_the_same_folder_is_refused(bench: Workbench) -> None:
+    path = bench.write(run_tree(bench, "out", run__max_steps=2))
+    (bench.tmp / "out").mkdir()
+    with files.locked(bench.tmp / "out"):
+        done = command_line("--config", str(path))
+        assert done.returncode == 2 and "another run writes to" in done.stderr and "Traceback" not in done.stderr
+    assert not (bench.tmp / "out" / "metrics.jsonl").exists()
+    assert command_line("--config", str(path)).returncode == 0

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.data.buckets import choose_bucket, fit, to_pixels
-from trainer.data.cache import Cache, CacheError, fill_latents, fill_text, latent_key, text_key
+from trainer.data.cache import Cache, fill_latents, fill_text, latent_key, text_key
 from trainer.data.sources import load_rgb, scan
-from trainer.errors import Interrupted, NonFiniteError, UserError
+from trainer.errors import DataError, Interrupted, NonFiniteError, UserError
 from trainer.tensorfile import TensorFile, write_tensors
 from trainer.types import Conditioning
 
@@ -127,9 +127,9 @@ def test_a_broken_entry_is_named_by_get_and_mended_by_put(tmp_path):
     cache = Cache(tmp_path)
     path = cache.path(KEY)
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(CacheError, match=KEY):
+    with pytest.raises(DataError, match=KEY):
         cache.get(KEY)
-    with pytest.raises(CacheError, match="cd" * 32):
+    with pytest.raises(DataError, match="cd" * 32):
         cache.get("cd" * 32)
     cache.put(KEY, TENSORS)
     assert equal(cache.get(KEY), TENSORS)
@@ -259,13 +259,16 @@ def test_non_finite_entries_that_are_kept_are_told_again(tmp_path):
     assert fill_latents(Cache(tmp_path), photos, encode=broken, **arguments) == 2
     first, told[:] = list(told), []
     assert fill_latents(Cache(tmp_path), photos, encode=encode, **arguments) == 0
-    assert sorted(told) == sorted(first) and "0/00.jpg" in first[0] and len(first) == 2
+    assert [text.partition(" (")[0] for text in first] == ["the latents of 0/00.jpg", "the latents of 0/01.jpg"]
+    for before, again in zip(first, told, strict=True):
+        assert again.startswith(before) and ".safetensors: delete it to encode anew" in again
     with pytest.raises(NonFiniteError, match="0/0"):
         fill_latents(Cache(tmp_path), photos, encode=encode, **arguments | {"on_non_finite": refuse})
     for made in (2, 0):
         told[:] = []
         assert fill_text(Cache(tmp_path), ["bad"], fingerprint="t", encode=text, on_non_finite=told.append) == made
-        assert told == ["the text encodings of the caption 'bad'"]
+        assert len(told) == 1 and told[0].startswith("the text encodings of 'bad'")
+        assert ("delete it to encode anew" in told[0]) == (made == 0)
 
 
 def test_fill_text_takes_each_caption_once_and_the_empty_one(tmp_path):

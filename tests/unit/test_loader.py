@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from trainer import draws
-from trainer.data import sampler
+from trainer.data import loader, sampler
 from trainer.data.buckets import choose_bucket, place
-from trainer.data.cache import Cache, CacheError, fill_latents, fill_text, latent_key, text_key
+from trainer.data.cache import Cache, fill_latents, fill_text, latent_key, text_key
 from trainer.data.loader import Reader, iterate
 from trainer.data.sources import scan
+from trainer.errors import DataError
 from trainer.types import Batch, Conditioning
 
 SEED = 7
@@ -193,7 +194,7 @@ def test_a_missing_entry_is_named(dataset, num_workers, tmp_path):
     lost.cache = Cache(tmp_path)
     with (
         contextlib.closing(iterate(updates(dataset), lost, num_workers=num_workers)) as batches,
-        pytest.raises(CacheError, match=r"\.safetensors"),
+        pytest.raises(DataError, match=r"\.safetensors"),
     ):
         next(batches)
 
@@ -208,3 +209,16 @@ def test_workers_share_the_memory_of_the_cache(dataset):
     told.cache.memory_bytes = 1000
     assert {memory for batches in iterate(updates(dataset), told, num_workers=2) for memory in batches} == {500}
     assert told.cache.memory_bytes == 1000
+
+
+def test_a_dead_worker_is_told_with_a_remedy() -> None:
+    """Played: torch tells of a real death by a signal, wherever the main process is then."""
+
+    def batches(text: str):
+        raise RuntimeError(text)
+        yield
+
+    with pytest.raises(DataError, match="is killed by signal: Killed.; if memory ran out, a lower data.num_workers"):
+        loader._next(batches("DataLoader worker (pid 7) is killed by signal: Killed."))
+    with pytest.raises(RuntimeError, match="shapes"):
+        loader._next(batches("shapes"))

@@ -83,7 +83,7 @@ def pieces_of_a_run() -> dict[str, Any]:
     return {
         "adapter": Adapter(),
         "config": resume.pin_config(configs.parse(config)),
-        "data": resume.pin_data(photos="d" * 64, micro_batches=2),
+        "data": resume.pin_data(digests={"photos": "d" * 64, "captions": "e" * 64}, samples=5, micro_batches=2),
         "environment": resume.pin_environment(
             SimpleNamespace(device=torch.device("cpu"), count=1), kernels="plain", deterministic=False, say=len
         ),

@@ -30,6 +30,11 @@ DORA_SCALE_MEANING = {
 }
 
 
+def file_names(stem: str, formats: Sequence[str]) -> dict[str, str]:
+    """What `write_files` writes, by format."""
+    return {format: stem + {"diffusers": "", "comfyui": "_comfyui"}[format] + ".safetensors" for format in formats}
+
+
 def write_files(
     adapter: Adapter,
     folder: Path,
@@ -48,17 +53,17 @@ def write_files(
     Raises NonFiniteError, and writes nothing, where a tensor is not finite.
     """
     check_finite(adapter.state_dict())
-    written = {}
+    names, written = file_names(stem, formats), {}
     if "diffusers" in formats:
         tensors = diffusers_tensors(adapter)
         fields = metadata(adapter, about, convention="magnitude", extra=diffusers_metadata(adapter))
-        written["diffusers"] = folder / f"{stem}.safetensors"
+        written["diffusers"] = folder / names["diffusers"]
         write_tensors(written["diffusers"], tensors, with_hash(tensors, fields))
     if "comfyui" in formats:
         fused = {component: fused_modules(component_links) for component, component_links in links.items()}
         tensors = kohya_tensors(adapter, fused=fused, prefixes=prefixes, base_layer=base_layer, dora_scale=dora_scale)
         fields = metadata(adapter, about, convention=f"{dora_scale}: {DORA_SCALE_MEANING[dora_scale]}")
-        written["comfyui"] = folder / f"{stem}_comfyui.safetensors"
+        written["comfyui"] = folder / names["comfyui"]
         write_tensors(written["comfyui"], tensors, with_hash(tensors, fields))
     return written
 

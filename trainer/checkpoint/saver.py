@@ -14,6 +14,7 @@ class Saver:
     """Writes the checkpoints of one run under `root` and prunes them.
 
     background: write in a thread, which costs the training a snapshot and little else. The bytes are the same either way.
+    step: the newest that is saved or being written; -1 before there is one.
     before: called in front of each write, where other files must be on the disk before the checkpoint that counts on them.
     """
 
@@ -21,6 +22,7 @@ class Saver:
         self, root: Path, *, keep_last: int, background: bool, before: Callable[[], None] = lambda: None
     ) -> None:
         self.root, self.keep_last, self.background, self.before = root, keep_last, background, before
+        self.step = self._before_this = -1
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
@@ -30,6 +32,7 @@ class Saver:
         Raises what the save before this one met with; in the foreground, what this one meets with.
         """
         self.wait()
+        self._before_this, self.step = self.step, step  # the way back, where this one fails
         if not self.background:
             self._write(step, contents)
             return
@@ -45,9 +48,25 @@ class Saver:
         self._thread.start()
 
     def _write(self, step: int, contents: Files) -> None:
-        self.before()
-        store.save(self.root, step, contents)
-        store.prune(self.root, self.keep_last)
+        try:
+            self.before()
+            store.save(self.root, step, contents)
+        except BaseException:
+            self.step = self._before_this
+            raise
+        try:
+            store.prune(self.root, self.keep_last)
+        except store.NotReadBack:
+            self.step = self._before_this
+            raise
+
+    def join(self) -> Exception | None:
+        """Until nothing is being written; returns what the save met with, for one who cannot raise it."""
+        try:
+            self.wait()
+        except Exception as error:  # handed on
+            return error
+        return None
 
     @property
     def failed(self) -> bool:

@@ -23,6 +23,10 @@ _TEMPORARY = re.compile(r"\.step-\d{8}\.(new|old)\.tmp")
 Files = Mapping[str, Iterable[memoryview | bytes]]
 
 
+class NotReadBack(OSError):
+    """A checkpoint was written and renamed without an error, and does not match its manifest."""
+
+
 def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
@@ -121,7 +125,7 @@ def newest_valid(root: Path) -> tuple[Path | None, list[str]]:
 def prune(root: Path, keep_last: int) -> None:
     """Delete all but the newest `keep_last` checkpoints, once the newest has been read back and is valid.
 
-    Raises OSError where it is not: what was written a moment ago is not on the disk. Nothing is deleted then.
+    Raises NotReadBack where it is not: what was written a moment ago is not on the disk. Nothing is deleted then.
     """
     present = steps(root)
     if len(present) <= keep_last:
@@ -129,7 +133,7 @@ def prune(root: Path, keep_last: int) -> None:
     newest = root / folder_name(present[-1])
     reason = problem(newest)
     if reason is not None:
-        raise OSError(errno.EIO, f"the checkpoint does not read back ({reason}), older ones are kept", str(newest))
+        raise NotReadBack(errno.EIO, f"the checkpoint does not read back ({reason}), older ones are kept", str(newest))
     try:
         _remove(root, *present[:-keep_last])
     except OSError:
@@ -172,6 +176,11 @@ def find(root: Path, resume_from: str | None) -> tuple[Path | None, list[str]]:
         return None, []
     if resume_from in ("auto", "latest"):
         folder, passed = newest_valid(root)
+        if folder is None and not passed and (aside := sorted(root.glob("superseded-step-*"))):
+            raise UserError(
+                f"--resume_from {resume_from}: {root} holds only checkpoints that were set aside; go on from one with "
+                f"--resume_from {aside[-1]}, or remove them to start again"
+            )
         if folder is None and passed:
             raise UserError(
                 f"--resume_from {resume_from}: no valid checkpoint in {root}: {'; '.join(passed)}. "
@@ -183,6 +192,11 @@ def find(root: Path, resume_from: str | None) -> tuple[Path | None, list[str]]:
             )
         return folder, passed
     folder = Path(resume_from)
+    if any((folder / inner).is_dir() for inner in ("checkpoints", *map(folder_name, steps(folder)))):
+        raise UserError(
+            f"--resume_from {resume_from!r} holds checkpoints, it is none: give one of its step-... folders, or auto with "
+            "that run.output_dir"
+        )
     if not folder.is_dir():
         raise UserError(f"--resume_from {resume_from!r} is not a folder; give auto, latest or a checkpoint's folder")
     reason = problem(folder)

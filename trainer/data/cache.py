@@ -18,7 +18,7 @@ import torch
 from trainer.data import buckets
 from trainer.data.buckets import Bucket
 from trainer.data.sources import Photo, decode, in_threads
-from trainer.errors import UserError
+from trainer.errors import DataError, UserError
 from trainer.files import remove_leftovers
 from trainer.tensorfile import TensorFile, serialize, write_tensors
 from trainer.types import Conditioning
@@ -26,10 +26,6 @@ from trainer.types import Conditioning
 PREPROCESSING_VERSION = 1  # raise it when `sources.decode` or `buckets.fit` gives other pixels
 
 Tensors = dict[str, torch.Tensor]
-
-
-class CacheError(RuntimeError):
-    """An entry that was checked when the run started cannot be read any more."""
 
 
 def _key(kind: str, **inputs: object) -> str:
@@ -98,13 +94,13 @@ class Cache:
         return key not in self._not_finite
 
     def get(self, key: str) -> Tensors:
-        """An entry's tensors, shared with later callers: do not change them. Raises CacheError, naming the file."""
+        """An entry's tensors, shared with later callers: do not change them. Raises DataError, naming the file."""
         if key in self._memory:
             self._memory.move_to_end(key)
             return self._memory[key]
         tensors = self._read(key)
         if tensors is None:
-            raise CacheError(f"cache entry {self.path(key)} is missing or damaged; start again and it is made anew")
+            raise DataError(f"cache entry {self.path(key)} is missing or damaged; start again and it is made anew")
         self._remember(key, tensors)
         return tensors
 
@@ -186,9 +182,9 @@ def fill_latents(
             cache.put(key, tensors, {"sample": wanted[key][0].sample})
             if progress is not None:
                 progress(done, len(todo))
-    for key in wanted.keys() - set(todo):
-        if not cache.is_finite(key):
-            on_non_finite(described(key))
+    for key in wanted:
+        if key not in todo and not cache.is_finite(key):
+            on_non_finite(f"{described(key)}, as the cache holds them ({cache.path(key)}: delete it to encode anew),")
     return len(todo)
 
 
@@ -217,13 +213,14 @@ def fill_text(
         for name, tensor in tensors.items():
             assert tensor.shape[0] == 1, f"{name} of one caption has shape {list(tensor.shape)}"
         if not _finite(tensors):
-            on_non_finite(f"the text encodings of the caption {wanted[key]!r}")
+            on_non_finite(f"the text encodings of {wanted[key]!r}")
         cache.put(key, tensors)
         if progress is not None:
             progress(done, len(todo))
-    for key in wanted.keys() - set(todo):
-        if not cache.is_finite(key):
-            on_non_finite(f"the text encodings of the caption {wanted[key]!r}")
+    for key in wanted:
+        if key not in todo and not cache.is_finite(key):
+            where = f"as the cache holds them ({cache.path(key)}: delete it to encode anew),"
+            on_non_finite(f"the text encodings of {wanted[key]!r}, {where}")
     return len(todo)
 
 

@@ -18,6 +18,7 @@ from trainer.data.buckets import Bucket
 from trainer.data.cache import Cache, latent_key, text_key
 from trainer.data.sampler import MicroBatch
 from trainer.data.sources import Photo
+from trainer.errors import DataError
 from trainer.types import Batch, Conditioning, Occurrence
 
 FLIP_PROBABILITY = 0.5
@@ -86,6 +87,8 @@ class Reader(Dataset):
 def iterate(updates: Iterable[Sequence[MicroBatch]], reader: Reader, *, num_workers: int) -> Iterator[list[Batch]]:
     """One list of Batches per update, in order; `updates` holds this process's share of each (an empty one gives []).
 
+    Raises DataError where an entry cannot be read any more, or a worker died.
+
     `updates` may be lazy and go on over many epochs: with workers it is read a few batches ahead, in this process. The
     result does not depend on `num_workers`. Close the generator to end the workers early.
     """
@@ -108,9 +111,21 @@ def iterate(updates: Iterable[Sequence[MicroBatch]], reader: Reader, *, num_work
         batches = iter(loader)
     try:
         for update in updates:
-            yield [next(batches) for _ in update]
+            yield [_next(batches) for _ in update]
     finally:
         del batches  # joins the workers
+
+
+def _next(batches: Iterator[Batch]) -> Batch:
+    """Raises DataError in plain words for what the loader wraps in a worker's traceback, and for a worker that died."""
+    try:
+        return next(batches)
+    except DataError as error:
+        raise DataError(str(error).splitlines()[-1].partition(": ")[2]) from None
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker"):
+            raise
+        raise DataError(f"{error}; if memory ran out, a lower data.num_workers needs less") from error
 
 
 def _start_worker(worker: int) -> None:

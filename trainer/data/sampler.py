@@ -72,10 +72,16 @@ def share(update: Sequence[Item], *, processes: int, rank: int) -> list[Item]:
     return list(update[rank::processes])
 
 
-def fingerprint(photos: Sequence[tuple[Photo, Bucket]]) -> str:
-    """SHA-256 over everything of the data that decides what a step sees."""
-    parts = [[p.sample, p.sha256, p.caption, p.repeats, list(bucket)] for p, bucket in photos]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+def fingerprint(photos: Sequence[tuple[Photo, Bucket]]) -> dict[str, str]:
+    """SHA-256 over everything of the data that decides what a step sees, by what it is."""
+    parts = {
+        "photos": [p.sample for p, _ in photos],
+        "contents of the photos": [p.sha256 for p, _ in photos],
+        "captions": [p.caption for p, _ in photos],
+        "repeats": [p.repeats for p, _ in photos],
+        "buckets": [list(bucket) for _, bucket in photos],
+    }
+    return {name: hashlib.sha256(json.dumps(values).encode()).hexdigest() for name, values in parts.items()}
 
 
 def steps_per_epoch(
