@@ -410,7 +410,7 @@ def doomed(moment: Moment, measured: Measured) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------------------------------------- a run
 
-KEEP_LAST, SAVE_EVERY, DRAW_EVERY = 2, 2, 6
+KEEP_LAST, SAVE_EVERY, DRAW_EVERY, EXPORT_EVERY = 2, 2, 6, 4
 BOUND = 8  # steps a life may go, so that a late signal does not find the run at its end
 STEPS_A_LIFE = 3  # a run's length for each moment; more than a life goes on average
 TRIES = 3  # for a moment: a signal from outside can come too late
@@ -685,7 +685,8 @@ def write_config(cell: Cell, steps: int, models: Path, folder: Path) -> Path:
         optimizer__name=cell.optimizer, optimizer__lr=1e-2, optimizer__min_8bit_size=1,
         schedule__name="cosine", schedule__warmup=0.3,
         checkpoint__every_steps=SAVE_EVERY, checkpoint__keep_last=KEEP_LAST,
-        validation__every_steps=DRAW_EVERY, validation__prompts=["a photo of sks plush bear"], validation__steps=1,
+        export__every_steps=EXPORT_EVERY, validation__every_steps=DRAW_EVERY,
+        validation__prompts=["a photo of sks plush bear"], validation__steps=1,
     )  # fmt: skip
     return bench.write(tree)
 
