@@ -677,8 +677,7 @@ class Run:
         if final and (failure := saver.join()) is not None:
             self.log.write(f"warning: an earlier checkpoint could not be written ({failure})")
         if step > saver.step:
-            with self.failure_policy(final=final):
-                saver.save(step, state.pack(self.pieces))
+            saver.save(step, state.pack(self.pieces))
         if final:
             with self.failure_policy(final=True):
                 saver.wait()

@@ -287,9 +287,9 @@ class Scenario:
         return max((step for step in self.there if step < self.step), default=None)
 
     def save(self, base: Path, step: int | None = None) -> None:
-        Saver(base / ROOT, keep_last=self.keep_last, background=False).save(
-            step or self.step, contents(step or self.step)
-        )
+        saver = Saver(base / ROOT, keep_last=self.keep_last, background=False)
+        saver.save(step or self.step, contents(step or self.step))
+        saver.wait()
 
 
 def damage(root: Path) -> None:
@@ -459,6 +459,7 @@ def test_the_log_is_on_the_disk_before_the_checkpoint(bench: Bench) -> None:
         for step in (1, 2):
             log.log({"step": step, "loss": 0.5, "lr": 1e-4})
             saver.save(step, contents(step))
+            saver.wait()
         log.close()
     order = [(what, path.name) for what, path in system.calls]
     for step in (1, 2):

@@ -134,22 +134,30 @@ def test_one_save_at_a_time(tmp_path, slow_disk) -> None:
     assert [entry for entry in order if entry != "training goes on"] == [[], [1]] and store.steps(tmp_path) == [1, 2]
 
 
-@pytest.mark.parametrize("raised_by", ["save", "wait"])
-def test_a_failure_in_the_background_surfaces_once(tmp_path, raised_by: str) -> None:
-    saver = Saver(tmp_path, keep_last=1, background=True)
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("another", [True, False])
+def test_a_failure_surfaces_once_and_holds_up_no_later_save(tmp_path, background: bool, another: bool) -> None:
+    saver = Saver(tmp_path, keep_last=1, background=background)
     saver.save(1, broken(1))
     deadline = time.monotonic() + TIMEOUT
     while not saver.failed:
         assert time.monotonic() < deadline, "the failure is not to be seen"
         time.sleep(0.01)
+    assert saver.step == -1, "what failed does not count as saved"
+    if another:
+        saver.save(2, contents(2))
     with pytest.raises(OSError, match="no space for step 1"):
-        saver.wait() if raised_by == "wait" else saver.save(2, contents(2))
-    assert not saver.failed
-    saver.wait()
-    assert list(tmp_path.iterdir()) == [], "what failed left something, or the second was saved all the same"
-    saver.save(3, contents(3))
-    saver.wait()
-    assert store.steps(tmp_path) == [3]
+        saver.wait()
+    assert not saver.failed and saver.join() is None
+    assert store.steps(tmp_path) == ([2] if another else []) and saver.step == (2 if another else -1)
+    assert [path.name for path in tmp_path.iterdir()] == [store.folder_name(2)] * another
+
+
+def test_of_several_failures_the_first_is_told(tmp_path) -> None:
+    saver = Saver(tmp_path, keep_last=1, background=True)
+    for step in (1, 2):
+        saver.save(step, broken(step))
+    assert "no space for step 1" in str(saver.join()) and saver.join() is None
 
 
 def test_whatever_fails_surfaces(tmp_path) -> None:
@@ -162,12 +170,3 @@ def test_whatever_fails_surfaces(tmp_path) -> None:
     saver.save(1, contents(1))
     with pytest.raises(MemoryError, match="before"):
         saver.wait()
-
-
-def test_in_the_foreground_a_failure_is_the_callers_at_once(tmp_path) -> None:
-    saver = Saver(tmp_path, keep_last=1, background=False)
-    with pytest.raises(OSError, match="no space for step 1"):
-        saver.save(1, broken(1))
-    assert not saver.failed
-    saver.save(2, contents(2))
-    assert store.steps(tmp_path) == [2]

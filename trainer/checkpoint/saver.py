@@ -29,23 +29,25 @@ class Saver:
     def save(self, step: int, contents: Files) -> None:
         """Write a checkpoint once the one before is done; `contents` must not change any more.
 
-        Raises what the save before this one met with; in the foreground, what this one meets with.
+        What it meets with is kept for `wait`, in the foreground too: only the process that saves would hear of it here, and
+        all of a run's processes have to act on it together.
         """
-        self.wait()
+        if self._thread is not None:
+            self._thread.join()
         self._before_this, self.step = self.step, step  # the way back, where this one fails
-        if not self.background:
-            self._write(step, contents)
-            return
 
         def write() -> None:
             try:
                 self._write(step, contents)
-            except Exception as error:  # whatever it is: raised in the training thread by `wait`
-                self._failure = error
+            except Exception as error:  # whatever it is: raised by `wait`
+                self._failure = self._failure or error
 
-        # A daemon: a second Ctrl-C does not wait for a slow disk. What is cut off then was under a temporary name.
-        self._thread = threading.Thread(target=write, name=f"checkpoint {step}", daemon=True)
-        self._thread.start()
+        if self.background:
+            # A daemon: a second Ctrl-C does not wait for a slow disk. What is cut off then was under a temporary name.
+            self._thread = threading.Thread(target=write, name=f"checkpoint {step}", daemon=True)
+            self._thread.start()
+        else:
+            write()
 
     def _write(self, step: int, contents: Files) -> None:
         try:
@@ -61,7 +63,7 @@ class Saver:
             raise
 
     def join(self) -> Exception | None:
-        """Until nothing is being written; returns what the save met with, for one who cannot raise it."""
+        """Until nothing is being written; returns what `wait` would raise."""
         try:
             self.wait()
         except Exception as error:  # handed on
@@ -74,7 +76,7 @@ class Saver:
         return self._failure is not None
 
     def wait(self) -> None:
-        """Until nothing is being written. Raises what the save met with."""
+        """Until nothing is being written. Raises the first failure since the last call."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
