@@ -236,6 +236,7 @@ IMPORTED_LATE = (
 def serve(fresh: bool) -> None:
     """Start a life for every line that describes one, tell what became of it for every line that is its number."""
     living: set[int] = set()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is born deaf to it
     cli.quiet_libraries()
     if not fresh:
         for module in IMPORTED_LATE:
