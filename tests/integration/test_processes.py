@@ -173,6 +173,7 @@ def test_what_one_process_meets_with_both_answer(bench: Workbench, patch: str, s
     assert "the loss of" in errors if patch == "loss" else "No space left" in errors if patch == "disk" else True
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(bench: Workbench) -> None:
     process = two_processes(bench, tree(bench, "two", processes=2, run__max_steps=400, checkpoint__every_steps=0))
     log = bench.tmp / "two" / "metrics.jsonl"

@@ -56,9 +56,9 @@ VARIANTS = {
 }  # fmt: skip
 
 
-# fp8 and fp16: five runs each; the default suite resumes over both in test_support_matrix.py.
+# Five runs each; the default suite resumes over fp8 and fp16 in test_support_matrix.py, with workers at every step below.
 @pytest.mark.parametrize(
-    "variant", [pytest.param(v, marks=pytest.mark.slow) if v in ("fp8", "fp16") else v for v in VARIANTS]
+    "variant", [pytest.param(v, marks=pytest.mark.slow) if v in ("fp8", "fp16", "workers") else v for v in VARIANTS]
 )
 def test_stopped_and_resumed_equals_uninterrupted(bench: Workbench, variant: str) -> None:
     extra = VARIANTS[variant]
@@ -92,7 +92,7 @@ def test_stopped_and_resumed_equals_uninterrupted(bench: Workbench, variant: str
         assert any(b < a for a, b in zip(scales, scales[1:], strict=False)), "the scale never fell"
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_signal_ends_the_step_and_loses_nothing(bench: Workbench, signum: int) -> None:
     tree = run_tree(bench, "whole", run__max_steps=400, step__accumulation=1, adapter__type="lora")
     path = bench.write(tree | {"run": tree["run"] | {"output_dir": str(bench.tmp / "killed")}})
@@ -418,4 +418,4 @@ def test_a_second_run_in_the_same_folder_is_refused(bench: Workbench) -> None:
         done = command_line("--config", str(path))
         assert done.returncode == 2 and "another run writes to" in done.stderr and "Traceback" not in done.stderr
     assert not (bench.tmp / "out" / "metrics.jsonl").exists()
-    assert command_line("--config", str(path)).returncode == 0
+    assert cli.main(["--config", str(path)]) == 0
