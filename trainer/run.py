@@ -218,7 +218,8 @@ class Run:
             files.write_atomic(self.output_dir / "config.toml", [configs.dumps(self.config).encode()])
             # In this order no kill in between loses what is resumed or a line of the log: first a checkpoint from elsewhere
             # becomes the run's own, then later ones lose their names, then the log loses their lines.
-            if self.resumed is not None and self.resumed.resolve().parent != self.checkpoints.resolve():
+            own = self.checkpoints / store.folder_name(self.progress.step)
+            if self.resumed is not None and self.resumed.resolve() != own.resolve():
                 store.save(self.checkpoints, self.progress.step, state.pack(self.pieces))
             for moved in store.set_aside(self.checkpoints, after=self.progress.step):
                 self.say(f"warning: a later checkpoint is set aside as {moved}")

@@ -381,6 +381,7 @@ def test_a_kill_while_later_checkpoints_are_set_aside(bench: Workbench, monkeypa
         patch.setattr(*{"set_aside": (store, "set_aside"), "cut": (metrics, "cut")}[call], killed)
         with pytest.raises(Killed):
             train(tree, str(root / given))
+    assert store.problem(root / store.folder_name(2)) is None, "what is resumed is one of the run's own by now"
     train(tree, "auto")
     assert metrics_of(bench.tmp / "out") == before
     assert store.problem(root / store.folder_name(4)) is None
