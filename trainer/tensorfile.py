@@ -122,7 +122,7 @@ def _parse_header(path: Path, file, total: int) -> tuple[dict[str, str], dict[st
             dtype, shape, (start, end) = DTYPES[item["dtype"]], item["shape"], item["data_offsets"]
         except (KeyError, TypeError, ValueError) as error:
             raise broken(f"the entry of tensor {name!r} is malformed or has an unknown dtype") from error
-        if not _are_sizes(shape) or not _are_sizes([start, end]):
+        if not _is_shape(shape) or not _is_size(start) or not _is_size(end):
             raise broken(f"the shape or the offsets of tensor {name!r} are not sizes")
         if end - start != math.prod(shape) * dtype.itemsize or end > total - 8 - length:
             raise broken(f"tensor {name!r} lies outside the file or has the wrong size")
@@ -138,13 +138,17 @@ def _parse_header(path: Path, file, total: int) -> tuple[dict[str, str], dict[st
     return metadata, entries
 
 
-def _are_sizes(numbers: object) -> bool:
+def _is_size(number: object) -> bool:
+    return type(number) is int and 0 <= number < 2**63
+
+
+def _is_shape(sizes: object) -> bool:
     """Whether torch can hold a tensor of that shape, as far as its 64-bit strides go: sizes of zero count as one there."""
     return (
-        isinstance(numbers, list)
-        and len(numbers) <= MAX_DIMENSIONS
-        and all(type(n) is int and 0 <= n < 2**63 for n in numbers)
-        and math.prod(max(n, 1) for n in numbers) < 2**63
+        isinstance(sizes, list)
+        and len(sizes) <= MAX_DIMENSIONS
+        and all(map(_is_size, sizes))
+        and math.prod(max(n, 1) for n in sizes) < 2**63
     )
 
 

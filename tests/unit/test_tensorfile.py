@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 
@@ -79,3 +80,28 @@ def test_in_a_shared_folder_only_idle_temporaries_are_leftovers(tmp_path) -> Non
     assert mine.exists() and not old.exists()
     remove_leftovers(tmp_path.glob(".*.tmp"))
     assert not mine.exists()
+
+
+def sparse_file(path, *tensors: tuple[str, str, list[int], int]) -> None:
+    """A safetensors file of (name, dtype, shape, bytes) in that order, without contents: it takes next to no disk."""
+    header, position = {}, 0
+    for name, dtype, shape, size in tensors:
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, position + size]}
+        position += size
+    text = json.dumps(header).encode()
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + position)
+
+
+@pytest.mark.parametrize("gigabytes", [5, 24, 1000])
+def test_files_beyond_four_gigabytes(tmp_path, gigabytes) -> None:
+    large = gigabytes * 10**9 // 2 * 2
+    path = tmp_path / "large.safetensors"
+    sparse_file(path, ("large", "BF16", [large // 2], large), ("last", "F32", [3], 12))
+    with open(path, "r+b") as file:
+        file.seek(-12, os.SEEK_END)
+        file.write(torch.tensor([1.5, -2.0, 3.0]).numpy().tobytes())
+    opened = TensorFile(path)
+    assert opened.entries["large"].bytes == large and opened.entries["large"].shape == (large // 2,)
+    assert opened.read("last").tolist() == [1.5, -2.0, 3.0]
