@@ -12,7 +12,7 @@ from math import prod
 import torch
 from torch import nn
 
-from trainer import precision, quantization
+from trainer import patterns, precision, quantization
 from trainer.adapters import Rule, Target, match_targets
 from trainer.config import Component, Config, Sample
 from trainer.data import buckets, sampler, sources
@@ -286,10 +286,9 @@ def _check_exclude(config: Config, source: ModelSource, name: str) -> None:
     )
     for pattern in exclude:
         if not any(fnmatchcase(n, pattern) for n in names):
-            close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
             raise UserError(
-                f"model.components.{name}.exclude: the pattern {pattern!r} matches no layer"
-                + (f"; near misses: {', '.join(close)}" if close else "")
+                f"model.components.{name}.exclude: the pattern {pattern!r} matches no layer (patterns are fnmatch on the "
+                f"whole dotted name); {patterns.advice(pattern, names)}"
             )
 
 

@@ -54,6 +54,7 @@ def plan(config: Config) -> None:
     """Print what a run would do."""
     source = open_source(config)
     config = resolve(config, source)
+    check_device(config)
     print(describe(make_plan(config, source, processes=int(os.environ.get("WORLD_SIZE", "1"))), sizes=True))
 
 
@@ -89,19 +90,31 @@ def train(config: Config, *, resume_from: str | None) -> None:
                 run.finish()
 
 
-def start_processes(config: Config) -> Processes:
-    """accelerate's view of devices and processes. It computes nothing for us: mixed precision is ours."""
+def check_device(config: Config) -> torch.device:
+    """The device that this process of a run would have. config: as `resolve` gives.
+
+    Sets up torch for it. Raises UserError where this machine lacks what the config asks for.
+    """
     if config.run.deterministic:
         precision.be_deterministic()
-    from accelerate import Accelerator
-
     if config.run.device == "cuda" and not torch.cuda.is_available():
         raise UserError("run.device = 'cuda', but no CUDA device is visible; check nvidia-smi, or use 'auto'")
-    # Said in so many words: without a GPU and without `cpu=True`, accelerate makes every process a lone main process.
     on_cpu = config.run.device == "cpu" or not torch.cuda.is_available()
-    accelerator = Accelerator(cpu=on_cpu, mixed_precision="no")
-    precision.prepare_device(accelerator.device, {component.compute for component in config.model.components.values()})
-    return Processes(accelerator)
+    # As accelerate gives them out: not the first for all.
+    device = torch.device("cpu") if on_cpu else torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    precision.prepare_device(device, {component.compute for component in config.model.components.values()})
+    chosen = kernels.choose(config.adapter.kernels, device)
+    precision.check_scaled_matmul(config.precision.matmul, chosen, device)
+    return device
+
+
+def start_processes(config: Config) -> Processes:
+    """accelerate's view of devices and processes. It computes nothing for us: mixed precision is ours."""
+    device = check_device(config)
+    from accelerate import Accelerator
+
+    # Said in so many words: without a GPU and without `cpu=True`, accelerate makes every process a lone main process.
+    return Processes(Accelerator(cpu=device.type == "cpu", mixed_precision="no"))
 
 
 def make_folder(folder: Path, key: str) -> None:
@@ -131,7 +144,6 @@ class Run:
         self.processes, self.signals = processes, signals
         self.device: torch.device = processes.device
         self.kernels = kernels.choose(plan.config.adapter.kernels, self.device)
-        precision.check_scaled_matmul(plan.config.precision.matmul, self.kernels, self.device)
         self.output_dir = Path(plan.config.run.output_dir)
         self.checkpoints = self.output_dir / "checkpoints"
         self.source = plan.source

@@ -66,7 +66,7 @@ def broken_model(bench: Workbench, change: Callable[[Path], None], family: str =
         ("model__path", "models/nowhere/at-all", ("model.path = 'models/nowhere/at-all' does not exist",)),
         ("model__path", "weights.ckpt", ("pickle", "safetensors")),
         ("adapter__targets", "atention", ("adapter.targets = 'atention'", "'attention'")),
-        ("adapter__targets", ["*.to_qq"], ("'*.to_qq' matches no layer of unet",)),
+        ("adapter__targets", ["*.to_qq"], ("'*.to_qq' matches no layer of unet", "did you mean '*.to_q' (")),
         ("adapter__rules", [{"component": "text_encoder", "match": "q_prj"}], ("adapter.rules[0].match", "'q_prj'")),
         ("adapter__rules", [{"component": "vae", "match": "*"}], ("adapter.rules[0].component = 'vae'",)),
         ("adapter__dropout", 0.5, ("adapter.dropout = 0.5", "DoRA")),
@@ -90,6 +90,37 @@ def test_config_mistakes(bench: Workbench, capsys, key: str, value, expected) ->
     if key == "adapter__kernels":
         tree["run"]["device"] = "cpu"
     refused(bench, capsys, *expected, tree=tree)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("run__device", "cuda", "run.device = 'cuda'"),
+        ("adapter__kernels", "triton", "adapter.kernels = 'triton'"),
+        ("run__deterministic", True, "CUBLAS_WORKSPACE_CONFIG = ':0:0'"),
+        ("precision__compute", "bf16", "this is an old card"),
+        ("precision__matmul", "fp8", "an old card does not multiply float8"),
+    ],
+)
+def test_a_plan_refuses_what_this_machine_cannot_train(
+    bench: Workbench, capsys, monkeypatch, key, value, expected
+) -> None:
+    """In the words of the training itself."""
+    import torch
+
+    tree = bench.tree(**{key: value})
+    old_card = key.startswith("precision")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: old_card)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0) if "matmul" in key else (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old card")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    if key == "precision__matmul":
+        tree["model"]["components"] = {"unet": {"dtype": "fp8_e4m3", "compute": "bf16"}}
+    messages = []
+    for arguments in ([], ["--plan"]):
+        assert cli.main(["--config", str(bench.write(tree)), *arguments]) == 2
+        messages.append(capsys.readouterr().err)
+    assert messages[0] == messages[1] and expected in messages[0]
 
 
 def test_missing_component_file(bench: Workbench, capsys) -> None:

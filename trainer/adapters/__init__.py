@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections import Counter
@@ -14,7 +13,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from trainer import draws
+from trainer import draws, patterns
 from trainer.errors import UserError
 
 ADAPTER_NAME = "default"
@@ -70,12 +69,12 @@ def match_targets(
                 f"adapter.targets = {targets!r} is not a preset; use one of {', '.join(map(repr, presets))}, "
                 "or a list of patterns"
             )
-        patterns: Sequence[str] = presets[targets]
+        wanted: Sequence[str] = presets[targets]
     else:
-        patterns = targets
+        wanted = targets
     chosen: dict[tuple[str, str], Target] = {}
     explicit: dict[tuple[str, str], float | None] = {}
-    for pattern in patterns:
+    for pattern in wanted:
         names = [name for name in layers[denoiser] if fnmatchcase(name, pattern)]
         # A preset is written for the family: single patterns may have no layer in a small variant of the model.
         if not names and not isinstance(targets, str):
@@ -112,11 +111,9 @@ def match_targets(
 
 
 def _no_match(key: str, pattern: str, component: str, names: Sequence[str]) -> UserError:
-    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
-    hint = f"; near misses: {', '.join(near)}" if near else ""
     return UserError(
-        f"{key}: the pattern {pattern!r} matches no layer of {component} "
-        f"(patterns are fnmatch on the whole dotted name, so try '*{pattern.strip('*')}*'){hint}"
+        f"{key}: the pattern {pattern!r} matches no layer of {component} (patterns are fnmatch on the whole dotted name); "
+        + patterns.advice(pattern, names)
     )
 
 

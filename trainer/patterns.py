@@ -1,0 +1,29 @@
+"""Patterns of layer names: fnmatch on the whole dotted name, case-sensitive. What to say of one that matches nothing."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+
+def advice(pattern: str, names: Sequence[str]) -> str:
+    """What was probably meant by a pattern that matches none of `names`: another pattern, which matches, or names.
+
+    In this order: the pattern with one of its words replaced by a near one of the names' own, the pattern in the middle of a
+    name, the nearest names, any names.
+    """
+    known = dict.fromkeys(word for name in names for word in name.split("."))
+    candidates = [
+        pattern[: found.start()] + near + pattern[found.end() :]
+        for found in re.finditer(r"\w+", pattern)
+        if found[0] not in known
+        for near in difflib.get_close_matches(found[0], known, n=3)
+    ]
+    for candidate in (*candidates, f"*{pattern}", f"*.{pattern}.*", f"*{pattern}*"):
+        count = sum(fnmatchcase(name, candidate) for name in names)
+        if count:
+            return f"did you mean {candidate!r} ({count} layers)?"
+    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
+    return f"near misses: {', '.join(near)}" if near else f"layers have names like {', '.join(names[:3])}"
