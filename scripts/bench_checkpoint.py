@@ -187,7 +187,7 @@ def main() -> int:
     rounds = []
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-") as temporary:
         folder = Path(temporary)
-        command = [sys.executable, str(ROOT / "scripts" / "make_tiny_model.py"), "--family", "flux"]
+        command = [sys.executable, str(ROOT / "scripts" / "make_model.py"), "--size", "tiny", "--family", "flux"]
         subprocess.run([*command, "--layout", "diffusers", str(folder / "model")], check=True, capture_output=True)
         for number in range(arguments.rounds):
             here = folder / str(number)

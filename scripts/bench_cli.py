@@ -208,7 +208,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-cli-") as temporary:
         work = Path(temporary)
         model = work / "tiny-sdxl"
-        maker = [sys.executable, str(SCRIPTS / "make_tiny_model.py"), "--family", "sdxl", "--layout", "diffusers"]
+        maker = [sys.executable, str(SCRIPTS / "make_model.py"), "--size", "tiny"]
+        maker += ["--family", "sdxl", "--layout", "diffusers"]
         run_process([*maker, str(model)], work / "make.txt")
         tables = [
             table(kind, compare(work, model, args.data.resolve(), kind, args.steps, args.rounds)) for kind in args.types

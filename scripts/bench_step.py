@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 from bench_dora import graph_ms  # noqa: E402
-from make_tiny_model import flux_configs, sdxl_configs  # noqa: E402
+from make_model import tiny_flux, tiny_sdxl  # noqa: E402
 from torch import nn  # noqa: E402
 
 from trainer import kernels, optim, quantization  # noqa: E402
@@ -357,7 +357,7 @@ def sources(quick: bool, folder: Path) -> dict[str, ModelSource]:
     for label, (name, root) in roots.items():
         family = family_named(name)
         if quick:
-            tiny = flux_configs("flux-dev", 1000, 1000) if name == "flux" else sdxl_configs(1000)
+            tiny = tiny_flux("flux-dev", 1000, 1000) if name == "flux" else tiny_sdxl(1000)
             config, scheduler = folder / name / family.denoiser, folder / name / "scheduler"
             config.mkdir(parents=True), scheduler.mkdir()
             (config / "config.json").write_text(json.dumps(tiny[family.denoiser]))

@@ -7,7 +7,7 @@ bash scripts/setup.sh
 start=$SECONDS
 if [ ! -f models/tiny-sdxl/model_index.json ]; then
   rm -rf models/tiny-sdxl
-  .venv/bin/python scripts/make_tiny_model.py --family sdxl --layout diffusers models/tiny-sdxl
+  .venv/bin/python scripts/make_model.py --size tiny --family sdxl --layout diffusers models/tiny-sdxl
 fi
 .venv/bin/python train.py --config tiny_sdxl.toml --resume_from auto "$@"
 echo "done in $((SECONDS - start)) s, set-up not counted"

@@ -723,7 +723,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     folder = Path(tempfile.mkdtemp(prefix="kill-test-"))
     for family in {cell.family for cell in cells}:
-        command = [sys.executable, "scripts/make_tiny_model.py", "--family", family, "--layout", "diffusers"]
+        command = [sys.executable, "scripts/make_model.py", "--size", "tiny"]
+        command += ["--family", family, "--layout", "diffusers"]
         subprocess.run([*command, str(folder / "models" / family)], cwd=ROOT, check=True)
     what = "signals" if options.signals else "kills"
     print(f"moments drawn from seed {options.seed}\n")

@@ -366,7 +366,8 @@ def page(results: Sequence[Result], seconds: float, jobs: int) -> str:
 def make_models(folder: Path) -> Path:
     """A tiny checkpoint of each family under `folder`, as folders of that name."""
     for family in FAMILIES:
-        command = [sys.executable, "scripts/make_tiny_model.py", "--family", family, "--layout", "diffusers"]
+        command = [sys.executable, "scripts/make_model.py", "--size", "tiny"]
+        command += ["--family", family, "--layout", "diffusers"]
         subprocess.run([*command, str(folder / family)], cwd=ROOT, check=True)
     return folder
 

@@ -35,7 +35,8 @@ def models(tmp_path_factory) -> Path:
     jobs = []
     for family in ("sdxl", "flux"):
         for layout, name in (("diffusers", family), ("single_file", f"{family}-one.safetensors")):
-            command = [sys.executable, "scripts/make_tiny_model.py", "--family", family, "--layout", layout]
+            command = [sys.executable, "scripts/make_model.py", "--size", "tiny"]
+            command += ["--family", family, "--layout", layout]
             jobs.append(subprocess.Popen([*command, str(folder / name)], cwd=ROOT, stderr=subprocess.PIPE, text=True))
     for job in jobs:
         _, errors = job.communicate(timeout=120)

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -152,7 +152,21 @@ def _is_shape(sizes: object) -> bool:
     )
 
 
-def serialize(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> Iterator[memoryview]:
+@dataclass(frozen=True)
+class Recipe:
+    """A tensor that is made when it is written: `make` returns one of this dtype and shape.
+
+    So a file may be larger than the memory; of what is made, two tensors are held at most.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    make: Callable[[], torch.Tensor]
+
+
+def serialize(
+    tensors: Mapping[str, torch.Tensor | Recipe], metadata: Mapping[str, str] | None = None
+) -> Iterator[memoryview]:
     """The file's bytes in pieces: header first, then every tensor by name. Same input, same bytes."""
     header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     # Wider dtypes first, then names: every tensor starts aligned, as in the reference writer.
@@ -160,7 +174,7 @@ def serialize(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] |
     position = 0
     for name in order:
         tensor = tensors[name]
-        size = tensor.numel() * tensor.dtype.itemsize
+        size = math.prod(tensor.shape) * tensor.dtype.itemsize
         header[name] = {
             "dtype": NAMES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -171,13 +185,19 @@ def serialize(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] |
     text += b" " * (-len(text) % 8)
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for name in order:
-        flat = tensors[name].detach().to("cpu").contiguous().reshape(-1)
+        tensor = tensors[name]
+        if isinstance(tensor, Recipe):
+            described, tensor = tensor, tensor.make()
+            assert (tensor.dtype, tuple(tensor.shape)) == (described.dtype, described.shape), name
+        flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+        del tensor
         if flat.numel():
             yield memoryview(flat.view(torch.uint8).numpy())
+        del flat
 
 
 def write_tensors(
-    path: Path | str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+    path: Path | str, tensors: Mapping[str, torch.Tensor | Recipe], metadata: Mapping[str, str] | None = None
 ) -> tuple[str, int]:
     """Write a safetensors file atomically; returns (sha256, bytes). Equal tensors and metadata give equal bytes."""
     return write_atomic(path, serialize(tensors, metadata))

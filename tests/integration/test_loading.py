@@ -86,7 +86,7 @@ def _configs_only(bench: Workbench) -> Path:
 
 def test_v_prediction_markers_of_a_single_file(bench: Workbench) -> None:
     path = bench.tmp / "v.safetensors"
-    command = [sys.executable, "scripts/make_tiny_model.py", "--family", "sdxl", "--layout", "single_file"]
+    command = [sys.executable, "scripts/make_model.py", "--size", "tiny", "--family", "sdxl", "--layout", "single_file"]
     subprocess.run([*command, str(path), "--prediction", "v"], cwd=ROOT, check=True, timeout=60)
     source = open_model(FAMILIES["sdxl"], str(path))
     choices = dict(min_snr_gamma=None, timesteps="auto", shift="auto", logit_mean=0.0, logit_std=1.0)

@@ -47,11 +47,11 @@ def load_script(name: str):
     return module
 
 
-tiny = load_script("make_tiny_model")
+maker = load_script("make_model")
 TINY = {
-    "sdxl": tiny.sdxl_configs(1400),
-    "flux-dev": tiny.flux_configs("flux-dev", 1400, 1400),
-    "flux-schnell": tiny.flux_configs("flux-schnell", 1400, 1400),
+    "sdxl": maker.tiny_sdxl(1400),
+    "flux-dev": maker.tiny_flux("flux-dev", 1400, 1400),
+    "flux-schnell": maker.tiny_flux("flux-schnell", 1400, 1400),
 }
 
 
@@ -127,8 +127,10 @@ def test_other_unet_depths_are_covered():
 @pytest.fixture(scope="module")
 def sdxl_file() -> dict[str, torch.Tensor]:
     configs = TINY["sdxl"]
-    weights = {c: tiny.random_weights(c, class_of("sdxl", c)[1], config, 1) for c, config in configs.items()}
-    return tiny.sdxl_single_file(configs, weights, "epsilon")
+    draw = maker.own_stream(1)
+    weights = {c: maker.random_weights(c, class_of("sdxl", c)[1], config, draw) for c, config in configs.items()}
+    tensors = maker.sdxl_single_file(configs, weights, "epsilon")
+    return {name: t if isinstance(t, torch.Tensor) else t.make() for name, t in tensors.items()}
 
 
 def test_unet_and_vae_agree_with_diffusers(sdxl_file):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
+import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from trainer.errors import UserError
 from trainer.files import remove_leftovers
-from trainer.tensorfile import DTYPES, TensorFile, tensor_sha256, write_tensors
+from trainer.tensorfile import DTYPES, Recipe, TensorFile, tensor_sha256, write_tensors
 
 
 def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -59,6 +61,28 @@ def test_same_input_same_bytes_and_the_umasks_mode(tmp_path) -> None:
     write_tensors(tmp_path / "2", dict(reversed(tensors.items())), {"y": "2", "x": "1"})
     assert (tmp_path / "1").read_bytes() == (tmp_path / "2").read_bytes()
     assert (tmp_path / "1").stat().st_mode & 0o777 == 0o640
+
+
+def test_tensors_made_while_writing_give_the_same_bytes_and_are_let_go(tmp_path) -> None:
+    tensors = {f"{i}": random_tensor(torch.bfloat16, (50, i), i) for i in range(6)}
+    alive: list[weakref.ref] = []
+    most = 0
+
+    def make(name: str) -> torch.Tensor:
+        nonlocal most
+        made = tensors[name].clone()
+        alive.append(weakref.ref(made.untyped_storage()))
+        most = max(most, sum(storage() is not None for storage in alive))
+        return made
+
+    recipes = {name: Recipe(t.dtype, tuple(t.shape), partial(make, name)) for name, t in tensors.items()}
+    assert write_tensors(tmp_path / "made", recipes) == write_tensors(tmp_path / "given", tensors)
+    assert (tmp_path / "made").read_bytes() == (tmp_path / "given").read_bytes()
+    assert len(alive) == 6 and most <= 2
+    wrong = Recipe(torch.bfloat16, (3,), lambda: torch.zeros(4, dtype=torch.bfloat16))
+    with pytest.raises(AssertionError, match="odd"):
+        write_tensors(tmp_path / "wrong", {"odd": wrong})
+    assert not (tmp_path / "wrong").exists()
 
 
 def test_what_cannot_be_read_is_named(tmp_path) -> None:

@@ -1,12 +1,15 @@
-"""Write a tiny SDXL or Flux checkpoint with random weights: the true architecture, a few megabytes, the same bytes every
-time. The demo and the tests train on it.
+"""Write an SDXL or Flux checkpoint with random weights: the true architecture, the same bytes every time.
 
-    python scripts/make_tiny_model.py --family sdxl --layout diffusers models/tiny-sdxl
-    python scripts/make_tiny_model.py --family flux --layout single_file models/tiny-flux.safetensors
+    python scripts/make_model.py --size tiny --family sdxl --layout diffusers models/tiny-sdxl
+    python scripts/make_model.py --size full --family flux --layout single_file models/flux.safetensors
 
-diffusers: OUT is a folder that stock pipelines load. single_file: OUT is one .safetensors file under the original names
-(SDXL: every component, Flux: the transformer alone), and the folder of its stem beside it has configs, scheduler and
-tokenizers, for Flux also the text encoders and the VAE.
+tiny: a few megabytes; the demo and the tests train on it. full: the published sizes (SDXL 7.1 GB, Flux 34 GB), for proofs
+that need real bytes and no download. short: the published widths with few blocks (1.5 to 2.1 GB), for tests of them. Weights
+are bf16, the VAE's fp32; activations are of order 1. At most a few hundred megabytes are in memory at any time.
+
+diffusers: OUT is a folder that stock pipelines load; weights beyond 5 GB lie in shards. single_file: OUT is one .safetensors
+file under the original names (SDXL: every component, Flux: the transformer alone), and the folder of its stem beside it has
+configs, scheduler and tokenizers, for Flux also the text encoders and the VAE.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,12 +37,15 @@ sys.path.insert(0, str(ROOT))
 
 from trainer.errors import UserError  # noqa: E402
 from trainer.models import keys  # noqa: E402
-from trainer.models.tokenizers import END, START, byte_alphabet, clip_vocabulary  # noqa: E402
-from trainer.tensorfile import write_tensors  # noqa: E402
+from trainer.models.tokenizers import END, START, clip_vocabulary, embedded_merges  # noqa: E402
+from trainer.tensorfile import Recipe, write_tensors  # noqa: E402
 
 PUBLISHED = ROOT / "trainer" / "models" / "published"
 MERGES = 1000
 T5_SENTINELS = 100
+SHARD_BYTES = 5 * 10**9  # at most, as transformers and diffusers write them
+# A full model's weights are one block of drawn numbers, repeated. A prime: a matrix's rows all begin elsewhere in the block.
+BLOCK_NUMBERS = 4_194_301
 DENOISER = {"sdxl": "unet", "flux": "transformer"}
 
 # What the tokenizers are trained on: words of captions, the commoner ones first.
@@ -185,7 +192,7 @@ def vae_config(base: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def sdxl_configs(clip_vocabulary: int) -> dict[str, dict[str, Any]]:
+def tiny_sdxl(clip_vocabulary: int) -> dict[str, dict[str, Any]]:
     first, second = 32, 64
     return {
         "text_encoder": clip_config(published("sdxl", "text_encoder/config.json"), clip_vocabulary, first, 3),
@@ -206,7 +213,7 @@ def sdxl_configs(clip_vocabulary: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def flux_configs(variant: str, clip_vocabulary: int, t5_vocabulary: int) -> dict[str, dict[str, Any]]:
+def tiny_flux(variant: str, clip_vocabulary: int, t5_vocabulary: int) -> dict[str, dict[str, Any]]:
     clip, t5 = 32, 64
     return {
         "text_encoder": clip_config(published(variant, "text_encoder/config.json"), clip_vocabulary, clip, 2),
@@ -235,6 +242,34 @@ def flux_configs(variant: str, clip_vocabulary: int, t5_vocabulary: int) -> dict
     }
 
 
+def full_configs(variant: str) -> dict[str, dict[str, Any]]:
+    """The published configs as they are."""
+    parts = published(variant, "model_index.json").items()
+    names = [
+        name
+        for name, kind in parts
+        if isinstance(kind, list) and (PUBLISHED / variant / name / "config.json").is_file()
+    ]
+    return {name: published(variant, f"{name}/config.json") for name in names}
+
+
+# The published widths; one block of each kind, and what is read at a text encoder's last layer but one.
+FEWER_BLOCKS: dict[str, dict[str, Any]] = {
+    "text_encoder": {"num_hidden_layers": 2},
+    "text_encoder_2": {"num_hidden_layers": 2, "num_layers": 1, "num_decoder_layers": 1},
+    "transformer": {"num_layers": 1, "num_single_layers": 1},
+    "unet": {"layers_per_block": 1, "transformer_layers_per_block": [1, 1, 1]},
+    "vae": {"layers_per_block": 1},
+}
+
+
+def short_configs(variant: str) -> dict[str, dict[str, Any]]:
+    return {
+        name: config | {key: value for key, value in FEWER_BLOCKS[name].items() if key in config}
+        for name, config in full_configs(variant).items()
+    }
+
+
 # ------------------------------------------------------------------------------------------------------- weights
 
 # Standard deviations: of the weight itself for tables, elsewhere a gain on 1 / sqrt(fan in). The first match counts.
@@ -251,38 +286,88 @@ GAINS = (
 )
 
 
-def random_weights(component: str, class_name: str, config: Mapping[str, Any], seed: int) -> dict[str, torch.Tensor]:
-    """fp32 weights whose activations are of order 1. Every tensor has its own stream, so none depends on another."""
-    weights = {}
-    for name, shape in keys.parameter_shapes(class_name, config).items():
-        digest = hashlib.sha256(f"{seed}/{component}/{name}".encode()).digest()
-        noise = torch.randn(shape, generator=torch.Generator().manual_seed(int.from_bytes(digest[:7], "little")))
-        table = next((std for pattern, std in TABLE_STD if fnmatchcase(name, pattern)), None)
-        if table is not None:
-            weights[name] = noise * table
-        elif name.endswith(".bias"):
-            weights[name] = noise * 0.02
-        elif len(shape) == 1:
-            weights[name] = 1 + 0.1 * noise
-        else:
-            gain = next((gain for pattern, gain in GAINS if fnmatchcase(name, pattern)), 1.0)
-            weights[name] = noise * gain / math.sqrt(math.prod(shape[1:]))
-    if class_name == "AutoencoderKL":
-        _scale_latents(weights, config)
-    return weights
+Draw = Callable[[str, tuple[int, ...]], torch.Tensor]
 
 
-def _scale_latents(weights: dict[str, torch.Tensor], config: Mapping[str, Any]) -> None:
+def own_stream(seed: int) -> Draw:
+    """Normal fp32 numbers by a tensor's full name: every tensor has its own stream, so none depends on another."""
+
+    def draw(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(_number(f"{seed}/{name}")))
+
+    return draw
+
+
+def repeated_block(seed: int) -> Draw:
+    """Normal fp32 numbers, at most BLOCK_NUMBERS of them, out of one block that is drawn once; each tensor starts elsewhere.
+
+    A larger tensor is these numbers repeated (`tiled`): what is done to the numbers is done once for the block.
+    """
+    block = torch.randn(BLOCK_NUMBERS, generator=torch.Generator().manual_seed(seed)).repeat(2)
+
+    def draw(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        start, count = _number(f"{seed}/{name}") % BLOCK_NUMBERS, math.prod(shape)
+        piece = block[start : start + min(count, BLOCK_NUMBERS)]
+        return piece.view(shape) if count <= BLOCK_NUMBERS else piece
+
+    return draw
+
+
+def tiled(numbers: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """`numbers` as they are where they have that shape, else repeated to it."""
+    if tuple(numbers.shape) == shape:
+        return numbers
+    count = math.prod(shape)
+    return numbers.repeat(-(-count // len(numbers)))[:count].view(shape)
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
+
+
+def random_weights(component: str, class_name: str, config: Mapping[str, Any], draw: Draw) -> dict[str, Recipe]:
+    """Weights whose activations are of order 1, made as they are written: fp32 for a VAE, bf16 for all else."""
+    vae = class_name == "AutoencoderKL"
+    dtype = torch.float32 if vae else torch.bfloat16
+
+    def make(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        drawn = _scaled(name, shape, draw(f"{component}/{name}", shape))
+        if not vae:
+            return tiled(drawn.to(dtype), shape)
+        return _latents_scaled(name, tiled(drawn, shape), config)
+
+    shapes = keys.parameter_shapes(class_name, config)
+    return {name: Recipe(dtype, shape, partial(make, name, shape)) for name, shape in shapes.items()}
+
+
+def _scaled(name: str, shape: tuple[int, ...], noise: torch.Tensor) -> torch.Tensor:
+    """`noise`, which is a tensor of that name and shape or a part of one, with the mean and the deviation that it has."""
+    table = next((std for pattern, std in TABLE_STD if fnmatchcase(name, pattern)), None)
+    if table is not None:
+        return noise * table
+    if name.endswith(".bias"):
+        return noise * 0.02
+    if len(shape) == 1:
+        return 1 + 0.1 * noise
+    gain = next((gain for pattern, gain in GAINS if fnmatchcase(name, pattern)), 1.0)
+    return noise * gain / math.sqrt(math.prod(shape[1:]))
+
+
+def _latents_scaled(name: str, weight: torch.Tensor, config: Mapping[str, Any]) -> torch.Tensor:
     """Latents as wide and as far from 0 as the scaling and shift factors say, and nearly certain ones."""
     last = "quant_conv" if config.get("use_quant_conv", True) else "encoder.conv_out"
     first = "post_quant_conv" if config.get("use_post_quant_conv", True) else "decoder.conv_in"
     mean = slice(0, config["latent_channels"])
     log_variance = slice(config["latent_channels"], None)
-    weights[f"{last}.weight"][mean] /= config["scaling_factor"]
-    weights[f"{last}.bias"][mean] += config.get("shift_factor") or 0.0
-    weights[f"{last}.weight"][log_variance] *= 0.1
-    weights[f"{last}.bias"][log_variance] -= 6.0
-    weights[f"{first}.weight"] *= config["scaling_factor"]
+    if name == f"{last}.weight":
+        weight[mean] /= config["scaling_factor"]
+        weight[log_variance] *= 0.1
+    elif name == f"{last}.bias":
+        weight[mean] += config.get("shift_factor") or 0.0
+        weight[log_variance] -= 6.0
+    elif name == f"{first}.weight":
+        weight *= config["scaling_factor"]
+    return weight
 
 
 # --------------------------------------------------------------------------------------------------------- files
@@ -299,10 +384,16 @@ def write_texts(folder: Path, files: Mapping[str, str]) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def original_tensors(
-    links: list[keys.Link], prefix: str, weights: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    return {prefix + link.original: keys.join_parts(link, [weights[part] for part in link.parts]) for link in links}
+def original_tensors(links: list[keys.Link], prefix: str, weights: Mapping[str, Recipe]) -> dict[str, Recipe]:
+    def make(link: keys.Link) -> torch.Tensor:
+        return keys.join_parts(link, [weights[part].make() for part in link.parts])
+
+    tensors = {}
+    for link in links:
+        parts = [weights[part] for part in link.parts]
+        joined = keys.join_parts(link, [torch.empty(part.shape, dtype=part.dtype, device="meta") for part in parts])
+        tensors[prefix + link.original] = Recipe(joined.dtype, tuple(joined.shape), partial(make, link))
+    return tensors
 
 
 SDXL_LINKS: dict[str, Callable[[keys.Config], list[keys.Link]]] = {
@@ -314,10 +405,10 @@ SDXL_LINKS: dict[str, Callable[[keys.Config], list[keys.Link]]] = {
 
 
 def sdxl_single_file(
-    configs: Mapping[str, Mapping[str, Any]], weights: Mapping[str, Mapping[str, torch.Tensor]], prediction: str
-) -> dict[str, torch.Tensor]:
+    configs: Mapping[str, Mapping[str, Any]], weights: Mapping[str, Mapping[str, Recipe]], prediction: str
+) -> dict[str, torch.Tensor | Recipe]:
     """Every component under its original names, with the tensors beside the weights that real files have."""
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor | Recipe] = {}
     for component, links in SDXL_LINKS.items():
         tensors |= original_tensors(links(configs[component]), keys.SDXL_PREFIXES[component][0], weights[component])
     embedders = "conditioner.embedders"
@@ -333,15 +424,48 @@ def file_name(component: str) -> str:
     return f"{component}/{'model' if text else 'diffusion_pytorch_model'}.safetensors"
 
 
-def write_component(folder: Path, component: str, class_name: str, weights: Mapping[str, torch.Tensor]) -> None:
+def write_component(folder: Path, component: str, class_name: str, weights: Mapping[str, Recipe]) -> None:
     """In the names of the published folders, whose CLIPTextModel still has its inner `text_model.`."""
     if class_name == "CLIPTextModel":
-        weights = {f"text_model.{name}": tensor for name, tensor in weights.items()}
-    write_tensors(folder / file_name(component), weights, {"format": "pt"})  # transformers insists on the format
+        weights = {f"text_model.{name}": recipe for name, recipe in weights.items()}
+    path = folder / file_name(component)
+    shards: list[dict[str, Recipe]] = [{}]
+    room = SHARD_BYTES
+    for name, recipe in weights.items():
+        if size_of(recipe) > room:
+            shards.append({})
+            room = SHARD_BYTES
+        shards[-1][name] = recipe
+        room -= size_of(recipe)
+    names = [f"{path.stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    if len(shards) == 1:
+        names = [path.name]
+    else:
+        where = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+        total = sum(map(size_of, weights.values()))
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        write_texts(path.parent, {f"{path.name}.index.json": to_json(index)})
+    for file, shard in zip(names, shards, strict=True):
+        write_tensors(path.parent / file, shard, {"format": "pt"})  # transformers insists on the format
 
 
-def make(family: str, layout: str, out: Path, seed: int, prediction: str, schnell: bool) -> None:
-    """Write the checkpoint. Raises UserError for choices that do not go together and where `out` exists."""
+def size_of(recipe: Recipe) -> int:
+    return math.prod(recipe.shape) * recipe.dtype.itemsize
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """Raises UserError where the disk under `folder` has no room for that many bytes."""
+    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
+    free = shutil.disk_usage(there).free
+    if needed > free:
+        raise UserError(
+            f"{folder} needs {needed / 1e9:.1f} GB, and its disk has {free / 1e9:.1f} GB free; make room, or give an OUT "
+            "on another disk"
+        )
+
+
+def make(size: str, family: str, layout: str, out: Path, seed: int, prediction: str, schnell: bool) -> None:
+    """Write the checkpoint. Raises UserError for choices that do not go together, where `out` exists or finds no room."""
     if schnell and family != "flux":
         raise UserError("--schnell is a variant of Flux; give --family flux with it")
     if prediction == "v" and family != "sdxl":
@@ -354,17 +478,20 @@ def make(family: str, layout: str, out: Path, seed: int, prediction: str, schnel
         if path.exists():
             raise UserError(f"{path} exists; remove it or give another OUT")
 
-    merges = train_bpe(CAPTION_WORDS.split(), MERGES)
-    clip_size = 2 * len(byte_alphabet()) + len(merges) + 2
+    variant = "sdxl" if family == "sdxl" else "flux-schnell" if schnell else "flux-dev"
+    own_merges = train_bpe(CAPTION_WORDS.split(), MERGES)
+    merges = own_merges if size == "tiny" else list(embedded_merges())
+    tokenizers = {"tokenizer": clip_tokenizer_files(merges, END)}
     if family == "sdxl":
-        variant = "sdxl"
-        configs = sdxl_configs(clip_size)
-        second_tokenizer = clip_tokenizer_files(merges, "!")
+        tokenizers["tokenizer_2"] = clip_tokenizer_files(merges, "!")
     else:
-        variant = "flux-schnell" if schnell else "flux-dev"
-        vocabulary = t5_vocabulary(merges)
-        configs = flux_configs(variant, clip_size, len(vocabulary))
-        second_tokenizer = t5_tokenizer_files(vocabulary)
+        t5 = t5_vocabulary(own_merges)
+        tokenizers["tokenizer_2"] = t5_tokenizer_files(t5)
+    if size == "tiny":
+        clip_size = len(clip_vocabulary(merges))
+        configs = tiny_sdxl(clip_size) if family == "sdxl" else tiny_flux(variant, clip_size, len(t5))
+    else:
+        configs = full_configs(variant) if size == "full" else short_configs(variant)
     index = published(variant, "model_index.json")
     scheduler = published(variant, "scheduler/scheduler_config.json")
     # A single file says this by its marker tensors, as the ones in the wild do, not by a scheduler config.
@@ -375,16 +502,13 @@ def make(family: str, layout: str, out: Path, seed: int, prediction: str, schnel
             "timestep_spacing": "trailing",
         }
 
-    weights = {}
-    for component, config in configs.items():
-        drawn = random_weights(component, index[component][1], config, seed)
-        dtype = torch.float32 if component == "vae" else torch.bfloat16
-        weights[component] = {name: tensor.to(dtype) for name, tensor in drawn.items()}
+    draw = own_stream(seed) if size == "tiny" else repeated_block(seed)
+    weights = {name: random_weights(name, index[name][1], config, draw) for name, config in configs.items()}
+    check_space(out, sum(size_of(recipe) for component in weights.values() for recipe in component.values()))
 
     texts = {"model_index.json": to_json(index), "scheduler/scheduler_config.json": to_json(scheduler)}
     texts |= {f"{component}/config.json": to_json(config) for component, config in configs.items()}
-    texts |= {f"tokenizer/{name}": text for name, text in clip_tokenizer_files(merges, END).items()}
-    texts |= {f"tokenizer_2/{name}": text for name, text in second_tokenizer.items()}
+    texts |= {f"{name}/{file}": text for name, files in tokenizers.items() for file, text in files.items()}
     in_folder = set(configs) - ((set(configs) if family == "sdxl" else {"transformer"}) if single else set())
 
     # Under another name until it is whole: what stands at OUT is always complete.
@@ -407,16 +531,17 @@ def make(family: str, layout: str, out: Path, seed: int, prediction: str, schnel
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("--size", choices=("tiny", "short", "full"), required=True)
     parser.add_argument("--family", choices=("sdxl", "flux"), required=True)
     parser.add_argument("--layout", choices=("diffusers", "single_file"), required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--prediction", choices=("epsilon", "v"), default="epsilon", help="SDXL's objective")
     parser.add_argument("--schnell", action="store_true", help="Flux without guidance embedding")
-    options = parser.parse_args(arguments)
+    asked = parser.parse_args(arguments)
     try:
-        make(options.family, options.layout, options.out, options.seed, options.prediction, options.schnell)
+        make(asked.size, asked.family, asked.layout, asked.out, asked.seed, asked.prediction, asked.schnell)
     except (UserError, OSError) as error:
-        print(f"make_tiny_model: {error}", file=sys.stderr)
+        print(f"make_model: {error}", file=sys.stderr)
         return 2
     return 0
 

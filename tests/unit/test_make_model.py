@@ -1,10 +1,12 @@
-"""The tiny checkpoints: reproducible, small, and the real thing to the stock libraries."""
+"""Checkpoints with random weights: reproducible, and the real thing to the stock libraries; the tiny and the full ones."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,22 +16,28 @@ import torch
 from diffusers import FluxPipeline, StableDiffusionXLPipeline
 from transformers import AutoTokenizer
 
-from trainer.tensorfile import TensorFile
+from trainer.models import FAMILIES
+from trainer.models.loading import open_model
+from trainer.tensorfile import Recipe, TensorFile, serialize
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "scripts" / "make_tiny_model.py"
+SCRIPT = ROOT / "scripts" / "make_model.py"
 MEGABYTE = 1_000_000
 CAPTION = "a photo of sks plush bear on a beach, 12:30!"
 
 
 def load_script():
-    spec = importlib.util.spec_from_file_location("make_tiny_model", SCRIPT)
+    spec = importlib.util.spec_from_file_location("make_model", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 script = load_script()
+
+
+def make(*options: object, size: str = "tiny") -> int:
+    return script.main(["--size", size, *map(str, options)])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,8 +54,8 @@ def models(tmp_path_factory) -> Path:
     """sdxl/, flux/ and NAME.safetensors of each with its folder."""
     root = tmp_path_factory.mktemp("tiny")
     for family in ("sdxl", "flux"):
-        assert script.main(["--family", family, "--layout", "diffusers", str(root / family)]) == 0
-        assert script.main(["--family", family, "--layout", "single_file", str(root / f"{family}-1.safetensors")]) == 0
+        assert make("--family", family, "--layout", "diffusers", root / family) == 0
+        assert make("--family", family, "--layout", "single_file", root / f"{family}-1.safetensors") == 0
     return root
 
 
@@ -62,7 +70,7 @@ def contents(root: Path) -> dict[str, bytes]:
 
 
 def test_a_second_process_writes_the_same_bytes(models, tmp_path):
-    arguments = ["--family", "sdxl", "--layout", "diffusers", str(tmp_path / "sdxl")]
+    arguments = ["--size", "tiny", "--family", "sdxl", "--layout", "diffusers", str(tmp_path / "sdxl")]
     environment = os.environ | {"PYTHONHASHSEED": "99"}
     subprocess.run([sys.executable, str(SCRIPT), *arguments], env=environment, check=True, cwd=tmp_path)
     assert contents(tmp_path / "sdxl") == contents(models / "sdxl")
@@ -72,7 +80,7 @@ def test_a_second_process_writes_the_same_bytes(models, tmp_path):
 def test_flux_again_gives_the_same_bytes_and_another_seed_others(models, tmp_path):
     for seed in ("0", "1"):
         out = tmp_path / seed / "flux-1.safetensors"
-        assert script.main(["--family", "flux", "--layout", "single_file", str(out), "--seed", seed]) == 0
+        assert make("--family", "flux", "--layout", "single_file", out, "--seed", seed) == 0
     assert (tmp_path / "0" / "flux-1.safetensors").read_bytes() == (models / "flux-1.safetensors").read_bytes()
     assert contents(tmp_path / "0" / "flux-1") == contents(models / "flux-1")
     assert (tmp_path / "1" / "flux-1.safetensors").read_bytes() != (models / "flux-1.safetensors").read_bytes()
@@ -179,8 +187,8 @@ def test_t5_tokenizer(models, folder):
 
 def test_v_prediction_is_said_where_real_files_say_it(models, tmp_path):
     options = ["--family", "sdxl", "--prediction", "v"]
-    assert script.main([*options, "--layout", "diffusers", str(tmp_path / "v")]) == 0
-    assert script.main([*options, "--layout", "single_file", str(tmp_path / "s.safetensors")]) == 0
+    assert make(*options, "--layout", "diffusers", tmp_path / "v") == 0
+    assert make(*options, "--layout", "single_file", tmp_path / "s.safetensors") == 0
     scheduler = json.loads((tmp_path / "v" / "scheduler" / "scheduler_config.json").read_text())
     assert scheduler["prediction_type"] == "v_prediction"
     assert scheduler["rescale_betas_zero_snr"] is True and scheduler["timestep_spacing"] == "trailing"
@@ -191,7 +199,7 @@ def test_v_prediction_is_said_where_real_files_say_it(models, tmp_path):
 
 
 def test_schnell_has_no_guidance(tmp_path):
-    assert script.main(["--family", "flux", "--layout", "diffusers", "--schnell", str(tmp_path / "s")]) == 0
+    assert make("--family", "flux", "--layout", "diffusers", "--schnell", tmp_path / "s") == 0
     names = TensorFile(tmp_path / "s" / script.file_name("transformer")).entries
     assert not any("guidance" in name for name in names)
     scheduler = json.loads((tmp_path / "s" / "scheduler" / "scheduler_config.json").read_text())
@@ -210,7 +218,109 @@ def test_schnell_has_no_guidance(tmp_path):
 )
 def test_wrong_use_is_one_line_and_status_2(models, capsys, options, said):
     before = sorted(models.iterdir())
-    assert script.main([option.format(models=models) for option in options]) == 2
+    assert make(*(option.format(models=models) for option in options)) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
     assert sorted(models.iterdir()) == before
+
+
+# --- the published sizes ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def headers_alone(monkeypatch) -> None:
+    """Files of the true sizes whose tensors are never made: written sparse, with their headers."""
+
+    def sparse(path, tensors, metadata=None):
+        header = next(serialize({n: t if isinstance(t, Recipe) else promised(t) for n, t in tensors.items()}, metadata))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(header)
+            file.truncate(len(header) + sum(map(script.size_of, tensors.values())))
+
+    def promised(tensor):
+        return Recipe(tensor.dtype, tuple(tensor.shape), lambda: tensor)
+
+    monkeypatch.setattr(script, "write_tensors", sparse)
+    monkeypatch.setattr(script, "check_space", lambda folder, needed: None)
+
+
+# Of diffusers' and transformers' own classes, without their buffers: test_keys counts them.
+FULL_BYTES = {
+    "sdxl": {"unet": 5_134_927_368, "text_encoder": 246_120_960, "text_encoder_2": 1_389_319_680, "vae": 334_615_452},
+    "flux": {
+        "transformer": 23_802_816_640,
+        "text_encoder": 246_120_960,
+        "text_encoder_2": 9_524_621_312,
+        "vae": 335_278_732,
+    },
+}
+
+
+@pytest.mark.parametrize("family", ["sdxl", "flux"])
+def test_a_full_model_has_the_published_size_in_shards_of_five_gigabytes(headers_alone, tmp_path, family):
+    assert make("--family", family, "--layout", "diffusers", tmp_path / family, size="full") == 0
+    source = open_model(FAMILIES[family], str(tmp_path / family))
+    for component, wanted in FULL_BYTES[family].items():
+        source.verify(component)  # every tensor is there once and in its shape
+        files = sorted((tmp_path / family / component).glob("*.safetensors"))
+        held = [sum(entry.bytes for entry in TensorFile(file).entries.values()) for file in files]
+        assert sum(held) == wanted and max(held) <= script.SHARD_BYTES
+        count = -(-wanted // script.SHARD_BYTES)
+        assert len(files) == count
+        if count > 1:
+            stem = "model" if component.startswith("text") else "diffusion_pytorch_model"
+            assert [f.name for f in files] == [f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+            index = json.loads((tmp_path / family / component / f"{stem}.safetensors.index.json").read_text())
+            assert index["metadata"] == {"total_size": wanted}
+            assert index["weight_map"] == {name: f.name for f in files for name in TensorFile(f).entries}
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / family / "tokenizer")
+    assert len(tokenizer) == 49408 and tokenizer.eos_token_id == 49407
+
+
+@pytest.mark.parametrize("family", ["sdxl", "flux"])
+def test_a_full_single_file_holds_what_the_published_one_does(headers_alone, tmp_path, family):
+    out = tmp_path / f"{family}.safetensors"
+    assert make("--family", family, "--layout", "single_file", out, size="full") == 0
+    held = FULL_BYTES[family]
+    total = sum(held.values()) if family == "sdxl" else held["transformer"]
+    extra = 77 * 8 + 4 if family == "sdxl" else 0  # position ids and a logit scale
+    assert sum(entry.bytes for entry in TensorFile(out).entries.values()) == total + extra
+    source = open_model(FAMILIES[family], str(out))
+    for component in held:
+        source.verify(component)
+
+
+def test_a_large_tensors_numbers_are_one_block_repeated(monkeypatch):
+    """Bytes that depend on seed and name alone; rows that differ; mean and deviation as those of a tiny model's."""
+    monkeypatch.setattr(script, "BLOCK_NUMBERS", 10_007)
+    config = {"hidden_size": 64, "intermediate_size": 256} | {"num_hidden_layers": 1, "vocab_size": 500}
+    config = script.published("sdxl", "text_encoder/config.json") | config
+    weights, again, other = (
+        {
+            name: recipe.make()
+            for name, recipe in script.random_weights("t", "CLIPTextModel", config, script.repeated_block(seed)).items()
+        }
+        for seed in (0, 0, 1)
+    )
+    own = script.random_weights("t", "CLIPTextModel", config, script.own_stream(0))
+    assert all(torch.equal(tensor, again[name]) for name, tensor in weights.items())
+    assert not any(torch.equal(tensor, other[name]) for name, tensor in weights.items())
+    for name, tensor in weights.items():
+        twin = own[name].make().float()
+        assert tensor.dtype == own[name].dtype and tensor.shape == twin.shape
+        # Of n numbers the mean strays by 1 / sqrt(n) deviations and the deviation by 1 / sqrt(2 n) of itself: five of these.
+        room = 5 / math.sqrt(min(tensor.numel(), 10_007))
+        assert abs(tensor.float().std() / twin.std() - 1) < room and abs(tensor.float().mean() - twin.mean()) < 2 * room
+    table = next(tensor for name, tensor in weights.items() if name.endswith("token_embedding.weight"))
+    assert table.numel() > 10_007 and len(torch.unique(table, dim=0)) == len(table)
+    assert torch.linalg.matrix_rank(table.float()) == 64
+
+
+def test_a_disk_without_room_is_named_before_anything_is_written(monkeypatch, capsys, tmp_path):
+    usage = shutil.disk_usage(tmp_path)._replace(free=10_000_000_000)
+    monkeypatch.setattr(script.shutil, "disk_usage", lambda path: usage)
+    assert make("--family", "flux", "--layout", "diffusers", tmp_path / "deep" / "flux", size="full") == 2
+    said = capsys.readouterr().err
+    assert "needs 33.9 GB, and its disk has 10.0 GB free" in said and said.count("\n") == 1
+    assert not list(tmp_path.iterdir())
