@@ -49,10 +49,11 @@ def main(arguments: list[str] | None = None) -> int:
         from trainer.run import plan, train
 
         loaded = config.load(chosen.config, [item for group in chosen.overrides for item in group])
+        resume_from = chosen.resume_from and config.expand_home(chosen.resume_from, "--resume_from")
         if chosen.plan:
             plan(loaded)
         else:
-            train(loaded, resume_from=chosen.resume_from)
+            train(loaded, resume_from=resume_from)
     except UserError as error:
         return _fail(2, str(error))
     except NonFiniteError as error:

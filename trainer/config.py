@@ -7,11 +7,12 @@ offending value and, for a near miss, the key that was probably meant.
 from __future__ import annotations
 
 import difflib
+import os
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from trainer.errors import UserError
 
@@ -27,13 +28,30 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
 
 
+def expand_home(path: str, given_as: str = "") -> str:
+    """`path` with a leading `~` or `~user` as that home folder. Raises UserError where there is no such home.
+
+    given_as: an argument of the command line, for the message; a key of the config is named by `parse`.
+    """
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        prefix, home = f"{given_as} {path}: " if given_as else "", path.partition("/")[0]
+        raise UserError(f"{prefix}there is no home folder {home}; write ./{home} for a folder of that name here")
+    return expanded
+
+
+# Every path that a config gives, so that nothing below this file knows of `~`.
+PathText = Annotated[str, AfterValidator(expand_home)]
+GivenPath = Annotated[str, Field(min_length=1), AfterValidator(expand_home)]
+
+
 class Table(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False, validate_default=False)
 
 
 class Run(Table):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    output_dir: Annotated[str, Field(min_length=1)]
+    output_dir: GivenPath
     seed: Seed = 0
     max_steps: Count | None = None
     epochs: Count | None = None
@@ -55,17 +73,17 @@ class Component(Table):
     dtype: Dtype | None = None
     backend: Literal["native", "quanto", "bitsandbytes"] | None = None
     exclude: Strings = ()
-    path: str | None = None
+    path: PathText | None = None
     compute: Compute | None = None
 
 
 class Model(Table):
     family: str
-    path: Annotated[str, Field(min_length=1)]
-    config: str | None = None
+    path: GivenPath
+    config: PathText | None = None
     prediction: Literal["auto", "epsilon", "v"] = "auto"
     zero_terminal_snr: Literal["auto"] | bool = "auto"
-    cache_dir: str | None = None
+    cache_dir: PathText | None = None
     components: dict[str, Component] = {}
 
 
@@ -106,7 +124,7 @@ class Adapter(Table):
 
 
 class Source(Table):
-    path: str
+    path: PathText
     repeats: Count = 1
 
 
@@ -121,7 +139,7 @@ class Data(Table):
     strict_captions: bool = False
     cache_text: Literal["auto"] | bool = "auto"
     text_length: Count | None = None
-    cache_dir: str | None = None
+    cache_dir: PathText | None = None
 
 
 class Objective(Table):
@@ -227,7 +245,7 @@ def load(path: str, overrides: list[str]) -> Config:
 
     Raises UserError for a missing file, bad TOML, an unknown key, a wrong type or an impossible combination.
     """
-    file = Path(path)
+    file = Path(expand_home(path, "--config"))
     if not file.exists() and file.name == path and (CONFIG_FOLDER / path).exists():
         file = CONFIG_FOLDER / path
     try:
@@ -323,7 +341,7 @@ def _explain(item: Any) -> str:
     if item["type"] == "missing":
         return f"{key} is required"
     message = item["msg"].removeprefix("Value error, ")
-    if item["type"] == "value_error":
+    if item["type"] == "value_error" and isinstance(item["input"], dict):  # of a table: it names the keys itself
         return message
     return f"{key} = {item['input']!r}: {message[0].lower()}{message[1:]}"
 

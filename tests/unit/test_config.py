@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from trainer import config as configs
 from trainer import resume
@@ -151,3 +152,34 @@ def test_overrides_take_toml_literals(tmp_path: Path, override: str, key: str, v
 def test_config_is_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         configs.parse(MINIMAL).run.seed = 3
+
+
+def test_a_tilde_is_the_home_folder_in_every_path(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    paths = {
+        key for key in configs.known_keys() if key.rpartition(".")[2] in ("path", "config", "output_dir", "cache_dir")
+    }
+    assert paths == {
+        "run.output_dir", "model.path", "model.config", "model.cache_dir", "model.components.*.path", "data.cache_dir",
+        "data.sources.*.path",
+    }  # fmt: skip
+    tree = {
+        "run": {"name": "bear", "output_dir": "~/out", "max_steps": 4},
+        "model": {"family": "sdxl", "path": "~/m", "config": "~/c", "cache_dir": "~/k",
+                  "components": {"vae": {"path": "~/vae"}}},
+        "data": {"sources": [{"path": "~/photos"}], "cache_dir": "~"},
+    }  # fmt: skip
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(tree))
+    flat = configs.flatten(configs.tree(configs.load("~/run.toml", ["data.sources.0.path=~/other"])))
+    assert {key for key, value in flat.items() if str(value).startswith(str(tmp_path))} == {
+        key.replace("components.*", "components.vae").replace("*", "0") for key in paths
+    }
+    assert flat["data.sources.0.path"] == f"{tmp_path}/other" and flat["data.cache_dir"] == str(tmp_path)
+
+
+def test_a_home_that_is_not_there_is_named() -> None:
+    tree = {**MINIMAL, "run": {**MINIMAL["run"], "output_dir": "~nobody-here/out"}}
+    with pytest.raises(UserError, match="run.output_dir = '~nobody-here/out': there is no home folder ~nobody-here"):
+        configs.parse(tree)
+    with pytest.raises(UserError, match="--config ~nobody-here/run.toml: there is no home folder"):
+        configs.load("~nobody-here/run.toml", [])

@@ -310,7 +310,7 @@ def open_model(
         if not root.is_dir():
             root = PUBLISHED / family.published(set(file.entries))
         return ModelSource(family, root, file, recognise, overrides)
-    if local.suffix == ".safetensors" or path.count("/") != 1 or path.startswith((".", "/", "~")):
+    if local.suffix == ".safetensors" or path.count("/") != 1 or path.startswith((".", "/")):
         raise UserError(
             f"model.path = {path!r} does not exist; give a diffusers folder, a .safetensors file or a hub id"
         )
