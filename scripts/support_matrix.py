@@ -180,7 +180,7 @@ def config_of(
     stored = {}
     for component, storage in cell.components().items():
         dtype, _, backend = storage.partition("-")
-        stored[component] = {"dtype": dtype, "backend": backend}
+        stored[component] = {"dtype": dtype, "backend": backend, "compute": cell.compute}
     return bench.config(
         cell.family, run__output_dir=str(out), run__max_steps=STEPS, run__stop_after=stop_after,
         model__components=stored | {"vae": {"dtype": "fp32"}},

@@ -181,8 +181,10 @@ def resolve(config: Config, source: ModelSource) -> Config:
     resolved = {}
     for component in family.components:
         given = config.model.components.get(component.name, Component())
-        compute = "fp32" if component.role == "vae" else config.precision.compute
         dtype, backend = _storage(given, component, held_storage(source, component.name))
+        # What only encodes is worth its fp32; the denoiser, all of a run's time, is not slowed down by how it is stored.
+        exact = dtype == "fp32" and component.role != "denoiser"
+        compute = "fp32" if exact else config.precision.compute
         resolved[component.name] = given.model_copy(
             update={"dtype": dtype, "backend": backend, "compute": given.compute or compute}
         )

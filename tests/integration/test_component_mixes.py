@@ -18,6 +18,7 @@ from tests.integration.test_named_faults import (
     small,
     steps,
 )
+from trainer.plan import open_source, resolve
 from trainer.tensorfile import TensorFile
 
 
@@ -72,7 +73,7 @@ def test_flux_with_fp32_clip_quantised_t5_float8_transformer(
     bench: Workbench, cache, capsys, dtype, backend, cached
 ) -> None:
     components = {
-        "text_encoder": {"dtype": "fp32", "compute": "fp32"},
+        "text_encoder": {"dtype": "fp32"},
         "text_encoder_2": {"dtype": dtype, "backend": backend},
         "transformer": {"dtype": "fp8_e4m3"},
         "vae": {"dtype": "fp32"},
@@ -91,7 +92,7 @@ def test_flux_with_fp32_clip_quantised_t5_float8_transformer(
 
 def test_sdxl_with_an_int8_encoder_in_fp16_beside_a_float8_unet_in_bf16(bench: Workbench, cache, capsys) -> None:
     components = {
-        "text_encoder": {"dtype": "fp32", "compute": "fp32"},
+        "text_encoder": {"dtype": "fp32"},
         "text_encoder_2": {"dtype": "int8", "compute": "fp16"},
         "unet": {"dtype": "fp8_e4m3", "compute": "bf16"},
     }
@@ -139,6 +140,82 @@ def test_an_adapted_int8_encoder_trains_beside_an_nf4_denoiser(
         assert all(step.updated for step in steps(run, 2))
         for name, parameter in named.items():
             assert (parameter - before[name]).norm() > 1e-3 * before[name].norm(), name
+
+
+CAPTION = "a photo of sks plush bear on a beach"
+
+
+def stock_encodings(bench: Workbench, family: str, ids: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """fp64, from transformers' own modules: by encoder, what the denoiser is told of it."""
+    from transformers import CLIPTextModel, CLIPTextModelWithProjection, T5EncoderModel
+
+    folder = bench.models / family
+    second = CLIPTextModelWithProjection if family == "sdxl" else T5EncoderModel
+    given = {}
+    with torch.no_grad():
+        for name, cls in (("text_encoder", CLIPTextModel), ("text_encoder_2", second)):
+            stock = cls.from_pretrained(folder / name, torch_dtype=torch.float64)
+            output = stock(ids[name], output_hidden_states=True)
+            if family == "sdxl":
+                given[name] = output.hidden_states[-2]
+            else:
+                given[name] = output.pooler_output if name == "text_encoder" else output.last_hidden_state
+    return given
+
+
+@pytest.mark.parametrize("family", ["sdxl", "flux"])
+def test_an_fp32_encoder_beside_a_float8_denoiser_computes_in_fp32(bench: Workbench, cache, family) -> None:
+    """It computed in `precision.compute`: its encodings were those of an encoder stored as bf16, bit for bit."""
+    encoders = ("text_encoder", "text_encoder_2")
+
+    def encodings(dtype: str, **more) -> dict[str, torch.Tensor]:
+        components = {name: {"dtype": dtype} | more for name in encoders} | {DENOISER[family]: {"dtype": "fp8_e4m3"}}
+        with prepared(
+            bench, cache, family, model__components=components, precision__compute="bf16", data__cache_text=False,
+            run__output_dir=str(bench.tmp / f"{dtype}{len(more)}"),
+        ) as run, torch.no_grad():  # fmt: skip
+            assert run.plan.components[DENOISER[family]].compute == torch.bfloat16
+            found = run.family.encode_prompts(run.model, [CAPTION])
+            for name in encoders:
+                tokenizer = run.model.tokenizers[name.replace("text_encoder", "tokenizer")]
+                length = found.sequence.shape[1] if "T5" in type(tokenizer).__name__ else 77
+                ids[name] = tokenizer(
+                    [CAPTION], padding="max_length", max_length=length, truncation=True, return_tensors="pt"
+                ).input_ids
+        if family == "flux":
+            return {"text_encoder": found.pooled, "text_encoder_2": found.sequence}
+        widths = [run.model.configs[name]["hidden_size"] for name in encoders]
+        return dict(zip(encoders, found.sequence.split(widths, dim=-1), strict=True))
+
+    ids: dict[str, torch.Tensor] = {}
+    exact, rounded, asked = encodings("fp32"), encodings("bf16"), encodings("fp32", compute="bf16")
+    stock = stock_encodings(bench, family, ids)
+    for name in encoders:
+        size = stock[name].norm()
+
+        def error(given: dict[str, torch.Tensor], name: str = name, size: torch.Tensor = size) -> float:
+            return float((given[name].double() - stock[name]).norm() / size)
+
+        # A few dozen roundings in a row, each of 2^-24 or of 2^-9.
+        assert exact[name].dtype == torch.float32 and error(exact) < 32 * 2**-24
+        assert rounded[name].dtype == torch.bfloat16 and 2**-10 < error(rounded) < 32 * 2**-9
+        assert asked[name].dtype == torch.bfloat16 and torch.equal(asked[name], rounded[name])
+
+
+@pytest.mark.parametrize(
+    ("vae", "computes"),
+    [
+        ({}, "fp32"),
+        ({"dtype": "fp32"}, "fp32"),
+        ({"dtype": "bf16"}, "bf16"),
+        ({"dtype": "fp16", "compute": "fp32"}, "fp32"),
+    ],
+)
+def test_a_vae_computes_in_fp32_where_it_is_stored_so(bench: Workbench, vae, computes) -> None:
+    config = bench.config(model__components={"vae": vae, "unet": {"dtype": "fp32"}}, precision__compute="bf16")
+    components = resolve(config, open_source(config)).model.components
+    assert components["vae"].compute == computes
+    assert components["unet"].compute == "bf16", "the denoiser follows precision.compute however it is stored"
 
 
 ENCODER_RULE = [{"component": "text_encoder", "match": "*self_attn.q_proj"}]

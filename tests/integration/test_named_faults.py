@@ -200,7 +200,7 @@ def test_diffsynth_450_a_float8_denoiser_beside_an_fp32_clip(bench: Workbench, c
     """One float8 dtype was given to all components, the CLIP encoder too, which could not run in it."""
     components = {
         "transformer": {"dtype": "fp8_e4m3", "compute": "bf16"},
-        "text_encoder": {"dtype": "fp32", "compute": "fp32"},
+        "text_encoder": {"dtype": "fp32"},
     }
     with prepared(
         bench, cache, "flux", model__components=components, precision__compute="bf16", data__cache_text=False
