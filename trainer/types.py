@@ -216,6 +216,9 @@ class BaseLayer(Protocol):
     compute_dtype: torch.dtype
     bias: torch.Tensor | None
     kernels: Kernels
+    original_norms: torch.Tensor | None  # fp32 [N], ||W_n|| as it was read; None where it lies in memory as in the file
+
+    def row_norms(self) -> torch.Tensor: ...  # fp32 [N], ||W_n|| as it lies in memory
 
     def stored(self) -> StoredWeight: ...
 

@@ -9,6 +9,7 @@ import torch
 
 from tests.harness import Workbench, metrics_of
 from trainer import cli
+from trainer.kernels import dora_torch
 from trainer.models import FAMILIES
 from trainer.models.loading import open_model
 from trainer.plan import ComponentPlan
@@ -107,3 +108,25 @@ def test_a_run_may_take_up_the_cache(bench: Workbench, capsys) -> None:
         one, other = (bench.tmp / where / "checkpoints" / "step-00000002" / file for where in ("straight", "resumed"))
         assert one.read_bytes() == other.read_bytes()
     assert metrics_of(bench.tmp / "straight") == metrics_of(bench.tmp / "resumed")
+
+
+@pytest.mark.parametrize("name", ["nf4", "int8"])
+def test_the_norms_of_the_weights_as_read_are_kept(bench: Workbench, monkeypatch, name: str) -> None:
+    """||W16|| of every converted layer against fp64, from a conversion and from the cache, bit for bit."""
+    exact = open_model(FAMILIES["flux"], str(bench.models / "flux")).weights("transformer")
+    monkeypatch.setattr(dora_torch, "PIECE", 1 << 10)  # several pieces, as in a large layer
+    first, _ = load(bench, FORMATS[name])
+    second, found = load(bench, FORMATS[name])
+    assert found.found == found.wanted
+    for layer_name, layer in first.named_modules():
+        if isinstance(layer, FrozenLayer):
+            again = second.get_submodule(layer_name)
+            if not layer.format.quantised:
+                assert layer.original_norms is None and again.original_norms is None
+                continue
+            wanted = exact.read(f"{layer_name}.weight").double().flatten(1).norm(dim=1)
+            assert layer.original_norms.dtype == torch.float32 and torch.equal(
+                layer.original_norms, again.original_norms
+            )
+            assert float((layer.original_norms / wanted - 1).abs().max()) < 1e-6
+            assert not torch.equal(layer.original_norms, layer.row_norms())

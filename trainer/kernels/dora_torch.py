@@ -80,8 +80,11 @@ def upcast(
 
 def row_squares(weight: StoredWeight) -> torch.Tensor:
     w_sq_N = torch.empty(weight.shape[0], dtype=_wide(weight.codes.dtype), device=weight.device)
+    # In place where the piece is a copy, and no name for it: on a CPU a second temporary of a piece's size, or one that stays
+    # until the next, takes ten times as long as the squares.
+    square = torch.square if weight.codes.dtype == w_sq_N.dtype else torch.square_
     for rows in pieces(weight.shape, weight.device):
-        w_sq_N[rows] = values(weight, rows).square().sum(1)
+        w_sq_N[rows] = square(values(weight, rows)).sum(1)
     return w_sq_N
 
 

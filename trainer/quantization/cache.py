@@ -1,7 +1,8 @@
 """Converted weights in a file of their own: a second start reads them instead of converting again.
 
-One safetensors file for each component, named by a digest of everything that goes into the conversion. Its metadata holds
-a SHA-256 for every tensor; one that does not match counts as missing and is converted again.
+One safetensors file for each component, named by a digest of everything that goes into the conversion: the payloads, and the
+row norms of the weights they came from. Its metadata holds a SHA-256 for every tensor; a layer of which one does not match
+counts as missing and is converted again.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from trainer.errors import UserError
@@ -18,7 +20,8 @@ from trainer.files import remove_leftovers
 from trainer.quantization.layers import FrozenLayer
 from trainer.tensorfile import TensorFile, tensor_sha256, write_tensors
 
-VERSION = 1  # raise it when a format converts to other bytes, or lies in memory in another way
+VERSION = 2  # raise it when a format converts to other bytes, lies in memory in another way, or more is kept
+NORMS = "original_norms"  # beside the payload's names
 
 
 class ConvertedWeights:
@@ -54,15 +57,16 @@ class ConvertedWeights:
         filled = set()
         for name, layer in layers.items():
             check()
-            said, wanted = about.get(name, {}), layer.payload()
+            said, wanted = about.get(name, {}), layer.payload() | {NORMS: torch.empty(layer.weight_shape[0])}
             entries = {key: file.entries.get(f"{name}.{key}") for key in wanted}
             if any(
                 e is None or (e.dtype, e.shape) != (wanted[key].dtype, wanted[key].shape) for key, e in entries.items()
             ):
                 continue
-            payload = {key: file.read(f"{name}.{key}") for key in wanted}
-            if said.get("sha256") == {key: tensor_sha256(tensor) for key, tensor in payload.items()}:
-                layer.load_payload(payload)
+            found = {key: file.read(f"{name}.{key}") for key in wanted}
+            if said.get("sha256") == {key: tensor_sha256(tensor) for key, tensor in found.items()}:
+                layer.original_norms = found.pop(NORMS)
+                layer.load_payload(found)
                 layer.bytes_before, layer.relative_error = said["bytes_before"], said["relative_error"]
                 filled.add(f"{name}.weight")
         self.found = len(filled)
@@ -74,15 +78,16 @@ class ConvertedWeights:
             return
         remove_leftovers(self.folder.glob(".*.tmp"), idle=600)
         layers = _converted(module)
+        kept = {name: layer.payload() | {NORMS: layer.original_norms} for name, layer in layers.items()}
         about = {
             name: {
-                "sha256": {key: tensor_sha256(tensor) for key, tensor in layer.payload().items()},
+                "sha256": {key: tensor_sha256(tensor) for key, tensor in kept[name].items()},
                 "bytes_before": layer.bytes_before,
                 "relative_error": layer.relative_error,
             }
             for name, layer in layers.items()
         }
-        tensors = {f"{name}.{key}": t for name, layer in layers.items() for key, t in layer.payload().items()}
+        tensors = {f"{name}.{key}": tensor for name, some in kept.items() for key, tensor in some.items()}
         write_tensors(self.path(module), tensors, {"layers": json.dumps(about, sort_keys=True)})
 
 

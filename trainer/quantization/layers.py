@@ -37,9 +37,11 @@ class FrozenLayer(nn.Module):
             self.register_buffer(f"payload_{name}", tensor)
         bias = torch.empty(shape[0], dtype=torch.float32, device=device) if has_bias else None
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        # Of the conversion: bytes of the weight as it was read, and what was lost; None for a payload taken over.
+        # Of the conversion: bytes of the weight as it was read, what was lost, and the row norms it had (fp32 [N], on the
+        # CPU); None for a payload taken over, the last two also where nothing is quantised.
         self.bytes_before: int | None = None
         self.relative_error: float | None = None
+        self.original_norms: torch.Tensor | None = None
         # The dense weight that stands in for base + adapter while an adapter is merged (fp32), else None.
         self.merged_weight: torch.Tensor | None = None
         self._cast_bias: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -73,6 +75,11 @@ class FrozenLayer(nn.Module):
         self.bytes_before = weight.nbytes
         if self.format.quantised:
             self.relative_error = relative_error(weight, self.stored())
+            flat = self.stored().shape
+            # On the CPU: nothing computes with them but the export.
+            self.original_norms = (
+                self.kernels.row_squares(StoredWeight(weight.reshape(flat), flat)).sqrt().float().cpu()
+            )
 
     def load_payload(self, payload: Mapping[str, torch.Tensor]) -> None:
         """Take over a payload of this layer's format as it is, in place."""
@@ -105,7 +112,8 @@ class FrozenLayer(nn.Module):
         return self.cast_bias()[1]
 
     def row_norms(self) -> torch.Tensor:
-        """fp32 [N]: ||W_n|| of the dequantised weight, over all dimensions but the first."""
+        """fp32 [N]: ||W_n|| of the dequantised weight, over all dimensions but the first; before the conversion they were
+        `original_norms`."""
         return self.kernels.row_squares(self.stored()).sqrt()
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
