@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 from trainer.errors import UserError
+from trainer.models import tokenizers
 from trainer.models.base import Family, Markers
 from trainer.models.keys import Link, parameter_shapes
-from trainer.models.tokenizers import load_tokenizer
 from trainer.models.weights import Read, Recognise, Weights
 from trainer.tensorfile import TensorFile
 from trainer.types import HeldWeight, Recognised
@@ -163,9 +163,10 @@ class ModelSource:
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:
-        """SHA-256 over the tokenizers' files."""
+        """SHA-256 over the tokenizers' files, and how they are read."""
         digest = hashlib.sha256()
         for name in self.family.tokenizers:
+            digest.update(tokenizers.reading(self.tokenizer_folder(name)))
             for path in sorted(self.tokenizer_folder(name).glob("*")):
                 digest.update(path.name.encode() + b"\0" + path.read_bytes())
         return digest.hexdigest()
@@ -414,4 +415,4 @@ def _fill_buffers(module: nn.Module) -> None:
 
 def load_tokenizers(family: Family, source: ModelSource) -> dict[str, Any]:
     """Every tokenizer of the family, from the model's folder or, for a published model, the embedded one."""
-    return {name: load_tokenizer(source.tokenizer_folder(name).parent, name) for name in family.tokenizers}
+    return {name: tokenizers.load_tokenizer(source.tokenizer_folder(name).parent, name) for name in family.tokenizers}

@@ -42,25 +42,60 @@ def embedded_merges() -> tuple[tuple[str, str], ...]:
     return tuple((left, right) for left, right in (line.split() for line in lines[1:]))  # the first line is a version
 
 
-def build_clip_tokenizer(folder: Path | None, pad_token: str | None = None) -> Any:
+def build_clip_tokenizer(folder: Path | None, pad_token: str = END) -> Any:
     """A transformers CLIPTokenizer of 77 tokens from `folder`, or from the embedded merges where it is None.
 
-    pad_token: `<|endoftext|>` for CLIP-L, `!` (id 0) for SDXL's tokenizer_2; None keeps the folder's own choice.
+    pad_token: of the embedded one: `<|endoftext|>` for CLIP-L, `!` (id 0) for SDXL's tokenizer_2.
     """
     from transformers import CLIPTokenizer
 
-    if folder is not None:
-        return CLIPTokenizer.from_pretrained(folder, **({} if pad_token is None else {"pad_token": pad_token}))
-    merges = list(embedded_merges())
-    return CLIPTokenizer(
-        vocab=clip_vocabulary(merges),
-        merges=merges,
-        unk_token=END,
-        bos_token=START,
-        eos_token=END,
-        pad_token=END if pad_token is None else pad_token,
-        model_max_length=CLIP_LENGTH,
-    )
+    if folder is None:
+        merges = list(embedded_merges())
+        tokenizer = CLIPTokenizer(
+            vocab=clip_vocabulary(merges),
+            merges=merges,
+            unk_token=END,
+            bos_token=START,
+            eos_token=END,
+            pad_token=END,
+            model_max_length=CLIP_LENGTH,
+        )
+    else:
+        tokenizer = CLIPTokenizer.from_pretrained(folder)
+        pad_token = tokenizer.pad_token or END
+        if pad_token not in (START, END) and tokenizer.backend_tokenizer.model.token_to_id(pad_token) is not None:
+            others = {i: t for i, t in tokenizer.added_tokens_decoder.items() if t.content != pad_token}
+            tokenizer = CLIPTokenizer.from_pretrained(folder, pad_token=END, added_tokens_decoder=others)
+    # Only now: one that is built with it takes it for a special token, and cuts it out of the text wherever it stands.
+    # To open_clip and ComfyUI the padding is an id, and "!" a word like any other.
+    tokenizer.pad_token = pad_token
+    return tokenizer
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    settings = folder / "tokenizer_config.json"
+    try:
+        return json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
+    except ValueError as error:
+        raise UserError(f"{settings} is not valid JSON: {error}") from error
+
+
+def _is_clip(config: dict[str, Any]) -> bool:
+    return config.get("tokenizer_class", "").startswith("CLIPTokenizer")
+
+
+def _padding(config: dict[str, Any]) -> str:
+    pad = config.get("pad_token") or END
+    return pad["content"] if isinstance(pad, dict) else pad
+
+
+def reading(folder: Path) -> bytes:
+    """What else than its files decides which ids a tokenizer gives; it changes where the same files are read otherwise.
+
+    Empty as long as that has never happened: what was cached before stays valid.
+    """
+    config = _config(folder)
+    return b"the padding token is a word of the text" if _is_clip(config) and _padding(config) != END else b""
 
 
 def load_tokenizer(root: Path, name: str) -> Any:
@@ -69,18 +104,10 @@ def load_tokenizer(root: Path, name: str) -> Any:
     Raises UserError where there is neither: T5's sentencepiece model is not embedded.
     """
     folder = root / name
-    settings = folder / "tokenizer_config.json"
     whole = any((folder / file).is_file() for file in VOCABULARIES)
-    try:
-        config = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
-    except ValueError as error:
-        raise UserError(f"{settings} is not valid JSON: {error}") from error
-    kind = config.get("tokenizer_class", "")
-    if kind.startswith("CLIPTokenizer"):
-        if whole:
-            return build_clip_tokenizer(folder)
-        pad = config.get("pad_token", END)
-        return build_clip_tokenizer(None, pad["content"] if isinstance(pad, dict) else pad)
+    config = _config(folder)
+    if _is_clip(config):
+        return build_clip_tokenizer(folder) if whole else build_clip_tokenizer(None, _padding(config))
     if not whole:
         raise UserError(
             f"the model has no {name} ({folder} has none of {', '.join(VOCABULARIES)}), and only CLIP's tokenizer is "
@@ -88,7 +115,8 @@ def load_tokenizer(root: Path, name: str) -> Any:
         )
     from transformers import AutoTokenizer, T5TokenizerFast
 
-    chosen = T5TokenizerFast if kind.startswith("T5Tokenizer") else AutoTokenizer
+    t5 = config.get("tokenizer_class", "").startswith("T5Tokenizer")
+    chosen = T5TokenizerFast if t5 else AutoTokenizer
     try:
         # Said in so many words: left out, transformers asks at the terminal whether it may run the folder's own code.
         return chosen.from_pretrained(folder, trust_remote_code=False)

@@ -1,0 +1,110 @@
+"""Captions to ids: what every reader of CLIP gives, the padding token in the text too."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from transformers import AddedToken, CLIPTokenizer
+
+from tests.harness import Workbench
+from trainer.data.cache import text_key
+from trainer.models import FAMILIES
+from trainer.models.clip import clip_ids
+from trainer.models.loading import PUBLISHED, open_model
+from trainer.models.tokenizers import END, START, byte_alphabet, clip_vocabulary, embedded_merges, load_tokenizer
+
+CAPTIONS = ["wow!", "! a bear", "!!", "a!b", "a bear!!  x!?", "no mark at all", "", "!" * 100, "été! ☃!"]
+LENGTH = 77
+
+
+def byte_pair_ids(caption: str, merges: list[tuple[str, str]], padding: int) -> list[int]:
+    """OpenAI's algorithm (simple_tokenizer.py) by hand, for text without special tokens."""
+    vocabulary, ranks = clip_vocabulary(merges), {pair: rank for rank, pair in enumerate(merges)}
+    of_byte = dict(zip(sorted(range(256), key=lambda b: (not _printable(b), b)), byte_alphabet(), strict=True))
+    ids = [vocabulary[START]]
+    for word in re.findall(r"'s|'t|'re|'ve|'m|'ll|'d|[^\W\d_]+|\d|[^\s\w]+", " ".join(caption.lower().split())):
+        parts = [of_byte[byte] for byte in word.encode()]
+        parts[-1] += "</w>"
+        while len(parts) > 1:
+            rank, at = min((ranks.get((parts[i], parts[i + 1]), len(ranks)), i) for i in range(len(parts) - 1))
+            if rank == len(ranks):
+                break
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        ids += [vocabulary[part] for part in parts]
+    ids = ids[: LENGTH - 1] + [vocabulary[END]]
+    return ids + [padding] * (LENGTH - len(ids))
+
+
+def _printable(byte: int) -> bool:
+    return chr(byte).isprintable() and byte not in (0x20, 0xA0, 0xAD)
+
+
+def published_layout(folder: Path, target: Path) -> Path:
+    """As stabilityai/stable-diffusion-xl-base-1.0 has it: the added tokens are listed, the padding token among them."""
+    target.mkdir()
+    for name in ("vocab.json", "merges.txt"):
+        (target / name).write_bytes((folder / name).read_bytes())
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    vocabulary = json.loads((folder / "vocab.json").read_text())
+    plain = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    settings["added_tokens_decoder"] = {str(vocabulary[t]): plain | {"content": t} for t in ("!", START, END)}
+    (target / "tokenizer_config.json").write_text(json.dumps(settings))
+    (target / "special_tokens_map.json").write_text(
+        json.dumps({"pad_token": "!", "eos_token": END, "bos_token": START})
+    )
+    return target
+
+
+def one_file(folder: Path, target: Path) -> Path:
+    CLIPTokenizer.from_pretrained(folder).save_pretrained(target)
+    assert not (target / "vocab.json").exists()
+    return target
+
+
+@pytest.mark.parametrize("layout", ["embedded", "folder", "published folder", "tokenizer.json"])
+def test_an_exclamation_mark_is_a_word_and_not_the_padding(bench: Workbench, layout: str) -> None:
+    """transformers takes the padding token out of the text: SDXL's second encoder was told 0, which is the padding."""
+    folder = bench.models / "sdxl" / "tokenizer_2"
+    target = bench.tmp / "tokenizer_2"
+    if layout == "embedded":
+        target, merges = PUBLISHED / "sdxl" / "tokenizer_2", list(embedded_merges())
+    else:
+        lines = (folder / "merges.txt").read_text().splitlines()[1:]
+        merges = [(left, right) for left, right in (line.split() for line in lines)]
+        if layout == "folder":
+            target = folder
+        else:
+            (published_layout if layout.startswith("published") else one_file)(folder, target)
+    tokenizer = load_tokenizer(target.parent, "tokenizer_2")
+    assert tokenizer.pad_token == "!" and tokenizer.pad_token_id == 0
+    for caption, ids in zip(CAPTIONS, clip_ids(tokenizer, CAPTIONS).tolist(), strict=True):
+        assert ids == byte_pair_ids(caption, merges, padding=0), caption
+    assert clip_ids(tokenizer, ["!"]).tolist()[0][:4] == [tokenizer.bos_token_id, 256, tokenizer.eos_token_id, 0]
+    first = load_tokenizer((PUBLISHED if layout == "embedded" else bench.models) / "sdxl", "tokenizer")
+    for caption, ids in zip(CAPTIONS, clip_ids(first, CAPTIONS).tolist(), strict=True):
+        assert ids == byte_pair_ids(caption, merges, padding=first.eos_token_id), caption
+
+
+def test_a_folders_other_added_tokens_stay(bench: Workbench) -> None:
+    tokenizer = CLIPTokenizer.from_pretrained(bench.models / "sdxl" / "tokenizer_2")
+    tokenizer.add_tokens([AddedToken("<bear>")])
+    tokenizer.save_pretrained(bench.tmp / "tokenizer_2")
+    ids = load_tokenizer(bench.tmp, "tokenizer_2")("a <bear>!").input_ids
+    assert ids[2:4] == [tokenizer.convert_tokens_to_ids("<bear>"), 256]
+
+
+def test_encodings_of_the_old_reading_are_not_found(bench: Workbench) -> None:
+    """Where the reading of the same files changed, the key of a cached caption does; elsewhere it is what it was."""
+    import hashlib
+
+    for family, changed in (("sdxl", True), ("flux", False)):
+        source = open_model(FAMILIES[family], str(bench.models / family))
+        before = hashlib.sha256()
+        for name in FAMILIES[family].tokenizers:
+            for path in sorted((bench.models / family / name).glob("*")):
+                before.update(path.name.encode() + b"\0" + path.read_bytes())
+        old, new = (text_key("wow!", fingerprint=f) for f in (before.hexdigest(), source.tokenizer_fingerprint))
+        assert (old != new) == changed
