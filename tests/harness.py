@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trainer import config as configs
 from trainer import resume
 from trainer import run as runs
@@ -19,6 +23,7 @@ from trainer.data.sampler import MicroBatch
 from trainer.plan import make_plan, open_source, resolve
 from trainer.signals import Signals
 from trainer.step import StepResult
+from trainer.tensorfile import Recipe, serialize
 
 ROOT = Path(__file__).resolve().parent.parent
 PHOTOS = ROOT / "examples" / "bear_plushie"
@@ -100,6 +105,24 @@ def command_line(*arguments: str, timeout: float = 120, **kwargs: Any) -> subpro
         [sys.executable, str(ROOT / "train.py"), *arguments],
         capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=os.environ | {"HF_HUB_OFFLINE": "1"}, **kwargs,
     )  # fmt: skip
+
+
+def load_script(name: str) -> Any:
+    """scripts/NAME.py as a module of its own."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def write_sparse(path: Path, tensors: Mapping[str, torch.Tensor | Recipe], metadata: Mapping[str, str] | None = None):
+    """A safetensors file without contents: its header is true, of its data nothing is made, and it takes next to no disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "wb") as file:
+        file.write(next(serialize(tensors, metadata)))
+        size = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
+        file.truncate(file.tell() + size)
 
 
 def metrics_of(output_dir: Path | str) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections import Counter
 from fnmatch import fnmatchcase
@@ -14,6 +13,7 @@ import torch
 import transformers
 from diffusers.loaders import single_file_utils
 
+from tests.harness import load_script
 from trainer.errors import UserError
 from trainer.models import keys
 from trainer.models.tokenizers import load_tokenizer
@@ -38,13 +38,6 @@ COUNTS = {
     ("flux-dev", "vae"): 83_819_683,
     ("flux-schnell", "transformer"): 11_891_178_560,
 }
-
-
-def load_script(name: str):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 maker = load_script("make_model")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -16,9 +15,10 @@ import torch
 from diffusers import FluxPipeline, StableDiffusionXLPipeline
 from transformers import AutoTokenizer
 
+from tests.harness import load_script, write_sparse
 from trainer.models import FAMILIES
 from trainer.models.loading import open_model
-from trainer.tensorfile import Recipe, TensorFile, serialize
+from trainer.tensorfile import TensorFile
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "make_model.py"
@@ -26,14 +26,7 @@ MEGABYTE = 1_000_000
 CAPTION = "a photo of sks plush bear on a beach, 12:30!"
 
 
-def load_script():
-    spec = importlib.util.spec_from_file_location("make_model", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-script = load_script()
+script = load_script("make_model")
 
 
 def make(*options: object, size: str = "tiny") -> int:
@@ -230,18 +223,7 @@ def test_wrong_use_is_one_line_and_status_2(models, capsys, options, said):
 @pytest.fixture
 def headers_alone(monkeypatch) -> None:
     """Files of the true sizes whose tensors are never made: written sparse, with their headers."""
-
-    def sparse(path, tensors, metadata=None):
-        header = next(serialize({n: t if isinstance(t, Recipe) else promised(t) for n, t in tensors.items()}, metadata))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "wb") as file:
-            file.write(header)
-            file.truncate(len(header) + sum(map(script.size_of, tensors.values())))
-
-    def promised(tensor):
-        return Recipe(tensor.dtype, tuple(tensor.shape), lambda: tensor)
-
-    monkeypatch.setattr(script, "write_tensors", sparse)
+    monkeypatch.setattr(script, "write_tensors", write_sparse)
     monkeypatch.setattr(script, "check_space", lambda folder, needed: None)
 
 

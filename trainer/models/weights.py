@@ -11,7 +11,7 @@ from torch import nn
 
 from trainer.errors import UserError
 from trainer.models.keys import Link, split_original
-from trainer.tensorfile import TensorEntry, TensorFile
+from trainer.tensorfile import NAMES, TensorEntry, TensorFile
 from trainer.types import HeldWeight, Recognised
 
 Recognise = Callable[[Mapping[str, TensorEntry]], Recognised]
@@ -85,6 +85,12 @@ class Read:
         """Refuse what cannot be placed, as far as headers and the short descriptions beside quantised weights tell."""
         held = self.held
         if held is None:
+            original = self.link.original
+            if not (dtype := self.weights.entry(original).dtype).is_floating_point:
+                raise UserError(
+                    f"{self.weights.index[original].path}: tensor {self.weights.prefix + original!r} holds {NAMES[dtype]} "
+                    "where weights are floating-point numbers; download or copy the file again, or use the 16-bit file"
+                )
             return
         if held.shape is None and (len(self.link.parts) > 1 or self.link.op != "rows"):
             raise self.refusal(

@@ -1,0 +1,128 @@
+"""Models of the published sizes. Files of them are sparse here: headers that are true, and next to nothing on the disk."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.harness import Workbench, load_script, write_sparse
+from tests.unit.test_mutated_files import changed_bytes
+from trainer.errors import UserError
+from trainer.models import FAMILIES
+from trainer.models.loading import open_model
+from trainer.plan import describe, make_plan, open_source, resolve
+from trainer.tensorfile import Recipe, TensorFile
+
+PADDING = "spiece_model"  # of the names that a Flux file may have beside the weights, the first in the file
+GIGABYTE = 10**9
+
+
+def never() -> torch.Tensor:
+    raise AssertionError("a tensor was made")
+
+
+def sparse_model(
+    monkeypatch, path: Path, *, size: str = "full", family: str, layout: str, dtype: torch.dtype | None = None, total=0
+) -> None:
+    """A model of `make_model.py` without its weights. dtype: of the file's tensors; total: its bytes, padded in front."""
+    maker = load_script("make_model")
+
+    def sparse(path, tensors, metadata=None):
+        tensors = {name: Recipe(dtype or t.dtype, tuple(t.shape), never) for name, t in tensors.items()}
+        missing = total - sum(map(maker.size_of, tensors.values()))
+        if missing > 0 and path == out:
+            tensors[PADDING] = Recipe(torch.float64, (missing // 8,), never)
+        write_sparse(path, tensors, metadata)
+
+    out = path
+    monkeypatch.setattr(maker, "write_tensors", sparse)
+    monkeypatch.setattr(maker, "check_space", lambda folder, needed: None)
+    assert maker.main(["--size", size, "--family", family, "--layout", layout, str(out)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "family", "layout", "dtype"),
+    [
+        (5, "sdxl", "diffusers", None),
+        (24, "flux", "single_file", None),
+        (1000, "flux", "single_file", torch.float64),
+    ],
+)
+def test_full_size_files_are_planned_over(
+    monkeypatch, bench: Workbench, gigabytes: int, family: str, layout: str, dtype
+) -> None:
+    """The transformer's file is as large as that. A plan reads headers alone, and the sizes that it tells are true."""
+    path = bench.tmp / ("model" if layout == "diffusers" else "model.safetensors")
+    total = 1000 * GIGABYTE if gigabytes == 1000 else 0
+    sparse_model(monkeypatch, path, family=family, layout=layout, dtype=dtype, total=total)
+    denoiser = FAMILIES[family].denoiser
+    files = sorted((path / denoiser).glob("*.safetensors")) if layout == "diffusers" else [path]
+    assert abs(sum(file.stat().st_size for file in files) / GIGABYTE - gigabytes) < 0.3
+    assert sum(file.stat().st_blocks * 512 for file in files) < 4_000_000
+
+    monkeypatch.setattr(TensorFile, "read", lambda self, name: never())
+    config = bench.config(family, model__path=str(path), adapter__targets="attention+mlp", adapter__rank=16)
+    started = time.process_time()
+    source = open_source(config)
+    config = resolve(config, source)
+    told = describe(make_plan(config, source, processes=1), sizes=True)
+    assert time.process_time() - started < 20, "seconds of work"
+    sizes = dict(re.findall(r"^  (\w+) +stored .*  ([\d.]+ [GM]iB)$", told, re.MULTILINE))
+    assert sizes[denoiser] == {"sdxl": "4.79 GiB", "flux": "22.17 GiB"}[family], told
+
+
+def test_a_thousand_damages_of_a_100_gigabyte_files_header_are_each_one_typed_error(monkeypatch, tmp_path) -> None:
+    """Of Flux's transformer with two blocks: its names and shapes are known, so what is well-formed is seen too."""
+    path = tmp_path / "flux.safetensors"
+    options = dict(size="short", family="flux", layout="single_file", dtype=torch.float64, total=100 * GIGABYTE)
+    sparse_model(monkeypatch, path, **options)
+    with open(path, "rb") as file:
+        header = file.read(int.from_bytes(file.read(8), "little"))
+    data = path.stat().st_size - 8 - len(header)
+    assert data == 100 * GIGABYTE
+    open_model(FAMILIES["flux"], str(path)).verify("transformer")
+
+    whole, said = means(header), Counter()
+    slowest = 0.0
+    for seed in range(1000):
+        rng = random.Random(seed)
+        damaged, length = header, len(header)
+        while means(damaged[:length]) == whole:  # a space more means nothing
+            damaged = changed_bytes(header, rng) if seed % 2 else other_letter(header, rng)
+            length = rng.choice((len(header), len(damaged)))  # or the file is as long as its header says
+        with open(path, "r+b") as file:
+            file.truncate(0)
+            file.write(length.to_bytes(8, "little") + damaged)
+            file.truncate(8 + length + data)
+        started = time.process_time()
+        with pytest.raises(UserError) as refused:
+            open_model(FAMILIES["flux"], str(path)).verify("transformer")
+        slowest = max(slowest, time.process_time() - started)
+        assert str(path) in str(refused.value), refused.value
+        said[re.sub(r"'.*?'|\d+", "...", str(refused.value).removeprefix(str(path)))] += 1
+    assert slowest < 5, "seconds of work for one"
+    assert len(said) >= 5, said
+
+
+def other_letter(header: bytes, rng: random.Random) -> bytes:
+    """One digit of an offset or a size, or one letter of a name or a dtype, is another: still JSON."""
+    letters = b"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    at = 0
+    while header[at] not in letters:
+        at = rng.randrange(len(header))
+    kind = letters[:10] if header[at] in letters[:10] else letters[10:]
+    return header[:at] + bytes([rng.choice(kind)]) + header[at + 1 :]
+
+
+def means(header: bytes) -> object:
+    try:
+        return json.loads(header)
+    except (ValueError, RecursionError):
+        return None
