@@ -93,6 +93,7 @@ class StoredWeight:
     scale: fp32, one for each `block` consecutive elements (block = K: one for each row); None: 1.
     offset: fp32 like scale; None: 0.
     levels: fp32 [2 ** bits], the number a code stands for; None: the code itself.
+    plain: whether float8 codes are known to be finite, with scales of an ordinary size (kernels/dora_torch.has_plain_codes).
     """
 
     codes: torch.Tensor
@@ -102,6 +103,7 @@ class StoredWeight:
     scale: torch.Tensor | None = None
     offset: torch.Tensor | None = None
     levels: torch.Tensor | None = None
+    plain: bool = False
 
     @property
     def device(self) -> torch.device:

@@ -257,7 +257,8 @@ class LargestAllocation(TorchDispatchMode):
 def test_no_wide_temporary_of_the_weights_size(format: Format, rows: int) -> None:
     """A refresh, a forward and a backward in bf16 make no fp32 tensor beyond a piece, whatever the base.
 
-    With few rows g * G is made, with many g * W: in bf16, in the shared buffer, of which there is one.
+    With few rows g * G is made, with many g * W: in bf16, in the shared buffer, of which there is one. The other buffers hold
+    pieces.
     """
     scratch_module._buffers.clear()
     compute = torch.bfloat16
@@ -270,7 +271,9 @@ def test_no_wide_temporary_of_the_weights_size(format: Format, rows: int) -> Non
     x = torch.randn(rows, k).to(compute).requires_grad_()
     with LargestAllocation() as allocations:
         adapted_layer(x).sum().backward()
-    assert [buffer.numel() <= n * k for buffer in scratch_module._buffers.values()] == [True]
+    large = [buffer for buffer in scratch_module._buffers.values() if buffer.numel() > dora_torch.PIECE]
+    assert [(buffer.dtype, buffer.numel() <= n * k) for buffer in large] in ([], [(compute, True)])
+    assert bool(large) == (rows > 8 or format.dtype != compute)
     assert n * k > 4 * dora_torch.PIECE
     assert 0 < allocations.largest <= dora_torch.PIECE
 

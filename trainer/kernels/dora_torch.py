@@ -5,10 +5,12 @@ Large tensors pass in pieces: a piece's fp32 temporaries stay in a CPU's cache, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
 
+from trainer.kernels.scratch import scratch
 from trainer.types import StoredWeight
 
 name = "torch"
@@ -25,39 +27,122 @@ LARGEST, SCALE_FLOOR = 448.0, 2.0**-126
 PIECE, DEVICE_PIECE = 1 << 19, 1 << 24
 
 
-def pieces(shape: tuple[int, ...], device: torch.device) -> Iterator[slice]:
-    """Slices of the rows of a matrix on that device."""
+# Which scratch buffer holds what: 0 is the converted weight of a product (quantization/layers.py).
+PIECE_BUFFER, SECOND_BUFFER = 1, 2
+
+
+def pieces(shape: tuple[int, ...], device: torch.device, multiple: int = 1) -> Iterator[slice]:
+    """Slices of the rows of a matrix on that device. multiple: of rows, in each slice but the last."""
     rows, columns = shape
     step = max(1, (PIECE if device.type == "cpu" else DEVICE_PIECE) // max(1, columns))
+    step = max(multiple, step // multiple * multiple)
     for start in range(0, rows, step):
         yield slice(start, min(rows, start + step))
 
 
-def values(weight: StoredWeight, rows: slice) -> torch.Tensor:
-    """Rows of the weight in fp32 (fp64 where it is stored so): [rows, K]; a view of the codes where they are that."""
-    columns = weight.shape[1]
-    if weight.bits is None:
-        codes = weight.codes[rows]
-        number = codes if codes.dtype == torch.float64 else codes.float()
-    else:
-        per_byte = 8 // weight.bits
-        first, last = rows.start * columns, rows.stop * columns
-        packed = weight.codes[first // per_byte : -(-last // per_byte)]
-        shifts = torch.arange(0, 8, weight.bits, dtype=torch.uint8, device=packed.device)
-        codes = ((packed[:, None] >> shifts) & (2**weight.bits - 1)).flatten()
-        skip = first % per_byte
-        codes = codes[skip : skip + last - first]
-        number = codes.float() if weight.levels is None else weight.levels[codes.long()]
-        number = number.view(-1, columns)
-    if weight.scale is None:
-        return number
-    if weight.block == columns:
-        number = number * weight.scale[rows, None]
-        return number if weight.offset is None else number.add_(weight.offset[rows, None])
+# float8 in integer arithmetic: sign-extended to 32 bits, shifted left by the first number and masked by the second, a code
+# lies in the fields of an fp32 number that is 2 ** third times too small: the exponent fields differ by their bias alone.
+# Exact for every finite code, subnormal ones included. torch's own cast of float8 on a CPU runs at a tenth of this rate.
+FLOAT8_FIELDS = {
+    torch.float8_e4m3fn: (20, 0x87F00000 - 2**32, 120),
+    torch.float8_e5m2: (21, 0x8FE00000 - 2**32, 112),
+}
+
+
+def has_plain_codes(weight: StoredWeight) -> bool:
+    """Whether FLOAT8_FIELDS decodes the weight: float8 codes, all finite, with scales that stay finite when enlarged."""
+    if weight.codes.dtype not in FLOAT8_FIELDS or weight.scale is None:
+        return False
+    largest = torch.finfo(weight.codes.dtype).max
+    last = torch.tensor(largest, dtype=weight.codes.dtype).view(torch.uint8).item()
+    bits_NK, finite = weight.codes.view(torch.uint8), True
+    for rows in pieces(weight.shape, weight.device):
+        finite = finite and bool(bits_NK[rows].bitwise_and(0x7F).amax() <= last)
+    enlarged = weight.scale * 2.0 ** FLOAT8_FIELDS[weight.codes.dtype][2]
+    return finite and bool(torch.isfinite(enlarged).all())
+
+
+def values(weight: StoredWeight, rows: slice, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Rows of the weight in fp32 (fp64 where it is stored so): [rows, K], in `out` where one is given, contiguous.
+
+    Nothing else of that size is made, but where the rows begin or end within a byte or within a scale's block, and for
+    float8 whose codes are not known to be plain.
+    """
+    columns, bits, codes = weight.shape[1], weight.bits or 8, weight.codes
+    if out is None:
+        out = torch.empty(rows.stop - rows.start, columns, dtype=_wide(codes.dtype), device=weight.device)
     first, last = rows.start * columns, rows.stop * columns
-    block = torch.arange(first, last, device=number.device).div_(weight.block, rounding_mode="floor").view_as(number)
+    block, power = weight.block or columns, 0
+    if any(end % block or end * bits % 8 for end in (first, last)):
+        return _element_by_element(weight, first, last, out)
+    if weight.bits is not None:
+        _unpack(codes[first * bits // 8 : last * bits // 8], bits, weight.levels, out)
+    elif weight.plain:
+        shift, mask, power = FLOAT8_FIELDS[codes.dtype]
+        fields = out.view(torch.int32)
+        fields.copy_(codes[rows].view(torch.int8))
+        fields.bitwise_left_shift_(shift).bitwise_and_(mask)
+    else:
+        out.copy_(codes[rows])
+    blocks = slice(first // block, last // block)
+    if weight.scale is not None:
+        scale = weight.scale[blocks, None]
+        out.view(-1, block).mul_(scale * 2.0**power if power else scale)
+    if weight.offset is not None:
+        out.view(-1, block).add_(weight.offset[blocks, None])
+    return out
+
+
+def _unpack(packed: torch.Tensor, bits: int, levels: torch.Tensor | None, out: torch.Tensor) -> None:
+    """Whole bytes of codes as numbers, or as the levels they stand for, into fp32 `out`."""
+    device = packed.device
+    if levels is not None and bits == 4:
+        # Two levels are one fp64 as far as moving them goes: one look-up for a byte.
+        pairs = torch.stack([levels.repeat(16), levels.repeat_interleave(16)], dim=1).view(torch.float64).flatten()
+        index = scratch(packed.shape, torch.int32, device, SECOND_BUFFER).copy_(packed)
+        torch.index_select(pairs, 0, index, out=out.view(-1).view(torch.float64))
+        return
+    # A byte's codes, spread over as many bytes, the first in the lowest: b | b << 4, or b | b << 6 | b << 12 | b << 18.
+    wide, shifts, mask = {4: (torch.int16, (4,), 0x0F0F), 2: (torch.int32, (12, 6), 0x03030303)}[bits]
+    spread = scratch(packed.shape, wide, device, PIECE_BUFFER).copy_(packed)
+    for shift in shifts:
+        spread.bitwise_or_(
+            torch.bitwise_left_shift(spread, shift, out=scratch(packed.shape, wide, device, SECOND_BUFFER))
+        )
+    codes = spread.bitwise_and_(mask).view(torch.int8)
+    out.view(-1).copy_(codes if levels is None else levels[codes.int()])
+
+
+def _element_by_element(weight: StoredWeight, first: int, last: int, out: torch.Tensor) -> torch.Tensor:
+    """`values` of packed elements that begin or end within a byte or a block."""
+    per_byte = 8 // weight.bits
+    packed = weight.codes[first // per_byte : -(-last // per_byte)]
+    shifts = torch.arange(0, 8, weight.bits, dtype=torch.uint8, device=packed.device)
+    codes = ((packed[:, None] >> shifts) & (2**weight.bits - 1)).flatten()[first % per_byte :][: last - first]
+    number = codes.float() if weight.levels is None else weight.levels[codes.long()]
+    block = torch.arange(first, last, device=out.device).div_(weight.block, rounding_mode="floor")
     number = number * weight.scale[block]
-    return number if weight.offset is None else number.add_(weight.offset[block])
+    return out.copy_((number if weight.offset is None else number.add_(weight.offset[block])).view_as(out))
+
+
+def _whole_rows(weight: StoredWeight) -> Iterator[slice]:
+    """Pieces of rows that begin with a byte and with a scale's block, where not more than 4,096 rows are needed for that."""
+    columns = weight.shape[1]
+    unit = math.lcm(weight.block or 1, 8 // (weight.bits or 8))
+    multiple = unit // math.gcd(unit, columns)
+    return pieces(weight.shape, weight.device, multiple if multiple <= 4096 else 1)
+
+
+def decoded(weight: StoredWeight) -> Iterator[tuple[slice, torch.Tensor]]:
+    """(rows, their values) of the whole weight, in pieces. A piece is good until the next one: they share a buffer."""
+    wide = _wide(weight.codes.dtype)
+    for rows in _whole_rows(weight):
+        if weight.is_dense(wide):
+            yield rows, weight.codes[rows]
+        else:
+            # A buffer that stays: new memory for every piece would cost more than the arithmetic.
+            shape = rows.stop - rows.start, weight.shape[1]
+            yield rows, values(weight, rows, scratch(shape, wide, weight.device, PIECE_BUFFER))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -69,22 +154,23 @@ def upcast(
     weight: StoredWeight, dtype: torch.dtype, g_N: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device) if out is None else out
-    for rows in pieces(weight.shape, weight.device):
-        piece = values(weight, rows)
-        if g_N is None:
-            out[rows].copy_(piece)
-        else:
-            torch.mul(piece, g_N[rows, None], out=out[rows])
+    wide = _wide(weight.codes.dtype)
+    for rows in _whole_rows(weight):
+        converted = out[rows]
+        piece = converted if dtype == wide else scratch(converted.shape, wide, weight.device, PIECE_BUFFER)
+        values(weight, rows, piece)
+        if g_N is not None:
+            piece.mul_(g_N[rows, None])
+        if piece is not converted:
+            converted.copy_(piece)
     return out
 
 
 def row_squares(weight: StoredWeight) -> torch.Tensor:
     w_sq_N = torch.empty(weight.shape[0], dtype=_wide(weight.codes.dtype), device=weight.device)
-    # In place where the piece is a copy, and no name for it: on a CPU a second temporary of a piece's size, or one that stays
-    # until the next, takes ten times as long as the squares.
-    square = torch.square if weight.codes.dtype == w_sq_N.dtype else torch.square_
-    for rows in pieces(weight.shape, weight.device):
-        w_sq_N[rows] = square(values(weight, rows)).sum(1)
+    for rows, piece in decoded(weight):
+        squares = scratch(piece.shape, piece.dtype, piece.device, SECOND_BUFFER)
+        w_sq_N[rows] = torch.square(piece, out=squares).sum(1)
     return w_sq_N
 
 
@@ -94,8 +180,8 @@ def adapted_norm(
     at_KR = a_RK.t().contiguous()
     # One result for all pieces: small ones that stay between the pieces would keep a CPU's heap from reusing the space.
     wa_NR = torch.empty_like(b_NR)
-    for rows in pieces(weight.shape, weight.device):
-        torch.mm(values(weight, rows), at_KR, out=wa_NR[rows])
+    for rows, piece in decoded(weight):
+        torch.mm(piece, at_KR, out=wa_NR[rows])
     # c^2 = ||W||^2 + 2 s rowsum(B * (W A^T)) + s^2 rowsum((B (A A^T)) * B)
     added = wa_NR.mul_(2 * scaling).addmm_(b_NR, a_RK @ at_KR, alpha=scaling**2)
     c_sq_N = w_sq_N + added.mul_(b_NR).sum(1)

@@ -1,4 +1,4 @@
-"""One reused buffer per device and dtype for tensors that live for a single matrix product."""
+"""Reused buffers for tensors that live for a single matrix product, or for one piece of a weight."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from math import prod
 
 import torch
 
-_buffers: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+_buffers: dict[tuple[torch.device, torch.dtype, int], torch.Tensor] = {}
 
 
-def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, which: int = 0) -> torch.Tensor:
     """Uninitialised [shape], overwritten by the next call: use it at once, never save it for a backward pass.
 
-    It grows to the largest request and stays. Work on one CUDA stream is ordered, so one buffer suffices. A compiler
-    plans memory by itself and gets a fresh tensor: to it, a reused buffer would be a mutation to order around.
+    One buffer for each device, dtype and `which`: two that are in use at a time need different numbers. A buffer grows to
+    the largest request and stays. Work on one CUDA stream is ordered, so that suffices. A compiler plans memory by itself
+    and gets a fresh tensor: to it, a reused buffer would be a mutation to order around.
     """
     if torch.compiler.is_compiling():
         return torch.empty(shape, dtype=dtype, device=device)
-    size, key = prod(shape), (device, dtype)
+    size, key = prod(shape), (device, dtype, which)
     if key not in _buffers or _buffers[key].numel() < size:
         _buffers.pop(key, None)
         _buffers[key] = torch.empty(size, dtype=dtype, device=device)

@@ -8,6 +8,7 @@ memory.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +46,7 @@ class FrozenLayer(nn.Module):
         # The dense weight that stands in for base + adapter while an adapter is merged (fp32), else None.
         self.merged_weight: torch.Tensor | None = None
         self._cast_bias: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._plain = False  # StoredWeight.plain, found once when the payload is filled
 
     @property
     def qweight(self) -> torch.Tensor:
@@ -57,7 +59,8 @@ class FrozenLayer(nn.Module):
     def stored(self) -> StoredWeight:
         """The frozen weight itself, also while an adapter is merged."""
         rows = self.weight_shape[0]
-        return self.format.stored(self.payload(), (rows, self.weight_shape.numel() // rows))
+        stored = self.format.stored(self.payload(), (rows, self.weight_shape.numel() // rows))
+        return replace(stored, plain=True) if self._plain else stored
 
     def in_use(self) -> StoredWeight:
         """What the layer computes with: the frozen weight, or base + adapter while that is merged."""
@@ -72,6 +75,7 @@ class FrozenLayer(nn.Module):
     def load_weight(self, weight: torch.Tensor) -> None:
         """Convert `weight` into the payload, in place."""
         self.format.quantize_into(weight, self.payload())
+        self._filled()
         self.bytes_before = weight.nbytes
         if self.format.quantised:
             self.relative_error = relative_error(weight, self.stored())
@@ -85,6 +89,11 @@ class FrozenLayer(nn.Module):
         """Take over a payload of this layer's format as it is, in place."""
         for name, tensor in self.payload().items():
             tensor.copy_(payload[name].view(tensor.shape))
+        self._filled()
+
+    def _filled(self) -> None:
+        # Of use to the plain kernels alone; on a GPU it would be a wait for each layer.
+        self._plain = self.kernels is dora_torch and dora_torch.has_plain_codes(self.stored())
 
     def compute_weight(self, g_N: torch.Tensor | None = None) -> torch.Tensor:
         """W, or g * W row by row, in `compute_dtype`: the payload itself where it is that, else in the shared buffer."""
