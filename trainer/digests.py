@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from pathlib import Path
 
-from trainer.files import remove_leftovers, write_atomic
+from trainer.files import hash_file, remove_leftovers, write_atomic
+from trainer.phases import QUIET, Phases
 
 # A file that was written this recently may be written again without a newer time stamp.
 SETTLED_SECONDS = 2
@@ -19,8 +19,8 @@ class FileDigests:
     memory: a JSON file that is read now and written with every new digest; None: they are remembered in this process only.
     """
 
-    def __init__(self, memory: Path | None = None) -> None:
-        self.memory = memory
+    def __init__(self, memory: Path | None = None, phases: Phases = QUIET) -> None:
+        self.memory, self.phases = memory, phases
         self._known: dict[str, list] = {}
         if memory is not None:
             remove_leftovers(memory.parent.glob(f".{memory.name}.*.tmp"))
@@ -37,8 +37,8 @@ class FileDigests:
         mark = [stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns]
         if key in self._known and self._known[key][0] == mark:
             return self._known[key][1]
-        with open(path, "rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        with self.phases(f"hashing {path.name}", stat.st_size, "B") as phase:
+            digest = hash_file(path, phase.advance)
         self._known[key] = [mark, digest]
         if self.memory is not None and time.time_ns() - max(mark[2:]) > SETTLED_SECONDS * 10**9:
             write_atomic(self.memory, [json.dumps(self._known, indent=1, sort_keys=True).encode()])

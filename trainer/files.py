@@ -11,7 +11,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,15 @@ except ModuleNotFoundError:  # Windows
     fcntl = None
 
 
-def write(path: Path, pieces: Iterable[memoryview | bytes]) -> tuple[str, int]:
+CHUNK_BYTES = 2**25  # of large files: read, hashed and written fast enough to hear of a signal in between
+
+
+def write(
+    path: Path, pieces: Iterable[memoryview | bytes], advance: Callable[[int], object] = lambda count: None
+) -> tuple[str, int]:
     """Write a new file and sync it; returns (sha256, bytes). The file's mode follows the umask.
 
+    advance: gets every number of bytes that was written; may raise.
     Raises OSError, naming the file, and leaves what was written so far; FileExistsError where there is one already.
     """
     digest, count = hashlib.sha256(), 0
@@ -34,18 +40,31 @@ def write(path: Path, pieces: Iterable[memoryview | bytes]) -> tuple[str, int]:
         try:
             for piece in pieces:
                 view = memoryview(piece)
-                digest.update(view)
                 while view:  # a short write is none: what is left follows, or the next call says why it cannot
-                    written = os.write(descriptor, view)
+                    written = os.write(descriptor, view[:CHUNK_BYTES])
+                    digest.update(view[:written])
                     count, view = count + written, view[written:]
+                    advance(written)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
     return digest.hexdigest(), count
 
 
-def write_atomic(path: Path | str, pieces: Iterable[memoryview | bytes]) -> tuple[str, int]:
-    """Write `pieces` to `path` through a temporary file and a rename; returns (sha256, bytes).
+def hash_file(path: Path, advance: Callable[[int], object] = lambda count: None) -> str:
+    """The file's SHA-256, in hexadecimal. advance: gets every number of bytes that was hashed; may raise."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(min(CHUNK_BYTES, path.stat().st_size + 1)))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            advance(count)
+    return digest.hexdigest()
+
+
+def write_atomic(
+    path: Path | str, pieces: Iterable[memoryview | bytes], advance: Callable[[int], object] = lambda count: None
+) -> tuple[str, int]:
+    """Write `pieces` to `path` through a temporary file and a rename; returns (sha256, bytes). advance: as of `write`.
 
     An exception leaves neither the file nor the temporary.
     """
@@ -54,7 +73,7 @@ def write_atomic(path: Path | str, pieces: Iterable[memoryview | bytes]) -> tupl
     # Not by the process's number alone: two containers that share a folder may both be number 1.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
-        written = write(temporary, pieces)
+        written = write(temporary, pieces, advance)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):  # the first failure is the one to tell

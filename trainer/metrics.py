@@ -30,22 +30,6 @@ def cut(output_dir: Path, step: int) -> None:
     write_atomic(path, kept)
 
 
-def progress_bar(what: str) -> Callable[[int, int], None]:
-    """A callback (done, total) that shows a bar while something long is made, and leaves nothing behind."""
-    from tqdm import tqdm
-
-    bars: list[Any] = []
-
-    def show(done: int, total: int) -> None:
-        if not bars:
-            bars.append(tqdm(total=total, desc=what, leave=False, dynamic_ncols=True))
-        bars[0].update(done - bars[0].n)
-        if done == total:
-            bars[0].close()
-
-    return show
-
-
 class Metrics:
     """Writes one JSON object a step, flushed, and mirrors its numbers to a tracker and the progress bar."""
 

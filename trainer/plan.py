@@ -23,6 +23,7 @@ from trainer.models.base import Component as ModelComponent
 from trainer.models.base import Family, SampleRequest
 from trainer.models.loading import ModelSource, open_model
 from trainer.objectives import Objective
+from trainer.phases import QUIET, Phases
 from trainer.quantization import Format, formats_of
 from trainer.tensorfile import size_text
 from trainer.types import HeldWeight, Kernels
@@ -122,12 +123,12 @@ def open_source(config: Config) -> ModelSource:
     )
 
 
-def make_plan(config: Config, source: ModelSource, *, processes: int, check=None) -> Plan:
+def make_plan(config: Config, source: ModelSource, *, processes: int, phases: Phases = QUIET) -> Plan:
     """Check everything that can be without weights. Raises UserError for what cannot work. config: as `resolve` gives."""
     family = source.family
     components = _components(config, family)
     photos = sources.scan(
-        [(s.path, s.repeats) for s in config.data.sources], strict_captions=config.data.strict_captions, check=check
+        [(s.path, s.repeats) for s in config.data.sources], strict_captions=config.data.strict_captions, phases=phases
     )
     for component in family.components:
         source.config(component.name)

@@ -31,6 +31,8 @@ from trainer.errors import DataError, Interrupted, NonFiniteError, OutOfMemory, 
 from trainer.memory import checkpoint_blocks, find_blocks, is_out_of_memory, what_would_fit
 from trainer.models.base import Model
 from trainer.models.loading import load_tokenizers, open_model
+from trainer.phases import FILE as PHASES
+from trainer.phases import QUIET, Phases, Record
 from trainer.plan import (
     Plan,
     check_files,
@@ -55,7 +57,8 @@ def plan(config: Config) -> None:
     source = open_source(config)
     config = resolve(config, source)
     check_device(config)
-    print(describe(make_plan(config, source, processes=int(os.environ.get("WORLD_SIZE", "1"))), sizes=True))
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    print(describe(make_plan(config, source, processes=processes, phases=Phases(show=True)), sizes=True))
 
 
 def train(config: Config, *, resume_from: str | None) -> None:
@@ -66,8 +69,9 @@ def train(config: Config, *, resume_from: str | None) -> None:
     processes = start_processes(config)
     with Signals() as signals:
         saved, passed_over = resume.find_start(config, resume_from)
-        plan = make_plan(config, source, processes=processes.count, check=signals.check)
-        run = Run(plan, processes, signals)
+        phases = Phases(check=signals.check, show=processes.is_main, record=Record() if processes.is_main else None)
+        plan = make_plan(config, source, processes=processes.count, phases=phases)
+        run = Run(plan, processes, signals, phases)
         for line in passed_over:
             run.say(f"warning: {line}")
         asked = config.adapter.kernels
@@ -139,8 +143,9 @@ class Run:
     pieces: what a checkpoint is made of, by name (checkpoint/state.py); each is entered where it is built.
     """
 
-    def __init__(self, plan: Plan, processes: Processes, signals: Signals) -> None:
+    def __init__(self, plan: Plan, processes: Processes, signals: Signals, phases: Phases = QUIET) -> None:
         self.plan, self.config, self.family = plan, plan.config, plan.family
+        self.phases = phases
         self.processes, self.signals = processes, signals
         self.device: torch.device = processes.device
         self.kernels = kernels.choose(plan.config.adapter.kernels, self.device)
@@ -224,6 +229,8 @@ class Run:
         """
         if self.processes.is_main:
             self.exclusive.enter_context(files.locked(self.output_dir))
+            if self.phases.record is not None:
+                self.phases.record.open(self.output_dir / PHASES)
             make_folder(self.checkpoints, "run.output_dir")
             remove_leftovers(self.output_dir)
             store.remove_leftovers(self.checkpoints)
@@ -250,7 +257,7 @@ class Run:
         cache_dir = Path(config.data.cache_dir or self.output_dir / "cache")
         make_folder(cache_dir, "data.cache_dir")
         self.cache = caches.Cache(cache_dir)
-        self.digests = FileDigests(cache_dir / "digests.json")
+        self.digests = FileDigests(cache_dir / "digests.json", self.phases)
         vae = next(c.name for c in self.family.components if c.role == "vae")
         latent_fingerprint = self.fingerprint(vae)
         text_fingerprint = (
@@ -267,7 +274,7 @@ class Run:
             made = caches.fill_latents(
                 self.cache, plan.photos, fingerprint=latent_fingerprint, flip=config.data.flip,
                 encode=lambda pixels: self.encode_images(vae, pixels), on_non_finite=self.not_finite_entry,
-                check=self.signals.check, progress=metrics.progress_bar("encoding photos"),
+                phases=self.phases,
             )  # fmt: skip
             texts = 0
             if text_fingerprint is not None:
@@ -281,8 +288,7 @@ class Run:
                 ):
                     texts += caches.fill_text(
                         self.cache, some, fingerprint=text_fingerprint, encode=self.encode_prompts,
-                        on_non_finite=on_non_finite, check=self.signals.check,
-                        progress=metrics.progress_bar("encoding captions"),
+                        on_non_finite=on_non_finite, phases=self.phases,
                     )  # fmt: skip
         self.say(f"cache: {made} latents and {texts} texts encoded, the rest was there")
         done = [*(self.family.text_encoders if plan.cache_text else ()), *(() if plan.requests else (vae,))]
@@ -331,12 +337,11 @@ class Run:
             converted = self.converted_weights(name) if component.format.quantised and not held else None
             module = self.model.modules[name] = self.source.load(
                 name, swap=partial(component.swap, held=held, kernels=self.kernels), device=self.device,
-                fill=partial(converted.fill, check=self.signals.check) if converted else lambda module: (),
-                check=self.signals.check,
+                fill=partial(converted.fill, phases=self.phases) if converted else lambda module: (), phases=self.phases,
             )  # fmt: skip
             if converted is not None and self.processes.is_main:
                 self.say(f"{name}: {converted.found} of {converted.wanted} converted weights were in model.cache_dir")
-                converted.store(module)
+                converted.store(module, phases=self.phases)
             held_as = held_storage(self.source, name)
             if held_as and not component.format.quantised:
                 self.say(f"{name}: held as {held_as[0]} in the model's file, widened to {component.format.name}")
@@ -389,7 +394,7 @@ class Run:
             self.load(next(c.name for c in self.family.components if c.role == "vae"))
         # The VAE is left out: it is loaded only to draw samples.
         trained = (self.family.denoiser, *(() if plan.cache_text else self.family.text_encoders))
-        record = quantization.record((name, self.model.modules[name]) for name in trained)
+        record = quantization.record(((name, self.model.modules[name]) for name in trained), self.phases)
         self.pieces["quantization"] = resume.pin_quantization(record)
         self.adapter: Adapter = inject(
             {name: self.model.modules[name] for name in plan.adapted},

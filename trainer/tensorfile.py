@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from trainer.errors import UserError
-from trainer.files import write_atomic
+from trainer.files import CHUNK_BYTES, write_atomic
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -66,8 +66,11 @@ class TensorFile:
                 f"cannot read {self.path}: {error.strerror}. Give the path of a .safetensors file."
             ) from error
 
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor, in freshly allocated memory. Raises KeyError for an unknown name."""
+    def read(self, name: str, advance: Callable[[int], object] = lambda count: None) -> torch.Tensor:
+        """One tensor, in freshly allocated memory. Raises KeyError for an unknown name.
+
+        advance: gets every number of bytes that was read; may raise.
+        """
         entry = self.entries[name]
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
         if entry.bytes:
@@ -77,10 +80,11 @@ class TensorFile:
                 file.seek(entry.start)
                 done = 0
                 while done < entry.bytes:
-                    count = file.readinto(view[done:])
+                    count = file.readinto(view[done : done + CHUNK_BYTES])
                     if not count:
                         raise UserError(f"{self.path} ends inside tensor {name!r}; download or copy the file again.")
                     done += count
+                    advance(count)
         return tensor
 
     def read_all(self) -> dict[str, torch.Tensor]:
@@ -197,16 +201,27 @@ def serialize(
 
 
 def write_tensors(
-    path: Path | str, tensors: Mapping[str, torch.Tensor | Recipe], metadata: Mapping[str, str] | None = None
+    path: Path | str,
+    tensors: Mapping[str, torch.Tensor | Recipe],
+    metadata: Mapping[str, str] | None = None,
+    advance: Callable[[int], object] = lambda count: None,
 ) -> tuple[str, int]:
-    """Write a safetensors file atomically; returns (sha256, bytes). Equal tensors and metadata give equal bytes."""
-    return write_atomic(path, serialize(tensors, metadata))
+    """Write a safetensors file atomically; returns (sha256, bytes). Equal tensors and metadata give equal bytes.
+
+    advance: gets every number of bytes that was written; may raise.
+    """
+    return write_atomic(path, serialize(tensors, metadata), advance)
 
 
-def tensor_sha256(tensor: torch.Tensor) -> str:
-    """SHA-256 of a tensor's bytes, row-major."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return hashlib.sha256(memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b"").hexdigest()
+def tensor_sha256(tensor: torch.Tensor, advance: Callable[[int], object] = lambda count: None) -> str:
+    """SHA-256 of a tensor's bytes, row-major. advance: gets every number of bytes that was hashed; may raise."""
+    flat, digest = tensor.detach().to("cpu").contiguous().reshape(-1), hashlib.sha256()
+    left = memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b""
+    while left:
+        piece, left = left[:CHUNK_BYTES], left[CHUNK_BYTES:]
+        digest.update(piece)
+        advance(len(piece))
+    return digest.hexdigest()
 
 
 def size_text(count: int) -> str:

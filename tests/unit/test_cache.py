@@ -1,6 +1,7 @@
 """The cache: a key per input, damage found wherever it is, nothing stale, nothing non-finite, bounded memory."""
 
 import dataclasses
+import json
 import os
 import random
 import shutil
@@ -16,6 +17,7 @@ from trainer.data.buckets import choose_bucket, fit, to_pixels
 from trainer.data.cache import Cache, fill_latents, fill_text, latent_key, text_key
 from trainer.data.sources import load_rgb, scan
 from trainer.errors import DataError, Interrupted, NonFiniteError, UserError
+from trainer.phases import Phases, Record
 from trainer.tensorfile import TensorFile, write_tensors
 from trainer.types import Conditioning
 
@@ -162,15 +164,14 @@ ENCODING = {"encode": encode, "on_non_finite": refuse}
 
 def test_fill_latents(tmp_path):
     photos = dataset()
-    seen = []
-    settings = {
-        "fingerprint": "vae",
-        "encode": encode,
-        "on_non_finite": refuse,
-        "progress": lambda done, total: seen.append((done, total)),
-    }
+    record, written = Record(), tmp_path / "phases.jsonl"
+    settings = {"fingerprint": "vae", "encode": encode, "on_non_finite": refuse, "phases": Phases(record=record)}
     assert fill_latents(Cache(tmp_path), photos, flip=False, **settings) == 5
-    assert seen == [(i, 5) for i in range(1, 6)]
+    record.open(written)
+    entries = [json.loads(line) for line in written.read_text().splitlines()]
+    assert [(e["phase"], e["done"], e["unit"]) for e in entries] == [
+        ("reading the cache", 5, "entry"), ("encoding photos", 5, "photo"),
+    ]  # fmt: skip
     cache = Cache(tmp_path)
     assert fill_latents(cache, photos, flip=True, **settings) == 5  # only the mirrored ones are new
     assert fill_latents(cache, photos, flip=True, **settings) == 0
@@ -291,13 +292,13 @@ def test_filling_is_interrupted_and_continued(tmp_path):
 
     def check():
         calls.append(None)
-        if len(calls) == 5 + 3:  # five look-ups, then the third photo
+        if len(calls) == 1 + 5 + 1 + 3:  # the first phase and its five look-ups, the second and its third photo
             raise Interrupted(2)
 
     with pytest.raises(Interrupted):
-        fill_latents(Cache(tmp_path), dataset(), fingerprint="vae", flip=False, **ENCODING, check=check)
-    assert len(list(tmp_path.rglob("*.safetensors"))) == 2
-    assert fill_latents(Cache(tmp_path), dataset(), fingerprint="vae", flip=False, **ENCODING) == 3
+        fill_latents(Cache(tmp_path), dataset(), fingerprint="vae", flip=False, **ENCODING, phases=Phases(check=check))
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 3
+    assert fill_latents(Cache(tmp_path), dataset(), fingerprint="vae", flip=False, **ENCODING) == 2
 
 
 def test_leftovers_of_killed_processes_are_removed(tmp_path):

@@ -14,6 +14,7 @@ from PIL import Image
 
 from trainer.data.sources import MAX_PIXELS, MAX_THREADS, decode, in_threads, load_rgb, scan
 from trainer.errors import Interrupted, UserError
+from trainer.phases import Phases
 
 PHOTOS = Path("examples/bear_plushie")
 
@@ -244,7 +245,7 @@ def test_check_interrupts_the_scan():
             raise Interrupted(15)
 
     with pytest.raises(Interrupted):
-        scan([(str(PHOTOS), 1)], check=check)
+        scan([(str(PHOTOS), 1)], phases=Phases(check=check))
     assert len(calls) == 2
 
 

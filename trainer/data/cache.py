@@ -20,6 +20,7 @@ from trainer.data.buckets import Bucket
 from trainer.data.sources import Photo, decode, in_threads
 from trainer.errors import DataError, UserError
 from trainer.files import remove_leftovers
+from trainer.phases import QUIET, Phases
 from trainer.tensorfile import TensorFile, serialize, write_tensors
 from trainer.types import Conditioning
 
@@ -68,14 +69,14 @@ class Cache:
     def path(self, key: str) -> Path:
         return self.directory / key[:2] / f"{key}.safetensors"
 
-    def missing(self, keys: Iterable[str], *, check: Callable[[], None] | None = None) -> list[str]:
+    def missing(self, keys: Iterable[str], phases: Phases = QUIET) -> list[str]:
         """Those of the keys, each once and in order, that have no entry or a damaged one."""
-        absent = []
-        for key in dict.fromkeys(keys):
-            if check is not None:
-                check()
-            if key not in self._verified and self._read(key) is None:
-                absent.append(key)
+        absent, keys = [], dict.fromkeys(keys)
+        with phases("reading the cache", len(keys), "entry") as phase:
+            for key in keys:
+                if key not in self._verified and self._read(key) is None:
+                    absent.append(key)
+                phase.advance()
         return absent
 
     def put(self, key: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -150,15 +151,14 @@ def fill_latents(
     flip: bool,
     encode: Callable[[torch.Tensor], torch.Tensor],
     on_non_finite: Callable[[str], None],
-    check: Callable[[], None] | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    phases: Phases = QUIET,
 ) -> int:
     """Make the latents that are not cached yet, of the mirrored photos too if `flip`; returns how many were made.
 
     `encode` maps pixels, fp32 [1, 3, H, W] in [-1, 1] on the CPU, to normalised latents [1, C, h, w]. It gets one photo
     at a time, so that an entry does not depend on its neighbours. Entries hold "latents", fp32 [C, h, w].
-    `check` is called between photos and may raise; `progress` gets (done, total). `on_non_finite` is told, in words, of
-    every photo whose latents hold NaN or infinity, new or cached; where it raises, the new ones are not kept.
+    `on_non_finite` is told, in words, of every photo whose latents hold NaN or infinity, new or cached; where it raises,
+    the new ones are not kept.
     Raises UserError if a photo changed after the scan.
     """
     wanted: dict[str, tuple[Photo, Bucket, bool]] = {}
@@ -171,17 +171,17 @@ def fill_latents(
         return f"the latents of {wanted[key][0].sample} ({wanted[key][0].path})"
 
     cache.remove_leftovers()
-    todo = cache.missing(wanted, check=check)
-    with closing(in_threads(lambda key: _pixels(*wanted[key]), todo)) as pixels:
-        for done, (key, pixels_3HW) in enumerate(zip(todo, pixels, strict=True), start=1):
-            if check is not None:
-                check()
+    todo = cache.missing(wanted, phases)
+    with (
+        closing(in_threads(lambda key: _pixels(*wanted[key]), todo)) as pixels,
+        phases("encoding photos", len(todo), "photo") as phase, phase.between_modules(),
+    ):  # fmt: skip
+        for key, pixels_3HW in zip(todo, pixels, strict=True):
             tensors = {"latents": encode(pixels_3HW.unsqueeze(0)).detach().to("cpu", torch.float32).squeeze(0)}
             if not _finite(tensors):
                 on_non_finite(described(key))
             cache.put(key, tensors, {"sample": wanted[key][0].sample})
-            if progress is not None:
-                progress(done, len(todo))
+            phase.advance()
     for key in wanted:
         if key not in todo and not cache.is_finite(key):
             on_non_finite(f"{described(key)}, as the cache holds them ({cache.path(key)}: delete it to encode anew),")
@@ -195,28 +195,25 @@ def fill_text(
     fingerprint: str,
     encode: Callable[[list[str]], Conditioning],
     on_non_finite: Callable[[str], None],
-    check: Callable[[], None] | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    phases: Phases = QUIET,
 ) -> int:
     """Make the conditioning that is not cached yet, of each caption and of "" (dropped captions); returns how many.
 
     `encode` gets one caption at a time. Entries hold Conditioning.tensors() with a batch dimension of 1, in the dtypes
-    that `encode` gives. `on_non_finite`, `check` and `progress` as in `fill_latents`.
+    that `encode` gives. `on_non_finite` as in `fill_latents`.
     """
     wanted = {text_key(caption, fingerprint=fingerprint): caption for caption in (*captions, "")}
     cache.remove_leftovers()
-    todo = cache.missing(wanted, check=check)
-    for done, key in enumerate(todo, start=1):
-        if check is not None:
-            check()
-        tensors = encode([wanted[key]]).tensors()
-        for name, tensor in tensors.items():
-            assert tensor.shape[0] == 1, f"{name} of one caption has shape {list(tensor.shape)}"
-        if not _finite(tensors):
-            on_non_finite(f"the text encodings of {wanted[key]!r}")
-        cache.put(key, tensors)
-        if progress is not None:
-            progress(done, len(todo))
+    todo = cache.missing(wanted, phases)
+    with phases("encoding captions", len(todo), "caption") as phase, phase.between_modules():
+        for key in todo:
+            tensors = encode([wanted[key]]).tensors()
+            for name, tensor in tensors.items():
+                assert tensor.shape[0] == 1, f"{name} of one caption has shape {list(tensor.shape)}"
+            if not _finite(tensors):
+                on_non_finite(f"the text encodings of {wanted[key]!r}")
+            cache.put(key, tensors)
+            phase.advance()
     for key in wanted:
         if key not in todo and not cache.is_finite(key):
             where = f"as the cache holds them ({cache.path(key)}: delete it to encode anew),"

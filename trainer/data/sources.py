@@ -25,6 +25,7 @@ import torch
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from trainer.errors import UserError
+from trainer.phases import QUIET, Phases
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp"})
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP")  # decoders that may run, whatever a file is named
@@ -86,12 +87,12 @@ class Photo:
 
 
 def scan(
-    sources: Sequence[tuple[str, int]], *, strict_captions: bool = False, check: Callable[[], None] | None = None
+    sources: Sequence[tuple[str, int]], *, strict_captions: bool = False, phases: Phases = QUIET
 ) -> tuple[Photo, ...]:
     """Every photo of the sources [(folder, repeats), ...], in order of source, then of relative path.
 
     Folders are searched recursively, symbolic links included; hidden files and folders are left out. The caption of
-    `a/b.jpg` is `a/b.txt`, UTF-8. Every image is decoded in full. `check` is called between images and may raise.
+    `a/b.jpg` is `a/b.txt`, UTF-8. Every image is decoded in full.
     Raises one UserError that names everything wrong: folders, images, captions (with `strict_captions` also missing and
     empty ones).
     """
@@ -111,10 +112,9 @@ def scan(
         return _read_photo(*item, strict_captions=strict_captions)
 
     photos: list[Photo] = []
-    with closing(in_threads(read, found)) as results:
+    with phases("scanning photos", len(found), "photo") as phase, closing(in_threads(read, found)) as results:
         for result in results:
-            if check is not None:
-                check()
+            phase.advance()
             if isinstance(result, Photo):
                 photos.append(result)
             else:

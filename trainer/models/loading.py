@@ -26,6 +26,7 @@ from trainer.models import tokenizers
 from trainer.models.base import Family, Markers
 from trainer.models.keys import Link, parameter_shapes
 from trainer.models.weights import Read, Recognise, Weights
+from trainer.phases import QUIET, Phases
 from trainer.tensorfile import TensorFile
 from trainer.types import HeldWeight, Recognised
 
@@ -201,13 +202,12 @@ class ModelSource:
         swap: Callable[[nn.Module], None],
         device: torch.device,
         fill: Callable[[nn.Module], Collection[str]] = lambda module: (),
-        check: Callable[[], None] = lambda: None,
+        phases: Phases = QUIET,
     ) -> nn.Module:
         """Build, swap and fill one component on `device`.
 
         swap: replaces layers of the module on the meta device (quantization.freeze_layers).
         fill: fills what it has from elsewhere (a cache of converted weights) and returns those parameters' names.
-        check: called between tensors; may raise to stop.
         Raises UserError for a missing, wrongly shaped or unexpected tensor, naming it.
         """
         module = self.build(name)
@@ -217,10 +217,10 @@ class ModelSource:
         module.to_empty(device=device)
         _fill_buffers(module)
         filled = frozenset(fill(module))
-        for read in plan:
-            check()
-            if not filled.issuperset(read.link.parts):
-                read.place(module, device)
+        left = [read for read in plan if not filled.issuperset(read.link.parts)]
+        with phases(f"loading {name}", sum(read.bytes for read in left), "B") as phase:
+            for read in left:
+                read.place(module, device, phase)
         if hasattr(module, "tie_weights"):
             module.tie_weights()  # T5 lists its embedding table twice; two copies would be half a gigabyte
         self.family.adjust(name, module)

@@ -11,6 +11,7 @@ from torch import nn
 
 from trainer.errors import UserError
 from trainer.models.keys import Link, split_original
+from trainer.phases import Phase
 from trainer.tensorfile import NAMES, TensorEntry, TensorFile
 from trainer.types import HeldWeight, Recognised
 
@@ -57,8 +58,8 @@ class Weights:
     def entry(self, key: str) -> TensorEntry:
         return self.index[key].entries[self.prefix + key]
 
-    def read(self, key: str) -> torch.Tensor:
-        return self.index[key].read(self.prefix + key)
+    def read(self, key: str, advance: Callable[[int], object] = lambda count: None) -> torch.Tensor:
+        return self.index[key].read(self.prefix + key, advance)
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,12 @@ class Read:
     def held(self) -> HeldWeight | None:
         return self.weights.recognised.weights.get(self.link.original)
 
+    @property
+    def bytes(self) -> int:
+        """In the files."""
+        keys = self.held.parts.values() if self.held is not None else (self.link.original,)
+        return sum(self.weights.entry(key).bytes for key in keys)
+
     def check(self) -> None:
         """Refuse what cannot be placed, as far as headers and the short descriptions beside quantised weights tell."""
         held = self.held
@@ -99,15 +106,16 @@ class Read:
             )
         self._checked(held.check, held.described)
 
-    def place(self, module: nn.Module, device: torch.device) -> None:
+    def place(self, module: nn.Module, device: torch.device, phase: Phase) -> None:
         """Read the tensor, and convert it into the module's own, or take its payload over where that is stored so."""
         held = self.held
         if held is None:
-            source = self.weights.read(self.link.original).to(device)
+            source = self.weights.read(self.link.original, phase.advance).to(device)
             for name, piece in zip(self.link.parts, split_original(self.link, source, self.rows), strict=True):
+                phase.check()
                 _place_tensor(module, name, piece)
             return
-        payload = self._checked(held.payload, tuple(held.parts))
+        payload = self._checked(held.payload, tuple(held.parts), phase)
         for name, shape, piece in zip(self.link.parts, self.parts, self.split(payload), strict=True):
             piece = {role: tensor.to(device) for role, tensor in piece.items()}
             owner = module.get_submodule(name.rpartition(".")[0])
@@ -134,10 +142,11 @@ class Read:
             {"weight": part.contiguous().view(codes.dtype), "scale": rows} for part, rows in zip(*pieces, strict=True)
         ]  # fmt: skip
 
-    def _checked(self, function: Callable, roles: tuple[str, ...]):
+    def _checked(self, function: Callable, roles: tuple[str, ...], phase: Phase | None = None):
         """function(the parts of those roles, shape), a ValueError told as the user's."""
+        advance = phase.advance if phase else lambda count: None
         try:
-            return function({role: self.weights.read(self.held.parts[role]) for role in roles}, self.shape)
+            return function({role: self.weights.read(self.held.parts[role], advance) for role in roles}, self.shape)
         except ValueError as error:
             raise self.refusal(str(error)) from error
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from torch import nn
 
 from trainer.errors import UserError
 from trainer.files import remove_leftovers
+from trainer.phases import QUIET, Phase, Phases
 from trainer.quantization.layers import FrozenLayer
 from trainer.tensorfile import TensorFile, tensor_sha256, write_tensors
 
@@ -43,8 +43,8 @@ class ConvertedWeights:
         inputs = {"version": VERSION, "model": self.fingerprint, "layers": layers, "library": self.library}
         return self.folder / f"{hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()}.safetensors"
 
-    def fill(self, module: nn.Module, check: Callable[[], None] = lambda: None) -> set[str]:
-        """Fill what is there and sound; returns the names of those weights. check: called between layers, may raise."""
+    def fill(self, module: nn.Module, phases: Phases = QUIET) -> set[str]:
+        """Fill what is there and sound; returns the names of those weights."""
         layers = _converted(module)
         self.wanted = len(layers)
         try:
@@ -54,41 +54,49 @@ class ConvertedWeights:
             return set()
         if not isinstance(about, dict):
             return set()
+        total = sum(tensor.nbytes for layer in layers.values() for tensor in layer.payload().values())
+        with phases("reading converted weights", total, "B") as phase:
+            filled = self._fill(layers, file, about, phase)
+        self.found = len(filled)
+        return filled
+
+    @staticmethod
+    def _fill(layers: dict[str, FrozenLayer], file: TensorFile, about: dict, phase: Phase) -> set[str]:
         filled = set()
         for name, layer in layers.items():
-            check()
             said, wanted = about.get(name, {}), layer.payload() | {NORMS: torch.empty(layer.weight_shape[0])}
             entries = {key: file.entries.get(f"{name}.{key}") for key in wanted}
             if any(
                 e is None or (e.dtype, e.shape) != (wanted[key].dtype, wanted[key].shape) for key, e in entries.items()
             ):
                 continue
-            found = {key: file.read(f"{name}.{key}") for key in wanted}
+            found = {key: file.read(f"{name}.{key}", phase.advance) for key in wanted}
             if said.get("sha256") == {key: tensor_sha256(tensor) for key, tensor in found.items()}:
                 layer.original_norms = found.pop(NORMS)
                 layer.load_payload(found)
                 layer.bytes_before, layer.relative_error = said["bytes_before"], said["relative_error"]
                 filled.add(f"{name}.weight")
-        self.found = len(filled)
         return filled
 
-    def store(self, module: nn.Module) -> None:
+    def store(self, module: nn.Module, phases: Phases = QUIET) -> None:
         """Write the file, atomically, unless all of it was found."""
         if self.found == self.wanted:
             return
         remove_leftovers(self.folder.glob(".*.tmp"), idle=600)
         layers = _converted(module)
         kept = {name: layer.payload() | {NORMS: layer.original_norms} for name, layer in layers.items()}
-        about = {
-            name: {
-                "sha256": {key: tensor_sha256(tensor) for key, tensor in kept[name].items()},
-                "bytes_before": layer.bytes_before,
-                "relative_error": layer.relative_error,
-            }
-            for name, layer in layers.items()
-        }
         tensors = {f"{name}.{key}": tensor for name, some in kept.items() for key, tensor in some.items()}
-        write_tensors(self.path(module), tensors, {"layers": json.dumps(about, sort_keys=True)})
+        # Twice through the bytes: the digests stand in the header, in front of what they are of.
+        with phases("storing converted weights", 2 * sum(t.nbytes for t in tensors.values()), "B") as phase:
+            about = {
+                name: {
+                    "sha256": {key: tensor_sha256(tensor, phase.advance) for key, tensor in kept[name].items()},
+                    "bytes_before": layer.bytes_before,
+                    "relative_error": layer.relative_error,
+                }
+                for name, layer in layers.items()
+            }
+            write_tensors(self.path(module), tensors, {"layers": json.dumps(about, sort_keys=True)}, phase.advance)
 
 
 def _converted(module: nn.Module) -> dict[str, FrozenLayer]:

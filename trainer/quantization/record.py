@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from trainer import kernels
+from trainer.phases import QUIET, Phases
 from trainer.quantization.formats import Format
 from trainer.quantization.layers import FrozenLayer, FrozenLinear
 from trainer.tensorfile import NAMES, size_text, tensor_sha256
@@ -84,7 +85,7 @@ def scaled_layers(module: nn.Module) -> str:
     )
 
 
-def record(components: Iterable[tuple[str, nn.Module]]) -> dict[str, dict[str, object]]:
+def record(components: Iterable[tuple[str, nn.Module]], phases: Phases = QUIET) -> dict[str, dict[str, object]]:
     """What `quantization.json` says: every layer's format and every frozen tensor's SHA-256, quantised or not.
 
     Deterministic: the same checkpoint, config and device type give the same tensors, which a resume is checked against.
@@ -108,11 +109,19 @@ def record(components: Iterable[tuple[str, nn.Module]]) -> dict[str, dict[str, o
                 key: tensor for key, tensor in layer.named_buffers(recurse=False) if not key.startswith("payload_")
             }
             tensors |= {(path, key): tensor for key, tensor in own.items()}
-    with ThreadPoolExecutor() as pool:  # hashing leaves Python's lock
-        digests = pool.map(tensor_sha256, tensors.values())
-    for ((path, key), tensor), digest in zip(tensors.items(), digests, strict=True):
-        held = entries.setdefault(path, {}).setdefault("tensors", {})
-        held[key] = {"dtype": NAMES[tensor.dtype], "sha256": digest}
+    pool = ThreadPoolExecutor()  # hashing leaves Python's lock
+    try:
+        digests = [pool.submit(tensor_sha256, tensor) for tensor in tensors.values()]
+        with phases("hashing the frozen weights", sum(tensor.nbytes for tensor in tensors.values()), "B") as phase:
+            for ((path, key), tensor), digest in zip(tensors.items(), digests, strict=True):
+                while not digest.done():
+                    wait([digest], timeout=0.2)
+                    phase.check()
+                held = entries.setdefault(path, {}).setdefault("tensors", {})
+                held[key] = {"dtype": NAMES[tensor.dtype], "sha256": digest.result()}
+                phase.advance(tensor.nbytes)
+    finally:
+        pool.shutdown(cancel_futures=True)
     return entries
 
 
