@@ -26,6 +26,9 @@ MAY_CHANGE = (
     "data.cache_dir", "data.num_workers", "memory.*", "step.accumulation", "step.non_finite", "step.max_skipped",
     "validation.*", "logging.*", "export.*", "checkpoint.*",
 )  # fmt: skip
+# Where photos and model lie. It may change, too, where a checkpoint pins what lies there: `pin_data`, `pin_model`,
+# `pin_quantization`.
+PLACES = ("model.path", "model.config", "model.components.*.path", "data.sources.*.path")
 
 # What else the bytes of a step depend on.
 LIBRARIES = ("torch", "triton", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes")
@@ -52,8 +55,11 @@ def find_start(config: Config, resume_from: str | None) -> tuple[Saved | None, l
                 "go on there with --resume_from auto, or choose another run.output_dir to branch off from that checkpoint"
             )
     elif written.exists() and results:
-        # A start that ended before its first checkpoint left nothing to protect: a mended config replaces it.
-        refuse_changes(configs.read_resolved(written), configs.tree(config), f"run.output_dir = {str(output_dir)!r}")
+        # A start that ended before its first checkpoint left nothing to protect: a mended config replaces it. Adapter files
+        # without a checkpoint are of this run as far as the config tells: nothing pins what lay at its places.
+        old, what = configs.read_resolved(written), f"run.output_dir = {str(output_dir)!r}"
+        places = PLACES if store.steps(checkpoints) else ()
+        refuse_changes(old, configs.tree(config), what, may_change=(*MAY_CHANGE, *places))
         if store.steps(checkpoints):
             raise UserError(
                 f"run.output_dir = {str(output_dir)!r} already holds this run's checkpoints; "
@@ -65,23 +71,29 @@ def find_start(config: Config, resume_from: str | None) -> tuple[Saved | None, l
 
 
 def pin_config(config: Config, what: str = "the checkpoint") -> Pin:
-    """The resolved config: it may differ in MAY_CHANGE."""
+    """The resolved config: it may differ in MAY_CHANGE and PLACES."""
     return Pin(configs.tree(config), lambda saved, now: refuse_changes(saved, now, what))
 
 
-def refuse_changes(saved: Mapping[str, Any], now: Mapping[str, Any], what: str) -> None:
+def refuse_changes(
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    what: str,
+    *,
+    may_change: tuple[str, ...] = (*MAY_CHANGE, *PLACES),
+) -> None:
     old, new = configs.flatten(saved), configs.flatten(now)
     changed = [
         f"{key}: {old.get(key, 'absent')!r} -> {new.get(key, 'absent')!r}"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and not any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)
+        if old.get(key) != new.get(key) and not any(fnmatchcase(key, pattern) for pattern in may_change)
     ]
     if changed:
         raise UserError(
             f"{what} belongs to a run with another config:\n"
             + "\n".join(changed)
             + "\nrestore these keys, or choose another run.output_dir (what may change: "
-            + ", ".join(MAY_CHANGE)
+            + ", ".join(may_change)
             + ")"
         )
 
@@ -103,6 +115,21 @@ def _check_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         raise UserError(
             f"an update had {saved['micro_batches']} micro-batches (step.accumulation x processes), now it has "
             f"{now['micro_batches']}; change step.accumulation or the number of processes to match"
+        )
+
+
+def pin_model(digests: Mapping[str, str]) -> Pin:
+    """digests: of what the model's files decide besides the tensors in `pin_quantization`, by name."""
+    return Pin(digests, _check_model)
+
+
+def _check_model(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to go on with another encoder, configuration or objective, naming each that differs."""
+    changed = sorted(name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name))
+    if changed:
+        raise UserError(
+            f"the model is not that of the checkpoint: other {', other '.join(changed)} (by contents, wherever they lie); "
+            "restore it, or start a new run (another run.output_dir)"
         )
 
 

@@ -259,6 +259,10 @@ class Run:
         self.cache = caches.Cache(cache_dir)
         self.digests = FileDigests(cache_dir / "digests.json", self.phases)
         vae = next(c.name for c in self.family.components if c.role == "vae")
+        cached = (vae, *(self.family.text_encoders if plan.cache_text else ()))
+        self.pieces["model"] = resume.pin_model(self.source.contents(cached, self.digests.of))
+        if self.saved is not None:
+            self.saved.restore(model=self.pieces["model"])
         latent_fingerprint = self.fingerprint(vae)
         text_fingerprint = (
             " ".join(

@@ -83,6 +83,7 @@ def census(step: int = 40) -> dict[str, state.Provider]:
         "config": Pin(configs.tree(config), lambda *_: None),
         "data": Pin({"photos": "ab" * 32, "micro_batches": 2}, lambda *_: None),
         "environment": Pin({"torch": "2.13.0", "device": "a card, CUDA 13.0", "processes": 1}, lambda *_: None),
+        "model": Pin({"vae": "cd" * 32, "tokenizers": "ef" * 32}, lambda *_: None),
         "optimizer": Piece(**optimizer),
         "progress": Progress(step, 2 * step, 1, 1000, "2026-01-02T03:04:05+00:00"),
         "quantization": Pin(frozen, lambda *_: None),
@@ -130,9 +131,10 @@ def test_a_valid_checkpoint(inspect, checkpoint: Path) -> None:
         "transformer stored as fp8_e4m3, computes in bf16",
         "device a card, CUDA 13.0",
         f"adapter.safetensors {shown_bytes} {digest['sha256'][:12]} as listed",
-        "pieces (layout 3, this version reads 3)",
+        "pieces (layout 4, this version reads 4)",
         "adapter 1 9 tensors in adapter.safetensors",
         "data 1 micro_batches 2, photos abababababab",
+        "model 1 tokenizers efefefefefef, vae cdcdcdcdcdcd",
         "optimizer 1 3 tensors in optimizer.safetensors, group.0|step 40",
         "scaler 1 empty",
         "F32 9 6 912 0 3 of [4, 64], 3 of [64, 4], 3 of [64]",
@@ -184,7 +186,7 @@ def test_what_only_reading_finds(inspect, checkpoint: Path) -> None:
         return files.json_bytes(tree)
 
     for change, expected in (
-        (lambda t: t.update(layout=2), "checkpoint layout 2, this version reads 3"),
+        (lambda t: t.update(layout=2), "checkpoint layout 2, this version reads 4"),
         (lambda t: t["pieces"].pop("scaler"), "lacks scaler"),
         (lambda t: t["pieces"]["data"].update(version=9), "data has version 9, this version reads 1"),
         (lambda t: t["pieces"]["progress"].update(state=[]), "state.json has no progress"),
@@ -278,7 +280,7 @@ def test_a_run(inspect, checkpoint: Path) -> None:
     rewritten = json.loads((root / "superseded-step-00000070-2" / "state.json").read_text()) | {"layout": 2}
     store.save(root, 90, {"state.json": [files.json_bytes(rewritten)]})
     status, printed, errors = inspect(root)
-    assert status == 2 and "checkpoint layout 2, this version reads 3" in errors
+    assert status == 2 and "checkpoint layout 2, this version reads 4" in errors
     assert f"error: --resume_from auto refuses to go on from {root / 'step-00000090'}: " in errors
 
 

@@ -87,6 +87,7 @@ def pieces_of_a_run() -> dict[str, Any]:
         "environment": resume.pin_environment(
             SimpleNamespace(device=torch.device("cpu"), count=1), kernels="plain", deterministic=False, say=len
         ),
+        "model": resume.pin_model({"vae": "f" * 64, "tokenizers": "0" * 64}),
         "optimizer": optim.OptimizerState(optimizer),
         "progress": state.Progress(step=1, images=2, non_finite=0, total_steps=4, started="2025-01-01T00:00:00+00:00"),
         "quantization": resume.pin_quantization(record),

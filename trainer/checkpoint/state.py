@@ -19,7 +19,7 @@ from trainer import files
 from trainer.errors import UserError
 from trainer.tensorfile import TensorFile, serialize
 
-LAYOUT_VERSION = 3  # of the files; raise it when a piece moves to another one
+LAYOUT_VERSION = 4  # of the files; raise it when a piece moves to another one, or there is a new one
 
 # The census: every piece of a run, with the version of its content. Raise that when its state_dict changes its meaning.
 PIECES = {
@@ -27,6 +27,7 @@ PIECES = {
     "config": 1,
     "data": 1,
     "environment": 1,
+    "model": 1,
     "optimizer": 1,
     "progress": 1,
     "quantization": 1,

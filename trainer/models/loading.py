@@ -12,7 +12,7 @@ import hashlib
 import importlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -161,6 +161,26 @@ class ModelSource:
         for file in self.weights(name).files:
             total.update(digest(file.path).encode())
         return total.hexdigest()
+
+    def contents(self, encoders: Collection[str], digest: Callable[[Path], str]) -> dict[str, str]:
+        """SHA-256 of what the model decides of a step besides the tensors that are loaded for it, by what it is.
+
+        encoders: components whose encodings are cached: their files stand for these. The others' configs shape what is done
+        with their tensors. Where the files lie does not count.
+        """
+        by_name = {}
+        for component in self.family.components:
+            if component.name in encoders:
+                by_name[f"{component.name} (its files or its config.json)"] = self.fingerprint(component.name, digest)
+            else:
+                config = {key: value for key, value in self.config(component.name).items() if not key.startswith("_")}
+                by_name[f"config.json of {component.name}"] = _json_sha256(config)
+        scheduler = {key: value for key, value in self.scheduler.items() if key != "_diffusers_version"}
+        return by_name | {
+            "tokenizers": self.tokenizer_fingerprint,
+            "scheduler_config.json": _json_sha256(scheduler),
+            "marker tensors of the objective": _json_sha256(asdict(self.markers)),
+        }
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:
@@ -348,6 +368,10 @@ def _fetch(family: Family, hub_id: str, overrides: Mapping[str, Path], weights: 
 def _refuse_pickle(key: str, path: Path) -> None:
     if path.suffix in PICKLES:
         raise UserError(f"{key} = {str(path)!r} is a pickle, which can run code; convert it to .safetensors")
+
+
+def _json_sha256(tree: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 
 def _read_json(path: Path) -> dict[str, Any]:
