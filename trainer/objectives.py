@@ -20,6 +20,14 @@ import torch
 
 from trainer.errors import UserError
 
+# What makes the noise schedule of a diffusers scheduler config, and SDXL's.
+BETAS = {
+    "num_train_timesteps": 1000,
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+}
+
 
 class Objective(Protocol):
     """What the step asks of an objective. `tokens` is the number of image tokens, for shifts that depend on it."""
@@ -62,9 +70,16 @@ class Diffusion:
                 "model.prediction = 'epsilon' is undefined at zero terminal SNR (the last step holds no signal); "
                 "set model.prediction = 'v' or model.zero_terminal_snr = false"
             )
-        steps = scheduler.get("num_train_timesteps", 1000)
-        start, end = scheduler.get("beta_start", 0.00085), scheduler.get("beta_end", 0.012)
-        schedule = scheduler.get("beta_schedule", "scaled_linear")
+        # A default would not be the one that the model was trained with, nor the one that another program samples with:
+        # diffusers' classes disagree with SDXL, and with one another.
+        absent = [key for key in BETAS if scheduler.get(key) is None]
+        if absent or scheduler.get("trained_betas") is not None:
+            what = f"has no {' and no '.join(absent)}" if absent else "has trained_betas, which are not supported"
+            raise UserError(
+                f"the model's scheduler_config.json {what}: give {', '.join(BETAS)}; SDXL's are "
+                + ", ".join(map(repr, BETAS.values()))
+            )
+        steps, start, end, schedule = (scheduler[key] for key in BETAS)
         if schedule == "scaled_linear":
             betas = torch.linspace(start**0.5, end**0.5, steps, dtype=torch.float64).square()
         elif schedule == "linear":

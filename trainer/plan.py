@@ -130,22 +130,11 @@ def make_plan(config: Config, source: ModelSource, *, processes: int, phases: Ph
     photos = sources.scan(
         [(s.path, s.repeats) for s in config.data.sources], strict_captions=config.data.strict_captions, phases=phases
     )
+    objective = find_objective(config, source)
     for component in family.components:
-        source.config(component.name)
         if source.is_here(component.name):
             check_files(source, components[component.name])
         _check_exclude(config, source, component.name)
-    objective = family.objective(
-        source.scheduler,
-        source.markers,
-        prediction=config.model.prediction,
-        zero_terminal_snr=config.model.zero_terminal_snr,
-        min_snr_gamma=config.objective.min_snr_gamma,
-        timesteps=config.objective.timesteps,
-        shift=config.objective.shift,
-        logit_mean=config.objective.logit_mean,
-        logit_std=config.objective.logit_std,
-    )
     step = config.data.bucket_step
     if step % family.size_multiple or config.data.resolution < step:
         raise UserError(
@@ -168,12 +157,41 @@ def make_plan(config: Config, source: ModelSource, *, processes: int, phases: Ph
     steps_per_epoch = sampler.steps_per_epoch(
         bucketed, batch_size=config.data.batch_size, accumulation=accumulation, processes=processes
     )
-    requests = _requests(config)
+    requests = _requests(config, family)
     check_sizes(requests, family.size_multiple)
     return Plan(
         config, family, source, components, objective, bucketed, targets, shapes, skipped, requests, processes,
         steps_per_epoch, config.run.max_steps or config.run.epochs * steps_per_epoch, cache_text,
     )  # fmt: skip
+
+
+def find_objective(config: Config, source: ModelSource) -> Objective:
+    """What is trained, of the config and of what the model says of itself. Raises UserError for a model of another kind."""
+    family = source.family
+    configs = {component.name: source.config(component.name) for component in family.components}
+    shape = source.shape(family.denoiser, family.input_layer)
+    family.check(configs, shape[1] if shape else configs[family.denoiser]["in_channels"])
+    return family.objective(
+        source.scheduler,
+        source.markers,
+        prediction=config.model.prediction,
+        zero_terminal_snr=config.model.zero_terminal_snr,
+        min_snr_gamma=config.objective.min_snr_gamma,
+        timesteps=config.objective.timesteps,
+        shift=config.objective.shift,
+        logit_mean=config.objective.logit_mean,
+        logit_std=config.objective.logit_std,
+    )
+
+
+def check_objective(config: Config, source: ModelSource, planned: Objective) -> None:
+    """After a hub id's weights were fetched: refuse what its configs had not said of them."""
+    found = find_objective(config, source).describe()
+    if found != planned.describe():
+        raise UserError(
+            f"model.path = {source.hub_id!r}: the fetched files say {found}, its scheduler's config {planned.describe()}; "
+            "set model.prediction and model.zero_terminal_snr"
+        )
 
 
 def resolve(config: Config, source: ModelSource) -> Config:
@@ -328,8 +346,14 @@ def _targets(
     return targets, shapes, tuple(name for name in skipped if name.partition(".")[0] in adapted)
 
 
-def _requests(config: Config) -> tuple[SampleRequest, ...]:
+def _requests(config: Config, family: Family) -> tuple[SampleRequest, ...]:
     wanted, size = config.validation, config.data.resolution
+    for index, sample in enumerate(wanted.samples):
+        if sample.negative and not family.negative_prompts:
+            raise UserError(
+                f"validation.samples.{index}.negative = {sample.negative!r}: {family.name} has no negative prompts (its "
+                "guidance is an input, not a second evaluation); leave it out"
+            )
     if wanted.every_steps == 0:
         return ()
     return tuple(

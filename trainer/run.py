@@ -36,6 +36,7 @@ from trainer.phases import QUIET, Phases, Record
 from trainer.plan import (
     Plan,
     check_files,
+    check_objective,
     check_storage,
     describe,
     held_storage,
@@ -175,6 +176,7 @@ class Run:
             for component in self.plan.components.values():
                 check_files(self.source, component)
                 check_storage(self.source, component)
+            check_objective(self.config, self.source, self.plan.objective)
         config, plan = self.config, self.plan
         self.model = Model(
             modules={},

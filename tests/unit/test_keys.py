@@ -234,12 +234,14 @@ def test_harmless_patterns_match_what_files_have():
     for name in (
         "model_ema.diffusion_modelinput_blocks00weight",
         "denoiser.sigmas",
-        "edm_vpred.sigma_max",
+        "v_pred",
+        "model.diffusion_model.ztsnr",
         "conditioner.embedders.0.transformer.text_model.embeddings.position_ids",
         "conditioner.embedders.1.model.logit_scale",
     ):
         assert any(fnmatchcase(name, pattern) for pattern in keys.SDXL_HARMLESS), name
-    assert not any(fnmatchcase("edm_mean", pattern) for pattern in keys.SDXL_HARMLESS)
+    for name in ("edm_mean", "edm_vpred.sigma_max", "model.diffusion_model.edm_vpred.sigma_min"):
+        assert not any(fnmatchcase(name, pattern) for pattern in keys.SDXL_HARMLESS), name
 
 
 WIDTHS = {

@@ -44,10 +44,14 @@ class Component:
 
 @dataclass(frozen=True)
 class Markers:
-    """What a checkpoint itself says of its objective: marker tensors of single files, by name."""
+    """What a checkpoint's files themselves say of its objective: tensors that are no weights, by name.
+
+    edm: the tensor that says EDM, its model and its file, for a message.
+    """
 
     v_prediction: bool = False
     zero_terminal_snr: bool = False
+    edm: str | None = None
 
 
 @dataclass
@@ -81,8 +85,13 @@ class SampleRequest:
 class Family:
     """A model family. `components` in pipeline order; exactly one is the denoiser, one the vae.
 
+    input_layer: the denoiser's parameter [N, channels, ...] that reads the latents.
+    check(configs by component, channels that `input_layer` reads): raises UserError for a model of this architecture that is
+      trained for something else.
+    negative_prompts: whether a sample is guided away from one.
     tokenizers: their folders' names. size_multiple: image sizes in pixels are multiples of it.
-    objective(scheduler, markers, **choices) -> Objective; raises UserError for an impossible choice.
+    objective(scheduler, markers, **choices) -> Objective; raises UserError for an impossible choice, and for an objective
+      that is not this one.
     encode_images(model, pixels fp32 [B, 3, H, W] in [-1, 1]) -> normalised latents fp32 [B, C, h, w], posterior mean.
     encode_prompts(model, captions) -> Conditioning, with gradients where the encoders have any.
     predict(model, noised fp32 [B, C, h, w], time [B], conditioning, batch) -> the objective's prediction [B, C, h, w].
@@ -98,6 +107,9 @@ class Family:
 
     name: str
     components: tuple[Component, ...]
+    input_layer: str
+    check: Callable[[Mapping[str, dict], int], None]
+    negative_prompts: bool
     tokenizers: tuple[str, ...]
     size_multiple: int
     presets: Mapping[str, tuple[str, ...]]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trainer.errors import UserError
-from trainer.models import clip, keys
+from trainer.models import clip, keys, variants
 from trainer.models.base import Component, Family, Markers, Model, SampleRequest
 from trainer.models.clip import clip_ids, count_tokens
 from trainer.objectives import Flow
@@ -21,6 +21,16 @@ from trainer.types import Batch, Conditioning
 
 DEFAULT_GUIDANCE = 3.5
 T5_LENGTH_DEV, T5_LENGTH_SCHNELL = 512, 256
+SCHEDULERS = frozenset({"FlowMatchEulerDiscreteScheduler"})
+INPUTS = {
+    128: "a Control model (Canny or Depth: latents and the control image's)",
+    384: "Flux Fill (latents, the masked image's and the mask)",
+}
+
+
+def check(configs: Mapping[str, dict], inputs: int) -> None:
+    variants.check_channels(configs, "transformer", inputs, fold=4, kinds=INPUTS)
+    variants.check_latents(configs["vae"])
 
 
 def objective(
@@ -35,6 +45,7 @@ def objective(
     logit_mean: float,
     logit_std: float,
 ) -> Flow:
+    variants.check_scheduler(scheduler, "flux", SCHEDULERS)
     if prediction != "auto":
         raise UserError(f"model.prediction = {prediction!r} is for sdxl; flux predicts a velocity, leave it out")
     if zero_terminal_snr is True:
@@ -218,6 +229,9 @@ FAMILY = Family(
             "vae", "diffusers", "AutoencoderKL", "vae", sensitive=("*",), links=keys.vae_links, prefixes=("vae.", "")
         ),
     ),
+    input_layer="x_embedder.weight",
+    check=check,
+    negative_prompts=False,
     tokenizers=("tokenizer", "tokenizer_2"),
     size_multiple=16,
     presets={"attention": _ATTENTION, "attention+mlp": (*_ATTENTION, *_MLP), "linear": _LINEAR, "all": _LINEAR},

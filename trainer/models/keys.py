@@ -41,12 +41,14 @@ SDXL_PREFIXES: dict[str, tuple[str, ...]] = {
 FLUX_PREFIXES: dict[str, tuple[str, ...]] = {"transformer": ("", "model.diffusion_model.")}
 
 # Tensors that files hold beside the weights and that say nothing a loader needs: fnmatch patterns on the full name.
-# `edm_mean` and `edm_std` (Playground 2.5) and `scaled_fp8` are missing on purpose: they change what the weights mean.
+# `edm_mean`, `edm_std` (Playground 2.5), `edm_vpred.*` (CosXL) and `scaled_fp8` are missing on purpose: they change what the
+# weights mean.
 SDXL_HARMLESS = (
     # the objective's markers, read apart from the weights
     "v_pred",
+    "*.v_pred",
     "ztsnr",
-    "edm_vpred.sigma_m??",
+    "*.ztsnr",
     # the training script's own: average, schedule, the autoencoder's discriminator
     "model_ema.*",
     "denoiser.sigmas",

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from trainer.errors import UserError
-from trainer.models import tokenizers
+from trainer.models import tokenizers, variants
 from trainer.models.base import Family, Markers
 from trainer.models.keys import Link, parameter_shapes
 from trainer.models.weights import Read, Recognise, Weights
@@ -60,10 +60,15 @@ class ModelSource:
 
     @cached_property
     def markers(self) -> Markers:
-        override = self.overrides.get(self.family.denoiser)
-        own = TensorFile(override) if override is not None and override.is_file() else self.single_file
-        keys = own.entries.keys() if own else ()
-        return Markers("v_pred" in keys, "ztsnr" in keys)
+        """Looked for in the whole of every file that something is read from; v and its zero SNR are the denoiser's affair."""
+        files = {c.name: self.weights(c.name).files for c in self.family.components if self.is_here(c.name)}
+        own = [name for file in files.get(self.family.denoiser, ()) for name in file.entries]
+        edm = None
+        for file in {file.path: file for component in files.values() for file in component}.values():
+            found = variants.edm_marker(file.entries)
+            edm = edm or (found and f"{file.path} holds {found}")
+        v, zero_snr = (any(variants.is_marker(name, marker) for name in own) for marker in ("v_pred", "ztsnr"))
+        return Markers(v, zero_snr, edm)
 
     def config(self, name: str) -> dict[str, Any]:
         """The component's config.json; widths of a single file without its own config are read from its shapes."""
@@ -151,6 +156,14 @@ class ModelSource:
         if links is None:
             links = _same_names(self._expected(name), weights.shapes)
         return {link.original: link.parts for link in links if link.original in weights.shapes}
+
+    def shape(self, name: str, parameter: str) -> tuple[int, ...] | None:
+        """Of the tensor that the component's files have for a parameter; None where they are not here, or do not tell."""
+        if not self.is_here(name):
+            return None
+        weights = self.weights(name)
+        originals = (original for original, parts in self._module_names(name, weights).items() if parameter in parts)
+        return weights.shapes.get(next(originals, ""))
 
     def _expected(self, name: str) -> dict[str, tuple[int, ...]]:
         return parameter_shapes(self.family.component(name).class_name, self.config(name))

@@ -13,13 +13,53 @@ from typing import Any, Literal
 import torch
 
 from trainer.errors import UserError
-from trainer.models import clip, keys
+from trainer.models import clip, keys, variants
 from trainer.models.base import Component, Family, Markers, Model, SampleRequest
 from trainer.models.clip import clip_ids, count_clip_tokens
 from trainer.objectives import Diffusion
 from trainer.types import Batch, Conditioning
 
 DEFAULT_GUIDANCE = 5.0
+# Those that sample a DDPM by its betas. What the model predicts is the same for all of them.
+SCHEDULERS = frozenset(
+    f"{name}Scheduler"
+    for name in (
+        "DDIM", "DDPM", "DEISMultistep", "DPMSolverMultistep", "DPMSolverSDE", "DPMSolverSinglestep",
+        "EulerAncestralDiscrete", "EulerDiscrete", "HeunDiscrete", "KDPM2AncestralDiscrete", "KDPM2Discrete",
+        "LMSDiscrete", "PNDM", "SASolver", "UniPCMultistep",
+    )
+)  # fmt: skip
+# By what diffusers calls them.
+PREDICTIONS: dict[str, Literal["epsilon", "v"]] = {"epsilon": "epsilon", "v_prediction": "v"}
+INPUTS = {
+    5: "a model for depth maps (latents and depth)",
+    8: "a model for editing images (latents and the image's, as InstructPix2Pix and CosXL-Edit)",
+    9: "an inpainting model (latents, mask and the masked image's)",
+}
+
+
+def check(configs: Mapping[str, dict], inputs: int) -> None:
+    variants.check_channels(configs, "unet", inputs, fold=1, kinds=INPUTS)
+    variants.check_latents(configs["vae"])
+
+
+def check_objective(scheduler: Mapping[str, Any], markers: Markers) -> None:
+    """Refuse what is trained neither on epsilon nor on v over a DDPM's discrete steps."""
+    if markers.edm is not None:
+        raise UserError(f"{markers.edm}: an EDM model, whose objective is not trained here; use one of SDXL's own kind")
+    variants.check_scheduler(scheduler, "sdxl", SCHEDULERS)
+    said = scheduler.get("prediction_type", "epsilon")
+    if said not in PREDICTIONS:
+        raise UserError(
+            f"the model's scheduler_config.json has prediction_type = {said!r}, which is not trained here; "
+            f"use a model with {' or '.join(map(repr, PREDICTIONS))}"
+        )
+    for key, refused in (("use_flow_sigmas", True), ("timestep_type", "continuous")):
+        if scheduler.get(key) == refused:
+            raise UserError(
+                f"the model's scheduler_config.json has {key} = {refused!r}: flow matching or EDM, which is not trained as "
+                "sdxl; use a model of discrete steps"
+            )
 
 
 def objective(
@@ -35,6 +75,7 @@ def objective(
     logit_std: float,
 ) -> Diffusion:
     """Epsilon or v, as asked, or as the marker tensors, or as the scheduler's config says."""
+    check_objective(scheduler, markers)
     if timesteps == "logit_normal":
         raise UserError(
             "objective.timesteps = 'logit_normal' belongs to flow matching; for sdxl leave it out or 'uniform'"
@@ -42,8 +83,7 @@ def objective(
     if shift != "auto":
         raise UserError(f"objective.shift = {shift} belongs to flow matching; for sdxl leave it out")
     if prediction == "auto":
-        v = markers.v_prediction or scheduler.get("prediction_type") == "v_prediction"
-        prediction = "v" if v else "epsilon"
+        prediction = "v" if markers.v_prediction else PREDICTIONS[scheduler.get("prediction_type", "epsilon")]
     if zero_terminal_snr == "auto":
         zero_terminal_snr = markers.zero_terminal_snr or bool(scheduler.get("rescale_betas_zero_snr"))
     return Diffusion.from_scheduler(
@@ -158,6 +198,9 @@ FAMILY = Family(
             sensitive=("*",), links=keys.vae_links, prefixes=keys.SDXL_PREFIXES["vae"],
         ),
     ),
+    input_layer="conv_in.weight",
+    check=check,
+    negative_prompts=True,
     tokenizers=("tokenizer", "tokenizer_2"),
     size_multiple=8,
     presets={

@@ -1,0 +1,37 @@
+"""What documents and file headers promise of other programs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from trainer.adapters import Adapter, Target, export
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_no_document_gives_a_dora_file_to_sd_scripts() -> None:
+    """It has no DoRA code. Every line that names it says which kind of file it means."""
+    lines = [
+        (path.name, line)
+        for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if "sd-scripts" in line
+    ]
+    assert len(lines) >= 3
+    for name, line in lines:
+        assert re.search(r"a LoRA also (in )?sd-scripts|not for sd-scripts|sd-scripts\*\* has no DoRA", line), (
+            name,
+            line,
+        )
+
+
+@pytest.mark.parametrize(("dora", "module"), [(False, "networks.lora"), (True, "lycoris.kohya")])
+def test_a_dora_files_header_does_not_name_sd_scripts_own_module(dora: bool, module: str) -> None:
+    adapter = Adapter({}, {"unet.a": Target("unet", "a", 4, 4.0)}, dora=dora, rslora=False)
+    about = export.About("bear", "2025-01-01T00:00:00+00:00", 1, 1, 1e-4, 5, "64x64", {}, "", 0, {})
+    header = export.metadata(adapter, about, convention="magnitude")
+    assert header["ss_network_module"] == module
+    assert ("dora_wd" in header["ss_network_args"]) == dora

@@ -1,0 +1,79 @@
+"""Models of a family's architecture that are trained for something else, refused by what they say of themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from trainer.errors import UserError
+
+# By a marker tensor's name; the last part counts, single files have it under several prefixes.
+EDM_MARKERS = {
+    "edm_vpred.sigma_max": "CosXL",
+    "edm_vpred.sigma_min": "CosXL",
+    "edm_mean": "Playground 2.5",
+    "edm_std": "Playground 2.5",
+}
+# What the beginning of a scheduler's class name says.
+SCHEDULER_KINDS = {
+    "EDM": "of an EDM model (continuous noise levels, as CosXL and Playground 2.5 have)",
+    "FlowM": "of a flow-matching model",
+    "LCM": "of a distilled model (latent consistency)",
+    "TCD": "of a distilled model (trajectory consistency)",
+}
+
+
+def check_scheduler(scheduler: Mapping[str, Any], family: str, allowed: Collection[str]) -> None:
+    """Refuse a scheduler config whose class is not one of `allowed`."""
+    name = scheduler.get("_class_name")
+    if name in allowed:
+        return
+    kind = next((f", {kind}" for start, kind in SCHEDULER_KINDS.items() if str(name).startswith(start)), "")
+    raise UserError(
+        f"the model's scheduler_config.json has _class_name = {name!r}{kind}, which is not trained as {family}; "
+        f"{family} has one of {', '.join(sorted(allowed))}"
+    )
+
+
+def check_channels(
+    configs: Mapping[str, Mapping[str, Any]], denoiser: str, inputs: int, *, fold: int, kinds: Mapping[int, str]
+) -> None:
+    """Refuse a denoiser that does not read and predict just the VAE's latents.
+
+    inputs: channels that its first layer reads. fold: of them for one of the VAE's (Flux packs 2 x 2). kinds: what models
+    are that read another number.
+    """
+    latent, config = configs["vae"]["latent_channels"], configs[denoiser]
+    wanted = latent * fold
+    outputs = config.get("out_channels") or wanted
+    if (inputs, outputs) == (wanted, wanted):
+        return
+    packed = f" (each in {fold})" if fold > 1 else ""
+    raise UserError(
+        f"the {denoiser} reads {inputs} channels and predicts {outputs}, and the vae gives {latent}{packed}: "
+        + (f"it is {kinds[inputs]}, which is not trained here" if inputs in kinds else "they do not belong together")
+        + f"; use a {denoiser} that reads and predicts {wanted}"
+    )
+
+
+def check_latents(vae: Mapping[str, Any]) -> None:
+    """Refuse a VAE config whose latents are normalised channel by channel."""
+    for key in ("latents_mean", "latents_std"):
+        if vae.get(key) is not None:
+            raise UserError(
+                f"the vae's config.json has {key} = {vae[key]}: latents normalised channel by channel, as Playground 2.5 "
+                "(an EDM model) has them, are not trained here"
+            )
+
+
+def edm_marker(names: Collection[str]) -> str | None:
+    """The first tensor that says EDM and the model it is known of, for a message; None where there is none."""
+    for name in sorted(names):
+        for marker, model in EDM_MARKERS.items():
+            if is_marker(name, marker):
+                return f"{name!r} ({model})"
+    return None
+
+
+def is_marker(name: str, marker: str) -> bool:
+    return name == marker or name.endswith(f".{marker}")
