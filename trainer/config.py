@@ -81,6 +81,7 @@ class Model(Table):
     family: str
     path: GivenPath
     config: PathText | None = None
+    variant: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")] | None = None
     prediction: Literal["auto", "epsilon", "v"] = "auto"
     zero_terminal_snr: Literal["auto"] | bool = "auto"
     cache_dir: PathText | None = None

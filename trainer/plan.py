@@ -105,7 +105,7 @@ class Plan:
 
 
 def open_source(config: Config) -> ModelSource:
-    """The model's configs and file headers. Of a hub id, the configs only; `Run.open_model` fetches the rest."""
+    """The model's configs and file headers. Of a hub id, the configs at first; `Run.open_model` fetches the rest."""
     family = family_named(config.model.family)
     names = [component.name for component in family.components]
     for name in config.model.components:
@@ -118,9 +118,17 @@ def open_source(config: Config) -> ModelSource:
         config.model.path,
         config=config.model.config,
         component_paths={name: c.path for name, c in config.model.components.items() if c.path},
-        weights=False,
+        variant=config.model.variant,
+        stored={component.name: _precision(config, component) for component in family.components},
         recognise=quantization.recognise,
     )
+
+
+def _precision(config: Config, component: ModelComponent) -> str:
+    """What a component is stored as, before its files are looked at; "fp32" also where it computes in fp32."""
+    given = config.model.components.get(component.name, Component())
+    stored = given.dtype or DEFAULT_STORAGE[component.role]
+    return "fp32" if (given.compute or config.precision.compute) == "fp32" else stored
 
 
 def make_plan(config: Config, source: ModelSource, *, processes: int, phases: Phases = QUIET) -> Plan:
@@ -189,7 +197,7 @@ def check_objective(config: Config, source: ModelSource, planned: Objective) -> 
     found = find_objective(config, source).describe()
     if found != planned.describe():
         raise UserError(
-            f"model.path = {source.hub_id!r}: the fetched files say {found}, its scheduler's config {planned.describe()}; "
+            f"model.path = {source.repository.hub_id!r}: the fetched files say {found}, its scheduler's config {planned.describe()}; "
             "set model.prediction and model.zero_terminal_snr"
         )
 
@@ -379,9 +387,13 @@ def describe(plan: Plan, *, sizes: bool) -> str:
             count = sum(t.numel() * t.dtype.itemsize for t in module.state_dict().values())
             total += count
             line += f"  {size_text(count)}"
+        chosen = plan.source.chosen(name)
+        if chosen is not None and chosen.why:
+            line += f"; reads the {chosen.files} ({chosen.why})"
         lines.append(line)
     if sizes:
         lines.append(f"  weights in all   {size_text(total)}")
+    lines += _hub_lines(plan.source)
     lines += _adapter_lines(plan) + [f"objective {plan.objective.describe()}"] + _data_lines(plan)
     group = config.optimizer
     lines.append(
@@ -389,6 +401,19 @@ def describe(plan: Plan, *, sizes: bool) -> str:
         f"clipping {config.step.max_grad_norm:g}; schedule {config.schedule.name}, warm-up {config.schedule.warmup:g}"
     )
     return "\n".join(lines)
+
+
+def _hub_lines(source: ModelSource) -> list[str]:
+    """What of a hub id is not here yet."""
+    if source.fetched:
+        return []
+    lines = []
+    if source.embedded:
+        lines.append(f"  configs as embedded: nothing was fetched ({source.embedded})")
+    count = source.to_fetch()
+    if count:
+        lines.append(f"  to be downloaded {size_text(count)}, into {source.repository.blobs.parent}")
+    return lines
 
 
 def _adapter_lines(plan: Plan) -> list[str]:

@@ -28,7 +28,7 @@ MAY_CHANGE = (
 )  # fmt: skip
 # Where photos and model lie. It may change, too, where a checkpoint pins what lies there: `pin_data`, `pin_model`,
 # `pin_quantization`.
-PLACES = ("model.path", "model.config", "model.components.*.path", "data.sources.*.path")
+PLACES = ("model.path", "model.config", "model.variant", "model.components.*.path", "data.sources.*.path")
 
 # What else the bytes of a step depend on.
 LIBRARIES = ("torch", "triton", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes")

@@ -30,7 +30,7 @@ from trainer.digests import FileDigests
 from trainer.errors import DataError, Interrupted, NonFiniteError, OutOfMemory, UserError
 from trainer.memory import checkpoint_blocks, find_blocks, is_out_of_memory, what_would_fit
 from trainer.models.base import Model
-from trainer.models.loading import load_tokenizers, open_model
+from trainer.models.loading import load_tokenizers
 from trainer.phases import FILE as PHASES
 from trainer.phases import QUIET, Phases, Record
 from trainer.plan import (
@@ -167,12 +167,9 @@ class Run:
 
     def open_model(self) -> None:
         """Fetch a hub id's weights, of which only configs are here so far; tokenizers; what they say of the captions."""
-        if self.source.hub_id:
-            paths = {name: c.path for name, c in self.config.model.components.items() if c.path}
+        if self.source.repository is not None:
             with self.processes.main_first():
-                self.source = open_model(
-                    self.family, self.config.model.path, component_paths=paths, recognise=quantization.recognise
-                )
+                self.source = self.source.fetch(phases=self.phases)
             for component in self.plan.components.values():
                 check_files(self.source, component)
                 check_storage(self.source, component)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import hub
 from tests import quantised_files as files
 from tests.harness import Workbench, built, metrics_of
 from trainer import cli
@@ -205,27 +206,19 @@ def test_plan_counts_the_payload(bench: Workbench, capsys) -> None:
 
 def test_a_local_component_of_a_hub_model_is_known_when_planning(bench: Workbench, monkeypatch, capsys) -> None:
     """Only configs of a hub id are there then, but the file of `path` is: it decides, and is checked like any other."""
-    import huggingface_hub
-
-    def configs_only(hub_id, allow_patterns):
-        target = bench.tmp / "hub"
-        shutil.copytree(
-            bench.models / "flux", target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors")
-        )
-        return str(target)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", configs_only)
     file = files.comfy_file(bench.models / "flux-one.safetensors", bench.tmp / "c.safetensors", new=False)
     tree = tree_for(bench, "flux", file, model__components={"transformer": {"path": str(file)}})
     tree["model"]["path"] = "someone/flux"
     config = ["--config", str(bench.write(tree)), "--plan"]
-    assert cli.main(config) == 0
-    assert "transformer     stored fp8_e4m3" in capsys.readouterr().out
-    assert cli.main([*config, "--set", "model.components.transformer.dtype=nf4"]) == 2
-    assert "holds this component as fp8_e4m3" in capsys.readouterr().err
-    tensors = TensorFile(file).read_all()
-    tensors.pop("img_in.bias")
-    file.unlink()
-    write_tensors(file, tensors)
-    assert cli.main(config) == 2
-    assert "tensor 'img_in.bias' of component 'transformer' is missing" in capsys.readouterr().err
+    with hub.serve({"someone/flux": bench.models / "flux"}) as stand_in:
+        stand_in.use(monkeypatch, bench.tmp / "home")
+        assert cli.main(config) == 0
+        assert "transformer     stored fp8_e4m3" in capsys.readouterr().out
+        assert cli.main([*config, "--set", "model.components.transformer.dtype=nf4"]) == 2
+        assert "holds this component as fp8_e4m3" in capsys.readouterr().err
+        tensors = TensorFile(file).read_all()
+        tensors.pop("img_in.bias")
+        file.unlink()
+        write_tensors(file, tensors)
+        assert cli.main(config) == 2
+        assert "tensor 'img_in.bias' of component 'transformer' is missing" in capsys.readouterr().err

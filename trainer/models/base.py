@@ -89,6 +89,7 @@ class Family:
     check(configs by component, channels that `input_layer` reads): raises UserError for a model of this architecture that is
       trained for something else.
     negative_prompts: whether a sample is guided away from one.
+    hub_ids: the published models, by id -> the folder of their embedded configs.
     tokenizers: their folders' names. size_multiple: image sizes in pixels are multiples of it.
     objective(scheduler, markers, **choices) -> Objective; raises UserError for an impossible choice, and for an objective
       that is not this one.
@@ -115,6 +116,7 @@ class Family:
     presets: Mapping[str, tuple[str, ...]]
     harmless: tuple[str, ...]
     published: Callable[[set[str]], str]
+    hub_ids: Mapping[str, str]
     infer_config: Callable[[str, Mapping[str, tuple[int, ...]], dict], dict]
     objective: Callable[..., Objective]
     encode_images: Callable[[Model, torch.Tensor], torch.Tensor]

@@ -237,6 +237,10 @@ FAMILY = Family(
     presets={"attention": _ATTENTION, "attention+mlp": (*_ATTENTION, *_MLP), "linear": _LINEAR, "all": _LINEAR},
     harmless=keys.FLUX_HARMLESS,
     published=lambda names: "flux-dev" if any("guidance_in" in name for name in names) else "flux-schnell",
+    hub_ids={
+        "black-forest-labs/FLUX.1-dev": "flux-dev",
+        "black-forest-labs/FLUX.1-schnell": "flux-schnell",
+    },
     infer_config=keys.infer_config,
     objective=objective,
     encode_images=encode_images,

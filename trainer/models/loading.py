@@ -7,12 +7,11 @@ size plus the largest tensor.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import importlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -22,18 +21,16 @@ import torch
 from torch import nn
 
 from trainer.errors import UserError
-from trainer.models import tokenizers, variants
-from trainer.models.base import Family, Markers
+from trainer.models import hub, tokenizers, variants
+from trainer.models.base import Component, Family, Markers
 from trainer.models.keys import Link, parameter_shapes
+from trainer.models.weight_sets import PICKLES, PLAIN, WEIGHT_STEMS, Chosen, choose, weight_sets
 from trainer.models.weights import Read, Recognise, Weights
 from trainer.phases import QUIET, Phases
 from trainer.tensorfile import TensorFile
 from trainer.types import HeldWeight, Recognised
 
 PUBLISHED = Path(__file__).parent / "published"
-PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-# Both libraries' names for a component's weights in a folder.
-WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,10 @@ class ModelSource:
     """A model opened for reading: configs and file headers have been read, weights have not.
 
     root: diffusers folder, or the folder of configs beside a single file.
-    fetched: False for a hub id of which only the configs are here.
+    variant: as `model.variant` asks. stored: what a component is stored as, "fp32" also where it computes in fp32; by
+    these two the files are chosen of a component that has several (weight_sets.choose).
+    repository: of a hub id. fetched: False for a hub id whose weights are not all here. embedded: why its configs are the
+    embedded ones.
     """
 
     family: Family
@@ -49,8 +49,11 @@ class ModelSource:
     single_file: TensorFile | None
     recognise: Recognise
     overrides: Mapping[str, Path] = field(default_factory=dict)
-    hub_id: str | None = None
+    variant: str | None = None
+    stored: Mapping[str, str] = field(default_factory=dict)
+    repository: hub.Repository | None = None
     fetched: bool = True
+    embedded: str | None = None
     _opened: dict[str, Weights] = field(default_factory=dict, repr=False)
     _held: dict[str, dict[str, HeldWeight | torch.dtype]] = field(default_factory=dict, repr=False)
 
@@ -107,28 +110,99 @@ class ModelSource:
     def _files(self, name: str) -> tuple[tuple[TensorFile, ...], str, tuple[Link, ...] | None]:
         """(files, prefix, links) of the component's weights."""
         component, override = self.family.component(name), self.overrides.get(name)
-        own_folder = self.root / name
-        if override is not None and override.is_dir():
-            return _weight_files(override / name if (override / name).is_dir() else override, name), "", None
-        if override is None and self.single_file is None:
-            return _weight_files(own_folder, name), "", None
+        folder = self._folder(name)
+        if folder is not None:
+            files = self._choose(name, folder).files
+            names = files.names
+            if files.index is not None:
+                names = sorted(set(_read_json(folder / files.index)["weight_map"].values()))
+            return tuple(TensorFile(folder / file) for file in names), "", None
         if override is not None and override.suffix != ".safetensors":
             raise UserError(
                 f"model.components.{name}.path = {str(override)!r} is neither a folder nor a .safetensors file"
             )
         file = TensorFile(override) if override is not None else self.single_file
         assert file is not None
-        prefix = next((p for p in component.prefixes if p and any(key.startswith(p) for key in file.entries)), None)
+        prefix = _prefix(component, file)
         if prefix is None and override is None and component.role != "denoiser":
-            # A single file that holds the denoiser alone; the folder of its configs may hold the other components.
-            if any(own_folder.glob("*.safetensors")):
-                return _weight_files(own_folder, name), "", None
             raise UserError(f"{file.path} holds no {name}; set model.components.{name}.path")
         prefix = prefix or ""
         links = component.links(self.config(name)) if component.links else None
         if links is not None and not any(prefix + link.original in file.entries for link in links):
             links = None  # one component in the diffusers layout
         return (file,), prefix, None if links is None else tuple(links)
+
+    def _folder(self, name: str) -> Path | None:
+        """Where the component's weights lie under diffusers' names; None where they are read from a single file."""
+        component, override = self.family.component(name), self.overrides.get(name)
+        own_folder = self.root / name
+        if override is not None and override.is_dir():
+            return override / name if (override / name).is_dir() else override
+        if override is not None:
+            return None
+        if self.single_file is None:
+            return own_folder
+        # A single file that holds the denoiser alone; the folder of its configs may hold the other components.
+        apart = component.role != "denoiser" and _prefix(component, self.single_file) is None
+        return own_folder if apart and any(own_folder.glob("*.safetensors")) else None
+
+    def chosen(self, name: str) -> Chosen | None:
+        """Which of its folder's files are read; None in a single file, and where a hub's listing could not be had.
+
+        Raises UserError where the folder holds no weights, or only pickles.
+        """
+        folder = self._folder(name)
+        return None if folder is None or self._unlisted(name) else self._choose(name, folder)
+
+    def _unlisted(self, name: str) -> bool:
+        repository = self.repository
+        return (
+            name not in self.overrides
+            and repository is not None
+            and repository.unreachable is not None
+            and not any(held.whole for held in weight_sets(repository.listing(name)))
+        )
+
+    def _choose(self, name: str, folder: Path) -> Chosen:
+        repository = None if name in self.overrides else self.repository
+        if repository is not None:
+            listing, where = repository.listing(name), f"{repository.hub_id}/{name}"
+        else:
+            found = folder.iterdir() if folder.is_dir() else ()
+            listing, where = {path.name: path.stat().st_size for path in found if path.is_file()}, str(folder)
+        sets = weight_sets(listing)
+        if repository is not None and repository.unreachable is not None:
+            sets = [held for held in sets if held.whole]  # what an interrupted download left of the others is no choice
+        if sets:
+            return choose(sets, variant=self.variant, stored=self.stored.get(name, "fp32"), where=where)
+        pickles = sorted(file for file in listing if file.endswith(PICKLES))
+        found = f"; {pickles[0]} there is a pickle, which can run code: convert it" if pickles else ""
+        raise UserError(
+            f"component {name!r} of the model has no weights: "
+            f"{where}/{WEIGHT_STEMS[0]}.safetensors (or {WEIGHT_STEMS[1]}.safetensors) is missing{found}"
+        )
+
+    def weight_names(self) -> list[str]:
+        """The files of the repository that hold the weights, as chosen; none of a component that is not listed."""
+        chosen = {c.name: self.chosen(c.name) for c in self.family.components if c.name not in self.overrides}
+        return [
+            f"{name}/{file}"
+            for name, one in chosen.items()
+            if one is not None
+            for file in (*one.files.names, *([one.files.index] if one.files.index else ()))
+        ]
+
+    def to_fetch(self) -> int:
+        """Bytes to download before the model can be read, as far as the hub lists them."""
+        return 0 if self.fetched else self.repository.to_fetch(self.weight_names())
+
+    def fetch(self, *, phases: Phases) -> ModelSource:
+        """This source with its weights on this machine. Errors: as of `hub.Repository.fetch`."""
+        if self.fetched:
+            return self
+        names = [*_config_files(self.family, self.repository), *self.weight_names()]
+        root = self.repository.fetch(names, phases=phases)
+        return replace(self, root=root, fetched=True, embedded=None, _opened={}, _held={})
 
     def held(self, name: str) -> dict[str, HeldWeight | torch.dtype]:
         """By the layers of the module: the weights that the files hold quantised, and the dtype of all others.
@@ -309,16 +383,32 @@ def open_model(
     *,
     config: str | None = None,
     component_paths: Mapping[str, str] = {},
-    weights: bool = True,
+    variant: str | None = None,
+    stored: Mapping[str, str] = {},
     recognise: Recognise = lambda entries: Recognised({}, frozenset()),
 ) -> ModelSource:
     """Resolve `path`: a diffusers folder, a single .safetensors file, or else a hub id.
 
     config: a folder of component configs, scheduler and tokenizers for a single file; without it the folder of the
     file's stem beside it, else the embedded configs of the published models.
-    weights False (planning): of a hub id only configs and tokenizers are fetched.
-    recognise: finds the weights that a file holds quantised (quantization.recognise).
+    variant, stored: see ModelSource. recognise: finds the weights that a file holds quantised (quantization.recognise).
+    Of a hub id only configs and tokenizers are fetched; the embedded configs serve where a published model's cannot be had.
     """
+    source = _open(family, path, config, component_paths, variant, stored, recognise)
+    if variant is not None:
+        _check_variant(source, path)
+    return source
+
+
+def _open(
+    family: Family,
+    path: str,
+    config: str | None,
+    component_paths: Mapping[str, str],
+    variant: str | None,
+    stored: Mapping[str, str],
+    recognise: Recognise,
+) -> ModelSource:
     overrides = {name: Path(value) for name, value in component_paths.items()}
     for name, override in overrides.items():
         if not override.exists():
@@ -333,7 +423,7 @@ def open_model(
     if local.is_dir():
         if not (local / "model_index.json").is_file():
             raise UserError(f"model.path = {path!r} is not a diffusers folder (no model_index.json)")
-        return ModelSource(family, local, None, recognise, overrides)
+        return ModelSource(family, local, None, recognise, overrides, variant, stored)
     if local.is_file():
         if local.suffix != ".safetensors":
             raise UserError(f"model.path = {path!r} is not a .safetensors file")
@@ -343,39 +433,52 @@ def open_model(
             raise UserError(f"model.config = {config!r} is not a folder")
         if not root.is_dir():
             root = PUBLISHED / family.published(set(file.entries))
-        return ModelSource(family, root, file, recognise, overrides)
+        return ModelSource(family, root, file, recognise, overrides, variant, stored)
     if local.suffix == ".safetensors" or path.count("/") != 1 or path.startswith((".", "/")):
         raise UserError(
             f"model.path = {path!r} does not exist; give a diffusers folder, a .safetensors file or a hub id"
         )
-    return ModelSource(
-        family, _fetch(family, path, overrides, weights), None, recognise, overrides, hub_id=path, fetched=weights
-    )  # fmt: skip
-
-
-def _fetch(family: Family, hub_id: str, overrides: Mapping[str, Path], weights: bool) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    patterns = ["model_index.json", "scheduler/*", "tokenizer*/*", "*/config.json"]
-    if weights:
-        patterns += [
-            f"{component.name}/{stem}{tail}"
-            for component in family.components
-            if component.name not in overrides
-            for stem in WEIGHT_STEMS
-            for tail in (".safetensors", "-?????-of-?????.safetensors", ".safetensors.index.json")
-        ]
+    repository, embedded = hub.look(path), None
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=patterns))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        root = repository.fetch(_config_files(family, repository))
+    except UserError as error:
+        if path not in family.hub_ids:
             raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        root, embedded = PUBLISHED / family.hub_ids[path], str(error)
+    source = ModelSource(
+        family, root, None, recognise, overrides, variant, stored, repository, fetched=False, embedded=embedded
+    )
+    unlisted = any(source._unlisted(component.name) for component in family.components)
+    here = embedded is None and not unlisted and not repository.missing(source.weight_names())
+    return replace(source, fetched=here)
+
+
+def _config_files(family: Family, repository: hub.Repository) -> list[str]:
+    """Of a repository: all that is read besides weights."""
+    configs = ["model_index.json", *(f"{component.name}/config.json" for component in family.components)]
+    return [
+        path
+        for path in repository.files
+        if path in configs or path.startswith(("scheduler/", *(f"{name}/" for name in family.tokenizers)))
+    ]
+
+
+def _check_variant(source: ModelSource, path: str) -> None:
+    """Refuse a `model.variant` that no component has."""
+    chosen = [source.chosen(component.name) for component in source.family.components]
+    wanted = None if source.variant == PLAIN else source.variant
+    known = [one.files.variant for one in chosen if one is not None]
+    listed = source.repository is None or source.repository.unreachable is None
+    if wanted not in known and listed:
         raise UserError(
-            f"model.path = {hub_id!r} is no local file or folder, and it could not be had from the hub: {reason} "
-            "(a gated model needs its licence accepted and HF_TOKEN set)"
-        ) from error
+            f"model.variant = {source.variant!r}: no component of {path!r} has such files "
+            "(diffusion_pytorch_model.VARIANT.safetensors, model.VARIANT.safetensors); leave it out"
+        )
+
+
+def _prefix(component: Component, file: TensorFile) -> str | None:
+    """What precedes the component's names in a single file; None where none of its prefixes is there."""
+    return next((p for p in component.prefixes if p and any(key.startswith(p) for key in file.entries)), None)
 
 
 def _refuse_pickle(key: str, path: Path) -> None:
@@ -397,22 +500,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON: {error}") from error
     return tree
-
-
-def _weight_files(folder: Path, name: str) -> tuple[TensorFile, ...]:
-    for stem in WEIGHT_STEMS:
-        index = folder / f"{stem}.safetensors.index.json"
-        if index.is_file():
-            shards = sorted(set(_read_json(index)["weight_map"].values()))
-            return tuple(TensorFile(folder / shard) for shard in shards)
-        if (folder / f"{stem}.safetensors").is_file():
-            return (TensorFile(folder / f"{stem}.safetensors"),)
-    pickles = [p.name for p in folder.glob("*") if p.suffix in PICKLES] if folder.is_dir() else []
-    found = f"; {pickles[0]} there is a pickle, which can run code: convert it" if pickles else ""
-    raise UserError(
-        f"component {name!r} of the model has no weights: "
-        f"{folder / WEIGHT_STEMS[0]}.safetensors (or {WEIGHT_STEMS[1]}.safetensors) is missing{found}"
-    )
 
 
 def _same_names(expected: Mapping[str, tuple[int, ...]], index: Iterable[str]) -> list[Link]:

@@ -211,6 +211,7 @@ FAMILY = Family(
     },
     harmless=keys.SDXL_HARMLESS,
     published=lambda names: "sdxl",
+    hub_ids={"stabilityai/stable-diffusion-xl-base-1.0": "sdxl"},
     infer_config=keys.infer_config,
     objective=objective,
     encode_images=encode_images,

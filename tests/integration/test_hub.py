@@ -1,0 +1,339 @@
+"""Models from the hub, against a stand-in on the loopback: what is chosen, fetched, kept when it breaks off, and refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import hub as stand_in
+from tests.harness import ROOT, Workbench
+from trainer import cli
+from trainer.errors import Interrupted, UserError
+from trainer.models import FAMILIES, hub
+from trainer.phases import Phases, Record
+from trainer.plan import open_source
+from trainer.tensorfile import TensorFile
+
+ID = "someone/sdxl"
+UNET, FP16 = "unet/diffusion_pytorch_model.safetensors", "unet/diffusion_pytorch_model.fp16.safetensors"
+# By default: fp32 is stored and computed by the VAE alone, the others are stored in 16 bit.
+CHOSEN = {
+    "text_encoder/model.fp16.safetensors", "text_encoder_2/model.fp16.safetensors", FP16,
+    "vae/diffusion_pytorch_model.safetensors",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def both(models: Path, tmp_path_factory) -> Path:
+    """Tiny SDXL with fp32 files, and fp16 variants that hold the halved values."""
+    return stand_in.with_variants(models / "sdxl", tmp_path_factory.mktemp("hub") / "both")
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch) -> None:
+    monkeypatch.setattr(hub, "RETRY_AFTER", 0.0)
+
+
+def open_hub(bench: Workbench, hub_id: str = ID, **overrides):
+    return open_source(bench.config(model__path=hub_id, **{"precision__compute": "bf16", **overrides}))
+
+
+def fetch(source, **how):
+    return source.fetch(phases=Phases(**how))
+
+
+def partials(home: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in home.rglob("*.incomplete")}
+
+
+def test_only_the_chosen_files_are_fetched_once(bench: Workbench, both: Path, monkeypatch) -> None:
+    record = Record()
+    with stand_in.serve({ID: both}) as served:
+        served.use(monkeypatch, bench.tmp / "home")
+        source = open_hub(bench)
+        assert served.weights_sent() == [] and not source.fetched
+        assert source.to_fetch() == sum((both / name).stat().st_size for name in CHOSEN)
+        wanted = source.to_fetch()
+        fetched = fetch(source, record=record)
+        assert set(served.weights_sent()) == CHOSEN
+        record.open(bench.tmp / "phases.jsonl")
+        phase = json.loads((bench.tmp / "phases.jsonl").read_text())
+        assert (phase["phase"], phase["done"], phase["unit"]) == (f"downloading {ID}", wanted, "B")
+        for name in CHOSEN:
+            assert (fetched.root / name).read_bytes() == (both / name).read_bytes()
+        assert partials(bench.tmp / "home") == {}
+        served.asked.clear()
+        assert open_hub(bench).fetched and not served.asked
+        # Another dtype: what it lacks, and no more.
+        exact = open_hub(bench, precision__compute="fp32")
+        assert not exact.fetched
+        fetch(exact)
+        assert set(served.weights_sent()) == {
+            UNET,
+            "text_encoder/model.safetensors",
+            "text_encoder_2/model.safetensors",
+        }
+    # The stand-in is gone: what is here serves, and is chosen by the same rule.
+    for compute, taken in (("bf16", FP16), ("fp32", UNET)):
+        alone = open_hub(bench, precision__compute=compute)
+        assert alone.fetched and alone.weights("unet").files[0].path == alone.root / taken
+
+
+def test_a_local_copy_gives_the_same_choice(bench: Workbench, both: Path, monkeypatch) -> None:
+    local = shutil.copytree(both, bench.tmp / "copy")
+    stand_in.split(local / FP16)
+    with stand_in.serve({ID: local}) as served:
+        served.use(monkeypatch, bench.tmp / "home")
+        for components in ({}, {"unet": {"dtype": "fp32"}}, {"vae": {"dtype": "bf16"}}, {"unet": {"compute": "fp32"}}):
+            remote = open_hub(bench, model__components=components)
+            copied = open_hub(bench, hub_id=str(local), model__components=components)
+            for component in FAMILIES["sdxl"].components:
+                assert remote.chosen(component.name) == copied.chosen(component.name)
+        # Of shards, every one; and what is read is what the variant holds: half of the plain values.
+        fetched = fetch(open_hub(bench))
+        files = [file.path.name for file in fetched.weights("unet").files]
+        assert files == [f"diffusion_pytorch_model.fp16-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    plain, weights = TensorFile(both / UNET), fetched.weights("unet")
+    assert weights.index.keys() == plain.entries.keys()
+    for name in plain.entries:
+        assert torch.equal(weights.read(name), (plain.read(name) / 2).half())
+
+
+def test_a_folder_without_variants_is_read_as_ever(bench: Workbench) -> None:
+    source = open_hub(bench, hub_id=str(bench.models / "sdxl"))
+    for component in FAMILIES["sdxl"].components:
+        assert source.chosen(component.name).why == ""
+    single = open_hub(bench, hub_id=str(bench.models / "sdxl-one.safetensors"))
+    assert single.chosen("unet") is None
+
+
+def test_the_plan_says_what_is_read_and_what_is_fetched(bench: Workbench, both: Path, monkeypatch, capsys) -> None:
+    config = str(bench.write(bench.tree(model__path=ID, precision__compute="bf16")))
+    with stand_in.serve({ID: both}) as served:
+        served.use(monkeypatch, bench.tmp / "home")
+        assert cli.main(["--config", config, "--plan"]) == 0
+        out = capsys.readouterr().out
+        assert "reads the fp16 files, 3.8 MiB (enough for bf16; the plain ones have 7.5 MiB)" in out
+        assert "reads the plain files, 0.3 MiB (fp32 is asked for)" in out
+        assert "to be downloaded 4.6 MiB, into" in out and served.weights_sent() == []
+        assert cli.main(["--config", config, "--plan", "--set", 'model.variant="none"']) == 0
+        assert "reads the plain files, 7.5 MiB (model.variant = 'none')" in capsys.readouterr().out
+
+
+def test_model_variant(bench: Workbench, both: Path) -> None:
+    only_unet = shutil.copytree(both, bench.tmp / "only")
+    for path in only_unet.rglob("*.fp16.safetensors"):
+        if path.parent.name != "unet":
+            path.unlink()
+    source = open_hub(bench, hub_id=str(only_unet), precision__compute="fp32", model__variant="fp16")
+    assert source.weights("unet").files[0].path.name == "diffusion_pytorch_model.fp16.safetensors"
+    assert source.chosen("vae").why == "no fp16 files there"
+    with pytest.raises(UserError, match="model.variant = 'fp8': no component of"):
+        open_hub(bench, hub_id=str(both), model__variant="fp8")
+    with pytest.raises(UserError, match="model.variant = 'fp16': no component of"):
+        open_hub(bench, hub_id=str(bench.models / "sdxl-one.safetensors"), model__variant="fp16")
+
+
+# ------------------------------------------------------------------------------------------------------- without a network
+
+
+@pytest.mark.parametrize(
+    "family, hub_id",
+    [
+        ("sdxl", "stabilityai/stable-diffusion-xl-base-1.0"),
+        ("flux", "black-forest-labs/FLUX.1-dev"),
+        ("flux", "black-forest-labs/FLUX.1-schnell"),
+    ],
+)
+def test_published_models_are_planned_without_a_network(bench: Workbench, family, hub_id, monkeypatch, capsys) -> None:
+    import socket
+
+    from huggingface_hub import constants
+
+    def connect(*args):
+        raise AssertionError("a connection was tried")
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(bench.tmp / "empty"))
+    tree = bench.tree(family, model__path=hub_id)
+    assert cli.main(["--config", str(bench.write(tree)), "--plan"]) == 0
+    out = capsys.readouterr().out
+    assert "configs as embedded: nothing was fetched" in out and "HF_HUB_OFFLINE" in out
+    assert "weights in all" in out
+    assert cli.main(["--config", str(bench.write(tree))]) == 2
+    error = capsys.readouterr().err
+    assert f"model.path = {hub_id!r}" in error and "could not be had from the hub: HF_HUB_OFFLINE is set" in error
+    assert not (bench.tmp / "out").exists() and not (bench.tmp / "empty").exists()
+
+
+def test_another_model_without_a_network_is_refused(bench: Workbench, monkeypatch) -> None:
+    with stand_in.serve({}) as served:
+        served.use(monkeypatch, bench.tmp / "home")
+        with pytest.raises(UserError, match="'nobody/nothing'.*there is no such repository"):
+            open_hub(bench, "nobody/nothing")
+    with pytest.raises(UserError, match=r"'nobody/nothing'.*could not be had from the hub: .*[Cc]onnect"):
+        open_hub(bench, "nobody/nothing")
+
+
+def test_a_gated_model_is_planned_and_not_trained(bench: Workbench, both: Path, monkeypatch) -> None:
+    from huggingface_hub import constants
+
+    published = "stabilityai/stable-diffusion-xl-base-1.0"
+    with stand_in.serve({published: both, ID: both}, gated="open-sesame") as served:
+        served.use(monkeypatch, bench.tmp / "home")
+        source = open_hub(bench, published)
+        assert "behind a licence" in source.embedded and source.config("unet")["block_out_channels"] == [320, 640, 1280]
+        with pytest.raises(UserError, match="behind a licence.*HF_TOKEN"):
+            fetch(source)
+        with pytest.raises(UserError, match="behind a licence.*HF_TOKEN"):
+            open_hub(bench)
+        assert partials(bench.tmp / "home") == dict.fromkeys(partials(bench.tmp / "home"), 0)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", False)
+        monkeypatch.setenv("HF_TOKEN", "open-sesame")
+        assert fetch(open_hub(bench)).fetched
+
+
+def test_a_repository_of_pickles_is_refused(bench: Workbench, monkeypatch) -> None:
+    pickles = shutil.copytree(bench.models / "sdxl", bench.tmp / "pickles")
+    (pickles / UNET).rename((pickles / UNET).with_suffix(".bin"))
+    with stand_in.serve({ID: pickles}) as served:
+        served.use(monkeypatch, bench.tmp / "home")
+        with pytest.raises(
+            UserError, match=r"'unet' .* has no weights: .*diffusion_pytorch_model.bin there is a pickle"
+        ):
+            open_hub(bench)
+        assert not any(path.endswith((".bin", ".safetensors")) for _, path, _ in served.asked)
+
+
+# --------------------------------------------------------------------------------------------------------- what breaks off
+
+
+def test_a_connection_that_breaks_off_is_taken_up_again(bench: Workbench, both: Path, monkeypatch) -> None:
+    with stand_in.serve({ID: both}, drop_after=10 * stand_in.PIECE_BYTES) as served:
+        served.use(monkeypatch, bench.tmp / "home")
+        source = fetch(open_hub(bench))
+        starts = [start for method, path, start in served.asked if (method, path) == ("GET", FP16)]
+        assert len(starts) > 10 and starts == sorted(set(starts)), "every byte is asked for once"
+        assert (source.root / FP16).read_bytes() == (both / FP16).read_bytes()
+
+
+def test_a_connection_that_is_lost_keeps_what_came(bench: Workbench, both: Path, monkeypatch) -> None:
+    home = bench.tmp / "home"
+    with stand_in.serve({ID: both}) as served:
+        served.use(monkeypatch, home)
+        source = open_hub(bench)
+        monkeypatch.setattr(hub, "AT_ONCE", 1)
+        served.drop_after = 2 * stand_in.PIECE_BYTES
+
+        def lost() -> None:
+            if any(partials(home).values()):
+                served.drop_after = 0
+
+        served.pause = 0.2
+        with pytest.raises(
+            UserError, match=r"could not be had.*\n.* of 4.6 MiB are kept, and the next start goes on from"
+        ):
+            fetch(source, check=lost)
+        kept = partials(home)
+        assert len(kept) == 1 and all(kept.values())
+        assert not list(home.rglob("*.safetensors")), "no file has a name before it is whole"
+        served.drop_after, served.pause = None, 0.0
+        served.asked.clear()
+        fetched = fetch(open_hub(bench))
+        assert max(start for _, _, start in served.asked) == max(kept.values())
+        for name in CHOSEN:
+            assert (fetched.root / name).read_bytes() == (both / name).read_bytes()
+
+
+def test_a_signal_ends_a_download_that_hangs(bench: Workbench, both: Path, monkeypatch) -> None:
+    with stand_in.serve({ID: both}) as served:
+        served.use(monkeypatch, bench.tmp / "home")
+        source = open_hub(bench)
+        served.pause = 60.0
+        begun = time.monotonic()
+
+        def check() -> None:
+            if time.monotonic() - begun > 0.5:
+                raise Interrupted(signal.SIGTERM)
+
+        with pytest.raises(Interrupted):
+            fetch(source, check=check)
+        assert time.monotonic() - begun < 0.5 + 2
+        assert max(partials(bench.tmp / "home").values()) > 0
+
+
+def test_other_bytes_than_the_hub_lists_are_refused(bench: Workbench, both: Path, monkeypatch) -> None:
+    with stand_in.serve({ID: both}, flip=True) as served:
+        served.use(monkeypatch, bench.tmp / "home")
+        with pytest.raises(UserError, match="has another hash than the hub lists"):
+            fetch(open_hub(bench))
+        served.flip = False
+        assert fetch(open_hub(bench)).weights("unet").files
+
+
+def test_too_little_room_is_told_before_the_download(bench: Workbench, both: Path, monkeypatch, capsys) -> None:
+    with stand_in.serve({ID: both}) as served:
+        served.use(monkeypatch, bench.tmp / "home")
+        open_hub(bench)
+        free = shutil.disk_usage(bench.tmp)._replace(free=3 * 2**20)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+        assert cli.main(["--config", str(bench.write(bench.tree(model__path=ID, precision__compute="bf16")))]) == 6
+        error = capsys.readouterr().err
+        assert f"downloading {ID} takes 4.6 MiB, and only 3.0 MiB are free" in error
+        assert served.weights_sent() == []
+
+
+def command(bench: Workbench, served, home: Path, **how) -> subprocess.Popen:
+    tree = bench.tree(model__path=ID, precision__compute="bf16")
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), "--config", str(bench.write(tree)), "--resume_from", "auto"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | served.environment(home), **how,
+    )  # fmt: skip
+
+
+def test_a_disk_that_fills_up_and_a_signal_at_the_true_command_line(bench: Workbench, both: Path, monkeypatch) -> None:
+    """Status 6, then status 143, each with what came so far kept; the third start fetches the rest."""
+    resource = pytest.importorskip("resource")  # not on Windows
+    home, limit = bench.tmp / "home", 2**20
+    with stand_in.serve({ID: both}) as served:
+        # A limit to a file's size stops a write as a full disk does (EFBIG for ENOSPC), and needs no disk of its own.
+        process = command(
+            bench, served, home, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        )
+        _, error = process.communicate(timeout=120)
+        assert process.returncode == 6, error
+        assert f"while downloading {ID}" in error and "are kept, and the next start goes on" in error
+        assert "Traceback" not in error and ".incomplete" in error
+        assert limit in partials(home).values()
+        assert not (bench.tmp / "out" / "checkpoints").exists()
+
+        served.asked.clear()
+        served.pause = 0.2
+        process = command(bench, served, home)
+        while max(partials(home).values(), default=0) < limit + 2 * stand_in.PIECE_BYTES:
+            time.sleep(0.02)
+            assert process.poll() is None, process.communicate()
+        sent = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        said = next(line for line in process.stderr if line.startswith("error: stopped by SIGTERM"))
+        assert time.monotonic() - sent < 2, said  # then Python takes its libraries down
+        assert process.wait(timeout=60) == 143
+        assert "Traceback" not in process.stderr.read()
+        assert max(start for _, path, start in served.asked if path == FP16) == limit, "goes on where the disk was full"
+
+        served.pause = 0.0
+        served.use(monkeypatch, home)
+        source = fetch(open_hub(bench))
+        for name in CHOSEN:
+            assert (source.root / name).read_bytes() == (both / name).read_bytes()
+    assert partials(home) == {}

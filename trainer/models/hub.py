@@ -1,0 +1,341 @@
+"""Models on the hub: what a repository holds, and its files on this machine, in huggingface_hub's own cache.
+
+Files are fetched here and not by huggingface_hub, whose downloads start over when they were interrupted, and go on after a
+signal until a file ends. A file grows as `blobs/HASH.incomplete`, which the next start goes on from; it gets its name in the
+cache only when its hash is what the hub lists. huggingface_hub then finds it there and links it.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import NoReturn
+
+from trainer import files
+from trainer.errors import UserError
+from trainer.phases import QUIET, Phases
+from trainer.tensorfile import size_text
+
+AT_ONCE = 4  # files
+PIECE_BYTES = 2**20  # of a partial file, read again to go on with its hash
+TIMEOUT = 10.0  # seconds without an answer
+RETRIES, RETRY_AFTER = 5, 1.0  # without a byte in between; seconds
+POLL = 0.1  # seconds between two looks at signals
+PATIENCE = 1.0  # seconds for the threads to end after a signal
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """hash: SHA-256 of a large file, git's SHA-1 of a small one; also its name in the cache. None: not listed."""
+
+    bytes: int | None
+    hash: str | None
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A model repository as the hub lists it now, or where it cannot be asked, as it lies in the cache.
+
+    snapshot: folder of its files on this machine, as far as they are here. unreachable: why the hub could not be asked.
+    """
+
+    hub_id: str
+    files: Mapping[str, HubFile]
+    snapshot: Path
+    unreachable: str | None = None
+
+    def listing(self, folder: str) -> dict[str, int]:
+        """The names and bytes of the files in one of its folders."""
+        paths = {path: file.bytes or 0 for path, file in self.files.items() if path.rpartition("/")[0] == folder}
+        return {path.rpartition("/")[2]: count for path, count in paths.items()}
+
+    def missing(self, names: Collection[str]) -> list[str]:
+        """Those of its files that are not here yet."""
+        return [name for name in names if name in self.files and not (self.snapshot / name).is_file()]
+
+    def to_fetch(self, names: Collection[str]) -> int:
+        """Bytes that fetching `names` would take, without what came before an interruption."""
+        return sum(file.bytes - _size(_partial(self.blobs, file)) for file in self._blobs_missing(names).values())
+
+    @property
+    def blobs(self) -> Path:
+        return self.snapshot.parent.parent / "blobs"
+
+    def _blobs_missing(self, names: Collection[str]) -> dict[str, HubFile]:
+        """By one of the names of each."""
+        wanted = {self.files[name].hash: name for name in self.missing(names)}
+        return {
+            name: self.files[name]
+            for known, name in wanted.items()
+            if known is not None and self.files[name].bytes is not None and not (self.blobs / known).exists()
+        }
+
+    def fetch(self, names: Collection[str], *, phases: Phases = QUIET) -> Path:
+        """The folder in which these files now are.
+
+        Raises UserError where the hub does not give them, and OSError where the disk does not take them. What came so far is
+        kept, whoever raises.
+        """
+        from huggingface_hub import snapshot_download
+
+        if self.files and not self.missing(names):
+            return self.snapshot
+        if self.unreachable is not None:
+            raise _refused(self.hub_id, self.unreachable)
+        self._download(names, phases)
+        with _told(self.hub_id):
+            # Whatever is left: names for what came, and files of which the hub lists no hash.
+            return Path(snapshot_download(self.hub_id, allow_patterns=list(names)))
+
+    def _download(self, names: Collection[str], phases: Phases) -> None:
+        wanted = self._blobs_missing(names)
+        if not wanted:
+            return
+        self.blobs.mkdir(parents=True, exist_ok=True)
+        left, free = self.to_fetch(names), shutil.disk_usage(self.blobs).free
+        if left > free:
+            raise OSError(
+                errno.ENOSPC,
+                f"downloading {self.hub_id} takes {size_text(left)}, and only {size_text(free)} are free",
+                str(self.blobs),
+            )
+        total = sum(file.bytes for file in wanted.values())
+        blobs = [_Blob(self, name, file) for name, file in wanted.items()]
+        began = sum(blob.done for blob in blobs)
+        waiting: SimpleQueue[_Blob] = SimpleQueue()
+        for blob in blobs:
+            waiting.put(blob)
+        stop, failures = threading.Event(), []
+
+        def work() -> None:
+            with suppress(Empty):
+                while not stop.is_set():
+                    blob = waiting.get_nowait()
+                    try:
+                        blob.fetch(stop)
+                    except Exception as error:  # raised again by the thread that waits
+                        failures.append(error)
+                        stop.set()
+
+        # Daemons: a connection that hangs must not hold up the end of the process.
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(min(AT_ONCE, len(blobs)))]
+        for thread in threads:
+            thread.start()
+        try:
+            with phases(f"downloading {self.hub_id}", total=left, unit="B") as phase:
+                while alive := [thread for thread in threads if thread.is_alive()]:
+                    alive[0].join(POLL)
+                    phase.advance(sum(blob.done for blob in blobs) - began - phase.done)
+                if failures:
+                    self._tell(failures[0], f"{size_text(sum(blob.done for blob in blobs))} of {size_text(total)}")
+        finally:
+            stop.set()
+            deadline = time.monotonic() + PATIENCE
+            for thread in threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _tell(self, error: Exception, kept: str) -> NoReturn:
+        kept = f"{kept} are kept, and the next start goes on"
+        if isinstance(error, OSError) and error.errno is not None:
+            raise OSError(error.errno, f"{error.strerror} while downloading {self.hub_id} ({kept})", error.filename)
+        with _told(self.hub_id, f"{kept} from there"):
+            raise error
+
+
+class _Blob:
+    """One file on its way. done: bytes of it that are on the disk."""
+
+    def __init__(self, repository: Repository, name: str, file: HubFile) -> None:
+        self.repository, self.name, self.file = repository, name, file
+        self.partial = _partial(repository.blobs, file)
+        self.done = _size(self.partial)
+
+    def fetch(self, stop: threading.Event) -> None:
+        """Raises what `_told` tells, and OSError."""
+        from huggingface_hub.utils import WeakFileLock
+
+        blob = self.repository.blobs / self.file.hash
+        # Where huggingface_hub has its own lock for this file: another process may be fetching it, too.
+        folder = blob.parent.parent
+        lock = folder.parent / ".locks" / folder.name / f"{self.file.hash}.lock"
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with WeakFileLock(lock):
+            if blob.exists():
+                self.done = self.file.bytes
+                return
+            with open(self.partial, "a+b", buffering=0) as out:
+                went_on = os.fstat(out.fileno()).st_size > 0
+                digest = self._receive(out, stop)
+                if went_on and digest.hexdigest() != self.file.hash and not stop.is_set():
+                    self._start_over(out)  # what was kept of it is not this file
+                    digest = self._receive(out, stop)
+                with files.naming(self.partial):
+                    os.fsync(out.fileno())
+            if stop.is_set():
+                return
+            if digest.hexdigest() != self.file.hash:
+                self.partial.unlink()
+                self.done = 0
+                raise UserError(
+                    f"what arrived of {self.name} of {self.repository.hub_id} has another hash than the hub lists; it is "
+                    "deleted: start again"
+                )
+            os.replace(self.partial, blob)
+
+    def _receive(self, out, stop: threading.Event):
+        """Append until the file is whole or `stop` is set; returns its hash."""
+        digest = self._new_digest()
+        self.done = out.seek(0, os.SEEK_END)
+        out.seek(0)
+        while (piece := out.read(PIECE_BYTES)) and not stop.is_set():
+            digest.update(piece)
+        if self.done > self.file.bytes:
+            digest = self._start_over(out)
+        tries = 0
+        while self.done < self.file.bytes and not stop.is_set():
+            before = self.done
+            try:
+                with self._opened() as response:
+                    if self.done and response.status_code != 206:
+                        digest = self._start_over(out)  # the server gives the whole file
+                        before = 0
+                    for piece in response.iter_raw():
+                        if stop.is_set():
+                            break
+                        self._append(out, piece)
+                        digest.update(piece)
+                lost: Exception = ConnectionError("the connection was closed before the file's end")
+            except _transport_error() as error:
+                status = getattr(getattr(error, "response", None), "status_code", 500)
+                if status < 500 and status != 429:
+                    raise
+                lost = error
+            if self.done < self.file.bytes and not stop.is_set():
+                tries = 0 if self.done > before else tries + 1
+                if tries > RETRIES:
+                    raise lost
+                stop.wait(RETRY_AFTER if tries else 0)
+        return digest
+
+    @contextmanager
+    def _opened(self):
+        """The rest of the file as a response, refused where its status says so."""
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+        url = hf_hub_url(self.repository.hub_id, self.name, revision=self.repository.snapshot.name)
+        # Not compressed: the ranges are those of the file.
+        headers = build_hf_headers() | {"Accept-Encoding": "identity", "Range": f"bytes={self.done}-"}
+        with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT, follow_redirects=True) as response:
+            hf_raise_for_status(response)
+            yield response
+
+    def _append(self, out, piece: bytes) -> None:
+        view = memoryview(piece)
+        with files.naming(self.partial):
+            while view:
+                written = out.write(view)
+                self.done, view = self.done + written, view[written:]
+
+    def _start_over(self, out):
+        out.truncate(0)
+        self.done = 0
+        return self._new_digest()
+
+    def _new_digest(self):
+        if len(self.file.hash) == 64:
+            return hashlib.sha256()
+        return hashlib.sha1(b"blob %d\0" % self.file.bytes)  # git's name of a file
+
+
+def look(hub_id: str) -> Repository:
+    """What the hub lists, or what of it is in the cache. Raises UserError for a name that cannot be one."""
+    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.file_download import repo_folder_name
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()  # they would stand between our own lines
+    folder = Path(constants.HF_HUB_CACHE).expanduser() / repo_folder_name(repo_id=hub_id, repo_type="model")
+    try:
+        info = HfApi().model_info(hub_id, files_metadata=True, timeout=TIMEOUT)
+    except HFValidationError as error:
+        raise _refused(hub_id, _reason(error)) from error
+    except (OSError, _transport_error()) as error:
+        reason = _reason(error)
+    else:
+        listed = {
+            file.rfilename: HubFile(file.size, file.lfs.sha256 if file.lfs else file.blob_id) for file in info.siblings
+        }
+        return Repository(hub_id, listed, folder / "snapshots" / info.sha)
+    try:
+        snapshot = Path(snapshot_download(hub_id, allow_patterns=["model_index.json"], local_files_only=True))
+    except LocalEntryNotFoundError:
+        return Repository(hub_id, {}, folder / "snapshots" / "none", unreachable=reason)
+    here = {
+        path.relative_to(snapshot).as_posix(): HubFile(path.stat().st_size, None)
+        for path in snapshot.rglob("*")
+        if path.is_file()
+    }
+    return Repository(hub_id, here, snapshot, unreachable=reason)
+
+
+@contextmanager
+def _told(hub_id: str, kept: str = "") -> Iterator[None]:
+    """What the hub answered, or the way to it, becomes the user's message. A disk's own errors pass."""
+    try:
+        yield
+    except (OSError, _transport_error()) as error:
+        if getattr(error, "errno", None) is not None:
+            raise
+        raise _refused(hub_id, _reason(error), kept) from error
+
+
+def _refused(hub_id: str, reason: str, kept: str = "") -> UserError:
+    return UserError(
+        f"model.path = {hub_id!r} is no local file or folder, and it could not be had from the hub: {reason}"
+        + (f"\n{kept}" if kept else "")
+    )
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, for people, with the remedy where there is one."""
+    from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
+
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = lines[0] if lines else type(error).__name__
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set, and not all of its files are on this machine"
+    if isinstance(error, GatedRepoError) or status == 403:
+        return f"it is behind a licence ({said}): accept it on the model's page, and set HF_TOKEN to a token of that account"
+    if isinstance(error, RepositoryNotFoundError):
+        return f"there is no such repository, or it is private and HF_TOKEN does not open it ({said})"
+    return said
+
+
+def _transport_error() -> type[Exception]:
+    """What the HTTP library raises, httpx in huggingface_hub 1, httpx2 from 2 on: the hub's own errors derive from it."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return next(base for base in HfHubHTTPError.__bases__ if base is not OSError)
+
+
+def _partial(blobs: Path, file: HubFile) -> Path:
+    return blobs / f"{file.hash}.incomplete"
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
