@@ -197,8 +197,8 @@ def check_objective(config: Config, source: ModelSource, planned: Objective) -> 
     found = find_objective(config, source).describe()
     if found != planned.describe():
         raise UserError(
-            f"model.path = {source.repository.hub_id!r}: the fetched files say {found}, its scheduler's config {planned.describe()}; "
-            "set model.prediction and model.zero_terminal_snr"
+            f"model.path = {config.model.path!r}: the fetched files say {found}, its scheduler's config "
+            f"{planned.describe()}; set model.prediction and model.zero_terminal_snr"
         )
 
 

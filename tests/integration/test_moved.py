@@ -6,9 +6,9 @@ import json
 import shutil
 from pathlib import Path
 
-import huggingface_hub
 import torch
 
+from tests import hub
 from tests.harness import PHOTOS, Workbench, metrics_of
 from trainer import cli, quantization
 from trainer.models import family_named
@@ -51,13 +51,6 @@ def test_photos_model_and_output_may_move(bench: Workbench, monkeypatch) -> None
     monkeypatch.setenv("HOME", str(bench.tmp))
     assert train(bench, stopped_tree(bench, "whole")) == 0
     assert train(bench, stopped_tree(bench, "stopped", run__stop_after=2)) == 0
-    asked: list[str] = []
-
-    def snapshot_download(hub_id: str, **more) -> str:
-        asked.append(hub_id)
-        return str(bench.tmp / "model")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     shutil.copytree("photos", "elsewhere/other name")
     shutil.copytree("model", "elsewhere/sdxl")
     shutil.copytree("model/vae", "elsewhere/a vae")
@@ -70,17 +63,19 @@ def test_photos_model_and_output_may_move(bench: Workbench, monkeypatch) -> None
             "data__sources": [{"path": "photos/../photos"}], "model__path": "~/model", "data__cache_dir": "another cache",
             "model__components": {"vae": {"path": "elsewhere/a vae"}},
         },
-        "the hub": {"model__path": "somebody/sdxl", "data__sources": [{"path": "~/photos"}]},
+        "the hub": {"model__path": "somebody/sdxl", "model__variant": "none", "data__sources": [{"path": "~/photos"}]},
     }  # fmt: skip
-    for i, (what, moved) in enumerate(moves.items()):
-        # The output folder moves with every one: it has another name, and a copy of the stopped run.
-        shutil.copytree("stopped", f"moved {i}")
-        tree = stopped_tree(bench, **moved | {"run__output_dir": f"~/moved {i}"})
-        start = f"~/moved {i}/checkpoints/step-00000002" if what == "relative" else "auto"
-        assert train(bench, tree, "--resume_from", start) == 0, what
-        assert results(Path(f"moved {i}")) == results(Path("whole")), what
-        assert metrics_of(f"moved {i}") == metrics_of("whole"), what
-    assert set(asked) == {"somebody/sdxl"}
+    with hub.serve({"somebody/sdxl": bench.tmp / "model"}) as served:
+        served.use(monkeypatch, bench.tmp / "home")
+        for i, (what, moved) in enumerate(moves.items()):
+            # The output folder moves with every one: it has another name, and a copy of the stopped run.
+            shutil.copytree("stopped", f"moved {i}")
+            tree = stopped_tree(bench, **moved | {"run__output_dir": f"~/moved {i}"})
+            start = f"~/moved {i}/checkpoints/step-00000002" if what == "relative" else "auto"
+            assert train(bench, tree, "--resume_from", start) == 0, what
+            assert results(Path(f"moved {i}")) == results(Path("whole")), what
+            assert metrics_of(f"moved {i}") == metrics_of("whole"), what
+        assert UNET in served.weights_sent()
 
 
 def edit_json(path: Path, key: str, value) -> None:
