@@ -266,6 +266,8 @@ def config(cell: Cell, place: Place, output: Path, *, cache: str = "cache", **mo
         "validation.every_steps": 0,
         "logging.tensorboard": False,
     }
+    if place.family == "flux" and place.size != "full":
+        settings["data.text_length"] = 64
     for key, value in (settings | dict(cell.settings) | more).items():
         *tables, leaf = key.split(".")
         node = tree
@@ -533,6 +535,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.against:
         work[f"against {options.against}"] = ("shards", partial(against, options.against, cells[0], place))
     failed = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended, too
     try:
         for name, (model, do) in work.items():
             if not fnmatchcase(name, options.cells) or name in results:

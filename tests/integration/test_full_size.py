@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import random
 import re
+import shutil
+import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.harness import Workbench, load_script, write_sparse
+from tests.harness import ROOT, Workbench, load_script, write_sparse
 from tests.unit.test_mutated_files import changed_bytes
 from trainer.errors import UserError
 from trainer.models import FAMILIES
@@ -126,3 +132,47 @@ def means(header: bytes) -> object:
         return json.loads(header)
     except (ValueError, RecursionError):
         return None
+
+
+# --- real bytes -------------------------------------------------------------------------------------------------------
+
+
+def prove(family: str, *options: str, **environment: str) -> dict[str, Any]:
+    """The proof's cells by name, once it has found that everything holds."""
+    out = Path(options[options.index("--out") + 1])
+    command = [sys.executable, "scripts/proofs/full_size.py", "--family", family, *options]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(out.read_text())["families"][family]
+
+
+@pytest.mark.parametrize("family", ["sdxl", "flux"])
+def test_the_published_widths_with_one_block_of_each_kind_are_trained_and_exported(tmp_path, family: str) -> None:
+    """The slow proof's first training, of a smaller model: float8, DoRA, both adapter files, every phase accounted for."""
+    options = ["--size", "short", "--cells", "float8 DoRA 64 px", "--out", str(tmp_path / "proof.json")]
+    written, cell = prove(family, *options, TMPDIR=str(tmp_path)).values()
+    assert not list(tmp_path.glob("full-size-*")), "the model is still there"
+    # Of the model's bytes a few tensors at a time are in memory, and a block of random numbers.
+    assert written["phases"][0]["written_bytes"] > 1.4 * GIGABYTE and written["peak_bytes"] < 0.9 * GIGABYTE
+    assert all(map(math.isfinite, cell["loss"])) and len(cell["loss"]) == {"sdxl": 2, "flux": 1}[family]
+    assert cell["sha256"].keys() == {f"{n}.safetensors" for n in ("adapter", "optimizer", "proof", "proof_comfyui")}
+    phases = {phase["phase"]: phase for phase in cell["phases"]}
+    before, after = phases["all before the first step"], phases["all after the last step"]
+    steps = sum(phase["seconds"] for name, phase in phases.items() if name.startswith("step "))
+    assert abs(before["seconds"] + steps + after["seconds"] - cell["seconds"]) < 0.05 * cell["seconds"]
+    denoiser = phases[f"loading {FAMILIES[family].denoiser}"]
+    assert denoiser["read_bytes"] > 0.8 * GIGABYTE and denoiser["peak_bytes"] <= cell["peak_bytes"]
+
+
+@pytest.mark.slow
+def test_full_size_sdxl_is_trained_killed_resumed_and_exported_within_its_limits(tmp_path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    if free < 18 * GIGABYTE:
+        pytest.skip(f"the proof writes 18 GB, and {tmp_path} has {free / GIGABYTE:.0f} GB free")
+    # The limits are those of the whole machine, not of a test's one thread.
+    threads = str(len(os.sched_getaffinity(0)))
+    out = tmp_path / "proof.json"
+    cells = prove("sdxl", "--keep", str(tmp_path), "--out", str(out), OMP_NUM_THREADS=threads)
+    assert sum("equal_bytes" in cell for cell in cells.values()) == 2
+    assert all(limit["met"] for cell in cells.values() for limit in cell.get("limits", ()))
+    assert len(cells) == 10  # two models, the plan, seven trainings
