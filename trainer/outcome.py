@@ -19,8 +19,8 @@ def weight_change(adapter: Adapter) -> dict[str, Any]:
     """Table: for each block the largest and median ||dW|| / ||W|| and, for DoRA, the largest |m / m_0 - 1|."""
     blocks: dict[str, list[tuple[float, float]]] = {}
     for name, layer in adapter.layers.items():
-        base = layer.get_base_layer().dequantize(torch.float32)
-        change = float(layer.get_delta_weight(ADAPTER_NAME).norm() / base.norm().clamp_min(1e-30))
+        moved, size = layer.change(ADAPTER_NAME)
+        change = moved / max(size, 1e-30)
         drift = 0.0
         if adapter.dora:
             start = layer.base_norm_sq.sqrt().clamp_min(1e-30)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.utils import skip_init
 
 from trainer.adapters.dora import Part, adapted, scale_rows
+from trainer.kernels import dora_torch
 
 
 class Magnitude(nn.Module):
@@ -127,6 +128,24 @@ class AdaptedLayer(nn.Module, LoraLayer):
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
         """adapted weight - W, fp32, in the base weight's shape."""
         return self.adapted_weight(adapter) - self.get_base_layer().dequantize(torch.float32)
+
+    @torch.no_grad()
+    def change(self, adapter_name: str) -> tuple[float, float]:
+        """(||dW||, ||W||) with dW = g (W + s B A) - W, without making either: W is read once, in pieces.
+
+        ||dW_n||^2 = (g - 1)^2 ||W_n||^2 + 2 s g (g - 1) (B . W A^T)_n + s^2 g^2 (B A A^T . B)_n, summed in fp64, because the
+        terms cancel where an adapter scales rows and adds to them the other way.
+        """
+        base, scaling = self.get_base_layer(), self.scaling[adapter_name]
+        a_RK, b_NR = (factor.double() for factor in self.factors(adapter_name))
+        w_sq_N, wa_NR = dora_torch.squares_and_product(base.stored(), a_RK)
+        g_N = torch.ones_like(w_sq_N)
+        if self.use_dora[adapter_name]:
+            m_N = self.lora_magnitude_vector[adapter_name].weight
+            g_N = scale_rows(m_N, self.current_norm(adapter_name)).double()
+        cross_N, own_N = (b_NR * wa_NR).sum(1), ((b_NR @ (a_RK @ a_RK.t())) * b_NR).sum(1)
+        d_sq_N = (g_N - 1).square() * w_sq_N + 2 * scaling * g_N * (g_N - 1) * cross_N + (scaling * g_N).square() * own_N
+        return float(d_sq_N.clamp_min(0).sum().sqrt()), float(w_sq_N.sum().sqrt())
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Compute with a dense fp32 copy of base + adapter. The payload is left alone, so `unmerge` is exact."""

@@ -188,6 +188,18 @@ def adapted_norm(
     return torch.maximum(c_sq_N, w_sq_N * NORM_FLOOR).sqrt_()
 
 
+def squares_and_product(weight: StoredWeight, a_RK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(||W_n||^2 [N], W A^T [N, R]), summed in fp64. Not one of the kernels: for a table at the end of a run."""
+    rows, at_KR = weight.shape[0], a_RK.double().t().contiguous()
+    w_sq_N = at_KR.new_empty(rows)
+    wa_NR = at_KR.new_empty(rows, len(a_RK))
+    for piece_rows, piece in decoded(weight):
+        wide = scratch(piece.shape, torch.float64, piece.device, SECOND_BUFFER).copy_(piece)
+        torch.mm(wide, at_KR, out=wa_NR[piece_rows])
+        w_sq_N[piece_rows] = wide.square_().sum(1)
+    return w_sq_N, wa_NR
+
+
 def compose(
     z_MN: torch.Tensor, t_MR: torch.Tensor, b_NR: torch.Tensor, scaling: float, g_N: torch.Tensor | None,
     bias_N: torch.Tensor | None, out_MN: torch.Tensor,
