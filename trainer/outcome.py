@@ -11,21 +11,24 @@ from typing import Any
 import torch
 
 from trainer.adapters import ADAPTER_NAME, Adapter
+from trainer.phases import QUIET, Phases
 from trainer.tensorfile import TensorFile
 
 
 @torch.no_grad()
-def weight_change(adapter: Adapter) -> dict[str, Any]:
+def weight_change(adapter: Adapter, phases: Phases = QUIET) -> dict[str, Any]:
     """Table: for each block the largest and median ||dW|| / ||W|| and, for DoRA, the largest |m / m_0 - 1|."""
     blocks: dict[str, list[tuple[float, float]]] = {}
-    for name, layer in adapter.layers.items():
-        moved, size = layer.change(ADAPTER_NAME)
-        change = moved / max(size, 1e-30)
-        drift = 0.0
-        if adapter.dora:
-            start = layer.base_norm_sq.sqrt().clamp_min(1e-30)
-            drift = float((layer.lora_magnitude_vector[ADAPTER_NAME].weight / start - 1).abs().max())
-        blocks.setdefault(block_of(name), []).append((change, drift))
+    with phases("measuring the adapter", total=len(adapter.layers), unit="layer") as phase:
+        for name, layer in adapter.layers.items():
+            moved, size = layer.change(ADAPTER_NAME)
+            change = moved / max(size, 1e-30)
+            drift = 0.0
+            if adapter.dora:
+                start = layer.base_norm_sq.sqrt().clamp_min(1e-30)
+                drift = float((layer.lora_magnitude_vector[ADAPTER_NAME].weight / start - 1).abs().max())
+            blocks.setdefault(block_of(name), []).append((change, drift))
+            phase.advance()
     columns = ["block", "layers", "largest ||dW||/||W||", "median"] + (["magnitude drift"] if adapter.dora else [])
     rows = []
     for block, pairs in blocks.items():

@@ -747,7 +747,7 @@ class Run:
         written = self.export(self.config.run.name)
         if not self.processes.is_main:
             return
-        sections = {"Did it take?": outcome.weight_change(self.adapter)}
+        sections = {"Did it take?": outcome.weight_change(self.adapter, self.phases)}
         rows = []
         for before, after in validation.pairs(self.output_dir, self.progress.step):
             rows.append([f"sample {after.stem} moved by (relative L2 of pixels)",

@@ -144,7 +144,9 @@ class AdaptedLayer(nn.Module, LoraLayer):
             m_N = self.lora_magnitude_vector[adapter_name].weight
             g_N = scale_rows(m_N, self.current_norm(adapter_name)).double()
         cross_N, own_N = (b_NR * wa_NR).sum(1), ((b_NR @ (a_RK @ a_RK.t())) * b_NR).sum(1)
-        d_sq_N = (g_N - 1).square() * w_sq_N + 2 * scaling * g_N * (g_N - 1) * cross_N + (scaling * g_N).square() * own_N
+        d_sq_N = (
+            (g_N - 1).square() * w_sq_N + 2 * scaling * g_N * (g_N - 1) * cross_N + (scaling * g_N).square() * own_N
+        )
         return float(d_sq_N.clamp_min(0).sum().sqrt()), float(w_sq_N.sum().sqrt())
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
