@@ -139,6 +139,7 @@ def make_plan(config: Config, source: ModelSource, *, processes: int, phases: Ph
         [(s.path, s.repeats) for s in config.data.sources], strict_captions=config.data.strict_captions, phases=phases
     )
     objective = find_objective(config, source)
+    source.check_tokenizers()
     for component in family.components:
         if source.is_here(component.name):
             check_files(source, components[component.name])

@@ -30,7 +30,7 @@ class Component:
 
     sensitive: fnmatch patterns of layers that stay in 16 bit when the component is quantised.
     links: the original (single-file) layout's names, from the component's config; None where files use diffusers names.
-    prefixes: what precedes those names in a single file, the first that matches counts.
+    prefixes: what precedes those names in a single file: the first that any has, else none (an empty one says so).
     """
 
     name: str

@@ -85,7 +85,7 @@ class ModelSource:
         published = PUBLISHED in self.root.parents
         if published and (file := TensorFile(override) if override else self.single_file) is not None:
             component = self.family.component(name)
-            prefix = next((p for p in component.prefixes if any(key.startswith(p) for key in file.entries)), "")
+            prefix = _prefix(component, file) or ""
             entries = {k.removeprefix(prefix): e for k, e in file.entries.items() if k.startswith(prefix)}
             packed = [key for key, held in self.recognise(entries).weights.items() if held.shape is None]
             if packed:
@@ -297,6 +297,11 @@ class ModelSource:
             diffusers = component.library == "diffusers"
             module = cls.from_config(config) if diffusers else cls(cls.config_class.from_dict(config))
         return module.eval().requires_grad_(False)
+
+    def check_tokenizers(self) -> None:
+        """Refuse a model that lacks a tokenizer, as far as its files are here."""
+        for name in self.family.tokenizers if self.fetched else ():
+            tokenizers.check_tokenizer(self.tokenizer_folder(name).parent, name)
 
     def verify(self, name: str) -> None:
         """Refuse a component whose files lack a tensor, have one too many or of another shape. Reads headers only."""

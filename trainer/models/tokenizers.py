@@ -98,21 +98,30 @@ def reading(folder: Path) -> bytes:
     return b"the padding token is a word of the text" if _is_clip(config) and _padding(config) != END else b""
 
 
-def load_tokenizer(root: Path, name: str) -> Any:
-    """The tokenizer in `root`/`name`; where that folder only says "CLIPTokenizer", the embedded vocabulary.
+def check_tokenizer(root: Path, name: str) -> bool:
+    """Whether `root`/`name` has a vocabulary of its own. Raises UserError where it needs one and has none.
 
-    Raises UserError where there is neither: T5's sentencepiece model is not embedded.
+    CLIP's is embedded; T5's sentencepiece model is not.
     """
     folder = root / name
     whole = any((folder / file).is_file() for file in VOCABULARIES)
-    config = _config(folder)
-    if _is_clip(config):
-        return build_clip_tokenizer(folder) if whole else build_clip_tokenizer(None, _padding(config))
-    if not whole:
+    if not whole and not _is_clip(_config(folder)):
         raise UserError(
             f"the model has no {name} ({folder} has none of {', '.join(VOCABULARIES)}), and only CLIP's tokenizer is "
             f"embedded: set model.config to a folder that has {name}/, as the model's repository on the hub has"
         )
+    return whole
+
+
+def load_tokenizer(root: Path, name: str) -> Any:
+    """The tokenizer in `root`/`name`; where that folder only says "CLIPTokenizer", the embedded vocabulary.
+
+    Raises UserError where there is neither.
+    """
+    whole, folder = check_tokenizer(root, name), root / name
+    config = _config(folder)
+    if _is_clip(config):
+        return build_clip_tokenizer(folder) if whole else build_clip_tokenizer(None, _padding(config))
     from transformers import AutoTokenizer, T5TokenizerFast
 
     t5 = config.get("tokenizer_class", "").startswith("T5Tokenizer")

@@ -1,0 +1,163 @@
+"""Flux files that hold everything, as ComfyUI's flux1-dev-fp8.safetensors does."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.harness import Workbench, built, take_step
+from tests.integration.test_errors import refused
+from trainer.errors import UserError
+from trainer.models import FAMILIES, keys
+from trainer.models.loading import PUBLISHED, open_model
+from trainer.plan import ComponentPlan
+from trainer.quantization import FORMATS
+from trainer.tensorfile import TensorFile, write_tensors
+
+FLUX = FAMILIES["flux"]
+PREFIXES = {
+    "transformer": "model.diffusion_model.",
+    "text_encoder": "text_encoders.clip_l.transformer.",
+    "text_encoder_2": "text_encoders.t5xxl.transformer.",
+    "vae": "vae.",
+}
+# Small, of the published heads and norm groups, as wide as the tiny models' encoders where they meet.
+SIZES = {
+    "transformer": {"num_attention_heads": 1, "num_layers": 2, "num_single_layers": 3, "joint_attention_dim": 64,
+                    "pooled_projection_dim": 32},
+    "text_encoder": {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 1, "num_hidden_layers": 2,
+                     "vocab_size": 100},
+    "text_encoder_2": {"d_ff": 96, "d_kv": 64, "d_model": 64, "num_heads": 2, "num_layers": 2, "vocab_size": 128},
+    "vae": {"block_out_channels": [32, 32, 64, 64], "layers_per_block": 1},
+}  # fmt: skip
+
+
+def published(component: str, variant: str = "flux-dev") -> dict:
+    return json.loads((PUBLISHED / variant / component / "config.json").read_text())
+
+
+def links_of(component: str, config: dict) -> list[keys.Link]:
+    """The names of ComfyUI's files: the original ones, and transformers' own for the encoders."""
+    if component == "transformer":
+        return keys.flux_transformer_links(config)
+    if component == "vae":
+        return keys.vae_links(config)
+    start = "text_model." if component == "text_encoder" else ""
+    shapes = keys.parameter_shapes(FLUX.component(component).class_name, config)
+    return [keys.Link(start + name, (name,)) for name in shapes]
+
+
+def write_all_in_one(path: Path, weights: dict[str, dict[str, torch.Tensor]], configs: dict[str, dict]) -> None:
+    """With what ComfyUI's file has beside them."""
+    tensors = {
+        PREFIXES[component] + link.original: keys.join_parts(link, [weights[component][part] for part in link.parts])
+        for component, config in configs.items()
+        for link in links_of(component, config)
+    }
+    tensors["text_encoders.clip_l.logit_scale"] = torch.tensor(4.6)
+    tensors["text_encoders.t5xxl.logit_scale"] = torch.tensor(4.6)
+    tensors["text_encoders.clip_l.transformer.text_projection.weight"] = torch.zeros(4, 4)
+    write_tensors(path, tensors)
+
+
+def random_weights(component: str, config: dict) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = keys.parameter_shapes(FLUX.component(component).class_name, config)
+    return {
+        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) / shape[1] ** 0.5
+        for name, shape in shapes.items()
+    }
+
+
+def loaded(source, component: str) -> dict[str, torch.Tensor]:
+    swap = ComponentPlan(component, FORMATS["fp32"], torch.float32).swap
+    state = source.load(component, swap=swap, device=torch.device("cpu")).state_dict()
+    return {name.replace("payload_", ""): tensor for name, tensor in state.items()}
+
+
+def assert_holds(source, weights: dict[str, dict[str, torch.Tensor]]) -> None:
+    for component, tensors in weights.items():
+        source.verify(component)
+        state = loaded(source, component)
+        for name, tensor in tensors.items():
+            assert torch.equal(state[name], tensor), f"{component}: {name}"
+
+
+def tiny_weights(models: Path) -> dict[str, dict[str, torch.Tensor]]:
+    weights = {}
+    for component in PREFIXES:
+        (file,) = (models / "flux" / component).glob("*.safetensors")
+        tensors = TensorFile(file).read_all()
+        weights[component] = {name.removeprefix("text_model."): tensor.float() for name, tensor in tensors.items()}
+    return weights
+
+
+def tiny_configs(models: Path) -> dict[str, dict]:
+    return {c: json.loads((models / "flux" / c / "config.json").read_text()) for c in PREFIXES}
+
+
+@pytest.mark.parametrize(
+    ("variant", "pruned"),
+    [
+        ("flux-dev", {}),
+        ("flux-dev", {"num_layers": 1, "num_single_layers": 12}),
+        ("flux-schnell", {"num_single_layers": 1}),
+    ],
+    ids=["dev", "pruned", "schnell"],
+)
+def test_the_sizes_of_an_all_in_one_file_are_read_behind_its_prefixes(bench: Workbench, variant, pruned) -> None:
+    """The published sizes were taken instead, and the file refused for want of a block that it never had."""
+    configs = {c: published(c, variant) | sizes for c, sizes in SIZES.items()}
+    configs["transformer"] |= pruned
+    weights = {component: random_weights(component, config) for component, config in configs.items()}
+    path = bench.tmp / "all.safetensors"
+    write_all_in_one(path, weights, configs)
+    source = open_model(FLUX, str(path))
+    assert source.root.name == variant
+    for component, config in configs.items():
+        assert source.config(component) == config, component
+    assert_holds(source, weights)
+
+    # T5's tokenizer is not embedded: it comes with the encoder's own path, and here both encoders do.
+    tiny = {"path": str(bench.models / "flux")}
+    config = bench.config("flux", model__path=str(path), model__components={"text_encoder": tiny, "text_encoder_2": tiny},
+                          data__text_length=16)  # fmt: skip
+    with built(config) as run:
+        step = take_step(run, 1, next(run.updates()))
+    assert step.updated and math.isfinite(step.loss) and step.grad_norm > 0
+
+
+def test_an_all_in_one_file_of_the_tiny_models(bench: Workbench) -> None:
+    weights = tiny_weights(bench.models)
+    path = bench.tmp / "all.safetensors"
+    write_all_in_one(path, weights, tiny_configs(bench.models))
+    assert_holds(open_model(FLUX, str(path), config=str(bench.models / "flux")), weights)
+    # Without configs, by what is in the file: not that blocks are missing, which was said of it.
+    with pytest.raises(UserError, match=r"heads of 16 .* model\.config"):
+        open_model(FLUX, str(path)).config("transformer")
+
+
+def test_a_plan_asks_for_the_tokenizer_that_is_nowhere(bench: Workbench, capsys) -> None:
+    """As the training does."""
+    configs = {c: published(c) | sizes for c, sizes in SIZES.items()}
+    path = bench.tmp / "all.safetensors"
+    write_all_in_one(path, {c: random_weights(c, config) for c, config in configs.items()}, configs)
+    tree = bench.tree("flux", model__path=str(path))
+    for arguments in (("--plan",), ()):
+        refused(bench, capsys, "the model has no tokenizer_2", "model.config", tree=tree, arguments=arguments)
+
+
+def test_a_block_that_is_missing_is_named_with_its_prefix(bench: Workbench) -> None:
+    configs = {c: published(c) | sizes for c, sizes in SIZES.items()}
+    weights = {component: random_weights(component, config) for component, config in configs.items()}
+    path = bench.tmp / "all.safetensors"
+    write_all_in_one(path, weights, configs)
+    tensors = TensorFile(path).read_all()
+    del tensors["model.diffusion_model.single_blocks.1.linear2.weight"]
+    write_tensors(path, tensors)
+    with pytest.raises(UserError, match=r"'model\.diffusion_model\.single_blocks\.1\.linear2\.weight'.* is missing"):
+        open_model(FLUX, str(path)).verify("transformer")
