@@ -20,7 +20,7 @@ import torch
 
 from trainer import config as configs
 from trainer import files, kernels, metrics, optim, outcome, precision, quantization, resume, validation
-from trainer.adapters import Adapter, export, inject
+from trainer.adapters import Adapter, export, inject, norms
 from trainer.checkpoint import state, store
 from trainer.checkpoint.saver import Saver
 from trainer.config import Config
@@ -411,6 +411,13 @@ class Run:
         )
         for module in self.model.modules.values():
             module.eval()
+        links = {name: self.family.module_links(name, self.model.configs[name]) for name in plan.adapted}
+        self.fused = {name: export.fused_modules(component_links) for name, component_links in links.items()}
+        held = {name: kind[0] for name in plan.adapted if (kind := held_storage(self.source, name))}
+        if self.adapter.dora and held:
+            self.say(f"the DoRA's files are made for {norms.made_for(held)}")
+        beside = {name: self.base_layer(name) for name in export.fused_with(self.adapter, self.fused)}
+        self.pieces["norms"] = self.norms = norms.Norms(self.adapter, beside, norms.made_for(held))
         for name in plan.adapted:
             self.adapter.share_inputs(name, self.family.shared_inputs.get(name, ()))
         denoiser = self.family.denoiser
@@ -445,7 +452,7 @@ class Run:
             "scaler": precision.ScalerState(self.scaler),
         }
         if self.saved is not None:
-            names = ("quantization", "adapter", "optimizer", "schedule", "scaler")
+            names = ("quantization", "norms", "adapter", "optimizer", "schedule", "scaler")
             self.saved.restore(**{name: self.pieces[name] for name in names})
             self.saved.finish()
             self.saved = None
@@ -729,12 +736,12 @@ class Run:
             epoch=max(0, self.progress.step - 1) // self.plan.steps_per_epoch + 1, learning_rate=config.optimizer.lr,
             train_images=sum(photo.repeats for photo, _ in self.plan.photos), resolution=f"{size}x{size}",
             tag_frequency=tags, trigger_phrase=config.export.trigger_phrase, seed=config.run.seed,
-            family=self.family.metadata(self.model.configs[self.family.denoiser], prediction),
+            dora_base=self.norms.made_for, family=self.family.metadata(self.model.configs[self.family.denoiser], prediction),
         )  # fmt: skip
         return export.write_files(
-            self.adapter, self.output_dir / "adapters", stem, about, formats=config.export.formats,
-            links={name: self.family.module_links(name, self.model.configs[name]) for name in self.plan.adapted},
-            prefixes=self.family.kohya_prefix, base_layer=self.base_layer, dora_scale=config.export.dora_scale,
+            self.adapter, self.output_dir / "adapters", stem, about, formats=config.export.formats, fused=self.fused,
+            prefixes=self.family.kohya_prefix, rows=lambda name: self.base_layer(name).weight_shape[0],
+            norms=self.norms.now(), dora_scale=config.export.dora_scale,
         )  # fmt: skip
 
     def base_layer(self, name: str):
@@ -753,7 +760,7 @@ class Run:
             rows.append([f"sample {after.stem} moved by (relative L2 of pixels)",
                          f"{validation.image_distance(before, after):.3%}"])  # fmt: skip
         if "diffusers" in written:
-            live = export.diffusers_tensors(self.adapter)
+            live = export.diffusers_tensors(self.adapter, self.norms.now())
             rows.append(["exported file, read back, against the live adapter",
                          outcome.read_back(written["diffusers"], live)])  # fmt: skip
         if self.progress.non_finite:

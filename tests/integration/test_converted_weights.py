@@ -94,7 +94,8 @@ def test_a_run_may_take_up_the_cache(bench: Workbench, capsys) -> None:
     """It changes no byte, so a resume may change it."""
     stored = {"transformer": {"dtype": "nf4"}, "text_encoder_2": {"dtype": "int8"}}
     tree = bench.tree(
-        "flux", model__components=stored, run__max_steps=2, run__stop_after=1, data__cache_dir=str(bench.tmp / "cache")
+        "flux", model__components=stored, run__max_steps=2, run__stop_after=1, data__cache_dir=str(bench.tmp / "cache"),
+        adapter__type="dora",
     )  # fmt: skip
     config, base = str(bench.write(tree)), f"model.cache_dir={bench.tmp / 'base'}"
     on = ["run.stop_after=", base]
@@ -104,9 +105,18 @@ def test_a_run_may_take_up_the_cache(bench: Workbench, capsys) -> None:
             sets = [part for override in overrides for part in ("--set", override)]
             assert cli.main(["--config", config, "--resume_from", "auto", *sets]) == 0
     assert "transformer: 40 of 40 converted weights were in model.cache_dir" in capsys.readouterr().out
-    for file in ("adapter.safetensors", "optimizer.safetensors", "quantization.json"):
-        one, other = (bench.tmp / where / "checkpoints" / "step-00000002" / file for where in ("straight", "resumed"))
-        assert one.read_bytes() == other.read_bytes()
+    files = ("adapter.safetensors", "norms.safetensors", "optimizer.safetensors", "quantization.json")
+    exports = ("adapters/bear.safetensors", "adapters/bear_comfyui.safetensors")
+    for file in (*(f"checkpoints/step-00000002/{name}" for name in files), *exports):
+        one, other = (bench.tmp / where / file for where in ("straight", "resumed"))
+        assert one.read_bytes() == other.read_bytes(), file
+    norms = TensorFile(bench.tmp / "resumed" / "checkpoints" / "step-00000002" / "norms.safetensors")
+    layer = "transformer.single_transformer_blocks.0"  # q, k, v and mlp are one module in ComfyUI
+    for name, kinds in (
+        (f"{layer}.attn.to_q", ("base", "original", "adapted")),
+        (f"{layer}.proj_mlp", ("base", "original")),
+    ):
+        assert {key for key in norms.entries if key.startswith(f"{name}.")} == {f"{name}.{kind}_norm" for kind in kinds}
     assert metrics_of(bench.tmp / "straight") == metrics_of(bench.tmp / "resumed")
 
 

@@ -87,6 +87,20 @@ def dequantised_state(run: runs.Run) -> dict[str, torch.Tensor]:
     return state
 
 
+@torch.no_grad()
+def dense_over_original(run: runs.Run, bench: Workbench, family: str, inputs) -> torch.Tensor:
+    """The stock model's output with g (W16 + s B A) in place of each adapted layer's W16: g as trained."""
+    model = getattr(stock_pipeline(family, bench.models / family), DENOISER[family])
+    for name, layer in run.adapter.layers.items():
+        base = layer.get_base_layer().dequantize(torch.float32)
+        g = layer.lora_magnitude_vector["default"].weight / layer.current_norm("default")
+        g = g.view(-1, *[1] * (base.dim() - 1))
+        added = layer.adapted_weight("default") / g - base
+        owner = model.get_submodule(name.partition(".")[2])
+        owner.weight.data.copy_(g * (owner.weight + added))
+    return model(**inputs).sample
+
+
 def stock_pipeline(family: str, folder):
     from diffusers import FluxPipeline, StableDiffusionXLPipeline
 
@@ -123,7 +137,12 @@ def test_exported_file_in_a_stock_pipeline(bench: Workbench, record_property, fa
         assert not unexpected and all("lora_" in name for name in missing)
         theirs = model(**inputs).sample
     assert relative(theirs, original_base) > 1e-3, "the adapter does nothing"
-    assert relative(ours, theirs) <= 1e-5
+    if kind == "lora" or dtype == "bf16":
+        assert relative(ours, theirs) <= 1e-5
+    else:
+        # The file is made for the 16-bit weights: its magnitudes are those of g (W16 + s B A), and wrong over the dequantised
+        # ones. What it must be over the 16-bit ones, layer by layer: test_low_bit_exports.py.
+        assert relative(over_original, dense_over_original(run, bench, family, inputs)) <= 1e-4
     difference = relative(over_original, ours)
     record_property("difference over the original base", difference)
     print(f"{family} {kind} {dtype}: over the original base the output differs by {difference:.2e}")

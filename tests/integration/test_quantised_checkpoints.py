@@ -105,9 +105,18 @@ def test_a_quantised_model_is_taken_as_it_is(bench: Workbench, name: str, monkey
         assert f"{component}: " in said and f"layers stored as {kind}, as the file holds it" in said
     assert not set(converted) - {"fp32", "bf16", "fp16"}, "nothing is quantised here"
     assert metrics_of(bench.tmp / "straight") == metrics_of(bench.tmp / "stopped")
-    for file in ("adapter.safetensors", "quantization.json"):
+    for file in ("adapter.safetensors", "norms.safetensors", "quantization.json"):
         one, other = (bench.tmp / out / "checkpoints" / "step-00000002" / file for out in ("straight", "stopped"))
         assert one.read_bytes() == other.read_bytes()
+    # There is no 16-bit weight to export for: the magnitudes are those that were trained, and it is said.
+    made_for = "the weights as the model's file holds them quantised ("
+    assert f"the DoRA's files are made for {made_for}" in said
+    trained = TensorFile(bench.tmp / "straight" / "checkpoints" / "step-00000002" / "adapter.safetensors").read_all()
+    norms = TensorFile(bench.tmp / "straight" / "checkpoints" / "step-00000002" / "norms.safetensors").entries
+    assert norms and not any(key.endswith("original_norm") for key in norms)
+    exported = TensorFile(bench.tmp / "straight" / "adapters" / "bear.safetensors")
+    assert made_for in json.loads(exported.metadata["ss_network_args"])["dora_base"]
+    assert all(torch.equal(exported.read(key).flatten(), tensor.flatten()) for key, tensor in trained.items())
 
 
 @pytest.mark.parametrize("new", [False, True])

@@ -77,6 +77,7 @@ def test_stopped_and_resumed_equals_uninterrupted(bench: Workbench, variant: str
         "adapters/bear.safetensors",
         "adapters/bear_comfyui.safetensors",
         "checkpoints/step-00000009/adapter.safetensors",
+        "checkpoints/step-00000009/norms.safetensors",
         "checkpoints/step-00000009/optimizer.safetensors",
     ):
         assert (bench.tmp / "parts" / file).read_bytes() == (bench.tmp / "whole" / file).read_bytes(), file
@@ -353,7 +354,7 @@ def test_a_run_from_elsewhere_has_a_checkpoint_of_its_own_at_once(bench: Workben
             train(branch, str(source))
     own = bench.tmp / "branch" / "checkpoints"
     assert folders(own) == [store.folder_name(2)]
-    for file in ("adapter.safetensors", "optimizer.safetensors", "quantization.json"):
+    for file in ("adapter.safetensors", "norms.safetensors", "optimizer.safetensors", "quantization.json"):
         assert (own / store.folder_name(2) / file).read_bytes() == (source / file).read_bytes()
     train(run_tree(bench, "branch", run__max_steps=4, adapter__targets=["*attn1.to_q"]), "auto")
     train(run_tree(bench, "source", run__max_steps=4, adapter__targets=["*attn1.to_q"]), "auto")

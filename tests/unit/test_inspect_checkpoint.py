@@ -74,6 +74,9 @@ def census(step: int = 40) -> dict[str, state.Provider]:
             f"{layer.format(i)}.lora_B.weight": torch.zeros(64, 4),
             f"{layer.format(i)}.lora_magnitude_vector": torch.ones(64),
         }
+    norms = {
+        f"{layer.format(i)}.{kind}_norm": torch.ones(64) for i in range(3) for kind in ("base", "original", "adapted")
+    }
     optimizer = {
         "group.0|step": step, "group.0|state1": torch.zeros(1536, dtype=torch.uint8),
         "group.0|qmap1": torch.linspace(-1, 1, 256), "group.0|absmax1": torch.zeros(6),
@@ -84,6 +87,7 @@ def census(step: int = 40) -> dict[str, state.Provider]:
         "data": Pin({"photos": "ab" * 32, "micro_batches": 2}, lambda *_: None),
         "environment": Pin({"torch": "2.13.0", "device": "a card, CUDA 13.0", "processes": 1}, lambda *_: None),
         "model": Pin({"vae": "cd" * 32, "tokenizers": "ef" * 32}, lambda *_: None),
+        "norms": Piece(made_for="the model's weights", **norms),
         "optimizer": Piece(**optimizer),
         "progress": Progress(step, 2 * step, 1, 1000, "2026-01-02T03:04:05+00:00"),
         "quantization": Pin(frozen, lambda *_: None),
@@ -135,6 +139,8 @@ def test_a_valid_checkpoint(inspect, checkpoint: Path) -> None:
         "adapter 1 9 tensors in adapter.safetensors",
         "data 1 micro_batches 2, photos abababababab",
         "model 1 tokenizers efefefefefef, vae cdcdcdcdcdcd",
+        "norms 1 9 tensors in norms.safetensors, made_for the model's weights",
+        "F32 9 2 304 0 9 of [64]",
         "optimizer 1 3 tensors in optimizer.safetensors, group.0|step 40",
         "scaler 1 empty",
         "F32 9 6 912 0 3 of [4, 64], 3 of [64, 4], 3 of [64]",

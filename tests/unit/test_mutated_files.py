@@ -28,6 +28,7 @@ from torch import nn
 
 from trainer import config as configs
 from trainer import optim, precision, resume
+from trainer.adapters.norms import Norms, made_for
 from trainer.checkpoint import state, store
 from trainer.errors import UserError
 from trainer.tensorfile import DTYPES, TensorFile, serialize, tensor_sha256, write_tensors
@@ -59,6 +60,17 @@ class Adapter:
             raise UserError(f"odd names: {sorted(loaded.keys() ^ self.tensors.keys())}")
 
 
+def dora_norms() -> Norms:
+    """Of a layer with an adapter and of one beside it."""
+    norms = torch.tensor([1.0, 2.0, 3.0])
+    layer = SimpleNamespace(
+        base_norm_sq=norms.square(), norm=norms, refresh_norm=lambda: None,
+        get_base_layer=lambda: SimpleNamespace(original_norms=norms),
+    )  # fmt: skip
+    beside = SimpleNamespace(row_norms=lambda: norms, original_norms=norms)
+    return Norms(SimpleNamespace(layers={"unet.a": layer}, dora=True), {"unet.b": beside}, made_for({}))
+
+
 def pieces_of_a_run() -> dict[str, Any]:
     """Every piece of a checkpoint as a run has it, but for the adapter."""
     parameters = [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(3))]
@@ -88,6 +100,7 @@ def pieces_of_a_run() -> dict[str, Any]:
             SimpleNamespace(device=torch.device("cpu"), count=1), kernels="plain", deterministic=False, say=len
         ),
         "model": resume.pin_model({"vae": "f" * 64, "tokenizers": "0" * 64}),
+        "norms": dora_norms(),
         "optimizer": optim.OptimizerState(optimizer),
         "progress": state.Progress(step=1, images=2, non_finite=0, total_steps=4, started="2025-01-01T00:00:00+00:00"),
         "quantization": resume.pin_quantization(record),
@@ -421,6 +434,7 @@ def mutants(reader: Reader, count: int) -> Iterator[tuple[str, str, bytes]]:
         "tensors",
         "tensors",
         "adapter.safetensors",
+        "norms.safetensors",
         "optimizer.safetensors",
         "quantization.json",
         "state.json",

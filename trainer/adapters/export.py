@@ -5,6 +5,8 @@ alpha / rank stand in the header's `lora_adapter_metadata` (a `.alpha` key raise
 
 kohya: PREFIX_ORIGINAL_NAME.{lora_down.weight, lora_up.weight, alpha, dora_scale}; scale = alpha / rank; dora_scale [N, 1]
 (Conv2d [N, 1, 1, 1]). Layers that the original layout fuses (Flux's qkv, linear1) become one block-diagonal pair.
+
+Nothing here reads a frozen weight: what a DoRA's files need of them is their row norms (norms.py).
 """
 
 from __future__ import annotations
@@ -18,15 +20,16 @@ from typing import Any, Literal
 
 import torch
 
-from trainer.adapters import ADAPTER_NAME, Adapter, Target, lora_config
+from trainer.adapters import Adapter, Target, is_magnitude, lora_config
+from trainer.adapters.norms import RowNorms, magnitude, released_scale
 from trainer.errors import NonFiniteError
 from trainer.tensorfile import serialize, write_tensors
 
 # ComfyUI's released versions divide dora_scale by ||W|| instead of ||W + sBA||; the label says what a file was made for.
 DoraScale = Literal["comfyui_released", "magnitude"]
 DORA_SCALE_MEANING = {
-    "comfyui_released": "m * ||W|| / ||W + sBA||: exact where the reader divides by ||W|| (ComfyUI's releases)",
-    "magnitude": "m: exact where the reader divides by ||W + sBA|| (LyCORIS, PEFT's definition)",
+    "comfyui_released": "g * ||W||, g = m / ||W + sBA|| as trained: where the reader divides by ||W|| (ComfyUI's releases)",
+    "magnitude": "g * ||W + sBA||: where the reader divides by ||W + sBA|| (LyCORIS, PEFT's definition)",
 }
 
 
@@ -42,40 +45,41 @@ def write_files(
     about: About,
     *,
     formats: Sequence[str],
-    links: Mapping[str, Sequence[Any]],
+    fused: Mapping[str, Sequence[Fused]],
     prefixes: Mapping[str, str],
-    base_layer: Callable[[str], Any],
+    rows: Callable[[str], int],
+    norms: Mapping[str, RowNorms],
     dora_scale: DoraScale,
 ) -> dict[str, Path]:
-    """Write the adapter's files to `folder`; returns them by format ("diffusers", "comfyui").
+    """Write the adapter's files to `folder`; returns them by format ("diffusers", "comfyui"). The rest as in `kohya_tensors`.
 
-    links: component -> the family's parameter links to the original layout. The rest as in `kohya_tensors`.
     Raises NonFiniteError, and writes nothing, where a tensor is not finite.
     """
     check_finite(adapter.state_dict())
     names, written = file_names(stem, formats), {}
     if "diffusers" in formats:
-        tensors = diffusers_tensors(adapter)
+        tensors = diffusers_tensors(adapter, norms)
         fields = metadata(adapter, about, convention="magnitude", extra=diffusers_metadata(adapter))
         written["diffusers"] = folder / names["diffusers"]
         write_tensors(written["diffusers"], tensors, with_hash(tensors, fields))
     if "comfyui" in formats:
-        fused = {component: fused_modules(component_links) for component, component_links in links.items()}
-        tensors = kohya_tensors(adapter, fused=fused, prefixes=prefixes, base_layer=base_layer, dora_scale=dora_scale)
+        tensors = kohya_tensors(
+            adapter, fused=fused, prefixes=prefixes, rows=rows, norms=norms, dora_scale=dora_scale
+        )  # fmt: skip
         fields = metadata(adapter, about, convention=f"{dora_scale}: {DORA_SCALE_MEANING[dora_scale]}")
         written["comfyui"] = folder / names["comfyui"]
         write_tensors(written["comfyui"], tensors, with_hash(tensors, fields))
     return written
 
 
-def diffusers_tensors(adapter: Adapter) -> dict[str, torch.Tensor]:
-    """fp32 tensors under diffusers / PEFT keys."""
-    tensors = {}
-    for name, tensor in adapter.state_dict().items():
-        layer = adapter.layers[name.partition(".lora_")[0]]
-        if name.endswith(".lora_magnitude_vector") and hasattr(layer.get_base_layer(), "kernel_size"):
-            tensor = tensor.view(1, -1, 1, 1)
-        tensors[name] = tensor
+def diffusers_tensors(adapter: Adapter, norms: Mapping[str, RowNorms]) -> dict[str, torch.Tensor]:
+    """fp32 tensors under diffusers / PEFT keys. norms: of every DoRA layer, by full name."""
+    tensors = adapter.state_dict()
+    for name in filter(is_magnitude, list(tensors)):
+        layer = name.partition(".lora_")[0]
+        vector_N = _dora_scale(adapter, tensors, layer, norms, "magnitude")
+        convolution = tensors[f"{layer}.lora_A.weight"].dim() == 4
+        tensors[name] = vector_N.view(1, -1, 1, 1) if convolution else vector_N
     return tensors
 
 
@@ -113,21 +117,34 @@ def fused_modules(links: Sequence[Any]) -> list[Fused]:
     ]
 
 
-@torch.no_grad()
+def fused_with(adapter: Adapter, fused: Mapping[str, Sequence[Fused]]) -> list[str]:
+    """The layers without an adapter, by full name, that one module holds together with adapted ones."""
+    names = []
+    for component, modules in fused.items():
+        for module in modules:
+            parts = [f"{component}.{part}" for part in module.parts]
+            absent = [name for name in parts if name not in adapter.targets]
+            names += absent if len(absent) < len(parts) else []
+    return names
+
+
 def kohya_tensors(
     adapter: Adapter,
     *,
     fused: Mapping[str, Sequence[Fused]],
     prefixes: Mapping[str, str],
-    base_layer: Callable[[str], Any],
+    rows: Callable[[str], int],
+    norms: Mapping[str, RowNorms],
     dora_scale: DoraScale,
 ) -> dict[str, torch.Tensor]:
     """fp32 tensors under kohya keys.
 
     fused: component -> its modules in the original layout (empty: names stay, with "text_model." in front).
-    prefixes: component -> key prefix. base_layer: full layer name -> frozen layer, for rows that carry no adapter.
+    prefixes: component -> key prefix. rows: full name of a layer of `fused_with` -> how many it has.
+    norms: for DoRA, of every adapted layer and of those of `fused_with`, by full name.
     """
     tensors: dict[str, torch.Tensor] = {}
+    state = {name: tensor.cpu() for name, tensor in adapter.state_dict().items()}
     for component in dict.fromkeys(target.component for target in adapter.targets.values()):
         names = [t.name for t in adapter.targets.values() if t.component == component]
         modules = [f for f in fused.get(component, ()) if any(part in names for part in f.parts)]
@@ -135,7 +152,8 @@ def kohya_tensors(
         modules += [Fused(_text_model(name), (name,)) for name in names if name not in known]
         for module in modules:
             key = f"{prefixes[component]}_{module.original.replace('.', '_')}"
-            tensors |= _kohya_module(adapter, component, module, key, base_layer, dora_scale)
+            parts = [f"{component}.{part}" for part in module.parts]
+            tensors |= _kohya_module(adapter, state, parts, module.swap, key, rows, norms, dora_scale)
     return tensors
 
 
@@ -144,54 +162,61 @@ def _text_model(name: str) -> str:
 
 
 def _kohya_module(
-    adapter: Adapter, component: str, module: Fused, key: str, base_layer: Callable[[str], Any], dora_scale: DoraScale
-) -> dict[str, torch.Tensor]:
-    names = [f"{component}.{part}" for part in module.parts]
-    layers = [adapter.layers.get(name) for name in names]
-    present = [layer for layer in layers if layer is not None]
-    scalings = [layer.scaling[ADAPTER_NAME] for layer in present]
-    rows = [base_layer(name).weight_shape[0] for name in names]
-    downs = [layer.lora_A[ADAPTER_NAME].weight for layer in present]
-    rank = sum(a.shape[0] for a in downs)
-    up = torch.zeros(sum(rows), rank, *present[0].lora_B[ADAPTER_NAME].weight.shape[2:])
+    adapter: Adapter, state: Mapping[str, torch.Tensor], parts: Sequence[str], swap: bool, key: str,
+    rows: Callable[[str], int], norms: Mapping[str, RowNorms], dora_scale: DoraScale,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    present = [name for name in parts if name in adapter.targets]
+    scalings = {name: adapter.targets[name].scaling(adapter.rslora) for name in present}
+    downs = {name: state[f"{name}.lora_A.weight"] for name in present}
+    ups = {name: state[f"{name}.lora_B.weight"] for name in present}
+    counts = {name: len(ups[name]) if name in ups else rows(name) for name in parts}
+    rank, scaling = sum(map(len, downs.values())), scalings[present[0]]
+    up = torch.zeros(sum(counts.values()), rank, *ups[present[0]].shape[2:])
     scale_N = []
     row = column = 0
-    for name, layer, count in zip(names, layers, rows, strict=True):
-        if layer is not None:
-            b = layer.lora_B[ADAPTER_NAME].weight.cpu()
+    for name, count in counts.items():
+        if name in ups:
+            b = ups[name]
             # One alpha serves all parts: a part whose scaling differs from the first's carries the ratio in its rows.
-            ratio = layer.scaling[ADAPTER_NAME] / scalings[0]
+            ratio = scalings[name] / scaling
             up[row : row + count, column : column + b.shape[1]] = b if ratio == 1 else b * ratio
             column += b.shape[1]
         row += count
         if adapter.dora:
-            scale_N.append(base_layer(name).row_norms() if layer is None else _dora_scale(layer, dora_scale))
-    if module.swap:
+            adapted = name in ups
+            scale_N.append(_dora_scale(adapter, state, name, norms, dora_scale) if adapted else norms[name].reader)
+    if swap:
         up = torch.cat(up.chunk(2)[::-1])
     tensors = {
-        f"{key}.lora_down.weight": torch.cat([a.detach().cpu() for a in downs]),
+        f"{key}.lora_down.weight": torch.cat(list(downs.values())),
         f"{key}.lora_up.weight": up,
-        f"{key}.alpha": torch.tensor(scalings[0] * rank, dtype=torch.float32),
+        f"{key}.alpha": torch.tensor(scaling * rank, dtype=torch.float32),
     }
     if adapter.dora:
-        scale = torch.cat([s.cpu() for s in scale_N])
-        if module.swap:
+        scale = torch.cat(scale_N)
+        if swap:
             scale = torch.cat(scale.chunk(2)[::-1])
-        tensors[f"{key}.dora_scale"] = scale.view(-1, *([1] * (downs[0].dim() - 1)))
+        tensors[f"{key}.dora_scale"] = scale.view(-1, *([1] * (up.dim() - 1)))
     return tensors
 
 
-def _dora_scale(layer, dora_scale: DoraScale) -> torch.Tensor:
-    m = layer.lora_magnitude_vector[ADAPTER_NAME].weight.detach()
-    if dora_scale == "magnitude":
-        return m
-    base_norm, norm = layer.base_norm_sq.sqrt(), layer.current_norm(ADAPTER_NAME)
-    return torch.where(norm > 0, m * base_norm / norm.clamp_min(1e-30), m)
+def _dora_scale(
+    adapter: Adapter, state: Mapping[str, torch.Tensor], name: str, norms: Mapping[str, RowNorms], dora_scale: DoraScale
+) -> torch.Tensor:
+    """fp32 [N], on the CPU, for one layer's rows."""
+    m = state[f"{name}.lora_magnitude_vector"].cpu()
+    if dora_scale == "comfyui_released":
+        return released_scale(m, norms[name])
+    a, b = (state[f"{name}.lora_{factor}.weight"].cpu().flatten(1) for factor in "AB")
+    return magnitude(m, a, b, adapter.targets[name].scaling(adapter.rslora), norms[name])
 
 
 @dataclass(frozen=True)
 class About:
-    """What an adapter file says of its origin. started: ISO time of the run's first start; never the present time."""
+    """What an adapter file says of its origin.
+
+    started: ISO time of the run's first start; never the present time. dora_base: which weights a DoRA's files are made for.
+    """
 
     name: str
     started: str
@@ -203,6 +228,7 @@ class About:
     tag_frequency: Mapping[str, int]
     trigger_phrase: str
     seed: int
+    dora_base: str
     family: Mapping[str, str]
 
 
@@ -214,7 +240,7 @@ def metadata(adapter: Adapter, about: About, *, convention: str, extra: Mapping[
     fields = lora_config(targets, dora=adapter.dora, rslora=adapter.rslora)
     args: dict[str, str] = {"algo": "lora", "rs_lora": str(adapter.rslora)}
     if adapter.dora:
-        args |= {"dora_wd": "True", "wd_on_output": "True", "dora_scale": convention}
+        args |= {"dora_wd": "True", "wd_on_output": "True", "dora_scale": convention, "dora_base": about.dora_base}
     if len(ranks) > 1 or len(alphas) > 1:
         args |= {"per_layer_rank": "True"}
     return {

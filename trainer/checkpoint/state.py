@@ -1,7 +1,7 @@
 """What a run is made of, and how it becomes files: every piece by name, none optional.
 
-adapter.safetensors, optimizer.safetensors: the tensors of those pieces. quantization.json: what the frozen base is stored
-as. state.json: everything else. No pickle anywhere.
+adapter.safetensors, optimizer.safetensors, norms.safetensors: the tensors of those pieces. quantization.json: what the frozen
+base is stored as. state.json: everything else. No pickle anywhere.
 """
 
 from __future__ import annotations
@@ -28,13 +28,18 @@ PIECES = {
     "data": 1,
     "environment": 1,
     "model": 1,
+    "norms": 1,
     "optimizer": 1,
     "progress": 1,
     "quantization": 1,
     "scaler": 1,
     "schedule": 1,
 }
-TENSOR_FILES = {"adapter": "adapter.safetensors", "optimizer": "optimizer.safetensors"}
+TENSOR_FILES = {
+    "adapter": "adapter.safetensors",
+    "norms": "norms.safetensors",
+    "optimizer": "optimizer.safetensors",
+}
 STATE, QUANTIZATION = "state.json", "quantization.json"
 
 

@@ -1,0 +1,151 @@
+"""Row norms: all that an adapter file needs of the frozen weights. Each checkpoint keeps them (norms.safetensors).
+
+A DoRA is trained over a weight as it lies in memory, W. Its file is applied to the model's own, W16, whose rows have other
+norms: by a few per mille where W has 8 bits, by an eighth where it has 2. So that the file gives g (W16 + s B A), with
+g = m / c as trained and c = ||W + s B A||_row, it holds
+
+    g ||W16||                             for readers that divide by ||W16||
+    g sqrt(c^2 + ||W16||^2 - ||W||^2)     for readers that divide by ||W16 + s B A||
+
+The first is exact. Under the root of the second, 2 s rowsum(B * ((W16 - W) A^T)) is missing: W16 is gone by then. Both are
+||W16|| where nothing was trained, and m ||W|| / c and m where W is W16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trainer.adapters import Adapter
+from trainer.adapters.dora import TINY
+from trainer.errors import UserError
+from trainer.types import BaseLayer
+
+# Sums of another device or thread count differ in their last bits.
+TOLERANCE = 1e-5
+
+KINDS = (
+    "base",
+    "original",
+    "adapted",
+)  # the fields of RowNorms, and what the saved tensors are called: LAYER.KIND_norm
+
+
+@dataclass(frozen=True)
+class RowNorms:
+    """Of one layer, fp32 [N], on the CPU.
+
+    base: ||W||. original: ||W16||; None where W is dense, or lies quantised in the model's file. adapted: c; None of a layer
+    that has no adapter.
+    """
+
+    base: torch.Tensor
+    original: torch.Tensor | None
+    adapted: torch.Tensor | None
+
+    @property
+    def reader(self) -> torch.Tensor:
+        """Of the weight that the adapter file will be applied to."""
+        return self.base if self.original is None else self.original
+
+
+def released_scale(m_N: torch.Tensor, norms: RowNorms) -> torch.Tensor:
+    """g ||W16||, fp32 [N]."""
+    assert norms.adapted is not None
+    return torch.where(norms.adapted > 0, m_N * norms.reader / norms.adapted.clamp_min(TINY), m_N)
+
+
+def magnitude(
+    m_N: torch.Tensor, a_RK: torch.Tensor, b_NR: torch.Tensor, scaling: float, norms: RowNorms
+) -> torch.Tensor:
+    """g ||W16 + s B A||, fp32 [N], as far as norms tell: g sqrt(c^2 + ||W16||^2 - ||W||^2).
+
+    That takes W16 - W for orthogonal to s B A. Where s B A takes away most of a row, and W is longer than W16, it is not, and
+    the sum comes out far too small or negative. W is then W16 with noise on it, so what s B A has along W counts for W16 by
+    ||W16||^2 / ||W||^2 only. The sum made so is never negative; it is taken where it is more than twice the plain one.
+    """
+    if norms.original is None:
+        return m_N
+    assert norms.adapted is not None
+    a, b, m, c = (tensor.double() for tensor in (a_RK, b_NR, m_N, norms.adapted))
+    c_sq, original_sq, base_sq = c.square(), norms.original.double().square(), norms.base.double().square()
+    added_sq = scaling**2 * (b @ (a @ a.t())).mul_(b).sum(1)
+    share = (original_sq / base_sq.clamp_min(TINY**2)).clamp_max(1)
+    plain = c_sq + original_sq - base_sq
+    shared = original_sq + added_sq + share * (c_sq - base_sq - added_sq)
+    norm_sq = torch.where(2 * plain < shared, shared, plain).clamp_min(0)
+    return torch.where(c > 0, m / c.clamp_min(TINY) * norm_sq.sqrt(), m).float()
+
+
+class Norms:
+    """Of a run's DoRA, for its adapter files: the piece "norms" of a checkpoint. Of a LoRA, whose files need none, empty.
+
+    beside: layers without an adapter that the original layout fuses with adapted ones, by full name.
+    made_for: which weights the files are made for, in words.
+    """
+
+    def __init__(self, adapter: Adapter, beside: Mapping[str, BaseLayer], made_for: str) -> None:
+        self.adapted = adapter.layers if adapter.dora else {}
+        self.made_for = made_for
+        self.frozen: dict[str, RowNorms] = {}
+        for name, layer in self.adapted.items():
+            base = layer.get_base_layer()
+            self.frozen[name] = RowNorms(layer.base_norm_sq.sqrt().cpu(), base.original_norms, None)
+        for name, base in beside.items() if adapter.dora else ():
+            self.frozen[name] = RowNorms(base.row_norms().cpu(), base.original_norms, None)
+
+    def now(self) -> dict[str, RowNorms]:
+        """By layer, with the present c: computed here where it is stale, and then not again in the next forward."""
+        norms = dict(self.frozen)
+        for name, layer in self.adapted.items():
+            layer.refresh_norm()
+            norms[name] = RowNorms(norms[name].base, norms[name].original, layer.norm.to("cpu", copy=True))
+        return norms
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"made_for": self.made_for, **_tensors(self.now())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Compare: norms follow from the frozen base, and c from the adapter too. Raises UserError, naming what differs."""
+        then, now = _tensors(read_norms(state)), _tensors(self.frozen)
+        for key in sorted(now.keys() | then.keys()):
+            if key.endswith(".adapted_norm"):
+                continue
+            one, other = then.get(key), now.get(key)
+            how = (
+                "is not in the checkpoint" if one is None else "is not there now" if other is None
+                else "differs" if (one.shape, one.dtype) != (other.shape, other.dtype)
+                or not torch.allclose(one, other, rtol=TOLERANCE, atol=0) else None
+            )  # fmt: skip
+            if how:
+                raise UserError(
+                    f"the model's row norms are not those of the checkpoint: {key} {how}; restore the model, or start a new "
+                    "run"
+                )
+        if state["made_for"] != self.made_for:
+            raise UserError(
+                f"the checkpoint's adapter is for {state['made_for']}, this run's for {self.made_for}; restore the model, or "
+                "start a new run"
+            )
+
+
+def _tensors(layers: Mapping[str, RowNorms]) -> dict[str, torch.Tensor]:
+    named = {f"{name}.{kind}_norm": getattr(norms, kind) for name, norms in layers.items() for kind in KINDS}
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def read_norms(state: Mapping[str, Any]) -> dict[str, RowNorms]:
+    """By layer, what `Norms.state_dict` gave: all that adapter files need of the model."""
+    layers = [key.removesuffix(".base_norm") for key in state if key.endswith(".base_norm")]
+    return {name: RowNorms(*(state.get(f"{name}.{kind}_norm") for kind in KINDS)) for name in layers}
+
+
+def made_for(held: Mapping[str, str]) -> str:
+    """Which weights a DoRA's files are made for. held: storage of the components whose files hold them quantised."""
+    if not held:
+        return "the model's weights before they were quantised"
+    components = ", ".join(f"{name}: {dtype}" for name, dtype in held.items())
+    return f"the weights as the model's file holds them quantised ({components}); it has no others"
