@@ -185,6 +185,39 @@ def test_another_model_without_a_network_is_refused(bench: Workbench, monkeypatc
         open_hub(bench, "nobody/nothing")
 
 
+def test_what_an_interrupted_download_left_is_no_model(bench: Workbench, both: Path, monkeypatch) -> None:
+    """Without a network: planned over the configs, refused for want of the weights; whole sets count, others do not."""
+    shards = shutil.copytree(both, bench.tmp / "shards")
+    stand_in.split(shards / FP16)
+    with stand_in.serve({ID: shards}) as served:
+        served.use(monkeypatch, bench.tmp / "home")
+        open_hub(bench)
+        configs_alone = shutil.copytree(bench.tmp / "home", bench.tmp / "configs alone", symlinks=True)
+        fetched = fetch(open_hub(bench))
+        plain_too = fetch(open_hub(bench, model__variant="none"))
+    assert fetched.root == plain_too.root
+    (fetched.root / FP16).with_name("diffusion_pytorch_model.fp16-00002-of-00002.safetensors").unlink()
+    alone = open_hub(bench)
+    assert alone.fetched and alone.weights("unet").files[0].path == alone.root / UNET
+    (fetched.root / UNET).unlink()
+    for home in (bench.tmp / "home", configs_alone):
+        served.use(monkeypatch, home)
+        alone = open_hub(bench)
+        assert not alone.fetched and alone.chosen("unet") is None
+        with pytest.raises(UserError, match=r"could not be had from the hub: .*[Cc]onnect"):
+            fetch(alone)
+
+
+def test_a_repository_of_another_layout_is_refused(bench: Workbench, models: Path, monkeypatch) -> None:
+    single = bench.tmp / "single"
+    single.mkdir()
+    shutil.copy(models / "sdxl-one.safetensors", single)
+    with stand_in.serve({ID: single}) as served:
+        served.use(monkeypatch, bench.tmp / "home")
+        with pytest.raises(UserError, match="not in diffusers' layout.*download its .safetensors file"):
+            open_hub(bench)
+
+
 def test_a_gated_model_is_planned_and_not_trained(bench: Workbench, both: Path, monkeypatch) -> None:
     from huggingface_hub import constants
 

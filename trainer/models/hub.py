@@ -79,6 +79,10 @@ class Repository:
             if known is not None and self.files[name].bytes is not None and not (self.blobs / known).exists()
         }
 
+    def refusal(self) -> UserError:
+        """Why what is not here cannot be had."""
+        return _refused(self.hub_id, self.unreachable)
+
     def fetch(self, names: Collection[str], *, phases: Phases = QUIET) -> Path:
         """The folder in which these files now are.
 
@@ -90,7 +94,7 @@ class Repository:
         if self.files and not self.missing(names):
             return self.snapshot
         if self.unreachable is not None:
-            raise _refused(self.hub_id, self.unreachable)
+            raise self.refusal()
         self._download(names, phases)
         with _told(self.hub_id):
             # Whatever is left: names for what came, and files of which the hub lists no hash.

@@ -200,6 +200,8 @@ class ModelSource:
         """This source with its weights on this machine. Errors: as of `hub.Repository.fetch`."""
         if self.fetched:
             return self
+        if self.repository.unreachable is not None:
+            raise self.repository.refusal()
         names = [*_config_files(self.family, self.repository), *self.weight_names()]
         root = self.repository.fetch(names, phases=phases)
         return replace(self, root=root, fetched=True, embedded=None, _opened={}, _held={})
@@ -444,6 +446,11 @@ def _open(
             f"model.path = {path!r} does not exist; give a diffusers folder, a .safetensors file or a hub id"
         )
     repository, embedded = hub.look(path), None
+    if repository.files and "model_index.json" not in repository.files:
+        raise UserError(
+            f"model.path = {path!r}: this repository is not in diffusers' layout (no model_index.json); download its "
+            ".safetensors file, and give the file's path"
+        )
     try:
         root = repository.fetch(_config_files(family, repository))
     except UserError as error:
