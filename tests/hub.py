@@ -31,6 +31,7 @@ class Hub:
 
     gated: needs this token. drop_after: every answer with weights is cut off after so many bytes. pause: seconds after each
     piece of PIECE_BYTES of weights. flip: weights arrive with another first byte.
+    ranges: whether a file is given from its middle.
     asked: (method, path, first byte) of every request for a file.
     """
 
@@ -39,6 +40,7 @@ class Hub:
     drop_after: int | None = None
     pause: float = 0.0
     flip: bool = False
+    ranges: bool = True
     url: str = ""
     asked: list[tuple[str, str, int]] = field(default_factory=list)
 
@@ -180,17 +182,18 @@ class _Handler(BaseHTTPRequestHandler):
         file, hub = self.hub.listings[hub_id][name], self.hub
         data = (hub.repositories[hub_id] / name).read_bytes()
         start = int(found[1]) if (found := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))) else 0
+        start, asked = (start, "Range" in self.headers) if hub.ranges else (0, False)
         hub.asked.append((self.command, name, start))
         if start >= len(data) > 0:
             return self.refuse(416, "Range")
-        self.send_response(206 if "Range" in self.headers else 200)
+        self.send_response(206 if asked else 200)
         etag = file["sha256"] or file["git"]
         self.send_header("ETag", f'"{etag}"')
         self.send_header("X-Repo-Commit", hub.commit(hub_id))
         self.send_header("X-Linked-Size", str(len(data)))
         self.send_header("X-Linked-Etag", f'"{etag}"')
         self.send_header("Accept-Ranges", "bytes")
-        if "Range" in self.headers:
+        if asked:
             self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
         self.send_header("Content-Length", str(len(data) - start))
         self.end_headers()

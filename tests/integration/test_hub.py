@@ -260,6 +260,17 @@ def test_a_connection_that_breaks_off_is_taken_up_again(bench: Workbench, both: 
         assert (source.root / FP16).read_bytes() == (both / FP16).read_bytes()
 
 
+def test_a_server_without_ranges(bench: Workbench, both: Path, monkeypatch) -> None:
+    """Every try starts the file over: that ends, too, and what was kept does no harm."""
+    with stand_in.serve({ID: both}, drop_after=10 * stand_in.PIECE_BYTES, ranges=False) as served:
+        served.use(monkeypatch, bench.tmp / "home")
+        with pytest.raises(UserError, match="could not be had"):
+            fetch(open_hub(bench))
+        served.drop_after = None
+        source = fetch(open_hub(bench))
+        assert (source.root / FP16).read_bytes() == (both / FP16).read_bytes()
+
+
 def test_a_connection_that_is_lost_keeps_what_came(bench: Workbench, both: Path, monkeypatch) -> None:
     home = bench.tmp / "home"
     with stand_in.serve({ID: both}) as served:

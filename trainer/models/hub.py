@@ -204,14 +204,12 @@ class _Blob:
             digest.update(piece)
         if self.done > self.file.bytes:
             digest = self._start_over(out)
-        tries = 0
+        tries, farthest = 0, self.done
         while self.done < self.file.bytes and not stop.is_set():
-            before = self.done
             try:
                 with self._opened() as response:
                     if self.done and response.status_code != 206:
                         digest = self._start_over(out)  # the server gives the whole file
-                        before = 0
                     for piece in response.iter_raw():
                         if stop.is_set():
                             break
@@ -224,7 +222,8 @@ class _Blob:
                     raise
                 lost = error
             if self.done < self.file.bytes and not stop.is_set():
-                tries = 0 if self.done > before else tries + 1
+                # A server that knows no ranges and always breaks off comes no farther, either.
+                tries, farthest = 0 if self.done > farthest else tries + 1, max(farthest, self.done)
                 if tries > RETRIES:
                     raise lost
                 stop.wait(RETRY_AFTER if tries else 0)
