@@ -1,21 +1,26 @@
 """The command line: arguments in, exit status out.
 
-0 done; 2 user error; 4 non-finite values; 5 out of memory; 6 storage; 143 / 130 after SIGTERM / SIGINT.
+0 done; 2 user error; 4 non-finite values; 5 out of memory; 6 storage; 143 / 130 / 129 after SIGTERM / SIGINT / SIGHUP.
 """
 
 from __future__ import annotations
 
 import argparse
-import errno
 import gc
 import os
 import sys
 
 from trainer import signals
-from trainer.errors import DataError, Interrupted, NonFiniteError, OutOfMemory, UserError
-
-STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG}
-
+from trainer.errors import (
+    NO_ACCESS,
+    DataError,
+    Interrupted,
+    NonFiniteError,
+    OutOfMemory,
+    PeerStopped,
+    UserError,
+    exit_status,
+)
 
 OUT_OF_MEMORY = (
     "out of memory: start a new run (another run.output_dir) with a lower data.batch_size or data.resolution, "
@@ -54,37 +59,31 @@ def main(arguments: list[str] | None = None) -> int:
             plan(loaded)
         else:
             train(loaded, resume_from=resume_from)
-    except UserError as error:
-        return _fail(2, str(error))
-    except NonFiniteError as error:
-        return _fail(4, str(error))
-    except OutOfMemory as error:
-        return _fail(5, str(error))
-    except DataError as error:
-        return _fail(6, str(error))
-    except Interrupted as error:
-        return _fail(128 + error.signum, str(error))
-    except KeyboardInterrupt:
-        return _fail(130, "stopped at once")
-    except (PermissionError, NotADirectoryError, FileExistsError, IsADirectoryError) as error:
-        return _fail(2, f"{error.filename}: {error.strerror}; give a path that this user may write to")
-    except MemoryError:
-        return _fail(5, OUT_OF_MEMORY)
-    except OSError as error:
-        if error.errno in STORAGE_ERRORS:
-            return _fail(6, f"storage: {error}; free space or mend the disk, then start again with --resume_from auto")
-        raise
-    except RuntimeError as error:
-        from trainer.memory import is_out_of_memory
-
-        if str(error).startswith("DataLoader worker"):  # told by a signal, in the middle of whatever was done
-            return _fail(6, f"{error}\nstart again with --resume_from auto; a lower data.num_workers needs less memory")
-        if not is_out_of_memory(error):
+    except (Exception, KeyboardInterrupt) as error:
+        status = exit_status(error)
+        if status == 1 and not isinstance(error, PeerStopped):
             raise
-        return _fail(5, f"{error}\n{OUT_OF_MEMORY}")
+        return _fail(status, _message(error))
     finally:
         gc.enable()
     return 0
+
+
+def _message(error: BaseException) -> str:
+    """What the user is told, and what can be done."""
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped at once"
+    if isinstance(error, (UserError, NonFiniteError, OutOfMemory, DataError, Interrupted, PeerStopped)):
+        return str(error)
+    if isinstance(error, NO_ACCESS):
+        return f"{error.filename}: {error.strerror}; give a path that this user may write to"
+    if isinstance(error, MemoryError):
+        return OUT_OF_MEMORY
+    if isinstance(error, OSError):
+        return f"storage: {error}; free space or mend the disk, then start again with --resume_from auto"
+    if exit_status(error) == 6:
+        return f"{error}\nstart again with --resume_from auto; a lower data.num_workers needs less memory"
+    return f"{error}\n{OUT_OF_MEMORY}"
 
 
 def _fail(status: int, message: str) -> int:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import signal
+
+STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG}
+NO_ACCESS = (PermissionError, NotADirectoryError, FileExistsError, IsADirectoryError)
 
 
 class UserError(ValueError):
@@ -22,8 +26,39 @@ class DataError(RuntimeError):
 
 
 class Interrupted(Exception):
-    """SIGTERM or SIGINT arrived; `signum` says which, `where` what of the run is kept. Exit status 128 + signum."""
+    """SIGTERM, SIGINT or SIGHUP arrived; `signum` says which, `where` what of the run is kept. Exit status 128 + signum."""
 
     def __init__(self, signum: int, where: str = "before a step was made") -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name} {where}; go on with --resume_from auto")
         self.signum = signum
+
+
+class PeerStopped(RuntimeError):
+    """Another process of the run has ended or is gone, so this one ends too: with the same exit status, `status`."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def exit_status(error: BaseException) -> int:
+    """What the process ends with; 1 for what nobody foresaw."""
+    if isinstance(error, PeerStopped):
+        return error.status
+    if isinstance(error, Interrupted):
+        return 128 + error.signum
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    for kinds, status in (
+        ((UserError, *NO_ACCESS), 2), (NonFiniteError, 4), ((OutOfMemory, MemoryError), 5), (DataError, 6)
+    ):  # fmt: skip
+        if isinstance(error, kinds):
+            return status
+    if isinstance(error, OSError):
+        return 6 if error.errno in STORAGE_ERRORS else 1
+    if isinstance(error, RuntimeError):
+        from trainer.memory import is_out_of_memory
+
+        # A worker's death is told by a signal, in the middle of whatever was done.
+        return 6 if str(error).startswith("DataLoader worker") else 5 if is_out_of_memory(error) else 1
+    return 1

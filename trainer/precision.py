@@ -156,4 +156,10 @@ def loss_scaler(
     enabled: bool, device: torch.device, *, initial_scale: float, growth_interval: int
 ) -> torch.amp.GradScaler:
     """torch's GradScaler; enabled where gradients pass through fp16. Those it unscales are of fp32 adapters, always."""
-    return torch.amp.GradScaler(device.type, init_scale=initial_scale, growth_interval=growth_interval, enabled=enabled)
+    scaler = torch.amp.GradScaler(
+        device.type, init_scale=initial_scale, growth_interval=growth_interval, enabled=enabled
+    )
+    # It makes its tensors when it first scales a loss; a process without a micro-batch in its first step has none to scale,
+    # and unscales the gradients of the others.
+    scaler.scale(torch.zeros((), device=device))
+    return scaler

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from trainer import config as configs
-from trainer import files, kernels, metrics, optim, outcome, precision, quantization, resume, validation
+from trainer import files, kernels, metrics, optim, outcome, precision, processes, quantization, resume, validation
 from trainer.adapters import Adapter, export, inject, norms
 from trainer.checkpoint import state, store
 from trainer.checkpoint.saver import Saver
@@ -67,17 +67,17 @@ def train(config: Config, *, resume_from: str | None) -> None:
     source = open_source(config)
     config = resolve(config, source)
     # Before the signal handlers: a process that waits for its peers has nothing to lose and should just end.
-    processes = start_processes(config)
-    with Signals() as signals:
+    peers = start_processes(config)
+    with Signals() as signals, peers.attending(signals):
+        phases = Phases(check=peers.check, show=peers.is_main, record=Record() if peers.is_main else None)
         saved, passed_over = resume.find_start(config, resume_from)
-        phases = Phases(check=signals.check, show=processes.is_main, record=Record() if processes.is_main else None)
-        plan = make_plan(config, source, processes=processes.count, phases=phases)
-        run = Run(plan, processes, signals, phases)
+        plan = make_plan(config, source, processes=peers.count, phases=phases)
+        run = Run(plan, peers, signals, phases)
         for line in passed_over:
             run.say(f"warning: {line}")
         asked = config.adapter.kernels
         run.say(
-            f"device {processes.device}, {processes.count} process(es); kernels: {run.kernels.name}"
+            f"device {peers.device}, {peers.count} process(es); kernels: {run.kernels.name}"
             + (" (adapter.kernels = 'auto')" if asked == "auto" else "")
         )
         run.say(describe(plan, sizes=False))
@@ -114,12 +114,8 @@ def check_device(config: Config) -> torch.device:
 
 
 def start_processes(config: Config) -> Processes:
-    """accelerate's view of devices and processes. It computes nothing for us: mixed precision is ours."""
-    device = check_device(config)
-    from accelerate import Accelerator
-
-    # Said in so many words: without a GPU and without `cpu=True`, accelerate makes every process a lone main process.
-    return Processes(Accelerator(cpu=device.type == "cpu", mixed_precision="no"))
+    """The processes of this run, on the devices that the config asks for."""
+    return processes.start(check_device(config))
 
 
 def make_folder(folder: Path, key: str) -> None:
@@ -136,6 +132,10 @@ def remove_leftovers(output_dir: Path) -> None:
         files.remove_leftovers(output_dir.glob(pattern))
     for path in (output_dir / "samples").glob(".step-????????.tmp"):
         shutil.rmtree(path)
+
+
+# What is said of a stop once there is a step to keep.
+SAVED = "stopping; a checkpoint is written"
 
 
 class Run:
@@ -246,7 +246,7 @@ class Run:
                 # Of a start that ended before its first checkpoint, perhaps under another config.
                 for folder in (self.output_dir / "samples").glob("step-????????"):
                     shutil.rmtree(folder)
-        self.processes.wait()
+        self.processes.wait(obey=True)
 
     # --- model and data -----------------------------------------------------------------------------------------------
 
@@ -508,6 +508,7 @@ class Run:
         )
         batches_of = loader.iterate(mine, self.reader, num_workers=config.data.num_workers)
         self.saver.step = progress.step
+        self.signals.promise = SAVED
         at_once = False
         try:
             self.after_step()  # step 0, or what a stop cut off
@@ -527,11 +528,9 @@ class Run:
             if not self.finished:
                 self.log.write(f"stopped after step {progress.step} as asked; go on with --resume_from auto")
         except (Interrupted, NonFiniteError, OutOfMemory, DataError) as error:
-            # Between two steps, or a step that changed nothing: what was trained is whole, and kept. All processes are here.
-            try:
-                self.save(final=True)
-            finally:
-                self.processes.wait()  # whoever ended first would have the launcher stop the one that saves
+            # Between two steps, or a step that changed nothing: what was trained is whole, and kept. All processes are here,
+            # and leave together: whoever ended first would have the launcher stop the one that saves.
+            self.save(final=True)
             if isinstance(error, Interrupted):
                 where = (f"after step {progress.step}, which is saved",) if progress.step else ()
                 raise Interrupted(error.signum, *where) from None
@@ -582,7 +581,10 @@ class Run:
     def one_step(self, update, batches) -> None:
         progress = self.progress
         start = time.perf_counter()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)  # `peak_bytes` is this step's
         occurrences = [occurrence for micro_batch in update for occurrence in micro_batch]
+        self.signals.promise = f"stopping after this step; {SAVED.removeprefix('stopping; ')}"
         try:
             result = self.step.run(progress.step + 1, batches, occurrences)
         except OutOfMemory as error:
@@ -592,6 +594,8 @@ class Run:
                 resolution=self.config.data.resolution, rank=self.config.adapter.rank, denoiser=denoiser,
                 dtype=self.plan.components[denoiser].format.name,
             )) from None  # fmt: skip
+        finally:
+            self.signals.promise = SAVED
         if result.refused:
             self.not_finite(f"step {progress.step + 1}: {result.refused}; the adapter is unchanged")
             progress.non_finite += 1
@@ -649,19 +653,18 @@ class Run:
         done = step == self.plan.max_steps
         name = f"{config.run.name}-{step:08d}"
         names = export.file_names(name, config.export.formats)
-        if (
-            not done
-            and _due(config.export.every_steps, step)
-            and not all((self.output_dir / "adapters" / file).exists() for file in names.values())
-        ):
-            self.export(name)
+        if not done and _due(config.export.every_steps, step):
+            if not all((self.output_dir / "adapters" / file).exists() for file in names.values()):
+                self.export(name)
+            self.processes.wait()
         due = step == 0 or done or _due(config.validation.every_steps, step)
-        if self.plan.requests and due and not validation.sample_folder(self.output_dir, step).exists():
-            self.draw_samples()
+        if self.plan.requests and due:
+            if self.processes.is_main and not validation.sample_folder(self.output_dir, step).exists():
+                self.draw_samples()
+            self.processes.wait()
 
     def draw_samples(self) -> None:
-        if not self.processes.is_main:
-            return
+        """Of the present step. What stands in the way is told in `agree`: of several processes none may stop on its own."""
 
         def sample(request):
             # Around the encoding too: an adapted text encoder has a strength as well.
@@ -669,14 +672,18 @@ class Run:
                 conditioning, negative = self.conditioning(request.prompt), self.conditioning(request.negative)
                 return self.family.sample(self.model, request, conditioning, negative)
 
-        # An image may take longer than a spot machine gives: between two evaluations of the denoiser is soon enough.
         denoiser = self.model.modules[self.family.denoiser]
-        watch = denoiser.register_forward_pre_hook(lambda module, arguments: self.signals.check())
         folder = validation.sample_folder(self.output_dir, self.progress.step)
+        evaluations = sum(request.steps for request in self.plan.requests)
         try:
-            validation.draw_samples(self.plan.requests, sample=sample, folder=folder)
+            # An image may take longer than a spot machine gives.
+            with (
+                self.phases("drawing samples", evaluations, "evaluation") as phase, phase.between_modules(),
+                denoiser.register_forward_hook(lambda *_: phase.advance()),
+            ):  # fmt: skip
+                validation.draw_samples(self.plan.requests, sample=sample, folder=folder)
         except Interrupted:
-            pass  # of several processes none may stop on its own: they agree next, and the next start draws the samples
+            pass  # the next start draws the samples
         except DataError as error:
             self.pending = error
         except (RuntimeError, MemoryError) as error:
@@ -686,8 +693,6 @@ class Run:
                 f"step {self.progress.step}: out of memory while samples were drawn\n{error}\ngo on with --resume_from auto "
                 "and smaller samples (width, height of validation.samples), or with validation.every_steps = 0"
             )
-        finally:
-            watch.remove()
 
     def save(self, *, final: bool = False) -> None:
         """Hand the present state to the saver, unless it has it. final: wait until it is on the disk.
@@ -700,15 +705,18 @@ class Run:
                 f"step {step}: the adapter or the optimizer's state is not finite after the update; it is not saved, and the "
                 f"checkpoints before it stand\nstart a new run with a lower optimizer.lr than {self.config.optimizer.lr:g}"
             )
-        if not self.processes.is_main:
-            return
-        if final and (failure := saver.join()) is not None:
-            self.log.write(f"warning: an earlier checkpoint could not be written ({failure})")
-        if step > saver.step:
-            saver.save(step, state.pack(self.pieces))
-        if final:
-            with self.failure_policy(final=True):
-                saver.wait()
+        if self.processes.is_main:
+            # Seen to its end whatever signal comes. Beside the training it is not waited for, and shows nothing.
+            with self.phases(f"saving step {step}", unit="B", obey=False) as phase:
+                if final and (failure := saver.join(phase.advance)) is not None:
+                    self.log.write(f"warning: an earlier checkpoint could not be written ({failure})")
+                if step > saver.step:
+                    saver.save(step, state.pack(self.pieces), phase.advance)
+                if final:
+                    with self.failure_policy(final=True):
+                        saver.wait(phase.advance)
+        if final or not self.config.checkpoint.background:
+            self.processes.wait()
 
     @contextmanager
     def failure_policy(self, *, final: bool = False) -> Iterator[None]:

@@ -1,17 +1,23 @@
-"""Signals become flags that the run reads between steps: SIGTERM and SIGINT stop it, SIGUSR1 asks for a checkpoint now.
+"""Signals become flags that the run reads: SIGTERM, SIGINT and SIGHUP stop it, SIGUSR1 asks for a checkpoint now.
 
-A second SIGINT stops at once.
+Each is acknowledged at once, in the middle of whatever is computed. A second SIGINT stops at once.
 """
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
+import threading
 
 from trainer.errors import Interrupted
 
-STOP = (signal.SIGTERM, signal.SIGINT)
-SAVE = getattr(signal, "SIGUSR1", None)  # not on Windows
+# Not on Windows: the signal for a closed terminal, and the one for a checkpoint.
+HANGUP, SAVE = getattr(signal, "SIGHUP", None), getattr(signal, "SIGUSR1", None)
+STOP = (signal.SIGTERM, signal.SIGINT, *([HANGUP] if HANGUP else []))
 HANDLED = {*STOP, *([SAVE] if SAVE else [])}
+
+STOPPING = "stopping"
 
 
 def hold_save() -> None:
@@ -24,23 +30,49 @@ class Signals:
     """Installed for the length of a `with` block. `check` raises Interrupted once a stop was asked for.
 
     stop: the number of the first signal that asked to stop, or None. save: whether a checkpoint was asked for; whoever writes
-    it sets it back.
+    it sets it back. promise: what the acknowledgement says of a stop; whoever knows more than STOPPING sets it.
+    A SIGHUP that was ignored at the start stays so (nohup).
     """
 
     def __init__(self) -> None:
         self.stop: int | None = None
         self.save = False
+        self.promise = STOPPING
         self._interrupted = False
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Signals:
+        # Python runs a handler between two of its own instructions: a backward pass in C++ may be half a minute long. The
+        # number of the signal comes through here at once, to a thread.
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._acknowledge, name="signals", daemon=True)
+        self._thread.start()
         for signum in HANDLED:
-            self._before[signum] = signal.signal(signum, self._arrived)
+            if signum != HANGUP or signal.getsignal(signum) != signal.SIG_IGN:
+                self._before[signum] = signal.signal(signum, self._arrived)
         return self
 
     def __exit__(self, *error) -> None:
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
+        signal.set_wakeup_fd(self._wakeup)
+        self._writer.send(b"\0")
+        self._thread.join()
+        self._reader.close()
+        self._writer.close()
+
+    def _acknowledge(self) -> None:
+        start = "\n" if os.isatty(2) else ""  # below a progress bar
+        while True:
+            for signum in self._reader.recv(64):
+                if signum == 0:
+                    return
+                if signum in self._before:  # a loader of data has the run told of its workers' ends by signals, too
+                    said = "a checkpoint is written after this step" if signum == SAVE else self.promise
+                    # Not through Python's stderr, whose lock the interrupted code may hold.
+                    os.write(2, f"{start}{signal.Signals(signum).name}: {said}\n".encode())
 
     def _arrived(self, signum: int, frame) -> None:
         if signum == SAVE:

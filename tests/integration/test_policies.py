@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -236,10 +238,10 @@ def full_disk(monkeypatch, *steps: int) -> None:
     """Checkpoints of these steps meet with a full disk."""
     write = files.write
 
-    def broken(path: Path, pieces):
+    def broken(path: Path, pieces, *more):
         if any(store.folder_name(step) in str(path) for step in steps) and path.name == "optimizer.safetensors":
             raise OSError(28, "No space left on device", str(path))
-        return write(path, pieces)
+        return write(path, pieces, *more)
 
     monkeypatch.setattr(files, "write", broken)
 
@@ -288,12 +290,12 @@ def test_a_save_that_failed_is_made_again_at_the_end(bench: Workbench, monkeypat
     }  # fmt: skip
     write, failures = files.write, []
 
-    def broken(path: Path, pieces):
+    def broken(path: Path, pieces, *more):
         if "checkpoints" in str(path) and not (mended and failures):
             failures.append(path)
             os.kill(os.getpid(), signal.SIGTERM)
             raise OSError(28, "No space left on device", str(path))
-        return write(path, pieces)
+        return write(path, pieces, *more)
 
     monkeypatch.setattr(files, "write", broken)
     assert start(bench, tree(bench, **lenient)) == (143 if mended else 6)
@@ -304,10 +306,10 @@ def test_a_save_that_failed_is_made_again_at_the_end(bench: Workbench, monkeypat
 def test_what_is_being_written_when_the_run_breaks_is_finished(bench: Workbench, monkeypatch) -> None:
     write, seen = files.write, []
 
-    def slow(path: Path, pieces):
+    def slow(path: Path, pieces, *more):
         if path.name == "optimizer.safetensors":
             time.sleep(0.5)
-        return write(path, pieces)
+        return write(path, pieces, *more)
 
     def broken(batch: Batch, losses: torch.Tensor) -> torch.Tensor:
         seen.append(None)
@@ -456,6 +458,42 @@ def test_every_sample_that_is_not_finite_is_named(bench: Workbench, monkeypatch)
         update = next(run.updates())
         names = ", ".join(sorted(o.sample for micro_batch in update for o in micro_batch))
         assert len(update) == 2 and take_step(run, 1, update).refused == f"the loss of {names} is not finite"
+
+
+@pytest.mark.skipif(signals.HANGUP is None, reason="there is no SIGHUP on Windows")
+def test_a_sighup_that_is_ignored_at_the_start_stays_so() -> None:
+    before = signal.signal(signals.HANGUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with signals.Signals() as arrived:
+            signal.raise_signal(signals.HANGUP)
+            assert arrived.stop is None
+        assert signal.getsignal(signals.HANGUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signals.HANGUP, before)
+
+
+def test_a_signal_is_acknowledged_while_python_waits_for_a_long_computation(capfd) -> None:
+    """Without waiting for the next instruction of Python, before which no handler runs."""
+    said_at = []
+
+    def watch() -> None:
+        deadline = time.monotonic() + 20
+        while not said_at and time.monotonic() < deadline:
+            if "SIGTERM: a promise\n" in capfd.readouterr().err:
+                said_at.append(time.monotonic())
+            time.sleep(0.01)
+
+    with signals.Signals() as arrived:
+        arrived.promise = "a promise"
+        threads = [threading.Thread(target=watch), threading.Timer(0.2, signal.raise_signal, (signal.SIGTERM,))]
+        for thread in threads:
+            thread.start()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 4_000_000)  # seconds in C, which leaves Python's lock
+        ended = time.monotonic()
+        for thread in threads:
+            thread.join()
+        assert arrived.stop == signal.SIGTERM
+    assert said_at and ended - said_at[0] > 0.5, "acknowledged when the computation was over"
 
 
 def test_sigint_sigterm_sigint_stops_at_once() -> None:

@@ -284,10 +284,10 @@ def test_command_line_statuses(bench: Workbench, monkeypatch) -> None:
 
     write = files.write
 
-    def broken(path, pieces):
+    def broken(path, pieces, *more):
         if "checkpoints" in str(path):
             raise OSError(28, "No space left on device")
-        return write(path, pieces)
+        return write(path, pieces, *more)
 
     monkeypatch.setattr(files, "write", broken)
     assert cli.main(["--config", str(path)]) == 6

@@ -9,6 +9,8 @@ from pathlib import Path
 from trainer.checkpoint import store
 from trainer.checkpoint.store import Files
 
+Watch = Callable[[int], object]
+
 
 class Saver:
     """Writes the checkpoints of one run under `root` and prunes them.
@@ -16,6 +18,7 @@ class Saver:
     background: write in a thread, which costs the training a snapshot and little else. The bytes are the same either way.
     step: the newest that is saved or being written; -1 before there is one.
     before: called in front of each write, where other files must be on the disk before the checkpoint that counts on them.
+    Whoever waits can `watch`: it gets every number of bytes that was written meanwhile.
     """
 
     def __init__(
@@ -25,34 +28,46 @@ class Saver:
         self.step = self._before_this = -1
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
+        self._written = self._told = 0  # bytes, in a thread; of these, what a watch was told
 
-    def save(self, step: int, contents: Files) -> None:
+    def save(self, step: int, contents: Files, watch: Watch = lambda count: None) -> None:
         """Write a checkpoint once the one before is done; `contents` must not change any more.
 
         What it meets with is kept for `wait`, in the foreground too: only the process that saves would hear of it here, and
         all of a run's processes have to act on it together.
         """
-        if self._thread is not None:
-            self._thread.join()
+        self._join_thread(watch)
         self._before_this, self.step = self.step, step  # the way back, where this one fails
 
-        def write() -> None:
+        def write(advance: Watch) -> None:
             try:
-                self._write(step, contents)
+                self._write(step, contents, advance)
             except Exception as error:  # whatever it is: raised by `wait`
                 self._failure = self._failure or error
 
         if self.background:
             # A daemon: a second Ctrl-C does not wait for a slow disk. What is cut off then was under a temporary name.
-            self._thread = threading.Thread(target=write, name=f"checkpoint {step}", daemon=True)
+            self._thread = threading.Thread(target=write, args=(self._count,), name=f"checkpoint {step}", daemon=True)
             self._thread.start()
         else:
-            write()
+            write(watch)
 
-    def _write(self, step: int, contents: Files) -> None:
+    def _count(self, count: int) -> None:
+        self._written += count
+
+    def _join_thread(self, watch: Watch) -> None:
+        while self._thread is not None:
+            self._thread.join(0.2)
+            written = self._written
+            watch(written - self._told)
+            self._told = written
+            if not self._thread.is_alive():
+                self._thread = None
+
+    def _write(self, step: int, contents: Files, advance: Watch) -> None:
         try:
             self.before()
-            store.save(self.root, step, contents)
+            store.save(self.root, step, contents, advance)
         except BaseException:
             self.step = self._before_this
             raise
@@ -62,10 +77,10 @@ class Saver:
             self.step = self._before_this
             raise
 
-    def join(self) -> Exception | None:
+    def join(self, watch: Watch = lambda count: None) -> Exception | None:
         """Until nothing is being written; returns what `wait` would raise."""
         try:
-            self.wait()
+            self.wait(watch)
         except Exception as error:  # handed on
             return error
         return None
@@ -75,11 +90,9 @@ class Saver:
         """Whether a save has ended in an exception that `wait` has not raised yet."""
         return self._failure is not None
 
-    def wait(self) -> None:
+    def wait(self, watch: Watch = lambda count: None) -> None:
         """Until nothing is being written. Raises the first failure since the last call."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._join_thread(watch)
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure

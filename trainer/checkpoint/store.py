@@ -10,7 +10,7 @@ import errno
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from trainer import files
@@ -31,8 +31,10 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def save(root: Path, step: int, contents: Files) -> Path:
+def save(root: Path, step: int, contents: Files, advance: Callable[[int], object] = lambda count: None) -> Path:
     """Write one checkpoint; returns its folder. Raises OSError and leaves the others untouched.
+
+    advance: gets every number of bytes that was written.
 
     A valid checkpoint of that step stays: by contract its bytes are the same.
     """
@@ -48,7 +50,7 @@ def save(root: Path, step: int, contents: Files) -> Path:
     try:
         listed = {}
         for name, pieces in contents.items():
-            digest, size = files.write(temporary / name, pieces)
+            digest, size = files.write(temporary / name, pieces, advance)
             listed[name] = {"sha256": digest, "bytes": size}
         files.write(temporary / MANIFEST, [files.json_bytes({"files": listed})])
         files.sync_folder(temporary)
