@@ -347,6 +347,7 @@ def check_samples(output: Path, steps: int) -> None:
 
 
 def run_cell(cell: Cell, place: Place, results: Mapping[str, Any]) -> dict[str, Any]:
+    require(cell.equals is None or cell.equals in results, f"it is compared with {cell.equals!r}, which has no result")
     output = place.runs / re.sub(r"\W+", "-", cell.name)
     shutil.rmtree(output, ignore_errors=True)
     tree = config(cell, place, output)
