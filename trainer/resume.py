@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from importlib import metadata
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from trainer import config as configs
+from trainer import files, metrics
 from trainer.checkpoint import store
 from trainer.checkpoint.state import Pin, Saved
 from trainer.config import Config
@@ -68,6 +70,35 @@ def find_start(config: Config, resume_from: str | None) -> tuple[Saved | None, l
     elif results and not written.exists():
         raise UserError(f"run.output_dir = {str(output_dir)!r} holds another run without a config.toml; choose another")
     return saved, passed_over
+
+
+def set_aside_results(output_dir: Path, *, name: str, after: int) -> Path | None:
+    """Move what the steps beyond `after` left into a folder of their own: the run goes on without them.
+
+    Samples, the adapter files of those steps and of the end, the report; the log is copied, to be cut. Nothing is deleted.
+    Returns the folder, or None where there was nothing.
+    """
+    step = re.compile(rf"step-(\d{{8}})|{re.escape(name)}-(\d{{8}})(?:_\w+)?\.safetensors")
+    ends = re.compile(rf"{re.escape(name)}(?:_\w+)?\.safetensors")
+    later = [
+        path
+        for path in (*output_dir.glob("samples/step-*"), *output_dir.glob("adapters/*"))
+        if ((found := step.fullmatch(path.name)) and int(found[1] or found[2]) > after) or ends.fullmatch(path.name)
+    ]
+    later += [path for path in (output_dir / "report.html",) if path.exists()]
+    if not later:
+        return None
+    folder, again = output_dir / f"superseded-after-{store.folder_name(after)}", 1
+    while folder.exists():
+        again += 1
+        folder = output_dir / f"superseded-after-{store.folder_name(after)}-{again}"
+    for path in later:
+        moved = folder / path.relative_to(output_dir)
+        moved.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(path, moved)
+    if (log := output_dir / metrics.FILE).exists():
+        files.write_atomic(folder / metrics.FILE, [log.read_bytes()])
+    return folder
 
 
 def pin_config(config: Config, what: str = "the checkpoint") -> Pin:

@@ -235,16 +235,22 @@ class Run:
             store.remove_leftovers(self.checkpoints)
             files.write_atomic(self.output_dir / "config.toml", [configs.dumps(self.config).encode()])
             # In this order no kill in between loses what is resumed or a line of the log: first a checkpoint from elsewhere
-            # becomes the run's own, then later ones lose their names, then the log loses their lines.
+            # becomes the run's own, then what later steps left goes aside, then later checkpoints lose their names, by which
+            # the next start would know of them, then the log loses their lines.
             own = self.checkpoints / store.folder_name(self.progress.step)
             if self.resumed is not None and self.resumed.resolve() != own.resolve():
                 store.save(self.checkpoints, self.progress.step, state.pack(self.pieces))
+            if store.steps(self.checkpoints)[-1:] > [self.progress.step]:
+                aside = resume.set_aside_results(self.output_dir, name=self.config.run.name, after=self.progress.step)
+                if aside is not None:
+                    self.say(f"warning: samples, adapter files and the log of later steps are set aside in {aside}")
             for moved in store.set_aside(self.checkpoints, after=self.progress.step):
                 self.say(f"warning: a later checkpoint is set aside as {moved}")
             metrics.cut(self.output_dir, self.progress.step)
-            if self.progress.step == 0:
-                # Of a start that ended before its first checkpoint, perhaps under another config.
-                for folder in (self.output_dir / "samples").glob("step-????????"):
+            # Of steps that a killed start made after its last checkpoint, perhaps with other prompts: they are made again.
+            # So are their adapter files, each in the place of the old one.
+            for folder in (self.output_dir / "samples").glob("step-????????"):
+                if folder.name > store.folder_name(self.progress.step) or self.progress.step == 0:
                     shutil.rmtree(folder)
         self.processes.wait(obey=True)
 
@@ -511,7 +517,7 @@ class Run:
         self.signals.promise = SAVED
         at_once = False
         try:
-            self.after_step()  # step 0, or what a stop cut off
+            self.after_step(again=True)  # step 0, or what a stop cut off
             for update in self.updates():
                 if progress.step >= stop_after:
                     break
@@ -647,19 +653,20 @@ class Run:
 
     # --- samples, checkpoints, adapter files --------------------------------------------------------------------------
 
-    def after_step(self) -> None:
-        """Export and draw what is due at the present step and not there yet."""
+    def after_step(self, *, again: bool = False) -> None:
+        """Export and draw what is due at the present step. again: as far as it is not there yet."""
         config, step = self.config, self.progress.step
         done = step == self.plan.max_steps
         name = f"{config.run.name}-{step:08d}"
         names = export.file_names(name, config.export.formats)
         if not done and _due(config.export.every_steps, step):
-            if not all((self.output_dir / "adapters" / file).exists() for file in names.values()):
+            if not (again and all((self.output_dir / "adapters" / file).exists() for file in names.values())):
                 self.export(name)
             self.processes.wait()
         due = step == 0 or done or _due(config.validation.every_steps, step)
         if self.plan.requests and due:
-            if self.processes.is_main and not validation.sample_folder(self.output_dir, step).exists():
+            there = again and validation.sample_folder(self.output_dir, step).exists()
+            if self.processes.is_main and not there:
                 self.draw_samples()
             self.processes.wait()
 

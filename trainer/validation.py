@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ def sample_folder(output_dir: Path, step: int) -> Path:
 
 
 def draw_samples(requests: Sequence[Any], *, sample: Callable[[Any], Any], folder: Path) -> None:
-    """One PNG for every request, named by the request's index; the folder appears when all are drawn.
+    """One PNG for every request, named by the request's index, with what was asked as text entries "prompt" and "request".
 
+    The folder appears when all are drawn. requests: dataclasses of JSON values.
     sample: request -> PIL image; it may raise Interrupted, which leaves no folder.
     """
     from PIL.PngImagePlugin import PngInfo
@@ -32,6 +35,7 @@ def draw_samples(requests: Sequence[Any], *, sample: Callable[[Any], Any], folde
                 image = sample(request)
             described = PngInfo()
             described.add_text("prompt", request.prompt)
+            described.add_text("request", json.dumps(asdict(request), sort_keys=True))
             image.save(temporary / f"{index:02d}.png", format="PNG", pnginfo=described)
         temporary.replace(folder)
     finally:
@@ -39,19 +43,16 @@ def draw_samples(requests: Sequence[Any], *, sample: Callable[[Any], Any], folde
 
 
 def pairs(output_dir: Path, step: int) -> list[tuple[Path, Path]]:
-    """(before training, at `step`) of every sample of equal prompt and size in both."""
+    """(before training, at `step`) of every sample that was asked for in the same words, size, seed and all else."""
     from PIL import Image
 
-    def described(path: Path) -> tuple[Any, ...]:
+    def asked(path: Path) -> str | None:
         with Image.open(path) as image:
-            return image.info.get("prompt"), image.size
+            return image.info.get("request")
 
-    found = []
-    for after in sorted(sample_folder(output_dir, step).glob("*.png")):
-        before = sample_folder(output_dir, 0) / after.name
-        if before.exists() and described(before) == described(after):
-            found.append((before, after))
-    return found
+    before = {asked(path): path for path in sorted(sample_folder(output_dir, 0).glob("*.png"))}
+    after = [(asked(path), path) for path in sorted(sample_folder(output_dir, step).glob("*.png"))]
+    return [(before[request], path) for request, path in after if request is not None and request in before]
 
 
 def check_sizes(requests: Sequence[Any], multiple: int) -> None:

@@ -421,3 +421,71 @@ def test_a_second_run_in_the_same_folder_is_refused(bench: Workbench) -> None:
         assert done.returncode == 2 and "another run writes to" in done.stderr and "Traceback" not in done.stderr
     assert not (bench.tmp / "out" / "metrics.jsonl").exists()
     assert cli.main(["--config", str(path)]) == 0
+
+
+# --- what later steps left --------------------------------------------------------------------------------------------
+
+
+def with_results(bench: Workbench, prompt: str, **overrides) -> dict:
+    return run_tree(
+        bench, "out", run__max_steps=4, adapter__targets=["*attn1.to_q"], adapter__type="lora", step__accumulation=1,
+        checkpoint__every_steps=1, checkpoint__keep_last=9, export__every_steps=1, export__formats=["diffusers"],
+        validation__every_steps=2, validation__steps=1, validation__prompts=[prompt], **overrides,
+    )  # fmt: skip
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_an_abandoned_course_is_set_aside_whole(bench: Workbench, capsys) -> None:
+    """Going on from an earlier checkpoint with other prompts: no image, file or curve of the old course is left."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(with_results(bench, "a bear", logging__tensorboard=True))
+    out = bench.tmp / "out"
+    aside, first = out / "superseded-after-step-00000002", files_in(out)
+    tree = with_results(bench, "a cat", logging__tensorboard=True, run__stop_after=3)
+    capsys.readouterr()
+    train(tree, str(out / "checkpoints" / "step-00000002"))
+    assert f"are set aside in {aside}" in capsys.readouterr().out
+    gone = [
+        "adapters/bear-00000003.safetensors",
+        "adapters/bear.safetensors",
+        "report.html",
+        "samples/step-00000004/00.png",
+    ]
+    assert files_in(aside) == {name: first[name] for name in [*gone, "metrics.jsonl"]}
+    left = {name for name in files_in(out) if name.startswith(("adapters", "samples", "report"))}
+    assert left == {
+        *(f"adapters/bear-0000000{step}.safetensors" for step in (1, 2, 3)),
+        *(f"samples/step-0000000{step}/00.png" for step in (0, 2)),
+    }
+    assert (out / gone[0]).read_bytes() == first[gone[0]], "the same course, so the same bytes"
+    del tree["run"]["stop_after"]
+    capsys.readouterr()
+    train(tree, "auto")
+    assert "moved by" not in capsys.readouterr().out, "samples of two prompts were compared"
+    page = (out / "report.html").read_text()
+    rows = [row.split("</th>")[0] for row in page.split('<th scope="row">')[1:]]
+    assert [row.partition("<")[0] for row in rows] == ["a cat", "a bear"]
+    events = EventAccumulator(str(out / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4]
+    # A second time, to the same step: nothing takes another's place.
+    again = files_in(out)
+    train(with_results(bench, "a cat", run__stop_after=2), str(out / "checkpoints" / "step-00000002"))
+    assert (out / "superseded-after-step-00000002-2" / "report.html").read_bytes() == again["report.html"]
+    assert files_in(aside) == {name: first[name] for name in [*gone, "metrics.jsonl"]}
+
+
+def test_what_a_killed_start_made_after_its_last_checkpoint_is_made_again(bench: Workbench) -> None:
+    train(with_results(bench, "a bear", run__stop_after=2))
+    out = bench.tmp / "out"
+    stale = [out / "adapters" / "bear-00000003.safetensors", out / "samples" / "step-00000004" / "00.png"]
+    stale[1].parent.mkdir()
+    for path in stale:
+        path.write_bytes(b"stale")
+    train(with_results(bench, "a bear"), "auto")
+    assert all(path.read_bytes() != b"stale" for path in stale)
+    assert not list(out.glob("superseded*"))

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from PIL import Image, PngImagePlugin
 
+from trainer import validation
 from trainer.report import curves, write_report
-from trainer.report.samples import EMBED_BYTES
+from trainer.report.samples import EMBED_BYTES, read_samples
 
 NASTY = '<script>alert("x")</script> & co'
 OUTCOME = {
@@ -71,11 +72,22 @@ def write_metrics(folder: Path, steps: int, **changes: object) -> None:
             file.write(json.dumps(row | changes) + "\n")
 
 
-def write_png(path: Path, prompt: str | None = None, side: int = 8, noise: bool = False) -> bytes:
+def write_png(path: Path, prompt: str | None = None, side: int = 8, noise: bool = False, **asked: object) -> bytes:
     path.parent.mkdir(parents=True, exist_ok=True)
     info = PngImagePlugin.PngInfo()
     if prompt:
         info.add_text("prompt", prompt)
+    if asked:
+        default = {
+            "prompt": prompt,
+            "width": 8,
+            "height": 8,
+            "steps": 20,
+            "guidance": None,
+            "negative": "",
+            "strength": 1.0,
+        }
+        info.add_text("request", json.dumps(default | asked))
     image = Image.effect_noise((side, side), 90).convert("RGB") if noise else Image.new("RGB", (side, side), "teal")
     image.save(path, pnginfo=info)
     return path.read_bytes()
@@ -121,6 +133,34 @@ def test_every_sample_is_embedded_as_it_is(run: Path) -> None:
     assert all(attrs["alt"] for attrs in images)
     assert images[0]["alt"] == "00, before training" and images[-1]["alt"] == f"{NASTY}, step 40"
     assert all((run / attrs["href"]).exists() for attrs in page.all("a"))
+
+
+def test_an_image_stands_under_what_was_asked_for(tmp_path: Path) -> None:
+    """A run that went on with other prompts gives other images the same file names."""
+    drawn = {
+        ("00000000", "00"): ("a bear", {"seed": 1}),
+        ("00000000", "01"): ("a cat", {"seed": 1}),
+        ("00000002", "00"): ("a cat", {"seed": 1}),
+        ("00000002", "01"): ("a bear", {"seed": 2}),
+        ("00000002", "02"): ("a bear", {"seed": 2}),
+        ("00000002", "03"): ("a bear", {"seed": 1, "negative": "fur", "guidance": 3.5, "strength": 0.5}),
+    }
+    for (step, index), (prompt, asked) in drawn.items():
+        write_png(tmp_path / f"samples/step-{step}/{index}.png", prompt, **asked)
+    samples = read_samples(tmp_path / "samples")
+    assert [(row.prompt, row.detail, sorted(row.links.items())) for row in samples.rows] == [
+        ("a cat", "8 x 8 px, seed 1, 20 steps",
+         [(0, "samples/step-00000000/01.png"), (2, "samples/step-00000002/00.png")]),
+        ("a bear", "8 x 8 px, seed 2, 20 steps", [(2, "samples/step-00000002/01.png")]),
+        ("a bear", "8 x 8 px, seed 2, 20 steps", [(2, "samples/step-00000002/02.png")]),
+        ("a bear", "8 x 8 px, seed 1, 20 steps, not: fur, guidance 3.5, strength 0.5",
+         [(2, "samples/step-00000002/03.png")]),
+        ("a bear", "8 x 8 px, seed 1, 20 steps", [(0, "samples/step-00000000/00.png")]),
+    ]  # fmt: skip
+    before, after = tmp_path / "samples/step-00000000", tmp_path / "samples/step-00000002"
+    assert validation.pairs(tmp_path, 2) == [(before / "01.png", after / "00.png")]
+    text, page = read(write_report(tmp_path, name="bear", outcome=None))
+    assert text.count(">none</td>") == 4 and "8 x 8 px, seed 2, 20 steps" in page.text
 
 
 def test_a_large_set_of_samples_becomes_thumbnails(tmp_path: Path) -> None:

@@ -190,17 +190,18 @@ def _samples(samples: Samples) -> str:
         return '<p class="soft">This run made no sample images.</p>'
     head = "".join(f'<th scope="col">{_step_name(step)}</th>' for step in samples.steps)
     rows = []
-    for stem, (prompt, uris) in samples.rows.items():
+    for row in samples.rows:
         cells = []
         for step in samples.steps:
-            if step not in uris:
+            if step not in row.images:
                 cells.append('<td class="soft">none</td>')
                 continue
-            alt = escape(f"{prompt}, {_step_name(step)}")
+            alt = escape(f"{row.prompt}, {_step_name(step)}")
             # The link is to the full file beside the page, for as long as the two stay together.
-            link = escape(quote(samples.links[stem, step]))
-            cells.append(f'<td><a href="{link}"><img src="{uris[step]}" alt="{alt}"></a></td>')
-        rows.append(f'<tr><th scope="row">{escape(prompt)}</th>{"".join(cells)}</tr>')
+            link = escape(quote(row.links[step]))
+            cells.append(f'<td><a href="{link}"><img src="{row.images[step]}" alt="{alt}"></a></td>')
+        detail = f'<div class="soft">{escape(row.detail)}</div>' if row.detail else ""
+        rows.append(f'<tr><th scope="row">{escape(row.prompt)}{detail}</th>{"".join(cells)}</tr>')
     note = '<p class="soft">Shown reduced; each image links to its file.</p>' if samples.are_thumbnails else ""
     return (
         f'<div class="wide"><table class="samples"><thead><tr><th scope="col">Prompt</th>{head}</tr></thead>'

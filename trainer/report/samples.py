@@ -1,9 +1,11 @@
-"""The validation images of a run, ready to embed: one row a prompt, one column a step."""
+"""The validation images of a run, ready to embed: one row for what was asked (prompt, size, seed...), one column a step."""
 
 from __future__ import annotations
 
 import base64
 import io
+import json
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,32 +14,65 @@ THUMBNAIL_PX = 512
 JPEG_QUALITY = 85
 
 
+@dataclass
+class Row:
+    """What was asked, and what came of it. detail: all but the prompt, in words.
+
+    images: step -> data URI.  links: step -> path from the page.
+    """
+
+    prompt: str
+    detail: str
+    images: dict[int, str] = field(default_factory=dict)
+    links: dict[int, str] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Samples:
-    """steps: the columns.  rows: file stem -> (prompt, {step: data URI}).  links: (stem, step) -> path from the page.
+    """steps: the columns.  rows: in the order of the newest step; what is asked no more follows.
 
     are_thumbnails: the embedded images are reduced JPEGs, because the files together exceed EMBED_BYTES.
     """
 
     steps: tuple[int, ...] = ()
-    rows: dict[str, tuple[str, dict[int, str]]] = field(default_factory=dict)
-    links: dict[tuple[str, int], str] = field(default_factory=dict)
+    rows: tuple[Row, ...] = ()
     are_thumbnails: bool = False
 
 
 def read_samples(folder: Path) -> Samples:
-    """Read FOLDER/step-00000000/*.png. The prompt is the PNG's text entry "prompt", else the file's name."""
+    """Read FOLDER/step-00000000/*.png.
+
+    An image belongs to the row of its PNG's text entry "request", whatever its file is called: a run may go on with other
+    prompts. Without that entry it is the prompt, else the file's name, and the size that make the row.
+    """
     files = [(file, step) for file in sorted(folder.glob("step-*/*.png")) if (step := _step_of(file)) is not None]
-    if not files:
-        return Samples()
     shrink = sum(file.stat().st_size for file, _ in files) > EMBED_BYTES
-    rows: dict[str, tuple[str, dict[int, str]]] = {}
-    links: dict[tuple[str, int], str] = {}
+    rows: dict[tuple[str, int], Row] = {}
+    asked: Counter[tuple[str, int]] = Counter()
+    place: dict[tuple[str, int], tuple[int, str]] = {}
     for file, step in files:
-        prompt, uri = _embed(file, shrink)
-        rows.setdefault(file.stem, (prompt or file.stem, {}))[1][step] = uri
-        links[file.stem, step] = file.relative_to(folder.parent).as_posix()
-    return Samples(tuple(sorted({step for _, step in files})), dict(sorted(rows.items())), links, shrink)
+        prompt, request, size, uri = _embed(file, shrink)
+        what = request or f"{prompt or file.stem} {size}"
+        key = what, asked[what, step]  # what is asked twice has two rows
+        asked[what, step] += 1
+        row = rows.setdefault(key, Row(prompt or file.stem, _detail(request)))
+        row.images[step], row.links[step] = uri, file.relative_to(folder.parent).as_posix()
+        place[key] = -step, file.stem
+    steps = tuple(sorted({step for _, step in files}))
+    return Samples(steps, tuple(rows[key] for key in sorted(rows, key=place.__getitem__)), shrink)
+
+
+def _detail(request: str | None) -> str:
+    """'64 x 64 px, seed 0, 20 steps', and what else was asked for."""
+    try:
+        asked = json.loads(request or "")
+        parts = [f"{asked['width']} x {asked['height']} px", f"seed {asked['seed']}", f"{asked['steps']} steps"]
+    except (ValueError, KeyError, TypeError):  # not written by this program
+        return ""
+    parts += [f"not: {asked['negative']}"] if asked.get("negative") else []
+    parts += [f"guidance {asked['guidance']:g}"] if asked.get("guidance") is not None else []
+    parts += [f"strength {asked['strength']:g}"] if asked.get("strength", 1) != 1 else []
+    return ", ".join(parts)
 
 
 def _step_of(file: Path) -> int | None:
@@ -45,17 +80,17 @@ def _step_of(file: Path) -> int | None:
     return int(digits) if digits.isdecimal() else None
 
 
-def _embed(file: Path, shrink: bool) -> tuple[str | None, str]:
-    """(the prompt, a data URI) of one PNG."""
+def _embed(file: Path, shrink: bool) -> tuple[str | None, str | None, tuple[int, int], str]:
+    """(the prompt, the request, the size in pixels, a data URI) of one PNG."""
     from PIL import Image
 
     data, kind = file.read_bytes(), "png"
     with Image.open(io.BytesIO(data)) as image:
-        prompt = image.info.get("prompt")
+        prompt, request, size = image.info.get("prompt"), image.info.get("request"), image.size
         if shrink:
             image = image.convert("RGB")
             image.thumbnail((THUMBNAIL_PX, THUMBNAIL_PX), Image.Resampling.LANCZOS)
             buffer = io.BytesIO()
             image.save(buffer, "JPEG", quality=JPEG_QUALITY)
             data, kind = buffer.getvalue(), "jpeg"
-    return prompt, f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+    return prompt, request, size, f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
