@@ -31,7 +31,10 @@ def test_no_document_gives_a_dora_file_to_sd_scripts() -> None:
 @pytest.mark.parametrize(("dora", "module"), [(False, "networks.lora"), (True, "lycoris.kohya")])
 def test_a_dora_files_header_does_not_name_sd_scripts_own_module(dora: bool, module: str) -> None:
     adapter = Adapter({}, {"unet.a": Target("unet", "a", 4, 4.0)}, dora=dora, rslora=False)
-    about = export.About("bear", "2025-01-01T00:00:00+00:00", 1, 1, 1e-4, 5, "64x64", {}, "", 0, {})
+    about = export.About(
+        name="bear", started="2025-01-01T00:00:00+00:00", step=1, epoch=1, learning_rate=1e-4, train_images=5,
+        resolution="64x64", tag_frequency={}, trigger_phrase="", seed=0, family={}, dora_base="16 bit",
+    )  # fmt: skip
     header = export.metadata(adapter, about, convention="magnitude")
     assert header["ss_network_module"] == module
     assert ("dora_wd" in header["ss_network_args"]) == dora
