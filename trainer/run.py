@@ -92,7 +92,13 @@ def train(config: Config, *, resume_from: str | None) -> None:
         with run.exclusive:
             run.loop()
             if run.finished:
-                run.finish()
+                signals.promise = "stopping; the last step is saved"
+                try:
+                    run.finish()
+                except Interrupted as error:
+                    raise Interrupted(
+                        error.signum, "after the last step, which is saved; adapter files or the report may be missing"
+                    ) from None
 
 
 def check_device(config: Config) -> torch.device:
@@ -405,16 +411,17 @@ class Run:
         trained = (self.family.denoiser, *(() if plan.cache_text else self.family.text_encoders))
         record = quantization.record(((name, self.model.modules[name]) for name in trained), self.phases)
         self.pieces["quantization"] = resume.pin_quantization(record)
-        self.adapter: Adapter = inject(
-            {name: self.model.modules[name] for name in plan.adapted},
-            plan.targets,
-            linear_class=FrozenLinear,
-            conv_class=FrozenConv2d,
-            dora=config.adapter.type == "dora",
-            rslora=config.adapter.rslora,
-            dropout=config.adapter.dropout,
-            seed=config.run.seed,
-        )
+        with self.phases("injecting the adapter"):
+            self.adapter: Adapter = inject(
+                {name: self.model.modules[name] for name in plan.adapted},
+                plan.targets,
+                linear_class=FrozenLinear,
+                conv_class=FrozenConv2d,
+                dora=config.adapter.type == "dora",
+                rslora=config.adapter.rslora,
+                dropout=config.adapter.dropout,
+                seed=config.run.seed,
+            )
         for module in self.model.modules.values():
             module.eval()
         links = {name: self.family.module_links(name, self.model.configs[name]) for name in plan.adapted}
@@ -766,9 +773,10 @@ class Run:
 
     def finish(self) -> None:
         """The adapter files, the "did it take?" table and the report."""
-        written = self.export(self.config.run.name)
         if not self.processes.is_main:
             return
+        with self.phases("exporting"):
+            written = self.export(self.config.run.name)
         sections = {"Did it take?": outcome.weight_change(self.adapter, self.phases)}
         rows = []
         for before, after in validation.pairs(self.output_dir, self.progress.step):
@@ -789,7 +797,8 @@ class Run:
             }
         if outcome.did_nothing(self.adapter):
             self.say("warning: every B is zero: the adapter changes nothing; train longer or raise optimizer.lr")
-        report = write_report(self.output_dir, name=self.config.run.name, outcome=sections)
+        with self.phases("writing the report"):
+            report = write_report(self.output_dir, name=self.config.run.name, outcome=sections)
         self.say(outcome.render(sections))
         for kind, path in written.items():
             self.say(f"adapter ({kind}): {path}")

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from trainer.checkpoint import state, store
 from trainer.data import cache as caches
 from trainer.data import loader
 from trainer.errors import DataError
+from trainer.step import StepResult
 from trainer.tensorfile import TensorFile
 from trainer.types import Batch
 
@@ -450,6 +452,35 @@ def test_a_scale_that_is_no_power_of_two_ends_at_1(bench: Workbench, monkeypatch
     with built(bench.config(adapter__targets=["*attn1.to_q"], **half)) as run:
         update = next(run.updates())
         assert [take_step(run, step, update).loss_scale for step in (1, 2, 3, 4)] == [3.0, 1.5, 1.0, 1.0]
+
+
+def test_a_process_without_a_micro_batch_in_its_first_step_unscales_the_others_gradients(bench: Workbench) -> None:
+    """Fresh, and resumed: then the scaler is loaded, and has scaled nothing in this process either."""
+    config = configs.parse(tree(bench, precision__compute="fp16", run__stop_after=1))
+    for resume_from in (None, "auto"):
+        with built(config, resume_from) as run:
+            step, update = run.progress.step, next(run.updates())
+            result = run.step.run(step + 1, [], [o for micro_batch in update for o in micro_batch])
+            assert result.updated and result.grad_norm == 0
+        if resume_from is None:
+            runs.train(config, resume_from=None)
+
+
+def test_peak_bytes_is_of_one_step(bench: Workbench, monkeypatch) -> None:
+    """Each step's own: with a card that counts 10 bytes a step, and 100 before the first."""
+    used = [100]
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: used.__setitem__(0, 0))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: used[0])
+    entries = []
+    with built(configs.parse(tree(bench))) as run:
+        run.device = torch.device("cuda")
+        run.log = SimpleNamespace(log=entries.append)
+        run.step = SimpleNamespace(
+            run=lambda step, *_: used.__setitem__(0, used[0] + 10) or StepResult(1.0, 1.0, (0.1,), True, 1.0)
+        )
+        for update, _ in zip(run.updates(), range(3), strict=False):
+            run.one_step(update, [])
+    assert [entry["peak_bytes"] for entry in entries] == [10, 10, 10]
 
 
 def test_every_sample_that_is_not_finite_is_named(bench: Workbench, monkeypatch) -> None:

@@ -1,0 +1,110 @@
+"""Waiting for one another through a store: without a time-out, heedful of signals and of one that failed or is gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed import HashStore, PrefixStore, distributed_c10d
+
+from trainer import processes
+from trainer.errors import Interrupted, PeerStopped, UserError
+from trainer.processes import Processes
+from trainer.signals import Signals
+
+
+@pytest.fixture
+def pair(monkeypatch) -> list[tuple[Processes, Signals]]:
+    """Two processes' views, over a store of this process; each is run in a thread."""
+    monkeypatch.setattr(distributed_c10d, "_get_default_store", HashStore)
+    store = PrefixStore("trainer", HashStore())
+    views = []
+    for rank in (0, 1):
+        view = Processes(
+            SimpleNamespace(device=torch.device("cpu"), num_processes=2, process_index=rank, is_main_process=rank == 0)
+        )
+        view._store = store
+        views.append((view, Signals()))
+    return views
+
+
+def side_by_side(pair, *works: Callable[[Processes, Signals], object]) -> list[object]:
+    """What each of the works gives or raises."""
+
+    def run(view: Processes, signals: Signals, work) -> object:
+        try:
+            with view.attending(signals):
+                return work(view, signals)
+        except (Interrupted, PeerStopped, UserError) as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(run, *member, work) for member, work in zip(pair, works, strict=True)]
+        return [job.result(timeout=30) for job in jobs]
+
+
+def test_the_main_process_goes_first_however_long_it_takes(pair) -> None:
+    order = []
+
+    def work(view: Processes, signals: Signals) -> None:
+        with view.main_first():
+            if view.is_main:
+                time.sleep(0.5)
+            order.append(view.rank)
+        view.wait()
+
+    assert side_by_side(pair, work, work) == [None, None]
+    assert order == [0, 1]
+
+
+def test_an_error_of_the_main_process_alone_ends_the_other_with_its_status(pair) -> None:
+    def main(view: Processes, signals: Signals) -> None:
+        with view.main_first():
+            raise UserError("a photo changed")
+
+    def other(view: Processes, signals: Signals) -> None:
+        with view.main_first():
+            pytest.fail("went on")
+
+    first, second = side_by_side(pair, main, other)
+    assert isinstance(first, UserError)
+    assert isinstance(second, PeerStopped) and second.status == 2 and "process 0" in str(second)
+
+
+def test_a_signal_to_the_one_that_waits_is_heard_by_the_one_that_works(pair) -> None:
+    def main(view: Processes, signals: Signals) -> None:
+        with view.main_first():
+            deadline = time.monotonic() + 10
+            while time.monotonic() < deadline:
+                view.check()
+                time.sleep(0.01)
+
+    def other(view: Processes, signals: Signals) -> None:
+        signals.stop = 15
+        view.wait()  # as in the loop, where both have to save before they stop
+
+    started = time.monotonic()
+    first, second = side_by_side(pair, main, other)
+    assert isinstance(first, Interrupted) and first.signum == 15 and time.monotonic() - started < 2
+    assert isinstance(second, PeerStopped) and second.status == 143
+
+
+def test_a_process_without_a_sign_of_life_is_gone(pair, monkeypatch) -> None:
+    monkeypatch.setattr(processes, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(processes, "BEAT_SECONDS", 0.1)
+    started = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        (main_view, its), (view, signals) = pair
+
+        def killed() -> None:
+            with main_view.attending(its):
+                time.sleep(1.2)  # longer than the patience, and alive; then it is heard of no more
+
+        pool.submit(killed)
+        with view.attending(signals), pytest.raises(PeerStopped, match="process 0 has given no sign of life") as gone:
+            view.wait()
+    assert gone.value.status == 1 and time.monotonic() - started > 1.5, "given up while it was alive"
