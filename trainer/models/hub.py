@@ -140,18 +140,18 @@ class Repository:
                     alive[0].join(POLL)
                     phase.advance(sum(blob.done for blob in blobs) - began - phase.done)
                 if failures:
-                    self._tell(failures[0], f"{size_text(sum(blob.done for blob in blobs))} of {size_text(total)}")
+                    self._tell(failures[0], sum(blob.done for blob in blobs), total)
         finally:
             stop.set()
             deadline = time.monotonic() + PATIENCE
             for thread in threads:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _tell(self, error: Exception, kept: str) -> NoReturn:
-        kept = f"{kept} are kept, and the next start goes on"
+    def _tell(self, error: Exception, done: int, total: int) -> NoReturn:
+        kept = f"{size_text(done)} of {size_text(total)} are kept, and the next start goes on from there"
         if isinstance(error, OSError) and error.errno is not None:
             raise OSError(error.errno, f"{error.strerror} while downloading {self.hub_id} ({kept})", error.filename)
-        with _told(self.hub_id, f"{kept} from there"):
+        with _told(self.hub_id, kept if done else ""):
             raise error
 
 
