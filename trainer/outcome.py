@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,10 @@ import torch
 from trainer.adapters import ADAPTER_NAME, Adapter
 from trainer.phases import QUIET, Phases
 from trainer.tensorfile import TensorFile
+
+# Of a layer's own weights. An adapter that works moves a layer by thousandths to tenths; where the change is as large as the
+# weight itself, what the layer had learnt is drowned.
+TOO_FAR = 1.0
 
 
 @torch.no_grad()
@@ -36,6 +41,28 @@ def weight_change(adapter: Adapter, phases: Phases = QUIET) -> dict[str, Any]:
         row = [block, len(pairs), f"{max(changes):.3%}", f"{median(changes):.3%}"]
         rows.append(row + ([f"{max(drift for _, drift in pairs):.3%}"] if adapter.dora else []))
     return {"columns": columns, "rows": rows}
+
+
+def too_far(table: Mapping[str, Any]) -> str | None:
+    """A sentence where a block of `weight_change`'s table moved beyond TOO_FAR, or to no finite number; else None."""
+    columns = [i for i, column in enumerate(table["columns"]) if column in ("largest ||dW||/||W||", "magnitude drift")]
+    worst = {row[0]: max((_share(row[i]) for i in columns), key=_rank) for row in table["rows"]}
+    beyond = [block for block, share in worst.items() if not share <= TOO_FAR]
+    if not beyond:
+        return None
+    block = max(beyond, key=lambda name: _rank(worst[name]))
+    return (
+        f"the training has probably diverged: {len(beyond)} of {len(worst)} blocks changed by more than {TOO_FAR:.0%} of "
+        f"their own weights, {block} by {worst[block]:.0%}; look at the samples, and train again with a lower optimizer.lr"
+    )
+
+
+def _share(cell: str) -> float:
+    return float(cell.removesuffix("%")) / 100
+
+
+def _rank(share: float) -> float:
+    return math.inf if math.isnan(share) else share
 
 
 def did_nothing(adapter: Adapter) -> bool:

@@ -777,7 +777,9 @@ class Run:
             return
         with self.phases("exporting"):
             written = self.export(self.config.run.name)
-        sections = {"Did it take?": outcome.weight_change(self.adapter, self.phases)}
+        moved = outcome.weight_change(self.adapter, self.phases)
+        diverged = outcome.too_far(moved)
+        sections = {"Did it take?": moved | ({"notes": [f"Warning: {diverged}."]} if diverged else {})}
         rows = []
         for before, after in validation.pairs(self.output_dir, self.progress.step):
             rows.append([f"sample {after.stem} moved by (relative L2 of pixels)",
@@ -795,6 +797,8 @@ class Run:
                 "columns": ["component", *quantization.REPORT_COLUMNS],
                 "rows": [[name, *stored.row()] for name, stored in self.storage.items()],
             }
+        if diverged:
+            self.say(f"warning: {diverged}")
         if outcome.did_nothing(self.adapter):
             self.say("warning: every B is zero: the adapter changes nothing; train longer or raise optimizer.lr")
         with self.phases("writing the report"):

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.harness import Workbench
 from tests.numerics.test_adapted_layers import LargestAllocation, network, with_adapter
-from trainer import outcome
+from trainer import cli, outcome
 from trainer.adapters import ADAPTER_NAME
 from trainer.kernels import dora_torch
 from trainer.quantization import ALL_FORMATS, FORMATS, FrozenLinear
@@ -80,3 +81,26 @@ def test_nothing_dense_is_made() -> None:
     assert n * k > 4 * dora_torch.PIECE
     assert 0 < allocations.largest <= dora_torch.PIECE
     assert table["rows"][0][1] == 1 and table["rows"][0][2].endswith("%")
+
+
+def test_a_change_beyond_the_weights_themselves_is_said() -> None:
+    def table(*rows: list) -> dict:
+        return {"columns": ["block", "layers", "largest ||dW||/||W||", "median", "magnitude drift"], "rows": list(rows)}
+
+    fine = ["unet.mid_block", 4, "100.000%", "3.000%", "99.000%"]
+    assert outcome.too_far(table(fine)) is None
+    said = outcome.too_far(table(fine, ["unet.up_blocks.0", 9, "129095.000%", "3.000%", "0.000%"]))
+    assert said is not None and "1 of 2 blocks" in said and "unet.up_blocks.0 by 129095%" in said
+    assert "unet.mid_block by 101%" in str(outcome.too_far(table(fine[:4] + ["100.600%"])))
+    assert "unet.x by nan%" in str(outcome.too_far(table(["unet.x", 1, "nan%", "nan%", "0.000%"], fine)))
+
+
+def test_a_run_that_diverged_ends_with_a_warning(bench: Workbench, capsys) -> None:
+    for rate, warned in ((1e-4, False), (100.0, True)):
+        out = bench.tmp / str(rate)
+        tree = bench.tree(
+            run__output_dir=str(out), run__max_steps=2, optimizer__lr=rate, adapter__targets=["*attn1.to_q"]
+        )
+        assert cli.main(["--config", str(bench.write(tree))]) == 0
+        assert ("warning: the training has probably diverged: " in capsys.readouterr().out) == warned
+        assert ("Warning: the training has probably diverged: " in (out / "report.html").read_text()) == warned
