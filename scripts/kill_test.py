@@ -8,8 +8,8 @@ A cell trains a tiny model once without a break and once in a row of lives, each
 at a system call of the commit protocol, drawn from all that a save and the pruning after it make, or halfway through a
 write. Elsewhere it ends at a random time of a start or a step, or at a random time or system call while photos and captions
 are encoded, while a sample is drawn, while the adapter files are written. After each the checkpoints there are all valid and
-none is lost. In the end both folders hold the same files with the same bytes, but for the times in metrics.jsonl and
-report.html.
+none is lost. In the end both folders hold the same files with the same bytes, but for the times in metrics.jsonl,
+phases.jsonl and report.html.
 
 With --signals every life gets SIGTERM or SIGINT instead: it exits within 30 s with 143 or 130, and the newest checkpoint is
 of the last step in metrics.jsonl.
@@ -650,7 +650,7 @@ def compare(whole: Run, broken: Run) -> tuple[list[str], list[str]]:
         if path.name == "metrics.jsonl":
             same = metrics_of(whole.out) == metrics_of(broken.out)
         else:
-            same = a.is_dir() or path.name == "report.html" or a.read_bytes() == b.read_bytes()
+            same = a.is_dir() or path.name in ("report.html", "phases.jsonl") or a.read_bytes() == b.read_bytes()
         if not same:
             differences.append(f"{path} differs")
     if len(broken.steps()[0]) != KEEP_LAST:
