@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from tests.harness import Workbench, built, take_step
 from tests.integration.test_errors import refused
 from trainer.errors import UserError
 from trainer.models import FAMILIES, keys
-from trainer.models.loading import PUBLISHED, open_model
+from trainer.models.loading import PUBLISHED, load_tokenizers, open_model
 from trainer.plan import ComponentPlan
 from trainer.quantization import FORMATS
 from trainer.tensorfile import TensorFile, write_tensors
@@ -149,6 +150,21 @@ def test_a_plan_asks_for_the_tokenizer_that_is_nowhere(bench: Workbench, capsys)
     tree = bench.tree("flux", model__path=str(path))
     for arguments in (("--plan",), ()):
         refused(bench, capsys, "the model has no tokenizer_2", "model.config", tree=tree, arguments=arguments)
+
+
+def test_the_folder_beside_the_file_may_hold_the_missing_tokenizer_alone(bench: Workbench) -> None:
+    """It was refused for want of the configs, which the published model's stand for."""
+    configs = {c: published(c) | sizes for c, sizes in SIZES.items()}
+    path = bench.tmp / "all.safetensors"
+    write_all_in_one(path, {c: random_weights(c, config) for c, config in configs.items()}, configs)
+    shutil.copytree(bench.models / "flux" / "tokenizer_2", bench.tmp / "all" / "tokenizer_2")
+    source = open_model(FLUX, str(path))
+    assert source.root == bench.tmp / "all"
+    assert {c: source.config(c) for c in configs} == configs
+    assert source.scheduler == json.loads((PUBLISHED / "flux-dev/scheduler/scheduler_config.json").read_text())
+    source.check_tokenizers()
+    ids = {name: tokenizer("a bear").input_ids for name, tokenizer in load_tokenizers(FLUX, source).items()}
+    assert ids["tokenizer"][0] == 49406 and ids["tokenizer_2"][-1] == 1
 
 
 def test_a_block_that_is_missing_is_named_with_its_prefix(bench: Workbench) -> None:

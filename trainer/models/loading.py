@@ -57,9 +57,16 @@ class ModelSource:
     _opened: dict[str, Weights] = field(default_factory=dict, repr=False)
     _held: dict[str, dict[str, HeldWeight | torch.dtype]] = field(default_factory=dict, repr=False)
 
+    def _beside(self, relative: str) -> Path:
+        """A file or folder of configs; the published model's where the folder beside a single file lacks it."""
+        own = self.root / relative
+        if own.exists() or self.single_file is None:
+            return own
+        return PUBLISHED / self.family.published(set(self.single_file.entries)) / relative
+
     @cached_property
     def scheduler(self) -> dict[str, Any]:
-        return _read_json(self.root / "scheduler" / "scheduler_config.json")
+        return _read_json(self._beside("scheduler/scheduler_config.json"))
 
     @cached_property
     def markers(self) -> Markers:
@@ -81,9 +88,9 @@ class ModelSource:
                 if (folder / "config.json").is_file():
                     return _read_json(folder / "config.json")
             raise UserError(f"model.components.{name}.path = {str(override)!r}: no config.json there, nor in {name}/")
-        config = _read_json(self.root / name / "config.json")
-        published = PUBLISHED in self.root.parents
-        if published and (file := TensorFile(override) if override else self.single_file) is not None:
+        path = self._beside(f"{name}/config.json")
+        config = _read_json(path)
+        if PUBLISHED in path.parents and (file := TensorFile(override) if override else self.single_file) is not None:
             component = self.family.component(name)
             prefix = _prefix(component, file) or ""
             entries = {k.removeprefix(prefix): e for k, e in file.entries.items() if k.startswith(prefix)}
@@ -288,7 +295,7 @@ class ModelSource:
             for folder in (override / name, override.parent / name):
                 if folder.is_dir():
                     return folder
-        return self.root / name
+        return self._beside(name)
 
     def build(self, name: str) -> nn.Module:
         """The component on the meta device, in eval mode, its weights not read."""
