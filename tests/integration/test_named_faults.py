@@ -221,7 +221,7 @@ def test_diffsynth_450_a_float8_denoiser_beside_an_fp32_clip(bench: Workbench, c
 
 
 class NoFloat8Arithmetic(TorchDispatchMode):
-    """Refuses every operation on a float8 tensor but those that move it or convert it to another dtype."""
+    """Refuses every operation on a float8 tensor but those that move it, convert it, or read its codes as bytes."""
 
     MOVES = {
         torch.ops.aten._to_copy, torch.ops.aten.view, torch.ops.aten._unsafe_view, torch.ops.aten.slice,
@@ -238,7 +238,8 @@ class NoFloat8Arithmetic(TorchDispatchMode):
             packet = function.overloadpacket
             copied_out = packet is torch.ops.aten.copy_ and given[0].dtype not in FLOAT8
             assert packet in self.MOVES or copied_out, f"{function} on a float8 tensor"
-            self.converted += packet is torch.ops.aten._to_copy or copied_out
+            as_bytes = function is torch.ops.aten.view.dtype
+            self.converted += packet is torch.ops.aten._to_copy or copied_out or as_bytes
         return function(*args, **(kwargs or {}))
 
 
