@@ -23,7 +23,10 @@ from trainer.signals import Signals
 # serve to find a process that died: the launcher ends the others then, and the connection breaks.
 REDUCTION_TIMEOUT = timedelta(hours=24)
 ASK_SECONDS = 0.25  # between two looks at the store
-BEAT_SECONDS, PATIENCE_SECONDS = 2.0, 60.0  # a process gives a sign of life; without one for so long it is gone
+# A process gives a sign of life; without one for so long it is gone. Launcher and connections tell of a death on this machine
+# at once, so this serves for one on another, where minutes cost little. A live process can be silent, too: in a debugger,
+# while it swaps, or where it holds Python's lock and waits for a file of a server that does not answer.
+BEAT_SECONDS, PATIENCE_SECONDS = 2.0, 600.0
 
 
 class Processes:
@@ -48,14 +51,16 @@ class Processes:
     def sum(self, tensor: torch.Tensor) -> None:
         """Over the processes, in place."""
         if self.count > 1:
-            torch.distributed.all_reduce(tensor)
+            with self._reduced():
+                torch.distributed.all_reduce(tensor)
 
     def largest(self, *numbers: int) -> list[int]:
         """The largest of each number in any process: what all of them agree on."""
         if self.count == 1:
             return list(numbers)
         agreed = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        torch.distributed.all_reduce(agreed, torch.distributed.ReduceOp.MAX)
+        with self._reduced():
+            torch.distributed.all_reduce(agreed, torch.distributed.ReduceOp.MAX)
         return agreed.tolist()
 
     @contextmanager
@@ -127,7 +132,7 @@ class Processes:
 
     def _await(self, keys: list[str], check: Callable[[], None]) -> None:
         """Until all the keys are there: of each the last part is the rank that sets it."""
-        pause, beats, seen = 0.001, {}, {}
+        pause, beats, silent = 0.001, {}, {}
         while True:
             with self._reached():
                 missing = [key for key in keys if not self._store.check([key])]
@@ -137,9 +142,10 @@ class Processes:
             for rank in (key.rpartition("/")[2] for key in missing):
                 with self._reached():
                     beat = self._store.get(f"beat/{rank}") if self._store.check([f"beat/{rank}"]) else None
-                if beats.setdefault(rank, beat) != beat or rank not in seen:
-                    beats[rank], seen[rank] = beat, time.monotonic()
-                if time.monotonic() - seen[rank] > PATIENCE_SECONDS:
+                # In own pauses, not by the clock: whoever was stopped for an hour has not listened meanwhile.
+                silent[rank] = silent.get(rank, 0.0) + pause if beats.get(rank) == beat else 0.0
+                beats[rank] = beat
+                if silent[rank] > PATIENCE_SECONDS:
                     raise PeerStopped(f"process {rank} has given no sign of life for {PATIENCE_SECONDS:.0f} s", 1)
             time.sleep(pause)
             pause = min(2 * pause, ASK_SECONDS)
@@ -156,6 +162,19 @@ class Processes:
                 self._tell(f"beat/{self.rank}", count)
             except PeerStopped:  # told by whoever waits
                 return
+
+    @contextmanager
+    def _reduced(self) -> Iterator[None]:
+        """A reduction ends with the connection to a process that ended: in gloo at once, in NCCL mostly by the launcher."""
+        try:
+            yield
+        except RuntimeError as error:
+            # Neither has a class of its own for it. gloo: "Connection closed by peer", "Connection reset by peer".
+            if "by peer" not in str(error) and "ncclRemoteError" not in str(error):
+                raise
+            self._asked = 0.0
+            self._listen()  # it may have said why
+            raise PeerStopped(f"another process is gone ({error})", 1) from error
 
     @contextmanager
     def _reached(self) -> Iterator[None]:

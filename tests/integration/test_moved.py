@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests import hub
@@ -45,7 +46,23 @@ def results(out: Path) -> dict[str, bytes]:
     return {name: (out / name).read_bytes() for name in names}
 
 
-def test_photos_model_and_output_may_move(bench: Workbench, monkeypatch) -> None:
+MOVES = {
+    "all at once": {
+        "data__sources": [{"path": "photos/../elsewhere/other name"}], "model__path": "~/elsewhere/sdxl",
+        "data__cache_dir": "another cache", "model__components": {"vae": {"path": "elsewhere/a vae"}},
+    },
+    "absolute": {
+        "data__sources": [{"path": "HERE/elsewhere/other name"}], "model__path": "HERE/elsewhere/sdxl",
+        "model__cache_dir": "HERE/converted",
+    },
+    "the hub": {"model__path": "somebody/sdxl", "model__variant": "none", "data__sources": [{"path": "~/photos"}]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "what", ["all at once", *(pytest.param(what, marks=pytest.mark.slow) for what in list(MOVES)[1:])]
+)
+def test_photos_model_and_output_may_move(bench: Workbench, monkeypatch, what: str) -> None:
     put_down(bench)
     monkeypatch.chdir(bench.tmp)
     monkeypatch.setenv("HOME", str(bench.tmp))
@@ -54,28 +71,17 @@ def test_photos_model_and_output_may_move(bench: Workbench, monkeypatch) -> None
     shutil.copytree("photos", "elsewhere/other name")
     shutil.copytree("model", "elsewhere/sdxl")
     shutil.copytree("model/vae", "elsewhere/a vae")
-    moves = {
-        "absolute": {
-            "data__sources": [{"path": str(bench.tmp / "elsewhere" / "other name")}],
-            "model__path": str(bench.tmp / "elsewhere" / "sdxl"), "model__cache_dir": str(bench.tmp / "converted"),
-        },
-        "relative": {
-            "data__sources": [{"path": "photos/../photos"}], "model__path": "~/model", "data__cache_dir": "another cache",
-            "model__components": {"vae": {"path": "elsewhere/a vae"}},
-        },
-        "the hub": {"model__path": "somebody/sdxl", "model__variant": "none", "data__sources": [{"path": "~/photos"}]},
-    }  # fmt: skip
+    # The output folder moves, too: it has another name, and is a copy of the stopped run.
+    shutil.copytree("stopped", "moved")
+    moved = json.loads(json.dumps(MOVES[what]).replace("HERE", str(bench.tmp)))
+    start = "~/moved/checkpoints/step-00000002" if what == "all at once" else "auto"
     with hub.serve({"somebody/sdxl": bench.tmp / "model"}) as served:
         served.use(monkeypatch, bench.tmp / "home")
-        for i, (what, moved) in enumerate(moves.items()):
-            # The output folder moves with every one: it has another name, and a copy of the stopped run.
-            shutil.copytree("stopped", f"moved {i}")
-            tree = stopped_tree(bench, **moved | {"run__output_dir": f"~/moved {i}"})
-            start = f"~/moved {i}/checkpoints/step-00000002" if what == "relative" else "auto"
-            assert train(bench, tree, "--resume_from", start) == 0, what
-            assert results(Path(f"moved {i}")) == results(Path("whole")), what
-            assert metrics_of(f"moved {i}") == metrics_of("whole"), what
-        assert UNET in served.weights_sent()
+        tree = stopped_tree(bench, **moved | {"run__output_dir": "~/moved"})
+        assert train(bench, tree, "--resume_from", start) == 0
+        assert results(Path("moved")) == results(Path("whole"))
+        assert metrics_of("moved") == metrics_of("whole")
+        assert (UNET in served.weights_sent()) == (what == "the hub")
 
 
 def edit_json(path: Path, key: str, value) -> None:

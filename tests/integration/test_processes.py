@@ -7,6 +7,8 @@ Started by torch.distributed.run. Not by `accelerate launch --cpu`: without an M
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import ROOT, Workbench, built, metrics_of
+from tests.harness import PHOTOS, ROOT, Workbench, built, metrics_of
 from trainer import config as configs
+from trainer import processes
 from trainer.checkpoint import store
 from trainer.data.cache import latent_key
 from trainer.run import train
@@ -120,6 +123,19 @@ def test_a_value_of_one_process_that_is_not_finite_is_skipped_by_both(bench: Wor
     assert updates == [3, 3]
 
 
+def patched(bench: Workbench, patch: str) -> str:
+    """train.py with a fault in it; each process says how it ended."""
+    script = bench.tmp / "patched.py"
+    script.write_text(
+        "import os, signal, sys, time\nfrom datetime import timedelta\nimport torch\nfrom trainer import cli, processes\n"
+        "from trainer import run as runs\nfrom trainer.checkpoint import store\nfrom trainer.errors import UserError\n"
+        "from trainer.step import Step\nrank = int(os.environ['RANK'])\n"
+        + patch
+        + "\nstatus = cli.main(sys.argv[1:])\nprint(f'rank {rank} status {status}', file=sys.stderr)\nsys.exit(status)\n"
+    )
+    return str(script)
+
+
 PATCHES = {
     # A loss that is not finite in one process only: both stop, with status 4.
     "loss": """
@@ -157,20 +173,152 @@ store.save = full
 @pytest.mark.slow
 @pytest.mark.parametrize(("patch", "status", "saved"), [("loss", 4, [2]), ("usr1", 143, [2, 4]), ("disk", 6, [])])
 def test_what_one_process_meets_with_both_answer(bench: Workbench, patch: str, status: int, saved: list[int]) -> None:
-    script = bench.tmp / "patched.py"
-    script.write_text(
-        "import os, signal, sys, time\nimport torch\nfrom trainer import cli, run as runs\n"
-        "from trainer.checkpoint import store\nfrom trainer.step import Step\nrank = int(os.environ['RANK'])\n"
-        + PATCHES[patch]
-        + "status = cli.main(sys.argv[1:])\nprint(f'rank {rank} status {status}', file=sys.stderr)\nsys.exit(status)\n"
-    )
     every = {"disk": 2}.get(patch, 0)
     config = tree(bench, "two", processes=2, checkpoint__every_steps=every)
-    errors = finish(two_processes(bench, config, script=str(script)), status=status)
+    errors = finish(two_processes(bench, config, script=patched(bench, PATCHES[patch])), status=status)
     for rank in (0, 1):
         assert f"rank {rank} status {status}" in errors, errors[-3000:]
     assert store.steps(bench.tmp / "two" / "checkpoints") == saved
     assert "the loss of" in errors if patch == "loss" else "No space left" in errors if patch == "disk" else True
+
+
+# A reduction waits for 5 s at most, and the main process is alone for 7 s where `slowly` says so.
+ALONE = """
+processes.REDUCTION_TIMEOUT = timedelta(seconds=5)
+def slowly(module, name):
+    real, slept = getattr(module, name), []
+    def slow(*arguments, **more):
+        if rank == 0 and not slept:
+            slept.append(time.sleep(7))
+            print(f"slept before {name}", file=sys.stderr)
+        return real(*arguments, **more)
+    setattr(module, name, slow)
+"""
+ALONE_IN = {
+    "fill_latents": "runs.caches", "draw_samples": "runs.validation", "write_files": "runs.export", "save": "store",
+}  # fmt: skip
+
+
+def made(out: Path) -> dict[str, bytes]:
+    """Tensors, adapter files and images, by name."""
+    found = {path.relative_to(out): path for kind in ("*.safetensors", "*.png") for path in out.rglob(kind)}
+    return {str(name): path.read_bytes() for name, path in found.items()}
+
+
+@pytest.mark.slow
+def test_what_the_main_process_does_alone_runs_into_no_time_out(bench: Workbench) -> None:
+    sample = {"prompt": "a bear", "seed": 1, "steps": 2, "width": 64, "height": 64}
+    more = {"validation__every_steps": 2, "validation__samples": [sample], "export__every_steps": 2,
+            "checkpoint__background": False, "run__max_steps": 4}  # fmt: skip
+    for out, patch in (("quick", ""), ("slow", "\n".join(f"slowly({m}, '{name}')" for name, m in ALONE_IN.items()))):
+        config = tree(bench, out, processes=2, **more, data__cache_dir=str(bench.tmp / out / "cache"))
+        errors = finish(two_processes(bench, config, script=patched(bench, ALONE + patch)))
+        assert [f"slept before {name}" in errors for name in ALONE_IN] == [out == "slow"] * 4, errors
+    quick, slow = made(bench.tmp / "quick"), made(bench.tmp / "slow")
+    assert quick == slow and {name.split("/")[0] for name in quick} == {"cache", "checkpoints", "adapters", "samples"}
+
+
+@pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_process_without_a_micro_batch_in_fp16(bench: Workbench, resumed: bool) -> None:
+    """One photo, so the main process has every micro-batch, and the bytes are those of one process. It encodes for longer
+    than a reduction waits."""
+    photos = bench.tmp / "photos"
+    photos.mkdir()
+    for name in ("01.jpg", "01.txt"):
+        shutil.copy(PHOTOS / name, photos)
+    more = {"precision__compute": "fp16", "data__sources": [{"path": str(photos)}], "run__max_steps": 2}
+
+    def few(out: str, processes: int, **overrides) -> dict:
+        return tree(bench, out, processes=processes, step__accumulation=2 // processes, **more | overrides)
+
+    train(configs.parse(few("one", 1)), resume_from=None)
+    if resumed:
+        train(configs.parse(few("two", 1, run__stop_after=1)), resume_from=None)
+    config = few("two", 2, data__cache_dir=str(bench.tmp / "its cache"))
+    script = patched(bench, ALONE + "slowly(runs.caches, 'fill_latents')")
+    errors = finish(two_processes(bench, config, *(("--resume_from", "auto") if resumed else ()), script=script))
+    assert "slept before fill_latents" in errors
+    one, two = made(bench.tmp / "one"), made(bench.tmp / "two")
+    assert two == one if not resumed else one.items() <= two.items()
+    assert metrics_of(bench.tmp / "two") == metrics_of(bench.tmp / "one")
+    assert [entry["skipped"] for entry in metrics_of(bench.tmp / "two")] == [False, False]
+
+
+FAILS = {
+    # While the main process encodes, and the other waits for it.
+    "user": """
+def changed(*arguments, **more):
+    raise UserError("photo 1 changed while it was read; start again")
+if rank == 0:
+    runs.caches.fill_text = changed
+""",
+    "full": """
+def full(self, key, *more):
+    raise OSError(28, "No space left on device", "a cache entry")
+if rank == 0:
+    runs.caches.Cache.put = full
+""",
+    # While the other waits for the main process, which works for minutes.
+    "other": """
+def failed(*arguments):
+    time.sleep(1)
+    raise UserError("process 1 met with something of its own")
+""",
+    "killed": """
+def failed(*arguments):
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+""",
+    # While the main process waits in a reduction.
+    "killed in a step": """
+step = Step.run
+def shot(self, number, *more):
+    if number == 2 and rank == 1:
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, number, *more)
+Step.run = shot
+""",
+}
+WORKS_ON = """
+def long_work(*arguments, phases, **more):
+    for _ in range(2000):
+        time.sleep(0.1)
+        phases.check()
+if rank == 0:
+    runs.caches.fill_latents = long_work
+else:
+    processes.Processes._await = failed
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "statuses", "exits", "said"),
+    [("user", (2, 2), {"2"}, "error: photo 1 changed while it was read"),
+     ("full", (6, 6), {"6"}, "error: storage: [Errno 28] No space left on device: 'a cache entry'"),
+     ("other", (2, 2), {"2"}, "error: process 1 met with something of its own"),
+     ("killed", (143, None), {"-9"}, "error: stopped by SIGTERM before a step was made"),
+     ("killed in a step", (None, None), {"-9"}, "error: another process is gone")],
+)  # fmt: skip
+def test_a_process_that_fails_alone_ends_both(bench: Workbench, fault: str, statuses, exits: set, said: str) -> None:
+    config = tree(bench, "two", processes=2, data__cache_dir=str(bench.tmp / "its cache"))
+    script = patched(bench, FAILS[fault] + (WORKS_ON if "failed" in FAILS[fault] else ""))
+    started = time.monotonic()
+    errors = finish(two_processes(bench, config, script=script), status=1)
+    assert time.monotonic() - started < processes.PATIENCE_SECONDS, (
+        "ended by the launcher or by the other, not by patience"
+    )
+    for rank, status in enumerate(statuses):
+        assert status is None or f"rank {rank} status {status}\n" in errors, errors[-3000:]
+    assert errors.count(said) == 1, errors[-3000:]
+    if "killed" not in fault:
+        failed = int(fault == "other")
+        assert errors.count(f"error: process {failed} could not go on; its message says why") == 1, errors[-3000:]
+    reported = errors.partition("FAILED")[2]
+    first = reported.partition("Root Cause")[2]
+    assert set(re.findall(r"exitcode\s*: (-?\d+)", first)) == exits, reported
+    assert "trainer/run.py" not in errors, "a traceback"
 
 
 @pytest.mark.slow

@@ -108,3 +108,43 @@ def test_a_process_without_a_sign_of_life_is_gone(pair, monkeypatch) -> None:
         with view.attending(signals), pytest.raises(PeerStopped, match="process 0 has given no sign of life") as gone:
             view.wait()
     assert gone.value.status == 1 and time.monotonic() - started > 1.5, "given up while it was alive"
+
+
+def test_who_was_stopped_itself_does_not_take_the_other_for_gone(pair, monkeypatch) -> None:
+    """A debugger, or a machine that is moved: the clock jumps by an hour, and the other's sign of life is to come yet."""
+    late = []
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(late), sleep=time.sleep)
+    monkeypatch.setattr(processes, "time", clock)
+
+    def main(view: Processes, signals: Signals) -> None:
+        time.sleep(0.3)
+        late.append(3600)
+        time.sleep(0.6)
+        view.wait()
+
+    assert side_by_side(pair, main, lambda view, signals: view.wait()) == [None, None]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_connection_that_breaks_in_a_reduction_is_another_process_that_ended(pair, monkeypatch, told) -> None:
+    def broken(*_) -> None:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:6054.")
+
+    def out_of_memory(*_) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    (_, view), signals = (view for view, _ in pair), Signals()
+    with view.attending(signals):
+        view.check()  # it has just listened
+        if told:
+            pair[0][0]._tell("failed", {"rank": 0, "status": 5})
+        for reduction in (lambda: view.sum(torch.zeros(1)), lambda: view.largest(1)):
+            monkeypatch.setattr(torch.distributed, "all_reduce", broken)
+            with pytest.raises(
+                PeerStopped, match="process 0 could not" if told else "another process is gone"
+            ) as ended:
+                reduction()
+            assert ended.value.status == (5 if told else 1)
+            monkeypatch.setattr(torch.distributed, "all_reduce", out_of_memory)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                reduction()
