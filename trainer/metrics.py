@@ -1,14 +1,16 @@
-"""metrics.jsonl, TensorBoard and the console's progress bar."""
+"""metrics.jsonl, TensorBoard and the progress of the training."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from trainer.files import naming, write_atomic
+from trainer.phases import QUIET, Phases, write
 
 FILE = "metrics.jsonl"
 
@@ -31,7 +33,7 @@ def cut(output_dir: Path, step: int) -> None:
 
 
 class Metrics:
-    """Writes one JSON object a step, flushed, and mirrors its numbers to a tracker and the progress bar."""
+    """Writes one JSON object a step, flushed, and mirrors its numbers to a tracker and the phase "training"."""
 
     def __init__(
         self,
@@ -41,14 +43,14 @@ class Metrics:
         total_steps: int,
         initial_step: int,
         enabled: bool,
+        phases: Phases = QUIET,
     ) -> None:
-        from tqdm import tqdm
-
         # Opened with the first entry: importing TensorBoard need not delay the first step.
         self.open_tracker, self.tracker = open_tracker, None
         self.path = output_dir / FILE
         self.file = self.path.open("a", encoding="utf-8") if enabled else None
-        self.bar = tqdm(total=total_steps, initial=initial_step, unit="step", dynamic_ncols=True, disable=not enabled)
+        self._open = ExitStack()
+        self.phase = self._open.enter_context(phases("training", total_steps, "step", before=initial_step))
 
     def log(self, entry: dict[str, Any]) -> None:
         if self.file is None:
@@ -63,8 +65,8 @@ class Metrics:
                 if key not in ("step", "time") and isinstance(value, (int, float)):
                     self.tracker.add_scalar(f"train/{key}", value, entry["step"])
         loss = "none" if entry["loss"] is None else f"{entry['loss']:.4f}"
-        self.bar.set_postfix_str(f"loss {loss}, lr {entry['lr']:.2e}", refresh=False)
-        self.bar.update(1)
+        self.phase.note = f"loss {loss}, lr {entry['lr']:.2e}"
+        self.phase.advance()
 
     def sync(self) -> None:
         """Put what was logged on the disk: no checkpoint may outlive the lines before it."""
@@ -73,12 +75,12 @@ class Metrics:
                 os.fsync(self.file.fileno())
 
     def write(self, line: str) -> None:
-        """A line above the progress bar."""
-        if not self.bar.disable:
-            self.bar.write(line)
+        """A line above the progress bar, of the process that writes."""
+        if self.file is not None:
+            write(line)
 
     def close(self) -> None:
-        self.bar.close()
+        self._open.close()
         if self.tracker is not None:
             self.tracker.close()
         if self.file is not None:

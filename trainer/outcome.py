@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -76,13 +76,18 @@ def block_of(layer: str) -> str:
     return match[1] if match else layer
 
 
-def read_back(path: Path, live: Mapping[str, torch.Tensor]) -> str:
-    """'equal' where the exported file, read back, holds the live tensors bit for bit; else the first difference."""
+def read_back(
+    path: Path, live: Mapping[str, torch.Tensor], advance: Callable[[int], object] = lambda count: None
+) -> str:
+    """'equal' where the exported file, read back, holds the live tensors bit for bit; else the first difference.
+
+    advance: gets every number of bytes that was read; may raise.
+    """
     file = TensorFile(path)
     if file.entries.keys() != live.keys():
         return f"keys differ: {sorted(file.entries.keys() ^ live.keys())[0]}"
     for name, tensor in live.items():
-        if not torch.equal(file.read(name), tensor.cpu()):
+        if not torch.equal(file.read(name, advance), tensor.cpu()):
             return f"{name} differs"
     return "equal"
 

@@ -27,13 +27,17 @@ LINE_SECONDS = 5.0  # between two lines of a phase, where there is no terminal
 
 
 class Phase:
-    """One piece of work under way. done: units so far. total: of how many, None where that is not known.
+    """One piece of work under way. done: units so far, `before` of them in an earlier start. total: of how many, None where
+    that is not known. note: what else its lines say.
 
     advance, check: raise what the run's `check` raises (Interrupted) once it should stop.
     """
 
-    def __init__(self, name: str, total: int | None, unit: str, *, check: Callable[[], None], show: bool) -> None:
-        self.name, self.total, self.unit, self.done = name, total, unit, 0
+    def __init__(
+        self, name: str, total: int | None, unit: str, *, before: int = 0, check: Callable[[], None], show: bool
+    ) -> None:
+        self.name, self.total, self.unit, self.before, self.done = name, total, unit, before, before
+        self.note = ""
         self._check, self._bar = check, None
         self.began = time.monotonic()
         self._next_line = self.began + LONG_SECONDS if show else float("inf")
@@ -42,14 +46,15 @@ class Phase:
 
             self._next_line = float("inf")
             self._bar = tqdm(
-                desc=name, total=total, unit="B" if unit == "B" else f" {unit}", unit_scale=unit == "B", leave=False,
-                dynamic_ncols=True, delay=0.5,
+                desc=name, total=total, initial=before, unit="B" if unit == "B" else f" {unit}", unit_scale=unit == "B",
+                leave=False, dynamic_ncols=True, delay=0.5,
             )  # fmt: skip
 
     def advance(self, count: int = 1) -> None:
         """`count` more units are done."""
         self.done += count
         if self._bar is not None:
+            self._bar.set_postfix_str(self.note, refresh=False)
             self._bar.update(count)
         self.check()
 
@@ -73,7 +78,7 @@ class Phase:
 
     def outcome(self, seconds: float) -> str:
         """What was done, in which time, at which rate."""
-        done = _amount(self.done, self.unit) if self.unit else "done"
+        done = _amount(self.done - self.before, self.unit) if self.unit else "done"
         return ", ".join(filter(None, [f"{done} in {_time(seconds)}", self._rate(seconds)]))
 
     def _progress(self, seconds: float) -> str:
@@ -83,14 +88,15 @@ class Phase:
         if self.total is not None:
             said[0] = f"{_number(self.done, self.unit)} of {_amount(self.total, self.unit)}"
         said += [self._rate(seconds)]
-        if self.total is not None and 0 < self.done < self.total:
-            said += [f"{_time(seconds * (self.total - self.done) / self.done)} left"]
+        if self.total is not None and self.before < self.done < self.total:
+            said += [f"{_time(seconds * (self.total - self.done) / (self.done - self.before))} left"]
+        said += [self.note]
         return ", ".join(filter(None, said))
 
     def _rate(self, seconds: float) -> str:
-        if not self.done or seconds <= 0:
+        if self.done == self.before or seconds <= 0:
             return ""
-        rate = self.done / seconds
+        rate = (self.done - self.before) / seconds
         if self.unit == "B":
             return f"{rate / 1e9:.2f} GB/s"
         return f"{rate:.1f} {self.unit}s/s" if rate >= 1 else f"{1 / rate:.1f} s a {self.unit}"
@@ -113,10 +119,16 @@ class Phases:
         self.check, self.show, self.record = check, show, record
 
     @contextmanager
-    def __call__(self, name: str, total: int | None = None, unit: str = "", *, obey: bool = True) -> Iterator[Phase]:
-        """A phase of `total` units ("B" for bytes, else a noun in the singular). obey False: it is seen to its end."""
+    def __call__(
+        self, name: str, total: int | None = None, unit: str = "", *, before: int = 0, obey: bool = True
+    ) -> Iterator[Phase]:
+        """A phase of `total` units ("B" for bytes, else a noun in the singular), `before` of them done in an earlier start.
+
+        obey False: it is seen to its end.
+        """
         started = time.time()
-        phase = Phase(name, total, unit, check=self.check if obey else lambda: None, show=self.show)
+        check = self.check if obey else lambda: None
+        phase = Phase(name, total, unit, before=before, check=check, show=self.show)
         finished = False
         try:
             if obey:
@@ -130,7 +142,7 @@ class Phases:
                 write(f"{name}: {phase.outcome(seconds)}", sys.stderr)
             if self.record is not None and total != 0:
                 self.record.add(
-                    {"phase": name, "started": round(started, 3), "seconds": round(seconds, 3), "done": phase.done,
+                    {"phase": name, "started": round(started, 3), "seconds": round(seconds, 3), "done": phase.done - before,
                      "unit": unit}
                 )  # fmt: skip
 

@@ -18,6 +18,7 @@ from trainer.checkpoint import store
 from trainer.checkpoint.state import Pin, Saved
 from trainer.config import Config
 from trainer.errors import UserError
+from trainer.phases import QUIET, Phases
 from trainer.processes import Processes
 
 # A run may go on under a config that differs in these keys and in no others: none of them changes what a step computes.
@@ -36,7 +37,7 @@ PLACES = ("model.path", "model.config", "model.variant", "model.components.*.pat
 LIBRARIES = ("torch", "triton", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes")
 
 
-def find_start(config: Config, resume_from: str | None) -> tuple[Saved | None, list[str]]:
+def find_start(config: Config, resume_from: str | None, phases: Phases = QUIET) -> tuple[Saved | None, list[str]]:
     """The checkpoint to go on from, or None for a fresh start; and what was passed over.
 
     Raises UserError where the output directory holds another run, or where the config changed in what may not change.
@@ -45,11 +46,11 @@ def find_start(config: Config, resume_from: str | None) -> tuple[Saved | None, l
     if output_dir.exists() and not output_dir.is_dir():
         raise UserError(f"run.output_dir = {str(output_dir)!r} is a file; give a folder")
     checkpoints, written = output_dir / "checkpoints", output_dir / "config.toml"
-    folder, passed_over = store.find(checkpoints, resume_from)
+    folder, passed_over = store.find(checkpoints, resume_from, phases)
     results = store.steps(checkpoints) or (output_dir / "adapters").exists()
     saved = None
     if folder is not None:
-        saved = Saved(folder)
+        saved = Saved(folder, phases)
         saved.restore(config=pin_config(config, f"the checkpoint {folder}"))
         if folder.resolve().parent != checkpoints.resolve() and results:
             raise UserError(

@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from trainer.memory import checkpoint_blocks, find_blocks, is_out_of_memory, wha
 from trainer.models.base import Model
 from trainer.models.loading import load_tokenizers
 from trainer.phases import FILE as PHASES
-from trainer.phases import QUIET, Phases, Record
+from trainer.phases import QUIET, Phases, Record, write
 from trainer.plan import (
     Plan,
     check_files,
@@ -70,7 +70,7 @@ def train(config: Config, *, resume_from: str | None) -> None:
     peers = start_processes(config)
     with Signals() as signals, peers.attending(signals):
         phases = Phases(check=peers.check, show=peers.is_main, record=Record() if peers.is_main else None)
-        saved, passed_over = resume.find_start(config, resume_from)
+        saved, passed_over = resume.find_start(config, resume_from, phases)
         plan = make_plan(config, source, processes=peers.count, phases=phases)
         run = Run(plan, peers, signals, phases)
         for line in passed_over:
@@ -167,7 +167,7 @@ class Run:
 
     def say(self, line: str) -> None:
         if self.processes.is_main:
-            print(line, flush=True)
+            write(line)
 
     # --- output -------------------------------------------------------------------------------------------------------
 
@@ -411,7 +411,7 @@ class Run:
         trained = (self.family.denoiser, *(() if plan.cache_text else self.family.text_encoders))
         record = quantization.record(((name, self.model.modules[name]) for name in trained), self.phases)
         self.pieces["quantization"] = resume.pin_quantization(record)
-        with self.phases("injecting the adapter"):
+        with self.phases("injecting the adapter", len(plan.targets), "layer") as phase:
             self.adapter: Adapter = inject(
                 {name: self.model.modules[name] for name in plan.adapted},
                 plan.targets,
@@ -421,6 +421,7 @@ class Run:
                 rslora=config.adapter.rslora,
                 dropout=config.adapter.dropout,
                 seed=config.run.seed,
+                advance=phase.advance,
             )
         for module in self.model.modules.values():
             module.eval()
@@ -430,7 +431,9 @@ class Run:
         if self.adapter.dora and held:
             self.say(f"the DoRA's files are made for {norms.made_for(held)}")
         beside = {name: self.base_layer(name) for name in export.fused_with(self.adapter, self.fused)}
-        self.pieces["norms"] = self.norms = norms.Norms(self.adapter, beside, norms.made_for(held))
+        read = len(beside) if self.adapter.dora else 0
+        with self.phases("norms of the layers beside the adapted ones", read, "layer") as phase:
+            self.pieces["norms"] = self.norms = norms.Norms(self.adapter, beside, norms.made_for(held), phase.advance)
         for name in plan.adapted:
             self.adapter.share_inputs(name, self.family.shared_inputs.get(name, ()))
         denoiser = self.family.denoiser
@@ -469,6 +472,10 @@ class Run:
             self.saved.restore(**{name: self.pieces[name] for name in names})
             self.saved.finish()
             self.saved = None
+        if self.adapter.dora:
+            # They would be made in the first step, which a stop has to wait for.
+            with self.phases("norms of the adapted layers", len(self.adapter.layers), "layer") as phase:
+                self.adapter.refresh_norms(phase.advance)
 
         def losses(batch):
             return batch_losses(
@@ -511,6 +518,8 @@ class Run:
         self.log = metrics.Metrics(
             self.output_dir, open_tracker=self.open_tracker if config.logging.tensorboard else None, total_steps=last,
             initial_step=progress.step, enabled=self.processes.is_main,
+            # It is shown, no more: the loop looks at signals between two steps, and the log itself tells what they took.
+            phases=Phases(show=self.phases.show),
         )  # fmt: skip
         self.saver = Saver(
             self.checkpoints, keep_last=config.checkpoint.keep_last, background=config.checkpoint.background,
@@ -668,7 +677,8 @@ class Run:
         names = export.file_names(name, config.export.formats)
         if not done and _due(config.export.every_steps, step):
             if not (again and all((self.output_dir / "adapters" / file).exists() for file in names.values())):
-                self.export(name)
+                with suppress(Interrupted):  # the next start makes them; all processes stop together, in `agree`
+                    self.export(name)
             self.processes.wait()
         due = step == 0 or done or _due(config.validation.every_steps, step)
         if self.plan.requests and due:
@@ -760,11 +770,14 @@ class Run:
             tag_frequency=tags, trigger_phrase=config.export.trigger_phrase, seed=config.run.seed,
             dora_base=self.norms.made_for, family=self.family.metadata(self.model.configs[self.family.denoiser], prediction),
         )  # fmt: skip
-        return export.write_files(
-            self.adapter, self.output_dir / "adapters", stem, about, formats=config.export.formats, fused=self.fused,
-            prefixes=self.family.kohya_prefix, rows=lambda name: self.base_layer(name).weight_shape[0],
-            norms=self.norms.now(), dora_scale=config.export.dora_scale,
-        )  # fmt: skip
+        layers = len(self.adapter.layers)
+        with self.phases("exporting", layers * (len(config.export.formats) + self.adapter.dora), "layer") as phase:
+            return export.write_files(
+                self.adapter, self.output_dir / "adapters", stem, about, formats=config.export.formats,
+                fused=self.fused, prefixes=self.family.kohya_prefix,
+                rows=lambda name: self.base_layer(name).weight_shape[0], norms=self.norms.now(phase.advance),
+                dora_scale=config.export.dora_scale, advance=phase.advance,
+            )  # fmt: skip
 
     def base_layer(self, name: str):
         component, _, layer = name.partition(".")
@@ -775,8 +788,7 @@ class Run:
         """The adapter files, the "did it take?" table and the report."""
         if not self.processes.is_main:
             return
-        with self.phases("exporting"):
-            written = self.export(self.config.run.name)
+        written = self.export(self.config.run.name)
         moved = outcome.weight_change(self.adapter, self.phases)
         diverged = outcome.too_far(moved)
         sections = {"Did it take?": moved | ({"notes": [f"Warning: {diverged}."]} if diverged else {})}
@@ -785,9 +797,10 @@ class Run:
             rows.append([f"sample {after.stem} moved by (relative L2 of pixels)",
                          f"{validation.image_distance(before, after):.3%}"])  # fmt: skip
         if "diffusers" in written:
-            live = export.diffusers_tensors(self.adapter, self.norms.now())
-            rows.append(["exported file, read back, against the live adapter",
-                         outcome.read_back(written["diffusers"], live)])  # fmt: skip
+            with self.phases("reading the adapter file back", written["diffusers"].stat().st_size, "B") as phase:
+                live = export.diffusers_tensors(self.adapter, self.norms.now(), lambda count: phase.check())
+                read = outcome.read_back(written["diffusers"], live, phase.advance)
+            rows.append(["exported file, read back, against the live adapter", read])
         if self.progress.non_finite:
             rows.append(["updates skipped because a value was not finite (see metrics.jsonl)",
                          f"{self.progress.non_finite} of {self.progress.step}"])  # fmt: skip
@@ -801,8 +814,8 @@ class Run:
             self.say(f"warning: {diverged}")
         if outcome.did_nothing(self.adapter):
             self.say("warning: every B is zero: the adapter changes nothing; train longer or raise optimizer.lr")
-        with self.phases("writing the report"):
-            report = write_report(self.output_dir, name=self.config.run.name, outcome=sections)
+        with self.phases("writing the report") as phase:
+            report = write_report(self.output_dir, name=self.config.run.name, outcome=sections, check=phase.check)
         self.say(outcome.render(sections))
         for kind, path in written.items():
             self.say(f"adapter ({kind}): {path}")

@@ -87,8 +87,8 @@ class TensorFile:
                     advance(count)
         return tensor
 
-    def read_all(self) -> dict[str, torch.Tensor]:
-        return {name: self.read(name) for name in self.entries}
+    def read_all(self, advance: Callable[[int], object] = lambda count: None) -> dict[str, torch.Tensor]:
+        return {name: self.read(name, advance) for name in self.entries}
 
 
 def _parse_header(path: Path, file, total: int) -> tuple[dict[str, str], dict[str, TensorEntry]]:

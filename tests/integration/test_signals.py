@@ -9,14 +9,15 @@ import pytest
 
 from tests.harness import Workbench, metrics_of
 from trainer import cli, signals
-from trainer.phases import Phases
+from trainer.phases import Phase, Phases
 
-# Before the first step, and after the last.
+# Before the first step, after the last, and where a checkpoint is gone on from.
 STARTING = [
     "scanning photos", "hashing", "encoding photos", "loading vae", "encoding captions", "loading unet",
-    "hashing the frozen weights", "injecting the adapter",
+    "hashing the frozen weights", "injecting the adapter", "norms of the adapted layers",
 ]  # fmt: skip
-CLOSING = ["exporting", "measuring the adapter", "writing the report"]
+CLOSING = ["exporting", "measuring the adapter", "reading the adapter file back", "writing the report"]
+RESUMING = ["checking step-00000001", "reading the checkpoint's optimizer"]
 
 
 def signalled(monkeypatch, phase: str, signum: int) -> list[float]:
@@ -35,11 +36,11 @@ def signalled(monkeypatch, phase: str, signum: int) -> list[float]:
 
 def test_a_signal_in_each_phase_is_obeyed_in_it(bench: Workbench, monkeypatch, capsys) -> None:
     tree = bench.tree(
-        run__max_steps=1, adapter__targets=["*attn1.to_q"], data__cache_dir=str(bench.tmp / "cache"),
+        run__max_steps=1, adapter__targets=["*attn1.to_q"], adapter__type="dora", data__cache_dir=str(bench.tmp / "cache"),
         model__path=str(bench.models / "sdxl"),
     )  # fmt: skip
     path, out = str(bench.write(tree)), bench.tmp / "out"
-    for index, phase in enumerate([*STARTING, *CLOSING]):
+    for index, phase in enumerate([*STARTING, *CLOSING, *RESUMING]):
         signum = signals.STOP[index % len(signals.STOP)]
         with monkeypatch.context() as patch:
             at = signalled(patch, phase, signum)
@@ -49,12 +50,42 @@ def test_a_signal_in_each_phase_is_obeyed_in_it(bench: Workbench, monkeypatch, c
         assert f"stopped by {signal.Signals(signum).name}" in said and "Traceback" not in said
         if phase in STARTING:
             assert "before a step was made" in said and not (out / "checkpoints").exists(), phase
+        elif phase in RESUMING:
+            assert "before a step was made" in said, phase
         else:
             assert "after the last step, which is saved" in said and len(metrics_of(out)) == 1, phase
             assert not (out / "report.html").exists(), phase
     assert cli.main(["--config", path, "--resume_from", "auto"]) == 0
     assert (out / "report.html").exists() and (out / "adapters" / "bear.safetensors").exists()
     assert len(metrics_of(out)) == 1
+
+
+def test_inside_a_phase_each_piece_is_a_place_to_stop_at(bench: Workbench, monkeypatch, capsys) -> None:
+    """The signal comes after the first piece, not where the phase begins; nothing half-written is left."""
+    tree = bench.tree(
+        run__max_steps=1, adapter__targets=["*attn1.to_q"], adapter__type="dora",
+    )  # fmt: skip
+    path, out = str(bench.write(tree)), bench.tmp / "out"
+    real = Phase.check
+    for name in ("injecting the adapter", "norms of the adapted layers", "exporting", "measuring the adapter",
+                 "checking step-00000001", "reading the adapter file back", "writing the report"):  # fmt: skip
+        checks = []
+
+        def check(self, name=name, checks=checks) -> None:
+            if self.name == name:
+                checks.append(self.done)
+                if len(checks) == 2:
+                    signal.raise_signal(signal.SIGTERM)
+            real(self)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Phase, "check", check)
+            assert cli.main(["--config", path, "--resume_from", "auto"]) == 128 + signal.SIGTERM, name
+        assert len(checks) == 2, f"{name} went on"
+        assert "stopped by SIGTERM" in capsys.readouterr().err
+        assert not list(out.rglob("*.tmp")) and not (out / "report.html").exists(), name
+    assert cli.main(["--config", path, "--resume_from", "auto"]) == 0
+    assert (out / "report.html").exists()
 
 
 @pytest.mark.skipif(signals.HANGUP is None, reason="there is no SIGHUP on Windows")

@@ -16,6 +16,7 @@ import torch
 from tests.harness import ROOT
 from trainer import phases
 from trainer.errors import Interrupted
+from trainer.metrics import Metrics
 from trainer.phases import QUIET, Phases, Record
 
 
@@ -55,6 +56,23 @@ def test_a_slow_piece_is_told_by_the_piece(monkeypatch, capsys) -> None:
         "encoding photos: 1 of 5 photos, 16.0 s a photo, 1 min 4 s left",
         "encoding photos: 2 of 5 photos, 58.0 s a photo, 2 min 54 s left",
         "encoding photos: 2 photos in 1 min 56 s, 58.0 s a photo",
+    ]
+
+
+def test_a_resumed_training_is_told_from_where_it_stood_and_without_a_carriage_return(
+    monkeypatch, tmp_path, capsys
+) -> None:
+    clock = Clock(monkeypatch)
+    log = Metrics(tmp_path, open_tracker=None, total_steps=20, initial_step=10, enabled=True, phases=Phases(show=True))
+    for step in (11, 12, 13):
+        clock.now += 4
+        log.log({"step": step, "loss": 0.5 if step < 13 else None, "lr": 1e-4})
+    log.close()
+    assert capsys.readouterr().err.split("\n") == [
+        "training: 11 of 20 steps, 4.0 s a step, 36 s left, loss 0.5000, lr 1.00e-04",
+        "training: 13 of 20 steps, 4.0 s a step, 28 s left, loss none, lr 1.00e-04",
+        "training: 3 steps in 12 s, 4.0 s a step",
+        "",
     ]
 
 

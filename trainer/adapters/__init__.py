@@ -127,6 +127,7 @@ def inject(
     rslora: bool,
     dropout: float,
     seed: int,
+    advance: Callable[[int], object] = lambda count: None,
 ) -> Adapter:
     """Put one adapter on every target, in place; everything else is frozen.
 
@@ -134,6 +135,7 @@ def inject(
     Raises UserError for a grouped convolution, whose rows see different inputs.
     A is drawn from U(-1/sqrt(K), 1/sqrt(K)) (kaiming_uniform with a = sqrt(5), PEFT's choice) by the layer's name, so that
     it does not depend on which other layers are adapted. B is zero, m is the norm of the dequantised weight.
+    advance: gets every number of layers that have theirs; may raise.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -163,7 +165,10 @@ def inject(
             lora_dropout=dropout,
         )
         config._register_custom_module(
-            {linear_class: _factory(AdaptedLinear, by_layer), conv_class: _factory(AdaptedConv2d, by_layer)}
+            {
+                linear_class: _factory(AdaptedLinear, by_layer, advance),
+                conv_class: _factory(AdaptedConv2d, by_layer, advance),
+            }
         )
         inject_adapter_in_model(config, module, ADAPTER_NAME)
         for name, value in lora_config(list(mine.values()), dora=dora, rslora=rslora).items():
@@ -182,13 +187,17 @@ def inject(
     return Adapter(layers, {f"{t.component}.{t.name}": t for t in targets}, dora=dora, rslora=rslora)
 
 
-def _factory(adapted_class: type, by_layer: Mapping[int, Target]) -> Callable[..., nn.Module]:
+def _factory(
+    adapted_class: type, by_layer: Mapping[int, Target], advance: Callable[[int], object]
+) -> Callable[..., nn.Module]:
     """What PEFT calls for each matched layer. Rank and alpha come from our own table: PEFT would try every pattern as a
     regular expression on every layer."""
 
     def build(base_layer, adapter_name, *, config, **rank_and_alpha):
         target = by_layer[id(base_layer)]
-        return adapted_class(base_layer, adapter_name, config, target.rank, target.alpha)
+        layer = adapted_class(base_layer, adapter_name, config, target.rank, target.alpha)
+        advance(1)
+        return layer
 
     return build
 
@@ -263,6 +272,15 @@ class Adapter:
         """Due after every change of the parameters: DoRA's cached norms are recomputed before their next use."""
         for layer in self.layers.values():
             layer.mark_stale()
+
+    def refresh_norms(self, advance: Callable[[int], object] = lambda count: None) -> None:
+        """Recompute DoRA's stale norms now, where the base weights are resident; the next forward finds them fresh.
+
+        advance: gets every number of layers that are fresh; may raise.
+        """
+        for layer in self.layers.values():
+            layer.refresh_norm()
+            advance(1)
 
     def share_inputs(self, component: str, groups: Sequence[Sequence[str]]) -> None:
         """Let Linears of `component` that are called with one tensor read it once.

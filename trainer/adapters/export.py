@@ -20,10 +20,12 @@ from typing import Any, Literal
 
 import torch
 
-from trainer.adapters import Adapter, Target, is_magnitude, lora_config
+from trainer.adapters import Adapter, Target, lora_config
 from trainer.adapters.norms import RowNorms, magnitude, released_scale
 from trainer.errors import NonFiniteError
 from trainer.tensorfile import serialize, write_tensors
+
+Advance = Callable[[int], object]
 
 # ComfyUI's released versions divide dora_scale by ||W|| instead of ||W + sBA||; the label says what a file was made for.
 DoraScale = Literal["comfyui_released", "magnitude"]
@@ -50,33 +52,42 @@ def write_files(
     rows: Callable[[str], int],
     norms: Mapping[str, RowNorms],
     dora_scale: DoraScale,
+    advance: Advance = lambda count: None,
 ) -> dict[str, Path]:
     """Write the adapter's files to `folder`; returns them by format ("diffusers", "comfyui"). The rest as in `kohya_tensors`.
 
+    advance: gets every number of layers that were made ready, of each file, and 0 for a piece of one that was written; may
+    raise, which leaves no half of a file.
     Raises NonFiniteError, and writes nothing, where a tensor is not finite.
     """
     check_finite(adapter.state_dict())
     names, written = file_names(stem, formats), {}
     if "diffusers" in formats:
-        tensors = diffusers_tensors(adapter, norms)
+        tensors = diffusers_tensors(adapter, norms, advance)
         fields = metadata(adapter, about, convention="magnitude", extra=diffusers_metadata(adapter))
         written["diffusers"] = folder / names["diffusers"]
-        write_tensors(written["diffusers"], tensors, with_hash(tensors, fields))
+        write_tensors(written["diffusers"], tensors, with_hash(tensors, fields, advance), lambda count: advance(0))
     if "comfyui" in formats:
         tensors = kohya_tensors(
-            adapter, fused=fused, prefixes=prefixes, rows=rows, norms=norms, dora_scale=dora_scale
+            adapter, fused=fused, prefixes=prefixes, rows=rows, norms=norms, dora_scale=dora_scale,
+            advance=advance,
         )  # fmt: skip
         fields = metadata(adapter, about, convention=f"{dora_scale}: {DORA_SCALE_MEANING[dora_scale]}")
         written["comfyui"] = folder / names["comfyui"]
-        write_tensors(written["comfyui"], tensors, with_hash(tensors, fields))
+        write_tensors(written["comfyui"], tensors, with_hash(tensors, fields, advance), lambda count: advance(0))
     return written
 
 
-def diffusers_tensors(adapter: Adapter, norms: Mapping[str, RowNorms]) -> dict[str, torch.Tensor]:
-    """fp32 tensors under diffusers / PEFT keys. norms: of every DoRA layer, by full name."""
+def diffusers_tensors(
+    adapter: Adapter, norms: Mapping[str, RowNorms], advance: Advance = lambda count: None
+) -> dict[str, torch.Tensor]:
+    """fp32 tensors under diffusers / PEFT keys. norms: of every DoRA layer, by full name. advance: as in `write_files`."""
     tensors = adapter.state_dict()
-    for name in filter(is_magnitude, list(tensors)):
-        layer = name.partition(".lora_")[0]
+    for layer in adapter.layers:
+        advance(1)
+        name = f"{layer}.lora_magnitude_vector"
+        if name not in tensors:
+            continue
         vector_N = _dora_scale(adapter, tensors, layer, norms, "magnitude")
         convolution = tensors[f"{layer}.lora_A.weight"].dim() == 4
         tensors[name] = vector_N.view(1, -1, 1, 1) if convolution else vector_N
@@ -136,12 +147,14 @@ def kohya_tensors(
     rows: Callable[[str], int],
     norms: Mapping[str, RowNorms],
     dora_scale: DoraScale,
+    advance: Advance = lambda count: None,
 ) -> dict[str, torch.Tensor]:
     """fp32 tensors under kohya keys.
 
     fused: component -> its modules in the original layout (empty: names stay, with "text_model." in front).
     prefixes: component -> key prefix. rows: full name of a layer of `fused_with` -> how many it has.
     norms: for DoRA, of every adapted layer and of those of `fused_with`, by full name.
+    advance: as in `write_files`.
     """
     tensors: dict[str, torch.Tensor] = {}
     state = {name: tensor.cpu() for name, tensor in adapter.state_dict().items()}
@@ -154,6 +167,7 @@ def kohya_tensors(
             key = f"{prefixes[component]}_{module.original.replace('.', '_')}"
             parts = [f"{component}.{part}" for part in module.parts]
             tensors |= _kohya_module(adapter, state, parts, module.swap, key, rows, norms, dora_scale)
+            advance(sum(part in adapter.targets for part in parts))
     return tensors
 
 
@@ -266,13 +280,16 @@ def metadata(adapter: Adapter, about: About, *, convention: str, extra: Mapping[
     }
 
 
-def with_hash(tensors: Mapping[str, torch.Tensor], fields: dict[str, str]) -> dict[str, str]:
+def with_hash(
+    tensors: Mapping[str, torch.Tensor], fields: dict[str, str], advance: Advance = lambda count: None
+) -> dict[str, str]:
     """`fields` with `sshs_model_hash`: SHA-256 of everything behind the header, as kohya's tools compute it."""
     digest = hashlib.sha256()
     pieces = serialize(tensors)
     next(pieces)
     for piece in pieces:
         digest.update(piece)
+        advance(0)
     return fields | {"sshs_model_hash": digest.hexdigest()}
 
 

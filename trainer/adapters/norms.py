@@ -13,7 +13,7 @@ The first is exact. Under the root of the second, 2 s rowsum(B * ((W16 - W) A^T)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,10 +84,13 @@ class Norms:
     """Of a run's DoRA, for its adapter files: the piece "norms" of a checkpoint. Of a LoRA, whose files need none, empty.
 
     beside: layers without an adapter that the original layout fuses with adapted ones, by full name.
-    made_for: which weights the files are made for, in words.
+    made_for: which weights the files are made for, in words. advance: gets every number of layers read; may raise.
     """
 
-    def __init__(self, adapter: Adapter, beside: Mapping[str, BaseLayer], made_for: str) -> None:
+    def __init__(
+        self, adapter: Adapter, beside: Mapping[str, BaseLayer], made_for: str,
+        advance: Callable[[int], object] = lambda count: None,
+    ) -> None:  # fmt: skip
         self.adapted = adapter.layers if adapter.dora else {}
         self.made_for = made_for
         self.frozen: dict[str, RowNorms] = {}
@@ -96,13 +99,18 @@ class Norms:
             self.frozen[name] = RowNorms(layer.base_norm_sq.sqrt().cpu(), base.original_norms, None)
         for name, base in beside.items() if adapter.dora else ():
             self.frozen[name] = RowNorms(base.row_norms().cpu(), base.original_norms, None)
+            advance(1)
 
-    def now(self) -> dict[str, RowNorms]:
-        """By layer, with the present c: computed here where it is stale, and then not again in the next forward."""
+    def now(self, advance: Callable[[int], object] = lambda count: None) -> dict[str, RowNorms]:
+        """By layer, with the present c: computed here where it is stale, and then not again in the next forward.
+
+        advance: gets every number of layers that are done; may raise.
+        """
         norms = dict(self.frozen)
         for name, layer in self.adapted.items():
             layer.refresh_norm()
             norms[name] = RowNorms(norms[name].base, norms[name].original, layer.norm.to("cpu", copy=True))
+            advance(1)
         return norms
 
     def state_dict(self) -> dict[str, Any]:

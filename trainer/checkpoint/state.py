@@ -17,6 +17,7 @@ import torch
 
 from trainer import files
 from trainer.errors import UserError
+from trainer.phases import QUIET, Phases
 from trainer.tensorfile import TensorFile, serialize
 
 LAYOUT_VERSION = 4  # of the files; raise it when a piece moves to another one, or there is a new one
@@ -132,8 +133,8 @@ class Saved:
     Raises UserError where a piece is missing, malformed, or of another version.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, phases: Phases = QUIET) -> None:
+        self.folder, self.phases = folder, phases
         tree = files.read_json(folder / STATE)
         layout = tree.get("layout") if isinstance(tree, dict) else None
         if layout != LAYOUT_VERSION:
@@ -169,7 +170,9 @@ class Saved:
                 names = {n for n in listed if isinstance(n, str)} if isinstance(listed, list) else set()
                 odd = ", ".join(map(repr, sorted(file.entries.keys() ^ names)))
                 raise UserError(f"{file.path} does not hold the tensors that {STATE} lists: {odd}")
-            state = state | file.read_all()
+            size = sum(entry.bytes for entry in file.entries.values())
+            with self.phases(f"reading the checkpoint's {name}", size, "B") as phase:
+                state = state | file.read_all(phase.advance)
         return state
 
     def restore(self, **providers: Provider) -> None:

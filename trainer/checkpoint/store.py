@@ -7,7 +7,6 @@ under a temporary name, synced, and renamed when complete, so every prefix of a 
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from trainer import files
 from trainer.errors import UserError
+from trainer.phases import QUIET, Phases
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8})")
@@ -76,7 +76,7 @@ def _remove(root: Path, *which: int) -> None:
         files.remove_folder(folder)
 
 
-def problem(folder: Path) -> str | None:
+def problem(folder: Path, phases: Phases = QUIET) -> str | None:
     """Why `folder` is not a valid checkpoint, or None. Reads every byte."""
     what = MANIFEST  # is being read
     try:
@@ -89,12 +89,14 @@ def problem(folder: Path) -> str | None:
             return f"{MANIFEST} is damaged (not in the form it was written in)"
         if not listed:
             return f"{MANIFEST} lists no files"
-        for name, (digest, size) in listed.items():
+        for name, (_, size) in listed.items():
             path, what = folder / name, f"{name} (listed in {MANIFEST})"
             if path.stat().st_size != size:
                 return f"{name} has {path.stat().st_size} bytes, the manifest says {size}"
-            with open(path, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+        with phases(f"checking {folder.name}", sum(size for _, size in listed.values()), "B") as phase:
+            for name, (digest, _) in listed.items():
+                path, what = folder / name, f"{name} (listed in {MANIFEST})"
+                if files.hash_file(path, phase.advance) != digest:
                     return f"{name} does not match its SHA-256"
     except FileNotFoundError:
         return f"{what} is missing"
@@ -112,12 +114,12 @@ def steps(root: Path) -> list[int]:
     return sorted(int(m[1]) for p in root.iterdir() if (m := _NAME.fullmatch(p.name)))
 
 
-def newest_valid(root: Path) -> tuple[Path | None, list[str]]:
+def newest_valid(root: Path, phases: Phases = QUIET) -> tuple[Path | None, list[str]]:
     """The newest valid checkpoint, and one line for every newer one that was passed over."""
     passed = []
     for step in reversed(steps(root)):
         folder = root / folder_name(step)
-        reason = problem(folder)
+        reason = problem(folder, phases)
         if reason is None:
             return folder, passed
         passed.append(f"{folder} is not valid: {reason}")
@@ -169,7 +171,7 @@ def set_aside(root: Path, *, after: int) -> list[Path]:
     return moved
 
 
-def find(root: Path, resume_from: str | None) -> tuple[Path | None, list[str]]:
+def find(root: Path, resume_from: str | None, phases: Phases = QUIET) -> tuple[Path | None, list[str]]:
     """The checkpoint that `--resume_from auto|latest|DIR` means, or None for a fresh start; and what was passed over.
 
     Raises UserError: `latest` without any checkpoint, checkpoints that are all invalid, a DIR that is none.
@@ -177,7 +179,7 @@ def find(root: Path, resume_from: str | None) -> tuple[Path | None, list[str]]:
     if resume_from is None:
         return None, []
     if resume_from in ("auto", "latest"):
-        folder, passed = newest_valid(root)
+        folder, passed = newest_valid(root, phases)
         if folder is None and not passed and (aside := sorted(root.glob("superseded-step-*"))):
             raise UserError(
                 f"--resume_from {resume_from}: {root} holds only checkpoints that were set aside; go on from one with "
@@ -201,7 +203,7 @@ def find(root: Path, resume_from: str | None) -> tuple[Path | None, list[str]]:
         )
     if not folder.is_dir():
         raise UserError(f"--resume_from {resume_from!r} is not a folder; give auto, latest or a checkpoint's folder")
-    reason = problem(folder)
+    reason = problem(folder, phases)
     if reason is not None:
         raise UserError(f"--resume_from {resume_from!r} is not a valid checkpoint: {reason}")
     return folder, []

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from trainer.files import hash_file
 from trainer.report import curves
 from trainer.report.curves import Metrics
 from trainer.report.samples import Samples
@@ -98,10 +98,8 @@ class AdapterFile:
     sha256: str
 
     @staticmethod
-    def read(path: Path) -> AdapterFile:
-        with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return AdapterFile(path.name, path.stat().st_size, digest)
+    def read(path: Path, check: Callable[[], None] = lambda: None) -> AdapterFile:
+        return AdapterFile(path.name, path.stat().st_size, hash_file(path, lambda count: check()))
 
 
 def render(

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,7 +40,7 @@ class Samples:
     are_thumbnails: bool = False
 
 
-def read_samples(folder: Path) -> Samples:
+def read_samples(folder: Path, check: Callable[[], None] = lambda: None) -> Samples:
     """Read FOLDER/step-00000000/*.png.
 
     An image belongs to the row of its PNG's text entry "request", whatever its file is called: a run may go on with other
@@ -51,6 +52,7 @@ def read_samples(folder: Path) -> Samples:
     asked: Counter[tuple[str, int]] = Counter()
     place: dict[tuple[str, int], tuple[int, str]] = {}
     for file, step in files:
+        check()
         prompt, request, size, uri = _embed(file, shrink)
         what = request or f"{prompt or file.stem} {size}"
         key = what, asked[what, step]  # what is asked twice has two rows
