@@ -1,6 +1,4 @@
-import sys
-
-from trainer.cli import main
+from trainer.cli import leave, main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
