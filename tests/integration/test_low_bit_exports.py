@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -188,11 +189,10 @@ def test_an_untrained_dora_is_the_identity_on_the_16bit_model(models: Path, tmp_
         assert modules == sum(key.endswith(".alpha") for key in tensors)
 
 
-@pytest.mark.parametrize("size", [0.1, 3.0])
 @pytest.mark.parametrize(
-    ("family", "dtype"),
-    [pytest.param(f, d, marks=pytest.mark.slow if (f, d) not in (("sdxl", "int2"), ("flux", "fp8_e4m3")) else ())
-     for f in STOCK for d in LOW_BIT],
+    ("family", "dtype", "size"),
+    [pytest.param(*case, marks=() if case in (("sdxl", "int2", 3.0), ("flux", "fp8_e4m3", 0.1)) else pytest.mark.slow)
+     for case in product(STOCK, LOW_BIT, (0.1, 3.0))],
 )  # fmt: skip
 def test_a_trained_dora(models: Path, tmp_path: Path, stock, family: str, dtype: str, size: float) -> None:
     """Exact for ComfyUI's releases. For readers that divide by ||W16 + s B A||, each row has its direction, and its norm but
