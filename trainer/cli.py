@@ -25,6 +25,7 @@ from trainer.errors import (
     UserError,
     exit_status,
 )
+from trainer.terminal import write
 
 OUT_OF_MEMORY = (
     "out of memory: start a new run (another run.output_dir) with a lower data.batch_size or data.resolution, "
@@ -112,7 +113,7 @@ def _message(error: BaseException) -> str:
 
 def _fail(status: int, message: str) -> int:
     lines = message.splitlines() or [""]
-    print("\n".join([f"error: {lines[0]}", *(f"       {line}" for line in lines[1:])]), file=sys.stderr, flush=True)
+    write("\n".join([f"error: {lines[0]}", *(f"       {line}" for line in lines[1:])]), sys.stderr)
     return status
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.files import naming, write_atomic
-from trainer.phases import QUIET, Phases, write
+from trainer.phases import QUIET, Phases
+from trainer.terminal import write
 
 FILE = "metrics.jsonl"
 

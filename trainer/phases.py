@@ -17,9 +17,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from trainer.files import naming
+from trainer.terminal import read_or_not, write
 
 FILE = "phases.jsonl"
 LONG_SECONDS = 2.0  # a shorter phase leaves no line
@@ -54,8 +55,9 @@ class Phase:
         """`count` more units are done."""
         self.done += count
         if self._bar is not None:
-            self._bar.set_postfix_str(self.note, refresh=False)
-            self._bar.update(count)
+            with read_or_not(sys.stderr):
+                self._bar.set_postfix_str(self.note, refresh=False)
+                self._bar.update(count)
         self.check()
 
     def check(self) -> None:
@@ -63,7 +65,7 @@ class Phase:
         now = time.monotonic()
         if now >= self._next_line:
             self._next_line = now + LINE_SECONDS
-            print(f"{self.name}: {self._progress(now - self.began)}", file=sys.stderr, flush=True)
+            write(f"{self.name}: {self._progress(now - self.began)}", sys.stderr)
         self._check()
 
     def between_modules(self) -> AbstractContextManager[Any]:
@@ -74,7 +76,8 @@ class Phase:
 
     def close(self) -> None:
         if self._bar is not None:
-            self._bar.close()
+            with read_or_not(sys.stderr):
+                self._bar.close()
 
     def outcome(self, seconds: float) -> str:
         """What was done, in which time, at which rate."""
@@ -172,18 +175,6 @@ class Record:
             if file.read() not in (b"", b"\n"):
                 lines.insert(0, "\n")  # a killed run's last line is cut short
             file.write("".join(lines).encode())
-
-
-def write(line: str, stream: TextIO | None = None) -> None:
-    """A line above whatever bars are shown; to stdout unless said otherwise."""
-    stream = stream or sys.stdout
-    if sys.stderr.isatty():
-        from tqdm import tqdm
-
-        tqdm.write(line, file=stream)
-    else:
-        print(line, file=stream)
-    stream.flush()
 
 
 def _number(count: int, unit: str) -> str:

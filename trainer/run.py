@@ -32,7 +32,7 @@ from trainer.memory import checkpoint_blocks, find_blocks, is_out_of_memory, wha
 from trainer.models.base import Model
 from trainer.models.loading import load_tokenizers
 from trainer.phases import FILE as PHASES
-from trainer.phases import QUIET, Phases, Record, write
+from trainer.phases import QUIET, Phases, Record
 from trainer.plan import (
     Plan,
     check_files,
@@ -50,6 +50,7 @@ from trainer.quantization import FrozenConv2d, FrozenLinear
 from trainer.report import write_report
 from trainer.signals import Signals
 from trainer.step import Step, batch_losses
+from trainer.terminal import write
 from trainer.types import Batch, Conditioning
 
 
@@ -59,7 +60,7 @@ def plan(config: Config) -> None:
     config = resolve(config, source)
     check_device(config)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    print(describe(make_plan(config, source, processes=processes, phases=Phases(show=True)), sizes=True))
+    write(describe(make_plan(config, source, processes=processes, phases=Phases(show=True)), sizes=True))
 
 
 def train(config: Config, *, resume_from: str | None) -> None:

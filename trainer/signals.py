@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import threading
 
 from trainer.errors import Interrupted
+from trainer.terminal import read_or_not
 
 # Not on Windows: the signal for a closed terminal, and the one for a checkpoint.
 HANGUP, SAVE = getattr(signal, "SIGHUP", None), getattr(signal, "SIGUSR1", None)
@@ -72,7 +74,8 @@ class Signals:
                 if signum in self._before:  # a loader of data has the run told of its workers' ends by signals, too
                     said = "a checkpoint is written after this step" if signum == SAVE else self.promise
                     # Not through Python's stderr, whose lock the interrupted code may hold.
-                    os.write(2, f"{start}{signal.Signals(signum).name}: {said}\n".encode())
+                    with read_or_not(sys.stderr):
+                        os.write(2, f"{start}{signal.Signals(signum).name}: {said}\n".encode())
 
     def _arrived(self, signum: int, frame) -> None:
         if signum == SAVE:
