@@ -525,7 +525,7 @@ def make(size: str, family: str, layout: str, out: Path, seed: int, prediction: 
         write_tensors(out, sdxl_single_file(configs, weights, prediction))
     elif single:
         links = keys.flux_transformer_links(configs["transformer"])
-        write_tensors(out, original_tensors(links, keys.FLUX_PREFIXES["transformer"][0], weights["transformer"]))
+        write_tensors(out, original_tensors(links, "", weights["transformer"]))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 from importlib import metadata
 from pathlib import Path
@@ -150,27 +150,45 @@ def _check_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         )
 
 
-def pin_model(digests: Mapping[str, str]) -> Pin:
-    """digests: of what the model's files decide besides the tensors in `pin_quantization`, by name."""
-    return Pin(digests, _check_model)
+def pin_model(digests: Mapping[str, str], *, cached: Collection[str] = (), snapshots: Path | None = None) -> Pin:
+    """digests: of what the model's files decide besides the tensors in `pin_quantization` (ModelSource.contents).
+
+    cached: components whose digest is of their files too. snapshots: of a hub id, the cache's folder of them.
+    """
+    words = {
+        "scheduler": "scheduler_config.json",
+        "markers": "marker tensors of the objective",
+        "tokenizers": "tokenizers",
+    }
+    words |= {name: f"{name} (its files or its config.json)" for name in cached}
+
+    def check(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        """Refuse to go on with another encoder, configuration or objective, naming each that differs."""
+        changed = sorted(name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name))
+        if changed:
+            told = [words.get(name, f"config.json of {name}") for name in changed]
+            raise UserError(
+                f"the model is not that of the checkpoint: other {', other '.join(told)} (by contents, wherever they lie); "
+                "restore it, or start a new run (another run.output_dir)" + _earlier(snapshots)
+            )
+
+    return Pin(digests, check)
 
 
-def _check_model(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to go on with another encoder, configuration or objective, naming each that differs."""
-    changed = sorted(name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name))
-    if changed:
-        raise UserError(
-            f"the model is not that of the checkpoint: other {', other '.join(changed)} (by contents, wherever they lie); "
-            "restore it, or start a new run (another run.output_dir)"
-        )
+def _earlier(snapshots: Path | None) -> str:
+    if snapshots is None:
+        return ""
+    return (
+        f"\nthe earlier files may still be in the hub's cache: set model.path to their snapshot folder in {snapshots}"
+    )
 
 
-def pin_quantization(record: Mapping[str, Any]) -> Pin:
-    """record: every frozen tensor's format and SHA-256 (quantization/record.py)."""
-    return Pin(record, _check_quantization)
+def pin_quantization(record: Mapping[str, Any], *, snapshots: Path | None = None) -> Pin:
+    """record: every frozen tensor's format and SHA-256 (quantization/record.py). snapshots: as of `pin_model`."""
+    return Pin(record, lambda saved, now: _check_quantization(saved, now, snapshots))
 
 
-def _check_quantization(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def _check_quantization(saved: Mapping[str, Any], now: Mapping[str, Any], snapshots: Path | None) -> None:
     """Refuse to go on over a base that is not bit-equal to the saved one, naming the first layer that differs.
 
     Another version of a library is none, where it gives the same bytes.
@@ -189,7 +207,10 @@ def _check_quantization(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Non
                 else "has other bytes now: the model's file changed" if libraries[0] == libraries[1]
                 else f"has other bytes now: the model's file or the library changed ({libraries[0]} then, {libraries[1]} now)"
             )  # fmt: skip
-            raise UserError(f"the checkpoint's frozen base differs: {name} {how}; restore it, or start a new run")
+            raise UserError(
+                f"the checkpoint's frozen base differs: {name} {how}; restore it, or start a new run"
+                + _earlier(snapshots)
+            )
 
 
 def pin_environment(processes: Processes, *, kernels: str, deterministic: bool, say: Callable[[str], None]) -> Pin:

@@ -272,7 +272,9 @@ class Run:
         self.digests = FileDigests(cache_dir / "digests.json", self.phases)
         vae = next(c.name for c in self.family.components if c.role == "vae")
         cached = (vae, *(self.family.text_encoders if plan.cache_text else ()))
-        self.pieces["model"] = resume.pin_model(self.source.contents(cached, self.digests.of))
+        self.pieces["model"] = resume.pin_model(
+            self.source.contents(cached, self.digests.of), cached=cached, snapshots=self.source.snapshots
+        )
         if self.saved is not None:
             self.saved.restore(model=self.pieces["model"])
         latent_fingerprint = self.fingerprint(vae)
@@ -411,7 +413,7 @@ class Run:
         # The VAE is left out: it is loaded only to draw samples.
         trained = (self.family.denoiser, *(() if plan.cache_text else self.family.text_encoders))
         record = quantization.record(((name, self.model.modules[name]) for name in trained), self.phases)
-        self.pieces["quantization"] = resume.pin_quantization(record)
+        self.pieces["quantization"] = resume.pin_quantization(record, snapshots=self.source.snapshots)
         with self.phases("injecting the adapter", len(plan.targets), "layer") as phase:
             self.adapter: Adapter = inject(
                 {name: self.model.modules[name] for name in plan.adapted},
@@ -434,7 +436,7 @@ class Run:
         beside = {name: self.base_layer(name) for name in export.fused_with(self.adapter, self.fused)}
         read = len(beside) if self.adapter.dora else 0
         with self.phases("norms of the layers beside the adapted ones", read, "layer") as phase:
-            self.pieces["norms"] = self.norms = norms.Norms(self.adapter, beside, norms.made_for(held), phase.advance)
+            self.pieces["norms"] = self.norms = norms.Norms(self.adapter, beside, held, phase.advance)
         for name in plan.adapted:
             self.adapter.share_inputs(name, self.family.shared_inputs.get(name, ()))
         denoiser = self.family.denoiser
@@ -769,7 +771,8 @@ class Run:
             epoch=max(0, self.progress.step - 1) // self.plan.steps_per_epoch + 1, learning_rate=config.optimizer.lr,
             train_images=sum(photo.repeats for photo, _ in self.plan.photos), resolution=f"{size}x{size}",
             tag_frequency=tags, trigger_phrase=config.export.trigger_phrase, seed=config.run.seed,
-            dora_base=self.norms.made_for, family=self.family.metadata(self.model.configs[self.family.denoiser], prediction),
+            dora_base=norms.made_for(self.norms.held),
+            family=self.family.metadata(self.model.configs[self.family.denoiser], prediction),
         )  # fmt: skip
         layers = len(self.adapter.layers)
         with self.phases("exporting", layers * (len(config.export.formats) + self.adapter.dora), "layer") as phase:

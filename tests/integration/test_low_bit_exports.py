@@ -99,7 +99,7 @@ def trained(models: Path, family: str, dtype: str, targets: tuple[str, ...] = ("
     fused = {name: export.fused_modules(FAMILIES[family].module_links(name, source.config(name)))}
     full = {f"{name}.{n}": layer for n, layer in layers.items()}
     beside = {n: full[n] for n in export.fused_with(adapter, fused)}
-    return Trained(family, adapter, Norms(adapter, beside, made_for({})), fused, full.__getitem__)
+    return Trained(family, adapter, Norms(adapter, beside, {}), fused, full.__getitem__)
 
 
 @pytest.fixture(scope="module")
@@ -291,8 +291,10 @@ def test_other_norms_are_refused_and_c_is_computed_again(models: Path) -> None:
                 run.norms.load_state_dict(changed)
     with pytest.raises(UserError, match="else.base_norm is not there now; restore the model"):
         run.norms.load_state_dict(whole | {"else.base_norm": torch.ones(2), "else.original_norm": torch.ones(2)})
-    with pytest.raises(UserError, match="is for another base, this run's for the model's weights before"):
-        run.norms.load_state_dict(whole | {"made_for": "another base"})
+    with pytest.raises(
+        UserError, match=r"is for the weights as .* \(unet: nf4\).*, this run's for the model's weights before"
+    ):
+        run.norms.load_state_dict(whole | {"held": {"unet": "nf4"}})
     key = f"{layer}.adapted_norm"
     run.norms.load_state_dict(whole | {key: whole[key] * 2})
     assert torch.equal(run.norms.state_dict()[key], whole[key])

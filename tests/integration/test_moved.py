@@ -11,7 +11,8 @@ import torch
 
 from tests import hub
 from tests.harness import PHOTOS, Workbench, metrics_of
-from trainer import cli, quantization
+from trainer import cli, quantization, resume
+from trainer.errors import UserError
 from trainer.models import family_named
 from trainer.models.loading import open_model
 from trainer.tensorfile import TensorFile, write_tensors
@@ -154,8 +155,24 @@ def test_markers_and_live_encoders_are_part_of_a_models_contents(bench: Workbenc
     plain, tensors = contents(path), TensorFile(path).read_all()
     write_tensors(path, tensors | {"v_pred": torch.zeros(0)}, {})
     marked = contents(path)
-    assert {name for name in plain if plain[name] != marked[name]} == {"marker tensors of the objective"}
+    assert {name for name in plain if plain[name] != marked[name]} == {"markers"}
     folder = bench.models / "sdxl"
-    assert contents(folder).keys() ^ contents(folder, ("vae", "text_encoder")).keys() == {
-        "config.json of text_encoder", "text_encoder (its files or its config.json)"
-    }  # fmt: skip
+    one, other = contents(folder), contents(folder, ("vae", "text_encoder"))
+    assert {name for name in one.keys() | other.keys() if one[name] != other[name]} == {"text_encoder"}
+    components = {component.name for component in family.components}
+    assert one.keys() == other.keys() == components | {"tokenizers", "scheduler", "markers"}
+
+
+def test_a_repository_whose_files_changed_is_told_of_its_earlier_snapshots() -> None:
+    snapshots = Path("hub/models--someone--sdxl/snapshots")
+    record = {"unet.conv_in": {"format": "bf16", "library": "torch 2", "tensors": {}}}
+    for pin, other in (
+        (resume.pin_model({"vae": "a"}, cached=("vae",), snapshots=snapshots), {"vae": "b"}),
+        (resume.pin_quantization(record, snapshots=snapshots), {}),
+    ):
+        with pytest.raises(
+            UserError, match=f"earlier files may still be .*model.path to their snapshot folder in {snapshots}"
+        ):
+            pin.load_state_dict(other)
+    with pytest.raises(UserError, match="other config.json of unet.*another run.output_dir.$"):
+        resume.pin_model({"unet": "a"}).load_state_dict({"unet": "b"})

@@ -15,7 +15,7 @@ from diffusers.loaders import single_file_utils
 
 from tests.harness import load_script
 from trainer.errors import UserError
-from trainer.models import keys
+from trainer.models import FAMILIES, keys
 from trainer.models.tokenizers import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -221,7 +221,7 @@ def test_join_and_split_are_inverse(op):
 def test_harmless_patterns_match_no_weight():
     files = (
         (keys.SDXL_HARMLESS, "sdxl", keys.SDXL_PREFIXES),
-        (keys.FLUX_HARMLESS, "flux-dev", {**keys.FLUX_PREFIXES, "vae": ("",)}),
+        (keys.FLUX_HARMLESS, "flux-dev", {"transformer": ("", *keys.FLUX_PREFIXES["transformer"]), "vae": ("",)}),
     )
     for patterns, family, prefixes in files:
         for component, (prefix, *_) in prefixes.items():
@@ -337,3 +337,9 @@ def test_embedded_clip_tokenizers():
 def test_missing_t5_tokenizer_names_the_remedy():
     with pytest.raises(UserError, match=r"model\.config .*tokenizer_2/"):
         load_tokenizer(PUBLISHED / "flux-dev", "tokenizer_2")
+
+
+def test_every_prefix_is_something_that_stands_before_a_name():
+    """An empty one stood in the tables, and no reader took it."""
+    for family in FAMILIES.values():
+        assert all(prefix.endswith(".") for component in family.components for prefix in component.prefixes)

@@ -28,7 +28,7 @@ from torch import nn
 
 from trainer import config as configs
 from trainer import optim, precision, resume
-from trainer.adapters.norms import Norms, made_for
+from trainer.adapters.norms import Norms
 from trainer.checkpoint import state, store
 from trainer.errors import UserError
 from trainer.tensorfile import DTYPES, TensorFile, serialize, tensor_sha256, write_tensors
@@ -68,7 +68,7 @@ def dora_norms() -> Norms:
         get_base_layer=lambda: SimpleNamespace(original_norms=norms),
     )  # fmt: skip
     beside = SimpleNamespace(row_norms=lambda: norms, original_norms=norms)
-    return Norms(SimpleNamespace(layers={"unet.a": layer}, dora=True), {"unet.b": beside}, made_for({}))
+    return Norms(SimpleNamespace(layers={"unet.a": layer}, dora=True), {"unet.b": beside}, {})
 
 
 def pieces_of_a_run() -> dict[str, Any]:

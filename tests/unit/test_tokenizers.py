@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -108,3 +109,14 @@ def test_encodings_of_the_old_reading_are_not_found(bench: Workbench) -> None:
                 before.update(path.name.encode() + b"\0" + path.read_bytes())
         old, new = (text_key("wow!", fingerprint=f) for f in (before.hexdigest(), source.tokenizer_fingerprint))
         assert (old != new) == changed
+
+
+def test_hidden_files_beside_a_tokenizer_are_none_of_it(bench: Workbench) -> None:
+    folder = shutil.copytree(bench.models / "sdxl", bench.tmp / "model")
+    before = open_model(FAMILIES["sdxl"], str(folder)).tokenizer_fingerprint
+    (folder / "tokenizer" / ".DS_Store").write_bytes(b"\0")
+    (folder / "tokenizer" / ".ipynb_checkpoints").mkdir()
+    (folder / "tokenizer_2" / "older").mkdir()
+    assert open_model(FAMILIES["sdxl"], str(folder)).tokenizer_fingerprint == before
+    (folder / "tokenizer" / "added.json").write_text("{}")
+    assert open_model(FAMILIES["sdxl"], str(folder)).tokenizer_fingerprint != before

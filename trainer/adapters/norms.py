@@ -84,15 +84,16 @@ class Norms:
     """Of a run's DoRA, for its adapter files: the piece "norms" of a checkpoint. Of a LoRA, whose files need none, empty.
 
     beside: layers without an adapter that the original layout fuses with adapted ones, by full name.
-    made_for: which weights the files are made for, in words. advance: gets every number of layers read; may raise.
+    held: storage of the components whose files hold them quantised, by name. advance: gets every number of layers read; may
+    raise.
     """
 
     def __init__(
-        self, adapter: Adapter, beside: Mapping[str, BaseLayer], made_for: str,
+        self, adapter: Adapter, beside: Mapping[str, BaseLayer], held: Mapping[str, str],
         advance: Callable[[int], object] = lambda count: None,
     ) -> None:  # fmt: skip
         self.adapted = adapter.layers if adapter.dora else {}
-        self.made_for = made_for
+        self.held = dict(held)
         self.frozen: dict[str, RowNorms] = {}
         for name, layer in self.adapted.items():
             base = layer.get_base_layer()
@@ -114,7 +115,7 @@ class Norms:
         return norms
 
     def state_dict(self) -> dict[str, Any]:
-        return {"made_for": self.made_for, **_tensors(self.now())}
+        return {"held": self.held, **_tensors(self.now())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Compare: norms follow from the frozen base, and c from the adapter too. Raises UserError, naming what differs."""
@@ -133,10 +134,10 @@ class Norms:
                     f"the model's row norms are not those of the checkpoint: {key} {how}; restore the model, or start a new "
                     "run"
                 )
-        if state["made_for"] != self.made_for:
+        if state["held"] != self.held:
+            then, now = made_for(state["held"]), made_for(self.held)
             raise UserError(
-                f"the checkpoint's adapter is for {state['made_for']}, this run's for {self.made_for}; restore the model, or "
-                "start a new run"
+                f"the checkpoint's adapter is for {then}, this run's for {now}; restore the model, or start a new run"
             )
 
 

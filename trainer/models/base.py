@@ -30,7 +30,7 @@ class Component:
 
     sensitive: fnmatch patterns of layers that stay in 16 bit when the component is quantised.
     links: the original (single-file) layout's names, from the component's config; None where files use diffusers names.
-    prefixes: what precedes those names in a single file: the first that any has, else none (an empty one says so).
+    prefixes: what stands before those names in a single file; without any of these, the names stand alone.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Component:
     role: Literal["denoiser", "text_encoder", "vae"]
     sensitive: tuple[str, ...] = ()
     links: Callable[[dict], list[Link]] | None = None
-    prefixes: tuple[str, ...] = ("",)
+    prefixes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

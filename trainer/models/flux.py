@@ -211,14 +211,14 @@ FAMILY = Family(
             "transformers",
             "CLIPTextModel",
             "text_encoder",
-            prefixes=("text_encoders.clip_l.transformer.", ""),
+            prefixes=("text_encoders.clip_l.transformer.",),
         ),
         Component(
             "text_encoder_2",
             "transformers",
             "T5EncoderModel",
             "text_encoder",
-            prefixes=("text_encoders.t5xxl.transformer.", ""),
+            prefixes=("text_encoders.t5xxl.transformer.",),
         ),
         Component(
             "transformer", "diffusers", "FluxTransformer2DModel", "denoiser",
@@ -226,7 +226,7 @@ FAMILY = Family(
             links=keys.flux_transformer_links, prefixes=keys.FLUX_PREFIXES["transformer"],
         ),
         Component(
-            "vae", "diffusers", "AutoencoderKL", "vae", sensitive=("*",), links=keys.vae_links, prefixes=("vae.", "")
+            "vae", "diffusers", "AutoencoderKL", "vae", sensitive=("*",), links=keys.vae_links, prefixes=("vae.",)
         ),
     ),
     input_layer="x_embedder.weight",

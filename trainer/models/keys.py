@@ -38,7 +38,7 @@ SDXL_PREFIXES: dict[str, tuple[str, ...]] = {
     "text_encoder_2": ("conditioner.embedders.1.model.",),
     "vae": ("first_stage_model.",),
 }
-FLUX_PREFIXES: dict[str, tuple[str, ...]] = {"transformer": ("", "model.diffusion_model.")}
+FLUX_PREFIXES: dict[str, tuple[str, ...]] = {"transformer": ("model.diffusion_model.",)}
 
 # Tensors that files hold beside the weights and that say nothing a loader needs: fnmatch patterns on the full name.
 # `edm_mean`, `edm_std` (Playground 2.5), `edm_vpred.*` (CosXL) and `scaled_fp8` are missing on purpose: they change what the

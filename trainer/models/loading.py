@@ -104,6 +104,11 @@ class ModelSource:
             config = self.family.infer_config(name, shapes, config)
         return config
 
+    @property
+    def snapshots(self) -> Path | None:
+        """Of a hub id, where its cache keeps every version that was fetched, each in a folder."""
+        return None if self.repository is None else self.repository.snapshot.parent
+
     def is_here(self, name: str) -> bool:
         """Whether the component's files are on this machine."""
         return self.fetched or name in self.overrides
@@ -259,7 +264,8 @@ class ModelSource:
         return total.hexdigest()
 
     def contents(self, encoders: Collection[str], digest: Callable[[Path], str]) -> dict[str, str]:
-        """SHA-256 of what the model decides of a step besides the tensors that are loaded for it, by what it is.
+        """SHA-256 of what the model decides of a step besides the tensors that are loaded for it: by component, and of
+        "tokenizers", "scheduler" and "markers".
 
         encoders: components whose encodings are cached: their files stand for these. The others' configs shape what is done
         with their tensors. Where the files lie does not count.
@@ -267,15 +273,15 @@ class ModelSource:
         by_name = {}
         for component in self.family.components:
             if component.name in encoders:
-                by_name[f"{component.name} (its files or its config.json)"] = self.fingerprint(component.name, digest)
+                by_name[component.name] = self.fingerprint(component.name, digest)
             else:
                 config = {key: value for key, value in self.config(component.name).items() if not key.startswith("_")}
-                by_name[f"config.json of {component.name}"] = _json_sha256(config)
+                by_name[component.name] = _json_sha256(config)
         scheduler = {key: value for key, value in self.scheduler.items() if key != "_diffusers_version"}
         return by_name | {
             "tokenizers": self.tokenizer_fingerprint,
-            "scheduler_config.json": _json_sha256(scheduler),
-            "marker tensors of the objective": _json_sha256(asdict(self.markers)),
+            "scheduler": _json_sha256(scheduler),
+            "markers": _json_sha256(asdict(self.markers)),
         }
 
     @cached_property
@@ -284,7 +290,8 @@ class ModelSource:
         digest = hashlib.sha256()
         for name in self.family.tokenizers:
             digest.update(tokenizers.reading(self.tokenizer_folder(name)))
-            for path in sorted(self.tokenizer_folder(name).glob("*")):
+            there = sorted(self.tokenizer_folder(name).glob("*"))
+            for path in (path for path in there if path.is_file() and not path.name.startswith(".")):
                 digest.update(path.name.encode() + b"\0" + path.read_bytes())
         return digest.hexdigest()
 
@@ -387,7 +394,7 @@ class ModelSource:
     def _belongs_elsewhere(self, name: str, weights: Weights, key: str) -> bool:
         """A single file holds several components; under an empty prefix all of them are seen."""
         full = weights.prefix + key
-        others = [p for c in self.family.components if c.name != name for p in c.prefixes if p]
+        others = [p for c in self.family.components if c.name != name for p in c.prefixes]
         return any(full.startswith(prefix) for prefix in others) and not weights.prefix
 
 
@@ -497,7 +504,7 @@ def _check_variant(source: ModelSource, path: str) -> None:
 
 def _prefix(component: Component, file: TensorFile) -> str | None:
     """What precedes the component's names in a single file; None where none of its prefixes is there."""
-    return next((p for p in component.prefixes if p and any(key.startswith(p) for key in file.entries)), None)
+    return next((p for p in component.prefixes if any(key.startswith(p) for key in file.entries)), None)
 
 
 def _refuse_pickle(key: str, path: Path) -> None:

@@ -90,9 +90,10 @@ def _padding(config: dict[str, Any]) -> str:
 
 
 def reading(folder: Path) -> bytes:
-    """What else than its files decides which ids a tokenizer gives; it changes where the same files are read otherwise.
+    """What else than its files decides which ids a tokenizer gives.
 
-    Empty as long as that has never happened: what was cached before stays valid.
+    Change this text when the same files give other ids than before. Empty as long as that has never happened: what was
+    cached before stays valid.
     """
     config = _config(folder)
     return b"the padding token is a word of the text" if _is_clip(config) and _padding(config) != END else b""

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.errors import UserError
 
-# By a marker tensor's name; the last part counts, single files have it under several prefixes.
+# Names of marker tensors. A prefix may stand before them.
 EDM_MARKERS = {
     "edm_vpred.sigma_max": "CosXL",
     "edm_vpred.sigma_min": "CosXL",
