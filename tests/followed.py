@@ -89,10 +89,13 @@ def follow(folder: Path, *arguments: str, slow: str = "") -> Followed:
     return followed
 
 
-def stop_in(run: Followed, phase: str, signum: int, *, delay: float, saved: bool = False, timeout: float) -> Obeyed:
-    """Send the signal `delay` seconds after that phase began. saved: a step under way ends and is saved first."""
+def stop_in(run: Followed, begins: str, signum: int, *, delay: float, saved: bool = False, timeout: float) -> Obeyed:
+    """Send the signal `delay` seconds after the line that begins so ("<loading unet").
+
+    saved: a step under way ends and is saved first.
+    """
     try:
-        run.when(f"<{phase}", timeout=timeout)
+        run.when(begins, timeout=timeout)
         time.sleep(delay)
         sent = time.monotonic()
         run.process.send_signal(signum)

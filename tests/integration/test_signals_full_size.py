@@ -30,7 +30,7 @@ def test_a_signal_in_the_middle_of_a_phase_ends_the_process_at_once(bench: Workb
     path = str(bench.write(tree))
     for phase, signum in zip(("encoding captions", "drawing samples", "exporting"), signals.STOP, strict=False):
         run = follow(bench.tmp, "--config", path, "--resume_from", "auto", slow=phase)
-        obeyed = stop_in(run, phase, signum, delay=0.25, timeout=60)
+        obeyed = stop_in(run, f"<{phase}", signum, delay=0.25, timeout=60)
         assert obeyed.status == 128 + signum, f"{phase}\n{obeyed.text}"
         assert f"</{phase}>" in obeyed.text and "\r" not in obeyed.text and "Traceback" not in obeyed.text
         assert obeyed.acknowledged < ACKNOWLEDGED and obeyed.left < OBEYED, (phase, obeyed)
@@ -41,7 +41,7 @@ def test_a_signal_in_the_middle_of_a_phase_ends_the_process_at_once(bench: Workb
 PHASES = {
     "hashing model": 0.05, "encoding photos": 1.0, "encoding captions": 1.0, "loading unet": 1.0,
     "hashing the frozen weights": 1.0, "reading converted weights": 0.5, "injecting the adapter": 0.5,
-    "norms of the adapted layers": 0.5, "drawing samples": 1.0, "training": 3.0, "saving step 2": 0.05,
+    "norms of the adapted layers": 0.5, "drawing samples": 1.0, "step 1": 2.0, "saving step 2": 0.05,
     "exporting": 0.5, "measuring the adapter": 0.5, "writing the report": 0.0,
 }  # fmt: skip
 
@@ -72,15 +72,18 @@ def test_signals_in_each_long_phase_of_full_size_sdxl(tmp_path: Path, capsys) ->
     table = {}
     for index, (phase, delay) in enumerate(PHASES.items()):
         signum = signals.STOP[index % len(signals.STOP)]
-        saved = phase in ("training", "saving step 2")
+        saved = phase in ("step 1", "saving step 2")
         run = follow(tmp_path, *arguments)
-        table[phase] = obeyed = stop_in(run, phase, signum, delay=delay, saved=saved, timeout=600)
+        begins = "</drawing samples" if phase == "step 1" else f"<{phase}"
+        table[phase] = obeyed = stop_in(run, begins, signum, delay=delay, saved=saved, timeout=600)
         with capsys.disabled():
             print(
                 f"{phase:30} acknowledged {obeyed.acknowledged:.2f} s, seen to its end {obeyed.seen_to_its_end:.2f} s, "
                 f"then {obeyed.left:.2f} s to the exit ({obeyed.status})"
             )
         assert obeyed.status == 128 + signum, f"{phase}\n{obeyed.text}"
+        if phase == "step 1":
+            assert "stopping after this step" in obeyed.text and obeyed.seen_to_its_end > 1, obeyed.text
         assert not list((tmp_path / "out").rglob("*.tmp")), phase
     last = follow(tmp_path, *arguments)
     assert last.process.wait(timeout=600) == 0, last.text
