@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,49 +21,69 @@ from trainer.tensorfile import TensorFile
 TOO_FAR = 1.0
 
 
+@dataclass(frozen=True)
+class BlockChange:
+    """Of one block: how many layers, the largest and the median ||dW|| / ||W||, the largest |m / m_0 - 1| (LoRA: 0)."""
+
+    layers: int
+    largest: float
+    median: float
+    drift: float
+
+    @property
+    def worst(self) -> float:
+        """The larger of both changes; NaN where one is no number."""
+        return math.nan if math.isnan(self.largest + self.drift) else max(self.largest, self.drift)
+
+
 @torch.no_grad()
-def weight_change(adapter: Adapter, phases: Phases = QUIET) -> dict[str, Any]:
-    """Table: for each block the largest and median ||dW|| / ||W|| and, for DoRA, the largest |m / m_0 - 1|."""
+def weight_change(adapter: Adapter, phases: Phases = QUIET) -> dict[str, BlockChange]:
+    """By block."""
     blocks: dict[str, list[tuple[float, float]]] = {}
     with phases("measuring the adapter", total=len(adapter.layers), unit="layer") as phase:
         for name, layer in adapter.layers.items():
             moved, size = layer.change(ADAPTER_NAME)
-            change = moved / max(size, 1e-30)
             drift = 0.0
             if adapter.dora:
                 start = layer.base_norm_sq.sqrt().clamp_min(1e-30)
                 drift = float((layer.lora_magnitude_vector[ADAPTER_NAME].weight / start - 1).abs().max())
-            blocks.setdefault(block_of(name), []).append((change, drift))
+            blocks.setdefault(block_of(name), []).append((moved / max(size, 1e-30), drift))
             phase.advance()
-    columns = ["block", "layers", "largest ||dW||/||W||", "median"] + (["magnitude drift"] if adapter.dora else [])
-    rows = []
-    for block, pairs in blocks.items():
-        changes = [change for change, _ in pairs]
-        row = [block, len(pairs), f"{max(changes):.3%}", f"{median(changes):.3%}"]
-        rows.append(row + ([f"{max(drift for _, drift in pairs):.3%}"] if adapter.dora else []))
+    return {
+        block: BlockChange(
+            len(pairs), _largest(change for change, _ in pairs), median(change for change, _ in pairs),
+            _largest(drift for _, drift in pairs),
+        )
+        for block, pairs in blocks.items()
+    }  # fmt: skip
+
+
+def _largest(numbers: Iterable[float]) -> float:
+    """NaN where one of them is that; `max` would depend on their order."""
+    found = list(numbers)
+    return math.nan if any(map(math.isnan, found)) else max(found)
+
+
+def change_table(changes: Mapping[str, BlockChange], *, dora: bool) -> dict[str, Any]:
+    """The section "Did it take?"."""
+    columns = ["block", "layers", "largest ||dW||/||W||", "median"] + (["magnitude drift"] if dora else [])
+    rows = [
+        [block, c.layers, f"{c.largest:.3%}", f"{c.median:.3%}"] + ([f"{c.drift:.3%}"] if dora else [])
+        for block, c in changes.items()
+    ]
     return {"columns": columns, "rows": rows}
 
 
-def too_far(table: Mapping[str, Any]) -> str | None:
-    """A sentence where a block of `weight_change`'s table moved beyond TOO_FAR, or to no finite number; else None."""
-    columns = [i for i, column in enumerate(table["columns"]) if column in ("largest ||dW||/||W||", "magnitude drift")]
-    worst = {row[0]: max((_share(row[i]) for i in columns), key=_rank) for row in table["rows"]}
-    beyond = [block for block, share in worst.items() if not share <= TOO_FAR]
+def too_far(changes: Mapping[str, BlockChange]) -> str | None:
+    """A sentence where a block moved beyond TOO_FAR, or to no finite number; else None."""
+    beyond = {block: change.worst for block, change in changes.items() if not change.worst <= TOO_FAR}
     if not beyond:
         return None
-    block = max(beyond, key=lambda name: _rank(worst[name]))
+    block = max(beyond, key=lambda name: math.inf if math.isnan(beyond[name]) else beyond[name])
     return (
-        f"the training has probably diverged: {len(beyond)} of {len(worst)} blocks changed by more than {TOO_FAR:.0%} of "
-        f"their own weights, {block} by {worst[block]:.0%}; look at the samples, and train again with a lower optimizer.lr"
+        f"the training has probably diverged: {len(beyond)} of {len(changes)} blocks changed by more than {TOO_FAR:.0%} of "
+        f"their own weights, {block} by {beyond[block]:.0%}; look at the samples, and train again with a lower optimizer.lr"
     )
-
-
-def _share(cell: str) -> float:
-    return float(cell.removesuffix("%")) / 100
-
-
-def _rank(share: float) -> float:
-    return math.inf if math.isnan(share) else share
 
 
 def did_nothing(adapter: Adapter) -> bool:

@@ -795,7 +795,8 @@ class Run:
         written = self.export(self.config.run.name)
         moved = outcome.weight_change(self.adapter, self.phases)
         diverged = outcome.too_far(moved)
-        sections = {"Did it take?": moved | ({"notes": [f"Warning: {diverged}."]} if diverged else {})}
+        table = outcome.change_table(moved, dora=self.adapter.dora)
+        sections = {"Did it take?": table | ({"notes": [f"Warning: {diverged}."]} if diverged else {})}
         rows = []
         for before, after in validation.pairs(self.output_dir, self.progress.step):
             rows.append([f"sample {after.stem} moved by (relative L2 of pixels)",
@@ -804,7 +805,8 @@ class Run:
             with self.phases("reading the adapter file back", written["diffusers"].stat().st_size, "B") as phase:
                 live = export.diffusers_tensors(self.adapter, self.norms.now(), lambda count: phase.check())
                 read = outcome.read_back(written["diffusers"], live, phase.advance)
-            rows.append(["exported file, read back, against the live adapter", read])
+            magnitudes = " (magnitudes: as made for the file's base)" if self.adapter.dora else ""
+            rows.append([f"exported file, read back, against the live adapter{magnitudes}", read])
         if self.progress.non_finite:
             rows.append(["updates skipped because a value was not finite (see metrics.jsonl)",
                          f"{self.progress.non_finite} of {self.progress.step}"])  # fmt: skip

@@ -318,6 +318,21 @@ def test_a_row_that_training_takes_away_has_a_norm_still(taken: float) -> None:
     assert float((got / (g_N * (w16 + b @ a).norm(dim=1)) - 1).abs().max()) < 0.1
 
 
+def test_a_row_that_shrinks_step_by_step_has_a_norm_that_does_so_too() -> None:
+    """Where one formula takes the place of the other there was a leap by the root of two."""
+    g = torch.Generator().manual_seed(3)
+    w16 = torch.randn(4, 4096, generator=g)
+    w = w16 + 0.5 * torch.randn(4, 4096, generator=g)
+    before = None
+    for taken in torch.linspace(0.1, 0.9, 801).tolist():
+        b = -taken * torch.eye(4)
+        norms = RowNorms(w.norm(dim=1), w16.norm(dim=1), (w + b @ w).norm(dim=1))
+        got = magnitude(norms.adapted, w, b, 1.0, norms)
+        if before is not None:
+            assert float((got / before - 1).abs().max()) < 0.02, taken
+        before = got
+
+
 def test_a_row_of_zeros_keeps_its_magnitude() -> None:
     zero = torch.zeros(3)
     m = torch.tensor([0.0, 0.5, 2.0])

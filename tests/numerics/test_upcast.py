@@ -67,6 +67,19 @@ def test_what_integer_arithmetic_would_get_wrong_is_found_at_filling(codes_dtype
     assert not torch.isfinite(expected).all()
 
 
+def test_subnormal_codes_are_exact_where_a_library_flushes_subnormal_numbers() -> None:
+    layer = FrozenLinear(8, 1, bias=False, format=FORMATS["fp8_e4m3"], compute_dtype=torch.float32)
+    payload = {"weight": torch.arange(8).to(torch.uint8).view(torch.float8_e4m3fn), "scale": torch.ones(1)}
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU has no such mode")
+    try:
+        layer.load_payload(payload)
+        found = layer.dequantize(torch.float32)
+    finally:
+        torch.set_flush_denormal(False)
+    assert found.tolist() == [[k * 2.0**-9 for k in range(8)]]
+
+
 @pytest.mark.parametrize("format", LOW_BIT, ids=lambda format: format.name)
 @pytest.mark.parametrize("shape", [(16, 64), (6, 192), (7, 33), (64, 96), (24, 128)], ids=str)
 def test_few_bits_are_those_that_each_element_looks_up(format, shape: tuple[int, int], monkeypatch) -> None:

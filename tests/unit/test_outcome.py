@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -77,22 +79,24 @@ def test_nothing_dense_is_made() -> None:
     layer.load_weight(torch.randn(n, k, generator=torch.Generator().manual_seed(0)))
     adapter = with_adapter(nn.Sequential(layer), names=("0",))
     with LargestAllocation() as allocations:
-        table = outcome.weight_change(adapter)
+        changes = outcome.weight_change(adapter)
     assert n * k > 4 * dora_torch.PIECE
     assert 0 < allocations.largest <= dora_torch.PIECE
-    assert table["rows"][0][1] == 1 and table["rows"][0][2].endswith("%")
+    (change,) = changes.values()
+    (row,) = outcome.change_table(changes, dora=True)["rows"]
+    assert row[1:] == [1, f"{change.largest:.3%}", f"{change.largest:.3%}", f"{change.drift:.3%}"]
 
 
 def test_a_change_beyond_the_weights_themselves_is_said() -> None:
-    def table(*rows: list) -> dict:
-        return {"columns": ["block", "layers", "largest ||dW||/||W||", "median", "magnitude drift"], "rows": list(rows)}
-
-    fine = ["unet.mid_block", 4, "100.000%", "3.000%", "99.000%"]
-    assert outcome.too_far(table(fine)) is None
-    said = outcome.too_far(table(fine, ["unet.up_blocks.0", 9, "129095.000%", "3.000%", "0.000%"]))
+    fine = outcome.BlockChange(layers=4, largest=1.0, median=0.03, drift=0.99)
+    assert outcome.too_far({"unet.mid_block": fine}) is None
+    far = outcome.BlockChange(9, 1290.95, 0.03, 0.0)
+    said = outcome.too_far({"unet.mid_block": fine, "unet.up_blocks.0": far})
     assert said is not None and "1 of 2 blocks" in said and "unet.up_blocks.0 by 129095%" in said
-    assert "unet.mid_block by 101%" in str(outcome.too_far(table(fine[:4] + ["100.600%"])))
-    assert "unet.x by nan%" in str(outcome.too_far(table(["unet.x", 1, "nan%", "nan%", "0.000%"], fine)))
+    drifted = outcome.BlockChange(4, 1.0, 0.03, 1.006)
+    assert "unet.mid_block by 101%" in str(outcome.too_far({"unet.mid_block": drifted}))
+    for odd in (outcome.BlockChange(1, math.nan, 0.0, 0.0), outcome.BlockChange(1, 0.0, 0.0, math.nan)):
+        assert "unet.x by nan%" in str(outcome.too_far({"unet.x": odd, "unet.up_blocks.0": far}))
 
 
 def test_a_run_that_diverged_ends_with_a_warning(bench: Workbench, capsys) -> None:

@@ -65,7 +65,8 @@ def magnitude(
 
     That takes W16 - W for orthogonal to s B A. Where s B A takes away most of a row, and W is longer than W16, it is not, and
     the sum comes out far too small or negative. W is then W16 with noise on it, so what s B A has along W counts for W16 by
-    ||W16||^2 / ||W||^2 only. The sum made so is never negative; it is taken where it is more than twice the plain one.
+    ||W16||^2 / ||W||^2 only. The sum made so is never negative. The plain one passes over into it where it falls from a half
+    to a quarter of it.
     """
     if norms.original is None:
         return m_N
@@ -76,7 +77,8 @@ def magnitude(
     share = (original_sq / base_sq.clamp_min(TINY**2)).clamp_max(1)
     plain = c_sq + original_sq - base_sq
     shared = original_sq + added_sq + share * (c_sq - base_sq - added_sq)
-    norm_sq = torch.where(2 * plain < shared, shared, plain).clamp_min(0)
+    passed = (2 - 4 * plain / shared.clamp_min(TINY**2)).clamp(0, 1)
+    norm_sq = torch.lerp(plain, shared, passed).clamp_min(0)
     return torch.where(c > 0, m / c.clamp_min(TINY) * norm_sq.sqrt(), m).float()
 
 

@@ -40,9 +40,9 @@ def pieces(shape: tuple[int, ...], device: torch.device, multiple: int = 1) -> I
         yield slice(start, min(rows, start + step))
 
 
-# float8 in integer arithmetic: sign-extended to 32 bits, shifted left by the first number and masked by the second, a code
-# lies in the fields of an fp32 number that is 2 ** third times too small: the exponent fields differ by their bias alone.
-# Exact for every finite code, subnormal ones included. torch's own cast of float8 on a CPU runs at a tenth of this rate.
+# float8 by integer arithmetic. Sign-extended to 32 bits, shifted left by the first number and masked by the second, a code's
+# bits are an fp32 number: the code's value divided by 2 ** third, since the two formats count exponents from different zeros.
+# Exact for every finite code, subnormal ones included. torch's own cast of float8 on a CPU has a tenth of this rate.
 FLOAT8_FIELDS = {
     torch.float8_e4m3fn: (20, 0x87F00000 - 2**32, 120),
     torch.float8_e5m2: (21, 0x8FE00000 - 2**32, 112),
@@ -51,7 +51,7 @@ FLOAT8_FIELDS = {
 
 def has_plain_codes(weight: StoredWeight) -> bool:
     """Whether FLOAT8_FIELDS decodes the weight: float8 codes, all finite, with scales that stay finite when enlarged."""
-    if weight.codes.dtype not in FLOAT8_FIELDS or weight.scale is None:
+    if weight.codes.dtype not in FLOAT8_FIELDS or weight.scale is None or _flushes_denormals(weight.device):
         return False
     largest = torch.finfo(weight.codes.dtype).max
     last = torch.tensor(largest, dtype=weight.codes.dtype).view(torch.uint8).item()
@@ -60,6 +60,11 @@ def has_plain_codes(weight: StoredWeight) -> bool:
         finite = finite and bool(bits_NK[rows].bitwise_and(0x7F).amax() <= last)
     enlarged = weight.scale * 2.0 ** FLOAT8_FIELDS[weight.codes.dtype][2]
     return finite and bool(torch.isfinite(enlarged).all())
+
+
+def _flushes_denormals(device: torch.device) -> bool:
+    """Whether fp32's subnormal numbers count as zero (torch.set_flush_denormal): so would float8's."""
+    return bool(torch.tensor(2.0**-127, device=device) * 2.0**120 == 0)
 
 
 def values(weight: StoredWeight, rows: slice, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -115,6 +120,7 @@ def _unpack(packed: torch.Tensor, bits: int, levels: torch.Tensor | None, out: t
 
 def _element_by_element(weight: StoredWeight, first: int, last: int, out: torch.Tensor) -> torch.Tensor:
     """`values` of packed elements that begin or end within a byte or a block."""
+    assert weight.bits is not None, "whole codes have a scale for each row"
     per_byte = 8 // weight.bits
     packed = weight.codes[first // per_byte : -(-last // per_byte)]
     shifts = torch.arange(0, 8, weight.bits, dtype=torch.uint8, device=packed.device)
