@@ -298,6 +298,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--types", nargs="+", choices=("lora", "dora"), default=["lora", "dora"])
     parser.add_argument("--data", type=Path, default=ROOT / "examples" / "bear_plushie")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=1.02,
+        help="with --against: exit status 1 where an interval's lower end is above it",
+    )
     parser.add_argument("--json", type=Path, help="with --against: write the figures of all rounds to this file")
     args = parser.parse_args()
     rounds = args.rounds or (15 if args.against else 3)
@@ -334,6 +340,11 @@ def main() -> None:
             "interval": "95 %, Student's t over the logarithms of the rounds' ratios",
         }  # fmt: skip
         args.json.write_text(json.dumps(about | {"figures": figures}, indent=1) + "\n", encoding="utf-8")
+    slower = [
+        f"{kind}: {label}" for kind, each in figures.items() for label, of in each.items() if of["low"] > args.limit
+    ]
+    if slower:
+        sys.exit(f"slower than {args.against} by more than chance, {args.limit:g} allowed: {'; '.join(slower)}")
 
 
 if __name__ == "__main__":

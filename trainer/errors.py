@@ -28,7 +28,7 @@ class DataError(RuntimeError):
 class Interrupted(Exception):
     """SIGTERM, SIGINT or SIGHUP arrived; `signum` says which, `where` what of the run is kept. Exit status 128 + signum."""
 
-    def __init__(self, signum: int, where: str = "before a step was made") -> None:
+    def __init__(self, signum: int, where: str = "before a step of this start was made") -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name} {where}; go on with --resume_from auto")
         self.signum = signum
 

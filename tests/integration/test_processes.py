@@ -298,7 +298,7 @@ else:
     [("user", (2, 2), {"2"}, "error: photo 1 changed while it was read"),
      ("full", (6, 6), {"6"}, "error: storage: [Errno 28] No space left on device: 'a cache entry'"),
      ("other", (2, 2), {"2"}, "error: process 1 met with something of its own"),
-     ("killed", (143, None), {"-9"}, "error: stopped by SIGTERM before a step was made"),
+     ("killed", (143, None), {"-9"}, "error: stopped by SIGTERM before a step of this start was made"),
      ("killed in a step", (None, None), {"-9"}, "error: another process is gone")],
 )  # fmt: skip
 def test_a_process_that_fails_alone_ends_both(bench: Workbench, fault: str, statuses, exits: set, said: str) -> None:
