@@ -42,6 +42,7 @@ class Hub:
     flip: bool = False
     ranges: bool = True
     url: str = ""
+    earlier: dict[tuple[str, str], tuple[Path, dict[str, dict[str, Any]]]] = field(default_factory=dict)
     asked: list[tuple[str, str, int]] = field(default_factory=list)
 
     @cached_property
@@ -50,6 +51,17 @@ class Hub:
 
     def commit(self, hub_id: str) -> str:
         return hashlib.sha1(json.dumps(self.listings[hub_id], sort_keys=True).encode()).hexdigest()
+
+    def push(self, hub_id: str, folder: Path) -> None:
+        """A new commit; the one before can still be had by its name."""
+        self.earlier[hub_id, self.commit(hub_id)] = self.repositories[hub_id], self.listings[hub_id]
+        self.repositories[hub_id], self.listings[hub_id] = folder, _listing(folder)
+
+    def at(self, hub_id: str, revision: str | None) -> tuple[Path, dict[str, dict[str, Any]], str]:
+        """(folder, listing, commit)."""
+        if (hub_id, revision) in self.earlier:
+            return *self.earlier[hub_id, revision], revision
+        return self.repositories[hub_id], self.listings[hub_id], self.commit(hub_id)
 
     def weights_sent(self) -> list[str]:
         """The weight files that were asked for, each once."""
@@ -130,19 +142,19 @@ class _Handler(BaseHTTPRequestHandler):
     def answer(self) -> None:
         path = unquote(urlparse(self.path).path)
         if found := re.fullmatch(r"/api/models/([^/]+/[^/]+?)(?:/(revision|tree)/([^/]+))?", path):
-            hub_id, what, _ = found.groups()
+            hub_id, what, revision = found.groups()
             if hub_id not in self.hub.repositories:
                 return self.refuse(404, "RepoNotFound")
-            return self.say(self.tree(hub_id) if what == "tree" else self.info(hub_id))
+            return self.say(self.tree(hub_id, revision) if what == "tree" else self.info(hub_id, revision))
         if found := re.fullmatch(r"/([^/]+/[^/]+?)/resolve/([^/]+)/(.+)", path):
-            hub_id, _, name = found.groups()
+            hub_id, revision, name = found.groups()
             if hub_id not in self.hub.repositories:
                 return self.refuse(404, "RepoNotFound")
             if self.hub.gated and self.headers.get("Authorization") != f"Bearer {self.hub.gated}":
                 return self.refuse(403 if "Authorization" in self.headers else 401, "GatedRepo")
-            if name not in self.hub.listings[hub_id]:
+            if name not in self.hub.at(hub_id, revision)[1]:
                 return self.refuse(404, "EntryNotFound")
-            return self.file(hub_id, name)
+            return self.file(hub_id, revision, name)
         return self.refuse(404, "EntryNotFound")
 
     def refuse(self, status: int, code: str) -> None:
@@ -159,28 +171,30 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def info(self, hub_id: str) -> dict[str, Any]:
+    def info(self, hub_id: str, revision: str | None) -> dict[str, Any]:
         siblings = []
-        for path, file in self.hub.listings[hub_id].items():
+        _, listing, commit = self.hub.at(hub_id, revision)
+        for path, file in listing.items():
             lfs = (
                 {"lfs": {"sha256": file["sha256"], "size": file["size"], "pointerSize": 134}} if file["sha256"] else {}
             )
             siblings.append({"rfilename": path, "size": file["size"], "blobId": file["git"], **lfs})
         return {
-            "id": hub_id, "modelId": hub_id, "sha": self.hub.commit(hub_id), "private": False,
+            "id": hub_id, "modelId": hub_id, "sha": commit, "private": False,
             "gated": "auto" if self.hub.gated else False, "tags": [], "downloads": 0, "likes": 0, "siblings": siblings,
         }  # fmt: skip
 
-    def tree(self, hub_id: str) -> list[dict[str, Any]]:
+    def tree(self, hub_id: str, revision: str | None) -> list[dict[str, Any]]:
         entries = []
-        for path, file in self.hub.listings[hub_id].items():
+        for path, file in self.hub.at(hub_id, revision)[1].items():
             lfs = {"lfs": {"oid": file["sha256"], "size": file["size"], "pointerSize": 134}} if file["sha256"] else {}
             entries.append({"type": "file", "path": path, "size": file["size"], "oid": file["git"], **lfs})
         return entries
 
-    def file(self, hub_id: str, name: str) -> None:
-        file, hub = self.hub.listings[hub_id][name], self.hub
-        data = (hub.repositories[hub_id] / name).read_bytes()
+    def file(self, hub_id: str, revision: str, name: str) -> None:
+        hub = self.hub
+        folder, listing, commit = hub.at(hub_id, revision)
+        file, data = listing[name], (folder / name).read_bytes()
         start = int(found[1]) if (found := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))) else 0
         start, asked = (start, "Range" in self.headers) if hub.ranges else (0, False)
         hub.asked.append((self.command, name, start))
@@ -189,7 +203,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(206 if asked else 200)
         etag = file["sha256"] or file["git"]
         self.send_header("ETag", f'"{etag}"')
-        self.send_header("X-Repo-Commit", hub.commit(hub_id))
+        self.send_header("X-Repo-Commit", commit)
         self.send_header("X-Linked-Size", str(len(data)))
         self.send_header("X-Linked-Etag", f'"{etag}"')
         self.send_header("Accept-Ranges", "bytes")

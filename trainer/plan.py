@@ -394,6 +394,8 @@ def describe(plan: Plan, *, sizes: bool) -> str:
         lines.append(line)
     if sizes:
         lines.append(f"  weights in all   {size_text(total)}")
+    if plan.source.published_parts:
+        lines.append(f"  of the published model's configs: {', '.join(plan.source.published_parts)}")
     lines += _hub_lines(plan.source)
     lines += _adapter_lines(plan) + [f"objective {plan.objective.describe()}"] + _data_lines(plan)
     group = config.optimizer

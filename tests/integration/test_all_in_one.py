@@ -12,6 +12,7 @@ import torch
 
 from tests.harness import Workbench, built, take_step
 from tests.integration.test_errors import refused
+from trainer import cli
 from trainer.errors import UserError
 from trainer.models import FAMILIES, keys
 from trainer.models.loading import PUBLISHED, load_tokenizers, open_model
@@ -165,6 +166,25 @@ def test_the_folder_beside_the_file_may_hold_the_missing_tokenizer_alone(bench: 
     source.check_tokenizers()
     ids = {name: tokenizer("a bear").input_ids for name, tokenizer in load_tokenizers(FLUX, source).items()}
     assert ids["tokenizer"][0] == 49406 and ids["tokenizer_2"][-1] == 1
+
+
+def test_a_folder_of_configs_that_was_given_is_taken_as_it_is(bench: Workbench, capsys) -> None:
+    """The published configs stand for what the folder found beside a file lacks, and for no other's; the plan says so."""
+    path, beside = bench.tmp / "one.safetensors", bench.tmp / "one"
+    shutil.copy(bench.models / "sdxl-one.safetensors", path)
+    shutil.copytree(bench.models / "sdxl-one", beside)
+    shutil.rmtree(beside / "tokenizer")
+    (beside / "scheduler/scheduler_config.json").unlink()
+    assert cli.main(["--config", str(bench.write(bench.tree("sdxl", model__path=str(path)))), "--plan"]) == 0
+    assert "  of the published model's configs: scheduler, tokenizer\n" in capsys.readouterr().out
+    (beside / "vae/config.json").unlink()
+    assert open_model(FAMILIES["sdxl"], str(path)).published_parts == ["vae", "scheduler", "tokenizer"]
+    given = bench.tree("sdxl", model__path=str(path), model__config=str(beside))
+    for part in ("vae/config.json", "scheduler/scheduler_config.json"):
+        refused(bench, capsys, f"{part} does not exist; complete the model folder, or point model.config", tree=given)
+        shutil.copy(bench.models / "sdxl" / part, beside / part)
+    refused(bench, capsys, "the model has no tokenizer", "set model.config to a folder that has tokenizer/", tree=given)
+    assert open_model(FAMILIES["sdxl"], str(path), config=str(beside)).published_parts == []
 
 
 def test_a_block_that_is_missing_is_named_with_its_prefix(bench: Workbench) -> None:

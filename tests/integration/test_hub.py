@@ -88,6 +88,25 @@ def test_only_the_chosen_files_are_fetched_once(bench: Workbench, both: Path, mo
         assert alone.fetched and alone.weights("unet").files[0].path == alone.root / taken
 
 
+def test_a_push_while_it_is_fetched_mixes_nothing(bench: Workbench, both: Path, monkeypatch) -> None:
+    """Of the commit that was listed at the start come its files, and its name stays the one that is found offline."""
+    other = shutil.copytree(both, bench.tmp / "pushed")
+    changed = ("unet/config.json", "scheduler/scheduler_config.json")
+    for name in changed:
+        (other / name).write_text((other / name).read_text() + " ")
+    shutil.copy(both / "text_encoder/model.safetensors", other / "text_encoder/model.fp16.safetensors")
+    with stand_in.serve({ID: both}) as served:
+        served.use(monkeypatch, bench.tmp / "home")
+        source, commit = open_hub(bench), served.commit(ID)
+        served.push(ID, other)
+        fetched = fetch(source)
+        assert fetched.root.name == commit != served.commit(ID)
+        for name in (*CHOSEN, *changed):
+            assert (fetched.root / name).read_bytes() == (both / name).read_bytes()
+    alone = open_hub(bench)
+    assert alone.fetched and alone.root == fetched.root
+
+
 def test_a_local_copy_gives_the_same_choice(bench: Workbench, both: Path, monkeypatch) -> None:
     local = shutil.copytree(both, bench.tmp / "copy")
     stand_in.split(local / FP16)

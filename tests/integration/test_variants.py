@@ -127,7 +127,7 @@ def test_an_edm_checkpoint_is_refused_wherever_its_marker_is(
         ("sdxl", {"num_train_timesteps": None}, ("no num_train_timesteps",)),
         ("sdxl", {"trained_betas": [0.1, 0.2]}, ("trained_betas",)),
         ("flux", {"_class_name": "EulerDiscreteScheduler"}, ("'EulerDiscreteScheduler'", "FlowMatchEulerDiscreteScheduler")),
-        ("flux", {"_class_name": "FlowMatchLCMScheduler"}, ("flow-matching", "flux has one of FlowMatchEuler")),
+        ("flux", {"_class_name": "FlowMatchLCMScheduler"}, ("distilled", "flux has one of FlowMatchEuler")),
     ],
 )  # fmt: skip
 def test_a_scheduler_of_another_objective_is_refused(bench, capsys, monkeypatch, family, changes, expected) -> None:
@@ -169,6 +169,38 @@ def test_every_scheduler_that_is_accepted_samples_the_betas_that_are_trained() -
         assert scheduler.config.prediction_type == "epsilon", "what a config that says nothing means"
         ours = family.objective(dict(scheduler.config) | {"_class_name": name}, Markers(), **CHOICES)
         torch.testing.assert_close(ours.alphas_cumprod.float(), scheduler.alphas_cumprod, rtol=1e-4, atol=1e-6)
+
+
+def test_no_prediction_type_is_epsilon() -> None:
+    scheduler = {**BETAS, "_class_name": "EulerDiscreteScheduler", "prediction_type": None}
+    assert FAMILIES["sdxl"].objective(scheduler, Markers(), **CHOICES).prediction == "epsilon"
+
+
+def test_a_flux_of_any_flow_matching_scheduler_is_not_told_that_it_is_one() -> None:
+    from diffusers import FlowMatchEulerDiscreteScheduler, FlowMatchHeunDiscreteScheduler
+
+    scheduler = dict(FlowMatchHeunDiscreteScheduler(shift=2.0).config) | {
+        "_class_name": "FlowMatchHeunDiscreteScheduler"
+    }
+    assert FAMILIES["flux"].objective(scheduler, Markers(), **CHOICES)
+    assert FlowMatchEulerDiscreteScheduler.from_config(scheduler).config.shift == 2.0, "as a sample is drawn"
+    with pytest.raises(UserError, match="'FlowMatchOtherScheduler', which is not trained as flux") as refusal:
+        FAMILIES["flux"].objective({"_class_name": "FlowMatchOtherScheduler"}, Markers(), **CHOICES)
+    assert "flow-matching" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("layout", ["folder", "single file"])
+def test_what_a_config_leaves_out_is_as_the_library_has_it(bench: Workbench, layout) -> None:
+    """diffusers loads it; here it ended in a KeyError."""
+    path, folder = (single(bench, "sdxl"), bench.tmp / "one") if layout != "folder" else (copied(bench, "sdxl"),) * 2
+    change_json(folder / "vae/config.json", latent_channels=None, in_channels=None)
+    change_json(folder / "unet/config.json", in_channels=None, out_channels=None)
+    change_json(folder / "text_encoder/config.json", max_position_embeddings=None)
+    source = open_source(bench.config(model__path=str(path)))
+    assert source.config("vae")["latent_channels"] == source.config("unet")["in_channels"] == 4
+    for component in FAMILIES["sdxl"].components:
+        source.verify(component.name)
+    FAMILIES["sdxl"].check({c.name: source.config(c.name) for c in FAMILIES["sdxl"].components}, 4)
 
 
 def test_a_marker_in_the_denoisers_own_file_says_v_prediction(bench: Workbench) -> None:

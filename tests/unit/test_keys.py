@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections import Counter
 from fnmatch import fnmatchcase
@@ -343,3 +344,29 @@ def test_every_prefix_is_something_that_stands_before_a_name():
     """An empty one stood in the tables, and no reader took it."""
     for family in FAMILIES.values():
         assert all(prefix.endswith(".") for component in family.components for prefix in component.prefixes)
+
+
+@pytest.mark.parametrize("class_name", sorted(keys.DEFAULTS))
+def test_what_a_config_leaves_out_is_what_its_class_takes(class_name: str) -> None:
+    ours = keys.DEFAULTS[class_name]
+    if hasattr(diffusers, class_name):
+        parameters = inspect.signature(getattr(diffusers, class_name).__init__).parameters
+        theirs = {name: parameters[name].default for name in ours}
+    else:
+        config = getattr(transformers, class_name).config_class()
+        theirs = {name: getattr(config, name) for name in ours}
+    assert ours == {name: list(value) if isinstance(value, tuple) else value for name, value in theirs.items()}
+    assert keys.parameter_shapes(class_name, ours)  # nothing else is read without a default
+
+
+@pytest.mark.parametrize("family", ["sdxl", "flux-dev", "flux-schnell"])
+def test_published_configs_leave_none_of_these_out(family: str) -> None:
+    """So what is filled in changes none of their digests, by which caches are found."""
+    for name, (_, class_name) in json.loads(
+        (PUBLISHED / family / "model_index.json").read_text(), object_pairs_hook=parts_of
+    ):
+        assert keys.DEFAULTS[class_name].keys() <= published(family, name).keys()
+
+
+def parts_of(pairs: list) -> list:
+    return [(name, kind) for name, kind in pairs if isinstance(kind, list) and kind[1] in keys.DEFAULTS]

@@ -97,3 +97,13 @@ def test_an_index_without_all_its_shards_is_not_whole() -> None:
     del listing["model-00002-of-00002.safetensors"]
     assert not weight_sets(listing)[0].whole
     assert weight_sets({"model.safetensors.index.json": 1})[0].whole is False
+
+
+def test_shards_that_are_not_all_there_win_only_where_nothing_is_whole() -> None:
+    half = names("model", "sharded", "fp16")[1:]
+    both = dict.fromkeys(half, 4 * GIB) | {"model.safetensors": 10 * GIB}
+    for listing, stored, taken in ((both, "bf16", None), (dict.fromkeys(half, 4 * GIB), "bf16", "fp16")):
+        chosen = choose(weight_sets(listing), variant=None, stored=stored, where="unet")
+        assert chosen.files.variant == taken
+    # Named, it is what is meant: that a shard is missing is told when it is opened.
+    assert choose(weight_sets(both), variant="fp16", stored="bf16", where="unet").files.variant == "fp16"

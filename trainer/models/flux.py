@@ -21,7 +21,7 @@ from trainer.types import Batch, Conditioning
 
 DEFAULT_GUIDANCE = 3.5
 T5_LENGTH_DEV, T5_LENGTH_SCHNELL = 512, 256
-SCHEDULERS = frozenset({"FlowMatchEulerDiscreteScheduler"})
+SCHEDULERS = frozenset({"FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler"})
 INPUTS = {
     128: "a Control model (Canny or Depth: latents and the control image's)",
     384: "Flux Fill (latents, the masked image's and the mask)",

@@ -98,7 +98,11 @@ class Repository:
         self._download(names, phases)
         with _told(self.hub_id):
             # Whatever is left: names for what came, and files of which the hub lists no hash.
-            return Path(snapshot_download(self.hub_id, allow_patterns=list(names)))
+            # Of this commit, whatever was pushed since it was listed. Only a branch's name is noted in the cache.
+            commit = self.snapshot.name
+            folder = Path(snapshot_download(self.hub_id, revision=commit, allow_patterns=list(names)))
+        files.write_atomic(self.blobs.parent / "refs" / "main", [commit.encode()])
+        return folder
 
     def _download(self, names: Collection[str], phases: Phases) -> None:
         wanted = self._blobs_missing(names)

@@ -445,6 +445,31 @@ def _flux(config: Config) -> _Table:
     return table
 
 
+_CLIP_DEFAULTS: dict[str, Any] = {
+    "hidden_size": 512, "intermediate_size": 2048, "max_position_embeddings": 77, "num_hidden_layers": 12,
+    "vocab_size": 49408,
+}  # fmt: skip
+# What the tables read, as the classes take it where a config.json leaves it out.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "UNet2DConditionModel": {
+        "block_out_channels": [320, 640, 1280, 1280], "cross_attention_dim": 1280, "in_channels": 4,
+        "down_block_types": ["CrossAttnDownBlock2D"] * 3 + ["DownBlock2D"], "layers_per_block": 2, "out_channels": 4,
+        "transformer_layers_per_block": 1, "up_block_types": ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 3,
+    },
+    "FluxTransformer2DModel": {
+        "attention_head_dim": 128, "guidance_embeds": False, "in_channels": 64, "joint_attention_dim": 4096,
+        "num_attention_heads": 24, "num_layers": 19, "num_single_layers": 38, "pooled_projection_dim": 768,
+    },
+    "AutoencoderKL": {
+        "block_out_channels": [64], "in_channels": 3, "latent_channels": 4, "layers_per_block": 1, "out_channels": 3,
+    },
+    "CLIPTextModel": _CLIP_DEFAULTS,
+    "CLIPTextModelWithProjection": {**_CLIP_DEFAULTS, "projection_dim": 512},
+    "T5EncoderModel": {
+        "d_ff": 2048, "d_kv": 64, "d_model": 512, "feed_forward_proj": "relu", "num_heads": 8, "num_layers": 6,
+        "relative_attention_num_buckets": 32, "vocab_size": 32128,
+    },
+}  # fmt: skip
 _TABLES: dict[str, Callable[[Config], _Table]] = {
     "UNet2DConditionModel": _sdxl_unet,
     "FluxTransformer2DModel": _flux,

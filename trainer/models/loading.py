@@ -23,7 +23,7 @@ from torch import nn
 from trainer.errors import UserError
 from trainer.models import hub, tokenizers, variants
 from trainer.models.base import Component, Family, Markers
-from trainer.models.keys import Link, parameter_shapes
+from trainer.models.keys import DEFAULTS, Link, parameter_shapes
 from trainer.models.weight_sets import PICKLES, PLAIN, WEIGHT_STEMS, Chosen, choose, weight_sets
 from trainer.models.weights import Read, Recognise, Weights
 from trainer.phases import QUIET, Phases
@@ -37,7 +37,8 @@ PUBLISHED = Path(__file__).parent / "published"
 class ModelSource:
     """A model opened for reading: configs and file headers have been read, weights have not.
 
-    root: diffusers folder, or the folder of configs beside a single file.
+    root: diffusers folder, or the folder of configs of a single file. published: the published model's configs, for what the
+    folder found beside a single file lacks; None where the folder was given.
     variant: as `model.variant` asks. stored: what a component is stored as, "fp32" also where it computes in fp32; by
     these two the files are chosen of a component that has several (weight_sets.choose).
     repository: of a hub id. fetched: False for a hub id whose weights are not all here. embedded: why its configs are the
@@ -48,6 +49,7 @@ class ModelSource:
     root: Path
     single_file: TensorFile | None
     recognise: Recognise
+    published: Path | None = None
     overrides: Mapping[str, Path] = field(default_factory=dict)
     variant: str | None = None
     stored: Mapping[str, str] = field(default_factory=dict)
@@ -58,11 +60,21 @@ class ModelSource:
     _held: dict[str, dict[str, HeldWeight | torch.dtype]] = field(default_factory=dict, repr=False)
 
     def _beside(self, relative: str) -> Path:
-        """A file or folder of configs; the published model's where the folder beside a single file lacks it."""
+        """A file or folder of configs."""
         own = self.root / relative
-        if own.exists() or self.single_file is None:
-            return own
-        return PUBLISHED / self.family.published(set(self.single_file.entries)) / relative
+        return own if own.exists() or self.published is None else self.published / relative
+
+    @property
+    def published_parts(self) -> list[str]:
+        """What of a single file's configs is the published model's: components, scheduler and tokenizers."""
+        components = [c.name for c in self.family.components]
+        places = {name: self._beside(f"{name}/config.json") for name in components if not self._is_folder(name)}
+        places["scheduler"] = self._beside("scheduler/scheduler_config.json")
+        places |= {name: self.tokenizer_folder(name) for name in self.family.tokenizers}
+        return [name for name, place in places.items() if self.published in place.parents]
+
+    def _is_folder(self, name: str) -> bool:
+        return name in self.overrides and self.overrides[name].is_dir()
 
     @cached_property
     def scheduler(self) -> dict[str, Any]:
@@ -81,7 +93,13 @@ class ModelSource:
         return Markers(v, zero_snr, edm)
 
     def config(self, name: str) -> dict[str, Any]:
-        """The component's config.json; widths of a single file without its own config are read from its shapes."""
+        """The component's config.json; widths of a single file without its own config are read from its shapes.
+
+        What it leaves out is what the component's class takes instead, as far as the key tables need it.
+        """
+        return DEFAULTS[self.family.component(name).class_name] | self._config(name)
+
+    def _config(self, name: str) -> dict[str, Any]:
         override = self.overrides.get(name)
         if override is not None and override.is_dir():
             for folder in (override, override / name):
@@ -444,7 +462,7 @@ def _open(
     if local.is_dir():
         if not (local / "model_index.json").is_file():
             raise UserError(f"model.path = {path!r} is not a diffusers folder (no model_index.json)")
-        return ModelSource(family, local, None, recognise, overrides, variant, stored)
+        return ModelSource(family, local, None, recognise, None, overrides, variant, stored)
     if local.is_file():
         if local.suffix != ".safetensors":
             raise UserError(f"model.path = {path!r} is not a .safetensors file")
@@ -452,9 +470,10 @@ def _open(
         root = Path(config) if config else local.with_suffix("")
         if config and not root.is_dir():
             raise UserError(f"model.config = {config!r} is not a folder")
-        if not root.is_dir():
-            root = PUBLISHED / family.published(set(file.entries))
-        return ModelSource(family, root, file, recognise, overrides, variant, stored)
+        published = None if config else PUBLISHED / family.published(set(file.entries))
+        return ModelSource(
+            family, root if root.is_dir() else published, file, recognise, published, overrides, variant, stored
+        )
     if local.suffix == ".safetensors" or path.count("/") != 1 or path.startswith((".", "/")):
         raise UserError(
             f"model.path = {path!r} does not exist; give a diffusers folder, a .safetensors file or a hub id"
@@ -472,7 +491,7 @@ def _open(
             raise
         root, embedded = PUBLISHED / family.hub_ids[path], str(error)
     source = ModelSource(
-        family, root, None, recognise, overrides, variant, stored, repository, fetched=False, embedded=embedded
+        family, root, None, recognise, None, overrides, variant, stored, repository, fetched=False, embedded=embedded
     )
     unlisted = any(source._unlisted(component.name) for component in family.components)
     here = embedded is None and not unlisted and not repository.missing(source.weight_names())

@@ -24,9 +24,9 @@ DEFAULT_GUIDANCE = 5.0
 SCHEDULERS = frozenset(
     f"{name}Scheduler"
     for name in (
-        "DDIM", "DDPM", "DEISMultistep", "DPMSolverMultistep", "DPMSolverSDE", "DPMSolverSinglestep",
-        "EulerAncestralDiscrete", "EulerDiscrete", "HeunDiscrete", "KDPM2AncestralDiscrete", "KDPM2Discrete",
-        "LMSDiscrete", "PNDM", "SASolver", "UniPCMultistep",
+        "DDIM", "DDIMParallel", "DDPM", "DDPMParallel", "DEISMultistep", "DPMSolverMultistep", "DPMSolverSDE",
+        "DPMSolverSinglestep", "EulerAncestralDiscrete", "EulerDiscrete", "HeunDiscrete", "KDPM2AncestralDiscrete",
+        "KDPM2Discrete", "LMSDiscrete", "PNDM", "SASolver", "UniPCMultistep",
     )
 )  # fmt: skip
 # By what diffusers calls them.
@@ -48,7 +48,7 @@ def check_objective(scheduler: Mapping[str, Any], markers: Markers) -> None:
     if markers.edm is not None:
         raise UserError(f"{markers.edm}: an EDM model, whose objective is not trained here; use one of SDXL's own kind")
     variants.check_scheduler(scheduler, "sdxl", SCHEDULERS)
-    said = scheduler.get("prediction_type", "epsilon")
+    said = scheduler.get("prediction_type") or "epsilon"
     if said not in PREDICTIONS:
         raise UserError(
             f"the model's scheduler_config.json has prediction_type = {said!r}, which is not trained here; "
@@ -83,7 +83,7 @@ def objective(
     if shift != "auto":
         raise UserError(f"objective.shift = {shift} belongs to flow matching; for sdxl leave it out")
     if prediction == "auto":
-        prediction = "v" if markers.v_prediction else PREDICTIONS[scheduler.get("prediction_type", "epsilon")]
+        prediction = "v" if markers.v_prediction else PREDICTIONS[scheduler.get("prediction_type") or "epsilon"]
     if zero_terminal_snr == "auto":
         zero_terminal_snr = markers.zero_terminal_snr or bool(scheduler.get("rescale_betas_zero_snr"))
     return Diffusion.from_scheduler(

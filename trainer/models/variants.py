@@ -17,6 +17,7 @@ EDM_MARKERS = {
 # What the beginning of a scheduler's class name says.
 SCHEDULER_KINDS = {
     "EDM": "of an EDM model (continuous noise levels, as CosXL and Playground 2.5 have)",
+    "FlowMatchLCM": "of a distilled model (latent consistency)",
     "FlowM": "of a flow-matching model",
     "LCM": "of a distilled model (latent consistency)",
     "TCD": "of a distilled model (trajectory consistency)",
@@ -28,7 +29,9 @@ def check_scheduler(scheduler: Mapping[str, Any], family: str, allowed: Collecti
     name = scheduler.get("_class_name")
     if name in allowed:
         return
-    kind = next((f", {kind}" for start, kind in SCHEDULER_KINDS.items() if str(name).startswith(start)), "")
+    own = {start for start in SCHEDULER_KINDS for known in allowed if known.startswith(start)}
+    kinds = (kind for start, kind in SCHEDULER_KINDS.items() if start not in own and str(name).startswith(start))
+    kind = next((f", {kind}" for kind in kinds), "")
     raise UserError(
         f"the model's scheduler_config.json has _class_name = {name!r}{kind}, which is not trained as {family}; "
         f"{family} has one of {', '.join(sorted(allowed))}"

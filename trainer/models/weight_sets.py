@@ -87,6 +87,8 @@ def choose(sets: Sequence[WeightSet], *, variant: str | None, stored: str, where
     repository and its copy in a folder give the same.
     stored: what the component is stored as; "fp32" also where it computes in fp32.
     """
+    if variant is None:
+        sets = [held for held in sets if held.whole] or sets  # shards may be missing of one that was half copied
     by_name = {held.variant: held for held in sets}
     plain, there = by_name.get(None), " and ".join(map(str, sets))
     if variant is not None:
