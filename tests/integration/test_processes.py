@@ -218,7 +218,8 @@ def test_what_the_main_process_does_alone_runs_into_no_time_out(bench: Workbench
     assert quick == slow and {name.split("/")[0] for name in quick} == {"cache", "checkpoints", "adapters", "samples"}
 
 
-@pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("resumed", [False, True])
 def test_a_process_without_a_micro_batch_in_fp16(bench: Workbench, resumed: bool) -> None:
     """One photo, so the main process has every micro-batch, and the bytes are those of one process. It encodes for longer
     than a reduction waits."""

@@ -21,20 +21,27 @@ from trainer import signals
 ACKNOWLEDGED, OBEYED = 0.5, 2.0  # seconds
 
 
-def test_a_signal_in_the_middle_of_a_phase_ends_the_process_at_once(bench: Workbench) -> None:
+@pytest.mark.parametrize(
+    ("phase", "signum"),
+    [
+        pytest.param("encoding captions", signals.STOP[0], marks=pytest.mark.slow),
+        ("drawing samples", signals.STOP[1]),
+        pytest.param("exporting", signals.STOP[-1], marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_in_the_middle_of_a_phase_ends_the_process_at_once(bench: Workbench, phase: str, signum: int) -> None:
     tree = bench.tree(
         run__max_steps=1, adapter__targets=["*attn1.to_q"], adapter__type="dora",
         data__cache_dir=str(bench.tmp / "cache"), validation__every_steps=1,
         validation__samples=[{"prompt": "a bear", "width": 64, "height": 64, "steps": 3}],
     )  # fmt: skip
     path = str(bench.write(tree))
-    for phase, signum in zip(("encoding captions", "drawing samples", "exporting"), signals.STOP, strict=False):
-        run = follow(bench.tmp, "--config", path, "--resume_from", "auto", slow=phase)
-        obeyed = stop_in(run, f"<{phase}", signum, delay=0.25, timeout=60)
-        assert obeyed.status == 128 + signum, f"{phase}\n{obeyed.text}"
-        assert f"</{phase}>" in obeyed.text and "\r" not in obeyed.text and "Traceback" not in obeyed.text
-        assert obeyed.acknowledged < ACKNOWLEDGED and obeyed.left < OBEYED, (phase, obeyed)
-        assert not list((bench.tmp / "out").rglob("*.tmp"))
+    run = follow(bench.tmp, "--config", path, "--resume_from", "auto", slow=phase)
+    obeyed = stop_in(run, f"<{phase}", signum, delay=0.25, timeout=60)
+    assert obeyed.status == 128 + signum, f"{phase}\n{obeyed.text}"
+    assert f"</{phase}>" in obeyed.text and "\r" not in obeyed.text and "Traceback" not in obeyed.text
+    assert obeyed.acknowledged < ACKNOWLEDGED and obeyed.left < OBEYED, (phase, obeyed)
+    assert not list((bench.tmp / "out").rglob("*.tmp"))
 
 
 # In the order in which a run meets them: what an earlier start did is cached, drawn or saved. Seconds into the phase.
