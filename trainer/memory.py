@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from functools import wraps
 
@@ -24,11 +25,19 @@ def find_blocks(denoiser: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Mo
     return blocks
 
 
-def checkpoint_blocks(blocks: Sequence[nn.Module], every: bool | int) -> int:
-    """Recompute the activations of every n-th block in the backward pass (True: of all). Returns how many blocks."""
-    chosen = blocks[:: 1 if every is True else every] if every else []
-    for block in chosen:
+def checkpoint_blocks(blocks: Mapping[str, nn.Module], every: bool | int, unread: Sequence[str] = ()) -> int:
+    """Recompute the activations of every n-th block in the backward pass (True: of all). Returns how many blocks.
+
+    blocks: as `find_blocks` gives. unread: fnmatch patterns of frozen Linears whose output no backward pass reads.
+    """
+    chosen = list(blocks)[:: 1 if every is True else every] if every else []
+    for name in chosen:
+        block = blocks[name]
         block.forward = _recomputed(block.forward)
+        for layer, module in block.named_modules(prefix=name):
+            # Not those under an adapter: it reads what its layer gives.
+            if hasattr(module, "unread") and any(fnmatchcase(layer, pattern) for pattern in unread):
+                module.unread = True
     return len(chosen)
 
 
@@ -37,9 +46,29 @@ def _recomputed(forward: Callable) -> Callable:
     def wrapped(*args, **kwargs):
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return checkpoint(
+            forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _recomputing()), **kwargs
+        )
 
     return wrapped
+
+
+_depth = 0
+
+
+@contextmanager
+def _recomputing() -> Iterator[None]:
+    global _depth
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
+
+
+def recomputing() -> bool:
+    """Whether a checkpointed block runs again, for what its backward pass reads."""
+    return _depth > 0
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -445,7 +445,7 @@ class Run:
             {name: self.model.modules[name] for name in plan.adapted}
             | {f"{denoiser}.{name}": block for name, block in blocks.items()}
         )
-        recomputed = checkpoint_blocks(list(blocks.values()), config.memory.gradient_checkpointing)
+        recomputed = checkpoint_blocks(blocks, config.memory.gradient_checkpointing, self.family.unread)
         if recomputed:
             self.say(f"gradient checkpointing: {recomputed} blocks are recomputed in the backward pass")
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
+from collections import Counter
+from fnmatch import fnmatchcase
 
 import pytest
 import torch
 
-from tests.harness import PHOTOS, Workbench, built, metrics_of, take_step
-from trainer import cli
+from tests.harness import DENOISER, PHOTOS, Workbench, built, metrics_of, take_step
+from trainer import cli, models
 from trainer import config as configs
 from trainer.adapters import Rule, match_targets
 from trainer.checkpoint import store
 from trainer.errors import UserError
+from trainer.models import flux
+from trainer.quantization import FrozenLinear
 
 
 def run(bench: Workbench, tree: dict, *arguments: str) -> int:
@@ -87,6 +92,59 @@ def test_gradient_checkpointing_changes_no_gradient(bench: Workbench, family: st
     plain, every, second = gradients(False), gradients(True), gradients(2)
     assert counts[False] == 0 and counts[True] > 2 and counts[2] == -(-counts[True] // 2)
     assert all(torch.equal(plain[name], every[name]) and torch.equal(plain[name], second[name]) for name in plain)
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp32"])
+@pytest.mark.parametrize("family", ["sdxl", "flux"])
+def test_a_recomputation_leaves_out_products_that_nothing_reads(
+    bench: Workbench, monkeypatch, family: str, dtype: str
+) -> None:
+    def products(every: bool) -> tuple[dict[str, int], dict[str, torch.Tensor]]:
+        """How often each frozen Linear multiplied forward, and the gradients."""
+        counts: Counter = Counter()
+        config = bench.config(
+            family, memory__gradient_checkpointing=every, adapter__type="dora",
+            model__components={DENOISER[family]: {"dtype": dtype}}, run__output_dir=str(bench.tmp / f"out-{every}"),
+        )  # fmt: skip
+        product = FrozenLinear.product
+        with built(config) as training, monkeypatch.context() as patch:
+            denoiser = training.model.modules[training.family.denoiser]
+            names = {module: name for name, module in denoiser.named_modules() if isinstance(module, FrozenLinear)}
+            batch = training.reader[next(training.updates())[0]]
+            for parameter in training.adapter.named_parameters().values():
+                torch.nn.init.constant_(parameter, 0.01)
+            training.adapter.mark_stale()
+
+            def counted(self, x, weight):
+                if weight.shape == self.weight_shape:
+                    counts[names[self]] += 1
+                return product(self, x, weight)
+
+            patch.setattr(FrozenLinear, "product", counted)
+            training.step.losses(batch).sum().backward()
+            patterns.extend(training.family.unread)
+            return dict(counts), {name: p.grad.clone() for name, p in training.adapter.named_parameters().items()}
+
+    patterns: list[str] = []
+    (once, plain), (counts, recomputed) = products(False), products(True)
+    unread = {name for name in counts if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    assert unread and all(count == 1 for count in once.values())
+    # The layers before them are read by the activation between the two.
+    before = {name for name in counts if name.endswith(("net.0.proj", "proj_mlp"))}
+    assert before and {counts[name] for name in before} == {2}
+    assert {counts[name] for name in unread} == {1}
+    assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
+
+
+def test_a_product_that_something_reads_after_all_is_noticed(bench: Workbench, monkeypatch) -> None:
+    wrong = dataclasses.replace(flux.FAMILY, unread=("*.ff.net.0.proj",))
+    monkeypatch.setitem(models.FAMILIES, "flux", wrong)
+    config = bench.config(
+        "flux", memory__gradient_checkpointing=True, model__components={"transformer": {"dtype": "fp8_e4m3"}}
+    )
+    with built(config) as training:
+        result = take_step(training, 1, next(training.updates()))
+    assert not result.updated and "the gradient is not finite" in result.refused
 
 
 def test_changed_photos_are_refused_on_resume(bench: Workbench, capsys) -> None:

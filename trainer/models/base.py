@@ -100,6 +100,8 @@ class Family:
     sample(model, request, conditioning, negative) -> PIL image.
     adjust(component, module) -> changes, in place, what the library's forward gets wrong for training.
     blocks: fnmatch patterns of the denoiser's blocks, the unit of gradient checkpointing.
+    unread: fnmatch patterns of Linears in them whose output is only added, or multiplied by what needs no gradient. Nothing
+      needs its value in a backward pass, so a block that is recomputed leaves out these products.
     shared_inputs: component -> groups of endings of layer names; Linears that differ in nothing else read one tensor.
     no_gradient(component, config) -> fnmatch patterns of layers whose output never reaches the loss.
     module_links(component, config) -> Links to the original layout, for kohya's names; empty where names stay.
@@ -127,6 +129,7 @@ class Family:
     sample: Callable[[Model, SampleRequest, Conditioning, Conditioning], Any]
     adjust: Callable[[str, nn.Module], None]
     blocks: tuple[str, ...]
+    unread: tuple[str, ...]
     shared_inputs: Mapping[str, tuple[tuple[str, ...], ...]]
     no_gradient: Callable[[str, dict], tuple[str, ...]]
     module_links: Callable[[str, dict], list[Link]]

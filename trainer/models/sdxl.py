@@ -222,6 +222,7 @@ FAMILY = Family(
     sample=sample,
     adjust=lambda component, module: None,
     blocks=("*resnets.*", "*.transformer_blocks.*"),
+    unread=("*.ff.net.2",),
     shared_inputs={
         "unet": (("attn1.to_q", "attn1.to_k", "attn1.to_v"), ("attn2.to_k", "attn2.to_v")),
         "text_encoder": clip.SHARED_INPUTS,

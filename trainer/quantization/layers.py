@@ -16,6 +16,7 @@ from torch import nn
 
 from trainer.kernels import dora_torch, scaled_matmul_pays
 from trainer.kernels.scratch import scratch
+from trainer.memory import recomputing
 from trainer.quantization.formats import Format, relative_error
 from trainer.types import Kernels, StoredWeight
 
@@ -30,6 +31,8 @@ class FrozenLayer(nn.Module):
     weight = None
     bias: nn.Parameter | None
     kernels: Kernels = dora_torch
+    # Whether no backward pass reads the output: a recomputation leaves the product out (memory.checkpoint_blocks).
+    unread: bool = False
 
     def __init__(self, shape: torch.Size, has_bias: bool, format: Format, compute_dtype: torch.dtype, device) -> None:
         super().__init__()
@@ -128,9 +131,9 @@ class FrozenLayer(nn.Module):
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         """The bias-free product in `compute_dtype`, differentiable in x."""
         x = x.to(self.compute_dtype)
-        if self.in_use().is_dense(self.compute_dtype):
+        if self.in_use().is_dense(self.compute_dtype) and not self.unread:
             return self.product(x, self.compute_weight())
-        return _ConvertedProduct.apply(x, self)
+        return _Product.apply(x, self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y, bias = self.matmul(x), self.cast_bias()[0]
@@ -178,12 +181,15 @@ class FrozenLayer(nn.Module):
         raise NotImplementedError
 
 
-class _ConvertedProduct(torch.autograd.Function):
-    """x -> x W^T with W converted from its storage in the forward and again in the backward."""
+class _Product(torch.autograd.Function):
+    """x -> x W^T with W converted from its storage in the forward and again in the backward. Nothing is saved."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, layer: FrozenLayer) -> torch.Tensor:
         ctx.layer, ctx.x_shape = layer, x.shape
+        if layer.unread and recomputing():
+            # Not a number: should anything read it after all, the gradient is not finite, and the step is refused.
+            return x.new_full((*x.shape[:-1], layer.weight_shape[0]), torch.nan)
         return layer.converted_product(x)
 
     @staticmethod
@@ -225,8 +231,7 @@ class FrozenLinear(FrozenLayer):
             return super().converted_product(x)
         # Layers that share x quantise it once each: 3 bytes an element, next to which their products are long.
         z_MN = self.kernels.scaled_product(*self.kernels.quantize_rows(x_MK), weight, self.compute_dtype)
-        # As F.linear does. Of a view that a Function made, autograd would refuse the in-place sum with the bias.
-        return torch.ops.aten._unsafe_view(z_MN, (*x.shape[:-1], self.out_features))
+        return self._shaped(z_MN, x)
 
     def input_grad(self, dy, x_shape, g_N=None, add_to=None):
         dy_MN = self.rows(dy)
@@ -239,12 +244,18 @@ class FrozenLinear(FrozenLayer):
         # A float8 product cannot add to a tensor as it goes: the sum is rounded once more, to 16 bits.
         return dx if add_to is None else add_to.add_(dx)
 
+    # Both products by rows: of a slice of a longer sequence torch would make a batched product, and copy the weight for it.
+
     def product(self, x, weight):
-        return F.linear(x, weight)
+        return self._shaped(F.linear(self.rows(x), weight), x)
+
+    def _shaped(self, z_MN: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        # As F.linear does. Of a view that a Function made, autograd would refuse the in-place sum with the bias.
+        return torch.ops.aten._unsafe_view(z_MN, (*x.shape[:-1], z_MN.shape[1]))
 
     def product_input_grad(self, dy, weight, x_shape, add_to=None):
         if add_to is None:
-            return (dy @ weight).view(x_shape)
+            return (self.rows(dy) @ weight).view(x_shape)
         add_to.view(-1, x_shape[-1]).addmm_(self.rows(dy), weight)
         return add_to
 
