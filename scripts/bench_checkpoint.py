@@ -73,16 +73,18 @@ def work(folder: Path, way: str, steps: int, every: int) -> None:
     from trainer import run as runs
     from trainer.checkpoint import state
     from trainer.checkpoint.saver import Saver
+    from trainer.loop import Loop
+    from trainer.saving import Saves
 
     started: tuple[float, float] | None = None
     took: dict[str, list[float]] = {"waited": [], "snapshot": [], "written": []}
     late = 0
 
-    def pause(run: runs.Run) -> None:
+    def pause(loop: Loop) -> None:
         nonlocal started, late
         if started is not None:
             turn = time.perf_counter() - started[0], time.process_time() - started[1]
-            thread = run.saver._thread
+            thread = loop.saves.saver._thread
             late += thread is not None and thread.is_alive()
             if thread is not None:
                 thread.join()
@@ -91,18 +93,19 @@ def work(folder: Path, way: str, steps: int, every: int) -> None:
             os._exit(1)  # the parent has gone
         started = time.perf_counter(), time.process_time()
 
-    def in_turns(one_step: Callable) -> Callable:
-        def call(run: runs.Run, *arguments: Any) -> None:
-            if started is None or run.progress.step % every == every // 2:
-                pause(run)
-            one_step(run, *arguments)
+    def in_turns(read: Callable) -> Callable:
+        def call(loop: Loop) -> Any:
+            if started is None or loop.progress.step % every == every // 2:
+                pause(loop)
+            return read(loop)
 
         return call
 
-    def then_pause(loop: Callable) -> Callable:
-        def call(run: runs.Run) -> None:
-            loop(run)
-            pause(run)
+    def then_pause(run: Callable) -> Callable:
+        def call(loop: Loop) -> bool:
+            finished = run(loop)
+            pause(loop)
+            return finished
 
         return call
 
@@ -121,9 +124,9 @@ def work(folder: Path, way: str, steps: int, every: int) -> None:
 
     cli.quiet_libraries()
     with (
-        patched(runs.Run, "loop", then_pause),
-        patched(runs.Run, "one_step", in_turns),
-        patched(runs.Run, "save", timed("waited")),
+        patched(Loop, "run", then_pause),
+        patched(Loop, "_read", in_turns),
+        patched(Saves, "save", timed("waited")),
         patched(state, "pack", timed("snapshot")),
         patched(Saver, "_write", timed("written")),
     ):

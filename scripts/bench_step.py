@@ -45,10 +45,10 @@ from trainer.memory import checkpoint_blocks, find_blocks  # noqa: E402
 from trainer.models import family_named  # noqa: E402
 from trainer.models.base import Markers, Model  # noqa: E402
 from trainer.models.loading import PUBLISHED, ModelSource  # noqa: E402
-from trainer.plan import ComponentPlan  # noqa: E402
 from trainer.precision import prepare_device  # noqa: E402
 from trainer.quantization import FORMATS, FrozenConv2d, FrozenLayer, FrozenLinear  # noqa: E402
 from trainer.step import Step, batch_losses  # noqa: E402
+from trainer.storage import Storage  # noqa: E402
 from trainer.types import Batch, Conditioning, Occurrence  # noqa: E402
 
 STORAGES = ("bf16", "fp8_e4m3", "int8", "nf4")
@@ -86,7 +86,7 @@ class Bench:
         before = allocated(device)
         family = source.family
         name = family.denoiser
-        component = ComponentPlan(
+        component = Storage(
             name, FORMATS[storage], torch.bfloat16, sensitive=family.component(name).sensitive, scaled_matmul=False
         )
         module = source.build(name)

@@ -238,7 +238,8 @@ def show_pieces(pieces: dict[str, Any]) -> None:
         if name == "quantization":
             contents.append(f"in {QUANTIZATION}")
         version = piece.get("version")
-        known = "" if version == PIECES.get(name) else f"this version reads {PIECES.get(name, 'no such piece')}; "
+        reads = PIECES[name].version if name in PIECES else "no such piece"
+        known = "" if version == reads else f"this version reads {reads}; "
         rows.append([name, version, known + (", ".join(contents) or "empty")])
     show(rows, ("piece", "version", "contents"))
 

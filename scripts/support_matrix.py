@@ -46,7 +46,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from tests.harness import DENOISER, PHOTOS, Workbench, built, metrics_of  # noqa: E402
+from tests.harness import DENOISER, PHOTOS, Workbench, built, metrics_of, train_built  # noqa: E402
 from trainer import config as configs  # noqa: E402
 from trainer.errors import UserError  # noqa: E402
 from trainer.precision import COMPUTE_DTYPES  # noqa: E402
@@ -217,9 +217,7 @@ def train(config: configs.Config, resume_from: str | None = None) -> Seen:
             return result
 
         run.step.run = watched
-        run.loop()
-        if run.finished:
-            run.finish()
+        train_built(run)
     return seen
 
 

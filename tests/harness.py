@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from trainer import config as configs
-from trainer import resume
 from trainer import run as runs
 from trainer.data.sampler import MicroBatch
-from trainer.plan import make_plan, open_source, resolve
+from trainer.devices import start_processes
+from trainer.output import opened
+from trainer.plan import open_source, resolve
 from trainer.signals import Signals
 from trainer.step import StepResult
 from trainer.tensorfile import Recipe, serialize
@@ -77,20 +78,26 @@ class Workbench:
 
 @contextmanager
 def built(config: configs.Config, resume_from: str | None = None) -> Iterator[runs.Run]:
-    """A Run with model, data, adapter and step built, before its loop; nothing trained yet."""
+    """What train.py builds before its loop, with the output folder opened; nothing trained yet."""
     source = open_source(config)
     config = resolve(config, source)
+    peers = start_processes(config)
+    with Signals():
+        run = runs.build(config, source, peers, resume_from=resume_from)
+        with opened(
+            run.layout, config, step=run.progress.step, pieces=run.pieces, resumed=run.resumed, processes=peers,
+            phases=run.phases, say=run.say,
+        ):  # fmt: skip
+            yield run
+
+
+def train_built(run: runs.Run) -> bool:
+    """The loop of a built run, and where it gets there the end. Returns whether it did."""
     with Signals() as signals:
-        processes = runs.start_processes(config)
-        saved, _ = resume.find_start(config, resume_from)
-        run = runs.Run(make_plan(config, source, processes=1), processes, signals)
-        run.open_model()
-        run.read_checkpoint(saved)
-        run.encode_data()
-        run.build_adapter()
-        run.build_step()
-        run.open_output()
-        yield run
+        finished = runs.make_loop(run, signals).run()
+        if finished:
+            runs.finish(run, signals)
+    return finished
 
 
 def take_step(run: runs.Run, step: int, update: Sequence[MicroBatch]) -> StepResult:

@@ -56,12 +56,12 @@ def main(arguments: list[str] | None = None) -> int:
     gc.disable()
     try:
         from trainer import config
-        from trainer.run import plan, train
+        from trainer.run import preview, train
 
         loaded = config.load(chosen.config, [item for group in chosen.overrides for item in group])
         resume_from = chosen.resume_from and config.expand_home(chosen.resume_from, "--resume_from")
         if chosen.plan:
-            plan(loaded)
+            preview(loaded)
         else:
             train(loaded, resume_from=resume_from)
     except (Exception, KeyboardInterrupt) as error:

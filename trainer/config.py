@@ -49,7 +49,7 @@ class Table(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False, validate_default=False)
 
 
-class Run(Table):
+class RunTable(Table):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     output_dir: GivenPath
     seed: Seed = 0
@@ -60,7 +60,7 @@ class Run(Table):
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     @model_validator(mode="after")
-    def _one_length(self) -> Run:
+    def _one_length(self) -> RunTable:
         if (self.max_steps is None) == (self.epochs is None):
             given = "both are" if self.epochs is not None else "neither is"
             raise ValueError(
@@ -69,7 +69,7 @@ class Run(Table):
         return self
 
 
-class Component(Table):
+class ComponentTable(Table):
     dtype: Dtype | None = None
     backend: Literal["native", "quanto", "bitsandbytes"] | None = None
     exclude: Strings = ()
@@ -77,7 +77,7 @@ class Component(Table):
     compute: Compute | None = None
 
 
-class Model(Table):
+class ModelTable(Table):
     family: str
     path: GivenPath
     config: PathText | None = None
@@ -85,17 +85,17 @@ class Model(Table):
     prediction: Literal["auto", "epsilon", "v"] = "auto"
     zero_terminal_snr: Literal["auto"] | bool = "auto"
     cache_dir: PathText | None = None
-    components: dict[str, Component] = {}
+    components: dict[str, ComponentTable] = {}
 
 
-class Precision(Table):
+class PrecisionTable(Table):
     compute: Compute = "bf16"
     matmul: Literal["compute", "fp8"] = "compute"
     loss_scale: Annotated[float, Field(ge=1)] = 65536.0
     loss_scale_growth_interval: Count = 2000
 
 
-class Rule(Table):
+class RuleTable(Table):
     component: str
     match: str
     rank: Count | None = None
@@ -104,7 +104,7 @@ class Rule(Table):
     weight_decay: Annotated[float, Field(ge=0)] | None = None
 
 
-class Adapter(Table):
+class AdapterTable(Table):
     type: Literal["lora", "dora"] = "lora"
     rank: Count = 16
     alpha: Positive | None = None
@@ -112,10 +112,10 @@ class Adapter(Table):
     rslora: bool = False
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     kernels: Literal["auto", "triton", "torch"] = "auto"
-    rules: Annotated[tuple[Rule, ...], Field(strict=False)] = ()
+    rules: Annotated[tuple[RuleTable, ...], Field(strict=False)] = ()
 
     @model_validator(mode="after")
-    def _dropout_is_lora_only(self) -> Adapter:
+    def _dropout_is_lora_only(self) -> AdapterTable:
         if self.type == "dora" and self.dropout:
             raise ValueError(
                 f"adapter.dropout = {self.dropout} cannot be combined with adapter.type = 'dora': DoRA's row scale couples "
@@ -124,13 +124,13 @@ class Adapter(Table):
         return self
 
 
-class Source(Table):
+class SourceTable(Table):
     path: PathText
     repeats: Count = 1
 
 
-class Data(Table):
-    sources: Annotated[tuple[Source, ...], Field(strict=False, min_length=1)]
+class DataTable(Table):
+    sources: Annotated[tuple[SourceTable, ...], Field(strict=False, min_length=1)]
     resolution: Annotated[int, Field(ge=16, multiple_of=8)] = 1024
     batch_size: Count = 1
     num_workers: Annotated[int, Field(ge=0)] = 0
@@ -143,7 +143,7 @@ class Data(Table):
     cache_dir: PathText | None = None
 
 
-class Objective(Table):
+class ObjectiveTable(Table):
     timesteps: Literal["auto", "uniform", "logit_normal"] = "auto"
     shift: Literal["auto"] | Positive = "auto"
     logit_mean: float = 0.0
@@ -152,18 +152,18 @@ class Objective(Table):
     guidance: Annotated[float, Field(ge=0)] = 1.0
 
 
-class Step(Table):
+class StepTable(Table):
     accumulation: Count = 1
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     non_finite: Literal["stop", "skip"] = "stop"
     max_skipped: Count = 10
 
 
-class Memory(Table):
+class MemoryTable(Table):
     gradient_checkpointing: bool | Count = False
 
 
-class Optimizer(Table):
+class OptimizerTable(Table):
     name: Literal["adamw", "adamw8bit"] = "adamw"
     lr: Positive = 1e-4
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
@@ -172,20 +172,20 @@ class Optimizer(Table):
     min_8bit_size: Count = 4096
 
 
-class Schedule(Table):
+class ScheduleTable(Table):
     name: Literal["constant", "linear", "cosine"] = "constant"
     warmup: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)] = 0.05
     total_steps: Count | None = None
 
 
-class Checkpoint(Table):
+class CheckpointTable(Table):
     every_steps: Cadence = 500
     keep_last: Count = 3
     background: bool = True
     on_failure: Literal["stop", "continue"] = "stop"
 
 
-class Export(Table):
+class ExportTable(Table):
     every_steps: Cadence = 0
     formats: Annotated[tuple[Literal["diffusers", "comfyui"], ...], Field(strict=False, min_length=1)] = (
         "diffusers",
@@ -195,7 +195,7 @@ class Export(Table):
     trigger_phrase: str = ""
 
 
-class Sample(Table):
+class SampleTable(Table):
     prompt: str
     negative: str = ""
     width: Count | None = None
@@ -206,39 +206,39 @@ class Sample(Table):
     strength: Share = 1.0
 
 
-class Validation(Table):
+class ValidationTable(Table):
     every_steps: Cadence = 500
     prompts: Strings = ()
-    samples: Annotated[tuple[Sample, ...], Field(strict=False)] = ()
+    samples: Annotated[tuple[SampleTable, ...], Field(strict=False)] = ()
     seed: Seed = 0
     steps: Count = 20
 
     @model_validator(mode="after")
-    def _one_list(self) -> Validation:
+    def _one_list(self) -> ValidationTable:
         if self.prompts and self.samples:
             raise ValueError("give validation.prompts or [[validation.samples]], not both")
         return self
 
 
-class Logging(Table):
+class LoggingTable(Table):
     tensorboard: bool = True
 
 
 class Config(Table):
-    run: Run
-    model: Model
-    data: Data
-    precision: Precision = Precision()
-    adapter: Adapter = Adapter()
-    objective: Objective = Objective()
-    step: Step = Step()
-    memory: Memory = Memory()
-    optimizer: Optimizer = Optimizer()
-    schedule: Schedule = Schedule()
-    checkpoint: Checkpoint = Checkpoint()
-    export: Export = Export()
-    validation: Validation = Validation()
-    logging: Logging = Logging()
+    run: RunTable
+    model: ModelTable
+    data: DataTable
+    precision: PrecisionTable = PrecisionTable()
+    adapter: AdapterTable = AdapterTable()
+    objective: ObjectiveTable = ObjectiveTable()
+    step: StepTable = StepTable()
+    memory: MemoryTable = MemoryTable()
+    optimizer: OptimizerTable = OptimizerTable()
+    schedule: ScheduleTable = ScheduleTable()
+    checkpoint: CheckpointTable = CheckpointTable()
+    export: ExportTable = ExportTable()
+    validation: ValidationTable = ValidationTable()
+    logging: LoggingTable = LoggingTable()
 
 
 def load(path: str, overrides: list[str]) -> Config:

@@ -82,22 +82,30 @@ def write_atomic(
     return written
 
 
-def make_folder(folder: Path) -> None:
+def make_folder(folder: Path, key: str | None = None) -> None:
     """Create a folder and what is missing above it, and see to it that a power failure cannot take its name away.
+
+    key: of the config, that names the folder. Raises UserError then where it cannot be made; a full or broken disk stays an
+    OSError.
 
     What is there already may have been made by someone who was killed before the sync, or who never synced: the names above
     are synced until the folder is there, its own always.
     """
-    if not folder.is_dir():
-        for parent in reversed(folder.parents):
-            if not parent.is_dir():
-                parent.mkdir(exist_ok=True)
-                sync_folder(parent.parent)
-            else:  # as far as it goes: folders that may not be read, and file systems without a sync, hold no new names
-                with contextlib.suppress(OSError):
+    try:
+        if not folder.is_dir():
+            for parent in reversed(folder.parents):
+                if not parent.is_dir():
+                    parent.mkdir(exist_ok=True)
                     sync_folder(parent.parent)
-        folder.mkdir(exist_ok=True)
-    sync_folder(folder.parent)
+                else:  # as far as it goes: folders that may not be read, and file systems without a sync, hold no new names
+                    with contextlib.suppress(OSError):
+                        sync_folder(parent.parent)
+            folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
+    except (FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError) as error:
+        if key is None:
+            raise
+        raise UserError(f"{key} = {str(folder)!r} cannot be made: {error.strerror}; give another folder") from error
 
 
 @contextlib.contextmanager

@@ -77,17 +77,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(text in str(error) for text in untyped)
 
 
-def what_would_fit(
-    *, recomputed: bool | int, batch_size: int, resolution: int, rank: int, denoiser: str, dtype: str
-) -> str:
-    """After a step ran out of memory: what lowers its need, from the run's settings; first what keeps the run."""
-    others = [
-        *([f"data.batch_size below {batch_size}"] if batch_size > 1 else []),
-        f"data.resolution below {resolution}",
-        f"adapter.rank below {rank}",
-        f"a smaller model.components.{denoiser}.dtype than {dtype}",
-    ]
-    new_run = f"start a new run (another run.output_dir) with {', '.join(others)}"
-    if recomputed is True:
-        return new_run
-    return f"go on with --resume_from auto --set memory.gradient_checkpointing=true\nor {new_run}"
+def reset_peak(device: torch.device) -> None:
+    """Begin a new span of `peak_bytes`."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """The most that the device's tensors took since `reset_peak`; None where that is not counted."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

@@ -11,14 +11,10 @@ from typing import Any
 
 from trainer.files import naming, write_atomic
 from trainer.phases import QUIET, Phases
-from trainer.terminal import write
-
-FILE = "metrics.jsonl"
 
 
-def cut(output_dir: Path, step: int) -> None:
+def cut(path: Path, step: int) -> None:
     """Drop the lines after `step` (and a half-written one), so that a resumed run appends without a gap or a repeat."""
-    path = output_dir / FILE
     if not path.exists():
         return
     kept = []
@@ -38,7 +34,7 @@ class Metrics:
 
     def __init__(
         self,
-        output_dir: Path,
+        path: Path,
         *,
         open_tracker: Callable[[], Any] | None,
         total_steps: int,
@@ -48,8 +44,8 @@ class Metrics:
     ) -> None:
         # Opened with the first entry: importing TensorBoard need not delay the first step.
         self.open_tracker, self.tracker = open_tracker, None
-        self.path = output_dir / FILE
-        self.file = self.path.open("a", encoding="utf-8") if enabled else None
+        self.path = path
+        self.file = path.open("a", encoding="utf-8") if enabled else None
         self._open = ExitStack()
         self.phase = self._open.enter_context(phases("training", total_steps, "step", before=initial_step))
 
@@ -74,11 +70,6 @@ class Metrics:
         if self.file is not None:
             with naming(self.path):
                 os.fsync(self.file.fileno())
-
-    def write(self, line: str) -> None:
-        """A line above the progress bar, of the process that writes."""
-        if self.file is not None:
-            write(line)
 
     def close(self) -> None:
         self._open.close()

@@ -22,7 +22,6 @@ from typing import Any
 from trainer.files import naming
 from trainer.terminal import read_or_not, write
 
-FILE = "phases.jsonl"
 LONG_SECONDS = 2.0  # a shorter phase leaves no line
 LINE_SECONDS = 5.0  # between two lines of a phase, where there is no terminal
 

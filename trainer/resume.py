@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Collection, Mapping
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from importlib import metadata
 from pathlib import Path
@@ -13,12 +14,15 @@ from typing import Any
 import torch
 
 from trainer import config as configs
-from trainer import files, metrics
+from trainer import files
 from trainer.checkpoint import store
-from trainer.checkpoint.state import Pin, Saved
+from trainer.checkpoint.state import Pin, Progress, Saved
 from trainer.config import Config
+from trainer.data import sampler
 from trainer.errors import UserError
+from trainer.layout import Layout
 from trainer.phases import QUIET, Phases
+from trainer.plan import Plan
 from trainer.processes import Processes
 
 # A run may go on under a config that differs in these keys and in no others: none of them changes what a step computes.
@@ -42,25 +46,25 @@ def find_start(config: Config, resume_from: str | None, phases: Phases = QUIET) 
 
     Raises UserError where the output directory holds another run, or where the config changed in what may not change.
     """
-    output_dir = Path(config.run.output_dir)
+    layout = Layout(Path(config.run.output_dir))
+    output_dir, checkpoints = layout.root, layout.checkpoints
     if output_dir.exists() and not output_dir.is_dir():
         raise UserError(f"run.output_dir = {str(output_dir)!r} is a file; give a folder")
-    checkpoints, written = output_dir / "checkpoints", output_dir / "config.toml"
     folder, passed_over = store.find(checkpoints, resume_from, phases)
-    results = store.steps(checkpoints) or (output_dir / "adapters").exists()
+    results = store.steps(checkpoints) or layout.adapters.exists()
     saved = None
     if folder is not None:
-        saved = Saved(folder, phases)
+        saved = Saved(folder, phases=phases)
         saved.restore(config=pin_config(config, f"the checkpoint {folder}"))
         if folder.resolve().parent != checkpoints.resolve() and results:
             raise UserError(
                 f"--resume_from {folder}: run.output_dir = {str(output_dir)!r} already holds a run; "
                 "go on there with --resume_from auto, or choose another run.output_dir to branch off from that checkpoint"
             )
-    elif written.exists() and results:
+    elif layout.config.exists() and results:
         # A start that ended before its first checkpoint left nothing to protect: a mended config replaces it. Adapter files
         # without a checkpoint are of this run as far as the config tells: nothing pins what lay at its places.
-        old, what = configs.read_resolved(written), f"run.output_dir = {str(output_dir)!r}"
+        old, what = configs.read_resolved(layout.config), f"run.output_dir = {str(output_dir)!r}"
         places = PLACES if store.steps(checkpoints) else ()
         refuse_changes(old, configs.tree(config), what, may_change=(*MAY_CHANGE, *places))
         if store.steps(checkpoints):
@@ -68,37 +72,28 @@ def find_start(config: Config, resume_from: str | None, phases: Phases = QUIET) 
                 f"run.output_dir = {str(output_dir)!r} already holds this run's checkpoints; "
                 "add --resume_from auto to go on, or choose another run.output_dir"
             )
-    elif results and not written.exists():
+    elif results and not layout.config.exists():
         raise UserError(f"run.output_dir = {str(output_dir)!r} holds another run without a config.toml; choose another")
     return saved, passed_over
 
 
-def set_aside_results(output_dir: Path, *, name: str, after: int) -> Path | None:
+def set_aside_results(layout: Layout, *, name: str, after: int) -> Path | None:
     """Move what the steps beyond `after` left into a folder of their own: the run goes on without them.
 
-    Samples, the adapter files of those steps and of the end, the report; the log is copied, to be cut. Nothing is deleted.
-    Returns the folder, or None where there was nothing.
+    The log is copied, to be cut. Nothing is deleted. Returns the folder, or None where there was nothing.
     """
-    step = re.compile(rf"step-(\d{{8}})|{re.escape(name)}-(\d{{8}})(?:_\w+)?\.safetensors")
-    ends = re.compile(rf"{re.escape(name)}(?:_\w+)?\.safetensors")
-    later = [
-        path
-        for path in (*output_dir.glob("samples/step-*"), *output_dir.glob("adapters/*"))
-        if ((found := step.fullmatch(path.name)) and int(found[1] or found[2]) > after) or ends.fullmatch(path.name)
-    ]
-    later += [path for path in (output_dir / "report.html",) if path.exists()]
+    later = layout.later_results(name, after)
     if not later:
         return None
-    folder, again = output_dir / f"superseded-after-{store.folder_name(after)}", 1
-    while folder.exists():
+    again = 1
+    while (folder := layout.superseded(after, again)).exists():
         again += 1
-        folder = output_dir / f"superseded-after-{store.folder_name(after)}-{again}"
     for path in later:
-        moved = folder / path.relative_to(output_dir)
+        moved = folder / path.relative_to(layout.root)
         moved.parent.mkdir(parents=True, exist_ok=True)
         os.replace(path, moved)
-    if (log := output_dir / metrics.FILE).exists():
-        files.write_atomic(folder / metrics.FILE, [log.read_bytes()])
+    if layout.metrics.exists():
+        files.write_atomic(folder / layout.metrics.name, [layout.metrics.read_bytes()])
     return folder
 
 
@@ -130,9 +125,32 @@ def refuse_changes(
         )
 
 
-def pin_data(*, digests: Mapping[str, str], samples: int, micro_batches: int) -> Pin:
-    """digests: of all that decides what a step sees, by name. micro_batches: in an update, over all processes."""
-    return Pin({"digests": digests, "samples": samples, "micro_batches": micro_batches}, _check_data)
+def first_progress(plan: Plan) -> Progress:
+    """Where a fresh run stands."""
+    # A date for reproducible files: https://reproducible-builds.org/specs/source-date-epoch/
+    clock = int(os.environ.get("SOURCE_DATE_EPOCH") or time.time())
+    started = datetime.fromtimestamp(clock, UTC).isoformat(timespec="seconds")
+    length = plan.config.schedule.total_steps or plan.max_steps
+    return Progress(step=0, images=0, non_finite=0, total_steps=length, started=started)
+
+
+def check_length(plan: Plan, progress: Progress, folder: Path) -> None:
+    """Refuse to go on from a checkpoint beyond the run's end. Raises UserError."""
+    if plan.max_steps < progress.step:
+        raise UserError(
+            f"the run's length is {plan.max_steps} steps, but {folder} is at step {progress.step}; "
+            "raise run.max_steps or run.epochs"
+        )
+
+
+def pin_data(plan: Plan) -> Pin:
+    """All that decides which samples a step sees: photos, captions, and the micro-batches of an update."""
+    now = {
+        "digests": sampler.fingerprint(plan.photos),
+        "samples": len(plan.photos),
+        "micro_batches": plan.config.step.accumulation * plan.processes,
+    }
+    return Pin(now, _check_data)
 
 
 def _check_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -150,11 +168,10 @@ def _check_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         )
 
 
-def pin_model(digests: Mapping[str, str], *, cached: Collection[str] = (), snapshots: Path | None = None) -> Pin:
-    """digests: of what the model's files decide besides the tensors in `pin_quantization` (ModelSource.contents).
-
-    cached: components whose digest is of their files too. snapshots: of a hub id, the cache's folder of them.
-    """
+def pin_model(plan: Plan, digest: Callable[[Path], str]) -> Pin:
+    """What the model's files decide besides the tensors in `pin_quantization`. digest: of a file's contents."""
+    cached = (plan.family.vae, *(plan.family.text_encoders if plan.cache_text else ()))
+    digests, snapshots = plan.source.contents(cached, digest), plan.source.snapshots
     words = {
         "scheduler": "scheduler_config.json",
         "markers": "marker tensors of the objective",
@@ -183,9 +200,9 @@ def _earlier(snapshots: Path | None) -> str:
     )
 
 
-def pin_quantization(record: Mapping[str, Any], *, snapshots: Path | None = None) -> Pin:
-    """record: every frozen tensor's format and SHA-256 (quantization/record.py). snapshots: as of `pin_model`."""
-    return Pin(record, lambda saved, now: _check_quantization(saved, now, snapshots))
+def pin_quantization(record: Mapping[str, Any], plan: Plan) -> Pin:
+    """record: every frozen tensor's format and SHA-256 (quantization/record.py)."""
+    return Pin(record, lambda saved, now: _check_quantization(saved, now, plan.source.snapshots))
 
 
 def _check_quantization(saved: Mapping[str, Any], now: Mapping[str, Any], snapshots: Path | None) -> None:
@@ -213,7 +230,7 @@ def _check_quantization(saved: Mapping[str, Any], now: Mapping[str, Any], snapsh
             )
 
 
-def pin_environment(processes: Processes, *, kernels: str, deterministic: bool, say: Callable[[str], None]) -> Pin:
+def pin_environment(plan: Plan, processes: Processes, *, kernels: str, say: Callable[[str], None]) -> Pin:
     """Libraries, device, kernels (by name) and the number of processes.
 
     Where they differ, later steps may differ in their last bits: said, and refused under `run.deterministic`.
@@ -232,7 +249,7 @@ def pin_environment(processes: Processes, *, kernels: str, deterministic: bool, 
                 "State and draws are the same; later steps may differ in their last bits"
             )
 
-    device = processes.device
+    deterministic, device = plan.config.run.deterministic, processes.device
     if device.type == "cuda":
         workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "by default")  # decides between cuBLAS's algorithms
         name = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, cuBLAS workspace {workspace}"

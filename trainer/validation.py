@@ -14,10 +14,6 @@ import torch
 from trainer.errors import UserError
 
 
-def sample_folder(output_dir: Path, step: int) -> Path:
-    return output_dir / "samples" / f"step-{step:08d}"
-
-
 def draw_samples(requests: Sequence[Any], *, sample: Callable[[Any], Any], folder: Path) -> None:
     """One PNG for every request, named by the request's index, with what was asked as text entries "prompt" and "request".
 
@@ -42,17 +38,17 @@ def draw_samples(requests: Sequence[Any], *, sample: Callable[[Any], Any], folde
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def pairs(output_dir: Path, step: int) -> list[tuple[Path, Path]]:
-    """(before training, at `step`) of every sample that was asked for in the same words, size, seed and all else."""
+def pairs(before: Path, after: Path) -> list[tuple[Path, Path]]:
+    """(in the folder `before`, in `after`) of every sample that was asked for in the same words, size, seed and all else."""
     from PIL import Image
 
     def asked(path: Path) -> str | None:
         with Image.open(path) as image:
             return image.info.get("request")
 
-    before = {asked(path): path for path in sorted(sample_folder(output_dir, 0).glob("*.png"))}
-    after = [(asked(path), path) for path in sorted(sample_folder(output_dir, step).glob("*.png"))]
-    return [(before[request], path) for request, path in after if request is not None and request in before]
+    first = {asked(path): path for path in sorted(before.glob("*.png"))}
+    second = [(asked(path), path) for path in sorted(after.glob("*.png"))]
+    return [(first[request], path) for request, path in second if request is not None and request in first]
 
 
 def check_sizes(requests: Sequence[Any], multiple: int) -> None:

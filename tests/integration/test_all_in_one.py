@@ -16,8 +16,8 @@ from trainer import cli
 from trainer.errors import UserError
 from trainer.models import FAMILIES, keys
 from trainer.models.loading import PUBLISHED, load_tokenizers, open_model
-from trainer.plan import ComponentPlan
 from trainer.quantization import FORMATS
+from trainer.storage import Storage
 from trainer.tensorfile import TensorFile, write_tensors
 
 FLUX = FAMILIES["flux"]
@@ -76,7 +76,7 @@ def random_weights(component: str, config: dict) -> dict[str, torch.Tensor]:
 
 
 def loaded(source, component: str) -> dict[str, torch.Tensor]:
-    swap = ComponentPlan(component, FORMATS["fp32"], torch.float32).swap
+    swap = Storage(component, FORMATS["fp32"], torch.float32).swap
     state = source.load(component, swap=swap, device=torch.device("cpu")).state_dict()
     return {name.replace("payload_", ""): tensor for name, tensor in state.items()}
 

@@ -12,8 +12,8 @@ from trainer import cli
 from trainer.kernels import dora_torch
 from trainer.models import FAMILIES
 from trainer.models.loading import open_model
-from trainer.plan import ComponentPlan
 from trainer.quantization import FORMATS, ConvertedWeights, Format, FrozenLayer, library, stored_as
+from trainer.storage import Storage
 from trainer.tensorfile import TensorFile
 
 
@@ -21,7 +21,7 @@ def load(
     bench: Workbench, format: Format = FORMATS["nf4"], exclude: tuple[str, ...] = (), fingerprint: str = "the model"
 ) -> tuple[torch.nn.Module, ConvertedWeights]:
     """The tiny Flux transformer, as Run.load has it."""
-    component = ComponentPlan("transformer", format, torch.float32, exclude)
+    component = Storage("transformer", format, torch.float32, exclude)
     converted = ConvertedWeights(bench.tmp, fingerprint=fingerprint, library=library(format))
     source = open_model(FAMILIES["flux"], str(bench.models / "flux"))
     module = source.load("transformer", swap=component.swap, device=torch.device("cpu"), fill=converted.fill)

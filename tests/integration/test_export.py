@@ -7,9 +7,8 @@ import json
 import pytest
 import torch
 
-from tests.harness import DENOISER, Workbench, built
+from tests.harness import DENOISER, Workbench, built, train_built
 from trainer import run as runs
-from trainer.signals import Signals
 from trainer.tensorfile import TensorFile
 
 CELLS = [
@@ -36,18 +35,8 @@ def train(bench: Workbench, family: str, kind: str, dtype: str, **more) -> runs.
         validation__prompts=["a bear"],
         **more,
     )
-    source = runs.open_source(config)
-    config = runs.resolve(config, source)
-    with Signals() as signals:
-        run = runs.Run(runs.make_plan(config, source, processes=1), runs.start_processes(config), signals)
-        run.open_model()
-        run.read_checkpoint(None)
-        run.encode_data()
-        run.build_adapter()
-        run.build_step()
-        run.open_output()
-        run.loop()
-        run.finish()
+    with built(config) as run:
+        assert train_built(run)
     return run
 
 
@@ -78,7 +67,7 @@ def dequantised_state(run: runs.Run) -> dict[str, torch.Tensor]:
     """The base as the run holds it, fp32, under the stock model's names."""
     state = {}
     module = run.model.modules[run.family.denoiser]
-    for name in run.source.build(run.family.denoiser).state_dict():
+    for name in run.plan.source.build(run.family.denoiser).state_dict():
         owner, _, leaf = name.rpartition(".")
         layer = module.get_submodule(owner) if owner else module
         layer = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
@@ -180,7 +169,7 @@ def test_kohya_file_gives_the_adapted_weights(bench: Workbench, family, kind, co
                 elif name.endswith("magnitude_vector"):
                     parameter.mul_(1 + 0.1 * torch.randn(parameter.shape, generator=g))
         run.adapter.mark_stale()
-        path = run.export("bear")["comfyui"]
+        path = run.artifacts().export("bear")["comfyui"]
         file = TensorFile(path)
         denoiser = run.family.denoiser
         seen = set()
@@ -214,8 +203,7 @@ def test_text_encoder_adapters_load_in_a_stock_pipeline(bench: Workbench) -> Non
     rules = [{"component": name, "match": "*self_attn*proj", "rank": 2} for name in ("text_encoder", "text_encoder_2")]
     config = bench.config("sdxl", adapter__rules=rules, run__max_steps=2, optimizer__lr=1e-2)
     with built(config) as run:
-        run.loop()
-        run.finish()
+        train_built(run)
         pipe = stock_pipeline("sdxl", bench.models / "sdxl")
         ids = torch.arange(5, 82)[None]
         ours = {}

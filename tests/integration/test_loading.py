@@ -13,15 +13,15 @@ from tests.harness import DENOISER, ROOT, Workbench
 from trainer.errors import UserError
 from trainer.models import FAMILIES
 from trainer.models.loading import load_tokenizers, open_model
-from trainer.plan import ComponentPlan
 from trainer.quantization import FORMATS
+from trainer.storage import Storage
 from trainer.tensorfile import TensorFile, write_tensors
 
 CPU = torch.device("cpu")
 
 
-def plan_for(name: str, dtype: str = "fp32", compute: torch.dtype = torch.float32, keep=()) -> ComponentPlan:
-    return ComponentPlan(name, FORMATS[dtype], compute, keep)
+def plan_for(name: str, dtype: str = "fp32", compute: torch.dtype = torch.float32, keep=()) -> Storage:
+    return Storage(name, FORMATS[dtype], compute, keep)
 
 
 def state_of(source, name: str, dtype: str = "fp32") -> dict[str, torch.Tensor]:

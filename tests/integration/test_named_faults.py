@@ -438,7 +438,7 @@ def test_diffusers_7330_validation_leaves_the_adapter_as_it_is(bench: Workbench,
 
         before, values = state(), {name: (p.detach().clone(), p.grad.clone()) for name, p in named.items()}
         frozen = {name: t.dtype for name, t in run.model.modules[DENOISER[family]].state_dict().items()}
-        run.draw_samples()
+        run.artifacts().draw_samples()
         assert all(run.adapter.named_parameters()[name] is named[name] for name in named)
         assert state() == before
         for name, (value, grad) in values.items():
@@ -571,7 +571,7 @@ def test_lycoris_simpletuner_dora_over_a_quantised_base_is_not_lora(bench: Workb
                     moved = (factors[kind][name] - start[name]).abs() / start[name]
                     # fp32 rounds to 2^-24 of the value; a step at this rate is some 1e-2 of it.
                     assert (moved > 1e-4).float().mean() > 0.9, name
-                exported = load_file(run.export("bear")["diffusers"])
+                exported = load_file(run.artifacts().export("bear")["diffusers"])
                 assert sum("magnitude_vector" in name for name in exported) == len(magnitudes)
     assert factors["lora"].keys() < factors["dora"].keys()
     for name in factors["lora"]:
@@ -622,7 +622,7 @@ def test_bitsandbytes_nf4_gradients_are_the_same_after_a_validation(bench: Workb
         jitter(run)
         batch = run.reader[next(run.updates())[0]]
         before = gradients(run, batch)
-        run.draw_samples()
+        run.artifacts().draw_samples()
         after = gradients(run, batch)
         assert all(gradient.norm() > 0 for gradient in before.values())
         assert all(torch.equal(after[name], gradient) for name, gradient in before.items())

@@ -16,13 +16,15 @@ import pytest
 import torch
 
 from tests.harness import Workbench, built, metrics_of, take_step
-from trainer import cli, files, memory, signals
+from trainer import cli, files, memory, signals, validation
 from trainer import config as configs
 from trainer import run as runs
 from trainer.checkpoint import state, store
+from trainer.components import Components
 from trainer.data import cache as caches
 from trainer.data import loader
 from trainer.errors import DataError
+from trainer.signals import Signals
 from trainer.step import StepResult
 from trainer.tensorfile import TensorFile
 from trainer.types import Batch
@@ -150,14 +152,14 @@ def test_an_overflow_is_the_scalers_business_above_scale_1_only(bench: Workbench
 def test_latents_that_are_not_finite(bench: Workbench, monkeypatch, capsys) -> None:
     """Refused with the photo's name, or kept out of every update; and never taken for sound by a later start."""
     own = {"data__cache_dir": str(bench.tmp / "cache")}
-    encode, count = runs.Run.encode_images, []
+    encode, count = Components.encode_images, []
 
-    def broken(self, vae, pixels):
+    def broken(self, pixels):
         count.append(None)
-        return encode(self, vae, pixels) * (torch.nan if len(count) == 3 else 1)
+        return encode(self, pixels) * (torch.nan if len(count) == 3 else 1)
 
     with monkeypatch.context() as patch:
-        patch.setattr(runs.Run, "encode_images", broken)
+        patch.setattr(Components, "encode_images", broken)
         assert start(bench, tree(bench, **own)) == 4
         said = capsys.readouterr().err
         assert "the latents of 0/02.jpg (" in said and "are not finite" in said and "step.non_finite = 'skip'" in said
@@ -212,7 +214,7 @@ def test_out_of_memory_is_reported_and_what_was_trained_is_kept(bench: Workbench
 
 def test_out_of_memory_in_a_sample_keeps_what_was_trained(bench: Workbench, monkeypatch, capsys) -> None:
     samples = {"validation__every_steps": 4, "validation__prompts": ["a bear"], "validation__steps": 1}
-    draw = runs.validation.draw_samples
+    draw = validation.draw_samples
 
     def grow(requests, *, sample, folder):
         if folder.name == "step-00000004":
@@ -220,7 +222,7 @@ def test_out_of_memory_in_a_sample_keeps_what_was_trained(bench: Workbench, monk
         draw(requests, sample=sample, folder=folder)
 
     with monkeypatch.context() as patch:
-        patch.setattr(runs.validation, "draw_samples", grow)
+        patch.setattr(validation, "draw_samples", grow)
         assert start(bench, tree(bench, **samples)) == 5
     said = capsys.readouterr().err
     assert "step 4: out of memory while samples were drawn" in said and "validation.every_steps = 0" in said
@@ -472,14 +474,14 @@ def test_peak_bytes_is_of_one_step(bench: Workbench, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: used.__setitem__(0, 0))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: used[0])
     entries = []
-    with built(configs.parse(tree(bench))) as run:
-        run.device = torch.device("cuda")
-        run.log = SimpleNamespace(log=entries.append)
-        run.step = SimpleNamespace(
-            run=lambda step, *_: used.__setitem__(0, used[0] + 10) or StepResult(1.0, 1.0, (0.1,), True, 1.0)
+    with built(configs.parse(tree(bench, run__max_steps=3))) as run, Signals() as signals:
+        loop = runs.make_loop(run, signals)
+        loop.device, loop.log.log = torch.device("cuda"), entries.append
+        loop.step = SimpleNamespace(
+            run=lambda step, *_: used.__setitem__(0, used[0] + 10) or StepResult(1.0, 1.0, (0.1,), True, 1.0),
+            scaler=run.scaler,
         )
-        for update, _ in zip(run.updates(), range(3), strict=False):
-            run.one_step(update, [])
+        loop.run()
     assert [entry["peak_bytes"] for entry in entries] == [10, 10, 10]
 
 
@@ -539,7 +541,7 @@ def test_sigint_sigterm_sigint_stops_at_once() -> None:
 def test_a_signal_while_samples_are_drawn(bench: Workbench, monkeypatch, step: int) -> None:
     """It does not wait for the image: the samples are drawn by the next start, which changes nothing else."""
     samples = {"validation__every_steps": 4, "validation__prompts": ["a bear", "bears"], "validation__steps": 3}
-    evaluations, find = [], runs.validation.draw_samples
+    evaluations, find = [], validation.draw_samples
 
     def watched(requests, *, sample, folder):
         def interrupted(request):
@@ -553,7 +555,7 @@ def test_a_signal_while_samples_are_drawn(bench: Workbench, monkeypatch, step: i
         return find(requests, sample=interrupted, folder=folder)
 
     with monkeypatch.context() as patch:
-        patch.setattr(runs.validation, "draw_samples", watched)
+        patch.setattr(validation, "draw_samples", watched)
         assert start(bench, tree(bench, **samples)) == 143
     assert evaluations[-1] == f"step-{step:08d}", "the image was finished"
     assert store.steps(bench.tmp / "out" / "checkpoints") == ([step] if step else [])

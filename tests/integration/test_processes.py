@@ -106,8 +106,8 @@ def poison(bench: Workbench, sample: str) -> None:
         photo, bucket = run.reader.photos[sample]
         for flip in (False, True):
             key = latent_key(photo.sha256, bucket=bucket, flip=flip, fingerprint=run.reader.latent_fingerprint)
-            latents = run.cache.get(key)["latents"]
-            run.cache.put(key, {"latents": latents * float("nan")}, {"sample": sample})
+            latents = run.encoded.cache.get(key)["latents"]
+            run.encoded.cache.put(key, {"latents": latents * float("nan")}, {"sample": sample})
 
 
 def test_a_value_of_one_process_that_is_not_finite_is_skipped_by_both(bench: Workbench) -> None:
@@ -128,7 +128,9 @@ def patched(bench: Workbench, patch: str) -> str:
     script = bench.tmp / "patched.py"
     script.write_text(
         "import os, signal, sys, time\nfrom datetime import timedelta\nimport torch\nfrom trainer import cli, processes\n"
-        "from trainer import run as runs\nfrom trainer.checkpoint import store\nfrom trainer.errors import UserError\n"
+        "from trainer import run as runs, validation\nfrom trainer.adapters import export\n"
+        "from trainer.checkpoint import store\nfrom trainer.data import cache as caches\n"
+        "from trainer.errors import UserError\n"
         "from trainer.step import Step\nrank = int(os.environ['RANK'])\n"
         + patch
         + "\nstatus = cli.main(sys.argv[1:])\nprint(f'rank {rank} status {status}', file=sys.stderr)\nsys.exit(status)\n"
@@ -195,7 +197,7 @@ def slowly(module, name):
     setattr(module, name, slow)
 """
 ALONE_IN = {
-    "fill_latents": "runs.caches", "draw_samples": "runs.validation", "write_files": "runs.export", "save": "store",
+    "fill_latents": "caches", "draw_samples": "validation", "write_files": "export", "save": "store",
 }  # fmt: skip
 
 
@@ -236,7 +238,7 @@ def test_a_process_without_a_micro_batch_in_fp16(bench: Workbench, resumed: bool
     if resumed:
         train(configs.parse(few("two", 1, run__stop_after=1)), resume_from=None)
     config = few("two", 2, data__cache_dir=str(bench.tmp / "its cache"))
-    script = patched(bench, ALONE + "slowly(runs.caches, 'fill_latents')")
+    script = patched(bench, ALONE + "slowly(caches, 'fill_latents')")
     errors = finish(two_processes(bench, config, *(("--resume_from", "auto") if resumed else ()), script=script))
     assert "slept before fill_latents" in errors
     one, two = made(bench.tmp / "one"), made(bench.tmp / "two")
@@ -251,13 +253,13 @@ FAILS = {
 def changed(*arguments, **more):
     raise UserError("photo 1 changed while it was read; start again")
 if rank == 0:
-    runs.caches.fill_text = changed
+    caches.fill_text = changed
 """,
     "full": """
 def full(self, key, *more):
     raise OSError(28, "No space left on device", "a cache entry")
 if rank == 0:
-    runs.caches.Cache.put = full
+    caches.Cache.put = full
 """,
     # While the other waits for the main process, which works for minutes.
     "other": """
@@ -287,7 +289,7 @@ def long_work(*arguments, phases, **more):
         time.sleep(0.1)
         phases.check()
 if rank == 0:
-    runs.caches.fill_latents = long_work
+    caches.fill_latents = long_work
 else:
     processes.Processes._await = failed
 """

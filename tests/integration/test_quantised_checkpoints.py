@@ -147,7 +147,7 @@ def test_a_float8_file_can_be_widened_by_name(bench: Workbench, capsys) -> None:
         assert "unet: held as fp8_e4m3 in the model's file, widened to bf16" in capsys.readouterr().out
         unet, vae = run.model.modules["unet"], run.model.modules["vae"]
         layer = unet.get_submodule("conv_in")
-        assert layer.format.name == "bf16" and run.storage.keys() == {"text_encoder", "text_encoder_2"}
+        assert layer.format.name == "bf16" and run.components.storage.keys() == {"text_encoder", "text_encoder_2"}
         assert torch.equal(layer.payload_weight.float(), file.read(f"{UNET}input_blocks.0.0.weight").float())
         assert torch.equal(layer.bias, file.read(f"{UNET}input_blocks.0.0.bias").float())
         assert torch.equal(

@@ -15,8 +15,8 @@ import torch
 from tests.harness import ROOT, Workbench, built, command_line, metrics_of
 from trainer import cli, files, metrics, resume
 from trainer import config as configs
-from trainer import run as runs
 from trainer.checkpoint import store
+from trainer.loop import Loop
 from trainer.processes import Processes
 from trainer.tensorfile import TensorFile
 
@@ -347,7 +347,7 @@ def test_a_run_from_elsewhere_has_a_checkpoint_of_its_own_at_once(bench: Workben
     branch = run_tree(bench, "branch", run__max_steps=4, adapter__targets=["*attn1.to_q"])
     with monkeypatch.context() as patch:
         if end == "signal":
-            patch.setattr(runs.Run, "one_step", lambda self, update, batches: signal.raise_signal(signal.SIGTERM))
+            patch.setattr(Loop, "_read", lambda self: signal.raise_signal(signal.SIGTERM))
             assert cli.main(["--config", str(bench.write(branch)), "--resume_from", f"{source}/"]) == 143
         else:
             branch["run"][{"stop": "stop_after", "last": "max_steps"}[end]] = 2

@@ -24,7 +24,7 @@ def test_adapted_output_is_the_base_output(bench: Workbench, family: str, kind: 
     config = bench.config(family, adapter__type=kind, adapter__targets="all", model__components=components)
     with built(config) as run:
         model, inputs = run.model.modules[denoiser], inputs_for(family, run)
-        base = run.source.load(denoiser, swap=run.plan.components[denoiser].swap, device=run.device)
+        base = run.plan.source.load(denoiser, swap=run.plan.components[denoiser].swap, device=run.processes.device)
         with torch.no_grad():
             expected, got = base(**inputs).sample, model(**inputs).sample
         assert torch.isfinite(expected).all() and expected.abs().max() > 0

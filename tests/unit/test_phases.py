@@ -63,7 +63,14 @@ def test_a_resumed_training_is_told_from_where_it_stood_and_without_a_carriage_r
     monkeypatch, tmp_path, capsys
 ) -> None:
     clock = Clock(monkeypatch)
-    log = Metrics(tmp_path, open_tracker=None, total_steps=20, initial_step=10, enabled=True, phases=Phases(show=True))
+    log = Metrics(
+        tmp_path / "metrics.jsonl",
+        open_tracker=None,
+        total_steps=20,
+        initial_step=10,
+        enabled=True,
+        phases=Phases(show=True),
+    )
     for step in (11, 12, 13):
         clock.now += 4
         log.log({"step": step, "loss": 0.5 if step < 13 else None, "lr": 1e-4})
@@ -156,7 +163,7 @@ def test_a_module_that_computes_is_a_place_to_stop_at() -> None:
 
 
 def test_what_has_ended_is_kept_until_there_is_a_folder(monkeypatch, tmp_path: Path) -> None:
-    clock, record, path = Clock(monkeypatch), Record(), tmp_path / phases.FILE
+    clock, record, path = Clock(monkeypatch), Record(), tmp_path / "phases.jsonl"
     named = Phases(record=record)
     with named("hashing", total=2, unit="B") as phase:
         clock.advance(phase, 3, 2)
@@ -174,7 +181,7 @@ def test_what_has_ended_is_kept_until_there_is_a_folder(monkeypatch, tmp_path: P
 
 
 def test_a_resumed_run_appends_also_after_a_line_that_a_kill_cut_short(tmp_path: Path) -> None:
-    path = tmp_path / phases.FILE
+    path = tmp_path / "phases.jsonl"
     path.write_text('{"phase": "hashing"}\n{"pha')
     record = Record()
     with Phases(record=record)("report"):

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image, PngImagePlugin
 
 from trainer import validation
+from trainer.layout import Layout
 from trainer.report import curves, write_report
 from trainer.report.samples import EMBED_BYTES, read_samples
 
@@ -111,13 +112,13 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_everything_from_outside_is_escaped(run: Path) -> None:
-    text, page = read(write_report(run, name=NASTY, outcome=OUTCOME))
+    text, page = read(write_report(Layout(run), name=NASTY, outcome=OUTCOME))
     assert not page.all("script") and "<script" not in text
     assert page.text.count(NASTY) >= 5  # title, heading, outcome, prompt, config
 
 
 def test_nothing_is_loaded_from_elsewhere(run: Path) -> None:
-    text, page = read(write_report(run, name="bear", outcome=OUTCOME))
+    text, page = read(write_report(Layout(run), name="bear", outcome=OUTCOME))
     assert "http://" not in text and "https://" not in text and "url(" not in text and "@import" not in text
     assert not [tag for tag, _ in page.tags if tag in {"link", "script", "iframe", "object", "embed", "base"}]
     assert all(attrs["src"].startswith("data:image/") for attrs in page.all("img"))
@@ -126,7 +127,7 @@ def test_nothing_is_loaded_from_elsewhere(run: Path) -> None:
 
 
 def test_every_sample_is_embedded_as_it_is(run: Path) -> None:
-    _, page = read(write_report(run, name="bear", outcome=None))
+    _, page = read(write_report(Layout(run), name="bear", outcome=None))
     images = page.all("img")
     files = sorted((run / "samples").glob("*/*.png"), key=lambda file: (file.stem, file.parent.name))
     assert [base64.b64decode(attrs["src"].partition(",")[2]) for attrs in images] == [f.read_bytes() for f in files]
@@ -158,15 +159,15 @@ def test_an_image_stands_under_what_was_asked_for(tmp_path: Path) -> None:
         ("a bear", "8 x 8 px, seed 1, 20 steps", [(0, "samples/step-00000000/00.png")]),
     ]  # fmt: skip
     before, after = tmp_path / "samples/step-00000000", tmp_path / "samples/step-00000002"
-    assert validation.pairs(tmp_path, 2) == [(before / "01.png", after / "00.png")]
-    text, page = read(write_report(tmp_path, name="bear", outcome=None))
+    assert validation.pairs(before, after) == [(before / "01.png", after / "00.png")]
+    text, page = read(write_report(Layout(tmp_path), name="bear", outcome=None))
     assert text.count(">none</td>") == 4 and "8 x 8 px, seed 2, 20 steps" in page.text
 
 
 def test_a_large_set_of_samples_becomes_thumbnails(tmp_path: Path) -> None:
     total = sum(len(write_png(tmp_path / f"samples/step-{s:08d}/00.png", None, 1500, noise=True)) for s in range(3))
     assert total > EMBED_BYTES
-    text, page = read(write_report(tmp_path, name="bear", outcome=None))
+    text, page = read(write_report(Layout(tmp_path), name="bear", outcome=None))
     assert len(page.all("img")) == 3 and len(text) < total / 3
     assert all(attrs["src"].startswith("data:image/jpeg") for attrs in page.all("img"))
 
@@ -174,7 +175,7 @@ def test_a_large_set_of_samples_becomes_thumbnails(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("steps", "raw", "mean"), [(2, 0, 2), (40, 40, 40), (800, 800, 400), (20_000, 800, 400)])
 def test_polylines_have_the_points_of_the_run(tmp_path: Path, steps: int, raw: int, mean: int) -> None:
     write_metrics(tmp_path, steps)
-    text, _ = read(write_report(tmp_path, name="bear", outcome=None))
+    text, _ = read(write_report(Layout(tmp_path), name="bear", outcome=None))
     chart = next(part for part in text.split("<figure") if "<b>Loss</b>" in part)
     points = {kind: len(p.split()) for kind, p in re.findall(r'<polyline class="(\w+)" points="([^"]*)"', chart)}
     assert points == ({"raw": raw} if raw else {}) | {"mean": mean}
@@ -210,24 +211,24 @@ def test_other_numeric_fields_are_drawn_when_they_vary(tmp_path: Path) -> None:
         {"step": s, "loss": 0.1, "loss_scale": 2.0**s, "vram_bytes": s, "constant": 1, "skipped": False} for s in (1, 2)
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    text, _ = read(write_report(tmp_path, name="bear", outcome=None))
+    text, _ = read(write_report(Layout(tmp_path), name="bear", outcome=None))
     assert re.findall(r"<figcaption><b>([^<]*)</b>", text) == ["Loss", "Loss scale", "vram bytes"]
 
 
 def test_adapter_files_are_listed_with_size_and_hash(run: Path) -> None:
-    text, page = read(write_report(run, name="bear", outcome=None))
+    text, page = read(write_report(Layout(run), name="bear", outcome=None))
     assert (
         hashlib.sha256(b"x" * 2048).hexdigest() in text and "2.0 KiB" in page.text and "bear.safetensors" in page.text
     )
 
 
 def test_outcome_cells(run: Path) -> None:
-    text, page = read(write_report(run, name="bear", outcome=OUTCOME))
+    text, page = read(write_report(Layout(run), name="bear", outcome=OUTCOME))
     assert "0.01235" in page.text and ">yes<" in text and ">-<" in text
 
 
 def test_a_run_that_has_done_nothing_gives_a_page(tmp_path: Path) -> None:
-    _, page = read(write_report(tmp_path, name="bear", outcome=None))
+    _, page = read(write_report(Layout(tmp_path), name="bear", outcome=None))
     for sentence in (
         "recorded nothing yet",
         "No step has been",
@@ -243,5 +244,5 @@ def test_a_torn_last_line_is_left_out_and_said(tmp_path: Path) -> None:
     write_metrics(tmp_path, 3)
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "lo')
-    _, page = read(write_report(tmp_path, name="bear", outcome=None))
+    _, page = read(write_report(Layout(tmp_path), name="bear", outcome=None))
     assert "1 line(s) of metrics.jsonl could not be read" in page.text

@@ -22,10 +22,10 @@ class Saver:
     """
 
     def __init__(
-        self, root: Path, *, keep_last: int, background: bool, before: Callable[[], None] = lambda: None
+        self, root: Path, *, keep_last: int, background: bool, before: Callable[[], None] = lambda: None, step: int = -1
     ) -> None:
         self.root, self.keep_last, self.background, self.before = root, keep_last, background, before
-        self.step = self._before_this = -1
+        self.step = self._before_this = step
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._written = self._told = 0  # bytes, in a thread; of these, what a watch was told

@@ -1,4 +1,4 @@
-"""What a run is made of, and how it becomes files: every piece by name, none optional.
+"""What a checkpoint is made of, and how it becomes files: every piece by name.
 
 adapter.safetensors, optimizer.safetensors, norms.safetensors: the tensors of those pieces. quantization.json: what the frozen
 base is stored as. state.json: everything else. No pickle anywhere.
@@ -22,25 +22,39 @@ from trainer.tensorfile import TensorFile, serialize
 
 LAYOUT_VERSION = 4  # of the files; raise it when a piece moves to another one, or there is a new one
 
-# The census: every piece of a run, with the version of its content. Raise that when its state_dict changes its meaning.
+
+@dataclass(frozen=True)
+class Piece:
+    """One entry of the census. version: of its content; raise it when its state_dict changes its meaning.
+
+    file: where its tensors go; "" for a piece without any. asked_by: the config key that asks for an optional piece; "" for
+    one that every run has.
+    """
+
+    name: str
+    version: int = 1
+    file: str = ""
+    asked_by: str = ""
+
+
+# The census: what every run has. Pieces that a config asks for come beside them (`Pieces`).
 PIECES = {
-    "adapter": 1,
-    "config": 1,
-    "data": 1,
-    "environment": 1,
-    "model": 1,
-    "norms": 1,
-    "optimizer": 1,
-    "progress": 1,
-    "quantization": 1,
-    "scaler": 1,
-    "schedule": 1,
+    piece.name: piece
+    for piece in (
+        Piece("adapter", file="adapter.safetensors"),
+        Piece("config"),
+        Piece("data"),
+        Piece("environment"),
+        Piece("model"),
+        Piece("norms", file="norms.safetensors"),
+        Piece("optimizer", file="optimizer.safetensors"),
+        Piece("progress"),
+        Piece("quantization"),
+        Piece("scaler"),
+        Piece("schedule"),
+    )
 }
-TENSOR_FILES = {
-    "adapter": "adapter.safetensors",
-    "norms": "norms.safetensors",
-    "optimizer": "optimizer.safetensors",
-}
+TENSOR_FILES = {piece.name: piece.file for piece in PIECES.values() if piece.file}
 STATE, QUANTIZATION = "state.json", "quantization.json"
 
 
@@ -99,29 +113,28 @@ class Pin:
         self.check(state, self.value)
 
 
-def pack(providers: Mapping[str, Provider]) -> dict[str, list[memoryview | bytes]]:
+def pack(
+    providers: Mapping[str, Provider], census: Mapping[str, Piece] = PIECES
+) -> dict[str, list[memoryview | bytes]]:
     """A snapshot in host memory: the checkpoint's files by name, which later steps do not change.
 
     Raises ValueError where a piece of the census is left out, or one is not in it.
     """
-    if providers.keys() != PIECES.keys():
-        raise ValueError(
-            f"a checkpoint needs exactly {sorted(PIECES)}; odd: {sorted(providers.keys() ^ PIECES.keys())}"
-        )
+    odd = sorted(providers.keys() ^ census.keys())
+    if odd:
+        raise ValueError(f"a checkpoint needs exactly {sorted(census)}; odd: {odd}")
     contents: dict[str, list[memoryview | bytes]] = {}
     pieces = {}
-    for name, provider in sorted(providers.items()):
-        state = provider.state_dict()
+    for _, piece in sorted(census.items()):
+        state = providers[piece.name].state_dict()
         tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
         values = {key: value for key, value in state.items() if key not in tensors}
-        pieces[name] = {"version": PIECES[name], "state": values}
-        if name in TENSOR_FILES:
-            pieces[name]["tensors"] = sorted(tensors)
-            contents[TENSOR_FILES[name]] = list(
-                serialize({k: t.detach().to("cpu", copy=True) for k, t in tensors.items()})
-            )
+        pieces[piece.name] = {"version": piece.version, "state": values}
+        if piece.file:
+            pieces[piece.name]["tensors"] = sorted(tensors)
+            contents[piece.file] = list(serialize({k: t.detach().to("cpu", copy=True) for k, t in tensors.items()}))
         elif tensors:
-            raise ValueError(f"{name} has tensors, and no file for them: {sorted(tensors)}")
+            raise ValueError(f"{piece.name} has tensors, and no file for them: {sorted(tensors)}")
     contents[QUANTIZATION] = [files.json_bytes(pieces["quantization"].pop("state"))]
     contents[STATE] = [files.json_bytes({"layout": LAYOUT_VERSION, "pieces": pieces})]
     return contents
@@ -133,8 +146,8 @@ class Saved:
     Raises UserError where a piece is missing, malformed, or of another version.
     """
 
-    def __init__(self, folder: Path, phases: Phases = QUIET) -> None:
-        self.folder, self.phases = folder, phases
+    def __init__(self, folder: Path, census: Mapping[str, Piece] = PIECES, phases: Phases = QUIET) -> None:
+        self.folder, self.census, self.phases = folder, census, phases
         tree = files.read_json(folder / STATE)
         layout = tree.get("layout") if isinstance(tree, dict) else None
         if layout != LAYOUT_VERSION:
@@ -145,17 +158,27 @@ class Saved:
         self.pieces = tree.get("pieces")
         if not isinstance(self.pieces, dict) or not all(isinstance(piece, dict) for piece in self.pieces.values()):
             raise UserError(f"{folder / STATE} is damaged: it lists no pieces")
-        odd = sorted(self.pieces.keys() ^ PIECES.keys())
+        odd = sorted(self.pieces.keys() ^ self.census.keys())
         if odd:
-            what = "lacks" if odd[0] in PIECES else "has an unknown piece,"
-            raise UserError(f"{folder} {what} {odd[0]}: it is not a whole checkpoint of this version")
+            raise UserError(f"{folder} {self._disagreement(odd[0])}")
         for name, piece in self.pieces.items():
-            if piece.get("version") != PIECES[name]:
+            if piece.get("version") != self.census[name].version:
                 raise UserError(
-                    f"{folder}: {name} has version {short(piece.get('version'))}, this version reads {PIECES[name]}; "
-                    "go on with the version that wrote it"
+                    f"{folder}: {name} has version {short(piece.get('version'))}, this version reads "
+                    f"{self.census[name].version}; go on with the version that wrote it"
                 )
-        self._left = set(PIECES)
+        self._left = set(self.census)
+
+    def _disagreement(self, name: str) -> str:
+        """What is wrong with a piece that only one of checkpoint and census has."""
+        if name not in self.census:
+            return (
+                f"has an unknown piece, {name}: the config that wrote it asked for it, or another version did; go on with "
+                "those, or start a new run (another run.output_dir)"
+            )
+        if key := self.census[name].asked_by:
+            return f"has no {name}, which {key} asks for: set {key} as it was when the run started, or start a new run"
+        return f"lacks {name}: it is not a whole checkpoint of this version"
 
     def state(self, name: str) -> dict[str, Any]:
         """One piece's state, tensors included."""
@@ -163,8 +186,8 @@ class Saved:
         state = files.read_json(self.folder / QUANTIZATION) if name == "quantization" else piece.get("state")
         if not isinstance(state, dict):
             raise UserError(f"{self.folder}: the state of {name} is not there or not a table")
-        if name in TENSOR_FILES:
-            file = TensorFile(self.folder / TENSOR_FILES[name])
+        if self.census[name].file:
+            file = TensorFile(self.folder / self.census[name].file)
             listed = piece.get("tensors")
             if sorted(file.entries) != listed:
                 names = {n for n in listed if isinstance(n, str)} if isinstance(listed, list) else set()
@@ -184,7 +207,7 @@ class Saved:
                 raise
             except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
                 raise UserError(f"{self.folder}: the state of {name} does not fit: {error!r:.500}") from error
-            self._left.remove(name)
+            self._left.discard(name)
 
     def finish(self) -> None:
         """Raises ValueError where a piece was not given back: the run would go on without it."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from trainer import files
 from trainer.errors import UserError
+from trainer.layout import folder_name
 from trainer.phases import QUIET, Phases
 
 MANIFEST = "manifest.json"
@@ -25,10 +26,6 @@ Files = Mapping[str, Iterable[memoryview | bytes]]
 
 class NotReadBack(OSError):
     """A checkpoint was written and renamed without an error, and does not match its manifest."""
-
-
-def folder_name(step: int) -> str:
-    return f"step-{step:08d}"
 
 
 def save(root: Path, step: int, contents: Files, advance: Callable[[int], object] = lambda count: None) -> Path:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from trainer import draws
@@ -65,6 +65,18 @@ def updates(batches: Sequence[Item], *, accumulation: int, processes: int) -> li
     """An epoch's micro-batches in groups of accumulation * processes, one per update; the last group may be short."""
     size = accumulation * processes
     return [list(batches[start : start + size]) for start in range(0, len(batches), size)]
+
+
+def all_updates(
+    photos: Sequence[tuple[Photo, Bucket]], *, seed: int, batch_size: int, accumulation: int, processes: int, after: int
+) -> Iterator[list[MicroBatch]]:
+    """The micro-batches of every update beyond step `after`, of all processes, epoch after epoch without end."""
+    length = steps_per_epoch(photos, batch_size=batch_size, accumulation=accumulation, processes=processes)
+    epoch, skip = update_at(after, steps_per_epoch=length)
+    while True:
+        batches = epoch_batches(photos, seed=seed, epoch=epoch, batch_size=batch_size)
+        yield from updates(batches, accumulation=accumulation, processes=processes)[skip:]
+        epoch, skip = epoch + 1, 0
 
 
 def share(update: Sequence[Item], *, processes: int, rank: int) -> list[Item]:

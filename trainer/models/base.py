@@ -144,5 +144,9 @@ class Family:
         return next(c.name for c in self.components if c.role == "denoiser")
 
     @property
+    def vae(self) -> str:
+        return next(c.name for c in self.components if c.role == "vae")
+
+    @property
     def text_encoders(self) -> tuple[str, ...]:
         return tuple(c.name for c in self.components if c.role == "text_encoder")

@@ -1,0 +1,174 @@
+"""What a run leaves for people: samples, adapter files, the "did it take?" table and the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer import outcome, quantization, validation
+from trainer.adapters import Adapter, export
+from trainer.adapters.norms import Norms, made_for
+from trainer.checkpoint.state import Progress
+from trainer.encoding import Encoded
+from trainer.errors import DataError, Interrupted, OutOfMemory
+from trainer.layout import Layout
+from trainer.loop import due
+from trainer.memory import is_out_of_memory
+from trainer.phases import Phases
+from trainer.plan import Plan
+from trainer.policies import SAMPLES_TOO_LARGE
+from trainer.processes import Processes
+from trainer.report import write_report
+
+
+@dataclass(frozen=True)
+class Artifacts:
+    """Made by the main process; the others wait. fused: layers that the original layout fuses, by component."""
+
+    plan: Plan
+    encoded: Encoded
+    adapter: Adapter
+    norms: Norms
+    fused: Mapping[str, Sequence[export.Fused]]
+    progress: Progress
+    layout: Layout
+    processes: Processes
+    phases: Phases
+    say: Callable[[str], None]
+
+    def after_step(self, *, again: bool = False) -> Exception | None:
+        """Export and draw what is due at the present step (loop.AfterStep)."""
+        config, step, failure = self.plan.config, self.progress.step, None
+        at_end = step == self.plan.max_steps
+        if not at_end and due(config.export.every_steps, step):
+            stem = f"{config.run.name}-{step:08d}"
+            names = export.file_names(stem, config.export.formats).values()
+            if not (again and all((self.layout.adapters / name).exists() for name in names)):
+                with suppress(Interrupted):  # the next start makes them; all processes stop together
+                    self.export(stem)
+            self.processes.wait()
+        if self.plan.requests and (step == 0 or at_end or due(config.validation.every_steps, step)):
+            if self.processes.is_main and not (again and self.layout.samples_of(step).exists()):
+                failure = self.draw_samples()
+            self.processes.wait()
+        return failure
+
+    def draw_samples(self) -> Exception | None:
+        """Of the present step; a stop leaves them to the next start. Returns what ends the run."""
+        components, family = self.encoded.components, self.plan.family
+
+        def sample(request):
+            # Around the encoding too: an adapted text encoder has a strength as well.
+            with self.adapter.at_strength(request.strength):
+                conditioning, negative = map(self.encoded.conditioning, (request.prompt, request.negative))
+                return family.sample(components.model, request, conditioning, negative)
+
+        step, evaluations = self.progress.step, sum(request.steps for request in self.plan.requests)
+        try:
+            # An image may take longer than a spot machine gives.
+            with (
+                self.phases("drawing samples", evaluations, "evaluation") as phase,
+                phase.between_modules(),
+                components.denoiser.register_forward_hook(lambda *_: phase.advance()),
+            ):
+                validation.draw_samples(self.plan.requests, sample=sample, folder=self.layout.samples_of(step))
+        except Interrupted:
+            return None
+        except DataError as error:
+            return error
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return OutOfMemory(f"step {step}: out of memory while samples were drawn\n{error}\n{SAMPLES_TOO_LARGE}")
+        return None
+
+    def export(self, stem: str) -> dict[str, Path]:
+        """Write the adapter's files; returns them by format."""
+        if not self.processes.is_main:
+            return {}
+        plan, config, components = self.plan, self.plan.config, self.encoded.components
+        tags: dict[str, int] = {}
+        for photo, _ in plan.photos:
+            tags[photo.caption] = tags.get(photo.caption, 0) + photo.repeats
+        about = export.About(
+            name=config.run.name,
+            started=self.progress.started,
+            step=self.progress.step,
+            epoch=max(0, self.progress.step - 1) // plan.steps_per_epoch + 1,
+            learning_rate=config.optimizer.lr,
+            train_images=sum(photo.repeats for photo, _ in plan.photos),
+            resolution=f"{config.data.resolution}x{config.data.resolution}",
+            tag_frequency=tags,
+            trigger_phrase=config.export.trigger_phrase,
+            seed=config.run.seed,
+            dora_base=made_for(self.norms.held),
+            family=plan.family.metadata(
+                components.model.configs[plan.family.denoiser], getattr(plan.objective, "prediction", "velocity")
+            ),
+        )
+        count = len(self.adapter.layers) * (len(config.export.formats) + self.adapter.dora)
+        with self.phases("exporting", count, "layer") as phase:
+            return export.write_files(
+                self.adapter,
+                self.layout.adapters,
+                stem,
+                about,
+                formats=config.export.formats,
+                fused=self.fused,
+                prefixes=plan.family.kohya_prefix,
+                rows=lambda name: components.layer(name).weight_shape[0],
+                norms=self.norms.now(phase.advance),
+                dora_scale=config.export.dora_scale,
+                advance=phase.advance,
+            )
+
+    def finish(self) -> None:
+        """At the end of the training: the adapter files, the "did it take?" table and the report."""
+        if not self.processes.is_main:
+            return
+        written = self.export(self.plan.config.run.name)
+        moved = outcome.weight_change(self.adapter, self.phases)
+        diverged = outcome.too_far(moved)
+        table = outcome.change_table(moved, dora=self.adapter.dora)
+        sections = {
+            "Did it take?": table | ({"notes": [f"Warning: {diverged}."]} if diverged else {}),
+            "Effect": {"columns": ["what", "value"], "rows": self._effects(written.get("diffusers"))},
+        }
+        storage = self.encoded.components.storage
+        if storage:
+            sections["Frozen weights"] = {
+                "columns": ["component", *quantization.REPORT_COLUMNS],
+                "rows": [[name, *stored.row()] for name, stored in storage.items()],
+            }
+        if diverged:
+            self.say(f"warning: {diverged}")
+        if outcome.did_nothing(self.adapter):
+            self.say("warning: every B is zero: the adapter changes nothing; train longer or raise optimizer.lr")
+        with self.phases("writing the report") as phase:
+            report = write_report(self.layout, name=self.plan.config.run.name, outcome=sections, check=phase.check)
+        self.say(outcome.render(sections))
+        for kind, path in written.items():
+            self.say(f"adapter ({kind}): {path}")
+        for path in sorted(self.layout.samples_of(self.progress.step).glob("*.png")):
+            self.say(f"sample: {path}")
+        self.say(f"report: {report}")
+
+    def _effects(self, file: Path | None) -> list[list[Any]]:
+        """What changed besides the weights. file: the adapter in diffusers' format."""
+        step, rows = self.progress.step, []
+        for before, after in validation.pairs(self.layout.samples_of(0), self.layout.samples_of(step)):
+            moved = validation.image_distance(before, after)
+            rows.append([f"sample {after.stem} moved by (relative L2 of pixels)", f"{moved:.3%}"])
+        if file is not None:
+            with self.phases("reading the adapter file back", file.stat().st_size, "B") as phase:
+                live = export.diffusers_tensors(self.adapter, self.norms.now(), lambda count: phase.check())
+                read = outcome.read_back(file, live, phase.advance)
+            magnitudes = " (magnitudes: as made for the file's base)" if self.adapter.dora else ""
+            rows.append([f"exported file, read back, against the live adapter{magnitudes}", read])
+        if self.progress.non_finite:
+            skipped = f"{self.progress.non_finite} of {step}"
+            rows.append(["updates skipped because a value was not finite (see metrics.jsonl)", skipped])
+        return rows

@@ -1,0 +1,44 @@
+"""The pieces of a run's checkpoints. Each is entered where it is built, in one call that also restores it on a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from trainer.checkpoint import state
+from trainer.checkpoint.state import PIECES, Piece, Provider, Saved
+
+P = TypeVar("P", bound=Provider)
+
+
+class Pieces:
+    """saved: the checkpoint that the run goes on from, None for a fresh start. census: all that the run's config asks for."""
+
+    def __init__(self, saved: Saved | None, census: Mapping[str, Piece] = PIECES) -> None:
+        self.census = census
+        self._saved, self._providers = saved, dict[str, Provider]()
+
+    def __getitem__(self, name: str) -> Provider:
+        return self._providers[name]
+
+    def enter(self, name: str, provider: P) -> P:
+        """Have `provider` saved from now on, restored first where the run is resumed. Returns it.
+
+        Raises UserError where the saved piece does not fit.
+        """
+        self._providers[name] = provider
+        if self._saved is not None:
+            self._saved.restore(**{name: provider})
+        return provider
+
+    def complete(self) -> None:
+        """After the last one. Raises ValueError where a piece of the census, or of the saved checkpoint, was left out."""
+        missing = sorted(self.census.keys() - self._providers.keys())
+        if missing:
+            raise ValueError(f"never entered: {', '.join(missing)}")
+        if self._saved is not None:
+            self._saved.finish()
+
+    def pack(self) -> dict[str, list[memoryview | bytes]]:
+        """The checkpoint's files at this moment (state.pack)."""
+        return state.pack(self._providers, self.census)

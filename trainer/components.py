@@ -1,0 +1,132 @@
+"""The loaded parts of the model: the one place that loads them, encodes with them, and lets them go."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Collection
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from trainer import quantization
+from trainer.digests import FileDigests
+from trainer.files import make_folder
+from trainer.models.base import Model
+from trainer.models.loading import load_tokenizers
+from trainer.phases import Phases
+from trainer.plan import Plan
+from trainer.quantization import ConvertedWeights
+from trainer.storage import held_as
+from trainer.types import BaseLayer, Conditioning, Kernels
+
+
+class Components:
+    """plan: its model's files are on this machine. digests: of those files, by their contents.
+
+    is_main: whether this process writes what it converts to model.cache_dir. say: prints a line of the run.
+    model: what the family's functions take. storage: of every component that was quantised here, how, for the report.
+    """
+
+    def __init__(
+        self, plan: Plan, *, device: torch.device, kernels: Kernels, digests: FileDigests, is_main: bool,
+        phases: Phases, say: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self.plan, self.family, self.source = plan, plan.family, plan.source
+        self.kernels, self.digests, self.is_main, self.phases, self.say = kernels, digests, is_main, phases, say
+        self.storage: dict[str, quantization.Stored] = {}
+        config = plan.config
+        self.model = Model(
+            modules={},
+            configs={component.name: self.source.config(component.name) for component in self.family.components},
+            tokenizers=load_tokenizers(self.family, self.source),
+            scheduler=self.source.scheduler,
+            compute={name: storage.compute for name, storage in plan.components.items()},
+            device=device,
+            options={
+                "objective": plan.objective,
+                "guidance": config.objective.guidance,
+                "text_length": config.data.text_length,
+            },
+        )
+
+    @property
+    def denoiser(self) -> torch.nn.Module:
+        return self.load(self.family.denoiser)
+
+    def load(self, name: str) -> torch.nn.Module:
+        """The component, read and quantised at its first use."""
+        if name in self.model.modules:
+            return self.model.modules[name]
+        storage, held = self.plan.components[name], self.source.held(name)
+        converted = self._converted(name) if storage.format.quantised and not held else None
+        module = self.model.modules[name] = self.source.load(
+            name,
+            swap=partial(storage.swap, held=held, kernels=self.kernels),
+            device=self.model.device,
+            fill=partial(converted.fill, phases=self.phases) if converted else lambda module: (),
+            phases=self.phases,
+        )
+        if converted is not None and self.is_main:
+            self.say(f"{name}: {converted.found} of {converted.wanted} converted weights were in model.cache_dir")
+            converted.store(module, phases=self.phases)
+        in_file = held_as(self.source, name)
+        if in_file and not storage.format.quantised:
+            self.say(f"{name}: held as {in_file[0]} in the model's file, widened to {storage.format.name}")
+        stored = quantization.stored_as(module)
+        if stored is not None:
+            self.storage[name] = stored
+            self.say(f"{name}: {stored}")
+        if storage.scaled_matmul:
+            self.say(f"{name}: {quantization.scaled_layers(module)}")
+        return module
+
+    def _converted(self, name: str) -> ConvertedWeights | None:
+        """The cache of a component's converted weights, where the config asks for one."""
+        folder = self.plan.config.model.cache_dir
+        if folder is None:
+            return None
+        make_folder(Path(folder), "model.cache_dir")
+        return ConvertedWeights(
+            Path(folder),
+            fingerprint=self.source.fingerprint(name, self.digests.of),
+            library=quantization.library(self.plan.components[name].format),
+        )
+
+    def let_go(self, names: Collection[str]) -> None:
+        """Give their memory back; what is used again is loaded again."""
+        if [name for name in names if self.model.modules.pop(name, None) is not None]:
+            gc.collect()
+
+    def layer(self, name: str) -> BaseLayer:
+        """A frozen layer by its full name ("unet.conv_in"), under its adapter where it has one."""
+        component, _, layer = name.partition(".")
+        module = self.model.modules[component].get_submodule(layer)
+        return module.get_base_layer() if hasattr(module, "get_base_layer") else module
+
+    @torch.no_grad()
+    def encode_images(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Family.encode_images, under the VAE."""
+        self.load(self.family.vae)
+        return self.family.encode_images(self.model, pixels)
+
+    @torch.no_grad()
+    def encode_prompts(self, texts: list[str]) -> Conditioning:
+        """Family.encode_prompts without gradients, for a cache."""
+        for name in self.family.text_encoders:
+            self.load(name)
+        return self.family.encode_prompts(self.model, texts)
+
+    def fingerprint(self, name: str) -> str:
+        """Of a component that encodes, for the cache of what it encodes: its files, and all that changes its numbers."""
+        storage = self.plan.components[name]
+        parts = [self.source.fingerprint(name, self.digests.of), storage.format.name, storage.compute, storage.keep]
+        if storage.format.quantised:
+            parts += [quantization.library(storage.format), self.model.device.type]
+        return ":".join(map(str, parts))
+
+    def text_fingerprint(self) -> str:
+        """Of all that captions pass through: the text encoders and the tokenizers."""
+        encoders = [self.fingerprint(name) for name in self.family.text_encoders]
+        tokenizers = [self.source.tokenizer_fingerprint, str(self.family.count_tokens(self.model, ""))]
+        return " ".join(encoders + tokenizers)

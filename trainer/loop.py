@@ -1,0 +1,177 @@
+"""The steps of a run, and what is due between two of them. Knows no config and no model family."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from trainer.checkpoint.state import Progress
+from trainer.data.sampler import MicroBatch
+from trainer.errors import DataError, Interrupted, NonFiniteError, OutOfMemory
+from trainer.memory import peak_bytes, reset_peak
+from trainer.metrics import Metrics
+from trainer.policies import NonFinite
+from trainer.processes import Processes
+from trainer.saving import Saves
+from trainer.signals import Signals
+from trainer.step import Step, StepResult
+from trainer.types import Batch, Occurrence
+
+# What is said of a stop once there is a step to keep.
+SAVED = "stopping; a checkpoint is written"
+AFTER_STEP = "stopping after this step; a checkpoint is written"
+
+# What may stand in the way of one process alone, by the number that the others hear of it.
+KINDS = (None, DataError, OutOfMemory)
+
+
+def due(every: int, step: int) -> bool:
+    """every: a number of steps; 0 is never."""
+    return every > 0 and step > 0 and step % every == 0
+
+
+class AfterStep(Protocol):
+    """What a run leaves for people while it goes on. again: what a start that was cut off may have made already.
+
+    Returns what kept this process from it and ends the run. It is not raised: all processes have to stop together.
+    """
+
+    def __call__(self, *, again: bool = False) -> Exception | None: ...
+
+
+class Loop:
+    """Steps until the end, `stop_after`, a signal, or what ends a run. All processes go through it side by side.
+
+    updates: the micro-batches of every update still to come. batches: this process's share of each, read; it is closed here.
+    last, stop_after: steps. save_every: steps between two checkpoints; 0 is never. too_large: what to change where a step
+    runs out of memory.
+    """
+
+    def __init__(
+        self, step: Step, updates: Iterator[Sequence[MicroBatch]], batches: Generator[list[Batch]], *, progress: Progress,
+        last: int, stop_after: int, save_every: int, saves: Saves, after_step: AfterStep, log: Metrics,
+        non_finite: NonFinite, too_large: str, processes: Processes, signals: Signals, device: torch.device,
+        say: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self.step, self.updates, self.batches, self.progress = step, updates, batches, progress
+        self.last, self.stop_after, self.save_every = last, min(stop_after, last), save_every
+        self.saves, self.after_step, self.log = saves, after_step, log
+        self.non_finite, self.too_large = non_finite, too_large
+        self.processes, self.signals, self.device, self.say = processes, signals, device, say
+        self.pending: Exception | None = None
+
+    def run(self) -> bool:
+        """Returns whether the last step was reached. However it ends, the last whole step is saved.
+
+        Raises Interrupted, NonFiniteError, OutOfMemory, DataError, OSError, KeyboardInterrupt.
+        """
+        progress, at_once = self.progress, False
+        self.signals.promise = SAVED
+        try:
+            self._after_step(again=True)  # step 0, or what a stop cut off
+            for update in self.updates:
+                if progress.step >= self.stop_after:
+                    break
+                batches = self._read()
+                self._agree()
+                occurrences = [occurrence for micro_batch in update for occurrence in micro_batch]
+                started = time.perf_counter()
+                reset_peak(self.device)
+                self.signals.promise = AFTER_STEP
+                try:
+                    result = self.step.run(progress.step + 1, batches, occurrences)
+                except OutOfMemory as error:
+                    raise OutOfMemory(f"{error}\n{self.too_large}") from None
+                finally:
+                    self.signals.promise = SAVED
+                self._count(result, occurrences, time.perf_counter() - started)
+                if due(self.save_every, progress.step):
+                    self.saves.save()
+                if progress.step in (self.last, self.stop_after):
+                    self.saves.save(final=True)
+                self._after_step()
+            self._agree()
+            finished = progress.step >= self.last
+            if not finished:
+                self.say(f"stopped after step {progress.step} as asked; go on with --resume_from auto")
+            return finished
+        except (Interrupted, NonFiniteError, OutOfMemory, DataError) as error:
+            # Between two steps, or a step that changed nothing: what was trained is whole, and kept. All processes are here,
+            # and leave together: whoever ended first would have the launcher stop the one that saves.
+            self.saves.save(final=True)
+            if isinstance(error, Interrupted):
+                where = (f"after step {progress.step}, which is saved",) if progress.step else ()
+                raise Interrupted(error.signum, *where) from None
+            raise
+        except KeyboardInterrupt:
+            at_once = True
+            raise
+        finally:
+            self.batches.close()
+            if not at_once:
+                self.saves.close()
+            self.log.close()
+
+    def _after_step(self, *, again: bool = False) -> None:
+        self.pending = self.after_step(again=again) or self.pending
+
+    def _read(self) -> list[Batch]:
+        """The next update's micro-batches of this process; what stands in the way is told in `_agree`, to all."""
+        try:
+            return next(self.batches)
+        except DataError as error:
+            self.pending = error
+            return []
+
+    def _agree(self) -> None:
+        """Do between two steps what any process was asked to do or met with, in all of them at the same step.
+
+        Raises Interrupted for a signal, OSError for a checkpoint that could not be written, what is pending. Only what was
+        agreed counts: a signal that comes in the meantime is told to the others before the next step.
+        """
+        kind = KINDS.index(type(self.pending)) if self.pending else 0
+        signum, save, failed, kind = self.processes.largest(
+            self.signals.stop or 0, int(self.signals.save), int(self.saves.failed), kind
+        )
+        if failed:
+            self.saves.answer()
+        if kind:
+            raise self.pending or KINDS[kind]("another process could not go on; its message says why")
+        if signum:
+            raise Interrupted(signum)
+        if save:
+            self.signals.save = False
+            saved = self.saves.done
+            self.saves.save()
+            self.say(f"SIGUSR1: step {self.progress.step} is {'saved already' if saved else 'being saved'}")
+
+    def _count(self, result: StepResult, occurrences: Sequence[Occurrence], seconds: float) -> None:
+        """Note that a step was made, and its line in the log."""
+        progress = self.progress
+        if result.refused:
+            self.non_finite.update(f"step {progress.step + 1}: {result.refused}; the adapter is unchanged")
+        progress.step += 1
+        progress.images += len(occurrences)
+        entry = {
+            "step": progress.step,
+            "epoch": occurrences[0].epoch + 1,
+            "loss": result.loss,
+            "lr": result.lr[0],
+            "grad_norm": result.grad_norm,
+            "images": progress.images,
+            "skipped": not result.updated,
+            "seconds": round(seconds, 6),
+            "images_per_second": round(len(occurrences) / seconds, 3),
+            "time": round(time.time(), 3),
+        }
+        if self.step.scaler.is_enabled():
+            entry["loss_scale"] = result.loss_scale
+        if result.refused:
+            entry["non_finite"] = result.refused
+        peak = peak_bytes(self.device)
+        if peak is not None:
+            entry["peak_bytes"] = peak
+        self.log.log(entry)

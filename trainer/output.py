@@ -1,0 +1,62 @@
+"""Taking hold of a run's output folder."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from trainer import config as configs
+from trainer import files, metrics, resume
+from trainer.checkpoint import store
+from trainer.checkpoint.pieces import Pieces
+from trainer.config import Config
+from trainer.layout import Layout, folder_name
+from trainer.phases import Phases
+from trainer.processes import Processes
+
+
+@contextmanager
+def opened(
+    layout: Layout, config: Config, *, step: int, pieces: Pieces, resumed: Path | None, processes: Processes,
+    phases: Phases, say: Callable[[str], None],
+) -> Iterator[None]:  # fmt: skip
+    """The output folder, held for this run alone: with the resolved config, and without what a killed start left behind.
+
+    After all that can refuse the run: a refused one leaves the output as it was. step: where the run stands. resumed: the
+    checkpoint that it goes on from.
+    """
+    if not processes.is_main:
+        processes.wait(obey=True)
+        yield
+        return
+    with files.locked(layout.root):
+        if phases.record is not None:
+            phases.record.open(layout.phases)
+        files.make_folder(layout.checkpoints, "run.output_dir")
+        files.remove_leftovers(layout.leftovers())
+        for folder in layout.samples.glob(".step-????????.tmp"):
+            shutil.rmtree(folder)
+        store.remove_leftovers(layout.checkpoints)
+        files.write_atomic(layout.config, [configs.dumps(config).encode()])
+        # In this order no kill in between loses what is resumed or a line of the log: first a checkpoint from elsewhere
+        # becomes the run's own, then what later steps left goes aside, then later checkpoints lose their names, by which
+        # the next start would know of them, then the log loses their lines.
+        own = layout.checkpoints / folder_name(step)
+        if resumed is not None and resumed.resolve() != own.resolve():
+            store.save(layout.checkpoints, step, pieces.pack())
+        if store.steps(layout.checkpoints)[-1:] > [step]:
+            aside = resume.set_aside_results(layout, name=config.run.name, after=step)
+            if aside is not None:
+                say(f"warning: samples, adapter files and the log of later steps are set aside in {aside}")
+        for moved in store.set_aside(layout.checkpoints, after=step):
+            say(f"warning: a later checkpoint is set aside as {moved}")
+        metrics.cut(layout.metrics, step)
+        # Of steps that a killed start made after its last checkpoint, perhaps with other prompts: they are made again.
+        # So are their adapter files, each in the place of the old one.
+        for folder in layout.samples.glob("step-????????"):
+            if folder.name > folder_name(step) or step == 0:
+                shutil.rmtree(folder)
+        processes.wait(obey=True)
+        yield

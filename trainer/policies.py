@@ -1,0 +1,82 @@
+"""What a run does about a value that is not finite, a checkpoint that cannot be written, too little memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from trainer.checkpoint.state import Progress
+from trainer.errors import NonFiniteError
+
+
+class NonFinite:
+    """step.non_finite and step.max_skipped. progress: counts the updates that were skipped. say: prints a line of the run."""
+
+    def __init__(
+        self, policy: Literal["stop", "skip"], max_skipped: int, progress: Progress, say: Callable[[str], None]
+    ) -> None:
+        self.policy, self.max_skipped, self.progress, self.say = policy, max_skipped, progress, say
+
+    def entry(self, what: str) -> None:
+        """An encoded photo or caption is not finite. Raises NonFiniteError, or says that updates with it are skipped."""
+        message = f"{what} are not finite; look at the file and at the encoder's compute dtype"
+        if self.policy == "stop":
+            raise NonFiniteError(f"{message}, or leave out every update it is in with step.non_finite = 'skip'")
+        self.say(f"warning: {message}; every update it is in will be skipped")
+
+    def update(self, what: str) -> None:
+        """An update was refused. Raises NonFiniteError, or counts it as skipped."""
+        done = self.progress.non_finite
+        if self.policy == "stop":
+            raise NonFiniteError(
+                f"{what}\nlook at these samples and at the compute dtypes; with step.non_finite = 'skip' and "
+                "--resume_from auto the run goes on without such updates"
+            )
+        if done >= self.max_skipped:
+            raise NonFiniteError(
+                f"{what}\n{done} updates were skipped before it, and step.max_skipped = {self.max_skipped} allows no more"
+            )
+        self.say(f"warning: {what}; the update is skipped ({done + 1} of at most {self.max_skipped})")
+        self.progress.non_finite += 1
+
+
+class FailedSaves:
+    """checkpoint.on_failure, of saves that met with an OSError."""
+
+    def __init__(self, policy: Literal["stop", "continue"], say: Callable[[str], None]) -> None:
+        self.policy, self.say = policy, say
+
+    @contextmanager
+    def __call__(self, *, saved: Callable[[], bool] | None = None) -> Iterator[None]:
+        """Around what may raise it. saved: at the end of a run, whether its last step is on the disk: then all is well."""
+        try:
+            yield
+        except OSError as error:
+            if not (self.policy == "continue" if saved is None else saved()):
+                raise
+            self.say(
+                f"warning: a checkpoint could not be written, or older ones not deleted ({error}); training goes on"
+            )
+
+
+def what_would_fit(
+    *, recomputed: bool | int, batch_size: int, resolution: int, rank: int, denoiser: str, dtype: str
+) -> str:
+    """After a step ran out of memory: what lowers its need, from the run's settings; first what keeps the run."""
+    others = [
+        *([f"data.batch_size below {batch_size}"] if batch_size > 1 else []),
+        f"data.resolution below {resolution}",
+        f"adapter.rank below {rank}",
+        f"a smaller model.components.{denoiser}.dtype than {dtype}",
+    ]
+    new_run = f"start a new run (another run.output_dir) with {', '.join(others)}"
+    if recomputed is True:
+        return new_run
+    return f"go on with --resume_from auto --set memory.gradient_checkpointing=true\nor {new_run}"
+
+
+SAMPLES_TOO_LARGE = (
+    "go on with --resume_from auto and smaller samples (width, height of validation.samples), or with "
+    "validation.every_steps = 0"
+)

@@ -1,0 +1,75 @@
+"""When the present state becomes a checkpoint, and what comes of one that could not be written."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+
+from trainer.checkpoint.pieces import Pieces
+from trainer.checkpoint.saver import Saver
+from trainer.checkpoint.state import Progress
+from trainer.errors import NonFiniteError
+from trainer.phases import Phases
+from trainer.policies import FailedSaves
+from trainer.processes import Processes
+
+
+class Saves:
+    """Hands the run's state to the saver. All processes call it at the same step; the main one writes.
+
+    is_finite: whether the state is worth keeping; lr: what to lower where it is not. say: prints a line of the run.
+    """
+
+    def __init__(
+        self, pieces: Pieces, saver: Saver, progress: Progress, *, is_finite: Callable[[], bool], lr: float,
+        failures: FailedSaves, processes: Processes, phases: Phases, say: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self.pieces, self.saver, self.progress = pieces, saver, progress
+        self.is_finite, self.lr, self.failures = is_finite, lr, failures
+        self.processes, self.phases, self.say = processes, phases, say
+
+    @property
+    def done(self) -> bool:
+        """Whether the present step is saved, or being saved."""
+        return self.saver.step == self.progress.step
+
+    @property
+    def failed(self) -> bool:
+        """Whether a checkpoint could not be written, which `answer` has not dealt with yet."""
+        return self.saver.failed
+
+    def save(self, *, final: bool = False) -> None:
+        """Hand the present state to the saver, unless it has it. final: wait until it is on the disk.
+
+        Raises NonFiniteError, in all processes, where the state is not worth keeping; the checkpoints before it stand.
+        """
+        step, saver = self.progress.step, self.saver
+        if step > saver.step and not self.is_finite():
+            raise NonFiniteError(
+                f"step {step}: the adapter or the optimizer's state is not finite after the update; it is not saved, and the "
+                f"checkpoints before it stand\nstart a new run with a lower optimizer.lr than {self.lr:g}"
+            )
+        if self.processes.is_main:
+            # Seen to its end whatever signal comes. Beside the training it is not waited for, and shows nothing.
+            with self.phases(f"saving step {step}", unit="B", obey=False) as phase:
+                if final and (failure := saver.join(phase.advance)) is not None:
+                    self.say(f"warning: an earlier checkpoint could not be written ({failure})")
+                if step > saver.step:
+                    saver.save(step, self.pieces.pack(), phase.advance)
+                if final:
+                    with self.failures(saved=lambda: saver.step >= step):
+                        saver.wait(phase.advance)
+        if final or not saver.background:
+            self.processes.wait()
+
+    def answer(self) -> None:
+        """Once any process has `failed`: raises OSError, or says that the training goes on."""
+        with self.failures():
+            self.saver.wait()
+            if not self.processes.is_main:
+                raise OSError(errno.EIO, "the main process could not write a checkpoint")
+
+    def close(self) -> None:
+        """At the end of the run, however it came: what is being written is written."""
+        if (failure := self.saver.join()) is not None:
+            self.say(f"warning: a checkpoint could not be written: {failure}")
