@@ -15,22 +15,8 @@ import threading
 from typing import NoReturn
 
 from trainer import signals
-from trainer.errors import (
-    NO_ACCESS,
-    DataError,
-    Interrupted,
-    NonFiniteError,
-    OutOfMemory,
-    PeerStopped,
-    UserError,
-    exit_status,
-)
+from trainer.errors import PeerStopped, ending
 from trainer.terminal import write
-
-OUT_OF_MEMORY = (
-    "out of memory: start a new run (another run.output_dir) with a lower data.batch_size or data.resolution, "
-    "or with memory.gradient_checkpointing = true"
-)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -65,10 +51,10 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             train(loaded, resume_from=resume_from)
     except (Exception, KeyboardInterrupt) as error:
-        status = exit_status(error)
+        status, said = ending(error)
         if status == 1 and not isinstance(error, PeerStopped):
             raise
-        return _fail(status, _message(error))
+        return _fail(status, said)
     finally:
         gc.enable()
     return 0
@@ -92,23 +78,6 @@ def leave(status: int) -> NoReturn:
     except (OSError, ValueError):  # nobody reads it any more: the interpreter knows how that ends
         sys.exit(status)
     os._exit(status)
-
-
-def _message(error: BaseException) -> str:
-    """What the user is told, and what can be done."""
-    if isinstance(error, KeyboardInterrupt):
-        return "stopped at once"
-    if isinstance(error, (UserError, NonFiniteError, OutOfMemory, DataError, Interrupted, PeerStopped)):
-        return str(error)
-    if isinstance(error, NO_ACCESS):
-        return f"{error.filename}: {error.strerror}; give a path that this user may write to"
-    if isinstance(error, MemoryError):
-        return OUT_OF_MEMORY
-    if isinstance(error, OSError):
-        return f"storage: {error}; free space or mend the disk, then start again with --resume_from auto"
-    if exit_status(error) == 6:
-        return f"{error}\nstart again with --resume_from auto; a lower data.num_workers needs less memory"
-    return f"{error}\n{OUT_OF_MEMORY}"
 
 
 def _fail(status: int, message: str) -> int:

@@ -6,7 +6,6 @@ import errno
 import signal
 
 STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG}
-NO_ACCESS = (PermissionError, NotADirectoryError, FileExistsError, IsADirectoryError)
 
 
 class UserError(ValueError):
@@ -41,24 +40,41 @@ class PeerStopped(RuntimeError):
         self.status = status
 
 
-def exit_status(error: BaseException) -> int:
-    """What the process ends with; 1 for what nobody foresaw."""
-    if isinstance(error, PeerStopped):
-        return error.status
-    if isinstance(error, Interrupted):
-        return 128 + error.signum
-    if isinstance(error, KeyboardInterrupt):
-        return 128 + signal.SIGINT
-    for kinds, status in (
-        ((UserError, *NO_ACCESS), 2), (NonFiniteError, 4), ((OutOfMemory, MemoryError), 5), (DataError, 6)
-    ):  # fmt: skip
-        if isinstance(error, kinds):
-            return status
-    if isinstance(error, OSError):
-        return 6 if error.errno in STORAGE_ERRORS else 1
-    if isinstance(error, RuntimeError):
-        from trainer.memory import is_out_of_memory
+TOO_LARGE = (
+    "out of memory: start a new run (another run.output_dir) with a lower data.batch_size or data.resolution, "
+    "or with memory.gradient_checkpointing = true"
+)
 
-        # A worker's death is told by a signal, in the middle of whatever was done.
-        return 6 if str(error).startswith("DataLoader worker") else 5 if is_out_of_memory(error) else 1
-    return 1
+
+def ending(error: BaseException) -> tuple[int, str]:
+    """(exit status, what the user is told) where an exception ends the program; status 1 for what nobody foresaw."""
+    said = str(error)
+    match error:
+        case PeerStopped():
+            return error.status, said
+        case Interrupted():
+            return 128 + error.signum, said
+        case KeyboardInterrupt():
+            return 128 + signal.SIGINT, "stopped at once"
+        case UserError():
+            return 2, said
+        case PermissionError() | NotADirectoryError() | FileExistsError() | IsADirectoryError():
+            return 2, f"{error.filename}: {error.strerror}; give a path that this user may write to"
+        case NonFiniteError():
+            return 4, said
+        case OutOfMemory():
+            return 5, said
+        case MemoryError():
+            return 5, TOO_LARGE
+        case DataError():
+            return 6, said
+        case OSError() if error.errno in STORAGE_ERRORS:
+            return 6, f"storage: {error}; free space or mend the disk, then start again with --resume_from auto"
+        case RuntimeError() if said.startswith("DataLoader worker"):
+            # A worker's death is told by a signal, in the middle of whatever was done.
+            return 6, f"{said}\nstart again with --resume_from auto; a lower data.num_workers needs less memory"
+        case RuntimeError():
+            from trainer.memory import is_out_of_memory
+
+            return (5, f"{said}\n{TOO_LARGE}") if is_out_of_memory(error) else (1, said)
+    return 1, said

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -12,52 +11,20 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-@dataclass(frozen=True)
 class Layout:
     """root: run.output_dir."""
 
-    root: Path
-
-    @property
-    def config(self) -> Path:
-        """The resolved config."""
-        return self.root / "config.toml"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def adapters(self) -> Path:
-        """NAME.safetensors of the end, NAME-STEP.safetensors of a step; for other readers with _FORMAT behind."""
-        return self.root / "adapters"
-
-    @property
-    def samples(self) -> Path:
-        return self.root / "samples"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object a step."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def phases(self) -> Path:
-        """One JSON object for each long piece of work."""
-        return self.root / "phases.jsonl"
-
-    @property
-    def report(self) -> Path:
-        return self.root / "report.html"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.root / "tensorboard"
-
-    @property
-    def cache(self) -> Path:
-        """Encoded photos and captions, where data.cache_dir names no other folder."""
-        return self.root / "cache"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.config = root / "config.toml"  # the resolved one
+        self.checkpoints = root / "checkpoints"
+        self.adapters = root / "adapters"  # NAME.safetensors of the end, NAME-STEP.safetensors of a step
+        self.samples = root / "samples"
+        self.metrics = root / "metrics.jsonl"  # one JSON object a step
+        self.phases = root / "phases.jsonl"  # one for each long piece of work
+        self.report = root / "report.html"
+        self.tensorboard = root / "tensorboard"
+        self.cache = root / "cache"  # encoded photos and captions, where data.cache_dir names no other folder
 
     def samples_of(self, step: int) -> Path:
         return self.samples / folder_name(step)

@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import torch
 
-from trainer.errors import PeerStopped, exit_status
+from trainer.errors import PeerStopped, ending
 from trainer.signals import Signals
 
 # Of a reduction: longer than processes can differ in one step (reading, a larger bucket, one micro-batch more). It does not
@@ -77,7 +77,7 @@ class Processes:
             yield
         except BaseException as error:
             if not isinstance(error, PeerStopped):
-                self._tell("failed", {"rank": self.rank, "status": exit_status(error)})
+                self._tell("failed", {"rank": self.rank, "status": ending(error)[0]})
             raise
         finally:
             over.set()
