@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests import quantised_files as files
 from trainer.errors import UserError
 from trainer.quantization import formats_of
-from trainer.quantization.checkpoints import recognise
+from trainer.quantization.quantised_files import recognise
 from trainer.tensorfile import TensorFile, tensor_sha256
 from trainer.types import HeldWeight
 

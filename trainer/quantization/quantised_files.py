@@ -1,4 +1,4 @@
-"""Checkpoints that are quantised already: recognised by their headers, read into the payloads of formats.py.
+"""Model files that are quantised already: recognised by their headers, read into the payloads of formats.py.
 
 Codes stay bit for bit what the file holds; scales become fp32, one for each row or block. X is a layer, N its rows.
 

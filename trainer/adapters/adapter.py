@@ -1,0 +1,157 @@
+"""The trainable part of a run: the adapted layers, their parameters, and what is done with all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from trainer import draws
+from trainer.adapters.targets import Target
+from trainer.errors import UserError
+
+if TYPE_CHECKING:  # it loads PEFT, which takes a second: not to read a config
+    pass
+
+ADAPTER_NAME = "default"
+
+
+class Adapter:
+    """The trainable part of a run: every adapted layer by its full name ("unet.down_blocks...to_q")."""
+
+    def __init__(self, layers: Mapping, targets: Mapping[str, Target], *, dora: bool, rslora: bool) -> None:
+        self.layers, self.targets, self.dora, self.rslora = dict(layers), dict(targets), dora, rslora
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """fp32 parameters as LAYER.lora_A.weight, LAYER.lora_B.weight, LAYER.lora_magnitude_vector, sorted by layer."""
+        named: dict[str, nn.Parameter] = {}
+        for name, layer in self.layers.items():
+            named[f"{name}.lora_A.weight"] = layer.lora_A[ADAPTER_NAME].weight
+            named[f"{name}.lora_B.weight"] = layer.lora_B[ADAPTER_NAME].weight
+            if self.dora:
+                named[f"{name}.lora_magnitude_vector"] = layer.lora_magnitude_vector[ADAPTER_NAME].weight
+        return named
+
+    def parameter_groups(self, *, lr: float, weight_decay: float) -> list[dict[str, object]]:
+        """Optimizer groups, {"lr", "weight_decay", "params", "magnitudes"}: magnitudes apart, and never decayed."""
+        groups: dict[tuple[float, float, bool], dict[str, object]] = {}
+        for name, parameter in self.named_parameters().items():
+            target = self.targets[name.partition(".lora_")[0]]
+            magnitude = is_magnitude(name)
+            decay = 0.0 if magnitude else weight_decay if target.weight_decay is None else target.weight_decay
+            rate = lr if target.lr is None else target.lr
+            group = groups.setdefault(
+                (rate, decay, magnitude), {"lr": rate, "weight_decay": decay, "params": [], "magnitudes": magnitude}
+            )
+            group["params"].append(parameter)
+        return list(groups.values())
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.detach() for name, parameter in self.named_parameters().items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Copy the tensors in. Raises UserError where names or shapes differ."""
+        mine = self.named_parameters()
+        odd = sorted(state.keys() ^ mine.keys())
+        if odd:
+            where = "is missing from the saved adapter" if odd[0] in mine else "is not part of this run's adapter"
+            raise UserError(f"the saved adapter does not fit this run: {odd[0]} {where}")
+        for name, parameter in mine.items():
+            saved = state[name]
+            if (parameter.shape, parameter.dtype) != (saved.shape, saved.dtype):
+                raise UserError(
+                    f"the saved adapter does not fit this run: {name} is {saved.dtype} {tuple(saved.shape)}, "
+                    f"here {parameter.dtype} {tuple(parameter.shape)}"
+                )
+            parameter.copy_(state[name])
+        self.mark_stale()
+
+    def mark_stale(self) -> None:
+        """Due after every change of the parameters: DoRA's cached norms are recomputed before their next use."""
+        for layer in self.layers.values():
+            layer.mark_stale()
+
+    def refresh_norms(self, advance: Callable[[int], object] = lambda count: None) -> None:
+        """Recompute DoRA's stale norms now, where the base weights are resident; the next forward finds them fresh.
+
+        advance: gets every number of layers that are fresh; may raise.
+        """
+        for layer in self.layers.values():
+            layer.refresh_norm()
+            advance(1)
+
+    def share_inputs(self, component: str, groups: Sequence[Sequence[str]]) -> None:
+        """Let Linears of `component` that are called with one tensor read it once.
+
+        groups: endings of layer names; adapted layers of one group that differ in nothing else share. Adapters with dropout
+        do not: each layer draws its own mask.
+        """
+        from trainer.adapters.layers import AdaptedLinear, SharedInput
+
+        for endings in groups:
+            sharing: dict[str, list] = {}
+            for name, layer in self.layers.items():
+                ending = next((e for e in endings if name.startswith(f"{component}.") and name.endswith(f".{e}")), None)
+                if ending is not None and isinstance(layer, AdaptedLinear):
+                    sharing.setdefault(name.removesuffix(ending), []).append(layer)
+            for layers in sharing.values():
+                if len(layers) > 1 and len({layer.get_base_layer().compute_dtype for layer in layers}) == 1:
+                    SharedInput(layers)
+
+    def refresh_before(self, owners: Mapping[str, nn.Module]) -> None:
+        """Have the forward of each owner first refresh the stale norms of its adapted layers.
+
+        owners: modules by full name ("unet", "unet.mid_block"); a layer belongs to the innermost one that contains it. There
+        the base weights are resident, and the hook runs outside of what gradient checkpointing repeats.
+        """
+        owned: dict[str, list] = {}
+        for name, layer in self.layers.items():
+            inside = [owner for owner in owners if name.startswith(f"{owner}.")]
+            owned.setdefault(max(inside, key=len), []).append(layer)
+        for owner, layers in owned.items():
+
+            def refresh(module, args, layers=layers) -> None:
+                for layer in layers:
+                    layer.refresh_norm()
+
+            owners[owner].register_forward_pre_hook(refresh)
+
+    @contextmanager
+    def at_strength(self, strength: float) -> Iterator[None]:
+        """Inside, every adapted layer gives base + strength * (adapted - base); 0 is the frozen base."""
+        for layer in self.layers.values():
+            layer.strength = strength
+        try:
+            yield
+        finally:
+            for layer in self.layers.values():
+                layer.strength = 1.0
+
+    def dropout(self, seed: int) -> Callable[[int, int], AbstractContextManager[None]]:
+        """(step, micro-batch) -> a context in which adapter dropout is on, seeded by (seed, step, micro-batch)."""
+        dropping = [layer for layer in self.layers.values() if layer.drops]
+
+        @contextmanager
+        def within(step: int, micro_batch: int) -> Iterator[None]:
+            if not dropping:
+                yield
+                return
+            state = draws.generator(seed, "dropout", step, micro_batch).initial_seed()
+            torch.manual_seed(state)
+            for layer in dropping:
+                layer.train()
+            try:
+                yield
+            finally:
+                for layer in dropping:
+                    layer.eval()
+
+        return within
+
+
+def is_magnitude(parameter_name: str) -> bool:
+    return parameter_name.endswith(".lora_magnitude_vector")

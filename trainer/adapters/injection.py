@@ -1,0 +1,100 @@
+"""Put adapters on a component's layers, through PEFT, and give them their first values."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from trainer import draws
+from trainer.adapters.adapter import ADAPTER_NAME, Adapter
+from trainer.adapters.targets import Target, lora_config
+from trainer.errors import UserError
+
+
+def inject(
+    components: Mapping[str, nn.Module],
+    targets: Sequence[Target],
+    *,
+    linear_class: type[nn.Module],
+    conv_class: type[nn.Module],
+    dora: bool,
+    rslora: bool,
+    dropout: float,
+    seed: int,
+    advance: Callable[[int], object] = lambda count: None,
+) -> Adapter:
+    """Put one adapter on every target, in place; everything else is frozen.
+
+    linear_class, conv_class: the frozen base layers (types.BaseLayer) that carry them.
+    Raises UserError for a grouped convolution, whose rows see different inputs.
+    A is drawn from U(-1/sqrt(K), 1/sqrt(K)) (kaiming_uniform with a = sqrt(5), PEFT's choice) by the layer's name, so that
+    it does not depend on which other layers are adapted. B is zero, m is the norm of the dequantised weight.
+    advance: gets every number of layers that have theirs; may raise.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    from trainer.adapters.layers import AdaptedConv2d, AdaptedLayer, AdaptedLinear
+
+    for module in components.values():
+        module.requires_grad_(False)
+    for target in targets:
+        groups = getattr(components[target.component].get_submodule(target.name), "groups", 1)
+        if groups != 1:
+            raise UserError(
+                f"{target.component}.{target.name} is a grouped convolution (groups = {groups}), which cannot carry an "
+                "adapter; leave it out of adapter.targets and adapter.rules"
+            )
+    layers: dict[str, AdaptedLayer] = {}
+    for component in dict.fromkeys(target.component for target in targets):
+        module = components[component]
+        mine = {target.name: target for target in targets if target.component == component}
+        by_layer = {id(module.get_submodule(name)): target for name, target in mine.items()}
+
+        config = LoraConfig(
+            r=1,
+            # An exact match of whole names: a list would match suffixes.
+            target_modules="|".join(re.escape(name) for name in mine),
+            use_dora=dora,
+            use_rslora=rslora,
+            lora_dropout=dropout,
+        )
+        config._register_custom_module(
+            {
+                linear_class: _factory(AdaptedLinear, by_layer, advance),
+                conv_class: _factory(AdaptedConv2d, by_layer, advance),
+            }
+        )
+        inject_adapter_in_model(config, module, ADAPTER_NAME)
+        for name, value in lora_config(list(mine.values()), dora=dora, rslora=rslora).items():
+            setattr(config, name, value)
+        for name in mine:
+            layer = module.get_submodule(name)
+            assert isinstance(layer, AdaptedLayer), name
+            layers[f"{component}.{name}"] = layer
+    for name, layer in layers.items():
+        a = layer.lora_A[ADAPTER_NAME].weight
+        bound = 1 / math.sqrt(a.flatten(1).shape[1])
+        generator = draws.generator(seed, "init", name)
+        with torch.no_grad():
+            a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
+        layer.mark_stale()
+    return Adapter(layers, {f"{t.component}.{t.name}": t for t in targets}, dora=dora, rslora=rslora)
+
+
+def _factory(
+    adapted_class: type, by_layer: Mapping[int, Target], advance: Callable[[int], object]
+) -> Callable[..., nn.Module]:
+    """What PEFT calls for each matched layer. Rank and alpha come from our own table: PEFT would try every pattern as a
+    regular expression on every layer."""
+
+    def build(base_layer, adapter_name, *, config, **rank_and_alpha):
+        target = by_layer[id(base_layer)]
+        layer = adapted_class(base_layer, adapter_name, config, target.rank, target.alpha)
+        advance(1)
+        return layer
+
+    return build

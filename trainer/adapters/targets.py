@@ -1,0 +1,119 @@
+"""Which layers are adapted, and with which rank, alpha, learning rate and weight decay."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from trainer import patterns
+from trainer.errors import UserError
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Overrides for the layers of `component` whose name matches `match`; None leaves the default."""
+
+    component: str
+    match: str
+    rank: int | None = None
+    alpha: float | None = None
+    lr: float | None = None
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True)
+class Target:
+    """One layer to adapt, with everything that was resolved for it. lr and weight_decay None mean the optimizer's."""
+
+    component: str
+    name: str
+    rank: int
+    alpha: float
+    lr: float | None = None
+    weight_decay: float | None = None
+
+    def scaling(self, rslora: bool) -> float:
+        return self.alpha / (math.sqrt(self.rank) if rslora else self.rank)
+
+
+def match_targets(
+    layers: Mapping[str, Sequence[str]],
+    *,
+    denoiser: str,
+    targets: str | Sequence[str],
+    presets: Mapping[str, Sequence[str]],
+    rules: Sequence[Rule],
+    rank: int,
+    alpha: float | None,
+) -> tuple[Target, ...]:
+    """Which layers are adapted, with which rank and alpha.
+
+    layers: the adaptable (Linear and Conv2d) layer names of every component, in module order.
+    targets: a preset's name or fnmatch patterns, on the denoiser's layer names. A rule that names another component adds
+    its layers; on the denoiser, a rule changes what the targets chose and adds what they did not. Later rules win.
+    alpha None means alpha = rank, per layer. Raises UserError where a preset is unknown or a pattern matches nothing.
+    """
+    if isinstance(targets, str):
+        if targets not in presets:
+            raise UserError(
+                f"adapter.targets = {targets!r} is not a preset; use one of {', '.join(map(repr, presets))}, "
+                "or a list of patterns"
+            )
+        wanted: Sequence[str] = presets[targets]
+    else:
+        wanted = targets
+    chosen: dict[tuple[str, str], Target] = {}
+    explicit: dict[tuple[str, str], float | None] = {}
+    for pattern in wanted:
+        names = [name for name in layers[denoiser] if fnmatchcase(name, pattern)]
+        # A preset is written for the family: single patterns may have no layer in a small variant of the model.
+        if not names and not isinstance(targets, str):
+            raise _no_match("adapter.targets", pattern, denoiser, layers[denoiser])
+        for name in names:
+            chosen[denoiser, name] = Target(denoiser, name, rank, rank if alpha is None else alpha)
+    for index, rule in enumerate(rules):
+        if rule.component not in layers:
+            raise UserError(
+                f"adapter.rules[{index}].component = {rule.component!r} cannot be adapted; "
+                f"use one of {', '.join(map(repr, layers))}"
+            )
+        names = [name for name in layers[rule.component] if fnmatchcase(name, rule.match)]
+        if not names:
+            raise _no_match(f"adapter.rules[{index}].match", rule.match, rule.component, layers[rule.component])
+        for name in names:
+            key = rule.component, name
+            before = chosen.get(key) or Target(*key, rank, rank)
+            # Where neither a rule nor the adapter names an alpha, it follows the rank.
+            explicit[key] = rule.alpha or explicit.get(key, alpha)
+            new_rank = rule.rank or before.rank
+            own = {field: value for field in ("lr", "weight_decay") if (value := getattr(rule, field)) is not None}
+            chosen[key] = replace(before, rank=new_rank, alpha=explicit[key] or new_rank, **own)
+    order = {(component, name): i for component in layers for i, name in enumerate(layers[component])}
+    if not chosen:
+        raise UserError(f"adapter.targets = {targets!r} matches no layer of {denoiser}")
+    return tuple(sorted(chosen.values(), key=lambda t: (list(layers).index(t.component), order[t.component, t.name])))
+
+
+def _no_match(key: str, pattern: str, component: str, names: Sequence[str]) -> UserError:
+    return UserError(
+        f"{key}: the pattern {pattern!r} matches no layer of {component} (patterns are fnmatch on the whole dotted name); "
+        + patterns.advice(pattern, names)
+    )
+
+
+def lora_config(targets: Sequence[Target], *, dora: bool, rslora: bool) -> dict[str, object]:
+    """The LoraConfig fields of one component's targets: the commonest rank and alpha, the others as patterns."""
+    rank = Counter(t.rank for t in targets).most_common(1)[0][0]
+    alpha = Counter(t.alpha for t in targets).most_common(1)[0][0]
+    return {
+        "r": rank,
+        "lora_alpha": alpha,
+        "rank_pattern": {f"^{t.name}": t.rank for t in targets if t.rank != rank},
+        "alpha_pattern": {f"^{t.name}": t.alpha for t in targets if t.alpha != alpha},
+        "target_modules": sorted(t.name for t in targets),
+        "use_dora": dora,
+        "use_rslora": rslora,
+    }
