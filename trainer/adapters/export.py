@@ -20,8 +20,9 @@ from typing import Any, Literal
 
 import torch
 
-from trainer.adapters import Adapter, Target, lora_config
+from trainer.adapters.adapter import Adapter
 from trainer.adapters.norms import RowNorms, magnitude, released_scale
+from trainer.adapters.targets import Target, lora_config
 from trainer.errors import NonFiniteError
 from trainer.tensorfile import serialize, write_tensors
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from trainer.adapters import Adapter
+from trainer.adapters.adapter import Adapter
 from trainer.adapters.dora import TINY
 from trainer.errors import UserError
 from trainer.types import BaseLayer
