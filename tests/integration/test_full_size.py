@@ -19,11 +19,12 @@ import pytest
 import torch
 
 from tests.harness import ROOT, Workbench, load_script, write_sparse
-from tests.unit.test_mutated_files import changed_bytes
+from tests.integration.test_mutated_files import changed_bytes
+from trainer.describe import describe
 from trainer.errors import UserError
 from trainer.models import FAMILIES
 from trainer.models.loading import open_model
-from trainer.plan import describe, make_plan, open_source, resolve
+from trainer.plan import make_plan, open_source, resolve
 from trainer.tensorfile import Recipe, TensorFile
 
 PADDING = "spiece_model"  # of the names that a Flux file may have beside the weights, the first in the file

@@ -1,7 +1,7 @@
 """Faults that named trainers shipped, each under the conditions in which it appeared there.
 
 Elsewhere: PEFT's merge over quanto, which changes nothing (numerics/test_adapted_layers.py), and the captions that
-diffusers' Flux cache pairs with the latents of another photo (unit/test_loader.py).
+diffusers' Flux cache pairs with the latents of another photo (unit/data/test_loader.py).
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import tomli_w
 
+from tests.harness import ROOT
 from trainer import config as configs
 from trainer import resume
 from trainer.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[2]
 MINIMAL = {
     "run": {"name": "bear", "output_dir": "out", "max_steps": 4},
     "model": {"family": "sdxl", "path": "models/tiny-sdxl"},

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.harness import ROOT
+
 sys.path.insert(0, str(ROOT / "scripts"))
 
-import bench_cli  # noqa: E402
+import bench_cli
 
 
 def run_of(seconds: float) -> bench_cli.Measured:

@@ -1,18 +1,14 @@
-"""The checkpoint store and the census. What faults and damage do: test_commit_protocol.py, test_mutated_files.py."""
+"""The checkpoint store. What faults and damage do: integration/test_commit_protocol.py, integration/test_mutated_files.py."""
 
 from __future__ import annotations
 
-import copy
 import errno
-import json
 import os
 import stat
 
 import pytest
-import torch
 
-from trainer import files
-from trainer.checkpoint import state, store
+from trainer.checkpoint import store
 from trainer.errors import UserError
 
 FILES = {"adapter.safetensors": b"a" * 100, "state.json": b"{}"}
@@ -57,66 +53,6 @@ def test_find(tmp_path) -> None:
     (tmp_path / "step-00000005" / "manifest.json").unlink()
     with pytest.raises(UserError, match="manifest.json is missing"):
         store.find(tmp_path, "auto")
-
-
-class Piece:
-    """A provider with something to forget."""
-
-    def __init__(self, **state) -> None:
-        self.state = state
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state) -> None:
-        self.state = state
-
-
-def census() -> dict[str, Piece]:
-    pieces = {name: Piece(value=name) for name in state.PIECES}
-    for name in state.TENSOR_FILES:
-        pieces[name].state["tensor"] = torch.arange(5.0)
-    return pieces
-
-
-def test_every_piece_goes_there_and_back(tmp_path) -> None:
-    before, after = census(), {name: Piece() for name in state.PIECES}
-    contents = state.pack(before)
-    for name in state.TENSOR_FILES:
-        before[name].state["tensor"].zero_()  # the training goes on while the snapshot is written
-    saved = state.Saved(store.save(tmp_path, 1, contents))
-    saved.restore(**after)
-    saved.finish()
-    for name, piece in after.items():
-        assert piece.state["value"] == name
-        assert name not in state.TENSOR_FILES or torch.equal(piece.state["tensor"], torch.arange(5.0))
-
-
-@pytest.mark.parametrize("name", sorted(state.PIECES))
-def test_leaving_out_any_piece_raises(tmp_path, name: str) -> None:
-    whole = census()
-    without = {key: piece for key, piece in whole.items() if key != name}
-    with pytest.raises(ValueError, match=name):
-        state.pack(without)
-    folder = store.save(tmp_path, 1, state.pack(whole))
-    saved = state.Saved(folder)
-    saved.restore(**without)
-    with pytest.raises(ValueError, match=f"not restored: {name}"):
-        saved.finish()
-    tree = json.loads((folder / "state.json").read_text())
-    for change, expected in (
-        (lambda pieces: pieces.pop(name), f"lacks {name}"),
-        (lambda pieces: pieces.update(ema={"version": 1, "state": {}}), "unknown piece, ema"),
-        (lambda pieces: pieces[name].update(version=2), f"{name} has version 2, this version reads 1"),
-    ):
-        changed = copy.deepcopy(tree)
-        change(changed["pieces"])
-        (folder / "state.json").write_bytes(files.json_bytes(changed))
-        with pytest.raises(UserError, match=expected):
-            state.Saved(folder)
-    (folder / "state.json").write_bytes(files.json_bytes(tree | {"layout": 2}))
-    with pytest.raises(UserError, match="layout 2, this version reads 4; go on with the version that wrote it"):
-        state.Saved(folder)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="folders cannot be opened there at all")

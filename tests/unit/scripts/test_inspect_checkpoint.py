@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.harness import ROOT
 from trainer import config as configs
 from trainer import files
 from trainer.checkpoint import state, store
 from trainer.checkpoint.state import Pin, Progress
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import inspect
 import json
 from collections import Counter
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 import diffusers
 import pytest
@@ -14,12 +13,11 @@ import torch
 import transformers
 from diffusers.loaders import single_file_utils
 
-from tests.harness import load_script
+from tests.harness import ROOT, load_script
 from trainer.errors import UserError
 from trainer.models import FAMILIES, keys
 from trainer.models.tokenizers import load_tokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = ROOT / "trainer" / "models" / "published"
 LINKS = {
     "UNet2DConditionModel": keys.sdxl_unet_links,

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
+from tests.harness import ROOT
 from trainer.adapters import Adapter, Target, export
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_no_document_gives_a_dora_file_to_sd_scripts() -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.harness import ROOT
+
 JUNIT = """<testsuites><testsuite tests="3" failures="{failures}" errors="0" skipped="1" time="2.5">
 <testcase classname="tests.a" name="one"/><testcase classname="tests.a" name="two">{inner}</testcase>
 <testcase classname="tests.a" name="three"><skipped/></testcase></testsuite></testsuites>"""

@@ -26,6 +26,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.harness import ROOT
 from trainer import config as configs
 from trainer import optim, precision, resume
 from trainer.adapters.norms import Norms
@@ -33,7 +34,6 @@ from trainer.checkpoint import state, store
 from trainer.errors import UserError
 from trainer.tensorfile import DTYPES, TensorFile, serialize, tensor_sha256, write_tensors
 
-ROOT = Path(__file__).resolve().parents[2]
 MEMORY = 64 << 20
 SECONDS = 20
 
@@ -488,7 +488,7 @@ def main(count: int, folder: Path) -> None:
 @pytest.mark.parametrize("count", [2000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_mutants_load_well_formed_or_are_refused(tmp_path: Path, count: int) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.test_mutated_files", str(count), str(tmp_path)],
+        [sys.executable, "-m", "tests.integration.test_mutated_files", str(count), str(tmp_path)],
         cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     which = (tmp_path / "which").read_text() if (tmp_path / "which").exists() else "none"

@@ -15,12 +15,11 @@ import torch
 from diffusers import FluxPipeline, StableDiffusionXLPipeline
 from transformers import AutoTokenizer
 
-from tests.harness import load_script, write_sparse
+from tests.harness import ROOT, load_script, write_sparse
 from trainer.models import FAMILIES
 from trainer.models.loading import open_model
 from trainer.tensorfile import TensorFile
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "make_model.py"
 MEGABYTE = 1_000_000
 CAPTION = "a photo of sks plush bear on a beach, 12:30!"

@@ -21,6 +21,7 @@ from trainer import config as configs
 from trainer import precision
 from trainer import run as runs
 from trainer.errors import UserError
+from trainer.step import Step, StepResult
 
 # What CUDA has only without a fixed order of sums, so that torch.use_deterministic_algorithms(True) refuses it there (its
 # docstring in torch 2.13): a CPU runs it and says nothing. cumsum and bincount: of floating-point numbers only.
@@ -89,22 +90,22 @@ def child(models: Path, folder: Path) -> dict:
         )  # fmt: skip
         runs.train(configs.parse(tree), resume_from=resume_from)
 
-    be_deterministic, one_step = precision.be_deterministic, runs.Run.one_step
+    be_deterministic, one_step = precision.be_deterministic, Step.run
 
     def and_fill() -> None:
         """NaN in whatever was never written: a read of it would show."""
         be_deterministic()
         torch.utils.deterministic.fill_uninitialized_memory = True
 
-    def and_watch(*args) -> None:
+    def and_watch(*args) -> StepResult:
         with operations:
-            one_step(*args)
+            return one_step(*args)
 
     for family in CELLS:
         operations = Operations()
-        runs.Run.one_step = and_watch
+        Step.run = and_watch
         train("whole")
-        runs.Run.one_step = one_step
+        Step.run = one_step
         result["operations"][family] = sorted(operations.seen)
         precision.be_deterministic = and_fill
         train("parts", run__stop_after=1)
@@ -117,7 +118,14 @@ def child(models: Path, folder: Path) -> dict:
 def test_both_families_train_and_end_in_the_same_bytes(models: Path, tmp_path: Path) -> None:
     """Whole, and stopped and resumed with NaN in fresh memory; nothing that a step does is refused here, or on CUDA."""
     result_file = tmp_path / "result.json"
-    command = [sys.executable, "-m", "tests.unit.test_deterministic", str(models), str(tmp_path), str(result_file)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.integration.test_deterministic",
+        str(models),
+        str(tmp_path),
+        str(result_file),
+    ]
     environment = {key: value for key, value in os.environ.items() if key != "CUBLAS_WORKSPACE_CONFIG"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]

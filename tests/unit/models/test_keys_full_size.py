@@ -12,7 +12,7 @@ import torch
 import transformers
 from diffusers.loaders import single_file_utils
 
-from tests.unit.test_keys import COUNTS, LINKS, class_of, published
+from tests.unit.models.test_keys import COUNTS, LINKS, class_of, published
 from trainer.models import FAMILIES, keys
 
 ROW = 2**20  # more than any tensor has rows
