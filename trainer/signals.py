@@ -42,14 +42,15 @@ class Signals:
         self.promise = STOPPING
         self._interrupted = False
         self._before: dict[int, object] = {}
-
-    def __enter__(self) -> Signals:
         # Python runs a handler between two of its own instructions: a backward pass in C++ may be half a minute long. The
-        # number of the signal comes through here at once, to a thread.
+        # number of a signal comes through here at once, to a thread.
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
-        self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._wakeup = -1
         self._thread = threading.Thread(target=self._acknowledge, name="signals", daemon=True)
+
+    def __enter__(self) -> Signals:
+        self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._thread.start()
         for signum in HANDLED:
             if signum != HANGUP or signal.getsignal(signum) != signal.SIG_IGN:
