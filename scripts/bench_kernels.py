@@ -132,9 +132,9 @@ def main() -> int:
         return 2
     import triton
 
-    from trainer.kernels import dora_torch, dora_triton
+    from trainer.kernels import decode, dora_torch, dora_triton
 
-    dora_torch.DEVICE_PIECE = 1 << 62  # one piece: its best case, memory aside
+    decode.DEVICE_PIECE = 1 << 62  # one piece: its best case, memory aside
     deadline = time.monotonic() + args.seconds
     ceiling = copy_rate()
     rows: list[dict[str, Any]] = []

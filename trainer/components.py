@@ -16,9 +16,10 @@ from trainer.models.base import Model
 from trainer.models.loading import load_tokenizers
 from trainer.phases import Phases
 from trainer.plan import Plan
+from trainer.protocols import BaseLayer, Kernels
 from trainer.quantization import ConvertedWeights
 from trainer.storage import held_as
-from trainer.types import BaseLayer, Conditioning, Kernels
+from trainer.types import Conditioning
 
 
 class Components:

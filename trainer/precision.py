@@ -15,7 +15,7 @@ from torch import nn
 
 from trainer.errors import UserError
 from trainer.kernels import multiplies_float8
-from trainer.types import Kernels
+from trainer.protocols import Kernels
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

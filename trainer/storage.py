@@ -15,8 +15,9 @@ from trainer.errors import UserError
 from trainer.kernels import dora_torch
 from trainer.models.base import Component, Family
 from trainer.models.loading import ModelSource
+from trainer.protocols import Kernels
 from trainer.quantization import Format, formats_of
-from trainer.types import HeldWeight, Kernels
+from trainer.types import HeldWeight
 
 DEFAULT_STORAGE = {"denoiser": "bf16", "text_encoder": "bf16", "vae": "fp32"}
 

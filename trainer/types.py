@@ -1,4 +1,4 @@
-"""What the rooms share: what a batch holds, and the seam between quantisation and adapters.
+"""What the rooms share as values: what a batch holds, and weights as they are stored. Their seams: protocols.py.
 
 Legend of the shape letters: B batch, C latent channels, H and W latent height and width, L tokens, D token width,
 P pooled width, M rows of an activation (tokens), K input features, N output features, R rank.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -93,7 +92,7 @@ class StoredWeight:
     scale: fp32, one for each `block` consecutive elements (block = K: one for each row); None: 1.
     offset: fp32 like scale; None: 0.
     levels: fp32 [2 ** bits], the number a code stands for; None: the code itself.
-    plain: whether float8 codes are known to be finite, with scales of an ordinary size (kernels/dora_torch.has_plain_codes).
+    plain: whether float8 codes are known to be finite, with scales of an ordinary size (kernels/decode.has_plain_codes).
     """
 
     codes: torch.Tensor
@@ -145,110 +144,3 @@ class Recognised:
 
     weights: Mapping[str, HeldWeight]
     other: frozenset[str]
-
-
-class Kernels(Protocol):
-    """The operations worth fusing. kernels/dora_torch.py has them plain, kernels/dora_triton.py fused; same signatures.
-
-    Names of arguments as in adapters/dora.py, whose formulas these are. Arithmetic is fp32 (fp64 for fp64 inputs) and
-    rounds once, to the dtype of the result; only the plain G^T t of 16-bit tensors leaves its product in 16 bits.
-    """
-
-    name: str
-
-    def upcast(
-        self, weight: StoredWeight, dtype: torch.dtype, g_N: torch.Tensor | None = None, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """W, or g * W row by row (g fp32 [N]): `dtype` [N, K], contiguous, in `out` where one is given."""
-        ...
-
-    def row_squares(self, weight: StoredWeight) -> torch.Tensor:
-        """||W_n||^2: fp32 [N]."""
-        ...
-
-    def adapted_norm(
-        self, weight: StoredWeight, w_sq_N: torch.Tensor, a_RK: torch.Tensor, b_NR: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
-        """c = ||W + s B A||_row, fp32 [N], from w_sq = ||W||^2 (fp32 [N]) and fp32 A and B; nothing of W's size is made.
-
-        Where the sum cancels below its own rounding, c is at least 2^-12 ||W||.
-        """
-        ...
-
-    def compose(
-        self, z_MN: torch.Tensor, t_MR: torch.Tensor, b_NR: torch.Tensor, scaling: float, g_N: torch.Tensor | None,
-        bias_N: torch.Tensor | None, out_MN: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """out = g * (z + s t B^T) + bias. z, t, B, out: one dtype; g, bias: fp32 [N] or None. `out` may be z."""
-        ...
-
-    def row_gradients(
-        self, dy_MN: torch.Tensor, u_MN: torch.Tensor, t_MR: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(G^T t: fp32 [N, R], sum over the rows of G * u: fp32 [N]), reading G = dy once."""
-        ...
-
-    def quantize_rows(self, x_MK: torch.Tensor, by_K: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """x * by, row by row in float8: (e4m3 codes [M, K], row-major, scale fp32 [M] > 0), x * by = codes * scale.
-
-        by: fp32 [K] or None. scale = max |row| / 448, with a floor for rows of zeros. A row with NaN or infinity gets NaN.
-        """
-        ...
-
-    def scaled_product(
-        self, x_codes_MK: torch.Tensor, x_scale_M: torch.Tensor, weight: StoredWeight, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """x W^T of codes, both sides scaled by row: `dtype` [M, N]. weight: e4m3, one scale a row; N, K: multiples of 16."""
-        ...
-
-    def scaled_input_grad(
-        self, d_codes_MN: torch.Tensor, d_scale_M: torch.Tensor, weight: StoredWeight, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """d W of codes, d scaled by row, the scales of W left out (d has them): `dtype` [M, K]. weight as above."""
-        ...
-
-
-class BaseLayer(Protocol):
-    """The seam between quantisation and adapters: a frozen Linear or Conv2d whose storage is its own affair.
-
-    `product` and its gradients are the layer's bias-free operation, a matrix product or a convolution, for any weight of its
-    geometry: an adapter's A goes through them too. Rows are the output's pixels or tokens: M of them, whatever its layout.
-    """
-
-    compute_dtype: torch.dtype
-    bias: torch.Tensor | None
-    kernels: Kernels
-    original_norms: torch.Tensor | None  # fp32 [N], ||W_n|| as it was read; None where it lies in memory as in the file
-
-    def row_norms(self) -> torch.Tensor: ...  # fp32 [N], ||W_n|| as it lies in memory
-
-    def stored(self) -> StoredWeight: ...
-
-    def dequantize(self, dtype: torch.dtype) -> torch.Tensor: ...  # the weight in its own shape
-
-    @property
-    def bias_N(self) -> torch.Tensor | None: ...  # fp32 [N], rounded to compute_dtype
-
-    def matmul(self, x: torch.Tensor) -> torch.Tensor: ...  # x W^T in compute_dtype, a new tensor
-
-    def input_grad(
-        self, dy: torch.Tensor, x_shape: torch.Size, g_N: torch.Tensor | None = None, add_to: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """(g * dy) W, the gradient of x, in compute_dtype: a new tensor, or added to `add_to` in place. g: fp32 [N]."""
-        ...
-
-    def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor: ...
-
-    def product_input_grad(
-        self, dy: torch.Tensor, weight: torch.Tensor, x_shape: torch.Size, add_to: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The gradient of x: a new tensor, or added to `add_to` in place."""
-        ...
-
-    def product_weight_grad(self, dy: torch.Tensor, x: torch.Tensor, weight_shape: torch.Size) -> torch.Tensor: ...
-
-    def rows(self, y: torch.Tensor) -> torch.Tensor: ...  # [M, features] of an input or output, a view where it can be
-
-    def put_rows(self, y_MN: torch.Tensor, y: torch.Tensor) -> None: ...  # into y, where `rows(y)` gave a copy
-
-    def from_rows(self, y_MN: torch.Tensor, like: torch.Size) -> torch.Tensor: ...  # a view, features as the rows have

@@ -9,7 +9,7 @@ import torch
 
 from tests.harness import Workbench, metrics_of
 from trainer import cli
-from trainer.kernels import dora_torch
+from trainer.kernels import decode
 from trainer.models import FAMILIES
 from trainer.models.loading import open_model
 from trainer.quantization import FORMATS, ConvertedWeights, Format, FrozenLayer, library, stored_as
@@ -124,7 +124,7 @@ def test_a_run_may_take_up_the_cache(bench: Workbench, capsys) -> None:
 def test_the_norms_of_the_weights_as_read_are_kept(bench: Workbench, monkeypatch, name: str) -> None:
     """||W16|| of every converted layer against fp64, from a conversion and from the cache, bit for bit."""
     exact = open_model(FAMILIES["flux"], str(bench.models / "flux")).weights("transformer")
-    monkeypatch.setattr(dora_torch, "PIECE", 1 << 10)  # several pieces, as in a large layer
+    monkeypatch.setattr(decode, "PIECE", 1 << 10)  # several pieces, as in a large layer
     first, _ = load(bench, FORMATS[name])
     second, found = load(bench, FORMATS[name])
     assert found.found == found.wanted

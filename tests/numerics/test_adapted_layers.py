@@ -20,7 +20,7 @@ from trainer import optim
 from trainer.adapters import ADAPTER_NAME, Target, inject
 from trainer.adapters.layers import SharedInput
 from trainer.errors import UserError
-from trainer.kernels import choose, dora_torch
+from trainer.kernels import choose, decode, dora_torch
 from trainer.kernels import scratch as scratch_module
 from trainer.quantization import ALL_FORMATS, FORMATS, Format, FrozenConv2d, FrozenLinear, freeze_layers
 
@@ -272,11 +272,11 @@ def test_no_wide_temporary_of_the_weights_size(format: Format, rows: int) -> Non
     x = torch.randn(rows, k).to(compute).requires_grad_()
     with LargestAllocation() as allocations:
         adapted_layer(x).sum().backward()
-    large = [buffer for buffer in scratch_module._buffers.values() if buffer.numel() > dora_torch.PIECE]
+    large = [buffer for buffer in scratch_module._buffers.values() if buffer.numel() > decode.PIECE]
     assert [(buffer.dtype, buffer.numel() <= n * k) for buffer in large] in ([], [(compute, True)])
     assert bool(large) == (rows > 8 or format.dtype != compute)
-    assert n * k > 4 * dora_torch.PIECE
-    assert 0 < allocations.largest <= dora_torch.PIECE
+    assert n * k > 4 * decode.PIECE
+    assert 0 < allocations.largest <= decode.PIECE
 
 
 PEAK = """

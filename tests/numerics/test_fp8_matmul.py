@@ -23,7 +23,7 @@ from trainer import kernels
 from trainer.adapters import Target, inject
 from trainer.adapters.dora import Part
 from trainer.adapters.dora import adapted as adapted_layers
-from trainer.kernels import dora_torch
+from trainer.kernels import decode, dora_torch
 from trainer.quantization import FORMATS, FrozenConv2d, FrozenLinear
 from trainer.types import StoredWeight
 
@@ -381,7 +381,7 @@ def test_no_fp32_copy_of_the_weight_is_made() -> None:
     x = torch.randn(4, 1024).bfloat16().requires_grad_()
     with LargestAllocation() as seen:
         layer(x).backward(torch.ones(4, 2048, dtype=torch.bfloat16))
-    assert 0 < seen.largest <= dora_torch.PIECE < layer.weight_shape.numel()
+    assert 0 < seen.largest <= decode.PIECE < layer.weight_shape.numel()
 
 
 def test_weights_of_files_with_one_scale_for_all_rows() -> None:

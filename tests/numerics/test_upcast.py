@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.numerics.test_adapted_layers import LargestAllocation
-from trainer.kernels import dora_torch
+from trainer.kernels import decode, dora_torch
 from trainer.quantization import ALL_FORMATS, FORMATS, FrozenLinear
 from trainer.types import StoredWeight
 
@@ -39,7 +39,7 @@ def test_every_finite_float8_code_is_exact(
     codes = finite_codes(codes_dtype)[None]
     assert codes.numel() == (254 if codes_dtype == torch.float8_e4m3fn else 248)
     weight = StoredWeight(codes, (1, codes.shape[1]), block=codes.shape[1], scale=torch.tensor([scale]))
-    assert dora_torch.has_plain_codes(weight)
+    assert decode.has_plain_codes(weight)
     g_N = None if g is None else torch.tensor([g])
     expected = codes.float() * torch.tensor([[scale]])
     expected = (expected if g is None else expected * g_N[:, None]).to(out)
@@ -88,11 +88,11 @@ def test_few_bits_are_those_that_each_element_looks_up(format, shape: tuple[int,
     weight = layer.stored()
     one_by_one = torch.empty(shape)
     for row in range(shape[0]):
-        dora_torch._element_by_element(weight, row * shape[1], (row + 1) * shape[1], one_by_one[row])
+        decode._element_by_element(weight, row * shape[1], (row + 1) * shape[1], one_by_one[row])
     assert bits(dora_torch.upcast(weight, torch.float32)) == bits(one_by_one)
-    monkeypatch.setattr(dora_torch, "PIECE", 3 * shape[1])  # pieces that would end within a block, were they not moved
+    monkeypatch.setattr(decode, "PIECE", 3 * shape[1])  # pieces that would end within a block, were they not moved
     assert bits(dora_torch.upcast(weight, torch.float32)) == bits(one_by_one)
-    pieces = [piece.clone() for _, piece in dora_torch.decoded(weight)]
+    pieces = [piece.clone() for _, piece in decode.decoded(weight)]
     assert bits(torch.cat(pieces)) == bits(one_by_one)
 
 

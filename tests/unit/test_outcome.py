@@ -14,7 +14,7 @@ from tests.harness import Workbench
 from tests.numerics.test_adapted_layers import LargestAllocation, network, with_adapter
 from trainer import cli, outcome
 from trainer.adapters import ADAPTER_NAME
-from trainer.kernels import dora_torch
+from trainer.kernels import decode
 from trainer.quantization import ALL_FORMATS, FORMATS, FrozenLinear
 
 TOLERANCE = 1e-6  # of ||W||
@@ -80,8 +80,8 @@ def test_nothing_dense_is_made() -> None:
     adapter = with_adapter(nn.Sequential(layer), names=("0",))
     with LargestAllocation() as allocations:
         changes = outcome.weight_change(adapter)
-    assert n * k > 4 * dora_torch.PIECE
-    assert 0 < allocations.largest <= dora_torch.PIECE
+    assert n * k > 4 * decode.PIECE
+    assert 0 < allocations.largest <= decode.PIECE
     (change,) = changes.values()
     (row,) = outcome.change_table(changes, dora=True)["rows"]
     assert row[1:] == [1, f"{change.largest:.3%}", f"{change.largest:.3%}", f"{change.drift:.3%}"]

@@ -90,13 +90,13 @@ class Adapter:
         groups: endings of layer names; adapted layers of one group that differ in nothing else share. Adapters with dropout
         do not: each layer draws its own mask.
         """
-        from trainer.adapters.layers import AdaptedLinear, SharedInput
+        from trainer.adapters.layers import SharedInput
 
         for endings in groups:
             sharing: dict[str, list] = {}
             for name, layer in self.layers.items():
                 ending = next((e for e in endings if name.startswith(f"{component}.") and name.endswith(f".{e}")), None)
-                if ending is not None and isinstance(layer, AdaptedLinear):
+                if ending is not None and len(layer.get_base_layer().weight_shape) == 2:
                     sharing.setdefault(name.removesuffix(ending), []).append(layer)
             for layers in sharing.values():
                 if len(layers) > 1 and len({layer.get_base_layer().compute_dtype for layer in layers}) == 1:

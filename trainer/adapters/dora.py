@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.function import once_differentiable
 
-from trainer.types import BaseLayer
+from trainer.protocols import BaseLayer
 
 # Below this a norm counts as zero: g would be 0 / 0. At 0 / TINY = 0 the row stays what it is, zero.
 TINY = 1e-30

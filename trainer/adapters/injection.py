@@ -29,7 +29,7 @@ def inject(
 ) -> Adapter:
     """Put one adapter on every target, in place; everything else is frozen.
 
-    linear_class, conv_class: the frozen base layers (types.BaseLayer) that carry them.
+    linear_class, conv_class: the frozen base layers (protocols.BaseLayer) that carry them.
     Raises UserError for a grouped convolution, whose rows see different inputs.
     A is drawn from U(-1/sqrt(K), 1/sqrt(K)) (kaiming_uniform with a = sqrt(5), PEFT's choice) by the layer's name, so that
     it does not depend on which other layers are adapted. B is zero, m is the norm of the dequantised weight.
@@ -37,45 +37,41 @@ def inject(
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    from trainer.adapters.layers import AdaptedConv2d, AdaptedLayer, AdaptedLinear
+    from trainer.adapters.layers import AdaptedLayer
 
     for module in components.values():
         module.requires_grad_(False)
+    by_layer: dict[int, Target] = {}
     for target in targets:
-        groups = getattr(components[target.component].get_submodule(target.name), "groups", 1)
-        if groups != 1:
+        base = components[target.component].get_submodule(target.name)
+        if base.groups != 1:
             raise UserError(
-                f"{target.component}.{target.name} is a grouped convolution (groups = {groups}), which cannot carry an "
+                f"{target.component}.{target.name} is a grouped convolution (groups = {base.groups}), which cannot carry an "
                 "adapter; leave it out of adapter.targets and adapter.rules"
             )
+        by_layer[id(base)] = target
+
+    def build(base_layer, adapter_name, *, config, **rank_and_alpha) -> AdaptedLayer:
+        # Rank and alpha come from our own table: PEFT would try every pattern as a regular expression on every layer.
+        target = by_layer[id(base_layer)]
+        layer = AdaptedLayer(base_layer, adapter_name, config, target.rank, target.alpha)
+        advance(1)
+        return layer
+
     layers: dict[str, AdaptedLayer] = {}
     for component in dict.fromkeys(target.component for target in targets):
         module = components[component]
-        mine = {target.name: target for target in targets if target.component == component}
-        by_layer = {id(module.get_submodule(name)): target for name, target in mine.items()}
-
-        config = LoraConfig(
-            r=1,
-            # An exact match of whole names: a list would match suffixes.
-            target_modules="|".join(re.escape(name) for name in mine),
-            use_dora=dora,
-            use_rslora=rslora,
-            lora_dropout=dropout,
-        )
-        config._register_custom_module(
-            {
-                linear_class: _factory(AdaptedLinear, by_layer, advance),
-                conv_class: _factory(AdaptedConv2d, by_layer, advance),
-            }
-        )
+        mine = [target for target in targets if target.component == component]
+        # An exact match of whole names: a list would match suffixes.
+        pattern = "|".join(re.escape(target.name) for target in mine)
+        config = LoraConfig(r=1, target_modules=pattern, use_dora=dora, use_rslora=rslora, lora_dropout=dropout)
+        config._register_custom_module({linear_class: build, conv_class: build})
         inject_adapter_in_model(config, module, ADAPTER_NAME)
-        for name, value in lora_config(list(mine.values()), dora=dora, rslora=rslora).items():
+        for name, value in lora_config(mine, dora=dora, rslora=rslora).items():
             setattr(config, name, value)
-        for name in mine:
-            layer = module.get_submodule(name)
-            assert isinstance(layer, AdaptedLayer), name
-            layers[f"{component}.{name}"] = layer
+        layers |= {f"{component}.{target.name}": module.get_submodule(target.name) for target in mine}
     for name, layer in layers.items():
+        assert isinstance(layer, AdaptedLayer), name
         a = layer.lora_A[ADAPTER_NAME].weight
         bound = 1 / math.sqrt(a.flatten(1).shape[1])
         generator = draws.generator(seed, "init", name)
@@ -83,18 +79,3 @@ def inject(
             a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
         layer.mark_stale()
     return Adapter(layers, {f"{t.component}.{t.name}": t for t in targets}, dora=dora, rslora=rslora)
-
-
-def _factory(
-    adapted_class: type, by_layer: Mapping[int, Target], advance: Callable[[int], object]
-) -> Callable[..., nn.Module]:
-    """What PEFT calls for each matched layer. Rank and alpha come from our own table: PEFT would try every pattern as a
-    regular expression on every layer."""
-
-    def build(base_layer, adapter_name, *, config, **rank_and_alpha):
-        target = by_layer[id(base_layer)]
-        layer = adapted_class(base_layer, adapter_name, config, target.rank, target.alpha)
-        advance(1)
-        return layer
-
-    return build

@@ -12,18 +12,17 @@ import torch
 from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import nn
-from torch.nn.utils import skip_init
 
 from trainer.adapters.dora import Part, adapted, scale_rows
-from trainer.kernels import dora_torch
+from trainer.kernels.decode import squares_and_product
 
 
-class Magnitude(nn.Module):
-    """Holds DoRA's m, fp32 [N], under the name PEFT gives it in state dicts (`lora_magnitude_vector.NAME.weight`)."""
+class Values(nn.Module):
+    """Holds A, B or DoRA's m, fp32, under the name PEFT gives it in state dicts (`lora_A.NAME.weight`)."""
 
-    def __init__(self, initial_N: torch.Tensor) -> None:
+    def __init__(self, initial: torch.Tensor) -> None:
         super().__init__()
-        self.weight = nn.Parameter(initial_N)
+        self.weight = nn.Parameter(initial)
 
 
 class AdaptedLayer(nn.Module, LoraLayer):
@@ -53,13 +52,10 @@ class AdaptedLayer(nn.Module, LoraLayer):
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
         # PEFT would warn of a layer type it does not know.
-        shape = module.weight_shape
-        return shape[1], shape[0]
+        return module.weight_shape[1], module.weight_shape[0]
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: float, config, **kwargs) -> None:
-        base = self.get_base_layer()
-        device = base.payload_weight.device
-        dora = bool(config.use_dora)
+        base, dora = self.get_base_layer(), bool(config.use_dora)
         if dora and config.lora_dropout:
             raise ValueError("adapter.dropout cannot be combined with DoRA")
         self.r[adapter_name], self.lora_alpha[adapter_name] = r, lora_alpha
@@ -68,27 +64,23 @@ class AdaptedLayer(nn.Module, LoraLayer):
         self.lora_bias[adapter_name] = False
         dropout = nn.Dropout(config.lora_dropout) if config.lora_dropout else nn.Identity()
         self.lora_dropout[adapter_name] = dropout
-        self.lora_A[adapter_name], self.lora_B[adapter_name] = self.new_factors(base, r, device)
+        rows, *columns = base.weight_shape
         # B = 0 makes the adapter the identity; A = 0 until `inject` draws it keeps the first norm finite.
-        nn.init.zeros_(self.lora_A[adapter_name].weight)
-        nn.init.zeros_(self.lora_B[adapter_name].weight)
+        for factors, shape in (self.lora_A, (r, *columns)), (self.lora_B, (rows, r, *(1 for _ in columns[1:]))):
+            factors[adapter_name] = Values(torch.zeros(shape, dtype=torch.float32, device=base.qweight.device))
         if dora:
             if "base_norm_sq" not in self._buffers:
                 base_norm_sq = base.kernels.row_squares(base.stored())
                 self.register_buffer("base_norm_sq", base_norm_sq, persistent=False)
                 self.register_buffer("norm", torch.empty_like(base_norm_sq), persistent=False)
                 self.keep_z = base.bias is not None or not bool((base_norm_sq > 0).all())
-            self.lora_magnitude_vector[adapter_name] = Magnitude(self.current_norm(adapter_name))
+            self.lora_magnitude_vector[adapter_name] = Values(self.current_norm(adapter_name))
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
         super().set_adapter(adapter_names, inference_mode)
         self._looked_up = None
         self.mark_stale()
-
-    def new_factors(self, base, r: int, device) -> tuple[nn.Module, nn.Module]:
-        """A and B, without values: `inject` draws A by the layer's name."""
-        raise NotImplementedError
 
     def factors(self, adapter_name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """A as [R, K] and B as [N, R] (a convolution's kernel flattened)."""
@@ -138,7 +130,7 @@ class AdaptedLayer(nn.Module, LoraLayer):
         """
         base, scaling = self.get_base_layer(), self.scaling[adapter_name]
         a_RK, b_NR = (factor.double() for factor in self.factors(adapter_name))
-        w_sq_N, wa_NR = dora_torch.squares_and_product(base.stored(), a_RK)
+        w_sq_N, wa_NR = squares_and_product(base.stored(), a_RK)
         g_N = torch.ones_like(w_sq_N)
         if self.use_dora[adapter_name]:
             m_N = self.lora_magnitude_vector[adapter_name].weight
@@ -246,20 +238,3 @@ class SharedInput:
         if not self.outputs:
             self.forget()
         return y
-
-
-class AdaptedLinear(AdaptedLayer):
-    def new_factors(self, base, r, device):
-        return (
-            skip_init(nn.Linear, base.in_features, r, bias=False, device=device),
-            skip_init(nn.Linear, r, base.out_features, bias=False, device=device),
-        )
-
-
-class AdaptedConv2d(AdaptedLayer):
-    def new_factors(self, base, r, device):
-        geometry = {"stride": base.stride, "padding": base.padding, "dilation": base.dilation}
-        return (
-            skip_init(nn.Conv2d, base.in_channels, r, base.kernel_size, **geometry, bias=False, device=device),
-            skip_init(nn.Conv2d, r, base.out_channels, 1, bias=False, device=device),
-        )

@@ -22,7 +22,7 @@ import torch
 from trainer.adapters.adapter import Adapter
 from trainer.adapters.dora import TINY
 from trainer.errors import UserError
-from trainer.types import BaseLayer
+from trainer.protocols import BaseLayer
 
 # Sums of another device or thread count differ in their last bits.
 TOLERANCE = 1e-5

@@ -1,11 +1,12 @@
-"""The few operations worth fusing, each twice: plain PyTorch and Triton, with the same signatures (types.Kernels)."""
+"""The few operations worth fusing, each twice: plain PyTorch and Triton, with the same signatures (protocols.Kernels)."""
 
 from __future__ import annotations
 
 import torch
 
 from trainer.errors import UserError
-from trainer.types import Kernels, StoredWeight
+from trainer.protocols import Kernels
+from trainer.types import StoredWeight
 
 # Of the card that Triton reads float8 e4m3 on, and that multiplies float8: Ada and Hopper.
 CAPABILITY = (8, 9)

@@ -1,4 +1,4 @@
-"""The kernels in Triton, for CUDA. See types.Kernels; upcast_triton.py has the frozen weights, and how launches are made;
+"""The kernels in Triton, for CUDA. See protocols.Kernels; upcast_triton.py has the frozen weights, and how launches are made;
 fp8_triton.py has the products in float8.
 
 Products of 16-bit tensors run on tensor cores and are summed in fp32. Products of fp32 tensors are exact to fp32: activations
@@ -30,8 +30,8 @@ from trainer.kernels.upcast_triton import (
 from trainer.types import StoredWeight
 
 __all__ = [
-    "adapted_norm", "compose", "name", "quantize_rows", "row_gradients", "row_squares", "scaled_input_grad",
-    "scaled_product", "upcast",
+    "adapted_norm", "compose", "has_plain_codes", "name", "quantize_rows", "row_gradients", "row_squares",
+    "scaled_input_grad", "scaled_product", "upcast",
 ]  # fmt: skip
 
 name = "triton"
@@ -230,6 +230,10 @@ def _compose_op(
 @triton_op("trainer::row_gradients", mutates_args={"db_SNR", "du_SN"})
 def _row_gradients_op(dy_MN: Tensor, u_MN: Tensor, t_MR: Tensor, db_SNR: Tensor, du_SN: Tensor) -> None:
     _launch_row_gradients(wrap_triton(row_gradients_kernel), dy_MN, u_MN, t_MR, db_SNR, du_SN)
+
+
+def has_plain_codes(weight: StoredWeight) -> bool:
+    return False  # every code is decoded alike here, and to look would be a wait for each layer
 
 
 def adapted_norm(weight: StoredWeight, w_sq_N: Tensor, a_RK: Tensor, b_NR: Tensor, scaling: float) -> Tensor:

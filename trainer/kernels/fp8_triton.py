@@ -1,4 +1,4 @@
-"""Products of float8 e4m3 operands, both scaled row by row, for CUDA. See types.Kernels; dora_torch.py has the plain twins.
+"""Products of float8 e4m3 operands, both scaled row by row, for CUDA (protocols.Kernels). dora_torch.py has the plain twins.
 
 cuBLAS multiplies, through `torch._scaled_mm`: private by name, but its signature has been the same since torch 2.5, and
 Inductor knows it. What is ours is the quantiser, one pass over its input, and the transposition that the input gradient

@@ -1,4 +1,4 @@
-"""Frozen weights in Triton: read as they are stored, in fp32 in registers. See types.StoredWeight and types.Kernels.
+"""Frozen weights in Triton: read as they are stored, in fp32 in registers. See types.StoredWeight and protocols.Kernels.
 
 What an operation launches is visible to torch.compile as one operator that says what it writes. Eager calls go round the
 operator, whose dispatch costs as much as the launch. Block sizes are fixed by the shape and untuned so far: no GPU has timed

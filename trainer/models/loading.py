@@ -576,7 +576,7 @@ def _fill_buffers(module: nn.Module) -> None:
     persistent = set(module.state_dict())
     for name, buffer in module.named_buffers():
         leaf = name.rpartition(".")[2]
-        if name in persistent or leaf.startswith("payload_"):
+        if name in persistent:
             continue
         assert leaf == "position_ids", f"no value is known for buffer {name}"
         buffer.copy_(torch.arange(buffer.shape[-1], device=buffer.device).expand(buffer.shape))

@@ -12,6 +12,7 @@ from torch import nn
 from trainer.errors import UserError
 from trainer.models.keys import Link, split_original
 from trainer.phases import Phase
+from trainer.protocols import WeightOwner
 from trainer.tensorfile import NAMES, TensorEntry, TensorFile
 from trainer.types import HeldWeight, Recognised
 
@@ -119,8 +120,8 @@ class Read:
         for name, shape, piece in zip(self.link.parts, self.parts, self.split(payload), strict=True):
             piece = {role: tensor.to(device) for role, tensor in piece.items()}
             owner = module.get_submodule(name.rpartition(".")[0])
-            if hasattr(owner, "load_payload") and owner.format.dtype_name == held.dtype:
-                owner.load_payload(piece)
+            if isinstance(owner, WeightOwner):
+                owner.load_held(held, piece)
             else:
                 _place_tensor(module, name, held.dequantize(piece, shape))
 
@@ -158,7 +159,7 @@ class Read:
 def _place_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
     owner_name, _, leaf = name.rpartition(".")
     owner = module.get_submodule(owner_name)
-    if leaf == "weight" and hasattr(owner, "load_weight"):
+    if leaf == "weight" and isinstance(owner, WeightOwner):
         owner.load_weight(tensor)
     else:
         with torch.no_grad():

@@ -11,13 +11,14 @@ from torch import nn
 
 from trainer.errors import UserError
 from trainer.kernels import dora_torch
+from trainer.protocols import Kernels
 from trainer.quantization import bitsandbytes, quanto
 from trainer.quantization.cache import ConvertedWeights
 from trainer.quantization.formats import Dense, Format, Packed, PerRow, scaled_float8
 from trainer.quantization.layers import FrozenConv2d, FrozenLayer, FrozenLinear
 from trainer.quantization.quantised_files import recognise
 from trainer.quantization.record import REPORT_COLUMNS, Stored, library, record, scaled_layers, stored_as
-from trainer.types import HeldWeight, Kernels
+from trainer.types import HeldWeight
 
 __all__ = [
     "ALL_FORMATS", "FORMATS", "REPORT_COLUMNS", "ConvertedWeights", "Format", "FrozenConv2d", "FrozenLayer",

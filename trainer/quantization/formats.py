@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from trainer.kernels.dora_torch import pieces, values
+from trainer.kernels.decode import pieces, values
 from trainer.types import StoredWeight
 
 # Weights are converted in pieces of about this many elements, so that the fp32 copies stay small beside the weight.

@@ -1,4 +1,4 @@
-"""Frozen Linear and Conv2d over any storage format: the base-layer protocol of types.py.
+"""Frozen Linear and Conv2d over any storage format: protocols.BaseLayer.
 
 Forward and input gradient are ours for every format. A weight whose stored dtype is not the compute dtype is converted
 into one shared buffer at each use, in the forward and again in the backward pass: a saved copy would undo the saving of
@@ -17,8 +17,9 @@ from torch import nn
 from trainer.kernels import dora_torch, scaled_matmul_pays
 from trainer.kernels.scratch import scratch
 from trainer.memory import recomputing
+from trainer.protocols import Kernels
 from trainer.quantization.formats import Format, relative_error
-from trainer.types import Kernels, StoredWeight
+from trainer.types import HeldWeight, StoredWeight
 
 
 class FrozenLayer(nn.Module):
@@ -29,6 +30,7 @@ class FrozenLayer(nn.Module):
     """
 
     weight = None
+    groups = 1
     bias: nn.Parameter | None
     kernels: Kernels = dora_torch
     # Whether no backward pass reads the output: a recomputation leaves the product out (memory.checkpoint_blocks).
@@ -94,9 +96,15 @@ class FrozenLayer(nn.Module):
             tensor.copy_(payload[name].view(tensor.shape))
         self._filled()
 
+    def load_held(self, held: HeldWeight, payload: Mapping[str, torch.Tensor]) -> None:
+        """Take over what a file holds quantised, or convert it where this layer is stored in another format."""
+        if self.format.dtype_name == held.dtype:
+            self.load_payload(payload)
+        else:
+            self.load_weight(held.dequantize(payload, self.weight_shape))
+
     def _filled(self) -> None:
-        # Of use to the plain kernels alone; on a GPU it would be a wait for each layer.
-        self._plain = self.kernels is dora_torch and dora_torch.has_plain_codes(self.stored())
+        self._plain = self.kernels.has_plain_codes(self.stored())
 
     def compute_weight(self, g_N: torch.Tensor | None = None) -> torch.Tensor:
         """W, or g * W row by row, in `compute_dtype`: the payload itself where it is that, else in the shared buffer."""
