@@ -179,7 +179,7 @@ def test_an_untrained_dora_is_the_identity_on_the_16bit_model(models: Path, tmp_
         assert rows_off(merged.double().flatten(1), w16.double().flatten(1)) < 1e-6, name
         seen += 1
     assert seen == len(run.adapter.layers) and any(
-        isinstance(run.components.layer(n), FrozenConv2d) for n in run.adapter.layers
+        isinstance(run.base_layer(n), FrozenConv2d) for n in run.adapter.layers
     )
     for convention in ("comfyui_released", "magnitude"):
         tensors, modules = run.kohya(convention), 0
