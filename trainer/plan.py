@@ -6,10 +6,9 @@ import difflib
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-import torch
 from torch import nn
 
-from trainer import quantization, storage
+from trainer import precision, quantization, storage
 from trainer.adapters import Rule, Target, match_targets
 from trainer.config import Config, SampleTable
 from trainer.data import buckets, sampler, sources
@@ -47,7 +46,7 @@ class Plan:
     def scales_loss(self) -> bool:
         """Whether gradients pass through fp16: then the loss is scaled."""
         trained = {self.family.denoiser, *self.adapted}
-        return any(self.components[name].compute == torch.float16 for name in trained)
+        return precision.needs_scaling(self.components[name].compute for name in trained)
 
     @property
     def adapted(self) -> tuple[str, ...]:

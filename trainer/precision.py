@@ -8,6 +8,7 @@ fails for four of the nine pairs of fp32, bf16 and fp16.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -150,6 +151,11 @@ class ScalerState:
             if not in_range or not 0 <= state["_growth_tracker"] <= state["growth_interval"]:
                 raise ValueError(f"{state}")
             self.scaler.load_state_dict(state)
+
+
+def needs_scaling(compute: Iterable[torch.dtype]) -> bool:
+    """Whether the loss is scaled. compute: of the components that gradients pass through."""
+    return torch.float16 in compute
 
 
 def loss_scaler(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from trainer import files
 from trainer.errors import UserError
-from trainer.layout import folder_name
+from trainer.layout import Layout, folder_name
 from trainer.phases import QUIET, Phases
 
 MANIFEST = "manifest.json"
@@ -193,7 +193,8 @@ def find(root: Path, resume_from: str | None, phases: Phases = QUIET) -> tuple[P
             )
         return folder, passed
     folder = Path(resume_from)
-    if any((folder / inner).is_dir() for inner in ("checkpoints", *map(folder_name, steps(folder)))):
+    inner = (Layout(folder).checkpoints, *(folder / folder_name(step) for step in steps(folder)))
+    if any(path.is_dir() for path in inner):
         raise UserError(
             f"--resume_from {resume_from!r} holds checkpoints, it is none: give one of its step-... folders, or auto with "
             "that run.output_dir"

@@ -36,7 +36,9 @@ def write_report(
         metrics=read_metrics(layout.metrics),
         samples=read_samples(layout.samples, check),
         outcome=outcome,
-        adapters=[page.AdapterFile.read(file, check) for file in sorted(layout.adapters.glob("*.safetensors"))],
+        adapters=[
+            page.AdapterFile.read(file, layout.root, check) for file in sorted(layout.adapters.glob("*.safetensors"))
+        ],
     )
     check()
     write_atomic(layout.report, [html.encode("utf-8", errors="replace")])

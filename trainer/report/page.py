@@ -93,13 +93,15 @@ body{max-width:none;padding:0;font-size:11pt}h2,h3{break-after:avoid}tr{break-in
 
 @dataclass(frozen=True)
 class AdapterFile:
-    name: str
+    """path: below the page's folder."""
+
+    path: Path
     bytes: int
     sha256: str
 
     @staticmethod
-    def read(path: Path, check: Callable[[], None] = lambda: None) -> AdapterFile:
-        return AdapterFile(path.name, path.stat().st_size, hash_file(path, lambda count: check()))
+    def read(path: Path, root: Path, check: Callable[[], None] = lambda: None) -> AdapterFile:
+        return AdapterFile(path.relative_to(root), path.stat().st_size, hash_file(path, lambda count: check()))
 
 
 def render(
@@ -245,7 +247,7 @@ def _adapters(adapters: Sequence[AdapterFile]) -> str:
     if not adapters:
         return '<p class="soft">No adapter file has been written yet.</p>'
     rows = "".join(
-        f'<tr><td><a href="{escape(quote("adapters/" + file.name))}">{escape(file.name)}</a></td>'
+        f'<tr><td><a href="{escape(quote(file.path.as_posix()))}">{escape(file.path.name)}</a></td>'
         f'<td class="number">{size(file.bytes)}</td><td><code>{file.sha256}</code></td></tr>'
         for file in adapters
     )
