@@ -50,7 +50,7 @@ def load_component(path: Path, dtype: str, cache_dir: Path | None):
 
     from trainer.digests import FileDigests
     from trainer.models import FAMILIES
-    from trainer.models.loading import open_model
+    from trainer.models.opening import open_model
     from trainer.quantization import FORMATS, ConvertedWeights, freeze_layers, library
 
     family = FAMILIES["flux"]

@@ -31,12 +31,14 @@ from typing import Any
 
 import torch
 
-# Neither diffusers nor transformers is imported: they take longer to load than all the work here.
+# Neither diffusers nor transformers is imported but for T5: they take longer to load than all the work here.
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from trainer.errors import UserError  # noqa: E402
-from trainer.models import keys  # noqa: E402
+from trainer.models import FAMILIES  # noqa: E402
+from trainer.models.building import shapes_of  # noqa: E402
+from trainer.models.names import Link, join_parts  # noqa: E402
 from trainer.models.tokenizers import END, START, clip_vocabulary, embedded_merges  # noqa: E402
 from trainer.tensorfile import Recipe, write_tensors  # noqa: E402
 
@@ -336,7 +338,9 @@ def random_weights(component: str, class_name: str, config: Mapping[str, Any], d
             return tiled(drawn.to(dtype), shape)
         return _latents_scaled(name, tiled(drawn, shape), config)
 
-    shapes = keys.parameter_shapes(class_name, config)
+    known = [c for family in FAMILIES.values() for c in family.components if c.class_name == class_name]
+    shapes = shapes_of(known[0], config)
+    shapes.pop("encoder.embed_tokens.weight", None)  # of T5: the same tensor as shared.weight
     return {name: Recipe(dtype, shape, partial(make, name, shape)) for name, shape in shapes.items()}
 
 
@@ -384,24 +388,16 @@ def write_texts(folder: Path, files: Mapping[str, str]) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def original_tensors(links: list[keys.Link], prefix: str, weights: Mapping[str, Recipe]) -> dict[str, Recipe]:
-    def make(link: keys.Link) -> torch.Tensor:
-        return keys.join_parts(link, [weights[part].make() for part in link.parts])
+def original_tensors(links: list[Link], prefix: str, weights: Mapping[str, Recipe]) -> dict[str, Recipe]:
+    def make(link: Link) -> torch.Tensor:
+        return join_parts(link, [weights[part].make() for part in link.parts])
 
     tensors = {}
     for link in links:
         parts = [weights[part] for part in link.parts]
-        joined = keys.join_parts(link, [torch.empty(part.shape, dtype=part.dtype, device="meta") for part in parts])
+        joined = join_parts(link, [torch.empty(part.shape, dtype=part.dtype, device="meta") for part in parts])
         tensors[prefix + link.original] = Recipe(joined.dtype, tuple(joined.shape), partial(make, link))
     return tensors
-
-
-SDXL_LINKS: dict[str, Callable[[keys.Config], list[keys.Link]]] = {
-    "unet": keys.sdxl_unet_links,
-    "text_encoder": keys.clip_l_links,
-    "text_encoder_2": keys.open_clip_links,
-    "vae": keys.vae_links,
-}
 
 
 def sdxl_single_file(
@@ -409,8 +405,9 @@ def sdxl_single_file(
 ) -> dict[str, torch.Tensor | Recipe]:
     """Every component under its original names, with the tensors beside the weights that real files have."""
     tensors: dict[str, torch.Tensor | Recipe] = {}
-    for component, links in SDXL_LINKS.items():
-        tensors |= original_tensors(links(configs[component]), keys.SDXL_PREFIXES[component][0], weights[component])
+    for component in FAMILIES["sdxl"].components:
+        name, links = component.name, component.names(configs[component.name]).links
+        tensors |= original_tensors(links, component.prefixes[0], weights[name])
     embedders = "conditioner.embedders"
     tensors[f"{embedders}.0.transformer.text_model.embeddings.position_ids"] = torch.arange(77)[None]
     tensors[f"{embedders}.1.model.logit_scale"] = torch.tensor(math.log(100.0))
@@ -524,7 +521,7 @@ def make(size: str, family: str, layout: str, out: Path, seed: int, prediction: 
     if single and family == "sdxl":
         write_tensors(out, sdxl_single_file(configs, weights, prediction))
     elif single:
-        links = keys.flux_transformer_links(configs["transformer"])
+        links = FAMILIES["flux"].module_links("transformer", configs["transformer"])
         write_tensors(out, original_tensors(links, "", weights["transformer"]))
 
 

@@ -15,7 +15,8 @@ from trainer.data import buckets, sampler, sources
 from trainer.errors import UserError
 from trainer.models import family_named
 from trainer.models.base import Family, SampleRequest
-from trainer.models.loading import ModelSource, open_model
+from trainer.models.loading import ModelSource
+from trainer.models.opening import open_model
 from trainer.objectives import Objective
 from trainer.phases import QUIET, Phases
 from trainer.processes import Processes
@@ -134,7 +135,7 @@ def find_objective(config: Config, source: ModelSource) -> Objective:
     family = source.family
     configs = {component.name: source.config(component.name) for component in family.components}
     shape = source.shape(family.denoiser, family.input_layer)
-    family.check(configs, shape[1] if shape else configs[family.denoiser]["in_channels"])
+    family.check(configs, shape[1] if shape else configs[family.denoiser].get("in_channels"))
     return family.objective(
         source.scheduler,
         source.markers,

@@ -12,10 +12,13 @@ import torch
 
 from tests.harness import Workbench, built, take_step
 from tests.integration.test_errors import refused
+from tests.unit.models.test_names import parameter_shapes
 from trainer import cli
 from trainer.errors import UserError
-from trainer.models import FAMILIES, keys
-from trainer.models.loading import PUBLISHED, load_tokenizers, open_model
+from trainer.models import FAMILIES
+from trainer.models.loading import PUBLISHED, load_tokenizers
+from trainer.models.names import Link, join_parts
+from trainer.models.opening import open_model
 from trainer.quantization import FORMATS
 from trainer.storage import Storage
 from trainer.tensorfile import TensorFile, write_tensors
@@ -42,21 +45,19 @@ def published(component: str, variant: str = "flux-dev") -> dict:
     return json.loads((PUBLISHED / variant / component / "config.json").read_text())
 
 
-def links_of(component: str, config: dict) -> list[keys.Link]:
+def links_of(component: str, config: dict) -> list[Link]:
     """The names of ComfyUI's files: the original ones, and transformers' own for the encoders."""
-    if component == "transformer":
-        return keys.flux_transformer_links(config)
-    if component == "vae":
-        return keys.vae_links(config)
+    if FLUX.component(component).names:
+        return FLUX.component(component).names(config).links
     start = "text_model." if component == "text_encoder" else ""
-    shapes = keys.parameter_shapes(FLUX.component(component).class_name, config)
-    return [keys.Link(start + name, (name,)) for name in shapes]
+    shapes = parameter_shapes(FLUX.component(component).class_name, config)
+    return [Link(start + name, (name,)) for name in shapes]
 
 
 def write_all_in_one(path: Path, weights: dict[str, dict[str, torch.Tensor]], configs: dict[str, dict]) -> None:
     """With what ComfyUI's file has beside them."""
     tensors = {
-        PREFIXES[component] + link.original: keys.join_parts(link, [weights[component][part] for part in link.parts])
+        PREFIXES[component] + link.original: join_parts(link, [weights[component][part] for part in link.parts])
         for component, config in configs.items()
         for link in links_of(component, config)
     }
@@ -68,7 +69,7 @@ def write_all_in_one(path: Path, weights: dict[str, dict[str, torch.Tensor]], co
 
 def random_weights(component: str, config: dict) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shapes = keys.parameter_shapes(FLUX.component(component).class_name, config)
+    shapes = parameter_shapes(FLUX.component(component).class_name, config)
     return {
         name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) / shape[1] ** 0.5
         for name, shape in shapes.items()

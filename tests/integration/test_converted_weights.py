@@ -11,7 +11,7 @@ from tests.harness import Workbench, metrics_of
 from trainer import cli
 from trainer.kernels import decode
 from trainer.models import FAMILIES
-from trainer.models.loading import open_model
+from trainer.models.opening import open_model
 from trainer.quantization import FORMATS, ConvertedWeights, Format, FrozenLayer, library, stored_as
 from trainer.storage import Storage
 from trainer.tensorfile import TensorFile

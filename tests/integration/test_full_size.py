@@ -23,7 +23,7 @@ from tests.integration.test_mutated_files import changed_bytes
 from trainer.describe import describe
 from trainer.errors import UserError
 from trainer.models import FAMILIES
-from trainer.models.loading import open_model
+from trainer.models.opening import open_model
 from trainer.plan import make_plan, open_source, resolve
 from trainer.tensorfile import Recipe, TensorFile
 

@@ -12,7 +12,8 @@ import torch
 from tests.harness import DENOISER, ROOT, Workbench
 from trainer.errors import UserError
 from trainer.models import FAMILIES
-from trainer.models.loading import load_tokenizers, open_model
+from trainer.models.loading import load_tokenizers
+from trainer.models.opening import open_model
 from trainer.quantization import FORMATS
 from trainer.storage import Storage
 from trainer.tensorfile import TensorFile, write_tensors

@@ -21,7 +21,7 @@ from trainer.adapters import Adapter, Target, export, inject
 from trainer.adapters.norms import Norms, RowNorms, made_for, magnitude, read_norms
 from trainer.errors import UserError
 from trainer.models import FAMILIES
-from trainer.models.loading import open_model
+from trainer.models.opening import open_model
 from trainer.quantization import FORMATS, FrozenConv2d, FrozenLayer, FrozenLinear, freeze_layers
 from trainer.tensorfile import TensorFile, serialize
 

@@ -14,7 +14,7 @@ from tests.harness import PHOTOS, Workbench, metrics_of
 from trainer import cli, quantization, resume
 from trainer.errors import UserError
 from trainer.models import family_named
-from trainer.models.loading import open_model
+from trainer.models.opening import open_model
 from trainer.tensorfile import TensorFile, write_tensors
 
 VAE, UNET = "vae/diffusion_pytorch_model.safetensors", "unet/diffusion_pytorch_model.safetensors"

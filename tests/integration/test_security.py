@@ -12,7 +12,7 @@ import pytest
 from tests.harness import ROOT
 from trainer.errors import UserError
 from trainer.models import FAMILIES
-from trainer.models.loading import open_model
+from trainer.models.opening import open_model
 from trainer.models.tokenizers import load_tokenizer
 
 SOURCES = [ROOT / "train.py", *sorted((ROOT / "trainer").rglob("*.py")), *sorted((ROOT / "scripts").rglob("*.py"))]

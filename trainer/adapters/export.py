@@ -152,7 +152,7 @@ def kohya_tensors(
 ) -> dict[str, torch.Tensor]:
     """fp32 tensors under kohya keys.
 
-    fused: component -> its modules in the original layout (empty: names stay, with "text_model." in front).
+    fused: component -> its modules in the original layout (empty: names stay).
     prefixes: component -> key prefix. rows: full name of a layer of `fused_with` -> how many it has.
     norms: for DoRA, of every adapted layer and of those of `fused_with`, by full name.
     advance: as in `write_files`.
@@ -163,17 +163,13 @@ def kohya_tensors(
         names = [t.name for t in adapter.targets.values() if t.component == component]
         modules = [f for f in fused.get(component, ()) if any(part in names for part in f.parts)]
         known = {part for module in modules for part in module.parts}
-        modules += [Fused(_text_model(name), (name,)) for name in names if name not in known]
+        modules += [Fused(name, (name,)) for name in names if name not in known]
         for module in modules:
             key = f"{prefixes[component]}_{module.original.replace('.', '_')}"
             parts = [f"{component}.{part}" for part in module.parts]
             tensors |= _kohya_module(adapter, state, parts, module.swap, key, rows, norms, dora_scale)
             advance(sum(part in adapter.targets for part in parts))
     return tensors
-
-
-def _text_model(name: str) -> str:
-    return name if name.startswith(("text_model.", "encoder.block.", "text_projection")) else f"text_model.{name}"
 
 
 def _kohya_module(

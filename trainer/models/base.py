@@ -1,25 +1,23 @@
-"""The protocol every model family stands behind: data (components, key tables, presets) and a few functions.
+"""The protocol every model family stands behind: data (components, names, presets) and a few functions.
 
-How families that are not here yet would fit, written down before the protocol froze:
+A family is one folder here and one line in FAMILIES. It must give what has no default below; a field with a default is
+given where the family differs. How families that are not here yet would fit:
 
-- Qwen-Image: one LLM encoder gives `Conditioning.sequence` with `mask` (variable length, padded in the batch); its 5-D VAE
-  with per-channel mean and std lives in `encode_images` / `sample` (latents stay [B, C, H, W] outside: one frame); its
-  dynamic shift is the family's `objective`.
-- FLUX.2-klein: features of several LLM layers, stacked, are `sequence`; 128-channel latents are only a number here;
-  reference images of differing sizes are `Batch.references`, packed and given position ids in `predict`.
-- An edit model: control images are `Batch.references` too; `predict` concatenates them as its model wants.
+- Qwen-Image: one LLM encoder gives `Conditioning.sequence` with `mask`; its 5-D VAE with per-channel mean and std lives in
+  `encode_images` / `sample` (latents stay [B, C, H, W] outside: one frame); its dynamic shift is the family's `objective`.
+- FLUX.2-klein: features of several LLM layers, stacked, are `sequence`; 128-channel latents are only a number here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from trainer.models.keys import Link
+from trainer.models.names import Config, Link, Names, Shape
 from trainer.objectives import Objective
 from trainer.types import Batch, Conditioning
 
@@ -29,7 +27,11 @@ class Component:
     """One part of a pipeline, named as in diffusers.
 
     sensitive: fnmatch patterns of layers that stay in 16 bit when the component is quantised.
-    links: the original (single-file) layout's names, from the component's config; None where files use diffusers names.
+    names(config): the names of the original (single-file) layout; None where files have those of the library's module.
+    defaults: of config.json, what the family reads and a file may leave out, as the library's class takes it.
+    infer(shapes, config): what the shapes of a single file, by its names without prefix, say instead of the published config.
+      What they cannot say (activations, head counts, norm groups) is left out, and all of it where the names are others.
+      Raises UserError for a shape that no config can be read from.
     prefixes: what stands before those names in a single file; without any of these, the names stand alone.
     """
 
@@ -38,8 +40,14 @@ class Component:
     class_name: str
     role: Literal["denoiser", "text_encoder", "vae"]
     sensitive: tuple[str, ...] = ()
-    links: Callable[[dict], list[Link]] | None = None
+    names: Callable[[Config], Names] | None = None
+    defaults: Config = field(default_factory=dict)
+    infer: Callable[[Mapping[str, Shape], dict], dict] = lambda shapes, config: {}
     prefixes: tuple[str, ...] = ()
+
+    def prefix_in(self, names: Collection[str]) -> str | None:
+        """What stands before the component's names in a single file with these; None where none of its prefixes does."""
+        return next((p for p in self.prefixes if any(name.startswith(p) for name in names)), None)
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,10 @@ class Markers:
 
 @dataclass
 class Model:
-    """The loaded parts of one model. Components that left memory are absent from `modules`."""
+    """The loaded parts of one model. Components that left memory are absent from `modules`.
+
+    options: "objective", and the values of the config keys in `Family.reads` that are not the objective's affair.
+    """
 
     modules: dict[str, nn.Module]
     configs: dict[str, dict[str, Any]]
@@ -81,60 +92,71 @@ class SampleRequest:
     strength: float = 1.0
 
 
+def count_tokens(tokenizer: Any, caption: str) -> int:
+    """Tokens of a caption, special ones counted, before truncation."""
+    return len(tokenizer(caption, truncation=False, verbose=False).input_ids)
+
+
+def count_prompt_tokens(model: Model, caption: str) -> dict[str, tuple[int, int]]:
+    """For every tokenizer (tokens of the caption, tokens it may have)."""
+    return {name: (count_tokens(t, caption), t.model_max_length) for name, t in model.tokenizers.items()}
+
+
 @dataclass(frozen=True)
 class Family:
     """A model family. `components` in pipeline order; exactly one is the denoiser, one the vae.
 
-    input_layer: the denoiser's parameter [N, channels, ...] that reads the latents.
-    check(configs by component, channels that `input_layer` reads): raises UserError for a model of this architecture that is
-      trained for something else.
-    negative_prompts: whether a sample is guided away from one.
-    hub_ids: the published models, by id -> the folder of their embedded configs.
-    tokenizers: their folders' names. size_multiple: image sizes in pixels are multiples of it.
+    presets: of adapter.targets, by name: fnmatch patterns of the denoiser's layers.
+    size_multiple: image sizes in pixels are multiples of it: the side of what one token of the denoiser stands for.
     objective(scheduler, markers, **choices) -> Objective; raises UserError for an impossible choice, and for an objective
       that is not this one.
     encode_images(model, pixels fp32 [B, 3, H, W] in [-1, 1]) -> normalised latents fp32 [B, C, h, w], posterior mean.
     encode_prompts(model, captions) -> Conditioning, with gradients where the encoders have any.
     predict(model, noised fp32 [B, C, h, w], time [B], conditioning, batch) -> the objective's prediction [B, C, h, w].
-    image_tokens(height, width) -> tokens of an image of that many pixels, for shifts that depend on it.
     sample(model, request, conditioning, negative) -> PIL image.
+    tokenizers: their folders' names.
+    input_layer: the denoiser's parameter [N, channels, ...] that reads the latents.
+    check(configs by component, channels that `input_layer` reads): raises UserError for a model of this architecture that is
+      trained for something else.
+    negative_prompts: whether a sample is guided away from one.
+    harmless: fnmatch patterns of tensors that files hold beside the weights and that say nothing a loader needs.
+    published(names of a single file's tensors) -> the folder of embedded configs that it takes; None: it needs its own.
+    hub_ids: the published models, by id -> the folder of their embedded configs.
+    count_tokens(model, caption) -> for every tokenizer (tokens of the caption, tokens it may have).
     adjust(component, module) -> changes, in place, what the library's forward gets wrong for training.
     blocks: fnmatch patterns of the denoiser's blocks, the unit of gradient checkpointing.
     unread: fnmatch patterns of Linears in them whose output is only added, or multiplied by what needs no gradient. Nothing
       needs its value in a backward pass, so a block that is recomputed leaves out these products.
     shared_inputs: component -> groups of endings of layer names; Linears that differ in nothing else read one tensor.
     no_gradient(component, config) -> fnmatch patterns of layers whose output never reaches the loss.
-    module_links(component, config) -> Links to the original layout, for kohya's names; empty where names stay.
-    kohya_prefix: component -> prefix of its keys in kohya files.
+    kohya: component -> prefix of its keys in kohya files, where it is not the usual one.
+    metadata(the denoiser's config, what is predicted) -> what adapter files say of the family.
     """
 
     name: str
     components: tuple[Component, ...]
-    input_layer: str
-    check: Callable[[Mapping[str, dict], int], None]
-    negative_prompts: bool
-    tokenizers: tuple[str, ...]
-    size_multiple: int
     presets: Mapping[str, tuple[str, ...]]
-    harmless: tuple[str, ...]
-    published: Callable[[set[str]], str]
-    hub_ids: Mapping[str, str]
-    infer_config: Callable[[str, Mapping[str, tuple[int, ...]], dict], dict]
+    size_multiple: int
     objective: Callable[..., Objective]
     encode_images: Callable[[Model, torch.Tensor], torch.Tensor]
     encode_prompts: Callable[[Model, Sequence[str]], Conditioning]
-    count_tokens: Callable[[Model, str], dict[str, tuple[int, int]]]
     predict: Callable[[Model, torch.Tensor, torch.Tensor, Conditioning, Batch], torch.Tensor]
-    image_tokens: Callable[[int, int], int]
     sample: Callable[[Model, SampleRequest, Conditioning, Conditioning], Any]
-    adjust: Callable[[str, nn.Module], None]
-    blocks: tuple[str, ...]
-    unread: tuple[str, ...]
-    shared_inputs: Mapping[str, tuple[tuple[str, ...], ...]]
-    no_gradient: Callable[[str, dict], tuple[str, ...]]
-    module_links: Callable[[str, dict], list[Link]]
-    kohya_prefix: Mapping[str, str]
-    metadata: Callable[[dict, str], dict[str, str]]
+    tokenizers: tuple[str, ...] = ("tokenizer",)
+    input_layer: str = ""
+    check: Callable[[Mapping[str, dict], int | None], None] = lambda configs, inputs: None
+    negative_prompts: bool = True
+    harmless: tuple[str, ...] = ()
+    published: Callable[[set[str]], str | None] = lambda names: None
+    hub_ids: Mapping[str, str] = field(default_factory=dict)
+    count_tokens: Callable[[Model, str], dict[str, tuple[int, int]]] = count_prompt_tokens
+    adjust: Callable[[str, nn.Module], None] = lambda component, module: None
+    blocks: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+    shared_inputs: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
+    no_gradient: Callable[[str, dict], tuple[str, ...]] = lambda component, config: ()
+    kohya: Mapping[str, str] = field(default_factory=dict)
+    metadata: Callable[[dict, str], dict[str, str]] = lambda config, prediction: {}
 
     def component(self, name: str) -> Component:
         return next(c for c in self.components if c.name == name)
@@ -150,3 +172,18 @@ class Family:
     @property
     def text_encoders(self) -> tuple[str, ...]:
         return tuple(c.name for c in self.components if c.role == "text_encoder")
+
+    @property
+    def kohya_prefix(self) -> dict[str, str]:
+        """Component -> what stands before its keys in kohya files."""
+        encoders = {name: f"lora_te{number}" for number, name in enumerate(self.text_encoders, 1)}
+        return {self.denoiser: "lora_unet", **encoders, **self.kohya}
+
+    def module_links(self, component: str, config: Config) -> list[Link]:
+        """To the original layout, for kohya's names: of the denoiser. Text encoders keep the library's."""
+        names = self.component(component).names
+        return names(config).links if component == self.denoiser and names is not None else []
+
+    def image_tokens(self, height: int, width: int) -> int:
+        """Of an image of that many pixels, for shifts that depend on it."""
+        return (height // self.size_multiple) * (width // self.size_multiple)

@@ -8,11 +8,9 @@ size plus the largest tensor.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,13 +20,14 @@ from torch import nn
 
 from trainer.errors import UserError
 from trainer.models import hub, tokenizers, variants
-from trainer.models.base import Component, Family, Markers
-from trainer.models.keys import DEFAULTS, Link, parameter_shapes
-from trainer.models.weight_sets import PICKLES, PLAIN, WEIGHT_STEMS, Chosen, choose, weight_sets
-from trainer.models.weights import Read, Recognise, Weights
+from trainer.models.base import Family, Markers
+from trainer.models.building import allocate, build, shapes_of
+from trainer.models.names import Link
+from trainer.models.weight_sets import PICKLES, WEIGHT_STEMS, Chosen, choose, weight_sets
+from trainer.models.weights import Read, Recognise, Weights, plan_reads
 from trainer.phases import QUIET, Phases
 from trainer.tensorfile import TensorFile
-from trainer.types import HeldWeight, Recognised
+from trainer.types import HeldWeight
 
 PUBLISHED = Path(__file__).parent / "published"
 
@@ -58,6 +57,7 @@ class ModelSource:
     embedded: str | None = None
     _opened: dict[str, Weights] = field(default_factory=dict, repr=False)
     _held: dict[str, dict[str, HeldWeight | torch.dtype]] = field(default_factory=dict, repr=False)
+    _shapes: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict, repr=False)
 
     def _beside(self, relative: str) -> Path:
         """A file or folder of configs."""
@@ -93,11 +93,8 @@ class ModelSource:
         return Markers(v, zero_snr, edm)
 
     def config(self, name: str) -> dict[str, Any]:
-        """The component's config.json; widths of a single file without its own config are read from its shapes.
-
-        What it leaves out is what the component's class takes instead, as far as the key tables need it.
-        """
-        return DEFAULTS[self.family.component(name).class_name] | self._config(name)
+        """config.json, with what it leaves out and the family reads; of a single file without one, as its shapes say."""
+        return {**self.family.component(name).defaults, **self._config(name)}
 
     def _config(self, name: str) -> dict[str, Any]:
         override = self.overrides.get(name)
@@ -110,7 +107,7 @@ class ModelSource:
         config = _read_json(path)
         if PUBLISHED in path.parents and (file := TensorFile(override) if override else self.single_file) is not None:
             component = self.family.component(name)
-            prefix = _prefix(component, file) or ""
+            prefix = component.prefix_in(file.entries) or ""
             entries = {k.removeprefix(prefix): e for k, e in file.entries.items() if k.startswith(prefix)}
             packed = [key for key, held in self.recognise(entries).weights.items() if held.shape is None]
             if packed:
@@ -119,7 +116,7 @@ class ModelSource:
                     "is told; use a model in diffusers' layout, or the 16-bit file"
                 )
             shapes = {key: entry.shape for key, entry in entries.items()}
-            config = self.family.infer_config(name, shapes, config)
+            config |= component.infer(shapes, config)
         return config
 
     @property
@@ -153,11 +150,11 @@ class ModelSource:
             )
         file = TensorFile(override) if override is not None else self.single_file
         assert file is not None
-        prefix = _prefix(component, file)
+        prefix = component.prefix_in(file.entries)
         if prefix is None and override is None and component.role != "denoiser":
             raise UserError(f"{file.path} holds no {name}; set model.components.{name}.path")
         prefix = prefix or ""
-        links = component.links(self.config(name)) if component.links else None
+        links = component.names(self.config(name)).links if component.names else None
         if links is not None and not any(prefix + link.original in file.entries for link in links):
             links = None  # one component in the diffusers layout
         return (file,), prefix, None if links is None else tuple(links)
@@ -173,7 +170,7 @@ class ModelSource:
         if self.single_file is None:
             return own_folder
         # A single file that holds the denoiser alone; the folder of its configs may hold the other components.
-        apart = component.role != "denoiser" and _prefix(component, self.single_file) is None
+        apart = component.role != "denoiser" and component.prefix_in(self.single_file.entries) is None
         return own_folder if apart and any(own_folder.glob("*.safetensors")) else None
 
     def chosen(self, name: str) -> Chosen | None:
@@ -232,9 +229,9 @@ class ModelSource:
             return self
         if self.repository.unreachable is not None:
             raise self.repository.refusal()
-        names = [*_config_files(self.family, self.repository), *self.weight_names()]
+        names = [*config_files(self.family, self.repository), *self.weight_names()]
         root = self.repository.fetch(names, phases=phases)
-        return replace(self, root=root, fetched=True, embedded=None, _opened={}, _held={})
+        return replace(self, root=root, fetched=True, embedded=None, _opened={}, _held={}, _shapes={})
 
     def held(self, name: str) -> dict[str, HeldWeight | torch.dtype]:
         """By the layers of the module: the weights that the files hold quantised, and the dtype of all others.
@@ -258,9 +255,7 @@ class ModelSource:
 
     def _module_names(self, name: str, weights: Weights) -> dict[str, tuple[str, ...]]:
         """The module's parameters by the name of the file's tensor that they are read from."""
-        links = weights.links
-        if links is None:
-            links = _same_names(self._expected(name), weights.shapes)
+        links = weights.links_to(self._expected(name))
         return {link.original: link.parts for link in links if link.original in weights.shapes}
 
     def shape(self, name: str, parameter: str) -> tuple[int, ...] | None:
@@ -272,7 +267,9 @@ class ModelSource:
         return weights.shapes.get(next(originals, ""))
 
     def _expected(self, name: str) -> dict[str, tuple[int, ...]]:
-        return parameter_shapes(self.family.component(name).class_name, self.config(name))
+        if name not in self._shapes:
+            self._shapes[name] = shapes_of(self.family.component(name), self.config(name))
+        return self._shapes[name]
 
     def fingerprint(self, name: str, digest: Callable[[Path], str]) -> str:
         """SHA-256 over the component's file contents (`digest` of each) and its config."""
@@ -323,14 +320,8 @@ class ModelSource:
         return self._beside(name)
 
     def build(self, name: str) -> nn.Module:
-        """The component on the meta device, in eval mode, its weights not read."""
-        component = self.family.component(name)
-        config = {k: v for k, v in self.config(name).items() if not k.startswith("_")}
-        cls = getattr(importlib.import_module(component.library), component.class_name)
-        with torch.device("meta"):
-            diffusers = component.library == "diffusers"
-            module = cls.from_config(config) if diffusers else cls(cls.config_class.from_dict(config))
-        return module.eval().requires_grad_(False)
+        """The component in eval mode, its parameters on the meta device."""
+        return build(self.family.component(name), self.config(name))
 
     def check_tokenizers(self) -> None:
         """Refuse a model that lacks a tokenizer, as far as its files are here."""
@@ -339,7 +330,7 @@ class ModelSource:
 
     def verify(self, name: str) -> None:
         """Refuse a component whose files lack a tensor, have one too many or of another shape. Reads headers only."""
-        self._plan(name, self._expected(name))
+        self._reads(name, self._expected(name))
 
     def load(
         self,
@@ -358,12 +349,11 @@ class ModelSource:
         """
         module = self.build(name)
         expected = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
-        plan = self._plan(name, expected)
+        reads = self._reads(name, expected)
         swap(module)
-        module.to_empty(device=device)
-        _fill_buffers(module)
+        allocate(module, device)
         filled = frozenset(fill(module))
-        left = [read for read in plan if not filled.issuperset(read.link.parts)]
+        left = [read for read in reads if not filled.issuperset(read.link.parts)]
         with phases(f"loading {name}", sum(read.bytes for read in left), "B") as phase:
             for read in left:
                 read.place(module, device, phase)
@@ -372,133 +362,12 @@ class ModelSource:
         self.family.adjust(name, module)
         return module
 
-    def _plan(self, name: str, expected: Mapping[str, tuple[int, ...]]) -> list[Read]:
-        weights = self.weights(name)
-        where = weights.files[0].path if len(weights.files) == 1 else weights.files[0].path.parent
-        links = weights.links
-        if links is None:
-            links = _same_names(expected, weights.shapes)
-        reads, claimed, covered = [], set(), set()
-        for link in links:
-            tensor = weights.prefix + link.original
-            if link.original not in weights.shapes:
-                raise UserError(f"{where}: tensor {tensor!r} of component {name!r} is missing")
-            wanted = [expected[part] for part in link.parts]
-            read = Read(weights, link, _original_shape(wanted, link.op), tuple(wanted))
-            shape = weights.shapes[link.original]
-            if shape not in (read.shape, None):
-                raise UserError(
-                    f"{where}: tensor {tensor!r} has shape {shape}, the config of component {name!r} wants {read.shape}"
-                )
-            read.check()
-            reads.append(read)
-            claimed.add(link.original)
-            covered |= set(link.parts)
-        absent = sorted(expected.keys() - covered)
-        if absent:
-            raise UserError(f"{where}: tensor {absent[0]!r} of component {name!r} is missing ({len(absent)} in all)")
-        odd = sorted(
-            key for key in weights.shapes.keys() - claimed
-            if not self._belongs_elsewhere(name, weights, key)
-            and not any(fnmatchcase(weights.prefix + key, pattern) for pattern in self.family.harmless)
-        )  # fmt: skip
-        if odd:
-            raise UserError(
-                f"{where}: unexpected tensor {weights.prefix + odd[0]!r} ({len(odd)} in all); the file is not this "
-                f"family's {name}, or is of a variant that is not supported"
-            )
-        return reads
-
-    def _belongs_elsewhere(self, name: str, weights: Weights, key: str) -> bool:
-        """A single file holds several components; under an empty prefix all of them are seen."""
-        full = weights.prefix + key
-        others = [p for c in self.family.components if c.name != name for p in c.prefixes]
-        return any(full.startswith(prefix) for prefix in others) and not weights.prefix
+    def _reads(self, name: str, expected: Mapping[str, tuple[int, ...]]) -> list[Read]:
+        others = [prefix for c in self.family.components if c.name != name for prefix in c.prefixes]
+        return plan_reads(name, self.weights(name), expected, others=others, harmless=self.family.harmless)
 
 
-def open_model(
-    family: Family,
-    path: str,
-    *,
-    config: str | None = None,
-    component_paths: Mapping[str, str] = {},
-    variant: str | None = None,
-    stored: Mapping[str, str] = {},
-    recognise: Recognise = lambda entries: Recognised({}, frozenset()),
-) -> ModelSource:
-    """Resolve `path`: a diffusers folder, a single .safetensors file, or else a hub id.
-
-    config: a folder of component configs, scheduler and tokenizers for a single file; without it the folder of the
-    file's stem beside it, else the embedded configs of the published models.
-    variant, stored: see ModelSource. recognise: finds the weights that a file holds quantised (quantization.recognise).
-    Of a hub id only configs and tokenizers are fetched; the embedded configs serve where a published model's cannot be had.
-    """
-    source = _open(family, path, config, component_paths, variant, stored, recognise)
-    if variant is not None:
-        _check_variant(source, path)
-    return source
-
-
-def _open(
-    family: Family,
-    path: str,
-    config: str | None,
-    component_paths: Mapping[str, str],
-    variant: str | None,
-    stored: Mapping[str, str],
-    recognise: Recognise,
-) -> ModelSource:
-    overrides = {name: Path(value) for name, value in component_paths.items()}
-    for name, override in overrides.items():
-        if not override.exists():
-            raise UserError(f"model.components.{name}.path = {str(override)!r} does not exist")
-        _refuse_pickle(f"model.components.{name}.path", override)
-    local = Path(path)
-    _refuse_pickle("model.path", local)
-    if config and not local.is_file():
-        raise UserError(
-            f"model.config = {config!r} belongs to a single file; {path!r} brings its own configs, leave it out"
-        )
-    if local.is_dir():
-        if not (local / "model_index.json").is_file():
-            raise UserError(f"model.path = {path!r} is not a diffusers folder (no model_index.json)")
-        return ModelSource(family, local, None, recognise, None, overrides, variant, stored)
-    if local.is_file():
-        if local.suffix != ".safetensors":
-            raise UserError(f"model.path = {path!r} is not a .safetensors file")
-        file = TensorFile(local)
-        root = Path(config) if config else local.with_suffix("")
-        if config and not root.is_dir():
-            raise UserError(f"model.config = {config!r} is not a folder")
-        published = None if config else PUBLISHED / family.published(set(file.entries))
-        return ModelSource(
-            family, root if root.is_dir() else published, file, recognise, published, overrides, variant, stored
-        )
-    if local.suffix == ".safetensors" or path.count("/") != 1 or path.startswith((".", "/")):
-        raise UserError(
-            f"model.path = {path!r} does not exist; give a diffusers folder, a .safetensors file or a hub id"
-        )
-    repository, embedded = hub.look(path), None
-    if repository.files and "model_index.json" not in repository.files:
-        raise UserError(
-            f"model.path = {path!r}: this repository is not in diffusers' layout (no model_index.json); download its "
-            ".safetensors file, and give the file's path"
-        )
-    try:
-        root = repository.fetch(_config_files(family, repository))
-    except UserError as error:
-        if path not in family.hub_ids:
-            raise
-        root, embedded = PUBLISHED / family.hub_ids[path], str(error)
-    source = ModelSource(
-        family, root, None, recognise, None, overrides, variant, stored, repository, fetched=False, embedded=embedded
-    )
-    unlisted = any(source._unlisted(component.name) for component in family.components)
-    here = embedded is None and not unlisted and not repository.missing(source.weight_names())
-    return replace(source, fetched=here)
-
-
-def _config_files(family: Family, repository: hub.Repository) -> list[str]:
+def config_files(family: Family, repository: hub.Repository) -> list[str]:
     """Of a repository: all that is read besides weights."""
     configs = ["model_index.json", *(f"{component.name}/config.json" for component in family.components)]
     return [
@@ -506,29 +375,6 @@ def _config_files(family: Family, repository: hub.Repository) -> list[str]:
         for path in repository.files
         if path in configs or path.startswith(("scheduler/", *(f"{name}/" for name in family.tokenizers)))
     ]
-
-
-def _check_variant(source: ModelSource, path: str) -> None:
-    """Refuse a `model.variant` that no component has."""
-    chosen = [source.chosen(component.name) for component in source.family.components]
-    wanted = None if source.variant == PLAIN else source.variant
-    known = [one.files.variant for one in chosen if one is not None]
-    listed = source.repository is None or source.repository.unreachable is None
-    if wanted not in known and listed:
-        raise UserError(
-            f"model.variant = {source.variant!r}: no component of {path!r} has such files "
-            "(diffusion_pytorch_model.VARIANT.safetensors, model.VARIANT.safetensors); leave it out"
-        )
-
-
-def _prefix(component: Component, file: TensorFile) -> str | None:
-    """What precedes the component's names in a single file; None where none of its prefixes is there."""
-    return next((p for p in component.prefixes if any(key.startswith(p) for key in file.entries)), None)
-
-
-def _refuse_pickle(key: str, path: Path) -> None:
-    if path.suffix in PICKLES:
-        raise UserError(f"{key} = {str(path)!r} is a pickle, which can run code; convert it to .safetensors")
 
 
 def _json_sha256(tree: dict[str, Any]) -> str:
@@ -545,41 +391,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON: {error}") from error
     return tree
-
-
-def _same_names(expected: Mapping[str, tuple[int, ...]], index: Iterable[str]) -> list[Link]:
-    """Identity links; files of another transformers version differ by one leading `text_model.`."""
-    rename = {}
-    for key in index:
-        for candidate in (key, f"text_model.{key}", key.removeprefix("text_model.")):
-            if candidate in expected:
-                rename[candidate] = key
-                break
-    if "shared.weight" in rename and "encoder.embed_tokens.weight" in expected:
-        # T5 ties its two embedding tables; files hold one of them.
-        rename.setdefault("encoder.embed_tokens.weight", rename["shared.weight"])
-    grouped: dict[str, list[str]] = {}
-    for target, key in rename.items():
-        grouped.setdefault(key, []).append(target)
-    return [Link(key, (target,)) for key, targets in grouped.items() for target in targets]
-
-
-def _original_shape(parts: Sequence[tuple[int, ...]], op: str) -> tuple[int, ...]:
-    if not parts[0]:
-        return ()
-    shape = (sum(part[0] for part in parts), *parts[0][1:])
-    return shape[::-1] if op == "transpose" else (*shape, 1, 1) if op == "squeeze" else shape
-
-
-def _fill_buffers(module: nn.Module) -> None:
-    """Buffers that no file holds, which the meta device left without a value."""
-    persistent = set(module.state_dict())
-    for name, buffer in module.named_buffers():
-        leaf = name.rpartition(".")[2]
-        if name in persistent:
-            continue
-        assert leaf == "position_ids", f"no value is known for buffer {name}"
-        buffer.copy_(torch.arange(buffer.shape[-1], device=buffer.device).expand(buffer.shape))
 
 
 def load_tokenizers(family: Family, source: ModelSource) -> dict[str, Any]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 
 import torch
 from torch import nn
 
 from trainer.errors import UserError
-from trainer.models.keys import Link, split_original
+from trainer.models.names import Link, Shape, split_original
 from trainer.phases import Phase
 from trainer.protocols import WeightOwner
 from trainer.tensorfile import NAMES, TensorEntry, TensorFile
@@ -55,6 +56,10 @@ class Weights:
         parts = {part for weight in held.values() for part in weight.parts.values()}
         plain = {key: self.entry(key).shape for key in self.index if key not in parts and key not in other}
         return plain | {key: weight.shape for key, weight in held.items()}
+
+    def links_to(self, expected: Mapping[str, Shape]) -> Sequence[Link]:
+        """expected: the module's tensors."""
+        return same_names(expected, self.shapes) if self.links is None else self.links
 
     def entry(self, key: str) -> TensorEntry:
         return self.index[key].entries[self.prefix + key]
@@ -164,3 +169,70 @@ def _place_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
     else:
         with torch.no_grad():
             getattr(owner, leaf).copy_(tensor)
+
+
+def plan_reads(
+    name: str, weights: Weights, expected: Mapping[str, Shape], *, others: Collection[str], harmless: Collection[str]
+) -> list[Read]:
+    """What fills component `name`, whose module has the `expected` tensors. Reads headers only.
+
+    others: what stands before the names of the file's other components. harmless: patterns of tensors that are no weights.
+    Raises UserError for a missing, wrongly shaped or unexpected tensor, naming it.
+    """
+    where = weights.files[0].path if len(weights.files) == 1 else weights.files[0].path.parent
+    reads, claimed, covered = [], set(), set()
+    for link in weights.links_to(expected):
+        tensor = weights.prefix + link.original
+        if link.original not in weights.shapes:
+            raise UserError(f"{where}: tensor {tensor!r} of component {name!r} is missing")
+        wanted = [expected[part] for part in link.parts]
+        read = Read(weights, link, original_shape(wanted, link.op), tuple(wanted))
+        shape = weights.shapes[link.original]
+        if shape not in (read.shape, None):
+            raise UserError(
+                f"{where}: tensor {tensor!r} has shape {shape}, the config of component {name!r} wants {read.shape}"
+            )
+        read.check()
+        reads.append(read)
+        claimed.add(link.original)
+        covered |= set(link.parts)
+    absent = sorted(expected.keys() - covered)
+    if absent:
+        raise UserError(f"{where}: tensor {absent[0]!r} of component {name!r} is missing ({len(absent)} in all)")
+    # A single file holds several components; under an empty prefix all of them are seen.
+    apart = () if weights.prefix else tuple(others)
+    odd = sorted(
+        key
+        for key in weights.shapes.keys() - claimed
+        if not key.startswith(apart) and not any(fnmatchcase(weights.prefix + key, pattern) for pattern in harmless)
+    )
+    if odd:
+        raise UserError(
+            f"{where}: unexpected tensor {weights.prefix + odd[0]!r} ({len(odd)} in all); the file is not this "
+            f"family's {name}, or is of a variant that is not supported"
+        )
+    return reads
+
+
+def same_names(expected: Mapping[str, Shape], index: Iterable[str]) -> list[Link]:
+    """Identity links; files of another transformers version differ by one leading `text_model.`."""
+    rename = {}
+    for key in index:
+        for candidate in (key, f"text_model.{key}", key.removeprefix("text_model.")):
+            if candidate in expected:
+                rename[candidate] = key
+                break
+    if "shared.weight" in rename and "encoder.embed_tokens.weight" in expected:
+        # T5 ties its two embedding tables; files hold one of them.
+        rename.setdefault("encoder.embed_tokens.weight", rename["shared.weight"])
+    grouped: dict[str, list[str]] = {}
+    for target, key in rename.items():
+        grouped.setdefault(key, []).append(target)
+    return [Link(key, (target,)) for key, targets in grouped.items() for target in targets]
+
+
+def original_shape(parts: Sequence[Shape], op: str) -> Shape:
+    if not parts[0]:
+        return ()
+    shape = (sum(part[0] for part in parts), *parts[0][1:])
+    return shape[::-1] if op == "transpose" else (*shape, 1, 1) if op == "squeeze" else shape

@@ -13,8 +13,9 @@ from transformers import AddedToken, CLIPTokenizer
 from tests.harness import Workbench
 from trainer.data.cache import text_key
 from trainer.models import FAMILIES
-from trainer.models.clip import clip_ids
-from trainer.models.loading import PUBLISHED, open_model
+from trainer.models.loading import PUBLISHED
+from trainer.models.opening import open_model
+from trainer.models.shared.clip import clip_ids
 from trainer.models.tokenizers import END, START, byte_alphabet, clip_vocabulary, embedded_merges, load_tokenizer
 
 CAPTIONS = ["wow!", "! a bear", "!!", "a!b", "a bear!!  x!?", "no mark at all", "", "!" * 100, "été! ☃!"]

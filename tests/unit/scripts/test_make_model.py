@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from tests.harness import ROOT, load_script, write_sparse
 from trainer.models import FAMILIES
-from trainer.models.loading import open_model
+from trainer.models.opening import open_model
 from trainer.tensorfile import TensorFile
 
 SCRIPT = ROOT / "scripts" / "make_model.py"
@@ -226,7 +226,7 @@ def headers_alone(monkeypatch) -> None:
     monkeypatch.setattr(script, "check_space", lambda folder, needed: None)
 
 
-# Of diffusers' and transformers' own classes, without their buffers: test_keys counts them.
+# Of diffusers' and transformers' own classes, without their buffers: test_names counts them.
 FULL_BYTES = {
     "sdxl": {"unet": 5_134_927_368, "text_encoder": 246_120_960, "text_encoder_2": 1_389_319_680, "vae": 334_615_452},
     "flux": {

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from trainer.errors import UserError
-from trainer.models import clip, keys, variants
-from trainer.models.base import Component, Family, Markers, Model, SampleRequest
-from trainer.models.clip import clip_ids, count_tokens
+from trainer.models import variants
+from trainer.models.base import Component, Family, Markers, Model, SampleRequest, count_prompt_tokens
+from trainer.models.flux import names
+from trainer.models.shared import clip, vae
 from trainer.objectives import Flow
 from trainer.types import Batch, Conditioning
 
@@ -61,9 +62,9 @@ def objective(
 
 
 def encode_images(model: Model, pixels: torch.Tensor) -> torch.Tensor:
-    vae = model.modules["vae"]
-    posterior = vae.encode(pixels.to(model.device)).latent_dist
-    return (posterior.mean.float() - vae.config.shift_factor) * vae.config.scaling_factor
+    module = model.modules["vae"]
+    posterior = module.encode(pixels.to(model.device)).latent_dist
+    return (posterior.mean.float() - module.config.shift_factor) * module.config.scaling_factor
 
 
 def t5_length(model: Model) -> int:
@@ -74,7 +75,7 @@ def t5_length(model: Model) -> int:
 
 
 def encode_prompts(model: Model, captions: Sequence[str]) -> Conditioning:
-    ids = clip_ids(model.tokenizers["tokenizer"], captions).to(model.device)
+    ids = clip.clip_ids(model.tokenizers["tokenizer"], captions).to(model.device)
     pooled = model.modules["text_encoder"](ids).pooler_output
     ids = model.tokenizers["tokenizer_2"](
         list(captions), padding="max_length", max_length=t5_length(model), truncation=True, return_tensors="pt"
@@ -83,12 +84,9 @@ def encode_prompts(model: Model, captions: Sequence[str]) -> Conditioning:
     return Conditioning(sequence.to(model.compute["text_encoder_2"]), pooled=pooled.to(model.compute["text_encoder"]))
 
 
-def count_prompt_tokens(model: Model, caption: str) -> dict[str, tuple[int, int]]:
-    clip, t5 = model.tokenizers["tokenizer"], model.tokenizers["tokenizer_2"]
-    return {
-        "tokenizer": (count_tokens(clip, caption), clip.model_max_length),
-        "tokenizer_2": (count_tokens(t5, caption), t5_length(model)),
-    }
+def count_tokens(model: Model, caption: str) -> dict[str, tuple[int, int]]:
+    counts = count_prompt_tokens(model, caption)
+    return counts | {"tokenizer_2": (counts["tokenizer_2"][0], t5_length(model))}
 
 
 def pack(latents: torch.Tensor) -> torch.Tensor:
@@ -174,10 +172,6 @@ def sample(model: Model, request: SampleRequest, conditioning: Conditioning, neg
     ).images[0]
 
 
-def module_links(component: str, config: dict) -> list[keys.Link]:
-    return keys.flux_transformer_links(config) if component == "transformer" else []
-
-
 def metadata(config: dict, prediction: str) -> dict[str, str]:
     variant = "dev" if config.get("guidance_embeds") else "schnell"
     return {
@@ -207,26 +201,22 @@ FAMILY = Family(
     components=(
         # The prefixes are those of all-in-one files; a component's own file has none.
         Component(
-            "text_encoder",
-            "transformers",
-            "CLIPTextModel",
-            "text_encoder",
-            prefixes=("text_encoders.clip_l.transformer.",),
+            "text_encoder", "transformers", "CLIPTextModel", "text_encoder",
+            infer=clip.infer_clip, prefixes=("text_encoders.clip_l.transformer.",),
         ),
         Component(
-            "text_encoder_2",
-            "transformers",
-            "T5EncoderModel",
-            "text_encoder",
-            prefixes=("text_encoders.t5xxl.transformer.",),
+            "text_encoder_2", "transformers", "T5EncoderModel", "text_encoder",
+            infer=names.infer_t5, prefixes=("text_encoders.t5xxl.transformer.",),
         ),
         Component(
             "transformer", "diffusers", "FluxTransformer2DModel", "denoiser",
             sensitive=("x_embedder", "context_embedder", "time_text_embed.*", "norm_out.linear", "proj_out"),
-            links=keys.flux_transformer_links, prefixes=keys.FLUX_PREFIXES["transformer"],
+            names=names.transformer_names, defaults=names.DEFAULTS, infer=names.infer_transformer,
+            prefixes=("model.diffusion_model.",),
         ),
         Component(
-            "vae", "diffusers", "AutoencoderKL", "vae", sensitive=("*",), links=keys.vae_links, prefixes=("vae.",)
+            "vae", "diffusers", "AutoencoderKL", "vae",
+            sensitive=("*",), names=vae.vae_names, defaults=vae.DEFAULTS, infer=vae.infer_vae, prefixes=("vae.",),
         ),
     ),
     input_layer="x_embedder.weight",
@@ -235,19 +225,17 @@ FAMILY = Family(
     tokenizers=("tokenizer", "tokenizer_2"),
     size_multiple=16,
     presets={"attention": _ATTENTION, "attention+mlp": (*_ATTENTION, *_MLP), "linear": _LINEAR, "all": _LINEAR},
-    harmless=keys.FLUX_HARMLESS,
-    published=lambda names: "flux-dev" if any("guidance_in" in name for name in names) else "flux-schnell",
+    harmless=names.HARMLESS,
+    published=lambda tensors: "flux-dev" if any("guidance_in" in name for name in tensors) else "flux-schnell",
     hub_ids={
         "black-forest-labs/FLUX.1-dev": "flux-dev",
         "black-forest-labs/FLUX.1-schnell": "flux-schnell",
     },
-    infer_config=keys.infer_config,
     objective=objective,
     encode_images=encode_images,
     encode_prompts=encode_prompts,
-    count_tokens=count_prompt_tokens,
+    count_tokens=count_tokens,
     predict=predict,
-    image_tokens=lambda height, width: (height // 16) * (width // 16),
     sample=sample,
     adjust=lambda component, module: keep_time_exact(module) if component == "transformer" else None,
     blocks=("transformer_blocks.*", "single_transformer_blocks.*"),
@@ -261,8 +249,6 @@ FAMILY = Family(
         "text_encoder": clip.SHARED_INPUTS,
         "text_encoder_2": (("SelfAttention.q", "SelfAttention.k", "SelfAttention.v"), ("wi_0", "wi_1")),
     },
-    no_gradient=lambda component, config: (),
-    module_links=module_links,
-    kohya_prefix={"transformer": "lora_unet", "text_encoder": "lora_te1", "text_encoder_2": "lora_te3"},
+    kohya={"text_encoder": "lora_te1_text_model", "text_encoder_2": "lora_te3"},
     metadata=metadata,
 )  # fmt: skip

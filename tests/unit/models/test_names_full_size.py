@@ -1,7 +1,7 @@
 """The published models at their full size, name by name and row by row, against diffusers' own single-file converters.
 
 No weight is made: shapes are asked of the meta device, and where a row comes from of numbers that stand for it, spread over
-the row without memory of their own. What converters permute is compared in values at a small size too (test_keys.py).
+the row without memory of their own. What converters permute is compared in values at a small size too (test_names.py).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 import transformers
 from diffusers.loaders import single_file_utils
 
-from tests.unit.models.test_keys import COUNTS, LINKS, class_of, published
-from trainer.models import FAMILIES, keys
+from tests.unit.models.test_names import COUNTS, LINKS, class_of, infer_config, parameter_shapes, published
+from trainer.models.names import Link, join_parts, split_original
 
 ROW = 2**20  # more than any tensor has rows
 # What precedes a component's names in the file it is published in.
@@ -32,7 +32,7 @@ PREFIXES = {
 SIZES = ("num_layers", "num_single_layers", "num_hidden_layers", "latent_channels", "layers_per_block", "vocab_size")
 
 
-def links_of(family: str, component: str) -> list[keys.Link]:
+def links_of(family: str, component: str) -> list[Link]:
     return LINKS[class_of(family, component)[1]](published(family, component))
 
 
@@ -48,11 +48,11 @@ def module_shapes(family: str, component: str) -> dict[str, tuple[int, ...]]:
 
 def original_file(family: str, component: str) -> dict[str, torch.Tensor]:
     """The published file's tensors, without memory."""
-    shapes = keys.parameter_shapes(class_of(family, component)[1], published(family, component))
+    shapes = parameter_shapes(class_of(family, component)[1], published(family, component))
     meta = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     prefix = PREFIXES[family, component]
     return {
-        prefix + link.original: keys.join_parts(link, [meta[part] for part in link.parts])
+        prefix + link.original: join_parts(link, [meta[part] for part in link.parts])
         for link in links_of(family, component)
     }
 
@@ -85,7 +85,7 @@ def test_names_and_shapes_map_one_to_one(family: str, component: str) -> None:
     split = {}
     for link in links:
         rows = [wanted[part][0] for part in link.parts]
-        pieces = keys.split_original(link, file[prefix + link.original], rows)
+        pieces = split_original(link, file[prefix + link.original], rows)
         split |= {part: tuple(piece.shape) for part, piece in zip(link.parts, pieces, strict=True)}
     assert split == wanted and len(split) == sum(len(link.parts) for link in links)
     assert sum(torch.Size(shape).numel() for shape in wanted.values()) == COUNTS[family, component]
@@ -104,7 +104,7 @@ def test_every_row_comes_from_where_diffusers_takes_it(family: str, component: s
         marked[name] = rows.view(-1, *(1 for _ in shape[1:])).expand(shape)
     prefix, ours = PREFIXES[family, component], {}
     for link in links_of(family, component):
-        pieces = keys.split_original(link, marked[prefix + link.original], [wanted[part][0] for part in link.parts])
+        pieces = split_original(link, marked[prefix + link.original], [wanted[part][0] for part in link.parts])
         ours |= dict(zip(link.parts, pieces, strict=True))
     theirs = diffusers_names(family, component, marked)
     assert ours.keys() == theirs.keys() == wanted.keys()
@@ -120,7 +120,7 @@ def test_t5_has_the_names_of_transformers() -> None:
     """Files of T5 hold the module's own names. Its embedding table has two, and is one tensor."""
     names = module_shapes("flux-dev", "text_encoder_2")
     assert names.pop("encoder.embed_tokens.weight", names["shared.weight"]) == names["shared.weight"] == (32128, 4096)
-    assert keys.parameter_shapes("T5EncoderModel", published("flux-dev", "text_encoder_2")) == names
+    assert parameter_shapes("T5EncoderModel", published("flux-dev", "text_encoder_2")) == names
     assert sum(torch.Size(shape).numel() for shape in names.values()) == COUNTS["flux-dev", "text_encoder_2"]
 
 
@@ -130,5 +130,5 @@ def test_the_published_sizes_are_read_from_the_files_shapes(family: str, compone
     prefix, config = PREFIXES[family, component], published(family, component)
     shapes = {name.removeprefix(prefix): tuple(t.shape) for name, t in original_file(family, component).items()}
     forgotten = {key: 7 for key in config if key in SIZES}
-    inferred = FAMILIES[family.partition("-")[0]].infer_config(component, shapes, config | forgotten)
+    inferred = infer_config(family.partition("-")[0], component, shapes, config | forgotten)
     assert forgotten and {key: inferred[key] for key in config} == config

@@ -13,9 +13,10 @@ from typing import Any, Literal
 import torch
 
 from trainer.errors import UserError
-from trainer.models import clip, keys, variants
+from trainer.models import variants
 from trainer.models.base import Component, Family, Markers, Model, SampleRequest
-from trainer.models.clip import clip_ids, count_clip_tokens
+from trainer.models.sdxl import names
+from trainer.models.shared import clip, vae
 from trainer.objectives import Diffusion
 from trainer.types import Batch, Conditioning
 
@@ -92,15 +93,15 @@ def objective(
 
 
 def encode_images(model: Model, pixels: torch.Tensor) -> torch.Tensor:
-    vae = model.modules["vae"]
-    posterior = vae.encode(pixels.to(model.device)).latent_dist
-    return posterior.mean.float() * vae.config.scaling_factor
+    module = model.modules["vae"]
+    posterior = module.encode(pixels.to(model.device)).latent_dist
+    return posterior.mean.float() * module.config.scaling_factor
 
 
 def encode_prompts(model: Model, captions: Sequence[str]) -> Conditioning:
     sequences, pooled = [], None
     for tokenizer, encoder in (("tokenizer", "text_encoder"), ("tokenizer_2", "text_encoder_2")):
-        ids = clip_ids(model.tokenizers[tokenizer], captions).to(model.device)
+        ids = clip.clip_ids(model.tokenizers[tokenizer], captions).to(model.device)
         output = model.modules[encoder](ids, output_hidden_states=True)
         sequences.append(output.hidden_states[-2].to(model.compute[encoder]))
         if encoder == "text_encoder_2":
@@ -157,10 +158,6 @@ def no_gradient(component: str, config: dict) -> tuple[str, ...]:
     return ()
 
 
-def module_links(component: str, config: dict) -> list[keys.Link]:
-    return keys.sdxl_unet_links(config) if component == "unet" else []
-
-
 def metadata(config: dict, prediction: str) -> dict[str, str]:
     return {
         "modelspec.architecture": "stable-diffusion-xl-v1-base/lora",
@@ -182,25 +179,28 @@ FAMILY = Family(
         Component(
             "unet", "diffusers", "UNet2DConditionModel", "denoiser",
             sensitive=("conv_in", "conv_out", "time_embedding.*", "add_embedding.*"),
-            links=keys.sdxl_unet_links, prefixes=keys.SDXL_PREFIXES["unet"],
+            names=names.unet_names, defaults=names.DEFAULTS, infer=names.infer_unet,
+            prefixes=("model.diffusion_model.",),
         ),
         Component(
             "text_encoder", "transformers", "CLIPTextModel", "text_encoder",
-            links=keys.clip_l_links, prefixes=keys.SDXL_PREFIXES["text_encoder"],
+            names=clip.clip_names, defaults=clip.CLIP_DEFAULTS, infer=clip.infer_clip,
+            prefixes=("conditioner.embedders.0.transformer.",),
         ),
         Component(
             "text_encoder_2", "transformers", "CLIPTextModelWithProjection", "text_encoder",
             sensitive=("text_projection",),
-            links=keys.open_clip_links, prefixes=keys.SDXL_PREFIXES["text_encoder_2"],
+            names=clip.open_clip_names, defaults=clip.OPEN_CLIP_DEFAULTS, infer=clip.infer_open_clip,
+            prefixes=("conditioner.embedders.1.model.",),
         ),
         Component(
             "vae", "diffusers", "AutoencoderKL", "vae",
-            sensitive=("*",), links=keys.vae_links, prefixes=keys.SDXL_PREFIXES["vae"],
+            sensitive=("*",), names=vae.vae_names, defaults=vae.DEFAULTS, infer=vae.infer_vae,
+            prefixes=("first_stage_model.",),
         ),
     ),
     input_layer="conv_in.weight",
     check=check,
-    negative_prompts=True,
     tokenizers=("tokenizer", "tokenizer_2"),
     size_multiple=8,
     presets={
@@ -209,18 +209,14 @@ FAMILY = Family(
         "linear": _LINEAR,
         "all": (*_LINEAR, *_CONV),
     },
-    harmless=keys.SDXL_HARMLESS,
-    published=lambda names: "sdxl",
+    harmless=names.HARMLESS,
+    published=lambda tensors: "sdxl",
     hub_ids={"stabilityai/stable-diffusion-xl-base-1.0": "sdxl"},
-    infer_config=keys.infer_config,
     objective=objective,
     encode_images=encode_images,
     encode_prompts=encode_prompts,
-    count_tokens=count_clip_tokens,
     predict=predict,
-    image_tokens=lambda height, width: (height // 8) * (width // 8),
     sample=sample,
-    adjust=lambda component, module: None,
     blocks=("*resnets.*", "*.transformer_blocks.*"),
     unread=("*.ff.net.2",),
     shared_inputs={
@@ -229,7 +225,7 @@ FAMILY = Family(
         "text_encoder_2": clip.SHARED_INPUTS,
     },
     no_gradient=no_gradient,
-    module_links=module_links,
-    kohya_prefix={"unet": "lora_unet", "text_encoder": "lora_te1", "text_encoder_2": "lora_te2"},
+    # The names in kohya's files are the original CLIP's, and those of transformers for the second one.
+    kohya={"text_encoder": "lora_te1_text_model"},
     metadata=metadata,
 )  # fmt: skip

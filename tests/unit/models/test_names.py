@@ -15,17 +15,17 @@ from diffusers.loaders import single_file_utils
 
 from tests.harness import ROOT, load_script
 from trainer.errors import UserError
-from trainer.models import FAMILIES, keys
+from trainer.models import FAMILIES
+from trainer.models.building import shapes_of
+from trainer.models.names import Link, join_parts, split_original
 from trainer.models.tokenizers import load_tokenizer
 
 PUBLISHED = ROOT / "trainer" / "models" / "published"
-LINKS = {
-    "UNet2DConditionModel": keys.sdxl_unet_links,
-    "FluxTransformer2DModel": keys.flux_transformer_links,
-    "AutoencoderKL": keys.vae_links,
-    "CLIPTextModel": keys.clip_l_links,
-    "CLIPTextModelWithProjection": keys.open_clip_links,
-}
+# By class; of those that both families have, the one with a table.
+COMPONENTS = {c.class_name: c for c in (*FAMILIES["flux"].components, *FAMILIES["sdxl"].components)}
+LINKS = {name: lambda config, names=c.names: names(config).links for name, c in COMPONENTS.items() if c.names}
+DEFAULTS = {name: c.defaults for name, c in COMPONENTS.items() if c.defaults}
+PREFIXES = {c.name: c.prefixes for c in FAMILIES["sdxl"].components}
 COUNTS = {
     ("sdxl", "unet"): 2_567_463_684,
     ("sdxl", "text_encoder"): 123_060_480,
@@ -55,6 +55,17 @@ def class_of(family: str, component: str) -> tuple[str, str]:
     return json.loads((PUBLISHED / family / "model_index.json").read_text())[component]
 
 
+def parameter_shapes(class_name: str, config: dict) -> dict[str, tuple[int, ...]]:
+    """As the tables have them, or the module where there is none. T5's embedding table once."""
+    shapes = shapes_of(COMPONENTS[class_name], config)
+    shapes.pop("encoder.embed_tokens.weight", None)
+    return shapes
+
+
+def infer_config(family: str, component: str, shapes: dict, config: dict) -> dict:
+    return config | FAMILIES[family].component(component).infer(shapes, config)
+
+
 def meta_shapes(library: str, class_name: str, config: dict) -> dict[str, tuple[int, ...]]:
     cls = getattr({"diffusers": diffusers, "transformers": transformers}[library], class_name)
     with torch.device("meta"):
@@ -64,17 +75,17 @@ def meta_shapes(library: str, class_name: str, config: dict) -> dict[str, tuple[
 
 def original_shapes(class_name: str, config: dict) -> dict[str, tuple[int, ...]]:
     """By original name, had from the module's shapes as the writer has its tensors."""
-    shapes = keys.parameter_shapes(class_name, config)
+    shapes = parameter_shapes(class_name, config)
     tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     links = LINKS[class_name](config)
-    return {link.original: tuple(keys.join_parts(link, [tensors[p] for p in link.parts]).shape) for link in links}
+    return {link.original: tuple(join_parts(link, [tensors[p] for p in link.parts]).shape) for link in links}
 
 
-def ours(links: list[keys.Link], originals: dict, shapes: dict, prefix: str = "") -> dict[str, torch.Tensor]:
+def ours(links: list[Link], originals: dict, shapes: dict, prefix: str = "") -> dict[str, torch.Tensor]:
     converted = {}
     for link in links:
         rows = [shapes[part][0] for part in link.parts]
-        pieces = keys.split_original(link, originals[prefix + link.original], rows)
+        pieces = split_original(link, originals[prefix + link.original], rows)
         converted |= dict(zip(link.parts, pieces, strict=True))
     return converted
 
@@ -91,7 +102,7 @@ def test_table_covers_every_parameter_exactly_once(family, component, source):
     library, class_name = class_of(family, component)
     config = TINY[family][component] if source == "tiny" else published(family, component)
     wanted = meta_shapes(library, class_name, config)
-    assert keys.parameter_shapes(class_name, config) == wanted
+    assert parameter_shapes(class_name, config) == wanted
     if source == "published":
         total = sum(torch.Size(shape).numel() for shape in wanted.values())
         assert total == COUNTS[family, component]
@@ -111,9 +122,7 @@ def test_other_unet_depths_are_covered():
         "layers_per_block": 1,
         "use_linear_projection": False,
     }
-    assert keys.parameter_shapes("UNet2DConditionModel", config) == meta_shapes(
-        "diffusers", "UNet2DConditionModel", config
-    )
+    assert parameter_shapes("UNet2DConditionModel", config) == meta_shapes("diffusers", "UNet2DConditionModel", config)
 
 
 @pytest.fixture(scope="module")
@@ -132,25 +141,25 @@ def test_unet_and_vae_agree_with_diffusers(sdxl_file):
         ("vae", single_file_utils.convert_ldm_vae_checkpoint),
     ):
         class_name = class_of("sdxl", component)[1]
-        links, (prefix,) = LINKS[class_name](configs[component]), keys.SDXL_PREFIXES[component]
-        mine = ours(links, sdxl_file, keys.parameter_shapes(class_name, configs[component]), prefix)
+        links, (prefix,) = LINKS[class_name](configs[component]), PREFIXES[component]
+        mine = ours(links, sdxl_file, parameter_shapes(class_name, configs[component]), prefix)
         assert_equal(mine, convert(dict(sdxl_file), configs[component]))
 
 
 def test_text_encoders_agree_with_diffusers(sdxl_file):
     configs = TINY["sdxl"]
-    (prefix,) = keys.SDXL_PREFIXES["text_encoder"]
-    shapes = keys.parameter_shapes("CLIPTextModel", configs["text_encoder"])
-    mine = ours(keys.clip_l_links(configs["text_encoder"]), sdxl_file, shapes, prefix)
+    (prefix,) = PREFIXES["text_encoder"]
+    shapes = parameter_shapes("CLIPTextModel", configs["text_encoder"])
+    mine = ours(LINKS["CLIPTextModel"](configs["text_encoder"]), sdxl_file, shapes, prefix)
     theirs = single_file_utils.convert_ldm_clip_checkpoint(dict(sdxl_file))
     theirs = {name.removeprefix("text_model."): tensor for name, tensor in theirs.items()}
     assert theirs.pop("embeddings.position_ids") is not None
     assert_equal(mine, theirs)
 
-    (prefix,) = keys.SDXL_PREFIXES["text_encoder_2"]
+    (prefix,) = PREFIXES["text_encoder_2"]
     config = configs["text_encoder_2"]
-    shapes = keys.parameter_shapes("CLIPTextModelWithProjection", config)
-    mine = ours(keys.open_clip_links(config), sdxl_file, shapes, prefix)
+    shapes = parameter_shapes("CLIPTextModelWithProjection", config)
+    mine = ours(LINKS["CLIPTextModelWithProjection"](config), sdxl_file, shapes, prefix)
     assert_equal(mine, single_file_utils.convert_open_clip_checkpoint(None, dict(sdxl_file), prefix))
 
 
@@ -163,8 +172,8 @@ def test_flux_agrees_with_diffusers(family):
         name: torch.randn((shape[0], 1) if len(shape) == 2 else shape, generator=generator)
         for name, shape in original_shapes("FluxTransformer2DModel", config).items()
     }
-    shapes = keys.parameter_shapes("FluxTransformer2DModel", config)
-    mine = ours(keys.flux_transformer_links(config), originals, shapes)
+    shapes = parameter_shapes("FluxTransformer2DModel", config)
+    mine = ours(LINKS["FluxTransformer2DModel"](config), originals, shapes)
     assert_equal(mine, single_file_utils.convert_flux_transformer_checkpoint_to_diffusers(dict(originals)))
 
 
@@ -210,17 +219,19 @@ def test_names_of_the_published_single_files():
 
 @pytest.mark.parametrize("op", ["rows", "swap_halves", "transpose", "squeeze"])
 def test_join_and_split_are_inverse(op):
-    link = keys.Link("original", ("part",), op)
+    link = Link("original", ("part",), op)
     part = torch.randn(6, 4)
-    (back,) = keys.split_original(link, keys.join_parts(link, [part]), [6])
+    (back,) = split_original(link, join_parts(link, [part]), [6])
     assert torch.equal(back, part)
-    assert keys.join_parts(link, [part]).shape == {"transpose": (4, 6), "squeeze": (6, 4, 1, 1)}.get(op, (6, 4))
+    assert join_parts(link, [part]).shape == {"transpose": (4, 6), "squeeze": (6, 4, 1, 1)}.get(op, (6, 4))
 
 
 def test_harmless_patterns_match_no_weight():
+    sdxl, flux = FAMILIES["sdxl"], FAMILIES["flux"]
+    transformer = flux.component("transformer").prefixes
     files = (
-        (keys.SDXL_HARMLESS, "sdxl", keys.SDXL_PREFIXES),
-        (keys.FLUX_HARMLESS, "flux-dev", {"transformer": ("", *keys.FLUX_PREFIXES["transformer"]), "vae": ("",)}),
+        (sdxl.harmless, "sdxl", PREFIXES),
+        (flux.harmless, "flux-dev", {"transformer": ("", *transformer), "vae": ("",)}),
     )
     for patterns, family, prefixes in files:
         for component, (prefix, *_) in prefixes.items():
@@ -238,9 +249,9 @@ def test_harmless_patterns_match_what_files_have():
         "conditioner.embedders.0.transformer.text_model.embeddings.position_ids",
         "conditioner.embedders.1.model.logit_scale",
     ):
-        assert any(fnmatchcase(name, pattern) for pattern in keys.SDXL_HARMLESS), name
+        assert any(fnmatchcase(name, pattern) for pattern in FAMILIES["sdxl"].harmless), name
     for name in ("edm_mean", "edm_vpred.sigma_max", "model.diffusion_model.edm_vpred.sigma_min"):
-        assert not any(fnmatchcase(name, pattern) for pattern in keys.SDXL_HARMLESS), name
+        assert not any(fnmatchcase(name, pattern) for pattern in FAMILIES["sdxl"].harmless), name
 
 
 WIDTHS = {
@@ -296,7 +307,7 @@ def test_config_is_read_back_from_shapes(component):
     class_name = class_of(family, component)[1]
     base = published(family, component)
     config = base | WIDTHS[component]
-    inferred = keys.infer_config(component, original_shapes(class_name, config), base)
+    inferred = infer_config(family.partition("-")[0], component, original_shapes(class_name, config), base)
     assert {name: inferred[name] for name in config} == config
 
 
@@ -304,24 +315,24 @@ def test_config_is_read_back_from_shapes(component):
 def test_the_published_shapes_give_the_published_config(family):
     config = published(family, "transformer")
     shapes = original_shapes("FluxTransformer2DModel", config)
-    assert keys.infer_config("transformer", shapes, published("flux-dev", "transformer")) == config
+    assert infer_config("flux", "transformer", shapes, published("flux-dev", "transformer")) == config
 
 
 def test_t5_config_is_read_back_from_shapes():
     base = published("flux-dev", "text_encoder_2")
     config = base | {"d_model": 64, "d_kv": 8, "num_heads": 4, "d_ff": 96, "num_layers": 2, "vocab_size": 50}
-    assert keys.infer_config("text_encoder_2", keys.parameter_shapes("T5EncoderModel", config), base) == config
+    assert infer_config("flux", "text_encoder_2", parameter_shapes("T5EncoderModel", config), base) == config
 
 
 def test_config_stays_for_names_of_the_library():
     base = published("sdxl", "unet")
-    assert keys.infer_config("unet", {"conv_in.weight": (8, 4, 3, 3)}, base) == base
+    assert infer_config("sdxl", "unet", {"conv_in.weight": (8, 4, 3, 3)}, base) == base
 
 
 def test_unknown_rotary_division_is_refused():
     shapes = original_shapes("FluxTransformer2DModel", TINY["flux-dev"]["transformer"])
     with pytest.raises(UserError, match=r"heads of 16 .* model\.config"):
-        keys.infer_config("transformer", shapes, published("flux-dev", "transformer"))
+        infer_config("flux", "transformer", shapes, published("flux-dev", "transformer"))
 
 
 def test_embedded_clip_tokenizers():
@@ -344,9 +355,9 @@ def test_every_prefix_is_something_that_stands_before_a_name():
         assert all(prefix.endswith(".") for component in family.components for prefix in component.prefixes)
 
 
-@pytest.mark.parametrize("class_name", sorted(keys.DEFAULTS))
+@pytest.mark.parametrize("class_name", sorted(DEFAULTS))
 def test_what_a_config_leaves_out_is_what_its_class_takes(class_name: str) -> None:
-    ours = keys.DEFAULTS[class_name]
+    ours = DEFAULTS[class_name]
     if hasattr(diffusers, class_name):
         parameters = inspect.signature(getattr(diffusers, class_name).__init__).parameters
         theirs = {name: parameters[name].default for name in ours}
@@ -354,7 +365,7 @@ def test_what_a_config_leaves_out_is_what_its_class_takes(class_name: str) -> No
         config = getattr(transformers, class_name).config_class()
         theirs = {name: getattr(config, name) for name in ours}
     assert ours == {name: list(value) if isinstance(value, tuple) else value for name, value in theirs.items()}
-    assert keys.parameter_shapes(class_name, ours)  # nothing else is read without a default
+    assert parameter_shapes(class_name, ours)  # nothing else is read without a default
 
 
 @pytest.mark.parametrize("family", ["sdxl", "flux-dev", "flux-schnell"])
@@ -363,8 +374,8 @@ def test_published_configs_leave_none_of_these_out(family: str) -> None:
     for name, (_, class_name) in json.loads(
         (PUBLISHED / family / "model_index.json").read_text(), object_pairs_hook=parts_of
     ):
-        assert keys.DEFAULTS[class_name].keys() <= published(family, name).keys()
+        assert DEFAULTS[class_name].keys() <= published(family, name).keys()
 
 
 def parts_of(pairs: list) -> list:
-    return [(name, kind) for name, kind in pairs if isinstance(kind, list) and kind[1] in keys.DEFAULTS]
+    return [(name, kind) for name, kind in pairs if isinstance(kind, list) and kind[1] in DEFAULTS]

@@ -1,0 +1,37 @@
+"""A component's module before its weights are read: built without memory, then with memory for its final form."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.models.base import Component
+from trainer.models.names import Config, Shape
+
+
+def build(component: Component, config: Config) -> nn.Module:
+    """In eval mode, its parameters on the meta device. What the module makes itself (position ids, rotary tables) is real."""
+    from accelerate import init_empty_weights
+
+    config = {key: value for key, value in config.items() if not key.startswith("_")}
+    cls: Any = getattr(importlib.import_module(component.library), component.class_name)
+    with init_empty_weights(include_buffers=False):
+        module = (
+            cls.from_config(config) if component.library == "diffusers" else cls(cls.config_class.from_dict(config))
+        )
+    return module.eval().requires_grad_(False)
+
+
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Memory for all that is on the meta device; what has a value moves."""
+    module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+
+
+def shapes_of(component: Component, config: Config) -> dict[str, Shape]:
+    """Of every tensor that the component's files have for its module, by the module's names."""
+    if component.names is not None:
+        return component.names(config).shapes
+    return {name: tuple(tensor.shape) for name, tensor in build(component, config).state_dict().items()}

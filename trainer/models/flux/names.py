@@ -1,0 +1,126 @@
+"""The names of Flux's transformer in the original layout, and what its files hold beside weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trainer.errors import UserError
+from trainer.models.names import Config, Names, Shape, how_many
+
+# What a config.json leaves out, as the class takes it.
+DEFAULTS = {
+    "attention_head_dim": 128, "guidance_embeds": False, "in_channels": 64, "joint_attention_dim": 4096,
+    "num_attention_heads": 24, "num_layers": 19, "num_single_layers": 38, "pooled_projection_dim": 768,
+}  # fmt: skip
+
+
+HARMLESS = (
+    "*.position_ids",
+    "logit_scale",
+    "*.logit_scale",
+    "*text_projection.weight",
+    # a whole CLIP given as the text encoder
+    "vision_model.*",
+    "visual_projection.weight",
+    # the sentencepiece model inside single-file T5 encoders
+    "spiece_model",
+)
+
+
+def transformer_names(config: Config) -> Names:
+    """FluxTransformer2DModel."""
+    names = Names()
+    head = config["attention_head_dim"]
+    width = config["num_attention_heads"] * head
+    inputs = config["in_channels"]
+
+    def embedder(original: str, part: str, inputs: int) -> None:
+        names.layer(f"{original}.in_layer", f"time_text_embed.{part}.linear_1", (width, inputs))
+        names.layer(f"{original}.out_layer", f"time_text_embed.{part}.linear_2", (width, width))
+
+    def qk_norm(original: str, query: str, key: str) -> None:
+        names.add(f"{original}.query_norm.scale", {f"{query}.weight": (head,)})
+        names.add(f"{original}.key_norm.scale", {f"{key}.weight": (head,)})
+
+    embedder("time_in", "timestep_embedder", 256)  # width of the sinusoidal embedding, fixed in both codes
+    if config["guidance_embeds"]:
+        embedder("guidance_in", "guidance_embedder", 256)
+    embedder("vector_in", "text_embedder", config["pooled_projection_dim"])
+    names.layer("txt_in", "context_embedder", (width, config["joint_attention_dim"]))
+    names.layer("img_in", "x_embedder", (width, inputs))
+
+    streams = (
+        # original stream, modulation, feed-forward, q/k/v, output, norms of q and k
+        ("img", "norm1", "ff", ("to_q", "to_k", "to_v"), "to_out.0", ("norm_q", "norm_k")),
+        ("txt", "norm1_context", "ff_context", ("add_q_proj", "add_k_proj", "add_v_proj"), "to_add_out",
+         ("norm_added_q", "norm_added_k")),
+    )  # fmt: skip
+    for i in range(config["num_layers"]):
+        for stream, modulation, feed, qkv, output, norms in streams:
+            original, part = f"double_blocks.{i}.{stream}", f"transformer_blocks.{i}"
+            names.layer(f"{original}_mod.lin", f"{part}.{modulation}.linear", (6 * width, width))
+            outputs = {f"{part}.attn.{name}": width for name in qkv}
+            names.fused(f"{original}_attn.qkv.weight", f"{original}_attn.qkv.bias", outputs, width)
+            qk_norm(f"{original}_attn.norm", *(f"{part}.attn.{norm}" for norm in norms))
+            names.layer(f"{original}_attn.proj", f"{part}.attn.{output}", (width, width))
+            names.layer(f"{original}_mlp.0", f"{part}.{feed}.net.0.proj", (4 * width, width))
+            names.layer(f"{original}_mlp.2", f"{part}.{feed}.net.2", (width, 4 * width))
+
+    for i in range(config["num_single_layers"]):
+        original, part = f"single_blocks.{i}", f"single_transformer_blocks.{i}"
+        names.layer(f"{original}.modulation.lin", f"{part}.norm.linear", (3 * width, width))
+        outputs = {f"{part}.attn.{name}": width for name in ("to_q", "to_k", "to_v")} | {f"{part}.proj_mlp": 4 * width}
+        names.fused(f"{original}.linear1.weight", f"{original}.linear1.bias", outputs, width)
+        qk_norm(f"{original}.norm", f"{part}.attn.norm_q", f"{part}.attn.norm_k")
+        names.layer(f"{original}.linear2", f"{part}.proj_out", (width, 5 * width))
+
+    # The original's last modulation gives (shift, scale), diffusers' gives (scale, shift).
+    for leaf, shape in (("weight", (2 * width, width)), ("bias", (2 * width,))):
+        names.add(f"final_layer.adaLN_modulation.1.{leaf}", {f"norm_out.linear.{leaf}": shape}, "swap_halves")
+    outputs = config.get("patch_size", 1) ** 2 * (config.get("out_channels") or inputs)
+    names.layer("final_layer.linear", "proj_out", (outputs, width))
+    return names
+
+
+def infer_transformer(shapes: Mapping[str, Shape], base: dict) -> dict:
+    norm = "double_blocks.0.img_attn.norm.query_norm.scale"
+    if norm not in shapes:
+        return {}
+    (head,) = shapes[norm]
+    if head != sum(base["axes_dims_rope"]):
+        raise UserError(
+            f"the transformer of this file has heads of {head} (the published models: {sum(base['axes_dims_rope'])}), "
+            "and how its rotary embedding divides them is written nowhere in it; give its config with model.config"
+        )
+    width, inputs = shapes["img_in.weight"]
+    outputs = shapes["final_layer.linear.weight"][0]
+    return {
+        "attention_head_dim": head,
+        "guidance_embeds": "guidance_in.in_layer.weight" in shapes,
+        "in_channels": inputs,
+        "joint_attention_dim": shapes["txt_in.weight"][1],
+        "num_attention_heads": width // head,
+        "num_layers": how_many(shapes, "double_blocks."),
+        "num_single_layers": how_many(shapes, "single_blocks."),
+        "out_channels": None if outputs == inputs else outputs,
+        "pooled_projection_dim": shapes["vector_in.in_layer.weight"][1],
+    }
+
+
+def infer_t5(shapes: Mapping[str, Shape], base: dict) -> dict:
+    """Of T5's encoder, whose files have the library's names."""
+    attention = "encoder.block.0.layer.0.SelfAttention"
+    if f"{attention}.relative_attention_bias.weight" not in shapes:
+        return {}
+    buckets, heads = shapes[f"{attention}.relative_attention_bias.weight"]
+    inner, width = shapes[f"{attention}.q.weight"]
+    table = "shared.weight" if "shared.weight" in shapes else "encoder.embed_tokens.weight"
+    return {
+        "d_ff": shapes["encoder.block.0.layer.1.DenseReluDense.wo.weight"][1],
+        "d_kv": inner // heads,
+        "d_model": width,
+        "num_heads": heads,
+        "num_layers": how_many(shapes, "encoder.block."),
+        "relative_attention_num_buckets": buckets,
+        "vocab_size": shapes[table][0],
+    }

@@ -1,0 +1,100 @@
+"""What the tables of names are made of: the original checkpoints' parameter names against the libraries', as data.
+
+Used both ways: single files are read through a table tensor by tensor, and kohya's adapter files take the original module
+names from it. A table follows from a component's config.json, so it holds for any depth and width. It lies with its family.
+A component whose files have the names of diffusers or transformers needs none.
+
+Sources of the original names: Stability-AI/generative-models (`sgm/modules`), mlfoundations/open_clip (`model.py`),
+black-forest-labs/flux (`src/flux/model.py`, `modules/layers.py`, `modules/autoencoder.py`).
+
+The names on the library side are those of the *modules* in transformers >= 5.6, where `CLIPTextModel` lost its inner
+`text_model.` and `CLIPTextModelWithProjection` kept it. Files of the diffusers layout follow the version that wrote
+them: published SDXL and Flux folders have `text_model.` for both classes, a `CLIPTextModel` saved by transformers 5.6
+or later has none. A reader of folders must accept both (one leading `text_model.` more or less); original single files
+always have it, and so have kohya's adapter keys.
+
+`T5EncoderModel` lists `encoder.embed_tokens.weight` in its state dict, but it is the parameter `shared.weight`: files
+may hold either or both.
+
+Legend: an "original" is a name in the original checkpoint, a "part" is a name in the library's module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Config = Mapping[str, Any]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Link:
+    """One tensor of the original checkpoint and the module parameters it becomes.
+
+    original: full name, without the component's prefix, e.g. "double_blocks.0.img_attn.qkv.weight".
+    parts: full parameter names whose rows, concatenated, are the original's rows.
+    op: "rows" (plain concatenation along dim 0; with one part a rename), "swap_halves" (the two halves of the rows
+    change places: shift and scale of Flux's last norm), "transpose" ([K, N] in the original, [N, K] in the module),
+    "squeeze" (a 1x1 convolution [N, K, 1, 1] in the original, a Linear [N, K] in the module).
+    """
+
+    original: str
+    parts: tuple[str, ...]
+    op: str = "rows"
+
+
+def join_parts(link: Link, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The original checkpoint's tensor from the module's, in the order of `link.parts`."""
+    joined = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+    if link.op == "swap_halves":
+        return torch.cat(joined.chunk(2)[::-1])
+    if link.op == "transpose":
+        return joined.t()
+    return joined[..., None, None] if link.op == "squeeze" else joined
+
+
+def split_original(link: Link, original: torch.Tensor, rows: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """The module's tensors from the original checkpoint's; `rows` of each part. Inverse of `join_parts`."""
+    if link.op == "swap_halves":
+        original = torch.cat(original.chunk(2)[::-1])
+    elif link.op == "transpose":
+        original = original.t()
+    elif link.op == "squeeze":
+        original = original.flatten(1)
+    return original.split(list(rows)) if len(rows) > 1 else (original,)
+
+
+@dataclass
+class Names:
+    """Links, and the shape of every module parameter, as they are laid down layer by layer."""
+
+    links: list[Link] = field(default_factory=list)
+    shapes: dict[str, Shape] = field(default_factory=dict)
+
+    def add(self, original: str, parts: Mapping[str, Shape], op: str = "rows") -> None:
+        self.links.append(Link(original, tuple(parts), op))
+        self.shapes |= parts
+
+    def layer(self, original: str, part: str, shape: Shape, bias: bool = True, op: str = "rows") -> None:
+        """A Linear, convolution, norm or embedding: `.weight` of `shape`, `.bias` of its rows."""
+        self.add(f"{original}.weight", {f"{part}.weight": shape}, op)
+        if bias:
+            self.add(f"{original}.bias", {f"{part}.bias": shape[:1]})
+
+    def fused(self, weight: str, bias: str, outputs: Mapping[str, int], inputs: int) -> None:
+        """Linears whose rows the original keeps in one tensor; `outputs`: rows by module name."""
+        self.add(weight, {f"{part}.weight": (rows, inputs) for part, rows in outputs.items()})
+        self.add(bias, {f"{part}.bias": (rows,) for part, rows in outputs.items()})
+
+
+def each_level(value: int | Sequence[int], levels: int) -> list[int]:
+    return [value] * levels if isinstance(value, int) else list(value)
+
+
+def how_many(shapes: Mapping[str, Shape], prefix: str) -> int:
+    """Length of the list of modules `prefix`0, `prefix`1, ..."""
+    return len({key.removeprefix(prefix).split(".")[0] for key in shapes if key.startswith(prefix)})

@@ -1,0 +1,121 @@
+"""From `model.path` to a ModelSource: a diffusers folder, a single file, or a hub id."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from trainer.errors import UserError
+from trainer.models import hub
+from trainer.models.base import Family
+from trainer.models.loading import PUBLISHED, ModelSource, config_files
+from trainer.models.weight_sets import PICKLES, PLAIN
+from trainer.models.weights import Recognise
+from trainer.tensorfile import TensorFile
+from trainer.types import Recognised
+
+
+def open_model(
+    family: Family,
+    path: str,
+    *,
+    config: str | None = None,
+    component_paths: Mapping[str, str] = {},
+    variant: str | None = None,
+    stored: Mapping[str, str] = {},
+    recognise: Recognise = lambda entries: Recognised({}, frozenset()),
+) -> ModelSource:
+    """Resolve `path`: a diffusers folder, a single .safetensors file, or else a hub id.
+
+    config: a folder of component configs, scheduler and tokenizers for a single file; without it the folder of the
+    file's stem beside it, else the embedded configs of the published models.
+    variant, stored: see ModelSource. recognise: finds the weights that a file holds quantised (quantization.recognise).
+    Of a hub id only configs and tokenizers are fetched; the embedded configs serve where a published model's cannot be had.
+    """
+    source = _open(family, path, config, component_paths, variant, stored, recognise)
+    if variant is not None:
+        _check_variant(source, path)
+    return source
+
+
+def _open(
+    family: Family,
+    path: str,
+    config: str | None,
+    component_paths: Mapping[str, str],
+    variant: str | None,
+    stored: Mapping[str, str],
+    recognise: Recognise,
+) -> ModelSource:
+    overrides = {name: Path(value) for name, value in component_paths.items()}
+    for name, override in overrides.items():
+        if not override.exists():
+            raise UserError(f"model.components.{name}.path = {str(override)!r} does not exist")
+        _refuse_pickle(f"model.components.{name}.path", override)
+    local = Path(path)
+    _refuse_pickle("model.path", local)
+    if config and not local.is_file():
+        raise UserError(
+            f"model.config = {config!r} belongs to a single file; {path!r} brings its own configs, leave it out"
+        )
+    if local.is_dir():
+        if not (local / "model_index.json").is_file():
+            raise UserError(f"model.path = {path!r} is not a diffusers folder (no model_index.json)")
+        return ModelSource(family, local, None, recognise, None, overrides, variant, stored)
+    if local.is_file():
+        if local.suffix != ".safetensors":
+            raise UserError(f"model.path = {path!r} is not a .safetensors file")
+        file = TensorFile(local)
+        root = Path(config) if config else local.with_suffix("")
+        if config and not root.is_dir():
+            raise UserError(f"model.config = {config!r} is not a folder")
+        embedded = None if config else family.published(set(file.entries))
+        published = PUBLISHED / embedded if embedded else None
+        if not root.is_dir() and published is None:
+            raise UserError(
+                f"model.path = {path!r}: no configs of {family.name} are embedded; give them with model.config"
+            )
+        return ModelSource(
+            family, root if root.is_dir() else published, file, recognise, published, overrides, variant, stored
+        )
+    if local.suffix == ".safetensors" or path.count("/") != 1 or path.startswith((".", "/")):
+        raise UserError(
+            f"model.path = {path!r} does not exist; give a diffusers folder, a .safetensors file or a hub id"
+        )
+    repository, embedded = hub.look(path), None
+    if repository.files and "model_index.json" not in repository.files:
+        raise UserError(
+            f"model.path = {path!r}: this repository is not in diffusers' layout (no model_index.json); download its "
+            ".safetensors file, and give the file's path"
+        )
+    try:
+        root = repository.fetch(config_files(family, repository))
+    except UserError as error:
+        if path not in family.hub_ids:
+            raise
+        root, embedded = PUBLISHED / family.hub_ids[path], str(error)
+    source = ModelSource(
+        family, root, None, recognise, None, overrides, variant, stored, repository, fetched=False, embedded=embedded
+    )
+    unlisted = any(source._unlisted(component.name) for component in family.components)
+    here = embedded is None and not unlisted and not repository.missing(source.weight_names())
+    return replace(source, fetched=here)
+
+
+def _check_variant(source: ModelSource, path: str) -> None:
+    """Refuse a `model.variant` that no component has."""
+    chosen = [source.chosen(component.name) for component in source.family.components]
+    wanted = None if source.variant == PLAIN else source.variant
+    known = [one.files.variant for one in chosen if one is not None]
+    listed = source.repository is None or source.repository.unreachable is None
+    if wanted not in known and listed:
+        raise UserError(
+            f"model.variant = {source.variant!r}: no component of {path!r} has such files "
+            "(diffusion_pytorch_model.VARIANT.safetensors, model.VARIANT.safetensors); leave it out"
+        )
+
+
+def _refuse_pickle(key: str, path: Path) -> None:
+    if path.suffix in PICKLES:
+        raise UserError(f"{key} = {str(path)!r} is a pickle, which can run code; convert it to .safetensors")

@@ -1,0 +1,174 @@
+"""The names of SDXL's UNet in the original layout, and what its single files hold beside weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import count
+
+from trainer.errors import UserError
+from trainer.models.names import Config, Names, Shape, each_level, how_many
+
+# What a config.json leaves out, as the class takes it.
+DEFAULTS = {
+    "block_out_channels": [320, 640, 1280, 1280], "cross_attention_dim": 1280, "in_channels": 4,
+    "down_block_types": ["CrossAttnDownBlock2D"] * 3 + ["DownBlock2D"], "layers_per_block": 2, "out_channels": 4,
+    "transformer_layers_per_block": 1, "up_block_types": ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 3,
+}  # fmt: skip
+
+
+# Tensors that files hold beside the weights and that say nothing a loader needs: fnmatch patterns on the full name.
+# `edm_mean`, `edm_std` (Playground 2.5), `edm_vpred.*` (CosXL) and `scaled_fp8` are missing on purpose: they change what the
+# weights mean.
+HARMLESS = (
+    # the objective's markers, read apart from the weights
+    "v_pred",
+    "*.v_pred",
+    "ztsnr",
+    "*.ztsnr",
+    # the training script's own: average, schedule, the autoencoder's discriminator
+    "model_ema.*",
+    "denoiser.sigmas",
+    "denoiser.log_sigmas",
+    "betas",
+    "alphas_cumprod*",
+    "sqrt_*alphas_cumprod",
+    "sqrt_recipm1_alphas_cumprod",
+    "log_one_minus_alphas_cumprod",
+    "posterior_*",
+    "loss.*",
+    "first_stage_model.loss.*",
+    # buffers and contrastive heads of the text encoders
+    "*.position_ids",
+    "*.attn_mask",
+    "logit_scale",
+    "*.logit_scale",
+    "text_projection.weight",
+    "conditioner.embedders.0.transformer.text_projection*",
+)
+
+
+def unet_names(config: Config) -> Names:
+    """UNet2DConditionModel of SDXL."""
+    names = Names()
+    channels = list(config["block_out_channels"])
+    levels = len(channels)
+    layers = each_level(config["layers_per_block"], levels)
+    depths = each_level(config["transformer_layers_per_block"], levels)
+    contexts = each_level(config["cross_attention_dim"], levels)
+    linear = config.get("use_linear_projection", False)
+    embedding = channels[0] * 4
+
+    def resnet(original: str, part: str, inputs: int, outputs: int) -> None:
+        names.layer(f"{original}.in_layers.0", f"{part}.norm1", (inputs,))
+        names.layer(f"{original}.in_layers.2", f"{part}.conv1", (outputs, inputs, 3, 3))
+        names.layer(f"{original}.emb_layers.1", f"{part}.time_emb_proj", (outputs, embedding))
+        names.layer(f"{original}.out_layers.0", f"{part}.norm2", (outputs,))
+        names.layer(f"{original}.out_layers.3", f"{part}.conv2", (outputs, outputs, 3, 3))
+        if inputs != outputs:
+            names.layer(f"{original}.skip_connection", f"{part}.conv_shortcut", (outputs, inputs, 1, 1))
+
+    def transformer(original: str, part: str, level: int) -> None:
+        width, context = channels[level], contexts[level]
+
+        def same(name: str, shape: Shape, bias: bool = True) -> None:
+            names.layer(f"{original}.{name}", f"{part}.{name}", shape, bias)
+
+        projection = (width, width) if linear else (width, width, 1, 1)
+        same("norm", (width,))
+        same("proj_in", projection)
+        for block in (f"transformer_blocks.{i}" for i in range(depths[level])):
+            for attention, inputs in (("attn1", width), ("attn2", context)):
+                same(f"{block}.{attention}.to_q", (width, width), bias=False)
+                same(f"{block}.{attention}.to_k", (width, inputs), bias=False)
+                same(f"{block}.{attention}.to_v", (width, inputs), bias=False)
+                same(f"{block}.{attention}.to_out.0", (width, width))
+            same(f"{block}.ff.net.0.proj", (8 * width, width))  # GEGLU: values and gates
+            same(f"{block}.ff.net.2", (width, 4 * width))
+            for norm in ("norm1", "norm2", "norm3"):
+                same(f"{block}.{norm}", (width,))
+        same("proj_out", projection)
+
+    names.layer("time_embed.0", "time_embedding.linear_1", (embedding, channels[0]))
+    names.layer("time_embed.2", "time_embedding.linear_2", (embedding, embedding))
+    if config.get("addition_embed_type") == "text_time":
+        inputs = config["projection_class_embeddings_input_dim"]
+        names.layer("label_emb.0.0", "add_embedding.linear_1", (embedding, inputs))
+        names.layer("label_emb.0.2", "add_embedding.linear_2", (embedding, embedding))
+    names.layer("input_blocks.0.0", "conv_in", (channels[0], config["in_channels"], 3, 3))
+
+    # The original numbers its blocks without levels: one for every resnet, one more for every change of resolution.
+    width, skips, index = channels[0], [channels[0]], count(1)
+    for level, (kind, outputs) in enumerate(zip(config["down_block_types"], channels, strict=True)):
+        for layer in range(layers[level]):
+            original = f"input_blocks.{next(index)}"
+            resnet(f"{original}.0", f"down_blocks.{level}.resnets.{layer}", width, outputs)
+            if "CrossAttn" in kind:
+                transformer(f"{original}.1", f"down_blocks.{level}.attentions.{layer}", level)
+            width = outputs
+            skips.append(width)
+        if level < levels - 1:
+            part = f"down_blocks.{level}.downsamplers.0.conv"
+            names.layer(f"input_blocks.{next(index)}.0.op", part, (width, width, 3, 3))
+            skips.append(width)
+
+    resnet("middle_block.0", "mid_block.resnets.0", width, width)
+    transformer("middle_block.1", "mid_block.attentions.0", levels - 1)
+    resnet("middle_block.2", "mid_block.resnets.1", width, width)
+
+    index = count(0)
+    for block, kind in enumerate(config["up_block_types"]):
+        level = levels - 1 - block
+        attends = "CrossAttn" in kind
+        for layer in range(layers[level] + 1):
+            original = f"output_blocks.{next(index)}"
+            resnet(f"{original}.0", f"up_blocks.{block}.resnets.{layer}", width + skips.pop(), channels[level])
+            width = channels[level]
+            if attends:
+                transformer(f"{original}.1", f"up_blocks.{block}.attentions.{layer}", level)
+            if layer == layers[level] and level > 0:
+                part = f"up_blocks.{block}.upsamplers.0.conv"
+                names.layer(f"{original}.{2 if attends else 1}.conv", part, (width, width, 3, 3))
+
+    names.layer("out.0", "conv_norm_out", (width,))
+    names.layer("out.2", "conv_out", (config["out_channels"], width, 3, 3))
+    return names
+
+
+def infer_unet(shapes: Mapping[str, Shape], base: dict) -> dict:
+    if "input_blocks.0.0.weight" not in shapes:
+        return {}
+    channels, attends, depths, layers = [], [], [], []
+    context, linear = base["cross_attention_dim"], base["use_linear_projection"]
+    for level in range(how_many(shapes, "input_blocks.")):  # more than there are levels: stops at the deepest
+        start = 1 + sum(layers) + level
+        end = start
+        while f"input_blocks.{end}.0.in_layers.2.weight" in shapes:
+            end += 1
+        if end == start:
+            break
+        attention = f"input_blocks.{start}.1"
+        layers.append(end - start)
+        channels.append(shapes[f"input_blocks.{start}.0.in_layers.2.weight"][0])
+        depths.append(how_many(shapes, f"{attention}.transformer_blocks."))
+        attends.append(depths[-1] > 0)
+        if attends[-1]:
+            context = shapes[f"{attention}.transformer_blocks.0.attn2.to_k.weight"][1]
+            linear = len(shapes[f"{attention}.proj_in.weight"]) == 2
+    if not channels or len(set(layers)) != 1:
+        raise UserError(f"the UNet of this file has {layers} resnets a level; give its config with model.config")
+    head = base["block_out_channels"][0] // each_level(base["attention_head_dim"], 1)[0]
+    inferred = {
+        "block_out_channels": channels,
+        "attention_head_dim": [max(1, width // head) for width in channels],  # the number of heads, by an old mistake
+        "cross_attention_dim": context,
+        "down_block_types": [("CrossAttn" if attend else "") + "DownBlock2D" for attend in attends],
+        "up_block_types": [("CrossAttn" if attend else "") + "UpBlock2D" for attend in reversed(attends)],
+        "in_channels": shapes["input_blocks.0.0.weight"][1],
+        "layers_per_block": layers[0],
+        "out_channels": shapes["out.2.weight"][0],
+        "transformer_layers_per_block": [depth or 1 for depth in depths],
+        "use_linear_projection": linear,
+    }
+    if "label_emb.0.0.weight" in shapes:
+        inferred["projection_class_embeddings_input_dim"] = shapes["label_emb.0.0.weight"][1]
+    return inferred

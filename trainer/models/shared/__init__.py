@@ -1,0 +1,1 @@
+"""What the families share: CLIP and the VAE."""

@@ -1,0 +1,89 @@
+"""What the families share about AutoencoderKL: its names in original files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trainer.models.names import Config, Names, Shape, how_many
+
+# What a config.json leaves out, as the class takes it.
+DEFAULTS = {
+    "block_out_channels": [64], "in_channels": 3, "latent_channels": 4, "layers_per_block": 1, "out_channels": 3,
+}  # fmt: skip
+
+
+def vae_names(config: Config) -> Names:
+    names = Names()
+    channels, latent = list(config["block_out_channels"]), config["latent_channels"]
+    layers, top = config["layers_per_block"], len(channels) - 1
+
+    def resnet(original: str, part: str, inputs: int, outputs: int) -> None:
+        for norm, conv, width in (("norm1", "conv1", inputs), ("norm2", "conv2", outputs)):
+            names.layer(f"{original}.{norm}", f"{part}.{norm}", (width,))
+            names.layer(f"{original}.{conv}", f"{part}.{conv}", (outputs, width, 3, 3))
+        if inputs != outputs:
+            names.layer(f"{original}.nin_shortcut", f"{part}.conv_shortcut", (outputs, inputs, 1, 1))
+
+    def same(name: str, shape: Shape) -> None:
+        names.layer(name, name, shape)
+
+    def middle(side: str, width: int) -> None:
+        resnet(f"{side}.mid.block_1", f"{side}.mid_block.resnets.0", width, width)
+        resnet(f"{side}.mid.block_2", f"{side}.mid_block.resnets.1", width, width)
+        if config.get("mid_block_add_attention", True):
+            original, part = f"{side}.mid.attn_1", f"{side}.mid_block.attentions.0"
+            names.layer(f"{original}.norm", f"{part}.group_norm", (width,))
+            for theirs, ours in (("q", "to_q"), ("k", "to_k"), ("v", "to_v"), ("proj_out", "to_out.0")):
+                names.layer(f"{original}.{theirs}", f"{part}.{ours}", (width, width), op="squeeze")
+
+    same("encoder.conv_in", (channels[0], config["in_channels"], 3, 3))
+    width = channels[0]
+    for level, outputs in enumerate(channels):
+        for layer in range(layers):
+            part = f"encoder.down_blocks.{level}.resnets.{layer}"
+            resnet(f"encoder.down.{level}.block.{layer}", part, width, outputs)
+            width = outputs
+        if level < top:
+            part = f"encoder.down_blocks.{level}.downsamplers.0.conv"
+            names.layer(f"encoder.down.{level}.downsample.conv", part, (width, width, 3, 3))
+    middle("encoder", width)
+    names.layer("encoder.norm_out", "encoder.conv_norm_out", (width,))
+    same("encoder.conv_out", (2 * latent, width, 3, 3))  # mean and log variance
+    if config.get("use_quant_conv", True):
+        same("quant_conv", (2 * latent, 2 * latent, 1, 1))
+
+    if config.get("use_post_quant_conv", True):
+        same("post_quant_conv", (latent, latent, 1, 1))
+    same("decoder.conv_in", (width, latent, 3, 3))
+    middle("decoder", width)
+    # The original counts the decoder's levels by resolution as well, so from the outside in.
+    for level in range(top, -1, -1):
+        block = top - level
+        for layer in range(layers + 1):
+            part = f"decoder.up_blocks.{block}.resnets.{layer}"
+            resnet(f"decoder.up.{level}.block.{layer}", part, width, channels[level])
+            width = channels[level]
+        if level > 0:
+            part = f"decoder.up_blocks.{block}.upsamplers.0.conv"
+            names.layer(f"decoder.up.{level}.upsample.conv", part, (width, width, 3, 3))
+    names.layer("decoder.norm_out", "decoder.conv_norm_out", (width,))
+    same("decoder.conv_out", (config["out_channels"], width, 3, 3))
+    return names
+
+
+def infer_vae(shapes: Mapping[str, Shape], base: dict) -> dict:
+    if "encoder.mid.block_1.conv1.weight" not in shapes:
+        return {}
+    levels = how_many(shapes, "encoder.down.")
+    return {
+        "block_out_channels": [shapes[f"encoder.down.{i}.block.0.conv1.weight"][0] for i in range(levels)],
+        "down_block_types": ["DownEncoderBlock2D"] * levels,
+        "up_block_types": ["UpDecoderBlock2D"] * levels,
+        "in_channels": shapes["encoder.conv_in.weight"][1],
+        "latent_channels": shapes["decoder.conv_in.weight"][1],
+        "layers_per_block": how_many(shapes, "encoder.down.0.block."),
+        "mid_block_add_attention": "encoder.mid.attn_1.q.weight" in shapes,
+        "out_channels": shapes["decoder.conv_out.weight"][0],
+        "use_quant_conv": "quant_conv.weight" in shapes,
+        "use_post_quant_conv": "post_quant_conv.weight" in shapes,
+    }
