@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -112,15 +111,6 @@ def command_line(*arguments: str, timeout: float = 120, **kwargs: Any) -> subpro
         [sys.executable, str(ROOT / "train.py"), *arguments],
         capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=os.environ | {"HF_HUB_OFFLINE": "1"}, **kwargs,
     )  # fmt: skip
-
-
-def load_script(name: str) -> Any:
-    """scripts/NAME.py as a module of its own."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def write_sparse(path: Path, tensors: Mapping[str, torch.Tensor | Recipe], metadata: Mapping[str, str] | None = None):

@@ -43,6 +43,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from scripts.proofs.shared import PHOTOS, STARTED, worktree  # noqa: E402
 from trainer.files import json_bytes, write_atomic  # noqa: E402
 from trainer.tensorfile import TensorFile  # noqa: E402
 
@@ -50,8 +51,6 @@ GIB = 2**30
 SAMPLE_SECONDS = 0.05
 DENOISER = {"sdxl": "unet", "flux": "transformer"}
 READER_MENDED = "bf06028"
-# Two runs that are compared byte by byte started at the same time.
-STARTED = "1735689600"
 SINGLE = "single file"
 PAGE = ROOT / "docs" / "full_size.md"
 
@@ -241,7 +240,7 @@ class Place:
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("00.jpg", "00.txt", "01.jpg", "01.txt"):
             if not (folder / name).exists():
-                shutil.copyfile(ROOT / "examples" / "bear_plushie" / name, folder / name)
+                shutil.copyfile(PHOTOS / name, folder / name)
         return folder
 
 
@@ -425,17 +424,13 @@ def plan(cell: Cell, place: Place) -> dict[str, Any]:
 @contextlib.contextmanager
 def tree_of(commit: str, folder: Path) -> Iterator[Path]:
     """That commit's files, with the present reader's mend."""
-    code = folder / f"code-{commit}"
-    git = partial(subprocess.run, check=True, cwd=ROOT, capture_output=True)
-    git(["git", "worktree", "add", "--detach", str(code), commit])
-    try:
+    git = partial(subprocess.run, check=True, capture_output=True)
+    with worktree(commit, folder / f"code-{commit}") as code:
         mended = subprocess.run(["git", "merge-base", "--is-ancestor", READER_MENDED, commit], cwd=ROOT)
         if mended.returncode:
-            patch = git(["git", "show", READER_MENDED, "--", "trainer/tensorfile.py"]).stdout
+            patch = git(["git", "show", READER_MENDED, "--", "trainer/tensorfile.py"], cwd=ROOT).stdout
             git(["git", "apply", "-"], cwd=code, input=patch)
         yield code
-    finally:
-        git(["git", "worktree", "remove", "--force", str(code)])
 
 
 def against(commit: str, cell: Cell, place: Place) -> dict[str, Any]:

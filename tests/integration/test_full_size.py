@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness import ROOT, Workbench, load_script, write_sparse
+from scripts import make_model as maker
+from tests.harness import ROOT, Workbench, write_sparse
 from tests.integration.test_mutated_files import changed_bytes
 from trainer.describe import describe
 from trainer.errors import UserError
@@ -39,7 +40,6 @@ def sparse_model(
     monkeypatch, path: Path, *, size: str = "full", family: str, layout: str, dtype: torch.dtype | None = None, total=0
 ) -> None:
     """A model of `make_model.py` without its weights. dtype: of the file's tensors; total: its bytes, padded in front."""
-    maker = load_script("make_model")
 
     def sparse(path, tensors, metadata=None):
         tensors = {name: Recipe(dtype or t.dtype, tuple(t.shape), never) for name, t in tensors.items()}

@@ -1,4 +1,4 @@
-"""A run that is killed again and again ends in the same bytes as one that never was: scripts/kill_test.py, in parts.
+"""A run that is killed again and again ends in the same bytes as one that never was: scripts/proofs/kill_test.py, in parts.
 
 The default suite kills one run while photos are encoded, inside its first checkpoint, a later one and a pruning, while a
 sample is drawn and in a step. `slow` has all 104 kills, and 200 signals.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import signal
-import sys
 from collections.abc import Iterator
 from dataclasses import astuple
 from itertools import combinations, product
@@ -16,19 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import kill_test
-from kill_test import CELLS, LEVELS, SAVES, Cell, Moment, Result, Server
+from scripts.proofs import kill_test
+from scripts.proofs.forks import Server
+from scripts.proofs.kill_test import CELLS, LEVELS, SAVES, Cell, Moment, Result
 
 every_cell = pytest.mark.parametrize("cell", [pytest.param(cell, id=cell.name) for cell in CELLS])
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with Server() as server:
+    with kill_test.lives() as server:
         yield server
 
 

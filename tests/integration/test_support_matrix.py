@@ -1,4 +1,4 @@
-"""Every storage format x compute dtype x adapter x family does what scripts/support_matrix.py says; docs/support_matrix.md.
+"""Every storage format x compute dtype x adapter x family does what scripts/proofs/support_matrix.py says.
 
 The default suite runs five cells in which denoiser and text encoders, all three adapted, are stored differently. Together
 they have every format of ALL_FORMATS, each in a compute dtype that is not its own, every compute dtype, and each family with
@@ -7,19 +7,15 @@ each kind but SDXL with LoRA. SDXL's denoiser has fewer adapted layers there, co
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.harness import ROOT, Workbench
+from scripts.proofs import support_matrix as matrix
+from scripts.proofs.support_matrix import Cell
+from tests.harness import Workbench
 from trainer.adapters import Adapter
 from trainer.optim import OptimizerState
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import support_matrix as matrix
-from support_matrix import Cell
 
 SOME_OF_THE_UNET = ("conv_in", "down_blocks.1.resnets.0.*", "mid_block.attentions.0.transformer_blocks.0.*")
 COVERING = (

@@ -1,23 +1,19 @@
 """It learns: over fixed draws the loss falls, and every promised storage format keeps most of that.
 
-What is measured, and how, stands in scripts/learning_table.py; docs/learning.md has the figures of all formats.
+What is measured, and how, stands in scripts/proofs/learning_table.py; docs/learning.md has the figures of all formats.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.harness import ROOT, Workbench
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import learning_table
-from learning_table import CASES, NOT_PROMISED, Case, Losses
+from scripts.proofs import learning_table
+from scripts.proofs.learning_table import CASES, NOT_PROMISED, Case, Losses
+from tests.harness import Workbench
 
 # The quickest; SDXL takes four times as long.
 DEFAULT = (Case("flux", "dora", "fp8_e4m3-native", "fp32"),)

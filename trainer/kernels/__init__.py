@@ -11,7 +11,7 @@ from trainer.types import StoredWeight
 # Of the card that Triton reads float8 e4m3 on, and that multiplies float8: Ada and Hopper.
 CAPABILITY = (8, 9)
 
-# From which shape on a float8 product pays. Estimates, both, not measured: scripts/bench_step.py gives a verdict for
+# From which shape on a float8 product pays. Estimates, both, not measured: scripts/bench/bench_step.py gives a verdict for
 # each layer shape of Flux and SDXL, from which to set them. Narrow layers lose to the quantisation of x, which costs as much
 # as a product with some 500 columns gains; few rows lose to the launches.
 FP8_MIN_SIDE, FP8_MIN_ROWS = 1280, 512

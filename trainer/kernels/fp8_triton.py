@@ -21,7 +21,7 @@ from trainer.kernels.upcast_triton import INTERPRETED, check_dtypes, flat, round
 from trainer.types import StoredWeight
 
 # Whether Hopper's tensor cores may sum a whole product in their own 22 bits or so, instead of handing partial sums to fp32
-# registers. Faster, by how much no GPU has measured here: scripts/bench_step.py times both.
+# registers. Faster, by how much no GPU has measured here: scripts/bench/bench_step.py times both.
 FAST_SUMS = False
 
 # A row up to this long stays in registers between its largest element and its codes; a longer one is read twice.

@@ -13,7 +13,8 @@ import torch
 import transformers
 from diffusers.loaders import single_file_utils
 
-from tests.harness import ROOT, load_script
+from scripts import make_model as maker
+from tests.harness import ROOT
 from trainer.errors import UserError
 from trainer.models import FAMILIES
 from trainer.models.building import shapes_of
@@ -37,9 +38,6 @@ COUNTS = {
     ("flux-dev", "vae"): 83_819_683,
     ("flux-schnell", "transformer"): 11_891_178_560,
 }
-
-
-maker = load_script("make_model")
 TINY = {
     "sdxl": maker.tiny_sdxl(1400),
     "flux-dev": maker.tiny_flux("flux-dev", 1400, 1400),

@@ -1,4 +1,4 @@
-"""scripts/bench_cli.py --against: its interval, and that its worktree does not stay."""
+"""scripts/bench/bench_cli.py --against: its interval, and that its worktree does not stay."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import math
 import random
 import statistics
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from scripts.bench import bench_cli
+from scripts.proofs.shared import worktree
 from tests.harness import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import bench_cli
 
 
 def run_of(seconds: float) -> bench_cli.Measured:
@@ -53,9 +50,9 @@ def test_ratios_are_now_over_then_within_a_round() -> None:
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout, so there is no earlier commit")
 def test_the_worktree_is_of_that_commit_and_does_not_stay(tmp_path: Path) -> None:
     listing = ["git", "-C", str(ROOT), "worktree", "list"]
-    with pytest.raises(KeyboardInterrupt), bench_cli.worktree("HEAD", tmp_path / "then") as tree:
+    with pytest.raises(KeyboardInterrupt), worktree("HEAD", tmp_path / "then") as tree:
         assert (tree / "train.py").exists() and str(tree) in subprocess.check_output(listing, text=True)
         raise KeyboardInterrupt
     assert not tree.exists() and str(tree) not in subprocess.check_output(listing, text=True)
-    with pytest.raises(SystemExit, match="--against nowhere"), bench_cli.worktree("nowhere", tmp_path / "then"):
+    with pytest.raises(SystemExit, match="commit nowhere"), worktree("nowhere", tmp_path / "then"):
         pass

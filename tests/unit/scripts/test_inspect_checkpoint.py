@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import random
 import shutil
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness import ROOT
+from scripts import inspect_checkpoint
 from trainer import config as configs
 from trainer import files
 from trainer.checkpoint import state, store
@@ -23,13 +22,10 @@ from trainer.checkpoint.state import Pin, Progress
 @pytest.fixture
 def inspect(monkeypatch, capsys):
     """folder -> (exit status, what it prints, what it prints on stderr)."""
-    spec = importlib.util.spec_from_file_location("inspect_checkpoint", ROOT / "scripts" / "inspect_checkpoint.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
 
     def run(folder: Path) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["inspect_checkpoint.py", str(folder)])
-        status = module.main()
+        status = inspect_checkpoint.main()
         printed = capsys.readouterr()
         return status, printed.out, printed.err
 

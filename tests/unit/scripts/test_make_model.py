@@ -15,7 +15,8 @@ import torch
 from diffusers import FluxPipeline, StableDiffusionXLPipeline
 from transformers import AutoTokenizer
 
-from tests.harness import ROOT, load_script, write_sparse
+from scripts import make_model as script
+from tests.harness import ROOT, write_sparse
 from trainer.models import FAMILIES
 from trainer.models.opening import open_model
 from trainer.tensorfile import TensorFile
@@ -23,9 +24,6 @@ from trainer.tensorfile import TensorFile
 SCRIPT = ROOT / "scripts" / "make_model.py"
 MEGABYTE = 1_000_000
 CAPTION = "a photo of sks plush bear on a beach, 12:30!"
-
-
-script = load_script("make_model")
 
 
 def make(*options: object, size: str = "tiny") -> int:

@@ -1,7 +1,7 @@
 """Every family x adapter x storage format x compute dtype, over tiny models: does it train, resume, sample and export?
 
-    python scripts/support_matrix.py --jobs 2                       # all; writes docs/support_matrix.md
-    python scripts/support_matrix.py --cells 'flux/dora/int?-*/*'   # some; prints only
+    python scripts/proofs/support_matrix.py --jobs 2                       # all; writes docs/support_matrix.md
+    python scripts/proofs/support_matrix.py --cells 'flux/dora/int?-*/*'   # some; prints only
 
 A cell is FAMILY/KIND/STORAGE/COMPUTE, "sdxl/dora/nf4-bitsandbytes/bf16". Denoiser and text encoders are stored in the format
 and both are adapted (every Linear and Conv2d that has a gradient path); the VAE is fp32. A cell is "ok" where
@@ -25,7 +25,6 @@ import math
 import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -41,11 +40,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
+from scripts.proofs.shared import FAMILIES, make_models  # noqa: E402
 from tests.harness import DENOISER, PHOTOS, Workbench, built, metrics_of, train_built  # noqa: E402
 from trainer import config as configs  # noqa: E402
 from trainer.errors import UserError  # noqa: E402
@@ -53,7 +53,7 @@ from trainer.precision import COMPUTE_DTYPES  # noqa: E402
 from trainer.quantization import ALL_FORMATS  # noqa: E402
 from trainer.tensorfile import TensorFile  # noqa: E402
 
-FAMILIES, KINDS = ("sdxl", "flux"), ("lora", "dora")
+KINDS = ("lora", "dora")
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
 STEPS, STOP, ACCUMULATION = 3, 1, 2
 CLIP = 1e-3  # far below the gradient's norm
@@ -351,7 +351,7 @@ def page(results: Sequence[Result], seconds: float, jobs: int) -> str:
     return (
         "# Support matrix\n\n"
         f"Measured on {date.today()} on a CPU with\n{versions}:\n\n"
-        f"    python scripts/support_matrix.py --jobs {jobs}\n\n"
+        f"    python scripts/proofs/support_matrix.py --jobs {jobs}\n\n"
         f"{summary(results, seconds)}.\n\n{said.strip()}\n\n"
         '"n skipped": updates that the loss scaler skipped. bitsandbytes, int4 and int2 store no convolutions: those are '
         "kept in bf16.\n\n" + table(results)
@@ -359,15 +359,6 @@ def page(results: Sequence[Result], seconds: float, jobs: int) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------- processes
-
-
-def make_models(folder: Path) -> Path:
-    """A tiny checkpoint of each family under `folder`, as folders of that name."""
-    for family in FAMILIES:
-        command = [sys.executable, "scripts/make_model.py", "--size", "tiny"]
-        command += ["--family", family, "--layout", "diffusers"]
-        subprocess.run([*command, str(folder / family)], cwd=ROOT, check=True)
-    return folder
 
 
 def run_alone(cell: Cell, models: Path, work: Path) -> Result:

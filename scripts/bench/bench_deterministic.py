@@ -1,7 +1,7 @@
 """What run.deterministic = true costs: a step of the full-size models with it over one without.
 
-    python scripts/bench_deterministic.py [--seconds 120] [--storage fp8_e4m3] [--json FILE]
-    python scripts/bench_deterministic.py --quick     # tiny models on a CPU: shows that it runs, its ratios mean nothing
+    python scripts/bench/bench_deterministic.py [--seconds 120] [--storage fp8_e4m3] [--json FILE]
+    python scripts/bench/bench_deterministic.py --quick     # tiny models on a CPU: it runs, its ratios mean nothing
 
 The steps are bench_step.py's: random weights, rank-16 DoRA, every block recomputed, bf16, batch 1 at 1024 and 512 px. The
 settings belong to a process, so each way has one of its own, and both hold the model at once (Flux in float8: 25 GB). They
@@ -28,7 +28,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 ORDINARY, DETERMINISTIC = WAYS = ("ordinary", "deterministic")
 MODELS = ("Flux", "SDXL")
 # (heads, tokens of queries at 1024 px, width of a head) of the attention that takes the most time; SDXL's at its 32 x 32.
@@ -118,7 +118,7 @@ def work(way: str, device_name: str, storage: str, quick: bool) -> None:
     """A worker's life: answers questions until there are no more."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print, too
-    sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+    sys.path.insert(0, str(ROOT))
     import torch
     from torch.nn.attention import SDPBackend
 
@@ -126,8 +126,7 @@ def work(way: str, device_name: str, storage: str, quick: bool) -> None:
 
     if way == DETERMINISTIC:
         precision.be_deterministic()
-    import bench_step
-
+    from scripts.bench import bench_step
     from trainer.kernels import scratch
 
     device = torch.device(device_name)

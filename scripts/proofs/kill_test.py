@@ -1,8 +1,8 @@
 """Is a run that is killed again and again, and started again with the same command line, one that never was killed?
 
-    python scripts/kill_test.py                               # 8 cells, 104 kills, 48 of them inside a save
-    python scripts/kill_test.py --signals 200                 # SIGTERM and SIGINT instead
-    python scripts/kill_test.py --cells 'flux-*' --seed 3 --fresh
+    python scripts/proofs/kill_test.py                               # 8 cells, 104 kills, 48 of them inside a save
+    python scripts/proofs/kill_test.py --signals 200                 # SIGTERM and SIGINT instead
+    python scripts/proofs/kill_test.py --cells 'flux-*' --seed 3 --fresh
 
 A cell trains a tiny model once without a break and once in a row of lives, each ended by SIGKILL. Inside a save a life ends
 at a system call of the commit protocol, drawn from all that a save and the pruning after it make, or halfway through a
@@ -23,19 +23,16 @@ Exit status 1 where anything is lost, left over or different. Linux, on the CPU.
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import json
 import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -43,11 +40,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
+from scripts.proofs.forks import Order, Server  # noqa: E402
+from scripts.proofs.shared import STARTED, make_models  # noqa: E402
 from tests.harness import DENOISER, PHOTOS, Workbench, metrics_of  # noqa: E402
 from trainer import cli  # noqa: E402
 from trainer.checkpoint import store  # noqa: E402
@@ -92,32 +91,30 @@ CELLS = (
 
 # What a life is watched in.
 REGIONS = {
-    "caching": "trainer.run:Run.encode_data",
+    "caching": "trainer.run:encode",
     "drawing": "trainer.validation:draw_samples",
     "logging": "trainer.metrics:Metrics.log",
     "saving": "trainer.checkpoint.store:save",
     "pruning": "trainer.checkpoint.store:prune",
-    "finishing": "trainer.run:Run.finish",
+    "finishing": "trainer.run:finish",
 }
 # What changes the disk there; os.open reads only where a folder is synced or removed.
 CALLS = ("mkdir", "open", "write", "fsync", "replace", "unlink", "rmdir")
 
 # Of the process that starts lives. One thread: bytes are promised for one thread count.
 ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "SOURCE_DATE_EPOCH": "1735689600", "CUDA_VISIBLE_DEVICES": "",
-    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "SOURCE_DATE_EPOCH": STARTED, "CUDA_VISIBLE_DEVICES": "",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Life:
-    """One start of the trainer in `folder`, and the end it brings upon itself there, if any.
+    """One start of the trainer, and the end it brings upon itself there, if any.
 
     In one of `regions` it sends itself `signum`: before the `nth` call of `call`, or, where `half`, after half of that write;
     without a call `delay` seconds after it first enters, at the latest when it leaves.
     """
 
-    folder: str
     arguments: tuple[str, ...]
     signum: int = signal.SIGKILL
     regions: tuple[str, ...] = ()
@@ -199,17 +196,12 @@ def bound(function: Callable, *first: Any) -> Callable:
     return call
 
 
-def live(life: Life) -> int:
-    """A whole life of the trainer, in this process; returns its exit status.
+def live(**fields: Any) -> int:
+    """A whole life of the trainer, in this process and its present folder; returns its exit status.
 
-    Leaves beside the run: log; alive, when it begins; watched.json, when it ends by itself.
+    fields: of a `Life`. Leaves beside the run: alive, when it begins; watched.json, when it ends by itself.
     """
-    os.setsid()  # its workers are found by the group
-    os.chdir(life.folder)
-    log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    for descriptor in (1, 2):
-        os.dup2(log, descriptor)
+    life = Life(**fields)
     watch = Watch(life)
     watch.install()
     print(f"--- {life}", flush=True)
@@ -223,98 +215,9 @@ def live(life: Life) -> int:
     return status
 
 
-# What a run imports where it needs it.
-IMPORTED_LATE = (
-    "accelerate", "bitsandbytes", "optimum.quanto", "peft.tuners.lora.bnb", "trainer.adapters.dora",
-    "diffusers.pipelines.flux.pipeline_flux", "diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl",
-    "transformers.models.clip.modeling_clip", "transformers.models.clip.tokenization_clip",
-    "transformers.models.t5.modeling_t5", "transformers.models.t5.tokenization_t5",
-    "PIL.JpegImagePlugin", "PIL.PngImagePlugin",
-)  # fmt: skip
-
-
-def serve(fresh: bool) -> None:
-    """Start a life for every line that describes one, tell what became of it for every line that is its number."""
-    living: set[int] = set()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is born deaf to it
-    cli.quiet_libraries()
-    if not fresh:
-        for module in IMPORTED_LATE:
-            importlib.import_module(module)
-        gc.freeze()
-        assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose a thread"
-    try:
-        for line in sys.stdin:
-            order = json.loads(line)
-            if isinstance(order, int):
-                pid, status = os.waitpid(order, os.WNOHANG)
-                living.discard(pid)
-                answer = os.waitstatus_to_exitcode(status) if pid else None
-            else:
-                answer = _spawn(line) if fresh else _fork(Life(**order))
-                living.add(answer)
-            print(json.dumps(answer), flush=True)
-    finally:
-        for pid in living:
-            os.kill(pid, signal.SIGKILL)
-
-
-def _spawn(description: str) -> int:
-    return os.posix_spawn(sys.executable, [sys.executable, __file__, "--life", description], os.environ)
-
-
-def _fork(life: Life) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
-        status = live(life)
-        # The interpreter waits for them, too.
-        for thread in threading.enumerate():
-            if thread is not threading.main_thread() and not thread.daemon:
-                thread.join()
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-
-class Server:
-    """Starts lives; a context manager."""
-
-    def __init__(self, *, fresh: bool = False) -> None:
-        self.fresh = fresh
-
-    def __enter__(self) -> Server:
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", *(["--fresh"] if self.fresh else [])],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | ENVIRONMENT,
-        )  # fmt: skip
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.orders, self.answers = self.process.stdin, self.process.stdout
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.orders.close()
-        self.process.wait()
-        self.answers.close()
-
-    def ask(self, order: Any) -> Any:
-        print(json.dumps(order), file=self.orders, flush=True)
-        answer = self.answers.readline()
-        if not answer:
-            raise RuntimeError("the process that starts lives has ended; its error is above")
-        return json.loads(answer)
-
-    def start(self, life: Life) -> int:
-        return self.ask(asdict(life))
-
-    def status(self, pid: int) -> int | None:
-        """The exit status, negative for a signal; None as long as it lives. Once it has been told, it is forgotten."""
-        return self.ask(pid)
+def lives(*, fresh: bool = False) -> Server:
+    """What starts them."""
+    return Server(ROOT, ["scripts.proofs.kill_test", "trainer.adapters.dora"], ENVIRONMENT, fresh=fresh)
 
 
 # ----------------------------------------------------------------------------------------------------------- moments
@@ -479,7 +382,8 @@ class Run:
             return self.metrics.exists() and self.metrics.stat().st_ino != old and self.logged() >= newest + count
 
         self.lives += 1
-        pid = self.server.start(Life(str(self.folder), tuple(arguments), **inside))
+        life = Life(tuple(arguments), **inside)
+        pid = self.server.start(Order("scripts.proofs.kill_test:live", str(self.folder), asdict(life)))
         self.pids.add(pid)
         status, sent = self._until(alive.exists, pid), None
         if moment and measured and not inside:
@@ -722,15 +626,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--cells {options.cells} matches none of {', '.join(cell.name for cell in CELLS)}")
 
     folder = Path(tempfile.mkdtemp(prefix="kill-test-"))
-    for family in {cell.family for cell in cells}:
-        command = [sys.executable, "scripts/make_model.py", "--size", "tiny"]
-        command += ["--family", family, "--layout", "diffusers"]
-        subprocess.run([*command, str(folder / "models" / family)], cwd=ROOT, check=True)
+    make_models(folder / "models", sorted({cell.family for cell in cells}))
     what = "signals" if options.signals else "kills"
     print(f"moments drawn from seed {options.seed}\n")
     print(f"{'cell':<32}{what:>8}  in a save  lives  recoveries  orphans  lost  seconds")
     results = []
-    with Server(fresh=options.fresh) as server:
+    with lives(fresh=options.fresh) as server:
         for index, cell in enumerate(cells):
             draw = random.Random(f"{options.seed} {cell.name}")
             share = options.signals * (index + 1) // len(cells) - options.signals * index // len(cells)
@@ -755,9 +656,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--serve"]:
-        serve(fresh="--fresh" in sys.argv)
-        os._exit(0)  # libraries complain at an orderly exit
-    if sys.argv[1:2] == ["--life"]:
-        sys.exit(live(Life(**json.loads(sys.argv[2]))))
     sys.exit(main())

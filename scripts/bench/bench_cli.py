@@ -1,7 +1,7 @@
-"""train.py beside a plain diffusers + PEFT loop (scripts/plain_loop.py): time to the first step, time to train, memory.
+"""train.py beside a plain diffusers + PEFT loop (plain_loop.py): time to the first step, time to train, memory.
 
-    python scripts/bench_cli.py                                    # three rounds of LoRA and DoRA, 200 steps each
-    python scripts/bench_cli.py --against COMMIT [--json FILE]     # this tree beside an earlier one, 15 rounds
+    python scripts/bench/bench_cli.py                                    # three rounds of LoRA and DoRA, 200 steps each
+    python scripts/bench/bench_cli.py --against COMMIT [--json FILE]     # this tree beside an earlier one, 15 rounds
 
 Both sides train the same tiny SDXL checkpoint on the same photos with the same settings, each run in a fresh process
 with fresh folders, one after the other in turns. The printed ratios are ours / plain within a round, so that a machine
@@ -25,16 +25,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ROOT / "scripts"
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from scripts.proofs.shared import PHOTOS, make_models, worktree  # noqa: E402
+
 RESOLUTION, BATCH, RANK, LR, SEED = 64, 2, 8, 1e-4, 0
 WARM_UP = 10  # steps of a process whose time is not counted to a step's
 
@@ -151,7 +154,7 @@ def run_process(command: list[str], log: Path, tree: Path = ROOT) -> tuple[float
 
 def run_plain(folder: Path, *, model: Path, data: Path, kind: str, steps: int) -> Measured:
     command = [
-        sys.executable, str(SCRIPTS / "plain_loop.py"), "--model", str(model), "--data", str(data),
+        sys.executable, str(ROOT / "scripts" / "bench" / "plain_loop.py"), "--model", str(model), "--data", str(data),
         "--out", str(folder / "out"), "--steps", str(steps), "--rank", str(RANK), "--type", kind, "--lr", str(LR),
         "--batch_size", str(BATCH), "--resolution", str(RESOLUTION), "--dtype", "bf16", "--seed", str(SEED),
     ]  # fmt: skip
@@ -223,19 +226,6 @@ def table(kind: str, rounds: list[dict[str, Measured]]) -> str:
 # --- against an earlier commit ------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def worktree(commit: str, folder: Path) -> Iterator[Path]:
-    """`commit` checked out in `folder`, and gone from the repository's list again at the end."""
-    git = ["git", "-C", str(ROOT), "worktree"]
-    made = subprocess.run([*git, "add", "--detach", str(folder), commit], capture_output=True, text=True)
-    if made.returncode:
-        sys.exit(f"--against {commit}: {made.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run([*git, "remove", "--force", str(folder)], check=True)
-
-
 @cache
 def t_quantile(degrees: int, probability: float = 0.975) -> float:
     """Student's t: the value below which a draw lies with `probability` (above 0.5), to about seven digits.
@@ -297,7 +287,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="3; with --against 15")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--types", nargs="+", choices=("lora", "dora"), default=["lora", "dora"])
-    parser.add_argument("--data", type=Path, default=ROOT / "examples" / "bear_plushie")
+    parser.add_argument("--data", type=Path, default=PHOTOS)
     parser.add_argument(
         "--limit",
         type=float,
@@ -312,9 +302,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory(prefix="bench-cli-") as temporary, ExitStack() as stack:
         work = Path(temporary)
-        model = work / "tiny-sdxl"
-        maker = [sys.executable, str(SCRIPTS / "make_model.py"), "--size", "tiny"]
-        run_process([*maker, "--family", "sdxl", "--layout", "diffusers", str(model)], work / "make.txt")
+        model = make_models(work, ["sdxl"]) / "sdxl"
         given = {"model": model, "data": args.data.resolve()}
         if args.against:
             earlier = stack.enter_context(worktree(args.against, work / "then"))

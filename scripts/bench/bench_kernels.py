@@ -1,6 +1,6 @@
 """Time the fused kernels against their plain twins, eager and compiled, on the layers that carry the time.
 
-    python scripts/bench_kernels.py [--seconds 240] [--rank 16] [--storage fp8_e4m3,nf4,bf16] [--json FILE]
+    python scripts/bench/bench_kernels.py [--seconds 240] [--rank 16] [--storage fp8_e4m3,nf4,bf16] [--json FILE]
 
 Medians of triton.testing.do_bench, which clears the L2 cache between calls; the arguments rotate besides. `GB/s` counts each
 input once and each output once, and `of copy` is its share of what a large device-to-device copy reaches in the same process.
@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # `python scripts/x.py` puts scripts/ on the path, not the root
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 

@@ -1,6 +1,6 @@
 """Gathers what scripts/gpu_suite.sh measured into GPU-DATE.json and prints its short table.
 
-python scripts/gpu_report.py PARTS FOLDER     PARTS: tests.xml, kernels.json, layers.json, shared.json, steps.json,
+python scripts/bench/gpu_report.py PARTS FOLDER     PARTS: tests.xml, kernels.json, layers.json, shared.json, steps.json,
 deterministic.json and their NAME.status
 """
 

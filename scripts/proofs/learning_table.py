@@ -1,7 +1,7 @@
 """How much an adapter learns over each storage format and compute dtype, on tiny models; writes docs/learning.md.
 
-    python scripts/learning_table.py --jobs 2
-    python scripts/learning_table.py --cells 'flux/dora/int?-*/*'    # some, beside the fp32 base; prints only
+    python scripts/proofs/learning_table.py --jobs 2
+    python scripts/proofs/learning_table.py --cells 'flux/dora/int?-*/*'    # some, beside the fp32 base; prints only
 
 Over 24 fixed (noise, timestep) draws, 12 for each of two photos, rank 8 on attention and MLP is trained for 100 steps of two
 draws at lr 1e-2. The fall is 1 - last / first mean loss over the draws. Promised: 5 % over the fp32 base, and of that fall at
@@ -28,12 +28,13 @@ from fnmatch import fnmatchcase
 from importlib.metadata import version
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from support_matrix import DISTRIBUTIONS, FAMILIES, KINDS, STORAGE, make_models, one_thread  # noqa: E402
 
+from scripts.proofs.shared import FAMILIES, make_models  # noqa: E402
+from scripts.proofs.support_matrix import DISTRIBUTIONS, KINDS, STORAGE, one_thread  # noqa: E402
 from tests.harness import DENOISER, PHOTOS, Workbench, built  # noqa: E402
 from trainer.types import Occurrence  # noqa: E402
 
@@ -148,7 +149,7 @@ def page(measured: dict[Case, Losses], jobs: int) -> str:
     return (
         "# Learning survives the storage\n\n"
         f"Measured on {date.today()} on a CPU with\n{versions}:\n\n"
-        f"    python scripts/learning_table.py --jobs {jobs}\n\n"
+        f"    python scripts/proofs/learning_table.py --jobs {jobs}\n\n"
         f"{said}\n\nIn the table: the fall, and in brackets its share of the fall over the fp32 base computing in fp32.\n\n"
         + table(measured)
     )

@@ -1,7 +1,7 @@
 """One training step of the full-size models in each storage, as a ratio to bf16; and where a float8 product pays.
 
-    python scripts/bench_step.py --device cuda [--seconds 150] [--storage bf16,fp8_e4m3] [--json FILE]
-    python scripts/bench_step.py --quick            # tiny models, on a CPU too: shows that it runs, its ratios mean nothing
+    python scripts/bench/bench_step.py --device cuda [--seconds 150] [--storage bf16,fp8_e4m3] [--json FILE]
+    python scripts/bench/bench_step.py --quick     # tiny models, on a CPU too: it runs, its ratios mean nothing
 
 A step: forward and backward of a rank-16 DoRA on attention and MLP, every block recomputed, bf16 compute, clipping, AdamW;
 batch 1 at 1024 and 512 px. The weights are random: the published configs, built as a run builds them, without files. All
@@ -30,14 +30,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from bench_dora import graph_ms  # noqa: E402
-from make_model import tiny_flux, tiny_sdxl  # noqa: E402
 from torch import nn  # noqa: E402
 
+from scripts.bench.bench_dora import graph_ms  # noqa: E402
+from scripts.make_model import tiny_flux, tiny_sdxl  # noqa: E402
 from trainer import kernels, optim, quantization  # noqa: E402
 from trainer.adapters import inject, match_targets  # noqa: E402
 from trainer.kernels import scratch  # noqa: E402

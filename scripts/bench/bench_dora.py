@@ -1,9 +1,9 @@
 """Forward and backward of one adapted layer: our LoRA and DoRA beside PEFT's. One table; every figure is a ratio in one run.
 
-    python scripts/bench_dora.py                    # on the CPU; about 10 minutes
-    python scripts/bench_dora.py --device cuda      # the layers of Flux and SDXL, replayed as CUDA graphs
-    python scripts/bench_dora.py --shared-input     # q, k and v reading x together, over apart
-    python scripts/bench_dora.py --quick            # fewer shapes and rounds; --json PATH writes the numbers
+    python scripts/bench/bench_dora.py                    # on the CPU; about 10 minutes
+    python scripts/bench/bench_dora.py --device cuda      # the layers of Flux and SDXL, replayed as CUDA graphs
+    python scripts/bench/bench_dora.py --shared-input     # q, k and v reading x together, over apart
+    python scripts/bench/bench_dora.py --quick            # fewer shapes and rounds; --json PATH writes the numbers
 
 CPU: a round times PEFT's LoRA, a candidate, PEFT's LoRA again; it counts if the two LoRA times are within 2 % of one another.
 A figure is the median of at least 7 such rounds; with fewer in the time it may take it is marked "~". Our DoRA recomputes its
@@ -29,7 +29,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402

@@ -3,7 +3,7 @@
 Written as a competent person writes it in an afternoon, not as a strawman: latents and text embeddings are encoded once
 and kept in memory, the encoders are dropped, the base is bf16 under autocast with fp32 adapter weights, the optimiser
 sees only those. It has no config, resume, checks, buckets (square centre crops), validation or metrics. Nothing of the
-trainer is imported here. scripts/bench_cli.py runs it and reads the lines that begin with EVENT.
+trainer is imported here. scripts/bench/bench_cli.py runs it and reads the lines that begin with EVENT.
 """
 # ruff: noqa: E402 - the first line is printed before the imports, whose time counts
 

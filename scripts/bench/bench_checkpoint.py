@@ -1,6 +1,6 @@
 """What checkpointing costs: a training loop that saves every 10 steps over one that does not.
 
-    python scripts/bench_checkpoint.py [--rounds 3] [--json FILE]
+    python scripts/bench/bench_checkpoint.py [--rounds 3] [--json FILE]
 
 A tiny Flux, 200 steps of batch 2, rank 16 on attention and MLP, float8 base, 64 tokens of text. Three processes train it:
 "none" saves nothing but the last checkpoint, which all write; "background" saves every 10 steps beside the training (the
@@ -27,7 +27,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from scripts.proofs.shared import PHOTOS, make_models  # noqa: E402
+
 LIMIT = 1.03
 NONE, BACKGROUND, FOREGROUND = WAYS = ("none", "background", "foreground")
 
@@ -36,13 +40,13 @@ def tree_of(work: Path, way: str, steps: int, every: int) -> dict[str, Any]:
     return {
         "run": {"name": "bench", "output_dir": str(work / way), "max_steps": steps, "device": "cpu"},
         "model": {
-            "family": "flux", "path": str(work.parent / "model"), "components": {"transformer": {"dtype": "fp8_e4m3"}},
+            "family": "flux", "path": str(work.parent / "flux"), "components": {"transformer": {"dtype": "fp8_e4m3"}},
         },
         # One bucket, and as many photos as make whole batches: all steps are alike. At T5's 512 tokens two thirds of a step
         # would be padding, and saves look cheaper.
         "data": {
             "resolution": 64, "bucket_step": 64, "batch_size": 2, "caption_dropout": 0.0, "text_length": 64,
-            "sources": [{"path": str(ROOT / "examples" / "bear_plushie"), "repeats": 2}],
+            "sources": [{"path": str(PHOTOS), "repeats": 2}],
         },
         "checkpoint": {"every_steps": 0 if way == NONE else every, "background": way != FOREGROUND},
         "validation": {"every_steps": 0},
@@ -67,7 +71,6 @@ def work(folder: Path, way: str, steps: int, every: int) -> None:
     """Train in turns: one line on stdin starts one, one line of JSON on stdout ends it; the last says what saves took."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # the run prints, too
-    sys.path.insert(0, str(ROOT))
     from trainer import cli
     from trainer import config as configs
     from trainer import run as runs
@@ -190,8 +193,7 @@ def main() -> int:
     rounds = []
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-") as temporary:
         folder = Path(temporary)
-        command = [sys.executable, str(ROOT / "scripts" / "make_model.py"), "--size", "tiny", "--family", "flux"]
-        subprocess.run([*command, "--layout", "diffusers", str(folder / "model")], check=True, capture_output=True)
+        make_models(folder, ["flux"])
         for number in range(arguments.rounds):
             here = folder / str(number)
             rounds.append(one_round(here, WAYS if number % 2 == 0 else WAYS[::-1], steps, every))

@@ -1,6 +1,6 @@
 """Peak memory and rate while a bf16 component of 2 GiB is loaded quantised.
 
-    python scripts/bench_loading.py [--dtype fp8_e4m3] [--rounds 3] [--cached] [--folder DIR]
+    python scripts/bench/bench_loading.py [--dtype fp8_e4m3] [--rounds 3] [--cached] [--folder DIR]
 
 Writes the transformer of a Flux with the published widths and fewer blocks, loads it in a fresh process and prints the
 process's peak resident memory (VmHWM: mapped pages count) beside the limit: final size + largest tensor + 1 GiB. The
@@ -23,8 +23,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # `python scripts/x.py` puts scripts/ on the path, not the root
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
 GIB = 2**30
 
