@@ -23,15 +23,19 @@ except ModuleNotFoundError:  # Windows
     fcntl = None
 
 
+# Is told every number of units (bytes, layers) that were done; may raise, which ends the work.
+Advance = Callable[[int], object]
+
 CHUNK_BYTES = 2**25  # of large files: read, hashed and written fast enough to hear of a signal in between
 
 
-def write(
-    path: Path, pieces: Iterable[memoryview | bytes], advance: Callable[[int], object] = lambda count: None
-) -> tuple[str, int]:
+def unheard(count: int) -> None:
+    """An Advance for work that nobody watches."""
+
+
+def write(path: Path, pieces: Iterable[memoryview | bytes], advance: Advance = unheard) -> tuple[str, int]:
     """Write a new file and sync it; returns (sha256, bytes). The file's mode follows the umask.
 
-    advance: gets every number of bytes that was written; may raise.
     Raises OSError, naming the file, and leaves what was written so far; FileExistsError where there is one already.
     """
     digest, count = hashlib.sha256(), 0
@@ -51,8 +55,8 @@ def write(
     return digest.hexdigest(), count
 
 
-def hash_file(path: Path, advance: Callable[[int], object] = lambda count: None) -> str:
-    """The file's SHA-256, in hexadecimal. advance: gets every number of bytes that was hashed; may raise."""
+def hash_file(path: Path, advance: Advance = unheard) -> str:
+    """The file's SHA-256, in hexadecimal."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(min(CHUNK_BYTES, path.stat().st_size + 1)))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
@@ -61,10 +65,8 @@ def hash_file(path: Path, advance: Callable[[int], object] = lambda count: None)
     return digest.hexdigest()
 
 
-def write_atomic(
-    path: Path | str, pieces: Iterable[memoryview | bytes], advance: Callable[[int], object] = lambda count: None
-) -> tuple[str, int]:
-    """Write `pieces` to `path` through a temporary file and a rename; returns (sha256, bytes). advance: as of `write`.
+def write_atomic(path: Path | str, pieces: Iterable[memoryview | bytes], advance: Advance = unheard) -> tuple[str, int]:
+    """Write `pieces` to `path` through a temporary file and a rename; returns (sha256, bytes).
 
     An exception leaves neither the file nor the temporary.
     """

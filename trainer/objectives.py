@@ -17,33 +17,29 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
+from torch import Tensor
 
 from trainer.errors import UserError
 
 # What makes the noise schedule of a diffusers scheduler config, and SDXL's.
-BETAS = {
-    "num_train_timesteps": 1000,
-    "beta_start": 0.00085,
-    "beta_end": 0.012,
-    "beta_schedule": "scaled_linear",
-}
+BETAS = {"num_train_timesteps": 1000, "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 
 
 class Objective(Protocol):
     """What the step asks of an objective. `tokens` is the number of image tokens, for shifts that depend on it."""
 
-    def time(self, u: torch.Tensor, tokens: int) -> torch.Tensor: ...
+    def time(self, u: Tensor, tokens: int) -> Tensor: ...
 
-    def noised(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor: ...
+    def noised(self, latents: Tensor, noise: Tensor, time: Tensor) -> Tensor: ...
 
-    def target(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor: ...
+    def target(self, latents: Tensor, noise: Tensor, time: Tensor) -> Tensor: ...
 
-    def weight(self, time: torch.Tensor) -> torch.Tensor: ...
+    def weight(self, time: Tensor) -> Tensor: ...
 
     def describe(self) -> str: ...
 
 
-def sample_losses(prediction: torch.Tensor, target: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def sample_losses(prediction: Tensor, target: Tensor, weight: Tensor) -> Tensor:
     """fp32 [B]: the weighted mean squared error of each sample."""
     return (prediction.float() - target).square().flatten(1).mean(1) * weight
 
@@ -52,7 +48,7 @@ def sample_losses(prediction: torch.Tensor, target: torch.Tensor, weight: torch.
 class Diffusion:
     """DDPM with integer timesteps. alphas_cumprod: float64 [T]."""
 
-    alphas_cumprod: torch.Tensor
+    alphas_cumprod: Tensor
     prediction: Literal["epsilon", "v"]
     min_snr_gamma: float | None = None
 
@@ -94,11 +90,11 @@ class Diffusion:
             alphas_cumprod = ((root - root[-1]) * root[0] / (root[0] - root[-1])).square()
         return Diffusion(alphas_cumprod, prediction, min_snr_gamma)
 
-    def time(self, u: torch.Tensor, tokens: int) -> torch.Tensor:
+    def time(self, u: Tensor, tokens: int) -> Tensor:
         """int64 [B], uniform over the T steps."""
         return (u.double() * len(self.alphas_cumprod)).long().clamp_max(len(self.alphas_cumprod) - 1)
 
-    def _roots(self, time: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _roots(self, time: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         abar = self.alphas_cumprod[time.cpu()].view(-1, 1, 1, 1)
         return abar.sqrt().to(like), (1 - abar).sqrt().to(like)
 

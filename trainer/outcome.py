@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from trainer.adapters import ADAPTER_NAME, Adapter
+from trainer.files import Advance, unheard
 from trainer.phases import QUIET, Phases
 from trainer.tensorfile import TensorFile
 
@@ -97,9 +98,7 @@ def block_of(layer: str) -> str:
     return match[1] if match else layer
 
 
-def read_back(
-    path: Path, live: Mapping[str, torch.Tensor], advance: Callable[[int], object] = lambda count: None
-) -> str:
+def read_back(path: Path, live: Mapping[str, torch.Tensor], advance: Advance = unheard) -> str:
     """'equal' where the exported file, read back, holds the live tensors bit for bit; else the first difference.
 
     advance: gets every number of bytes that was read; may raise.

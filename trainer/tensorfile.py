@@ -18,22 +18,13 @@ from pathlib import Path
 import torch
 
 from trainer.errors import UserError
-from trainer.files import CHUNK_BYTES, write_atomic
+from trainer.files import CHUNK_BYTES, Advance, unheard, write_atomic
 
 DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's reference implementation
 MAX_DIMENSIONS = 64  # numpy takes no more, and multiplying a million sizes would take hours
@@ -66,11 +57,8 @@ class TensorFile:
                 f"cannot read {self.path}: {error.strerror}. Give the path of a .safetensors file."
             ) from error
 
-    def read(self, name: str, advance: Callable[[int], object] = lambda count: None) -> torch.Tensor:
-        """One tensor, in freshly allocated memory. Raises KeyError for an unknown name.
-
-        advance: gets every number of bytes that was read; may raise.
-        """
+    def read(self, name: str, advance: Advance = unheard) -> torch.Tensor:
+        """One tensor, in freshly allocated memory. Raises KeyError for an unknown name."""
         entry = self.entries[name]
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
         if entry.bytes:
@@ -87,7 +75,7 @@ class TensorFile:
                     advance(count)
         return tensor
 
-    def read_all(self, advance: Callable[[int], object] = lambda count: None) -> dict[str, torch.Tensor]:
+    def read_all(self, advance: Advance = unheard) -> dict[str, torch.Tensor]:
         return {name: self.read(name, advance) for name in self.entries}
 
 
@@ -168,9 +156,10 @@ class Recipe:
     make: Callable[[], torch.Tensor]
 
 
-def serialize(
-    tensors: Mapping[str, torch.Tensor | Recipe], metadata: Mapping[str, str] | None = None
-) -> Iterator[memoryview]:
+Tensors = Mapping[str, torch.Tensor | Recipe]
+
+
+def serialize(tensors: Tensors, metadata: Mapping[str, str] | None = None) -> Iterator[memoryview]:
     """The file's bytes in pieces: header first, then every tensor by name. Same input, same bytes."""
     header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     # Wider dtypes first, then names: every tensor starts aligned, as in the reference writer.
@@ -178,13 +167,9 @@ def serialize(
     position = 0
     for name in order:
         tensor = tensors[name]
-        size = math.prod(tensor.shape) * tensor.dtype.itemsize
-        header[name] = {
-            "dtype": NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [position, position + size],
-        }
-        position += size
+        shape, span = list(tensor.shape), [position, position + math.prod(tensor.shape) * tensor.dtype.itemsize]
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": shape, "data_offsets": span}
+        position = span[1]
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     yield memoryview(len(text).to_bytes(8, "little") + text)
@@ -201,20 +186,14 @@ def serialize(
 
 
 def write_tensors(
-    path: Path | str,
-    tensors: Mapping[str, torch.Tensor | Recipe],
-    metadata: Mapping[str, str] | None = None,
-    advance: Callable[[int], object] = lambda count: None,
+    path: Path | str, tensors: Tensors, metadata: Mapping[str, str] | None = None, advance: Advance = unheard
 ) -> tuple[str, int]:
-    """Write a safetensors file atomically; returns (sha256, bytes). Equal tensors and metadata give equal bytes.
-
-    advance: gets every number of bytes that was written; may raise.
-    """
+    """Write a safetensors file atomically; returns (sha256, bytes). Equal tensors and metadata give equal bytes."""
     return write_atomic(path, serialize(tensors, metadata), advance)
 
 
-def tensor_sha256(tensor: torch.Tensor, advance: Callable[[int], object] = lambda count: None) -> str:
-    """SHA-256 of a tensor's bytes, row-major. advance: gets every number of bytes that was hashed; may raise."""
+def tensor_sha256(tensor: torch.Tensor, advance: Advance = unheard) -> str:
+    """SHA-256 of a tensor's bytes, row-major."""
     flat, digest = tensor.detach().to("cpu").contiguous().reshape(-1), hashlib.sha256()
     left = memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b""
     while left:

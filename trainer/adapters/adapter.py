@@ -12,6 +12,7 @@ from torch import nn
 from trainer import draws
 from trainer.adapters.targets import Target
 from trainer.errors import UserError
+from trainer.files import Advance, unheard
 
 if TYPE_CHECKING:  # it loads PEFT, which takes a second: not to read a config
     pass
@@ -75,11 +76,8 @@ class Adapter:
         for layer in self.layers.values():
             layer.mark_stale()
 
-    def refresh_norms(self, advance: Callable[[int], object] = lambda count: None) -> None:
-        """Recompute DoRA's stale norms now, where the base weights are resident; the next forward finds them fresh.
-
-        advance: gets every number of layers that are fresh; may raise.
-        """
+    def refresh_norms(self, advance: Advance = unheard) -> None:
+        """Recompute DoRA's stale norms now, where the base weights are resident; the next forward finds them fresh."""
         for layer in self.layers.values():
             layer.refresh_norm()
             advance(1)

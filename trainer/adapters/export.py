@@ -24,9 +24,10 @@ from trainer.adapters.adapter import Adapter
 from trainer.adapters.norms import RowNorms, magnitude, released_scale
 from trainer.adapters.targets import Target, lora_config
 from trainer.errors import NonFiniteError
+from trainer.files import Advance, unheard
 from trainer.tensorfile import serialize, write_tensors
 
-Advance = Callable[[int], object]
+Tensors = dict[str, torch.Tensor]
 
 # ComfyUI's released versions divide dora_scale by ||W|| instead of ||W + sBA||; the label says what a file was made for.
 DoraScale = Literal["comfyui_released", "magnitude"]
@@ -53,12 +54,11 @@ def write_files(
     rows: Callable[[str], int],
     norms: Mapping[str, RowNorms],
     dora_scale: DoraScale,
-    advance: Advance = lambda count: None,
+    advance: Advance = unheard,
 ) -> dict[str, Path]:
     """Write the adapter's files to `folder`; returns them by format ("diffusers", "comfyui"). The rest as in `kohya_tensors`.
 
-    advance: gets every number of layers that were made ready, of each file, and 0 for a piece of one that was written; may
-    raise, which leaves no half of a file.
+    advance: counts layers made ready, of each file, and gets 0 for a piece of one that was written.
     Raises NonFiniteError, and writes nothing, where a tensor is not finite.
     """
     check_finite(adapter.state_dict())
@@ -79,9 +79,7 @@ def write_files(
     return written
 
 
-def diffusers_tensors(
-    adapter: Adapter, norms: Mapping[str, RowNorms], advance: Advance = lambda count: None
-) -> dict[str, torch.Tensor]:
+def diffusers_tensors(adapter: Adapter, norms: Mapping[str, RowNorms], advance: Advance = unheard) -> Tensors:
     """fp32 tensors under diffusers / PEFT keys. norms: of every DoRA layer, by full name. advance: as in `write_files`."""
     tensors = adapter.state_dict()
     for layer in adapter.layers:
@@ -148,7 +146,7 @@ def kohya_tensors(
     rows: Callable[[str], int],
     norms: Mapping[str, RowNorms],
     dora_scale: DoraScale,
-    advance: Advance = lambda count: None,
+    advance: Advance = unheard,
 ) -> dict[str, torch.Tensor]:
     """fp32 tensors under kohya keys.
 
@@ -277,9 +275,7 @@ def metadata(adapter: Adapter, about: About, *, convention: str, extra: Mapping[
     }
 
 
-def with_hash(
-    tensors: Mapping[str, torch.Tensor], fields: dict[str, str], advance: Advance = lambda count: None
-) -> dict[str, str]:
+def with_hash(tensors: Tensors, fields: dict[str, str], advance: Advance = unheard) -> dict[str, str]:
     """`fields` with `sshs_model_hash`: SHA-256 of everything behind the header, as kohya's tools compute it."""
     digest = hashlib.sha256()
     pieces = serialize(tensors)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from trainer import draws
 from trainer.adapters.adapter import ADAPTER_NAME, Adapter
 from trainer.adapters.targets import Target, lora_config
 from trainer.errors import UserError
+from trainer.files import Advance, unheard
 
 
 def inject(
@@ -25,7 +26,7 @@ def inject(
     rslora: bool,
     dropout: float,
     seed: int,
-    advance: Callable[[int], object] = lambda count: None,
+    advance: Advance = unheard,
 ) -> Adapter:
     """Put one adapter on every target, in place; everything else is frozen.
 
@@ -33,7 +34,7 @@ def inject(
     Raises UserError for a grouped convolution, whose rows see different inputs.
     A is drawn from U(-1/sqrt(K), 1/sqrt(K)) (kaiming_uniform with a = sqrt(5), PEFT's choice) by the layer's name, so that
     it does not depend on which other layers are adapted. B is zero, m is the norm of the dequantised weight.
-    advance: gets every number of layers that have theirs; may raise.
+    advance: counts layers.
     """
     from peft import LoraConfig, inject_adapter_in_model
 

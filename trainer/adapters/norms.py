@@ -13,25 +13,23 @@ The first is exact. Under the root of the second, 2 s rowsum(B * ((W16 - W) A^T)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainer.adapters.adapter import Adapter
 from trainer.adapters.dora import TINY
 from trainer.errors import UserError
+from trainer.files import Advance, unheard
 from trainer.protocols import BaseLayer
 
 # Sums of another device or thread count differ in their last bits.
 TOLERANCE = 1e-5
 
-KINDS = (
-    "base",
-    "original",
-    "adapted",
-)  # the fields of RowNorms, and what the saved tensors are called: LAYER.KIND_norm
+KINDS = ("base", "original", "adapted")  # the fields of RowNorms; the saved tensors are called LAYER.KIND_norm
 
 
 @dataclass(frozen=True)
@@ -58,9 +56,7 @@ def released_scale(m_N: torch.Tensor, norms: RowNorms) -> torch.Tensor:
     return torch.where(norms.adapted > 0, m_N * norms.reader / norms.adapted.clamp_min(TINY), m_N)
 
 
-def magnitude(
-    m_N: torch.Tensor, a_RK: torch.Tensor, b_NR: torch.Tensor, scaling: float, norms: RowNorms
-) -> torch.Tensor:
+def magnitude(m_N: Tensor, a_RK: Tensor, b_NR: Tensor, scaling: float, norms: RowNorms) -> Tensor:
     """g ||W16 + s B A||, fp32 [N], as far as norms tell: g sqrt(c^2 + ||W16||^2 - ||W||^2).
 
     That takes W16 - W for orthogonal to s B A. Where s B A takes away most of a row, and W is longer than W16, it is not, and
@@ -86,14 +82,12 @@ class Norms:
     """Of a run's DoRA, for its adapter files: the piece "norms" of a checkpoint. Of a LoRA, whose files need none, empty.
 
     beside: layers without an adapter that the original layout fuses with adapted ones, by full name.
-    held: storage of the components whose files hold them quantised, by name. advance: gets every number of layers read; may
-    raise.
+    held: storage of the components whose files hold them quantised, by name. advance: counts layers read.
     """
 
     def __init__(
-        self, adapter: Adapter, beside: Mapping[str, BaseLayer], held: Mapping[str, str],
-        advance: Callable[[int], object] = lambda count: None,
-    ) -> None:  # fmt: skip
+        self, adapter: Adapter, beside: Mapping[str, BaseLayer], held: Mapping[str, str], advance: Advance = unheard
+    ) -> None:
         self.adapted = adapter.layers if adapter.dora else {}
         self.held = dict(held)
         self.frozen: dict[str, RowNorms] = {}
@@ -104,11 +98,8 @@ class Norms:
             self.frozen[name] = RowNorms(base.row_norms().cpu(), base.original_norms, None)
             advance(1)
 
-    def now(self, advance: Callable[[int], object] = lambda count: None) -> dict[str, RowNorms]:
-        """By layer, with the present c: computed here where it is stale, and then not again in the next forward.
-
-        advance: gets every number of layers that are done; may raise.
-        """
+    def now(self, advance: Advance = unheard) -> dict[str, RowNorms]:
+        """By layer, with the present c: computed here where it is stale, and then not again in the next forward."""
         norms = dict(self.frozen)
         for name, layer in self.adapted.items():
             layer.refresh_norm()

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from trainer.checkpoint import store
 from trainer.checkpoint.store import Files
-
-Watch = Callable[[int], object]
+from trainer.files import Advance, unheard
 
 
 class Saver:
@@ -30,7 +29,7 @@ class Saver:
         self._failure: Exception | None = None
         self._written = self._told = 0  # bytes, in a thread; of these, what a watch was told
 
-    def save(self, step: int, contents: Files, watch: Watch = lambda count: None) -> None:
+    def save(self, step: int, contents: Files, watch: Advance = unheard) -> None:
         """Write a checkpoint once the one before is done; `contents` must not change any more.
 
         What it meets with is kept for `wait`, in the foreground too: only the process that saves would hear of it here, and
@@ -39,7 +38,7 @@ class Saver:
         self._join_thread(watch)
         self._before_this, self.step = self.step, step  # the way back, where this one fails
 
-        def write(advance: Watch) -> None:
+        def write(advance: Advance) -> None:
             try:
                 self._write(step, contents, advance)
             except Exception as error:  # whatever it is: raised by `wait`
@@ -55,7 +54,7 @@ class Saver:
     def _count(self, count: int) -> None:
         self._written += count
 
-    def _join_thread(self, watch: Watch) -> None:
+    def _join_thread(self, watch: Advance) -> None:
         while self._thread is not None:
             self._thread.join(0.2)
             written = self._written
@@ -64,7 +63,7 @@ class Saver:
             if not self._thread.is_alive():
                 self._thread = None
 
-    def _write(self, step: int, contents: Files, advance: Watch) -> None:
+    def _write(self, step: int, contents: Files, advance: Advance) -> None:
         try:
             self.before()
             store.save(self.root, step, contents, advance)
@@ -77,7 +76,7 @@ class Saver:
             self.step = self._before_this
             raise
 
-    def join(self, watch: Watch = lambda count: None) -> Exception | None:
+    def join(self, watch: Advance = unheard) -> Exception | None:
         """Until nothing is being written; returns what `wait` would raise."""
         try:
             self.wait(watch)
@@ -90,7 +89,7 @@ class Saver:
         """Whether a save has ended in an exception that `wait` has not raised yet."""
         return self._failure is not None
 
-    def wait(self, watch: Watch = lambda count: None) -> None:
+    def wait(self, watch: Advance = unheard) -> None:
         """Until nothing is being written. Raises the first failure since the last call."""
         self._join_thread(watch)
         failure, self._failure = self._failure, None

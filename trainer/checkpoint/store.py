@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from trainer import files
@@ -28,10 +28,8 @@ class NotReadBack(OSError):
     """A checkpoint was written and renamed without an error, and does not match its manifest."""
 
 
-def save(root: Path, step: int, contents: Files, advance: Callable[[int], object] = lambda count: None) -> Path:
+def save(root: Path, step: int, contents: Files, advance: files.Advance = files.unheard) -> Path:
     """Write one checkpoint; returns its folder. Raises OSError and leaves the others untouched.
-
-    advance: gets every number of bytes that was written.
 
     A valid checkpoint of that step stays: by contract its bytes are the same.
     """
