@@ -22,7 +22,7 @@ from tests.harness import ROOT
 
 # What every room may use. These import nothing but one another.
 SHARED = {
-    "digests", "draws", "errors", "files", "kernels", "layout", "memory", "patterns", "phases", "signals",
+    "digests", "draws", "errors", "files", "kernels", "layout", "memory", "patterns", "phases", "protocols", "signals",
     "tensorfile", "terminal", "types",
 }  # fmt: skip
 

@@ -41,6 +41,7 @@ class AdaptedLayer(nn.Module, LoraLayer):
         self._active_adapter = adapter_name
         self.strength = 1.0
         self.stale = False
+        self.keep_z = True
         self.shared: SharedInput | None = None
         self._looked_up: tuple | None = None
         self.update_layer(adapter_name, r, lora_alpha, config)
@@ -104,6 +105,7 @@ class AdaptedLayer(nn.Module, LoraLayer):
         if self.stale:
             self.norm.copy_(self.current_norm(self.active()[0]))
             self.stale = False
+        self.keep_z = True
 
     @torch.no_grad()
     def adapted_weight(self, adapter_name: str) -> torch.Tensor:
@@ -214,14 +216,15 @@ class SharedInput:
 
     def __init__(self, layers: Sequence[AdaptedLayer]) -> None:
         self.layers = tuple(layers)
-        for layer in layers:
-            layer.shared = self
-        self.forget()
-
-    def forget(self) -> None:
         self.key: tuple | None = None
         self.x: torch.Tensor | None = None
         self.outputs: dict[AdaptedLayer, torch.Tensor] = {}
+        for layer in layers:
+            layer.shared = self
+
+    def forget(self) -> None:
+        self.key = self.x = None
+        self.outputs = {}
 
     def applies(self, x: torch.Tensor) -> bool:
         """Whether all would compute on x alike: none is merged, disabled or drops inputs, and a change of x would be seen."""

@@ -21,6 +21,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 
@@ -28,6 +29,7 @@ from trainer.errors import UserError
 from trainer.kernels import dora_torch
 from trainer.quantization import bitsandbytes, quanto
 from trainer.quantization.formats import pack
+from trainer.quantization.table import formats_of
 from trainer.tensorfile import NAMES, TensorEntry
 from trainer.types import HeldWeight, Recognised
 
@@ -56,6 +58,23 @@ UNSUPPORTED = {
 DESCRIPTIONS = ("comfy_quant", "quant_state", "weight_format")
 # What belongs to a convention and to no weight: scales of activations.
 OTHER = (".scale_input", ".input_scale", ".output_scale")
+
+
+def declared(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """(dtype, backend) that a component's config.json says its files hold quantised; None where it says nothing of it."""
+    said = config.get("quantization_config") or {}
+    method = said.get("quant_method")
+    if method == "bitsandbytes":
+        return said.get("bnb_4bit_quant_type", "fp4") if said.get("load_in_4bit") else "int8", "bitsandbytes"
+    if method == "quanto":
+        name = said.get("weights_dtype") or said.get("weights")
+        return {"float8": "fp8_e4m3"}.get(name, name), "quanto"
+    if method is not None:
+        raise UserError(
+            f"the model's config says quant_method = {method!r}, which is not supported; use the 16-bit model, or one "
+            "quantised with bitsandbytes or quanto"
+        )
+    return None
 
 
 def recognise(entries: Entries) -> Recognised:
@@ -185,8 +204,6 @@ def _unsupported(convention: str, name: str) -> UserError:
 
 def _held(dtype: str, backend: str, parts: dict[str, str], shape: Shape | None, payload, check=None) -> HeldWeight:
     def dequantize(payload: Tensors, shape: Shape) -> torch.Tensor:
-        from trainer.quantization import formats_of  # the package imports this module
-
         stored = formats_of(dtype)[backend].stored(dict(payload), torch.Size(shape))
         return dora_torch.upcast(stored, torch.float32).view(shape)
 

@@ -44,7 +44,7 @@ NOT_CURVES = {"step", "epoch", "images", "time"}  # positions and totals: they o
 
 
 @dataclass(frozen=True)
-class Metrics:
+class History:
     """The rows of metrics.jsonl; `unreadable` counts lines that are not JSON objects with a step (a torn last line)."""
 
     rows: tuple[dict, ...] = ()
@@ -61,10 +61,10 @@ class Metrics:
         return [value for _, value in self.series(field) if value is not None]
 
 
-def read_metrics(path: Path) -> Metrics:
+def read_metrics(path: Path) -> History:
     """Read metrics.jsonl; a missing file gives no rows."""
     if not path.exists():
-        return Metrics()
+        return History()
     rows, unreadable = [], 0
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
@@ -76,10 +76,10 @@ def read_metrics(path: Path) -> Metrics:
                 rows.append(row)
             elif line.strip():
                 unreadable += 1
-    return Metrics(tuple(rows), unreadable)
+    return History(tuple(rows), unreadable)
 
 
-def draw_all(metrics: Metrics) -> list[str]:
+def draw_all(metrics: History) -> list[str]:
     """One <figure> for each field that has a value, the known ones first."""
     known = [curve.field for curve in CURVES]
     fields = dict.fromkeys(field for row in metrics.rows for field in row)

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from trainer.files import hash_file
 from trainer.report import curves
-from trainer.report.curves import Metrics
+from trainer.report.curves import History
 from trainer.report.samples import Samples
 
 # Keys of config.toml worth a place at the top, with their labels.
@@ -108,7 +108,7 @@ def render(
     *,
     name: str,
     config: str | None,
-    metrics: Metrics,
+    metrics: History,
     samples: Samples,
     outcome: Mapping[str, Mapping[str, Any]] | None,
     adapters: Sequence[AdapterFile],
@@ -148,7 +148,7 @@ def _section(title: str, content: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{content}</section>"
 
 
-def _facts(config: str | None, metrics: Metrics) -> str:
+def _facts(config: str | None, metrics: History) -> str:
     facts: list[tuple[str, str]] = []
     if metrics.rows:
         facts.append(("Steps", f"{metrics.rows[-1]['step']:,}"))
@@ -175,7 +175,7 @@ def _facts(config: str | None, metrics: Metrics) -> str:
     return f'<dl class="facts">{cells}</dl>'
 
 
-def _curves(metrics: Metrics) -> str:
+def _curves(metrics: History) -> str:
     figures = curves.draw_all(metrics)
     note = ""
     if metrics.unreadable:

@@ -1,0 +1,71 @@
+"""Swap the layers of a component for frozen ones, each in its format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from trainer.kernels import dora_torch
+from trainer.protocols import Kernels
+from trainer.quantization.formats import Format
+from trainer.quantization.layers import FrozenConv2d, FrozenLayer, FrozenLinear
+from trainer.quantization.table import FORMATS, dense, formats_of
+from trainer.types import HeldWeight
+
+
+def freeze_layers(
+    module: nn.Module,
+    *,
+    format: Format,
+    compute: torch.dtype,
+    unquantised: torch.dtype,
+    keep: Sequence[str] = (),
+    keep_fp32: Sequence[str] = (),
+    held: Mapping[str, HeldWeight | torch.dtype] = {},
+    scaled_matmul: bool = False,
+    kernels: Kernels = dora_torch,
+) -> None:
+    """Replace every Linear and Conv2d of `module` (on the meta device) by its frozen counterpart, in place.
+
+    format: storage of the layers; compute: their compute dtype.
+    unquantised: storage of what `format` quantises not: layers that match a pattern of `keep` (fnmatch), and
+      convolutions where the format has none.
+    keep_fp32: name parts a model class wants stored and computed in fp32 (`_keep_in_fp32_modules`), honoured when the
+      storage or the compute dtype is fp16, as in transformers.
+    held: what the model's files hold of each layer, where they hold quantised weights. Under a quantised `format`, which is
+      then theirs, every layer is stored as it lies there, `keep` or not: what was lost stays lost.
+    scaled_matmul: multiply float8 Linears as float8 (precision.matmul = "fp8").
+    kernels: what converts the weights and computes the adapters on top of them.
+    Other parameters stay what they are; the loader places them as fp32.
+    """
+    for name, child in list(module.named_modules()):
+        if not isinstance(child, (nn.Linear, nn.Conv2d)):
+            continue
+        chosen, chosen_compute = format, compute
+        kept = any(fnmatchcase(name, pattern) for pattern in keep)
+        if format.quantised and held:
+            chosen = (
+                dense(kind) if isinstance(kind := held[name], torch.dtype) else formats_of(kind.dtype)[kind.backend]
+            )
+        elif format.quantised and (kept or (isinstance(child, nn.Conv2d) and not format.convolutions)):
+            chosen = dense(unquantised)
+        if torch.float16 in (format.dtype, compute) and any(part in name.split(".") for part in keep_fp32):
+            chosen, chosen_compute = chosen if chosen.quantised and held else FORMATS["fp32"], torch.float32
+        common = dict(
+            format=chosen, compute_dtype=chosen_compute, device=child.weight.device, bias=child.bias is not None
+        )
+        if isinstance(child, nn.Linear):
+            frozen: FrozenLayer = FrozenLinear(child.in_features, child.out_features, **common)
+        else:
+            assert child.padding_mode == "zeros", name
+            frozen = FrozenConv2d(
+                child.in_channels, child.out_channels, child.kernel_size, stride=child.stride, padding=child.padding,
+                dilation=child.dilation, groups=child.groups, **common,
+            )  # fmt: skip
+        frozen.kernels = kernels
+        frozen.scaled_matmul = scaled_matmul and isinstance(frozen, FrozenLinear)
+        parent, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(parent), leaf, frozen)
