@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,11 @@ from trainer.report import write_report
 
 @dataclass(frozen=True)
 class Artifacts:
-    """Made by the main process; the others wait. fused: layers that the original layout fuses, by component."""
+    """Made by the main process; the others wait.
+
+    fused: layers that the original layout fuses, by component. evaluating: inside, the adapter has the weights to be used,
+    where these are not the ones it trains with; it changes no bit of the training.
+    """
 
     plan: Plan
     encoded: Encoded
@@ -38,6 +42,7 @@ class Artifacts:
     processes: Processes
     phases: Phases
     say: Callable[[str], None]
+    evaluating: Callable[[], AbstractContextManager[None]]
 
     def after_step(self, *, again: bool = False) -> Exception | None:
         """Export and draw what is due at the present step (loop.AfterStep)."""
@@ -72,6 +77,7 @@ class Artifacts:
             with (
                 self.phases("drawing samples", evaluations, "evaluation") as phase,
                 phase.between_modules(),
+                self.evaluating(),
                 components.denoiser.register_forward_hook(lambda *_: phase.advance()),
             ):
                 validation.draw_samples(self.plan.requests, sample=sample, folder=self.layout.samples_of(step))
@@ -110,7 +116,7 @@ class Artifacts:
             ),
         )
         count = len(self.adapter.layers) * (len(config.export.formats) + self.adapter.dora)
-        with self.phases("exporting", count, "layer") as phase:
+        with self.evaluating(), self.phases("exporting", count, "layer") as phase:
             return export.write_files(
                 self.adapter,
                 self.layout.adapters,
@@ -130,12 +136,14 @@ class Artifacts:
         if not self.processes.is_main:
             return
         written = self.export(self.plan.config.run.name)
-        moved = outcome.weight_change(self.adapter, self.phases)
+        with self.evaluating():
+            moved, effects = outcome.weight_change(self.adapter, self.phases), self._effects(written.get("diffusers"))
+            nothing = outcome.did_nothing(self.adapter)
         diverged = outcome.too_far(moved)
         table = outcome.change_table(moved, dora=self.adapter.dora)
         sections = {
             "Did it take?": table | ({"notes": [f"Warning: {diverged}."]} if diverged else {}),
-            "Effect": {"columns": ["what", "value"], "rows": self._effects(written.get("diffusers"))},
+            "Effect": {"columns": ["what", "value"], "rows": effects},
         }
         storage = self.encoded.components.storage
         if storage:
@@ -145,7 +153,7 @@ class Artifacts:
             }
         if diverged:
             self.say(f"warning: {diverged}")
-        if outcome.did_nothing(self.adapter):
+        if nothing:
             self.say("warning: every B is zero: the adapter changes nothing; train longer or raise optimizer.lr")
         with self.phases("writing the report") as phase:
             report = write_report(self.layout, name=self.plan.config.run.name, outcome=sections, check=phase.check)

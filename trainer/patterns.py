@@ -1,11 +1,17 @@
-"""Patterns of layer names: fnmatch on the whole dotted name, case-sensitive. What to say of one that matches nothing."""
+"""What was probably meant by a name, or by a pattern of layer names (fnmatch on the whole dotted name, case-sensitive)."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
+
+
+def meant(name: str, known: Collection[str]) -> str:
+    """What to say of a name that is not among the known ones."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(map(repr, known))}"
 
 
 def advice(pattern: str, names: Sequence[str]) -> str:

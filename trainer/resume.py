@@ -16,7 +16,7 @@ import torch
 from trainer import config as configs
 from trainer import files
 from trainer.checkpoint import store
-from trainer.checkpoint.state import Pin, Progress, Saved
+from trainer.checkpoint.state import PIECES, Piece, Pin, Progress, Saved
 from trainer.config import Config
 from trainer.data import sampler
 from trainer.errors import UserError
@@ -41,6 +41,11 @@ PLACES = ("model.path", "model.config", "model.variant", "model.components.*.pat
 LIBRARIES = ("torch", "triton", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes")
 
 
+def census(config: Config) -> Mapping[str, Piece]:
+    """The pieces of a checkpoint of this run."""
+    return PIECES
+
+
 def find_start(config: Config, resume_from: str | None, phases: Phases = QUIET) -> tuple[Saved | None, list[str]]:
     """The checkpoint to go on from, or None for a fresh start; and what was passed over.
 
@@ -54,7 +59,7 @@ def find_start(config: Config, resume_from: str | None, phases: Phases = QUIET) 
     results = store.steps(checkpoints) or layout.adapters.exists()
     saved = None
     if folder is not None:
-        saved = Saved(folder, phases=phases)
+        saved = Saved(folder, census(config), phases)
         saved.restore(config=pin_config(config, f"the checkpoint {folder}"))
         if folder.resolve().parent != checkpoints.resolve() and results:
             raise UserError(

@@ -9,6 +9,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -135,7 +136,7 @@ class Run:
     def artifacts(self) -> Artifacts:
         return Artifacts(
             self.plan, self.encoded, self.adapter, self.norms, self.fused, self.progress, self.layout, self.processes,
-            self.phases, self.say,
+            self.phases, self.say, partial(self.pieces["optimizer"].evaluating, self.adapter.mark_stale),
         )  # fmt: skip
 
 
@@ -161,7 +162,7 @@ def build(
     say(describe(plan, sizes=False))
     plan = fetched(plan, peers, phases)
 
-    layout, pieces = Layout(Path(config.run.output_dir)), Pieces(saved)
+    layout, pieces = Layout(Path(config.run.output_dir)), Pieces(saved, resume.census(config))
     pieces.enter("config", resume.pin_config(config))
     progress = pieces.enter("progress", resume.first_progress(plan))
     pieces.enter("data", resume.pin_data(plan))
@@ -293,7 +294,7 @@ def build_optimizer(
         initial_scale=config.precision.loss_scale,
         growth_interval=config.precision.loss_scale_growth_interval,
     )
-    pieces.enter("optimizer", optim.OptimizerState(optimizer))
+    pieces.enter("optimizer", optim.OptimizerState(optimizer, config.optimizer.name))
     pieces.enter("schedule", optim.ScheduleState(schedule))
     pieces.enter("scaler", precision.ScalerState(scaler))
     return optimizer, schedule, scaler

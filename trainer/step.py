@@ -68,7 +68,7 @@ _LATENTS, _LOSS = 1, 2
 class Step:
     """Runs one update. Gradients are those of fp32 adapters, so unscaling an fp16 gradient cannot occur.
 
-    losses: Batch -> fp32 [B].  optimizer: over flat parameters (optim.flatten).
+    losses: Batch -> fp32 [B].  optimizer: its parameters have gradients (optim.build_optimizer).
     after_update: called when parameters changed (DoRA norms are marked stale there).
     sum: sums a tensor over the processes, in place.
     dropout: (step, micro-batch of this process) -> a context in which adapter dropout is on and seeded.
@@ -87,7 +87,7 @@ class Step:
         dropout: Callable[[int, int], AbstractContextManager[None]],
     ) -> None:
         self.losses = losses
-        self.flat = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.optimizer, self.schedule, self.scaler = optimizer, schedule, scaler
         self.max_grad_norm = max_grad_norm
         self.after_update, self.sum, self.dropout = after_update, sum, dropout
@@ -103,7 +103,7 @@ class Step:
         flags = torch.zeros(len(occurrences), dtype=torch.float32)
         total = torch.zeros((), dtype=torch.float32)
         exhausted = ""
-        for parameter in self.flat:
+        for parameter in self.parameters:
             parameter.grad.zero_()
         for index, batch in enumerate(batches):
             here = [place[occurrence] for occurrence in batch.occurrences]
@@ -129,7 +129,7 @@ class Step:
             finally:
                 losses = loss = None  # and so does a graph that was not walked back
         # One reduction says whether there is a gradient to reduce: a process that stopped on its own leaves no other waiting.
-        told = torch.stack([total, torch.tensor(float(bool(exhausted))), *flags]).to(self.flat[0].device)
+        told = torch.stack([total, torch.tensor(float(bool(exhausted))), *flags]).to(self.parameters[0].device)
         self.sum(told)
         total, out_of_memory, *flags = told.tolist()
         if out_of_memory:
@@ -142,16 +142,16 @@ class Step:
                 refused.append(f"the {name} of {', '.join(bad)} {'are' if kind == _LATENTS else 'is'} not finite")
         if refused:
             return StepResult(None, None, lr, False, scale, "; ".join(refused))
-        for parameter in self.flat:
+        for parameter in self.parameters:
             self.sum(parameter.grad)
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
-        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in self.flat])
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in self.parameters])
         finite = bool(torch.isfinite(norm))
         refused = ""
         if finite:
             if self.max_grad_norm > 0:
-                torch.nn.utils.clip_grads_with_norm_(self.flat, self.max_grad_norm, norm)
+                torch.nn.utils.clip_grads_with_norm_(self.parameters, self.max_grad_norm, norm)
             self.optimizer.step()
             self.schedule.step()
             self.after_update()

@@ -135,10 +135,10 @@ def work(way: str, device_name: str, storage: str, quick: bool) -> None:
     def same_gradients() -> bool:
         made = []
         for _ in range(2):
-            for parameter in bench.step.flat:
+            for parameter in bench.step.parameters:
                 parameter.grad.zero_()
             bench.step.losses(batch).mean().backward()
-            made.append([parameter.grad.clone() for parameter in bench.step.flat])
+            made.append([parameter.grad.clone() for parameter in bench.step.parameters])
         return all(torch.equal(one, other) for one, other in zip(*made, strict=True))
 
     def attention(model: str) -> str:

@@ -113,7 +113,7 @@ def jitter(run: runs.Run) -> None:
 
 
 def gradients(run: runs.Run, batch) -> dict[str, torch.Tensor]:
-    for flat in run.step.flat:
+    for flat in run.step.parameters:
         flat.grad.zero_()
     run.step.losses(batch).sum().backward()
     return {name: parameter.grad.clone() for name, parameter in run.adapter.named_parameters().items()}

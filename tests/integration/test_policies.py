@@ -335,7 +335,7 @@ def test_an_update_that_spoils_the_adapter_is_not_saved(bench: Workbench, monkey
         def spoilt(self, number, batches, occurrences):
             result = step(self, number, batches, occurrences)
             if number == 4:
-                self.flat[0].data[7] = torch.inf
+                self.parameters[0].data[7] = torch.inf
             return result
 
         patch.setattr(runs.Step, "run", spoilt)

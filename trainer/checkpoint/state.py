@@ -130,6 +130,8 @@ def pack(
         tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
         values = {key: value for key, value in state.items() if key not in tensors}
         pieces[piece.name] = {"version": piece.version, "state": values}
+        if piece.asked_by:
+            pieces[piece.name]["asked_by"] = piece.asked_by
         if piece.file:
             pieces[piece.name]["tensors"] = sorted(tensors)
             contents[piece.file] = list(serialize({k: t.detach().to("cpu", copy=True) for k, t in tensors.items()}))
@@ -171,14 +173,17 @@ class Saved:
 
     def _disagreement(self, name: str) -> str:
         """What is wrong with a piece that only one of checkpoint and census has."""
-        if name not in self.census:
+        has, key = (
+            ("lacks", self.census[name].asked_by) if name in self.census else ("has", self.pieces[name].get("asked_by"))
+        )
+        if key:
             return (
-                f"has an unknown piece, {name}: the config that wrote it asked for it, or another version did; go on with "
-                "those, or start a new run (another run.output_dir)"
+                f"{has} {name}, which {key} asks for: set {key} as it was when the run started, or start a new run "
+                "(another run.output_dir)"
             )
-        if key := self.census[name].asked_by:
-            return f"has no {name}, which {key} asks for: set {key} as it was when the run started, or start a new run"
-        return f"lacks {name}: it is not a whole checkpoint of this version"
+        if name in self.census:
+            return f"lacks {name}: it is not a whole checkpoint of this version"
+        return f"has an unknown piece, {name}: go on with the version that wrote it"
 
     def state(self, name: str) -> dict[str, Any]:
         """One piece's state, tensors included."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-
+from trainer import patterns
 from trainer.errors import UserError
 from trainer.models import flux, sdxl
 from trainer.models.base import Family
@@ -14,7 +13,5 @@ FAMILIES: dict[str, Family] = {family.name: family for family in (sdxl.FAMILY, f
 def family_named(name: str) -> Family:
     """Raises UserError, with the name that was probably meant."""
     if name not in FAMILIES:
-        close = difflib.get_close_matches(name, FAMILIES, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else f"; use one of {', '.join(map(repr, FAMILIES))}"
-        raise UserError(f"model.family = {name!r} is not known{hint}")
+        raise UserError(f"model.family = {name!r} is not known; {patterns.meant(name, FAMILIES)}")
     return FAMILIES[name]

@@ -50,9 +50,8 @@ class Training:
     def pack(self):
         pieces = {name: Piece(value=name) for name in state.PIECES}
         adapter = Piece(**{name: parameter.detach() for name, parameter in self.parameters.items()})
-        return state.pack(
-            pieces | {"adapter": adapter, "optimizer": optim.OptimizerState(self.optimizer), "progress": self.progress}
-        )
+        optimizer = optim.OptimizerState(self.optimizer, "adamw")
+        return state.pack(pieces | {"adapter": adapter, "optimizer": optimizer, "progress": self.progress})
 
 
 def contents(step: int) -> dict[str, list[bytes]]:

@@ -1,0 +1,133 @@
+"""An optimizer's state as a piece of the checkpoint, and its weights as they are used."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.errors import UserError
+from trainer.optim.table import OPTIMIZERS
+
+
+class OptimizerState:
+    """What the optimizer `name` of the table keeps, as NAME|KEY, where NAME is
+    group.INDEX of a flat parameter, group.INDEX.PLACE of one with its own shape, param_groups.INDEX of what a group keeps.
+
+    Set directly: torch's `load_state_dict` would cast 8-bit states and step counters to the parameters' dtype.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, name: str) -> None:
+        self.optimizer, self.entry = optimizer, OPTIMIZERS[name]
+        self._constants = self._other_keys()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Raises ValueError where a group changed in what the table does not name: it would be lost on a resume."""
+        for then, now in zip(self._constants, self._other_keys(), strict=True):
+            lost = sorted(key for key, _ in then.items() ^ now.items())
+            if lost:
+                raise ValueError(f"the optimizer changes its groups in what its group_keys do not name: {', '.join(lost)}")
+        owners = self._groups() | {name: self.optimizer.state.get(p, {}) for name, p in self._parameters().items()}
+        return {f"{name}|{key}": value for name, values in owners.items() for key, value in values.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises UserError where the state is of other parameters, or of another optimizer, than this run's."""
+        by_name: dict[str, dict[str, Any]] = {}
+        for key, value in state.items():
+            name, _, state_key = key.rpartition("|")
+            by_name.setdefault(name, {})[state_key] = value
+        parameters, groups = self._parameters(), self._groups()
+        unknown = sorted(by_name.keys() - parameters.keys() - groups.keys())
+        if unknown:
+            raise UserError(f"the checkpoint's optimizer state has {unknown[0]!r}, which this run does not train")
+        for (name, now), group in zip(groups.items(), self.optimizer.param_groups, strict=True):
+            saved = by_name.pop(name, {})
+            _check(saved, [{key: kind(value) for key, value in now.items()}], name, "this run's optimizer keeps there")
+            group.update(_to(saved, group["params"][0].device))
+        for name, parameter in parameters.items():
+            saved = by_name.get(name, {})
+            if by_name and not saved:
+                raise UserError(f"the checkpoint has no optimizer state for {name}, which this run trains")
+            if saved:
+                what = f"the {parameter.numel()} parameters there need"
+                _check(saved, self.entry.layouts(parameter.shape), name, what)
+            self.optimizer.state[parameter] = _to(saved, parameter.device)
+
+    def is_finite(self) -> bool:
+        """Whether all parameters and their state are."""
+        values = [parameter.detach() for parameter in self._parameters().values()] + list(self.state_dict().values())
+        return all(
+            not value.is_floating_point() or bool(torch.isfinite(value).all())
+            if isinstance(value, torch.Tensor)
+            else math.isfinite(value)
+            for value in values
+        )
+
+    @contextmanager
+    def evaluating(self, changed: Callable[[], object]) -> Iterator[None]:
+        """Inside, the parameters are the weights to be used; afterwards, bit for bit what they were.
+
+        Of an optimizer without modes these are the same, and nothing is done. changed: called when parameters changed.
+        """
+        if not self.entry.modes:
+            yield
+            return
+        parameters = list(self._parameters().values())
+        kept = [parameter.detach().clone() for parameter in parameters]
+        try:
+            self.optimizer.eval()  # type: ignore[attr-defined]
+            changed()
+            yield
+        finally:
+            self.optimizer.train()  # type: ignore[attr-defined]
+            with torch.no_grad():
+                for parameter, value in zip(parameters, kept, strict=True):
+                    parameter.copy_(value)
+            changed()
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return {
+            f"group.{index}" if self.entry.flat else f"group.{index}.{place}": parameter
+            for index, group in enumerate(self.optimizer.param_groups)
+            for place, parameter in enumerate(group["params"])
+        }
+
+    def _groups(self) -> dict[str, dict[str, Any]]:
+        return {
+            f"param_groups.{index}": {key: group[key] for key in self.entry.group_keys}
+            for index, group in enumerate(self.optimizer.param_groups)
+        }
+
+    def _other_keys(self) -> list[dict[str, str]]:
+        """What must not change in each group, as text. The rates are the schedule's."""
+        apart = {"params", "lr", "initial_lr", *self.entry.group_keys}
+        return [
+            {key: repr(value) for key, value in group.items() if key not in apart}
+            for group in self.optimizer.param_groups
+        ]
+
+
+def _check(saved: dict[str, Any], layouts: Sequence[Mapping[str, str]], name: str, what: str) -> None:
+    kinds = {key: kind(value) for key, value in saved.items()}
+    if kinds not in layouts:
+        listed = ", ".join(f"{key} {kind}" for key, kind in sorted(kinds.items())) or "nothing"
+        raise UserError(f"the checkpoint's optimizer state of {name} is not what {what}: {listed}")
+
+
+def _to(saved: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in saved.items()}
+
+
+def kind(value: Any) -> str:
+    """dtype and shape of a tensor; "count", "number" or "flag"."""
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {list(value.shape)}"
+    if isinstance(value, bool):
+        return "flag"
+    if isinstance(value, int) and 0 <= value < 2**31:
+        return "count"
+    return "number" if isinstance(value, float) and math.isfinite(value) else "neither tensor nor number"

@@ -1,0 +1,92 @@
+"""The table of optimizers. A new one is a line here, and the functions that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trainer import patterns
+from trainer.errors import UserError
+from trainer.optim.flat import ALIGNMENT, flatten, shaped
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry of the table.
+
+    build: (groups, **keys) -> the optimizer. groups: {"params", "lr", "weight_decay", "magnitudes"}, laid out as `flat`
+    says; keys: those of the config's table.
+    layouts: what it keeps for a parameter of a shape, {key: kind (state.kind)}; any one of the given alternatives.
+    flat: its parameters are one flat tensor for each group; False where it needs their shapes.
+    group_keys: what changes in its groups, for example Prodigy's "d". Not "lr": the schedule sets it after every update.
+    modes: it has train() and eval(), as schedule-free optimizers: gradients are taken at other weights than those that are
+    used. Both change parameters, and no state.
+    """
+
+    build: Callable[..., torch.optim.Optimizer]
+    layouts: Callable[[torch.Size], Sequence[Mapping[str, str]]]
+    flat: bool = True
+    group_keys: tuple[str, ...] = ()
+    modes: bool = False
+
+
+def _adamw(groups: Groups, *, betas: tuple[float, float], eps: float, **_: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)
+
+
+def _adamw_layouts(shape: torch.Size) -> list[dict[str, str]]:
+    flat = f"torch.float32 {list(shape)}"
+    return [{"step": "torch.float32 []", "exp_avg": flat, "exp_avg_sq": flat}]
+
+
+def _adamw8bit(
+    groups: Groups, *, betas: tuple[float, float], eps: float, min_8bit_size: int
+) -> torch.optim.Optimizer:
+    """The state of magnitudes stays fp32."""
+    import bitsandbytes as bnb
+
+    optimizer = bnb.optim.AdamW8bit(groups, betas=betas, eps=eps, min_8bit_size=min_8bit_size)
+    manager = bnb.optim.GlobalOptimManager.get_instance()
+    manager.register_parameters(optimizer.param_groups)
+    for group in optimizer.param_groups:
+        if group["magnitudes"]:
+            manager.override_config(group["params"], "optim_bits", 32)
+    return optimizer
+
+
+def _adamw8bit_layouts(shape: torch.Size) -> list[dict[str, str]]:
+    """In 32 and in 8 bit."""
+    flat, codes = f"torch.float32 {list(shape)}", f"torch.uint8 {list(shape)}"
+    map_, scales = "torch.float32 [256]", f"torch.float32 [{shape.numel() // ALIGNMENT}]"
+    eight_bit = {
+        f"{key}{i}": kind for i in "12" for key, kind in {"state": codes, "qmap": map_, "absmax": scales}.items()
+    }
+    return [{"step": "count", "state1": flat, "state2": flat}, {"step": "count"} | eight_bit]
+
+
+OPTIMIZERS = {
+    "adamw": Entry(_adamw, _adamw_layouts),
+    "adamw8bit": Entry(_adamw8bit, _adamw8bit_layouts),
+}
+
+
+def known_optimizer(name: str) -> str:
+    """`name`, where the table has it. Raises UserError, with the name that was probably meant."""
+    if name not in OPTIMIZERS:
+        raise UserError(f"there is no such optimizer; {patterns.meant(name, OPTIMIZERS)}")
+    return name
+
+
+def build_optimizer(name: str, groups: Groups, **keys: Any) -> torch.optim.Optimizer:
+    """groups, keys: as `Entry.build` takes them. The parameters get gradients, to be zeroed in place, never set to None."""
+    entry = OPTIMIZERS[name]
+    lay_out = flatten if entry.flat else shaped
+    optimizer = entry.build([{**group, "params": lay_out(group["params"])} for group in groups], **keys)
+    if entry.modes:
+        optimizer.train()  # type: ignore[attr-defined]
+    return optimizer
