@@ -28,9 +28,11 @@ class OptimizerState:
     def state_dict(self) -> dict[str, Any]:
         """Raises ValueError where a group changed in what the table does not name: it would be lost on a resume."""
         for then, now in zip(self._constants, self._other_keys(), strict=True):
-            lost = sorted(key for key, _ in then.items() ^ now.items())
+            lost = sorted({key for key, _ in then.items() ^ now.items()})
             if lost:
-                raise ValueError(f"the optimizer changes its groups in what its group_keys do not name: {', '.join(lost)}")
+                raise ValueError(
+                    f"the optimizer changes its groups in what its group_keys do not name: {', '.join(lost)}"
+                )
         owners = self._groups() | {name: self.optimizer.state.get(p, {}) for name, p in self._parameters().items()}
         return {f"{name}|{key}": value for name, values in owners.items() for key, value in values.items()}
 

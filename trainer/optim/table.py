@@ -44,9 +44,7 @@ def _adamw_layouts(shape: torch.Size) -> list[dict[str, str]]:
     return [{"step": "torch.float32 []", "exp_avg": flat, "exp_avg_sq": flat}]
 
 
-def _adamw8bit(
-    groups: Groups, *, betas: tuple[float, float], eps: float, min_8bit_size: int
-) -> torch.optim.Optimizer:
+def _adamw8bit(groups: Groups, *, betas: tuple[float, float], eps: float, min_8bit_size: int) -> torch.optim.Optimizer:
     """The state of magnitudes stays fp32."""
     import bitsandbytes as bnb
 

@@ -1,0 +1,104 @@
+"""Optimizers of any kind train through the trainer, entered by one line: groups with state, modes, parameters with shapes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import Workbench, built, train_built
+from tests.optimizers import ENTRIES, Averaging
+from trainer import config as configs
+from trainer import run as runs
+from trainer import validation
+from trainer.checkpoint.state import Saved
+from trainer.optim import OPTIMIZERS
+from trainer.tensorfile import TensorFile
+
+LENGTH = 4
+WATCHED: dict[str, Any] = {
+    "validation__every_steps": 2, "validation__prompts": ["a bear"], "validation__steps": 1, "export__every_steps": 2,
+}  # fmt: skip
+
+
+def train(bench: Workbench, name: str, out: str, resume_from: str | None = None, **more: Any) -> Path:
+    """Of a DoRA, whose norms have to follow the weights whichever they are. Returns the last checkpoint."""
+    tree = bench.tree(
+        **{
+            "run__output_dir": str(bench.tmp / out), "run__max_steps": LENGTH, "optimizer__name": name,
+            "optimizer__lr": 1e-2, "adapter__type": "dora", "adapter__targets": ["*attn1.to_q", "conv_in"],
+        } | more
+    )  # fmt: skip
+    runs.train(configs.parse(tree), resume_from=resume_from)
+    return bench.tmp / out / "checkpoints" / f"step-{more.get('run__stop_after', LENGTH):08d}"
+
+
+def same(one: Path, other: Path) -> None:
+    for name in ("adapter.safetensors", "optimizer.safetensors"):
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+    for piece in ("optimizer", "schedule"):
+        assert Saved(one).pieces[piece] == Saved(other).pieces[piece]
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_stopped_and_resumed_equals_uninterrupted(bench: Workbench, monkeypatch, name: str) -> None:
+    """Also where samples were drawn and files exported in between, or not."""
+    monkeypatch.setitem(OPTIMIZERS, name, ENTRIES[name])
+    whole = train(bench, name, "whole")
+    train(bench, name, "parts", run__stop_after=1, **WATCHED)
+    train(bench, name, "parts", "auto", run__stop_after=3, **WATCHED)
+    parts = train(bench, name, "parts", "auto", **WATCHED)
+    same(whole, parts)
+    assert len(list((bench.tmp / "parts" / "samples").iterdir())) == 3
+    for file in ("bear.safetensors", "bear_comfyui.safetensors"):
+        one, other = (bench.tmp / out / "adapters" / file for out in ("whole", "parts"))
+        assert one.read_bytes() == other.read_bytes(), file
+    assert Saved(whole).pieces["optimizer"]["state"].keys() == {
+        f"param_groups.{group}|{key}" for group in (0, 1) for key in ENTRIES[name].group_keys
+    }
+
+
+@pytest.mark.parametrize("name", ["growing", "averaging"])
+def test_what_groups_keep_cannot_be_left_out(bench: Workbench, monkeypatch, name: str) -> None:
+    left_out = ENTRIES[name].group_keys[0]
+    rest = tuple(key for key in ENTRIES[name].group_keys if key != left_out)
+    monkeypatch.setitem(OPTIMIZERS, name, replace(ENTRIES[name], group_keys=rest))
+    with pytest.raises(ValueError, match=f"do not name: {left_out}$"):
+        train(bench, name, "out", run__max_steps=1)
+    assert not list((bench.tmp / "out" / "checkpoints").glob("step-*"))
+
+
+def test_samples_and_exports_have_the_weights_to_be_used(bench: Workbench, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "averaging", ENTRIES["averaging"])
+    drawn, draw = [], validation.draw_samples
+    tree = bench.tree(
+        run__max_steps=2, optimizer__name="averaging", optimizer__lr=1e-2, adapter__targets=["*attn1.to_q"],
+        **WATCHED | {"export__every_steps": 1},
+    )  # fmt: skip
+    with built(configs.parse(tree)) as run:
+        parameters = run.adapter.named_parameters()
+        monkeypatch.setattr(
+            validation, "draw_samples",
+            lambda *args, **keys: [drawn.append([p.clone() for p in parameters.values()]), draw(*args, **keys)],
+        )  # fmt: skip
+        train_built(run)
+        assert re.search(r"against the live adapter +equal", capsys.readouterr().out)
+        (group,) = run.optimizer.param_groups
+        z = run.optimizer.state[group["params"][0]]["z"]
+        assert group["training"] and group["params"][0].numel() == z.numel()
+        before, used = drawn[0], dict(zip(parameters, drawn[-1], strict=True))
+        trained = TensorFile(bench.tmp / "out/checkpoints/step-00000002/adapter.safetensors")
+        start = 0
+        for (name, y), first in zip(parameters.items(), before, strict=True):
+            assert torch.equal(trained.read(name), y), "a checkpoint holds the weights that train"
+            x = (y - (1 - Averaging.beta) * z[start : start + y.numel()].view_as(y)) / Averaging.beta
+            assert (used[name] - x).abs().max() < 1e-6 < (y - x).abs().max() and not torch.equal(first, y)
+            start += -(-y.numel() // 256) * 256
+        for stem in ("bear", "bear-00000001"):
+            exported = TensorFile(bench.tmp / "out" / "adapters" / f"{stem}.safetensors")
+            equal = [torch.equal(exported.read(name), used[name]) for name in parameters]
+            assert all(equal) if stem == "bear" else not any(equal)

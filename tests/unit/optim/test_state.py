@@ -1,0 +1,191 @@
+"""The state of an optimizer: what comes back, and what is refused as another one's."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from tests.optimizers import ENTRIES
+from trainer import config as configs
+from trainer import optim
+from trainer.errors import UserError
+from trainer.optim import OPTIMIZERS, OptimizerState
+
+
+@pytest.fixture(autouse=True)
+def entered(monkeypatch) -> None:
+    for name, entry in ENTRIES.items():
+        monkeypatch.setitem(OPTIMIZERS, name, entry)
+
+
+def trained(name: str, steps: int = 2) -> tuple[OptimizerState, list[nn.Parameter]]:
+    """A matrix, a convolution and a vector, the vector in a group of its own."""
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in ((3, 4), (2, 3, 3, 3), (300,))]
+    groups = [
+        {"params": part, "lr": 1e-2, "weight_decay": 0.1, "magnitudes": magnitudes}
+        for part, magnitudes in ((parameters[:2], False), (parameters[2:], True))
+    ]
+    optimizer = optim.build_optimizer(name, groups, betas=(0.9, 0.999), eps=1e-8, min_8bit_size=1)
+    state = OptimizerState(optimizer, name)
+    for _ in range(steps):
+        step(state, parameters)
+    return state, parameters
+
+
+def step(state: OptimizerState, parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad.copy_(parameter.detach().sin())
+    state.optimizer.step()
+
+
+def through_files(values: dict) -> dict:
+    """Tensors as they are, all else as JSON."""
+    return {k: v.clone() if isinstance(v, torch.Tensor) else json.loads(json.dumps(v)) for k, v in values.items()}
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", *ENTRIES])
+def test_what_is_restored_goes_on_as_what_was_saved(name: str) -> None:
+    one, parameters = trained(name)
+    other, fresh = trained(name, steps=0)
+    with torch.no_grad():
+        for parameter, value in zip(fresh, parameters, strict=True):
+            parameter.copy_(value)
+    other.load_state_dict(through_files(one.state_dict()))
+    for _ in range(3):
+        step(one, parameters), step(other, fresh)
+    assert all(map(torch.equal, parameters, fresh))
+    ours, theirs = one.state_dict(), other.state_dict()
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        assert torch.equal(value, theirs[key]) if isinstance(value, torch.Tensor) else value == theirs[key], key
+
+
+def test_names_and_kinds() -> None:
+    """The layout of a checkpoint: what versions before this one wrote for AdamW has to stay."""
+    kinds = {
+        name: {key: optim.state.kind(v) for key, v in trained(name)[0].state_dict().items()} for name in OPTIMIZERS
+    }
+    n = {0: 512, 1: 512}  # 12 and 54 elements at multiples of 256; 300
+    full = {group: f"torch.float32 [{size}]" for group, size in n.items()}
+    assert kinds["adamw"] == {
+        f"group.{g}|{key}": kind
+        for g in n
+        for key, kind in (("step", "torch.float32 []"), ("exp_avg", full[g]), ("exp_avg_sq", full[g]))
+    }
+    codes = {"state": "torch.uint8 [512]", "qmap": "torch.float32 [256]", "absmax": "torch.float32 [2]"}
+    assert kinds["adamw8bit"] == {
+        "group.0|step": "count", "group.1|step": "count", "group.1|state1": full[1], "group.1|state2": full[1],
+        **{f"group.0|{key}{i}": kind for i in (1, 2) for key, kind in codes.items()},
+    }  # fmt: skip
+    assert kinds["growing"].keys() == {
+        f"{name}|{key}" for g in n for name, key in
+        ((f"group.{g}", "momentum"), (f"param_groups.{g}", "d"), (f"param_groups.{g}", "k"))
+    }  # fmt: skip
+    assert kinds["factored"].keys() == {
+        "group.0.0|rows", "group.0.0|columns", "group.0.1|rows", "group.0.1|columns", "group.1.0|v"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "expected"),
+    [
+        ("growing", lambda s: s.pop("param_groups.1|d"), "of param_groups.1 is not what .* keeps there: k count"),
+        ("growing", lambda s: [s.pop(f"param_groups.0|{key}") for key in "dk"], "of param_groups.0 is not what .*: nothing"),
+        ("growing", lambda s: s.update({"param_groups.0|d": math.nan}), "d neither tensor nor number"),
+        ("growing", lambda s: s.update({"param_groups.0|d": 1}), "d count, k count"),
+        ("growing", lambda s: s.update({"param_groups.0|k": True}), "d number, k flag"),
+        ("adamw", lambda s: s.update({"param_groups.0|d": 1.0}), "of param_groups.0 is not what .*: d number"),
+        ("adamw", lambda s: s.update({"group.2|step": torch.ones(())}), "has 'group.2', which this run does not train"),
+        ("adamw", lambda s: s.update({"group.0.0|step": torch.ones(())}), "has 'group.0.0', which this run does not"),
+        ("adamw", lambda s: s.pop("group.0|exp_avg"), "of group.0 is not what the 512 parameters there need: exp_avg_sq"),
+        ("adamw", lambda s: [s.pop(key) for key in list(s) if key.startswith("group.1|")], "no optimizer state for group.1"),
+        ("adamw8bit", lambda s: s.update({"group.0|step": 2.0}), "of group.0 is not what the 512 .* step number"),
+        ("factored", lambda s: s.pop("group.0.1|rows"), "of group.0.1 is not what the 54 parameters there need: columns"),
+        ("factored", lambda s: s.update({"group.0.0|rows": torch.ones(4)}), r"the 12 parameters .* rows torch.float32 \[4\]"),
+    ],
+)  # fmt: skip
+def test_another_state_is_refused(name: str, change, expected: str) -> None:
+    saved = trained(name)[0].state_dict()
+    change(saved)
+    with pytest.raises(UserError, match=expected):
+        trained(name, steps=0)[0].load_state_dict(saved)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_of_another_optimizer_is_refused(name: str) -> None:
+    saved = trained(name)[0].state_dict()
+    for other in ["adamw", "adamw8bit", *ENTRIES]:
+        if other != name:
+            with pytest.raises(UserError, match="the checkpoint"):
+                trained(other, steps=0)[0].load_state_dict(saved)
+
+
+def test_before_the_first_update_there_is_no_state_but_the_groups() -> None:
+    for name in ("adamw", "growing"):
+        state, fresh = trained(name, steps=0)[0], trained(name, steps=0)[0]
+        assert state.state_dict().keys() == {
+            f"param_groups.{g}|{k}" for g in (0, 1) for k in OPTIMIZERS[name].group_keys
+        }
+        fresh.load_state_dict(state.state_dict())
+        assert not any(fresh.optimizer.state.values())
+
+
+def test_a_change_in_a_group_that_nobody_names_raises() -> None:
+    state, _ = trained("adamw")
+    state.optimizer.param_groups[1]["lr"] = 1.0  # the schedule's
+    state.state_dict()
+    state.optimizer.param_groups[1] |= {"betas": (0.5, 0.9), "count": 3}
+    with pytest.raises(ValueError, match="do not name: betas, count$"):
+        state.state_dict()
+
+
+@pytest.mark.parametrize("where", ["parameter", "state", "group"])
+def test_what_is_not_finite_is_found_wherever_it_is(where: str) -> None:
+    state, _ = trained("growing")
+    assert state.is_finite()
+    group = state.optimizer.param_groups[1]
+    if where == "group":
+        group["d"] = math.inf
+    else:
+        held = (
+            group["params"][0].data if where == "parameter" else state.optimizer.state[group["params"][0]]["momentum"]
+        )
+        held[7] = math.nan
+    assert not state.is_finite()
+
+
+def test_evaluating_leaves_the_weights_that_train_as_they_were() -> None:
+    state, parameters = trained("averaging", steps=3)
+    before, changes = [parameter.clone() for parameter in parameters], []
+    with pytest.raises(KeyError), state.evaluating(lambda: changes.append(1)):
+        assert len(changes) == 1 and not any(map(torch.equal, parameters, before))
+        raise KeyError
+    assert len(changes) == 2 and all(map(torch.equal, parameters, before))
+    assert all(group["training"] for group in state.optimizer.param_groups)
+    with trained("adamw")[0].evaluating(lambda: changes.append(1)):
+        assert len(changes) == 2, "nothing to change"
+
+
+def test_parameters_with_shapes_stay_where_they_are() -> None:
+    state, parameters = trained("factored", steps=0)
+    held = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
+    assert all(one is other for one, other in zip(parameters, held, strict=True))
+    assert all(p.untyped_storage().nbytes() == 4 * p.numel() and not p.grad.any() for p in parameters)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("adamw_8bit", "did you mean 'adamw8bit'?"), ("sgd", "use one of 'adamw', 'adamw8bit', 'growing', 'averaging', ")],
+)
+def test_an_unknown_name_is_refused_with_the_one_that_was_meant(name: str, meant: str) -> None:
+    tree = {"run": {"name": "bear", "output_dir": "out", "max_steps": 1}, "model": {"family": "sdxl", "path": "m"},
+            "data": {"sources": [{"path": "photos"}]}}  # fmt: skip
+    assert configs.parse(tree | {"optimizer": {"name": "growing"}}).optimizer.name == "growing"
+    with pytest.raises(UserError, match=re.escape(f"optimizer.name = {name!r}: there is no such optimizer; {meant}")):
+        configs.parse(tree | {"optimizer": {"name": name}})
