@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from trainer import quantization
+from trainer.choices import chosen
 from trainer.digests import FileDigests
 from trainer.files import make_folder
 from trainer.models.base import Model
@@ -36,7 +37,6 @@ class Components:
         self.plan, self.family, self.source = plan, plan.family, plan.source
         self.kernels, self.digests, self.is_main, self.phases, self.say = kernels, digests, is_main, phases, say
         self.storage: dict[str, quantization.Stored] = {}
-        config = plan.config
         self.model = Model(
             modules={},
             configs={component.name: self.source.config(component.name) for component in self.family.components},
@@ -44,11 +44,7 @@ class Components:
             scheduler=self.source.scheduler,
             compute={name: storage.compute for name, storage in plan.components.items()},
             device=device,
-            options={
-                "objective": plan.objective,
-                "guidance": config.objective.guidance,
-                "text_length": config.data.text_length,
-            },
+            options={"objective": plan.objective, **chosen(plan.config, self.family)},
         )
 
     @property

@@ -356,36 +356,37 @@ def _is_union_tag(part: str) -> bool:
 def near_miss(key: str) -> str | None:
     """The known key that `key` was probably meant to be, or None."""
     table, _, leaf = key.rpartition(".")
-    known = known_keys()
-    siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == _generic(table)}
+    known = list(known_keys())
+    siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == generic(table)}
     close = difflib.get_close_matches(leaf, list(siblings), n=1, cutoff=0.6)
     if close:
         return f"{table}.{close[0]}" if table else close[0]
     # The right key in the wrong table, or a misspelt table.
     by_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
-    close = by_leaf[:1] or difflib.get_close_matches(_generic(key), known, n=1, cutoff=0.75)
+    close = by_leaf[:1] or difflib.get_close_matches(generic(key), known, n=1, cutoff=0.75)
     return close[0] if close else None
 
 
-def _generic(key: str) -> str:
+def generic(key: str) -> str:
+    """`key` with list items and component names written as '*'."""
     parts = ["*" if part.isdigit() else part for part in key.split(".")]
     if parts[:2] == ["model", "components"] and len(parts) > 2:
         parts[2] = "*"
     return ".".join(parts)
 
 
-def known_keys() -> list[str]:
-    """Every key of the contract; list items and component names are written as '*'."""
+def known_keys() -> dict[str, Any]:
+    """Every key of the contract, as `generic` writes it, and its default."""
     return _keys_of(Config, "")
 
 
-def _keys_of(table: type[Table], prefix: str) -> list[str]:
-    keys = []
+def _keys_of(table: type[Table], prefix: str) -> dict[str, Any]:
+    keys = {}
     for name, field in table.model_fields.items():
-        keys.append(prefix + name)
+        keys[prefix + name] = field.default
         for nested in _tables_in(field.annotation):
             repeated = nested is not field.annotation
-            keys += _keys_of(nested, f"{prefix}{name}." + ("*." if repeated else ""))
+            keys |= _keys_of(nested, f"{prefix}{name}." + ("*." if repeated else ""))
     return keys
 
 

@@ -65,7 +65,7 @@ def encode(
     components.let_go([*(family.text_encoders if plan.cache_text else ()), *(() if plan.requests else (family.vae,))])
     reader = Reader(
         plan.photos, cache, seed=plan.config.run.seed, flip=data.flip, caption_dropout=data.caption_dropout,
-        latent_fingerprint=latents, text_fingerprint=texts,
+        latent_fingerprint=latents, text_fingerprint=texts, collate=family.collate,
     )  # fmt: skip
     return Encoded(reader, cache, components, texts)
 

@@ -12,7 +12,7 @@ Shapes: latents fp32 [B, C, H, W], time [B], u [B] uniform in (0, 1).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -126,10 +126,10 @@ class Diffusion:
 
 @dataclass(frozen=True)
 class Flow:
-    """Rectified flow. shift: a number, or None for the resolution-dependent e^mu, mu = 0.5 + 0.65 (L - 256) / 3840."""
+    """Rectified flow. shift: a number, or a function of the number of image tokens, which is the family's."""
 
     timesteps: Literal["uniform", "logit_normal"] = "logit_normal"
-    shift: float | None = None
+    shift: float | Callable[[int], float] = 1.0
     logit_mean: float = 0.0
     logit_std: float = 1.0
 
@@ -138,7 +138,7 @@ class Flow:
         t = u.double()
         if self.timesteps == "logit_normal":
             t = torch.sigmoid(self.logit_mean + self.logit_std * torch.special.ndtri(t))
-        s = resolution_shift(tokens) if self.shift is None else self.shift
+        s = self.shift(tokens) if callable(self.shift) else self.shift
         return (s * t / (1 + (s - 1) * t)).float()
 
     def noised(self, latents, noise, time):
@@ -152,11 +152,6 @@ class Flow:
         return torch.ones(len(time), dtype=torch.float32, device=time.device)
 
     def describe(self) -> str:
-        shift = "resolution shift" if self.shift is None else f"shift {self.shift:g}"
+        shift = "resolution shift" if callable(self.shift) else f"shift {self.shift:g}"
         how = "" if self.timesteps == "uniform" else f"({self.logit_mean:g}, {self.logit_std:g})"
         return f"rectified flow, {self.timesteps}{how} timesteps, {shift}"
-
-
-def resolution_shift(tokens: int) -> float:
-    """e^mu for `tokens` image tokens: 1.88 at 1024 (512 px), 3.16 at 4096 (1024 px), as Flux's released sampler."""
-    return float(torch.tensor(0.5 + 0.65 * (tokens - 256) / 3840, dtype=torch.float64).exp())

@@ -10,6 +10,7 @@ from torch import nn
 
 from trainer import precision, quantization, storage
 from trainer.adapters import Rule, Target, match_targets
+from trainer.choices import chosen, refuse_unread
 from trainer.config import Config, SampleTable
 from trainer.data import buckets, sampler, sources
 from trainer.errors import UserError
@@ -57,6 +58,7 @@ class Plan:
 def open_source(config: Config) -> ModelSource:
     """The model's configs and file headers. Of a hub id, the configs at first; `fetched` gets the rest."""
     family = family_named(config.model.family)
+    refuse_unread(config, family)
     names = [component.name for component in family.components]
     for name in config.model.components:
         if name not in names:
@@ -109,7 +111,7 @@ def make_plan(config: Config, source: ModelSource, *, processes: int, phases: Ph
     steps_per_epoch = sampler.steps_per_epoch(
         bucketed, batch_size=config.data.batch_size, accumulation=accumulation, processes=processes
     )
-    requests = _requests(config, family)
+    requests = _requests(config)
     check_sizes(requests, family.size_multiple)
     return Plan(
         config, family, source, components, objective, bucketed, targets, shapes, skipped, requests, processes,
@@ -136,17 +138,7 @@ def find_objective(config: Config, source: ModelSource) -> Objective:
     configs = {component.name: source.config(component.name) for component in family.components}
     shape = source.shape(family.denoiser, family.input_layer)
     family.check(configs, shape[1] if shape else configs[family.denoiser].get("in_channels"))
-    return family.objective(
-        source.scheduler,
-        source.markers,
-        prediction=config.model.prediction,
-        zero_terminal_snr=config.model.zero_terminal_snr,
-        min_snr_gamma=config.objective.min_snr_gamma,
-        timesteps=config.objective.timesteps,
-        shift=config.objective.shift,
-        logit_mean=config.objective.logit_mean,
-        logit_std=config.objective.logit_std,
-    )
+    return family.objective(source.scheduler, source.markers, **chosen(config, family))
 
 
 def check_objective(config: Config, source: ModelSource, planned: Objective) -> None:
@@ -203,14 +195,8 @@ def _targets(
     return targets, shapes, tuple(name for name in skipped if name.partition(".")[0] in adapted)
 
 
-def _requests(config: Config, family: Family) -> tuple[SampleRequest, ...]:
+def _requests(config: Config) -> tuple[SampleRequest, ...]:
     wanted, size = config.validation, config.data.resolution
-    for index, sample in enumerate(wanted.samples):
-        if sample.negative and not family.negative_prompts:
-            raise UserError(
-                f"validation.samples.{index}.negative = {sample.negative!r}: {family.name} has no negative prompts (its "
-                "guidance is an input, not a second evaluation); leave it out"
-            )
     if wanted.every_steps == 0:
         return ()
     return tuple(

@@ -7,7 +7,7 @@ P pooled width, M rows of an activation (tokens), K input features, N output fea
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -17,24 +17,20 @@ class Conditioning:
     """What a denoiser is told besides the noised latents.
 
     sequence: [B, L, D] token features.  mask: [B, L] bool, or None where the model attends to every token.
-    pooled: [B, P], or None.  extras: whatever else a family needs, by name, batch first.
+    pooled: [B, P], or None.
     """
 
     sequence: torch.Tensor
     mask: torch.Tensor | None = None
     pooled: torch.Tensor | None = None
-    extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors by name, as they are cached on disk; `from_tensors` is the inverse."""
-        named: dict[str, torch.Tensor | None] = {"sequence": self.sequence, "mask": self.mask, "pooled": self.pooled}
-        named |= {f"extras.{name}": value for name, value in self.extras.items()}
-        return {name: value for name, value in named.items() if value is not None}
+        return {name: value for name, value in vars(self).items() if value is not None}
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, torch.Tensor]) -> Conditioning:
-        extras = {name.removeprefix("extras."): t for name, t in tensors.items() if name.startswith("extras.")}
-        return Conditioning(tensors["sequence"], tensors.get("mask"), tensors.get("pooled"), extras)
+        return Conditioning(**tensors)
 
     def to(self, device: torch.device | str) -> Conditioning:
         return Conditioning.from_tensors({name: t.to(device) for name, t in self.tensors().items()})
@@ -62,7 +58,6 @@ class Batch:
     captions: the text each sample trains on ("" where the caption was dropped).
     conditioning: cached encodings of `captions`, or None when they are encoded live.
     original_size, crop_top_left, target_size: int64 [B, 2] as (height, width) or (top, left), in pixels.
-    references: latents of control images, one tuple of [C, H, W] per reference; empty for plain text-to-image.
     """
 
     occurrences: tuple[Occurrence, ...]
@@ -72,7 +67,6 @@ class Batch:
     original_size: torch.Tensor
     crop_top_left: torch.Tensor
     target_size: torch.Tensor
-    references: tuple[torch.Tensor, ...] = ()
 
     def describe(self) -> str:
         """Its bucket and samples, for a message."""

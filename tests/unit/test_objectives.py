@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.errors import UserError
-from trainer.objectives import Diffusion, Flow, resolution_shift, sample_losses
+from trainer.models.flux import resolution_shift
+from trainer.objectives import Diffusion, Flow, sample_losses
 
 SCHEDULER = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "num_train_timesteps": 1000}
 

@@ -59,7 +59,7 @@ KEPT_FROM: dict[str, set[str]] = {
 
 # Libraries that one room knows. A pattern is a file's path below trainer/.
 LIBRARIES: dict[str, tuple[str, ...]] = {
-    "accelerate": ("processes.py",),
+    "accelerate": ("processes.py", "models/building.py"),
     "bitsandbytes": ("quantization/bitsandbytes.py", "optim.py", "optim/*"),
     "diffusers": ("models/*", "optim.py", "optim/*"),
     "huggingface_hub": ("models/*",),

@@ -7,7 +7,7 @@ import itertools
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
@@ -31,6 +31,7 @@ class Reader(Dataset):
     caption_dropout: the probability that an appearance trains on "".
     latent_fingerprint, text_fingerprint: as the cache was filled with; no text fingerprint means that captions are
     encoded live and `Batch.conditioning` is None.
+    collate: puts the conditioning of single captions side by side.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Reader(Dataset):
         caption_dropout: float,
         latent_fingerprint: str,
         text_fingerprint: str | None,
+        collate: Callable[[Sequence[Conditioning]], Conditioning],
     ) -> None:
         self.photos = {photo.sample: (photo, bucket) for photo, bucket in photos}
         self.cache = cache
@@ -51,6 +53,7 @@ class Reader(Dataset):
         self.caption_dropout = caption_dropout
         self.latent_fingerprint = latent_fingerprint
         self.text_fingerprint = text_fingerprint
+        self.collate = collate
 
     def flipped(self, occurrence: Occurrence) -> bool:
         """Whether this appearance of the photo is mirrored."""
@@ -78,10 +81,8 @@ class Reader(Dataset):
         )
 
     def _conditioning(self, texts: Sequence[str]) -> Conditioning:
-        """Cached encodings side by side. The family pads to a fixed length, so every entry has the same shapes."""
-        entries = [self.cache.get(text_key(text, fingerprint=self.text_fingerprint)) for text in texts]
-        assert all(entry.keys() == entries[0].keys() for entry in entries)
-        return Conditioning.from_tensors({name: torch.cat([entry[name] for entry in entries]) for name in entries[0]})
+        keys = [text_key(text, fingerprint=self.text_fingerprint) for text in texts]
+        return self.collate([Conditioning.from_tensors(self.cache.get(key)) for key in keys])
 
 
 def iterate(updates: Iterable[Sequence[MicroBatch]], reader: Reader, *, num_workers: int) -> Iterator[list[Batch]]:

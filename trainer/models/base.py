@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 
 from trainer.models.names import Config, Link, Names, Shape
 from trainer.objectives import Objective
@@ -66,7 +67,7 @@ class Markers:
 class Model:
     """The loaded parts of one model. Components that left memory are absent from `modules`.
 
-    options: "objective", and the values of the config keys in `Family.reads` that are not the objective's affair.
+    options: "objective", and the values of the config keys in `Family.reads`, by their last names.
     """
 
     modules: dict[str, nn.Module]
@@ -102,6 +103,18 @@ def count_prompt_tokens(model: Model, caption: str) -> dict[str, tuple[int, int]
     return {name: (count_tokens(t, caption), t.model_max_length) for name, t in model.tokenizers.items()}
 
 
+def collate(parts: Sequence[Conditioning]) -> Conditioning:
+    """Of several captions, side by side. A shorter sequence gets zeros at its end, which the mask leaves out."""
+    lengths = [part.sequence.shape[1] for part in parts]
+    sequences = [pad(p.sequence, (0, 0, 0, max(lengths) - length)) for p, length in zip(parts, lengths, strict=True)]
+    mask = None
+    if len(set(lengths)) > 1 or any(part.mask is not None for part in parts):
+        masks = [torch.ones_like(p.sequence[..., 0], dtype=torch.bool) if p.mask is None else p.mask for p in parts]
+        mask = torch.cat([pad(m, (0, max(lengths) - length)) for m, length in zip(masks, lengths, strict=True)])
+    pooled = None if parts[0].pooled is None else torch.cat([part.pooled for part in parts])
+    return Conditioning(torch.cat(sequences), mask, pooled)
+
+
 @dataclass(frozen=True)
 class Family:
     """A model family. `components` in pipeline order; exactly one is the denoiser, one the vae.
@@ -114,15 +127,17 @@ class Family:
     encode_prompts(model, captions) -> Conditioning, with gradients where the encoders have any.
     predict(model, noised fp32 [B, C, h, w], time [B], conditioning, batch) -> the objective's prediction [B, C, h, w].
     sample(model, request, conditioning, negative) -> PIL image.
+    reads: of the config keys that not every family reads (trainer/choices.py), those that this one does. `objective` gets
+      their values by their last names, and so does Model.options.
     tokenizers: their folders' names.
     input_layer: the denoiser's parameter [N, channels, ...] that reads the latents.
     check(configs by component, channels that `input_layer` reads): raises UserError for a model of this architecture that is
       trained for something else.
-    negative_prompts: whether a sample is guided away from one.
     harmless: fnmatch patterns of tensors that files hold beside the weights and that say nothing a loader needs.
     published(names of a single file's tensors) -> the folder of embedded configs that it takes; None: it needs its own.
     hub_ids: the published models, by id -> the folder of their embedded configs.
     count_tokens(model, caption) -> for every tokenizer (tokens of the caption, tokens it may have).
+    collate(conditionings of one caption each) -> theirs together.
     adjust(component, module) -> changes, in place, what the library's forward gets wrong for training.
     blocks: fnmatch patterns of the denoiser's blocks, the unit of gradient checkpointing.
     unread: fnmatch patterns of Linears in them whose output is only added, or multiplied by what needs no gradient. Nothing
@@ -142,14 +157,15 @@ class Family:
     encode_prompts: Callable[[Model, Sequence[str]], Conditioning]
     predict: Callable[[Model, torch.Tensor, torch.Tensor, Conditioning, Batch], torch.Tensor]
     sample: Callable[[Model, SampleRequest, Conditioning, Conditioning], Any]
+    reads: tuple[str, ...] = ()
     tokenizers: tuple[str, ...] = ("tokenizer",)
     input_layer: str = ""
     check: Callable[[Mapping[str, dict], int | None], None] = lambda configs, inputs: None
-    negative_prompts: bool = True
     harmless: tuple[str, ...] = ()
     published: Callable[[set[str]], str | None] = lambda names: None
     hub_ids: Mapping[str, str] = field(default_factory=dict)
     count_tokens: Callable[[Model, str], dict[str, tuple[int, int]]] = count_prompt_tokens
+    collate: Callable[[Sequence[Conditioning]], Conditioning] = collate
     adjust: Callable[[str, nn.Module], None] = lambda component, module: None
     blocks: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()

@@ -16,6 +16,7 @@ from trainer.data.cache import Cache, fill_latents, fill_text, latent_key, text_
 from trainer.data.loader import Reader, iterate
 from trainer.data.sources import scan
 from trainer.errors import DataError
+from trainer.models.base import collate
 from trainer.types import Batch, Conditioning
 
 SEED = 7
@@ -25,7 +26,7 @@ def encode_text(captions: list[str]) -> Conditioning:
     codes = torch.zeros(len(captions), 80)
     for row, caption in enumerate(captions):
         codes[row, : len(caption)] = torch.tensor([float(ord(letter)) for letter in caption[:80]])
-    return Conditioning(codes[..., None], mask=codes > 0, pooled=codes.sum(1, keepdim=True), extras={"ids": codes})
+    return Conditioning(codes[..., None], mask=codes > 0, pooled=codes.sum(1, keepdim=True))
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,7 @@ def reader(dataset, **changes) -> Reader:
         "caption_dropout": 0.3,
         "latent_fingerprint": "vae",
         "text_fingerprint": "text",
+        "collate": collate,
     }
     return Reader(photos, Cache(directory), **(settings | changes))
 
@@ -75,7 +77,7 @@ def tensors(batch: Batch) -> dict[str, torch.Tensor]:
 def same(one: Batch, other: Batch) -> bool:
     a, b = tensors(one), tensors(other)
     return (
-        (one.occurrences, one.captions, one.references) == (other.occurrences, other.captions, other.references)
+        (one.occurrences, one.captions) == (other.occurrences, other.captions)
         and a.keys() == b.keys()
         and all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
     )
@@ -96,7 +98,7 @@ def test_a_batch_holds_what_its_occurrences_say(dataset):
             assert batch.captions[i] == ("" if drop else photo.caption)
             own = {name: tensor[i : i + 1] for name, tensor in batch.conditioning.tensors().items()}
             expected = cache.get(text_key(batch.captions[i], fingerprint="text"))
-            assert own.keys() == expected.keys() == {"sequence", "mask", "pooled", "extras.ids"}
+            assert own.keys() == expected.keys() == {"sequence", "mask", "pooled"}
             assert all(torch.equal(own[name], expected[name]) for name in own)
             placement = place(photo.width, photo.height, bucket, flip=flip)
             assert batch.original_size[i].tolist() == [photo.height, photo.width] == list(placement.original_size)

@@ -71,9 +71,7 @@ def objective(
     zero_terminal_snr: Literal["auto"] | bool,
     min_snr_gamma: float | None,
     timesteps: str,
-    shift: str | float,
-    logit_mean: float,
-    logit_std: float,
+    **others: Any,
 ) -> Diffusion:
     """Epsilon or v, as asked, or as the marker tensors, or as the scheduler's config says."""
     check_objective(scheduler, markers)
@@ -81,8 +79,6 @@ def objective(
         raise UserError(
             "objective.timesteps = 'logit_normal' belongs to flow matching; for sdxl leave it out or 'uniform'"
         )
-    if shift != "auto":
-        raise UserError(f"objective.shift = {shift} belongs to flow matching; for sdxl leave it out")
     if prediction == "auto":
         prediction = "v" if markers.v_prediction else PREDICTIONS[scheduler.get("prediction_type") or "epsilon"]
     if zero_terminal_snr == "auto":
@@ -201,6 +197,10 @@ FAMILY = Family(
     ),
     input_layer="conv_in.weight",
     check=check,
+    reads=(
+        "model.prediction", "model.zero_terminal_snr", "objective.timesteps", "objective.min_snr_gamma",
+        "validation.samples.*.negative",
+    ),
     tokenizers=("tokenizer", "tokenizer_2"),
     size_multiple=8,
     presets={

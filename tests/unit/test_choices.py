@@ -1,0 +1,78 @@
+"""A key that is set and that the family does not read is refused; what a run writes as its config is not."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+import pytest
+
+from trainer import config as configs
+from trainer.choices import FAMILY_KEYS, chosen, refuse_unread
+from trainer.errors import UserError
+from trainer.models import FAMILIES
+
+SET = {
+    "model.prediction": "v",
+    "model.zero_terminal_snr": False,
+    "objective.timesteps": "uniform",
+    "objective.shift": 3.0,
+    "objective.logit_mean": 0.5,
+    "objective.logit_std": 2.0,
+    "objective.min_snr_gamma": 5.0,
+    "objective.guidance": 2.0,
+    "data.text_length": 64,
+    "validation.samples.*.negative": "blurred",
+}
+
+
+def config(family: str, key: str = "", value=None) -> configs.Config:
+    tree = {
+        "run": {"name": "a", "output_dir": "out", "max_steps": 1},
+        "model": {"family": family, "path": "model"},
+        "data": {"sources": [{"path": "photos"}]},
+        "validation": {"samples": [{"prompt": "a"}]},
+    }
+    if key:
+        *tables, leaf = key.split(".")
+        node = tree
+        for table in tables:
+            node = node[0] if table == "*" else node.setdefault(table, {})
+        node[leaf] = value
+    return configs.parse(tree)
+
+
+def test_every_such_key_is_one_of_the_config() -> None:
+    assert SET.keys() == FAMILY_KEYS.keys() <= configs.known_keys().keys()
+    for family in FAMILIES.values():
+        assert set(family.reads) <= FAMILY_KEYS.keys()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("key", SET)
+def test_a_key_is_read_or_refused(family: str, key: str) -> None:
+    given = config(family, key, SET[key])
+    if key in FAMILIES[family].reads:
+        refuse_unread(given, FAMILIES[family])
+        assert "*" in key or chosen(given, FAMILIES[family])[key.rpartition(".")[2]] == SET[key]
+    else:
+        shown = f"{key.replace('*', '0')} = {SET[key]!r}: {family} has no {FAMILY_KEYS[key]}; leave it out"
+        with pytest.raises(UserError, match=f"^{re.escape(shown)}$"):
+            refuse_unread(given, FAMILIES[family])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_defaults_that_are_written_out_are_accepted(family: str) -> None:
+    """Every default stands in the config.toml of a run."""
+    written = configs.parse(tomllib.loads(configs.dumps(config(family))))
+    refuse_unread(written, FAMILIES[family])
+    assert {"logit_mean", "guidance"} <= written.objective.model_fields_set
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    given = config("sdxl", "objective.shift", 3.0)
+    given = given.model_copy(update={"data": given.data.model_copy(update={"text_length": 64})})
+    with pytest.raises(
+        UserError, match=r"(?s)data\.text_length = 64.*\nobjective\.shift = 3\.0|shift.*\n.*text_length"
+    ):
+        refuse_unread(given, FAMILIES["sdxl"])
