@@ -36,3 +36,33 @@ def test_a_dora_files_header_does_not_name_sd_scripts_own_module(dora: bool, mod
     header = export.metadata(adapter, about, convention="magnitude")
     assert header["ss_network_module"] == module
     assert ("dora_wd" in header["ss_network_args"]) == dora
+
+
+def test_the_reading_path_is_short_and_leads_to_files() -> None:
+    """Its counts may age by a fifth."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    path = {
+        name: int(lines) for name, lines in re.findall(r"^\| `(trainer/\S+)` \| .* \| (\d+) \|$", text, re.MULTILINE)
+    }
+    assert {"trainer/run.py", "trainer/loop.py", "trainer/step.py", "trainer/adapters/dora.py"} <= path.keys()
+    for name, lines in path.items():
+        counted = len((ROOT / name).read_text(encoding="utf-8").splitlines())
+        assert abs(counted - lines) <= max(20, lines / 5), (name, counted)
+    assert re.search(rf"^\| all \| \| {sum(path.values())} \|$", text, re.MULTILINE)
+    assert sum(path.values()) <= 2600
+
+
+def test_every_file_that_a_document_names_is_there() -> None:
+    pages = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "docker").glob("*.md"),
+    ]
+    named = r"(?:`|`?(?:python|bash) )((?:trainer|scripts|tests|docs|configs|examples)/[\w./-]+\.\w+)"
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        for name in re.findall(named, text):
+            assert "DATE" in name or (ROOT / name).exists(), f"{page.name} names {name}"
+        for link in re.findall(r"\]\(([^)#:]+)\)", text):
+            assert (page.parent / link).exists(), f"{page.name} links to {link}"
