@@ -85,7 +85,7 @@ def built(config: configs.Config, resume_from: str | None = None) -> Iterator[ru
         run = runs.build(config, source, peers, resume_from=resume_from)
         with opened(
             run.layout, config, step=run.progress.step, pieces=run.pieces, resumed=run.resumed, processes=peers,
-            phases=run.phases, say=run.say,
+            phases=run.phases,
         ):  # fmt: skip
             yield run
 

@@ -41,7 +41,6 @@ class Artifacts:
     layout: Layout
     processes: Processes
     phases: Phases
-    say: Callable[[str], None]
     evaluating: Callable[[], AbstractContextManager[None]]
 
     def after_step(self, *, again: bool = False) -> Exception | None:
@@ -152,17 +151,19 @@ class Artifacts:
                 "rows": [[name, *stored.row()] for name, stored in storage.items()],
             }
         if diverged:
-            self.say(f"warning: {diverged}")
+            self.processes.say(f"warning: {diverged}")
         if nothing:
-            self.say("warning: every B is zero: the adapter changes nothing; train longer or raise optimizer.lr")
+            self.processes.say(
+                "warning: every B is zero: the adapter changes nothing; train longer or raise optimizer.lr"
+            )
         with self.phases("writing the report") as phase:
             report = write_report(self.layout, name=self.plan.config.run.name, outcome=sections, check=phase.check)
-        self.say(outcome.render(sections))
+        self.processes.say(outcome.render(sections))
         for kind, path in written.items():
-            self.say(f"adapter ({kind}): {path}")
+            self.processes.say(f"adapter ({kind}): {path}")
         for path in sorted(self.layout.samples_of(self.progress.step).glob("*.png")):
-            self.say(f"sample: {path}")
-        self.say(f"report: {report}")
+            self.processes.say(f"sample: {path}")
+        self.processes.say(f"report: {report}")
 
     def _effects(self, file: Path | None) -> list[list[Any]]:
         """What changed besides the weights. file: the adapter in diffusers' format."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from trainer.models.base import Model
 from trainer.models.loading import load_tokenizers
 from trainer.phases import Phases
 from trainer.plan import Plan
+from trainer.processes import Processes
 from trainer.protocols import BaseLayer, Kernels
 from trainer.quantization import ConvertedWeights
 from trainer.storage import held_as
@@ -26,16 +27,14 @@ from trainer.types import Conditioning
 class Components:
     """plan: its model's files are on this machine. digests: of those files, by their contents.
 
-    is_main: whether this process writes what it converts to model.cache_dir. say: prints a line of the run.
     model: what the family's functions take. storage: of every component that was quantised here, how, for the report.
     """
 
     def __init__(
-        self, plan: Plan, *, device: torch.device, kernels: Kernels, digests: FileDigests, is_main: bool,
-        phases: Phases, say: Callable[[str], None],
-    ) -> None:  # fmt: skip
+        self, plan: Plan, *, kernels: Kernels, digests: FileDigests, processes: Processes, phases: Phases
+    ) -> None:
         self.plan, self.family, self.source = plan, plan.family, plan.source
-        self.kernels, self.digests, self.is_main, self.phases, self.say = kernels, digests, is_main, phases, say
+        self.kernels, self.digests, self.processes, self.phases = kernels, digests, processes, phases
         self.storage: dict[str, quantization.Stored] = {}
         self.model = Model(
             modules={},
@@ -43,7 +42,7 @@ class Components:
             tokenizers=load_tokenizers(self.family, self.source),
             scheduler=self.source.scheduler,
             compute={name: storage.compute for name, storage in plan.components.items()},
-            device=device,
+            device=processes.device,
             options={"objective": plan.objective, **chosen(plan.config, self.family)},
         )
 
@@ -64,18 +63,20 @@ class Components:
             fill=partial(converted.fill, phases=self.phases) if converted else lambda module: (),
             phases=self.phases,
         )
-        if converted is not None and self.is_main:
-            self.say(f"{name}: {converted.found} of {converted.wanted} converted weights were in model.cache_dir")
+        if converted is not None and self.processes.is_main:
+            self.processes.say(
+                f"{name}: {converted.found} of {converted.wanted} converted weights were in model.cache_dir"
+            )
             converted.store(module, phases=self.phases)
         in_file = held_as(self.source, name)
         if in_file and not storage.format.quantised:
-            self.say(f"{name}: held as {in_file[0]} in the model's file, widened to {storage.format.name}")
+            self.processes.say(f"{name}: held as {in_file[0]} in the model's file, widened to {storage.format.name}")
         stored = quantization.stored_as(module)
         if stored is not None:
             self.storage[name] = stored
-            self.say(f"{name}: {stored}")
+            self.processes.say(f"{name}: {stored}")
         if storage.scaled_matmul:
-            self.say(f"{name}: {quantization.scaled_layers(module)}")
+            self.processes.say(f"{name}: {quantization.scaled_layers(module)}")
         return module
 
     def _converted(self, name: str) -> ConvertedWeights | None:

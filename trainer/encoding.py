@@ -35,7 +35,7 @@ class Encoded:
 
 def encode(
     plan: Plan, components: Components, cache: caches.Cache, *, processes: Processes, phases: Phases,
-    on_non_finite: Callable[[str], None], say: Callable[[str], None],
+    on_non_finite: Callable[[str], None],
 ) -> Encoded:  # fmt: skip
     """Fill the cache, by the main process; load an encoder only for what is missing, and let it go again.
 
@@ -46,7 +46,7 @@ def encode(
     texts = components.text_fingerprint() if plan.cache_text else None
 
     def black(what: str) -> None:
-        say(f"warning: {what} are not finite; samples of that prompt will be black")
+        processes.say(f"warning: {what} are not finite; samples of that prompt will be black")
 
     with processes.main_first():
         made = caches.fill_latents(
@@ -61,7 +61,7 @@ def encode(
                 encoded += caches.fill_text(
                     cache, some, fingerprint=texts, encode=components.encode_prompts, on_non_finite=warn, phases=phases
                 )
-    say(f"cache: {made} latents and {encoded} texts encoded, the rest was there")
+    processes.say(f"cache: {made} latents and {encoded} texts encoded, the rest was there")
     components.let_go([*(family.text_encoders if plan.cache_text else ()), *(() if plan.requests else (family.vae,))])
     reader = Reader(
         plan.photos, cache, seed=plan.config.run.seed, flip=data.flip, caption_dropout=data.caption_dropout,
@@ -70,8 +70,8 @@ def encode(
     return Encoded(reader, cache, components, texts)
 
 
-def report_captions(plan: Plan, components: Components, say: Callable[[str], None]) -> None:
-    """Say how long the captions are, in tokens. Raises UserError where data.strict_captions refuses one."""
+def report_captions(plan: Plan, components: Components) -> str:
+    """How long the captions are, in tokens. Raises UserError where data.strict_captions refuses one."""
     family, model = plan.family, components.model
 
     def counter(tokenizer: str) -> Callable[[str], int]:
@@ -83,4 +83,4 @@ def report_captions(plan: Plan, components: Components, say: Callable[[str], Non
     )
     if plan.config.data.strict_captions:
         captions.refuse_truncated(report)
-    say(str(report))
+    return str(report)

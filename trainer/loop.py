@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Protocol
-
-import torch
 
 from trainer.checkpoint.state import Progress
 from trainer.data.sampler import MicroBatch
@@ -53,14 +51,13 @@ class Loop:
     def __init__(
         self, step: Step, updates: Iterator[Sequence[MicroBatch]], batches: Generator[list[Batch]], *, progress: Progress,
         last: int, stop_after: int, save_every: int, saves: Saves, after_step: AfterStep, log: Metrics,
-        non_finite: NonFinite, too_large: str, processes: Processes, signals: Signals, device: torch.device,
-        say: Callable[[str], None],
+        non_finite: NonFinite, too_large: str, processes: Processes, signals: Signals,
     ) -> None:  # fmt: skip
         self.step, self.updates, self.batches, self.progress = step, updates, batches, progress
         self.last, self.stop_after, self.save_every = last, min(stop_after, last), save_every
         self.saves, self.after_step, self.log = saves, after_step, log
         self.non_finite, self.too_large = non_finite, too_large
-        self.processes, self.signals, self.device, self.say = processes, signals, device, say
+        self.processes, self.signals = processes, signals
         self.pending: Exception | None = None
 
     def run(self) -> bool:
@@ -79,7 +76,7 @@ class Loop:
                 self._agree()
                 occurrences = [occurrence for micro_batch in update for occurrence in micro_batch]
                 started = time.perf_counter()
-                reset_peak(self.device)
+                reset_peak(self.processes.device)
                 self.signals.promise = AFTER_STEP
                 try:
                     result = self.step.run(progress.step + 1, batches, occurrences)
@@ -96,7 +93,7 @@ class Loop:
             self._agree()
             finished = progress.step >= self.last
             if not finished:
-                self.say(f"stopped after step {progress.step} as asked; go on with --resume_from auto")
+                self.processes.say(f"stopped after step {progress.step} as asked; go on with --resume_from auto")
             return finished
         except (Interrupted, NonFiniteError, OutOfMemory, DataError) as error:
             # Between two steps, or a step that changed nothing: what was trained is whole, and kept. All processes are here,
@@ -146,7 +143,7 @@ class Loop:
             self.signals.save = False
             saved = self.saves.done
             self.saves.save()
-            self.say(f"SIGUSR1: step {self.progress.step} is {'saved already' if saved else 'being saved'}")
+            self.processes.say(f"SIGUSR1: step {self.progress.step} is {'saved already' if saved else 'being saved'}")
 
     def _count(self, result: StepResult, occurrences: Sequence[Occurrence], seconds: float) -> None:
         """Note that a step was made, and its line in the log."""
@@ -171,7 +168,7 @@ class Loop:
             entry["loss_scale"] = result.loss_scale
         if result.refused:
             entry["non_finite"] = result.refused
-        peak = peak_bytes(self.device)
+        peak = peak_bytes(self.processes.device)
         if peak is not None:
             entry["peak_bytes"] = peak
         self.log.log(entry)

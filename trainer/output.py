@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from trainer.processes import Processes
 @contextmanager
 def opened(
     layout: Layout, config: Config, *, step: int, pieces: Pieces, resumed: Path | None, processes: Processes,
-    phases: Phases, say: Callable[[str], None],
+    phases: Phases,
 ) -> Iterator[None]:  # fmt: skip
     """The output folder, held for this run alone: with the resolved config, and without what a killed start left behind.
 
@@ -49,9 +49,9 @@ def opened(
         if store.steps(layout.checkpoints)[-1:] > [step]:
             aside = resume.set_aside_results(layout, name=config.run.name, after=step)
             if aside is not None:
-                say(f"warning: samples, adapter files and the log of later steps are set aside in {aside}")
+                processes.say(f"warning: samples, adapter files and the log of later steps are set aside in {aside}")
         for moved in store.set_aside(layout.checkpoints, after=step):
-            say(f"warning: a later checkpoint is set aside as {moved}")
+            processes.say(f"warning: a later checkpoint is set aside as {moved}")
         metrics.cut(layout.metrics, step)
         # Of steps that a killed start made after its last checkpoint, perhaps with other prompts: they are made again.
         # So are their adapter files, each in the place of the old one.

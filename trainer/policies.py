@@ -8,6 +8,7 @@ from typing import Literal
 
 from trainer.checkpoint.state import Progress
 from trainer.errors import NonFiniteError
+from trainer.plan import Plan
 
 
 class NonFinite:
@@ -60,18 +61,17 @@ class FailedSaves:
             )
 
 
-def what_would_fit(
-    *, recomputed: bool | int, batch_size: int, resolution: int, rank: int, denoiser: str, dtype: str
-) -> str:
-    """After a step ran out of memory: what lowers its need, from the run's settings; first what keeps the run."""
+def what_would_fit(plan: Plan) -> str:
+    """After a step ran out of memory: what lowers its need; first what keeps the run."""
+    config, denoiser = plan.config, plan.family.denoiser
     others = [
-        *([f"data.batch_size below {batch_size}"] if batch_size > 1 else []),
-        f"data.resolution below {resolution}",
-        f"adapter.rank below {rank}",
-        f"a smaller model.components.{denoiser}.dtype than {dtype}",
+        *([f"data.batch_size below {config.data.batch_size}"] if config.data.batch_size > 1 else []),
+        f"data.resolution below {config.data.resolution}",
+        f"adapter.rank below {config.adapter.rank}",
+        f"a smaller model.components.{denoiser}.dtype than {plan.components[denoiser].format.name}",
     ]
     new_run = f"start a new run (another run.output_dir) with {', '.join(others)}"
-    if recomputed is True:
+    if config.memory.gradient_checkpointing is True:
         return new_run
     return f"go on with --resume_from auto --set memory.gradient_checkpointing=true\nor {new_run}"
 

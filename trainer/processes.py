@@ -18,6 +18,7 @@ import torch
 
 from trainer.errors import PeerStopped, ending
 from trainer.signals import Signals
+from trainer.terminal import write
 
 # Of a reduction: longer than processes can differ in one step (reading, a larger bucket, one micro-batch more). It does not
 # serve to find a process that died: the launcher ends the others then, and the connection breaks.
@@ -47,6 +48,11 @@ class Processes:
             from torch.distributed.distributed_c10d import _get_default_store
 
             self._store = PrefixStore("trainer", _get_default_store())
+
+    def say(self, line: str) -> None:
+        """Print a line of the run, once."""
+        if self.is_main:
+            write(line)
 
     def sum(self, tensor: torch.Tensor) -> None:
         """Over the processes, in place."""

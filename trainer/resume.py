@@ -235,7 +235,7 @@ def _check_quantization(saved: Mapping[str, Any], now: Mapping[str, Any], snapsh
             )
 
 
-def pin_environment(plan: Plan, processes: Processes, *, kernels: str, say: Callable[[str], None]) -> Pin:
+def pin_environment(plan: Plan, processes: Processes, *, kernels: str) -> Pin:
     """Libraries, device, kernels (by name) and the number of processes.
 
     Where they differ, later steps may differ in their last bits: said, and refused under `run.deterministic`.
@@ -249,7 +249,7 @@ def pin_environment(plan: Plan, processes: Processes, *, kernels: str, say: Call
                 "restore it, or start a new run"
             )
         if changed:
-            say(
+            processes.say(
                 f"warning: another environment than the checkpoint's: {'; '.join(changed)}. "
                 "State and draws are the same; later steps may differ in their last bits"
             )

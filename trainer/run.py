@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -70,7 +70,7 @@ def train(config: Config, *, resume_from: str | None) -> None:
         gc.enable()
         with opened(
             run.layout, run.config, step=run.progress.step, pieces=run.pieces, resumed=run.resumed,
-            processes=peers, phases=phases, say=run.say,
+            processes=peers, phases=phases,
         ):  # fmt: skip
             if make_loop(run, signals).run():
                 finish(run, signals)
@@ -117,10 +117,6 @@ class Run:
     def reader(self) -> loader.Reader:
         return self.encoded.reader
 
-    def say(self, line: str) -> None:
-        if self.processes.is_main:
-            write(line)
-
     def updates(self) -> Iterator[list[sampler.MicroBatch]]:
         """Every update's micro-batches, of all processes, from the present step on."""
         config = self.config
@@ -136,7 +132,7 @@ class Run:
     def artifacts(self) -> Artifacts:
         return Artifacts(
             self.plan, self.encoded, self.adapter, self.norms, self.fused, self.progress, self.layout, self.processes,
-            self.phases, self.say, partial(self.pieces["optimizer"].evaluating, self.adapter.mark_stale),
+            self.phases, partial(self.pieces["optimizer"].evaluating, self.adapter.mark_stale),
         )  # fmt: skip
 
 
@@ -148,45 +144,38 @@ def build(
     Raises UserError for all that can be refused without a step.
     """
 
-    def say(line: str) -> None:
-        if peers.is_main:
-            write(line)
-
     saved, passed_over = resume.find_start(config, resume_from, phases)
     plan = make_plan(config, source, processes=peers.count, phases=phases)
     chosen = kernels.choose(config.adapter.kernels, peers.device)
     for line in passed_over:
-        say(f"warning: {line}")
+        peers.say(f"warning: {line}")
     asked = " (adapter.kernels = 'auto')" if config.adapter.kernels == "auto" else ""
-    say(f"device {peers.device}, {peers.count} process(es); kernels: {chosen.name}{asked}")
-    say(describe(plan, sizes=False))
+    peers.say(f"device {peers.device}, {peers.count} process(es); kernels: {chosen.name}{asked}")
+    peers.say(describe(plan, sizes=False))
     plan = fetched(plan, peers, phases)
 
     layout, pieces = Layout(Path(config.run.output_dir)), Pieces(saved, resume.census(config))
     pieces.enter("config", resume.pin_config(config))
     progress = pieces.enter("progress", resume.first_progress(plan))
     pieces.enter("data", resume.pin_data(plan))
-    pieces.enter("environment", resume.pin_environment(plan, peers, kernels=chosen.name, say=say))
+    pieces.enter("environment", resume.pin_environment(plan, peers, kernels=chosen.name))
     if saved is not None:
         resume.check_length(plan, progress, saved.folder)
-        say(f"resuming {saved.folder} at step {progress.step}")
+        peers.say(f"resuming {saved.folder} at step {progress.step}")
     if peers.is_main:
         files.make_folder(layout.root, "run.output_dir")
-    non_finite = NonFinite(config.step.non_finite, config.step.max_skipped, progress, say)
+    non_finite = NonFinite(config.step.non_finite, config.step.max_skipped, progress, peers.say)
 
     cache_dir = Path(config.data.cache_dir or layout.cache)
     files.make_folder(cache_dir, "data.cache_dir")
     components = Components(
-        plan, device=peers.device, kernels=chosen, digests=FileDigests(cache_dir / "digests.json", phases),
-        is_main=peers.is_main, phases=phases, say=say,
-    )  # fmt: skip
-    report_captions(plan, components, say)
-    pieces.enter("model", resume.pin_model(plan, components.digests.of))
-    encoded = encode(
-        plan, components, Cache(cache_dir), processes=peers, phases=phases, on_non_finite=non_finite.entry, say=say
+        plan, kernels=chosen, digests=FileDigests(cache_dir / "digests.json", phases), processes=peers, phases=phases
     )
+    peers.say(report_captions(plan, components))
+    pieces.enter("model", resume.pin_model(plan, components.digests.of))
+    encoded = encode(plan, components, Cache(cache_dir), processes=peers, phases=phases, on_non_finite=non_finite.entry)
     load_trained(plan, components, pieces, phases)
-    adapter, norms, fused = build_adapter(plan, components, pieces, phases, say)
+    adapter, norms, fused = build_adapter(plan, components, pieces, peers, phases)
     optimizer, schedule, scaler = build_optimizer(plan, adapter, pieces, progress, peers.device)
     pieces.complete()
     if adapter.dora:
@@ -228,7 +217,7 @@ def load_trained(plan: Plan, components: Components, pieces: Pieces, phases: Pha
 
 
 def build_adapter(
-    plan: Plan, components: Components, pieces: Pieces, phases: Phases, say: Callable[[str], None]
+    plan: Plan, components: Components, pieces: Pieces, peers: Processes, phases: Phases
 ) -> tuple[Adapter, Norms, dict[str, Sequence[export.Fused]]]:
     """(the adapter in its layers, the norms that its files need, the layers that the original layout fuses)."""
     config, family, modules = plan.config, plan.family, components.model.modules
@@ -251,7 +240,7 @@ def build_adapter(
     }
     held = {name: kind[0] for name in plan.adapted if (kind := held_as(plan.source, name))}
     if adapter.dora and held:
-        say(f"the DoRA's files are made for {made_for(held)}")
+        peers.say(f"the DoRA's files are made for {made_for(held)}")
     beside = {name: components.layer(name) for name in export.fused_with(adapter, fused)}
     read = len(beside) if adapter.dora else 0
     with phases("norms of the layers beside the adapted ones", read, "layer") as phase:
@@ -267,7 +256,7 @@ def build_adapter(
     )
     recomputed = checkpoint_blocks(blocks, config.memory.gradient_checkpointing, family.unread)
     if recomputed:
-        say(f"gradient checkpointing: {recomputed} blocks are recomputed in the backward pass")
+        peers.say(f"gradient checkpointing: {recomputed} blocks are recomputed in the backward pass")
     return adapter, norms, fused
 
 
@@ -359,13 +348,11 @@ def make_loop(run: Run, signals: Signals) -> Loop:
         progress,
         is_finite=run.pieces["optimizer"].is_finite,
         lr=config.optimizer.lr,
-        failures=FailedSaves(config.checkpoint.on_failure, run.say),
+        failures=FailedSaves(config.checkpoint.on_failure, peers.say),
         processes=peers,
         phases=run.phases,
-        say=run.say,
     )
     mine = (sampler.share(update, processes=peers.count, rank=peers.rank) for update in run.updates())
-    denoiser = run.family.denoiser
     return Loop(
         run.step,
         run.updates(),
@@ -378,18 +365,9 @@ def make_loop(run: Run, signals: Signals) -> Loop:
         after_step=run.artifacts().after_step,
         log=log,
         non_finite=run.non_finite,
-        too_large=what_would_fit(
-            recomputed=config.memory.gradient_checkpointing,
-            batch_size=config.data.batch_size,
-            resolution=config.data.resolution,
-            rank=config.adapter.rank,
-            denoiser=denoiser,
-            dtype=plan.components[denoiser].format.name,
-        ),
+        too_large=what_would_fit(plan),
         processes=peers,
         signals=signals,
-        device=peers.device,
-        say=run.say,
     )
 
 

@@ -17,16 +17,16 @@ from trainer.processes import Processes
 class Saves:
     """Hands the run's state to the saver. All processes call it at the same step; the main one writes.
 
-    is_finite: whether the state is worth keeping; lr: what to lower where it is not. say: prints a line of the run.
+    is_finite: whether the state is worth keeping; lr: what to lower where it is not.
     """
 
     def __init__(
         self, pieces: Pieces, saver: Saver, progress: Progress, *, is_finite: Callable[[], bool], lr: float,
-        failures: FailedSaves, processes: Processes, phases: Phases, say: Callable[[str], None],
+        failures: FailedSaves, processes: Processes, phases: Phases,
     ) -> None:  # fmt: skip
         self.pieces, self.saver, self.progress = pieces, saver, progress
         self.is_finite, self.lr, self.failures = is_finite, lr, failures
-        self.processes, self.phases, self.say = processes, phases, say
+        self.processes, self.phases = processes, phases
 
     @property
     def done(self) -> bool:
@@ -53,7 +53,7 @@ class Saves:
             # Seen to its end whatever signal comes. Beside the training it is not waited for, and shows nothing.
             with self.phases(f"saving step {step}", unit="B", obey=False) as phase:
                 if final and (failure := saver.join(phase.advance)) is not None:
-                    self.say(f"warning: an earlier checkpoint could not be written ({failure})")
+                    self.processes.say(f"warning: an earlier checkpoint could not be written ({failure})")
                 if step > saver.step:
                     saver.save(step, self.pieces.pack(), phase.advance)
                 if final:
@@ -72,4 +72,4 @@ class Saves:
     def close(self) -> None:
         """At the end of the run, however it came: what is being written is written."""
         if (failure := self.saver.join()) is not None:
-            self.say(f"warning: a checkpoint could not be written: {failure}")
+            self.processes.say(f"warning: a checkpoint could not be written: {failure}")
