@@ -1,7 +1,12 @@
 #!/usr/bin/env bash
-# Sets up and runs the tests. Arguments go to pytest: scripts/test.sh -m slow
+# Sets up and runs the tests: the quick suite, or with --all everything that needs no GPU and has no short form in it
+# (tests/README.md). Other arguments go to pytest: scripts/test.sh -m slow tests/integration/test_kill.py
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+if [ "${1:-}" = --all ]; then
+    shift
+    set -- -m "not proof and not gpu" "$@"
+fi
 bash scripts/setup.sh dev
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .

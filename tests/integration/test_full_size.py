@@ -147,9 +147,9 @@ def prove(family: str, *options: str, **environment: str) -> dict[str, Any]:
     return json.loads(out.read_text())["families"][family]
 
 
-@pytest.mark.parametrize("family", ["sdxl", "flux"])
+@pytest.mark.parametrize("family", ["sdxl", pytest.param("flux", marks=pytest.mark.slow)])
 def test_the_published_widths_with_one_block_of_each_kind_are_trained_and_exported(tmp_path, family: str) -> None:
-    """The slow proof's first training, of a smaller model: float8, DoRA, both adapter files, every phase accounted for."""
+    """The proof's first training, of a smaller model: float8, DoRA, both adapter files, every phase accounted for."""
     options = ["--size", "short", "--cells", "float8 DoRA 64 px", "--out", str(tmp_path / "proof.json")]
     cells = prove(family, *options, TMPDIR=str(tmp_path))
     cell, written = cells["float8 DoRA 64 px"], cells["write the model, shards"]
@@ -166,7 +166,7 @@ def test_the_published_widths_with_one_block_of_each_kind_are_trained_and_export
     assert denoiser["read_bytes"] > 0.8 * GIGABYTE and denoiser["peak_bytes"] <= cell["peak_bytes"]
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("family", "gigabytes", "count", "equal"),
     [

@@ -1,7 +1,8 @@
 """A run that is killed again and again ends in the same bytes as one that never was: scripts/proofs/kill_test.py, in parts.
 
-The default suite kills one run while photos are encoded, inside its first checkpoint, a later one and a pruning, while a
-sample is drawn and in a step. `slow` has all 104 kills, and 200 signals.
+The quick suite kills one run while photos are encoded, inside its first checkpoint, a later one and a pruning, while a
+sample is drawn and in a step. `slow` kills at the calls of a start and
+an end, `proof` has all 104 kills, and 200 signals.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def test_some_kills(server: Server, models: Path, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @every_cell
 def test_kills(cell: Cell, server: Server, models: Path, tmp_path: Path) -> None:
     run(cell, kill_test.kills(random.Random(cell.name)), server, models, tmp_path)
@@ -65,7 +66,7 @@ def test_kills_at_the_calls_of_a_start_and_an_end(server: Server, models: Path, 
     run(CELLS[4], moments, server, models, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @every_cell
 def test_signals(cell: Cell, server: Server, models: Path, tmp_path: Path) -> None:
     result = run(cell, kill_test.stops(200 // len(CELLS), random.Random(cell.name)), server, models, tmp_path)

@@ -180,8 +180,13 @@ def test_latents_that_are_not_finite(bench: Workbench, monkeypatch, capsys) -> N
     "error",
     [
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
-        RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried 1 bytes"),
-        MemoryError(),
+        pytest.param(
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried 1 bytes"
+            ),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(MemoryError(), marks=pytest.mark.slow),
     ],
     ids=["cuda", "cpu", "python"],
 )
@@ -448,6 +453,7 @@ def test_what_a_worker_meets_with_is_told_in_plain_words(bench: Workbench, monke
     assert store.steps(bench.tmp / "out" / "checkpoints") == [4], "two epochs were trained, and are kept"
 
 
+@pytest.mark.slow
 def test_a_scale_that_is_no_power_of_two_ends_at_1(bench: Workbench, monkeypatch) -> None:
     around_losses(monkeypatch, lambda batch, losses: _Overflow.apply(losses))
     half = {"precision__compute": "fp16", "precision__loss_scale": 3.0}
@@ -537,7 +543,7 @@ def test_sigint_sigterm_sigint_stops_at_once() -> None:
         signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize("step", [0, 4, LENGTH])
+@pytest.mark.parametrize("step", [4, *(pytest.param(step, marks=pytest.mark.slow) for step in (0, LENGTH))])
 def test_a_signal_while_samples_are_drawn(bench: Workbench, monkeypatch, step: int) -> None:
     """It does not wait for the image: the samples are drawn by the next start, which changes nothing else."""
     samples = {"validation__every_steps": 4, "validation__prompts": ["a bear", "bears"], "validation__steps": 3}

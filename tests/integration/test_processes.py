@@ -69,6 +69,7 @@ def assert_same_course(bench: Workbench, out: str, other: str) -> None:
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=NORM_TOLERANCE), a["step"]
 
 
+@pytest.mark.slow
 def test_two_processes_and_one_take_turns(bench: Workbench) -> None:
     """1 -> 2 -> 1: every checkpoint goes on under the other number, with the losses of a run of one process."""
     train(configs.parse(tree(bench, "one", processes=1)), resume_from=None)

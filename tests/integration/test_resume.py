@@ -56,9 +56,11 @@ VARIANTS = {
 }  # fmt: skip
 
 
-# Five runs each; the default suite resumes over fp8 and fp16 in test_support_matrix.py, with workers at every step below.
+# Five runs each; the quick suite resumes over fp8 and fp16 in test_support_matrix.py, with workers at every step below, with
+# dropout in test_deterministic.py.
 @pytest.mark.parametrize(
-    "variant", [pytest.param(v, marks=pytest.mark.slow) if v in ("fp8", "fp16", "workers") else v for v in VARIANTS]
+    "variant",
+    [pytest.param(v, marks=pytest.mark.slow) if v in ("fp8", "fp16", "workers", "dropout") else v for v in VARIANTS],
 )
 def test_stopped_and_resumed_equals_uninterrupted(bench: Workbench, variant: str) -> None:
     extra = VARIANTS[variant]
@@ -338,7 +340,7 @@ def folders(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
-@pytest.mark.parametrize("end", ["stop", "last", "signal"])
+@pytest.mark.parametrize("end", ["stop", *(pytest.param(end, marks=pytest.mark.slow) for end in ("last", "signal"))])
 def test_a_run_from_elsewhere_has_a_checkpoint_of_its_own_at_once(bench: Workbench, monkeypatch, end: str) -> None:
     """Or the next `auto` would begin at step 0."""
     tree = run_tree(bench, "source", run__max_steps=4, run__stop_after=2, adapter__targets=["*attn1.to_q"])
@@ -366,7 +368,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("call", ["set_aside", "cut"])
-@pytest.mark.parametrize("given", ["step-00000002", "superseded-step-00000002"])
+@pytest.mark.parametrize("given", ["step-00000002", pytest.param("superseded-step-00000002", marks=pytest.mark.slow)])
 def test_a_kill_while_later_checkpoints_are_set_aside(bench: Workbench, monkeypatch, call: str, given: str) -> None:
     tree = run_tree(bench, "out", run__max_steps=4, checkpoint__every_steps=1, checkpoint__keep_last=9)
     train(tree)

@@ -1,6 +1,7 @@
 """A signal in each long phase of a run: the time to its acknowledgement and to the end of the process.
 
-The default suite does it with a tiny model and three phases, made slow; `slow` with the true SDXL and all that are long.
+The quick suite does it with a tiny model and a phase that is made slow, `slow` with three phases; `proof` with the true SDXL
+and all phases that are long.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ PHASES = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_signals_in_each_long_phase_of_full_size_sdxl(tmp_path: Path, capsys) -> None:
     """The model is made (7 GB), or taken from FULL_SIZE_DIR/sdxl."""
     model = Path(os.environ.get("FULL_SIZE_DIR", tmp_path)) / "sdxl"
