@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -65,6 +66,7 @@ class StepResult:
 _LATENTS, _LOSS = 1, 2
 
 
+@dataclass(kw_only=True)
 class Step:
     """Runs one update. Gradients are those of fp32 adapters, so unscaling an fp16 gradient cannot occur.
 
@@ -74,23 +76,18 @@ class Step:
     dropout: (step, micro-batch of this process) -> a context in which adapter dropout is on and seeded.
     """
 
-    def __init__(
-        self,
-        *,
-        losses: Callable[[Batch], torch.Tensor],
-        optimizer: torch.optim.Optimizer,
-        schedule: torch.optim.lr_scheduler.LambdaLR,
-        scaler: torch.amp.GradScaler,
-        max_grad_norm: float,
-        after_update: Callable[[], None],
-        sum: Callable[[torch.Tensor], None],
-        dropout: Callable[[int, int], AbstractContextManager[None]],
-    ) -> None:
-        self.losses = losses
-        self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self.optimizer, self.schedule, self.scaler = optimizer, schedule, scaler
-        self.max_grad_norm = max_grad_norm
-        self.after_update, self.sum, self.dropout = after_update, sum, dropout
+    losses: Callable[[Batch], torch.Tensor]
+    optimizer: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LambdaLR
+    scaler: torch.amp.GradScaler
+    max_grad_norm: float
+    after_update: Callable[[], None]
+    sum: Callable[[torch.Tensor], None]
+    dropout: Callable[[int, int], AbstractContextManager[None]]
+
+    @cached_property
+    def parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def run(self, step: int, batches: Sequence[Batch], occurrences: Sequence[Occurrence]) -> StepResult:
         """One update from this process's micro-batches; `occurrences` are those of the global batch.

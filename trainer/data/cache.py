@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -170,22 +170,13 @@ def fill_latents(
     def described(key: str) -> str:
         return f"the latents of {wanted[key][0].sample} ({wanted[key][0].path})"
 
-    cache.remove_leftovers()
-    todo = cache.missing(wanted, phases)
-    with (
-        closing(in_threads(lambda key: _pixels(*wanted[key]), todo)) as pixels,
-        phases("encoding photos", len(todo), "photo") as phase, phase.between_modules(),
-    ):  # fmt: skip
-        for key, pixels_3HW in zip(todo, pixels, strict=True):
-            tensors = {"latents": encode(pixels_3HW.unsqueeze(0)).detach().to("cpu", torch.float32).squeeze(0)}
-            if not _finite(tensors):
-                on_non_finite(described(key))
-            cache.put(key, tensors, {"sample": wanted[key][0].sample})
-            phase.advance()
-    for key in wanted:
-        if key not in todo and not cache.is_finite(key):
-            on_non_finite(f"{described(key)}, as the cache holds them ({cache.path(key)}: delete it to encode anew),")
-    return len(todo)
+    def made(todo: list[str]) -> Iterator[tuple[Tensors, dict[str, str]]]:
+        with closing(in_threads(lambda key: _pixels(*wanted[key]), todo)) as pixels:
+            for key, pixels_3HW in zip(todo, pixels, strict=True):
+                latents = encode(pixels_3HW.unsqueeze(0)).detach().to("cpu", torch.float32).squeeze(0)
+                yield {"latents": latents}, {"sample": wanted[key][0].sample}
+
+    return _fill(cache, wanted, made, described, on_non_finite, phases, "photo")
 
 
 def fill_text(
@@ -203,21 +194,35 @@ def fill_text(
     that `encode` gives. `on_non_finite` as in `fill_latents`.
     """
     wanted = {text_key(caption, fingerprint=fingerprint): caption for caption in (*captions, "")}
-    cache.remove_leftovers()
-    todo = cache.missing(wanted, phases)
-    with phases("encoding captions", len(todo), "caption") as phase, phase.between_modules():
+
+    def made(todo: list[str]) -> Iterator[tuple[Tensors, dict[str, str]]]:
         for key in todo:
             tensors = encode([wanted[key]]).tensors()
             for name, tensor in tensors.items():
                 assert tensor.shape[0] == 1, f"{name} of one caption has shape {list(tensor.shape)}"
+            yield tensors, {}
+
+    return _fill(
+        cache, wanted, made, lambda key: f"the text encodings of {wanted[key]!r}", on_non_finite, phases, "caption"
+    )
+
+
+def _fill(
+    cache: Cache, wanted: Collection[str], made: Callable[[list[str]], Iterator[tuple[Tensors, dict[str, str]]]],
+    described: Callable[[str], str], on_non_finite: Callable[[str], None], phases: Phases, unit: str,
+) -> int:  # fmt: skip
+    """made: (keys) -> (tensors, metadata) of each. described: what a key stands for, in words."""
+    cache.remove_leftovers()
+    todo = cache.missing(wanted, phases)
+    with phases(f"encoding {unit}s", len(todo), unit) as phase, phase.between_modules(), closing(made(todo)) as entries:
+        for key, (tensors, metadata) in zip(todo, entries, strict=True):
             if not _finite(tensors):
-                on_non_finite(f"the text encodings of {wanted[key]!r}")
-            cache.put(key, tensors)
+                on_non_finite(described(key))
+            cache.put(key, tensors, metadata)
             phase.advance()
     for key in wanted:
         if key not in todo and not cache.is_finite(key):
-            where = f"as the cache holds them ({cache.path(key)}: delete it to encode anew),"
-            on_non_finite(f"the text encodings of {wanted[key]!r}, {where}")
+            on_non_finite(f"{described(key)}, as the cache holds them ({cache.path(key)}: delete it to encode anew),")
     return len(todo)
 
 

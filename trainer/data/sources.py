@@ -37,18 +37,9 @@ Image.MAX_IMAGE_PIXELS = MAX_PIXELS
 
 # What Pillow's decoders raise on bytes that are not what their header claims, besides ValueError.
 DECODE_ERRORS = (
-    OSError,
-    SyntaxError,
-    EOFError,
-    IndexError,
-    KeyError,
-    TypeError,
-    OverflowError,
-    struct.error,
-    zlib.error,
-    Image.DecompressionBombError,
-    Image.DecompressionBombWarning,
-)
+    OSError, SyntaxError, EOFError, IndexError, KeyError, TypeError, OverflowError, struct.error, zlib.error,
+    Image.DecompressionBombError, Image.DecompressionBombWarning,
+)  # fmt: skip
 
 # The transposition that undoes each EXIF orientation. PIL's ImageOps.exif_transpose does this too, but then rewrites
 # the EXIF block, which fails on malformed tags that do not matter here.

@@ -25,6 +25,9 @@ from trainer.types import HeldWeight, StoredWeight
 class FrozenLayer(nn.Module):
     """What FrozenLinear and FrozenConv2d share: storage and its conversions. Parameters never require a gradient.
 
+    They add `product`, its gradients and what is done with rows (protocols.BaseLayer), and `broadcast`: [N] shaped so that
+    it broadcasts over the layer's output.
+
     The payload is held in buffers `payload_NAME`, the bias as an fp32 parameter. There is no `weight`: code of libraries
     that asks for `layer.weight.dtype` to cast activations must not meet a float8 tensor.
     """
@@ -163,30 +166,6 @@ class FrozenLayer(nn.Module):
     def converted_product(self, x: torch.Tensor) -> torch.Tensor:
         """The product with a weight that is not stored in `compute_dtype`."""
         return self.product(x, self.compute_weight())
-
-    def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-    def product_input_grad(
-        self, dy: torch.Tensor, weight: torch.Tensor, x_shape: torch.Size, add_to: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        raise NotImplementedError
-
-    def product_weight_grad(self, dy: torch.Tensor, x: torch.Tensor, weight_shape: torch.Size) -> torch.Tensor:
-        raise NotImplementedError
-
-    def rows(self, y: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-    def put_rows(self, y_MN: torch.Tensor, y: torch.Tensor) -> None:
-        raise NotImplementedError
-
-    def from_rows(self, y_MN: torch.Tensor, like: torch.Size) -> torch.Tensor:
-        raise NotImplementedError
-
-    def broadcast(self, per_row: torch.Tensor) -> torch.Tensor:
-        """[N] shaped so that it broadcasts over this layer's output."""
-        raise NotImplementedError
 
 
 class _Product(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""The page itself: HTML and CSS, no script. Every text that did not originate in this file passes through `escape`."""
+"""The page itself: HTML around page.css, no script. Every text from elsewhere passes through `escape`."""
 
 from __future__ import annotations
 
@@ -34,61 +34,7 @@ CONFIG_FACTS = {
     "run.seed": "Seed",
 }
 
-CSS = """
-:root{color-scheme:light dark;--bg:#fcfcfb;--panel:#fff;--ink:#1c1e21;--soft:#5f6670;--line:#dfe2e6;--raw:#a9c3e3;
---mean:#1f5fae;--accent:#1f5fae}
-@media(prefers-color-scheme:dark){:root{--bg:#15171a;--panel:#1d2024;--ink:#e7e9ec;--soft:#a0a7b1;--line:#343941;
---raw:#41618a;--mean:#7fb4f5;--accent:#8dbcf7}}
-*{box-sizing:border-box}
-body{margin:0 auto;max-width:1180px;padding:32px 24px 64px;background:var(--bg);color:var(--ink);
-font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
-h1{font-size:28px;line-height:1.2;margin:0 0 2px;overflow-wrap:anywhere}
-h2{font-size:19px;margin:40px 0 12px;padding-bottom:6px;border-bottom:1px solid var(--line)}
-h3{font-size:15px;margin:22px 0 8px}
-p{margin:6px 0}
-a{color:var(--accent)}
-.soft,.unit,.legend{color:var(--soft)}
-.kicker{color:var(--soft);margin:0 0 4px}
-dl.facts{display:grid;grid-template-columns:repeat(auto-fill,minmax(168px,1fr));gap:1px;background:var(--panel);
-border:1px solid var(--line);border-radius:8px;overflow:hidden;margin:16px 0}
-dl.facts div{padding:9px 13px;box-shadow:0 0 0 1px var(--line)}
-dt{font-size:12px;color:var(--soft)}
-dd{margin:0;font-weight:600;overflow-wrap:anywhere;font-variant-numeric:tabular-nums}
-.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(460px,100%),1fr));gap:16px}
-figure{margin:0}
-figure.chart{background:var(--panel);border:1px solid var(--line);border-radius:8px;padding:12px 12px 6px;
-break-inside:avoid;max-width:720px}
-figcaption{font-size:14px;margin:0 4px 6px;display:flex;flex-wrap:wrap;gap:0 8px;align-items:baseline}
-.unit,.legend{font-size:12px}
-.legend{margin-left:auto}
-.legend i{display:inline-block;width:16px;height:0;border-top:3px solid;vertical-align:middle;margin:0 5px 2px 10px}
-.legend i.raw{border-color:var(--raw)}.legend i.mean{border-color:var(--mean)}
-svg{display:block;width:100%;height:auto}
-svg text{font:11.5px system-ui,sans-serif;fill:var(--soft);font-variant-numeric:tabular-nums}
-svg .grid{stroke:var(--line)}svg .axis{stroke:var(--soft)}
-svg polyline{fill:none;stroke-linejoin:round;vector-effect:non-scaling-stroke}
-svg polyline.raw{stroke:var(--raw);stroke-width:1.2}svg polyline.mean{stroke:var(--mean);stroke-width:2}
-svg circle.raw{fill:var(--raw)}svg circle.mean{fill:var(--mean)}
-.wide{overflow-x:auto;border:1px solid var(--line);border-radius:8px;background:var(--panel)}
-table{border-collapse:collapse;width:100%;font-size:14px}
-th,td{padding:7px 12px;text-align:left;vertical-align:top;border-top:1px solid var(--line)}
-thead th{border-top:0;color:var(--soft);font-weight:600;font-size:13px;white-space:nowrap}
-td.number,th.number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
-.wide:has(>table.samples){width:fit-content;max-width:100%}
-table.samples{width:auto}
-table.samples tbody th{position:sticky;left:0;background:var(--panel);min-width:150px;max-width:210px;font-weight:500;
-overflow-wrap:anywhere}
-table.samples img{display:block;width:200px;height:auto;border-radius:4px}
-code,pre{font:12.5px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace}
-td code{overflow-wrap:anywhere}
-summary{cursor:pointer;color:var(--accent)}
-pre{overflow-x:auto;background:var(--panel);border:1px solid var(--line);border-radius:8px;padding:14px;margin:10px 0}
-@media print{:root{color-scheme:light;--bg:#fff;--panel:#fff;--ink:#000;--soft:#444;--line:#ccc;--raw:#a9c3e3;
---mean:#1f5fae;--accent:#000}
-body{max-width:none;padding:0;font-size:11pt}h2,h3{break-after:avoid}tr{break-inside:avoid}
-.wide{overflow:visible;border:0}table.samples img{width:110px}table.samples tbody th{position:static;min-width:90px}
-.charts{grid-template-columns:1fr 1fr}a{text-decoration:none}pre{white-space:pre-wrap}}
-"""
+CSS = Path(__file__).with_name("page.css")
 
 
 @dataclass(frozen=True)
@@ -135,7 +81,8 @@ def render(
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(name)} - training report</title>
-<style>{CSS}</style>
+<style>
+{CSS.read_text(encoding="utf-8")}</style>
 </head>
 <body>
 {body}
