@@ -105,7 +105,6 @@ class AdaptedLayer(nn.Module, LoraLayer):
         if self.stale:
             self.norm.copy_(self.current_norm(self.active()[0]))
             self.stale = False
-        self.keep_z = True
 
     @torch.no_grad()
     def adapted_weight(self, adapter_name: str) -> torch.Tensor:
