@@ -178,7 +178,7 @@ def remove_leftovers(temporaries: Iterable[Path], *, idle: float = 0) -> None:
         try:
             if time.time() - path.stat().st_mtime >= idle:
                 path.unlink()
-        except FileNotFoundError:  # another start's broom was faster
+        except FileNotFoundError:  # another start has removed it meanwhile
             continue
 
 

@@ -116,7 +116,7 @@ class Loop:
         self.pending = self.after_step(again=again) or self.pending
 
     def _read(self) -> list[Batch]:
-        """The next update's micro-batches of this process; what stands in the way is told in `_agree`, to all."""
+        """The next update's micro-batches of this process; an error waits until `_agree` tells all processes of it."""
         try:
             return next(self.batches)
         except DataError as error:

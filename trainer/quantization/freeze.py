@@ -31,10 +31,10 @@ def freeze_layers(
     """Replace every Linear and Conv2d of `module` (on the meta device) by its frozen counterpart, in place.
 
     format: storage of the layers; compute: their compute dtype.
-    unquantised: storage of what `format` quantises not: layers that match a pattern of `keep` (fnmatch), and
+    unquantised: storage of the layers that a quantised `format` leaves out: what matches a pattern of `keep` (fnmatch), and
       convolutions where the format has none.
-    keep_fp32: name parts a model class wants stored and computed in fp32 (`_keep_in_fp32_modules`), honoured when the
-      storage or the compute dtype is fp16, as in transformers.
+    keep_fp32: name parts a model class wants stored and computed in fp32 (`_keep_in_fp32_modules`). It counts where
+      the storage or the compute dtype is fp16, as in transformers.
     held: what the model's files hold of each layer, where they hold quantised weights. Under a quantised `format`, which is
       then theirs, every layer is stored as it lies there, `keep` or not: what was lost stays lost.
     scaled_matmul: multiply float8 Linears as float8 (precision.matmul = "fp8").
