@@ -41,13 +41,11 @@ class Occurrence:
     """One appearance of a training image in an epoch: the key of every random draw made for it.
 
     sample: the image's path relative to its source, prefixed by the source's index ("0/03.jpg").
-    position: index in the global order of the epoch, for stratified draws.
     """
 
     epoch: int
     sample: str
     repeat: int
-    position: int
 
 
 @dataclass(frozen=True)

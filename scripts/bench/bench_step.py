@@ -182,7 +182,7 @@ def batch_of(source: ModelSource, pixels: int, text_tokens: int) -> Batch:
         pooled = config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
     size = torch.tensor([[pixels, pixels]])
     return Batch(
-        (Occurrence(0, "0/a.png", 0, 0),),
+        (Occurrence(0, "0/a.png", 0),),
         torch.randn(1, channels, pixels // 8, pixels // 8, generator=generator),
         ("",),
         Conditioning(
@@ -364,7 +364,7 @@ def sources(quick: bool, folder: Path) -> dict[str, ModelSource]:
             published = root / "scheduler" / "scheduler_config.json"
             (scheduler / "scheduler_config.json").write_text(published.read_text())
             root = folder / name
-        found[label] = ModelSource(family, root, None, quantization.recognise)
+        found[label] = ModelSource(family, root, quantization.recognise)
     return found
 
 

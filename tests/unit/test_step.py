@@ -12,7 +12,7 @@ from trainer.errors import OutOfMemory
 from trainer.step import Step
 from trainer.types import Batch, Occurrence
 
-OURS, THEIRS = (tuple(Occurrence(0, f"{process}/{i}.jpg", 0, i) for i in range(2)) for process in (0, 1))
+OURS, THEIRS = (tuple(Occurrence(0, f"{process}/{i}.jpg", 0) for i in range(2)) for process in (0, 1))
 
 
 def batch(occurrences: tuple[Occurrence, ...]) -> Batch:

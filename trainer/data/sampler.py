@@ -23,13 +23,13 @@ Item = TypeVar("Item")
 
 
 def epoch_order(photos: Sequence[tuple[Photo, Bucket]], *, seed: int, epoch: int) -> list[tuple[Occurrence, Bucket]]:
-    """Every (photo, repeat) of the epoch, sorted by its draw; an Occurrence's position is its index here."""
+    """Every (photo, repeat) of the epoch, sorted by its draw."""
     drawn = sorted(
         (draws.uniform(seed, "order", epoch, photo.sample, repeat), photo.sample, repeat, bucket)
         for photo, bucket in photos
         for repeat in range(photo.repeats)
     )
-    return [(Occurrence(epoch, sample, repeat, i), bucket) for i, (_, sample, repeat, bucket) in enumerate(drawn)]
+    return [(Occurrence(epoch, sample, repeat), bucket) for _, sample, repeat, bucket in drawn]
 
 
 def epoch_batches(

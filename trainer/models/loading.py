@@ -46,8 +46,8 @@ class ModelSource:
 
     family: Family
     root: Path
-    single_file: TensorFile | None
     recognise: Recognise
+    single_file: TensorFile | None = None
     published: Path | None = None
     overrides: Mapping[str, Path] = field(default_factory=dict)
     variant: str | None = None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from trainer.errors import UserError
@@ -33,21 +34,6 @@ def open_model(
     variant, stored: see ModelSource. recognise: finds the weights that a file holds quantised (quantization.recognise).
     Of a hub id only configs and tokenizers are fetched; the embedded configs serve where a published model's cannot be had.
     """
-    source = _open(family, path, config, component_paths, variant, stored, recognise)
-    if variant is not None:
-        _check_variant(source, path)
-    return source
-
-
-def _open(
-    family: Family,
-    path: str,
-    config: str | None,
-    component_paths: Mapping[str, str],
-    variant: str | None,
-    stored: Mapping[str, str],
-    recognise: Recognise,
-) -> ModelSource:
     overrides = {name: Path(value) for name, value in component_paths.items()}
     for name, override in overrides.items():
         if not override.exists():
@@ -55,6 +41,7 @@ def _open(
         _refuse_pickle(f"model.components.{name}.path", override)
     local = Path(path)
     _refuse_pickle("model.path", local)
+    opened = partial(ModelSource, family, recognise=recognise, overrides=overrides, variant=variant, stored=stored)
     if config and not local.is_file():
         raise UserError(
             f"model.config = {config!r} belongs to a single file; {path!r} brings its own configs, leave it out"
@@ -62,8 +49,8 @@ def _open(
     if local.is_dir():
         if not (local / "model_index.json").is_file():
             raise UserError(f"model.path = {path!r} is not a diffusers folder (no model_index.json)")
-        return ModelSource(family, local, None, recognise, None, overrides, variant, stored)
-    if local.is_file():
+        source = opened(root=local)
+    elif local.is_file():
         if local.suffix != ".safetensors":
             raise UserError(f"model.path = {path!r} is not a .safetensors file")
         file = TensorFile(local)
@@ -76,13 +63,19 @@ def _open(
             raise UserError(
                 f"model.path = {path!r}: no configs of {family.name} are embedded; give them with model.config"
             )
-        return ModelSource(
-            family, root if root.is_dir() else published, file, recognise, published, overrides, variant, stored
-        )
-    if local.suffix == ".safetensors" or path.count("/") != 1 or path.startswith((".", "/")):
+        source = opened(root=root if root.is_dir() else published, single_file=file, published=published)
+    elif local.suffix == ".safetensors" or path.count("/") != 1 or path.startswith((".", "/")):
         raise UserError(
             f"model.path = {path!r} does not exist; give a diffusers folder, a .safetensors file or a hub id"
         )
+    else:
+        source = _of_repository(opened, family, path)
+    if variant is not None:
+        _check_variant(source, path)
+    return source
+
+
+def _of_repository(opened: Callable[..., ModelSource], family: Family, path: str) -> ModelSource:
     repository, embedded = hub.look(path), None
     if repository.files and "model_index.json" not in repository.files:
         raise UserError(
@@ -95,9 +88,7 @@ def _open(
         if path not in family.hub_ids:
             raise
         root, embedded = PUBLISHED / family.hub_ids[path], str(error)
-    source = ModelSource(
-        family, root, None, recognise, None, overrides, variant, stored, repository, fetched=False, embedded=embedded
-    )
+    source = opened(root=root, repository=repository, fetched=False, embedded=embedded)
     unlisted = any(source._unlisted(component.name) for component in family.components)
     here = embedded is None and not unlisted and not repository.missing(source.weight_names())
     return replace(source, fetched=here)
