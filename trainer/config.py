@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from trainer.errors import UserError
-from trainer.optim.table import known_optimizer
 
 CONFIG_FOLDER = Path(__file__).resolve().parent.parent / "configs"
 
@@ -165,7 +164,7 @@ class MemoryTable(Table):
 
 
 class OptimizerTable(Table):
-    name: Annotated[str, AfterValidator(known_optimizer)] = "adamw"
+    name: str = "adamw"
     lr: Positive = 1e-4
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.999)

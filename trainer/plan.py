@@ -19,6 +19,7 @@ from trainer.models.base import Family, SampleRequest
 from trainer.models.loading import ModelSource
 from trainer.models.opening import open_model
 from trainer.objectives import Objective
+from trainer.optim.table import optimizer_named
 from trainer.phases import QUIET, Phases
 from trainer.processes import Processes
 from trainer.storage import Storage
@@ -59,6 +60,7 @@ def open_source(config: Config) -> ModelSource:
     """The model's configs and file headers. Of a hub id, the configs at first; `fetched` gets the rest."""
     family = family_named(config.model.family)
     refuse_unread(config, family)
+    optimizer_named(config.optimizer.name)
     names = [component.name for component in family.components]
     for name in config.model.components:
         if name not in names:

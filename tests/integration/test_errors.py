@@ -48,6 +48,7 @@ def broken_model(bench: Workbench, change: Callable[[Path], None], family: str =
         ("adapter__kernels", "cuda", ("adapter.kernels = 'cuda'", "'triton'")),
         ("adapter__kernels", "triton", ("adapter.kernels = 'triton' needs a CUDA device", "this run is on cpu; use 'auto'")),
         ("optimizer__lr", "fast", ("optimizer.lr = 'fast'", "number")),
+        ("optimizer__name", "adamw_8bit", ("optimizer.name = 'adamw_8bit' is not known", "did you mean 'adamw8bit'?")),
         ("data__batch_size", 0, ("data.batch_size = 0", "greater than or equal to 1")),
         ("run__epochs", 3, ("exactly one of run.max_steps and run.epochs",)),
         ("model__family", "sdlx", ("model.family = 'sdlx'", "did you mean 'sdxl'")),

@@ -36,7 +36,6 @@ WORKSHOPS: dict[str, set[str]] = {
     "models": {"objectives"},
     "objectives": set(),
     "optim": set(),
-    "policies": {"checkpoint"},
     "precision": set(),
     "processes": set(),
     "quantization": set(),
@@ -49,7 +48,7 @@ WORKSHOPS: dict[str, set[str]] = {
 ONLY_FOR: dict[str, set[str]] = {
     "cli": set(),
     "run": {"cli"},
-    "config": {"cli", "run", "plan", "storage", "devices", "output", "resume"},
+    "config": {"choices", "cli", "devices", "output", "plan", "resume", "run", "storage"},
 }
 
 # What a room must not know: the loop has neither a config nor a model family, and nor have those that it calls.

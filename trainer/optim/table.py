@@ -73,16 +73,16 @@ OPTIMIZERS = {
 }
 
 
-def known_optimizer(name: str) -> str:
-    """`name`, where the table has it. Raises UserError, with the name that was probably meant."""
+def optimizer_named(name: str) -> Entry:
+    """Raises UserError, with the name that was probably meant."""
     if name not in OPTIMIZERS:
-        raise UserError(f"there is no such optimizer; {patterns.meant(name, OPTIMIZERS)}")
-    return name
+        raise UserError(f"optimizer.name = {name!r} is not known; {patterns.meant(name, OPTIMIZERS)}")
+    return OPTIMIZERS[name]
 
 
 def build_optimizer(name: str, groups: Groups, **keys: Any) -> torch.optim.Optimizer:
     """groups, keys: as `Entry.build` takes them. The parameters get gradients, to be zeroed in place, never set to None."""
-    entry = OPTIMIZERS[name]
+    entry = optimizer_named(name)
     lay_out = flatten if entry.flat else shaped
     optimizer = entry.build([{**group, "params": lay_out(group["params"])} for group in groups], **keys)
     if entry.modes:
