@@ -323,9 +323,7 @@ def inspect(folder: Path) -> str | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "folder", metavar="DIR", type=Path, help="a checkpoint, a run's output folder, or its checkpoints"
-    )
+    parser.add_argument("folder", metavar="DIR", type=Path, help="a checkpoint, a run's output folder, or its checkpoints")
     folder = parser.parse_args().folder
     if hasattr(signal, "SIGPIPE"):  # not on Windows
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error

@@ -186,12 +186,7 @@ def clip_config(base: dict[str, Any], vocabulary: int, width: int, layers: int) 
 
 
 def vae_config(base: dict[str, Any]) -> dict[str, Any]:
-    return base | {
-        "block_out_channels": [8, 16, 16, 16],
-        "layers_per_block": 1,
-        "norm_num_groups": 4,
-        "sample_size": 64,
-    }
+    return base | {"block_out_channels": [8, 16, 16, 16], "layers_per_block": 1, "norm_num_groups": 4, "sample_size": 64}
 
 
 def tiny_sdxl(clip_vocabulary: int) -> dict[str, dict[str, Any]]:
@@ -248,9 +243,7 @@ def full_configs(variant: str) -> dict[str, dict[str, Any]]:
     """The published configs as they are."""
     parts = published(variant, "model_index.json").items()
     names = [
-        name
-        for name, kind in parts
-        if isinstance(kind, list) and (PUBLISHED / variant / name / "config.json").is_file()
+        name for name, kind in parts if isinstance(kind, list) and (PUBLISHED / variant / name / "config.json").is_file()
     ]
     return {name: published(variant, f"{name}/config.json") for name in names}
 
@@ -276,12 +269,7 @@ def short_configs(variant: str) -> dict[str, dict[str, Any]]:
 
 # Standard deviations: of the weight itself for tables, elsewhere a gain on 1 / sqrt(fan in). The first match counts.
 # Layers that close a residual branch are damped, T5's queries make up for its missing 1 / sqrt(head width).
-TABLE_STD = (
-    ("*token_embedding.*", 0.5),
-    ("*position_embedding.*", 0.1),
-    ("shared.*", 1.0),
-    ("*relative_attention*", 0.3),
-)
+TABLE_STD = (("*token_embedding.*", 0.5), ("*position_embedding.*", 0.1), ("shared.*", 1.0), ("*relative_attention*", 0.3))
 GAINS = (
     ("*SelfAttention.q.*", 0.25),
     *((pattern, 0.5) for pattern in ("*conv2.*", "*out.0.*", "*.out_proj.*", "*fc2.*", "*net.2.*", "*.wo.*", "*.o.*")),
@@ -493,11 +481,7 @@ def make(size: str, family: str, layout: str, out: Path, seed: int, prediction: 
     scheduler = published(variant, "scheduler/scheduler_config.json")
     # A single file says this by its marker tensors, as the ones in the wild do, not by a scheduler config.
     if prediction == "v" and not single:
-        scheduler |= {
-            "prediction_type": "v_prediction",
-            "rescale_betas_zero_snr": True,
-            "timestep_spacing": "trailing",
-        }
+        scheduler |= {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
 
     draw = own_stream(seed) if size == "tiny" else repeated_block(seed)
     weights = {name: random_weights(name, index[name][1], config, draw) for name, config in configs.items()}

@@ -79,9 +79,7 @@ class Hub:
         from huggingface_hub import constants
 
         monkeypatch.setattr(constants, "ENDPOINT", self.url)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", self.url + "/{repo_id}/resolve/{revision}/{filename}"
-        )
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", self.url + "/{repo_id}/resolve/{revision}/{filename}")
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
@@ -175,9 +173,7 @@ class _Handler(BaseHTTPRequestHandler):
         siblings = []
         _, listing, commit = self.hub.at(hub_id, revision)
         for path, file in listing.items():
-            lfs = (
-                {"lfs": {"sha256": file["sha256"], "size": file["size"], "pointerSize": 134}} if file["sha256"] else {}
-            )
+            lfs = {"lfs": {"sha256": file["sha256"], "size": file["size"], "pointerSize": 134}} if file["sha256"] else {}
             siblings.append({"rfilename": path, "size": file["size"], "blobId": file["git"], **lfs})
         return {
             "id": hub_id, "modelId": hub_id, "sha": commit, "private": False,

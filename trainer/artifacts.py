@@ -153,9 +153,7 @@ class Artifacts:
         if diverged:
             self.processes.say(f"warning: {diverged}")
         if nothing:
-            self.processes.say(
-                "warning: every B is zero: the adapter changes nothing; train longer or raise optimizer.lr"
-            )
+            self.processes.say("warning: every B is zero: the adapter changes nothing; train longer or raise optimizer.lr")
         with self.phases("writing the report") as phase:
             report = write_report(self.layout, name=self.plan.config.run.name, outcome=sections, check=phase.check)
         self.processes.say(outcome.render(sections))

@@ -23,9 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="train.py", description="Fine-tune a LoRA or DoRA adapter for SDXL or Flux.", allow_abbrev=False
     )
-    parser.add_argument(
-        "--config", required=True, metavar="FILE", help="a TOML file, or the bare name of one in configs/"
-    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="a TOML file, or the bare name of one in configs/")
     parser.add_argument(
         "--resume_from", metavar="auto|latest|DIR", help="go on from a checkpoint; auto starts fresh where none exists"
     )

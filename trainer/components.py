@@ -30,9 +30,7 @@ class Components:
     model: what the family's functions take. storage: of every component that was quantised here, how, for the report.
     """
 
-    def __init__(
-        self, plan: Plan, *, kernels: Kernels, digests: FileDigests, processes: Processes, phases: Phases
-    ) -> None:
+    def __init__(self, plan: Plan, *, kernels: Kernels, digests: FileDigests, processes: Processes, phases: Phases) -> None:
         self.plan, self.family, self.source = plan, plan.family, plan.source
         self.kernels, self.digests, self.processes, self.phases = kernels, digests, processes, phases
         self.storage: dict[str, quantization.Stored] = {}
@@ -64,9 +62,7 @@ class Components:
             phases=self.phases,
         )
         if converted is not None and self.processes.is_main:
-            self.processes.say(
-                f"{name}: {converted.found} of {converted.wanted} converted weights were in model.cache_dir"
-            )
+            self.processes.say(f"{name}: {converted.found} of {converted.wanted} converted weights were in model.cache_dir")
             converted.store(module, phases=self.phases)
         in_file = held_as(self.source, name)
         if in_file and not storage.format.quantised:

@@ -64,9 +64,7 @@ def _adapter_lines(plan: Plan) -> list[str]:
         dora = adapter.type == "dora"
         count = sum(_adapter_parameters(plan.shapes[t.component, t.name], t.rank, dora) for t in mine)
         kinds = Counter((t.rank, t.alpha, t.scaling(adapter.rslora), t.lr) for t in mine)
-        lines.append(
-            f"adapter {adapter.type} on {component}: {len(mine)} layers, {count:,} trainable parameters (fp32)"
-        )
+        lines.append(f"adapter {adapter.type} on {component}: {len(mine)} layers, {count:,} trainable parameters (fp32)")
         for (rank, alpha, scaling, lr), layers in sorted(kinds.items(), key=str):
             rate = f", lr {lr:g}" if lr is not None else ""
             formula = "alpha / sqrt(rank)" if adapter.rslora else "alpha / rank"

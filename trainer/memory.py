@@ -46,9 +46,7 @@ def _recomputed(forward: Callable) -> Callable:
     def wrapped(*args, **kwargs):
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(
-            forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _recomputing()), **kwargs
-        )
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _recomputing()), **kwargs)
 
     return wrapped
 

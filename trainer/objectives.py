@@ -81,9 +81,7 @@ class Diffusion:
         elif schedule == "linear":
             betas = torch.linspace(start, end, steps, dtype=torch.float64)
         else:
-            raise UserError(
-                f"the scheduler's beta_schedule = {schedule!r} is not supported; use scaled_linear or linear"
-            )
+            raise UserError(f"the scheduler's beta_schedule = {schedule!r} is not supported; use scaled_linear or linear")
         alphas_cumprod = (1 - betas).cumprod(0)
         if zero_terminal_snr:
             root = alphas_cumprod.sqrt()

@@ -19,9 +19,8 @@ from trainer.processes import Processes
 
 @contextmanager
 def opened(
-    layout: Layout, config: Config, *, step: int, pieces: Pieces, resumed: Path | None, processes: Processes,
-    phases: Phases,
-) -> Iterator[None]:  # fmt: skip
+    layout: Layout, config: Config, *, step: int, pieces: Pieces, resumed: Path | None, processes: Processes, phases: Phases
+) -> Iterator[None]:
     """The output folder, held for this run alone: with the resolved config, and without what a killed start left behind.
 
     After all that can refuse the run: a refused one leaves the output as it was. step: where the run stands. resumed: the

@@ -111,13 +111,7 @@ class Phases:
     show: whether this process says what it does. record: keeps every phase that has ended and had anything to do.
     """
 
-    def __init__(
-        self,
-        *,
-        check: Callable[[], None] = lambda: None,
-        show: bool = False,
-        record: Record | None = None,
-    ) -> None:
+    def __init__(self, *, check: Callable[[], None] = lambda: None, show: bool = False, record: Record | None = None) -> None:
         self.check, self.show, self.record = check, show, record
 
     @contextmanager

@@ -56,9 +56,7 @@ class FailedSaves:
         except OSError as error:
             if not (self.policy == "continue" if saved is None else saved()):
                 raise
-            self.say(
-                f"warning: a checkpoint could not be written, or older ones not deleted ({error}); training goes on"
-            )
+            self.say(f"warning: a checkpoint could not be written, or older ones not deleted ({error}); training goes on")
 
 
 def what_would_fit(plan: Plan) -> str:

@@ -158,13 +158,9 @@ def needs_scaling(compute: Iterable[torch.dtype]) -> bool:
     return torch.float16 in compute
 
 
-def loss_scaler(
-    enabled: bool, device: torch.device, *, initial_scale: float, growth_interval: int
-) -> torch.amp.GradScaler:
+def loss_scaler(enabled: bool, device: torch.device, *, initial_scale: float, growth_interval: int) -> torch.amp.GradScaler:
     """torch's GradScaler; enabled where gradients pass through fp16. Those it unscales are of fp32 adapters, always."""
-    scaler = torch.amp.GradScaler(
-        device.type, init_scale=initial_scale, growth_interval=growth_interval, enabled=enabled
-    )
+    scaler = torch.amp.GradScaler(device.type, init_scale=initial_scale, growth_interval=growth_interval, enabled=enabled)
     # It makes its tensors when it first scales a loss; a process without a micro-batch in its first step has none to scale,
     # and unscales the gradients of the others.
     scaler.scale(torch.zeros((), device=device))

@@ -102,9 +102,7 @@ class Processes:
         if self._store is not None:
             self._meetings += 1
             self._tell(f"{self._meetings}/{self.rank}", True)
-            self._await(
-                [f"{self._meetings}/{rank}" for rank in range(self.count)], self.check if obey else self._listen
-            )
+            self._await([f"{self._meetings}/{rank}" for rank in range(self.count)], self.check if obey else self._listen)
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
@@ -132,9 +130,7 @@ class Processes:
                 self._signals.stop = json.loads(self._store.get("stop"))
             if self._store.check(["failed"]):
                 failed = json.loads(self._store.get("failed"))
-                raise PeerStopped(
-                    f"process {failed['rank']} could not go on; its message says why", failed["status"]
-                )  # fmt: skip
+                raise PeerStopped(f"process {failed['rank']} could not go on; its message says why", failed["status"])
 
     def _await(self, keys: list[str], check: Callable[[], None]) -> None:
         """Until all the keys are there: of each the last part is the rank that sets it."""

@@ -66,9 +66,7 @@ class Kernels(Protocol):
         """x W^T of codes, both sides scaled by row: `dtype` [M, N]. weight: e4m3, one scale a row; N, K: multiples of 16."""
         ...
 
-    def scaled_input_grad(
-        self, d_codes_MN: Tensor, d_scale_M: Tensor, weight: StoredWeight, dtype: torch.dtype
-    ) -> Tensor:
+    def scaled_input_grad(self, d_codes_MN: Tensor, d_scale_M: Tensor, weight: StoredWeight, dtype: torch.dtype) -> Tensor:
         """d W of codes, d scaled by row, the scales of W left out (d has them): `dtype` [M, K]. weight as above."""
         ...
 
@@ -102,17 +100,13 @@ class BaseLayer(Protocol):
 
     def matmul(self, x: Tensor) -> Tensor: ...  # x W^T in compute_dtype, a new tensor
 
-    def input_grad(
-        self, dy: Tensor, x_shape: torch.Size, g_N: Tensor | None = None, add_to: Tensor | None = None
-    ) -> Tensor:
+    def input_grad(self, dy: Tensor, x_shape: torch.Size, g_N: Tensor | None = None, add_to: Tensor | None = None) -> Tensor:
         """(g * dy) W, the gradient of x, in compute_dtype: a new tensor, or added to `add_to` in place. g: fp32 [N]."""
         ...
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor: ...
 
-    def product_input_grad(
-        self, dy: Tensor, weight: Tensor, x_shape: torch.Size, add_to: Tensor | None = None
-    ) -> Tensor:
+    def product_input_grad(self, dy: Tensor, weight: Tensor, x_shape: torch.Size, add_to: Tensor | None = None) -> Tensor:
         """The gradient of x: a new tensor, or added to `add_to` in place."""
         ...
 

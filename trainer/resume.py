@@ -108,11 +108,7 @@ def pin_config(config: Config, what: str = "the checkpoint") -> Pin:
 
 
 def refuse_changes(
-    saved: Mapping[str, Any],
-    now: Mapping[str, Any],
-    what: str,
-    *,
-    may_change: tuple[str, ...] = (*MAY_CHANGE, *PLACES),
+    saved: Mapping[str, Any], now: Mapping[str, Any], what: str, *, may_change: tuple[str, ...] = (*MAY_CHANGE, *PLACES)
 ) -> None:
     old, new = configs.flatten(saved), configs.flatten(now)
     changed = [
@@ -177,11 +173,7 @@ def pin_model(plan: Plan, digest: Callable[[Path], str]) -> Pin:
     """What the model's files decide besides the tensors in `pin_quantization`. digest: of a file's contents."""
     cached = (plan.family.vae, *(plan.family.text_encoders if plan.cache_text else ()))
     digests, snapshots = plan.source.contents(cached, digest), plan.source.snapshots
-    words = {
-        "scheduler": "scheduler_config.json",
-        "markers": "marker tensors of the objective",
-        "tokenizers": "tokenizers",
-    }
+    words = {"scheduler": "scheduler_config.json", "markers": "marker tensors of the objective", "tokenizers": "tokenizers"}
     words |= {name: f"{name} (its files or its config.json)" for name in cached}
 
     def check(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -200,9 +192,7 @@ def pin_model(plan: Plan, digest: Callable[[Path], str]) -> Pin:
 def _earlier(snapshots: Path | None) -> str:
     if snapshots is None:
         return ""
-    return (
-        f"\nthe earlier files may still be in the hub's cache: set model.path to their snapshot folder in {snapshots}"
-    )
+    return f"\nthe earlier files may still be in the hub's cache: set model.path to their snapshot folder in {snapshots}"
 
 
 def pin_quantization(record: Mapping[str, Any], plan: Plan) -> Pin:
@@ -230,8 +220,7 @@ def _check_quantization(saved: Mapping[str, Any], now: Mapping[str, Any], snapsh
                 else f"has other bytes now: the model's file or the library changed ({libraries[0]} then, {libraries[1]} now)"
             )  # fmt: skip
             raise UserError(
-                f"the checkpoint's frozen base differs: {name} {how}; restore it, or start a new run"
-                + _earlier(snapshots)
+                f"the checkpoint's frozen base differs: {name} {how}; restore it, or start a new run" + _earlier(snapshots)
             )
 
 

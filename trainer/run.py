@@ -136,9 +136,7 @@ class Run:
         )  # fmt: skip
 
 
-def build(
-    config: Config, source: ModelSource, peers: Processes, *, resume_from: str | None, phases: Phases = QUIET
-) -> Run:
+def build(config: Config, source: ModelSource, peers: Processes, *, resume_from: str | None, phases: Phases = QUIET) -> Run:
     """Everything up to the first step. config: as `resolve` gives. Reads the checkpoint to go on from; writes only caches.
 
     Raises UserError for all that can be refused without a step.
@@ -235,9 +233,7 @@ def build_adapter(
         )
     for module in modules.values():
         module.eval()
-    fused = {
-        name: export.fused_modules(family.module_links(name, components.model.configs[name])) for name in plan.adapted
-    }
+    fused = {name: export.fused_modules(family.module_links(name, components.model.configs[name])) for name in plan.adapted}
     held = {name: kind[0] for name in plan.adapted if (kind := held_as(plan.source, name))}
     if adapter.dora and held:
         peers.say(f"the DoRA's files are made for {made_for(held)}")

@@ -16,9 +16,7 @@ from trainer.objectives import Objective, sample_losses
 from trainer.types import Batch, Conditioning, Occurrence
 
 
-def draw_time_and_noise(
-    batch: Batch, *, objective: Objective, tokens: int, seed: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_time_and_noise(batch: Batch, *, objective: Objective, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(time [B], noise fp32 like the latents), on the CPU, each a pure function of seed and occurrence."""
     keys = [(o.epoch, o.sample, o.repeat) for o in batch.occurrences]
     u = torch.tensor([draws.uniform(seed, "timestep", *key) for key in keys], dtype=torch.float64)

@@ -91,9 +91,7 @@ def held_as(source: ModelSource, name: str) -> tuple[str, str] | None:
     kinds = {(h.dtype, h.backend) for h in source.held(name).values() if not isinstance(h, torch.dtype)}
     if len(kinds) > 1:
         shown = " and ".join(f"{dtype} ({backend})" for dtype, backend in sorted(kinds))
-        raise UserError(
-            f"component {name!r} holds weights quantised in more than one way: {shown}; use a file of one way"
-        )
+        raise UserError(f"component {name!r} holds weights quantised in more than one way: {shown}; use a file of one way")
     return next(iter(kinds), None)
 
 
@@ -168,9 +166,7 @@ def check_fetched(source: ModelSource, component: Storage) -> None:
 
 def check_exclude(config: Config, source: ModelSource, name: str) -> None:
     exclude = config.model.components[name].exclude
-    names = (
-        [n for n, m in source.build(name).named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))] if exclude else []
-    )
+    names = [n for n, m in source.build(name).named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))] if exclude else []
     for pattern in exclude:
         if not any(fnmatchcase(n, pattern) for n in names):
             raise UserError(

@@ -53,9 +53,7 @@ class TensorFile:
                 total = os.fstat(file.fileno()).st_size
                 self.metadata, self.entries = _parse_header(self.path, file, total)
         except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
-            raise UserError(
-                f"cannot read {self.path}: {error.strerror}. Give the path of a .safetensors file."
-            ) from error
+            raise UserError(f"cannot read {self.path}: {error.strerror}. Give the path of a .safetensors file.") from error
 
     def read(self, name: str, advance: Advance = unheard) -> torch.Tensor:
         """One tensor, in freshly allocated memory. Raises KeyError for an unknown name."""

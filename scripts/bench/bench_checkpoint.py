@@ -223,9 +223,7 @@ def summary(rounds: list[dict[str, dict[str, Any]]], steps: int, every: int) -> 
         "loop_s": {way: loops(way, 0) for way in WAYS},
     }  # fmt: skip
     for way in (BACKGROUND, FOREGROUND):
-        ratios, cpu = (
-            [a / b for a, b in zip(loops(way, figure), loops(NONE, figure), strict=True)] for figure in (0, 1)
-        )
+        ratios, cpu = ([a / b for a, b in zip(loops(way, figure), loops(NONE, figure), strict=True)] for figure in (0, 1))
         turns = [a[0] / b[0] for each in rounds for a, b in zip(each[way]["turns"], each[NONE]["turns"], strict=True)]
         result[way] = {
             "ratio": statistics.median(ratios), "ratios": ratios, "turn_ratio": statistics.median(turns),

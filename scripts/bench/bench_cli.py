@@ -146,9 +146,7 @@ def run_process(command: list[str], log: Path, tree: Path = ROOT) -> tuple[float
         end = time.time()
     process.returncode = os.waitstatus_to_exitcode(status)  # wait4 has reaped it, Popen must not wait again
     if process.returncode:
-        sys.exit(
-            f"{' '.join(command)}\nended with status {process.returncode}:\n{log.read_text(errors='replace')[-4000:]}"
-        )
+        sys.exit(f"{' '.join(command)}\nended with status {process.returncode}:\n{log.read_text(errors='replace')[-4000:]}")
     return start, end, usage.ru_maxrss * 1024  # kibibytes on Linux
 
 
@@ -289,10 +287,7 @@ def main() -> None:
     parser.add_argument("--types", nargs="+", choices=("lora", "dora"), default=["lora", "dora"])
     parser.add_argument("--data", type=Path, default=PHOTOS)
     parser.add_argument(
-        "--limit",
-        type=float,
-        default=1.02,
-        help="with --against: exit status 1 where an interval's lower end is above it",
+        "--limit", type=float, default=1.02, help="with --against: exit status 1 where an interval's lower end is above it"
     )
     parser.add_argument("--json", type=Path, help="with --against: write the figures of all rounds to this file")
     args = parser.parse_args()
@@ -328,9 +323,7 @@ def main() -> None:
             "interval": "95 %, Student's t over the logarithms of the rounds' ratios",
         }  # fmt: skip
         args.json.write_text(json.dumps(about | {"figures": figures}, indent=1) + "\n", encoding="utf-8")
-    slower = [
-        f"{kind}: {label}" for kind, each in figures.items() for label, of in each.items() if of["low"] > args.limit
-    ]
+    slower = [f"{kind}: {label}" for kind, each in figures.items() for label, of in each.items() if of["low"] > args.limit]
     if slower:
         sys.exit(f"slower than {args.against} by more than chance, {args.limit:g} allowed: {'; '.join(slower)}")
 

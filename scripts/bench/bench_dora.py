@@ -136,12 +136,8 @@ def cpu_rows(shapes, ranks, rounds: int, limit_s: float, adapters: str) -> list[
                 frozen[0].bias.data.zero_()
                 candidates = {
                     "frozen": stepper(frozen, x, dy),
-                    "our LoRA": stepper(
-                        *_with(our_layer(shape, dtype_name, dtype, rank, False, device, kernels), x, dy)
-                    ),
-                    "our DoRA": stepper(
-                        *_with(our_layer(shape, dtype_name, dtype, rank, True, device, kernels), x, dy)
-                    ),
+                    "our LoRA": stepper(*_with(our_layer(shape, dtype_name, dtype, rank, False, device, kernels), x, dy)),
+                    "our DoRA": stepper(*_with(our_layer(shape, dtype_name, dtype, rank, True, device, kernels), x, dy)),
                     "PEFT DoRA": stepper(peft_layer(shape, dtype, rank, True, device, adapters), x, dy),
                 }
                 row: dict = {"dtype": dtype_name, "shape": list(shape), "rank": rank, "rounds": {}}
@@ -219,9 +215,7 @@ def shared_rows(shapes, ranks, device, rounds: int, limit_s: float) -> list[dict
                     ratio, counted = ms["together"] / ms["apart"], rounds
                 else:
                     ratio, counted = cpu_ratio(steps["apart"], steps["together"], rounds, limit_s)
-                rows.append(
-                    {"dtype": dtype_name, "shape": list(shape), "rank": rank, "ratio": ratio, "rounds": counted}
-                )
+                rows.append({"dtype": dtype_name, "shape": list(shape), "rank": rank, "ratio": ratio, "rounds": counted})
                 print(
                     f"{dtype_name:<5} {str(shape):<20} {rank:>3} | together / apart {ratio:.3f} ({counted} rounds)",
                     flush=True,
@@ -279,12 +273,8 @@ def cuda_rows(shapes: dict, storages, ranks, rounds: int, kernels_name: str, ada
                     if time.monotonic() > end:
                         return rows
                     steps = {
-                        "our LoRA": stepper(
-                            *_with(our_layer(shape, storage, dtype, rank, False, device, kernels), x, dy)
-                        ),
-                        "our DoRA": stepper(
-                            *_with(our_layer(shape, storage, dtype, rank, True, device, kernels), x, dy)
-                        ),
+                        "our LoRA": stepper(*_with(our_layer(shape, storage, dtype, rank, False, device, kernels), x, dy)),
+                        "our DoRA": stepper(*_with(our_layer(shape, storage, dtype, rank, True, device, kernels), x, dy)),
                     }
                     if storage == "bf16":
                         steps["PEFT LoRA"] = stepper(peft_layer(shape, dtype, rank, False, device, adapters), x, dy)
@@ -346,9 +336,7 @@ def main() -> int:
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        print(
-            "error: --device cuda, but no CUDA device is visible; leave it out to measure on the CPU", file=sys.stderr
-        )
+        print("error: --device cuda, but no CUDA device is visible; leave it out to measure on the CPU", file=sys.stderr)
         return 2
     prepare_device(device, set(DTYPES))
     if arguments.dtype:
@@ -359,9 +347,7 @@ def main() -> int:
     if arguments.shared_input:
         cuda = device.type == "cuda"
         shapes = (
-            [s for s in (*FLUX_SHAPES, *SDXL_SHAPES) if s[1] == s[2]]
-            if cuda
-            else [s for s in CPU_SHAPES if s[1] == s[2]]
+            [s for s in (*FLUX_SHAPES, *SDXL_SHAPES) if s[1] == s[2]] if cuda else [s for s in CPU_SHAPES if s[1] == s[2]]
         )
         rows = shared_rows(shapes, (16,), device, 20 if cuda else ROUNDS, arguments.limit)
     elif device.type == "cpu":

@@ -172,11 +172,7 @@ def synchronize(device: torch.device) -> None:
 def batch_of(source: ModelSource, pixels: int, text_tokens: int) -> Batch:
     config, generator = source.config(source.family.denoiser), torch.Generator().manual_seed(0)
     if source.family.name == "flux":
-        channels, width, pooled = (
-            config["in_channels"] // 4,
-            config["joint_attention_dim"],
-            config["pooled_projection_dim"],
-        )
+        channels, width, pooled = (config["in_channels"] // 4, config["joint_attention_dim"], config["pooled_projection_dim"])
     else:
         channels, width = config["in_channels"], config["cross_attention_dim"]
         pooled = config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
@@ -285,9 +281,7 @@ def layer_steps(shape: tuple[int, int, int], device: torch.device) -> dict[str, 
         return run
 
     functions = {"forward": lambda: layer.converted_product(x), "input_grad": lambda: layer.input_grad(dy, x.shape, g)}
-    ways = {"upcast": (False, False), "fp8": (True, False)} | (
-        {"fast": (True, True)} if chosen.name == "triton" else {}
-    )
+    ways = {"upcast": (False, False), "fp8": (True, False)} | ({"fast": (True, True)} if chosen.name == "triton" else {})
     return {f"{pass_} {way}": chosen_way(function, *ways[way]) for pass_, function in functions.items() for way in ways}
 
 

@@ -136,9 +136,7 @@ def main() -> int:
     print(f"== {result['device']}, torch {result['versions']['torch']}, triton {result['versions']['triton']}")
     if "tests" in result:
         t = result["tests"]
-        print(
-            f"tests: {t['tests']} run, {t['failures'] + t['errors']} failed, {t['skipped']} skipped, {t['seconds']:.0f} s"
-        )
+        print(f"tests: {t['tests']} run, {t['failures'] + t['errors']} failed, {t['skipped']} skipped, {t['seconds']:.0f} s")
         for name in t["failed"][:20]:
             print(f"  failed: {name}")
     for row in result["figures"]:

@@ -498,9 +498,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", choices=("sdxl", "flux"), required=True)
     parser.add_argument("--size", choices=("full", "short"), default="full", help="short: few blocks, for tests")
-    parser.add_argument(
-        "--keep", type=Path, metavar="DIR", help="models are taken from there, or written and kept there"
-    )
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="models are taken from there, or written and kept there")
     parser.add_argument("--against", metavar="COMMIT", help="Flux: time one float8 step of that commit, too")
     parser.add_argument("--cells", metavar="PATTERN", default="*", help="fnmatch on the cells' names")
     parser.add_argument("--out", type=Path, metavar="JSON", help="left out: docs/benchmarks/full-size-CPU-DATE.json")
@@ -524,9 +522,7 @@ def main(arguments: list[str] | None = None) -> int:
     place = Place(folder, options.family, options.size)
     large, small = (512, 256) if full else (128, 64)
     cells = sdxl_cells(large, small) if options.family == "sdxl" else flux_cells(small)
-    work: dict[str, tuple[str, Callable[[], dict[str, Any] | None]]] = {
-        "plan": ("shards", partial(plan, cells[0], place))
-    }
+    work: dict[str, tuple[str, Callable[[], dict[str, Any] | None]]] = {"plan": ("shards", partial(plan, cells[0], place))}
     work |= {cell.name: (cell.model, partial(run_cell, cell, place, results)) for cell in cells}
     if options.against:
         work[f"against {options.against}"] = ("shards", partial(against, options.against, cells[0], place))

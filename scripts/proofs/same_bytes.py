@@ -163,12 +163,7 @@ def run_cell(cell: Cell, sides: Sequence[Side], models: Path) -> list[Path]:
 
 def left(out: Path) -> dict[str, Path]:
     """What has to be equal, by its path in the output folder."""
-    patterns = [
-        "checkpoints/*/adapter.safetensors",
-        "checkpoints/*/optimizer.safetensors",
-        "adapters/*",
-        "samples/*/*.png",
-    ]
+    patterns = ["checkpoints/*/adapter.safetensors", "checkpoints/*/optimizer.safetensors", "adapters/*", "samples/*/*.png"]
     return {str(path.relative_to(out)): path for pattern in patterns for path in sorted(out.glob(pattern))}
 
 
@@ -257,9 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="same-bytes-") as folder:
         failed = prove(options.commit, cells, Path(folder), fresh=options.fresh)
-    outcome = (
-        f"not the same bytes as {options.commit}: {', '.join(failed)}" if failed else f"the bytes of {options.commit}"
-    )
+    outcome = f"not the same bytes as {options.commit}: {', '.join(failed)}" if failed else f"the bytes of {options.commit}"
     print(f"\n{len(cells) - len(failed)} of {len(cells)} cells: {outcome}; {time.monotonic() - began:.0f} s")
     return int(bool(failed))
 

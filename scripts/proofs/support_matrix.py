@@ -252,9 +252,7 @@ def check_training(cell: Cell, seen: Seen, entries: Sequence[dict[str, Any]]) ->
     require(kinds == wanted, f"the adapter has {kinds}")
     scales = [entry.get("loss_scale") for entry in entries]
     if cell.compute == "fp16":
-        require(
-            None not in scales and min(scales) > 1 and len(set(scales)) > 1, f"the loss scale did nothing: {scales}"
-        )
+        require(None not in scales and min(scales) > 1 and len(set(scales)) > 1, f"the loss scale did nothing: {scales}")
     else:
         require(scales == [None] * len(scales), f"{cell.compute} has a loss scale: {scales}")
 

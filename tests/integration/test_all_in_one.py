@@ -105,11 +105,7 @@ def tiny_configs(models: Path) -> dict[str, dict]:
 
 @pytest.mark.parametrize(
     ("variant", "pruned"),
-    [
-        ("flux-dev", {}),
-        ("flux-dev", {"num_layers": 1, "num_single_layers": 12}),
-        ("flux-schnell", {"num_single_layers": 1}),
-    ],
+    [("flux-dev", {}), ("flux-dev", {"num_layers": 1, "num_single_layers": 12}), ("flux-schnell", {"num_single_layers": 1})],
     ids=["dev", "pruned", "schnell"],
 )
 def test_the_sizes_of_an_all_in_one_file_are_read_behind_its_prefixes(bench: Workbench, variant, pruned) -> None:

@@ -196,9 +196,7 @@ def test_a_start_that_never_saved_is_replaced_by_a_mended_config(bench: Workbenc
     assert run(bench, tree, "--resume_from", "auto") == 0
     assert [entry["step"] for entry in metrics_of(out)] == [1, 2]
     assert not (out / "samples" / "step-00000000").exists()
-    assert {path.name for path in out.rglob(".*")} == {".lock", ".mine.tmp"}, (
-        "a leftover of the killed start, or not ours"
-    )
+    assert {path.name for path in out.rglob(".*")} == {".lock", ".mine.tmp"}, "a leftover of the killed start, or not ours"
 
 
 def test_exclude_that_matches_nothing_is_an_error(bench: Workbench, capsys) -> None:

@@ -85,8 +85,7 @@ class Folder:
 
     def as_seen(self) -> Tree:
         return tuple(
-            (name, node.as_seen() if isinstance(node, Folder) else node.seen)
-            for name, node in sorted(self.seen.items())
+            (name, node.as_seen() if isinstance(node, Folder) else node.seen) for name, node in sorted(self.seen.items())
         )
 
 
@@ -454,9 +453,7 @@ def test_the_log_is_on_the_disk_before_the_checkpoint(bench: Bench) -> None:
     (base / ROOT.parent).mkdir(parents=True)
     system = System(base, watch=True)
     with system:
-        log = Metrics(
-            base / ROOT.parent / "metrics.jsonl", open_tracker=None, total_steps=2, initial_step=0, enabled=True
-        )
+        log = Metrics(base / ROOT.parent / "metrics.jsonl", open_tracker=None, total_steps=2, initial_step=0, enabled=True)
         saver = Saver(base / ROOT, keep_last=1, background=False, before=log.sync)
         for step in (1, 2):
             log.log({"step": step, "loss": 0.5, "lr": 1e-4})
@@ -529,14 +526,10 @@ def test_all_calls_fail_from_one_on(bench: Bench, name: str, code: int) -> None:
     for number in range(len(tried)):
         system = System(
             bench.start(scenario),
-            fails=lambda n, what, number=number: (
-                code if n >= number and (code == errno.EIO or what in needs_space) else None
-            ),
+            fails=lambda n, what, number=number: code if n >= number and (code == errno.EIO or what in needs_space) else None,
         )
         error = saved_under(system, scenario)
-        assert error is not None or (
-            code == errno.ENOSPC and not {what for what, _ in tried[number:]} & set(needs_space)
-        )
+        assert error is not None or (code == errno.ENOSPC and not {what for what, _ in tried[number:]} & set(needs_space))
         assert error is None or (error.errno == code and error.filename)
         check_after_failure(bench, scenario, system.base)
 

@@ -8,16 +8,7 @@ import pytest
 import torch
 
 from tests.harness import DENOISER, Workbench, built, metrics_of
-from tests.integration.test_named_faults import (
-    checkpoint,
-    gradients,
-    jitter,
-    launch,
-    prepared,
-    same_state,
-    small,
-    steps,
-)
+from tests.integration.test_named_faults import checkpoint, gradients, jitter, launch, prepared, same_state, small, steps
 from trainer.plan import open_source, resolve
 from trainer.tensorfile import TensorFile
 
@@ -69,9 +60,7 @@ def start_print(capsys) -> set[str]:
         pytest.param("nf4", "bitsandbytes", False, marks=pytest.mark.slow),
     ],
 )
-def test_flux_with_fp32_clip_quantised_t5_float8_transformer(
-    bench: Workbench, cache, capsys, dtype, backend, cached
-) -> None:
+def test_flux_with_fp32_clip_quantised_t5_float8_transformer(bench: Workbench, cache, capsys, dtype, backend, cached) -> None:
     components = {
         "text_encoder": {"dtype": "fp32"},
         "text_encoder_2": {"dtype": dtype, "backend": backend},
@@ -128,9 +117,7 @@ def test_an_adapted_int8_encoder_trains_beside_an_nf4_denoiser(
         jitter(run)
         named = run.adapter.named_parameters()
         assert {name.partition(".")[0] for name in named} == {encoder, DENOISER[family]}
-        stored = {
-            name.partition(".")[0]: layer.get_base_layer().format.name for name, layer in run.adapter.layers.items()
-        }
+        stored = {name.partition(".")[0]: layer.get_base_layer().format.name for name, layer in run.adapter.layers.items()}
         assert stored == {encoder: "int8 (quanto)", DENOISER[family]: "nf4 (bitsandbytes)"}
         batch = run.reader[next(run.updates())[0]]
         assert batch.conditioning is None, "captions are encoded live where an encoder is trained"
@@ -204,12 +191,7 @@ def test_an_fp32_encoder_beside_a_float8_denoiser_computes_in_fp32(bench: Workbe
 
 @pytest.mark.parametrize(
     ("vae", "computes"),
-    [
-        ({}, "fp32"),
-        ({"dtype": "fp32"}, "fp32"),
-        ({"dtype": "bf16"}, "bf16"),
-        ({"dtype": "fp16", "compute": "fp32"}, "fp32"),
-    ],
+    [({}, "fp32"), ({"dtype": "fp32"}, "fp32"), ({"dtype": "bf16"}, "bf16"), ({"dtype": "fp16", "compute": "fp32"}, "fp32")],
 )
 def test_a_vae_computes_in_fp32_where_it_is_stored_so(bench: Workbench, vae, computes) -> None:
     config = bench.config(model__components={"vae": vae, "unet": {"dtype": "fp32"}}, precision__compute="bf16")
@@ -223,11 +205,7 @@ ENCODER_RULE = [{"component": "text_encoder", "match": "*self_attn.q_proj"}]
 
 @pytest.mark.parametrize(
     ("precision", "fp16", "rules", "scaled"),
-    [
-        ("bf16", "transformer", [], True),
-        ("bf16", "text_encoder", ENCODER_RULE, True),
-        ("fp16", "text_encoder", [], False),
-    ],
+    [("bf16", "transformer", [], True), ("bf16", "text_encoder", ENCODER_RULE, True), ("fp16", "text_encoder", [], False)],
     ids=["denoiser", "adapted encoder", "all but the denoiser"],
 )
 def test_the_loss_is_scaled_where_a_gradient_passes_through_fp16(

@@ -112,10 +112,7 @@ def test_a_run_may_take_up_the_cache(bench: Workbench, capsys) -> None:
         assert one.read_bytes() == other.read_bytes(), file
     norms = TensorFile(bench.tmp / "resumed" / "checkpoints" / "step-00000002" / "norms.safetensors")
     layer = "transformer.single_transformer_blocks.0"  # q, k, v and mlp are one module in ComfyUI
-    for name, kinds in (
-        (f"{layer}.attn.to_q", ("base", "original", "adapted")),
-        (f"{layer}.proj_mlp", ("base", "original")),
-    ):
+    for name, kinds in ((f"{layer}.attn.to_q", ("base", "original", "adapted")), (f"{layer}.proj_mlp", ("base", "original"))):
         assert {key for key in norms.entries if key.startswith(f"{name}.")} == {f"{name}.{kind}_norm" for kind in kinds}
     assert metrics_of(bench.tmp / "straight") == metrics_of(bench.tmp / "resumed")
 
@@ -135,8 +132,6 @@ def test_the_norms_of_the_weights_as_read_are_kept(bench: Workbench, monkeypatch
                 assert layer.original_norms is None and again.original_norms is None
                 continue
             wanted = exact.read(f"{layer_name}.weight").double().flatten(1).norm(dim=1)
-            assert layer.original_norms.dtype == torch.float32 and torch.equal(
-                layer.original_norms, again.original_norms
-            )
+            assert layer.original_norms.dtype == torch.float32 and torch.equal(layer.original_norms, again.original_norms)
             assert float((layer.original_norms / wanted - 1).abs().max()) < 1e-6
             assert not torch.equal(layer.original_norms, layer.row_norms())

@@ -137,9 +137,7 @@ def test_a_run_ends_in_the_same_bytes(models: Path, tmp_path: Path, family: str)
         "deterministic at the end": True,
     }  # fmt: skip
     for file in ("adapter.safetensors", "optimizer.safetensors"):
-        whole, parts = (
-            (tmp_path / out / "checkpoints" / "step-00000002" / file).read_bytes() for out in ("whole", "parts")
-        )
+        whole, parts = ((tmp_path / out / "checkpoints" / "step-00000002" / file).read_bytes() for out in ("whole", "parts"))
         assert whole == parts, file
     assert "native_layer_norm" in seen and any(name.endswith("_backward") for name in seen), seen
     refused = seen & (REFUSED_ON_CUDA | REFUSED_FOR_FLOATS)

@@ -13,9 +13,7 @@ from trainer import cli
 from trainer.tensorfile import TensorFile, write_tensors
 
 
-def refused(
-    bench: Workbench, capsys, *expected: str, tree: dict | None = None, arguments: tuple[str, ...] = ()
-) -> None:
+def refused(bench: Workbench, capsys, *expected: str, tree: dict | None = None, arguments: tuple[str, ...] = ()) -> None:
     """The command line on `tree` exits with 2, says all of `expected` in one message, and leaves no output."""
     tree = tree if tree is not None else bench.tree()
     out = Path(tree["run"]["output_dir"])
@@ -103,9 +101,7 @@ def test_config_mistakes(bench: Workbench, capsys, key: str, value, expected) ->
         ("precision__matmul", "fp8", "an old card does not multiply float8"),
     ],
 )
-def test_a_plan_refuses_what_this_machine_cannot_train(
-    bench: Workbench, capsys, monkeypatch, key, value, expected
-) -> None:
+def test_a_plan_refuses_what_this_machine_cannot_train(bench: Workbench, capsys, monkeypatch, key, value, expected) -> None:
     """In the words of the training itself."""
     import torch
 
@@ -185,9 +181,7 @@ def test_output_directory_of_another_run(bench: Workbench, capsys) -> None:
     assert cli.main(["--config", str(bench.write(bench.tree(run__max_steps=1)))]) == 0
     out = bench.tmp / "out"
     refused(bench, capsys, "run.seed: 7 -> 8", tree=bench.tree(run__max_steps=1, run__seed=8))
-    refused(
-        bench, capsys, "already holds this run's checkpoints", "--resume_from auto", tree=bench.tree(run__max_steps=1)
-    )
+    refused(bench, capsys, "already holds this run's checkpoints", "--resume_from auto", tree=bench.tree(run__max_steps=1))
     (out / "config.toml").unlink()
     refused(bench, capsys, "holds another run without a config.toml", tree=bench.tree(run__max_steps=1))
 

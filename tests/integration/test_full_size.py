@@ -56,11 +56,7 @@ def sparse_model(
 
 @pytest.mark.parametrize(
     ("gigabytes", "family", "layout", "dtype"),
-    [
-        (5, "sdxl", "diffusers", None),
-        (24, "flux", "single_file", None),
-        (1000, "flux", "single_file", torch.float64),
-    ],
+    [(5, "sdxl", "diffusers", None), (24, "flux", "single_file", None), (1000, "flux", "single_file", torch.float64)],
 )
 def test_full_size_files_are_planned_over(
     monkeypatch, bench: Workbench, gigabytes: int, family: str, layout: str, dtype
@@ -169,10 +165,7 @@ def test_the_published_widths_with_one_block_of_each_kind_are_trained_and_export
 @pytest.mark.proof
 @pytest.mark.parametrize(
     ("family", "gigabytes", "count", "equal"),
-    [
-        ("sdxl", 18, 10, 2),
-        ("flux", 40, 5, 0),
-    ],  # the models, the plan and the trainings; cells that end in another's bytes
+    [("sdxl", 18, 10, 2), ("flux", 40, 5, 0)],  # the models, the plan and the trainings; cells that end in another's bytes
 )
 def test_full_size_models_are_trained_and_exported_within_their_limits(
     tmp_path, family: str, gigabytes: int, count: int, equal: int

@@ -19,16 +19,11 @@ from trainer import kernels, precision
 from trainer import run as runs
 from trainer.checkpoint import state, store
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICE = "cuda"
 
 
-def config_of(
-    bench: Workbench, family: str, storage: str, compute: str, kernels: str, name: str, matmul: str = "compute"
-):
+def config_of(bench: Workbench, family: str, storage: str, compute: str, kernels: str, name: str, matmul: str = "compute"):
     return bench.config(
         family, run__device=DEVICE, run__output_dir=str(bench.tmp / name), adapter__type="dora", adapter__targets="all",
         adapter__kernels=kernels, precision__compute=compute, precision__matmul=matmul,
@@ -141,10 +136,7 @@ def run_elsewhere(bench: Workbench, name: str, trees: list[dict[str, Any]]) -> N
 
 @pytest.mark.parametrize(
     ("family", "cells"),
-    [
-        ("sdxl", [("lora", "adamw"), ("dora", "adamw8bit")]),
-        ("flux", [("lora", "adamw8bit"), ("dora", "adamw")]),
-    ],
+    [("sdxl", [("lora", "adamw"), ("dora", "adamw8bit")]), ("flux", [("lora", "adamw8bit"), ("dora", "adamw")])],
 )
 def test_deterministic_runs_end_in_the_same_bytes(bench: Workbench, family: str, cells: list[tuple[str, str]]) -> None:
     """Two runs, each with a cache of its own, and one that was stopped and resumed, in three processes. Cells: pairwise."""

@@ -77,11 +77,7 @@ def test_only_the_chosen_files_are_fetched_once(bench: Workbench, both: Path, mo
         exact = open_hub(bench, precision__compute="fp32")
         assert not exact.fetched
         fetch(exact)
-        assert set(served.weights_sent()) == {
-            UNET,
-            "text_encoder/model.safetensors",
-            "text_encoder_2/model.safetensors",
-        }
+        assert set(served.weights_sent()) == {UNET, "text_encoder/model.safetensors", "text_encoder_2/model.safetensors"}
     # The stand-in is gone: what is here serves, and is chosen by the same rule.
     for compute, taken in (("bf16", FP16), ("fp32", UNET)):
         alone = open_hub(bench, precision__compute=compute)
@@ -260,9 +256,7 @@ def test_a_repository_of_pickles_is_refused(bench: Workbench, monkeypatch) -> No
     (pickles / UNET).rename((pickles / UNET).with_suffix(".bin"))
     with stand_in.serve({ID: pickles}) as served:
         served.use(monkeypatch, bench.tmp / "home")
-        with pytest.raises(
-            UserError, match=r"'unet' .* has no weights: .*diffusion_pytorch_model.bin there is a pickle"
-        ):
+        with pytest.raises(UserError, match=r"'unet' .* has no weights: .*diffusion_pytorch_model.bin there is a pickle"):
             open_hub(bench)
         assert not any(path.endswith((".bin", ".safetensors")) for _, path, _ in served.asked)
 
@@ -303,9 +297,7 @@ def test_a_connection_that_is_lost_keeps_what_came(bench: Workbench, both: Path,
                 served.drop_after = 0
 
         served.pause = 0.2
-        with pytest.raises(
-            UserError, match=r"could not be had.*\n.* of 4.6 MiB are kept, and the next start goes on from"
-        ):
+        with pytest.raises(UserError, match=r"could not be had.*\n.* of 4.6 MiB are kept, and the next start goes on from"):
             fetch(source, check=lost)
         kept = partials(home)
         assert len(kept) == 1 and all(kept.values())
@@ -371,9 +363,7 @@ def test_a_disk_that_fills_up_and_a_signal_at_the_true_command_line(bench: Workb
     home, limit = bench.tmp / "home", 2**20
     with stand_in.serve({ID: both}) as served:
         # A limit to a file's size stops a write as a full disk does (EFBIG for ENOSPC), and needs no disk of its own.
-        process = command(
-            bench, served, home, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-        )
+        process = command(bench, served, home, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
         _, error = process.communicate(timeout=120)
         assert process.returncode == 6, error
         assert f"while downloading {ID}" in error and "are kept, and the next start goes on" in error

@@ -39,13 +39,7 @@ def run(cell: Cell, moments: list[Moment], server: Server, models: Path, folder:
 
 def test_some_kills(server: Server, models: Path, tmp_path: Path) -> None:
     places = ("caching", "first save", "step", "save", "drawing", "pruning")
-    run(
-        Cell("flux", "dora", "adamw8bit", "int8", 2),
-        kill_test.drawn(places, random.Random(0)),
-        server,
-        models,
-        tmp_path,
-    )
+    run(Cell("flux", "dora", "adamw8bit", "int8", 2), kill_test.drawn(places, random.Random(0)), server, models, tmp_path)
 
 
 @pytest.mark.proof

@@ -39,9 +39,7 @@ def test_single_file_equals_folder_equals_stock(bench: Workbench, family: str) -
     single = open_model(FAMILIES[family], str(bench.models / f"{family}-one.safetensors"))
     for component in FAMILIES[family].components:
         ours, one = state_of(folder, component.name), state_of(single, component.name)
-        stock_class = getattr(
-            {"diffusers": diffusers, "transformers": transformers}[component.library], component.class_name
-        )
+        stock_class = getattr({"diffusers": diffusers, "transformers": transformers}[component.library], component.class_name)
         stock = stock_class.from_pretrained(bench.models / family / component.name).float().state_dict()
         assert len(stock) == len(ours)
         for name, tensor in stock.items():

@@ -137,10 +137,7 @@ def merged_by_peft(model: torch.nn.Module, path: Path, prefix: str) -> Iterator[
 
 def read_by_comfyui(w16: torch.Tensor, tensors: dict[str, torch.Tensor], key: str, released: bool) -> torch.Tensor:
     """ComfyUI's weight_decompose without its eps, fp64 [N, K]: released versions divide by ||W||, corrected by ||V||."""
-    up, down = (
-        tensors[f"{key}.lora_up.weight"].double().flatten(1),
-        tensors[f"{key}.lora_down.weight"].double().flatten(1),
-    )
+    up, down = (tensors[f"{key}.lora_up.weight"].double().flatten(1), tensors[f"{key}.lora_down.weight"].double().flatten(1))
     v = w16 + float(tensors[f"{key}.alpha"]) / down.shape[0] * (up @ down)
     norm = (w16 if released else v).norm(dim=1)
     return v * (tensors[f"{key}.dora_scale"].double().flatten() / norm)[:, None]
@@ -178,9 +175,7 @@ def test_an_untrained_dora_is_the_identity_on_the_16bit_model(models: Path, tmp_
     for name, w16, merged in merged_by_peft(model, run.write_diffusers(tmp_path / "a.safetensors"), "unet"):
         assert rows_off(merged.double().flatten(1), w16.double().flatten(1)) < 1e-6, name
         seen += 1
-    assert seen == len(run.adapter.layers) and any(
-        isinstance(run.base_layer(n), FrozenConv2d) for n in run.adapter.layers
-    )
+    assert seen == len(run.adapter.layers) and any(isinstance(run.base_layer(n), FrozenConv2d) for n in run.adapter.layers)
     for convention in ("comfyui_released", "magnitude"):
         tensors, modules = run.kohya(convention), 0
         for key, w16, _ in kohya_modules(run, model):
@@ -220,9 +215,7 @@ def test_a_trained_dora(models: Path, tmp_path: Path, stock, family: str, dtype:
         norms = run.norms.now()[full]
         plainly = (norms.adapted * norms.reader / norms.base).double() / adapted_sq.sqrt()
         over_corrected = max(over_corrected, float((plainly - 1).abs().max()))
-    print(
-        f"{family} {dtype} {size}: a row's norm is off by {worst:.2%} at most; by m ||W16|| / ||W||, {over_corrected:.2%}"
-    )
+    print(f"{family} {dtype} {size}: a row's norm is off by {worst:.2%} at most; by m ||W16|| / ||W||, {over_corrected:.2%}")
     assert worst < ROW_ERROR[dtype]
 
 

@@ -60,9 +60,7 @@ MOVES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "what", ["all at once", *(pytest.param(what, marks=pytest.mark.slow) for what in list(MOVES)[1:])]
-)
+@pytest.mark.parametrize("what", ["all at once", *(pytest.param(what, marks=pytest.mark.slow) for what in list(MOVES)[1:])])
 def test_photos_model_and_output_may_move(bench: Workbench, monkeypatch, what: str) -> None:
     put_down(bench)
     monkeypatch.chdir(bench.tmp)

@@ -301,9 +301,7 @@ def tensor_mutant(data: bytes, rng: random.Random) -> bytes:
     if kind == "bytes":
         return changed_bytes(data, rng)
     if kind == "length":
-        lie = rng.choice(
-            (0, 1, length - 1, length + 1, len(data), len(data) - 8, 10**8, 10**8 + 1, 2**32, 2**63, 2**64 - 1)
-        )
+        lie = rng.choice((0, 1, length - 1, length + 1, len(data), len(data) - 8, 10**8, 10**8 + 1, 2**32, 2**63, 2**64 - 1))
         return lie.to_bytes(8, "little") + data[8:]
     if kind == "text":
         header = changed_bytes(header, rng)
@@ -343,9 +341,7 @@ def hostile_files() -> Iterator[bytes]:
         ("F32", "[" + "1," * 100_000 + "1]", 4), ("U8", "[" + ("9" * 4000 + ",") * 1000 + "0]", 0),
         ("U8", "[" + ("9" * 4000 + ",") * 1000 + "1]", 1),
     ):  # fmt: skip
-        yield tensor_file(
-            f'{{"a": {{"dtype": "{dtype}", "shape": {shape}, "data_offsets": [0, {size}]}}}}', min(size, 8)
-        )
+        yield tensor_file(f'{{"a": {{"dtype": "{dtype}", "shape": {shape}, "data_offsets": [0, {size}]}}}}', min(size, 8))
     whole = '{"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}'
     yield tensor_file(f'{{"a": {whole}, "b": {whole}}}', 4)
     yield tensor_file(f'{{"a": {whole}, "a": {whole.replace("[0, 4]", "[4, 8]")}}}', 8)

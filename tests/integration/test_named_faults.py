@@ -159,10 +159,7 @@ def test_sd_scripts_1078_every_dtype_of_a_payload_is_read_back_bit_equal(tmp_pat
         torch.float32, torch.bfloat16, torch.float16, *FLOAT8, torch.int8, torch.uint8
     }  # fmt: skip
     write_tensors(tmp_path / "payloads.safetensors", tensors)
-    for read in (
-        TensorFile(tmp_path / "payloads.safetensors").read_all(),
-        load_file(tmp_path / "payloads.safetensors"),
-    ):
+    for read in (TensorFile(tmp_path / "payloads.safetensors").read_all(), load_file(tmp_path / "payloads.safetensors")):
         assert read.keys() == tensors.keys()
         for name, tensor in tensors.items():
             assert (read[name].dtype, read[name].shape) == (tensor.dtype, tensor.shape), name
@@ -181,9 +178,7 @@ def test_onetrainer_442_dora_trains_over_a_float8_base(bench: Workbench, cache, 
         checkpoint__every_steps=1,
     )  # fmt: skip
     assert launch(bench, tree) == 0
-    first, last = (
-        TensorFile(checkpoint(bench.tmp / "out", step) / "adapter.safetensors").read_all() for step in (1, 3)
-    )
+    first, last = (TensorFile(checkpoint(bench.tmp / "out", step) / "adapter.safetensors").read_all() for step in (1, 3))
     magnitudes = [name for name in first if name.endswith("magnitude_vector")]
     assert any("conv1" in name for name in magnitudes) and any("to_q" in name for name in magnitudes)
     for name in magnitudes:
@@ -198,10 +193,7 @@ def test_onetrainer_442_dora_trains_over_a_float8_base(bench: Workbench, cache, 
 
 def test_diffsynth_450_a_float8_denoiser_beside_an_fp32_clip(bench: Workbench, cache) -> None:
     """One float8 dtype was given to all components, the CLIP encoder too, which could not run in it."""
-    components = {
-        "transformer": {"dtype": "fp8_e4m3", "compute": "bf16"},
-        "text_encoder": {"dtype": "fp32"},
-    }
+    components = {"transformer": {"dtype": "fp8_e4m3", "compute": "bf16"}, "text_encoder": {"dtype": "fp32"}}
     with prepared(
         bench, cache, "flux", model__components=components, precision__compute="bf16", data__cache_text=False
     ) as run:
@@ -546,10 +538,7 @@ def test_diffusers_adapters_stay_fp32_under_bf16_and_small_updates_arrive(bench:
 # --- LyCORIS, SimpleTuner: DoRA that is none --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("dtype", "backend"),
-    [("int8", "quanto"), ("int4", "quanto"), ("nf4", "bitsandbytes")],
-)
+@pytest.mark.parametrize(("dtype", "backend"), [("int8", "quanto"), ("int4", "quanto"), ("nf4", "bitsandbytes")])
 def test_lycoris_simpletuner_dora_over_a_quantised_base_is_not_lora(bench: Workbench, cache, dtype, backend) -> None:
     """LyCORIS trained plain LoRA over a quantised base, SimpleTuner switched DoRA off over quanto; neither said so."""
     outputs, factors = {}, {}

@@ -95,9 +95,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(bench: Workbe
     assert metrics_of(bench.tmp / "out") == metrics_of(bench.tmp / "whole")
 
 
-def test_skipped_updates_change_nothing_are_logged_and_counted_over_restarts(
-    bench: Workbench, monkeypatch, capsys
-) -> None:
+def test_skipped_updates_change_nothing_are_logged_and_counted_over_restarts(bench: Workbench, monkeypatch, capsys) -> None:
     around_losses(monkeypatch, spoil("0/02.jpg", epoch=None))
     skip = {"step__non_finite": "skip"}
     assert start(bench, tree(bench, "whole", **skip)) == 0
@@ -181,9 +179,7 @@ def test_latents_that_are_not_finite(bench: Workbench, monkeypatch, capsys) -> N
     [
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
         pytest.param(
-            RuntimeError(
-                "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried 1 bytes"
-            ),
+            RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried 1 bytes"),
             marks=pytest.mark.slow,
         ),
         pytest.param(MemoryError(), marks=pytest.mark.slow),
@@ -205,9 +201,7 @@ def test_out_of_memory_is_reported_and_what_was_trained_is_kept(bench: Workbench
     said = capsys.readouterr().err
     height, width = seen[-1].target_size[0].tolist()
     names = ", ".join(o.sample for o in seen[-1].occurrences)
-    assert (
-        f"step 3: out of memory in micro-batch 2 of 2: {len(seen[-1].occurrences)} photo(s) of {width}x{height}" in said
-    )
+    assert f"step 3: out of memory in micro-batch 2 of 2: {len(seen[-1].occurrences)} photo(s) of {width}x{height}" in said
     assert f"({names})" in said and str(error) in said and "Traceback" not in said
     assert "--set memory.gradient_checkpointing=true" in said and "data.batch_size below 2" in said
     assert store.steps(bench.tmp / "out" / "checkpoints") == [2]
@@ -357,9 +351,7 @@ def test_background_and_foreground_saves_are_the_same_bytes(bench: Workbench) ->
     for step in (2, 4, 6):
         assert files_of(bench, "background-True", step) == files_of(bench, "background-False", step)
         one, other = (
-            json.loads(
-                (bench.tmp / f"background-{b}" / "checkpoints" / store.folder_name(step) / "state.json").read_text()
-            )
+            json.loads((bench.tmp / f"background-{b}" / "checkpoints" / store.folder_name(step) / "state.json").read_text())
             for b in (True, False)
         )
         del one["pieces"]["config"], other["pieces"]["config"]
@@ -568,9 +560,7 @@ def test_a_signal_while_samples_are_drawn(bench: Workbench, monkeypatch, step: i
     assert not (bench.tmp / "out" / "samples" / f"step-{step:08d}").exists()
     assert start(bench, tree(bench, **samples)) == start(bench, tree(bench, "whole", **samples)) == 0
     assert files_of(bench, "out") == files_of(bench, "whole")
-    drawn = [
-        sorted(p.relative_to(bench.tmp / out) for p in (bench.tmp / out).rglob("*.png")) for out in ("out", "whole")
-    ]
+    drawn = [sorted(p.relative_to(bench.tmp / out) for p in (bench.tmp / out).rglob("*.png")) for out in ("out", "whole")]
     assert drawn[0] == drawn[1] and len(drawn[0]) == 6
     for path in drawn[0]:
         assert (bench.tmp / "out" / path).read_bytes() == (bench.tmp / "whole" / path).read_bytes()

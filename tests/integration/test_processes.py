@@ -310,9 +310,7 @@ def test_a_process_that_fails_alone_ends_both(bench: Workbench, fault: str, stat
     script = patched(bench, FAILS[fault] + (WORKS_ON if "failed" in FAILS[fault] else ""))
     started = time.monotonic()
     errors = finish(two_processes(bench, config, script=script), status=1)
-    assert time.monotonic() - started < processes.PATIENCE_SECONDS, (
-        "ended by the launcher or by the other, not by patience"
-    )
+    assert time.monotonic() - started < processes.PATIENCE_SECONDS, "ended by the launcher or by the other, not by patience"
     for rank, status in enumerate(statuses):
         assert status is None or f"rank {rank} status {status}\n" in errors, errors[-3000:]
     assert errors.count(said) == 1, errors[-3000:]

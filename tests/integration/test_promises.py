@@ -20,10 +20,7 @@ def test_no_document_gives_a_dora_file_to_sd_scripts() -> None:
     ]
     assert len(lines) >= 3
     for name, line in lines:
-        assert re.search(r"a LoRA also (in )?sd-scripts|not for sd-scripts|sd-scripts\*\* has no DoRA", line), (
-            name,
-            line,
-        )
+        assert re.search(r"a LoRA also (in )?sd-scripts|not for sd-scripts|sd-scripts\*\* has no DoRA", line), (name, line)
 
 
 @pytest.mark.parametrize(("dora", "module"), [(False, "networks.lora"), (True, "lycoris.kohya")])
@@ -41,9 +38,7 @@ def test_a_dora_files_header_does_not_name_sd_scripts_own_module(dora: bool, mod
 def test_the_reading_path_is_short_and_leads_to_files() -> None:
     """Its counts may age by a fifth."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    path = {
-        name: int(lines) for name, lines in re.findall(r"^\| `(trainer/\S+)` \| .* \| (\d+) \|$", text, re.MULTILINE)
-    }
+    path = {name: int(lines) for name, lines in re.findall(r"^\| `(trainer/\S+)` \| .* \| (\d+) \|$", text, re.MULTILINE)}
     assert {"trainer/run.py", "trainer/loop.py", "trainer/step.py", "trainer/adapters/dora.py"} <= path.keys()
     for name, lines in path.items():
         counted = len((ROOT / name).read_text(encoding="utf-8").splitlines())
@@ -53,12 +48,7 @@ def test_the_reading_path_is_short_and_leads_to_files() -> None:
 
 
 def test_every_file_that_a_document_names_is_there() -> None:
-    pages = [
-        ROOT / "README.md",
-        ROOT / "CONTRIBUTING.md",
-        *(ROOT / "docs").glob("*.md"),
-        *(ROOT / "docker").glob("*.md"),
-    ]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docker").glob("*.md")]
     named = r"(?:`|`?(?:python|bash) )((?:trainer|scripts|tests|docs|configs|examples)/[\w./-]+\.\w+)"
     for page in pages:
         text = page.read_text(encoding="utf-8")

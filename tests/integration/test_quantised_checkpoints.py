@@ -17,11 +17,7 @@ from trainer import cli
 from trainer.quantization import FrozenLayer
 from trainer.tensorfile import TensorFile, write_tensors
 
-UNET, CLIP_L, CLIP_G = (
-    "model.diffusion_model.",
-    "conditioner.embedders.0.transformer.",
-    "conditioner.embedders.1.model.",
-)
+UNET, CLIP_L, CLIP_G = ("model.diffusion_model.", "conditioner.embedders.0.transformer.", "conditioner.embedders.1.model.")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 # What a user may have, and what each quantised component becomes: (family, writer, {component: (dtype, backend)}).
@@ -150,12 +146,8 @@ def test_a_float8_file_can_be_widened_by_name(bench: Workbench, capsys) -> None:
         assert layer.format.name == "bf16" and run.components.storage.keys() == {"text_encoder", "text_encoder_2"}
         assert torch.equal(layer.payload_weight.float(), file.read(f"{UNET}input_blocks.0.0.weight").float())
         assert torch.equal(layer.bias, file.read(f"{UNET}input_blocks.0.0.bias").float())
-        assert torch.equal(
-            vae.decoder.conv_in.payload_weight, file.read("first_stage_model.decoder.conv_in.weight").float()
-        )
-        assert {p.dtype for module in (unet, vae) for n, p in module.named_parameters() if "lora" not in n} == {
-            torch.float32
-        }
+        assert torch.equal(vae.decoder.conv_in.payload_weight, file.read("first_stage_model.decoder.conv_in.weight").float())
+        assert {p.dtype for module in (unet, vae) for n, p in module.named_parameters() if "lora" not in n} == {torch.float32}
 
 
 def test_what_cannot_be_taken_is_refused_before_anything_is_written(bench: Workbench, capsys) -> None:

@@ -161,9 +161,7 @@ def test_resume_over_another_base_names_the_layer(bench: Workbench) -> None:
 
     model = bench.tmp / "model"
     shutil.copytree(bench.models / "sdxl", model)
-    tree = run_tree(
-        bench, "out", run__stop_after=1, model__path=str(model), model__components__unet={"dtype": "fp8_e4m3"}
-    )
+    tree = run_tree(bench, "out", run__stop_after=1, model__path=str(model), model__components__unet={"dtype": "fp8_e4m3"})
     train(tree)
     weights = model / "unet" / "diffusion_pytorch_model.safetensors"
     data = bytearray(weights.read_bytes())
@@ -240,10 +238,7 @@ def test_what_may_change_changes_no_byte(bench: Workbench) -> None:
     changed["run"]["epochs"] = 2
     old, new = (configs.flatten(configs.tree(configs.parse(each))) for each in (tree, changed))
     touched = {key for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
-    elsewhere = {
-        "run.output_dir": "test_resume_from_a_foreign_folder",
-        "step.accumulation": "test_two_processes_and_one",
-    }
+    elsewhere = {"run.output_dir": "test_resume_from_a_foreign_folder", "step.accumulation": "test_two_processes_and_one"}
     for pattern in {*resume.MAY_CHANGE} - {*elsewhere}:
         assert any(fnmatchcase(key, pattern) for key in touched | {"run.stop_after"}), f"{pattern} is not shown"
     assert all(any(fnmatchcase(key, pattern) for pattern in resume.MAY_CHANGE) for key in touched)
@@ -266,9 +261,7 @@ def test_another_environment_is_told_or_refused(bench: Workbench, monkeypatch, c
 
     pin = resume.pin_environment(Processes(Lone()), kernels="torch", deterministic=True, say=pytest.fail)
     pin.load_state_dict(dict(pin.value))
-    with pytest.raises(
-        ValueError, match=r"deterministic = true, and this is another .*: processes: 2 -> 1; restore it"
-    ):
+    with pytest.raises(ValueError, match=r"deterministic = true, and this is another .*: processes: 2 -> 1; restore it"):
         pin.load_state_dict({**pin.value, "processes": 2})
 
 
@@ -451,12 +444,7 @@ def test_an_abandoned_course_is_set_aside_whole(bench: Workbench, capsys) -> Non
     capsys.readouterr()
     train(tree, str(out / "checkpoints" / "step-00000002"))
     assert f"are set aside in {aside}" in capsys.readouterr().out
-    gone = [
-        "adapters/bear-00000003.safetensors",
-        "adapters/bear.safetensors",
-        "report.html",
-        "samples/step-00000004/00.png",
-    ]
+    gone = ["adapters/bear-00000003.safetensors", "adapters/bear.safetensors", "report.html", "samples/step-00000004/00.png"]
     assert files_in(aside) == {name: first[name] for name in [*gone, "metrics.jsonl"]}
     left = {name for name in files_in(out) if name.startswith(("adapters", "samples", "report"))}
     assert left == {

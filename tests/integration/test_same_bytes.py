@@ -27,9 +27,7 @@ def cells(*names: str) -> list[same_bytes.Cell]:
 def test_the_cells_have_every_level() -> None:
     assert len({cell.name for cell in same_bytes.CELLS}) == 12
     levels = {(cell.family, cell.kind, cell.storage) for cell in same_bytes.CELLS}
-    assert {(family, kind) for family, kind, _ in levels} == {
-        (f, k) for f in ("sdxl", "flux") for k in ("lora", "dora")
-    }
+    assert {(family, kind) for family, kind, _ in levels} == {(f, k) for f in ("sdxl", "flux") for k in ("lora", "dora")}
     for family in ("sdxl", "flux"):
         of = [cell for cell in same_bytes.CELLS if cell.family == family]
         assert {cell.storage for cell in of} == {"fp32", "fp8_e4m3", "nf4", "int8"}

@@ -54,9 +54,7 @@ def test_a_run_that_multiplies_in_float8(bench: Workbench, capsys, monkeypatch, 
             sets = [f"run.output_dir={bench.tmp / out}", *changes]
             assert cli.main([*config, *(part for each in sets for part in ("--set", each))]) == 0
     assert "float8 Linears are wide enough to multiply in float8" in capsys.readouterr().out
-    files = [
-        bench.tmp / out / "checkpoints" / "step-00000002" / "adapter.safetensors" for out in ("straight", "stopped")
-    ]
+    files = [bench.tmp / out / "checkpoints" / "step-00000002" / "adapter.safetensors" for out in ("straight", "stopped")]
     assert files[0].read_bytes() == files[1].read_bytes()
     ours, ordinary = metrics_of(bench.tmp / "straight"), metrics_of(bench.tmp / "ordinary")
     assert metrics_of(bench.tmp / "stopped") == ours

@@ -58,14 +58,9 @@ def run(third: Workbench, tree: dict, *arguments: str) -> int:
 @pytest.mark.parametrize(
     "choices",
     [
+        pytest.param({"adapter__type": "dora", "model__components": {"transformer": {"dtype": "fp8_e4m3"}}}, id="cached"),
         pytest.param(
-            {"adapter__type": "dora", "model__components": {"transformer": {"dtype": "fp8_e4m3"}}}, id="cached"
-        ),
-        pytest.param(
-            {
-                "adapter__rules": [{"component": "text_encoder", "match": "*_proj"}],
-                "memory__gradient_checkpointing": True,
-            },
+            {"adapter__rules": [{"component": "text_encoder", "match": "*_proj"}], "memory__gradient_checkpointing": True},
             id="text_encoder_adapted",
         ),
     ],
@@ -76,9 +71,7 @@ def test_a_third_family_trains_resumes_samples_and_exports(third: Workbench, fol
     assert run(third, parts, "--set", "run.stop_after=2") == 0
     assert run(third, parts, "--resume_from", "latest") == 0
     for file in ("adapter", "optimizer"):
-        one, other = (
-            third.tmp / out / f"checkpoints/step-0000000{STEPS}/{file}.safetensors" for out in ("whole", "parts")
-        )
+        one, other = (third.tmp / out / f"checkpoints/step-0000000{STEPS}/{file}.safetensors" for out in ("whole", "parts"))
         assert one.read_bytes() == other.read_bytes()
     assert metrics_of(third.tmp / "whole") == metrics_of(third.tmp / "parts")
     out = third.tmp / "parts"
@@ -93,9 +86,7 @@ def test_a_third_family_trains_resumes_samples_and_exports(third: Workbench, fol
     from diffusers import QwenImageTransformer2DModel
 
     denoiser = QwenImageTransformer2DModel.from_pretrained(folder / "transformer")
-    denoiser.load_lora_adapter(
-        {n: t for n, t in exported.items() if n.startswith("transformer.")}, prefix="transformer"
-    )
+    denoiser.load_lora_adapter({n: t for n, t in exported.items() if n.startswith("transformer.")}, prefix="transformer")
     # What a run wrote as its config starts the same run.
     assert run(third, {}, "--config", str(out / "config.toml"), "--plan") == 0
 

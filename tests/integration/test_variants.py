@@ -77,9 +77,7 @@ def wider(channels: int, name: str = "conv_in.weight") -> Callable[[dict[str, to
 # --- the objective ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "where", ["single file", "under a prefix", "the unet's own file", "a folder", "the vae's own file"]
-)
+@pytest.mark.parametrize("where", ["single file", "under a prefix", "the unet's own file", "a folder", "the vae's own file"])
 @pytest.mark.parametrize(
     ("marker", "model"),
     [("edm_vpred.sigma_max", "CosXL"), ("edm_vpred.sigma_min", "CosXL"), ("edm_mean", "Playground 2.5"),
@@ -179,9 +177,7 @@ def test_no_prediction_type_is_epsilon() -> None:
 def test_a_flux_of_any_flow_matching_scheduler_is_not_told_that_it_is_one() -> None:
     from diffusers import FlowMatchEulerDiscreteScheduler, FlowMatchHeunDiscreteScheduler
 
-    scheduler = dict(FlowMatchHeunDiscreteScheduler(shift=2.0).config) | {
-        "_class_name": "FlowMatchHeunDiscreteScheduler"
-    }
+    scheduler = dict(FlowMatchHeunDiscreteScheduler(shift=2.0).config) | {"_class_name": "FlowMatchHeunDiscreteScheduler"}
     assert FAMILIES["flux"].objective(scheduler, Markers(), **CHOICES)
     assert FlowMatchEulerDiscreteScheduler.from_config(scheduler).config.shift == 2.0, "as a sample is drawn"
     with pytest.raises(UserError, match="'FlowMatchOtherScheduler', which is not trained as flux") as refusal:
@@ -271,9 +267,7 @@ def test_a_denoiser_that_reads_more_than_latents_is_refused(
 def test_a_denoiser_that_predicts_more_than_latents_is_refused(bench: Workbench, capsys, monkeypatch) -> None:
     folder = copied(bench, "sdxl")
     change_json(folder / "unet" / "config.json", out_channels=8)
-    refused_unread(
-        bench, capsys, monkeypatch, "reads 4 channels and predicts 8", tree=bench.tree(model__path=str(folder))
-    )
+    refused_unread(bench, capsys, monkeypatch, "reads 4 channels and predicts 8", tree=bench.tree(model__path=str(folder)))
 
 
 # --- samples ----------------------------------------------------------------------------------------------------------

@@ -160,9 +160,7 @@ def test_cached_norm_is_fresh_after_every_optimizer(name: str, storage: str) -> 
     for layer in adapter.layers.values():
         base = layer.get_base_layer()
         a, b = layer.factors(ADAPTER_NAME)
-        dense = (
-            base.dequantize(torch.float32).flatten(1).double() + layer.scaling[ADAPTER_NAME] * b.double() @ a.double()
-        )
+        dense = base.dequantize(torch.float32).flatten(1).double() + layer.scaling[ADAPTER_NAME] * b.double() @ a.double()
         assert torch.equal(layer.norm, layer.current_norm(ADAPTER_NAME))
         assert torch.allclose(layer.norm.double(), dense.norm(dim=1), rtol=1e-5)
         assert not torch.equal(layer.norm, before[layer])
@@ -431,9 +429,7 @@ def test_grouped_convolutions_are_refused() -> None:
 
 def test_choice_of_kernels() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert (
-        choose("auto", cpu) is dora_torch and choose("torch", cpu) is dora_torch and choose("torch", cuda) is dora_torch
-    )
+    assert choose("auto", cpu) is dora_torch and choose("torch", cpu) is dora_torch and choose("torch", cuda) is dora_torch
     with pytest.raises(
         UserError,
         match="adapter.kernels = 'triton' needs a CUDA device of compute capability 8.9 or newer, this run is on cpu",

@@ -73,9 +73,7 @@ def test_five_steps(bench: Workbench, family: str, dtype: str) -> None:
             wide = cast(inputs, torch.float64)
             # What a step can reach: the base's own output, moved.
             base = stock(**wide).sample
-            target = (
-                base + 0.5 * base.std() * torch.randn(base.shape, generator=torch.Generator().manual_seed(2)).double()
-            )
+            target = base + 0.5 * base.std() * torch.randn(base.shape, generator=torch.Generator().manual_seed(2)).double()
         for name, a in start.items():
             parent, _, leaf = name.rpartition(".")
             setattr(stock.get_submodule(parent), leaf, DenseDora(stock.get_submodule(name), a))
@@ -123,9 +121,7 @@ def test_five_steps(bench: Workbench, family: str, dtype: str) -> None:
         return (apart / moved) ** 0.5
 
     off, peft_off = distance(ours, expected), distance(peft, expected)
-    print(
-        f"{family}, {dtype} base, distance to the fp64 reference after {STEPS} steps: ours {off:.2e}, PEFT {peft_off:.2e}"
-    )
+    print(f"{family}, {dtype} base, distance to the fp64 reference after {STEPS} steps: ours {off:.2e}, PEFT {peft_off:.2e}")
     if dtype == "fp32":
         assert off < GRADIENT_TOLERANCE and distance(ours, peft) < GRADIENT_TOLERANCE
     else:

@@ -47,9 +47,7 @@ def fill(layer: FrozenLayer, weight: torch.Tensor, g: torch.Generator):
 
 def norm_of(layer: FrozenLayer, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
     stored, kernels = layer.stored(), layer.kernels
-    return kernels.adapted_norm(
-        stored, kernels.row_squares(stored), a.detach().flatten(1), b.detach().flatten(1), scaling
-    )
+    return kernels.adapted_norm(stored, kernels.row_squares(stored), a.detach().flatten(1), b.detach().flatten(1), scaling)
 
 
 def factors(layer: FrozenLayer, rank: int, g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,9 +156,7 @@ ALPHAS = st.sampled_from([0.5, 1.0, 4.0, 16.0])
     storage=st.sampled_from(["fp32", "bf16", "fp8_e4m3", "int8", "int4", "nf4"]),
     compute=st.sampled_from([torch.float32, torch.bfloat16]), seed=st.integers(0, 2**31),
 )  # fmt: skip
-def test_linear_against_dense_fp64(
-    m, n, k, rank, alpha, rslora, bias, dora, far, tiny_rows, storage, compute, seed
-) -> None:
+def test_linear_against_dense_fp64(m, n, k, rank, alpha, rslora, bias, dora, far, tiny_rows, storage, compute, seed) -> None:
     g = torch.Generator().manual_seed(seed)
     layer = FrozenLinear(k, n, bias=bias, format=FORMATS[storage], compute_dtype=compute)
     weight = torch.randn(n, k, generator=g) / k**0.5
@@ -253,9 +249,7 @@ def test_16_bit_error_stays_within_the_envelope(storage: str, compute: torch.dty
     leaves = [torch.randn(64, 128, generator=g).to(compute).requires_grad_(), a, b, m]
     layer.bias.data.copy_(layer.bias.to(compute))
     dy = torch.randn(64, 96, generator=g).to(compute)
-    results = zip(
-        ours(layer, leaves, 1.0, dy, norm_of(layer, a, b, 1.0), True), oracle(layer, leaves, 1.0, dy), strict=True
-    )
+    results = zip(ours(layer, leaves, 1.0, dy, norm_of(layer, a, b, 1.0), True), oracle(layer, leaves, 1.0, dy), strict=True)
     for name, (got, expected) in zip(("y", *NAMES), results, strict=True):
         error = float((got.double() - expected).norm() / expected.norm())
         assert error <= 5e-3 * ROUNDOFF[compute] / ROUNDOFF[torch.bfloat16], f"{name}: {error:.2e}"
@@ -326,9 +320,7 @@ def test_dropout_masks_the_low_rank_path_only(conv: bool) -> None:
     else:
         expected = F.linear(x64, w, bias) + F.linear(x64 * mask, ba)
     expected.backward(dy.double())
-    for ours_, exact in zip(
-        (y, *(leaf.grad for leaf in leaves)), (expected, x64.grad, a64.grad, b64.grad), strict=True
-    ):
+    for ours_, exact in zip((y, *(leaf.grad for leaf in leaves)), (expected, x64.grad, a64.grad, b64.grad), strict=True):
         assert (ours_ - exact).norm() <= 32 * ROUNDOFF[torch.float32] * exact.norm()
 
 

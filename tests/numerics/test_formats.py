@@ -58,9 +58,9 @@ def librarys_own(format: Format, w: torch.Tensor) -> torch.Tensor:
             return functional.int8_vectorwise_dequant(codes, largest)
         # As one row: on a CPU the library reads an even K wrongly where it is not a multiple of the block.
         with torch.compiler.set_stance("force_eager"):
-            return functional.dequantize_4bit(
-                *functional.quantize_4bit(w.flatten(), quant_type=format.dtype_name)
-            ).view(w.shape)
+            return functional.dequantize_4bit(*functional.quantize_4bit(w.flatten(), quant_type=format.dtype_name)).view(
+                w.shape
+            )
     scale = w.abs().amax(dim=1, keepdim=True) / torch.finfo(format.codes).max
     return (w / scale).to(format.codes).float() * scale
 
@@ -202,9 +202,7 @@ def test_quantised_components_load_and_are_recorded(bench: Workbench, family, co
         assert {v["format"] for k, v in quantised.items() if k.startswith(f"{name}.")} == {component["dtype"]}
         tensors = {f"{name}.{key}" for key in training.model.modules[name].state_dict() if "lora" not in key}
         recorded = {f"{layer}.{key}" for layer, entry in record.items() for key in entry["tensors"]}
-        assert {t.replace("base_layer.", "").replace("payload_", "") for t in tensors} <= recorded, (
-            "every frozen tensor"
-        )
+        assert {t.replace("base_layer.", "").replace("payload_", "") for t in tensors} <= recorded, "every frozen tensor"
     assert 0 < float(loss) < 10
     newer = {name: layer | {"library": "another 9.9"} for name, layer in record.items()}
     pin_quantization(newer).load_state_dict(record)

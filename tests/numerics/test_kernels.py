@@ -75,15 +75,9 @@ def fenced(x: torch.Tensor, guard: int = 1 << 13) -> torch.Tensor:
     """x on DEVICE, in the same order of memory, between values that spoil every result they get into."""
     x = x.to(DEVICE)
     raw = torch.full((x.numel() + 2 * guard,), 0x7F, dtype=torch.uint8, device=DEVICE)
-    buffer = (
-        raw.view(x.dtype) if x.dtype.itemsize == 1 else torch.full(raw.shape, torch.nan, dtype=x.dtype, device=DEVICE)
-    )
+    buffer = raw.view(x.dtype) if x.dtype.itemsize == 1 else torch.full(raw.shape, torch.nan, dtype=x.dtype, device=DEVICE)
     view = buffer[guard:-guard].as_strided(x.shape, x.stride(), guard)
-    return (
-        view.copy_(x)
-        if x.dtype not in FP8.values()
-        else view.view(torch.uint8).copy_(x.view(torch.uint8)).view(x.dtype)
-    )
+    return view.copy_(x) if x.dtype not in FP8.values() else view.view(torch.uint8).copy_(x.view(torch.uint8)).view(x.dtype)
 
 
 def fence_holds(view: torch.Tensor, guard: int = 1 << 13) -> bool:
@@ -347,9 +341,7 @@ def test_every_code_is_reached_and_ties_go_to_even(fused) -> None:
 # On the device in bf16 only, which is what runs ask for: not every build of cuBLAS gives other dtypes for scales by row.
 @pytest.mark.parametrize("dtype", FLOATS.values() if INTERPRETED else [torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "shape",
-    [(19, 48, 32)] + ([] if INTERPRETED else [(77, 1280, 640), (512, 3072, 12288), (4096, 1280, 1280)]),
-    ids=str,
+    "shape", [(19, 48, 32)] + ([] if INTERPRETED else [(77, 1280, 640), (512, 3072, 12288), (4096, 1280, 1280)]), ids=str
 )
 def test_scaled_products(fused, shape, dtype) -> None:
     """Product and input gradient of given codes, against fp64 and the twin."""
@@ -516,9 +508,7 @@ def test_compiles_for_hopper(interpreter, monkeypatch) -> None:
 
 
 @pytest.mark.skipif(INTERPRETED or not TRITON, reason="starts the interpreter's process, needs Triton")
-@pytest.mark.skipif(
-    (TRITON or "").startswith("3.6."), reason="its interpreter cannot loop with NumPy 2.4: int() of [1]"
-)
+@pytest.mark.skipif((TRITON or "").startswith("3.6."), reason="its interpreter cannot loop with NumPy 2.4: int() of [1]")
 def test_on_the_interpreter(interpreter) -> None:
     process, output = interpreter
     assert process.wait(timeout=600) == 0, output.read_text()[-8000:]

@@ -92,11 +92,7 @@ def oracle_loss(family: str, folder, photos: list[str], adapter: dict, scaling: 
         b, c, h, w = x_t.shape
         # one token per 2 x 2 patch, channels first within it
         tokens = torch.stack(
-            [
-                x_t[:, :, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2].reshape(b, -1)
-                for i in range(h // 2)
-                for j in range(w // 2)
-            ],
+            [x_t[:, :, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2].reshape(b, -1) for i in range(h // 2) for j in range(w // 2)],
             dim=1,
         )
         img_ids = torch.tensor([[0.0, i, j] for i in range(h // 2) for j in range(w // 2)], dtype=torch.float64)

@@ -33,9 +33,7 @@ def bits(tensor: torch.Tensor) -> list[int]:
 @pytest.mark.parametrize("out", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @settings(max_examples=60, deadline=None)
 @given(scale=st.floats(2.0**-126, 100, width=32), g=st.none() | st.floats(-4, 4, width=32, allow_subnormal=False))
-def test_every_finite_float8_code_is_exact(
-    codes_dtype: torch.dtype, out: torch.dtype, scale: float, g: float | None
-) -> None:
+def test_every_finite_float8_code_is_exact(codes_dtype: torch.dtype, out: torch.dtype, scale: float, g: float | None) -> None:
     codes = finite_codes(codes_dtype)[None]
     assert codes.numel() == (254 if codes_dtype == torch.float8_e4m3fn else 248)
     weight = StoredWeight(codes, (1, codes.shape[1]), block=codes.shape[1], scale=torch.tensor([scale]))

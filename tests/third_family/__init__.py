@@ -111,9 +111,7 @@ FAMILY = Family(
     name="third",
     components=(
         Component("text_encoder", "transformers", "Qwen2Model", "text_encoder"),
-        Component(
-            "transformer", "diffusers", "QwenImageTransformer2DModel", "denoiser", sensitive=("img_in", "txt_in")
-        ),
+        Component("transformer", "diffusers", "QwenImageTransformer2DModel", "denoiser", sensitive=("img_in", "txt_in")),
         Component("vae", "diffusers", "AutoencoderKLQwenImage", "vae", sensitive=("*",)),
     ),
     presets={"attention": ATTENTION, "attention+mlp": (*ATTENTION, "*_mlp.net.*")},

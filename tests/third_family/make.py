@@ -19,9 +19,7 @@ def make(folder: Path) -> None:
     vocabulary = {word: number for number, word in enumerate(["<unk>", "<pad>", *dict.fromkeys(WORDS.split())])}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, unk_token="<unk>", pad_token="<pad>", model_max_length=64
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", pad_token="<pad>", model_max_length=64)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         text_encoder = Qwen2Model(

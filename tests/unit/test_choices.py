@@ -72,7 +72,5 @@ def test_defaults_that_are_written_out_are_accepted(family: str) -> None:
 def test_all_mistakes_are_told_at_once() -> None:
     given = config("sdxl", "objective.shift", 3.0)
     given = given.model_copy(update={"data": given.data.model_copy(update={"text_length": 64})})
-    with pytest.raises(
-        UserError, match=r"(?s)data\.text_length = 64.*\nobjective\.shift = 3\.0|shift.*\n.*text_length"
-    ):
+    with pytest.raises(UserError, match=r"(?s)data\.text_length = 64.*\nobjective\.shift = 3\.0|shift.*\n.*text_length"):
         refuse_unread(given, FAMILIES["sdxl"])

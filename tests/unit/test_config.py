@@ -156,9 +156,7 @@ def test_config_is_frozen() -> None:
 
 def test_a_tilde_is_the_home_folder_in_every_path(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    paths = {
-        key for key in configs.known_keys() if key.rpartition(".")[2] in ("path", "config", "output_dir", "cache_dir")
-    }
+    paths = {key for key in configs.known_keys() if key.rpartition(".")[2] in ("path", "config", "output_dir", "cache_dir")}
     assert paths == {
         "run.output_dir", "model.path", "model.config", "model.cache_dir", "model.components.*.path", "data.cache_dir",
         "data.sources.*.path",

@@ -102,9 +102,7 @@ def test_a_change_beyond_the_weights_themselves_is_said() -> None:
 def test_a_run_that_diverged_ends_with_a_warning(bench: Workbench, capsys) -> None:
     for rate, warned in ((1e-4, False), (100.0, True)):
         out = bench.tmp / str(rate)
-        tree = bench.tree(
-            run__output_dir=str(out), run__max_steps=2, optimizer__lr=rate, adapter__targets=["*attn1.to_q"]
-        )
+        tree = bench.tree(run__output_dir=str(out), run__max_steps=2, optimizer__lr=rate, adapter__targets=["*attn1.to_q"])
         assert cli.main(["--config", str(bench.write(tree))]) == 0
         assert ("warning: the training has probably diverged: " in capsys.readouterr().out) == warned
         assert ("Warning: the training has probably diverged: " in (out / "report.html").read_text()) == warned

@@ -140,9 +140,7 @@ def test_a_connection_that_breaks_in_a_reduction_is_another_process_that_ended(p
             pair[0][0]._tell("failed", {"rank": 0, "status": 5})
         for reduction in (lambda: view.sum(torch.zeros(1)), lambda: view.largest(1)):
             monkeypatch.setattr(torch.distributed, "all_reduce", broken)
-            with pytest.raises(
-                PeerStopped, match="process 0 could not" if told else "another process is gone"
-            ) as ended:
+            with pytest.raises(PeerStopped, match="process 0 could not" if told else "another process is gone") as ended:
                 reduction()
             assert ended.value.status == (5 if told else 1)
             monkeypatch.setattr(torch.distributed, "all_reduce", out_of_memory)

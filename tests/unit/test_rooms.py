@@ -280,12 +280,8 @@ def second_names(house: Sources) -> Iterator[str]:
         for node, module, name in source.imports():
             if module in house and name and f"{module}.{name}" not in house:
                 there = house[module]
-                known = {
-                    node.name for node in ast.walk(there.tree) if isinstance(node, (ast.ClassDef, ast.FunctionDef))
-                }
-                known |= {
-                    n.id for n in ast.walk(there.tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
-                }
+                known = {node.name for node in ast.walk(there.tree) if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+                known |= {n.id for n in ast.walk(there.tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
                 if there.path.endswith("__init__.py"):
                     known |= {taken for _, inside, taken in there.imports() if inside.startswith(f"{module}.")}
                 if name not in known:
@@ -324,12 +320,7 @@ def attributes(house: Sources) -> Iterator[str]:
     """An attribute is declared in the class's body or assigned in its constructor, before any other method assigns it."""
     for source in house.values():
         for owner in (node for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)):
-            born = {
-                name.id
-                for node in owner.body
-                if isinstance(node, (ast.Assign, ast.AnnAssign))
-                for name in targets(node)
-            }
+            born = {name.id for node in owner.body if isinstance(node, (ast.Assign, ast.AnnAssign)) for name in targets(node)}
             methods = [node for node in owner.body if isinstance(node, ast.FunctionDef)]
             assigned = [
                 (method.name, target)
@@ -337,9 +328,7 @@ def attributes(house: Sources) -> Iterator[str]:
                 for node in ast.walk(method)
                 if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign))
                 for target in targets(node)
-                if isinstance(target, ast.Attribute)
-                and isinstance(target.value, ast.Name)
-                and target.value.id == "self"
+                if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self"
             ]
             born |= {target.attr for method, target in assigned if method in ("__init__", "__post_init__")}
             for method, target in assigned:

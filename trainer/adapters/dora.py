@@ -104,9 +104,7 @@ class _Adapted(torch.autograd.Function):
         of_parts = [of_parts[i : i + 6] for i in range(0, len(of_parts), 6)]
         factors, grads, dx, all_p = [of_part[0] for of_part in of_parts], [], None, []
         splits = t_all.split([len(a) for a in factors], dim=1)
-        for (base, scaling, keep_z), dy, t_MR, (_, b, m, c, g_N, u) in zip(
-            ctx.layers, dys, splits, of_parts, strict=True
-        ):
+        for (base, scaling, keep_z), dy, t_MR, (_, b, m, c, g_N, u) in zip(ctx.layers, dys, splits, of_parts, strict=True):
             dy_MN, b_NR, dm = base.rows(dy), b.flatten(1), None
             if m is None:
                 db_NR, sg = (dy_MN.t() @ t_MR).to(b.dtype), scaling

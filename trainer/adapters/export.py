@@ -70,9 +70,8 @@ def write_files(
         write_tensors(written["diffusers"], tensors, with_hash(tensors, fields, advance), lambda count: advance(0))
     if "comfyui" in formats:
         tensors = kohya_tensors(
-            adapter, fused=fused, prefixes=prefixes, rows=rows, norms=norms, dora_scale=dora_scale,
-            advance=advance,
-        )  # fmt: skip
+            adapter, fused=fused, prefixes=prefixes, rows=rows, norms=norms, dora_scale=dora_scale, advance=advance
+        )
         fields = metadata(adapter, about, convention=f"{dora_scale}: {DORA_SCALE_MEANING[dora_scale]}")
         written["comfyui"] = folder / names["comfyui"]
         write_tensors(written["comfyui"], tensors, with_hash(tensors, fields, advance), lambda count: advance(0))
@@ -290,6 +289,4 @@ def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raises NonFiniteError: an adapter with NaN is not published."""
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
-            raise NonFiniteError(
-                f"the adapter's {name} is not finite; it was not exported. Resume an earlier checkpoint"
-            )
+            raise NonFiniteError(f"the adapter's {name} is not finite; it was not exported. Resume an earlier checkpoint")

@@ -137,18 +137,14 @@ class AdaptedLayer(nn.Module, LoraLayer):
             m_N = self.lora_magnitude_vector[adapter_name].weight
             g_N = scale_rows(m_N, self.current_norm(adapter_name)).double()
         cross_N, own_N = (b_NR * wa_NR).sum(1), ((b_NR @ (a_RK @ a_RK.t())) * b_NR).sum(1)
-        d_sq_N = (
-            (g_N - 1).square() * w_sq_N + 2 * scaling * g_N * (g_N - 1) * cross_N + (scaling * g_N).square() * own_N
-        )
+        d_sq_N = (g_N - 1).square() * w_sq_N + 2 * scaling * g_N * (g_N - 1) * cross_N + (scaling * g_N).square() * own_N
         return float(d_sq_N.clamp_min(0).sum().sqrt()), float(w_sq_N.sum().sqrt())
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Compute with a dense fp32 copy of base + adapter. The payload is left alone, so `unmerge` is exact."""
         for name in check_adapters_to_merge(self, adapter_names):
             if self.merged_adapters:
-                raise ValueError(
-                    f"{self.merged_adapters[0]} is merged already; unmerge it first, one adapter at a time"
-                )
+                raise ValueError(f"{self.merged_adapters[0]} is merged already; unmerge it first, one adapter at a time")
             weight = self.adapted_weight(name)
             if safe_merge and not torch.isfinite(weight).all():
                 raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")

@@ -113,9 +113,7 @@ class Pin:
         self.check(state, self.value)
 
 
-def pack(
-    providers: Mapping[str, Provider], census: Mapping[str, Piece] = PIECES
-) -> dict[str, list[memoryview | bytes]]:
+def pack(providers: Mapping[str, Provider], census: Mapping[str, Piece] = PIECES) -> dict[str, list[memoryview | bytes]]:
     """A snapshot in host memory: the checkpoint's files by name, which later steps do not change.
 
     Raises ValueError where a piece of the census is left out, or one is not in it.

@@ -186,9 +186,7 @@ def find(root: Path, resume_from: str | None, phases: Phases = QUIET) -> tuple[P
                 "Restore one, or remove the folder to start again"
             )
         if folder is None and resume_from == "latest":
-            raise UserError(
-                f"--resume_from latest: there is no checkpoint in {root}; use --resume_from auto to start fresh"
-            )
+            raise UserError(f"--resume_from latest: there is no checkpoint in {root}; use --resume_from auto to start fresh")
         return folder, passed
     folder = Path(resume_from)
     inner = (Layout(folder).checkpoints, *(folder / folder_name(step) for step in steps(folder)))

@@ -202,9 +202,7 @@ def fill_text(
                 assert tensor.shape[0] == 1, f"{name} of one caption has shape {list(tensor.shape)}"
             yield tensors, {}
 
-    return _fill(
-        cache, wanted, made, lambda key: f"the text encodings of {wanted[key]!r}", on_non_finite, phases, "caption"
-    )
+    return _fill(cache, wanted, made, lambda key: f"the text encodings of {wanted[key]!r}", on_non_finite, phases, "caption")
 
 
 def _fill(

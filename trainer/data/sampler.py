@@ -32,9 +32,7 @@ def epoch_order(photos: Sequence[tuple[Photo, Bucket]], *, seed: int, epoch: int
     return [(Occurrence(epoch, sample, repeat), bucket) for _, sample, repeat, bucket in drawn]
 
 
-def epoch_batches(
-    photos: Sequence[tuple[Photo, Bucket]], *, seed: int, epoch: int, batch_size: int
-) -> list[MicroBatch]:
+def epoch_batches(photos: Sequence[tuple[Photo, Bucket]], *, seed: int, epoch: int, batch_size: int) -> list[MicroBatch]:
     """The epoch's micro-batches, each of one bucket.
 
     Going through the global order, a batch is emitted when its bucket has `batch_size` samples; what is left in each
@@ -96,9 +94,7 @@ def fingerprint(photos: Sequence[tuple[Photo, Bucket]]) -> dict[str, str]:
     return {name: hashlib.sha256(json.dumps(values).encode()).hexdigest() for name, values in parts.items()}
 
 
-def steps_per_epoch(
-    photos: Sequence[tuple[Photo, Bucket]], *, batch_size: int, accumulation: int, processes: int
-) -> int:
+def steps_per_epoch(photos: Sequence[tuple[Photo, Bucket]], *, batch_size: int, accumulation: int, processes: int) -> int:
     """Updates in every epoch."""
     return math.ceil(batches_per_epoch(photos, batch_size=batch_size) / (accumulation * processes))
 

@@ -77,9 +77,7 @@ class Photo:
     sha256: str
 
 
-def scan(
-    sources: Sequence[tuple[str, int]], *, strict_captions: bool = False, phases: Phases = QUIET
-) -> tuple[Photo, ...]:
+def scan(sources: Sequence[tuple[str, int]], *, strict_captions: bool = False, phases: Phases = QUIET) -> tuple[Photo, ...]:
     """Every photo of the sources [(folder, repeats), ...], in order of source, then of relative path.
 
     Folders are searched recursively, symbolic links included; hidden files and folders are left out. The caption of

@@ -34,10 +34,7 @@ def pieces(shape: tuple[int, ...], device: torch.device, multiple: int = 1) -> I
 # float8 by integer arithmetic. Sign-extended to 32 bits, shifted left by the first number and masked by the second, a code's
 # bits are an fp32 number: the code's value divided by 2 ** third, since the two formats count exponents from different zeros.
 # Exact for every finite code, subnormal ones included. torch's own cast of float8 on a CPU has a tenth of this rate.
-FLOAT8_FIELDS = {
-    torch.float8_e4m3fn: (20, 0x87F00000 - 2**32, 120),
-    torch.float8_e5m2: (21, 0x8FE00000 - 2**32, 112),
-}
+FLOAT8_FIELDS = {torch.float8_e4m3fn: (20, 0x87F00000 - 2**32, 120), torch.float8_e5m2: (21, 0x8FE00000 - 2**32, 112)}
 
 
 def has_plain_codes(weight: StoredWeight) -> bool:
@@ -102,9 +99,7 @@ def _unpack(packed: Tensor, bits: int, levels: Tensor | None, out: Tensor) -> No
     wide, shifts, mask = {4: (torch.int16, (4,), 0x0F0F), 2: (torch.int32, (12, 6), 0x03030303)}[bits]
     spread = scratch(packed.shape, wide, device, PIECE_BUFFER).copy_(packed)
     for shift in shifts:
-        spread.bitwise_or_(
-            torch.bitwise_left_shift(spread, shift, out=scratch(packed.shape, wide, device, SECOND_BUFFER))
-        )
+        spread.bitwise_or_(torch.bitwise_left_shift(spread, shift, out=scratch(packed.shape, wide, device, SECOND_BUFFER)))
     codes = spread.bitwise_and_(mask).view(torch.int8)
     out.view(-1).copy_(codes if levels is None else levels[codes.int()])
 

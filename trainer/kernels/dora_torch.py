@@ -14,7 +14,7 @@ from trainer.kernels.decode import (
     values,
     whole_rows,
     wide_dtype,
-)  # fmt: skip
+)
 from trainer.kernels.scratch import scratch
 from trainer.types import StoredWeight
 
@@ -69,9 +69,8 @@ def adapted_norm(weight: StoredWeight, w_sq_N: Tensor, a_RK: Tensor, b_NR: Tenso
 
 
 def compose(
-    z_MN: Tensor, t_MR: Tensor, b_NR: Tensor, scaling: float, g_N: Tensor | None,
-    bias_N: Tensor | None, out_MN: Tensor,
-) -> None:  # fmt: skip
+    z_MN: Tensor, t_MR: Tensor, b_NR: Tensor, scaling: float, g_N: Tensor | None, bias_N: Tensor | None, out_MN: Tensor
+) -> None:
     wide = wide_dtype(z_MN.dtype)
     bt_RN = b_NR.to(wide).t()
     for rows in pieces(z_MN.shape, z_MN.device):

@@ -17,16 +17,7 @@ from torch.library import triton_op, wrap_triton
 
 from trainer.kernels.dora_torch import NORM_FLOOR
 from trainer.kernels.fp8_triton import quantize_rows, scaled_input_grad, scaled_product
-from trainer.kernels.upcast_triton import (
-    INTERPRETED,
-    Weight,
-    check_dtypes,
-    flat,
-    rounded,
-    row_squares,
-    upcast,
-    weight_tile,
-)
+from trainer.kernels.upcast_triton import INTERPRETED, Weight, check_dtypes, flat, rounded, row_squares, upcast, weight_tile
 from trainer.types import StoredWeight
 
 __all__ = [
@@ -71,9 +62,7 @@ def adapted_norm_kernel(
         for start in range(0, R, BLOCK_K):
             q = start + tl.arange(0, BLOCK_K)
             b_NQ = tl.load(b_ptr + n[:, None] * R + q[None, :], mask=(n[:, None] < N) & (q[None, :] < R), other=0.0)
-            gram_QR = tl.load(
-                gram_ptr + q[:, None] * R + r[None, :], mask=(q[:, None] < R) & (r[None, :] < R), other=0.0
-            )
+            gram_QR = tl.load(gram_ptr + q[:, None] * R + r[None, :], mask=(q[:, None] < R) & (r[None, :] < R), other=0.0)
             added += s_squared * tl.dot(b_NQ, gram_QR, input_precision="tf32x3")
         b_NR = tl.load(b_ptr + n[:, None] * R + r[None, :], mask=(n[:, None] < N) & (r[None, :] < R), other=0.0)
         c_sq += tl.sum(b_NR * added, 1)
@@ -162,7 +151,7 @@ def rank_block(rank: int, largest: int) -> int:
 
 def _launch_adapted_norm(
     kernel: Any, weight: Weight, w_sq_N: Tensor, a_RK: Tensor, b_NR: Tensor, gram_RR: Tensor, scaling: float, c_N: Tensor
-) -> None:  # fmt: skip
+) -> None:
     rank = a_RK.shape[0]
     block_r = rank_block(rank, 128)
     # 64 rows are what Hopper's tensor cores take at once; fewer where that leaves SMs idle.
@@ -199,9 +188,7 @@ def _row_blocks(dy_MN: Tensor) -> tuple[int, int, int, int]:
     return block_m, block_n, triton.cdiv(rows, share), share
 
 
-def _launch_row_gradients(
-    kernel: Any, dy_MN: Tensor, u_MN: Tensor, t_MR: Tensor, db_SNR: Tensor, du_SN: Tensor
-) -> None:  # fmt: skip
+def _launch_row_gradients(kernel: Any, dy_MN: Tensor, u_MN: Tensor, t_MR: Tensor, db_SNR: Tensor, du_SN: Tensor) -> None:
     (rows, columns), rank = dy_MN.shape, t_MR.shape[1]
     block_m, block_n, splits, share = _row_blocks(dy_MN)
     block_r = rank_block(rank, 128)
@@ -223,7 +210,7 @@ def _adapted_norm_op(
 @triton_op("trainer::compose", mutates_args={"out_MN"})
 def _compose_op(
     z_MN: Tensor, t_MR: Tensor, b_NR: Tensor, scaling: float, g_N: Tensor | None, bias_N: Tensor | None, out_MN: Tensor
-) -> None:  # fmt: skip
+) -> None:
     _launch_compose(wrap_triton(compose_kernel), z_MN, t_MR, b_NR, scaling, g_N, bias_N, out_MN)
 
 
@@ -252,7 +239,7 @@ def adapted_norm(weight: StoredWeight, w_sq_N: Tensor, a_RK: Tensor, b_NR: Tenso
 
 def compose(
     z_MN: Tensor, t_MR: Tensor, b_NR: Tensor, scaling: float, g_N: Tensor | None, bias_N: Tensor | None, out_MN: Tensor
-) -> None:  # fmt: skip
+) -> None:
     check_dtypes(z_MN, t_MR, b_NR, out_MN)
     if not z_MN.numel():
         return

@@ -139,6 +139,4 @@ def scaled_input_grad(d_codes_MN: Tensor, d_scale_M: Tensor, weight: StoredWeigh
 
 def _multiply(a_MK: Tensor, a_scale_M: Tensor, b_NK: Tensor, b_scale_N: Tensor, dtype: torch.dtype) -> Tensor:
     """(a b^T) * a_scale * b_scale: `dtype` [M, N], all in the order in which cuBLAS wants them."""
-    return torch._scaled_mm(
-        a_MK, b_NK.t(), a_scale_M[:, None], b_scale_N[None, :], out_dtype=dtype, use_fast_accum=FAST_SUMS
-    )
+    return torch._scaled_mm(a_MK, b_NK.t(), a_scale_M[:, None], b_scale_N[None, :], out_dtype=dtype, use_fast_accum=FAST_SUMS)

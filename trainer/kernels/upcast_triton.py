@@ -108,7 +108,7 @@ def upcast_kernel(
     k = first + tl.arange(0, BLOCK_K)
     w = weight_tile(
         codes_ptr, scale_ptr, offset_ptr, levels_ptr, n, first, N, K, BLOCK_K, BITS, BLOCK, SCALED, SHIFTED, LEVELS, STEP
-    )  # fmt: skip
+    )
     if GAIN:
         w = w * tl.load(g_ptr + n, mask=n < N)[:, None]
     w = rounded(w, out_ptr.dtype.element_ty, INTERPRETED)
@@ -126,9 +126,8 @@ def row_squares_kernel(
     squares = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for first in range(0, K, BLOCK_K):
         w = weight_tile(
-            codes_ptr, scale_ptr, offset_ptr, levels_ptr, n, first, N, K, BLOCK_K, BITS, BLOCK, SCALED, SHIFTED, LEVELS,
-            STEP,
-        )  # fmt: skip
+            codes_ptr, scale_ptr, offset_ptr, levels_ptr, n, first, N, K, BLOCK_K, BITS, BLOCK, SCALED, SHIFTED, LEVELS, STEP
+        )
         squares += w * w
     tl.store(out_ptr + n, tl.sum(squares, 1), mask=n < N)
 
@@ -195,9 +194,7 @@ def _launch_row_squares(kernel: Any, weight: Weight, out_N: Tensor) -> None:
     # Few rows to a program, so that the narrowest layers (640) still occupy most SMs; long steps along K.
     block_n, block_k = 4, 512
     grid = (triton.cdiv(weight.rows, block_n),)
-    kernel[grid](
-        *weight.pointers(), out_N, weight.rows, weight.columns, **weight.layout(), BLOCK_N=block_n, BLOCK_K=block_k
-    )  # fmt: skip
+    kernel[grid](*weight.pointers(), out_N, weight.rows, weight.columns, **weight.layout(), BLOCK_N=block_n, BLOCK_K=block_k)
 
 
 @triton_op("trainer::upcast", mutates_args={"out"})
@@ -218,9 +215,7 @@ def _row_squares_op(
     _launch_row_squares(wrap_triton(row_squares_kernel), weight, out_N)
 
 
-def upcast(
-    weight: StoredWeight, dtype: torch.dtype, g_N: Tensor | None = None, out: Tensor | None = None
-) -> Tensor:  # fmt: skip
+def upcast(weight: StoredWeight, dtype: torch.dtype, g_N: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     stored = flat(weight)
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device) if out is None else out
     check_dtypes(out)

@@ -19,9 +19,7 @@ def build(component: Component, config: Config) -> nn.Module:
     config = {key: value for key, value in config.items() if not key.startswith("_")}
     cls: Any = getattr(importlib.import_module(component.library), component.class_name)
     with init_empty_weights(include_buffers=False):
-        module = (
-            cls.from_config(config) if component.library == "diffusers" else cls(cls.config_class.from_dict(config))
-        )
+        module = cls.from_config(config) if component.library == "diffusers" else cls(cls.config_class.from_dict(config))
     return module.eval().requires_grad_(False)
 
 

@@ -280,9 +280,7 @@ def look(hub_id: str) -> Repository:
     except (OSError, _transport_error()) as error:
         reason = _reason(error)
     else:
-        listed = {
-            file.rfilename: HubFile(file.size, file.lfs.sha256 if file.lfs else file.blob_id) for file in info.siblings
-        }
+        listed = {file.rfilename: HubFile(file.size, file.lfs.sha256 if file.lfs else file.blob_id) for file in info.siblings}
         return Repository(hub_id, listed, folder / "snapshots" / info.sha)
     try:
         snapshot = Path(snapshot_download(hub_id, allow_patterns=["model_index.json"], local_files_only=True))

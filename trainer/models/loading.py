@@ -145,9 +145,7 @@ class ModelSource:
                 names = sorted(set(_read_json(folder / files.index)["weight_map"].values()))
             return tuple(TensorFile(folder / file) for file in names), "", None
         if override is not None and override.suffix != ".safetensors":
-            raise UserError(
-                f"model.components.{name}.path = {str(override)!r} is neither a folder nor a .safetensors file"
-            )
+            raise UserError(f"model.components.{name}.path = {str(override)!r} is neither a folder nor a .safetensors file")
         file = TensorFile(override) if override is not None else self.single_file
         assert file is not None
         prefix = component.prefix_in(file.entries)

@@ -43,9 +43,7 @@ def open_model(
     _refuse_pickle("model.path", local)
     opened = partial(ModelSource, family, recognise=recognise, overrides=overrides, variant=variant, stored=stored)
     if config and not local.is_file():
-        raise UserError(
-            f"model.config = {config!r} belongs to a single file; {path!r} brings its own configs, leave it out"
-        )
+        raise UserError(f"model.config = {config!r} belongs to a single file; {path!r} brings its own configs, leave it out")
     if local.is_dir():
         if not (local / "model_index.json").is_file():
             raise UserError(f"model.path = {path!r} is not a diffusers folder (no model_index.json)")
@@ -60,14 +58,10 @@ def open_model(
         embedded = None if config else family.published(set(file.entries))
         published = PUBLISHED / embedded if embedded else None
         if not root.is_dir() and published is None:
-            raise UserError(
-                f"model.path = {path!r}: no configs of {family.name} are embedded; give them with model.config"
-            )
+            raise UserError(f"model.path = {path!r}: no configs of {family.name} are embedded; give them with model.config")
         source = opened(root=root if root.is_dir() else published, single_file=file, published=published)
     elif local.suffix == ".safetensors" or path.count("/") != 1 or path.startswith((".", "/")):
-        raise UserError(
-            f"model.path = {path!r} does not exist; give a diffusers folder, a .safetensors file or a hub id"
-        )
+        raise UserError(f"model.path = {path!r} does not exist; give a diffusers folder, a .safetensors file or a hub id")
     else:
         source = _of_repository(opened, family, path)
     if variant is not None:

@@ -144,9 +144,7 @@ class Read:
         split = [codes.view(torch.uint8), scale]
         ops = [link, link if link.op == "swap_halves" else Link(link.original, link.parts)]
         pieces = [split_original(op, tensor, self.rows) for op, tensor in zip(ops, split, strict=True)]
-        return [
-            {"weight": part.contiguous().view(codes.dtype), "scale": rows} for part, rows in zip(*pieces, strict=True)
-        ]  # fmt: skip
+        return [{"weight": part.contiguous().view(codes.dtype), "scale": rows} for part, rows in zip(*pieces, strict=True)]
 
     def _checked(self, function: Callable, roles: tuple[str, ...], phase: Phase | None = None):
         """function(the parts of those roles, shape), a ValueError told as the user's."""

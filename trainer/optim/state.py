@@ -30,9 +30,7 @@ class OptimizerState:
         for then, now in zip(self._constants, self._other_keys(), strict=True):
             lost = sorted({key for key, _ in then.items() ^ now.items()})
             if lost:
-                raise ValueError(
-                    f"the optimizer changes its groups in what its group_keys do not name: {', '.join(lost)}"
-                )
+                raise ValueError(f"the optimizer changes its groups in what its group_keys do not name: {', '.join(lost)}")
         owners = self._groups() | {name: self.optimizer.state.get(p, {}) for name, p in self._parameters().items()}
         return {f"{name}|{key}": value for name, values in owners.items() for key, value in values.items()}
 
@@ -108,8 +106,7 @@ class OptimizerState:
         """What must not change in each group, as text. The rates are the schedule's."""
         apart = {"params", "lr", "initial_lr", *self.entry.group_keys}
         return [
-            {key: repr(value) for key, value in group.items() if key not in apart}
-            for group in self.optimizer.param_groups
+            {key: repr(value) for key, value in group.items() if key not in apart} for group in self.optimizer.param_groups
         ]
 
 

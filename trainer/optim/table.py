@@ -61,16 +61,11 @@ def _adamw8bit_layouts(shape: torch.Size) -> list[dict[str, str]]:
     """In 32 and in 8 bit."""
     flat, codes = f"torch.float32 {list(shape)}", f"torch.uint8 {list(shape)}"
     map_, scales = "torch.float32 [256]", f"torch.float32 [{shape.numel() // ALIGNMENT}]"
-    eight_bit = {
-        f"{key}{i}": kind for i in "12" for key, kind in {"state": codes, "qmap": map_, "absmax": scales}.items()
-    }
+    eight_bit = {f"{key}{i}": kind for i in "12" for key, kind in {"state": codes, "qmap": map_, "absmax": scales}.items()}
     return [{"step": "count", "state1": flat, "state2": flat}, {"step": "count"} | eight_bit]
 
 
-OPTIMIZERS = {
-    "adamw": Entry(_adamw, _adamw_layouts),
-    "adamw8bit": Entry(_adamw8bit, _adamw8bit_layouts),
-}
+OPTIMIZERS = {"adamw": Entry(_adamw, _adamw_layouts), "adamw8bit": Entry(_adamw8bit, _adamw8bit_layouts)}
 
 
 def optimizer_named(name: str) -> Entry:

@@ -66,9 +66,7 @@ class ConvertedWeights:
         for name, layer in layers.items():
             said, wanted = about.get(name, {}), layer.payload() | {NORMS: torch.empty(layer.weight_shape[0])}
             entries = {key: file.entries.get(f"{name}.{key}") for key in wanted}
-            if any(
-                e is None or (e.dtype, e.shape) != (wanted[key].dtype, wanted[key].shape) for key, e in entries.items()
-            ):
+            if any(e is None or (e.dtype, e.shape) != (wanted[key].dtype, wanted[key].shape) for key, e in entries.items()):
                 continue
             found = {key: file.read(f"{name}.{key}", phase.advance) for key in wanted}
             if said.get("sha256") == {key: tensor_sha256(tensor) for key, tensor in found.items()}:
@@ -100,6 +98,4 @@ class ConvertedWeights:
 
 
 def _converted(module: nn.Module) -> dict[str, FrozenLayer]:
-    return {
-        n: layer for n, layer in module.named_modules() if isinstance(layer, FrozenLayer) and layer.format.quantised
-    }
+    return {n: layer for n, layer in module.named_modules() if isinstance(layer, FrozenLayer) and layer.format.quantised}

@@ -138,9 +138,7 @@ class Packed(Format):
         return {
             "weight": torch.empty(-(-rows * columns * self.bits // 8), dtype=torch.uint8, device=device),
             "scale": torch.empty(blocks, dtype=torch.float32, device=device),
-            self.second: torch.empty(
-                blocks if self.second == "offset" else 2**self.bits, dtype=torch.float32, device=device
-            ),
+            self.second: torch.empty(blocks if self.second == "offset" else 2**self.bits, dtype=torch.float32, device=device),
         }
 
     def quantize_into(self, weight, payload):
@@ -149,9 +147,7 @@ class Packed(Format):
         blocks = 8 * max(1, PIECE_ELEMENTS // (8 * block))
         for first in range(0, -(-flat.numel() // block), blocks):
             start = first * block
-            packed, scale, second = self.quantize_blocks(
-                flat[start : start + blocks * block].float(), block, self.dtype_name
-            )
+            packed, scale, second = self.quantize_blocks(flat[start : start + blocks * block].float(), block, self.dtype_name)
             byte = start * self.bits // 8
             payload["weight"][byte : byte + packed.numel()].copy_(packed)
             payload["scale"][first : first + blocks].copy_(scale)

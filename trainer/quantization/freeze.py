@@ -47,16 +47,12 @@ def freeze_layers(
         chosen, chosen_compute = format, compute
         kept = any(fnmatchcase(name, pattern) for pattern in keep)
         if format.quantised and held:
-            chosen = (
-                dense(kind) if isinstance(kind := held[name], torch.dtype) else formats_of(kind.dtype)[kind.backend]
-            )
+            chosen = dense(kind) if isinstance(kind := held[name], torch.dtype) else formats_of(kind.dtype)[kind.backend]
         elif format.quantised and (kept or (isinstance(child, nn.Conv2d) and not format.convolutions)):
             chosen = dense(unquantised)
         if torch.float16 in (format.dtype, compute) and any(part in name.split(".") for part in keep_fp32):
             chosen, chosen_compute = chosen if chosen.quantised and held else FORMATS["fp32"], torch.float32
-        common = dict(
-            format=chosen, compute_dtype=chosen_compute, device=child.weight.device, bias=child.bias is not None
-        )
+        common = dict(format=chosen, compute_dtype=chosen_compute, device=child.weight.device, bias=child.bias is not None)
         if isinstance(child, nn.Linear):
             frozen: FrozenLayer = FrozenLinear(child.in_features, child.out_features, **common)
         else:

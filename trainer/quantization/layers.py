@@ -89,9 +89,7 @@ class FrozenLayer(nn.Module):
             self.relative_error = relative_error(weight, self.stored())
             flat = self.stored().shape
             # On the CPU: nothing computes with them but the export.
-            self.original_norms = (
-                self.kernels.row_squares(StoredWeight(weight.reshape(flat), flat)).sqrt().float().cpu()
-            )
+            self.original_norms = self.kernels.row_squares(StoredWeight(weight.reshape(flat), flat)).sqrt().float().cpu()
 
     def load_payload(self, payload: Mapping[str, torch.Tensor]) -> None:
         """Take over a payload of this layer's format as it is, in place."""
@@ -273,9 +271,7 @@ class FrozenConv2d(FrozenLayer):
         self, in_channels, out_channels, kernel_size, *, stride, padding, dilation, groups, bias, format, compute_dtype,
         device=None,
     ) -> None:  # fmt: skip
-        super().__init__(
-            torch.Size((out_channels, in_channels // groups, *kernel_size)), bias, format, compute_dtype, device
-        )
+        super().__init__(torch.Size((out_channels, in_channels // groups, *kernel_size)), bias, format, compute_dtype, device)
         self.in_channels, self.out_channels, self.kernel_size = in_channels, out_channels, kernel_size
         self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
         self.geometry = (stride, padding, dilation, groups)
@@ -305,6 +301,4 @@ class FrozenConv2d(FrozenLayer):
         return per_row.view(-1, 1, 1)
 
     def extra_repr(self) -> str:
-        return (
-            f"{self.in_channels}, {self.out_channels}, {self.kernel_size}, {self.format.name} -> {self.compute_dtype}"
-        )
+        return f"{self.in_channels}, {self.out_channels}, {self.kernel_size}, {self.format.name} -> {self.compute_dtype}"

@@ -208,9 +208,7 @@ def _held(dtype: str, backend: str, parts: dict[str, str], shape: Shape | None, 
         return dora_torch.upcast(stored, torch.float32).view(shape)
 
     described = tuple(role for role in DESCRIPTIONS if role in parts)
-    return HeldWeight(
-        dtype, backend, parts, shape, payload, described, check or (lambda tensors, shape: None), dequantize
-    )
+    return HeldWeight(dtype, backend, parts, shape, payload, described, check or (lambda tensors, shape: None), dequantize)
 
 
 # ------------------------------------------------------------------- contents: (tensors by role, shape) -> payload
@@ -294,9 +292,7 @@ def _quanto_rows(dtype: torch.dtype, tensors: Tensors, shape: Shape) -> Payload:
 def _check_groups(scales: Shape, tensors: Tensors, shape: Shape) -> None:
     group = quanto.group_size(prod(shape[1:]))
     if scales[:1] != (prod(shape) // group,):
-        raise ValueError(
-            f"scale has shape {scales}; {prod(shape)} elements in groups of {group} take {prod(shape) // group}"
-        )
+        raise ValueError(f"scale has shape {scales}; {prod(shape)} elements in groups of {group} take {prod(shape) // group}")
 
 
 def _quanto_groups(bits: int, tensors: Tensors, shape: Shape) -> Payload:
@@ -305,9 +301,7 @@ def _quanto_groups(bits: int, tensors: Tensors, shape: Shape) -> Payload:
     scale, shift, packed = (tensors[role] for role in ("scale", "shift", "weight"))
     for role, tensor in {"scale": scale, "shift": shift}.items():
         if tensor.numel() != groups or tensor.shape[:1] != (groups,):
-            raise ValueError(
-                f"{role} has shape {tuple(tensor.shape)}; {count} elements in groups of {group} take {groups}"
-            )
+            raise ValueError(f"{role} has shape {tuple(tensor.shape)}; {count} elements in groups of {group} take {groups}")
     lines = -(-groups * bits // 8)
     if packed.dtype != torch.uint8 or packed.numel() != lines * group:
         raise ValueError(

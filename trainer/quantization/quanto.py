@@ -36,7 +36,5 @@ def quantize_groups(flat: torch.Tensor, group: int, dtype_name: str) -> tuple[to
     # Not MaxOptimizer(): where there is one group only, that would give every element a scale.
     scale, shift = quanto.MaxOptimizer().optimize(w_BG, qtype, axis=0)
     # A group of one value has scale 0: whatever its codes are, its values are exact.
-    codes = torch.ops.quanto.quantize_affine(
-        w_BG, bits=qtype.bits, axis=0, group_size=None, scale=scale, shift=shift
-    )  # fmt: skip
+    codes = torch.ops.quanto.quantize_affine(w_BG, bits=qtype.bits, axis=0, group_size=None, scale=scale, shift=shift)
     return pack(codes.flatten(), qtype.bits), scale.flatten(), -shift.flatten()

@@ -71,7 +71,7 @@ def stored_as(module: nn.Module) -> Stored | None:
         before=None if None in before else sum(before),
         bytes=sum(t.nbytes for layer in quantised.values() for t in layer.payload().values()),
         errors={n: layer.relative_error for n, layer in quantised.items() if layer.relative_error is not None},
-    )  # fmt: skip
+    )
 
 
 def scaled_layers(module: nn.Module) -> str:

@@ -19,9 +19,7 @@ from trainer.report.samples import read_samples
 Outcome = Mapping[str, Mapping[str, Any]]
 
 
-def write_report(
-    layout: Layout, *, name: str, outcome: Outcome | None, check: Callable[[], None] = lambda: None
-) -> Path:
+def write_report(layout: Layout, *, name: str, outcome: Outcome | None, check: Callable[[], None] = lambda: None) -> Path:
     """Write the run's report atomically, and return its path.
 
     Reads its config, metrics, samples and adapter files; each of them may be missing.
@@ -36,9 +34,7 @@ def write_report(
         metrics=read_metrics(layout.metrics),
         samples=read_samples(layout.samples, check),
         outcome=outcome,
-        adapters=[
-            page.AdapterFile.read(file, layout.root, check) for file in sorted(layout.adapters.glob("*.safetensors"))
-        ],
+        adapters=[page.AdapterFile.read(file, layout.root, check) for file in sorted(layout.adapters.glob("*.safetensors"))],
     )
     check()
     write_atomic(layout.report, [html.encode("utf-8", errors="replace")])

@@ -60,10 +60,7 @@ def averaging(monkeypatch) -> None:
     def build_adapter(plan, components, pieces, *rest):
         adapter, *others = build_adapter_alone(plan, components, pieces, *rest)
         if plan.config.average:
-            average, mark_stale = (
-                pieces.enter("average", Average(adapter, plan.config.average.decay)),
-                adapter.mark_stale,
-            )
+            average, mark_stale = (pieces.enter("average", Average(adapter, plan.config.average.decay)), adapter.mark_stale)
             monkeypatch.setattr(adapter, "mark_stale", lambda: [mark_stale(), average.update()])
         return adapter, *others
 
@@ -75,9 +72,7 @@ def averaging(monkeypatch) -> None:
 
 def train(bench: Workbench, out: str, resume_from: str | None = None, **more: Any) -> Path:
     """Returns the last checkpoint."""
-    tree = bench.tree(
-        run__output_dir=str(bench.tmp / out), adapter__targets=["*attn1.to_q"], optimizer__lr=1e-2, **more
-    )
+    tree = bench.tree(run__output_dir=str(bench.tmp / out), adapter__targets=["*attn1.to_q"], optimizer__lr=1e-2, **more)
     runs.train(configs.parse(tree), resume_from=resume_from)
     return bench.tmp / out / "checkpoints" / f"step-{more.get('run__stop_after', 3):08d}"
 
@@ -98,9 +93,7 @@ def test_an_optional_piece_is_saved_and_restored(bench: Workbench, averaging) ->
 
     plain = train(bench, "plain")
     for name in ("adapter.safetensors", "optimizer.safetensors"):
-        assert (plain / name).read_bytes() == (whole / name).read_bytes(), (
-            "a piece beside the others changes none of them"
-        )
+        assert (plain / name).read_bytes() == (whole / name).read_bytes(), "a piece beside the others changes none of them"
     assert sorted(path.name for path in whole.iterdir()) == sorted([*(p.name for p in plain.iterdir()), AVERAGE.file])
 
 

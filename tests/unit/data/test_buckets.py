@@ -59,9 +59,7 @@ def test_a_bucket_is_the_nearest_of_those_allowed(width, height, resolution, max
     grid = range(step, resolution**2 // step + 1, step)
     short_sides = [n for n in grid if n <= resolution]
     candidates = [(w, h) for h in short_sides for w in grid if w >= h and allowed(w, h)]
-    maximal = [
-        (w, h) for w, h in candidates if not any((w2, h2) != (w, h) and w2 >= w and h2 >= h for w2, h2 in candidates)
-    ]
+    maximal = [(w, h) for w, h in candidates if not any((w2, h2) != (w, h) and w2 >= w and h2 >= h for w2, h2 in candidates)]
     long, short = max(bucket), min(bucket)
     assert (long, short) in maximal
     aspect = math.log(max(width, height) / min(width, height))

@@ -192,10 +192,7 @@ def test_a_changed_photo_or_encoder_is_encoded_anew(tmp_path):
         file.write(b"\0")
     assert fill_latents(Cache(cache), dataset(folder), fingerprint="vae", flip=False, **ENCODING) == 1
     assert (
-        fill_latents(
-            Cache(cache), dataset(folder), fingerprint="other", flip=False, encode=encode, on_non_finite=refuse
-        )
-        == 5
+        fill_latents(Cache(cache), dataset(folder), fingerprint="other", flip=False, encode=encode, on_non_finite=refuse) == 5
     )
 
 
@@ -213,9 +210,7 @@ def test_a_photo_that_changed_after_the_scan_is_refused(tmp_path):
     ((photo, bucket), *_) = dataset()
     stale = dataclasses.replace(photo, sha256="0" * 64)
     with pytest.raises(UserError, match="00.jpg changed"):
-        fill_latents(
-            Cache(tmp_path), [(stale, bucket)], fingerprint="vae", flip=False, encode=encode, on_non_finite=refuse
-        )
+        fill_latents(Cache(tmp_path), [(stale, bucket)], fingerprint="vae", flip=False, encode=encode, on_non_finite=refuse)
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
@@ -306,8 +301,7 @@ def test_leftovers_of_killed_processes_are_removed(tmp_path):
     ended.wait()
     (tmp_path / "ab").mkdir()
     names = {
-        pid: tmp_path / "ab" / f".{KEY}.safetensors.{pid}.0a1b2c3d.tmp"
-        for pid in (ended.pid, os.getpid(), os.getppid())
+        pid: tmp_path / "ab" / f".{KEY}.safetensors.{pid}.0a1b2c3d.tmp" for pid in (ended.pid, os.getpid(), os.getppid())
     }
     for path in names.values():
         path.write_bytes(b"half")

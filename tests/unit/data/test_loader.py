@@ -165,9 +165,7 @@ def test_updates_may_be_endless(dataset):
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 def test_workers_leave_signals_to_the_main_process(dataset):
     arrived = []
-    handlers = {
-        number: signal.signal(number, lambda n, _: arrived.append(n)) for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    handlers = {number: signal.signal(number, lambda n, _: arrived.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
     batches = iterate(updates(dataset, epochs=50), reader(dataset), num_workers=2)
     try:
         next(batches)

@@ -56,28 +56,14 @@ def write(folder: Path, name: str, data: bytes | str) -> Path:
 def test_the_example_folder():
     photos = scan([(str(PHOTOS), 3)])
     assert [photo.sample for photo in photos] == [f"0/0{i}.jpg" for i in range(5)]
-    assert [(photo.width, photo.height) for photo in photos] == [
-        (768, 512),
-        (768, 768),
-        (640, 768),
-        (512, 768),
-        (768, 640),
-    ]
+    assert [(photo.width, photo.height) for photo in photos] == [(768, 512), (768, 768), (640, 768), (512, 768), (768, 640)]
     assert all(photo.repeats == 3 and photo.has_caption and "sks plush bear" in photo.caption for photo in photos)
     assert len({photo.sha256 for photo in photos}) == 5
 
 
 def test_order_names_and_what_is_left_out(tmp_path):
     png = encoded(flat("RGB", "red"), "PNG")
-    for name in (
-        "one/b.PNG",
-        "one/a/z.png",
-        "one/.hidden.png",
-        "one/.git/x.png",
-        "one/notes.md",
-        "one/a.b.png",
-        "two/b.png",
-    ):
+    for name in ("one/b.PNG", "one/a/z.png", "one/.hidden.png", "one/.git/x.png", "one/notes.md", "one/a.b.png", "two/b.png"):
         write(tmp_path, name, png)
     write(tmp_path, "one/a.b.txt", "﻿  caption é\n".encode())
     write(tmp_path, "one/b.txt", " \n")
@@ -222,9 +208,7 @@ def test_strict_captions_name_what_is_missing_or_empty(tmp_path):
     write(tmp_path, "a.txt", "text")
     write(tmp_path, "b.txt", "\n")
     assert len(scan([(str(tmp_path), 1)])) == 3
-    with pytest.raises(
-        UserError, match=r"(?s)2 problems.*b\.txt: the caption is empty.*c\.png: no caption file c\.txt"
-    ):
+    with pytest.raises(UserError, match=r"(?s)2 problems.*b\.txt: the caption is empty.*c\.png: no caption file c\.txt"):
         scan([(str(tmp_path), 1)], strict_captions=True)
 
 

@@ -8,11 +8,7 @@ from trainer.types import Conditioning
 
 def caption(length: int, *, mask: bool = False, pooled: bool = True) -> Conditioning:
     sequence = torch.rand(1, length, 3, generator=torch.Generator().manual_seed(length))
-    return Conditioning(
-        sequence,
-        torch.arange(length)[None] > 0 if mask else None,
-        sequence.mean(1) if pooled else None,
-    )
+    return Conditioning(sequence, torch.arange(length)[None] > 0 if mask else None, sequence.mean(1) if pooled else None)
 
 
 def test_captions_of_one_length_stay_as_they_are() -> None:

@@ -52,8 +52,7 @@ def original_file(family: str, component: str) -> dict[str, torch.Tensor]:
     meta = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     prefix = PREFIXES[family, component]
     return {
-        prefix + link.original: join_parts(link, [meta[part] for part in link.parts])
-        for link in links_of(family, component)
+        prefix + link.original: join_parts(link, [meta[part] for part in link.parts]) for link in links_of(family, component)
     }
 
 

@@ -54,9 +54,7 @@ def published_layout(folder: Path, target: Path) -> Path:
     plain = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
     settings["added_tokens_decoder"] = {str(vocabulary[t]): plain | {"content": t} for t in ("!", START, END)}
     (target / "tokenizer_config.json").write_text(json.dumps(settings))
-    (target / "special_tokens_map.json").write_text(
-        json.dumps({"pad_token": "!", "eos_token": END, "bos_token": START})
-    )
+    (target / "special_tokens_map.json").write_text(json.dumps({"pad_token": "!", "eos_token": END, "bos_token": START}))
     return target
 
 

@@ -18,10 +18,8 @@ def names(stem: str, layout: str, variant: str | None) -> list[str]:
     return {
         "absent": [],
         "single": [f"{stem}{dot}.safetensors"],
-        "sharded": [f"{stem}{dot}-0000{n}-of-00002.safetensors" for n in (1, 2)]
-        + [f"{stem}.safetensors.index{dot}.json"],
-        "formerly": [f"{stem}-0000{n}-of-00002{dot}.safetensors" for n in (1, 2)]
-        + [f"{stem}.safetensors{dot}.index.json"],
+        "sharded": [f"{stem}{dot}-0000{n}-of-00002.safetensors" for n in (1, 2)] + [f"{stem}.safetensors.index{dot}.json"],
+        "formerly": [f"{stem}-0000{n}-of-00002{dot}.safetensors" for n in (1, 2)] + [f"{stem}.safetensors{dot}.index.json"],
     }[layout]
 
 

@@ -68,9 +68,7 @@ def test_what_is_restored_goes_on_as_what_was_saved(name: str) -> None:
 
 def test_names_and_kinds() -> None:
     """The layout of a checkpoint: what versions before this one wrote for AdamW has to stay."""
-    kinds = {
-        name: {key: optim.state.kind(v) for key, v in trained(name)[0].state_dict().items()} for name in OPTIMIZERS
-    }
+    kinds = {name: {key: optim.state.kind(v) for key, v in trained(name)[0].state_dict().items()} for name in OPTIMIZERS}
     n = {0: 512, 1: 512}  # 12 and 54 elements at multiples of 256; 300
     full = {group: f"torch.float32 [{size}]" for group, size in n.items()}
     assert kinds["adamw"] == {
@@ -129,9 +127,7 @@ def test_the_state_of_another_optimizer_is_refused(name: str) -> None:
 def test_before_the_first_update_there_is_no_state_but_the_groups() -> None:
     for name in ("adamw", "growing"):
         state, fresh = trained(name, steps=0)[0], trained(name, steps=0)[0]
-        assert state.state_dict().keys() == {
-            f"param_groups.{g}|{k}" for g in (0, 1) for k in OPTIMIZERS[name].group_keys
-        }
+        assert state.state_dict().keys() == {f"param_groups.{g}|{k}" for g in (0, 1) for k in OPTIMIZERS[name].group_keys}
         fresh.load_state_dict(state.state_dict())
         assert not any(fresh.optimizer.state.values())
 
@@ -153,9 +149,7 @@ def test_what_is_not_finite_is_found_wherever_it_is(where: str) -> None:
     if where == "group":
         group["d"] = math.inf
     else:
-        held = (
-            group["params"][0].data if where == "parameter" else state.optimizer.state[group["params"][0]]["momentum"]
-        )
+        held = group["params"][0].data if where == "parameter" else state.optimizer.state[group["params"][0]]["momentum"]
         held[7] = math.nan
     assert not state.is_finite()
 

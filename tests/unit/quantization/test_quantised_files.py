@@ -134,9 +134,7 @@ def test_raw_float8_is_held_and_its_vectors_are_plain(models: Path, tmp_path: Pa
     path = files.float8_file(models / "flux-one.safetensors", tmp_path / "f.safetensors", dtype)
     held = check_file(path, models / "flux-one.safetensors")
     matrices = {name for name, entry in TensorFile(path).entries.items() if len(entry.shape) >= 2}
-    assert held.keys() == matrices and any(
-        len(e.shape) == 1 and e.dtype == dtype for e in TensorFile(path).entries.values()
-    )
+    assert held.keys() == matrices and any(len(e.shape) == 1 and e.dtype == dtype for e in TensorFile(path).entries.values())
     assert {(h.dtype, h.backend) for h in held.values()} == {("fp8_e4m3" if dtype == E4M3 else "fp8_e5m2", "native")}
 
 

@@ -79,15 +79,7 @@ def write_png(path: Path, prompt: str | None = None, side: int = 8, noise: bool 
     if prompt:
         info.add_text("prompt", prompt)
     if asked:
-        default = {
-            "prompt": prompt,
-            "width": 8,
-            "height": 8,
-            "steps": 20,
-            "guidance": None,
-            "negative": "",
-            "strength": 1.0,
-        }
+        default = {"prompt": prompt, "width": 8, "height": 8, "steps": 20, "guidance": None, "negative": "", "strength": 1.0}
         info.add_text("request", json.dumps(default | asked))
     image = Image.effect_noise((side, side), 90).convert("RGB") if noise else Image.new("RGB", (side, side), "teal")
     image.save(path, pnginfo=info)
@@ -207,9 +199,7 @@ def test_any_range_of_values_can_be_drawn(values: list[float]) -> None:
 
 
 def test_other_numeric_fields_are_drawn_when_they_vary(tmp_path: Path) -> None:
-    rows = [
-        {"step": s, "loss": 0.1, "loss_scale": 2.0**s, "vram_bytes": s, "constant": 1, "skipped": False} for s in (1, 2)
-    ]
+    rows = [{"step": s, "loss": 0.1, "loss_scale": 2.0**s, "vram_bytes": s, "constant": 1, "skipped": False} for s in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text, _ = read(write_report(Layout(tmp_path), name="bear", outcome=None))
     assert re.findall(r"<figcaption><b>([^<]*)</b>", text) == ["Loss", "Loss scale", "vram bytes"]
@@ -217,9 +207,7 @@ def test_other_numeric_fields_are_drawn_when_they_vary(tmp_path: Path) -> None:
 
 def test_adapter_files_are_listed_with_size_and_hash(run: Path) -> None:
     text, page = read(write_report(Layout(run), name="bear", outcome=None))
-    assert (
-        hashlib.sha256(b"x" * 2048).hexdigest() in text and "2.0 KiB" in page.text and "bear.safetensors" in page.text
-    )
+    assert hashlib.sha256(b"x" * 2048).hexdigest() in text and "2.0 KiB" in page.text and "bear.safetensors" in page.text
 
 
 def test_outcome_cells(run: Path) -> None:
@@ -229,13 +217,7 @@ def test_outcome_cells(run: Path) -> None:
 
 def test_a_run_that_has_done_nothing_gives_a_page(tmp_path: Path) -> None:
     _, page = read(write_report(Layout(tmp_path), name="bear", outcome=None))
-    for sentence in (
-        "recorded nothing yet",
-        "No step has been",
-        "no sample images",
-        "No adapter file",
-        "no config.toml",
-    ):
+    for sentence in ("recorded nothing yet", "No step has been", "no sample images", "No adapter file", "no config.toml"):
         assert sentence in page.text
     assert [file.name for file in tmp_path.iterdir()] == ["report.html"]  # no temporary left
 

@@ -130,15 +130,7 @@ def test_misses_failures_and_timeouts_are_said(report, tmp_path, monkeypatch, ca
 def test_the_bench_of_a_step_runs_on_tiny_models(report, tmp_path: Path) -> None:
     """Its rows are what the report reads; float8 products are among them."""
     path = tmp_path / "steps.json"
-    command = [
-        sys.executable,
-        "scripts/bench/bench_step.py",
-        "--quick",
-        "--device",
-        "cpu",
-        "--storage",
-        "bf16,fp8_e4m3",
-    ]
+    command = [sys.executable, "scripts/bench/bench_step.py", "--quick", "--device", "cpu", "--storage", "bf16,fp8_e4m3"]
     subprocess.run([*command, "--rounds", "1", "--json", str(path)], cwd=ROOT, check=True, timeout=300)
     result = json.loads(path.read_text())
     assert not result["errors"] and {row["model"] for row in result["layers"]} == {"Flux", "SDXL"}
@@ -162,15 +154,7 @@ def test_the_bench_of_determinism_runs_on_tiny_models(report, tmp_path: Path) ->
 def test_the_bench_of_determinism_says_what_fails(tmp_path: Path) -> None:
     """An error in a worker ends its model, not the script."""
     path = tmp_path / "deterministic.json"
-    command = [
-        sys.executable,
-        "scripts/bench/bench_deterministic.py",
-        "--quick",
-        "--storage",
-        "fp9",
-        "--json",
-        str(path),
-    ]
+    command = [sys.executable, "scripts/bench/bench_deterministic.py", "--quick", "--storage", "fp9", "--json", str(path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "error: SDXL: deterministic: KeyError: 'fp9'" in done.stdout
     assert json.loads(path.read_text())["errors"].keys() == {"Flux", "SDXL"}

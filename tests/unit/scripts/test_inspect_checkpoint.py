@@ -69,9 +69,7 @@ def census(step: int = 40) -> dict[str, state.Provider]:
             f"{layer.format(i)}.lora_B.weight": torch.zeros(64, 4),
             f"{layer.format(i)}.lora_magnitude_vector": torch.ones(64),
         }
-    norms = {
-        f"{layer.format(i)}.{kind}_norm": torch.ones(64) for i in range(3) for kind in ("base", "original", "adapted")
-    }
+    norms = {f"{layer.format(i)}.{kind}_norm": torch.ones(64) for i in range(3) for kind in ("base", "original", "adapted")}
     optimizer = {
         "group.0|step": step, "group.0|state1": torch.zeros(1536, dtype=torch.uint8),
         "group.0|qmap1": torch.linspace(-1, 1, 256), "group.0|absmax1": torch.zeros(6),

@@ -182,9 +182,7 @@ def test_v_prediction_is_said_where_real_files_say_it(models, tmp_path):
     scheduler = json.loads((tmp_path / "v" / "scheduler" / "scheduler_config.json").read_text())
     assert scheduler["prediction_type"] == "v_prediction"
     assert scheduler["rescale_betas_zero_snr"] is True and scheduler["timestep_spacing"] == "trailing"
-    markers = set(TensorFile(tmp_path / "s.safetensors").entries) - set(
-        TensorFile(models / "sdxl-1.safetensors").entries
-    )
+    markers = set(TensorFile(tmp_path / "s.safetensors").entries) - set(TensorFile(models / "sdxl-1.safetensors").entries)
     assert markers == {"v_pred", "ztsnr"}
 
 
@@ -227,12 +225,7 @@ def headers_alone(monkeypatch) -> None:
 # Of diffusers' and transformers' own classes, without their buffers: test_names counts them.
 FULL_BYTES = {
     "sdxl": {"unet": 5_134_927_368, "text_encoder": 246_120_960, "text_encoder_2": 1_389_319_680, "vae": 334_615_452},
-    "flux": {
-        "transformer": 23_802_816_640,
-        "text_encoder": 246_120_960,
-        "text_encoder_2": 9_524_621_312,
-        "vae": 335_278_732,
-    },
+    "flux": {"transformer": 23_802_816_640, "text_encoder": 246_120_960, "text_encoder_2": 9_524_621_312, "vae": 335_278_732},
 }
 
 

@@ -107,9 +107,7 @@ def image_ids(height: int, width: int) -> torch.Tensor:
     return ids.view(-1, 3)
 
 
-def predict(
-    model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning: Conditioning, batch: Batch
-) -> torch.Tensor:
+def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning: Conditioning, batch: Batch) -> torch.Tensor:
     transformer = model.modules["transformer"]
     height, width = noised.shape[-2:]
     guidance = None

@@ -76,9 +76,7 @@ def objective(
     """Epsilon or v, as asked, or as the marker tensors, or as the scheduler's config says."""
     check_objective(scheduler, markers)
     if timesteps == "logit_normal":
-        raise UserError(
-            "objective.timesteps = 'logit_normal' belongs to flow matching; for sdxl leave it out or 'uniform'"
-        )
+        raise UserError("objective.timesteps = 'logit_normal' belongs to flow matching; for sdxl leave it out or 'uniform'")
     if prediction == "auto":
         prediction = "v" if markers.v_prediction else PREDICTIONS[scheduler.get("prediction_type") or "epsilon"]
     if zero_terminal_snr == "auto":
@@ -111,9 +109,7 @@ def time_ids(batch: Batch) -> torch.Tensor:
     return torch.cat([batch.original_size, batch.crop_top_left, batch.target_size], dim=1).float()
 
 
-def predict(
-    model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning: Conditioning, batch: Batch
-) -> torch.Tensor:
+def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning: Conditioning, batch: Batch) -> torch.Tensor:
     added = {"text_embeds": conditioning.pooled, "time_ids": time_ids(batch).to(noised.device)}
     return model.modules["unet"](noised, time, conditioning.sequence, added_cond_kwargs=added, return_dict=False)[0]
 

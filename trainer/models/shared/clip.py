@@ -21,11 +21,7 @@ OPEN_CLIP_DEFAULTS = {**CLIP_DEFAULTS, "projection_dim": 512}
 def clip_ids(tokenizer: Any, captions: Sequence[str]) -> torch.Tensor:
     """int64 [B, L], padded and truncated to the tokenizer's length (77), with its own padding token."""
     encoded = tokenizer(
-        list(captions),
-        padding="max_length",
-        max_length=tokenizer.model_max_length,
-        truncation=True,
-        return_tensors="pt",
+        list(captions), padding="max_length", max_length=tokenizer.model_max_length, truncation=True, return_tensors="pt"
     )
     return encoded.input_ids
 

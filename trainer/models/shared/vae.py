@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from trainer.models.names import Config, Names, Shape, how_many
 
 # What a config.json leaves out, as the class takes it.
-DEFAULTS = {
-    "block_out_channels": [64], "in_channels": 3, "latent_channels": 4, "layers_per_block": 1, "out_channels": 3,
-}  # fmt: skip
+DEFAULTS = {"block_out_channels": [64], "in_channels": 3, "latent_channels": 4, "layers_per_block": 1, "out_channels": 3}
 
 
 def vae_names(config: Config) -> Names:
