@@ -31,13 +31,12 @@ from typing import Any
 
 import torch
 
-# Neither diffusers nor transformers is imported but for T5: they take longer to load than all the work here.
+# Neither diffusers nor transformers is imported: they take longer to load than all the work here.
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from trainer.errors import UserError  # noqa: E402
 from trainer.models import FAMILIES  # noqa: E402
-from trainer.models.building import shapes_of  # noqa: E402
 from trainer.models.names import Link, join_parts  # noqa: E402
 from trainer.models.tokenizers import END, START, clip_vocabulary, embedded_merges  # noqa: E402
 from trainer.tensorfile import Recipe, write_tensors  # noqa: E402
@@ -326,10 +325,25 @@ def random_weights(component: str, class_name: str, config: Mapping[str, Any], d
             return tiled(drawn.to(dtype), shape)
         return _latents_scaled(name, tiled(drawn, shape), config)
 
-    known = [c for family in FAMILIES.values() for c in family.components if c.class_name == class_name]
-    shapes = shapes_of(known[0], config)
-    shapes.pop("encoder.embed_tokens.weight", None)  # of T5: the same tensor as shared.weight
+    tables = {c.class_name: c.names for family in FAMILIES.values() for c in family.components if c.names}
+    shapes = tables[class_name](config).shapes if class_name in tables else t5_shapes(config)
     return {name: Recipe(dtype, shape, partial(make, name, shape)) for name, shape in shapes.items()}
+
+
+def t5_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of T5EncoderModel, gated: the program asks the module itself, which takes long to import."""
+    width, inner, hidden = config["d_model"], config["num_heads"] * config["d_kv"], config["d_ff"]
+    layer = {f"0.SelfAttention.{name}": (inner, width) for name in "qkv"} | {"0.SelfAttention.o": (width, inner)}
+    layer |= {f"1.DenseReluDense.{name}": (hidden, width) for name in ("wi_0", "wi_1")}
+    layer |= {"1.DenseReluDense.wo": (width, hidden), "0.layer_norm": (width,), "1.layer_norm": (width,)}
+    blocks = [f"encoder.block.{i}.layer" for i in range(config["num_layers"])]
+    shapes = {f"{block}.{name}.weight": shape for block in blocks for name, shape in layer.items()}
+    bias = (config["relative_attention_num_buckets"], config["num_heads"])
+    return shapes | {
+        "shared.weight": (config["vocab_size"], width),
+        f"{blocks[0]}.0.SelfAttention.relative_attention_bias.weight": bias,
+        "encoder.final_layer_norm.weight": (width,),
+    }
 
 
 def _scaled(name: str, shape: tuple[int, ...], noise: torch.Tensor) -> torch.Tensor:
