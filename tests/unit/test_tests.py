@@ -1,0 +1,74 @@
+"""A room's tests are found without a search: unit/ mirrors trainer/ and scripts/, tests/README.md lists the rest."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.harness import ROOT
+
+TESTS = ROOT / "tests"
+# Of the trees as such, and of no room.
+OF_THE_WHOLE = {"test_rooms.py", "test_tests.py"}
+
+
+def orphans(unit: Path, root: Path) -> list[str]:
+    """Tests and folders of `unit` that no file or folder of `root`/trainer or `root`/scripts stands for."""
+    found = []
+    for path in sorted(unit.rglob("*")):
+        place = path.relative_to(unit)
+        if "__pycache__" in place.parts or place.name == "__init__.py" or str(place) in OF_THE_WHOLE:
+            continue
+        folder = root / (place if place.parts[0] == "scripts" else Path("trainer", place)).parent
+        if path.is_dir():
+            there = (folder / place.name).is_dir()
+        else:
+            words = place.stem.removeprefix("test_").split("_")
+            names = ["_".join(words[:count]) for count in range(1, len(words) + 1)]
+            there = place.name.startswith("test_") and any((folder / f"{name}.py").is_file() for name in names)
+        if not there:
+            found.append(str(place))
+    return found
+
+
+def test_the_tree_of_the_unit_tests_mirrors_the_programs() -> None:
+    assert not orphans(TESTS / "unit", ROOT), "no room of trainer/ or script has this name"
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [("test_step.py", False), ("data/test_cache.py", False), ("data/test_cache_damage.py", False),
+     ("scripts/proofs/test_kill_test.py", False), ("test_stop.py", True), ("test_cache.py", True),
+     ("data/test_step.py", True), ("data/helpers.py", True), ("date/__init__.py", True), ("proofs/test_kill_test.py", True)],
+)  # fmt: skip
+def test_a_test_without_a_room_is_found(tmp_path: Path, path: str, found: bool) -> None:
+    for file in ("trainer/step.py", "trainer/data/cache.py", "scripts/proofs/kill_test.py", f"tests/unit/{path}"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    assert bool(orphans(tmp_path / "tests" / "unit", tmp_path)) == found
+
+
+@pytest.mark.parametrize("folder", ["integration", "numerics"])
+def test_the_readme_lists_every_file_by_what_it_promises(folder: str) -> None:
+    text = (TESTS / "README.md").read_text(encoding="utf-8")
+    section = text.partition(f"## What `{folder}/` promises")[2].partition("\n## ")[0]
+    listed = re.findall(r"^\| `(\w+\.py)` \| \S.* \|$", section, re.MULTILINE)
+    assert listed == sorted(path.name for path in (TESTS / folder).glob("test_*.py"))
+
+
+def test_every_folder_of_tests_is_a_package() -> None:
+    """Files of one name in two folders would else be one module."""
+    without = {path.parent for path in TESTS.rglob("test_*.py") if not (path.parent / "__init__.py").is_file()}
+    assert not without
+
+
+def test_what_the_continuous_checks_leave_out_is_marked_so() -> None:
+    """`--all` is the quick suite and `slow`: of the markers it leaves out `proof` and `gpu` alone."""
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
+    assert {marker.partition(":")[0] for marker in options["markers"]} == {"slow", "proof", "gpu"}
+    assert "-m 'not slow and not proof and not gpu'" in options["addopts"]
+    assert '-m "not proof and not gpu"' in (ROOT / "scripts" / "test.sh").read_text(encoding="utf-8")
+    assert "scripts/test.sh --all" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
