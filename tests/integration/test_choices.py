@@ -136,6 +136,30 @@ def test_a_recomputation_leaves_out_products_that_nothing_reads(
     assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
 
 
+@pytest.mark.parametrize("gate", ["text_encoder", "norm"])
+def test_a_recomputation_keeps_the_products_that_trained_gates_multiply(bench: Workbench, gate: str) -> None:
+    adapted = {
+        "text_encoder": {"adapter__rules": [{"component": "text_encoder", "match": "*.q_proj"}]},
+        "norm": {"adapter__targets": ["transformer_blocks.0.norm1.linear", "single_transformer_blocks.0.norm.linear"]},
+    }[gate]
+
+    def gradients(every: bool) -> dict[str, torch.Tensor]:
+        config = bench.config(
+            "flux", memory__gradient_checkpointing=every, run__output_dir=str(bench.tmp / f"out-{every}"), **adapted
+        )
+        with built(config) as training:
+            parameters = training.adapter.named_parameters()
+            for parameter in parameters.values():
+                torch.nn.init.constant_(parameter, 0.01)
+            training.adapter.mark_stale()
+            training.step.losses(training.reader[next(training.updates())[0]]).sum().backward()
+            return {name: parameter.grad.clone() for name, parameter in parameters.items()}
+
+    plain, recomputed = gradients(False), gradients(True)
+    assert any(".norm" in name or name.startswith("text_encoder.") for name in plain)
+    assert all(torch.isfinite(grad).all() and torch.equal(plain[name], grad) for name, grad in recomputed.items())
+
+
 def test_a_product_that_something_reads_after_all_is_noticed(bench: Workbench, monkeypatch) -> None:
     wrong = dataclasses.replace(flux.FAMILY, unread=("*.ff.net.0.proj",))
     monkeypatch.setitem(models.FAMILIES, "flux", wrong)

@@ -10,8 +10,9 @@ given where the family differs. How families that are not here yet would fit:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
@@ -142,6 +143,7 @@ class Family:
     blocks: fnmatch patterns of the denoiser's blocks, the unit of gradient checkpointing.
     unread: fnmatch patterns of Linears in them whose output is only added, or multiplied by what needs no gradient. Nothing
       needs its value in a backward pass, so a block that is recomputed leaves out these products.
+    gates: fnmatch patterns of layers, by full name, that those multipliers come from: adapted, they need a gradient.
     shared_inputs: component -> groups of endings of layer names; Linears that differ in nothing else read one tensor.
     no_gradient(component, config) -> fnmatch patterns of layers whose output never reaches the loss.
     kohya: component -> prefix of its keys in kohya files, where it is not the usual one.
@@ -169,6 +171,7 @@ class Family:
     adjust: Callable[[str, nn.Module], None] = lambda component, module: None
     blocks: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    gates: tuple[str, ...] = ()
     shared_inputs: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
     no_gradient: Callable[[str, dict], tuple[str, ...]] = lambda component, config: ()
     kohya: Mapping[str, str] = field(default_factory=dict)
@@ -188,6 +191,11 @@ class Family:
     @property
     def text_encoders(self) -> tuple[str, ...]:
         return tuple(c.name for c in self.components if c.role == "text_encoder")
+
+    def unread_beside(self, adapted: Iterable[str]) -> tuple[str, ...]:
+        """`unread`, as far as it holds where these layers are adapted."""
+        gated = any(fnmatchcase(layer, pattern) for layer in adapted for pattern in self.gates)
+        return () if gated else self.unread
 
     @property
     def kohya_prefix(self) -> dict[str, str]:
