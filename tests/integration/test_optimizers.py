@@ -57,6 +57,8 @@ def test_stopped_and_resumed_equals_uninterrupted(bench: Workbench, monkeypatch,
     for file in ("bear.safetensors", "bear_comfyui.safetensors"):
         one, other = (bench.tmp / out / "adapters" / file for out in ("whole", "parts"))
         assert one.read_bytes() == other.read_bytes(), file
+    kept = {key.rpartition("|")[2] for key in Saved(whole).pieces["optimizer"]["tensors"]}
+    assert kept == {"growing": {"momentum"}, "averaging": {"z"}, "factored": {"rows", "columns", "v"}}[name]
     assert Saved(whole).pieces["optimizer"]["state"].keys() == {
         f"param_groups.{group}|{key}" for group in (0, 1) for key in ENTRIES[name].group_keys
     }
