@@ -3,13 +3,13 @@
     python scripts/proofs/learning_table.py --jobs 2
     python scripts/proofs/learning_table.py --cells 'flux/dora/int?-*/*'    # some, beside the fp32 base; prints only
 
-An adapter of rank 8 on attention and MLP is trained for 100 steps of two draws at lr 1e-2. There are 24 fixed (noise, timestep)
-draws, 12 for each of two photos. The fall is 1 - last / first mean loss over the draws. A fall of 5 % is promised over the fp32
-base. Every other storage format and compute dtype is promised to keep at least 70 % of that base's fall. int2 and fp4 are
-measured, not promised.
+An adapter of rank 8 on attention and MLP is trained for 100 steps of two draws at lr 1e-2. There are 24 fixed (noise,
+timestep) draws, 12 for each of two photos. The fall is 1 - last / first mean loss over the draws. A fall of 5 % is
+promised over the fp32 base. Every other storage format and compute dtype is promised to keep at least 70 % of that
+base's fall. int2 and fp4 are measured, not promised.
 
-The storage format is that of the denoiser's Linear layers, and of its convolutions where the format has them. The text encoders
-are stored as bf16, the VAE as fp32.
+The storage format is that of the denoiser's Linear layers, and of its convolutions where the format has them. The
+text encoders are stored as bf16, the VAE as fp32.
 """
 
 from __future__ import annotations

@@ -63,13 +63,10 @@ def test_the_bytes_of_the_commit_before(tmp_path: Path, capsys) -> None:
 
 @pytest.mark.slow
 @needs_history
-def test_another_arithmetic_is_noticed(tmp_path: Path, capsys) -> None:
+def test_other_draws_are_noticed(tmp_path: Path, capsys) -> None:
     with worktree("HEAD", tmp_path / "changed") as code:
-        step = code / "trainer" / "step.py"
-        text = step.read_text()
-        line = "self.max_grad_norm = max_grad_norm"
-        assert line in text
-        step.write_text(text.replace(line, "self.max_grad_norm = 0.01"))
+        with open(code / "trainer" / "draws.py", "a") as draws:
+            draws.write("\n\nours = generator\n\n\ndef generator(seed, *keys):\n    return ours(seed + 1, *keys)\n")
         failed = same_bytes.prove(same_bytes.BEFORE, cells(SOME[1]), tmp_path, code=code)
     assert failed == [SOME[1]]
-    assert "checkpoints/step-00000001/optimizer.safetensors: tensor " in capsys.readouterr().out
+    assert "checkpoints/step-00000001/adapter.safetensors: tensor " in capsys.readouterr().out
