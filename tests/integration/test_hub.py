@@ -364,6 +364,7 @@ def command(bench: Workbench, served, home: Path, **how) -> subprocess.Popen:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_and_a_signal_at_the_true_command_line(bench: Workbench, both: Path, monkeypatch) -> None:
     """Status 6, then status 143, each with what came so far kept; the third start fetches the rest."""
     resource = pytest.importorskip("resource")  # not on Windows

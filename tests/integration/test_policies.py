@@ -28,6 +28,7 @@ from trainer.tensorfile import TensorFile
 from trainer.types import Batch
 
 LENGTH = 6  # two updates an epoch
+SLOW = pytest.mark.slow  # another form of what the default suite shows once
 
 
 def tree(bench: Workbench, out: str = "out", **overrides) -> dict:
@@ -177,9 +178,9 @@ def test_latents_that_are_not_finite(bench: Workbench, monkeypatch, capsys) -> N
 @pytest.mark.parametrize(
     "error",
     [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
+        pytest.param(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."), marks=SLOW),
         RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried 1 bytes"),
-        MemoryError(),
+        pytest.param(MemoryError(), marks=SLOW),
     ],
     ids=["cuda", "cpu", "python"],
 )
@@ -535,7 +536,7 @@ def test_sigint_sigterm_sigint_stops_at_once() -> None:
         signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize("step", [0, 4, LENGTH])
+@pytest.mark.parametrize("step", [pytest.param(0, marks=SLOW), 4, pytest.param(LENGTH, marks=SLOW)])
 def test_a_signal_while_samples_are_drawn(bench: Workbench, monkeypatch, step: int) -> None:
     """It does not wait for the image: the samples are drawn by the next start, which changes nothing else."""
     samples = {"validation__every_steps": 4, "validation__prompts": ["a bear", "bears"], "validation__steps": 3}

@@ -69,6 +69,7 @@ def assert_same_course(bench: Workbench, out: str, other: str) -> None:
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=NORM_TOLERANCE), a["step"]
 
 
+@pytest.mark.slow
 def test_two_processes_and_one_take_turns(bench: Workbench) -> None:
     """1 -> 2 -> 1: every checkpoint goes on under the other number, with the losses of a run of one process."""
     train(configs.parse(tree(bench, "one", processes=1)), resume_from=None)
@@ -110,6 +111,7 @@ def poison(bench: Workbench, sample: str) -> None:
             run.cache.put(key, {"latents": latents * float("nan")}, {"sample": sample})
 
 
+@pytest.mark.slow
 def test_a_value_of_one_process_that_is_not_finite_is_skipped_by_both(bench: Workbench) -> None:
     """No process waits for a reduction that the other does not come to."""
     poison(bench, "0/02.jpg")
