@@ -111,6 +111,7 @@ def poison(bench: Workbench, sample: str) -> None:
             run.encoded.cache.put(key, {"latents": latents * float("nan")}, {"sample": sample})
 
 
+@pytest.mark.slow
 def test_a_value_of_one_process_that_is_not_finite_is_skipped_by_both(bench: Workbench) -> None:
     """No process waits for a reduction that the other does not come to."""
     poison(bench, "0/02.jpg")

@@ -223,6 +223,7 @@ def test_resume_at_every_step_of_three_epochs(bench: Workbench, monkeypatch) -> 
         assert (bench.tmp / "parts" / file).read_bytes() == (bench.tmp / "whole" / file).read_bytes(), file
 
 
+@pytest.mark.slow
 def test_what_may_change_changes_no_byte(bench: Workbench) -> None:
     tree = run_tree(bench, "whole", run__max_steps=4)
     train(tree)
