@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -249,6 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--cells {options.cells} matches none of {', '.join(cell.name for cell in CELLS)}")
     if not has(options.commit):
         parser.error(f"this clone has no commit {options.commit}; a shallow one gets it by: git fetch --unshallow")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no worktree stays
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="same-bytes-") as folder:
         failed = prove(options.commit, cells, Path(folder), fresh=options.fresh)
