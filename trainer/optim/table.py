@@ -50,10 +50,10 @@ def _adamw8bit(groups: Groups, *, betas: tuple[float, float], eps: float, min_8b
 
     optimizer = bnb.optim.AdamW8bit(groups, betas=betas, eps=eps, min_8bit_size=min_8bit_size)
     manager = bnb.optim.GlobalOptimManager.get_instance()
-    manager.register_parameters(optimizer.param_groups)
     for group in optimizer.param_groups:
-        if group["magnitudes"]:
-            manager.override_config(group["params"], "optim_bits", 32)
+        # All are told: it remembers places and ids of parameters that are gone, which come again.
+        manager.override_config(group["params"], "optim_bits", 32 if group["magnitudes"] else 8)
+    manager.register_parameters(optimizer.param_groups)
     return optimizer
 
 

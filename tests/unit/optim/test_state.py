@@ -90,6 +90,16 @@ def test_names_and_kinds() -> None:
     }  # fmt: skip
 
 
+def test_what_bitsandbytes_remembers_of_another_optimizer_counts_for_nothing(monkeypatch) -> None:
+    """It knows parameters by their places and ids, which come again."""
+    from bitsandbytes.optim import GlobalOptimManager
+
+    remembered = {(0, 0): {"optim_bits": 32}, (1, 0): {"optim_bits": 8}}
+    monkeypatch.setattr(GlobalOptimManager.get_instance(), "index2config", remembered)
+    dtypes = {key: value.dtype for key, value in trained("adamw8bit")[0].state_dict().items() if "state1" in key}
+    assert dtypes == {"group.0|state1": torch.uint8, "group.1|state1": torch.float32}
+
+
 @pytest.mark.parametrize(
     ("name", "change", "expected"),
     [
