@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from importlib import metadata
@@ -18,7 +18,6 @@ from trainer import files
 from trainer.checkpoint import store
 from trainer.checkpoint.state import PIECES, Piece, Pin, Progress, Saved
 from trainer.config import Config
-from trainer.data import sampler
 from trainer.errors import UserError
 from trainer.layout import Layout
 from trainer.phases import QUIET, Phases
@@ -144,14 +143,9 @@ def check_length(plan: Plan, progress: Progress, folder: Path) -> None:
         )
 
 
-def pin_data(plan: Plan) -> Pin:
-    """All that decides which samples a step sees: photos, captions, and the micro-batches of an update."""
-    now = {
-        "digests": sampler.fingerprint(plan.photos),
-        "samples": len(plan.photos),
-        "micro_batches": plan.config.step.accumulation * plan.processes,
-    }
-    return Pin(now, _check_data)
+def pin_data(*, digests: Mapping[str, str], samples: int, micro_batches: int) -> Pin:
+    """digests: of all that decides what a step sees, by name. micro_batches: in an update, over all processes."""
+    return Pin({"digests": digests, "samples": samples, "micro_batches": micro_batches}, _check_data)
 
 
 def _check_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -169,10 +163,11 @@ def _check_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         )
 
 
-def pin_model(plan: Plan, digest: Callable[[Path], str]) -> Pin:
-    """What the model's files decide besides the tensors in `pin_quantization`. digest: of a file's contents."""
-    cached = (plan.family.vae, *(plan.family.text_encoders if plan.cache_text else ()))
-    digests, snapshots = plan.source.contents(cached, digest), plan.source.snapshots
+def pin_model(digests: Mapping[str, str], *, cached: Collection[str] = (), snapshots: Path | None = None) -> Pin:
+    """digests: of what the model's files decide besides the tensors in `pin_quantization` (ModelSource.contents).
+
+    cached: components whose digest is of their files too. snapshots: of a hub id, the cache's folder of them.
+    """
     words = {"scheduler": "scheduler_config.json", "markers": "marker tensors of the objective", "tokenizers": "tokenizers"}
     words |= {name: f"{name} (its files or its config.json)" for name in cached}
 
@@ -195,9 +190,9 @@ def _earlier(snapshots: Path | None) -> str:
     return f"\nthe earlier files may still be in the hub's cache: set model.path to their snapshot folder in {snapshots}"
 
 
-def pin_quantization(record: Mapping[str, Any], plan: Plan) -> Pin:
-    """record: every frozen tensor's format and SHA-256 (quantization/record.py)."""
-    return Pin(record, lambda saved, now: _check_quantization(saved, now, plan.source.snapshots))
+def pin_quantization(record: Mapping[str, Any], *, snapshots: Path | None = None) -> Pin:
+    """record: every frozen tensor's format and SHA-256 (quantization/record.py). snapshots: as of `pin_model`."""
+    return Pin(record, lambda saved, now: _check_quantization(saved, now, snapshots))
 
 
 def _check_quantization(saved: Mapping[str, Any], now: Mapping[str, Any], snapshots: Path | None) -> None:
@@ -224,7 +219,7 @@ def _check_quantization(saved: Mapping[str, Any], now: Mapping[str, Any], snapsh
             )
 
 
-def pin_environment(plan: Plan, processes: Processes, *, kernels: str) -> Pin:
+def pin_environment(processes: Processes, *, kernels: str, deterministic: bool, say: Callable[[str], None]) -> Pin:
     """Libraries, device, kernels (by name) and the number of processes.
 
     Where they differ, later steps may differ in their last bits: said, and refused under `run.deterministic`.
@@ -238,12 +233,12 @@ def pin_environment(plan: Plan, processes: Processes, *, kernels: str) -> Pin:
                 "restore it, or start a new run"
             )
         if changed:
-            processes.say(
+            say(
                 f"warning: another environment than the checkpoint's: {'; '.join(changed)}. "
                 "State and draws are the same; later steps may differ in their last bits"
             )
 
-    deterministic, device = plan.config.run.deterministic, processes.device
+    device = processes.device
     if device.type == "cuda":
         workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "by default")  # decides between cuBLAS's algorithms
         name = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, cuBLAS workspace {workspace}"

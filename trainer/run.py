@@ -155,8 +155,10 @@ def build(config: Config, source: ModelSource, peers: Processes, *, resume_from:
     layout, pieces = Layout(Path(config.run.output_dir)), Pieces(saved, resume.census(config))
     pieces.enter("config", resume.pin_config(config))
     progress = pieces.enter("progress", resume.first_progress(plan))
-    pieces.enter("data", resume.pin_data(plan))
-    pieces.enter("environment", resume.pin_environment(plan, peers, kernels=chosen.name))
+    photos, micro_batches = sampler.fingerprint(plan.photos), config.step.accumulation * plan.processes
+    pieces.enter("data", resume.pin_data(digests=photos, samples=len(plan.photos), micro_batches=micro_batches))
+    environment = resume.pin_environment(peers, kernels=chosen.name, deterministic=config.run.deterministic, say=peers.say)
+    pieces.enter("environment", environment)
     if saved is not None:
         resume.check_length(plan, progress, saved.folder)
         peers.say(f"resuming {saved.folder} at step {progress.step}")
@@ -170,7 +172,9 @@ def build(config: Config, source: ModelSource, peers: Processes, *, resume_from:
         plan, kernels=chosen, digests=FileDigests(cache_dir / "digests.json", phases), processes=peers, phases=phases
     )
     peers.say(report_captions(plan, components))
-    pieces.enter("model", resume.pin_model(plan, components.digests.of))
+    cached = (plan.family.vae, *(plan.family.text_encoders if plan.cache_text else ()))
+    contents, snapshots = plan.source.contents(cached, components.digests.of), plan.source.snapshots
+    pieces.enter("model", resume.pin_model(contents, cached=cached, snapshots=snapshots))
     encoded = encode(plan, components, Cache(cache_dir), processes=peers, phases=phases, on_non_finite=non_finite.entry)
     load_trained(plan, components, pieces, phases)
     adapter, norms, fused = build_adapter(plan, components, pieces, peers, phases)
@@ -211,7 +215,7 @@ def load_trained(plan: Plan, components: Components, pieces: Pieces, phases: Pha
     if plan.requests:
         components.load(plan.family.vae)  # only to draw samples: its bytes decide nothing of a step
     record = quantization.record(modules, phases)
-    pieces.enter("quantization", resume.pin_quantization(record, plan))
+    pieces.enter("quantization", resume.pin_quantization(record, snapshots=plan.source.snapshots))
 
 
 def build_adapter(

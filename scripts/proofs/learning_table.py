@@ -102,7 +102,7 @@ def measure(case: Case, bench: Workbench) -> Losses:
     )  # fmt: skip
     with one_thread(), built(config) as run:
         samples = sorted(run.reader.photos)
-        draws = [Occurrence(draw, sample, 0, 0) for draw in range(DRAWS) for sample in samples]
+        draws = [Occurrence(draw, sample, 0) for draw in range(DRAWS) for sample in samples]
         batches = [run.reader[tuple(draws[i : i + 8])] for i in range(0, len(draws), 8)]
 
         def mean_loss() -> float:

@@ -207,7 +207,7 @@ def test_a_trained_dora(models: Path, tmp_path: Path, stock, family: str, dtype:
         ratio = merged.double().flatten(1).norm(dim=1) / wanted.norm(dim=1)
         assert rows_off(merged.double().flatten(1) / ratio[:, None], wanted) < 1e-5, name
         a, b = (getattr(layer, f"lora_{f}")["default"].weight.detach().double().flatten(1) for f in "AB")
-        lost = w16.double().flatten(1) - run.components.layer(full).dequantize(torch.float32).double().flatten(1)
+        lost = w16.double().flatten(1) - run.base_layer(full).dequantize(torch.float32).double().flatten(1)
         missing = 2 * SCALING * (lost * (b @ a)).sum(1)
         adapted_sq = (w16.double().flatten(1) + SCALING * b @ a).square().sum(1)
         assert torch.allclose(ratio.square(), 1 - missing / adapted_sq, rtol=1e-5, atol=1e-5), name
@@ -260,7 +260,7 @@ def test_the_checkpoints_norms_are_enough_for_the_files(models: Path, tmp_path: 
     path.write_bytes(b"".join(serialize({k: t for k, t in state.items() if isinstance(t, torch.Tensor)})))
     read = read_norms(TensorFile(path).read_all())
     bare = "transformer.single_transformer_blocks.0.proj_mlp"
-    assert read[bare].adapted is None and torch.equal(read[bare].base, run.components.layer(bare).row_norms())
+    assert read[bare].adapted is None and torch.equal(read[bare].base, run.base_layer(bare).row_norms())
     for convention in ("comfyui_released", "magnitude"):
         live, again = run.kohya(convention), run.kohya(convention, read)
         assert live.keys() == again.keys() and all(torch.equal(live[key], again[key]) for key in live)
