@@ -254,7 +254,8 @@ def build_adapter(
         {name: modules[name] for name in plan.adapted}
         | {f"{family.denoiser}.{name}": block for name, block in blocks.items()}
     )
-    recomputed = checkpoint_blocks(blocks, config.memory.gradient_checkpointing, family.unread_beside(adapter.layers))
+    unread = family.unread_beside(adapter.layers, half=plan.scales_loss)
+    recomputed = checkpoint_blocks(blocks, config.memory.gradient_checkpointing, unread)
     if recomputed:
         peers.say(f"gradient checkpointing: {recomputed} blocks are recomputed in the backward pass")
     return adapter, norms, fused

@@ -192,9 +192,13 @@ class Family:
     def text_encoders(self) -> tuple[str, ...]:
         return tuple(c.name for c in self.components if c.role == "text_encoder")
 
-    def unread_beside(self, adapted: Iterable[str]) -> tuple[str, ...]:
-        """`unread`, as far as it holds where these layers are adapted."""
-        gated = any(fnmatchcase(layer, pattern) for layer in adapted for pattern in self.gates)
+    def unread_beside(self, adapted: Iterable[str], *, half: bool) -> tuple[str, ...]:
+        """`unread`, as far as it holds where these layers are adapted.
+
+        half: whether gradients pass through fp16. There the libraries' blocks clip what they give, and a clip's backward
+        reads what it clipped: of NaN it makes a gradient of zero, without a word.
+        """
+        gated = half or any(fnmatchcase(layer, pattern) for layer in adapted for pattern in self.gates)
         return () if gated else self.unread
 
     @property

@@ -173,7 +173,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx, x: torch.Tensor, layer: FrozenLayer) -> torch.Tensor:
         ctx.layer, ctx.x_shape = layer, x.shape
         if layer.unread and recomputing():
-            # Not a number: should anything read it after all, the gradient is not finite, and the step is refused.
+            # Not a number: nearly all that could read it after all makes the gradient not finite, and the step is refused.
             return x.new_full((*x.shape[:-1], layer.weight_shape[0]), torch.nan)
         return layer.converted_product(x)
 
