@@ -72,7 +72,7 @@ def test_rules_set_the_learning_rate(bench: Workbench) -> None:
     assert any(".to_k." in name and "lora_A" in name for name in moved)
 
 
-@pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("compute", ["fp32", pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
 @pytest.mark.parametrize("family", ["sdxl", "flux"])
 def test_gradient_checkpointing_changes_no_gradient(bench: Workbench, family: str, compute: str) -> None:
     """Of adapters that have moved. In fp16 the blocks of Flux clip what they give."""

@@ -37,6 +37,7 @@ def run(cell: Cell, moments: list[Moment], server: Server, models: Path, folder:
     return result
 
 
+@pytest.mark.slow
 def test_some_kills(server: Server, models: Path, tmp_path: Path) -> None:
     places = ("caching", "first save", "step", "save", "drawing", "pruning")
     run(Cell("flux", "dora", "adamw8bit", "int8", 2), kill_test.drawn(places, random.Random(0)), server, models, tmp_path)

@@ -249,7 +249,7 @@ def full_disk(monkeypatch, *steps: int) -> None:
     monkeypatch.setattr(files, "write", broken)
 
 
-@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("background", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_the_next_step(
     bench: Workbench, monkeypatch, capsys, background: bool
 ) -> None:
@@ -266,7 +266,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_the_next_step(
     assert files_of(bench, "out") == files_of(bench, "whole")
 
 
-@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("background", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_run_may_go_on_without_a_checkpoint_but_not_without_its_last(
     bench: Workbench, monkeypatch, background: bool
 ) -> None:
@@ -454,6 +454,7 @@ def test_a_scale_that_is_no_power_of_two_ends_at_1(bench: Workbench, monkeypatch
         assert [take_step(run, step, update).loss_scale for step in (1, 2, 3, 4)] == [3.0, 1.5, 1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_a_process_without_a_micro_batch_in_its_first_step_unscales_the_others_gradients(bench: Workbench) -> None:
     """Fresh, and resumed: then the scaler is loaded, and has scaled nothing in this process either."""
     config = configs.parse(tree(bench, precision__compute="fp16", run__stop_after=1))

@@ -58,10 +58,7 @@ VARIANTS = {
 
 # Five runs each; the quick suite resumes over fp8 and fp16 in test_support_matrix.py, with workers at every step below, with
 # dropout in test_deterministic.py.
-@pytest.mark.parametrize(
-    "variant",
-    [pytest.param(v, marks=pytest.mark.slow) if v in ("fp8", "fp16", "workers", "dropout") else v for v in VARIANTS],
-)
+@pytest.mark.parametrize("variant", [v if v == "adamw8bit" else pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS])
 def test_stopped_and_resumed_equals_uninterrupted(bench: Workbench, variant: str) -> None:
     extra = VARIANTS[variant]
     train(run_tree(bench, "whole", **extra))
@@ -408,6 +405,7 @@ def test_an_export_that_was_cut_off_is_finished(bench: Workbench) -> None:
     assert lost.read_bytes() == whole
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no record locks on Windows")
 def test_a_second_run_in_the_same_folder_is_refused(bench: Workbench) -> None:
     path = bench.write(run_tree(bench, "out", run__max_steps=2))

@@ -313,6 +313,7 @@ print(peak(inject_adapter_in_model(LoraConfig(r=8, use_dora=True, target_modules
 """
 
 
+@pytest.mark.slow
 def test_peak_memory_of_a_large_layer() -> None:
     """Over what the frozen layer takes, a step at 4096 x 4096 adds less than a quarter of the fp32 weight's 64 MiB."""
     done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, timeout=120)

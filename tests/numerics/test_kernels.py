@@ -462,6 +462,7 @@ def interpreter(tmp_path_factory):
 
 
 @pytest.mark.skipif(INTERPRETED or not TRITON or torch.cuda.is_available(), reason="for machines without a GPU")
+@pytest.mark.slow
 def test_compiles_for_hopper(interpreter, monkeypatch) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
