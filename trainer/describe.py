@@ -6,6 +6,7 @@ from collections import Counter
 from math import prod
 
 from trainer.data import buckets
+from trainer.kernels import dora_torch
 from trainer.models.loading import ModelSource
 from trainer.plan import Plan
 from trainer.tensorfile import size_text
@@ -21,7 +22,7 @@ def describe(plan: Plan, *, sizes: bool) -> str:
         line = f"  {name:<15} stored {component.format.name:<{width}} computes {compute}"
         if sizes:
             module = plan.source.build(name)
-            component.swap(module, held=plan.source.held(name))
+            component.swap(module, kernels=dora_torch, held=plan.source.held(name))  # nothing is computed
             count = sum(t.numel() * t.dtype.itemsize for t in module.state_dict().values())
             total += count
             line += f"  {size_text(count)}"

@@ -12,7 +12,6 @@ from torch import nn
 from trainer import patterns, precision, quantization
 from trainer.config import ComponentTable, Config
 from trainer.errors import UserError
-from trainer.kernels import dora_torch
 from trainer.models.base import Component, Family
 from trainer.models.loading import ModelSource
 from trainer.protocols import Kernels
@@ -46,9 +45,7 @@ class Storage:
         """Storage of layers that are not quantised: 16 bit where the component is."""
         return self.format.dtype or torch.bfloat16
 
-    def swap(
-        self, module: nn.Module, *, held: Mapping[str, HeldWeight | torch.dtype] = {}, kernels: Kernels = dora_torch
-    ) -> None:
+    def swap(self, module: nn.Module, *, kernels: Kernels, held: Mapping[str, HeldWeight | torch.dtype] = {}) -> None:
         """Freeze the layers of a module on the meta device. held: what the model's files hold (ModelSource.held)."""
         quantization.freeze_layers(
             module,
@@ -57,9 +54,9 @@ class Storage:
             unquantised=self.unquantised,
             keep=self.keep,
             keep_fp32=tuple(getattr(module, "_keep_in_fp32_modules", None) or ()),
+            kernels=kernels,
             held=held,
             scaled_matmul=self.scaled_matmul,
-            kernels=kernels,
         )
         precision.keep_activations(module, self.compute)
 

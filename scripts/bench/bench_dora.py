@@ -131,7 +131,9 @@ def cpu_rows(shapes, ranks, rounds: int, limit_s: float, adapters: str) -> list[
                 m, n, k = shape
                 x, dy = torch.randn(m, k).to(dtype).requires_grad_(), torch.randn(m, n).to(dtype)
                 lora = stepper(peft_layer(shape, dtype, rank, False, device, adapters), x, dy)
-                frozen = nn.Sequential(FrozenLinear(k, n, bias=True, format=FORMATS[dtype_name], compute_dtype=dtype))
+                frozen = nn.Sequential(
+                    FrozenLinear(k, n, bias=True, format=FORMATS[dtype_name], compute_dtype=dtype, kernels=kernels)
+                )
                 frozen[0].load_weight(torch.randn(n, k))
                 frozen[0].bias.data.zero_()
                 candidates = {

@@ -49,6 +49,7 @@ def load_component(path: Path, dtype: str, cache_dir: Path | None):
     import torch
 
     from trainer.digests import FileDigests
+    from trainer.kernels import dora_torch
     from trainer.models import FAMILIES
     from trainer.models.opening import open_model
     from trainer.quantization import FORMATS, ConvertedWeights, freeze_layers, library
@@ -58,8 +59,8 @@ def load_component(path: Path, dtype: str, cache_dir: Path | None):
 
     def swap(module: torch.nn.Module) -> None:
         freeze_layers(
-            module, format=FORMATS[dtype], compute=torch.bfloat16, unquantised=torch.bfloat16, keep=keep
-        )  # fmt: skip
+            module, format=FORMATS[dtype], compute=torch.bfloat16, unquantised=torch.bfloat16, kernels=dora_torch, keep=keep
+        )
 
     source = open_model(family, str(path))
     if cache_dir is None:

@@ -258,9 +258,8 @@ def layer_steps(shape: tuple[int, int, int], device: torch.device) -> dict[str, 
     m, n, k = shape
     chosen = kernels.choose("auto", device)
     layer = FrozenLinear(
-        k, n, bias=False, format=FORMATS["fp8_e4m3"], compute_dtype=torch.bfloat16, device=device
+        k, n, bias=False, format=FORMATS["fp8_e4m3"], compute_dtype=torch.bfloat16, kernels=chosen, device=device
     )  # fmt: skip
-    layer.kernels = chosen
     fill(layer)
     x, dy = (torch.randn(m, width, dtype=torch.bfloat16, device=device) for width in (k, n))
     g = torch.rand(n, device=device)

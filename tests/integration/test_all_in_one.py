@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tests.integration.test_errors import refused
 from tests.unit.models.test_names import parameter_shapes
 from trainer import cli
 from trainer.errors import UserError
+from trainer.kernels import dora_torch
 from trainer.models import FAMILIES
 from trainer.models.loading import PUBLISHED, load_tokenizers
 from trainer.models.names import Link, join_parts
@@ -77,7 +79,7 @@ def random_weights(component: str, config: dict) -> dict[str, torch.Tensor]:
 
 
 def loaded(source, component: str) -> dict[str, torch.Tensor]:
-    swap = Storage(component, FORMATS["fp32"], torch.float32).swap
+    swap = partial(Storage(component, FORMATS["fp32"], torch.float32).swap, kernels=dora_torch)
     state = source.load(component, swap=swap, device=torch.device("cpu")).state_dict()
     return {name.replace("payload_", ""): tensor for name, tensor in state.items()}
 

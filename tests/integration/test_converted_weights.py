@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from tests.harness import Workbench, metrics_of
 from trainer import cli
-from trainer.kernels import decode
+from trainer.kernels import decode, dora_torch
 from trainer.models import FAMILIES
 from trainer.models.opening import open_model
 from trainer.quantization import FORMATS, ConvertedWeights, Format, FrozenLayer, library, stored_as
@@ -24,7 +25,8 @@ def load(
     component = Storage("transformer", format, torch.float32, exclude)
     converted = ConvertedWeights(bench.tmp, fingerprint=fingerprint, library=library(format))
     source = open_model(FAMILIES["flux"], str(bench.models / "flux"))
-    module = source.load("transformer", swap=component.swap, device=torch.device("cpu"), fill=converted.fill)
+    swap = partial(component.swap, kernels=dora_torch)
+    module = source.load("transformer", swap=swap, device=torch.device("cpu"), fill=converted.fill)
     converted.store(module)
     return module, converted
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from tests.harness import DENOISER, ROOT, Workbench
 from trainer.errors import UserError
+from trainer.kernels import dora_torch
 from trainer.models import FAMILIES
 from trainer.models.loading import load_tokenizers
 from trainer.models.opening import open_model
@@ -21,12 +25,12 @@ from trainer.tensorfile import TensorFile, write_tensors
 CPU = torch.device("cpu")
 
 
-def plan_for(name: str, dtype: str = "fp32", compute: torch.dtype = torch.float32, keep=()) -> Storage:
-    return Storage(name, FORMATS[dtype], compute, keep)
+def swap_for(name: str, dtype: str = "fp32", compute: torch.dtype = torch.float32, keep=()) -> Callable[[nn.Module], None]:
+    return partial(Storage(name, FORMATS[dtype], compute, keep).swap, kernels=dora_torch)
 
 
 def state_of(source, name: str, dtype: str = "fp32") -> dict[str, torch.Tensor]:
-    module = source.load(name, swap=plan_for(name, dtype).swap, device=CPU)
+    module = source.load(name, swap=swap_for(name, dtype), device=CPU)
     return module.state_dict()
 
 
@@ -104,13 +108,13 @@ def test_per_component_dtypes(bench: Workbench) -> None:
     for family, denoiser in DENOISER.items():
         source = open_model(FAMILIES[family], str(bench.models / family))
         sensitive = FAMILIES[family].component(denoiser).sensitive
-        swap = plan_for(denoiser, "fp8_e4m3", torch.bfloat16, sensitive).swap
+        swap = swap_for(denoiser, "fp8_e4m3", torch.bfloat16, sensitive)
         module = source.load(denoiser, swap=swap, device=CPU)
         stored = {layer.payload_weight.dtype for layer in module.modules() if hasattr(layer, "payload_weight")}
         assert stored == {torch.float8_e4m3fn, torch.bfloat16}
         others = {p.dtype for name, p in module.named_parameters()}
         assert others == {torch.float32}, "norms and biases are fp32"
-        clip = source.load("text_encoder", swap=plan_for("text_encoder").swap, device=CPU)
+        clip = source.load("text_encoder", swap=swap_for("text_encoder"), device=CPU)
         assert {t.dtype for t in clip.state_dict().values() if t.is_floating_point()} == {torch.float32}
 
 
@@ -118,19 +122,19 @@ def test_diffsynth_450_a_float8_component_never_hands_on_float8(bench: Workbench
     """DiffSynth-Studio 450: convolutions and unmapped leaves kept float8. Here only layers with a forward of ours are."""
     source = open_model(FAMILIES["sdxl"], str(bench.models / "sdxl"))
     for name in ("unet", "text_encoder", "text_encoder_2"):
-        module = source.load(name, swap=plan_for(name, "fp8_e4m3", torch.bfloat16).swap, device=CPU)
+        module = source.load(name, swap=swap_for(name, "fp8_e4m3", torch.bfloat16), device=CPU)
         for key, tensor in module.state_dict().items():
             if tensor.dtype == torch.float8_e4m3fn:
                 assert key.endswith(".payload_weight"), key
     ids = torch.arange(5, 82)[None]
-    encoder = source.load("text_encoder", swap=plan_for("text_encoder", "fp8_e4m3", torch.bfloat16).swap, device=CPU)
+    encoder = source.load("text_encoder", swap=swap_for("text_encoder", "fp8_e4m3", torch.bfloat16), device=CPU)
     output = encoder(ids, output_hidden_states=True)
     assert {h.dtype for h in output.hidden_states} == {torch.bfloat16}
 
 
 def test_t5_keeps_its_wo_layers_in_fp32_under_fp16(bench: Workbench) -> None:
     source = open_model(FAMILIES["flux"], str(bench.models / "flux"))
-    swap = plan_for("text_encoder_2", "fp16", torch.float16).swap
+    swap = swap_for("text_encoder_2", "fp16", torch.float16)
     module = source.load("text_encoder_2", swap=swap, device=CPU)
     wo = [layer for name, layer in module.named_modules() if name.endswith(".wo")]
     assert wo and all(layer.payload_weight.dtype == torch.float32 for layer in wo)
@@ -142,7 +146,7 @@ def test_record_is_deterministic_and_sees_every_bit(bench: Workbench) -> None:
     from trainer.quantization import record
 
     source = open_model(FAMILIES["sdxl"], str(bench.models / "sdxl"))
-    load = lambda: source.load("unet", swap=plan_for("unet", "fp8_e4m3").swap, device=CPU)  # noqa: E731
+    load = lambda: source.load("unet", swap=swap_for("unet", "fp8_e4m3"), device=CPU)  # noqa: E731
     one, two = load(), load()
     first = record([("unet", one)])
     assert first == record([("unet", two)]) and first
@@ -163,7 +167,7 @@ def test_peak_memory_of_loading_a_float8_component() -> None:
 def test_flux_sees_its_timestep_in_fp32_under_bf16(bench: Workbench) -> None:
     """The stock forward rounds t to bf16 before it multiplies by 1000: 0.501 becomes 0.5."""
     source = open_model(FAMILIES["flux"], str(bench.models / "flux"))
-    swap = plan_for("transformer", "bf16", torch.bfloat16).swap
+    swap = swap_for("transformer", "bf16", torch.bfloat16)
     module = source.load("transformer", swap=swap, device=CPU)
     seen = []
     module.time_text_embed.time_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
@@ -179,5 +183,5 @@ def test_flux_sees_its_timestep_in_fp32_under_bf16(bench: Workbench) -> None:
 
 def test_t5_holds_its_embedding_table_once(bench: Workbench) -> None:
     source = open_model(FAMILIES["flux"], str(bench.models / "flux"))
-    module = source.load("text_encoder_2", swap=plan_for("text_encoder_2").swap, device=CPU)
+    module = source.load("text_encoder_2", swap=swap_for("text_encoder_2"), device=CPU)
     assert module.shared.weight.data_ptr() == module.encoder.embed_tokens.weight.data_ptr()

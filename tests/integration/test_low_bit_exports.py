@@ -20,6 +20,7 @@ from tests.harness import DENOISER
 from trainer.adapters import Adapter, Target, export, inject
 from trainer.adapters.norms import Norms, RowNorms, made_for, magnitude, read_norms
 from trainer.errors import UserError
+from trainer.kernels import dora_torch
 from trainer.models import FAMILIES
 from trainer.models.opening import open_model
 from trainer.quantization import FORMATS, FrozenConv2d, FrozenLayer, FrozenLinear, freeze_layers
@@ -88,7 +89,7 @@ def trained(models: Path, family: str, dtype: str, targets: tuple[str, ...] = ("
     """targets: parts of the names of the layers to adapt; ("",): all, Conv2d too."""
     name, source = DENOISER[family], open_model(FAMILIES[family], str(models / family))
     format = FORMATS[dtype]
-    swap = partial(freeze_layers, format=format, compute=torch.float32, unquantised=torch.float32)
+    swap = partial(freeze_layers, format=format, compute=torch.float32, unquantised=torch.float32, kernels=dora_torch)
     module = source.load(name, swap=swap, device=torch.device("cpu"))
     layers = {n: layer for n, layer in module.named_modules() if isinstance(layer, FrozenLayer)}
     chosen = [n for n in layers if any(part in n for part in targets)]

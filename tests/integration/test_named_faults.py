@@ -30,6 +30,7 @@ from trainer import config as configs
 from trainer import run as runs
 from trainer.adapters import ADAPTER_NAME, Target, inject
 from trainer.checkpoint import store
+from trainer.kernels import dora_torch
 from trainer.models import FAMILIES
 from trainer.quantization import ALL_FORMATS, FORMATS, FrozenConv2d, FrozenLinear
 from trainer.step import StepResult
@@ -143,11 +144,11 @@ def test_sd_scripts_1078_every_dtype_of_a_payload_is_read_back_bit_equal(tmp_pat
     """The writer knew no float8; here the payload of every format goes through ours and comes back, bit for bit."""
     generator, tensors = torch.Generator().manual_seed(0), {}
     for format in ALL_FORMATS:
-        linear = FrozenLinear(40, 24, bias=False, format=format, compute_dtype=torch.bfloat16)
+        linear = FrozenLinear(40, 24, bias=False, format=format, compute_dtype=torch.bfloat16, kernels=dora_torch)
         linear.load_weight(torch.randn(24, 40, generator=generator))
         conv = FrozenConv2d(
             4, 6, (3, 3), stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=1, bias=False, format=format,
-            compute_dtype=torch.bfloat16,
+            compute_dtype=torch.bfloat16, kernels=dora_torch,
         )  # fmt: skip
         conv.load_weight(torch.randn(6, 4, 3, 3, generator=generator))
         for kind, layer in (("linear", linear), ("conv", conv)):
@@ -498,7 +499,7 @@ def test_diffusers_10752_fp16_with_clipping_over_a_compiled_denoiser(bench: Work
 @pytest.mark.parametrize("storage", ["fp16", "fp8_e4m3"])
 def test_diffusers_10752_a_frozen_layer_compiles_whatever_its_input(storage) -> None:
     """A compiled layer is given what the models give it: rows that do not lie one after the other."""
-    layer = FrozenLinear(8, 6, bias=True, format=FORMATS[storage], compute_dtype=torch.float16)
+    layer = FrozenLinear(8, 6, bias=True, format=FORMATS[storage], compute_dtype=torch.float16, kernels=dora_torch)
     generator = torch.Generator().manual_seed(0)
     layer.load_weight(torch.randn(6, 8, generator=generator))
     layer.bias.data.normal_(generator=generator)
@@ -576,7 +577,7 @@ def test_ai_toolkit_dora_depends_on_alpha_over_rank() -> None:
     """Its DoRA left alpha / rank out, so that alpha changed nothing."""
     weights = {}
     for alpha in (2.0, 8.0):
-        layer = FrozenLinear(12, 10, bias=True, format=FORMATS["fp32"], compute_dtype=torch.float32)
+        layer = FrozenLinear(12, 10, bias=True, format=FORMATS["fp32"], compute_dtype=torch.float32, kernels=dora_torch)
         generator = torch.Generator().manual_seed(0)
         layer.load_weight(torch.randn(10, 12, generator=generator))
         layer.bias.data.zero_()

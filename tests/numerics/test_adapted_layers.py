@@ -32,7 +32,7 @@ def network(format: Format, compute: torch.dtype = torch.float32, seed: int = 0)
     g = torch.Generator().manual_seed(seed)
     model = nn.Sequential(nn.Conv2d(6, 8, 3, padding=1), nn.Flatten(2), nn.Linear(25, 40), nn.Linear(40, 7, bias=False))
     weights = {name: torch.randn(p.shape, generator=g) / p[0].numel() ** 0.5 for name, p in model.named_parameters()}
-    freeze_layers(model, format=format, compute=compute, unquantised=torch.float32)
+    freeze_layers(model, format=format, compute=compute, unquantised=torch.float32, kernels=dora_torch)
     for name, layer in model.named_children():
         if f"{name}.weight" in weights:
             layer.load_weight(weights[f"{name}.weight"])
@@ -262,7 +262,7 @@ def test_no_wide_temporary_of_the_weights_size(format: Format, rows: int) -> Non
     scratch_module._buffers.clear()
     compute = torch.bfloat16
     n, k = 2048, 1536
-    layer = FrozenLinear(k, n, bias=True, format=format, compute_dtype=compute)
+    layer = FrozenLinear(k, n, bias=True, format=format, compute_dtype=compute, kernels=dora_torch)
     layer.load_weight(torch.randn(n, k, generator=torch.Generator().manual_seed(0)) / 40)
     layer.bias.data.zero_()
     adapter = with_adapter(nn.Sequential(layer), names=("0",))
@@ -282,6 +282,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from trainer.adapters import Target, inject
+from trainer.kernels import dora_torch
 from trainer.quantization import FORMATS, FrozenConv2d, FrozenLinear
 
 def status(key):
@@ -298,11 +299,12 @@ def peak(model, adapter=None):
 
 n = 4096
 nn.Linear(8, 8).bfloat16()(torch.randn(2, 8).bfloat16()).sum().backward()
-frozen = nn.Sequential(FrozenLinear(n, n, bias=True, format=FORMATS["bf16"], compute_dtype=torch.bfloat16))
+common = dict(bias=True, format=FORMATS["bf16"], compute_dtype=torch.bfloat16, kernels=dora_torch)
+frozen = nn.Sequential(FrozenLinear(n, n, **common))
 frozen[0].payload_weight.normal_(generator=torch.Generator().manual_seed(0))
 frozen[0].bias.data.zero_()
 print(peak(frozen))
-ours = nn.Sequential(FrozenLinear(n, n, bias=True, format=FORMATS["bf16"], compute_dtype=torch.bfloat16))
+ours = nn.Sequential(FrozenLinear(n, n, **common))
 ours[0].payload_weight.normal_(generator=torch.Generator().manual_seed(0))
 ours[0].bias.data.zero_()
 adapter = inject({"net": ours}, [Target("net", "0", 8, 8.0)], linear_class=FrozenLinear, conv_class=FrozenConv2d,
@@ -326,7 +328,7 @@ def test_peak_memory_of_a_large_layer() -> None:
 def test_compiled_and_checkpointed_equal_eager() -> None:
     """One graph without breaks, traced through the written-out backward, over a quantised base."""
     for storage in ("fp32", "fp8_e4m3"):
-        layer = FrozenLinear(24, 40, bias=True, format=FORMATS[storage], compute_dtype=torch.float32)
+        layer = FrozenLinear(24, 40, bias=True, format=FORMATS[storage], compute_dtype=torch.float32, kernels=dora_torch)
         g = torch.Generator().manual_seed(0)
         layer.load_weight(torch.randn(40, 24, generator=g))
         layer.bias.data.normal_(generator=g)
@@ -357,7 +359,8 @@ def test_two_layers_of_one_shape_share_the_buffer_and_keep_their_gradients() -> 
     """The shared buffer holds the second layer's weight when the first one's backward begins."""
     g = torch.Generator().manual_seed(0)
     layers = nn.Sequential(*(
-        FrozenLinear(16, 16, bias=True, format=FORMATS["int4"], compute_dtype=torch.float32) for _ in range(3)
+        FrozenLinear(16, 16, bias=True, format=FORMATS["int4"], compute_dtype=torch.float32, kernels=dora_torch)
+        for _ in range(3)
     ))  # fmt: skip
     for layer in layers:
         layer.load_weight(torch.randn(16, 16, generator=g))
@@ -420,7 +423,7 @@ def test_parameters_may_be_swapped() -> None:
 
 def test_grouped_convolutions_are_refused() -> None:
     model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=2))
-    freeze_layers(model, format=FORMATS["fp32"], compute=torch.float32, unquantised=torch.float32)
+    freeze_layers(model, format=FORMATS["fp32"], compute=torch.float32, unquantised=torch.float32, kernels=dora_torch)
     with pytest.raises(UserError, match=r"net\.0 is a grouped convolution \(groups = 2\)"):
         inject(
             {"net": model}, [Target("net", "0", 2, 2.0)], linear_class=FrozenLinear, conv_class=FrozenConv2d, dora=True,
@@ -490,7 +493,10 @@ def test_shared_inputs_change_nothing_but_the_reads(bench: Workbench, family: st
 def test_shared_outputs_are_never_stale() -> None:
     """Called alone, with another tensor, after an update, or first without and then with gradients."""
     model = nn.ModuleDict(
-        {name: FrozenLinear(6, 5, bias=True, format=FORMATS["fp32"], compute_dtype=torch.float32) for name in "qkv"}
+        {
+            name: FrozenLinear(6, 5, bias=True, format=FORMATS["fp32"], compute_dtype=torch.float32, kernels=dora_torch)
+            for name in "qkv"
+        }
     )
     g = torch.Generator().manual_seed(0)
     for layer in model.values():

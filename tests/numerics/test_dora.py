@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from trainer.adapters.dora import Part, scale_rows
 from trainer.adapters.dora import adapted as adapted_layers
+from trainer.kernels import dora_torch
 from trainer.quantization import FORMATS, FrozenConv2d, FrozenLayer, FrozenLinear
 from trainer.quantization.formats import Dense
 
@@ -26,14 +27,14 @@ def adapted(x, base, a, b, scaling, m=None, c=None, keep_z=True) -> torch.Tensor
 
 
 def frozen_linear(n, k, bias, storage, compute, g: torch.Generator) -> FrozenLinear:
-    layer = FrozenLinear(k, n, bias=bias, format=FORMATS[storage], compute_dtype=compute)
+    layer = FrozenLinear(k, n, bias=bias, format=FORMATS[storage], compute_dtype=compute, kernels=dora_torch)
     return fill(layer, torch.randn(n, k, generator=g) / k**0.5, g)
 
 
 def frozen_conv(n, k, kernel, stride, padding, bias, storage, compute, g: torch.Generator) -> FrozenConv2d:
     layer = FrozenConv2d(
         k, n, kernel, stride=stride, padding=padding, dilation=(1, 1), groups=1, bias=bias, format=FORMATS[storage],
-        compute_dtype=compute,
+        compute_dtype=compute, kernels=dora_torch,
     )  # fmt: skip
     return fill(layer, torch.randn(layer.weight_shape, generator=g) / layer.weight_shape[1:].numel() ** 0.5, g)
 
@@ -158,7 +159,7 @@ ALPHAS = st.sampled_from([0.5, 1.0, 4.0, 16.0])
 )  # fmt: skip
 def test_linear_against_dense_fp64(m, n, k, rank, alpha, rslora, bias, dora, far, tiny_rows, storage, compute, seed) -> None:
     g = torch.Generator().manual_seed(seed)
-    layer = FrozenLinear(k, n, bias=bias, format=FORMATS[storage], compute_dtype=compute)
+    layer = FrozenLinear(k, n, bias=bias, format=FORMATS[storage], compute_dtype=compute, kernels=dora_torch)
     weight = torch.randn(n, k, generator=g) / k**0.5
     if tiny_rows:
         weight[::3] *= 1e-12
@@ -217,11 +218,11 @@ def test_gradcheck(conv: bool, dora: bool, bias: bool) -> None:
     if conv:
         layer = FrozenConv2d(
             3, 5, (3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 1), groups=1, bias=bias, format=format,
-            compute_dtype=torch.float64,
+            compute_dtype=torch.float64, kernels=dora_torch,
         )  # fmt: skip
         x = torch.randn(2, 3, 5, 4, generator=g)
     else:
-        layer = FrozenLinear(6, 5, bias=bias, format=format, compute_dtype=torch.float64)
+        layer = FrozenLinear(6, 5, bias=bias, format=format, compute_dtype=torch.float64, kernels=dora_torch)
         x = torch.randn(2, 3, 6, generator=g)
     fill(layer, torch.randn(layer.weight_shape, generator=g), g)
     a, b = factors(layer, 2, g)
@@ -330,7 +331,7 @@ def test_16_bit_dilated_convolution_stays_within_the_envelope(compute: torch.dty
     g = torch.Generator().manual_seed(0)
     layer = FrozenConv2d(
         16, 24, (3, 3), stride=(1, 2), padding=(2, 1), dilation=(2, 1), groups=1, bias=True, format=FORMATS["fp8_e4m3"],
-        compute_dtype=compute,
+        compute_dtype=compute, kernels=dora_torch,
     )  # fmt: skip
     fill(layer, torch.randn(layer.weight_shape, generator=g) / 12, g)
     layer.bias.data.copy_(layer.bias.to(compute))

@@ -149,7 +149,8 @@ def test_which_layers_are_quantised(format: Format) -> None:
         with torch.device("meta"):
             module = nn.ModuleDict({"a": nn.Linear(6, 4), "wo": nn.Linear(4, 6), "conv": nn.Conv2d(3, 5, 3)})
         freeze_layers(
-            module, format=format, compute=compute, unquantised=torch.bfloat16, keep=keep, keep_fp32=keep_fp32
+            module, format=format, compute=compute, unquantised=torch.bfloat16, kernels=dora_torch, keep=keep,
+            keep_fp32=keep_fp32,
         )  # fmt: skip
         return {name: layer.format.name for name, layer in module.named_modules() if isinstance(layer, FrozenLayer)}
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from tests.harness import DENOISER, Workbench, built
 from tests.integration.test_export import inputs_for
+from trainer.kernels import dora_torch
 
 STORAGE = ["fp32", "bf16", "fp16", "fp8_e4m3"]
 
@@ -24,7 +27,8 @@ def test_adapted_output_is_the_base_output(bench: Workbench, family: str, kind: 
     config = bench.config(family, adapter__type=kind, adapter__targets="all", model__components=components)
     with built(config) as run:
         model, inputs = run.model.modules[denoiser], inputs_for(family, run)
-        base = run.plan.source.load(denoiser, swap=run.plan.components[denoiser].swap, device=run.processes.device)
+        swap = partial(run.plan.components[denoiser].swap, kernels=dora_torch)
+        base = run.plan.source.load(denoiser, swap=swap, device=run.processes.device)
         with torch.no_grad():
             expected, got = base(**inputs).sample, model(**inputs).sample
         assert torch.isfinite(expected).all() and expected.abs().max() > 0

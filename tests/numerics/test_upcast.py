@@ -50,7 +50,7 @@ def test_every_finite_float8_code_is_exact(codes_dtype: torch.dtype, out: torch.
 @pytest.mark.parametrize("bad", ["code", "scale"])
 def test_what_integer_arithmetic_would_get_wrong_is_found_at_filling(codes_dtype: torch.dtype, bad: str) -> None:
     name = "fp8_e4m3" if codes_dtype == torch.float8_e4m3fn else "fp8_e5m2"
-    layer = FrozenLinear(8, 3, bias=False, format=FORMATS[name], compute_dtype=torch.float32)
+    layer = FrozenLinear(8, 3, bias=False, format=FORMATS[name], compute_dtype=torch.float32, kernels=dora_torch)
     layer.load_weight(torch.randn(3, 8, generator=torch.Generator().manual_seed(0)))
     assert layer.stored().plain
     payload = {key: tensor.clone() for key, tensor in layer.payload().items()}
@@ -66,7 +66,7 @@ def test_what_integer_arithmetic_would_get_wrong_is_found_at_filling(codes_dtype
 
 
 def test_subnormal_codes_are_exact_where_a_library_flushes_subnormal_numbers() -> None:
-    layer = FrozenLinear(8, 1, bias=False, format=FORMATS["fp8_e4m3"], compute_dtype=torch.float32)
+    layer = FrozenLinear(8, 1, bias=False, format=FORMATS["fp8_e4m3"], compute_dtype=torch.float32, kernels=dora_torch)
     payload = {"weight": torch.arange(8).to(torch.uint8).view(torch.float8_e4m3fn), "scale": torch.ones(1)}
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU has no such mode")
@@ -81,7 +81,7 @@ def test_subnormal_codes_are_exact_where_a_library_flushes_subnormal_numbers() -
 @pytest.mark.parametrize("format", LOW_BIT, ids=lambda format: format.name)
 @pytest.mark.parametrize("shape", [(16, 64), (6, 192), (7, 33), (64, 96), (24, 128)], ids=str)
 def test_few_bits_are_those_that_each_element_looks_up(format, shape: tuple[int, int], monkeypatch) -> None:
-    layer = FrozenLinear(shape[1], shape[0], bias=False, format=format, compute_dtype=torch.float32)
+    layer = FrozenLinear(shape[1], shape[0], bias=False, format=format, compute_dtype=torch.float32, kernels=dora_torch)
     layer.load_weight(torch.randn(shape, generator=torch.Generator().manual_seed(1)))
     weight = layer.stored()
     one_by_one = torch.empty(shape)
@@ -97,7 +97,7 @@ def test_few_bits_are_those_that_each_element_looks_up(format, shape: tuple[int,
 @pytest.mark.parametrize("format", ALL_FORMATS[1:], ids=lambda format: format.name)
 def test_an_upcast_makes_no_temporary(format) -> None:
     n, k = 1024, 1024
-    layer = FrozenLinear(k, n, bias=False, format=format, compute_dtype=torch.bfloat16)
+    layer = FrozenLinear(k, n, bias=False, format=format, compute_dtype=torch.bfloat16, kernels=dora_torch)
     layer.load_weight(torch.randn(n, k, generator=torch.Generator().manual_seed(2)))
     g_N, out = torch.rand(n), torch.empty(n, k, dtype=torch.float16)
     for _ in range(2):  # the first makes the buffers that stay
@@ -111,7 +111,7 @@ def test_an_upcast_makes_no_temporary(format) -> None:
 def test_float8_at_four_times_the_rate_of_the_plain_cast() -> None:
     """Best of alternating rounds: another load on the machine slows both."""
     n, k = 3072, 3072
-    layer = FrozenLinear(k, n, bias=False, format=FORMATS["fp8_e4m3"], compute_dtype=torch.bfloat16)
+    layer = FrozenLinear(k, n, bias=False, format=FORMATS["fp8_e4m3"], compute_dtype=torch.bfloat16, kernels=dora_torch)
     layer.load_weight(torch.randn(n, k, generator=torch.Generator().manual_seed(3)))
     weight, out = layer.stored(), torch.empty(n, k, dtype=torch.bfloat16)
 

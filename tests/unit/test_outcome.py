@@ -14,7 +14,7 @@ from tests.harness import Workbench
 from tests.numerics.test_adapted_layers import LargestAllocation, network, with_adapter
 from trainer import cli, outcome
 from trainer.adapters import ADAPTER_NAME
-from trainer.kernels import decode
+from trainer.kernels import decode, dora_torch
 from trainer.quantization import ALL_FORMATS, FORMATS, FrozenLinear
 
 TOLERANCE = 1e-6  # of ||W||
@@ -58,7 +58,7 @@ def test_the_change_is_that_of_the_dense_weights(format, dora: bool, size: float
 def test_what_a_row_scale_undoes_is_no_change() -> None:
     """s B A = -0.3 W and g = 1 / 0.7: the terms are of the size of W and cancel, which sums in fp32 would not survive."""
     n, k = 64, 256
-    layer = FrozenLinear(k, n, bias=True, format=FORMATS["fp32"], compute_dtype=torch.float32)
+    layer = FrozenLinear(k, n, bias=True, format=FORMATS["fp32"], compute_dtype=torch.float32, kernels=dora_torch)
     g = torch.Generator().manual_seed(0)
     row, column = torch.randn(1, k, generator=g), torch.randn(n, 1, generator=g)
     layer.load_weight(column @ row)
@@ -75,7 +75,7 @@ def test_what_a_row_scale_undoes_is_no_change() -> None:
 
 def test_nothing_dense_is_made() -> None:
     n, k = 2048, 1536
-    layer = FrozenLinear(k, n, bias=True, format=FORMATS["fp8_e4m3"], compute_dtype=torch.bfloat16)
+    layer = FrozenLinear(k, n, bias=True, format=FORMATS["fp8_e4m3"], compute_dtype=torch.bfloat16, kernels=dora_torch)
     layer.load_weight(torch.randn(n, k, generator=torch.Generator().manual_seed(0)))
     adapter = with_adapter(nn.Sequential(layer), names=("0",))
     with LargestAllocation() as allocations:

@@ -69,7 +69,7 @@ def layer_class(names: Collection[str], *, kernels: Collection[str] = names_of(K
 
 
 def frozen() -> list[FrozenLayer]:
-    common = dict(format=FORMATS["int8"], compute_dtype=torch.float32)
+    common = dict(format=FORMATS["int8"], compute_dtype=torch.float32, kernels=dora_torch)
     layers = [
         FrozenConv2d(3, 6, (3, 3), stride=(2, 2), padding=(1, 1), dilation=(1, 1), groups=1, bias=True, **common),
         FrozenLinear(16, 8, bias=False, **common),

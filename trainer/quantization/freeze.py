@@ -8,7 +8,6 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from trainer.kernels import dora_torch
 from trainer.protocols import Kernels
 from trainer.quantization.formats import Format
 from trainer.quantization.layers import FrozenConv2d, FrozenLayer, FrozenLinear
@@ -22,23 +21,23 @@ def freeze_layers(
     format: Format,
     compute: torch.dtype,
     unquantised: torch.dtype,
+    kernels: Kernels,
     keep: Sequence[str] = (),
     keep_fp32: Sequence[str] = (),
     held: Mapping[str, HeldWeight | torch.dtype] = {},
     scaled_matmul: bool = False,
-    kernels: Kernels = dora_torch,
 ) -> None:
     """Replace every Linear and Conv2d of `module` (on the meta device) by its frozen counterpart, in place.
 
     format: storage of the layers; compute: their compute dtype.
     unquantised: storage of the layers that a quantised `format` leaves out: what matches a pattern of `keep` (fnmatch), and
       convolutions where the format has none.
+    kernels: what converts the weights and computes the adapters on top of them.
     keep_fp32: name parts a model class wants stored and computed in fp32 (`_keep_in_fp32_modules`). It counts where
       the storage or the compute dtype is fp16, as in transformers.
     held: what the model's files hold of each layer, where they hold quantised weights. Under a quantised `format`, which is
       then theirs, every layer is stored as it lies there, `keep` or not: what was lost stays lost.
     scaled_matmul: multiply float8 Linears as float8 (precision.matmul = "fp8").
-    kernels: what converts the weights and computes the adapters on top of them.
     Other parameters stay what they are; the loader places them as fp32.
     """
     for name, child in list(module.named_modules()):
@@ -52,7 +51,10 @@ def freeze_layers(
             chosen = dense(unquantised)
         if torch.float16 in (format.dtype, compute) and any(part in name.split(".") for part in keep_fp32):
             chosen, chosen_compute = chosen if chosen.quantised and held else FORMATS["fp32"], torch.float32
-        common = dict(format=chosen, compute_dtype=chosen_compute, device=child.weight.device, bias=child.bias is not None)
+        common = dict(
+            format=chosen, compute_dtype=chosen_compute, kernels=kernels, device=child.weight.device,
+            bias=child.bias is not None,
+        )  # fmt: skip
         if isinstance(child, nn.Linear):
             frozen: FrozenLayer = FrozenLinear(child.in_features, child.out_features, **common)
         else:
@@ -61,7 +63,6 @@ def freeze_layers(
                 child.in_channels, child.out_channels, child.kernel_size, stride=child.stride, padding=child.padding,
                 dilation=child.dilation, groups=child.groups, **common,
             )  # fmt: skip
-        frozen.kernels = kernels
         frozen.scaled_matmul = scaled_matmul and isinstance(frozen, FrozenLinear)
         parent, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(parent), leaf, frozen)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainer.kernels import dora_torch, scaled_matmul_pays
+from trainer.kernels import scaled_matmul_pays
 from trainer.kernels.scratch import scratch
 from trainer.memory import recomputing
 from trainer.protocols import Kernels
@@ -35,13 +35,15 @@ class FrozenLayer(nn.Module):
     weight = None
     groups = 1
     bias: nn.Parameter | None
-    kernels: Kernels = dora_torch
     # Whether no backward pass reads the output: a recomputation leaves the product out (memory.checkpoint_blocks).
     unread: bool = False
 
-    def __init__(self, shape: torch.Size, has_bias: bool, format: Format, compute_dtype: torch.dtype, device) -> None:
+    def __init__(
+        self, shape: torch.Size, has_bias: bool, format: Format, compute_dtype: torch.dtype, kernels: Kernels, device
+    ) -> None:
         super().__init__()
         self.format, self.compute_dtype, self.weight_shape = format, compute_dtype, torch.Size(shape)
+        self.kernels = kernels
         for name, tensor in format.empty_payload(self.weight_shape, device).items():
             self.register_buffer(f"payload_{name}", tensor)
         bias = torch.empty(shape[0], dtype=torch.float32, device=device) if has_bias else None
@@ -197,8 +199,8 @@ class FrozenLinear(FrozenLayer):
 
     scaled_matmul: bool = False
 
-    def __init__(self, in_features, out_features, *, bias, format, compute_dtype, device=None) -> None:
-        super().__init__(torch.Size((out_features, in_features)), bias, format, compute_dtype, device)
+    def __init__(self, in_features, out_features, *, bias, format, compute_dtype, kernels, device=None) -> None:
+        super().__init__(torch.Size((out_features, in_features)), bias, format, compute_dtype, kernels, device)
         self.in_features, self.out_features = in_features, out_features
 
     def scaled_weight(self, rows: int) -> StoredWeight | None:
@@ -269,9 +271,10 @@ class FrozenConv2d(FrozenLayer):
 
     def __init__(
         self, in_channels, out_channels, kernel_size, *, stride, padding, dilation, groups, bias, format, compute_dtype,
-        device=None,
+        kernels, device=None,
     ) -> None:  # fmt: skip
-        super().__init__(torch.Size((out_channels, in_channels // groups, *kernel_size)), bias, format, compute_dtype, device)
+        shape = torch.Size((out_channels, in_channels // groups, *kernel_size))
+        super().__init__(shape, bias, format, compute_dtype, kernels, device)
         self.in_channels, self.out_channels, self.kernel_size = in_channels, out_channels, kernel_size
         self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
         self.geometry = (stride, padding, dilation, groups)
