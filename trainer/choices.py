@@ -10,18 +10,18 @@ from trainer.config import Config
 from trainer.errors import UserError
 from trainer.models.base import Family
 
-# By the key, what a family that does not read it has not.
+# By the key, the models that read it.
 FAMILY_KEYS = {
-    "model.prediction": "choice of what is predicted",
-    "model.zero_terminal_snr": "noise schedule that could end at zero SNR",
-    "objective.timesteps": "choice of timesteps",
-    "objective.shift": "shift of its timesteps (flow matching has one)",
-    "objective.logit_mean": "logit-normal timesteps (flow matching has them)",
-    "objective.logit_std": "logit-normal timesteps (flow matching has them)",
-    "objective.min_snr_gamma": "min-SNR weights (diffusion over a noise schedule has them)",
-    "objective.guidance": "guidance as an input of its denoiser",
-    "data.text_length": "text encoder whose length can be chosen",
-    "validation.samples.*.negative": "negative prompts",
+    "model.prediction": "models that predict either noise or v",
+    "model.zero_terminal_snr": "models with a noise schedule that may end at zero SNR",
+    "objective.timesteps": "models with a choice of timesteps",
+    "objective.shift": "flow matching models",
+    "objective.logit_mean": "flow matching models",
+    "objective.logit_std": "flow matching models",
+    "objective.min_snr_gamma": "diffusion models with a noise schedule",
+    "objective.guidance": "models with a guidance embedding",
+    "data.text_length": "models with a text encoder whose length can be chosen",
+    "validation.samples.*.negative": "models that are sampled with a negative prompt",
 }
 
 
@@ -32,7 +32,7 @@ def refuse_unread(config: Config, family: Family) -> None:
     for key, value in configs.flatten(configs.tree(config)).items():
         name = configs.generic(key)
         if name in FAMILY_KEYS and name not in family.reads and value != defaults[name]:
-            lines.append(f"{key} = {value!r}: {family.name} has no {FAMILY_KEYS[name]}; leave it out")
+            lines.append(f"{key} = {value!r} has no effect on {family.name}; leave it out (only {FAMILY_KEYS[name]} read it)")
     if lines:
         raise UserError("\n".join(lines))
 

@@ -62,7 +62,8 @@ def leave(status: int) -> NoReturn:
     """End this process, for which there is nothing left to do; what libraries want done at the end is done.
 
     The interpreter's own way out first takes millions of objects apart, which takes seconds: too long after a signal, when a
-    machine is about to be taken away. It is taken where others have to be seen to: threads, child processes, a process group.
+    machine is about to be taken away. We use it only where threads, child
+    processes or a process group must still be ended.
     """
     torch = sys.modules.get("torch")
     grouped = torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -21,10 +21,17 @@ class NonFinite:
 
     def entry(self, what: str) -> None:
         """An encoded photo or caption is not finite. Raises NonFiniteError, or says that updates with it are skipped."""
-        message = f"{what} are not finite; look at the file and at the encoder's compute dtype"
         if self.policy == "stop":
-            raise NonFiniteError(f"{message}, or leave out every update it is in with step.non_finite = 'skip'")
-        self.say(f"warning: {message}; every update it is in will be skipped")
+            raise NonFiniteError(
+                f"{what} are not finite; do one of these:\n"
+                "- look at the file\n"
+                "- look at the encoder's compute dtype\n"
+                "- leave out every update it is in: step.non_finite = 'skip'"
+            )
+        self.say(
+            f"warning: {what} are not finite; look at the file and at the encoder's compute dtype; every update it is in "
+            "will be skipped"
+        )
 
     def update(self, what: str) -> None:
         """An update was refused. Raises NonFiniteError, or counts it as skipped."""

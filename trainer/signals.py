@@ -72,7 +72,7 @@ class Signals:
             for signum in self._reader.recv(64):
                 if signum == 0:
                     return
-                if signum in self._before:  # a loader of data has the run told of its workers' ends by signals, too
+                if signum in self._before:  # the data loader's workers send signals too when they end
                     said = "a checkpoint is written after this step" if signum == SAVE else self.promise
                     # Not through Python's stderr, whose lock the interrupted code may hold.
                     with read_or_not(sys.stderr):

@@ -275,7 +275,7 @@ def test_a_denoiser_that_predicts_more_than_latents_is_refused(bench: Workbench,
 
 def test_a_negative_prompt_is_refused_where_it_would_be_ignored(bench: Workbench, capsys, monkeypatch) -> None:
     validation = {"every_steps": 1, "samples": [{"prompt": "a bear"}, {"prompt": "a bear", "negative": "blurred"}]}
-    expected = ("validation.samples.1.negative = 'blurred'", "flux has no negative prompts", "leave it out")
+    expected = ("validation.samples.1.negative = 'blurred'", "has no effect on flux", "leave it out")
     refused_unread(bench, capsys, monkeypatch, *expected, tree=bench.tree("flux", validation=validation))
     tree = bench.tree("sdxl", validation=validation)
     from trainer import cli

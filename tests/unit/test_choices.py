@@ -56,7 +56,8 @@ def test_a_key_is_read_or_refused(family: str, key: str) -> None:
         refuse_unread(given, FAMILIES[family])
         assert "*" in key or chosen(given, FAMILIES[family])[key.rpartition(".")[2]] == SET[key]
     else:
-        shown = f"{key.replace('*', '0')} = {SET[key]!r}: {family} has no {FAMILY_KEYS[key]}; leave it out"
+        shown = f"{key.replace('*', '0')} = {SET[key]!r} has no effect on {family}; leave it out (only "
+        shown += f"{FAMILY_KEYS[key]} read it)"
         with pytest.raises(UserError, match=f"^{re.escape(shown)}$"):
             refuse_unread(given, FAMILIES[family])
 

@@ -277,7 +277,7 @@ class ModelSource:
         return total.hexdigest()
 
     def contents(self, encoders: Collection[str], digest: Callable[[Path], str]) -> dict[str, str]:
-        """SHA-256 of what the model decides of a step besides the tensors that are loaded for it: by component, and of
+        """SHA-256 of everything in the model that a step depends on, except loaded tensors: by component, and of
         "tokenizers", "scheduler" and "markers".
 
         encoders: components whose encodings are cached: their files stand for these. The others' configs shape what is done

@@ -30,7 +30,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Samples:
-    """steps: the columns.  rows: in the order of the newest step; what is asked no more follows.
+    """steps: the columns.  rows: in the order of the newest step; prompts that are no longer asked for come last.
 
     are_thumbnails: the embedded images are reduced JPEGs, because the files together exceed EMBED_BYTES.
     """
