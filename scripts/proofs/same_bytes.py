@@ -7,6 +7,9 @@ A cell is one config. Each tree trains it with its own `train.py --config`: four
 second and resumed. Then these files must be equal, byte for byte: adapter.safetensors and optimizer.safetensors of every
 checkpoint, the adapter files in both formats, and the samples. Both trees read the same model files and have the same clock.
 
+No cell has fp16 with gradient checkpointing: on Flux the default commit's gradients are zero there. Its recomputed blocks
+leave out products that fp16's clips read. The present tree trains there, so the bytes differ, as they should.
+
 A start is a fork of a process that has imported its own tree; --fresh makes it a new process. Exit status 1: a file differs
 (the first tensor that does is named) or a run failed; 2: there is no such commit or cell.
 """
