@@ -15,7 +15,7 @@ import re
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ import torch  # noqa: E402
 
 from trainer import files  # noqa: E402
 from trainer.checkpoint import store  # noqa: E402
-from trainer.checkpoint.state import LAYOUT_VERSION, PIECES, QUANTIZATION, STATE, TENSOR_FILES, Saved  # noqa: E402
+from trainer.checkpoint.state import LAYOUT_VERSION, PIECES, QUANTIZATION, STATE, TENSOR_FILES, Piece, Saved  # noqa: E402
 from trainer.config import flatten  # noqa: E402
 from trainer.errors import UserError  # noqa: E402
 from trainer.tensorfile import NAMES, TensorFile  # noqa: E402
@@ -68,7 +68,7 @@ def show(rows: Iterable[Sequence[object]], header: Sequence[str] = ()) -> None:
 
 def section(title: str, content: Callable[[], None]) -> str | None:
     """Print a part, or what is wrong with it, which it returns."""
-    print(f"\n{title}")
+    print(f"\n{plain(title)}")
     try:
         content()
     except DAMAGE as error:
@@ -87,12 +87,31 @@ def size(folder: Path) -> int:
     return total
 
 
+def pieces_of(folder: Path) -> tuple[object, dict[str, Any]]:
+    """The layout and the pieces that the checkpoint's state.json lists, as far as it can be read."""
+    tree: Any = {}
+    with suppress(UserError):  # `files` says so
+        tree = files.read_json(folder / STATE)
+    tree = tree if isinstance(tree, dict) else {}
+    pieces = tree.get("pieces")
+    return tree.get("layout"), pieces if isinstance(pieces, dict) else {}
+
+
+def census(pieces: Mapping[str, Any]) -> dict[str, Piece]:
+    """What every run has, and the optional pieces that the checkpoint itself lists: its config asked for these."""
+    asked = {name: piece for name, piece in pieces.items() if isinstance(piece, dict) and piece.get("asked_by")}
+    return {
+        name: Piece(name, piece.get("version"), str(piece.get("file") or ""), str(piece["asked_by"]))
+        for name, piece in asked.items()
+    } | PIECES
+
+
 def problem(folder: Path) -> str | None:
     """Why a run cannot go on from `folder`, or None: other bytes than its manifest says, or another version's."""
     reason = store.problem(folder)
     if reason is None:
         try:
-            Saved(folder)
+            Saved(folder, census(pieces_of(folder)[1]))
         except UserError as error:
             reason = str(error).removeprefix(f"{folder} ").removeprefix(f"{folder}: ")
     return reason
@@ -135,12 +154,8 @@ def inspect_checkpoint(folder: Path) -> str | None:
     reason = problem(folder)
     print(plain(folder))
     print("valid: every byte is as its manifest says" if reason is None else f"NOT VALID: {plain(reason)}")
-    tree: Any = {}
-    with suppress(UserError):  # `files` says so
-        tree = files.read_json(folder / STATE)
-    tree = tree if isinstance(tree, dict) else {}
-    pieces = tree.get("pieces")
-    pieces = pieces if isinstance(pieces, dict) else {}
+    written, pieces = pieces_of(folder)
+    known = census(pieces)
 
     def state(name: str) -> dict[str, Any]:
         piece = pieces.get(name)
@@ -155,15 +170,15 @@ def inspect_checkpoint(folder: Path) -> str | None:
 
     parts: dict[str, Callable[[], None]] = {"files": lambda: show_files(folder)}
     if pieces:
-        layout = f"pieces (layout {plain(tree.get('layout'))}, this version reads {LAYOUT_VERSION})"
+        layout = f"pieces (layout {plain(written)}, this version reads {LAYOUT_VERSION})"
         parts = {
             "progress": lambda: show_progress(state("progress")),
             "config": lambda: show_config(state("config")),
             "environment": lambda: show(sorted(state("environment").items())),
             **parts,
-            layout: lambda: show_pieces(pieces),
+            layout: lambda: show_pieces(pieces, known),
         }
-    for name, file in TENSOR_FILES.items():
+    for name, file in ((name, piece.file) for name, piece in known.items() if piece.file):
         parts[file] = lambda name=name, file=file: show_tensors(folder / file, listed(name))
     parts[f"{QUANTIZATION}: the frozen base"] = lambda: show_quantization(folder)
     found = [section(title, content) for title, content in parts.items()]
@@ -223,9 +238,9 @@ def show_files(folder: Path) -> None:
     show(rows, ("file", "bytes", "sha256", "manifest"))
 
 
-def show_pieces(pieces: dict[str, Any]) -> None:
+def show_pieces(pieces: Mapping[str, Any], known: Mapping[str, Piece]) -> None:
     rows: Table = []
-    for name in sorted(pieces.keys() | PIECES.keys(), key=plain):
+    for name in sorted(pieces.keys() | known.keys(), key=plain):
         piece = pieces.get(name)
         if not isinstance(piece, dict):
             rows.append([name, "", "missing" if name not in pieces else "damaged"])
@@ -234,13 +249,13 @@ def show_pieces(pieces: dict[str, Any]) -> None:
         texts = [f"{key} {short(value)}" for key, value in values.items()]
         contents = texts if len(texts) <= 6 else [f"{len(texts)} values"]
         if isinstance(listed := piece.get("tensors"), list):
-            contents.insert(0, f"{len(listed)} tensors in {TENSOR_FILES.get(name, '?')}")
+            contents.insert(0, f"{len(listed)} tensors in {known[name].file if name in known else '?'}")
         if name == "quantization":
             contents.append(f"in {QUANTIZATION}")
         version = piece.get("version")
-        reads = PIECES[name].version if name in PIECES else "no such piece"
-        known = "" if version == reads else f"this version reads {reads}; "
-        rows.append([name, version, known + (", ".join(contents) or "empty")])
+        reads = known[name].version if name in known else "no such piece"
+        differs = "" if version == reads else f"this version reads {reads}; "
+        rows.append([name, version, differs + (", ".join(contents) or "empty")])
     show(rows, ("piece", "version", "contents"))
 
 

@@ -41,7 +41,7 @@ LIBRARIES = ("torch", "triton", "diffusers", "transformers", "peft", "accelerate
 
 
 def census(config: Config) -> Mapping[str, Piece]:
-    """The pieces of a checkpoint of this run."""
+    """The pieces of a checkpoint of this run: what every run has, and what a key of the config asks for. No key does yet."""
     return PIECES
 
 

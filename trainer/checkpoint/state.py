@@ -129,7 +129,7 @@ def pack(providers: Mapping[str, Provider], census: Mapping[str, Piece] = PIECES
         values = {key: value for key, value in state.items() if key not in tensors}
         pieces[piece.name] = {"version": piece.version, "state": values}
         if piece.asked_by:
-            pieces[piece.name]["asked_by"] = piece.asked_by
+            pieces[piece.name] |= {"asked_by": piece.asked_by, "file": piece.file}
         if piece.file:
             pieces[piece.name]["tensors"] = sorted(tensors)
             contents[piece.file] = list(serialize({k: t.detach().to("cpu", copy=True) for k, t in tensors.items()}))

@@ -145,6 +145,24 @@ def test_a_valid_checkpoint(inspect, checkpoint: Path) -> None:
     assert "NOT" not in printed and "cannot" not in printed
 
 
+def test_an_optional_piece_that_the_checkpoint_lists_is_part_of_it(inspect, tmp_path: Path) -> None:
+    average = state.Piece("average", file="average.safetensors", asked_by="average.decay")
+    pieces = census() | {"average": Piece(updates=40, **{"a.lora_A.weight": torch.full((4, 64), float("nan"))})}
+    folder = store.save(tmp_path / "checkpoints", 40, state.pack(pieces, state.PIECES | {"average": average}))
+    status, printed, errors = inspect(folder)
+    assert (status, errors) == (0, "")
+    lines = [" ".join(line.split()) for line in printed.splitlines()]
+    assert "average 1 1 tensors in average.safetensors, updates 40" in lines
+    assert "values that are NOT FINITE: a.lora_A.weight" in lines
+    assert inspect(folder.parent)[0] == 0
+    # As a run of this version lists it: without a key that asks for it, it is unknown.
+    tree = json.loads((folder / "state.json").read_text())
+    del tree["pieces"]["average"]["asked_by"]
+    rewrite(folder, "state.json", files.json_bytes(tree))
+    status, _, errors = inspect(folder)
+    assert status == 2 and "has an unknown piece, average" in errors
+
+
 def test_values_that_are_not_finite_are_named(inspect, tmp_path: Path) -> None:
     pieces = census()
     name = "transformer.transformer_blocks.1.attn.to_q.lora_B.weight"
