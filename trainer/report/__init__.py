@@ -1,22 +1,17 @@
 """report.html: one self-contained page about a run, made only from what the run left on disk and its outcome table.
 
 The page loads nothing from anywhere (its own content security policy forbids it), so it can be opened from a file,
-mailed or printed. Light to import: PIL and the tensor writer are imported when a page is written.
+mailed or printed. Light to import: PIL is imported when a page is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+from trainer.files import write_atomic
 from trainer.layout import Layout
-from trainer.report import page
-from trainer.report.curves import read_metrics
-from trainer.report.samples import read_samples
-
-# Section title -> {"columns": [...], "rows": [[...], ...], optionally "notes": [...]}.
-Outcome = Mapping[str, Mapping[str, Any]]
+from trainer.report.page import Outcome, render
 
 
 def write_report(layout: Layout, *, name: str, outcome: Outcome | None, check: Callable[[], None] = lambda: None) -> Path:
@@ -26,16 +21,7 @@ def write_report(layout: Layout, *, name: str, outcome: Outcome | None, check: C
     `outcome` is the "Did it take?" table, or None when the run has not reached its end.
     check: called between its parts; may raise, which leaves the page as it was.
     """
-    from trainer.files import write_atomic
-
-    html = page.render(
-        name=name,
-        config=layout.config.read_text(encoding="utf-8", errors="replace") if layout.config.exists() else None,
-        metrics=read_metrics(layout.metrics),
-        samples=read_samples(layout.samples, check),
-        outcome=outcome,
-        adapters=[page.AdapterFile.read(file, layout.root, check) for file in sorted(layout.adapters.glob("*.safetensors"))],
-    )
+    html = render(layout, name=name, outcome=outcome, check=check)
     check()
     write_atomic(layout.report, [html.encode("utf-8", errors="replace")])
     return layout.report

@@ -54,9 +54,6 @@ class History:
         """(step, value) for each row that has the field; None where the value is null or not finite."""
         return [(row["step"], _finite(row[field])) for row in self.rows if field in row]
 
-    def last(self, field: str) -> float | None:
-        return next((v for row in reversed(self.rows) if (v := _finite(row.get(field))) is not None), None)
-
     def values(self, field: str) -> list[float]:
         return [value for _, value in self.series(field) if value is not None]
 
@@ -94,9 +91,8 @@ def draw_all(metrics: History) -> list[str]:
 def draw(curve: Curve, series: Sequence[tuple[float, float | None]]) -> str:
     """One chart: the raw values, their moving average over them, axes with ticks, and a text summary for readers."""
     values = [value for _, value in series if value is not None]
-    low, high, log = min(values), max(values), False
-    if curve.may_be_log and low > 0 and high / low > LOG_ABOVE:
-        log = True
+    low, high = min(values), max(values)
+    log = curve.may_be_log and low > 0 and high / low > LOG_ABOVE
     first, last = series[0][0], series[-1][0]
     y_ticks = _log_ticks(low, high) if log else _ticks(low, high, 5)
     low, high = min(low, y_ticks[0]), max(high, y_ticks[-1])
@@ -124,11 +120,9 @@ def draw(curve: Curve, series: Sequence[tuple[float, float | None]]) -> str:
     window = smoothing_window(len(values)) if curve.smooth else 0
     title = escape(curve.title)
     unit = f' <span class="unit">{escape(curve.unit)}</span>' if curve.unit else ""
-    legend = (
-        f'<span class="legend"><i class="raw"></i>each step<i class="mean"></i>moving average, {window} steps</span>'
-        if window
-        else ""
-    )
+    legend = ""
+    if window:
+        legend = f'<span class="legend"><i class="raw"></i>each step<i class="mean"></i>moving average, {window} steps</span>'
     summary = (
         f"{curve.title} over steps {first:g} to {last:g}: first {values[0]:.4g}, last {values[-1]:.4g}, "
         f"lowest {min(values):.4g}, highest {max(values):.4g}"
@@ -152,7 +146,9 @@ def draw(curve: Curve, series: Sequence[tuple[float, float | None]]) -> str:
     parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 5}" text-anchor="middle">{scale}</text>')
     parts.append(lines(thin(series), "raw" if window else "mean"))
     if window:
-        parts.append(lines(thin_last(smooth(series, window)), "mean"))
+        # The last of each slice is enough for a curve that is smooth already.
+        smoothed = smooth(series, window)
+        parts.append(lines([part[-1] for part in _slices(smoothed)] if len(smoothed) > POINTS else smoothed, "mean"))
     parts.append("</svg></figure>")
     return "".join(parts)
 
@@ -187,11 +183,6 @@ def thin(series: Sequence[tuple[float, float | None]]) -> list[tuple[float, floa
         else:
             kept.append((part[0][0], None))
     return kept
-
-
-def thin_last(series: Sequence[Point]) -> list[Point]:
-    """At most POINTS points, the last of each slice: enough for a curve that is smooth already."""
-    return [part[-1] for part in _slices(series)] if len(series) > POINTS else list(series)
 
 
 def _slices(series: Sequence[tuple[float, float | None]]) -> list[Sequence[tuple[float, float | None]]]:

@@ -6,7 +6,6 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
@@ -14,9 +13,13 @@ from typing import Any
 from urllib.parse import quote
 
 from trainer.files import hash_file
+from trainer.layout import Layout
 from trainer.report import curves
 from trainer.report.curves import History
-from trainer.report.samples import Samples
+from trainer.report.samples import Samples, read_samples
+
+# Section title -> {"columns": [...], "rows": [[...], ...], optionally "notes": [...]}.
+Outcome = Mapping[str, Mapping[str, Any]]
 
 # Keys of config.toml worth a place at the top, with their labels.
 CONFIG_FACTS = {
@@ -37,38 +40,19 @@ CONFIG_FACTS = {
 CSS = Path(__file__).with_name("page.css")
 
 
-@dataclass(frozen=True)
-class AdapterFile:
-    """path: below the page's folder."""
-
-    path: Path
-    bytes: int
-    sha256: str
-
-    @staticmethod
-    def read(path: Path, root: Path, check: Callable[[], None] = lambda: None) -> AdapterFile:
-        return AdapterFile(path.relative_to(root), path.stat().st_size, hash_file(path, lambda count: check()))
-
-
-def render(
-    *,
-    name: str,
-    config: str | None,
-    metrics: History,
-    samples: Samples,
-    outcome: Mapping[str, Mapping[str, Any]] | None,
-    adapters: Sequence[AdapterFile],
-) -> str:
-    """The whole page as text."""
+def render(layout: Layout, *, name: str, outcome: Outcome | None, check: Callable[[], None]) -> str:
+    """The whole page as text, from the run's files; each of them may be missing. Arguments as of `write_report`."""
+    config = layout.config.read_text(encoding="utf-8", errors="replace") if layout.config.exists() else None
+    metrics = curves.read_metrics(layout.metrics)
     body = "\n".join(
         [
             f'<header><p class="kicker">Training report</p><h1>{escape(name)}</h1></header>',
             "<main>",
             _facts(config, metrics),
             _section("Curves", _curves(metrics)),
-            _section("Samples", _samples(samples)),
+            _section("Samples", _samples(read_samples(layout.samples, check))),
             _section("Did it take?", _outcome(outcome)),
-            _section("Adapter files", _adapters(adapters)),
+            _section("Adapter files", _adapters(layout, check)),
             _section("Configuration", _config(config)),
             "</main>",
         ]
@@ -99,10 +83,10 @@ def _facts(config: str | None, metrics: History) -> str:
     facts: list[tuple[str, str]] = []
     if metrics.rows:
         facts.append(("Steps", f"{metrics.rows[-1]['step']:,}"))
-        if (images := metrics.last("images")) is not None:
-            facts.append(("Images seen", f"{images:,.0f}"))
-        if (epoch := metrics.last("epoch")) is not None:
-            facts.append(("Epoch", f"{epoch:g}"))
+        if images := metrics.values("images"):
+            facts.append(("Images seen", f"{images[-1]:,.0f}"))
+        if epochs := metrics.values("epoch"):
+            facts.append(("Epoch", f"{epochs[-1]:g}"))
         losses = metrics.values("loss")
         if window := curves.smoothing_window(len(losses)):
             known = [(float(i), loss) for i, loss in enumerate(losses)]
@@ -112,8 +96,8 @@ def _facts(config: str | None, metrics: History) -> str:
         if seconds := metrics.values("seconds"):
             facts.append(("Time in steps", duration(sum(seconds))))
             facts.append(("Median step", f"{statistics.median(seconds):.3g} s"))
-        if (end := metrics.last("time")) is not None:
-            facts.append(("Last step", datetime.fromtimestamp(end, UTC).strftime("%Y-%m-%d %H:%M UTC")))
+        if times := metrics.values("time"):
+            facts.append(("Last step", datetime.fromtimestamp(times[-1], UTC).strftime("%Y-%m-%d %H:%M UTC")))
     values = scalar_lines(config or "")
     facts += [(label, values[key]) for key, label in CONFIG_FACTS.items() if key in values]
     if not facts:
@@ -135,10 +119,10 @@ def _curves(metrics: History) -> str:
 def _samples(samples: Samples) -> str:
     if not samples.rows:
         return '<p class="soft">This run made no sample images.</p>'
-    head = "".join(f'<th scope="col">{_step_name(step)}</th>' for step in samples.steps)
     rows = []
     for row in samples.rows:
-        cells = []
+        detail = f'<div class="soft">{escape(row.detail)}</div>' if row.detail else ""
+        cells = [f'<th scope="row">{escape(row.prompt)}{detail}</th>']
         for step in samples.steps:
             if step not in row.images:
                 cells.append('<td class="soft">none</td>')
@@ -147,20 +131,17 @@ def _samples(samples: Samples) -> str:
             # The link is to the full file beside the page, for as long as the two stay together.
             link = escape(quote(row.links[step]))
             cells.append(f'<td><a href="{link}"><img src="{row.images[step]}" alt="{alt}"></a></td>')
-        detail = f'<div class="soft">{escape(row.detail)}</div>' if row.detail else ""
-        rows.append(f'<tr><th scope="row">{escape(row.prompt)}{detail}</th>{"".join(cells)}</tr>')
+        rows.append(cells)
     note = '<p class="soft">Shown reduced; each image links to its file.</p>' if samples.are_thumbnails else ""
-    return (
-        f'<div class="wide"><table class="samples"><thead><tr><th scope="col">Prompt</th>{head}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div>{note}"
-    )
+    head = ["Prompt", *map(_step_name, samples.steps)]
+    return _grid([f'<th scope="col">{title}</th>' for title in head], rows, ' class="samples"') + note
 
 
 def _step_name(step: int) -> str:
     return f"step {step:,}" if step else "before training"
 
 
-def _outcome(outcome: Mapping[str, Mapping[str, Any]] | None) -> str:
+def _outcome(outcome: Outcome | None) -> str:
     if not outcome:
         return '<p class="soft">Measured at the end of a run; this one has not reached it.</p>'
     parts = []
@@ -172,35 +153,34 @@ def _outcome(outcome: Mapping[str, Mapping[str, Any]] | None) -> str:
     return "".join(parts)
 
 
-def _table(columns: Sequence[Any], rows: Sequence[Sequence[Any]]) -> str:
+def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Columns whose cells are all numbers (or missing) are aligned to the right."""
-    numeric = [
-        all(_is_number(row[i]) or row[i] is None for row in rows if i < len(row))
-        and any(i < len(row) and _is_number(row[i]) for row in rows)
-        for i in range(len(columns))
-    ]
-
-    def cell(tag: str, index: int, text: str) -> str:
-        kind = ' class="number"' if index < len(numeric) and numeric[index] else ""
-        scope = ' scope="col"' if tag == "th" else ""
-        return f"<{tag}{scope}{kind}>{escape(text)}</{tag}>"
-
-    head = "".join(cell("th", i, str(column)) for i, column in enumerate(columns))
-    body = "".join("<tr>" + "".join(cell("td", i, shown(v)) for i, v in enumerate(row)) + "</tr>" for row in rows)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    kinds = []
+    for cells in zip(*rows, strict=True):
+        given = [cell for cell in cells if cell is not None]
+        kinds.append(' class="number"' if given and all(map(_is_number, given)) else "")
+    head = [f'<th scope="col"{kind}>{escape(title)}</th>' for kind, title in zip(kinds, columns, strict=True)]
+    return _grid(head, [[f"<td{k}>{escape(shown(v))}</td>" for k, v in zip(kinds, row, strict=True)] for row in rows])
 
 
-def _adapters(adapters: Sequence[AdapterFile]) -> str:
-    if not adapters:
+def _grid(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
+    """A table of cells that are HTML already."""
+    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
+    return f'<div class="wide"><table{kind}><thead><tr>{"".join(head)}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _adapters(layout: Layout, check: Callable[[], None]) -> str:
+    rows = []
+    for file in sorted(layout.adapters.glob("*.safetensors")):
+        link = f'<a href="{escape(quote(file.relative_to(layout.root).as_posix()))}">{escape(file.name)}</a>'
+        sha256 = hash_file(file, lambda count: check())
+        rows.append(
+            [f"<td>{link}</td>", f'<td class="number">{size(file.stat().st_size)}</td>', f"<td><code>{sha256}</code></td>"]
+        )
+    if not rows:
         return '<p class="soft">No adapter file has been written yet.</p>'
-    rows = "".join(
-        f'<tr><td><a href="{escape(quote(file.path.as_posix()))}">{escape(file.path.name)}</a></td>'
-        f'<td class="number">{size(file.bytes)}</td><td><code>{file.sha256}</code></td></tr>'
-        for file in adapters
-    )
-    return (
-        '<div class="wide"><table><thead><tr><th scope="col">File</th><th scope="col" class="number">Size</th>'
-        f'<th scope="col">SHA-256</th></tr></thead><tbody>{rows}</tbody></table></div>'
+    return _grid(
+        ['<th scope="col">File</th>', '<th scope="col" class="number">Size</th>', '<th scope="col">SHA-256</th>'], rows
     )
 
 
