@@ -10,7 +10,8 @@ from torch import nn
 
 from trainer import precision, quantization, storage
 from trainer.adapters import Rule, Target, match_targets
-from trainer.choices import chosen, refuse_unread
+from trainer.adapters.export import Fused, fused_modules
+from trainer.choices import chosen, refuse_unread, refuse_unread_by_model
 from trainer.config import Config, SampleTable
 from trainer.data import buckets, sampler, sources
 from trainer.errors import UserError
@@ -55,6 +56,11 @@ class Plan:
     def adapted(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(target.component for target in self.targets))
 
+    @property
+    def fused(self) -> dict[str, list[Fused]]:
+        """Layers that the original layout fuses, by adapted component."""
+        return {name: fused_modules(self.family.module_links(name, self.source.config(name))) for name in self.adapted}
+
 
 def open_source(config: Config) -> ModelSource:
     """The model's configs and file headers. Of a hub id, the configs at first; `fetched` gets the rest."""
@@ -67,7 +73,7 @@ def open_source(config: Config) -> ModelSource:
             close = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"{family.name} has {', '.join(names)}"
             raise UserError(f"model.components.{name} is not a component of {family.name}; {hint}")
-    return open_model(
+    source = open_model(
         family,
         config.model.path,
         config=config.model.config,
@@ -76,6 +82,8 @@ def open_source(config: Config) -> ModelSource:
         stored={component.name: storage.asked_precision(config, component) for component in family.components},
         recognise=quantization.recognise,
     )
+    refuse_unread_by_model(config, source)
+    return source
 
 
 def make_plan(config: Config, source: ModelSource, *, processes: int, phases: Phases = QUIET) -> Plan:
@@ -87,10 +95,8 @@ def make_plan(config: Config, source: ModelSource, *, processes: int, phases: Ph
     )
     objective = find_objective(config, source)
     source.check_tokenizers()
-    for component in family.components:
-        if source.is_here(component.name):
-            storage.check_files(source, components[component.name])
-        storage.check_exclude(config, source, component.name)
+    for component in components.values():
+        storage.check(source, component)
     step = config.data.bucket_step
     if step % family.size_multiple or config.data.resolution < step:
         raise UserError(
@@ -128,7 +134,7 @@ def fetched(plan: Plan, peers: Processes, phases: Phases) -> Plan:
     with peers.main_first():
         plan = replace(plan, source=plan.source.fetch(phases=phases))
     for component in plan.components.values():
-        storage.check_files(plan.source, component)
+        storage.check(plan.source, component)
         storage.check_fetched(plan.source, component)
     check_objective(plan.config, plan.source, plan.objective)
     return plan
@@ -201,10 +207,6 @@ def _requests(config: Config) -> tuple[SampleRequest, ...]:
     wanted, size = config.validation, config.data.resolution
     if wanted.every_steps == 0:
         return ()
-    return tuple(
-        SampleRequest(
-            s.prompt, s.negative, s.width or size, s.height or size, wanted.seed if s.seed is None else s.seed,
-            s.steps or wanted.steps, s.guidance, s.strength,
-        )
-        for s in (*(SampleTable(prompt=prompt) for prompt in wanted.prompts), *wanted.samples)
-    )  # fmt: skip
+    asked = (*(SampleTable(prompt=prompt) for prompt in wanted.prompts), *wanted.samples)
+    default = {"width": size, "height": size, "seed": wanted.seed, "steps": wanted.steps, "guidance": None}
+    return tuple(SampleRequest(**default | sample.model_dump(exclude_none=True)) for sample in asked)

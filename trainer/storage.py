@@ -40,18 +40,13 @@ class Storage:
     def keep(self) -> tuple[str, ...]:
         return (*self.sensitive, *self.exclude)
 
-    @property
-    def unquantised(self) -> torch.dtype:
-        """Storage of layers that are not quantised: 16 bit where the component is."""
-        return self.format.dtype or torch.bfloat16
-
     def swap(self, module: nn.Module, *, kernels: Kernels, held: Mapping[str, HeldWeight | torch.dtype] = {}) -> None:
         """Freeze the layers of a module on the meta device. held: what the model's files hold (ModelSource.held)."""
         quantization.freeze_layers(
             module,
             format=self.format,
             compute=self.compute,
-            unquantised=self.unquantised,
+            unquantised=self.format.dtype or torch.bfloat16,  # layers that are not: 16 bit where the component is
             keep=self.keep,
             keep_fp32=tuple(getattr(module, "_keep_in_fp32_modules", None) or ()),
             kernels=kernels,
@@ -136,18 +131,28 @@ def storages(config: Config, family: Family) -> dict[str, Storage]:
     return plans
 
 
-def check_files(source: ModelSource, component: Storage) -> None:
-    """Refuse files that lack a tensor, and an `exclude` of what they hold quantised. Reads headers only."""
-    source.verify(component.name)
-    if not component.format.quantised:
-        return
-    for layer, held in source.held(component.name).items():
+def check(source: ModelSource, component: Storage) -> None:
+    """Refuse files that lack a tensor, and an `exclude` of no layer, or of what they hold quantised. Reads headers only."""
+    name, key = component.name, f"model.components.{component.name}.exclude"
+    here = source.is_here(name)
+    if here:
+        source.verify(name)
+    held = source.held(name) if here and component.format.quantised else {}
+    for layer, weight in held.items():
         for pattern in component.exclude:
-            if not isinstance(held, torch.dtype) and fnmatchcase(layer, pattern):
+            if not isinstance(weight, torch.dtype) and fnmatchcase(layer, pattern):
                 raise UserError(
-                    f"model.components.{component.name}.exclude: {pattern!r} matches {layer}, which the model's file holds "
-                    f"as {held.dtype} already; take the pattern out, or use the 16-bit file"
+                    f"{key}: {pattern!r} matches {layer}, which the model's file holds as {weight.dtype} already; "
+                    "take the pattern out, or use the 16-bit file"
                 )
+    modules = source.build(name).named_modules() if component.exclude else ()
+    names = [layer for layer, module in modules if isinstance(module, (nn.Linear, nn.Conv2d))]
+    for pattern in component.exclude:
+        if not any(fnmatchcase(layer, pattern) for layer in names):
+            raise UserError(
+                f"{key}: the pattern {pattern!r} matches no layer (patterns are fnmatch on the whole dotted name); "
+                f"{patterns.advice(pattern, names)}"
+            )
 
 
 def check_fetched(source: ModelSource, component: Storage) -> None:
@@ -159,14 +164,3 @@ def check_fetched(source: ModelSource, component: Storage) -> None:
             f"does not say, and it was to be stored as {component.format.name}; set its dtype = {held[0]!r} and "
             f"backend = {held[1]!r}, or use the 16-bit model"
         )
-
-
-def check_exclude(config: Config, source: ModelSource, name: str) -> None:
-    exclude = config.model.components[name].exclude
-    names = [n for n, m in source.build(name).named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))] if exclude else []
-    for pattern in exclude:
-        if not any(fnmatchcase(n, pattern) for n in names):
-            raise UserError(
-                f"model.components.{name}.exclude: the pattern {pattern!r} matches no layer (patterns are fnmatch on the "
-                f"whole dotted name); {patterns.advice(pattern, names)}"
-            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -118,6 +119,18 @@ def test_a_plan_refuses_what_this_machine_cannot_train(bench: Workbench, capsys,
         assert cli.main(["--config", str(bench.write(tree)), *arguments]) == 2
         messages.append(capsys.readouterr().err)
     assert messages[0] == messages[1] and expected in messages[0]
+
+
+def test_guidance_for_a_model_without_the_embedding(bench: Workbench, capsys, monkeypatch) -> None:
+    """Refused before a weight is read."""
+
+    def without(model: Path) -> None:
+        path = model / "transformer/config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"guidance_embeds": False}))
+
+    monkeypatch.setattr(TensorFile, "read", lambda *_: pytest.fail("a weight was read"))
+    tree = broken_model(bench, without, "flux") | {"objective": {"guidance": 2.0}}
+    refused(bench, capsys, "objective.guidance = 2.0", "no guidance embedding", "leave it out", tree=tree)
 
 
 def test_missing_component_file(bench: Workbench, capsys) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import tomllib
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from trainer import config as configs
-from trainer.choices import FAMILY_KEYS, chosen, refuse_unread
+from trainer.choices import FAMILY_KEYS, chosen, refuse_unread, refuse_unread_by_model
 from trainer.errors import UserError
 from trainer.models import FAMILIES
 
@@ -68,6 +70,35 @@ def test_defaults_that_are_written_out_are_accepted(family: str) -> None:
     written = configs.parse(tomllib.loads(configs.dumps(config(family))))
     refuse_unread(written, FAMILIES[family])
     assert {"logit_mean", "guidance"} <= written.objective.model_fields_set
+
+
+@pytest.mark.parametrize(("key", "value"), [("logit_mean", 0.5), ("logit_std", 2.0)])
+def test_the_logit_normal_is_refused_with_uniform_timesteps(key: str, value: float) -> None:
+    given = config("flux", f"objective.{key}", value)
+    for timesteps, refused in (("auto", False), ("logit_normal", False), ("uniform", True)):
+        objective = given.objective.model_copy(update={"timesteps": timesteps})
+        tried = given.model_copy(update={"objective": objective})
+        if not refused:
+            refuse_unread(tried, FAMILIES["flux"])
+            continue
+        shown = f"objective.{key} = {value}: uniform timesteps do not read it; leave it out, or set objective.timesteps = "
+        with pytest.raises(UserError, match=f"^{re.escape(shown)}'logit_normal'$"):
+            refuse_unread(tried, FAMILIES["flux"])
+    refuse_unread(config("flux", "objective.timesteps", "uniform"), FAMILIES["flux"])
+
+
+@pytest.mark.parametrize(("embeds", "guidance"), [(True, 1.0), (True, 2.0), (False, 1.0), (False, 2.0)])
+def test_guidance_is_refused_where_the_model_has_no_embedding_of_it(embeds: bool, guidance: float) -> None:
+    source: Any = SimpleNamespace(family=FAMILIES["flux"], config=lambda name: {"guidance_embeds": embeds})
+    given = config("flux", "objective.guidance", guidance)
+    if embeds or guidance == 1.0:
+        refuse_unread_by_model(given, source)
+        return
+    shown = (
+        "objective.guidance = 2.0: this model's transformer has no guidance embedding (guidance_embeds in its config.json)"
+    )
+    with pytest.raises(UserError, match=f"^{re.escape(shown)}; leave it out$"):
+        refuse_unread_by_model(given, source)
 
 
 def test_all_mistakes_are_told_at_once() -> None:
