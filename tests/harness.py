@@ -83,10 +83,7 @@ def built(config: configs.Config, resume_from: str | None = None) -> Iterator[ru
     peers = start_processes(config)
     with Signals():
         run = runs.build(config, source, peers, resume_from=resume_from)
-        with opened(
-            run.layout, config, step=run.progress.step, pieces=run.pieces, resumed=run.resumed, processes=peers,
-            phases=run.phases,
-        ):  # fmt: skip
+        with opened(config, run.pieces, step=run.progress.step, resumed=run.resumed, processes=peers, phases=run.phases):
             yield run
 
 

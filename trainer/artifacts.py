@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +12,14 @@ from trainer import outcome, quantization, validation
 from trainer.adapters import Adapter, export
 from trainer.adapters.norms import Norms, made_for
 from trainer.checkpoint.state import Progress
-from trainer.encoding import Encoded
+from trainer.components import Components
+from trainer.data.loader import Reader
+from trainer.encoding import prompt_conditioning
 from trainer.errors import DataError, Interrupted, OutOfMemory
 from trainer.layout import Layout
 from trainer.loop import due
 from trainer.memory import is_out_of_memory
-from trainer.phases import Phases
-from trainer.plan import Plan
 from trainer.policies import SAMPLES_TOO_LARGE
-from trainer.processes import Processes
 from trainer.report import write_report
 
 
@@ -28,58 +27,58 @@ from trainer.report import write_report
 class Artifacts:
     """Made by the main process; the others wait.
 
-    fused: layers that the original layout fuses, by component. evaluating: inside, the adapter has the weights to be used,
-    where these are not the ones it trains with; it changes no bit of the training.
+    evaluating: inside, the adapter has the weights to be used, where these are not the ones it trains with; it changes no
+    bit of the training.
     """
 
-    plan: Plan
-    encoded: Encoded
+    components: Components
+    reader: Reader
     adapter: Adapter
     norms: Norms
-    fused: Mapping[str, Sequence[export.Fused]]
     progress: Progress
     layout: Layout
-    processes: Processes
-    phases: Phases
     evaluating: Callable[[], AbstractContextManager[None]]
 
     def after_step(self, *, again: bool = False) -> Exception | None:
-        """Export and draw what is due at the present step (loop.AfterStep)."""
-        config, step, failure = self.plan.config, self.progress.step, None
-        at_end = step == self.plan.max_steps
+        """Export and draw what is due at the present step. again: what a start that was cut off may have made already.
+
+        Returns what kept this process from it and ends the run. It is not raised: all processes have to stop together.
+        """
+        plan, processes = self.components.plan, self.components.processes
+        config, step, failure = plan.config, self.progress.step, None
+        at_end = step == plan.max_steps
         if not at_end and due(config.export.every_steps, step):
             stem = f"{config.run.name}-{step:08d}"
             names = export.file_names(stem, config.export.formats).values()
             if not (again and all((self.layout.adapters / name).exists() for name in names)):
                 with suppress(Interrupted):  # the next start makes them; all processes stop together
                     self.export(stem)
-            self.processes.wait()
-        if self.plan.requests and (step == 0 or at_end or due(config.validation.every_steps, step)):
-            if self.processes.is_main and not (again and self.layout.samples_of(step).exists()):
+            processes.wait()
+        if plan.requests and (step == 0 or at_end or due(config.validation.every_steps, step)):
+            if processes.is_main and not (again and self.layout.samples_of(step).exists()):
                 failure = self.draw_samples()
-            self.processes.wait()
+            processes.wait()
         return failure
 
     def draw_samples(self) -> Exception | None:
         """Of the present step; a stop leaves them to the next start. Returns what ends the run."""
-        components, family = self.encoded.components, self.plan.family
+        components, requests, step = self.components, self.components.plan.requests, self.progress.step
 
         def sample(request):
             # Around the encoding too: an adapted text encoder has a strength as well.
             with self.adapter.at_strength(request.strength):
-                conditioning, negative = map(self.encoded.conditioning, (request.prompt, request.negative))
-                return family.sample(components.model, request, conditioning, negative)
+                told = [prompt_conditioning(components, self.reader, text) for text in (request.prompt, request.negative)]
+                return components.family.sample(components.model, request, *told)
 
-        step, evaluations = self.progress.step, sum(request.steps for request in self.plan.requests)
         try:
             # An image may take longer than a spot machine gives.
             with (
-                self.phases("drawing samples", evaluations, "evaluation") as phase,
+                components.phases("drawing samples", sum(r.steps for r in requests), "evaluation") as phase,
                 phase.between_modules(),
                 self.evaluating(),
-                components.denoiser.register_forward_hook(lambda *_: phase.advance()),
+                components.load(components.family.denoiser).register_forward_hook(lambda *_: phase.advance()),
             ):
-                validation.draw_samples(self.plan.requests, sample=sample, folder=self.layout.samples_of(step))
+                validation.draw_samples(requests, sample=sample, folder=self.layout.samples_of(step))
         except Interrupted:
             return None
         except DataError as error:
@@ -92,9 +91,9 @@ class Artifacts:
 
     def export(self, stem: str) -> dict[str, Path]:
         """Write the adapter's files; returns them by format."""
-        if not self.processes.is_main:
+        components, plan, config = self.components, self.components.plan, self.components.plan.config
+        if not components.processes.is_main:
             return {}
-        plan, config, components = self.plan, self.plan.config, self.encoded.components
         tags: dict[str, int] = {}
         for photo, _ in plan.photos:
             tags[photo.caption] = tags.get(photo.caption, 0) + photo.repeats
@@ -115,14 +114,14 @@ class Artifacts:
             ),
         )
         count = len(self.adapter.layers) * (len(config.export.formats) + self.adapter.dora)
-        with self.evaluating(), self.phases("exporting", count, "layer") as phase:
+        with self.evaluating(), components.phases("exporting", count, "layer") as phase:
             return export.write_files(
                 self.adapter,
                 self.layout.adapters,
                 stem,
                 about,
                 formats=config.export.formats,
-                fused=self.fused,
+                fused=plan.fused,
                 prefixes=plan.family.kohya_prefix,
                 rows=lambda name: components.layer(name).weight_shape[0],
                 norms=self.norms.now(phase.advance),
@@ -132,11 +131,12 @@ class Artifacts:
 
     def finish(self) -> None:
         """At the end of the training: the adapter files, the "did it take?" table and the report."""
-        if not self.processes.is_main:
+        say, phases, name = self.components.processes.say, self.components.phases, self.components.plan.config.run.name
+        if not self.components.processes.is_main:
             return
-        written = self.export(self.plan.config.run.name)
+        written = self.export(name)
         with self.evaluating():
-            moved, effects = outcome.weight_change(self.adapter, self.phases), self._effects(written.get("diffusers"))
+            moved, effects = outcome.weight_change(self.adapter, phases), self._effects(written.get("diffusers"))
             nothing = outcome.did_nothing(self.adapter)
         diverged = outcome.too_far(moved)
         table = outcome.change_table(moved, dora=self.adapter.dora)
@@ -144,24 +144,23 @@ class Artifacts:
             "Did it take?": table | ({"notes": [f"Warning: {diverged}."]} if diverged else {}),
             "Effect": {"columns": ["what", "value"], "rows": effects},
         }
-        storage = self.encoded.components.storage
-        if storage:
+        if self.components.storage:
             sections["Frozen weights"] = {
                 "columns": ["component", *quantization.REPORT_COLUMNS],
-                "rows": [[name, *stored.row()] for name, stored in storage.items()],
+                "rows": [[component, *stored.row()] for component, stored in self.components.storage.items()],
             }
         if diverged:
-            self.processes.say(f"warning: {diverged}")
+            say(f"warning: {diverged}")
         if nothing:
-            self.processes.say("warning: every B is zero: the adapter changes nothing; train longer or raise optimizer.lr")
-        with self.phases("writing the report") as phase:
-            report = write_report(self.layout, name=self.plan.config.run.name, outcome=sections, check=phase.check)
-        self.processes.say(outcome.render(sections))
+            say("warning: every B is zero: the adapter changes nothing; train longer or raise optimizer.lr")
+        with phases("writing the report") as phase:
+            report = write_report(self.layout, name=name, outcome=sections, check=phase.check)
+        say(outcome.render(sections))
         for kind, path in written.items():
-            self.processes.say(f"adapter ({kind}): {path}")
+            say(f"adapter ({kind}): {path}")
         for path in sorted(self.layout.samples_of(self.progress.step).glob("*.png")):
-            self.processes.say(f"sample: {path}")
-        self.processes.say(f"report: {report}")
+            say(f"sample: {path}")
+        say(f"report: {report}")
 
     def _effects(self, file: Path | None) -> list[list[Any]]:
         """What changed besides the weights. file: the adapter in diffusers' format."""
@@ -170,7 +169,7 @@ class Artifacts:
             moved = validation.image_distance(before, after)
             rows.append([f"sample {after.stem} moved by (relative L2 of pixels)", f"{moved:.3%}"])
         if file is not None:
-            with self.phases("reading the adapter file back", file.stat().st_size, "B") as phase:
+            with self.components.phases("reading the adapter file back", file.stat().st_size, "B") as phase:
                 live = export.diffusers_tensors(self.adapter, self.norms.now(), lambda count: phase.check())
                 read = outcome.read_back(file, live, phase.advance)
             magnitudes = " (magnitudes: as made for the file's base)" if self.adapter.dora else ""

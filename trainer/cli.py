@@ -52,7 +52,9 @@ def main(arguments: list[str] | None = None) -> int:
         status, said = ending(error)
         if status == 1 and not isinstance(error, PeerStopped):
             raise
-        return _fail(status, said)
+        lines = said.splitlines() or [""]
+        write("\n".join([f"error: {lines[0]}", *(f"       {line}" for line in lines[1:])]), sys.stderr)
+        return status
     finally:
         gc.enable()
     return 0
@@ -77,12 +79,6 @@ def leave(status: int) -> NoReturn:
     except (OSError, ValueError):  # nobody reads it any more: the interpreter knows how that ends
         sys.exit(status)
     os._exit(status)
-
-
-def _fail(status: int, message: str) -> int:
-    lines = message.splitlines() or [""]
-    write("\n".join([f"error: {lines[0]}", *(f"       {line}" for line in lines[1:])]), sys.stderr)
-    return status
 
 
 def quiet_libraries() -> None:

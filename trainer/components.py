@@ -44,10 +44,6 @@ class Components:
             options={"objective": plan.objective, **chosen(plan.config, self.family)},
         )
 
-    @property
-    def denoiser(self) -> torch.nn.Module:
-        return self.load(self.family.denoiser)
-
     def load(self, name: str) -> torch.nn.Module:
         """The component, read and quantised at its first use."""
         if name in self.model.modules:

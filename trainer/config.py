@@ -334,8 +334,7 @@ def _child(node: Any, part: str, override: str) -> Any:
 
 def _explain(item: Any) -> str:
     """One pydantic error as one line: full key, value, remedy."""
-    parts = [p for p in item["loc"] if not (isinstance(p, str) and _is_union_tag(p))]
-    key = ".".join(str(p) for p in parts)
+    key = ".".join(str(part) for part in item["loc"] if not _is_union_tag(str(part)))
     if item["type"] == "extra_forbidden":
         meant = near_miss(key)
         return f"unknown key {key}" + (f"; did you mean {meant}?" if meant else "; see configs/ for the keys there are")
@@ -374,18 +373,14 @@ def generic(key: str) -> str:
     return ".".join(parts)
 
 
-def known_keys() -> dict[str, Any]:
-    """Every key of the contract, as `generic` writes it, and its default."""
-    return _keys_of(Config, "")
-
-
-def _keys_of(table: type[Table], prefix: str) -> dict[str, Any]:
+def known_keys(table: type[Table] | None = None, prefix: str = "") -> dict[str, Any]:
+    """Every key of the contract (or of one table in it), as `generic` writes it, and its default."""
     keys = {}
-    for name, field in table.model_fields.items():
+    for name, field in (table or Config).model_fields.items():
         keys[prefix + name] = field.default
         for nested in _tables_in(field.annotation):
             repeated = nested is not field.annotation
-            keys |= _keys_of(nested, f"{prefix}{name}." + ("*." if repeated else ""))
+            keys |= known_keys(nested, f"{prefix}{name}." + ("*." if repeated else ""))
     return keys
 
 

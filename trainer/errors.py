@@ -1,4 +1,4 @@
-"""How a run can fail, as far as the exit status tells. Imports next to nothing, so that the command line starts at once."""
+"""How a run can fail, and the exit status that tells it. Imports next to nothing, so that the command line starts at once."""
 
 from __future__ import annotations
 
@@ -9,27 +9,35 @@ STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBI
 
 
 class UserError(ValueError):
-    """Something the user can mend. The message names the offending value and the remedy. Exit status 2."""
+    """Something the user can mend. The message names the offending value and the remedy."""
+
+    status = 2
 
 
 class NonFiniteError(RuntimeError):
-    """A latent, loss or gradient is NaN or infinite, and the policy is to stop or its limit is reached. Exit status 4."""
+    """A latent, loss or gradient is NaN or infinite, and the policy is to stop or its limit is reached."""
+
+    status = 4
 
 
 class OutOfMemory(RuntimeError):
-    """A step did not fit; the message says what was computed and what would lower it. Exit status 5."""
+    """A step did not fit; the message says what was computed and what would lower it."""
+
+    status = 5
 
 
 class DataError(RuntimeError):
-    """Data that was checked when the run started cannot be read any more, or what reads it died. Exit status 6."""
+    """Data that was checked when the run started cannot be read any more, or what reads it died."""
+
+    status = 6
 
 
 class Interrupted(Exception):
-    """SIGTERM, SIGINT or SIGHUP arrived; `signum` says which, `where` what of the run is kept. Exit status 128 + signum."""
+    """SIGTERM, SIGINT or SIGHUP arrived; `signum` says which, `where` what of the run is kept."""
 
     def __init__(self, signum: int, where: str = "before a step of this start was made") -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name} {where}; go on with --resume_from auto")
-        self.signum = signum
+        self.signum, self.status = signum, 128 + signum
 
 
 class PeerStopped(RuntimeError):
@@ -50,24 +58,14 @@ def ending(error: BaseException) -> tuple[int, str]:
     """(exit status, what the user is told) where an exception ends the program; status 1 for what nobody foresaw."""
     said = str(error)
     match error:
-        case PeerStopped():
+        case UserError() | NonFiniteError() | OutOfMemory() | DataError() | Interrupted() | PeerStopped():
             return error.status, said
-        case Interrupted():
-            return 128 + error.signum, said
         case KeyboardInterrupt():
             return 128 + signal.SIGINT, "stopped at once"
-        case UserError():
-            return 2, said
         case PermissionError() | NotADirectoryError() | FileExistsError() | IsADirectoryError():
             return 2, f"{error.filename}: {error.strerror}; give a path that this user may write to"
-        case NonFiniteError():
-            return 4, said
-        case OutOfMemory():
-            return 5, said
         case MemoryError():
             return 5, TOO_LARGE
-        case DataError():
-            return 6, said
         case OSError() if error.errno in STORAGE_ERRORS:
             return 6, f"storage: {error}; free space or mend the disk, then start again with --resume_from auto"
         case RuntimeError() if said.startswith("DataLoader worker"):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from trainer.checkpoint.state import Progress
 from trainer.data.sampler import MicroBatch
@@ -31,34 +31,31 @@ def due(every: int, step: int) -> bool:
     return every > 0 and step > 0 and step % every == 0
 
 
-class AfterStep(Protocol):
-    """What a run leaves for people while it goes on. again: what a start that was cut off may have made already.
-
-    Returns what kept this process from it and ends the run. It is not raised: all processes have to stop together.
-    """
-
-    def __call__(self, *, again: bool = False) -> Exception | None: ...
-
-
+@dataclass(kw_only=True)
 class Loop:
     """Steps until the end, `stop_after`, a signal, or what ends a run. All processes go through it side by side.
 
     updates: the micro-batches of every update still to come. batches: this process's share of each, read; it is closed here.
-    last, stop_after: steps. save_every: steps between two checkpoints; 0 is never. too_large: what to change where a step
-    runs out of memory.
+    last, stop_after: steps; stop_after is at most last. save_every: steps between two checkpoints; 0 is never.
+    after_step: as Artifacts.after_step. too_large: what to change where a step runs out of memory.
+    pending: what ends the run once all processes know of it.
     """
 
-    def __init__(
-        self, step: Step, updates: Iterator[Sequence[MicroBatch]], batches: Generator[list[Batch]], *, progress: Progress,
-        last: int, stop_after: int, save_every: int, saves: Saves, after_step: AfterStep, log: Metrics,
-        non_finite: NonFinite, too_large: str, processes: Processes, signals: Signals,
-    ) -> None:  # fmt: skip
-        self.step, self.updates, self.batches, self.progress = step, updates, batches, progress
-        self.last, self.stop_after, self.save_every = last, min(stop_after, last), save_every
-        self.saves, self.after_step, self.log = saves, after_step, log
-        self.non_finite, self.too_large = non_finite, too_large
-        self.processes, self.signals = processes, signals
-        self.pending: Exception | None = None
+    step: Step
+    updates: Iterator[Sequence[MicroBatch]]
+    batches: Generator[list[Batch]]
+    progress: Progress
+    last: int
+    stop_after: int
+    save_every: int
+    saves: Saves
+    after_step: Callable[..., Exception | None]
+    log: Metrics
+    non_finite: NonFinite
+    too_large: str
+    processes: Processes
+    signals: Signals
+    pending: Exception | None = field(default=None, init=False)
 
     def run(self) -> bool:
         """Returns whether the last step was reached. However it ends, the last whole step is saved.
@@ -68,7 +65,7 @@ class Loop:
         progress, at_once = self.progress, False
         self.signals.promise = SAVED
         try:
-            self._after_step(again=True)  # step 0, or what a stop cut off
+            self.pending = self.after_step(again=True)  # step 0, or what a stop cut off
             for update in self.updates:
                 if progress.step >= self.stop_after:
                     break
@@ -87,9 +84,9 @@ class Loop:
                 self._count(result, occurrences, time.perf_counter() - started)
                 if due(self.save_every, progress.step):
                     self.saves.save()
-                if progress.step in (self.last, self.stop_after):
+                if progress.step == self.stop_after:
                     self.saves.save(final=True)
-                self._after_step()
+                self.pending = self.after_step()
             self._agree()
             finished = progress.step >= self.last
             if not finished:
@@ -111,9 +108,6 @@ class Loop:
             if not at_once:
                 self.saves.close()
             self.log.close()
-
-    def _after_step(self, *, again: bool = False) -> None:
-        self.pending = self.after_step(again=again) or self.pending
 
     def _read(self) -> list[Batch]:
         """The next update's micro-batches of this process; an error waits until `_agree` tells all processes of it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -30,21 +29,23 @@ def cut(path: Path, step: int) -> None:
 
 
 class Metrics:
-    """Writes one JSON object a step, flushed, and mirrors its numbers to a tracker and the phase "training"."""
+    """Writes one JSON object a step, flushed, and mirrors its numbers to TensorBoard and the phase "training".
+
+    tensorboard: its folder, where what a killed run logged beyond `initial_step` is hidden; None: without it.
+    """
 
     def __init__(
         self,
         path: Path,
         *,
-        open_tracker: Callable[[], Any] | None,
+        tensorboard: Path | None,
         total_steps: int,
         initial_step: int,
         enabled: bool,
         phases: Phases = QUIET,
     ) -> None:
-        # Opened with the first entry: importing TensorBoard need not delay the first step.
-        self.open_tracker, self.tracker = open_tracker, None
-        self.path = path
+        self.path, self.tensorboard = path, tensorboard
+        self.tracker: Any = None
         self.file = path.open("a", encoding="utf-8") if enabled else None
         self._open = ExitStack()
         self.phase = self._open.enter_context(phases("training", total_steps, "step", before=initial_step))
@@ -55,8 +56,12 @@ class Metrics:
         with naming(self.path):
             self.file.write(json.dumps(entry, allow_nan=False) + "\n")
             self.file.flush()
-        if self.tracker is None and self.open_tracker is not None:
-            self.tracker = self.open_tracker()
+        if self.tracker is None and self.tensorboard is not None:
+            # With the first entry: importing it need not delay the first step. Not accelerate's tracker: that one flushes
+            # after every step, which costs a small model two milliseconds of it.
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.tracker = SummaryWriter(str(self.tensorboard), purge_step=entry["step"])
         if self.tracker is not None:
             for key, value in entry.items():
                 if key not in ("step", "time") and isinstance(value, (int, float)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -34,7 +34,7 @@ class BlockChange:
     @property
     def worst(self) -> float:
         """The larger of both changes; NaN where one is no number."""
-        return math.nan if math.isnan(self.largest + self.drift) else max(self.largest, self.drift)
+        return _largest((self.largest, self.drift))
 
 
 @torch.no_grad()
@@ -50,19 +50,16 @@ def weight_change(adapter: Adapter, phases: Phases = QUIET) -> dict[str, BlockCh
                 drift = float((layer.lora_magnitude_vector[ADAPTER_NAME].weight / start - 1).abs().max())
             blocks.setdefault(block_of(name), []).append((moved / max(size, 1e-30), drift))
             phase.advance()
-    return {
-        block: BlockChange(
-            len(pairs), _largest(change for change, _ in pairs), median(change for change, _ in pairs),
-            _largest(drift for _, drift in pairs),
-        )
-        for block, pairs in blocks.items()
-    }  # fmt: skip
+    changes = {}
+    for block, pairs in blocks.items():
+        moves, drifts = zip(*pairs, strict=True)
+        changes[block] = BlockChange(len(pairs), _largest(moves), median(moves), _largest(drifts))
+    return changes
 
 
-def _largest(numbers: Iterable[float]) -> float:
+def _largest(numbers: Sequence[float]) -> float:
     """NaN where one of them is that; `max` would depend on their order."""
-    found = list(numbers)
-    return math.nan if any(map(math.isnan, found)) else max(found)
+    return math.nan if any(map(math.isnan, numbers)) else max(numbers)
 
 
 def change_table(changes: Mapping[str, BlockChange], *, dora: bool) -> dict[str, Any]:

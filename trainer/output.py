@@ -19,7 +19,7 @@ from trainer.processes import Processes
 
 @contextmanager
 def opened(
-    layout: Layout, config: Config, *, step: int, pieces: Pieces, resumed: Path | None, processes: Processes, phases: Phases
+    config: Config, pieces: Pieces, *, step: int, resumed: Path | None, processes: Processes, phases: Phases
 ) -> Iterator[None]:
     """The output folder, held for this run alone: with the resolved config, and without what a killed start left behind.
 
@@ -30,6 +30,7 @@ def opened(
         processes.wait(obey=True)
         yield
         return
+    layout = Layout(Path(config.run.output_dir))
     with files.locked(layout.root):
         if phases.record is not None:
             phases.record.open(layout.phases)

@@ -45,10 +45,8 @@ class Phase:
             from tqdm import tqdm
 
             self._next_line = float("inf")
-            self._bar = tqdm(
-                desc=name, total=total, initial=before, unit="B" if unit == "B" else f" {unit}", unit_scale=unit == "B",
-                leave=False, dynamic_ncols=True, delay=0.5,
-            )  # fmt: skip
+            units = {"unit": "B", "unit_scale": True} if unit == "B" else {"unit": f" {unit}"}
+            self._bar = tqdm(desc=name, total=total, initial=before, leave=False, dynamic_ncols=True, delay=0.5, **units)
 
     def advance(self, count: int = 1) -> None:
         """`count` more units are done."""
@@ -86,14 +84,12 @@ class Phase:
     def _progress(self, seconds: float) -> str:
         if not self.unit:
             return f"{_time(seconds)} so far"
-        said = [_amount(self.done, self.unit)]
+        left, done = "", _amount(self.done, self.unit)
         if self.total is not None:
-            said[0] = f"{_number(self.done, self.unit)} of {_amount(self.total, self.unit)}"
-        said += [self._rate(seconds)]
-        if self.total is not None and self.before < self.done < self.total:
-            said += [f"{_time(seconds * (self.total - self.done) / (self.done - self.before))} left"]
-        said += [self.note]
-        return ", ".join(filter(None, said))
+            done = f"{done.partition(' ')[0]} of {_amount(self.total, self.unit)}"
+            if self.before < self.done < self.total:
+                left = f"{_time(seconds * (self.total - self.done) / (self.done - self.before))} left"
+        return ", ".join(filter(None, [done, self._rate(seconds), left, self.note]))
 
     def _rate(self, seconds: float) -> str:
         if self.done == self.before or seconds <= 0:
@@ -122,13 +118,11 @@ class Phases:
 
         obey False: it is seen to its end.
         """
-        started = time.time()
+        started, finished = time.time(), False
         check = self.check if obey else lambda: None
         phase = Phase(name, total, unit, before=before, check=check, show=self.show)
-        finished = False
         try:
-            if obey:
-                self.check()
+            check()
             yield phase
             finished = True
         finally:
@@ -137,10 +131,8 @@ class Phases:
             if finished and self.show and seconds > LONG_SECONDS:
                 write(f"{name}: {phase.outcome(seconds)}", sys.stderr)
             if self.record is not None and total != 0:
-                self.record.add(
-                    {"phase": name, "started": round(started, 3), "seconds": round(seconds, 3), "done": phase.done - before,
-                     "unit": unit}
-                )  # fmt: skip
+                times = {"started": round(started, 3), "seconds": round(seconds, 3)}
+                self.record.add({"phase": name, **times, "done": phase.done - before, "unit": unit})
 
 
 QUIET = Phases()
@@ -168,10 +160,6 @@ class Record:
             if file.read() not in (b"", b"\n"):
                 lines.insert(0, "\n")  # a killed run's last line is cut short
             file.write("".join(lines).encode())
-
-
-def _number(count: int, unit: str) -> str:
-    return f"{count / 1e9:.2f}" if unit == "B" else f"{count}"
 
 
 def _amount(count: int, unit: str) -> str:

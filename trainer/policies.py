@@ -1,9 +1,9 @@
-"""What a run does about a value that is not finite, a checkpoint that cannot be written, too little memory."""
+"""What a run does about a value that is not finite, and about too little memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 from trainer.checkpoint.state import Progress
@@ -11,13 +11,14 @@ from trainer.errors import NonFiniteError
 from trainer.plan import Plan
 
 
+@dataclass(frozen=True)
 class NonFinite:
     """step.non_finite and step.max_skipped. progress: counts the updates that were skipped. say: prints a line of the run."""
 
-    def __init__(
-        self, policy: Literal["stop", "skip"], max_skipped: int, progress: Progress, say: Callable[[str], None]
-    ) -> None:
-        self.policy, self.max_skipped, self.progress, self.say = policy, max_skipped, progress, say
+    policy: Literal["stop", "skip"]
+    max_skipped: int
+    progress: Progress
+    say: Callable[[str], None]
 
     def entry(self, what: str) -> None:
         """An encoded photo or caption is not finite. Raises NonFiniteError, or says that updates with it are skipped."""
@@ -47,23 +48,6 @@ class NonFinite:
             )
         self.say(f"warning: {what}; the update is skipped ({done + 1} of at most {self.max_skipped})")
         self.progress.non_finite += 1
-
-
-class FailedSaves:
-    """checkpoint.on_failure, of saves that met with an OSError."""
-
-    def __init__(self, policy: Literal["stop", "continue"], say: Callable[[str], None]) -> None:
-        self.policy, self.say = policy, say
-
-    @contextmanager
-    def __call__(self, *, saved: Callable[[], bool] | None = None) -> Iterator[None]:
-        """Around what may raise it. saved: at the end of a run, whether its last step is on the disk: then all is well."""
-        try:
-            yield
-        except OSError as error:
-            if not (self.policy == "continue" if saved is None else saved()):
-                raise
-            self.say(f"warning: a checkpoint could not be written, or older ones not deleted ({error}); training goes on")
 
 
 def what_would_fit(plan: Plan) -> str:

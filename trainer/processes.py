@@ -57,16 +57,14 @@ class Processes:
     def sum(self, tensor: torch.Tensor) -> None:
         """Over the processes, in place."""
         if self.count > 1:
-            with self._reduced():
-                torch.distributed.all_reduce(tensor)
+            self._reduce(tensor, torch.distributed.ReduceOp.SUM)
 
     def largest(self, *numbers: int) -> list[int]:
         """The largest of each number in any process: what all of them agree on."""
         if self.count == 1:
             return list(numbers)
         agreed = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        with self._reduced():
-            torch.distributed.all_reduce(agreed, torch.distributed.ReduceOp.MAX)
+        self._reduce(agreed, torch.distributed.ReduceOp.MAX)
         return agreed.tolist()
 
     @contextmanager
@@ -165,11 +163,10 @@ class Processes:
             except PeerStopped:  # told by whoever waits
                 return
 
-    @contextmanager
-    def _reduced(self) -> Iterator[None]:
-        """A reduction ends with the connection to a process that ended: in gloo at once, in NCCL mostly by the launcher."""
+    def _reduce(self, tensor: torch.Tensor, operation) -> None:
+        """In place. It ends with the connection to a process that ended: in gloo at once, in NCCL mostly by the launcher."""
         try:
-            yield
+            torch.distributed.all_reduce(tensor, operation)
         except RuntimeError as error:
             # Neither has a class of its own for it. gloo: "Connection closed by peer", "Connection reset by peer".
             if "by peer" not in str(error) and "ncclRemoteError" not in str(error):

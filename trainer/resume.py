@@ -51,34 +51,34 @@ def find_start(config: Config, resume_from: str | None, phases: Phases = QUIET) 
     Raises UserError where the output directory holds another run, or where the config changed in what may not change.
     """
     layout = Layout(Path(config.run.output_dir))
-    output_dir, checkpoints = layout.root, layout.checkpoints
-    if output_dir.exists() and not output_dir.is_dir():
-        raise UserError(f"run.output_dir = {str(output_dir)!r} is a file; give a folder")
-    folder, passed_over = store.find(checkpoints, resume_from, phases)
-    results = store.steps(checkpoints) or layout.adapters.exists()
-    saved = None
+    output_dir = f"run.output_dir = {str(layout.root)!r}"
+    if layout.root.exists() and not layout.root.is_dir():
+        raise UserError(f"{output_dir} is a file; give a folder")
+    folder, passed_over = store.find(layout.checkpoints, resume_from, phases)
+    steps = store.steps(layout.checkpoints)
+    results = steps or layout.adapters.exists()
     if folder is not None:
         saved = Saved(folder, census(config), phases)
         saved.restore(config=pin_config(config, f"the checkpoint {folder}"))
-        if folder.resolve().parent != checkpoints.resolve() and results:
+        if folder.resolve().parent != layout.checkpoints.resolve() and results:
             raise UserError(
-                f"--resume_from {folder}: run.output_dir = {str(output_dir)!r} already holds a run; "
+                f"--resume_from {folder}: {output_dir} already holds a run; "
                 "go on there with --resume_from auto, or choose another run.output_dir to branch off from that checkpoint"
             )
-    elif layout.config.exists() and results:
+        return saved, passed_over
+    if results and not layout.config.exists():
+        raise UserError(f"{output_dir} holds another run without a config.toml; choose another")
+    if results:
         # A start that ended before its first checkpoint left nothing to protect: a mended config replaces it. Adapter files
         # without a checkpoint are of this run as far as the config tells: nothing pins what lay at its places.
-        old, what = configs.read_resolved(layout.config), f"run.output_dir = {str(output_dir)!r}"
-        places = PLACES if store.steps(checkpoints) else ()
-        refuse_changes(old, configs.tree(config), what, may_change=(*MAY_CHANGE, *places))
-        if store.steps(checkpoints):
-            raise UserError(
-                f"run.output_dir = {str(output_dir)!r} already holds this run's checkpoints; "
-                "add --resume_from auto to go on, or choose another run.output_dir"
-            )
-    elif results and not layout.config.exists():
-        raise UserError(f"run.output_dir = {str(output_dir)!r} holds another run without a config.toml; choose another")
-    return saved, passed_over
+        may_change = (*MAY_CHANGE, *PLACES) if steps else MAY_CHANGE
+        refuse_changes(configs.read_resolved(layout.config), configs.tree(config), output_dir, may_change=may_change)
+    if steps:
+        raise UserError(
+            f"{output_dir} already holds this run's checkpoints; "
+            "add --resume_from auto to go on, or choose another run.output_dir"
+        )
+    return None, passed_over
 
 
 def set_aside_results(layout: Layout, *, name: str, after: int) -> Path | None:
@@ -116,12 +116,10 @@ def refuse_changes(
         if old.get(key) != new.get(key) and not any(fnmatchcase(key, pattern) for pattern in may_change)
     ]
     if changed:
+        listing, allowed = "\n".join(changed), ", ".join(may_change)
         raise UserError(
-            f"{what} belongs to a run with another config:\n"
-            + "\n".join(changed)
-            + "\nrestore these keys, or choose another run.output_dir (what may change: "
-            + ", ".join(may_change)
-            + ")"
+            f"{what} belongs to a run with another config:\n{listing}\n"
+            f"restore these keys, or choose another run.output_dir (what may change: {allowed})"
         )
 
 
@@ -144,23 +142,25 @@ def check_length(plan: Plan, progress: Progress, folder: Path) -> None:
 
 
 def pin_data(*, digests: Mapping[str, str], samples: int, micro_batches: int) -> Pin:
-    """digests: of all that decides what a step sees, by name. micro_batches: in an update, over all processes."""
-    return Pin({"digests": digests, "samples": samples, "micro_batches": micro_batches}, _check_data)
+    """Other photos or another global batch would show every later step other samples.
 
+    digests: of all that decides what a step sees, by name. micro_batches: in an update, over all processes.
+    """
 
-def _check_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to go on over other photos or another global batch: every later step would see other samples."""
-    changed = [name for name, digest in now["digests"].items() if saved["digests"].get(name) != digest]
-    if changed:
-        raise UserError(
-            f"the data are not those of the checkpoint: other {', other '.join(changed)} ({saved['samples']} photos then, "
-            f"{now['samples']} now); restore them, or start a new run (another run.output_dir)"
-        )
-    if saved["micro_batches"] != now["micro_batches"]:
-        raise UserError(
-            f"an update had {saved['micro_batches']} micro-batches (step.accumulation x processes), now it has "
-            f"{now['micro_batches']}; change step.accumulation or the number of processes to match"
-        )
+    def check(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        changed = [name for name, digest in digests.items() if saved["digests"].get(name) != digest]
+        if changed:
+            raise UserError(
+                f"the data are not those of the checkpoint: other {', other '.join(changed)} ({saved['samples']} photos "
+                f"then, {samples} now); restore them, or start a new run (another run.output_dir)"
+            )
+        if saved["micro_batches"] != micro_batches:
+            raise UserError(
+                f"an update had {saved['micro_batches']} micro-batches (step.accumulation x processes), now it has "
+                f"{micro_batches}; change step.accumulation or the number of processes to match"
+            )
+
+    return Pin({"digests": digests, "samples": samples, "micro_batches": micro_batches}, check)
 
 
 def pin_model(digests: Mapping[str, str], *, cached: Collection[str] = (), snapshots: Path | None = None) -> Pin:
@@ -192,31 +192,36 @@ def _earlier(snapshots: Path | None) -> str:
 
 def pin_quantization(record: Mapping[str, Any], *, snapshots: Path | None = None) -> Pin:
     """record: every frozen tensor's format and SHA-256 (quantization/record.py). snapshots: as of `pin_model`."""
-    return Pin(record, lambda saved, now: _check_quantization(saved, now, snapshots))
+
+    def check(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        """Refuse to go on over a base that is not bit-equal to the saved one, naming the first layer that differs."""
+        for name in sorted(saved.keys() | now.keys()):
+            how = _difference(saved.get(name), now.get(name))
+            if how:
+                raise UserError(
+                    f"the checkpoint's frozen base differs: {name} {how}; restore it, or start a new run"
+                    + _earlier(snapshots)
+                )
+
+    return Pin(record, check)
 
 
-def _check_quantization(saved: Mapping[str, Any], now: Mapping[str, Any], snapshots: Path | None) -> None:
-    """Refuse to go on over a base that is not bit-equal to the saved one, naming the first layer that differs.
-
-    Another version of a library is none, where it gives the same bytes.
-    """
-    for name in sorted(saved.keys() | now.keys()):
-        then, today = dict(saved.get(name, {})), dict(now.get(name, {}))
-        libraries = then.pop("library", None), today.pop("library", None)
-        for each in (then, today):
-            each.pop("relative_error", None)  # measured, not compared: its sums depend on the device
-        if then != today:
-            how = (
-                "is not there now" if name not in now
-                else "was not there then" if name not in saved
-                else f"is stored as {then.get('format')} in the checkpoint, as {today.get('format')} now"
-                if then.get("format") != today.get("format")
-                else "has other bytes now: the model's file changed" if libraries[0] == libraries[1]
-                else f"has other bytes now: the model's file or the library changed ({libraries[0]} then, {libraries[1]} now)"
-            )  # fmt: skip
-            raise UserError(
-                f"the checkpoint's frozen base differs: {name} {how}; restore it, or start a new run" + _earlier(snapshots)
-            )
+def _difference(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> str:
+    """Of one tensor's record, in words; "" for none. Another version of a library is none, where it gives the same bytes."""
+    if now is None:
+        return "is not there now"
+    if saved is None:
+        return "was not there then"
+    # The error is measured, not compared: its sums depend on the device.
+    odd = {key for key in saved.keys() | now.keys() if saved.get(key) != now.get(key)} - {"library", "relative_error"}
+    if not odd:
+        return ""
+    if "format" in odd:
+        return f"is stored as {saved.get('format')} in the checkpoint, as {now.get('format')} now"
+    then, today = saved.get("library"), now.get("library")
+    if then == today:
+        return "has other bytes now: the model's file changed"
+    return f"has other bytes now: the model's file or the library changed ({then} then, {today} now)"
 
 
 def pin_environment(processes: Processes, *, kernels: str, deterministic: bool, say: Callable[[str], None]) -> Pin:

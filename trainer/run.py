@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-
-import torch
 
 from trainer import files, kernels, metrics, optim, precision, quantization, resume
 from trainer.adapters import Adapter, export, inject
@@ -28,7 +26,7 @@ from trainer.data.cache import Cache
 from trainer.describe import describe
 from trainer.devices import check_device, start_processes
 from trainer.digests import FileDigests
-from trainer.encoding import Encoded, encode, report_captions
+from trainer.encoding import encode, report_captions
 from trainer.errors import Interrupted
 from trainer.layout import Layout
 from trainer.loop import Loop
@@ -38,7 +36,7 @@ from trainer.models.loading import ModelSource
 from trainer.output import opened
 from trainer.phases import QUIET, Phases, Record
 from trainer.plan import Plan, fetched, make_plan, open_source, resolve
-from trainer.policies import FailedSaves, NonFinite, what_would_fit
+from trainer.policies import NonFinite, what_would_fit
 from trainer.processes import Processes
 from trainer.quantization import FrozenConv2d, FrozenLinear
 from trainer.saving import Saves
@@ -68,10 +66,7 @@ def train(config: Config, *, resume_from: str | None) -> None:
         run = build(config, source, peers, resume_from=resume_from, phases=phases)
         # Off since the process started (cli.py).
         gc.enable()
-        with opened(
-            run.layout, run.config, step=run.progress.step, pieces=run.pieces, resumed=run.resumed,
-            processes=peers, phases=phases,
-        ):  # fmt: skip
+        with opened(config, run.pieces, step=run.progress.step, resumed=run.resumed, processes=peers, phases=phases):
             if make_loop(run, signals).run():
                 finish(run, signals)
 
@@ -91,19 +86,11 @@ class Run:
     pieces: Pieces
     progress: Progress
     components: Components
-    encoded: Encoded
+    reader: loader.Reader
     adapter: Adapter
     norms: Norms
-    fused: Mapping[str, Sequence[export.Fused]]
-    optimizer: torch.optim.Optimizer
-    schedule: torch.optim.lr_scheduler.LambdaLR
-    scaler: torch.amp.GradScaler
     step: Step
     non_finite: NonFinite
-
-    @property
-    def config(self) -> Config:
-        return self.plan.config
 
     @property
     def family(self) -> Family:
@@ -113,13 +100,9 @@ class Run:
     def model(self) -> Model:
         return self.components.model
 
-    @property
-    def reader(self) -> loader.Reader:
-        return self.encoded.reader
-
     def updates(self) -> Iterator[list[sampler.MicroBatch]]:
         """Every update's micro-batches, of all processes, from the present step on."""
-        config = self.config
+        config = self.plan.config
         return sampler.all_updates(
             self.plan.photos,
             seed=config.run.seed,
@@ -130,10 +113,8 @@ class Run:
         )
 
     def artifacts(self) -> Artifacts:
-        return Artifacts(
-            self.plan, self.encoded, self.adapter, self.norms, self.fused, self.progress, self.layout, self.processes,
-            self.phases, partial(self.pieces["optimizer"].evaluating, self.adapter.mark_stale),
-        )  # fmt: skip
+        evaluating = partial(self.pieces["optimizer"].evaluating, self.adapter.mark_stale)
+        return Artifacts(self.components, self.reader, self.adapter, self.norms, self.progress, self.layout, evaluating)
 
 
 def build(config: Config, source: ModelSource, peers: Processes, *, resume_from: str | None, phases: Phases = QUIET) -> Run:
@@ -141,7 +122,6 @@ def build(config: Config, source: ModelSource, peers: Processes, *, resume_from:
 
     Raises UserError for all that can be refused without a step.
     """
-
     saved, passed_over = resume.find_start(config, resume_from, phases)
     plan = make_plan(config, source, processes=peers.count, phases=phases)
     chosen = kernels.choose(config.adapter.kernels, peers.device)
@@ -171,14 +151,14 @@ def build(config: Config, source: ModelSource, peers: Processes, *, resume_from:
     components = Components(
         plan, kernels=chosen, digests=FileDigests(cache_dir / "digests.json", phases), processes=peers, phases=phases
     )
-    peers.say(report_captions(plan, components))
+    peers.say(report_captions(components))
     cached = (plan.family.vae, *(plan.family.text_encoders if plan.cache_text else ()))
     contents, snapshots = plan.source.contents(cached, components.digests.of), plan.source.snapshots
     pieces.enter("model", resume.pin_model(contents, cached=cached, snapshots=snapshots))
-    encoded = encode(plan, components, Cache(cache_dir), processes=peers, phases=phases, on_non_finite=non_finite.entry)
-    load_trained(plan, components, pieces, phases)
-    adapter, norms, fused = build_adapter(plan, components, pieces, peers, phases)
-    optimizer, schedule, scaler = build_optimizer(plan, adapter, pieces, progress, peers.device)
+    reader = encode(components, Cache(cache_dir), on_non_finite=non_finite.entry)
+    load_trained(components, pieces)
+    adapter, norms = build_adapter(plan, components, pieces)
+    step = build_step(components, adapter, pieces, progress)
     pieces.complete()
     if adapter.dora:
         # They would be made in the first step, which a stop has to wait for.
@@ -193,14 +173,10 @@ def build(config: Config, source: ModelSource, peers: Processes, *, resume_from:
         pieces=pieces,
         progress=progress,
         components=components,
-        encoded=encoded,
+        reader=reader,
         adapter=adapter,
         norms=norms,
-        fused=fused,
-        optimizer=optimizer,
-        schedule=schedule,
-        scaler=scaler,
-        step=build_step(plan, components, adapter, optimizer, schedule, scaler, peers),
+        step=step,
         non_finite=non_finite,
     )
 
@@ -208,24 +184,25 @@ def build(config: Config, source: ModelSource, peers: Processes, *, resume_from:
 # --- adapter, optimizer, step -----------------------------------------------------------------------------------------
 
 
-def load_trained(plan: Plan, components: Components, pieces: Pieces, phases: Phases) -> None:
+def load_trained(components: Components, pieces: Pieces) -> None:
     """Load what the steps compute with, and pin the bytes of its frozen tensors."""
+    plan = components.plan
     trained = (plan.family.denoiser, *(() if plan.cache_text else plan.family.text_encoders))
     modules = [(name, components.load(name)) for name in trained]
     if plan.requests:
         components.load(plan.family.vae)  # only to draw samples: its bytes decide nothing of a step
-    record = quantization.record(modules, phases)
+    record = quantization.record(modules, components.phases)
     pieces.enter("quantization", resume.pin_quantization(record, snapshots=plan.source.snapshots))
 
 
-def build_adapter(
-    plan: Plan, components: Components, pieces: Pieces, peers: Processes, phases: Phases
-) -> tuple[Adapter, Norms, dict[str, Sequence[export.Fused]]]:
-    """(the adapter in its layers, the norms that its files need, the layers that the original layout fuses)."""
+def build_adapter(plan: Plan, components: Components, pieces: Pieces) -> tuple[Adapter, Norms]:
+    """(the adapter in its layers, the norms that its files need)."""
     config, family, modules = plan.config, plan.family, components.model.modules
+    peers, phases = components.processes, components.phases
+    adapted = {name: modules[name] for name in plan.adapted}
     with phases("injecting the adapter", len(plan.targets), "layer") as phase:
         adapter = inject(
-            {name: modules[name] for name in plan.adapted},
+            adapted,
             plan.targets,
             linear_class=FrozenLinear,
             conv_class=FrozenConv2d,
@@ -237,11 +214,10 @@ def build_adapter(
         )
     for module in modules.values():
         module.eval()
-    fused = {name: export.fused_modules(family.module_links(name, components.model.configs[name])) for name in plan.adapted}
     held = {name: kind[0] for name in plan.adapted if (kind := held_as(plan.source, name))}
     if adapter.dora and held:
         peers.say(f"the DoRA's files are made for {made_for(held)}")
-    beside = {name: components.layer(name) for name in export.fused_with(adapter, fused)}
+    beside = {name: components.layer(name) for name in export.fused_with(adapter, plan.fused)}
     read = len(beside) if adapter.dora else 0
     with phases("norms of the layers beside the adapted ones", read, "layer") as phase:
         norms = pieces.enter("norms", Norms(adapter, beside, held, phase.advance))
@@ -249,22 +225,19 @@ def build_adapter(
 
     for name in plan.adapted:
         adapter.share_inputs(name, family.shared_inputs.get(name, ()))
-    blocks = find_blocks(components.denoiser, family.blocks)
-    adapter.refresh_before(
-        {name: modules[name] for name in plan.adapted}
-        | {f"{family.denoiser}.{name}": block for name, block in blocks.items()}
-    )
+    blocks = find_blocks(modules[family.denoiser], family.blocks)
+    adapter.refresh_before(adapted | {f"{family.denoiser}.{name}": block for name, block in blocks.items()})
     unread = family.unread_beside(adapter.layers, half=plan.scales_loss)
     recomputed = checkpoint_blocks(blocks, config.memory.gradient_checkpointing, unread)
     if recomputed:
         peers.say(f"gradient checkpointing: {recomputed} blocks are recomputed in the backward pass")
-    return adapter, norms, fused
+    return adapter, norms
 
 
-def build_optimizer(
-    plan: Plan, adapter: Adapter, pieces: Pieces, progress: Progress, device: torch.device
-) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR, torch.amp.GradScaler]:
-    config = plan.config
+def build_step(components: Components, adapter: Adapter, pieces: Pieces, progress: Progress) -> Step:
+    """The step with its optimizer, schedule and loss scaler, which are entered as pieces."""
+    plan, family, model, peers = components.plan, components.family, components.model, components.processes
+    config, seed, dropout = plan.config, plan.config.run.seed, adapter.dropout(plan.config.run.seed)
     optimizer = optim.build_optimizer(
         config.optimizer.name,
         adapter.parameter_groups(lr=config.optimizer.lr, weight_decay=config.optimizer.weight_decay),
@@ -280,22 +253,13 @@ def build_optimizer(
     )
     scaler = precision.loss_scaler(
         plan.scales_loss,
-        device,
+        peers.device,
         initial_scale=config.precision.loss_scale,
         growth_interval=config.precision.loss_scale_growth_interval,
     )
     pieces.enter("optimizer", optim.OptimizerState(optimizer, config.optimizer.name))
     pieces.enter("schedule", optim.ScheduleState(schedule))
     pieces.enter("scaler", precision.ScalerState(scaler))
-    return optimizer, schedule, scaler
-
-
-def build_step(
-    plan: Plan, components: Components, adapter: Adapter, optimizer: torch.optim.Optimizer,
-    schedule: torch.optim.lr_scheduler.LambdaLR, scaler: torch.amp.GradScaler, peers: Processes,
-) -> Step:  # fmt: skip
-    family, model, seed = plan.family, components.model, plan.config.run.seed
-    dropout = adapter.dropout(seed)
 
     def losses(batch):
         return batch_losses(
@@ -313,7 +277,7 @@ def build_step(
         optimizer=optimizer,
         schedule=schedule,
         scaler=scaler,
-        max_grad_norm=plan.config.step.max_grad_norm,
+        max_grad_norm=config.step.max_grad_norm,
         after_update=adapter.mark_stale,
         sum=peers.sum,
         # By the micro-batch's place in the update, whichever process has it.
@@ -326,10 +290,10 @@ def build_step(
 
 def make_loop(run: Run, signals: Signals) -> Loop:
     """The steps of a run whose output is open."""
-    plan, config, progress, peers = run.plan, run.config, run.progress, run.processes
+    plan, config, progress, peers = run.plan, run.plan.config, run.progress, run.processes
     log = metrics.Metrics(
         run.layout.metrics,
-        open_tracker=(lambda: open_tracker(run)) if config.logging.tensorboard else None,
+        tensorboard=run.layout.tensorboard if config.logging.tensorboard else None,
         total_steps=plan.max_steps,
         initial_step=progress.step,
         enabled=peers.is_main,
@@ -344,23 +308,23 @@ def make_loop(run: Run, signals: Signals) -> Loop:
         step=progress.step,
     )
     saves = Saves(
-        run.pieces,
-        saver,
-        progress,
+        pieces=run.pieces,
+        saver=saver,
+        progress=progress,
         is_finite=run.pieces["optimizer"].is_finite,
         lr=config.optimizer.lr,
-        failures=FailedSaves(config.checkpoint.on_failure, peers.say),
+        on_failure=config.checkpoint.on_failure,
         processes=peers,
         phases=run.phases,
     )
     mine = (sampler.share(update, processes=peers.count, rank=peers.rank) for update in run.updates())
     return Loop(
-        run.step,
-        run.updates(),
-        loader.iterate(mine, run.reader, num_workers=config.data.num_workers),
+        step=run.step,
+        updates=run.updates(),
+        batches=loader.iterate(mine, run.reader, num_workers=config.data.num_workers),
         progress=progress,
         last=plan.max_steps,
-        stop_after=config.run.stop_after or plan.max_steps,
+        stop_after=min(config.run.stop_after or plan.max_steps, plan.max_steps),
         save_every=config.checkpoint.every_steps,
         saves=saves,
         after_step=run.artifacts().after_step,
@@ -370,16 +334,6 @@ def make_loop(run: Run, signals: Signals) -> Loop:
         processes=peers,
         signals=signals,
     )
-
-
-def open_tracker(run: Run):
-    """TensorBoard's writer; what a killed run logged beyond the checkpoint is purged.
-
-    Not accelerate's tracker: that one flushes after every step, which costs a small model two milliseconds of it.
-    """
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(run.layout.tensorboard), purge_step=run.progress.step)
 
 
 def finish(run: Run, signals: Signals) -> None:

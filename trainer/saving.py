@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 from trainer.checkpoint.pieces import Pieces
 from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.state import Progress
 from trainer.errors import NonFiniteError
 from trainer.phases import Phases
-from trainer.policies import FailedSaves
 from trainer.processes import Processes
 
 
+@dataclass(frozen=True, kw_only=True)
 class Saves:
     """Hands the run's state to the saver. All processes call it at the same step; the main one writes.
 
     is_finite: whether the state is worth keeping; lr: what to lower where it is not.
     """
 
-    def __init__(
-        self, pieces: Pieces, saver: Saver, progress: Progress, *, is_finite: Callable[[], bool], lr: float,
-        failures: FailedSaves, processes: Processes, phases: Phases,
-    ) -> None:  # fmt: skip
-        self.pieces, self.saver, self.progress = pieces, saver, progress
-        self.is_finite, self.lr, self.failures = is_finite, lr, failures
-        self.processes, self.phases = processes, phases
+    pieces: Pieces
+    saver: Saver
+    progress: Progress
+    is_finite: Callable[[], bool]
+    lr: float
+    on_failure: Literal["stop", "continue"]
+    processes: Processes
+    phases: Phases
 
     @property
     def done(self) -> bool:
@@ -57,17 +60,27 @@ class Saves:
                 if step > saver.step:
                     saver.save(step, self.pieces.pack(), phase.advance)
                 if final:
-                    with self.failures(saved=lambda: saver.step >= step):
-                        saver.wait(phase.advance)
+                    failure = saver.join(phase.advance)
+                    self._answer(failure, goes_on=saver.step >= step)
         if final or not saver.background:
             self.processes.wait()
 
     def answer(self) -> None:
         """Once any process has `failed`: raises OSError, or says that the training goes on."""
-        with self.failures():
-            self.saver.wait()
-            if not self.processes.is_main:
-                raise OSError(errno.EIO, "the main process could not write a checkpoint")
+        failure = self.saver.join()
+        if not self.processes.is_main:
+            failure = OSError(errno.EIO, "the main process could not write a checkpoint")
+        self._answer(failure, goes_on=self.on_failure == "continue")
+
+    def _answer(self, failure: Exception | None, *, goes_on: bool) -> None:
+        """goes_on: also after an OSError; where the last step of a run is on the disk, all is well."""
+        if failure is None:
+            return
+        if not (goes_on and isinstance(failure, OSError)):
+            raise failure
+        self.processes.say(
+            f"warning: a checkpoint could not be written, or older ones not deleted ({failure}); training goes on"
+        )
 
     def close(self) -> None:
         """At the end of the run, however it came: what is being written is written."""

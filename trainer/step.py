@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 
 import torch
@@ -18,7 +18,7 @@ from trainer.types import Batch, Conditioning, Occurrence
 
 def draw_time_and_noise(batch: Batch, *, objective: Objective, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(time [B], noise fp32 like the latents), on the CPU, each a pure function of seed and occurrence."""
-    keys = [(o.epoch, o.sample, o.repeat) for o in batch.occurrences]
+    keys = [astuple(occurrence) for occurrence in batch.occurrences]
     u = torch.tensor([draws.uniform(seed, "timestep", *key) for key in keys], dtype=torch.float64)
     noise = torch.stack([draws.normal(batch.latents.shape[1:], seed, "noise", *key) for key in keys])
     return objective.time(u, tokens), noise

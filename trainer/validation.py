@@ -65,11 +65,10 @@ def check_sizes(requests: Sequence[Any], multiple: int) -> None:
 def image_distance(before: Path, after: Path) -> float:
     """How far the adapter moved an image: the relative L2 distance of the pixels in [0, 1]."""
     from PIL import Image
-    from torch import frombuffer
 
     def pixels(path: Path) -> torch.Tensor:
         image = Image.open(path).convert("RGB")
-        return frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).float() / 255
+        return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).float() / 255
 
     a, b = pixels(before), pixels(after)
     return float((b - a).norm() / a.norm().clamp_min(1e-12))

@@ -220,10 +220,10 @@ def test_the_loss_is_scaled_where_a_gradient_passes_through_fp16(
         bench, cache, "flux", model__components=components, precision__compute=precision, adapter__rules=rules,
         precision__loss_scale=2.0**24,
     ) as run:  # fmt: skip
-        assert run.scaler.is_enabled() == scaled
+        assert run.step.scaler.is_enabled() == scaled
         (step,) = steps(run, 1)
         # 2^24 is more than fp16 can carry: it overflows, and falls.
-        assert step.updated != scaled and run.scaler.get_scale() == (2.0**23 if scaled else 1.0)
+        assert step.updated != scaled and run.step.scaler.get_scale() == (2.0**23 if scaled else 1.0)
 
 
 @pytest.mark.slow

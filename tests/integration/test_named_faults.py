@@ -525,7 +525,7 @@ def test_diffusers_adapters_stay_fp32_under_bf16_and_small_updates_arrive(bench:
         named = run.adapter.named_parameters()
         before = {name: parameter.detach().clone() for name, parameter in named.items()}
         list(steps(run, 1))
-        state = [t for values in run.optimizer.state.values() for t in values.values() if torch.is_tensor(t)]
+        state = [t for values in run.step.optimizer.state.values() for t in values.values() if torch.is_tensor(t)]
         assert {t.dtype for t in (*named.values(), *state)} == {torch.float32}
         for name, parameter in named.items():
             moved = parameter.detach() - before[name]

@@ -89,8 +89,8 @@ def test_samples_and_exports_have_the_weights_to_be_used(bench: Workbench, monke
         )  # fmt: skip
         train_built(run)
         assert re.search(r"against the live adapter +equal", capsys.readouterr().out)
-        (group,) = run.optimizer.param_groups
-        z = run.optimizer.state[group["params"][0]]["z"]
+        (group,) = run.step.optimizer.param_groups
+        z = run.step.optimizer.state[group["params"][0]]["z"]
         assert group["training"] and group["params"][0].numel() == z.numel()
         before, used = drawn[0], dict(zip(parameters, drawn[-1], strict=True))
         trained = TensorFile(bench.tmp / "out/checkpoints/step-00000002/adapter.safetensors")

@@ -139,12 +139,12 @@ def test_an_overflow_is_the_scalers_business_above_scale_1_only(bench: Workbench
         update = next(run.updates())
         result = take_step(run, 1, update)
         assert not result.updated and result.grad_norm is None and result.loss is not None
-        assert run.scaler.get_scale() == (4.0 if scale == 8.0 else 1.0)
+        assert run.step.scaler.get_scale() == (4.0 if scale == 8.0 else 1.0)
         names = ", ".join(sorted(o.sample for micro_batch in update for o in micro_batch))
         expected = "" if scale == 8.0 else f"the gradient is not finite (samples {names})"
         assert result.refused == expected
         assert all(torch.equal(p, before[name]) for name, p in run.adapter.named_parameters().items())
-        assert not any(run.optimizer.state.values()) and run.schedule.last_epoch == 0
+        assert not any(run.step.optimizer.state.values()) and run.step.schedule.last_epoch == 0
 
 
 def test_latents_that_are_not_finite(bench: Workbench, monkeypatch, capsys) -> None:
@@ -478,7 +478,7 @@ def test_peak_bytes_is_of_one_step(bench: Workbench, monkeypatch) -> None:
         loop.processes.device, loop.log.log = torch.device("cuda"), entries.append
         loop.step = SimpleNamespace(
             run=lambda step, *_: used.__setitem__(0, used[0] + 10) or StepResult(1.0, 1.0, (0.1,), True, 1.0),
-            scaler=run.scaler,
+            scaler=run.step.scaler,
         )
         loop.run()
     assert [entry["peak_bytes"] for entry in entries] == [10, 10, 10]

@@ -107,8 +107,8 @@ def poison(bench: Workbench, sample: str) -> None:
         photo, bucket = run.reader.photos[sample]
         for flip in (False, True):
             key = latent_key(photo.sha256, bucket=bucket, flip=flip, fingerprint=run.reader.latent_fingerprint)
-            latents = run.encoded.cache.get(key)["latents"]
-            run.encoded.cache.put(key, {"latents": latents * float("nan")}, {"sample": sample})
+            latents = run.reader.cache.get(key)["latents"]
+            run.reader.cache.put(key, {"latents": latents * float("nan")}, {"sample": sample})
 
 
 @pytest.mark.slow

@@ -299,7 +299,7 @@ def test_non_finite_gradient_stops_before_the_update(bench: Workbench) -> None:
         assert not result.updated
         assert result.refused == f"the latents of {', '.join(sorted(o.sample for o in bad.occurrences))} are not finite"
         assert all(torch.equal(p, before[name]) for name, p in run.adapter.named_parameters().items())
-        assert not any(run.optimizer.state.values())
+        assert not any(run.step.optimizer.state.values())
 
 
 def test_no_pickle_anywhere(bench: Workbench, monkeypatch) -> None:

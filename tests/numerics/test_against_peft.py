@@ -106,7 +106,7 @@ def test_five_steps(bench: Workbench, family: str, dtype: str) -> None:
         }
         train(
             run.model.modules[denoiser], inputs, target.float(),
-            [{"params": [g["params"][0]], "weight_decay": g["weight_decay"]} for g in run.optimizer.param_groups],
+            [{"params": [g["params"][0]], "weight_decay": g["weight_decay"]} for g in run.step.optimizer.param_groups],
             run.adapter.mark_stale,
         )  # fmt: skip
 

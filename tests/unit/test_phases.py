@@ -62,7 +62,7 @@ def test_a_slow_piece_is_told_by_the_piece(monkeypatch, capsys) -> None:
 def test_a_resumed_training_is_told_from_where_it_stood_and_without_a_carriage_return(monkeypatch, tmp_path, capsys) -> None:
     clock = Clock(monkeypatch)
     log = Metrics(
-        tmp_path / "metrics.jsonl", open_tracker=None, total_steps=20, initial_step=10, enabled=True, phases=Phases(show=True)
+        tmp_path / "metrics.jsonl", tensorboard=None, total_steps=20, initial_step=10, enabled=True, phases=Phases(show=True)
     )
     for step in (11, 12, 13):
         clock.now += 4

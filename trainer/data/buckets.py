@@ -100,13 +100,8 @@ def fit(image: Image.Image, bucket: Bucket, *, flip: bool = False) -> tuple[Imag
     (top, left), (height, width) = kept.crop_top_left, kept.target_size
     scale_y, scale_x = image.height / kept.resized_size[0], image.width / kept.resized_size[1]
     # Resizing only what is kept equals cropping afterwards and bounds the memory for a very narrow photo.
-    box = (
-        left * scale_x,
-        top * scale_y,
-        min((left + width) * scale_x, image.width),
-        min((top + height) * scale_y, image.height),
-    )
-    fitted = image.resize((width, height), RESIZE_FILTER, box=box)
+    right, bottom = min((left + width) * scale_x, image.width), min((top + height) * scale_y, image.height)
+    fitted = image.resize((width, height), RESIZE_FILTER, box=(left * scale_x, top * scale_y, right, bottom))
     if flip:
         fitted = fitted.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     return fitted, place(image.width, image.height, bucket, flip=flip)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from trainer.types import Conditioning
 PREPROCESSING_VERSION = 1  # raise it when `sources.decode` or `buckets.fit` gives other pixels
 
 Tensors = dict[str, torch.Tensor]
+Entries = Iterator[tuple[Tensors, dict[str, str]]]  # with the metadata of each
 
 
 def _key(kind: str, **inputs: object) -> str:
@@ -130,7 +131,7 @@ class Cache:
         return tensors
 
     def _remember(self, key: str, tensors: Tensors) -> None:
-        size = _bytes(tensors)
+        size = sum(tensor.nbytes for tensor in tensors.values())
         if size > self.memory_bytes:
             return
         self._memory[key] = tensors
@@ -140,7 +141,7 @@ class Cache:
 
     def _forget(self, key: str) -> None:
         if key in self._memory:
-            self._memory_used -= _bytes(self._memory.pop(key))
+            self._memory_used -= sum(tensor.nbytes for tensor in self._memory.pop(key).values())
 
 
 def fill_latents(
@@ -167,16 +168,14 @@ def fill_latents(
             key = latent_key(photo.sha256, bucket=bucket, flip=mirrored, fingerprint=fingerprint)
             wanted.setdefault(key, (photo, bucket, mirrored))
 
-    def described(key: str) -> str:
-        return f"the latents of {wanted[key][0].sample} ({wanted[key][0].path})"
-
-    def made(todo: list[str]) -> Iterator[tuple[Tensors, dict[str, str]]]:
+    def made(todo: list[str]) -> Entries:
         with closing(in_threads(lambda key: _pixels(*wanted[key]), todo)) as pixels:
             for key, pixels_3HW in zip(todo, pixels, strict=True):
                 latents = encode(pixels_3HW.unsqueeze(0)).detach().to("cpu", torch.float32).squeeze(0)
                 yield {"latents": latents}, {"sample": wanted[key][0].sample}
 
-    return _fill(cache, wanted, made, described, on_non_finite, phases, "photo")
+    described = {key: f"the latents of {photo.sample} ({photo.path})" for key, (photo, _, _) in wanted.items()}
+    return _fill(cache, described, made, on_non_finite, phases, "photo")
 
 
 def fill_text(
@@ -195,32 +194,37 @@ def fill_text(
     """
     wanted = {text_key(caption, fingerprint=fingerprint): caption for caption in (*captions, "")}
 
-    def made(todo: list[str]) -> Iterator[tuple[Tensors, dict[str, str]]]:
+    def made(todo: list[str]) -> Entries:
         for key in todo:
             tensors = encode([wanted[key]]).tensors()
             for name, tensor in tensors.items():
                 assert tensor.shape[0] == 1, f"{name} of one caption has shape {list(tensor.shape)}"
             yield tensors, {}
 
-    return _fill(cache, wanted, made, lambda key: f"the text encodings of {wanted[key]!r}", on_non_finite, phases, "caption")
+    described = {key: f"the text encodings of {caption!r}" for key, caption in wanted.items()}
+    return _fill(cache, described, made, on_non_finite, phases, "caption")
 
 
 def _fill(
-    cache: Cache, wanted: Collection[str], made: Callable[[list[str]], Iterator[tuple[Tensors, dict[str, str]]]],
-    described: Callable[[str], str], on_non_finite: Callable[[str], None], phases: Phases, unit: str,
-) -> int:  # fmt: skip
-    """made: (keys) -> (tensors, metadata) of each. described: what a key stands for, in words."""
+    cache: Cache,
+    described: Mapping[str, str],
+    made: Callable[[list[str]], Entries],
+    on_non_finite: Callable[[str], None],
+    phases: Phases,
+    unit: str,
+) -> int:
+    """described: what each key stands for, in words. made: keys -> their entries."""
     cache.remove_leftovers()
-    todo = cache.missing(wanted, phases)
+    todo = cache.missing(described, phases)
     with phases(f"encoding {unit}s", len(todo), unit) as phase, phase.between_modules(), closing(made(todo)) as entries:
         for key, (tensors, metadata) in zip(todo, entries, strict=True):
             if not _finite(tensors):
-                on_non_finite(described(key))
+                on_non_finite(described[key])
             cache.put(key, tensors, metadata)
             phase.advance()
-    for key in wanted:
+    for key in described:
         if key not in todo and not cache.is_finite(key):
-            on_non_finite(f"{described(key)}, as the cache holds them ({cache.path(key)}: delete it to encode anew),")
+            on_non_finite(f"{described[key]}, as the cache holds them ({cache.path(key)}: delete it to encode anew),")
     return len(todo)
 
 
@@ -242,7 +246,3 @@ def _digest(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) ->
     for piece in serialize(tensors, metadata):
         digest.update(piece)
     return digest.hexdigest()
-
-
-def _bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from trainer import draws
 from trainer.data.sources import Photo
@@ -55,5 +55,4 @@ def refuse_truncated(captions: CaptionReport) -> None:
 
 def dropped(seed: int, occurrence: Occurrence, probability: float) -> bool:
     """Whether this appearance of the photo trains without its caption. 0.0 is never, 1.0 always."""
-    key = (occurrence.epoch, occurrence.sample, occurrence.repeat)
-    return draws.uniform(seed, "caption_dropout", *key) < probability
+    return draws.uniform(seed, "caption_dropout", *astuple(occurrence)) < probability

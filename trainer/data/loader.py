@@ -7,7 +7,8 @@ import itertools
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
 
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
@@ -24,41 +25,29 @@ from trainer.types import Batch, Conditioning, Occurrence
 FLIP_PROBABILITY = 0.5
 
 
+@dataclass(kw_only=True)
 class Reader(Dataset):
     """Makes the Batch of a micro-batch: `reader[occurrences]`. A pure function of its arguments and the cache.
 
-    flip: mirror every other appearance; the cache must hold both variants.
+    photos: each with its bucket, by sample. flip: mirror every other appearance; the cache must hold both variants.
     caption_dropout: the probability that an appearance trains on "".
     latent_fingerprint, text_fingerprint: as the cache was filled with; no text fingerprint means that captions are
     encoded live and `Batch.conditioning` is None.
     collate: puts the conditioning of single captions side by side.
     """
 
-    def __init__(
-        self,
-        photos: Sequence[tuple[Photo, Bucket]],
-        cache: Cache,
-        *,
-        seed: int,
-        flip: bool,
-        caption_dropout: float,
-        latent_fingerprint: str,
-        text_fingerprint: str | None,
-        collate: Callable[[Sequence[Conditioning]], Conditioning],
-    ) -> None:
-        self.photos = {photo.sample: (photo, bucket) for photo, bucket in photos}
-        self.cache = cache
-        self.seed = seed
-        self.flip = flip
-        self.caption_dropout = caption_dropout
-        self.latent_fingerprint = latent_fingerprint
-        self.text_fingerprint = text_fingerprint
-        self.collate = collate
+    photos: Mapping[str, tuple[Photo, Bucket]]
+    cache: Cache
+    seed: int
+    flip: bool
+    caption_dropout: float
+    latent_fingerprint: str
+    text_fingerprint: str | None
+    collate: Callable[[Sequence[Conditioning]], Conditioning]
 
     def flipped(self, occurrence: Occurrence) -> bool:
         """Whether this appearance of the photo is mirrored."""
-        key = (occurrence.epoch, occurrence.sample, occurrence.repeat)
-        return self.flip and draws.uniform(self.seed, "flip", *key) < FLIP_PROBABILITY
+        return self.flip and draws.uniform(self.seed, "flip", *astuple(occurrence)) < FLIP_PROBABILITY
 
     def __getitem__(self, occurrences: MicroBatch) -> Batch:
         latents, texts, placements = [], [], []
@@ -74,13 +63,14 @@ class Reader(Dataset):
             occurrences=occurrences,
             latents=torch.stack(latents),
             captions=tuple(texts),
-            conditioning=None if self.text_fingerprint is None else self._conditioning(texts),
+            conditioning=None if self.text_fingerprint is None else self.conditioning(texts),
             original_size=torch.tensor([p.original_size for p in placements], dtype=torch.int64),
             crop_top_left=torch.tensor([p.crop_top_left for p in placements], dtype=torch.int64),
             target_size=torch.tensor([p.target_size for p in placements], dtype=torch.int64),
         )
 
-    def _conditioning(self, texts: Sequence[str]) -> Conditioning:
+    def conditioning(self, texts: Sequence[str]) -> Conditioning:
+        """Of these captions, side by side, from the cache."""
         keys = [text_key(text, fingerprint=self.text_fingerprint) for text in texts]
         return self.collate([Conditioning.from_tensors(self.cache.get(key)) for key in keys])
 

@@ -11,7 +11,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
 
 from trainer import draws
 from trainer.data.buckets import Bucket
@@ -19,7 +18,6 @@ from trainer.data.sources import Photo
 from trainer.types import Occurrence
 
 MicroBatch = tuple[Occurrence, ...]
-Item = TypeVar("Item")
 
 
 def epoch_order(photos: Sequence[tuple[Photo, Bucket]], *, seed: int, epoch: int) -> list[tuple[Occurrence, Bucket]]:
@@ -59,7 +57,7 @@ def batches_per_epoch(photos: Sequence[tuple[Photo, Bucket]], *, batch_size: int
     return sum(math.ceil(size / batch_size) for size in sizes.values())
 
 
-def updates(batches: Sequence[Item], *, accumulation: int, processes: int) -> list[list[Item]]:
+def updates(batches: Sequence[MicroBatch], *, accumulation: int, processes: int) -> list[list[MicroBatch]]:
     """An epoch's micro-batches in groups of accumulation * processes, one per update; the last group may be short."""
     size = accumulation * processes
     return [list(batches[start : start + size]) for start in range(0, len(batches), size)]
@@ -77,7 +75,7 @@ def all_updates(
         epoch, skip = epoch + 1, 0
 
 
-def share(update: Sequence[Item], *, processes: int, rank: int) -> list[Item]:
+def share(update: Sequence[MicroBatch], *, processes: int, rank: int) -> list[MicroBatch]:
     """The micro-batches of an update that one process takes: those with index % processes == rank (perhaps none)."""
     return list(update[rank::processes])
 

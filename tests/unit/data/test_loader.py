@@ -59,7 +59,8 @@ def reader(dataset, **changes) -> Reader:
         "text_fingerprint": "text",
         "collate": collate,
     }
-    return Reader(photos, Cache(directory), **(settings | changes))
+    by_sample = {photo.sample: (photo, bucket) for photo, bucket in photos}
+    return Reader(photos=by_sample, cache=Cache(directory), **(settings | changes))
 
 
 def updates(dataset, *, batch_size=2, epochs=2, processes=1, rank=0):
