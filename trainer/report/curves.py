@@ -191,13 +191,8 @@ def _slices(series: Sequence[tuple[float, float | None]]) -> list[Sequence[tuple
 
 
 def _unbroken(points: Sequence[tuple[float, float | None]]) -> list[list[Point]]:
-    runs: list[list[Point]] = [[]]
-    for step, value in points:
-        if value is not None:
-            runs[-1].append((step, value))
-        elif runs[-1]:
-            runs.append([])
-    return [run for run in runs if run]
+    runs = itertools.groupby(points, key=lambda point: point[1] is not None)
+    return [list(run) for known, run in runs if known]
 
 
 def _ticks(low: float, high: float, count: int, whole: bool = False) -> list[float]:
