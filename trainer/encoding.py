@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from trainer.components import Components
+from trainer.data import cache as caches
 from trainer.data import captions
-from trainer.data.cache import Cache, fill_latents, fill_text
 from trainer.data.loader import Reader
 from trainer.types import Conditioning
 
 
-def encode(components: Components, cache: Cache, *, on_non_finite: Callable[[str], None]) -> Reader:
+def encode(components: Components, cache: caches.Cache, *, on_non_finite: Callable[[str], None]) -> Reader:
     """Fill the cache, by the main process; load an encoder only for what is missing, and let it go again.
 
     on_non_finite: told of every photo and caption whose encoding is not finite; where it raises, that is not kept.
     """
-    plan, family, processes = components.plan, components.family, components.processes
+    plan, family = components.plan, components.family
+    processes, phases = components.processes, components.phases
     data, latents = plan.config.data, components.fingerprint(family.vae)
     texts = components.text_fingerprint() if plan.cache_text else None
 
@@ -25,21 +25,23 @@ def encode(components: Components, cache: Cache, *, on_non_finite: Callable[[str
         processes.say(f"warning: {what} are not finite; samples of that prompt will be black")
 
     with processes.main_first():
-        made = fill_latents(
+        made = caches.fill_latents(
             cache,
             plan.photos,
             fingerprint=latents,
             flip=data.flip,
             encode=components.encode_images,
             on_non_finite=on_non_finite,
-            phases=components.phases,
+            phases=phases,
         )
         encoded = 0
         if texts is not None:
             of_photos = [photo.caption for photo, _ in plan.photos]
             of_samples = [text for request in plan.requests for text in (request.prompt, request.negative)]
-            fill = partial(fill_text, cache, fingerprint=texts, encode=components.encode_prompts, phases=components.phases)
-            encoded = fill(of_photos, on_non_finite=on_non_finite) + fill(of_samples, on_non_finite=black)
+            for some, warn in ((of_photos, on_non_finite), (of_samples, black)):
+                encoded += caches.fill_text(
+                    cache, some, fingerprint=texts, encode=components.encode_prompts, on_non_finite=warn, phases=phases
+                )
     processes.say(f"cache: {made} latents and {encoded} texts encoded, the rest was there")
     components.let_go([*(family.text_encoders if plan.cache_text else ()), *(() if plan.requests else (family.vae,))])
     return Reader(
