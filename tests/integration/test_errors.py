@@ -130,7 +130,7 @@ def test_guidance_for_a_model_without_the_embedding(bench: Workbench, capsys, mo
 
     monkeypatch.setattr(TensorFile, "read", lambda *_: pytest.fail("a weight was read"))
     tree = broken_model(bench, without, "flux") | {"objective": {"guidance": 2.0}}
-    refused(bench, capsys, "objective.guidance = 2.0", "no guidance embedding", "leave it out", tree=tree)
+    refused(bench, capsys, "objective.guidance = 2.0 has no effect on this model", "leave it out", tree=tree)
 
 
 def test_missing_component_file(bench: Workbench, capsys) -> None:
