@@ -21,6 +21,7 @@ from trainer.loop import due
 from trainer.memory import is_out_of_memory
 from trainer.policies import SAMPLES_TOO_LARGE
 from trainer.report import write_report
+from trainer.report.before_after import write_before_after
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Artifacts:
                 components.load(components.family.denoiser).register_forward_hook(lambda *_: phase.advance()),
             ):
                 validation.draw_samples(requests, sample=sample, folder=self.layout.samples_of(step))
+                validation.keep_truths(requests, components.plan.truths, self.layout.truths)
         except Interrupted:
             return None
         except DataError as error:
@@ -154,12 +156,15 @@ class Artifacts:
         if nothing:
             say("warning: every B is zero: the adapter changes nothing; train longer or raise optimizer.lr")
         with phases("writing the report") as phase:
+            compared = write_before_after(self.layout, self.progress.step)
             report = write_report(self.layout, name=name, outcome=sections, check=phase.check)
         say(outcome.render(sections))
         for kind, path in written.items():
             say(f"adapter ({kind}): {path}")
         for path in sorted(self.layout.samples_of(self.progress.step).glob("*.png")):
             say(f"sample: {path}")
+        if compared:
+            say(f"before and after: {compared}")
         say(f"report: {report}")
 
     def _effects(self, file: Path | None) -> list[list[Any]]:

@@ -204,6 +204,7 @@ class SampleTable(Table):
     steps: Count | None = None
     guidance: float | None = None
     strength: Share = 1.0
+    truth: str | None = None
 
 
 class ValidationTable(Table):

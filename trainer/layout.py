@@ -20,6 +20,8 @@ class Layout:
         self.checkpoints = root / "checkpoints"
         self.adapters = root / "adapters"  # NAME.safetensors of the end, NAME-STEP.safetensors of a step
         self.samples = root / "samples"
+        self.truths = self.samples / "truth"  # what samples ought to look like, where that is known
+        self.before_after = root / "before_after.png"
         self.metrics = root / "metrics.jsonl"  # one JSON object a step
         self.phases = root / "phases.jsonl"  # one for each long piece of work
         self.report = root / "report.html"
@@ -46,4 +48,4 @@ class Layout:
             for path in (*self.samples.glob("step-*"), *self.adapters.glob("*"))
             if ((found := step.fullmatch(path.name)) and int(found[1] or found[2]) > after) or end.fullmatch(path.name)
         ]
-        return [*later, *([self.report] if self.report.exists() else [])]
+        return [*later, *(path for path in (self.report, self.before_after) if path.exists())]

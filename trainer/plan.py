@@ -6,6 +6,7 @@ import difflib
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
+from PIL import Image, ImageOps
 from torch import nn
 
 from trainer import precision, quantization, storage
@@ -41,6 +42,7 @@ class Plan:
     shapes: dict[tuple[str, str], tuple[int, ...]]
     skipped: tuple[str, ...]
     requests: tuple[SampleRequest, ...]
+    truths: tuple[Image.Image | None, ...]  # of the requests, at their sizes
     processes: int
     steps_per_epoch: int
     max_steps: int
@@ -121,8 +123,9 @@ def make_plan(config: Config, source: ModelSource, *, processes: int, phases: Ph
     )
     requests = _requests(config)
     check_sizes(requests, family.size_multiple)
+    truths = _truths(config, requests)
     return Plan(
-        config, family, source, components, objective, bucketed, targets, shapes, skipped, requests, processes,
+        config, family, source, components, objective, bucketed, targets, shapes, skipped, requests, truths, processes,
         steps_per_epoch, config.run.max_steps or config.run.epochs * steps_per_epoch, cache_text,
     )  # fmt: skip
 
@@ -209,4 +212,20 @@ def _requests(config: Config) -> tuple[SampleRequest, ...]:
         return ()
     asked = (*(SampleTable(prompt=prompt) for prompt in wanted.prompts), *wanted.samples)
     default = {"width": size, "height": size, "seed": wanted.seed, "steps": wanted.steps, "guidance": None}
-    return tuple(SampleRequest(**default | sample.model_dump(exclude_none=True)) for sample in asked)
+    return tuple(SampleRequest(**default | sample.model_dump(exclude_none=True, exclude={"truth"})) for sample in asked)
+
+
+def _truths(config: Config, requests: tuple[SampleRequest, ...]) -> tuple[Image.Image | None, ...]:
+    """What the samples ought to look like, scaled to cover their sizes and cropped; None where it is not known."""
+    truths: list[Image.Image | None] = [None] * len(requests)
+    for index, (sample, request) in enumerate(zip(config.validation.samples, requests, strict=False)):
+        if sample.truth is not None:
+            try:
+                picture = sources.load_rgb(sample.truth)
+            except (OSError, ValueError) as error:
+                reason = getattr(error, "strerror", None) or str(error)
+                raise UserError(
+                    f"validation.samples[{index}].truth = {sample.truth!r}: {reason}; give an image file, or leave it out"
+                ) from error
+            truths[index] = ImageOps.fit(picture, (request.width, request.height), Image.Resampling.LANCZOS)
+    return tuple(truths)

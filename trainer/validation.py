@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trainer.errors import UserError
+from trainer.files import write_atomic
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 def draw_samples(requests: Sequence[Any], *, sample: Callable[[Any], Any], folder: Path) -> None:
@@ -20,8 +26,6 @@ def draw_samples(requests: Sequence[Any], *, sample: Callable[[Any], Any], folde
     The folder appears when all are drawn. requests: dataclasses of JSON values.
     sample: request -> PIL image; it may raise Interrupted, which leaves no folder.
     """
-    from PIL.PngImagePlugin import PngInfo
-
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -29,26 +33,51 @@ def draw_samples(requests: Sequence[Any], *, sample: Callable[[Any], Any], folde
         for index, request in enumerate(requests):
             with torch.no_grad():
                 image = sample(request)
-            described = PngInfo()
-            described.add_text("prompt", request.prompt)
-            described.add_text("request", json.dumps(asdict(request), sort_keys=True))
-            image.save(temporary / f"{index:02d}.png", format="PNG", pnginfo=described)
+            (temporary / f"{index:02d}.png").write_bytes(_png(image, request))
         temporary.replace(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def pairs(before: Path, after: Path) -> list[tuple[Path, Path]]:
-    """(in the folder `before`, in `after`) of every sample that was asked for in the same words, size, seed and all else."""
+def _png(image: Image, request: Any) -> bytes:
+    from PIL.PngImagePlugin import PngInfo
+
+    described = PngInfo()
+    described.add_text("prompt", request.prompt)
+    described.add_text("request", json.dumps(asdict(request), sort_keys=True))
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG", pnginfo=described)
+    return buffer.getvalue()
+
+
+def keep_truths(requests: Sequence[Any], truths: Sequence[Image | None], folder: Path) -> None:
+    """Beside the samples, what they ought to look like: a PNG for every request whose truth is known, described as they are.
+
+    A file is named by its request: those of prompts that were asked for earlier stay.
+    """
+    for request, truth in zip(requests, truths, strict=True):
+        if truth is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            name = hashlib.sha256(json.dumps(asdict(request), sort_keys=True).encode()).hexdigest()[:16]
+            write_atomic(folder / f"{name}.png", [_png(truth, request)])
+
+
+def by_request(folder: Path) -> dict[str, Path]:
+    """What was asked for (the PNG's text "request") -> its file in the folder, in the files' order."""
     from PIL import Image
 
-    def asked(path: Path) -> str | None:
+    found = {}
+    for path in sorted(folder.glob("*.png")):
         with Image.open(path) as image:
-            return image.info.get("request")
+            if "request" in image.info:
+                found[image.info["request"]] = path
+    return found
 
-    first = {asked(path): path for path in sorted(before.glob("*.png"))}
-    second = [(asked(path), path) for path in sorted(after.glob("*.png"))]
-    return [(first[request], path) for request, path in second if request is not None and request in first]
+
+def pairs(before: Path, after: Path) -> list[tuple[Path, Path]]:
+    """(in the folder `before`, in `after`) of every sample that was asked for in the same words, size, seed and all else."""
+    first = by_request(before)
+    return [(first[request], path) for request, path in by_request(after).items() if request in first]
 
 
 def check_sizes(requests: Sequence[Any], multiple: int) -> None:

@@ -119,21 +119,21 @@ def _curves(metrics: History) -> str:
 def _samples(samples: Samples) -> str:
     if not samples.rows:
         return '<p class="soft">This run made no sample images.</p>'
-    rows = []
+    rows, known = [], any(row.truth for row in samples.rows)
     for row in samples.rows:
         detail = f'<div class="soft">{escape(row.detail)}</div>' if row.detail else ""
         cells = [f'<th scope="row">{escape(row.prompt)}{detail}</th>']
-        for step in samples.steps:
-            if step not in row.images:
+        shown = [(_step_name(s), (row.images[s], row.links[s]) if s in row.images else None) for s in samples.steps]
+        for title, image in (*shown, *([("the truth", row.truth)] if known else [])):
+            if image is None:
                 cells.append('<td class="soft">none</td>')
                 continue
-            alt = escape(f"{row.prompt}, {_step_name(step)}")
             # The link is to the full file beside the page, for as long as the two stay together.
-            link = escape(quote(row.links[step]))
-            cells.append(f'<td><a href="{link}"><img src="{row.images[step]}" alt="{alt}"></a></td>')
+            uri, link = image[0], escape(quote(image[1]))
+            cells.append(f'<td><a href="{link}"><img src="{uri}" alt="{escape(f"{row.prompt}, {title}")}"></a></td>')
         rows.append(cells)
     note = '<p class="soft">Shown reduced; each image links to its file.</p>' if samples.are_thumbnails else ""
-    head = ["Prompt", *map(_step_name, samples.steps)]
+    head = ["Prompt", *map(_step_name, samples.steps), *(["the truth"] if known else [])]
     return _grid([f'<th scope="col">{title}</th>' for title in head], rows, ' class="samples"') + note
 
 

@@ -19,13 +19,14 @@ JPEG_QUALITY = 85
 class Row:
     """What was asked, and what came of it. detail: all but the prompt, in words.
 
-    images: step -> data URI.  links: step -> path from the page.
+    images: step -> data URI.  links: step -> path from the page.  truth: both of what it ought to look like, if known.
     """
 
     prompt: str
     detail: str
     images: dict[int, str] = field(default_factory=dict)
     links: dict[int, str] = field(default_factory=dict)
+    truth: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,14 @@ class Samples:
 
 
 def read_samples(folder: Path, check: Callable[[], None] = lambda: None) -> Samples:
-    """Read FOLDER/step-00000000/*.png.
+    """Read FOLDER/step-00000000/*.png and FOLDER/truth/*.png.
 
     An image belongs to the row of its PNG's text entry "request", whatever its file is called: a run may go on with other
     prompts. Without that entry it is the prompt, else the file's name, and the size that make the row.
     """
     files = [(file, step) for file in sorted(folder.glob("step-*/*.png")) if (step := _step_of(file)) is not None]
-    shrink = sum(file.stat().st_size for file, _ in files) > EMBED_BYTES
+    truths = sorted(folder.glob("truth/*.png"))
+    shrink = sum(file.stat().st_size for file in (*(file for file, _ in files), *truths)) > EMBED_BYTES
     rows: dict[tuple[str, int], Row] = {}
     asked: Counter[tuple[str, int]] = Counter()
     place: dict[tuple[str, int], tuple[int, str]] = {}
@@ -60,6 +62,12 @@ def read_samples(folder: Path, check: Callable[[], None] = lambda: None) -> Samp
         row = rows.setdefault(key, Row(prompt or file.stem, _detail(request)))
         row.images[step], row.links[step] = uri, file.relative_to(folder.parent).as_posix()
         place[key] = -step, file.stem
+    for file in truths:
+        check()
+        _, request, _, uri = _embed(file, shrink)
+        for (what, _), row in rows.items():
+            if what == request:
+                row.truth = uri, file.relative_to(folder.parent).as_posix()
     steps = tuple(sorted({step for _, step in files}))
     return Samples(steps, tuple(rows[key] for key in sorted(rows, key=place.__getitem__)), shrink)
 

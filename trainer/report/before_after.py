@@ -1,0 +1,80 @@
+"""before_after.png: a row for every sample: before training, at its end, and the truth where it is known."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.files import write_atomic
+from trainer.layout import Layout
+from trainer.validation import by_request
+
+SMALLEST, LARGEST = 160, 384  # px: the side of a picture in it
+MARGIN, LINE = 12, 20  # px
+
+
+def write_before_after(layout: Layout, step: int) -> Path | None:
+    """Write the picture of what training changed; returns its path, or None where no sample was drawn at both ends.
+
+    A row is a prompt that was drawn in the same words, size, seed and all else before training and after `step`.
+    """
+    from PIL import Image
+
+    first, last, truths = (by_request(folder) for folder in (layout.samples_of(0), layout.samples_of(step), layout.truths))
+    rows = []
+    for request, path in last.items():
+        if request in first:
+            pictures = [Image.open(file) if file else None for file in (first[request], path, truths.get(request))]
+            rows.append((pictures[1].info["prompt"], [picture and scaled(picture) for picture in pictures]))
+    if step == 0 or not rows:
+        return None
+    titles = ["before training", f"after step {step:,}", *(["the truth"] if any(row[1][2] for row in rows) else [])]
+    buffer = io.BytesIO()
+    table(titles, rows).save(buffer, format="PNG")
+    write_atomic(layout.before_after, [buffer.getvalue()])
+    return layout.before_after
+
+
+def scaled(picture):
+    """Small ones are enlarged by a whole number, pixel by pixel; large ones reduced."""
+    from PIL import Image
+
+    side = max(picture.size)
+    if side > LARGEST:
+        size = tuple(max(1, round(length * LARGEST / side)) for length in picture.size)
+        return picture.convert("RGB").resize(size, Image.Resampling.LANCZOS)
+    factor = max(1, -(-SMALLEST // side))
+    return picture.convert("RGB").resize(tuple(length * factor for length in picture.size), Image.Resampling.NEAREST)
+
+
+def table(titles: Sequence[str], rows):
+    """rows: (prompt, a picture or None for every title)."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    font = ImageFont.load_default(14)
+    width = max(picture.width for _, pictures in rows for picture in pictures if picture)
+    heights = [max(picture.height for picture in pictures if picture) for _, pictures in rows]
+    whole = (MARGIN + (width + MARGIN) * len(titles), MARGIN + LINE + sum(heights) + (LINE + MARGIN) * len(rows))
+    page = Image.new("RGB", whole, "white")
+    pen = ImageDraw.Draw(page)
+    for column, title in enumerate(titles):
+        pen.text((MARGIN + (width + MARGIN) * column, MARGIN), title, "black", font)
+    top = MARGIN + LINE
+    for (prompt, pictures), height in zip(rows, heights, strict=True):
+        pen.text((MARGIN, top), shortened(prompt, font, whole[0] - 2 * MARGIN), "dimgray", font)
+        for column, picture in enumerate(pictures[: len(titles)]):
+            if picture:
+                page.paste(picture, (MARGIN + (width + MARGIN) * column, top + LINE))
+        top += LINE + height + MARGIN
+    return page
+
+
+def shortened(text: str, font, width: int) -> str:
+    """To `width` pixels, with three dots where something is left out."""
+    text = " ".join(text.split())
+    if font.getlength(text) <= width:
+        return text
+    while text and font.getlength(f"{text}...") > width:
+        text = text[:-1]
+    return f"{text}..."
