@@ -156,21 +156,25 @@ class Artifacts:
         if nothing:
             say("warning: every B is zero: the adapter changes nothing; train longer or raise optimizer.lr")
         with phases("writing the report") as phase:
-            compared = write_before_after(self.layout, self.progress.step)
+            picture = write_before_after(self.layout, self._compared(), self.progress.step)
             report = write_report(self.layout, name=name, outcome=sections, check=phase.check)
         say(outcome.render(sections))
         for kind, path in written.items():
             say(f"adapter ({kind}): {path}")
         for path in sorted(self.layout.samples_of(self.progress.step).glob("*.png")):
             say(f"sample: {path}")
-        if compared:
-            say(f"before and after: {compared}")
+        if picture:
+            say(f"before and after: {picture}")
         say(f"report: {report}")
+
+    def _compared(self) -> list[tuple[Path, Path, Path | None]]:
+        layout = self.layout
+        return validation.compared(layout.samples_of(0), layout.samples_of(self.progress.step), layout.truths)
 
     def _effects(self, file: Path | None) -> list[list[Any]]:
         """What changed besides the weights. file: the adapter in diffusers' format."""
         step, rows = self.progress.step, []
-        for before, after in validation.pairs(self.layout.samples_of(0), self.layout.samples_of(step)):
+        for before, after, _ in self._compared():
             moved = validation.image_distance(before, after)
             rows.append([f"sample {after.stem} moved by (relative L2 of pixels)", f"{moved:.3%}"])
         if file is not None:

@@ -74,10 +74,10 @@ def by_request(folder: Path) -> dict[str, Path]:
     return found
 
 
-def pairs(before: Path, after: Path) -> list[tuple[Path, Path]]:
-    """(in the folder `before`, in `after`) of every sample that was asked for in the same words, size, seed and all else."""
-    first = by_request(before)
-    return [(first[request], path) for request, path in by_request(after).items() if request in first]
+def compared(before: Path, after: Path, truths: Path) -> list[tuple[Path, Path, Path | None]]:
+    """Of every sample that was asked for in the same words, size, seed and all else: its files in the three folders."""
+    first, known = by_request(before), by_request(truths)
+    return [(first[asked], path, known.get(asked)) for asked, path in by_request(after).items() if asked in first]
 
 
 def check_sizes(requests: Sequence[Any], multiple: int) -> None:

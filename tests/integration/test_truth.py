@@ -13,7 +13,7 @@ from tests.harness import PHOTOS, Workbench
 from trainer import cli
 from trainer.layout import Layout
 from trainer.report import before_after
-from trainer.validation import by_request, draw_samples, keep_truths
+from trainer.validation import by_request, compared, draw_samples, keep_truths
 
 PHOTO = sorted(Path(PHOTOS).glob("*.jpg"))[0]
 
@@ -89,8 +89,10 @@ def test_long_prompts_and_large_pictures_fit(tmp_path: Path) -> None:
     for step in (0, 7):
         draw_samples([request], sample=lambda _: picture, folder=layout.samples_of(step))
     keep_truths([request], [picture], layout.truths)
-    assert before_after.write_before_after(layout, 0) is None
-    path = before_after.write_before_after(layout, 7)
+    samples = compared(layout.samples_of(0), layout.samples_of(7), layout.truths)
+    assert before_after.write_before_after(layout, samples, 0) is None
+    assert before_after.write_before_after(layout, [], 7) is None
+    path = before_after.write_before_after(layout, samples, 7)
     assert path == tmp_path / "before_after.png"
     whole = Image.open(io.BytesIO(path.read_bytes()))
     assert whole.width == before_after.MARGIN + 3 * (before_after.LARGEST + before_after.MARGIN)

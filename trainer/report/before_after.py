@@ -8,28 +8,25 @@ from pathlib import Path
 
 from trainer.files import write_atomic
 from trainer.layout import Layout
-from trainer.validation import by_request
 
 SMALLEST, LARGEST = 160, 384  # px: the side of a picture in it
 MARGIN, LINE = 12, 20  # px
 
 
-def write_before_after(layout: Layout, step: int) -> Path | None:
-    """Write the picture of what training changed; returns its path, or None where no sample was drawn at both ends.
+def write_before_after(layout: Layout, samples: Sequence[tuple[Path, Path, Path | None]], step: int) -> Path | None:
+    """Write the picture of what training changed; returns its path, or None where there is nothing to show.
 
-    A row is a prompt that was drawn in the same words, size, seed and all else before training and after `step`.
+    samples: the PNGs of each one before training, after `step`, and of the truth.
     """
     from PIL import Image
 
-    first, last, truths = (by_request(folder) for folder in (layout.samples_of(0), layout.samples_of(step), layout.truths))
-    rows = []
-    for request, path in last.items():
-        if request in first:
-            pictures = [Image.open(file) if file else None for file in (first[request], path, truths.get(request))]
-            rows.append((pictures[1].info["prompt"], [picture and scaled(picture) for picture in pictures]))
-    if step == 0 or not rows:
+    if step == 0 or not samples:
         return None
-    titles = ["before training", f"after step {step:,}", *(["the truth"] if any(row[1][2] for row in rows) else [])]
+    rows = []
+    for sample in samples:
+        pictures = [Image.open(file) if file else None for file in sample]
+        rows.append((pictures[1].info["prompt"], [picture and scaled(picture) for picture in pictures]))
+    titles = ["before training", f"after step {step:,}", *(["the truth"] if any(truth for *_, truth in samples) else [])]
     buffer = io.BytesIO()
     table(titles, rows).save(buffer, format="PNG")
     write_atomic(layout.before_after, [buffer.getvalue()])

@@ -151,7 +151,7 @@ def test_an_image_stands_under_what_was_asked_for(tmp_path: Path) -> None:
         ("a bear", "8 x 8 px, seed 1, 20 steps", [(0, "samples/step-00000000/00.png")]),
     ]  # fmt: skip
     before, after = tmp_path / "samples/step-00000000", tmp_path / "samples/step-00000002"
-    assert validation.pairs(before, after) == [(before / "01.png", after / "00.png")]
+    assert validation.compared(before, after, tmp_path) == [(before / "01.png", after / "00.png", None)]
     text, page = read(write_report(Layout(tmp_path), name="bear", outcome=None))
     assert text.count(">none</td>") == 4 and "8 x 8 px, seed 2, 20 steps" in page.text
 
