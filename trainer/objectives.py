@@ -21,8 +21,8 @@ from torch import Tensor
 
 from trainer.errors import UserError
 
-# What makes the noise schedule of a diffusers scheduler config, and SDXL's.
-BETAS = {"num_train_timesteps": 1000, "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+# What makes the noise schedule of a diffusers scheduler config.
+BETAS = ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule")
 
 
 class Objective(Protocol):
@@ -55,21 +55,25 @@ class Diffusion:
         prediction: Literal["epsilon", "v"],
         zero_terminal_snr: bool,
         min_snr_gamma: float | None,
+        published: Mapping[str, Any],
     ) -> Diffusion:
-        """From a diffusers scheduler config (beta_schedule "scaled_linear" or "linear")."""
+        """From a diffusers scheduler config (beta_schedule "scaled_linear" or "linear").
+
+        published: what the published model's config has of BETAS, for a message.
+        """
         if zero_terminal_snr and prediction == "epsilon":
             raise UserError(
                 "model.prediction = 'epsilon' is undefined at zero terminal SNR (the last step holds no signal); "
                 "set model.prediction = 'v' or model.zero_terminal_snr = false"
             )
         # A default would not be the one that the model was trained with, nor the one that another program samples with:
-        # diffusers' classes disagree with SDXL, and with one another.
+        # diffusers' classes disagree with models, and with one another.
         absent = [key for key in BETAS if scheduler.get(key) is None]
         if absent or scheduler.get("trained_betas") is not None:
             what = f"has no {' and no '.join(absent)}" if absent else "has trained_betas, which are not supported"
             raise UserError(
-                f"the model's scheduler_config.json {what}: give {', '.join(BETAS)}; SDXL's are "
-                + ", ".join(map(repr, BETAS.values()))
+                f"the model's scheduler_config.json {what}: give {', '.join(BETAS)}; the published model's are "
+                + ", ".join(repr(published[key]) for key in BETAS)
             )
         steps, start, end, schedule = (scheduler[key] for key in BETAS)
         if schedule == "scaled_linear":

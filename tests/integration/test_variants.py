@@ -18,7 +18,7 @@ from tests.integration.test_errors import refused
 from trainer.errors import UserError
 from trainer.models import FAMILIES, loading
 from trainer.models.base import Markers
-from trainer.objectives import BETAS
+from trainer.models.sdxl import BETAS
 from trainer.plan import check_objective, open_source, resolve
 from trainer.tensorfile import TensorFile, write_tensors
 

@@ -18,7 +18,7 @@ SCHEDULER = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_
 
 def diffusion(prediction="epsilon", ztsnr=False, gamma=None) -> Diffusion:
     return Diffusion.from_scheduler(
-        SCHEDULER, prediction=prediction, zero_terminal_snr=ztsnr, min_snr_gamma=gamma
+        SCHEDULER, prediction=prediction, zero_terminal_snr=ztsnr, min_snr_gamma=gamma, published=SCHEDULER
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from trainer.objectives import Diffusion
 from trainer.types import Batch, Conditioning
 
 DEFAULT_GUIDANCE = 5.0
+BETAS = {"num_train_timesteps": 1000, "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 # Those that sample a DDPM by its betas. What the model predicts is the same for all of them.
 SCHEDULERS = frozenset(
     f"{name}Scheduler"
@@ -82,7 +83,7 @@ def objective(
     if zero_terminal_snr == "auto":
         zero_terminal_snr = markers.zero_terminal_snr or bool(scheduler.get("rescale_betas_zero_snr"))
     return Diffusion.from_scheduler(
-        scheduler, prediction=prediction, zero_terminal_snr=zero_terminal_snr, min_snr_gamma=min_snr_gamma
+        scheduler, prediction=prediction, zero_terminal_snr=zero_terminal_snr, min_snr_gamma=min_snr_gamma, published=BETAS
     )
 
 
