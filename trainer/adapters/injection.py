@@ -1,4 +1,7 @@
-"""Put adapters on a component's layers, through PEFT, and give them their first values."""
+"""Put adapters on a component's layers, through PEFT, and give them their first values.
+
+The only file that knows PEFT's experimental hook for custom layers (`LoraConfig._register_custom_module`).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""PEFT's LoRA layer for our frozen base layers: PEFT matches, injects, names, switches and disables; the math is dora.py.
-
-The only file that knows PEFT's experimental hook for custom layers (`LoraConfig._register_custom_module`).
-"""
+"""PEFT's LoRA layer for our frozen base layers: PEFT matches, injects, names, switches and disables; the math is dora.py."""
 
 from __future__ import annotations
 
