@@ -130,7 +130,7 @@ class Family:
     sample(model, request, conditioning, negative) -> PIL image.
     reads: of the config keys that not every family reads (trainer/choices.py), those that this one does. `objective` gets
       their values by their last names, and so does Model.options.
-    tokenizers: their folders' names.
+    tokenizers: the name of a tokenizer's folder -> the text encoder it belongs to.
     input_layer: the denoiser's parameter [N, channels, ...] that reads the latents.
     check(configs by component, channels that `input_layer` reads): raises UserError for a model of this architecture that is
       trained for something else.
@@ -160,7 +160,7 @@ class Family:
     predict: Callable[[Model, torch.Tensor, torch.Tensor, Conditioning, Batch], torch.Tensor]
     sample: Callable[[Model, SampleRequest, Conditioning, Conditioning], Any]
     reads: tuple[str, ...] = ()
-    tokenizers: tuple[str, ...] = ("tokenizer",)
+    tokenizers: Mapping[str, str] = field(default_factory=lambda: {"tokenizer": "text_encoder"})
     input_layer: str = ""
     check: Callable[[Mapping[str, dict], int | None], None] = lambda configs, inputs: None
     harmless: tuple[str, ...] = ()

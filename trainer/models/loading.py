@@ -310,7 +310,7 @@ class ModelSource:
 
     def tokenizer_folder(self, name: str) -> Path:
         """A tokenizer lies beside the text encoder it belongs to: in the model, or beside the encoder's own path."""
-        override = self.overrides.get(name.replace("tokenizer", "text_encoder"))
+        override = self.overrides.get(self.family.tokenizers[name])
         if override is not None:
             for folder in (override / name, override.parent / name):
                 if folder.is_dir():

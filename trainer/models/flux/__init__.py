@@ -219,7 +219,7 @@ FAMILY = Family(
         "objective.timesteps", "objective.shift", "objective.logit_mean", "objective.logit_std", "objective.guidance",
         "data.text_length",
     ),
-    tokenizers=("tokenizer", "tokenizer_2"),
+    tokenizers={"tokenizer": "text_encoder", "tokenizer_2": "text_encoder_2"},
     size_multiple=16,
     presets={"attention": _ATTENTION, "attention+mlp": (*_ATTENTION, *_MLP), "linear": _LINEAR, "all": _LINEAR},
     harmless=names.HARMLESS,

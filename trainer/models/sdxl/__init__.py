@@ -198,7 +198,7 @@ FAMILY = Family(
         "model.prediction", "model.zero_terminal_snr", "objective.timesteps", "objective.min_snr_gamma",
         "validation.samples.*.negative",
     ),
-    tokenizers=("tokenizer", "tokenizer_2"),
+    tokenizers={"tokenizer": "text_encoder", "tokenizer_2": "text_encoder_2"},
     size_multiple=8,
     presets={
         "attention": _ATTENTION,
