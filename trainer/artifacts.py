@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from trainer.checkpoint.state import Progress
 from trainer.components import Components
 from trainer.data.loader import Reader
 from trainer.encoding import prompt_conditioning
-from trainer.errors import DataError, Interrupted, OutOfMemory
+from trainer.errors import DataError, Interrupted, NotWritten, OutOfMemory
 from trainer.layout import Layout
 from trainer.loop import due
 from trainer.memory import is_out_of_memory
@@ -52,12 +52,16 @@ class Artifacts:
             stem = f"{config.run.name}-{step:08d}"
             names = export.file_names(stem, config.export.formats).values()
             if not (again and all((self.layout.adapters / name).exists() for name in names)):
-                with suppress(Interrupted):  # the next start makes them; all processes stop together
+                try:
                     self.export(stem)
+                except Interrupted:  # the next start makes them; all processes stop together
+                    pass
+                except OSError as error:
+                    failure = NotWritten(error)
             processes.wait()
         if plan.requests and (step == 0 or at_end or due(config.validation.every_steps, step)):
             if processes.is_main and not (again and self.layout.samples_of(step).exists()):
-                failure = self.draw_samples()
+                failure = failure or self.draw_samples()
             processes.wait()
         return failure
 
@@ -85,6 +89,8 @@ class Artifacts:
             return None
         except DataError as error:
             return error
+        except OSError as error:
+            return NotWritten(error)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -32,6 +32,14 @@ class DataError(RuntimeError):
     status = 6
 
 
+class NotWritten(RuntimeError):
+    """Samples or adapter files could not be written, because of the OSError `reason`. What was trained is whole."""
+
+    def __init__(self, reason: OSError | str) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
 class Interrupted(Exception):
     """SIGTERM, SIGINT or SIGHUP arrived; `signum` says which, `where` what of the run is kept."""
 
@@ -58,6 +66,8 @@ def ending(error: BaseException) -> tuple[int, str]:
     """(exit status, what the user is told) where an exception ends the program; status 1 for what nobody foresaw."""
     said = str(error)
     match error:
+        case NotWritten():
+            return ending(error.reason) if isinstance(error.reason, OSError) else (6, said)
         case UserError() | NonFiniteError() | OutOfMemory() | DataError() | Interrupted() | PeerStopped():
             return error.status, said
         case KeyboardInterrupt():

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from trainer.checkpoint.state import Progress
 from trainer.data.sampler import MicroBatch
-from trainer.errors import DataError, Interrupted, NonFiniteError, OutOfMemory
+from trainer.errors import DataError, Interrupted, NonFiniteError, NotWritten, OutOfMemory
 from trainer.memory import peak_bytes, reset_peak
 from trainer.metrics import Metrics
 from trainer.policies import NonFinite
@@ -23,7 +23,7 @@ SAVED = "stopping; a checkpoint is written"
 AFTER_STEP = "stopping after this step; a checkpoint is written"
 
 # What may stand in the way of one process alone, by the number that the others hear of it.
-KINDS = (None, DataError, OutOfMemory)
+KINDS = (None, DataError, OutOfMemory, NotWritten)
 
 
 def due(every: int, step: int) -> bool:
@@ -60,7 +60,7 @@ class Loop:
     def run(self) -> bool:
         """Returns whether the last step was reached. However it ends, the last whole step is saved.
 
-        Raises Interrupted, NonFiniteError, OutOfMemory, DataError, OSError, KeyboardInterrupt.
+        Raises Interrupted, NonFiniteError, OutOfMemory, DataError, NotWritten, OSError, KeyboardInterrupt.
         """
         progress, at_once = self.progress, False
         self.signals.promise = SAVED
@@ -92,7 +92,7 @@ class Loop:
             if not finished:
                 self.processes.say(f"stopped after step {progress.step} as asked; go on with --resume_from auto")
             return finished
-        except (Interrupted, NonFiniteError, OutOfMemory, DataError) as error:
+        except (Interrupted, NonFiniteError, OutOfMemory, DataError, NotWritten) as error:
             # Between two steps, or a step that changed nothing: what was trained is whole, and kept. All processes are here,
             # and leave together: whoever ended first would have the launcher stop the one that saves.
             self.saves.save(final=True)

@@ -124,11 +124,17 @@ def refuse_changes(
 
 
 def first_progress(plan: Plan) -> Progress:
-    """Where a fresh run stands."""
+    """Where a fresh run stands. Raises UserError for a warm-up that its schedule, which is frozen here, would never end."""
     # A date for reproducible files: https://reproducible-builds.org/specs/source-date-epoch/
     clock = int(os.environ.get("SOURCE_DATE_EPOCH") or time.time())
     started = datetime.fromtimestamp(clock, UTC).isoformat(timespec="seconds")
-    length = plan.config.schedule.total_steps or plan.max_steps
+    schedule = plan.config.schedule
+    length = schedule.total_steps or plan.max_steps
+    if schedule.warmup > length:
+        raise UserError(
+            f"schedule.warmup = {schedule.warmup} steps is longer than the schedule of {length} steps: the rate would "
+            "never reach optimizer.lr; lower it, or set schedule.total_steps to the length that the run will have in the end"
+        )
     return Progress(step=0, images=0, non_finite=0, total_steps=length, started=started)
 
 

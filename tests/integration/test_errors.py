@@ -247,3 +247,10 @@ def test_plan_reads_no_weights_and_writes_nothing(bench: Workbench, capsys) -> N
     printed = capsys.readouterr().out
     assert "unet" in printed and "MiB" in printed and "trainable parameters" in printed and "steps an epoch" in printed
     assert not (bench.tmp / "out").exists()
+
+
+def test_a_warm_up_that_would_never_end_is_refused_first(bench: Workbench, capsys) -> None:
+    assert cli.main(["--config", str(bench.write(bench.tree(run__max_steps=4, schedule__warmup=10)))]) == 2
+    message = capsys.readouterr().err
+    assert "schedule.warmup = 10" in message and "4 steps" in message and "schedule.total_steps" in message
+    assert not (bench.tmp / "out" / "checkpoints").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ from tests.harness import Workbench, built, metrics_of, take_step
 from trainer import cli, files, memory, signals, validation
 from trainer import config as configs
 from trainer import run as runs
+from trainer.adapters import export
 from trainer.checkpoint import state, store
 from trainer.components import Components
 from trainer.data import cache as caches
@@ -534,6 +536,38 @@ def test_sigint_sigterm_sigint_stops_at_once() -> None:
         signal.raise_signal(signal.SIGTERM)
         assert arrived.stop == signal.SIGINT
         signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "error", "status"),
+    [
+        (export, "write_files", PermissionError(errno.EACCES, "Permission denied", "adapters"), 2),
+        (validation, "draw_samples", OSError(errno.ENOSPC, "No space left on device", "00.png"), 6),
+    ],
+)
+def test_what_people_get_cannot_be_written(bench: Workbench, monkeypatch, capfd, module, name, error, status) -> None:
+    """Between two checkpoints: the steps since the last one are kept."""
+    due = {"checkpoint__every_steps": 100, "export__every_steps": 3, "validation__every_steps": 3, "validation__steps": 1}
+    due |= {"validation__prompts": ["a bear"]}
+    config = tree(bench, "out", **due)
+    write, calls = getattr(module, name), []
+
+    def broken(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == (1 if module is export else 2):  # samples are drawn before step 1, too
+            raise error
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, broken)
+    assert start(bench, config) == status
+    assert error.strerror in capfd.readouterr().err
+    assert [path.name for path in (bench.tmp / "out" / "checkpoints").iterdir()] == ["step-00000003"]
+    # The next start makes what is missing, and ends as a run that met with nothing.
+    assert start(bench, config) == start(bench, tree(bench, "whole", **due)) == 0
+    assert files_of(bench, "out") == files_of(bench, "whole")
+    outs = [bench.tmp / out for out in ("out", "whole")]
+    made = [sorted(path.relative_to(out) for of in ("adapters", "samples") for path in (out / of).rglob("*")) for out in outs]
+    assert made[0] == made[1] and Path("adapters/bear-00000003.safetensors") in made[0]
 
 
 @pytest.mark.parametrize("step", [4, *(pytest.param(step, marks=pytest.mark.slow) for step in (0, LENGTH))])
