@@ -11,7 +11,7 @@ from torch import nn
 
 from trainer import precision, quantization, storage
 from trainer.adapters import Rule, Target, match_targets
-from trainer.adapters.export import Fused, fused_modules
+from trainer.adapters.export import fused_modules
 from trainer.choices import chosen, refuse_unread, refuse_unread_by_model
 from trainer.config import Config, SampleTable
 from trainer.data import buckets, sampler, sources
@@ -25,6 +25,7 @@ from trainer.optim.table import optimizer_named
 from trainer.phases import QUIET, Phases
 from trainer.processes import Processes
 from trainer.storage import Storage
+from trainer.types import Link
 from trainer.validation import check_sizes
 
 
@@ -59,7 +60,7 @@ class Plan:
         return tuple(dict.fromkeys(target.component for target in self.targets))
 
     @property
-    def fused(self) -> dict[str, list[Fused]]:
+    def fused(self) -> dict[str, list[Link]]:
         """Layers that the original layout fuses, by adapted component."""
         return {name: fused_modules(self.family.module_links(name, self.source.config(name))) for name in self.adapted}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -55,31 +56,31 @@ def keep_activations(module: nn.Module, compute: torch.dtype) -> None:
     dtype, but on CUDA they want weight and input of one dtype: their fp32 parameters are cast at use. Any other holder of
     floating-point parameters computes as its library wrote it and its output is cast.
     """
+
+    def cast(child: nn.Module, args, output):
+        return output.to(compute) if isinstance(output, torch.Tensor) and output.is_floating_point() else output
+
     for child in module.modules():
         if isinstance(child, (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)):
             if child.weight is not None:
                 child.__class__ = _cast_norm(type(child))
         elif compute != torch.float32 and any(p.is_floating_point() for p in child.parameters(recurse=False)):
-            child.register_forward_hook(_cast_output(compute))
+            child.register_forward_hook(cast)
 
 
-_NORM_CLASSES: dict[type, type] = {}
-
-
+@cache
 def _cast_norm(norm_class: type) -> type:
     """A subclass of a torch norm whose parameters are cast to the input's dtype at use."""
-    if norm_class not in _NORM_CLASSES:
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            weight, bias = _cast_parameters(self, x.dtype)
-            if isinstance(self, nn.RMSNorm):
-                return nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps)
-            if isinstance(self, nn.GroupNorm):
-                return nn.functional.group_norm(x, self.num_groups, weight, bias, self.eps)
-            return nn.functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = _cast_parameters(self, x.dtype)
+        if isinstance(self, nn.RMSNorm):
+            return nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps)
+        if isinstance(self, nn.GroupNorm):
+            return nn.functional.group_norm(x, self.num_groups, weight, bias, self.eps)
+        return nn.functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
-        _NORM_CLASSES[norm_class] = type(norm_class.__name__, (norm_class,), {"forward": forward})
-    return _NORM_CLASSES[norm_class]
+    return type(norm_class.__name__, (norm_class,), {"forward": forward})
 
 
 def _cast_parameters(norm: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -90,13 +91,6 @@ def _cast_parameters(norm: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor,
         kept = norm.weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
         norm.__dict__["_cast_parameters"] = kept
     return kept
-
-
-def _cast_output(compute: torch.dtype):
-    def hook(module: nn.Module, args, output):
-        return output.to(compute) if isinstance(output, torch.Tensor) and output.is_floating_point() else output
-
-    return hook
 
 
 # The sizes of cuBLAS's workspace for which NVIDIA promises equal bits, and torch documents them.

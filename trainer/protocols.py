@@ -25,50 +25,41 @@ class Kernels(Protocol):
 
     def has_plain_codes(self, weight: StoredWeight) -> bool:
         """Whether StoredWeight.plain may be said of a weight that was just filled; False where that is of no use."""
-        ...
 
     def upcast(
         self, weight: StoredWeight, dtype: torch.dtype, g_N: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         """W, or g * W row by row (g fp32 [N]): `dtype` [N, K], contiguous, in `out` where one is given."""
-        ...
 
     def row_squares(self, weight: StoredWeight) -> Tensor:
         """||W_n||^2: fp32 [N]."""
-        ...
 
     def adapted_norm(self, weight: StoredWeight, w_sq_N: Tensor, a_RK: Tensor, b_NR: Tensor, scaling: float) -> Tensor:
         """c = ||W + s B A||_row, fp32 [N], from w_sq = ||W||^2 (fp32 [N]) and fp32 A and B; nothing of W's size is made.
 
         Where the sum cancels below its own rounding, c is at least 2^-12 ||W||.
         """
-        ...
 
     def compose(
         self, z_MN: Tensor, t_MR: Tensor, b_NR: Tensor, scaling: float, g_N: Tensor | None,
         bias_N: Tensor | None, out_MN: Tensor,
     ) -> None:  # fmt: skip
         """out = g * (z + s t B^T) + bias. z, t, B, out: one dtype; g, bias: fp32 [N] or None. `out` may be z."""
-        ...
 
     def row_gradients(self, dy_MN: Tensor, u_MN: Tensor, t_MR: Tensor) -> tuple[Tensor, Tensor]:
         """(G^T t: fp32 [N, R], sum over the rows of G * u: fp32 [N]), reading G = dy once."""
-        ...
 
     def quantize_rows(self, x_MK: Tensor, by_K: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x * by, row by row in float8: (e4m3 codes [M, K], row-major, scale fp32 [M] > 0), x * by = codes * scale.
 
         by: fp32 [K] or None. scale = max |row| / 448, with a floor for rows of zeros. A row with NaN or infinity gets NaN.
         """
-        ...
 
     def scaled_product(self, x_codes_MK: Tensor, x_scale_M: Tensor, weight: StoredWeight, dtype: torch.dtype) -> Tensor:
         """x W^T of codes, both sides scaled by row: `dtype` [M, N]. weight: e4m3, one scale a row; N, K: multiples of 16."""
-        ...
 
     def scaled_input_grad(self, d_codes_MN: Tensor, d_scale_M: Tensor, weight: StoredWeight, dtype: torch.dtype) -> Tensor:
         """d W of codes, d scaled by row, the scales of W left out (d has them): `dtype` [M, K]. weight as above."""
-        ...
 
 
 class BaseLayer(Protocol):
@@ -102,13 +93,11 @@ class BaseLayer(Protocol):
 
     def input_grad(self, dy: Tensor, x_shape: torch.Size, g_N: Tensor | None = None, add_to: Tensor | None = None) -> Tensor:
         """(g * dy) W, the gradient of x, in compute_dtype: a new tensor, or added to `add_to` in place. g: fp32 [N]."""
-        ...
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor: ...
 
     def product_input_grad(self, dy: Tensor, weight: Tensor, x_shape: torch.Size, add_to: Tensor | None = None) -> Tensor:
         """The gradient of x: a new tensor, or added to `add_to` in place."""
-        ...
 
     def product_weight_grad(self, dy: Tensor, x: Tensor, weight_shape: torch.Size) -> Tensor: ...
 

@@ -74,6 +74,26 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class Link:
+    """One tensor of a model's original checkpoint, or one module, and what it becomes in the library's module.
+
+    original: full name, without the component's prefix, e.g. "double_blocks.0.img_attn.qkv.weight".
+    parts: full names of those whose rows, concatenated, are the original's rows.
+    op: "rows" (plain concatenation along dim 0; with one part a rename), "swap_halves" (the two halves of the rows
+    change places: shift and scale of Flux's last norm), "transpose" ([K, N] in the original, [N, K] in the module),
+    "squeeze" (a 1x1 convolution [N, K, 1, 1] in the original, a Linear [N, K] in the module).
+    """
+
+    original: str
+    parts: tuple[str, ...]
+    op: str = "rows"
+
+    @property
+    def swap(self) -> bool:
+        return self.op == "swap_halves"
+
+
+@dataclass(frozen=True)
 class StoredWeight:
     """A frozen weight [N, K] (a convolution's kernel flattened) as it lies in memory, row by row.
 

@@ -19,11 +19,12 @@ from trainer.errors import UserError
 from trainer.kernels import dora_torch
 from trainer.models import FAMILIES
 from trainer.models.loading import PUBLISHED, load_tokenizers
-from trainer.models.names import Link, join_parts
+from trainer.models.names import join_parts
 from trainer.models.opening import open_model
 from trainer.quantization import FORMATS
 from trainer.storage import Storage
 from trainer.tensorfile import TensorFile, write_tensors
+from trainer.types import Link
 
 FLUX = FAMILIES["flux"]
 PREFIXES = {

@@ -25,6 +25,7 @@ from trainer.models import FAMILIES
 from trainer.models.opening import open_model
 from trainer.quantization import FORMATS, FrozenConv2d, FrozenLayer, FrozenLinear, freeze_layers
 from trainer.tensorfile import TensorFile, serialize
+from trainer.types import Link
 
 STOCK = {"sdxl": UNet2DConditionModel, "flux": FluxTransformer2DModel}
 LOW_BIT = ("fp8_e4m3", "fp8_e5m2", "int8", "int4", "int2", "nf4", "fp4")
@@ -44,7 +45,7 @@ class Trained:
     family: str
     adapter: Adapter
     norms: Norms
-    fused: dict[str, list[export.Fused]]
+    fused: dict[str, list[Link]]
     base_layer: Callable[[str], FrozenLayer]
 
     def change(self, size: float, seed: int = 0) -> Trained:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,9 +12,6 @@ from trainer import draws
 from trainer.adapters.targets import Target
 from trainer.errors import UserError
 from trainer.files import Advance, unheard
-
-if TYPE_CHECKING:  # it loads PEFT, which takes a second: not to read a config
-    pass
 
 ADAPTER_NAME = "default"
 
@@ -38,17 +34,16 @@ class Adapter:
 
     def parameter_groups(self, *, lr: float, weight_decay: float) -> list[dict[str, object]]:
         """Optimizer groups, {"lr", "weight_decay", "params", "magnitudes"}: magnitudes apart, and never decayed."""
-        groups: dict[tuple[float, float, bool], dict[str, object]] = {}
+        groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
         for name, parameter in self.named_parameters().items():
             target = self.targets[name.partition(".lora_")[0]]
-            magnitude = is_magnitude(name)
+            magnitude = name.endswith(".lora_magnitude_vector")
             decay = 0.0 if magnitude else weight_decay if target.weight_decay is None else target.weight_decay
-            rate = lr if target.lr is None else target.lr
-            group = groups.setdefault(
-                (rate, decay, magnitude), {"lr": rate, "weight_decay": decay, "params": [], "magnitudes": magnitude}
-            )
-            group["params"].append(parameter)
-        return list(groups.values())
+            groups.setdefault((lr if target.lr is None else target.lr, decay, magnitude), []).append(parameter)
+        return [
+            {"lr": rate, "weight_decay": decay, "params": params, "magnitudes": magnitude}
+            for (rate, decay, magnitude), params in groups.items()
+        ]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {name: parameter.detach() for name, parameter in self.named_parameters().items()}
@@ -68,7 +63,7 @@ class Adapter:
                     f"the saved adapter does not fit this run: {name} is {saved.dtype} {tuple(saved.shape)}, "
                     f"here {parameter.dtype} {tuple(parameter.shape)}"
                 )
-            parameter.copy_(state[name])
+            parameter.copy_(saved)
         self.mark_stale()
 
     def mark_stale(self) -> None:
@@ -88,7 +83,7 @@ class Adapter:
         groups: endings of layer names; adapted layers of one group that differ in nothing else share. Adapters with dropout
         do not: each layer draws its own mask.
         """
-        from trainer.adapters.layers import SharedInput
+        from trainer.adapters.layers import SharedInput  # it loads PEFT, which takes a second: not to read a config
 
         for endings in groups:
             sharing: dict[str, list] = {}
@@ -138,8 +133,7 @@ class Adapter:
             if not dropping:
                 yield
                 return
-            state = draws.generator(seed, "dropout", step, micro_batch).initial_seed()
-            torch.manual_seed(state)
+            torch.manual_seed(draws.generator(seed, "dropout", step, micro_batch).initial_seed())
             for layer in dropping:
                 layer.train()
             try:
@@ -149,7 +143,3 @@ class Adapter:
                     layer.eval()
 
         return within
-
-
-def is_magnitude(parameter_name: str) -> bool:
-    return parameter_name.endswith(".lora_magnitude_vector")

@@ -26,8 +26,10 @@ from trainer.adapters.targets import Target, lora_config
 from trainer.errors import NonFiniteError
 from trainer.files import Advance, unheard
 from trainer.tensorfile import serialize, write_tensors
+from trainer.types import Link
 
 Tensors = dict[str, torch.Tensor]
+AllNorms = Mapping[str, RowNorms]  # by full name of the layer
 
 # ComfyUI's released versions divide dora_scale by ||W|| instead of ||W + sBA||; the label says what a file was made for.
 DoraScale = Literal["comfyui_released", "magnitude"]
@@ -39,7 +41,8 @@ DORA_SCALE_MEANING = {
 
 def file_names(stem: str, formats: Sequence[str]) -> dict[str, str]:
     """What `write_files` writes, by format."""
-    return {format: stem + {"diffusers": "", "comfyui": "_comfyui"}[format] + ".safetensors" for format in formats}
+    names = {"diffusers": f"{stem}.safetensors", "comfyui": f"{stem}_comfyui.safetensors"}
+    return {format: name for format, name in names.items() if format in formats}
 
 
 def write_files(
@@ -49,10 +52,10 @@ def write_files(
     about: About,
     *,
     formats: Sequence[str],
-    fused: Mapping[str, Sequence[Fused]],
+    fused: Mapping[str, Sequence[Link]],
     prefixes: Mapping[str, str],
     rows: Callable[[str], int],
-    norms: Mapping[str, RowNorms],
+    norms: AllNorms,
     dora_scale: DoraScale,
     advance: Advance = unheard,
 ) -> dict[str, Path]:
@@ -62,23 +65,21 @@ def write_files(
     Raises NonFiniteError, and writes nothing, where a tensor is not finite.
     """
     check_finite(adapter.state_dict())
-    names, written = file_names(stem, formats), {}
-    if "diffusers" in formats:
-        tensors = diffusers_tensors(adapter, norms, advance)
-        fields = metadata(adapter, about, convention="magnitude", extra=diffusers_metadata(adapter))
-        written["diffusers"] = folder / names["diffusers"]
-        write_tensors(written["diffusers"], tensors, with_hash(tensors, fields, advance), lambda count: advance(0))
-    if "comfyui" in formats:
-        tensors = kohya_tensors(
-            adapter, fused=fused, prefixes=prefixes, rows=rows, norms=norms, dora_scale=dora_scale, advance=advance
-        )
-        fields = metadata(adapter, about, convention=f"{dora_scale}: {DORA_SCALE_MEANING[dora_scale]}")
-        written["comfyui"] = folder / names["comfyui"]
-        write_tensors(written["comfyui"], tensors, with_hash(tensors, fields, advance), lambda count: advance(0))
+    written = {format: folder / name for format, name in file_names(stem, formats).items()}
+    for format, path in written.items():
+        if format == "diffusers":
+            tensors = diffusers_tensors(adapter, norms, advance)
+            fields = metadata(adapter, about, convention="magnitude") | diffusers_metadata(adapter)
+        else:
+            tensors = kohya_tensors(
+                adapter, fused=fused, prefixes=prefixes, rows=rows, norms=norms, dora_scale=dora_scale, advance=advance
+            )
+            fields = metadata(adapter, about, convention=f"{dora_scale}: {DORA_SCALE_MEANING[dora_scale]}")
+        write_tensors(path, tensors, with_hash(tensors, fields, advance), lambda count: advance(0))
     return written
 
 
-def diffusers_tensors(adapter: Adapter, norms: Mapping[str, RowNorms], advance: Advance = unheard) -> Tensors:
+def diffusers_tensors(adapter: Adapter, norms: AllNorms, advance: Advance = unheard) -> Tensors:
     """fp32 tensors under diffusers / PEFT keys. norms: of every DoRA layer, by full name. advance: as in `write_files`."""
     tensors = adapter.state_dict()
     for layer in adapter.layers:
@@ -104,29 +105,16 @@ def diffusers_metadata(adapter: Adapter) -> dict[str, str]:
     return {"lora_adapter_metadata": json.dumps(fields, indent=2, sort_keys=True), "format": "pt"}
 
 
-@dataclass(frozen=True)
-class Fused:
-    """One module of the original layout: the diffusers layers whose rows it concatenates; swap: halves exchanged."""
-
-    original: str
-    parts: tuple[str, ...]
-    swap: bool = False
-
-
-def fused_modules(links: Sequence[Any]) -> list[Fused]:
-    """The modules behind a family's parameter links (original, parts, op), by their weights."""
+def fused_modules(links: Sequence[Link]) -> list[Link]:
+    """The modules behind a family's links of parameters, by their weights."""
+    weights = [link for link in links if link.original.endswith(".weight")]
     return [
-        Fused(
-            link.original.removesuffix(".weight"),
-            tuple(part.removesuffix(".weight") for part in link.parts),
-            swap=link.op == "swap_halves",
-        )
-        for link in links
-        if link.original.endswith(".weight")
+        Link(link.original.removesuffix(".weight"), tuple(part.removesuffix(".weight") for part in link.parts), link.op)
+        for link in weights
     ]
 
 
-def fused_with(adapter: Adapter, fused: Mapping[str, Sequence[Fused]]) -> list[str]:
+def fused_with(adapter: Adapter, fused: Mapping[str, Sequence[Link]]) -> list[str]:
     """The layers without an adapter, by full name, that one module holds together with adapted ones."""
     names = []
     for component, modules in fused.items():
@@ -140,13 +128,13 @@ def fused_with(adapter: Adapter, fused: Mapping[str, Sequence[Fused]]) -> list[s
 def kohya_tensors(
     adapter: Adapter,
     *,
-    fused: Mapping[str, Sequence[Fused]],
+    fused: Mapping[str, Sequence[Link]],
     prefixes: Mapping[str, str],
     rows: Callable[[str], int],
-    norms: Mapping[str, RowNorms],
+    norms: AllNorms,
     dora_scale: DoraScale,
     advance: Advance = unheard,
-) -> dict[str, torch.Tensor]:
+) -> Tensors:
     """fp32 tensors under kohya keys.
 
     fused: component -> its modules in the original layout (empty: names stay).
@@ -154,33 +142,33 @@ def kohya_tensors(
     norms: for DoRA, of every adapted layer and of those of `fused_with`, by full name.
     advance: as in `write_files`.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: Tensors = {}
     state = {name: tensor.cpu() for name, tensor in adapter.state_dict().items()}
     for component in dict.fromkeys(target.component for target in adapter.targets.values()):
         names = [t.name for t in adapter.targets.values() if t.component == component]
         modules = [f for f in fused.get(component, ()) if any(part in names for part in f.parts)]
         known = {part for module in modules for part in module.parts}
-        modules += [Fused(name, (name,)) for name in names if name not in known]
+        modules += [Link(name, (name,)) for name in names if name not in known]
         for module in modules:
             key = f"{prefixes[component]}_{module.original.replace('.', '_')}"
-            parts = [f"{component}.{part}" for part in module.parts]
-            tensors |= _kohya_module(adapter, state, parts, module.swap, key, rows, norms, dora_scale)
-            advance(sum(part in adapter.targets for part in parts))
+            full = Link(key, tuple(f"{component}.{part}" for part in module.parts), module.op)
+            tensors |= _kohya_module(adapter, state, full, rows, norms, dora_scale)
+            advance(sum(part in adapter.targets for part in full.parts))
     return tensors
 
 
 def _kohya_module(
-    adapter: Adapter, state: Mapping[str, torch.Tensor], parts: Sequence[str], swap: bool, key: str,
-    rows: Callable[[str], int], norms: Mapping[str, RowNorms], dora_scale: DoraScale,
-) -> dict[str, torch.Tensor]:  # fmt: skip
-    present = [name for name in parts if name in adapter.targets]
+    adapter: Adapter, state: Tensors, module: Link, rows: Callable[[str], int], norms: AllNorms, dora_scale: DoraScale
+) -> Tensors:
+    """module: its key, and its parts by their full names."""
+    key, swap = module.original, module.swap
+    present = [name for name in module.parts if name in adapter.targets]
     scalings = {name: adapter.targets[name].scaling(adapter.rslora) for name in present}
     downs = {name: state[f"{name}.lora_A.weight"] for name in present}
     ups = {name: state[f"{name}.lora_B.weight"] for name in present}
-    counts = {name: len(ups[name]) if name in ups else rows(name) for name in parts}
+    counts = {name: len(ups[name]) if name in ups else rows(name) for name in module.parts}
     rank, scaling = sum(map(len, downs.values())), scalings[present[0]]
     up = torch.zeros(sum(counts.values()), rank, *ups[present[0]].shape[2:])
-    scale_N = []
     row = column = 0
     for name, count in counts.items():
         if name in ups:
@@ -190,9 +178,6 @@ def _kohya_module(
             up[row : row + count, column : column + b.shape[1]] = b if ratio == 1 else b * ratio
             column += b.shape[1]
         row += count
-        if adapter.dora:
-            adapted = name in ups
-            scale_N.append(_dora_scale(adapter, state, name, norms, dora_scale) if adapted else norms[name].reader)
     if swap:
         up = torch.cat(up.chunk(2)[::-1])
     tensors = {
@@ -201,16 +186,15 @@ def _kohya_module(
         f"{key}.alpha": torch.tensor(scaling * rank, dtype=torch.float32),
     }
     if adapter.dora:
-        scale = torch.cat(scale_N)
+        scales = [_dora_scale(adapter, state, n, norms, dora_scale) if n in ups else norms[n].reader for n in module.parts]
+        scale = torch.cat(scales)
         if swap:
             scale = torch.cat(scale.chunk(2)[::-1])
         tensors[f"{key}.dora_scale"] = scale.view(-1, *([1] * (up.dim() - 1)))
     return tensors
 
 
-def _dora_scale(
-    adapter: Adapter, state: Mapping[str, torch.Tensor], name: str, norms: Mapping[str, RowNorms], dora_scale: DoraScale
-) -> torch.Tensor:
+def _dora_scale(adapter: Adapter, state: Tensors, name: str, norms: AllNorms, dora_scale: DoraScale) -> torch.Tensor:
     """fp32 [N], on the CPU, for one layer's rows."""
     m = state[f"{name}.lora_magnitude_vector"].cpu()
     if dora_scale == "comfyui_released":
@@ -240,16 +224,14 @@ class About:
     family: Mapping[str, str]
 
 
-def metadata(adapter: Adapter, about: About, *, convention: str, extra: Mapping[str, str] = {}) -> dict[str, str]:
+def metadata(adapter: Adapter, about: About, *, convention: str) -> dict[str, str]:
     """Header entries that Civitai, A1111 and ComfyUI's nodes read (`ss_*` as kohya's, `modelspec.*` as SAI's)."""
     targets = list(adapter.targets.values())
-    ranks = {t.rank for t in targets}
-    alphas = {t.alpha for t in targets}
     fields = lora_config(targets, dora=adapter.dora, rslora=adapter.rslora)
     args: dict[str, str] = {"algo": "lora", "rs_lora": str(adapter.rslora)}
     if adapter.dora:
         args |= {"dora_wd": "True", "wd_on_output": "True", "dora_scale": convention, "dora_base": about.dora_base}
-    if len(ranks) > 1 or len(alphas) > 1:
+    if len({t.rank for t in targets}) > 1 or len({t.alpha for t in targets}) > 1:
         args |= {"per_layer_rank": "True"}
     return {
         "ss_network_module": "lycoris.kohya" if adapter.dora else "networks.lora",
@@ -270,14 +252,12 @@ def metadata(adapter: Adapter, about: About, *, convention: str, extra: Mapping[
         "modelspec.resolution": about.resolution,
         "modelspec.trigger_phrase": about.trigger_phrase,
         **about.family,
-        **extra,
     }
 
 
 def with_hash(tensors: Tensors, fields: dict[str, str], advance: Advance = unheard) -> dict[str, str]:
     """`fields` with `sshs_model_hash`: SHA-256 of everything behind the header, as kohya's tools compute it."""
-    digest = hashlib.sha256()
-    pieces = serialize(tensors)
+    digest, pieces = hashlib.sha256(), serialize(tensors)
     next(pieces)
     for piece in pieces:
         digest.update(piece)

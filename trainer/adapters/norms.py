@@ -117,16 +117,15 @@ class Norms:
             if key.endswith(".adapted_norm"):
                 continue
             one, other = then.get(key), now.get(key)
-            how = (
-                "is not in the checkpoint" if one is None else "is not there now" if other is None
-                else "differs" if (one.shape, one.dtype) != (other.shape, other.dtype)
-                or not torch.allclose(one, other, rtol=TOLERANCE, atol=0) else None
-            )  # fmt: skip
-            if how:
-                raise UserError(
-                    f"the model's row norms are not those of the checkpoint: {key} {how}; restore the model, or start a new "
-                    "run"
-                )
+            if one is None or other is None:
+                how = "is not in the checkpoint" if one is None else "is not there now"
+            elif (one.shape, one.dtype) == (other.shape, other.dtype) and torch.allclose(one, other, rtol=TOLERANCE, atol=0):
+                continue
+            else:
+                how = "differs"
+            raise UserError(
+                f"the model's row norms are not those of the checkpoint: {key} {how}; restore the model, or start a new run"
+            )
         if state["held"] != self.held:
             then, now = made_for(state["held"]), made_for(self.held)
             raise UserError(

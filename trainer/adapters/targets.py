@@ -91,10 +91,10 @@ def match_targets(
             new_rank = rule.rank or before.rank
             own = {field: value for field in ("lr", "weight_decay") if (value := getattr(rule, field)) is not None}
             chosen[key] = replace(before, rank=new_rank, alpha=explicit[key] or new_rank, **own)
-    order = {(component, name): i for component in layers for i, name in enumerate(layers[component])}
     if not chosen:
         raise UserError(f"adapter.targets = {targets!r} matches no layer of {denoiser}")
-    return tuple(sorted(chosen.values(), key=lambda t: (list(layers).index(t.component), order[t.component, t.name])))
+    in_order = ((component, name) for component, names in layers.items() for name in names)
+    return tuple(chosen[key] for key in in_order if key in chosen)
 
 
 def _no_match(key: str, pattern: str, component: str, names: Sequence[str]) -> UserError:

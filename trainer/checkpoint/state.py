@@ -37,24 +37,10 @@ class Piece:
     asked_by: str = ""
 
 
+TENSOR_FILES = {name: f"{name}.safetensors" for name in ("adapter", "norms", "optimizer")}
+WITHOUT_TENSORS = ("config", "data", "environment", "model", "progress", "quantization", "scaler", "schedule")
 # The census: what every run has. Pieces that a config asks for come beside them (`Pieces`).
-PIECES = {
-    piece.name: piece
-    for piece in (
-        Piece("adapter", file="adapter.safetensors"),
-        Piece("config"),
-        Piece("data"),
-        Piece("environment"),
-        Piece("model"),
-        Piece("norms", file="norms.safetensors"),
-        Piece("optimizer", file="optimizer.safetensors"),
-        Piece("progress"),
-        Piece("quantization"),
-        Piece("scaler"),
-        Piece("schedule"),
-    )
-}
-TENSOR_FILES = {piece.name: piece.file for piece in PIECES.values() if piece.file}
+PIECES = {name: Piece(name, file=TENSOR_FILES.get(name, "")) for name in (*TENSOR_FILES, *WITHOUT_TENSORS)}
 STATE, QUANTIZATION = "state.json", "quantization.json"
 
 

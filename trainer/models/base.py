@@ -1,11 +1,7 @@
 """The protocol every model family stands behind: data (components, names, presets) and a few functions.
 
 A family is one folder here and one line in FAMILIES. It must give what has no default below; a field with a default is
-given where the family differs. How families that are not here yet would fit:
-
-- Qwen-Image: one LLM encoder gives `Conditioning.sequence` with `mask`; its 5-D VAE with per-channel mean and std lives in
-  `encode_images` / `sample` (latents stay [B, C, H, W] outside: one frame); its dynamic shift is the family's `objective`.
-- FLUX.2-klein: features of several LLM layers, stacked, are `sequence`; 128-channel latents are only a number here.
+given where the family differs.
 """
 
 from __future__ import annotations
@@ -19,9 +15,9 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from trainer.models.names import Config, Link, Names, Shape
+from trainer.models.names import Config, Names, Shape
 from trainer.objectives import Objective
-from trainer.types import Batch, Conditioning
+from trainer.types import Batch, Conditioning, Link
 
 
 @dataclass(frozen=True)
@@ -92,6 +88,15 @@ class SampleRequest:
     steps: int
     guidance: float | None
     strength: float = 1.0
+
+
+def draw(pipeline: Any, request: SampleRequest, guidance: float, **embedded: torch.Tensor) -> Any:
+    """The PIL image that a pipeline of diffusers gives. guidance: where the request asks for none."""
+    pipeline.set_progress_bar_config(disable=True)
+    sizes = {"width": request.width, "height": request.height, "num_inference_steps": request.steps}
+    guidance = guidance if request.guidance is None else request.guidance
+    generator = torch.Generator("cpu").manual_seed(request.seed)
+    return pipeline(**embedded, **sizes, guidance_scale=guidance, generator=generator).images[0]
 
 
 def count_tokens(tokenizer: Any, caption: str) -> int:

@@ -22,12 +22,11 @@ from trainer.errors import UserError
 from trainer.models import hub, tokenizers, variants
 from trainer.models.base import Family, Markers
 from trainer.models.building import allocate, build, shapes_of
-from trainer.models.names import Link
 from trainer.models.weight_sets import PICKLES, WEIGHT_STEMS, Chosen, choose, weight_sets
 from trainer.models.weights import Read, Recognise, Weights, plan_reads
 from trainer.phases import QUIET, Phases
 from trainer.tensorfile import TensorFile
-from trainer.types import HeldWeight
+from trainer.types import HeldWeight, Link
 
 PUBLISHED = Path(__file__).parent / "published"
 

@@ -27,30 +27,16 @@ from typing import Any
 
 import torch
 
+from trainer.types import Link
+
 Config = Mapping[str, Any]
 Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Link:
-    """One tensor of the original checkpoint and the module parameters it becomes.
-
-    original: full name, without the component's prefix, e.g. "double_blocks.0.img_attn.qkv.weight".
-    parts: full parameter names whose rows, concatenated, are the original's rows.
-    op: "rows" (plain concatenation along dim 0; with one part a rename), "swap_halves" (the two halves of the rows
-    change places: shift and scale of Flux's last norm), "transpose" ([K, N] in the original, [N, K] in the module),
-    "squeeze" (a 1x1 convolution [N, K, 1, 1] in the original, a Linear [N, K] in the module).
-    """
-
-    original: str
-    parts: tuple[str, ...]
-    op: str = "rows"
 
 
 def join_parts(link: Link, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """The original checkpoint's tensor from the module's, in the order of `link.parts`."""
     joined = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
-    if link.op == "swap_halves":
+    if link.swap:
         return torch.cat(joined.chunk(2)[::-1])
     if link.op == "transpose":
         return joined.t()
@@ -59,7 +45,7 @@ def join_parts(link: Link, parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def split_original(link: Link, original: torch.Tensor, rows: Sequence[int]) -> tuple[torch.Tensor, ...]:
     """The module's tensors from the original checkpoint's; `rows` of each part. Inverse of `join_parts`."""
-    if link.op == "swap_halves":
+    if link.swap:
         original = torch.cat(original.chunk(2)[::-1])
     elif link.op == "transpose":
         original = original.t()

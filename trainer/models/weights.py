@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from trainer.errors import UserError
-from trainer.models.names import Link, Shape, split_original
+from trainer.models.names import Shape, split_original
 from trainer.phases import Phase
 from trainer.protocols import WeightOwner
 from trainer.tensorfile import NAMES, TensorEntry, TensorFile
-from trainer.types import HeldWeight, Recognised
+from trainer.types import HeldWeight, Link, Recognised
 
 Recognise = Callable[[Mapping[str, TensorEntry]], Recognised]
 
@@ -35,12 +35,8 @@ class Weights:
 
     @cached_property
     def index(self) -> dict[str, TensorFile]:
-        found = {}
-        for file in self.files:
-            for key in file.entries:
-                if key.startswith(self.prefix):
-                    found[key.removeprefix(self.prefix)] = file
-        return found
+        keys = ((key, file) for file in self.files for key in file.entries)
+        return {key.removeprefix(self.prefix): file for key, file in keys if key.startswith(self.prefix)}
 
     @cached_property
     def recognised(self) -> Recognised:
@@ -142,7 +138,7 @@ class Read:
             scale = scale[:1].expand(self.parts[0][0])
         # As bytes: torch has no concatenation of every float8 dtype.
         split = [codes.view(torch.uint8), scale]
-        ops = [link, link if link.op == "swap_halves" else Link(link.original, link.parts)]
+        ops = [link, link if link.swap else Link(link.original, link.parts)]
         pieces = [split_original(op, tensor, self.rows) for op, tensor in zip(ops, split, strict=True)]
         return [{"weight": part.contiguous().view(codes.dtype), "scale": rows} for part, rows in zip(*pieces, strict=True)]
 
@@ -223,10 +219,7 @@ def same_names(expected: Mapping[str, Shape], index: Iterable[str]) -> list[Link
     if "shared.weight" in rename and "encoder.embed_tokens.weight" in expected:
         # T5 ties its two embedding tables; files hold one of them.
         rename.setdefault("encoder.embed_tokens.weight", rename["shared.weight"])
-    grouped: dict[str, list[str]] = {}
-    for target, key in rename.items():
-        grouped.setdefault(key, []).append(target)
-    return [Link(key, (target,)) for key, targets in grouped.items() for target in targets]
+    return [Link(key, (target,)) for target, key in rename.items()]
 
 
 def original_shape(parts: Sequence[Shape], op: str) -> Shape:

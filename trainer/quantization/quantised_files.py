@@ -37,6 +37,7 @@ Entries = Mapping[str, TensorEntry]
 Tensors = Mapping[str, torch.Tensor]
 Payload = dict[str, torch.Tensor]
 Shape = tuple[int, ...]
+Read, Check = Callable[[Tensors, Shape], Payload], Callable[[Tensors, Shape], None]
 
 FLOAT8 = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
 COMFY_FORMATS = {torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e5m2: "float8_e5m2"}
@@ -93,8 +94,8 @@ def recognise(entries: Entries) -> Recognised:
         if name in claimed:
             continue
         if entry.dtype in FLOAT8 and len(entry.shape) >= 2:
-            payload = partial(_float8_rows, entry.dtype)
-            weights[name] = _held(FLOAT8[entry.dtype], "native", {"weight": name}, entry.shape, payload)
+            read = partial(_float8_rows, entry.dtype)
+            weights[name] = _held(FLOAT8[entry.dtype], "native", {"weight": name}, entry.shape, read)
         elif name.endswith(".weight") and not entry.dtype.is_floating_point:
             raise _unsupported(f"a format of {NAMES[entry.dtype]} codes without the scales of a known one", name)
     return Recognised(weights, frozenset(other))
@@ -114,12 +115,12 @@ def _scaled(entries: Entries) -> Iterator[tuple[str, HeldWeight]]:
 
 
 def _comfy(weight: str, found: str, entries: Entries) -> HeldWeight:
-    layer = weight.removesuffix(".weight")
-    scale = f"{layer}.scale_weight" if found.endswith(".scale_weight") else f"{layer}.weight_scale"
+    layer, ending = weight.removesuffix(".weight"), found.rpartition(".")[2]
+    scale = f"{layer}.scale_weight" if ending == "scale_weight" else f"{layer}.weight_scale"
     parts = _all_there(entries, found, {"weight": weight})
     entry = entries[weight]
     if entry.dtype not in FLOAT8:
-        raise _unsupported(f"ComfyUI does {NAMES[entry.dtype]} codes ({found.rpartition('.')[2]})", weight)
+        raise _unsupported(f"ComfyUI does {NAMES[entry.dtype]} codes ({ending})", weight)
     parts |= _all_there(entries, found, {"scale": scale})
     if entries[scale].dtype == torch.uint8:
         raise _unsupported("mxfp8", weight)
@@ -130,22 +131,20 @@ def _comfy(weight: str, found: str, entries: Entries) -> HeldWeight:
 
 
 def _bitsandbytes_4bit(weight: str, found: str, entries: Entries) -> HeldWeight:
-    kind = found[-3:]
-    parts = {"weight": weight, "quant_state": found}
-    parts |= {role: f"{weight}.{role}" for role in ("absmax", "quant_map")}
-    parts = _all_there(entries, found, parts)
+    def beside(*roles: str) -> dict[str, str]:
+        return _all_there(entries, found, {role: f"{weight}.{role}" for role in roles})
+
+    parts = _all_there(entries, found, {"weight": weight}) | {"quant_state": found} | beside("absmax", "quant_map")
     if entries[parts["absmax"]].dtype == torch.uint8:
-        nested = {role: f"{weight}.{role}" for role in ("nested_absmax", "nested_quant_map")}
-        parts |= _all_there(entries, found, nested)
-    read, check = partial(_bitsandbytes_blocks, kind), partial(_check_quant_state, kind)
-    return _held(kind, "bitsandbytes", parts, None, read, check)
+        parts |= beside("nested_absmax", "nested_quant_map")
+    kind = found[-3:]
+    return _held(kind, "bitsandbytes", parts, None, _bitsandbytes_blocks, partial(_check_quant_state, kind))
 
 
 def _bitsandbytes_8bit(weight: str, found: str, entries: Entries) -> HeldWeight:
     parts = _all_there(entries, found, {"weight": weight, "scale": found})
-    weight_format = f"{weight}_format"
-    if weight_format in entries:
-        parts["weight_format"] = weight_format
+    if f"{weight}_format" in entries:
+        parts["weight_format"] = f"{weight}_format"
     return _held("int8", "bitsandbytes", parts, entries[weight].shape, _bitsandbytes_rows, _check_weight_format)
 
 
@@ -159,17 +158,17 @@ def _quanto_8bit(weight: str, found: str, entries: Entries) -> HeldWeight:
 
 
 def _quanto_few_bits(weight: str, found: str, entries: Entries) -> HeldWeight:
-    parts = {"weight": found, "scale": f"{weight}._scale", "shift": f"{weight}._shift"}
-    parts = _all_there(entries, found, parts)
-    lines, groups = (prod(entries[parts[role]].shape[:1]) for role in ("weight", "scale"))
+    parts = _all_there(entries, found, {"weight": found, "scale": f"{weight}._scale", "shift": f"{weight}._shift"})
+    shapes = {role: entries[name].shape for role, name in parts.items()}
+    lines, groups = (prod(shapes[role][:1]) for role in ("weight", "scale"))
     fitting = [bits for bits in (4, 2) if lines == -(-groups * bits // 8)]
     if len(fitting) != 1:
         raise UserError(
             f"tensor {found!r} of optimum-quanto has {lines} lines for {groups} scales, which is "
             f"{'both 4 and 2 bits' if fitting else 'neither 4 nor 2 bits'} a code; use the 16-bit file"
         )
-    check = partial(_check_groups, entries[parts["scale"]].shape)
-    return _held(f"int{fitting[0]}", "quanto", parts, None, partial(_quanto_groups, fitting[0]), check)
+    bits, check = fitting[0], partial(_check_groups, shapes)
+    return _held(f"int{bits}", "quanto", parts, None, partial(_quanto_groups, bits), check)
 
 
 # By the ending of the tensor that shows a weight to be stored so; what follows the ending's base in the weight's name.
@@ -202,20 +201,25 @@ def _unsupported(convention: str, name: str) -> UserError:
     )
 
 
-def _held(dtype: str, backend: str, parts: dict[str, str], shape: Shape | None, payload, check=None) -> HeldWeight:
+def _held(
+    dtype: str, backend: str, parts: dict[str, str], shape: Shape | None, read: Read, check: Check = lambda *_: None
+) -> HeldWeight:
+    def payload(tensors: Tensors, shape: Shape) -> Payload:
+        check(tensors, shape)
+        return read(tensors, shape)
+
     def dequantize(payload: Tensors, shape: Shape) -> torch.Tensor:
         stored = formats_of(dtype)[backend].stored(dict(payload), torch.Size(shape))
         return dora_torch.upcast(stored, torch.float32).view(shape)
 
     described = tuple(role for role in DESCRIPTIONS if role in parts)
-    return HeldWeight(dtype, backend, parts, shape, payload, described, check or (lambda tensors, shape: None), dequantize)
+    return HeldWeight(dtype, backend, parts, shape, payload, described, check, dequantize)
 
 
 # ------------------------------------------------------------------- contents: (tensors by role, shape) -> payload
 
 
 def _float8_rows(dtype: torch.dtype, tensors: Tensors, shape: Shape) -> Payload:
-    _check_comfy_quant(dtype, tensors, shape)
     codes = _checked(tensors, "weight", shape, dtype)
     if "scale" not in tensors:
         return {"weight": codes, "scale": torch.ones(shape[0])}
@@ -232,17 +236,15 @@ def _check_comfy_quant(dtype: torch.dtype, tensors: Tensors, shape: Shape) -> No
             raise ValueError(f"comfy_quant says format = {said!r}, the codes are {COMFY_FORMATS[dtype]!r}")
 
 
-def _bitsandbytes_blocks(kind: str, tensors: Tensors, shape: Shape) -> Payload:
-    _check_quant_state(kind, tensors, shape)
+def _bitsandbytes_blocks(tensors: Tensors, shape: Shape) -> Payload:
     count, block = prod(shape), bitsandbytes.block_size(prod(shape[1:]))
     blocks = -(-count // block)
-    state = _json(tensors, "quant_state")
     # Any dtype: quant_storage packs the same bytes into wider elements.
     packed = tensors["weight"].contiguous().flatten().view(torch.uint8)
     if packed.numel() * 2 != count:
         raise ValueError(f"weight has {packed.numel()} bytes, {count} codes of 4 bits take {count // 2}")
     if "nested_absmax" in tensors:
-        scale = _nested_absmax(state, tensors, blocks)
+        scale = _nested_absmax(tensors, blocks)
     else:
         scale = _fp32(_checked(tensors, "absmax", (blocks,), *EXACT_IN_FP32), "absmax")
     # The library has the first code in the high bits.
@@ -260,8 +262,9 @@ def _check_quant_state(kind: str, tensors: Tensors, shape: Shape) -> None:
         raise ValueError(f"an odd number of elements, {prod(shape)}, does not fill its bytes")
 
 
-def _nested_absmax(state: dict, tensors: Tensors, blocks: int) -> torch.Tensor:
+def _nested_absmax(tensors: Tensors, blocks: int) -> torch.Tensor:
     """fp32 [blocks]: nested_quant_map[code] * nested_absmax of its block + nested_offset, each step rounded."""
+    state = _json(tensors, "quant_state")
     size, offset, dtype = (state.get(f"nested_{key}") for key in ("blocksize", "offset", "dtype"))
     if type(size) is not int or size < 1 or type(offset) is not float or dtype != "float32":
         raise ValueError(
@@ -275,7 +278,6 @@ def _nested_absmax(state: dict, tensors: Tensors, blocks: int) -> torch.Tensor:
 
 
 def _bitsandbytes_rows(tensors: Tensors, shape: Shape) -> Payload:
-    _check_weight_format(tensors, shape)
     largest = _checked(tensors, "scale", shape[:1], torch.float32)
     return {"weight": _checked(tensors, "weight", shape, torch.int8), "scale": largest / 127}
 
@@ -289,19 +291,16 @@ def _quanto_rows(dtype: torch.dtype, tensors: Tensors, shape: Shape) -> Payload:
     return {"weight": _checked(tensors, "weight", shape, dtype), "scale": _one_a_row(tensors["scale"], shape)}
 
 
-def _check_groups(scales: Shape, tensors: Tensors, shape: Shape) -> None:
-    group = quanto.group_size(prod(shape[1:]))
-    if scales[:1] != (prod(shape) // group,):
-        raise ValueError(f"scale has shape {scales}; {prod(shape)} elements in groups of {group} take {prod(shape) // group}")
+def _check_groups(shapes: Mapping[str, Shape], tensors: Tensors, shape: Shape) -> None:
+    count, group = prod(shape), quanto.group_size(prod(shape[1:]))
+    for role in ("scale", "shift"):
+        if prod(shapes[role]) != count // group or shapes[role][:1] != (count // group,):
+            raise ValueError(f"{role} has shape {shapes[role]}; {count} elements in groups of {group} take {count // group}")
 
 
 def _quanto_groups(bits: int, tensors: Tensors, shape: Shape) -> Payload:
-    count, group = prod(shape), quanto.group_size(prod(shape[1:]))
-    groups = count // group
-    scale, shift, packed = (tensors[role] for role in ("scale", "shift", "weight"))
-    for role, tensor in {"scale": scale, "shift": shift}.items():
-        if tensor.numel() != groups or tensor.shape[:1] != (groups,):
-            raise ValueError(f"{role} has shape {tuple(tensor.shape)}; {count} elements in groups of {group} take {groups}")
+    group, packed = quanto.group_size(prod(shape[1:])), tensors["weight"]
+    groups = prod(shape) // group
     lines = -(-groups * bits // 8)
     if packed.dtype != torch.uint8 or packed.numel() != lines * group:
         raise ValueError(
@@ -312,8 +311,8 @@ def _quanto_groups(bits: int, tensors: Tensors, shape: Shape) -> Payload:
     codes = torch.cat([packed >> place & 2**bits - 1 for place in range(0, 8, bits)])[:groups]
     return {
         "weight": pack(codes.flatten(), bits),
-        "scale": _fp32(scale, "scale").flatten(),
-        "offset": -_fp32(shift, "shift").flatten(),
+        "scale": _fp32(tensors["scale"], "scale").flatten(),
+        "offset": -_fp32(tensors["shift"], "shift").flatten(),
     }
 
 

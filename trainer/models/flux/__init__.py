@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trainer.models import variants
-from trainer.models.base import Component, Family, Markers, Model, SampleRequest, count_prompt_tokens
+from trainer.models.base import Component, Family, Markers, Model, SampleRequest, count_prompt_tokens, draw
 from trainer.models.flux import names
 from trainer.models.shared import clip, vae
 from trainer.objectives import Flow
@@ -154,16 +154,8 @@ def sample(model: Model, request: SampleRequest, conditioning: Conditioning, neg
         vae=model.modules["vae"], transformer=model.modules["transformer"],
         text_encoder=None, text_encoder_2=None, tokenizer=None, tokenizer_2=None,
     )  # fmt: skip
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline(
-        prompt_embeds=conditioning.sequence,
-        pooled_prompt_embeds=conditioning.pooled,
-        width=request.width,
-        height=request.height,
-        num_inference_steps=request.steps,
-        guidance_scale=DEFAULT_GUIDANCE if request.guidance is None else request.guidance,
-        generator=torch.Generator("cpu").manual_seed(request.seed),
-    ).images[0]
+    embedded = {"prompt_embeds": conditioning.sequence, "pooled_prompt_embeds": conditioning.pooled}
+    return draw(pipeline, request, DEFAULT_GUIDANCE, **embedded)
 
 
 def metadata(config: dict, prediction: str) -> dict[str, str]:
@@ -179,16 +171,8 @@ def metadata(config: dict, prediction: str) -> dict[str, str]:
 _ATTENTION = ("*.attn.to_?", "*.attn.to_out.0", "*.attn.add_?_proj", "*.attn.to_add_out")
 _MLP = ("*.ff.net.0.proj", "*.ff.net.2", "*.ff_context.net.0.proj", "*.ff_context.net.2",
         "single_transformer_blocks.*.proj_mlp", "single_transformer_blocks.*.proj_out")  # fmt: skip
-_LINEAR = (
-    *_ATTENTION,
-    *_MLP,
-    "*.norm*.linear",
-    "norm_out.linear",
-    "x_embedder",
-    "context_embedder",
-    "time_text_embed.*",
-    "proj_out",
-)
+_OUTSIDE = ("x_embedder", "context_embedder", "time_text_embed.*", "norm_out.linear", "proj_out")  # of the blocks
+_LINEAR = (*_ATTENTION, *_MLP, "*.norm*.linear", *_OUTSIDE)
 
 FAMILY = Family(
     name="flux",
@@ -204,14 +188,10 @@ FAMILY = Family(
         ),
         Component(
             "transformer", "diffusers", "FluxTransformer2DModel", "denoiser",
-            sensitive=("x_embedder", "context_embedder", "time_text_embed.*", "norm_out.linear", "proj_out"),
-            names=names.transformer_names, defaults=names.DEFAULTS, infer=names.infer_transformer,
+            sensitive=_OUTSIDE, names=names.transformer_names, defaults=names.DEFAULTS, infer=names.infer_transformer,
             prefixes=("model.diffusion_model.",),
         ),
-        Component(
-            "vae", "diffusers", "AutoencoderKL", "vae",
-            sensitive=("*",), names=vae.vae_names, defaults=vae.DEFAULTS, infer=vae.infer_vae, prefixes=("vae.",),
-        ),
+        vae.component("vae."),
     ),
     input_layer="x_embedder.weight",
     check=check,
@@ -224,10 +204,7 @@ FAMILY = Family(
     presets={"attention": _ATTENTION, "attention+mlp": (*_ATTENTION, *_MLP), "linear": _LINEAR, "all": _LINEAR},
     harmless=names.HARMLESS,
     published=lambda tensors: "flux-dev" if any("guidance_in" in name for name in tensors) else "flux-schnell",
-    hub_ids={
-        "black-forest-labs/FLUX.1-dev": "flux-dev",
-        "black-forest-labs/FLUX.1-schnell": "flux-schnell",
-    },
+    hub_ids={"black-forest-labs/FLUX.1-dev": "flux-dev", "black-forest-labs/FLUX.1-schnell": "flux-schnell"},
     objective=objective,
     encode_images=encode_images,
     encode_prompts=encode_prompts,

@@ -14,7 +14,7 @@ import torch
 
 from trainer.errors import UserError
 from trainer.models import variants
-from trainer.models.base import Component, Family, Markers, Model, SampleRequest
+from trainer.models.base import Component, Family, Markers, Model, SampleRequest, draw
 from trainer.models.sdxl import names
 from trainer.models.shared import clip, vae
 from trainer.objectives import Diffusion
@@ -130,18 +130,9 @@ def sample(model: Model, request: SampleRequest, conditioning: Conditioning, neg
         vae=model.modules["vae"], unet=model.modules["unet"], scheduler=scheduler,
         text_encoder=None, text_encoder_2=None, tokenizer=None, tokenizer_2=None, add_watermarker=False,
     )  # fmt: skip
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline(
-        prompt_embeds=conditioning.sequence,
-        pooled_prompt_embeds=conditioning.pooled,
-        negative_prompt_embeds=negative.sequence,
-        negative_pooled_prompt_embeds=negative.pooled,
-        width=request.width,
-        height=request.height,
-        num_inference_steps=request.steps,
-        guidance_scale=DEFAULT_GUIDANCE if request.guidance is None else request.guidance,
-        generator=torch.Generator("cpu").manual_seed(request.seed),
-    ).images[0]
+    embedded = {"prompt_embeds": conditioning.sequence, "pooled_prompt_embeds": conditioning.pooled}
+    embedded |= {"negative_prompt_embeds": negative.sequence, "negative_pooled_prompt_embeds": negative.pooled}
+    return draw(pipeline, request, DEFAULT_GUIDANCE, **embedded)
 
 
 def no_gradient(component: str, config: dict) -> tuple[str, ...]:
@@ -186,11 +177,7 @@ FAMILY = Family(
             names=clip.open_clip_names, defaults=clip.OPEN_CLIP_DEFAULTS, infer=clip.infer_open_clip,
             prefixes=("conditioner.embedders.1.model.",),
         ),
-        Component(
-            "vae", "diffusers", "AutoencoderKL", "vae",
-            sensitive=("*",), names=vae.vae_names, defaults=vae.DEFAULTS, infer=vae.infer_vae,
-            prefixes=("first_stage_model.",),
-        ),
+        vae.component("first_stage_model."),
     ),
     input_layer="conv_in.weight",
     check=check,
@@ -200,12 +187,7 @@ FAMILY = Family(
     ),
     tokenizers={"tokenizer": "text_encoder", "tokenizer_2": "text_encoder_2"},
     size_multiple=8,
-    presets={
-        "attention": _ATTENTION,
-        "attention+mlp": (*_ATTENTION, *_MLP),
-        "linear": _LINEAR,
-        "all": (*_LINEAR, *_CONV),
-    },
+    presets={"attention": _ATTENTION, "attention+mlp": (*_ATTENTION, *_MLP), "linear": _LINEAR, "all": (*_LINEAR, *_CONV)},
     harmless=names.HARMLESS,
     published=lambda tensors: "sdxl",
     hub_ids={"stabilityai/stable-diffusion-xl-base-1.0": "sdxl"},

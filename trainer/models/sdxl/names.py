@@ -32,7 +32,6 @@ HARMLESS = (
     "betas",
     "alphas_cumprod*",
     "sqrt_*alphas_cumprod",
-    "sqrt_recipm1_alphas_cumprod",
     "log_one_minus_alphas_cumprod",
     "posterior_*",
     "loss.*",

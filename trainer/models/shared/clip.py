@@ -71,30 +71,26 @@ def open_clip_names(config: Config) -> Names:
 
 
 def infer_clip(shapes: Mapping[str, Shape], base: dict) -> dict:
-    table = "text_model.embeddings.position_embedding.weight"
-    if table not in shapes:
-        return {}
-    positions, width = shapes[table]
-    return {
-        "hidden_size": width,
-        "intermediate_size": shapes["text_model.encoder.layers.0.mlp.fc1.weight"][0],
-        "max_position_embeddings": positions,
-        "num_attention_heads": max(1, width * base["num_attention_heads"] // base["hidden_size"]),
-        "num_hidden_layers": how_many(shapes, "text_model.encoder.layers."),
-        "vocab_size": shapes["text_model.embeddings.token_embedding.weight"][0],
-    }
+    embeddings = "text_model.embeddings"
+    tables = (f"{embeddings}.position_embedding.weight", f"{embeddings}.token_embedding.weight")
+    return _inferred(shapes, base, *tables, "text_model.encoder.layers.", "mlp.fc1")
 
 
 def infer_open_clip(shapes: Mapping[str, Shape], base: dict) -> dict:
-    if "positional_embedding" not in shapes:
+    tables = ("positional_embedding", "token_embedding.weight")
+    found = _inferred(shapes, base, *tables, "transformer.resblocks.", "mlp.c_fc")
+    return found | {"projection_dim": shapes["text_projection"][1]} if found else {}
+
+
+def _inferred(shapes: Mapping[str, Shape], base: dict, positions: str, tokens: str, layers: str, hidden: str) -> dict:
+    if positions not in shapes:
         return {}
-    positions, width = shapes["positional_embedding"]
+    length, width = shapes[positions]
     return {
         "hidden_size": width,
-        "intermediate_size": shapes["transformer.resblocks.0.mlp.c_fc.weight"][0],
-        "max_position_embeddings": positions,
+        "intermediate_size": shapes[f"{layers}0.{hidden}.weight"][0],
+        "max_position_embeddings": length,
         "num_attention_heads": max(1, width * base["num_attention_heads"] // base["hidden_size"]),
-        "num_hidden_layers": how_many(shapes, "transformer.resblocks."),
-        "projection_dim": shapes["text_projection"][1],
-        "vocab_size": shapes["token_embedding.weight"][0],
+        "num_hidden_layers": how_many(shapes, layers),
+        "vocab_size": shapes[tokens][0],
     }

@@ -1,9 +1,10 @@
-"""What the families share about AutoencoderKL: its names in original files."""
+"""What the families share about AutoencoderKL: the component, and its names in original files."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from trainer.models.base import Component
 from trainer.models.names import Config, Names, Shape, how_many
 
 # What a config.json leaves out, as the class takes it.
@@ -85,3 +86,8 @@ def infer_vae(shapes: Mapping[str, Shape], base: dict) -> dict:
         "use_quant_conv": "quant_conv.weight" in shapes,
         "use_post_quant_conv": "post_quant_conv.weight" in shapes,
     }
+
+
+def component(prefix: str) -> Component:
+    """prefix: of its names in a single file."""
+    return Component("vae", "diffusers", "AutoencoderKL", "vae", ("*",), vae_names, DEFAULTS, infer_vae, prefixes=(prefix,))
