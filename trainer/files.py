@@ -1,7 +1,5 @@
 """Files that are there whole or not at all. What a checkpoint's safety rests on is here alone."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

@@ -5,8 +5,6 @@ the point of use (quantization/layers.py), so every storage x compute pair means
 fails for four of the nine pairs of fp32, bf16 and fp16.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from functools import cache

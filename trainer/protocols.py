@@ -3,8 +3,6 @@
 Legend of the shape letters: M rows of an activation (tokens), K input features, N output features, R rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 

@@ -5,8 +5,6 @@ files behind when killed and ignores the umask, and its reader maps the file, so
 Format: https://huggingface.co/docs/safetensors (8 bytes little-endian header length, JSON header, data).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

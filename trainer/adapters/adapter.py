@@ -1,7 +1,5 @@
 """The trainable part of a run: the adapted layers, their parameters, and what is done with all of them at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
@@ -126,7 +124,7 @@ class Adapter:
 
     def dropout(self, seed: int) -> Callable[[int, int], AbstractContextManager[None]]:
         """(step, micro-batch) -> a context in which adapter dropout is on, seeded by (seed, step, micro-batch)."""
-        dropping = [layer for layer in self.layers.values() if layer.drops]
+        dropping = [layer for layer in self.layers.values() if layer.dropout is not None]
 
         @contextmanager
         def within(step: int, micro_batch: int) -> Iterator[None]:

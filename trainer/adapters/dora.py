@@ -19,8 +19,6 @@ m, c and g are fp32; A and B are fp32 and cast to the base's compute dtype at us
 rounded once. m starts as the very norm that the forward divides by, so g = 1 exactly and y equals the base bit for bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 The only file that knows PEFT's experimental hook for custom layers (`LoraConfig._register_custom_module`).
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """PEFT's LoRA layer for our frozen base layers: PEFT matches, injects, names, switches and disables; the math is dora.py."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -193,10 +191,6 @@ class AdaptedLayer(nn.Module, LoraLayer):
     def dropout(self) -> nn.Dropout | None:
         """The active adapter's, where it has any."""
         return self.active()[4]
-
-    @property
-    def drops(self) -> bool:
-        return any(isinstance(dropout, nn.Dropout) for dropout in self.lora_dropout.values())
 
 
 class SharedInput:

@@ -11,8 +11,6 @@ The first is exact. Under the root of the second, 2 s rowsum(B * ((W16 - W) A^T)
 ||W16|| where nothing was trained, and m ||W|| / c and m where W is W16.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

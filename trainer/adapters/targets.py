@@ -1,7 +1,5 @@
 """Which layers are adapted, and with which rank, alpha, learning rate and weight decay."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The pieces of a run's checkpoints. Each is entered where it is built, in one call that also restores it on a resume."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Saving beside the training: one checkpoint at a time is written in the background, and its failure is not lost."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ adapter.safetensors, optimizer.safetensors, norms.safetensors: the tensors of th
 base is stored as. state.json: everything else. No pickle anywhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -157,15 +155,14 @@ class Saved:
 
     def _disagreement(self, name: str) -> str:
         """What is wrong with a piece that only one of checkpoint and census has."""
-        has, key = (
-            ("lacks", self.census[name].asked_by) if name in self.census else ("has", self.pieces[name].get("asked_by"))
-        )
+        lacks = name in self.census
+        key = self.census[name].asked_by if lacks else self.pieces[name].get("asked_by")
         if key:
             return (
-                f"{has} {name}, which {key} asks for: set {key} as it was when the run started, or start a new run "
-                "(another run.output_dir)"
+                f"{'lacks' if lacks else 'has'} {name}, which {key} asks for: set {key} as it was when the run started, or "
+                "start a new run (another run.output_dir)"
             )
-        if name in self.census:
+        if lacks:
             return f"lacks {name}: it is not a whole checkpoint of this version"
         return f"has an unknown piece, {name}: go on with the version that wrote it"
 

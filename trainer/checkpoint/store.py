@@ -4,8 +4,6 @@ A checkpoint is a folder `step-00000500` with a `manifest.json` that gives every
 under a temporary name, synced, and renamed when complete, so every prefix of a save leaves the earlier ones as they were.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

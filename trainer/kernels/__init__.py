@@ -1,7 +1,5 @@
 """The few operations worth fusing, each twice: plain PyTorch and Triton, with the same signatures (protocols.Kernels)."""
 
-from __future__ import annotations
-
 import torch
 
 from trainer.errors import UserError

@@ -3,8 +3,6 @@
 Large tensors pass in pieces: a piece's fp32 temporaries stay in a CPU's cache, and none has the size of the whole.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 
@@ -16,7 +14,6 @@ from trainer.types import StoredWeight
 
 # Elements of a piece: on a CPU 2 MiB in fp32, which two cores share in their own caches; elsewhere 64 MiB, few launches.
 PIECE, DEVICE_PIECE = 1 << 19, 1 << 24
-
 
 # Which scratch buffer holds what: 0 is the converted weight of a product (quantization/layers.py).
 PIECE_BUFFER, SECOND_BUFFER = 1, 2

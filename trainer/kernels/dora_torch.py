@@ -1,7 +1,5 @@
 """The kernels in plain PyTorch: what the fused ones are checked against, and what a CPU runs. See protocols.Kernels."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

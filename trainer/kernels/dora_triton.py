@@ -5,8 +5,6 @@ Products of 16-bit tensors run on tensor cores and are summed in fp32. Products 
 take no tensor core at all ("ieee"), the norm's three passes of one ("tf32x3").
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ Inductor knows it. What is ours is the quantiser, one pass over its input, and t
 needs: Hopper multiplies float8 only where both operands lie along the dimension that is summed over.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

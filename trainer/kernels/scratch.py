@@ -1,7 +1,5 @@
 """Reused buffers for tensors that live for a single matrix product, or for one piece of a weight."""
 
-from __future__ import annotations
-
 from math import prod
 
 import torch

@@ -5,8 +5,6 @@ operator, whose dispatch costs as much as the launch. Block sizes are fixed by t
 them. The kernels run under Triton's CPU interpreter too (TRITON_INTERPRET=1): a machine without a GPU tests them that way.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

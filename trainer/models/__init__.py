@@ -1,7 +1,5 @@
 """The model families, by name."""
 
-from __future__ import annotations
-
 from trainer import patterns
 from trainer.errors import UserError
 from trainer.models import flux, sdxl

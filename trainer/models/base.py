@@ -4,8 +4,6 @@ A family is one folder here and one line in FAMILIES. It must give what has no d
 given where the family differs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -99,14 +97,10 @@ def draw(pipeline: Any, request: SampleRequest, guidance: float, **embedded: tor
     return pipeline(**embedded, **sizes, guidance_scale=guidance, generator=generator).images[0]
 
 
-def count_tokens(tokenizer: Any, caption: str) -> int:
-    """Tokens of a caption, special ones counted, before truncation."""
-    return len(tokenizer(caption, truncation=False, verbose=False).input_ids)
-
-
 def count_prompt_tokens(model: Model, caption: str) -> dict[str, tuple[int, int]]:
-    """For every tokenizer (tokens of the caption, tokens it may have)."""
-    return {name: (count_tokens(t, caption), t.model_max_length) for name, t in model.tokenizers.items()}
+    """For every tokenizer (tokens of the caption, special ones counted, before truncation; tokens it may have)."""
+    ids = {name: t(caption, truncation=False, verbose=False).input_ids for name, t in model.tokenizers.items()}
+    return {name: (len(own), model.tokenizers[name].model_max_length) for name, own in ids.items()}
 
 
 def collate(parts: Sequence[Conditioning]) -> Conditioning:

@@ -1,7 +1,5 @@
 """A component's module before its weights are read: built without memory, then with memory for its final form."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -5,8 +5,6 @@ signal until a file ends. A file grows as `blobs/HASH.incomplete`, which the nex
 cache only when its hash is what the hub lists. huggingface_hub then finds it there and links it.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os
@@ -111,11 +109,8 @@ class Repository:
         self.blobs.mkdir(parents=True, exist_ok=True)
         left, free = self.to_fetch(names), shutil.disk_usage(self.blobs).free
         if left > free:
-            raise OSError(
-                errno.ENOSPC,
-                f"downloading {self.hub_id} takes {size_text(left)}, and only {size_text(free)} are free",
-                str(self.blobs),
-            )
+            why = f"downloading {self.hub_id} takes {size_text(left)}, and only {size_text(free)} are free"
+            raise OSError(errno.ENOSPC, why, str(self.blobs))
         total = sum(file.bytes for file in wanted.values())
         blobs = [_Blob(self, name, file) for name, file in wanted.items()]
         began = sum(blob.done for blob in blobs)
@@ -286,11 +281,8 @@ def look(hub_id: str) -> Repository:
         snapshot = Path(snapshot_download(hub_id, allow_patterns=["model_index.json"], local_files_only=True))
     except LocalEntryNotFoundError:
         return Repository(hub_id, {}, folder / "snapshots" / "none", unreachable=reason)
-    here = {
-        path.relative_to(snapshot).as_posix(): HubFile(path.stat().st_size, None)
-        for path in snapshot.rglob("*")
-        if path.is_file()
-    }
+    found = (path for path in snapshot.rglob("*") if path.is_file())
+    here = {path.relative_to(snapshot).as_posix(): HubFile(path.stat().st_size, None) for path in found}
     return Repository(hub_id, here, snapshot, unreachable=reason)
 
 

@@ -66,14 +66,12 @@ class ModelSource:
     @property
     def published_parts(self) -> list[str]:
         """What of a single file's configs is the published model's: components, scheduler and tokenizers."""
-        components = [c.name for c in self.family.components]
-        places = {name: self._beside(f"{name}/config.json") for name in components if not self._is_folder(name)}
+        folders = {name for name, override in self.overrides.items() if override.is_dir()}
+        components = [c.name for c in self.family.components if c.name not in folders]
+        places = {name: self._beside(f"{name}/config.json") for name in components}
         places["scheduler"] = self._beside("scheduler/scheduler_config.json")
         places |= {name: self.tokenizer_folder(name) for name in self.family.tokenizers}
         return [name for name, place in places.items() if self.published in place.parents]
-
-    def _is_folder(self, name: str) -> bool:
-        return name in self.overrides and self.overrides[name].is_dir()
 
     @cached_property
     def scheduler(self) -> dict[str, Any]:
@@ -179,13 +177,10 @@ class ModelSource:
         return None if folder is None or self._unlisted(name) else self._choose(name, folder)
 
     def _unlisted(self, name: str) -> bool:
-        repository = self.repository
-        return (
-            name not in self.overrides
-            and repository is not None
-            and repository.unreachable is not None
-            and not any(held.whole for held in weight_sets(repository.listing(name)))
-        )
+        repository = None if name in self.overrides else self.repository
+        if repository is None or repository.unreachable is None:
+            return False
+        return not any(held.whole for held in weight_sets(repository.listing(name)))
 
     def _choose(self, name: str, folder: Path) -> Chosen:
         repository = None if name in self.overrides else self.repository
@@ -209,12 +204,8 @@ class ModelSource:
     def weight_names(self) -> list[str]:
         """The files of the repository that hold the weights, as chosen; none of a component that is not listed."""
         chosen = {c.name: self.chosen(c.name) for c in self.family.components if c.name not in self.overrides}
-        return [
-            f"{name}/{file}"
-            for name, one in chosen.items()
-            if one is not None
-            for file in (*one.files.names, *([one.files.index] if one.files.index else ()))
-        ]
+        sets = {name: one.files for name, one in chosen.items() if one is not None}
+        return [f"{name}/{file}" for name, files in sets.items() for file in (*files.names, files.index) if file]
 
     def to_fetch(self) -> int:
         """Bytes to download before the model can be read, as far as the hub lists them."""
@@ -367,11 +358,8 @@ class ModelSource:
 def config_files(family: Family, repository: hub.Repository) -> list[str]:
     """Of a repository: all that is read besides weights."""
     configs = ["model_index.json", *(f"{component.name}/config.json" for component in family.components)]
-    return [
-        path
-        for path in repository.files
-        if path in configs or path.startswith(("scheduler/", *(f"{name}/" for name in family.tokenizers)))
-    ]
+    folders = ("scheduler/", *(f"{name}/" for name in family.tokenizers))
+    return [path for path in repository.files if path in configs or path.startswith(folders)]
 
 
 def _json_sha256(tree: dict[str, Any]) -> str:

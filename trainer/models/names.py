@@ -13,13 +13,8 @@ them: published SDXL and Flux folders have `text_model.` for both classes, a `CL
 or later has none. A reader of folders must accept both (one leading `text_model.` more or less); original single files
 always have it, and so have kohya's adapter keys.
 
-`T5EncoderModel` lists `encoder.embed_tokens.weight` in its state dict, but it is the parameter `shared.weight`: files
-may hold either or both.
-
 Legend: an "original" is a name in the original checkpoint, a "part" is a name in the library's module.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

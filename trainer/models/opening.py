@@ -1,7 +1,5 @@
 """From `model.path` to a ModelSource: a diffusers folder, a single file, or a hub id."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial

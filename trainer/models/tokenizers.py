@@ -1,7 +1,5 @@
 """Tokenizers: from a model's folder, or CLIP's from the merges embedded here (see published/NOTICE.md)."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Sequence
@@ -51,15 +49,8 @@ def build_clip_tokenizer(folder: Path | None, pad_token: str = END) -> Any:
 
     if folder is None:
         merges = list(embedded_merges())
-        tokenizer = CLIPTokenizer(
-            vocab=clip_vocabulary(merges),
-            merges=merges,
-            unk_token=END,
-            bos_token=START,
-            eos_token=END,
-            pad_token=END,
-            model_max_length=CLIP_LENGTH,
-        )
+        special = {"unk_token": END, "bos_token": START, "eos_token": END, "pad_token": END}
+        tokenizer = CLIPTokenizer(vocab=clip_vocabulary(merges), merges=merges, model_max_length=CLIP_LENGTH, **special)
     else:
         tokenizer = CLIPTokenizer.from_pretrained(folder)
         pad_token = tokenizer.pad_token or END

@@ -1,7 +1,5 @@
 """Models of a family's architecture that are trained for something else, refused by what they say of themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any
 

@@ -8,8 +8,6 @@ Sources: `variant_compatible_siblings` of diffusers' pipelines/pipeline_loading_
 modeling_utils.py.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A component's tensors in its files, and how each gets into the module: split, widened, converted or taken over."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -11,6 +9,7 @@ import torch
 from torch import nn
 
 from trainer.errors import UserError
+from trainer.files import Advance, unheard
 from trainer.models.names import Shape, split_original
 from trainer.phases import Phase
 from trainer.protocols import WeightOwner
@@ -60,7 +59,7 @@ class Weights:
     def entry(self, key: str) -> TensorEntry:
         return self.index[key].entries[self.prefix + key]
 
-    def read(self, key: str, advance: Callable[[int], object] = lambda count: None) -> torch.Tensor:
+    def read(self, key: str, advance: Advance = unheard) -> torch.Tensor:
         return self.index[key].read(self.prefix + key, advance)
 
 
@@ -117,7 +116,7 @@ class Read:
                 phase.check()
                 _place_tensor(module, name, piece)
             return
-        payload = self._checked(held.payload, tuple(held.parts), phase)
+        payload = self._checked(held.payload, tuple(held.parts), phase.advance)
         for name, shape, piece in zip(self.link.parts, self.parts, self.split(payload), strict=True):
             piece = {role: tensor.to(device) for role, tensor in piece.items()}
             owner = module.get_submodule(name.rpartition(".")[0])
@@ -142,9 +141,8 @@ class Read:
         pieces = [split_original(op, tensor, self.rows) for op, tensor in zip(ops, split, strict=True)]
         return [{"weight": part.contiguous().view(codes.dtype), "scale": rows} for part, rows in zip(*pieces, strict=True)]
 
-    def _checked(self, function: Callable, roles: tuple[str, ...], phase: Phase | None = None):
+    def _checked(self, function: Callable, roles: tuple[str, ...], advance: Advance = unheard):
         """function(the parts of those roles, shape), a ValueError told as the user's."""
-        advance = phase.advance if phase else lambda count: None
         try:
             return function({role: self.weights.read(self.held.parts[role], advance) for role in roles}, self.shape)
         except ValueError as error:
@@ -217,7 +215,7 @@ def same_names(expected: Mapping[str, Shape], index: Iterable[str]) -> list[Link
                 rename[candidate] = key
                 break
     if "shared.weight" in rename and "encoder.embed_tokens.weight" in expected:
-        # T5 ties its two embedding tables; files hold one of them.
+        # T5 lists its one embedding table under two names; files hold either or both.
         rename.setdefault("encoder.embed_tokens.weight", rename["shared.weight"])
     return [Link(key, (target,)) for target, key in rename.items()]
 

@@ -1,7 +1,5 @@
 """Learning-rate schedules, by name, counted in optimizer updates."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -22,8 +20,7 @@ def build_schedule(
     names = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
     schedule = get_scheduler(names[name], optimizer, num_warmup_steps=warmup, num_training_steps=total_steps)
     # A run that was lengthened stays at the end of its frozen schedule; the library's cosine would rise again.
-    held = [lambda n, rate=rate: rate(min(n, total_steps)) for rate in schedule.lr_lambdas]
-    schedule.lr_lambdas = held
+    schedule.lr_lambdas = [lambda n, rate=rate: rate(min(n, total_steps)) for rate in schedule.lr_lambdas]
     return schedule
 
 
@@ -34,12 +31,8 @@ class ScheduleState:
         self.schedule = schedule
 
     def state_dict(self) -> dict[str, Any]:
-        schedule = self.schedule
-        return {
-            "last_epoch": schedule.last_epoch,
-            "_step_count": schedule._step_count,
-            "_last_lr": [float(rate) for rate in schedule.get_last_lr()],
-        }
+        rates = [float(rate) for rate in self.schedule.get_last_lr()]
+        return {"last_epoch": self.schedule.last_epoch, "_step_count": self.schedule._step_count, "_last_lr": rates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Also sets the optimizer's rates. Raises ValueError where these are not one rate for each group."""

@@ -1,7 +1,5 @@
 """An optimizer's state as a piece of the checkpoint, and its weights as they are used."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

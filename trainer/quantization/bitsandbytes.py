@@ -3,8 +3,6 @@
 Its dequantisation is not used: on a CPU (0.50.2) it is wrong for an even K that is not a multiple of the block.
 """
 
-from __future__ import annotations
-
 import torch
 
 

@@ -5,8 +5,6 @@ row norms of the weights they came from. Its metadata holds a SHA-256 for every 
 counts as missing and is converted again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

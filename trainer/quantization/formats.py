@@ -10,8 +10,6 @@ A weight is [N, ...] with N output rows, flattened to [N, K]. Its payload, by la
 `stored` describes a payload as types.StoredWeight, from which every other room computes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -155,10 +153,8 @@ class Packed(Format):
 
     def stored(self, payload, shape):
         flat = _flat(shape)
-        return StoredWeight(
-            payload["weight"], flat, self.bits, self.block(flat[1]), payload["scale"], payload.get("offset"),
-            payload.get("levels"),
-        )  # fmt: skip
+        second = {self.second: payload[self.second]}
+        return StoredWeight(payload["weight"], flat, self.bits, self.block(flat[1]), payload["scale"], **second)
 
 
 def relative_error(weight: torch.Tensor, stored: StoredWeight) -> float:

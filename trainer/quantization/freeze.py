@@ -1,7 +1,5 @@
 """Swap the layers of a component for frozen ones, each in its format."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
@@ -51,18 +49,14 @@ def freeze_layers(
             chosen = dense(unquantised)
         if torch.float16 in (format.dtype, compute) and any(part in name.split(".") for part in keep_fp32):
             chosen, chosen_compute = chosen if chosen.quantised and held else FORMATS["fp32"], torch.float32
-        common = dict(
-            format=chosen, compute_dtype=chosen_compute, kernels=kernels, device=child.weight.device,
-            bias=child.bias is not None,
-        )  # fmt: skip
+        device, bias = child.weight.device, child.bias is not None
+        common = dict(format=chosen, compute_dtype=chosen_compute, kernels=kernels, device=device, bias=bias)
         if isinstance(child, nn.Linear):
             frozen: FrozenLayer = FrozenLinear(child.in_features, child.out_features, **common)
         else:
             assert child.padding_mode == "zeros", name
-            frozen = FrozenConv2d(
-                child.in_channels, child.out_channels, child.kernel_size, stride=child.stride, padding=child.padding,
-                dilation=child.dilation, groups=child.groups, **common,
-            )  # fmt: skip
+            geometry = {key: getattr(child, key) for key in ("stride", "padding", "dilation", "groups")}
+            frozen = FrozenConv2d(child.in_channels, child.out_channels, child.kernel_size, **geometry, **common)
         frozen.scaled_matmul = scaled_matmul and isinstance(frozen, FrozenLinear)
         parent, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(parent), leaf, frozen)

@@ -5,8 +5,6 @@ into one shared buffer at each use, in the forward and again in the backward pas
 memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -167,6 +165,9 @@ class FrozenLayer(nn.Module):
         """The product with a weight that is not stored in `compute_dtype`."""
         return self.product(x, self.compute_weight())
 
+    def extra_repr(self) -> str:
+        return f"{list(self.weight_shape)}, {self.format.name} -> {self.compute_dtype}"
+
 
 class _Product(torch.autograd.Function):
     """x -> x W^T with W converted from its storage in the forward and again in the backward. Nothing is saved."""
@@ -262,9 +263,6 @@ class FrozenLinear(FrozenLayer):
     def broadcast(self, per_row):
         return per_row
 
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, {self.format.name} -> {self.compute_dtype}"
-
 
 class FrozenConv2d(FrozenLayer):
     """A convolution with W [N, K/groups, kh, kw] frozen in its storage format."""
@@ -302,6 +300,3 @@ class FrozenConv2d(FrozenLayer):
 
     def broadcast(self, per_row):
         return per_row.view(-1, 1, 1)
-
-    def extra_repr(self) -> str:
-        return f"{self.in_channels}, {self.out_channels}, {self.kernel_size}, {self.format.name} -> {self.compute_dtype}"

@@ -15,8 +15,6 @@ Sources: ComfyUI's comfy/ops.py, comfy/quant_ops.py and comfy/utils.py; the libr
 code * scale (+ offset) in fp32: where the scales of a file are bf16, quanto itself multiplies in bf16.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial

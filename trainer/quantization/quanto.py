@@ -1,7 +1,5 @@
 """optimum-quanto's weight formats. Scales, shifts and codes are the library's, from fp32; storage and use are ours."""
 
-from __future__ import annotations
-
 import torch
 
 from trainer.quantization.formats import nonzero, pack

@@ -1,7 +1,5 @@
 """What a component's layers are stored as: for people at the start of a run, and for `quantization.json`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass

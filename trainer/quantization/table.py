@@ -1,7 +1,5 @@
 """The table of storage formats, by what a config calls them."""
 
-from __future__ import annotations
-
 import torch
 
 from trainer.quantization import bitsandbytes, quanto

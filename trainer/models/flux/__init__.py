@@ -4,10 +4,7 @@ Conventions of the released pipeline: latents = (z - shift) * scale, packed 2 x 
 zero; no attention mask for T5; CLIP gives only the pooled vector; the transformer takes t in [0, 1].
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +12,7 @@ from torch import nn
 from trainer.models import variants
 from trainer.models.base import Component, Family, Markers, Model, SampleRequest, count_prompt_tokens, draw
 from trainer.models.flux import names
+from trainer.models.names import Config
 from trainer.models.shared import clip, vae
 from trainer.objectives import Flow
 from trainer.types import Batch, Conditioning
@@ -39,14 +37,7 @@ def resolution_shift(tokens: int) -> float:
 
 
 def objective(
-    scheduler: Mapping[str, Any],
-    markers: Markers,
-    *,
-    timesteps: str,
-    shift: str | float,
-    logit_mean: float,
-    logit_std: float,
-    **others: Any,
+    scheduler: Config, markers: Markers, *, timesteps: str, shift: str | float, logit_mean: float, logit_std: float, **others
 ) -> Flow:
     variants.check_scheduler(scheduler, "flux", SCHEDULERS)
     return Flow(

@@ -1,7 +1,5 @@
 """The names of Flux's transformer in the original layout, and what its files hold beside weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from trainer.errors import UserError

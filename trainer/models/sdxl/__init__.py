@@ -5,8 +5,6 @@ encoders, concatenated; the pooled vector is the second encoder's projection; ti
 top, left, target height, width) in pixels; a dropped caption is the encoding of the empty string.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """The names of SDXL's UNet in the original layout, and what its single files hold beside weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import count
 

@@ -1,7 +1,5 @@
 """What the families share about CLIP: tokenisation, which layers read one tensor, the names in original files."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the families share about AutoencoderKL: the component, and its names in original files."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from trainer.models.base import Component
