@@ -36,29 +36,25 @@ def check_scheduler(scheduler: Mapping[str, Any], family: str, allowed: Collecti
     )
 
 
-def check_channels(
-    configs: Mapping[str, Mapping[str, Any]], denoiser: str, inputs: int, *, fold: int, kinds: Mapping[int, str]
+def check_latents(
+    configs: Mapping[str, Mapping[str, Any]], inputs: int, *, denoiser: str, fold: int, kinds: Mapping[int, str]
 ) -> None:
-    """Refuse a denoiser that does not read and predict just the VAE's latents.
+    """Refuse a denoiser that does not read and predict just the VAE's latents, or these normalised channel by channel.
 
     inputs: channels that its first layer reads. fold: of them for one of the VAE's (Flux packs 2 x 2). kinds: what models
     are that read another number.
     """
-    latent, config = configs["vae"]["latent_channels"], configs[denoiser]
+    vae = configs["vae"]
+    latent = vae["latent_channels"]
     wanted = latent * fold
-    outputs = config.get("out_channels") or wanted
-    if (inputs, outputs) == (wanted, wanted):
-        return
-    packed = f" (each in {fold})" if fold > 1 else ""
-    raise UserError(
-        f"the {denoiser} reads {inputs} channels and predicts {outputs}, and the vae gives {latent}{packed}: "
-        + (f"it is {kinds[inputs]}, which is not trained here" if inputs in kinds else "they do not belong together")
-        + f"; use a {denoiser} that reads and predicts {wanted}"
-    )
-
-
-def check_latents(vae: Mapping[str, Any]) -> None:
-    """Refuse a VAE config whose latents are normalised channel by channel."""
+    outputs = configs[denoiser].get("out_channels") or wanted
+    if (inputs, outputs) != (wanted, wanted):
+        packed = f" (each in {fold})" if fold > 1 else ""
+        raise UserError(
+            f"the {denoiser} reads {inputs} channels and predicts {outputs}, and the vae gives {latent}{packed}: "
+            + (f"it is {kinds[inputs]}, which is not trained here" if inputs in kinds else "they do not belong together")
+            + f"; use a {denoiser} that reads and predicts {wanted}"
+        )
     for key in ("latents_mean", "latents_std"):
         if vae.get(key) is not None:
             raise UserError(

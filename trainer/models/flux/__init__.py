@@ -4,7 +4,8 @@ Conventions of the released pipeline: latents = (z - shift) * scale, packed 2 x 
 zero; no attention mask for T5; CLIP gives only the pooled vector; the transformer takes t in [0, 1].
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -24,11 +25,6 @@ INPUTS = {
     128: "a Control model (Canny or Depth: latents and the control image's)",
     384: "Flux Fill (latents, the masked image's and the mask)",
 }
-
-
-def check(configs: Mapping[str, dict], inputs: int) -> None:
-    variants.check_channels(configs, "transformer", inputs, fold=4, kinds=INPUTS)
-    variants.check_latents(configs["vae"])
 
 
 def resolution_shift(tokens: int) -> float:
@@ -185,7 +181,7 @@ FAMILY = Family(
         vae.component("vae."),
     ),
     input_layer="x_embedder.weight",
-    check=check,
+    check=partial(variants.check_latents, denoiser="transformer", fold=4, kinds=INPUTS),
     reads=(
         "objective.timesteps", "objective.shift", "objective.logit_mean", "objective.logit_std", "objective.guidance",
         "data.text_length",

@@ -11,7 +11,6 @@ DEFAULTS = {
     "num_attention_heads": 24, "num_layers": 19, "num_single_layers": 38, "pooled_projection_dim": 768,
 }  # fmt: skip
 
-
 HARMLESS = (
     "*.position_ids",
     "logit_scale",

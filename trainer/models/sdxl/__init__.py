@@ -6,6 +6,7 @@ top, left, target height, width) in pixels; a dropped caption is the encoding of
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -36,11 +37,6 @@ INPUTS = {
     8: "a model for editing images (latents and the image's, as InstructPix2Pix and CosXL-Edit)",
     9: "an inpainting model (latents, mask and the masked image's)",
 }
-
-
-def check(configs: Mapping[str, dict], inputs: int) -> None:
-    variants.check_channels(configs, "unet", inputs, fold=1, kinds=INPUTS)
-    variants.check_latents(configs["vae"])
 
 
 def check_objective(scheduler: Mapping[str, Any], markers: Markers) -> None:
@@ -178,7 +174,7 @@ FAMILY = Family(
         vae.component("first_stage_model."),
     ),
     input_layer="conv_in.weight",
-    check=check,
+    check=partial(variants.check_latents, denoiser="unet", fold=1, kinds=INPUTS),
     reads=(
         "model.prediction", "model.zero_terminal_snr", "objective.timesteps", "objective.min_snr_gamma",
         "validation.samples.*.negative",

@@ -13,7 +13,6 @@ DEFAULTS = {
     "transformer_layers_per_block": 1, "up_block_types": ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 3,
 }  # fmt: skip
 
-
 # Tensors that files hold beside the weights and that say nothing a loader needs: fnmatch patterns on the full name.
 # `edm_mean`, `edm_std` (Playground 2.5), `edm_vpred.*` (CosXL) and `scaled_fp8` are missing on purpose: they change what the
 # weights mean.
