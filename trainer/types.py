@@ -4,10 +4,9 @@ Legend of the shape letters: B batch, C latent channels, H and W latent height a
 P pooled width, M rows of an activation (tokens), K input features, N output features, R rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -28,12 +27,12 @@ class Conditioning:
         """All tensors by name, as they are cached on disk; `from_tensors` is the inverse."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
-    @staticmethod
-    def from_tensors(tensors: Mapping[str, torch.Tensor]) -> Conditioning:
-        return Conditioning(**tensors)
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> Self:
+        return cls(**tensors)
 
-    def to(self, device: torch.device | str) -> Conditioning:
-        return Conditioning.from_tensors({name: t.to(device) for name, t in self.tensors().items()})
+    def to(self, device: torch.device | str) -> Self:
+        return self.from_tensors({name: t.to(device) for name, t in self.tensors().items()})
 
 
 @dataclass(frozen=True)

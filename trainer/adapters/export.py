@@ -9,8 +9,6 @@ kohya: PREFIX_ORIGINAL_NAME.{lora_down.weight, lora_up.weight, alpha, dora_scale
 Nothing here reads a frozen weight: what a DoRA's files need of them is their row norms (norms.py).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +35,27 @@ DORA_SCALE_MEANING = {
     "comfyui_released": "g * ||W||, g = m / ||W + sBA|| as trained: where the reader divides by ||W|| (ComfyUI's releases)",
     "magnitude": "g * ||W + sBA||: where the reader divides by ||W + sBA|| (LyCORIS, PEFT's definition)",
 }
+
+
+@dataclass(frozen=True)
+class About:
+    """What an adapter file says of its origin.
+
+    started: ISO time of the run's first start; never the present time. dora_base: which weights a DoRA's files are made for.
+    """
+
+    name: str
+    started: str
+    step: int
+    epoch: int
+    learning_rate: float
+    train_images: int
+    resolution: str
+    tag_frequency: Mapping[str, int]
+    trigger_phrase: str
+    seed: int
+    dora_base: str
+    family: Mapping[str, str]
 
 
 def file_names(stem: str, formats: Sequence[str]) -> dict[str, str]:
@@ -201,27 +220,6 @@ def _dora_scale(adapter: Adapter, state: Tensors, name: str, norms: AllNorms, do
         return released_scale(m, norms[name])
     a, b = (state[f"{name}.lora_{factor}.weight"].cpu().flatten(1) for factor in "AB")
     return magnitude(m, a, b, adapter.targets[name].scaling(adapter.rslora), norms[name])
-
-
-@dataclass(frozen=True)
-class About:
-    """What an adapter file says of its origin.
-
-    started: ISO time of the run's first start; never the present time. dora_base: which weights a DoRA's files are made for.
-    """
-
-    name: str
-    started: str
-    step: int
-    epoch: int
-    learning_rate: float
-    train_images: int
-    resolution: str
-    tag_frequency: Mapping[str, int]
-    trigger_phrase: str
-    seed: int
-    dora_base: str
-    family: Mapping[str, str]
 
 
 def metadata(adapter: Adapter, about: About, *, convention: str) -> dict[str, str]:

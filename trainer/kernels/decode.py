@@ -9,14 +9,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from trainer.kernels.scratch import scratch
+from trainer.kernels.scratch import PIECE_BUFFER, SECOND_BUFFER, scratch
 from trainer.types import StoredWeight
 
 # Elements of a piece: on a CPU 2 MiB in fp32, which two cores share in their own caches; elsewhere 64 MiB, few launches.
 PIECE, DEVICE_PIECE = 1 << 19, 1 << 24
-
-# Which scratch buffer holds what: 0 is the converted weight of a product (quantization/layers.py).
-PIECE_BUFFER, SECOND_BUFFER = 1, 2
 
 
 def pieces(shape: tuple[int, ...], device: torch.device, multiple: int = 1) -> Iterator[slice]:

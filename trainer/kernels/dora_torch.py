@@ -3,17 +3,8 @@
 import torch
 from torch import Tensor
 
-from trainer.kernels.decode import (
-    PIECE_BUFFER,
-    SECOND_BUFFER,
-    decoded,
-    has_plain_codes,
-    pieces,
-    values,
-    whole_rows,
-    wide_dtype,
-)
-from trainer.kernels.scratch import scratch
+from trainer.kernels.decode import decoded, has_plain_codes, pieces, values, whole_rows, wide_dtype
+from trainer.kernels.scratch import PIECE_BUFFER, SECOND_BUFFER, scratch
 from trainer.types import StoredWeight
 
 __all__ = [

@@ -4,6 +4,8 @@ from math import prod
 
 import torch
 
+# Which buffer holds what: 0 is the converted weight of a product (quantization/layers.py), the others are decode.py's.
+PIECE_BUFFER, SECOND_BUFFER = 1, 2
 _buffers: dict[tuple[torch.device, torch.dtype, int], torch.Tensor] = {}
 
 

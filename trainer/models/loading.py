@@ -5,15 +5,13 @@ allocated, and each tensor is read, converted and placed. Files are read, never 
 size plus the largest tensor.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -211,7 +209,7 @@ class ModelSource:
         """Bytes to download before the model can be read, as far as the hub lists them."""
         return 0 if self.fetched else self.repository.to_fetch(self.weight_names())
 
-    def fetch(self, *, phases: Phases) -> ModelSource:
+    def fetch(self, *, phases: Phases) -> Self:
         """This source with its weights on this machine. Errors: as of `hub.Repository.fetch`."""
         if self.fetched:
             return self

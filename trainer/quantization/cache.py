@@ -14,7 +14,7 @@ from torch import nn
 
 from trainer.errors import UserError
 from trainer.files import remove_leftovers
-from trainer.phases import QUIET, Phase, Phases
+from trainer.phases import QUIET, Phases
 from trainer.quantization.layers import FrozenLayer
 from trainer.tensorfile import TensorFile, tensor_sha256, write_tensors
 
@@ -53,25 +53,21 @@ class ConvertedWeights:
         if not isinstance(about, dict):
             return set()
         total = sum(tensor.nbytes for layer in layers.values() for tensor in layer.payload().values())
-        with phases("reading converted weights", total, "B") as phase:
-            filled = self._fill(layers, file, about, phase)
-        self.found = len(filled)
-        return filled
-
-    @staticmethod
-    def _fill(layers: dict[str, FrozenLayer], file: TensorFile, about: dict, phase: Phase) -> set[str]:
         filled = set()
-        for name, layer in layers.items():
-            said, wanted = about.get(name, {}), layer.payload() | {NORMS: torch.empty(layer.weight_shape[0])}
-            entries = {key: file.entries.get(f"{name}.{key}") for key in wanted}
-            if any(e is None or (e.dtype, e.shape) != (wanted[key].dtype, wanted[key].shape) for key, e in entries.items()):
-                continue
-            found = {key: file.read(f"{name}.{key}", phase.advance) for key in wanted}
-            if said.get("sha256") == {key: tensor_sha256(tensor) for key, tensor in found.items()}:
-                layer.original_norms = found.pop(NORMS)
-                layer.load_payload(found)
-                layer.bytes_before, layer.relative_error = said["bytes_before"], said["relative_error"]
-                filled.add(f"{name}.weight")
+        with phases("reading converted weights", total, "B") as phase:
+            for name, layer in layers.items():
+                said, wanted = about.get(name, {}), layer.payload() | {NORMS: torch.empty(layer.weight_shape[0])}
+                kinds = {f"{name}.{key}": (tensor.dtype, tensor.shape) for key, tensor in wanted.items()}
+                entries = {key: file.entries[key] for key in kinds if key in file.entries}
+                if {key: (entry.dtype, entry.shape) for key, entry in entries.items()} != kinds:
+                    continue
+                found = {key: file.read(f"{name}.{key}", phase.advance) for key in wanted}
+                if said.get("sha256") == {key: tensor_sha256(tensor) for key, tensor in found.items()}:
+                    layer.original_norms = found.pop(NORMS)
+                    layer.load_payload(found)
+                    layer.bytes_before, layer.relative_error = said["bytes_before"], said["relative_error"]
+                    filled.add(f"{name}.weight")
+        self.found = len(filled)
         return filled
 
     def store(self, module: nn.Module, phases: Phases = QUIET) -> None:
