@@ -54,15 +54,10 @@ def match_targets(
     its layers; on the denoiser, a rule changes what the targets chose and adds what they did not. Later rules win.
     alpha None means alpha = rank, per layer. Raises UserError where a preset is unknown or a pattern matches nothing.
     """
-    if isinstance(targets, str):
-        if targets not in presets:
-            raise UserError(
-                f"adapter.targets = {targets!r} is not a preset; use one of {', '.join(map(repr, presets))}, "
-                "or a list of patterns"
-            )
-        wanted: Sequence[str] = presets[targets]
-    else:
-        wanted = targets
+    if isinstance(targets, str) and targets not in presets:
+        known = ", ".join(map(repr, presets))
+        raise UserError(f"adapter.targets = {targets!r} is not a preset; use one of {known}, or a list of patterns")
+    wanted = presets[targets] if isinstance(targets, str) else targets
     chosen: dict[tuple[str, str], Target] = {}
     explicit: dict[tuple[str, str], float | None] = {}
     for pattern in wanted:

@@ -6,12 +6,7 @@ from typing import Any
 from trainer.errors import UserError
 
 # Names of marker tensors. A prefix may stand before them.
-EDM_MARKERS = {
-    "edm_vpred.sigma_max": "CosXL",
-    "edm_vpred.sigma_min": "CosXL",
-    "edm_mean": "Playground 2.5",
-    "edm_std": "Playground 2.5",
-}
+EDM_MARKERS = {"CosXL": ("edm_vpred.sigma_max", "edm_vpred.sigma_min"), "Playground 2.5": ("edm_mean", "edm_std")}
 # What the beginning of a scheduler's class name says.
 SCHEDULER_KINDS = {
     "EDM": "of an EDM model (continuous noise levels, as CosXL and Playground 2.5 have)",
@@ -66,8 +61,8 @@ def check_latents(
 def edm_marker(names: Collection[str]) -> str | None:
     """The first tensor that says EDM and the model it is known of, for a message; None where there is none."""
     for name in sorted(names):
-        for marker, model in EDM_MARKERS.items():
-            if is_marker(name, marker):
+        for model, markers in EDM_MARKERS.items():
+            if any(is_marker(name, marker) for marker in markers):
                 return f"{name!r} ({model})"
     return None
 

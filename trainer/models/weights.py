@@ -65,10 +65,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Read:
-    """One tensor to read and the module tensors its rows become.
-
-    shape: the tensor's; parts: the module tensors' shapes.
-    """
+    """One tensor to read, of `shape`, and the module tensors that its rows become, of the shapes `parts`."""
 
     weights: Weights
     link: Link

@@ -58,12 +58,9 @@ class OptimizerState:
     def is_finite(self) -> bool:
         """Whether all parameters and their state are."""
         values = [parameter.detach() for parameter in self._parameters().values()] + list(self.state_dict().values())
-        return all(
-            not value.is_floating_point() or bool(torch.isfinite(value).all())
-            if isinstance(value, torch.Tensor)
-            else math.isfinite(value)
-            for value in values
-        )
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        numbers = [value for value in values if not isinstance(value, torch.Tensor)]
+        return all(map(math.isfinite, numbers)) and all(bool(t.isfinite().all()) for t in tensors if t.is_floating_point())
 
     @contextmanager
     def evaluating(self, changed: Callable[[], object]) -> Iterator[None]:
