@@ -133,9 +133,8 @@ class ScalerState:
         """Raises ValueError where the state is not of a scaler that is on or off like this one, and set as this one is."""
         now = self.scaler.state_dict()
         settings = now.keys() - {"scale", "_growth_tracker"}
-        if {k: type(v) for k, v in state.items()} != {k: type(v) for k, v in now.items()} or any(
-            state[key] != now[key] for key in settings
-        ):
+        kinds, wanted = ({key: type(value) for key, value in each.items()} for each in (state, now))
+        if kinds != wanted or any(state[key] != now[key] for key in settings):
             raise ValueError(f"{state}, not like {now}")
         if state:
             fp32 = torch.finfo(torch.float32)

@@ -83,7 +83,9 @@ def write_files(
     advance: counts layers made ready, of each file, and gets 0 for a piece of one that was written.
     Raises NonFiniteError, and writes nothing, where a tensor is not finite.
     """
-    check_finite(adapter.state_dict())
+    for name, tensor in adapter.state_dict().items():
+        if not torch.isfinite(tensor).all():
+            raise NonFiniteError(f"the adapter's {name} is not finite; it was not exported. Resume an earlier checkpoint")
     written = {format: folder / name for format, name in file_names(stem, formats).items()}
     for format, path in written.items():
         if format == "diffusers":
@@ -261,10 +263,3 @@ def with_hash(tensors: Tensors, fields: dict[str, str], advance: Advance = unhea
         digest.update(piece)
         advance(0)
     return fields | {"sshs_model_hash": digest.hexdigest()}
-
-
-def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises NonFiniteError: an adapter with NaN is not published."""
-    for name, tensor in tensors.items():
-        if not torch.isfinite(tensor).all():
-            raise NonFiniteError(f"the adapter's {name} is not finite; it was not exported. Resume an earlier checkpoint")

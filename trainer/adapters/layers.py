@@ -30,6 +30,9 @@ class AdaptedLayer(nn.Module, LoraLayer):
     fused and 8-bit optimizers do not advance.
     """
 
+    # As of the base layer: T5 casts its activations to `wo.weight.dtype`, which must not be a payload's.
+    weight = None
+
     def __init__(self, base_layer: nn.Module, adapter_name: str, config, r: int, lora_alpha: float, **kwargs) -> None:
         super().__init__()
         LoraLayer.__init__(self, base_layer)
@@ -40,11 +43,6 @@ class AdaptedLayer(nn.Module, LoraLayer):
         self.shared: SharedInput | None = None
         self._looked_up: tuple | None = None
         self.update_layer(adapter_name, r, lora_alpha, config)
-
-    @property
-    def weight(self) -> None:
-        """None, as of the base layer: T5 casts its activations to `wo.weight.dtype`, which must not be a payload's."""
-        return None
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
         # PEFT would warn of a layer type it does not know.

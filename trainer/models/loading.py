@@ -53,7 +53,6 @@ class ModelSource:
     fetched: bool = True
     embedded: str | None = None
     _opened: dict[str, Weights] = field(default_factory=dict, repr=False)
-    _held: dict[str, dict[str, HeldWeight | torch.dtype]] = field(default_factory=dict, repr=False)
     _shapes: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict, repr=False)
 
     def _beside(self, relative: str) -> Path:
@@ -217,21 +216,16 @@ class ModelSource:
             raise self.repository.refusal()
         names = [*config_files(self.family, self.repository), *self.weight_names()]
         root = self.repository.fetch(names, phases=phases)
-        return replace(self, root=root, fetched=True, embedded=None, _opened={}, _held={}, _shapes={})
+        return replace(self, root=root, fetched=True, embedded=None, _opened={}, _shapes={})
 
     def held(self, name: str) -> dict[str, HeldWeight | torch.dtype]:
         """By the layers of the module: the weights that the files hold quantised, and the dtype of all others.
 
         Empty where nothing is held quantised, or that is not known yet. Reads headers only.
         """
-        if name not in self._held:
-            self._held[name] = self._find_held(name) if self.is_here(name) else {}
-        return self._held[name]
-
-    def _find_held(self, name: str) -> dict[str, HeldWeight | torch.dtype]:
-        weights = self.weights(name)
-        if not weights.recognised.weights:
+        if not self.is_here(name) or not self.weights(name).recognised.weights:
             return {}
+        weights = self.weights(name)
         return {
             part.removesuffix(".weight"): weights.recognised.weights.get(original) or weights.entry(original).dtype
             for original, parts in self._module_names(name, weights).items()

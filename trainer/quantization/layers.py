@@ -254,8 +254,7 @@ class FrozenLinear(FrozenLayer):
         return y.reshape(-1, y.shape[-1])
 
     def put_rows(self, y_MN, y):
-        # The rows of a contiguous output are a view.
-        pass
+        """Nothing: the rows of a contiguous output are a view."""
 
     def from_rows(self, y_MN, like):
         return y_MN.view(*like[:-1], y_MN.shape[1])
