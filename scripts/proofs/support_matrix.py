@@ -58,7 +58,7 @@ TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
 STEPS, STOP, ACCUMULATION = 3, 1, 2
 CLIP = 1e-3  # far below the gradient's norm
 # Low enough that fp16 gradients of the tiny models rarely overflow; the scale moves within three steps.
-LOSS_SCALE, GROWTH_INTERVAL = 1024.0, 2
+SCALING = {"precision__loss_scale": 1024.0, "precision__loss_scale_growth_interval": 2}
 STORAGE = tuple(f"{f.dtype_name}-{f.backend}" for f in ALL_FORMATS)
 DISTRIBUTIONS = ("torch", "bitsandbytes", "optimum-quanto", "diffusers", "transformers", "peft")
 
@@ -184,8 +184,7 @@ def config_of(
     return bench.config(
         cell.family, run__output_dir=str(out), run__max_steps=STEPS, run__stop_after=stop_after,
         model__components=stored | {"vae": {"dtype": "fp32"}},
-        precision__compute=cell.compute, precision__loss_scale=LOSS_SCALE,
-        precision__loss_scale_growth_interval=GROWTH_INTERVAL,
+        precision__compute=cell.compute, **(SCALING if cell.compute == "fp16" else {}),
         adapter__type=cell.kind, adapter__targets=cell.targets,
         adapter__rules=[{"component": name, "match": "*"} for name in TEXT_ENCODERS],
         # Twice the five photos: no update of the first epoch lacks a micro-batch.

@@ -115,8 +115,8 @@ def deterministic_tree(bench: Workbench, family: str, adapter: str, optimizer: s
         run__output_dir=str(bench.tmp / f"{adapter}-{optimizer}-{out}"), data__cache_dir=str(bench.tmp / f"cache-{out}"),
         precision__compute="bf16", adapter__type=adapter, adapter__targets="all", step__accumulation=2,
         memory__gradient_checkpointing=True, model__components={DENOISER[family]: {"dtype": "fp8_e4m3"}},
-        optimizer__name=optimizer, optimizer__min_8bit_size=1, optimizer__lr=1e-3,
-        validation__prompts=["a bear"], validation__steps=2,
+        optimizer__name=optimizer, optimizer__lr=1e-3, validation__prompts=["a bear"], validation__steps=2,
+        **({"optimizer__min_8bit_size": 1} if optimizer == "adamw8bit" else {}),
     )  # fmt: skip
     if adapter == "lora":
         query = {"sdxl": "*.q_proj", "flux": "*.q"}[family]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,19 +29,19 @@ SET = {
 }
 
 
-def config(family: str, key: str = "", value=None) -> configs.Config:
+def config(family: str, key: str = "", value: object = None, more: dict[str, object] | None = None) -> configs.Config:
     tree = {
         "run": {"name": "a", "output_dir": "out", "max_steps": 1},
         "model": {"family": family, "path": "model"},
         "data": {"sources": [{"path": "photos"}]},
         "validation": {"samples": [{"prompt": "a"}]},
     }
-    if key:
-        *tables, leaf = key.split(".")
+    for path, chosen_value in ((more or {}) | ({key: value} if key else {})).items():
+        *tables, leaf = path.split(".")
         node = tree
         for table in tables:
-            node = node[0] if table == "*" else node.setdefault(table, {})
-        node[leaf] = value
+            node = node[0] if table in ("*", "0") else node.setdefault(table, {})
+        node[leaf] = chosen_value
     return configs.parse(tree)
 
 
@@ -95,8 +96,40 @@ def test_guidance_is_refused_where_the_model_has_no_embedding_of_it(embeds: bool
         refuse_unread_by_model(given, source)
         return
     shown = "objective.guidance = 2.0 has no effect on this model; leave it out (only models with a guidance embedding "
+    of_a_sample = config("flux", "validation.samples.*.guidance", 3.0)
+    with pytest.raises(UserError, match=r"^validation\.samples\.0\.guidance = 3\.0 has no effect on this model"):
+        refuse_unread_by_model(of_a_sample, source)
     with pytest.raises(UserError, match=f"^{re.escape(shown)}read it\\)$"):
         refuse_unread_by_model(given, source)
+
+
+# (what is set, beside what it has no effect, beside what it has one)
+BESIDE = [
+    ("precision.loss_scale", 1024.0, {"precision.compute": "bf16"}, {"precision.compute": "fp16"}),
+    ("precision.loss_scale_growth_interval", 9, {}, {"model.components.unet.compute": "fp16"}),
+    ("step.max_skipped", 3, {}, {"step.non_finite": "skip"}),
+    ("export.dora_scale", "magnitude", {"adapter.type": "lora"}, {"adapter.type": "dora"}),
+    ("export.dora_scale", "magnitude", {"adapter.type": "dora", "export.formats": ["diffusers"]}, {"adapter.type": "dora"}),
+    ("optimizer.min_8bit_size", 16, {}, {"optimizer.name": "adamw8bit"}),
+    ("model.components.vae.exclude", ["*"], {"model.components.vae.dtype": "bf16"}, {"model.components.vae.dtype": "int8"}),
+    ("validation.samples.0.negative", "fur", {"validation.samples.0.guidance": 1.0}, {"validation.samples.0.guidance": 4.0}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value", "beside", "other"), BESIDE)
+def test_a_key_that_another_choice_makes_idle_is_refused(key: str, value: object, beside: dict, other: dict) -> None:
+    refuse_unread(config("sdxl", more={key: value} | other), FAMILIES["sdxl"])
+    with pytest.raises(UserError, match=f"^{re.escape(key)}(\\.0)? = .* has no effect on .*; leave it out"):
+        refuse_unread(config("sdxl", more={key: value} | beside), FAMILIES["sdxl"])
+
+
+def test_recomputing_is_refused_for_a_family_that_names_no_blocks() -> None:
+    given, family = config("sdxl", "memory.gradient_checkpointing", True), FAMILIES["sdxl"]
+    refuse_unread(given, family)
+    with pytest.raises(
+        UserError, match=r"^memory\.gradient_checkpointing = True has no effect on sdxl, which names no blocks"
+    ):
+        refuse_unread(given, replace(family, blocks=()))
 
 
 def test_all_mistakes_are_told_at_once() -> None:

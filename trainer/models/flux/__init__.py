@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from trainer.errors import UserError
 from trainer.models import variants
 from trainer.models.base import Component, Family, Markers, Model, SampleRequest, count_prompt_tokens, draw
 from trainer.models.flux import names
@@ -51,10 +52,12 @@ def encode_images(model: Model, pixels: torch.Tensor) -> torch.Tensor:
 
 
 def t5_length(model: Model) -> int:
-    chosen = model.options.get("text_length")
+    chosen, longest = model.options.get("text_length"), model.tokenizers["tokenizer_2"].model_max_length
+    if chosen and chosen > longest:
+        raise UserError(f"data.text_length = {chosen} is more than the model's T5 tokenizer takes; use at most {longest}")
     guided = model.configs["transformer"].get("guidance_embeds", False)
     length = chosen or (T5_LENGTH_DEV if guided else T5_LENGTH_SCHNELL)
-    return min(length, model.tokenizers["tokenizer_2"].model_max_length)
+    return min(length, longest)
 
 
 def encode_prompts(model: Model, captions: Sequence[str]) -> Conditioning:
