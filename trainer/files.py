@@ -109,8 +109,8 @@ def make_folder(folder: Path, key: str | None = None) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold a folder for this process alone, by a record lock on `.lock` there, which ends with the process, however it ends.
+def locked(path: Path) -> Iterator[None]:
+    """Hold a folder for this process alone, by a record lock on `path` in it, which ends with the process, however it ends.
 
     Raises UserError where another holds it. Nothing is held where there are no such locks (Windows, some network mounts).
     A lock of this kind is not inherited: workers that outlive a killed run for a moment do not hold it.
@@ -118,14 +118,13 @@ def locked(folder: Path) -> Iterator[None]:
     if fcntl is None:
         yield
         return
-    path = folder / ".lock"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
             raise UserError(
-                f"another run writes to {str(folder)!r}: wait for its end, or choose another run.output_dir"
+                f"another run writes to {str(path.parent)!r}: wait for its end, or choose another run.output_dir"
             ) from error
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):

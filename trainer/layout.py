@@ -11,11 +11,18 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_of(name: str) -> int | None:
+    """Of a folder with such a name; None of another."""
+    found = re.fullmatch(r"step-(\d{8})", name)
+    return None if found is None else int(found[1])
+
+
 class Layout:
     """root: run.output_dir."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.lock = root / ".lock"
         self.config = root / "config.toml"  # the resolved one
         self.checkpoints = root / "checkpoints"
         self.adapters = root / "adapters"  # NAME.safetensors of the end, NAME-STEP.safetensors of a step

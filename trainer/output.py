@@ -12,7 +12,7 @@ from trainer import files, metrics, resume
 from trainer.checkpoint import store
 from trainer.checkpoint.pieces import Pieces
 from trainer.config import Config
-from trainer.layout import Layout, folder_name
+from trainer.layout import Layout, folder_name, step_of
 from trainer.phases import Phases
 from trainer.processes import Processes
 
@@ -31,7 +31,7 @@ def opened(
         yield
         return
     layout = Layout(Path(config.run.output_dir))
-    with files.locked(layout.root):
+    with files.locked(layout.lock):
         if phases.record is not None:
             phases.record.open(layout.phases)
         files.make_folder(layout.checkpoints, "run.output_dir")
@@ -55,8 +55,9 @@ def opened(
         metrics.cut(layout.metrics, step)
         # Of steps that a killed start made after its last checkpoint, perhaps with other prompts: they are made again.
         # So are their adapter files, each in the place of the old one.
-        for folder in layout.samples.glob("step-????????"):
-            if folder.name > folder_name(step) or step == 0:
+        for folder in layout.samples.glob("*"):
+            own_step = step_of(folder.name)
+            if own_step is not None and (own_step > step or step == 0):
                 shutil.rmtree(folder)
         processes.wait(obey=True)
         yield

@@ -410,7 +410,7 @@ def test_an_export_that_was_cut_off_is_finished(bench: Workbench) -> None:
 def test_a_second_run_in_the_same_folder_is_refused(bench: Workbench) -> None:
     path = bench.write(run_tree(bench, "out", run__max_steps=2))
     (bench.tmp / "out").mkdir()
-    with files.locked(bench.tmp / "out"):
+    with files.locked(bench.tmp / "out" / ".lock"):
         done = command_line("--config", str(path))
         assert done.returncode == 2 and "another run writes to" in done.stderr and "Traceback" not in done.stderr
     assert not (bench.tmp / "out" / "metrics.jsonl").exists()

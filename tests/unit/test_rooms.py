@@ -82,6 +82,7 @@ CALLS: dict[str, tuple[str, ...]] = {
 # Where a dtype below fp32 is chosen or read: the rooms of storage, and of bytes. Losses, draws and sums are fp32 everywhere.
 LOW_DTYPES = {
     "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "bfloat16", "float16", "half", "float8_e4m3fn", "float8_e5m2",
+    "int8", "int4", "int2", "nf4", "fp4",
 }  # fmt: skip
 DTYPES_IN = (
     "precision.py", "storage.py", "quantization/*", "kernels/*", "tensorfile.py",
@@ -92,9 +93,16 @@ DTYPES_IN = (
 # Words of a model family. In prose of a message they may stand: "SDXL" is the reader's word, "sdxl" the program's.
 FAMILY = re.compile(r"sdxl|flux")
 
-PATHS = {"checkpoints", "adapters", "samples", "metrics.jsonl", "report.html", "phases.jsonl", "config.toml"}
+# Folders and files under the output folder; of what has a step in its name, the beginning.
+PATHS = re.compile(
+    r"checkpoints|adapters|samples|tensorboard|cache|\.lock|metrics\.jsonl|report\.html|phases\.jsonl|config\.toml|step-.*"
+)
 
 PRIVATE = r"_(?!_)"
+# Torch's own, of which a class here has a namesake.
+TORCHS = {"_parameters"}
+# Of a class, or of a type that stands for one.
+CLASS_NAME = r"[A-Z]+[a-z]"
 
 LINES = 400
 
@@ -194,10 +202,16 @@ def imports_between_rooms(house: Sources) -> Iterator[str]:
 
 
 def circles(house: Sources) -> Iterator[str]:
-    """Each file that can come back to itself by imports. A package is no circle with the files that it gathers."""
+    """Each file that can come back to itself by imports. A package is no circle with the files that it gathers.
+
+    Whoever imports a file of a package from outside runs the package, too.
+    """
     uses = defaultdict(dict)
     for source, node, target in edges(house):
-        uses[source.module].setdefault(target, node)
+        parts = target.split(".")
+        packages = [".".join(parts[:count]) for count in range(2, len(parts))]
+        for used in (target, *(each for each in packages if not f"{source.module}.".startswith(f"{each}."))):
+            uses[source.module].setdefault(used, node)
     for start in house:
         ways = [[start]]
         seen = set()
@@ -258,9 +272,12 @@ def families(house: Sources) -> Iterator[str]:
 
 
 def private_names(house: Sources) -> Iterator[str]:
-    """`_name` of another file. A package's own files are no exception."""
+    """`_name` of another file, or of a class there. A package's own files are no exception."""
+    members = {source.path: set(private_members(source)) for source in house.values()}
+    everywhere = set().union(*members.values()) - TORCHS
     for source in house.values():
         aliases = set()
+        theirs = everywhere - members[source.path]
         for node, module, name in source.imports():
             if module.partition(".")[0] == "trainer" and name:
                 if f"{module}.{name}" in house:
@@ -269,9 +286,26 @@ def private_names(house: Sources) -> Iterator[str]:
                     yield source.at(node, f"{module}.{name} is private to its file")
         for node in ast.walk(source.tree):
             if isinstance(node, ast.Attribute) and re.match(PRIVATE, node.attr):
-                if not isinstance(node.value, ast.Name) or node.value.id not in aliases:
-                    continue
-                yield source.at(node, f"{ast.unparse(node)} is private to its file")
+                of_file = isinstance(node.value, ast.Name) and node.value.id in aliases
+                if of_file or (node.attr in theirs and not is_self(node.value)):
+                    yield source.at(node, f"{ast.unparse(node)} is private to its file")
+
+
+def private_members(source: Source) -> Iterator[str]:
+    for owner in (node for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)):
+        for node in ast.walk(owner):
+            if isinstance(node, ast.FunctionDef):
+                name = node.name
+            elif isinstance(node, ast.Attribute) and is_self(node.value):
+                name = node.attr
+            else:
+                name = node.target.id if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) else ""
+            if re.match(PRIVATE, name):
+                yield name
+
+
+def is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
 
 def second_names(house: Sources) -> Iterator[str]:
@@ -295,8 +329,11 @@ def paths(house: Sources) -> Iterator[str]:
             continue
         keys = {id(key) for node in ast.walk(source.tree) if isinstance(node, ast.Dict) for key in node.keys}
         keys |= {id(node.slice) for node in ast.walk(source.tree) if isinstance(node, ast.Subscript)}
+        ends = {id(part) for node in ast.walk(source.tree) if isinstance(node, ast.JoinedStr) for part in node.values[1:]}
         for node in source.constants():
-            if id(node) not in keys and PATHS & set(node.value.split("/")):
+            # What follows a value in an f-string ends a name, and is none.
+            names = node.value.split("/")[id(node) in ends :]
+            if id(node) not in keys and any(PATHS.fullmatch(name) for name in names):
                 yield source.at(node, f"{node.value!r}: paths of the output folder stand in layout.py")
 
 
@@ -308,42 +345,54 @@ def lengths(house: Sources) -> Iterator[str]:
 
 
 def class_names(house: Sources) -> Iterator[str]:
-    found = defaultdict(list)
+    """A type that a module names by an assignment is no class, and must not be called as one either."""
+    found, classes = defaultdict(list), set()
     for source in house.values():
         for node in ast.walk(source.tree):
             if isinstance(node, ast.ClassDef):
                 found[node.name].append(source.at(node, f"class {node.name} has a namesake"))
-    yield from (where for places in found.values() if len(places) > 1 for where in places)
+                classes.add(node.name)
+        for node in source.tree.body:
+            if isinstance(node, (ast.Assign, ast.AnnAssign)):
+                for name in (name for target in stored(node) if re.match(CLASS_NAME, name := target_name(target))):
+                    found[name].append(source.at(node, f"{name} is a class elsewhere"))
+    yield from (where for name, places in found.items() if name in classes and len(places) > 1 for where in places)
 
 
 def attributes(house: Sources) -> Iterator[str]:
-    """An attribute is declared in the class's body or assigned in its constructor, before any other method assigns it."""
+    """An attribute has its value in the class's body or from its constructor, before any other method assigns it.
+
+    A dataclass's constructor assigns what its body annotates; elsewhere an annotation is no value.
+    """
     for source in house.values():
         for owner in (node for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)):
-            born = {name.id for node in owner.body if isinstance(node, (ast.Assign, ast.AnnAssign)) for name in targets(node)}
+            given = [n for n in owner.body if isinstance(n, ast.Assign) or (isinstance(n, ast.AnnAssign) and n.value)]
+            given += [node for node in owner.body if isinstance(node, ast.AnnAssign) and owner.decorator_list]
+            born = {target_name(target) for node in given for target in stored(node)}
             methods = [node for node in owner.body if isinstance(node, ast.FunctionDef)]
-            assigned = [
-                (method.name, target)
-                for method in methods
-                for node in ast.walk(method)
-                if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign))
-                for target in targets(node)
-                if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self"
-            ]
-            born |= {target.attr for method, target in assigned if method in ("__init__", "__post_init__")}
-            for method, target in assigned:
-                if target.attr not in born:
-                    yield source.at(target, f"self.{target.attr} of {owner.name} is born in {method}")
+            assigned = [(method.name, node, name) for method in methods for node, name in own_attributes(method)]
+            born |= {name for method, _, name in assigned if method in ("__init__", "__post_init__")}
+            for method, node, name in assigned:
+                if name not in born:
+                    yield source.at(node, f"self.{name} of {owner.name} is born in {method}")
 
 
-def targets(node: ast.Assign | ast.AnnAssign | ast.AugAssign) -> list[ast.Name | ast.Attribute]:
-    given = node.targets if isinstance(node, ast.Assign) else [node.target]
-    return [
-        inner
-        for target in given
-        for inner in ast.walk(target)
-        if isinstance(inner, (ast.Name, ast.Attribute)) and isinstance(inner.ctx, ast.Store)
-    ]
+def own_attributes(method: ast.FunctionDef) -> Iterator[tuple[ast.expr, str]]:
+    """What a method sets of `self`: by `=`, `for`, `with`, or setattr with a name."""
+    for node in ast.walk(method):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+            yield node, node.attr
+        elif isinstance(node, ast.Call) and re.match(r"setattr\(self, '", text := ast.unparse(node)):
+            yield node, text.split("'")[1]
+
+
+def stored(node: ast.AST) -> list[ast.expr]:
+    """The names and attributes that a statement assigns."""
+    return [n for n in ast.walk(node) if isinstance(n, (ast.Name, ast.Attribute)) and isinstance(n.ctx, ast.Store)]
+
+
+def target_name(target: ast.expr) -> str:
+    return target.id if isinstance(target, ast.Name) else target.attr
 
 
 RULES: dict[str, Rule] = {
@@ -383,6 +432,7 @@ BREAKS = [
     ("imports_between_rooms", "loop.py", "from trainer.models.base import Family", 1),
     ("imports_between_rooms", "artifacts.py", "from trainer.run import Run", 1),
     ("circles", "step.py", "import trainer.step", 1),
+    ("circles", "step.py", "from trainer.wall.page import PAGE", 1),
     ("libraries", "plan.py", "import tomllib", 1),
     ("libraries", "kernels/dora_torch.py", "import triton", 1),
     ("libraries", "kernels/__init__.py", "def choose():\n    from triton import knobs", 2),
@@ -395,6 +445,7 @@ BREAKS = [
     ("dtypes", "plan.py", "x = 1\ny = x.to(torch.bfloat16)", 2),
     ("dtypes", "data/loader.py", "x.half()", 1),
     ("dtypes", "run.py", "if dtype == 'fp16':\n    pass", 1),
+    ("dtypes", "plan.py", "x = ['int8', 'int4', 'int2',\n'nf4',\n'fp4']", 3),
     ("families", "run.py", "if family.name == 'sdxl':\n    pass", 1),
     ("families", "adapters/export.py", "from trainer.models import flux", 1),
     ("families", "objectives.py", "def flux_shift():\n    pass", 1),
@@ -403,20 +454,35 @@ BREAKS = [
     ("families", "plan.py", "f(sdxl=1)", 1),
     ("private_names", "models/flux.py", "from trainer.files import _hidden", 1),
     ("private_names", "models/flux.py", "from trainer import files\nfiles._hidden()", 2),
+    ("private_names", "models/flux.py", "def f(model):\n    return model._kept", 2),
+    ("private_names", "models/flux.py", "def f(model):\n    model._told()", 2),
     ("second_names", "loop.py", "from trainer.step import torch", 1),
     ("paths", "resume.py", "folder = root / 'checkpoints'", 1),
     ("paths", "report/page.py", "link = f'adapters/{name}'", 1),
     ("paths", "metrics.py", "open(root / 'metrics.jsonl')", 1),
+    ("paths", "metrics.py", "board = root / 'tensorboard'", 1),
+    ("paths", "data/cache.py", "folder = root / 'cache'", 1),
+    ("paths", "files.py", "lock = folder / '.lock'", 1),
+    ("paths", "resume.py", "folder = root / f'step-{step:08d}'", 1),
+    ("paths", "report/page.py", "folder.glob('step-*/*.png')", 1),
     ("lengths", "loop.py", "x = 1\n" * 401, 401),
     ("class_names", "step.py", "class Loop:\n    pass", 1),
+    ("class_names", "step.py", "Loop = Mapping[str, int]", 1),
     ("attributes", "metrics.py", "class A:\n    def open(self):\n        self.file = 1", 3),
     ("attributes", "metrics.py", "class A:\n    def open(self):\n        self.a, (self.b, _) = 1, (2, 3)", 3),
+    ("attributes", "metrics.py", "class A:\n    file: int\n    def open(self):\n        self.file = 1", 4),
+    ("attributes", "metrics.py", "class A:\n    def open(self):\n        with f() as self.file:\n            pass", 3),
+    ("attributes", "metrics.py", "class A:\n    def open(self):\n        for self.file in f():\n            pass", 3),
+    ("attributes", "metrics.py", "class A:\n    def open(self):\n        setattr(self, 'file', 1)", 3),
 ]  # fmt: skip
 AROUND = {
     "step.py": "import torch\n\nclass Step:\n    pass",
     "loop.py": "from trainer.step import Step\n\nclass Loop:\n    pass",
     "files.py": "def _hidden():\n    pass",
-    "models/base.py": "class Family:\n    pass\n\nclass Model:\n    pass",
+    "models/base.py": "class Family:\n    pass\n\nclass Model:\n    _kept: int = 1\n\n    def _told(self):\n        pass",
+    "wall/__init__.py": "from trainer import saving",
+    "wall/page.py": "PAGE = 1",
+    "saving.py": "from trainer.step import Step",
 }
 
 
@@ -454,10 +520,13 @@ def test_a_circle_is_found_wherever_its_imports_stand(place: str, late: str) -> 
         ("calls", "run.py", "def f(scaler: torch.amp.GradScaler): ctx.save_for_backward(schedule.step())"),
         ("dtypes", "step.py", '"""In bf16."""\nx = torch.zeros(1, dtype=torch.float32)  # not fp16'),
         ("families", "cli.py", '"""sdxl"""\nhelp = "Adapters for SDXL and Flux"  # flux'),
-        ("private_names", "step.py", "from trainer import __version__\nself._hidden = 1"),
+        ("private_names", "step.py", "from trainer import __version__\nself._hidden = 1\nx._version"),
+        ("private_names", "models/base.py", "class Model:\n def _told(self, other): return other._told()"),
         ("second_names", "run.py", "from trainer.models.base import Model"),
-        ("paths", "resume.py", "pin = {'samples': 3}\npin['samples'] = 'more samples'"),
-        ("attributes", "metrics.py", "class A:\n x: int\n def __init__(self): self.y = 1\n def f(self): self.x = self.y"),
+        ("paths", "resume.py", "pin = {'samples': 3}\npin['samples'] = 'more samples'\nlock = f'{digest}.lock'"),
+        ("class_names", "step.py", "Tensors = dict"),
+        ("attributes", "metrics.py", "@dataclass\nclass A:\n x: int\n def f(self): self.x = 1"),
+        ("attributes", "metrics.py", "class A:\n x: int = 1\n def __init__(self): self.y = 1\n def f(self): self.x = self.y"),
     ],
 )  # fmt: skip
 def test_what_is_allowed_passes(rule: str, path: str, text: str) -> None:

@@ -12,11 +12,10 @@ from pathlib import Path
 
 from trainer import files
 from trainer.errors import UserError
-from trainer.layout import Layout, folder_name
+from trainer.layout import Layout, folder_name, step_of
 from trainer.phases import QUIET, Phases
 
 MANIFEST = "manifest.json"
-_NAME = re.compile(r"step-(\d{8})")
 _TEMPORARY = re.compile(r"\.step-\d{8}\.(new|old)\.tmp")
 
 Files = Mapping[str, Iterable[memoryview | bytes]]
@@ -104,7 +103,7 @@ def steps(root: Path) -> list[int]:
     """Steps that have a folder, valid or not, ascending."""
     if not root.is_dir():
         return []
-    return sorted(int(m[1]) for p in root.iterdir() if (m := _NAME.fullmatch(p.name)))
+    return sorted(step for path in root.iterdir() if (step := step_of(path.name)) is not None)
 
 
 def newest_valid(root: Path, phases: Phases = QUIET) -> tuple[Path | None, list[str]]:

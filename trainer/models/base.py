@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from trainer.models.names import Config, Names, Shape
+from trainer.models.names import ComponentConfig, Names, Shape
 from trainer.objectives import Objective
 from trainer.types import Batch, Conditioning, Link
 
@@ -36,8 +36,8 @@ class Component:
     class_name: str
     role: Literal["denoiser", "text_encoder", "vae"]
     sensitive: tuple[str, ...] = ()
-    names: Callable[[Config], Names] | None = None
-    defaults: Config = field(default_factory=dict)
+    names: Callable[[ComponentConfig], Names] | None = None
+    defaults: ComponentConfig = field(default_factory=dict)
     infer: Callable[[Mapping[str, Shape], dict], dict] = lambda shapes, config: {}
     prefixes: tuple[str, ...] = ()
 
@@ -206,7 +206,7 @@ class Family:
         encoders = {name: f"lora_te{number}" for number, name in enumerate(self.text_encoders, 1)}
         return {self.denoiser: "lora_unet", **encoders, **self.kohya}
 
-    def module_links(self, component: str, config: Config) -> list[Link]:
+    def module_links(self, component: str, config: ComponentConfig) -> list[Link]:
         """To the original layout, for kohya's names: of the denoiser. Text encoders keep the library's."""
         names = self.component(component).names
         return names(config).links if component == self.denoiser and names is not None else []

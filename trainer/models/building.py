@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from trainer.models.base import Component
-from trainer.models.names import Config, Shape
+from trainer.models.names import ComponentConfig, Shape
 
 
-def build(component: Component, config: Config) -> nn.Module:
+def build(component: Component, config: ComponentConfig) -> nn.Module:
     """In eval mode, its parameters on the meta device. What the module makes itself (position ids, rotary tables) is real."""
     from accelerate import init_empty_weights
 
@@ -26,7 +26,7 @@ def allocate(module: nn.Module, device: torch.device) -> None:
     module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
 
 
-def shapes_of(component: Component, config: Config) -> dict[str, Shape]:
+def shapes_of(component: Component, config: ComponentConfig) -> dict[str, Shape]:
     """Of every tensor that the component's files have for its module, by the module's names."""
     if component.names is not None:
         return component.names(config).shapes

@@ -171,9 +171,10 @@ class ModelSource:
         Raises UserError where the folder holds no weights, or only pickles.
         """
         folder = self._folder(name)
-        return None if folder is None or self._unlisted(name) else self._choose(name, folder)
+        return None if folder is None or self.unlisted(name) else self._choose(name, folder)
 
-    def _unlisted(self, name: str) -> bool:
+    def unlisted(self, name: str) -> bool:
+        """Whether the hub could not be asked for the component's files, and none are here whole."""
         repository = None if name in self.overrides else self.repository
         if repository is None or repository.unreachable is None:
             return False

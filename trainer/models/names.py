@@ -24,7 +24,7 @@ import torch
 
 from trainer.types import Link
 
-Config = Mapping[str, Any]
+ComponentConfig = Mapping[str, Any]
 Shape = tuple[int, ...]
 
 

@@ -81,7 +81,7 @@ def _of_repository(opened: Callable[..., ModelSource], family: Family, path: str
             raise
         root, embedded = PUBLISHED / family.hub_ids[path], str(error)
     source = opened(root=root, repository=repository, fetched=False, embedded=embedded)
-    unlisted = any(source._unlisted(component.name) for component in family.components)
+    unlisted = any(source.unlisted(component.name) for component in family.components)
     here = embedded is None and not unlisted and not repository.missing(source.weight_names())
     return replace(source, fetched=here)
 

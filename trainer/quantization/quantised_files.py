@@ -35,7 +35,7 @@ Entries = Mapping[str, TensorEntry]
 Tensors = Mapping[str, torch.Tensor]
 Payload = dict[str, torch.Tensor]
 Shape = tuple[int, ...]
-Reader, Checker = Callable[[Tensors, Shape], Payload], Callable[[Tensors, Shape], None]
+Decode, Checker = Callable[[Tensors, Shape], Payload], Callable[[Tensors, Shape], None]
 
 FLOAT8 = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
 COMFY_FORMATS = {torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e5m2: "float8_e5m2"}
@@ -200,7 +200,7 @@ def _unsupported(convention: str, name: str) -> UserError:
 
 
 def _held(
-    dtype: str, backend: str, parts: dict[str, str], shape: Shape | None, read: Reader, check: Checker = lambda *_: None
+    dtype: str, backend: str, parts: dict[str, str], shape: Shape | None, read: Decode, check: Checker = lambda *_: None
 ) -> HeldWeight:
     def payload(tensors: Tensors, shape: Shape) -> Payload:
         check(tensors, shape)

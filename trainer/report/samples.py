@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainer.layout import step_of
+
 EMBED_BYTES = 6 * 2**20  # as much as is embedded untouched; a larger set is embedded as thumbnails
 THUMBNAIL_PX = 512
 JPEG_QUALITY = 85
@@ -47,7 +49,7 @@ def read_samples(folder: Path, check: Callable[[], None] = lambda: None) -> Samp
     An image belongs to the row of its PNG's text entry "request", whatever its file is called: a run may go on with other
     prompts. Without that entry it is the prompt, else the file's name, and the size that make the row.
     """
-    files = [(file, step) for file in sorted(folder.glob("step-*/*.png")) if (step := _step_of(file)) is not None]
+    files = [(file, step) for file in sorted(folder.glob("*/*.png")) if (step := step_of(file.parent.name)) is not None]
     truths = sorted(folder.glob("truth/*.png"))
     shrink = sum(file.stat().st_size for file in (*(file for file, _ in files), *truths)) > EMBED_BYTES
     rows: dict[tuple[str, int], Row] = {}
@@ -83,11 +85,6 @@ def _detail(request: str | None) -> str:
     parts += [f"guidance {asked['guidance']:g}"] if asked.get("guidance") is not None else []
     parts += [f"strength {asked['strength']:g}"] if asked.get("strength", 1) != 1 else []
     return ", ".join(parts)
-
-
-def _step_of(file: Path) -> int | None:
-    digits = file.parent.name.removeprefix("step-")
-    return int(digits) if digits.isdecimal() else None
 
 
 def _embed(file: Path, shrink: bool) -> tuple[str | None, str | None, tuple[int, int], str]:

@@ -14,7 +14,7 @@ from trainer.errors import UserError
 from trainer.models import variants
 from trainer.models.base import Component, Family, Markers, Model, SampleRequest, count_prompt_tokens, draw
 from trainer.models.flux import names
-from trainer.models.names import Config
+from trainer.models.names import ComponentConfig
 from trainer.models.shared import clip, vae
 from trainer.objectives import Flow
 from trainer.types import Batch, Conditioning
@@ -34,7 +34,14 @@ def resolution_shift(tokens: int) -> float:
 
 
 def objective(
-    scheduler: Config, markers: Markers, *, timesteps: str, shift: str | float, logit_mean: float, logit_std: float, **others
+    scheduler: ComponentConfig,
+    markers: Markers,
+    *,
+    timesteps: str,
+    shift: str | float,
+    logit_mean: float,
+    logit_std: float,
+    **others,
 ) -> Flow:
     variants.check_scheduler(scheduler, "flux", SCHEDULERS)
     return Flow(

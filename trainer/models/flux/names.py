@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from trainer.errors import UserError
-from trainer.models.names import Config, Names, Shape, how_many
+from trainer.models.names import ComponentConfig, Names, Shape, how_many
 
 # What a config.json leaves out, as the class takes it.
 DEFAULTS = {
@@ -24,7 +24,7 @@ HARMLESS = (
 )
 
 
-def transformer_names(config: Config) -> Names:
+def transformer_names(config: ComponentConfig) -> Names:
     """FluxTransformer2DModel."""
     names = Names()
     head = config["attention_head_dim"]

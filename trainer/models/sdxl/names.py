@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from itertools import count
 
 from trainer.errors import UserError
-from trainer.models.names import Config, Names, Shape, each_level, how_many
+from trainer.models.names import ComponentConfig, Names, Shape, each_level, how_many
 
 # What a config.json leaves out, as the class takes it.
 DEFAULTS = {
@@ -43,7 +43,7 @@ HARMLESS = (
 )
 
 
-def unet_names(config: Config) -> Names:
+def unet_names(config: ComponentConfig) -> Names:
     """UNet2DConditionModel of SDXL."""
     names = Names()
     channels = list(config["block_out_channels"])

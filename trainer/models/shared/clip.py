@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from trainer.models.names import Config, Names, Shape, how_many
+from trainer.models.names import ComponentConfig, Names, Shape, how_many
 
 SHARED_INPUTS = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),)
 # What a config.json leaves out, as the classes take it.
@@ -24,7 +24,7 @@ def clip_ids(tokenizer: Any, captions: Sequence[str]) -> torch.Tensor:
     return encoded.input_ids
 
 
-def clip_names(config: Config) -> Names:
+def clip_names(config: ComponentConfig) -> Names:
     """CLIPTextModel: transformers' own names, with `text_model.` in front."""
     names = Names()
     width, hidden = config["hidden_size"], config["intermediate_size"]
@@ -45,7 +45,7 @@ def clip_names(config: Config) -> Names:
     return names
 
 
-def open_clip_names(config: Config) -> Names:
+def open_clip_names(config: ComponentConfig) -> Names:
     """CLIPTextModelWithProjection."""
     names = Names()
     width, hidden = config["hidden_size"], config["intermediate_size"]

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 
 from trainer.models.base import Component
-from trainer.models.names import Config, Names, Shape, how_many
+from trainer.models.names import ComponentConfig, Names, Shape, how_many
 
 # What a config.json leaves out, as the class takes it.
 DEFAULTS = {"block_out_channels": [64], "in_channels": 3, "latent_channels": 4, "layers_per_block": 1, "out_channels": 3}
 
 
-def vae_names(config: Config) -> Names:
+def vae_names(config: ComponentConfig) -> Names:
     names = Names()
     channels, latent = list(config["block_out_channels"]), config["latent_channels"]
     layers, top = config["layers_per_block"], len(channels) - 1
