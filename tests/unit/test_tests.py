@@ -59,6 +59,18 @@ def test_the_readme_lists_every_file_by_what_it_promises(folder: str) -> None:
     assert listed == sorted(path.name for path in (TESTS / folder).glob("test_*.py"))
 
 
+def test_the_readme_leads_from_every_other_room_to_its_tests() -> None:
+    text = (TESTS / "README.md").read_text(encoding="utf-8")
+    section = text.partition("## Rooms without tests in `unit/`")[2].partition("\n## ")[0]
+    listed = dict(re.findall(r"^\| `(\w+)` \| (\S.*) \|$", section, re.MULTILINE))
+    rooms = {path.stem for path in (ROOT / "trainer").iterdir() if not path.name.startswith("__")}
+    tested = {path.stem.removeprefix("test_") for path in (TESTS / "unit").iterdir()}
+    assert list(listed) == sorted(rooms - tested)
+    for room, tests in listed.items():
+        files = re.findall(r"`([^`]+)`", tests)
+        assert files and all((TESTS / file).is_file() for file in files), room
+
+
 def test_every_folder_of_tests_is_a_package() -> None:
     """Files of one name in two folders would else be one module."""
     without = {path.parent for path in TESTS.rglob("test_*.py") if not (path.parent / "__init__.py").is_file()}
