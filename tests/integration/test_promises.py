@@ -36,15 +36,13 @@ def test_a_dora_files_header_does_not_name_sd_scripts_own_module(dora: bool, mod
 
 
 def test_the_reading_path_is_short_and_leads_to_files() -> None:
-    """Its counts may age by a fifth."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    path = {name: int(lines) for name, lines in re.findall(r"^\| `(trainer/\S+)` \| .* \| (\d+) \|$", text, re.MULTILINE)}
-    assert {"trainer/run.py", "trainer/loop.py", "trainer/step.py", "trainer/adapters/dora.py"} <= path.keys()
-    for name, lines in path.items():
-        counted = len((ROOT / name).read_text(encoding="utf-8").splitlines())
-        assert abs(counted - lines) <= max(20, lines / 5), (name, counted)
-    assert re.search(rf"^\| all \| \| {sum(path.values())} \|$", text, re.MULTILINE)
-    assert sum(path.values()) <= 2600
+    path = re.findall(r"^\| `(trainer/\S+)` \| \S.* \|$", text.partition("\n## Where a line belongs")[0], re.MULTILINE)
+    assert {"trainer/run.py", "trainer/loop.py", "trainer/step.py", "trainer/adapters/dora.py"} <= set(path)
+    counted = sum(len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in path)
+    said = int(re.search(r"They have about (\d+) lines", text)[1])
+    assert abs(counted - said) <= 50, f"{counted} lines: CONTRIBUTING.md says {said}"
+    assert counted <= 2600
 
 
 def test_every_file_that_a_document_names_is_there() -> None:
