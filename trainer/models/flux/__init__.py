@@ -146,11 +146,10 @@ def keep_time_exact(transformer: nn.Module) -> None:
 def sample(model: Model, request: SampleRequest, conditioning: Conditioning, negative: Conditioning):
     from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 
-    pipeline = FluxPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler.from_config(dict(model.scheduler)),
-        vae=model.modules["vae"], transformer=model.modules["transformer"],
-        text_encoder=None, text_encoder_2=None, tokenizer=None, tokenizer_2=None,
-    )  # fmt: skip
+    scheduler = FlowMatchEulerDiscreteScheduler.from_config(dict(model.scheduler))
+    parts = {name: model.modules[name] for name in ("vae", "transformer")}
+    absent = dict.fromkeys(("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"))
+    pipeline = FluxPipeline(scheduler=scheduler, **parts, **absent)
     embedded = {"prompt_embeds": conditioning.sequence, "pooled_prompt_embeds": conditioning.pooled}
     return draw(pipeline, request, DEFAULT_GUIDANCE, **embedded)
 

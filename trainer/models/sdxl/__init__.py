@@ -120,10 +120,9 @@ def sample(model: Model, request: SampleRequest, conditioning: Conditioning, neg
         rescale_betas_zero_snr=zero_snr,
         timestep_spacing="trailing" if zero_snr else model.scheduler.get("timestep_spacing", "leading"),
     )
-    pipeline = StableDiffusionXLPipeline(
-        vae=model.modules["vae"], unet=model.modules["unet"], scheduler=scheduler,
-        text_encoder=None, text_encoder_2=None, tokenizer=None, tokenizer_2=None, add_watermarker=False,
-    )  # fmt: skip
+    parts = {name: model.modules[name] for name in ("vae", "unet")}
+    absent = dict.fromkeys(("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"))
+    pipeline = StableDiffusionXLPipeline(scheduler=scheduler, **parts, **absent, add_watermarker=False)
     embedded = {"prompt_embeds": conditioning.sequence, "pooled_prompt_embeds": conditioning.pooled}
     embedded |= {"negative_prompt_embeds": negative.sequence, "negative_pooled_prompt_embeds": negative.pooled}
     return draw(pipeline, request, DEFAULT_GUIDANCE, **embedded)
