@@ -103,13 +103,15 @@ def config(cell: Cell, model: Path, cache: Path) -> dict[str, Any]:
         "adapter.type": cell.kind, "adapter.rank": 4, "adapter.alpha": 2.0, "adapter.targets": "attention",
         "data.resolution": 64, "data.batch_size": 2, "data.flip": True, "data.caption_dropout": 0.3,
         "data.sources": [{"path": str(PHOTOS)}], "data.cache_dir": str(cache),
-        "optimizer.name": cell.optimizer, "optimizer.lr": 1e-2, "optimizer.min_8bit_size": 16,
+        "optimizer.name": cell.optimizer, "optimizer.lr": 1e-2,
         "schedule.name": "cosine", "schedule.warmup": 0.3,
         "checkpoint.every_steps": 1, "checkpoint.keep_last": STEPS,
         "validation.every_steps": 0, "logging.tensorboard": False,
     }  # fmt: skip
     if cell.family == "flux":
         settings["data.text_length"] = 32
+    if cell.optimizer == "adamw8bit":
+        settings["optimizer.min_8bit_size"] = 16
     tree: dict[str, Any] = {}
     for key, value in (settings | dict(cell.more)).items():
         *tables, leaf = key.split(".")
