@@ -118,10 +118,10 @@ def clip_tokenizer_files(merges: list[tuple[str, str]], pad_token: str) -> dict[
     }
 
 
-def t5_vocabulary(merges: list[tuple[str, str]]) -> list[tuple[str, float]]:
-    """Unigram pieces with log probabilities, in T5's order: special tokens, pieces, sentinels."""
+def t5_vocabulary(words: Sequence[str], merges: list[tuple[str, str]]) -> list[tuple[str, float]]:
+    """Unigram pieces with log probabilities, in T5's order: special tokens, words (the commoner first), pieces, sentinels."""
     pieces: dict[str, float] = {"<pad>": 0.0, "</s>": 0.0, "<unk>": 0.0, "▁": -2.0}
-    for i, word in enumerate(dict.fromkeys(CAPTION_WORDS.split())):
+    for i, word in enumerate(dict.fromkeys(words)):
         pieces.setdefault(f"▁{word}", round(-4.0 - math.log(i + 1), 4))
     for i, (left, right) in enumerate(merges):
         pieces.setdefault((left + right).removesuffix("</w>"), round(-6.0 - math.log(i + 1), 4))
@@ -131,8 +131,8 @@ def t5_vocabulary(merges: list[tuple[str, str]]) -> list[tuple[str, float]]:
     return list((pieces | sentinels).items())
 
 
-def t5_tokenizer_files(vocabulary: list[tuple[str, float]]) -> dict[str, str]:
-    """File name to text; the pipeline of steps is the one transformers builds for T5."""
+def t5_tokenizer_files(vocabulary: list[tuple[str, float]], length: int = 512) -> dict[str, str]:
+    """File name to text, for up to `length` tokens; the pipeline of steps is the one transformers builds for T5."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
     tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=2, byte_fallback=False))
@@ -150,7 +150,7 @@ def t5_tokenizer_files(vocabulary: list[tuple[str, float]]) -> dict[str, str]:
         **special,
         "additional_special_tokens": sentinels,
         "extra_ids": T5_SENTINELS,
-        "model_max_length": 512,
+        "model_max_length": length,
         "tokenizer_class": "T5Tokenizer",
     }
     return {
@@ -484,7 +484,7 @@ def make(size: str, family: str, layout: str, out: Path, seed: int, prediction: 
     if family == "sdxl":
         tokenizers["tokenizer_2"] = clip_tokenizer_files(merges, "!")
     else:
-        t5 = t5_vocabulary(own_merges)
+        t5 = t5_vocabulary(CAPTION_WORDS.split(), own_merges)
         tokenizers["tokenizer_2"] = t5_tokenizer_files(t5)
     if size == "tiny":
         clip_size = len(clip_vocabulary(merges))

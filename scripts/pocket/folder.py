@@ -1,0 +1,63 @@
+"""A trained pocket model as an ordinary diffusers folder in bf16."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKL
+
+from scripts.make_model import clip_tokenizer_files, to_json, write_texts
+from scripts.pocket import flux, sdxl, vae
+from trainer.models.tokenizers import END, embedded_merges
+
+PUBLISHED = Path(__file__).resolve().parents[2] / "trainer" / "models" / "published"
+
+
+def write_sdxl(out: Path, module: sdxl.Denoiser, autoencoder: AutoencoderKL, scale: float) -> None:
+    """The pipeline, without its card."""
+    vae_with_scale(autoencoder, quant_convs=True, scaling_factor=scale).to(torch.bfloat16).save_pretrained(out / "vae")
+    for name in ("unet", "text_encoder", "text_encoder_2"):
+        getattr(module, name).to(torch.bfloat16).save_pretrained(out / name)
+    merges = list(embedded_merges())
+    texts = {f"tokenizer/{name}": text for name, text in clip_tokenizer_files(merges, END).items()}
+    texts |= {f"tokenizer_2/{name}": text for name, text in clip_tokenizer_files(merges, "!").items()}
+    texts["scheduler/scheduler_config.json"] = to_json({"_class_name": "EulerDiscreteScheduler", **sdxl.SCHEDULER})
+    texts["model_index.json"] = (PUBLISHED / "sdxl" / "model_index.json").read_text()
+    write_texts(out, texts)
+
+
+def write_flux(out: Path, module: flux.Denoiser, autoencoder: AutoencoderKL, scale: float, shift: float) -> None:
+    """The pipeline, without its card."""
+    copy = vae_with_scale(autoencoder, quant_convs=False, scaling_factor=scale, shift_factor=shift)
+    copy.to(torch.bfloat16).save_pretrained(out / "vae")
+    for name in ("transformer", "text_encoder", "text_encoder_2"):
+        getattr(module, name).to(torch.bfloat16).save_pretrained(out / name)
+    texts = {f"tokenizer/{name}": text for name, text in clip_tokenizer_files(list(embedded_merges()), END).items()}
+    texts |= {f"tokenizer_2/{name}": text for name, text in flux.t5_files().items()}
+    texts["scheduler/scheduler_config.json"] = to_json({"_class_name": "FlowMatchEulerDiscreteScheduler", **flux.SCHEDULER})
+    texts["model_index.json"] = (PUBLISHED / "flux-dev" / "model_index.json").read_text()
+    write_texts(out, texts)
+
+
+def vae_with_scale(autoencoder: AutoencoderKL, *, quant_convs: bool, **factors: float) -> AutoencoderKL:
+    """The same autoencoder, as a family wants it: SDXL's has two 1 x 1 convolutions more, which change nothing here."""
+    config = {**vae.CONFIG, "use_quant_conv": quant_convs, "use_post_quant_conv": quant_convs, **factors}
+    copy = AutoencoderKL(**config)
+    weights = dict(autoencoder.state_dict())
+    if quant_convs:
+        for name, width in (("quant_conv", 2 * vae.LATENTS), ("post_quant_conv", vae.LATENTS)):
+            weights[f"{name}.weight"] = torch.eye(width)[:, :, None, None]
+            weights[f"{name}.bias"] = torch.zeros(width)
+    copy.load_state_dict(weights)
+    return copy
+
+
+def size(folder: Path) -> int:
+    """Bytes."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def read_json(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))

@@ -1,0 +1,114 @@
+"""Make the pocket models, from icons on npm to diffusers folders. Every step goes on from where it was killed.
+
+    python -m scripts.pocket.make --work DIR icons examples vae sdxl sdxl-folder flux flux-guided flux-folder
+
+Needs npm and, beside the trainer, `pip install -e .[pocket]`.
+
+--seconds N: stop each training after N seconds; the next start goes on. --steps N: in place of each training's own length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from scripts.pocket import data, examples, flux, folder, icons, sdxl, training, vae
+
+STEPS = {"vae": 6_500, "sdxl": 24_000, "flux": 20_000, "flux-guided": 5_000}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="+", choices=list(PARTS), metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--work", type=Path, required=True, help="what is made on the way")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=math.inf)
+    parser.add_argument("--steps", type=int)
+    asked = parser.parse_args(arguments)
+    asked.work.mkdir(parents=True, exist_ok=True)
+    for part in asked.parts:
+        print(f"{part} ...", flush=True)
+        PARTS[part](asked)
+    return 0
+
+
+def make_icons(asked: argparse.Namespace) -> None:
+    icons.fetch(asked.work / "packages")
+    icons.render_all(asked.work / "packages", asked.work / "icons.safetensors")
+
+
+def train_vae(asked: argparse.Namespace) -> None:
+    drawn = data.pictures(asked.work / "icons.safetensors")
+    steps = asked.steps or STEPS["vae"]
+    vae.train(drawn, asked.work / "vae.safetensors", seed=asked.seed, steps=steps, seconds=asked.seconds)
+
+
+def autoencoder(asked: argparse.Namespace):
+    return training.load_average(vae.build(asked.seed), asked.work / "vae.safetensors")
+
+
+def latent_factors(asked: argparse.Namespace) -> tuple[float, float]:
+    """(scale, shift) of all icons that the models see."""
+    drawn = torch.cat(list(data.pictures(asked.work / "icons.safetensors").values()))
+    return data.scale_and_shift(data.encode(autoencoder(asked), icons.on_white(drawn)))
+
+
+def examples_with(asked: argparse.Namespace, *, scale: float, shift: float) -> data.Examples:
+    return data.examples(autoencoder(asked), asked.work / "icons.safetensors", scale=scale, shift=shift)
+
+
+def train_sdxl(asked: argparse.Namespace) -> None:
+    scale, _ = latent_factors(asked)  # SDXL's convention has no shift
+    shown = examples_with(asked, scale=scale, shift=0.0)
+    steps = asked.steps or STEPS["sdxl"]
+    sdxl.train(shown, asked.work / "sdxl.safetensors", seed=asked.seed, steps=steps, seconds=asked.seconds)
+
+
+def write_sdxl(asked: argparse.Namespace) -> None:
+    module = training.load_average(sdxl.build(asked.seed), asked.work / "sdxl.safetensors")
+    folder.write_sdxl(asked.work / "pocket_sdxl", module, autoencoder(asked), latent_factors(asked)[0])
+
+
+def train_flux(asked: argparse.Namespace) -> None:
+    scale, shift = latent_factors(asked)
+    shown = examples_with(asked, scale=scale, shift=shift)
+    steps = asked.steps or STEPS["flux"]
+    flux.train(shown, asked.work / "flux.safetensors", seed=asked.seed, steps=steps, seconds=asked.seconds)
+
+
+def distil_flux(asked: argparse.Namespace) -> None:
+    scale, shift = latent_factors(asked)
+    shown = examples_with(asked, scale=scale, shift=shift)
+    first, second = asked.work / "flux.safetensors", asked.work / "flux-guided.safetensors"
+    steps = asked.steps or STEPS["flux-guided"]
+    flux.distil(shown, first, second, seed=asked.seed, steps=steps, seconds=asked.seconds)
+
+
+def write_flux(asked: argparse.Namespace) -> None:
+    module = training.load_average(flux.build(asked.seed), asked.work / "flux-guided.safetensors")
+    folder.write_flux(asked.work / "pocket_flux", module, autoencoder(asked), *latent_factors(asked))
+
+
+def write_examples(asked: argparse.Namespace) -> None:
+    examples.write(load_file(asked.work / "icons.safetensors"), asked.work / "examples")
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "icons": make_icons,
+    "examples": write_examples,
+    "vae": train_vae,
+    "sdxl": train_sdxl,
+    "sdxl-folder": write_sdxl,
+    "flux": train_flux,
+    "flux-guided": distil_flux,
+    "flux-folder": write_flux,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
