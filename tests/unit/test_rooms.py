@@ -86,7 +86,7 @@ LOW_DTYPES = {
 }  # fmt: skip
 DTYPES_IN = (
     "precision.py", "storage.py", "quantization/*", "kernels/*", "tensorfile.py",
-    "config.py", "config/*",  # the words that a user may write
+    "config.py", "config/*", "choices.py",  # the words that a user may write
     "models/weight_sets.py",  # the words that the hub's file names have
 )  # fmt: skip
 
