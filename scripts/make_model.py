@@ -326,12 +326,35 @@ def random_weights(component: str, class_name: str, config: Mapping[str, Any], d
         return _latents_scaled(name, tiled(drawn, shape), config)
 
     tables = {c.class_name: c.names for family in FAMILIES.values() for c in family.components if c.names}
-    shapes = tables[class_name](config).shapes if class_name in tables else t5_shapes(config)
+    by_hand = clip_shapes if class_name == "CLIPTextModel" else t5_shapes
+    shapes = tables[class_name](config).shapes if class_name in tables else by_hand(config)
     return {name: Recipe(dtype, shape, partial(make, name, shape)) for name, shape in shapes.items()}
 
 
+def clip_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of CLIPTextModel: the program asks the module itself, which takes long to import."""
+    width, hidden = config["hidden_size"], config["intermediate_size"]
+    layer = {f"self_attn.{name}_proj": (width, width) for name in ("q", "k", "v", "out")}
+    layer |= {"layer_norm1": (width,), "mlp.fc1": (hidden, width), "mlp.fc2": (width, hidden), "layer_norm2": (width,)}
+    layers = {
+        f"encoder.layers.{i}.{name}": shape for i in range(config["num_hidden_layers"]) for name, shape in layer.items()
+    }
+    shapes = {
+        "embeddings.token_embedding.weight": (config["vocab_size"], width),
+        "embeddings.position_embedding.weight": (config["max_position_embeddings"], width),
+    }
+    for name, shape in (layers | {"final_layer_norm": (width,)}).items():
+        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    return shapes
+
+
+def inner(weights: Mapping[str, Recipe]) -> dict[str, Recipe]:
+    """CLIPTextModel's as the published files name them: with its inner `text_model.`."""
+    return {f"text_model.{name}": recipe for name, recipe in weights.items()}
+
+
 def t5_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Of T5EncoderModel, gated: the program asks the module itself, which takes long to import."""
+    """Of T5EncoderModel, gated: the program asks the module itself here, too."""
     width, inner, hidden = config["d_model"], config["num_heads"] * config["d_kv"], config["d_ff"]
     layer = {f"0.SelfAttention.{name}": (inner, width) for name in "qkv"} | {"0.SelfAttention.o": (width, inner)}
     layer |= {f"1.DenseReluDense.{name}": (hidden, width) for name in ("wi_0", "wi_1")}
@@ -408,8 +431,11 @@ def sdxl_single_file(
     """Every component under its original names, with the tensors beside the weights that real files have."""
     tensors: dict[str, torch.Tensor | Recipe] = {}
     for component in FAMILIES["sdxl"].components:
-        name, links = component.name, component.names(configs[component.name]).links
-        tensors |= original_tensors(links, component.prefixes[0], weights[name])
+        name, prefix = component.name, component.prefixes[0]
+        if component.names is None:
+            tensors |= {f"{prefix}{own}": recipe for own, recipe in inner(weights[name]).items()}
+        else:
+            tensors |= original_tensors(component.names(configs[name]).links, prefix, weights[name])
     embedders = "conditioner.embedders"
     tensors[f"{embedders}.0.transformer.text_model.embeddings.position_ids"] = torch.arange(77)[None]
     tensors[f"{embedders}.1.model.logit_scale"] = torch.tensor(math.log(100.0))
@@ -424,9 +450,8 @@ def file_name(component: str) -> str:
 
 
 def write_component(folder: Path, component: str, class_name: str, weights: Mapping[str, Recipe]) -> None:
-    """In the names of the published folders, whose CLIPTextModel still has its inner `text_model.`."""
-    if class_name == "CLIPTextModel":
-        weights = {f"text_model.{name}": recipe for name, recipe in weights.items()}
+    """In the names of the published folders."""
+    weights = inner(weights) if class_name == "CLIPTextModel" else weights
     path = folder / file_name(component)
     shards: list[dict[str, Recipe]] = [{}]
     room = SHARD_BYTES

@@ -26,6 +26,8 @@ PUBLISHED = ROOT / "trainer" / "models" / "published"
 # By class; of those that both families have, the one with a table.
 COMPONENTS = {c.class_name: c for c in (*FAMILIES["flux"].components, *FAMILIES["sdxl"].components)}
 LINKS = {name: lambda config, names=c.names: names(config).links for name, c in COMPONENTS.items() if c.names}
+# Files have the class's own names, with its inner `text_model.`.
+LINKS["CLIPTextModel"] = lambda config: [Link(f"text_model.{name}", (name,)) for name in maker.clip_shapes(config)]
 DEFAULTS = {name: c.defaults for name, c in COMPONENTS.items() if c.defaults}
 PREFIXES = {c.name: c.prefixes for c in FAMILIES["sdxl"].components}
 COUNTS = {

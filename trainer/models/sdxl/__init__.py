@@ -161,7 +161,7 @@ FAMILY = Family(
         ),
         Component(
             "text_encoder", "transformers", "CLIPTextModel", "text_encoder",
-            names=clip.clip_names, defaults=clip.CLIP_DEFAULTS, infer=clip.infer_clip,
+            defaults=clip.CLIP_DEFAULTS, infer=clip.infer_clip,
             prefixes=("conditioner.embedders.0.transformer.",),
         ),
         Component(

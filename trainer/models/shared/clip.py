@@ -24,27 +24,6 @@ def clip_ids(tokenizer: Any, captions: Sequence[str]) -> torch.Tensor:
     return encoded.input_ids
 
 
-def clip_names(config: ComponentConfig) -> Names:
-    """CLIPTextModel: transformers' own names, with `text_model.` in front."""
-    names = Names()
-    width, hidden = config["hidden_size"], config["intermediate_size"]
-
-    def same(name: str, shape: Shape, bias: bool = True) -> None:
-        names.layer(f"text_model.{name}", name, shape, bias)
-
-    same("embeddings.token_embedding", (config["vocab_size"], width), bias=False)
-    same("embeddings.position_embedding", (config["max_position_embeddings"], width), bias=False)
-    for layer in (f"encoder.layers.{i}" for i in range(config["num_hidden_layers"])):
-        for projection in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            same(f"{layer}.self_attn.{projection}", (width, width))
-        same(f"{layer}.layer_norm1", (width,))
-        same(f"{layer}.mlp.fc1", (hidden, width))
-        same(f"{layer}.mlp.fc2", (width, hidden))
-        same(f"{layer}.layer_norm2", (width,))
-    same("final_layer_norm", (width,))
-    return names
-
-
 def open_clip_names(config: ComponentConfig) -> Names:
     """CLIPTextModelWithProjection."""
     names = Names()
