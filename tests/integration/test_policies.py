@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import multiprocessing
 import os
 import signal
 import threading
@@ -442,6 +443,7 @@ def test_what_a_worker_meets_with_is_told_in_plain_words(bench: Workbench, monke
 
     monkeypatch.setattr(loader.Reader, "__getitem__", broken)
     assert start(bench, tree(bench, data__num_workers=1)) == 6
+    assert not multiprocessing.active_children(), "the program would wait for it without end"
     said = capfd.readouterr().err
     assert "error: cache entry" in said and "is missing or damaged" in said and "Traceback" not in said
     assert store.steps(bench.tmp / "out" / "checkpoints") == [4], "two epochs were trained, and are kept"

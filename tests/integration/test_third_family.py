@@ -129,5 +129,5 @@ def test_what_a_module_makes_itself_is_there(third: Workbench, folder: Path) -> 
 def test_a_key_of_other_families_is_refused(third: Workbench, folder: Path, capsys, key: str, value: float) -> None:
     assert run(third, tree(third, folder, "out", **{key: value})) == 2
     message = capsys.readouterr().err
-    assert f"{key.replace('__', '.')} = {value!r}: third has no " in message and "leave it out" in message
+    assert f"{key.replace('__', '.')} = {value!r} has no effect on third; " in message and "leave it out" in message
     assert not (third.tmp / "out").exists()

@@ -7,6 +7,7 @@ import itertools
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
@@ -111,12 +112,17 @@ def _next(batches: Iterator[Batch]) -> Batch:
     """Raises DataError in plain words for what the loader wraps in a worker's traceback, and for a worker that died."""
     try:
         return next(batches)
-    except DataError as error:
-        raise DataError(str(error).splitlines()[-1].partition(": ")[2]) from None
     except RuntimeError as error:
-        if not str(error).startswith("DataLoader worker"):
+        if isinstance(error, DataError):
+            said = str(error).splitlines()[-1].partition(": ")[2]
+        elif str(error).startswith("DataLoader worker"):
+            said = f"{error}; if memory ran out, a lower data.num_workers needs less"
+        else:
             raise
-        raise DataError(f"{error}; if memory ran out, a lower data.num_workers needs less") from error
+        # The frames would keep the loader, and so its workers: they ignore signals, and the program waits for their end.
+        del batches
+        traceback.clear_frames(error.__traceback__)
+        raise DataError(said) from None
 
 
 def _start_worker(worker: int) -> None:
