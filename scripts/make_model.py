@@ -37,9 +37,10 @@ sys.path.insert(0, str(ROOT))
 
 from trainer.errors import UserError  # noqa: E402
 from trainer.models import FAMILIES  # noqa: E402
-from trainer.models.names import Link, join_parts  # noqa: E402
+from trainer.models.names import join_parts  # noqa: E402
 from trainer.models.tokenizers import END, START, clip_vocabulary, embedded_merges  # noqa: E402
 from trainer.tensorfile import Recipe, write_tensors  # noqa: E402
+from trainer.types import Link  # noqa: E402
 
 PUBLISHED = ROOT / "trainer" / "models" / "published"
 MERGES = 1000

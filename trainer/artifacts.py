@@ -1,7 +1,5 @@
 """What a run leaves for people: samples, adapter files, the "did it take?" table and the report."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

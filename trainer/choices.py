@@ -1,7 +1,5 @@
 """The config keys that not every run reads: one that is set and not read is refused, for it would be ignored."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import reduce
 from typing import Any

@@ -3,8 +3,6 @@
 0 done; 2 user error; 4 non-finite values; 5 out of memory; 6 storage; 143 / 130 / 129 after SIGTERM / SIGINT / SIGHUP.
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import gc

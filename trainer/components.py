@@ -1,7 +1,5 @@
 """The loaded parts of the model: the one place that loads them, encodes with them, and lets them go."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Collection
 from functools import partial

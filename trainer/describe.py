@@ -1,7 +1,5 @@
 """How a plan is printed: at the start of a run, and by --plan."""
 
-from __future__ import annotations
-
 from collections import Counter
 from math import prod
 

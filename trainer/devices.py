@@ -1,7 +1,5 @@
 """Where a run computes: the device of this process, and the processes beside it."""
 
-from __future__ import annotations
-
 import os
 
 import torch

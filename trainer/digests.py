@@ -1,7 +1,5 @@
 """SHA-256 of large files, remembered: a model's files are hashed at every start, and T5 alone has ten gigabytes."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

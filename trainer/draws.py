@@ -7,8 +7,6 @@ Purposes in use: "order", "flip", "caption_dropout", "timestep", "noise", "init"
 training image has the key (epoch, sample, repeat); "init" has the module's name.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 

@@ -1,7 +1,5 @@
 """Photos and captions become latents and conditioning, once: into the cache, before the first step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from trainer.components import Components

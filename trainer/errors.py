@@ -1,7 +1,5 @@
 """How a run can fail, and the exit status that tells it. Imports next to nothing, so that the command line starts at once."""
 
-from __future__ import annotations
-
 import errno
 import signal
 

@@ -1,7 +1,5 @@
 """Every path under a run's output folder, by name. docs/resume.md shows the tree."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The steps of a run, and what is due between two of them. Knows no config and no model family."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What makes a run fit: gradient checkpointing; and how it looks when it does not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase

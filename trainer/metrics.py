@@ -1,7 +1,5 @@
 """metrics.jsonl, TensorBoard and the progress of the training."""
 
-from __future__ import annotations
-
 import json
 import os
 from contextlib import ExitStack

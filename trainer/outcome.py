@@ -1,7 +1,5 @@
 """Did it take? What the adapter changed, by block, after training."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

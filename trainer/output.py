@@ -1,7 +1,5 @@
 """Taking hold of a run's output folder."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What was probably meant by a name, or by a pattern of layer names (fnmatch on the whole dotted name, case-sensitive)."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Collection, Sequence

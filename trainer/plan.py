@@ -1,7 +1,5 @@
 """What a run resolves before it reads a weight: components, targets, data, length. Printed at the start and by --plan."""
 
-from __future__ import annotations
-
 import difflib
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase

@@ -1,7 +1,5 @@
 """What a run does about a value that is not finite, and about too little memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal

@@ -5,8 +5,6 @@ ask the group's store now and then. So nobody's time-out counts that work, signa
 fails alone takes the others with it, with its exit status.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import time

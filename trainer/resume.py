@@ -1,7 +1,5 @@
 """Where a run starts, and what must not have changed since it stopped. The table for people is in docs/resume.md."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Collection, Mapping

@@ -3,8 +3,6 @@
 config -> model family -> quantise -> adapters -> data -> step -> checkpoint -> adapter files
 """
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """When the present state becomes a checkpoint, and what comes of one that could not be written."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """One optimizer step: micro-batches, backward, unscale, clip, update. Knows no model, no schedule of saves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass

@@ -1,7 +1,5 @@
 """What each component of the model is stored as, and what it computes in, from the config and the model's files."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase

@@ -4,8 +4,6 @@ Who reads it may leave: a terminal closes, the other end of a pipe stops. The ru
 lost.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

@@ -3,8 +3,6 @@
 Sizes given to PIL are (width, height); what the model is told (Placement) is (height, width), as SDXL defines it.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

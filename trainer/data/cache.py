@@ -4,8 +4,6 @@ A changed photo, caption, preprocessing or encoder has another key, so a stale e
 holds a SHA-256 of its tensors and metadata: a damaged file counts as missing and is made again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Captions: what is missing, empty or too long, and which are dropped in training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 

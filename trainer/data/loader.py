@@ -1,7 +1,5 @@
 """From occurrences to batches: reads the cache and applies the draws that belong to data (flip, caption dropout)."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import signal

@@ -4,8 +4,6 @@ The order of the samples depends neither on batch size nor on the number of proc
 steps count from 0 here.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -4,8 +4,6 @@ Whatever is wrong with any of them is reported at once, so that no run meets a b
 left out or replaced silently. Embedded colour profiles are not applied.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import io

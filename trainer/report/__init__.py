@@ -4,8 +4,6 @@ The page loads nothing from anywhere (its own content security policy forbids it
 mailed or printed. Light to import: PIL is imported when a page is written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """before_after.png: a row for every sample: before training, at its end, and the truth where it is known."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from pathlib import Path

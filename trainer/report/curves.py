@@ -4,8 +4,6 @@ A chart never holds more than POINTS * 2 raw points, however long the run was: e
 and its highest value, so a spike stays visible after thinning.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

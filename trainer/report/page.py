@@ -1,7 +1,5 @@
 """The page itself: HTML around page.css, no script. Every text from elsewhere passes through `escape`."""
 
-from __future__ import annotations
-
 import math
 import re
 import statistics

@@ -1,7 +1,5 @@
 """The validation images of a run, ready to embed: one row for what was asked (prompt, size, seed...), one column a step."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json
