@@ -87,6 +87,7 @@ class Run:
     reader: loader.Reader
     adapter: Adapter
     norms: Norms
+    optimizer: optim.OptimizerState
     step: Step
     non_finite: NonFinite
 
@@ -111,7 +112,7 @@ class Run:
         )
 
     def artifacts(self) -> Artifacts:
-        evaluating = partial(self.pieces["optimizer"].evaluating, self.adapter.mark_stale)
+        evaluating = partial(self.optimizer.evaluating, self.adapter.mark_stale)
         return Artifacts(self.components, self.reader, self.adapter, self.norms, self.progress, self.layout, evaluating)
 
 
@@ -156,7 +157,7 @@ def build(config: Config, source: ModelSource, peers: Processes, *, resume_from:
     reader = encode(components, Cache(cache_dir), on_non_finite=non_finite.entry)
     load_trained(components, pieces)
     adapter, norms = build_adapter(plan, components, pieces)
-    step = build_step(components, adapter, pieces, progress)
+    optimizer, step = build_step(components, adapter, pieces, progress)
     pieces.complete()
     if adapter.dora:
         # They would be made in the first step, which a stop has to wait for.
@@ -174,6 +175,7 @@ def build(config: Config, source: ModelSource, peers: Processes, *, resume_from:
         reader=reader,
         adapter=adapter,
         norms=norms,
+        optimizer=optimizer,
         step=step,
         non_finite=non_finite,
     )
@@ -232,8 +234,10 @@ def build_adapter(plan: Plan, components: Components, pieces: Pieces) -> tuple[A
     return adapter, norms
 
 
-def build_step(components: Components, adapter: Adapter, pieces: Pieces, progress: Progress) -> Step:
-    """The step with its optimizer, schedule and loss scaler, which are entered as pieces."""
+def build_step(
+    components: Components, adapter: Adapter, pieces: Pieces, progress: Progress
+) -> tuple[optim.OptimizerState, Step]:
+    """(the optimizer's state, the step): the optimizer, its schedule and the loss scaler are entered as pieces."""
     plan, family, model, peers = components.plan, components.family, components.model, components.processes
     config, seed, dropout = plan.config, plan.config.run.seed, adapter.dropout(plan.config.run.seed)
     optimizer = optim.build_optimizer(
@@ -255,7 +259,7 @@ def build_step(components: Components, adapter: Adapter, pieces: Pieces, progres
         initial_scale=config.precision.loss_scale,
         growth_interval=config.precision.loss_scale_growth_interval,
     )
-    pieces.enter("optimizer", optim.OptimizerState(optimizer, config.optimizer.name))
+    state = pieces.enter("optimizer", optim.OptimizerState(optimizer, config.optimizer.name))
     pieces.enter("schedule", optim.ScheduleState(schedule))
     pieces.enter("scaler", precision.ScalerState(scaler))
 
@@ -270,7 +274,7 @@ def build_step(components: Components, adapter: Adapter, pieces: Pieces, progres
             device=peers.device,
         )
 
-    return Step(
+    step = Step(
         losses=losses,
         optimizer=optimizer,
         schedule=schedule,
@@ -281,6 +285,7 @@ def build_step(components: Components, adapter: Adapter, pieces: Pieces, progres
         # By the micro-batch's place in the update, whichever process has it.
         dropout=lambda step, index: dropout(step, index * peers.count + peers.rank),
     )
+    return state, step
 
 
 # --- output, loop, end ------------------------------------------------------------------------------------------------
@@ -309,7 +314,7 @@ def make_loop(run: Run, signals: Signals) -> Loop:
         pieces=run.pieces,
         saver=saver,
         progress=progress,
-        is_finite=run.pieces["optimizer"].is_finite,
+        is_finite=run.optimizer.is_finite,
         lr=config.optimizer.lr,
         on_failure=config.checkpoint.on_failure,
         processes=peers,

@@ -18,8 +18,8 @@ PUBLISHED = Path(__file__).resolve().parents[2] / "trainer" / "models" / "publis
 def write_sdxl(out: Path, module: sdxl.Denoiser, autoencoder: AutoencoderKL, scale: float) -> None:
     """The pipeline, without its card."""
     vae_with_scale(autoencoder, quant_convs=True, scaling_factor=scale).to(torch.bfloat16).save_pretrained(out / "vae")
-    for name in ("unet", "text_encoder", "text_encoder_2"):
-        getattr(module, name).to(torch.bfloat16).save_pretrained(out / name)
+    module.unet.to(torch.bfloat16).save_pretrained(out / "unet")
+    write_text_encoders(out, module)
     merges = list(embedded_merges())
     texts = {f"tokenizer/{name}": text for name, text in clip_tokenizer_files(merges, END).items()}
     texts |= {f"tokenizer_2/{name}": text for name, text in clip_tokenizer_files(merges, "!").items()}
@@ -32,13 +32,21 @@ def write_flux(out: Path, module: flux.Denoiser, autoencoder: AutoencoderKL, sca
     """The pipeline, without its card."""
     copy = vae_with_scale(autoencoder, quant_convs=False, scaling_factor=scale, shift_factor=shift)
     copy.to(torch.bfloat16).save_pretrained(out / "vae")
-    for name in ("transformer", "text_encoder", "text_encoder_2"):
-        getattr(module, name).to(torch.bfloat16).save_pretrained(out / name)
+    module.transformer.to(torch.bfloat16).save_pretrained(out / "transformer")
+    write_text_encoders(out, module)
     texts = {f"tokenizer/{name}": text for name, text in clip_tokenizer_files(list(embedded_merges()), END).items()}
     texts |= {f"tokenizer_2/{name}": text for name, text in flux.t5_files().items()}
     texts["scheduler/scheduler_config.json"] = to_json({"_class_name": "FlowMatchEulerDiscreteScheduler", **flux.SCHEDULER})
     texts["model_index.json"] = (PUBLISHED / "flux-dev" / "model_index.json").read_text()
     write_texts(out, texts)
+
+
+def write_text_encoders(out: Path, module: sdxl.Denoiser | flux.Denoiser) -> None:
+    """In bf16, to be loaded as fp32: where nobody says a dtype, transformers takes the file's and diffusers fp32."""
+    for name in ("text_encoder", "text_encoder_2"):
+        getattr(module, name).to(torch.bfloat16).save_pretrained(out / name)
+        config = read_json(out / name / "config.json")
+        write_texts(out / name, {"config.json": to_json(config | {"dtype": "float32"})})
 
 
 def vae_with_scale(autoencoder: AutoencoderKL, *, quant_convs: bool, **factors: float) -> AutoencoderKL:
@@ -52,11 +60,6 @@ def vae_with_scale(autoencoder: AutoencoderKL, *, quant_convs: bool, **factors: 
             weights[f"{name}.bias"] = torch.zeros(width)
     copy.load_state_dict(weights)
     return copy
-
-
-def size(folder: Path) -> int:
-    """Bytes."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def read_json(path: Path) -> dict:

@@ -16,9 +16,6 @@ class Pieces:
         self.census = census
         self._saved, self._providers = saved, dict[str, Provider]()
 
-    def __getitem__(self, name: str) -> Provider:
-        return self._providers[name]
-
     def enter(self, name: str, provider: P) -> P:
         """Have `provider` saved from now on, restored first where the run is resumed. Returns it.
 
