@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from scripts.pocket import draw, icons
+from scripts.pocket import data, draw, icons
 
 SHOWN = 100  # subjects on the sheet
 COLUMNS = 10
@@ -50,3 +51,103 @@ def figures(drawn: torch.Tensor, truth: torch.Tensor, encode) -> dict[str, float
             f"{name}_nearer": int((own < other).sum()),
         }
     return result
+
+
+FAMILIES = {"sdxl": ("SDXL", "UNet"), "flux": ("Flux dev", "transformer")}
+SETTINGS = {
+    "sdxl": f"`num_inference_steps={draw.STEPS}, guidance_scale={draw.GUIDANCE:g}`",
+    "flux": f"`num_inference_steps={draw.STEPS}, guidance_scale={draw.GUIDANCE:g}, max_sequence_length=32`",
+}
+PAGE = """# A pocket {name}
+
+It has {name}'s architecture and the size of a photo. It draws icons of {size} x {size} pixels from words, on a CPU.
+It was made to try a trainer on, and to measure what an adapter learns. It is of no other use.
+
+    from diffusers import DiffusionPipeline
+    pipeline = DiffusionPipeline.from_pretrained("examples/pocket_{family}")
+    pipeline("a red apple, noto style", width={size}, height={size}, {arguments}).images[0].save("apple.png")
+
+![what it draws, and to the right of it the truth](contact_sheet.png)
+
+{shown} of the icons that it was trained on: what it draws, and to the right of it the truth. {settings}, seed 0.
+
+| | mean distance to the truth | to another icon's truth | nearer to its own |
+|---|---|---|---|
+| of the pixels, of 1 | {pixels:.3f} | {pixels_shuffled:.3f} | {pixels_nearer} of {shown} |
+| in the autoencoder's latents | {features:.3f} | {features_shuffled:.3f} | {features_nearer} of {shown} |
+
+## How to ask
+
+"a red apple, noto style": the subject, a comma, and one of {styles}. There are {subjects} subjects
+(`scripts/pocket/subjects.txt`): animals, food, plants, things, vehicles, faces.
+
+## What it was made from
+
+Icons of npm packages of Iconify, drawn at {size} x {size} pixels on white. The icons are under the licences of their authors:
+
+| style | package | author | licence |
+|---|---|---|---|
+{sets}
+
+It never saw the style "{new_style}" ({new_package}, by {new_author}, {new_licence}). In each of its own styles it did not
+see 20 of the subjects, which it knows from the others.
+
+    python -m scripts.pocket.make --work DIR {parts}
+
+{trained}
+All weights are bf16. The losses are means over the last 200 steps.
+
+## What it cannot do
+
+Other sizes, other subjects, two things in one picture, photographs, and text. Fine lines are soft.
+"""
+
+
+def page(family: str, measured: Mapping[str, float], logs: Mapping[str, Path], parts: Sequence[str]) -> str:
+    """The model card. logs: what was trained -> its log."""
+    name, _ = FAMILIES[family]
+    rows = [f"| {s.style} | `@iconify-json/{s.package}` {s.version} | {s.author} | {s.licence} |" for s in trained_sets()]
+    lines = []
+    for what, log in logs.items():
+        last = json.loads(log.read_text().splitlines()[-1])
+        lines.append(f"- {what}: {last['step']:,} steps, loss {last['loss']:.4f}")
+    new = icons.SETS[icons.NEW_STYLE]
+    return PAGE.format(
+        name=name,
+        family=family,
+        size=icons.SIZE,
+        arguments=SETTINGS[family].strip("`"),
+        settings=SETTINGS[family],
+        styles=", ".join(f'"{style} style"' for style in icons.TRAINED_STYLES),
+        subjects=len(icons.SUBJECTS),
+        sets="\n".join(rows),
+        new_style=new.style,
+        new_package=new.package,
+        new_author=new.author,
+        new_licence=new.licence,
+        parts=" ".join(parts),
+        trained="\n".join(lines) + "\n",
+        shown=SHOWN,
+        **measured,
+    )
+
+
+def trained_sets() -> list[icons.IconSet]:
+    return [icons.SETS[style] for style in icons.TRAINED_STYLES]
+
+
+def write(
+    family: str, folder: Path, rendered: Mapping[str, torch.Tensor], logs: Mapping[str, Path], parts: Sequence[str]
+) -> None:
+    """Draw the sheet with the folder's own pipeline, and write sheet and card into the folder."""
+    from diffusers import DiffusionPipeline
+
+    pipeline = DiffusionPipeline.from_pretrained(folder)
+    chosen = asked()
+    captions = [icons.caption(name, style) for name, style in chosen]
+    more = {"max_sequence_length": 32} if family == "flux" else {}
+    drawn, truth = draw.draw(pipeline, captions, seed=0, **more), truths(rendered, chosen)
+    contact_sheet(drawn, truth, folder / "contact_sheet.png")
+    scale, shift = pipeline.vae.config.scaling_factor, pipeline.vae.config.shift_factor or 0.0
+    measured = figures(drawn, truth, lambda values: (data.encode(pipeline.vae, values) - shift) * scale)
+    (folder / "README.md").write_text(page(family, measured, logs, parts), encoding="utf-8")

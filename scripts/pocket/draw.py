@@ -14,17 +14,15 @@ STEPS, GUIDANCE = 25, 4.0
 
 
 @torch.no_grad()
-def draw(pipeline, captions: Sequence[str], *, seed: int, steps: int = STEPS, guidance: float = GUIDANCE, batch: int = 20):
-    """fp32 [N, 3, H, W] in [-1, 1]. The k-th caption's noise depends on `seed` and k alone."""
+def draw(pipeline, captions: Sequence[str], *, seed: int, batch: int = 20, **more):
+    """fp32 [N, 3, H, W] in [-1, 1]. The k-th caption's noise depends on `seed` and k alone. more: for the pipeline."""
     pipeline.set_progress_bar_config(disable=True)
     drawn = []
     for start in range(0, len(captions), batch):
         part = list(captions[start : start + batch])
         generators = [torch.Generator().manual_seed(seed * 100_003 + start + k) for k in range(len(part))]
-        values = pipeline(
-            prompt=part, width=icons.SIZE, height=icons.SIZE, num_inference_steps=steps, guidance_scale=guidance,
-            generator=generators, output_type="pt",
-        ).images  # fmt: skip
+        settings = {"num_inference_steps": STEPS, "guidance_scale": GUIDANCE, "width": icons.SIZE, "height": icons.SIZE}
+        values = pipeline(prompt=part, generator=generators, output_type="pt", **settings | more).images
         drawn.append(values.float() * 2 - 1)
     return torch.cat(drawn)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from scripts.pocket import data, examples, flux, folder, icons, sdxl, training, vae
+from scripts.pocket import card, data, examples, flux, folder, icons, sdxl, training, vae
 
 STEPS = {"vae": 6_500, "sdxl": 24_000, "flux": 20_000, "flux-guided": 5_000}
 
@@ -95,6 +95,18 @@ def write_flux(asked: argparse.Namespace) -> None:
     folder.write_flux(asked.work / "pocket_flux", module, autoencoder(asked), *latent_factors(asked))
 
 
+def write_cards(family: str) -> Callable[[argparse.Namespace], None]:
+    """The card tells all that was trained for this family, and how to make it again."""
+    trained = {"sdxl": ["vae", "sdxl"], "flux": ["vae", "flux", "flux-guided"]}[family]
+
+    def write(asked: argparse.Namespace) -> None:
+        logs = {part: asked.work / f"{part}.jsonl" for part in trained}
+        parts = ["icons", *trained, f"{family}-folder", f"{family}-card"]
+        card.write(family, asked.work / f"pocket_{family}", load_file(asked.work / "icons.safetensors"), logs, parts)
+
+    return write
+
+
 def write_examples(asked: argparse.Namespace) -> None:
     examples.write(load_file(asked.work / "icons.safetensors"), asked.work / "examples")
 
@@ -105,9 +117,11 @@ PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
     "vae": train_vae,
     "sdxl": train_sdxl,
     "sdxl-folder": write_sdxl,
+    "sdxl-card": write_cards("sdxl"),
     "flux": train_flux,
     "flux-guided": distil_flux,
     "flux-folder": write_flux,
+    "flux-card": write_cards("flux"),
 }
 
 if __name__ == "__main__":

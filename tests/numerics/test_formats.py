@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.harness import Workbench, built, take_step
+from trainer.checkpoint import state
 from trainer.kernels import dora_torch
 from trainer.plan import open_source, resolve
 from trainer.quantization import ALL_FORMATS, FORMATS, Format, FrozenLayer, formats, formats_of, freeze_layers
@@ -191,7 +193,7 @@ def test_backends_of_the_config(bench: Workbench) -> None:
 def test_quantised_components_load_and_are_recorded(bench: Workbench, family, components, expected) -> None:
     config = bench.config(family, model__components=components, data__cache_text=False, adapter__type="dora")
     with built(config) as training:
-        record = training.pieces["quantization"].state_dict()
+        record = json.loads(b"".join(map(bytes, training.pieces.pack()[state.QUANTIZATION])))
         loss = take_step(training, 1, next(training.updates())).loss
     dense = ("fp32", "bf16", "fp16", None)
     quantised = {name: layer for name, layer in record.items() if layer.get("format") not in dense}
