@@ -112,7 +112,7 @@ def test_an_adapted_int8_encoder_trains_beside_an_nf4_denoiser(
     with prepared(
         bench, cache, family, model__components={encoder: {"dtype": "int8"}, DENOISER[family]: {"dtype": "nf4"}},
         adapter__type="dora", adapter__rules=[{"component": encoder, "match": match}], precision__compute=compute,
-        precision__loss_scale=256.0, optimizer__lr=1e-2,
+        optimizer__lr=1e-2, **({"precision__loss_scale": 256.0} if compute == "fp16" else {}),
     ) as run:  # fmt: skip
         jitter(run)
         named = run.adapter.named_parameters()
