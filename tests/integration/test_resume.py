@@ -443,7 +443,8 @@ def test_an_abandoned_course_is_set_aside_whole(bench: Workbench, capsys) -> Non
     capsys.readouterr()
     train(tree, str(out / "checkpoints" / "step-00000002"))
     assert f"are set aside in {aside}" in capsys.readouterr().out
-    gone = ["adapters/bear-00000003.safetensors", "adapters/bear.safetensors", "report.html", "samples/step-00000004/00.png"]
+    gone = ["adapters/bear-00000003.safetensors", "adapters/bear.safetensors", "before_after.png", "report.html"]
+    gone += ["samples/step-00000004/00.png"]
     assert files_in(aside) == {name: first[name] for name in [*gone, "metrics.jsonl"]}
     left = {name for name in files_in(out) if name.startswith(("adapters", "samples", "report"))}
     assert left == {
