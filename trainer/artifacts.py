@@ -81,8 +81,9 @@ class Artifacts:
                 self.evaluating(),
                 components.load(components.family.denoiser).register_forward_hook(lambda *_: phase.advance()),
             ):
-                validation.draw_samples(requests, sample=sample, folder=self.layout.samples_of(step))
+                # Before the samples: where these are, the next start takes the step's drawing for done.
                 validation.keep_truths(requests, components.plan.truths, self.layout.truths)
+                validation.draw_samples(requests, sample=sample, folder=self.layout.samples_of(step))
         except Interrupted:
             return None
         except DataError as error:
