@@ -133,6 +133,17 @@ def test_guidance_for_a_model_without_the_embedding(bench: Workbench, capsys, mo
     refused(bench, capsys, "objective.guidance = 2.0 has no effect on this model", "leave it out", tree=tree)
 
 
+def test_more_text_than_the_tokenizer_takes(bench: Workbench, capsys, monkeypatch) -> None:
+    """Refused before a weight is read: the tiny model's T5 takes 512 tokens."""
+    monkeypatch.setattr(TensorFile, "read", lambda *_: pytest.fail("a weight was read"))
+    tree = bench.tree("flux", data__text_length=513)
+    assert cli.main(["--config", str(bench.write(tree))]) == 2
+    message = capsys.readouterr().err
+    assert "data.text_length = 513" in message and "use at most 512" in message
+    # The output folder is there: the tokenizers, which know their length, are read after it was made.
+    assert not any(path.is_file() for path in (bench.tmp / "out").rglob("*") if path.name != ".lock")
+
+
 def test_missing_component_file(bench: Workbench, capsys) -> None:
     tree = broken_model(bench, lambda m: (m / "unet" / "diffusion_pytorch_model.safetensors").unlink())
     refused(bench, capsys, "component 'unet'", "diffusion_pytorch_model.safetensors", tree=tree)
