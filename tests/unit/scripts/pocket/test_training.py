@@ -99,3 +99,10 @@ def test_the_log_says_how_far_it_is(tmp_path: Path, monkeypatch) -> None:
     run(tmp_path / "state.safetensors")
     lines = [json.loads(line) for line in (tmp_path / "state.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [3, 6] and all(line["loss"] > 0 for line in lines)
+
+
+def test_every_step_of_every_seed_draws_its_own_numbers() -> None:
+    drawn = {torch.randn((), generator=training.generator(seed, step)).item() for seed in range(3) for step in range(20)}
+    assert len(drawn) == 60
+    orders = {tuple(training.epoch_order(seed, 10, 0, 10).tolist()) for seed in range(3)}
+    assert len(orders) == 3
