@@ -83,4 +83,4 @@ def test_what_the_continuous_checks_leave_out_is_marked_so() -> None:
     assert {marker.partition(":")[0] for marker in options["markers"]} == {"slow", "proof", "gpu"}
     assert "-m 'not slow and not proof and not gpu'" in options["addopts"]
     assert '-m "not proof and not gpu"' in (ROOT / "scripts" / "test.sh").read_text(encoding="utf-8")
-    assert "exec bash scripts/test.sh\n" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert "exec bash scripts/test.sh --all\n" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
