@@ -53,7 +53,7 @@ def figures(drawn: torch.Tensor, truth: torch.Tensor, encode) -> dict[str, float
     return result
 
 
-FAMILIES = {"sdxl": ("SDXL", "UNet"), "flux": ("Flux dev", "transformer")}
+NAMES = {"sdxl": "SDXL", "flux": "Flux dev"}
 SETTINGS = {
     "sdxl": f"`num_inference_steps={draw.STEPS}, guidance_scale={draw.GUIDANCE:g}`",
     "flux": f"`num_inference_steps={draw.STEPS}, guidance_scale={draw.GUIDANCE:g}, max_sequence_length=32`",
@@ -105,7 +105,6 @@ Other sizes, other subjects, two things in one picture, photographs, and text. F
 
 def page(family: str, measured: Mapping[str, float], logs: Mapping[str, Path], parts: Sequence[str]) -> str:
     """The model card. logs: what was trained -> its log."""
-    name, _ = FAMILIES[family]
     rows = [f"| {s.style} | `@iconify-json/{s.package}` {s.version} | {s.author} | {s.licence} |" for s in trained_sets()]
     lines = []
     for what, log in logs.items():
@@ -113,7 +112,7 @@ def page(family: str, measured: Mapping[str, float], logs: Mapping[str, Path], p
         lines.append(f"- {what}: {last['step']:,} steps, loss {last['loss']:.4f}")
     new = icons.SETS[icons.NEW_STYLE]
     return PAGE.format(
-        name=name,
+        name=NAMES[family],
         family=family,
         size=icons.SIZE,
         arguments=SETTINGS[family].strip("`"),

@@ -1,6 +1,7 @@
 """Make the pocket models, from icons on npm to diffusers folders. Every step goes on from where it was killed.
 
-    python -m scripts.pocket.make --work DIR icons examples vae sdxl sdxl-folder flux flux-guided flux-folder
+    python -m scripts.pocket.make --work DIR icons examples vae sdxl sdxl-folder sdxl-card
+    python -m scripts.pocket.make --work DIR flux flux-guided flux-folder flux-card
 
 Needs npm and, beside the trainer, `pip install -e .[pocket]`.
 

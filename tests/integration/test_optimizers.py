@@ -64,7 +64,7 @@ def test_stopped_and_resumed_equals_uninterrupted(bench: Workbench, monkeypatch,
     }
 
 
-@pytest.mark.parametrize("name", [pytest.param("growing", marks=pytest.mark.slow), "averaging"])
+@pytest.mark.parametrize("name", ["growing", "averaging"])
 def test_what_groups_keep_cannot_be_left_out(bench: Workbench, monkeypatch, name: str) -> None:
     left_out = ENTRIES[name].group_keys[0]
     rest = tuple(key for key in ENTRIES[name].group_keys if key != left_out)

@@ -56,7 +56,8 @@ VARIANTS = {
 }  # fmt: skip
 
 
-# Five runs each; the quick suite resumes over fp8 and fp16 in test_support_matrix.py.
+# Five runs each; the quick suite resumes over fp8 and fp16 in test_support_matrix.py, with workers at every step below, with
+# dropout in test_deterministic.py.
 @pytest.mark.parametrize("variant", [v if v == "adamw8bit" else pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS])
 def test_stopped_and_resumed_equals_uninterrupted(bench: Workbench, variant: str) -> None:
     extra = VARIANTS[variant]
@@ -188,7 +189,6 @@ def test_longer_run_continues_with_the_frozen_schedule(bench: Workbench) -> None
     assert entries[-1]["lr"] == pytest.approx(0, abs=1e-9), "the cosine was frozen at 4 steps"
 
 
-@pytest.mark.slow
 def test_resume_at_every_step_of_three_epochs(bench: Workbench, monkeypatch) -> None:
     """As a user would: one start a step. Every draw, loss, rate and byte is that of the run that was never stopped."""
     from trainer import step as steps
@@ -358,7 +358,7 @@ class Killed(BaseException):
     """Nothing of the run sees it, as nothing sees SIGKILL."""
 
 
-@pytest.mark.parametrize("call", ["set_aside", pytest.param("cut", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("call", ["set_aside", "cut"])
 @pytest.mark.parametrize("given", ["step-00000002", pytest.param("superseded-step-00000002", marks=pytest.mark.slow)])
 def test_a_kill_while_later_checkpoints_are_set_aside(bench: Workbench, monkeypatch, call: str, given: str) -> None:
     tree = run_tree(bench, "out", run__max_steps=4, checkpoint__every_steps=1, checkpoint__keep_last=9)

@@ -192,8 +192,8 @@ def test_linear_against_dense_fp64(m, n, k, rank, alpha, rslora, bias, dora, far
 def test_conv_against_dense_fp64(
     batch, n, k, height, width, kernel, stride, padding, rank, bias, dora, channels_last, far, storage, seed
 ) -> None:
-    # torch 2.13's own convolution is wrong on a CPU for one channel that is laid out channels-last, at stride (1, 2).
-    assume(k > 1 or not channels_last)
+    # torch 2.13's own convolution is wrong on a CPU for one channel that is laid out channels-last, at this stride.
+    assume(not (channels_last and k == 1 and stride == (1, 2)))
     g = torch.Generator().manual_seed(seed)
     layer = frozen_conv(n, k, kernel, stride, padding, bias, storage, torch.float32, g)
     a, b = factors(layer, rank, g)

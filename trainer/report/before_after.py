@@ -67,7 +67,7 @@ def table(titles: Sequence[str], rows):
 
 def shortened(text: str, font, width: int) -> str:
     """To `width` pixels, with three dots where something is left out."""
-    text = " ".join(text.split())[:width]  # no letter is narrower than a pixel
+    text = " ".join(text.split())[:width]  # measuring a very long text takes long
     if font.getlength(text) <= width:
         return text
     while text and font.getlength(f"{text}...") > width:
