@@ -10,7 +10,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from tests.harness import PHOTOS, Workbench
-from trainer import cli
+from trainer import cli, validation
 from trainer.layout import Layout
 from trainer.report import before_after
 from trainer.validation import by_request, compared, draw_samples, keep_truths
@@ -78,6 +78,31 @@ def test_other_prompts_keep_the_truths_of_the_earlier_ones(bench: Workbench) -> 
     layout = Layout(bench.tmp / "out")
     assert len(by_request(layout.truths)) == 2
     assert not layout.before_after.exists(), "nothing was drawn at both ends in the same words"
+
+
+class Killed(BaseException):
+    """Nothing of the run sees it, as nothing sees SIGKILL."""
+
+
+def test_a_kill_right_after_the_last_samples_loses_no_truth(bench: Workbench, monkeypatch) -> None:
+    """The next start finds the samples and draws none, so the truths have to be there by then."""
+    tree = tree_with(bench, None)
+    tree["run"]["stop_after"] = 1
+    assert run(bench, tree) == 0
+    tree = tree_with(bench, str(PHOTO))
+    layout = Layout(bench.tmp / "out")
+
+    def killed_after_it(*arguments, **more):
+        draw_samples(*arguments, **more)
+        raise Killed
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(validation, "draw_samples", killed_after_it)
+        run(bench, tree, "--resume_from", "auto")
+    drawn = {path: path.stat().st_mtime_ns for path in layout.samples_of(2).iterdir()}
+    assert run(bench, tree, "--resume_from", "auto") == 0
+    assert drawn == {path: path.stat().st_mtime_ns for path in layout.samples_of(2).iterdir()}, "drawn once"
+    assert len(by_request(layout.truths)) == 1
 
 
 def test_long_prompts_and_large_pictures_fit(tmp_path: Path) -> None:
