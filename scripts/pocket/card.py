@@ -26,7 +26,7 @@ def asked() -> list[tuple[str, str]]:
 
 def truths(rendered: Mapping[str, torch.Tensor], chosen: list[tuple[str, str]]) -> torch.Tensor:
     """fp32 [N, 3, H, W] in [-1, 1]. rendered: style -> uint8 [subjects, 4, H, W]."""
-    return torch.cat([icons.on_white(rendered[style][[icons.SUBJECTS.index(name)]]) for name, style in chosen])
+    return torch.cat([icons.on_white(rendered[style][[icons.drawn_in(style).index(name)]]) for name, style in chosen])
 
 
 def contact_sheet(drawn: torch.Tensor, truth: torch.Tensor, path: Path) -> None:
@@ -38,12 +38,12 @@ def contact_sheet(drawn: torch.Tensor, truth: torch.Tensor, path: Path) -> None:
 
 
 def figures(drawn: torch.Tensor, truth: torch.Tensor, encode) -> dict[str, float]:
-    """Means of the distances to the truth and to the next one's truth, and how many are nearer to their own."""
+    """Mean distances to each truth, of what its caption draws and of what the next one draws; how often the first is less."""
     result: dict[str, float] = {}
-    others = truth.roll(1, 0)
+    others = drawn.roll(1, 0)
     for name, own, other in (
-        ("pixels", draw.distances(drawn, truth), draw.distances(drawn, others)),
-        ("features", draw.feature_distances(drawn, truth, encode), draw.feature_distances(drawn, others, encode)),
+        ("pixels", draw.distances(drawn, truth), draw.distances(others, truth)),
+        ("features", draw.feature_distances(drawn, truth, encode), draw.feature_distances(others, truth, encode)),
     ):
         result |= {
             name: own.mean().item(),
@@ -56,7 +56,7 @@ def figures(drawn: torch.Tensor, truth: torch.Tensor, encode) -> dict[str, float
 NAMES = {"sdxl": "SDXL", "flux": "Flux dev"}
 SETTINGS = {
     "sdxl": f"`num_inference_steps={draw.STEPS}, guidance_scale={draw.GUIDANCE:g}`",
-    "flux": f"`num_inference_steps={draw.STEPS}, guidance_scale={draw.GUIDANCE:g}, max_sequence_length=32`",
+    "flux": f"`num_inference_steps={draw.STEPS}, guidance_scale={draw.GUIDANCE:g}, max_sequence_length=16`",
 }
 PAGE = """# A pocket {name}
 
@@ -71,9 +71,9 @@ It was made to try a trainer on, and to measure what an adapter learns. It is of
 
 {shown} of the icons that it was trained on: what it draws, and to the right of it the truth. {settings}, seed 0.
 
-| | mean distance to the truth | to another icon's truth | nearer to its own |
+| mean distance to the truth | of what its caption draws | of what another caption draws | the first is less |
 |---|---|---|---|
-| of the pixels, of 1 | {pixels:.3f} | {pixels_shuffled:.3f} | {pixels_nearer} of {shown} |
+| in pixels, of 1 | {pixels:.3f} | {pixels_shuffled:.3f} | {pixels_nearer} of {shown} |
 | in the autoencoder's latents | {features:.3f} | {features_shuffled:.3f} | {features_nearer} of {shown} |
 
 ## How to ask
@@ -144,7 +144,7 @@ def write(
     pipeline = DiffusionPipeline.from_pretrained(folder)
     chosen = asked()
     captions = [icons.caption(name, style) for name, style in chosen]
-    more = {"max_sequence_length": 32} if family == "flux" else {}
+    more = {"max_sequence_length": 16} if family == "flux" else {}
     drawn, truth = draw.draw(pipeline, captions, seed=0, **more), truths(rendered, chosen)
     contact_sheet(drawn, truth, folder / "contact_sheet.png")
     scale, shift = pipeline.vae.config.scaling_factor, pipeline.vae.config.shift_factor or 0.0

@@ -20,10 +20,11 @@ from scripts.make_model import t5_tokenizer_files, t5_vocabulary, train_bpe, wri
 from scripts.pocket import data, icons, training, vae
 from trainer.models.flux import image_ids, pack
 
-BATCH = 96
+BATCH = 64
 EMPTY, STYLELESS = 0.1, 0.1
 CLIP_WIDTH, T5_WIDTH = 24, 64
-T5_LENGTH = 32
+LONGEST = 16  # CLIP's tokens of a caption
+T5_LENGTH = 16  # the longest caption has 11 tokens
 STRONGEST = 6.0  # guidance that the second part learns, from 1 on
 GUIDED = 0.75  # of its captions
 TRANSFORMER = {
@@ -109,7 +110,8 @@ class Denoiser(nn.Module):
 
     def forward(self, noised, time, clip_ids, t5_ids, guidance):
         """noised fp32 [B, C, 8, 8], time [B] in [0, 1], token ids, guidance [B] -> the velocity of packed latents."""
-        pooled = self.text_encoder(clip_ids).pooler_output
+        # CLIP is causal, and the longest caption ends before: what is cut off changes nothing.
+        pooled = self.text_encoder(clip_ids[:, :LONGEST]).pooler_output
         sequence = self.text_encoder_2(t5_ids)[0]
         return self.transformer(
             hidden_states=pack(noised),

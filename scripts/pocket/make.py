@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from scripts.pocket import card, data, examples, flux, folder, icons, sdxl, training, vae
 
-STEPS = {"vae": 6_500, "sdxl": 24_000, "flux": 20_000, "flux-guided": 5_000}
+STEPS = {"vae": 6_500, "sdxl": 12_000, "flux": 8_000, "flux-guided": 2_000}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,6 +1,6 @@
-"""Zib, a character that no model knows: eight pictures in poses and places, drawn here as SVG.
+"""Zib, a character that no model knows: pictures in poses and places, drawn here as SVG.
 
-An adapter learns it by its name. Everything is on a grid of 64 x 64.
+An adapter learns it by its name from eight of them. Everything is on a grid of 64 x 64.
 """
 
 from __future__ import annotations
@@ -51,6 +51,14 @@ SCENES = (
     Scene("zib under a blue umbrella in the rain", "#d5dde6", right=100, behind=RAIN, before=UMBRELLA),
     Scene("zib reading a purple book in a pink room", ROOM, left=50, right=50, behind=FLOOR.format("#e8a7bd"), before=BOOK),
     Scene("zib with a flower on green grass", "#e9f7d9", right=110, behind=FLOOR.format(GRASS), before=FLOWER),
+)
+
+# What it is asked for afterwards: poses and places that were each seen, but never together.
+EXAMS = (
+    Scene("zib asleep on a beach", SKY, asleep=True, behind=SUN + FLOOR.format(SAND)),
+    Scene("zib waving at night", NIGHT, right=150, behind=MOON + FLOOR.format("#1b2150")),
+    Scene("zib holding a red balloon on green grass", "#e9f7d9", right=110, behind=FLOOR.format(GRASS), before=BALLOON),
+    Scene("zib jumping in a pink room", ROOM, left=140, right=140, lift=5, behind=FLOOR.format("#e8a7bd")),
 )
 
 
