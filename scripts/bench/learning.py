@@ -6,8 +6,8 @@
 The model trains on 12 icons of the new style (examples/icons/lessons). It is examined on 60 others (examples/icons/exams),
 whose subjects it knows from three other styles:
 
-- held-out loss: the plain loss of the 60 true icons over 48 fixed (noise, timestep) draws; the curve has 12 of them;
-- forgetting: the same of those subjects in the styles that the model knows (examples/icons/trained), 12 draws;
+- held-out loss: the plain loss of the 60 true icons over 48 fixed (noise, timestep) draws; the curve has 4 of them;
+- forgetting: the same of those subjects in the styles that the model knows (examples/icons/trained), 4 draws;
 - distance, in some cells: between the 60 drawn icons (fixed seeds) and the true ones, in pixels and in the VAE's latents.
 
 One factor at a time is changed around the default cell. The cells `peft-lora` and `peft-dora` are a plain diffusers + PEFT
@@ -18,13 +18,17 @@ from __future__ import annotations
 
 import argparse
 import gc
+import io
 import json
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,6 +38,7 @@ import torch  # noqa: E402
 
 from tests.harness import built, take_step  # noqa: E402
 from trainer import config as configs  # noqa: E402
+from trainer import optim  # noqa: E402
 from trainer.data import sampler  # noqa: E402
 from trainer.encoding import prompt_conditioning  # noqa: E402
 from trainer.models.base import SampleRequest  # noqa: E402
@@ -42,21 +47,24 @@ from trainer.step import batch_losses  # noqa: E402
 from trainer.types import Occurrence  # noqa: E402
 
 ICONS = ROOT / "examples" / "icons"
-STYLES = ("noto", "twemoji", "fluent_flat")
-STEPS, EVERY = 160, 20
-DRAWS, CURVE_DRAWS = 48, 12
+TRAINED = ("trained/noto", "trained/twemoji", "trained/fluent_flat")
+EVERY = 20  # steps between two points of a curve
+DRAWS, CURVE_DRAWS = 48, 4
 EXAM_SEED = 12345  # of the draws that losses are measured on, whatever the run's seed is
 DENOISER = {"sdxl": "unet", "flux": "transformer"}
-PEFT_TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Cell:
-    """One way of training. changes: config keys, dots as `__`. draws: whether the 60 icons are drawn too."""
+    """One way of training.
+
+    changes: config keys, dots as `__`. storage: DTYPE or DTYPE-BACKEND of the denoiser. draws: whether icons are drawn.
+    """
 
     family: str
     name: str
     changes: dict[str, Any] = field(default_factory=dict)
+    storage: str = "fp8_e4m3"
     peft: bool = False
     draws: bool = False
 
@@ -65,65 +73,58 @@ class Cell:
         return f"{self.family}/{self.name}"
 
 
-def stored(dtype: str, backend: str | None = None) -> dict[str, Any]:
-    return {"storage": {"dtype": dtype} | ({"backend": backend} if backend else {})}
-
-
-FORMATS = {
-    "fp32": ("fp32", None), "bf16": ("bf16", None), "fp16": ("fp16", None), "fp8_e5m2": ("fp8_e5m2", None),
-    "fp8_e4m3-quanto": ("fp8_e4m3", "quanto"), "int8-quanto": ("int8", "quanto"),
-    "int8-bitsandbytes": ("int8", "bitsandbytes"), "int4-quanto": ("int4", "quanto"), "int2-quanto": ("int2", "quanto"),
-    "nf4": ("nf4", None), "fp4": ("fp4", None),
-}  # fmt: skip
+LORA = {"adapter__type": "lora"}
+FORMATS = (
+    "fp32", "bf16", "fp16", "fp8_e5m2", "fp8_e4m3-quanto", "int8-quanto", "int8-bitsandbytes", "int4-quanto", "int2-quanto",
+    "nf4", "fp4",
+)  # fmt: skip
 SDXL = (
     Cell("sdxl", "default", draws=True),
-    Cell("sdxl", "lora", {"adapter__type": "lora"}, draws=True),
-    Cell("sdxl", "rank-4", {"adapter__rank": 4, "adapter__alpha": 4}),
-    Cell("sdxl", "rank-64", {"adapter__rank": 64, "adapter__alpha": 64}),
-    *(Cell("sdxl", f"stored-{name}", stored(*kind), draws=name == "fp32") for name, kind in FORMATS.items()),
+    Cell("sdxl", "lora", LORA, draws=True),
+    Cell("sdxl", "rank-4", {"adapter__rank": 4}),
+    Cell("sdxl", "rank-64", {"adapter__rank": 64}),
+    *(Cell("sdxl", f"stored-{name}", storage=name, draws=name == "fp32") for name in FORMATS),
     Cell("sdxl", "float8-products", {"precision__matmul": "fp8"}),
     Cell("sdxl", "adamw8bit", {"optimizer__name": "adamw8bit"}),
     Cell("sdxl", "computed-fp16", {"precision__compute": "fp16"}),
-    Cell("sdxl", "min-snr", {"objective__min_snr_gamma": 5.0}),
-    Cell("sdxl", "bf16-lora", {"adapter__type": "lora", **stored("bf16")}),
-    Cell("sdxl", "peft-lora", {"adapter__type": "lora", **stored("bf16")}, peft=True),
-    Cell("sdxl", "peft-dora", stored("bf16"), peft=True),
+    Cell("sdxl", "no-min-snr", {"objective": {}}),
+    Cell("sdxl", "attention+mlp", {"adapter__targets": "attention+mlp"}),
+    Cell("sdxl", "bf16-lora", LORA, storage="bf16"),
+    Cell("sdxl", "peft-lora", LORA, storage="bf16", peft=True),
+    Cell("sdxl", "peft-dora", storage="bf16", peft=True),
 )
-FLUX = (
-    Cell("flux", "default", draws=True),
-    Cell("flux", "lora", {"adapter__type": "lora"}),
-    Cell("flux", "stored-bf16", stored("bf16")),
-    Cell("flux", "stored-nf4", stored("nf4")),
-)
-CELLS = (*SDXL, *FLUX)
+CELLS = SDXL
 
 
-def config(cell: Cell, seed: int, out: Path, steps: int) -> configs.Config:
-    """The default cell is the demo's: a DoRA of rank 16 on attention and MLP over float8, AdamW, computing in bf16."""
-    tree: dict[str, Any] = {
-        "run": {"name": "ink", "output_dir": str(out / "run"), "seed": seed, "max_steps": steps},
-        "model": {"family": cell.family, "path": str(ROOT / "examples" / f"pocket_{cell.family}")},
-        "adapter": {"type": "dora", "rank": 16, "targets": "attention+mlp"},
-        "data": {
-            "resolution": 64, "batch_size": 12, "caption_dropout": 0.0, "cache_dir": str(out / f"cache-{cell.family}"),
-            "sources": [{"path": str(ICONS / "lessons")}, {"path": str(ICONS / "exams")}]
-            + [{"path": str(ICONS / "trained" / style)} for style in STYLES],
-        },
-        "optimizer": {"lr": 2e-3},
-        "schedule": {"warmup": 0.05},
-        "checkpoint": {"every_steps": 0},
+def config(
+    cell: Cell, seed: int, out: Path, cache: Path, steps: int | None, known: Sequence[str] = TRAINED
+) -> configs.Config:
+    """The demo's own config with the exams and known styles beside the lessons, and what the cell changes.
+
+    steps: None for the demo's.
+    """
+    dtype, _, backend = cell.storage.partition("-")
+    path = ROOT / "configs" / f"pocket_{cell.family}.toml"
+    tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    changes = {
+        "run__output_dir": str(out),
+        "run__seed": seed,
+        "run__max_steps": steps or tree["run"]["max_steps"],
+        "model__path": str(ROOT / tree["model"]["path"]),
+        f"model__components__{DENOISER[cell.family]}": {"dtype": dtype} | ({"backend": backend} if backend else {}),
+        "data__cache_dir": str(cache),
+        "data__sources": [{"path": str(ICONS / folder)} for folder in ("lessons", "exams", *known)],
+        "checkpoint__every_steps": 0,
         # What is drawn is drawn here; the request keeps the VAE in memory.
-        "validation": {"every_steps": steps, "prompts": ["a red apple"] if cell.draws else []},
-        "logging": {"tensorboard": False},
-    }  # fmt: skip
-    storage = {"dtype": "fp8_e4m3"}
-    for key, value in cell.changes.items():
-        if key == "storage":
-            storage = value
-            continue
-        table, leaf = key.split("__")
-        tree.setdefault(table, {})[leaf] = value
-    tree["model"]["components"] = {DENOISER[cell.family]: storage}
+        "validation": {"every_steps": 1, "prompts": ["a red apple"] if cell.draws else []},
+        "logging__tensorboard": False,
+    }
+    for key, value in (changes | cell.changes).items():
+        *tables, leaf = key.split("__")
+        node = tree
+        for table in tables:
+            node = node.setdefault(table, {})
+        node[leaf] = value
     return configs.parse(tree)
 
 
@@ -151,8 +152,13 @@ class Examiner:
     def held_out(self, draws: int) -> float:
         return self.loss(self.samples(1), draws)
 
-    def forgetting(self) -> float:
-        return sum(self.loss(self.samples(source), CURVE_DRAWS) for source in (2, 3, 4)) / 3
+    def losses(self, draws: int) -> dict[str, float]:
+        """held_out: of the exams. forgetting: of the known styles, where the run has them."""
+        known = range(2, len(self.run.plan.config.data.sources))
+        measured = {"held_out": self.held_out(draws)}
+        if known:
+            measured["forgetting"] = sum(self.loss(self.samples(source), CURVE_DRAWS) for source in known) / len(known)
+        return measured
 
 
 def losses(run: Run, batch: Any, predict: Callable[..., torch.Tensor], objective: Any, seed: int) -> torch.Tensor:
@@ -177,17 +183,28 @@ def updates(run: Run) -> Iterator[list[sampler.MicroBatch]]:
     )
 
 
-def measure(cell: Cell, seed: int, out: Path, steps: int) -> dict[str, Any]:
-    """Train one cell; returns what was measured."""
-    with built(config(cell, seed, out, steps)) as run:
+# What is measured before a cell's training: an adapter begins as nothing, so it is the same for every seed.
+untrained: dict[tuple[Cell, int], tuple[dict[str, float], dict[str, list[float]] | None]] = {}
+
+
+def measure(
+    cell: Cell, seed: int, cache: Path, steps: int | None = None, draws: int = DRAWS, known: Sequence[str] = TRAINED
+) -> dict[str, Any]:
+    """Train one cell; returns what was measured.
+
+    cache: of encoded icons and captions. draws: of the held-out loss. known: styles that forgetting is measured on.
+    """
+    with TemporaryDirectory() as folder, built(config(cell, seed, Path(folder) / "run", cache, steps, known)) as run:
+        steps = run.plan.max_steps
         if cell.peft:
             step, predict = peft_step(run, cell)
         else:
             step = lambda number, update: take_step(run, number, update)  # noqa: E731
             predict = lambda *inputs: run.family.predict(run.model, *inputs)  # noqa: E731
         examiner = Examiner(run, predict)
-        first = {"held_out": examiner.held_out(DRAWS), "forgetting": examiner.forgetting()}
-        before = drawn(run) if cell.draws else None
+        if (cell, draws) not in untrained:
+            untrained[cell, draws] = examiner.losses(draws), distances(run, drawn(run)) if cell.draws else None
+        first, before = untrained[cell, draws]
         curve, seconds = [(0, 0.0, examiner.held_out(CURVE_DRAWS))], 0.0
         for number, update in zip(range(1, steps + 1), updates(run), strict=False):
             started = time.perf_counter()
@@ -195,10 +212,10 @@ def measure(cell: Cell, seed: int, out: Path, steps: int) -> dict[str, Any]:
             seconds += time.perf_counter() - started
             if number % EVERY == 0:
                 curve.append((number, seconds, examiner.held_out(CURVE_DRAWS)))
-        last = {"held_out": examiner.held_out(DRAWS), "forgetting": examiner.forgetting()}
+        last = examiner.losses(draws)
         result = {"cell": cell.path, "seed": seed, "first": first, "last": last, "curve": curve, "seconds": seconds}
         if before is not None:
-            result["drawn"] = {"before": distances(run, before), "after": distances(run, drawn(run))}
+            result["drawn"] = {"before": before, "after": distances(run, drawn(run))}
         return result
 
 
@@ -212,25 +229,25 @@ def peft_step(run: Run, cell: Cell) -> tuple[Callable[[int, Any], None], Callabl
     torch.manual_seed(chosen.run.seed)
     unet = UNet2DConditionModel.from_pretrained(chosen.model.path, subfolder="unet", torch_dtype=torch.bfloat16)
     unet.requires_grad_(False)
-    rank = chosen.adapter.rank
-    unet.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=PEFT_TARGETS, use_dora=chosen.adapter.type == "dora"))
+    rank, targets = chosen.adapter.rank, [name.removeprefix("unet.") for name in run.adapter.layers]
+    unet.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=targets, use_dora=chosen.adapter.type == "dora"))
     cast_training_params(unet, dtype=torch.float32)
     parameters = [parameter for parameter in unet.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=chosen.optimizer.lr, weight_decay=chosen.optimizer.weight_decay)
     model = replace(run.model, modules=run.model.modules | {"unet": unet})
-    warmup = int(chosen.schedule.warmup * chosen.run.max_steps)
+    warmup = optim.warmup_steps(chosen.schedule.warmup, chosen.run.max_steps)
+    schedule = optim.build_schedule(chosen.schedule.name, optimizer, warmup=warmup, total_steps=chosen.run.max_steps)
 
     def predict(*inputs: Any) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             return run.family.predict(model, *inputs)
 
     def step(number: int, update: list[sampler.MicroBatch]) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] = chosen.optimizer.lr * min(1.0, (number - 1) / max(1, warmup))
         for micro_batch in update:
             losses(run, run.reader[micro_batch], predict, run.plan.objective, chosen.run.seed).mean().backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
+        schedule.step()
         optimizer.zero_grad(set_to_none=True)
 
     return step, predict
@@ -239,8 +256,9 @@ def peft_step(run: Run, cell: Cell) -> tuple[Callable[[int, Any], None], Callabl
 def drawn(run: Run) -> list[Any]:
     """The 60 exams as PIL images, each from a seed of its own."""
     pictures = []
+    shown = configs.load(f"pocket_{run.plan.config.model.family}.toml", []).validation
     for number, photo in enumerate(exams(run)):
-        request = SampleRequest(photo.caption, "", 64, 64, number, 20, 4.0)
+        request = SampleRequest(photo.caption, "", 64, 64, number, shown.steps, shown.samples[0].guidance)
         told = [prompt_conditioning(run.components, run.reader, text) for text in (request.prompt, request.negative)]
         with torch.no_grad():
             pictures.append(run.family.sample(run.model, request, *told))
@@ -280,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="a JSON file for every cell and seed; those there are kept")
     parser.add_argument("--cells", metavar="GLOB", default="*", help="only FAMILY/NAME that match")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--steps", type=int, help="in place of the demo's")
     asked = parser.parse_args(arguments)
     wanted = [cell for cell in CELLS if fnmatchcase(cell.path, asked.cells)]
     if not wanted:
@@ -291,7 +309,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             path = asked.out / f"{cell.path.replace('/', '-')}-{seed}.json"
             if path.exists():
                 continue
-            result = measure(cell, seed, asked.out, asked.steps)
+            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # what a run says of itself
+                result = measure(cell, seed, asked.out / f"cache-{cell.family}", asked.steps)
             gc.collect()
             temporary = path.with_suffix(".tmp")
             temporary.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,0 +1,342 @@
+"""Write docs/learning.md, its plots and its data from what scripts/bench/learning.py measured.
+
+    python scripts/bench/learning_page.py outputs/learning
+
+Needs `pip install -e .[plots]`. Cells that were not measured are left out of the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from scripts.bench.learning import CELLS, FORMATS  # noqa: E402
+
+KEPT = 0.9  # of fp32's fall: what a format has to keep to be recommended
+EXAMS, NEARER, OWN = 60, 50, 45
+PAIRS = (("bf16-lora", "peft-lora"), ("stored-bf16", "peft-dora"))
+Results = dict[str, list[dict[str, Any]]]  # FAMILY/NAME -> what each seed measured
+
+
+def read(folder: Path) -> Results:
+    results: Results = {}
+    for cell in CELLS:
+        files = sorted(folder.glob(f"{cell.path.replace('/', '-')}-[0-9]*.json"))
+        if files:
+            results[cell.path] = [json.loads(file.read_text()) for file in files]
+    return results
+
+
+def falls(runs: Sequence[Mapping[str, Any]], what: str = "held_out") -> list[float]:
+    """1 - last / first of every seed."""
+    return [1 - run["last"][what] / run["first"][what] for run in runs]
+
+
+def share(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def band(values: Sequence[float], text=share) -> str:
+    """The mean, and in brackets the smallest and the largest."""
+    if len(values) == 1:
+        return text(values[0])
+    return f"{text(mean(values))} ({text(min(values)).removesuffix(' %')} to {text(max(values)).removesuffix(' %')})"
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def factors(results: Results, family: str) -> str:
+    """Every cell of a family that is no storage format and no other trainer."""
+    names = [c.name for c in CELLS if c.family == family and not c.peft and not c.name.startswith("stored-")]
+    rows = []
+    for name in names:
+        runs = results.get(f"{family}/{name}")
+        if runs:
+            forgotten = [-value for value in falls(runs, "forgetting")]
+            rows.append([name, band(falls(runs)), band(forgotten), band([run["seconds"] for run in runs], "{:.0f}".format)])
+    return table(["cell", "held-out loss falls by", "loss on known styles rises by", "seconds"], rows)
+
+
+def kept(results: Results) -> dict[str, float]:
+    """Storage format -> share of fp32's fall, of the means over the seeds."""
+    exact = mean(falls(results["sdxl/stored-fp32"]))
+    named = {"fp8_e4m3": "sdxl/default"} | {name: f"sdxl/stored-{name}" for name in FORMATS}
+    return {name: mean(falls(results[path])) / exact for name, path in named.items() if path in results}
+
+
+def formats(results: Results) -> str:
+    rows = []
+    for name, value in sorted(kept(results).items(), key=lambda item: -item[1]):
+        path = "sdxl/default" if name == "fp8_e4m3" else f"sdxl/stored-{name}"
+        verdict = "yes" if value >= KEPT else "no"
+        rows.append([name, band(falls(results[path])), share(value), verdict])
+    return table(["stored as", "held-out loss falls by", "of fp32's fall", f"at least {KEPT:.0%}"], rows)
+
+
+def drawn(results: Results) -> str:
+    rows = []
+    for path, runs in results.items():
+        if "drawn" not in runs[0]:
+            continue
+        for space, name in (("pixels", "pixels"), ("features", "latents")):
+            before = [mean(run["drawn"]["before"][space]) for run in runs]
+            after = [mean(run["drawn"]["after"][space]) for run in runs]
+            rows.append([
+                path, name, band(before, "{:.3f}".format), band(after, "{:.3f}".format),
+                band([nearer(run, space) for run in runs], "{:.0f}".format),
+                band([own(run, space) for run in runs], "{:.0f}".format),
+            ])  # fmt: skip
+    titles = [
+        "cell",
+        "in",
+        "distance before",
+        "after",
+        f"nearer than before, of {EXAMS}",
+        f"nearer to its own truth, of {EXAMS}",
+    ]
+    return table(titles, rows)
+
+
+def nearer(run: Mapping[str, Any], space: str) -> int:
+    """How many icons are nearer to their truth than before the training."""
+    return sum(a < b for a, b in zip(run["drawn"]["after"][space], run["drawn"]["before"][space], strict=True))
+
+
+def own(run: Mapping[str, Any], space: str) -> int:
+    """How many icons, after the training, are nearer to their own truth than to the next subject's."""
+    after = run["drawn"]["after"]
+    return sum(a < b for a, b in zip(after[space], after[f"{space}_other"], strict=True))
+
+
+def seconds_to(curve: Sequence[Sequence[float]], loss: float) -> float | None:
+    """When a curve of (step, seconds, loss) first reaches `loss`, on straight lines between its points."""
+    for (_, t0, l0), (_, t1, l1) in zip(curve, curve[1:], strict=False):
+        if l1 <= loss:
+            return t0 + (t1 - t0) * (l0 - loss) / (l0 - l1) if l0 > loss else t0
+    return None
+
+
+def peft(results: Results) -> str:
+    """Ours beside the plain loop: at the same step, and when each reaches the plain loop's last loss."""
+    rows = []
+    for ours, theirs in PAIRS:
+        if f"sdxl/{ours}" not in results or f"sdxl/{theirs}" not in results:
+            continue
+        pairs = list(zip(results[f"sdxl/{ours}"], results[f"sdxl/{theirs}"], strict=False))
+        ratios = []
+        for one, other in pairs:
+            # 5 % above the last loss: a curve that ends a hair above it would otherwise never reach it.
+            goal = other["curve"][-1][2] * 1.05
+            first, second = seconds_to(one["curve"], goal), seconds_to(other["curve"], goal)
+            if first is not None and second:
+                ratios.append(first / second)
+        rows.append([
+            theirs.removeprefix("peft-").replace("lora", "LoRA").replace("dora", "DoRA"),
+            band(falls([one for one, _ in pairs])), band(falls([other for _, other in pairs])),
+            band(ratios, "{:.2f}".format) if len(ratios) == len(pairs) else "not reached",
+        ])  # fmt: skip
+    titles = ["adapter", "ours: held-out loss falls by", "diffusers + PEFT", "time to their last loss + 5 %, ours / theirs"]
+    return table(titles, rows)
+
+
+# --- plots ------------------------------------------------------------------------------------------------------------
+
+LIGHT = {"face": "#ffffff", "ink": "#1f2328", "grid": "#d8dee4"}
+DARK = {"face": "#0d1117", "ink": "#e6edf3", "grid": "#30363d"}
+COLOURS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#64748b")
+
+
+def plot(path: Path, draw) -> None:
+    """draw(axes) twice: PATH-light.png and PATH-dark.png."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    for name, theme in (("light", LIGHT), ("dark", DARK)):
+        colours = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), theme["ink"])
+        colours |= dict.fromkeys(("figure.facecolor", "axes.facecolor", "legend.facecolor"), theme["face"])
+        colours |= {"axes.edgecolor": theme["grid"], "grid.color": theme["grid"], "legend.edgecolor": theme["grid"]}
+        with pyplot.rc_context(colours | {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
+            figure, axes = pyplot.subplots(figsize=(7.2, 3.8), layout="constrained")
+            axes.grid(True, linewidth=0.6)
+            axes.set_axisbelow(True)
+            draw(axes)
+            figure.savefig(path.with_name(f"{path.name}-{name}.png"), dpi=110)
+            pyplot.close(figure)
+
+
+def curves(axes, results: Results, names: Mapping[str, str], place: int, label: str) -> None:
+    """Held-out loss over steps (place 0) or seconds (1): the mean of the seeds, and a band from the least to the most."""
+    for colour, (path, name) in zip(COLOURS, names.items(), strict=False):
+        runs = results.get(path)
+        if not runs:
+            continue
+        columns = list(zip(*(run["curve"] for run in runs), strict=True))
+        xs = [mean(point[place] for point in column) for column in columns]
+        ys = [[point[2] for point in column] for column in columns]
+        axes.plot(xs, [mean(y) for y in ys], color=colour, label=name, linestyle="--" if "PEFT" in name else "-")
+        axes.fill_between(xs, [min(y) for y in ys], [max(y) for y in ys], color=colour, alpha=0.2, linewidth=0)
+    axes.set_xlabel(label)
+    axes.set_ylabel("held-out loss")
+    axes.legend()
+
+
+def bars(axes, values: Mapping[str, float]) -> None:
+    ordered = sorted(values.items(), key=lambda item: item[1])
+    axes.barh([name for name, _ in ordered], [100 * value for _, value in ordered], color=COLOURS[0], height=0.65)
+    axes.axvline(100 * KEPT, color=COLOURS[1], linewidth=1.5)
+    axes.set_xlabel("share of fp32's fall of the held-out loss, %")
+
+
+def plots(results: Results, folder: Path) -> list[str]:
+    """Returns the names of what could be drawn."""
+    folder.mkdir(parents=True, exist_ok=True)
+    trainers = {
+        "sdxl/bf16-lora": "LoRA", "sdxl/peft-lora": "LoRA, diffusers + PEFT",
+        "sdxl/stored-bf16": "DoRA", "sdxl/peft-dora": "DoRA, diffusers + PEFT",
+    }  # fmt: skip
+    made = []
+    if trainers.keys() <= results.keys():
+        plot(folder / "steps", lambda axes: curves(axes, results, trainers, 0, "steps"))
+        plot(folder / "seconds", lambda axes: curves(axes, results, trainers, 1, "seconds of training"))
+        made += ["steps", "seconds"]
+    if "sdxl/stored-fp32" in results:
+        plot(folder / "formats", lambda axes: bars(axes, kept(results)))
+        made.append("formats")
+    ranks = {
+        "sdxl/rank-4": "DoRA, rank 4",
+        "sdxl/default": "DoRA, rank 16",
+        "sdxl/rank-64": "DoRA, rank 64",
+        "sdxl/lora": "LoRA, rank 16",
+    }
+    if ranks.keys() <= results.keys():
+        plot(folder / "ranks", lambda axes: curves(axes, results, ranks, 0, "steps"))
+        made.append("ranks")
+    return made
+
+
+def picture(name: str, words: str) -> str:
+    return (
+        f'<picture><source media="(prefers-color-scheme: dark)" srcset="learning/{name}-dark.png">'
+        f'<img src="learning/{name}-light.png" alt="{words}" width="720"></picture>\n'
+    )
+
+
+PAGE = """# What an adapter learns
+
+A pocket model is taught a style that it never saw. The truth is known, so learning is measured on what was not trained
+on. The training is that of `configs/pocket_sdxl.toml`: a DoRA of rank 16 over a float8 base, {steps} steps on 12 icons.
+One factor at a time is changed. {seeds}
+
+    python scripts/bench/learning.py --out outputs/learning
+    python scripts/bench/learning_page.py outputs/learning
+
+Measured on {today} on a CPU ({machine}) with {versions}. `docs/benchmarks/{data}` has every seed.
+
+- **Held-out loss**: the loss of the {exams} true icons in the new style, over 48 fixed draws of noise and timestep. The
+  model knows these subjects from other styles. They are not among the 12.
+- **Loss on known styles**: of the same subjects in the three styles that the model was made with. What rises was
+  forgotten.
+- Brackets hold the smallest and the largest of the seeds.
+
+## One factor at a time
+
+{factors_sdxl}
+
+`default` is the demo. Every other cell differs from it in what its name says. The demo trains with a loss that min-SNR
+weighs; all losses here are measured without that.
+
+{ranks}
+## Storage formats
+
+A DoRA over the UNet, stored in each format. The last column says whether the format keeps at least {kept_share} of
+fp32's fall. {advice}
+
+{formats}
+
+{formats_plot}
+## Beside diffusers + PEFT
+
+Both train over the same bf16 base, with the same batches, noise, timesteps, optimizer and clipping. Seconds are of the
+training steps alone, on the same two cores, one after the other.
+
+{peft}
+
+{trainers_plot}
+## What is drawn
+
+The {exams} icons are drawn before and after the training from the same seeds (20 steps, the demo's guidance) and compared
+with the truth: the mean difference of the pixels, and the distance in the autoencoder's latents. "Its own truth" is compared
+with the truth of the next subject: ink without a subject would be right half of the time.
+
+{drawn}
+"""
+
+
+def advice(values: Mapping[str, float]) -> str:
+    poor = sorted(name for name, value in values.items() if value < KEPT)
+    if not poor:
+        return "Every format does."
+    return f"We advise against {', '.join(f'`{name}`' for name in poor)} where learning matters more than memory."
+
+
+def write(results: Results, docs: Path) -> Path:
+    today = date.today().isoformat()
+    made = plots(results, docs / "learning")
+    counts = {len(runs) for runs in results.values()}
+    least, most = min(counts), max(counts)
+    data = f"learning-CPU-{today}.json"
+    (docs / "benchmarks" / data).write_text(json.dumps(results, separators=(",", ":")) + "\n")
+    text = PAGE.format(
+        steps=next(iter(results.values()))[0]["curve"][-1][0],
+        seeds=f"Each cell was trained with {least} seeds."
+        if least == most
+        else f"Each cell was trained with {least} to {most} seeds.",
+        today=today,
+        machine=f"{os.cpu_count()} cores, {platform.machine()}",
+        versions=", ".join(
+            f"{name} {version(name)}" for name in ("torch", "diffusers", "peft", "bitsandbytes", "optimum-quanto")
+        ),
+        data=data,
+        exams=EXAMS,
+        factors_sdxl=factors(results, "sdxl"),
+        ranks=picture("ranks", "held-out loss over steps, by rank") if "ranks" in made else "",
+        kept_share=f"{KEPT:.0%}",
+        advice=advice(kept(results)),
+        formats=formats(results),
+        formats_plot=picture("formats", "share of fp32's fall, by storage format") if "formats" in made else "",
+        peft=peft(results),
+        trainers_plot="\n".join(picture(n, f"held-out loss over {n}, by trainer") for n in ("steps", "seconds") if n in made),
+        drawn=drawn(results),
+    )
+    page = docs / "learning.md"
+    page.write_text(text, encoding="utf-8")
+    return page
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="the --out of scripts/bench/learning.py")
+    asked = parser.parse_args(arguments)
+    print(write(read(asked.folder), ROOT / "docs"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
