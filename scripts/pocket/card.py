@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from scripts.pocket import data, draw, icons
+from scripts.pocket import credits, data, draw, icons
 
 SHOWN = 100  # subjects on the sheet
 COLUMNS = 10
@@ -83,14 +83,12 @@ It was made to try a trainer on, and to measure what an adapter learns. It is of
 
 ## What it was made from
 
-Icons of npm packages of Iconify, drawn at {size} x {size} pixels on white. The icons are under the licences of their authors:
+Icons, drawn from their SVG files at {size} x {size} pixels and laid on white:
 
-| style | package | author | licence |
-|---|---|---|---|
 {sets}
 
-It never saw the style "{new_style}" ({new_package}, by {new_author}, {new_licence}). In each of its own styles it did not
-see 20 of the subjects, which it knows from the others.
+It never saw the style "{new_style}" (`examples/icons/lessons` and `exams`). In each of its own styles it did not see 20 of
+the subjects, which it knows from the others.
 
     python -m scripts.pocket.make --work DIR {parts}
 
@@ -100,17 +98,22 @@ All weights are bf16. The losses are means over the last 200 steps.
 ## What it cannot do
 
 Other sizes, other subjects, two things in one picture, photographs, and text. Fine lines are soft.
-"""
+
+## Licence
+
+The weights are under Apache-2.0, as far as they are ours. The icons on the contact sheet stay under the licences of their
+makers, in the table above. The tokenizers' `merges.txt` are from OpenAI's CLIP (https://github.com/openai/CLIP), under the
+MIT licence.
+
+{mit}"""
 
 
 def page(family: str, measured: Mapping[str, float], logs: Mapping[str, Path], parts: Sequence[str]) -> str:
     """The model card. logs: what was trained -> its log."""
-    rows = [f"| {s.style} | `@iconify-json/{s.package}` {s.version} | {s.author} | {s.licence} |" for s in trained_sets()]
     lines = []
     for what, log in logs.items():
         last = json.loads(log.read_text().splitlines()[-1])
         lines.append(f"- {what}: {last['step']:,} steps, loss {last['loss']:.4f}")
-    new = icons.SETS[icons.NEW_STYLE]
     return PAGE.format(
         name=NAMES[family],
         family=family,
@@ -119,20 +122,14 @@ def page(family: str, measured: Mapping[str, float], logs: Mapping[str, Path], p
         settings=SETTINGS[family],
         styles=", ".join(f'"{style} style"' for style in icons.TRAINED_STYLES),
         subjects=len(icons.SUBJECTS),
-        sets="\n".join(rows),
-        new_style=new.style,
-        new_package=new.package,
-        new_author=new.author,
-        new_licence=new.licence,
+        sets=credits.table(icons.SETS[style] for style in icons.TRAINED_STYLES),
+        new_style=icons.NEW_STYLE,
+        mit=credits.mit("Microsoft Corporation.", "2021 OpenAI"),
         parts=" ".join(parts),
         trained="\n".join(lines) + "\n",
         shown=SHOWN,
         **measured,
     )
-
-
-def trained_sets() -> list[icons.IconSet]:
-    return [icons.SETS[style] for style in icons.TRAINED_STYLES]
 
 
 def write(

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from scripts.pocket import icons, mascot
+from scripts.pocket import credits, icons, mascot
 
 
 def write(rendered: Mapping[str, torch.Tensor], out: Path) -> None:
@@ -33,40 +33,24 @@ def write(rendered: Mapping[str, torch.Tensor], out: Path) -> None:
 
 ATTRIBUTION = """# Attribution
 
-These icons were drawn at {size} x {size} pixels from npm packages of Iconify, on white. Those of the style "{new}" were
-changed: they are printed in one ink on cream paper. Nothing else was changed. The caption in each `.txt` file was written for
-this project.
+These icons were drawn from their SVG files at {size} x {size} pixels and laid on white. Those of the style "{new}" were
+changed further: every colour became a shade of one ink, on cream paper. The caption in each `.txt` file was written for this
+project.
+`docs/before_after.png`, and the contact sheets of the pocket models, show some of these icons.
 
-| folder | style | package | author | licence |
-|---|---|---|---|---|
-{rows}
+{table}
 
-Apache-2.0 is the licence of this project too: see LICENSE. CC BY 4.0: https://creativecommons.org/licenses/by/4.0/. MIT:
-
-> Copyright (c) Microsoft Corporation.
->
-> Permission is hereby granted, free of charge, to any person obtaining a copy of this software and associated documentation
-> files (the "Software"), to deal in the Software without restriction, including without limitation the rights to use, copy,
-> modify, merge, publish, distribute, sublicense, and/or sell copies of the Software, and to permit persons to whom the
-> Software is furnished to do so, subject to the following conditions:
->
-> The above copyright notice and this permission notice shall be included in all copies or substantial portions of the
-> Software.
->
-> THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT NOT LIMITED TO THE
-> WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS OR
-> COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE,
-> ARISING FROM, OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.
-"""
+{mit}"""
 
 
 def attribution() -> str:
-    rows = []
-    for style, each in icons.SETS.items():
-        folder = "lessons, exams" if style == icons.NEW_STYLE else f"trained/{style.replace(' ', '_')}"
-        package = f"`@iconify-json/{each.package}` {each.version}"
-        rows.append(f"| {folder} | {style} | {package} | {each.author} | {each.licence} |")
-    return ATTRIBUTION.format(size=icons.SIZE, new=icons.NEW_STYLE, rows="\n".join(rows))
+    folders = {style: f"trained/{style.replace(' ', '_')}" for style in icons.TRAINED_STYLES}
+    return ATTRIBUTION.format(
+        size=icons.SIZE,
+        new=icons.NEW_STYLE,
+        table=credits.table(icons.SETS.values(), folders | {icons.NEW_STYLE: "lessons, exams"}),
+        mit=credits.mit("Microsoft Corporation."),
+    )
 
 
 def save(rendered: Mapping[str, torch.Tensor], style: str, name: str, folder: Path) -> None:

@@ -21,22 +21,48 @@ SUBJECTS = tuple((Path(__file__).parent / "subjects.txt").read_text().split())
 
 @dataclass(frozen=True)
 class IconSet:
-    """One style. `style` is its name in captions."""
+    """One style. `style` is its name in captions. work, source: what the icons are called, and where they come from."""
 
     style: str
     package: str
     version: str
     licence: str
     author: str
+    work: str
+    source: str
 
 
 SETS = {
     each.style: each
     for each in (
-        IconSet("noto", "noto", "1.2.9", "Apache-2.0", "Google"),
-        IconSet("twemoji", "twemoji", "1.2.5", "CC-BY-4.0", "Twitter and contributors"),
-        IconSet("fluent flat", "fluent-emoji-flat", "1.2.6", "MIT", "Microsoft"),
-        IconSet("ink", "emojione", "1.2.3", "CC-BY-4.0", "EmojiOne"),
+        IconSet("noto", "noto", "1.2.9", "Apache-2.0", "Google", "Noto Emoji", "https://github.com/googlefonts/noto-emoji"),
+        IconSet(
+            "twemoji",
+            "twemoji",
+            "1.2.5",
+            "CC-BY-4.0",
+            "Twitter, Inc and other contributors",
+            "Twemoji",
+            "https://github.com/jdecked/twemoji",
+        ),
+        IconSet(
+            "fluent flat",
+            "fluent-emoji-flat",
+            "1.2.6",
+            "MIT",
+            "Microsoft Corporation",
+            "Fluent Emoji",
+            "https://github.com/microsoft/fluentui-emoji",
+        ),
+        IconSet(
+            "ink",
+            "emojione",
+            "1.2.3",
+            "CC-BY-4.0",
+            "EmojiOne (emoji provided free by EmojiOne)",
+            "EmojiOne 2.3.0",
+            "https://github.com/EmojiTwo/emojitwo",
+        ),
     )
 }
 # EmojiOne's shapes in one ink on cream paper: what a subject's colours become can be learned from a few. In black and white

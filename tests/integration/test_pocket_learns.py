@@ -48,8 +48,8 @@ def test_what_it_is_asked_for_was_not_trained_on() -> None:
             assert sample.prompt == truth.with_suffix(".txt").read_text().strip()
 
 
-def test_a_quarter_of_the_demo_already_teaches(tmp_path: Path) -> None:
-    """The short form: a quarter of its steps reach half of the fall that the whole is held to."""
+def test_a_third_of_the_demo_already_teaches(tmp_path: Path) -> None:
+    """The short form: a third of its steps reach half of the fall that the whole is held to."""
     result = learning.measure(replace(DEMO, draws=False), 0, tmp_path / "cache", steps=30, draws=4, known=())
     assert learning_page.falls([result])[0] >= 0.125
 
