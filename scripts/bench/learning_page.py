@@ -74,6 +74,8 @@ def factors(results: Results, family: str) -> str:
 
 def kept(results: Results) -> dict[str, float]:
     """Storage format -> share of fp32's fall, of the means over the seeds."""
+    if "sdxl/stored-fp32" not in results:
+        return {}
     exact = mean(falls(results["sdxl/stored-fp32"]))
     named = {"fp8_e4m3": "sdxl/default"} | {name: f"sdxl/stored-{name}" for name in FORMATS}
     return {name: mean(falls(results[path])) / exact for name, path in named.items() if path in results}
@@ -118,7 +120,7 @@ def nearer(run: Mapping[str, Any], space: str) -> int:
 
 
 def own(run: Mapping[str, Any], space: str) -> int:
-    """How many icons, after the training, are nearer to their own truth than to the next subject's."""
+    """How many icons, after the training, are nearer to their own truth than to another subject's."""
     after = run["drawn"]["after"]
     return sum(a < b for a, b in zip(after[space], after[f"{space}_other"], strict=True))
 
@@ -137,7 +139,8 @@ def peft(results: Results) -> str:
     for ours, theirs in PAIRS:
         if f"sdxl/{ours}" not in results or f"sdxl/{theirs}" not in results:
             continue
-        pairs = list(zip(results[f"sdxl/{ours}"], results[f"sdxl/{theirs}"], strict=False))
+        seeds = {run["seed"]: run for run in results[f"sdxl/{theirs}"]}
+        pairs = [(run, seeds[run["seed"]]) for run in results[f"sdxl/{ours}"] if run["seed"] in seeds]
         ratios = []
         for one, other in pairs:
             # 5 % above the last loss: a curve that ends a hair above it would otherwise never reach it.
@@ -283,7 +286,7 @@ training steps alone, on the same two cores, one after the other.
 
 The {exams} icons are drawn before and after the training from the same seeds (20 steps, the demo's guidance) and compared
 with the truth: the mean difference of the pixels, and the distance in the autoencoder's latents. "Its own truth" is compared
-with the truth of the next subject: ink without a subject would be right half of the time.
+with the truth of another subject: ink without a subject would be right half of the time.
 
 {drawn}
 """
@@ -304,7 +307,7 @@ def write(results: Results, docs: Path) -> Path:
     data = f"learning-CPU-{today}.json"
     (docs / "benchmarks" / data).write_text(json.dumps(results, separators=(",", ":")) + "\n")
     text = PAGE.format(
-        steps=next(iter(results.values()))[0]["curve"][-1][0],
+        steps=next(iter(results.values()))[0]["steps"],
         seeds=f"Each cell was trained with {least} seeds."
         if least == most
         else f"Each cell was trained with {least} to {most} seeds.",
