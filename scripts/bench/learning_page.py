@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 from scripts.bench.learning import CELLS, FORMATS  # noqa: E402
 
 KEPT = 0.9  # of fp32's fall: what a format has to keep to be recommended
-EXAMS, NEARER, OWN = 60, 50, 45
+EXAMS = 60
 PAIRS = (("bf16-lora", "peft-lora"), ("stored-bf16", "peft-dora"))
 Results = dict[str, list[dict[str, Any]]]  # FAMILY/NAME -> what each seed measured
 
