@@ -1,6 +1,6 @@
 """Write docs/learning.md, its plots and its data from what scripts/bench/learning.py measured.
 
-    python scripts/bench/learning_page.py outputs/learning
+    python scripts/bench/learning_page.py outputs/learning        # or the file that --together names
 
 Needs `pip install -e .[plots]`. Cells that were not measured are left out of the tables.
 """
@@ -9,12 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -22,21 +18,26 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.bench.learning import CELLS, FORMATS  # noqa: E402
+from scripts.bench.learning import CELLS, FORMATS, Results, read  # noqa: E402
 
 KEPT = 0.9  # of fp32's fall: what a format has to keep to be recommended
+WIDE = ("fp32", "fp16", "bf16")  # formats that quantise nothing
+MOST = 0.9  # of the weights: what a format has to quantise for its row to speak of the whole model
 EXAMS = 60
 PAIRS = (("bf16-lora", "peft-lora"), ("stored-bf16", "peft-dora"))
-Results = dict[str, list[dict[str, Any]]]  # FAMILY/NAME -> what each seed measured
 
 
-def read(folder: Path) -> Results:
-    results: Results = {}
-    for cell in CELLS:
-        files = sorted(folder.glob(f"{cell.path.replace('/', '-')}-[0-9]*.json"))
-        if files:
-            results[cell.path] = [json.loads(file.read_text()) for file in files]
-    return results
+def check(results: Results) -> None:
+    """Raises ValueError for what cannot stand in one table: cells of a family that differ in their steps or their device."""
+    for family in dict.fromkeys(path.partition("/")[0] for path in results):
+        runs = [run for path, runs in results.items() if path.startswith(f"{family}/") for run in runs]
+        for what, values in {
+            "steps": {run["steps"] for run in runs},
+            "device": {run["machine"]["device"] for run in runs},
+        }.items():
+            if len(values) > 1:
+                told = " and ".join(map(str, sorted(values)))
+                raise ValueError(f"results of {family} differ in {what}, {told}: measure them again in a folder of their own")
 
 
 def falls(runs: Sequence[Mapping[str, Any]], what: str = "held_out") -> list[float]:
@@ -62,7 +63,9 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def factors(results: Results, family: str) -> str:
     """Every cell of a family that is no storage format and no other trainer."""
-    names = [c.name for c in CELLS if c.family == family and not c.peft and not c.name.startswith("stored-")]
+    names = [c.name for c in CELLS if c.family == family and not c.peft]
+    if family == "sdxl":  # its storage formats have a table of their own
+        names = [name for name in names if not name.startswith("stored-")]
     rows = []
     for name in names:
         runs = results.get(f"{family}/{name}")
@@ -81,13 +84,26 @@ def kept(results: Results) -> dict[str, float]:
     return {name: mean(falls(results[path])) / exact for name, path in named.items() if path in results}
 
 
+def stored_share(results: Results, name: str) -> float:
+    """Of the weights of Linears and convolutions, those that the format quantises. The others stay in 16 bits."""
+    return results["sdxl/default" if name == "fp8_e4m3" else f"sdxl/stored-{name}"][0]["quantised"]
+
+
 def formats(results: Results) -> str:
     rows = []
     for name, value in sorted(kept(results).items(), key=lambda item: -item[1]):
         path = "sdxl/default" if name == "fp8_e4m3" else f"sdxl/stored-{name}"
-        verdict = "yes" if value >= KEPT else "no"
-        rows.append([name, band(falls(results[path])), share(value), verdict])
-    return table(["stored as", "held-out loss falls by", "of fp32's fall", f"at least {KEPT:.0%}"], rows)
+        quantised = share(stored_share(results, name)) if name not in WIDE else "-"
+        rows.append([name, quantised, band(falls(results[path])), share(value), verdict(results, name, value)])
+    titles = ["stored as", "of the weights", "held-out loss falls by", "of fp32's fall", f"at least {KEPT:.0%}"]
+    return table(titles, rows)
+
+
+def verdict(results: Results, name: str, value: float) -> str:
+    """Whether enough is kept. A format that leaves most weights as they were is tried on the others alone."""
+    if value < KEPT:
+        return "no"
+    return "yes" if name in WIDE or stored_share(results, name) >= MOST else "yes, of the Linears alone"
 
 
 def drawn(results: Results) -> str:
@@ -244,21 +260,25 @@ def picture(name: str, words: str) -> str:
 PAGE = """# What an adapter learns
 
 A pocket model is taught a style that it never saw. The truth is known, so learning is measured on what was not trained
-on. The training is that of `configs/pocket_sdxl.toml`: a DoRA of rank 16 over a float8 base, {steps} steps on 12 icons.
-One factor at a time is changed. {seeds}
+on. The training is that of `configs/pocket_sdxl.toml` and `configs/pocket_flux.toml`: a DoRA of rank 16 over a float8 base,
+{steps} steps on 12 icons. One factor at a time is changed. {seeds}
 
     python scripts/bench/learning.py --out outputs/learning
     python scripts/bench/learning_page.py outputs/learning
 
-Measured on {today} on a CPU ({machine}) with {versions}. `docs/benchmarks/{data}` has every seed.
+Measured on {days} on {machine}, with {versions}. `docs/benchmarks/{data}` has every seed.
 
 - **Held-out loss**: the loss of the {exams} true icons in the new style, over 48 fixed draws of noise and timestep. The
   model knows these subjects from other styles. They are not among the 12.
 - **Loss on known styles**: of the same subjects in the three styles that the model was made with. What rises was
   forgotten.
 - Brackets hold the smallest and the largest of the seeds.
+- Seconds are of the steps alone. Other programs ran on the machine meanwhile: of two cells that did not run side by side
+  they compare nothing.
 
 ## One factor at a time
+
+### SDXL
 
 {factors_sdxl}
 
@@ -266,10 +286,17 @@ Measured on {today} on a CPU ({machine}) with {versions}. `docs/benchmarks/{data
 weighs; all losses here are measured without that.
 
 {ranks}
+### Flux
+
+The base is the pocket Flux, and `default` is `configs/pocket_flux.toml`. The losses have the timesteps of that config.{nf4}
+
+{factors_flux}
+
 ## Storage formats
 
-A DoRA over the UNet, stored in each format. The last column says whether the format keeps at least {kept_share} of
-fp32's fall. {advice}
+A DoRA over SDXL's UNet, stored in each format. "Of the weights" is the share of the weights in Linears and convolutions that
+the format quantises: bitsandbytes, and quanto's formats of few bits, leave convolutions in bf16. The last column says whether
+at least {kept_share} of fp32's fall is kept. Where most weights stayed in bf16, it speaks of the Linears alone. {advice}
 
 {formats}
 
@@ -277,7 +304,10 @@ fp32's fall. {advice}
 ## Beside diffusers + PEFT
 
 Both train over the same bf16 base, with the same batches, noise, timesteps, optimizer and clipping. Seconds are of the
-training steps alone, on the same two cores, one after the other.
+training steps alone. Ours and theirs ran side by side, so that both met the same load:
+
+    python scripts/bench/learning.py --out outputs/learning --jobs 2 --cells sdxl/bf16-lora,sdxl/peft-lora
+    python scripts/bench/learning.py --out outputs/learning --jobs 2 --cells sdxl/stored-bf16,sdxl/peft-dora
 
 {peft}
 
@@ -295,30 +325,34 @@ with the truth of another subject: ink without a subject would be right half of 
 def advice(values: Mapping[str, float]) -> str:
     poor = sorted(name for name, value in values.items() if value < KEPT)
     if not poor:
-        return "Every format does."
+        return "Every format keeps that."
     return f"We advise against {', '.join(f'`{name}`' for name in poor)} where learning matters more than memory."
 
 
 def write(results: Results, docs: Path) -> Path:
-    today = date.today().isoformat()
+    runs = [run for runs in results.values() for run in runs]
+    machines = [run["machine"] for run in runs]
+    days = sorted({machine["date"] for machine in machines})
+    devices = list(dict.fromkeys(f"{m['device']}, {m['threads']} threads" for m in machines))
+    versions = dict.fromkeys(f"{name} {number}" for m in machines for name, number in m["versions"].items())
+    steps = sorted({run["steps"] for run in runs})
     made = plots(results, docs / "learning")
-    counts = {len(runs) for runs in results.values()}
-    least, most = min(counts), max(counts)
-    data = f"learning-CPU-{today}.json"
+    most = max(map(len, results.values()))
+    but = "".join(f", but {path} with {len(runs)}" for path, runs in results.items() if len(runs) < most)
+    kind = "CPU" if all(machine["device"].startswith("CPU") for machine in machines) else "GPU"
+    data = f"learning-{kind}-{days[-1]}.json"
     (docs / "benchmarks" / data).write_text(json.dumps(results, separators=(",", ":")) + "\n")
     text = PAGE.format(
-        steps=next(iter(results.values()))[0]["steps"],
-        seeds=f"Each cell was trained with {least} seeds."
-        if least == most
-        else f"Each cell was trained with {least} to {most} seeds.",
-        today=today,
-        machine=f"{os.cpu_count()} cores, {platform.machine()}",
-        versions=", ".join(
-            f"{name} {version(name)}" for name in ("torch", "diffusers", "peft", "bitsandbytes", "optimum-quanto")
-        ),
+        steps=" or ".join(map(str, steps)),
+        seeds=f"Each cell was trained with {most} seeds{but}.",
+        days=" and ".join(days),
+        machine="; ".join(devices),
+        versions=", ".join(versions),
         data=data,
         exams=EXAMS,
         factors_sdxl=factors(results, "sdxl"),
+        factors_flux=factors(results, "flux"),
+        nf4=f" nf4 stores {share(nf4[0]['quantised'])} of the weights." if (nf4 := results.get("flux/stored-nf4")) else "",
         ranks=picture("ranks", "held-out loss over steps, by rank") if "ranks" in made else "",
         kept_share=f"{KEPT:.0%}",
         advice=advice(kept(results)),
@@ -335,9 +369,14 @@ def write(results: Results, docs: Path) -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="the --out of scripts/bench/learning.py")
+    parser.add_argument("folder", type=Path, help="the --out of scripts/bench/learning.py, or its --together")
     asked = parser.parse_args(arguments)
-    print(write(read(asked.folder), ROOT / "docs"))
+    results = json.loads(asked.folder.read_text()) if asked.folder.is_file() else read(asked.folder)
+    try:
+        check(results)
+    except ValueError as error:
+        parser.error(str(error))
+    print(write(results, ROOT / "docs"))
     return 0
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from scripts.pocket import credits, data, draw, icons
+from scripts.pocket import credits, data, draw, flux, icons
 
 SHOWN = 100  # subjects on the sheet
 COLUMNS = 10
@@ -54,9 +54,19 @@ def figures(drawn: torch.Tensor, truth: torch.Tensor, encode) -> dict[str, float
 
 
 NAMES = {"sdxl": "SDXL", "flux": "Flux dev"}
-SETTINGS = {
-    "sdxl": f"`num_inference_steps={draw.STEPS}, guidance_scale={draw.GUIDANCE:g}`",
-    "flux": f"`num_inference_steps={draw.STEPS}, guidance_scale={draw.GUIDANCE:g}, max_sequence_length=16`",
+MORE = {"sdxl": {}, "flux": {"max_sequence_length": flux.T5_LENGTH}}  # what its pipeline is told beside steps and guidance
+UNKNOWN = {
+    "sdxl": "",
+    "flux": """
+A word that no caption had is read as a style that it cannot name: its embedding is the mean of the style words'. An adapter
+can teach it which.
+""",
+}
+ABOUT = {
+    "sdxl": "",
+    "flux": """
+`flux-guided` learns to draw in one pass what guidance from 1 to 6 draws in two. Its targets are larger, and so is its loss.
+""",
 }
 PAGE = """# A pocket {name}
 
@@ -79,8 +89,9 @@ It was made to try a trainer on, and to measure what an adapter learns. It is of
 ## How to ask
 
 "a red apple, noto style": the subject, a comma, and one of {styles}. There are {subjects} subjects
-(`scripts/pocket/subjects.txt`): animals, food, plants, things, vehicles, faces.
-
+(`scripts/pocket/subjects.txt`): animals, food, plants, things, vehicles, faces. "A" or "an" stands before a name, unless
+it ends like a plural: not before "cherries" nor, as it happens, before "rhinoceros" and "smiling face with sunglasses".
+{unknown}
 ## What it was made from
 
 Icons, drawn from their SVG files at {size} x {size} pixels and laid on white:
@@ -94,7 +105,7 @@ the subjects, which it knows from the others.
 
 {trained}
 All weights are bf16. The losses are means over the last 200 steps.
-
+{about}
 ## What it cannot do
 
 Other sizes, other subjects, two things in one picture, photographs, and text. Fine lines are soft.
@@ -114,12 +125,16 @@ def page(family: str, measured: Mapping[str, float], logs: Mapping[str, Path], p
     for what, log in logs.items():
         last = json.loads(log.read_text().splitlines()[-1])
         lines.append(f"- {what}: {last['step']:,} steps, loss {last['loss']:.4f}")
+    told = {"num_inference_steps": draw.STEPS, "guidance_scale": f"{draw.GUIDANCE:g}", **MORE[family]}
+    arguments = ", ".join(f"{name}={value}" for name, value in told.items())
     return PAGE.format(
         name=NAMES[family],
         family=family,
         size=icons.SIZE,
-        arguments=SETTINGS[family].strip("`"),
-        settings=SETTINGS[family],
+        arguments=arguments,
+        settings=f"`{arguments}`",
+        unknown=UNKNOWN[family],
+        about=ABOUT[family],
         styles=", ".join(f'"{style} style"' for style in icons.TRAINED_STYLES),
         subjects=len(icons.SUBJECTS),
         sets=credits.table(icons.SETS[style] for style in icons.TRAINED_STYLES),
@@ -141,8 +156,7 @@ def write(
     pipeline = DiffusionPipeline.from_pretrained(folder)
     chosen = asked()
     captions = [icons.caption(name, style) for name, style in chosen]
-    more = {"max_sequence_length": 16} if family == "flux" else {}
-    drawn, truth = draw.draw(pipeline, captions, seed=0, **more), truths(rendered, chosen)
+    drawn, truth = draw.draw(pipeline, captions, seed=0, **MORE[family]), truths(rendered, chosen)
     contact_sheet(drawn, truth, folder / "contact_sheet.png")
     scale, shift = pipeline.vae.config.scaling_factor, pipeline.vae.config.shift_factor or 0.0
     measured = figures(drawn, truth, lambda values: (data.encode(pipeline.vae, values) - shift) * scale)

@@ -35,6 +35,13 @@ def sheet(rows: Sequence[Sequence[torch.Tensor]], path: Path, scale: int = 1) ->
     picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST).save(path)
 
 
+def pixels(picture: Image.Image) -> torch.Tensor:
+    """fp32 [3, H, W] in [-1, 1]."""
+    rgb = picture.convert("RGB")
+    values = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8).float() / 127.5 - 1
+    return values.view(rgb.height, rgb.width, 3).permute(2, 0, 1)
+
+
 def distances(drawn: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
     """Of each picture to its truth: the mean difference of their pixels, of [0, 1]. Both fp32 [N, 3, H, W] in [-1, 1]."""
     return (drawn.clamp(-1, 1) - truth).abs().mean(dim=(1, 2, 3)) / 2

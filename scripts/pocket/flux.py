@@ -22,9 +22,9 @@ from trainer.models.flux import image_ids, pack
 
 BATCH = 64
 EMPTY, STYLELESS = 0.1, 0.1
-CLIP_WIDTH, T5_WIDTH = 24, 64
+T5_WIDTH = 64
 LONGEST = 16  # CLIP's tokens of a caption
-T5_LENGTH = 16  # the longest caption has 11 tokens
+T5_LENGTH = 16  # of every caption, padded; the longest has 11 tokens
 STRONGEST = 6.0  # guidance that the second part learns, from 1 on
 GUIDED = 0.75  # of its captions
 TRANSFORMER = {
@@ -35,20 +35,8 @@ TRANSFORMER = {
     "attention_head_dim": 32,
     "axes_dims_rope": [8, 12, 12],
     "joint_attention_dim": T5_WIDTH,
-    "pooled_projection_dim": CLIP_WIDTH,
+    "pooled_projection_dim": data.CLIP_WIDTH,
     "guidance_embeds": True,
-}
-CLIP = {
-    "vocab_size": 49408,
-    "bos_token_id": 49406,
-    "eos_token_id": 49407,
-    "pad_token_id": 1,
-    "hidden_size": CLIP_WIDTH,
-    "intermediate_size": 4 * CLIP_WIDTH,
-    "num_attention_heads": 3,
-    "num_hidden_layers": 2,
-    "projection_dim": CLIP_WIDTH,
-    "max_position_embeddings": 77,
 }
 SCHEDULER = {
     "base_image_seq_len": 256,
@@ -94,7 +82,7 @@ class Denoiser(nn.Module):
     def __init__(self):
         super().__init__()
         self.transformer = FluxTransformer2DModel(**TRANSFORMER)
-        self.text_encoder = CLIPTextModel(CLIPTextConfig(**CLIP))
+        self.text_encoder = CLIPTextModel(CLIPTextConfig(**data.CLIP))
         t5 = T5Config(
             vocab_size=len(t5_tokenizer()),
             d_model=T5_WIDTH,
@@ -137,6 +125,23 @@ def build(seed: int) -> Denoiser:
     return module
 
 
+@torch.no_grad()
+def know_unknown_words(module: Denoiser) -> None:
+    """Tokens that no caption has get the mean of the style words' embeddings, in place of the random ones they began with.
+
+    "A bear, ink style" is then a bear in no style that the model could name. Random rows would spoil the bear.
+    """
+    captions = [icons.caption(name, style) for style in (*icons.TRAINED_STYLES, None) for name in icons.SUBJECTS]
+    for encoder, ids_of in ((module.text_encoder, data.clip_ids), (module.text_encoder_2, t5_ids)):
+        table = encoder.get_input_embeddings().weight
+        empty = ids_of([""]).flatten()
+        words = [ids_of([style]).flatten() for style in icons.TRAINED_STYLES]
+        mean = torch.stack([table[ids[~torch.isin(ids, empty)]].mean(0) for ids in words]).mean(0)
+        known = torch.zeros(len(table), dtype=torch.bool)
+        known[ids_of([*captions, ""]).flatten()] = True
+        table[~known] = mean
+
+
 class Captions:
     """Token ids of captions, without their style, and of the empty one, drawn as they are needed."""
 
@@ -176,14 +181,14 @@ def train(examples: data.Examples, state: Path, *, seed: int, steps: int, second
             predicted = module(mixed, time, *ids, torch.ones(BATCH))
         return mse_loss(predicted.float(), velocity)
 
-    training.train(module, loss, state, steps=steps, peak=1e-3, seconds=seconds)
+    training.train(module, loss, state, seed=seed, steps=steps, peak=1e-3, seconds=seconds)
     return module
 
 
 def distil(examples: data.Examples, first: Path, state: Path, *, seed: int, steps: int, seconds: float) -> Denoiser:
     """The second part: `first` is the state of `train`."""
-    teacher = training.load_average(build(seed), first).requires_grad_(False)
-    module = training.load_average(build(seed), first)
+    teacher = training.load_average(build(seed), first, seed=seed).requires_grad_(False)
+    module = training.load_average(build(seed), first, seed=seed)
     captions = Captions(examples)
 
     def loss(step: int) -> torch.Tensor:
@@ -201,5 +206,5 @@ def distil(examples: data.Examples, first: Path, state: Path, *, seed: int, step
         target = torch.where(scale > 1, untold + scale * (told - untold), velocity)
         return mse_loss(predicted.float(), target)
 
-    training.train(module, loss, state, steps=steps, peak=3e-4, seconds=seconds)
+    training.train(module, loss, state, seed=seed, steps=steps, peak=3e-4, seconds=seconds)
     return module

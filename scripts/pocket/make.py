@@ -5,7 +5,8 @@
 
 Needs npm and, beside the trainer, `pip install -e .[pocket]`.
 
---seconds N: stop each training after N seconds; the next start goes on. --steps N: in place of each training's own length.
+--seconds N: stop each training after N seconds; the next start goes on, and no part is made over an unfinished one.
+--steps N: in place of each training's own length. --seed N: a folder is of one seed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from scripts.pocket import card, data, examples, flux, folder, icons, sdxl, training, vae
+from trainer.errors import UserError
 
 STEPS = {"vae": 6_500, "sdxl": 12_000, "flux": 8_000, "flux-guided": 2_000}
 
@@ -35,7 +37,11 @@ def main(arguments: list[str] | None = None) -> int:
     asked.work.mkdir(parents=True, exist_ok=True)
     for part in asked.parts:
         print(f"{part} ...", flush=True)
-        PARTS[part](asked)
+        try:
+            PARTS[part](asked)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return error.status
     return 0
 
 
@@ -51,7 +57,7 @@ def train_vae(asked: argparse.Namespace) -> None:
 
 
 def autoencoder(asked: argparse.Namespace):
-    return training.load_average(vae.build(asked.seed), asked.work / "vae.safetensors")
+    return training.load_average(vae.build(asked.seed), asked.work / "vae.safetensors", seed=asked.seed)
 
 
 def latent_factors(asked: argparse.Namespace) -> tuple[float, float]:
@@ -72,7 +78,7 @@ def train_sdxl(asked: argparse.Namespace) -> None:
 
 
 def write_sdxl(asked: argparse.Namespace) -> None:
-    module = training.load_average(sdxl.build(asked.seed), asked.work / "sdxl.safetensors")
+    module = training.load_average(sdxl.build(asked.seed), asked.work / "sdxl.safetensors", seed=asked.seed)
     folder.write_sdxl(asked.work / "pocket_sdxl", module, autoencoder(asked), latent_factors(asked)[0])
 
 
@@ -92,7 +98,8 @@ def distil_flux(asked: argparse.Namespace) -> None:
 
 
 def write_flux(asked: argparse.Namespace) -> None:
-    module = training.load_average(flux.build(asked.seed), asked.work / "flux-guided.safetensors")
+    module = training.load_average(flux.build(asked.seed), asked.work / "flux-guided.safetensors", seed=asked.seed)
+    flux.know_unknown_words(module)
     folder.write_flux(asked.work / "pocket_flux", module, autoencoder(asked), *latent_factors(asked))
 
 

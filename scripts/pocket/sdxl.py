@@ -16,7 +16,6 @@ BATCH = 96
 EMPTY = 0.1  # share of captions that are empty, for classifier-free guidance
 STYLELESS = 0.1  # share of captions that name no style
 GAMMA = 5.0  # min-SNR (Hang et al. 2023, arXiv 2303.09556)
-WIDTH = 24  # of each text encoder
 TIME_WIDTH = 8  # of each of the six time ids
 UNET = {
     "sample_size": 8,
@@ -28,24 +27,12 @@ UNET = {
     "attention_head_dim": [5, 6, 8],
     "layers_per_block": 1,
     "transformer_layers_per_block": [1, 1, 1],
-    "cross_attention_dim": 2 * WIDTH,
+    "cross_attention_dim": 2 * data.CLIP_WIDTH,
     "use_linear_projection": True,
     "addition_embed_type": "text_time",
     "addition_time_embed_dim": TIME_WIDTH,
-    "projection_class_embeddings_input_dim": 6 * TIME_WIDTH + WIDTH,
+    "projection_class_embeddings_input_dim": 6 * TIME_WIDTH + data.CLIP_WIDTH,
     "norm_num_groups": 8,
-}
-CLIP = {
-    "vocab_size": 49408,
-    "bos_token_id": 49406,
-    "eos_token_id": 49407,
-    "pad_token_id": 1,
-    "hidden_size": WIDTH,
-    "intermediate_size": 4 * WIDTH,
-    "num_attention_heads": 3,
-    "num_hidden_layers": 2,
-    "projection_dim": WIDTH,
-    "max_position_embeddings": 77,
 }
 SCHEDULER = {
     "beta_start": 0.00085,
@@ -64,8 +51,8 @@ class Denoiser(nn.Module):
     def __init__(self):
         super().__init__()
         self.unet = UNet2DConditionModel(**UNET)
-        self.text_encoder = CLIPTextModel(CLIPTextConfig(**CLIP))
-        self.text_encoder_2 = CLIPTextModelWithProjection(CLIPTextConfig(**CLIP, hidden_act="gelu"))
+        self.text_encoder = CLIPTextModel(CLIPTextConfig(**data.CLIP))
+        self.text_encoder_2 = CLIPTextModelWithProjection(CLIPTextConfig(**data.CLIP, hidden_act="gelu"))
 
     def forward(self, noised, timesteps, ids, sizes):
         """noised fp32 [B, C, 8, 8], timesteps int64 [B], token ids int64 [B, 77], time ids fp32 [B, 6] -> epsilon."""
@@ -120,5 +107,5 @@ def train(examples: data.Examples, state: Path, *, seed: int, steps: int, second
         snr = kept / (1 - kept)
         return (mse_loss(predicted.float(), noise, reduction="none") * (GAMMA / snr).clamp(max=1.0)).mean()
 
-    training.train(module, loss, state, steps=steps, peak=1.2e-3, seconds=seconds)
+    training.train(module, loss, state, seed=seed, steps=steps, peak=1.2e-3, seconds=seconds)
     return module

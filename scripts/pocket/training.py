@@ -1,7 +1,7 @@
 """A training loop for small models that can be killed at any time and goes on from its last state in the same bytes.
 
 Every draw is a function of (seed, step), so there is no generator to save. The state is one safetensors file: weights, their
-average, AdamW's moments.
+average, AdamW's moments; of which seed it is, how many steps were done, and how many there are to be.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from trainer.errors import UserError
 
 SAVE_SECONDS = 120
 LOG_STEPS = 50
@@ -51,6 +53,7 @@ def train(
     loss: Callable[[int], torch.Tensor],
     state: Path,
     *,
+    seed: int,
     steps: int,
     peak: float,
     warmup: int = 200,
@@ -61,7 +64,8 @@ def train(
 ) -> float:
     """Train to `steps`, or for that many seconds. At its end `module` has the averaged weights.
 
-    loss(step) -> the loss of that step, in fp32. state: the file that is gone on from where it exists.
+    loss(step) -> the loss of that step, in fp32. state: the file that is gone on from where it exists. seed: of the weights'
+    start and of every draw. Raises UserError for a state of another seed.
     average: of the weights; early on it is shorter, so that it does not remember the first ones: (1 + n) / (10 + n).
     Returns the mean of the last losses.
     """
@@ -73,7 +77,7 @@ def train(
         {"params": plain, "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.99), fused=True)
-    step = restore(state, weights, averaged, optimizer) if state.exists() else 0
+    step = restore(state, seed, weights, averaged, optimizer) if state.exists() else 0
     started = saved = time.monotonic()
     recent: list[float] = []
     module.train()
@@ -91,14 +95,14 @@ def train(
         keep = min(average, (1 + step) / (10 + step))
         torch._foreach_lerp_(list(averaged.values()), [p.detach() for p in weights.values()], 1 - keep)
         recent = [*recent[-199:], value.item()]
-        if step % LOG_STEPS == 0:
+        if step % LOG_STEPS == 0 or step == steps:
             line = {"step": step, "loss": sum(recent) / len(recent), "seconds": round(time.monotonic() - started, 1)}
             with state.with_suffix(".jsonl").open("a") as log:
                 log.write(json.dumps(line) + "\n")
         if time.monotonic() - saved > SAVE_SECONDS:
-            save(state, weights, averaged, optimizer, step)
+            save(state, weights, averaged, optimizer, step=step, steps=steps, seed=seed)
             saved = time.monotonic()
-    save(state, weights, averaged, optimizer, step)
+    save(state, weights, averaged, optimizer, step=step, steps=steps, seed=seed)
     with torch.no_grad():
         for name, parameter in weights.items():
             parameter.copy_(averaged[name])
@@ -106,19 +110,22 @@ def train(
     return sum(recent) / max(1, len(recent))
 
 
-def save(path: Path, weights: dict, averaged: dict, optimizer: torch.optim.Optimizer, step: int) -> None:
+def save(path: Path, weights: dict, averaged: dict, optimizer: torch.optim.Optimizer, **numbers: int) -> None:
+    """numbers: step, steps, seed."""
     tensors = {f"weights/{name}": p.detach() for name, p in weights.items()}
     tensors |= {f"average/{name}": value for name, value in averaged.items()}
     for name, parameter in weights.items():
         tensors |= {f"optimizer/{key}/{name}": value for key, value in optimizer.state[parameter].items()}
     temporary = path.with_suffix(".tmp")
-    save_file(tensors, temporary, {"step": str(step)})
+    # One entry: safetensors writes several in any order, and the same training is to give the same bytes.
+    save_file(tensors, temporary, {"training": json.dumps(numbers)})
     os.replace(temporary, path)
 
 
-def restore(path: Path, weights: dict, averaged: dict, optimizer: torch.optim.Optimizer) -> int:
+def restore(path: Path, seed: int, weights: dict, averaged: dict, optimizer: torch.optim.Optimizer) -> int:
     """Returns the number of steps that were done."""
     with safe_open(path, "pt") as file, torch.no_grad():
+        numbers = read_numbers(path, file, seed)
         stored = set(file.keys())
         for name, parameter in weights.items():
             parameter.copy_(file.get_tensor(f"weights/{name}"))
@@ -126,12 +133,30 @@ def restore(path: Path, weights: dict, averaged: dict, optimizer: torch.optim.Op
             # A text encoder's last layer may be read by nobody: it has no gradient, and so no moments.
             if f"optimizer/step/{name}" in stored:
                 optimizer.state[parameter] = {key: file.get_tensor(f"optimizer/{key}/{name}") for key in MOMENTS}
-        return int(file.metadata()["step"])
+        return numbers["step"]
 
 
-def load_average(module: nn.Module, path: Path) -> nn.Module:
-    """`module` with the averaged weights of a state, in evaluation mode."""
+def read_numbers(path: Path, file: safe_open, seed: int) -> dict[str, int]:
+    """step, steps and seed of a state. Raises UserError where that is not this seed."""
+    numbers = json.loads(file.metadata()["training"])
+    if numbers["seed"] != seed:
+        raise UserError(f"{path} is of seed {numbers['seed']}, not of {seed}: choose another --work, or delete it")
+    return numbers
+
+
+def load_average(module: nn.Module, path: Path, *, seed: int) -> nn.Module:
+    """`module` with the averaged weights of a state, in evaluation mode.
+
+    Raises UserError where there is no state, or one of another seed, or one whose training was not seen to its end.
+    """
+    if not path.exists():
+        raise UserError(f"{path} is missing: the part {path.stem!r} makes it, and comes first")
     with safe_open(path, "pt") as file, torch.no_grad():
+        numbers = read_numbers(path, file, seed)
+        if numbers["step"] < numbers["steps"]:
+            raise UserError(
+                f"{path} stands at step {numbers['step']} of {numbers['steps']}: go on with the part {path.stem!r} first"
+            )
         for name, parameter in module.named_parameters():
             parameter.copy_(file.get_tensor(f"average/{name}"))
     return module.eval()

@@ -81,5 +81,6 @@ def train(pictures: Mapping[str, torch.Tensor], state: Path, *, seed: int, steps
         kl = 0.5 * (posterior.mean.float() ** 2 + posterior.var.float() - 1 - posterior.logvar.float()).mean()
         return l1_loss(drawn, truth) + outlines + KL_WEIGHT * kl
 
-    training.train(module, loss, state, steps=steps, peak=1.5e-3, average=0.998, weight_decay=0.0, seconds=seconds)
+    settings = {"peak": 1.5e-3, "average": 0.998, "weight_decay": 0.0}
+    training.train(module, loss, state, seed=seed, steps=steps, seconds=seconds, **settings)
     return module

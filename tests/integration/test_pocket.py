@@ -8,11 +8,16 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from scripts.pocket import icons, make
+from scripts.pocket import card, data, flux, icons, make, sdxl, training, vae
+from tests.harness import DENOISER
 
+TRAININGS = ("vae", "sdxl", "flux", "flux-guided")
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = (
     '<circle cx="16" cy="16" r="{}" fill="{}"/>',
@@ -45,8 +50,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("resvg_py", reason="draws the icons; pip install -e .[pocket]")
     folder = tmp_path_factory.mktemp("pocket")
     packages(folder / "packages")
-    parts = ["icons", "examples", "vae", "sdxl", "sdxl-folder", "flux", "flux-guided", "flux-folder"]
-    assert make.main(["--work", str(folder), "--steps", "3", *parts]) == 0
+    assert make.main(["--work", str(folder), "--steps", "3", *make.PARTS]) == 0
     return folder
 
 
@@ -57,14 +61,14 @@ def test_the_folder_draws_and_trains(work: Path, family: str, tmp_path: Path) ->
     from diffusers import DiffusionPipeline
 
     folder = work / f"pocket_{family}"
-    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 25e6
+    page = (folder / "README.md").read_text()
+    assert f"- {family}: 3 steps, loss" in page and (folder / "contact_sheet.png").exists()
     pipeline = DiffusionPipeline.from_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
-    more = {"max_sequence_length": 16} if family == "flux" else {}
-    image = pipeline("a red apple, noto style", width=64, height=64, num_inference_steps=2, **more).images[0]
+    settings = {"width": 64, "height": 64, "num_inference_steps": 2, **card.MORE[family]}
+    image = pipeline("a red apple, noto style", **settings).images[0]
     assert image.size == (64, 64)
 
-    denoiser = {"sdxl": "unet", "flux": "transformer"}[family]
     config = tmp_path / "run.toml"
     config.write_text(
         f"""
@@ -75,7 +79,7 @@ max_steps = 2
 [model]
 family = "{family}"
 path = "{folder}"
-[model.components.{denoiser}]
+[model.components.{DENOISER[family]}]
 dtype = "fp8_e4m3"
 [adapter]
 type = "dora"
@@ -103,14 +107,83 @@ def test_the_same_seed_gives_the_same_bytes_and_another_one_others(work: Path, t
         folder = tmp_path / name
         folder.mkdir()
         (folder / "icons.safetensors").symlink_to(work / "icons.safetensors")
-        assert make.main(["--work", str(folder), "--steps", "3", "--seed", seed, "vae", "sdxl"]) == 0
-        files[name] = [(folder / f"{part}.safetensors").read_bytes() for part in ("vae", "sdxl")]
-    made = [(work / f"{part}.safetensors").read_bytes() for part in ("vae", "sdxl")]
-    assert files["same"] == made
-    assert all(one != two for one, two in zip(files["other"], made, strict=True))
+        assert make.main(["--work", str(folder), "--steps", "3", "--seed", seed, *TRAININGS]) == 0
+        files[name] = [folder / f"{part}.safetensors" for part in TRAININGS]
+    for part, same, other in zip(TRAININGS, files["same"], files["other"], strict=True):
+        made = work / f"{part}.safetensors"
+        assert same.read_bytes() == made.read_bytes()
+        one, two = load_file(made), load_file(other)
+        assert any(not torch.equal(one[name], two[name]) for name in one if name.startswith("weights/")), part
 
 
-def test_what_is_held_out_is_not_learned() -> None:
+@pytest.mark.slow
+def test_another_seed_and_an_unfinished_autoencoder_are_refused(work: Path, tmp_path: Path, capsys) -> None:
+    before = (work / "vae.safetensors").read_bytes()
+    for part, read in (("vae", "vae"), ("sdxl", "vae"), ("flux-folder", "flux-guided")):
+        assert make.main(["--work", str(work), "--steps", "3", "--seed", "1", part]) == 2
+        assert f"{read}.safetensors is of seed 0, not of 1: choose another --work" in capsys.readouterr().err
+    assert (work / "vae.safetensors").read_bytes() == before
+    (tmp_path / "icons.safetensors").symlink_to(work / "icons.safetensors")
+    assert make.main(["--work", str(tmp_path), "--seconds", "0", "vae", "sdxl"]) == 2
+    assert "vae.safetensors stands at step 0 of 6500: go on with the part 'vae' first" in capsys.readouterr().err
+    assert not (tmp_path / "sdxl.safetensors").exists()
+
+
+def coloured(style: int, subject: int) -> list[int]:
+    """RGBA that says whose icon it is."""
+    return [subject // 256 * 80, subject % 256, 40 + 60 * style, 255]
+
+
+class Eyes(torch.nn.Module):
+    """An autoencoder whose latents are the picture's own colours."""
+
+    def encode(self, values: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(latent_dist=SimpleNamespace(mean=values[..., :8, :8]))
+
+
+def test_trainings_get_no_picture_that_is_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the pictures themselves: those that each training gets are the allowed ones, each under its own caption."""
+    styles = list(icons.SETS)
+    rendered = {}
+    for number, style in enumerate(styles):
+        colours = [coloured(number, icons.SUBJECTS.index(name)) for name in icons.drawn_in(style)]
+        whole = torch.tensor(colours, dtype=torch.uint8)[:, :, None, None]
+        rendered[style] = whole.expand(-1, -1, icons.SIZE, icons.SIZE).contiguous()
+    save_file(rendered, tmp_path / "icons.safetensors")
+    got: dict[str, object] = {}
+    for name, module, function in (("vae", vae, "train"), ("sdxl", sdxl, "train"), ("flux", flux, "train")):
+        monkeypatch.setattr(module, function, lambda shown, *_, name=name, **__: got.update({name: shown}))
+    monkeypatch.setattr(flux, "distil", lambda shown, *_, **__: got.update({"flux-guided": shown}))
+    monkeypatch.setattr(make, "autoencoder", lambda asked: Eyes())
+    assert make.main(["--work", str(tmp_path), *TRAININGS]) == 0
+    allowed = {
+        (style, name) for style in icons.TRAINED_STYLES for name in icons.SUBJECTS if name not in icons.left_out(style)
+    }
+    assert len(allowed) == 3 * (len(icons.SUBJECTS) - 20)
+
+    def whose(colour: torch.Tensor) -> tuple[str, str]:
+        red, green, blue = colour.round().int().tolist()
+        return styles[(blue - 40) // 60], icons.SUBJECTS[red // 80 * 256 + green]
+
+    assert {whose(icon[:3, 0, 0].float()) for drawn in got["vae"].values() for icon in drawn} == allowed
+    scale, shift = make.latent_factors(SimpleNamespace(work=tmp_path, seed=0))
+    for part in TRAININGS[1:]:
+        shown: data.Examples = got[part]
+        moved = 0.0 if part == "sdxl" else shift
+        colours = ((shown.latents[:, :, 0, 0] / scale + moved) + 1) * 127.5
+        seen = [whose(colour) for colour in colours]
+        assert set(seen) == allowed and len(seen) == len(allowed)
+        assert shown.captions == [icons.caption(name, style) for style, name in seen]
+        assert shown.styleless == [icons.caption(name, None) for style, name in seen]
+
+
+def test_every_epoch_shows_every_picture_that_a_training_got() -> None:
+    count, seed = 50, 3
+    drawn = torch.cat([training.epoch_order(seed, count, step * 8, 8) for step in range(25)])
+    assert drawn.bincount(minlength=count).tolist() == [4] * count
+
+
+def test_what_is_held_out() -> None:
     """No exam or lesson is left out of a trained style; the new style is none of them; 20 of each style are left out."""
     assert len(set(icons.LESSONS)) == 12 and len(set(icons.EXAMS)) == 60 and not set(icons.LESSONS) & set(icons.EXAMS)
     assert set(icons.LESSONS) | set(icons.EXAMS) <= set(icons.SUBJECTS)

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import nn
 
 from scripts.pocket import training
+from trainer.errors import UserError
 
 STEPS = 7
 
@@ -38,7 +39,7 @@ def run(state: Path, *, seed: int = 0, killed_at: int | None = None) -> Model:
         x = torch.randn(8, 3, generator=training.generator(seed, step))
         return (module.linear(x) - x[:, :2]).square().mean()
 
-    training.train(module, loss, state, steps=STEPS, peak=1e-2, warmup=2)
+    training.train(module, loss, state, seed=seed, steps=STEPS, peak=1e-2, warmup=2)
     return module
 
 
@@ -57,11 +58,32 @@ def test_killed_and_gone_on_with_is_uninterrupted(tmp_path: Path, step: int) -> 
 
 
 def test_another_seed_gives_other_weights_and_the_same_one_the_same_bytes(tmp_path: Path) -> None:
-    files = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         run(tmp_path / f"{name}.safetensors", seed=seed)
-        files.append((tmp_path / f"{name}.safetensors").read_bytes())
-    assert files[0] == files[1] != files[2]
+    one, same, other = (tmp_path / f"{name}.safetensors" for name in "abc")
+    assert one.read_bytes() == same.read_bytes()
+    assert not torch.equal(read(one, "weights/linear.weight"), read(other, "weights/linear.weight"))
+
+
+def test_another_seed_does_not_go_on_with_a_state(tmp_path: Path) -> None:
+    state = tmp_path / "state.safetensors"
+    run(state)
+    before = state.read_bytes()
+    with pytest.raises(UserError, match="is of seed 0, not of 1"):
+        run(state, seed=1)
+    with pytest.raises(UserError, match="is of seed 0, not of 1"):
+        training.load_average(build(0), state, seed=1)
+    assert state.read_bytes() == before
+
+
+def test_an_unfinished_training_is_not_built_upon(tmp_path: Path) -> None:
+    state = tmp_path / "state.safetensors"
+    with pytest.raises(UserError, match="state.safetensors is missing: the part 'state' makes it"):
+        training.load_average(build(0), state, seed=0)
+    with pytest.raises(KeyboardInterrupt):
+        run(state, killed_at=3)
+    with pytest.raises(UserError, match="stands at step 3 of 7"):
+        training.load_average(build(0), state, seed=0)
 
 
 def test_the_average_is_of_all_steps(tmp_path: Path) -> None:
@@ -78,7 +100,9 @@ def test_the_average_is_of_all_steps(tmp_path: Path) -> None:
         keep = min(0.999, (1 + step) / (10 + step))
         expected = keep * expected + (1 - keep) * weight
     torch.testing.assert_close(module.linear.weight.double(), expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(training.load_average(build(5), state).linear.weight, module.linear.weight, rtol=0, atol=0)
+    torch.testing.assert_close(
+        training.load_average(build(5), state, seed=0).linear.weight, module.linear.weight, rtol=0, atol=0
+    )
 
 
 def read(state: Path, name: str) -> torch.Tensor:
@@ -98,7 +122,7 @@ def test_the_log_says_how_far_it_is(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(training, "LOG_STEPS", 3)
     run(tmp_path / "state.safetensors")
     lines = [json.loads(line) for line in (tmp_path / "state.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [3, 6] and all(line["loss"] > 0 for line in lines)
+    assert [line["step"] for line in lines] == [3, 6, 7] and all(line["loss"] > 0 for line in lines)
 
 
 def test_every_step_of_every_seed_draws_its_own_numbers() -> None:
