@@ -38,7 +38,7 @@ DAMAGE = (UserError, OSError, ValueError, TypeError, KeyError, AttributeError, R
 # What else lies beside checkpoints: (pattern of the name, what it is).
 BESIDE = (
     (re.compile(r"superseded-step-(\d{8})(-\d+)?"), "set aside: the run went on from an earlier step"),
-    (re.compile(r"\.step-(\d{8})\.new\.tmp"), "left by a save that was killed; the next start deletes it"),
+    (re.compile(r"\.step-(\d{8})\.new\.tmp"), "left by a save that was killed; the next start ends it, or deletes it"),
     (re.compile(r"\.step-(\d{8})\.old\.tmp"), "left by a deletion that was killed; the next start deletes it"),
 )
 STEP = re.compile(r"step-(\d{8})")
@@ -194,7 +194,8 @@ def refusal(folder: Path) -> str | None:
 def show_progress(state: dict[str, Any]) -> None:
     rows = [("step", "step"), ("length of the schedule", "total_steps"), ("images", "images")]
     rows += [("updates skipped as not finite", "non_finite"), ("started", "started")]
-    show([(label, plain(state[key])) for label, key in rows])
+    changes = [("changed in mid-run", f"after step {c['step']}: {'; '.join(c['what'])}") for c in state["changes"]]
+    show([*((label, plain(state[key])) for label, key in rows), *changes])
 
 
 def show_config(config: dict[str, Any]) -> None:

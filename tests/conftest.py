@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.harness import Workbench
 
@@ -18,6 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Two runs that are compared byte by byte started at the same time.
 os.environ.setdefault("SOURCE_DATE_EPOCH", "1735689600")
+
+# A machine that is busy with something else is no fault of a test.
+settings.register_profile("busy", deadline=None)
+settings.load_profile("busy")
 
 
 @pytest.fixture(scope="session", autouse=True)

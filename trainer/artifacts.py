@@ -11,8 +11,10 @@ from trainer.adapters import Adapter, export
 from trainer.adapters.norms import Norms, made_for
 from trainer.checkpoint.state import Progress
 from trainer.components import Components
+from trainer.data import captions
 from trainer.data.loader import Reader
-from trainer.encoding import prompt_conditioning
+from trainer.data_report import sections as data_sections
+from trainer.encoding import prompt_conditioning, report_captions
 from trainer.errors import DataError, Interrupted, NotWritten, OutOfMemory
 from trainer.layout import Layout
 from trainer.loop import due
@@ -101,21 +103,20 @@ class Artifacts:
         components, plan, config = self.components, self.components.plan, self.components.plan.config
         if not components.processes.is_main:
             return {}
-        tags: dict[str, int] = {}
-        for photo, _ in plan.photos:
-            tags[photo.caption] = tags.get(photo.caption, 0) + photo.repeats
+        sizes = {resolution for photo in plan.photos for resolution in photo.source.resolutions}
         about = export.About(
             name=config.run.name,
             started=self.progress.started,
             step=self.progress.step,
-            epoch=max(0, self.progress.step - 1) // plan.steps_per_epoch + 1,
+            epoch=plan.epoch_of(self.progress.step),
             learning_rate=config.optimizer.lr,
-            train_images=sum(photo.repeats for photo, _ in plan.photos),
-            resolution=f"{config.data.resolution}x{config.data.resolution}",
-            tag_frequency=tags,
-            trigger_phrase=config.export.trigger_phrase,
+            train_images=sum(photo.repeats for photo in plan.photos if not photo.source.regularisation),
+            resolution=", ".join(f"{size}x{size}" for size in sorted(sizes)),
+            tag_frequency=captions.frequency(plan.examples),
+            trigger_phrase=config.export.trigger_phrase or ", ".join(captions.triggers(plan.examples)),
             seed=config.run.seed,
             dora_base=made_for(self.norms.held),
+            changes=self.progress.changes,
             family=plan.family.metadata(
                 components.model.configs[plan.family.denoiser], getattr(plan.objective, "prediction", "velocity")
             ),
@@ -138,7 +139,8 @@ class Artifacts:
 
     def finish(self) -> None:
         """At the end of the training: the adapter files, the "did it take?" table and the report."""
-        say, phases, name = self.components.processes.say, self.components.phases, self.components.plan.config.run.name
+        plan, say, phases = self.components.plan, self.components.processes.say, self.components.phases
+        name = plan.config.run.name
         if not self.components.processes.is_main:
             return
         written = self.export(name)
@@ -151,6 +153,13 @@ class Artifacts:
             "Did it take?": table | ({"notes": [f"Warning: {diverged}."]} if diverged else {}),
             "Effect": {"columns": ["what", "value"], "rows": effects},
         }
+        if self.progress.changes:
+            changes = [
+                [change["step"], "-" if change["epoch"] is None else change["epoch"] + 1, line]
+                for change in self.progress.changes
+                for line in change["what"]
+            ]
+            sections["Changed in mid-run"] = {"columns": ["after step", "new epoch", "what"], "rows": changes}
         if self.components.storage:
             sections["Frozen weights"] = {
                 "columns": ["component", *quantization.REPORT_COLUMNS],
@@ -162,7 +171,8 @@ class Artifacts:
             say("warning: every B is zero: the adapter changes nothing; train longer or raise optimizer.lr")
         with phases("writing the report") as phase:
             picture = write_before_after(self.layout, self._compared(), self.progress.step)
-            report = write_report(self.layout, name=name, outcome=sections, check=phase.check)
+            data = data_sections(plan, report_captions(plan, self.components.model), phases)
+            report = write_report(self.layout, name=name, outcome=sections, data=data, check=phase.check)
         say(outcome.render(sections))
         for kind, path in written.items():
             say(f"adapter ({kind}): {path}")

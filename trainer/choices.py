@@ -5,7 +5,7 @@ from functools import reduce
 from typing import Any
 
 from trainer import config as configs
-from trainer.config import Config
+from trainer.config import Config, DataTable
 from trainer.errors import UserError
 from trainer.models.base import Family
 from trainer.models.loading import ModelSource
@@ -20,6 +20,7 @@ FAMILY_KEYS = {
     "objective.logit_std": "flow matching models",
     "objective.min_snr_gamma": "diffusion models with a noise schedule",
     "objective.guidance": "models with a guidance embedding",
+    "data.clip_chunks": "models whose denoiser reads the tokens of a CLIP encoder",
     "data.text_length": "models with a text encoder whose length can be chosen",
     "validation.samples.*.negative": "models that are sampled with a negative prompt",
 }
@@ -53,15 +54,51 @@ def unread_beside_others(config: Config) -> dict[str, str]:
         unread["optimizer.min_8bit_size"] = (
             f"with optimizer.name = {config.optimizer.name!r}; leave it out, or choose adamw8bit"
         )
+    if config.data.batch_size == 1:
+        unread["data.short_batches"] = "with data.batch_size = 1; leave it out, or raise data.batch_size"
+    for key in ("flip", "caption_dropout", "masks", "unmasked_weight"):
+        if all(getattr(source, key) is not None for source in config.data.sources):
+            unread[f"data.{key}"] = f"beside sources that all set {key} themselves; leave it out"
+    if config.data.cache != "disk":
+        unread["data.cache_limit"] = f"with data.cache = {config.data.cache!r}; leave it out, or set data.cache = 'disk'"
+    if config.data.cache == "none" and config.data.cache_text is True:
+        unread["data.cache_text"] = "with data.cache = 'none'; leave it out, or set data.cache = 'memory'"
+    unread |= _unread_of_images(config.data)
     for name, component in components.items():
         if component.dtype in ("fp32", "bf16", "fp16"):
             unread[f"model.components.{name}.exclude.0"] = (
                 f"with dtype = {component.dtype!r}, which quantises nothing; leave it out"
             )
+    for index, source in enumerate(config.data.sources):
+        by_tags = source.shuffle or source.tag_dropout > 0
+        if not by_tags:
+            unread[f"data.sources.{index}.keep"] = "without shuffle or tag_dropout in that source; leave it out, or set one"
+        if not by_tags and not source.trigger:
+            remedy = "without shuffle, tag_dropout or trigger in that source; leave it out, or set one"
+            unread[f"data.sources.{index}.separator"] = remedy
+        if source.captions != "auto":
+            key = f"data.sources.{index}.caption_column"
+            unread[key] = f"with captions = {source.captions!r}; leave it out, or set captions = 'auto'"
+    if not any(source.shuffle or source.tag_dropout or source.wildcards for source in config.data.sources):
+        unread["data.caption_variants"] = (
+            "where no source has shuffle, tag_dropout or wildcards; leave it out, or set one of them in a source"
+        )
     for index, sample in enumerate(config.validation.samples):
         if sample.guidance is not None and sample.guidance <= 1:
             key = f"validation.samples.{index}.negative"
             unread[key] = f"with guidance = {sample.guidance:g}; leave it out, or raise guidance above 1"
+    return unread
+
+
+def _unread_of_images(data: DataTable) -> dict[str, str]:
+    unread = {}
+    masks = [data.masks if source.masks is None else source.masks for source in data.sources]
+    remedy = "without masks; leave it out, or set masks = 'files' or 'alpha'"
+    if set(masks) == {"none"}:
+        unread["data.unmasked_weight"] = remedy
+    unread |= {f"data.sources.{index}.unmasked_weight": remedy for index, kind in enumerate(masks) if kind == "none"}
+    if not data.crop_jitter and not data.colour_jitter:
+        unread["data.image_variants"] = "without jitter; leave it out, or set data.crop_jitter or data.colour_jitter"
     return unread
 
 

@@ -26,10 +26,19 @@ def main(arguments: list[str] | None = None) -> int:
         "--resume_from", metavar="auto|latest|DIR", help="go on from a checkpoint; auto starts fresh where none exists"
     )
     parser.add_argument(
+        "--allow", metavar="KEY[,KEY]|data",
+        help="with --resume_from: go on with other values of these keys or tables; data: with other photos",
+    )  # fmt: skip
+    parser.add_argument(
         "--set", dest="overrides", action="append", nargs="+", default=[], metavar="table.key=VALUE",
         help="override a config key with a TOML value (a bare word is a string)",
     )  # fmt: skip
-    parser.add_argument("--plan", action="store_true", help="print what the run would do, and train nothing")
+    parser.add_argument(
+        "--plan", action="store_true", help="print what the run would do and whether it fits, and train nothing"
+    )
+    parser.add_argument(
+        "--plan_memory", metavar="SIZE", help='as --plan, for an accelerator of that memory ("12GiB") that need not be here'
+    )
     chosen = parser.parse_args(arguments)
     signals.hold_save()
     quiet_libraries()
@@ -37,15 +46,16 @@ def main(arguments: list[str] | None = None) -> int:
     # the first step. run.train turns it on again.
     gc.disable()
     try:
-        from trainer import config
+        from trainer import allowance, config
         from trainer.run import preview, train
 
         loaded = config.load(chosen.config, [item for group in chosen.overrides for item in group])
         resume_from = chosen.resume_from and config.expand_home(chosen.resume_from, "--resume_from")
-        if chosen.plan:
-            preview(loaded)
+        allowed = allowance.parse(chosen.allow, resume_from)
+        if chosen.plan or chosen.plan_memory is not None:
+            preview(loaded, None if chosen.plan_memory is None else size_of(chosen.plan_memory))
         else:
-            train(loaded, resume_from=resume_from)
+            train(loaded, resume_from=resume_from, allowed=allowed)
     except (Exception, KeyboardInterrupt) as error:
         status, said = ending(error)
         if status == 1 and not isinstance(error, PeerStopped):
@@ -56,6 +66,17 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         gc.enable()
     return 0
+
+
+def size_of(text: str) -> int:
+    """Of --plan_memory, in bytes. Raises UserError."""
+    from trainer.errors import UserError
+    from trainer.files import parse_size
+
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise UserError(f"--plan_memory {text!r}: {error}") from error
 
 
 def leave(status: int) -> NoReturn:

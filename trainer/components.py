@@ -1,9 +1,10 @@
 """The loaded parts of the model: the one place that loads them, encodes with them, and lets them go."""
 
 import gc
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from trainer.choices import chosen
 from trainer.digests import FileDigests
 from trainer.files import make_folder
 from trainer.models.base import Model
-from trainer.models.loading import load_tokenizers
+from trainer.models.loading import ModelSource, load_tokenizers
 from trainer.phases import Phases
 from trainer.plan import Plan
 from trainer.processes import Processes
@@ -20,6 +21,32 @@ from trainer.protocols import BaseLayer, Kernels
 from trainer.quantization import ConvertedWeights
 from trainer.storage import held_as
 from trainer.types import Conditioning
+
+
+def without_modules(plan: Plan, device: torch.device, tokenizers: dict[str, Any]) -> Model:
+    """The plan's model without a weight."""
+    return Model(
+        modules={},
+        configs={component.name: plan.source.config(component.name) for component in plan.family.components},
+        tokenizers=tokenizers,
+        scheduler=plan.source.scheduler,
+        compute={name: storage.compute for name, storage in plan.components.items()},
+        device=device,
+        options={"objective": plan.objective, **chosen(plan.config, plan.family)},
+    )
+
+
+def tokenizers_alone(source: ModelSource, options: Mapping[str, Any]) -> Model:
+    """Of a model that is only asked how many tokens a caption has. options: as `chosen` gives them."""
+    return Model(
+        modules={},
+        configs={},
+        tokenizers=load_tokenizers(source.family, source),
+        scheduler={},
+        compute={},
+        device=torch.device("cpu"),
+        options=options,
+    )
 
 
 class Components:
@@ -32,15 +59,10 @@ class Components:
         self.plan, self.family, self.source = plan, plan.family, plan.source
         self.kernels, self.digests, self.processes, self.phases = kernels, digests, processes, phases
         self.storage: dict[str, quantization.Stored] = {}
-        self.model = Model(
-            modules={},
-            configs={component.name: self.source.config(component.name) for component in self.family.components},
-            tokenizers=load_tokenizers(self.family, self.source),
-            scheduler=self.source.scheduler,
-            compute={name: storage.compute for name, storage in plan.components.items()},
-            device=processes.device,
-            options={"objective": plan.objective, **chosen(plan.config, self.family)},
-        )
+        self.model = without_modules(plan, processes.device, self.tokenizers())
+
+    def tokenizers(self) -> dict[str, Any]:
+        return load_tokenizers(self.family, self.source)
 
     def load(self, name: str) -> torch.nn.Module:
         """The component, read and quantised at its first use."""
@@ -116,5 +138,6 @@ class Components:
     def text_fingerprint(self) -> str:
         """Of all that captions pass through: the text encoders and the tokenizers."""
         encoders = [self.fingerprint(name) for name in self.family.text_encoders]
-        tokenizers = [self.source.tokenizer_fingerprint, str(self.family.count_tokens(self.model, ""))]
+        counted = {name: (own[0], limit) for name, (own, limit) in self.family.count_tokens(self.model, [""]).items()}
+        tokenizers = [self.source.tokenizer_fingerprint, str(counted)]
         return " ".join(encoders + tokenizers)

@@ -1,13 +1,22 @@
 """How a plan is printed: at the start of a run, and by --plan."""
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from math import prod
+from typing import Any
 
-from trainer.data import buckets
-from trainer.kernels import dora_torch
+from trainer.advice import Change
+from trainer.data import prompts, sampler, short_batches
+from trainer.data.sources import Photo, Scanned, Source, noted
+from trainer.dataset import sources_of
+from trainer.forecast import PARTS, STEP, Forecast
 from trainer.models.loading import ModelSource
-from trainer.plan import Plan
+from trainer.plan import DataPlan, Plan
+from trainer.storage import weight_bytes
 from trainer.tensorfile import size_text
+from trainer.terminal import printable
+
+SHOWN = 20  # names in one line
 
 
 def describe(plan: Plan, *, sizes: bool) -> str:
@@ -19,9 +28,7 @@ def describe(plan: Plan, *, sizes: bool) -> str:
         compute = str(component.compute).removeprefix("torch.")
         line = f"  {name:<15} stored {component.format.name:<{width}} computes {compute}"
         if sizes:
-            module = plan.source.build(name)
-            component.swap(module, kernels=dora_torch, held=plan.source.held(name))  # nothing is computed
-            count = sum(t.numel() * t.dtype.itemsize for t in module.state_dict().values())
+            count = weight_bytes(plan.source, component, held=plan.source.held(name))
             total += count
             line += f"  {size_text(count)}"
         chosen = plan.source.chosen(name)
@@ -33,7 +40,7 @@ def describe(plan: Plan, *, sizes: bool) -> str:
     if plan.source.published_parts:
         lines.append(f"  of the published model's configs: {', '.join(plan.source.published_parts)}")
     lines += _hub_lines(plan.source)
-    lines += _adapter_lines(plan) + [f"objective {plan.objective.describe()}"] + _data_lines(plan)
+    lines += _adapter_lines(plan) + [f"objective {plan.objective.describe()}"] + data_lines(plan, text=_text(plan))
     group = config.optimizer
     lines.append(
         f"optimizer {group.name}, lr {group.lr:g}, weight decay {group.weight_decay:g} (none on magnitudes), "
@@ -78,24 +85,185 @@ def _adapter_parameters(shape: tuple[int, ...], rank: int, dora: bool) -> int:
     return rank * (rows + columns) + (rows if dora else 0)
 
 
-def _data_lines(plan: Plan) -> list[str]:
+def data_lines(plan: DataPlan, *, text: str = "") -> list[str]:
+    """The lines about the data. text: how the captions are encoded, if known."""
     data, accumulation = plan.config.data, plan.config.step.accumulation
-    images = sum(photo.repeats for photo, _ in plan.photos)
+    images = sum(example.photo.repeats for example in plan.examples)
     even = images / (data.batch_size * accumulation * plan.processes)
-    counts = Counter()
-    for photo, bucket in plan.photos:
-        counts[bucket] += photo.repeats
-    shown = ", ".join(f"{w}x{h}: {n}" for (w, h), n in sorted(counts.items()))
-    repeats = sorted({photo.repeats for photo, _ in plan.photos})
-    captions = sum(not photo.caption for photo, _ in plan.photos)
-    upscaled = sum(buckets.place(photo.width, photo.height, bucket).upscaled for photo, bucket in plan.photos)
-    small = f"; {upscaled} photos are smaller than their bucket and are enlarged" if upscaled else ""
-    length = f"{plan.max_steps} steps = {plan.max_steps / plan.steps_per_epoch:.4g} epochs"
+    shown = ", ".join(f"{w}x{h}: {n}" for (w, h), n in sorted(short_batches.appearances(plan.examples).items()))
+    subject = [photo for photo in plan.photos if not photo.source.regularisation]
+    prior = [photo for photo in plan.photos if photo.source.regularisation]
+    kept = f" + {len(prior)} regularisation images x {_repeats(prior)}" if prior else ""
+    captions = sum(not photo.caption for photo in plan.photos)
+    too_small = sum(example.small for example in plan.examples)
+    instead = "enlarged" if data.enlarge else "trained in a smaller one (data.enlarge = true enlarges them)"
+    small = f"; {too_small} smaller than the bucket of their shape: {instead}" if too_small else ""
+    sources = sources_of(data)
+    variants = max(len(example.captions) for example in plan.examples)
+    varied = f"up to {variants} variants of each; " if variants > 1 else ""
+    dropout = "/".join(f"{rate:g}" for rate in sorted({source.caption_dropout for source in sources}))
+    flip = "/".join(sorted({"on" if source.flip else "off" for source in sources}, reverse=True))
+    first, epoch = plan.began
+    length = f"{plan.max_steps} steps = {epoch + (plan.max_steps - first) / plan.steps_per_epoch:.4g} epochs"
     return [
-        f"data {len(plan.photos)} images x {'/'.join(map(str, repeats))} repeats / (batch {data.batch_size} x accumulation "
+        f"data {len(subject)} images x {_repeats(subject)} repeats{kept} / (batch {data.batch_size} x accumulation "
         f"{accumulation} x {plan.processes} processes) = {even:g}, with bucket remainders {plan.steps_per_epoch} steps an "
         f"epoch; {length}",
         f"  buckets (images an epoch) {shown}{small}",
-        f"  captions: {captions} missing or empty; dropped with probability {data.caption_dropout:g}; flip "
-        f"{'on' if data.flip else 'off'}; text {'cached' if plan.cache_text else 'encoded live'}",
+        f"  short batches: {_short_batches(plan)}",
+        f"  captions: {captions} missing or empty; {varied}dropped with probability {dropout}; flip {flip}"
+        + (f"; text {text}" if text else ""),
+        *(f"  warning: {line}" for line in prompts.warnings((r.prompt for r in plan.requests), plan.examples)),
+        *_weight_lines(plan.photos),
+        *_view_lines(sources),
+        *(f"  {line}" for line in plan.scanned.notes),
+        *(f"  {line}" for line in _grouped(noted(plan.photos), "photo")),
+        *_left_out_lines(plan.scanned),
+        *_held_out(plan),
+        *_alike_lines(plan),
     ]
+
+
+def _alike_lines(plan: DataPlan) -> list[str]:
+    """How many photos are near duplicates, and a warning if one of them is held out and another trained on."""
+    if not plan.alike:
+        return []
+    lines = [f"  near duplicates: {_groups(plan.alike)}"]
+    held_out = {example.photo.sample for example in plan.held_out}
+    across = [group for group in plan.alike if len({photo.sample in held_out for photo in group}) == 2]
+    if across:
+        lines.append(f"  warning: near duplicates on both sides of data.held_out: {_groups(across)}")
+    return lines
+
+
+def _groups(groups: Sequence[Sequence[Photo]]) -> str:
+    """The counts, and the first three groups with up to three names each."""
+    shown = [
+        " = ".join([printable(photo.sample) for photo in group[:3]] + (["..."] if len(group) > 3 else []))
+        for group in groups[:3]
+    ]
+    more = "; ..." if len(groups) > 3 else ""
+    count = f"{len(groups)} group{'' if len(groups) == 1 else 's'}"
+    return f"{sum(map(len, groups))} photos in {count} ({'; '.join(shown)}{more})"
+
+
+def _short_batches(plan: DataPlan) -> str:
+    """How many short batches there are, and what would fill them."""
+    batch_size, examples = plan.config.data.batch_size, plan.examples
+    count = sampler.batches_per_epoch(examples, batch_size=batch_size)
+    left = short_batches.short(examples, batch_size=batch_size)
+    again = sum(batch_size - size for size in left.values())
+    if plan.config.data.short_batches == "merge":
+        moved = sum(example.merged for example in examples)
+        return f"none of {count} an epoch; merged: {moved} moved to another bucket, {again} more appearances"
+    if not left:
+        return f"none of {count} an epoch"
+    which = ", ".join(f"{w}x{h}: {size} of {batch_size}" for (w, h), size in left.items())
+    below, factor = short_batches.would_fill(examples, batch_size=batch_size)
+    return (
+        f"{len(left)} of {count} an epoch ({which}); filled by data.batch_size = {below}, by {factor} x the repeats, or by "
+        "data.short_batches = 'merge'"
+    )
+
+
+def _held_out(plan: DataPlan) -> list[str]:
+    names = list(dict.fromkeys(example.photo.sample for example in plan.held_out))
+    if not names:
+        return []
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    shown = ", ".join(map(printable, names[:SHOWN])) + more
+    return [f"  held out, never trained on: {len(names)} of {len(plan.scanned.photos)} photos: {shown}"]
+
+
+def _repeats(photos: Sequence[Photo]) -> str:
+    return "/".join(map(str, sorted({photo.repeats for photo in photos})))
+
+
+def _weight_lines(photos: Sequence[Photo]) -> list[str]:
+    """A line for each source with masks or another loss weight."""
+    found: dict[int, list[Photo]] = {}
+    for photo in photos:
+        found.setdefault(photo.source.index, []).append(photo)
+    lines = []
+    for mine in found.values():
+        source, said = mine[0].source, []
+        if source.regularisation or source.loss_weight != 1:
+            said.append(f"loss weight {source.loss_weight:g}" + (", regularisation images" if source.regularisation else ""))
+        if source.masks != "none":
+            masked = sum(photo.mask is not None for photo in mine)
+            said.append(f"{masked} of {len(mine)} photos with a mask, unmasked parts weigh {source.unmasked_weight:g}")
+        if said:
+            lines.append(f"  {printable(source.path)}: {'; '.join(said)}")
+    return lines
+
+
+def _view_lines(sources: Sequence[Source]) -> list[str]:
+    one = sources[0]
+    if not one.jitters:
+        return []
+    return [
+        f"  image variants: {one.image_variants} of each photo, the first unchanged, the others with crop jitter "
+        f"{one.crop_jitter:g} and colour jitter {one.colour_jitter:g}"
+    ]
+
+
+def _left_out_lines(scanned: Scanned) -> list[str]:
+    if not scanned.left_out:
+        return []
+    by_reason: dict[str, list[str]] = {}
+    for what, why in scanned.left_out:
+        by_reason.setdefault(why, []).append(printable(what))
+    return [f"  left out: {_count(scanned.left_out, 'file')}", *(f"    {line}" for line in _grouped(by_reason, "file"))]
+
+
+def _grouped(groups: Mapping[str, Sequence[str]], noun: str) -> list[str]:
+    """A line for each group, the largest first, with the first three names of it."""
+    lines = []
+    for said, names in sorted(groups.items(), key=lambda group: -len(group[1])):
+        more = ", ..." if len(names) > 3 else ""
+        lines.append(f"{_count(names, noun)}: {said} ({', '.join(names[:3])}{more})")
+    return lines
+
+
+def _text(plan: Plan) -> str:
+    if not plan.cache_text:
+        return "encoded live"
+    return "encoded when it is drawn" if plan.config.data.cache == "none" else "cached"
+
+
+def _count(things: Sequence[Any], noun: str) -> str:
+    return f"{len(things)} {noun}{'' if len(things) == 1 else 's'}"
+
+
+def describe_memory(found: Forecast, memory: int, smaller: Sequence[Change], *, updates: int) -> str:
+    """What a run takes of its device's memory, phase by phase. The last line says whether it fits.
+
+    memory: of the device. smaller: what would need less, where it does not fit. updates: micro-batches in an update.
+    """
+    width = max(len(phase.name) for phase in found.phases)
+    lines = [f"{'memory in GiB':<{width}}" + "".join(f"{part:>11}" for part in (*PARTS, "in all"))]
+    for phase in found.phases:
+        cells = [f"{phase.parts[part] / 2**30:>11.2f}" if part in phase.parts else f"{'-':>11}" for part in PARTS]
+        lines.append(f"{phase.name:<{width}}" + "".join(cells) + f"{phase.peak / 2**30:>11.2f}")
+    below = "libraries" if found.base else "the device's context"
+    lines.append(
+        f"  saved: what the backward pass needs. Not in the table: {size_text(found.base + found.margin)}, an estimate, for "
+        f"{below} and for what the allocator loses"
+    )
+    lines.append(f"  on the disk: cache {size_text(found.cache)}, each checkpoint {size_text(found.checkpoint)}")
+    for phase in found.phases:
+        if phase.name.startswith(STEP):
+            flops = updates * phase.cost.flops / 1e9
+            told = f"{flops / 1e3:.2f} TFLOP" if flops >= 100 else f"{flops:.2f} GFLOP"
+            lines.append(f"  {phase.name}: {told} an update in products, convolutions and attention")
+    needed = f"{size_text(found.total)} of {size_text(memory)} are needed, most in {found.largest.name}"
+    if found.fits(memory):
+        return "\n".join([*lines, f"fits: {needed}"])
+    if smaller:
+        lines.append("what needs less, the cheapest first, each together with those above it:")
+    total = found.total
+    for change in smaller:
+        enough = ", which is enough" if change.after.fits(memory) else ""
+        saved, total = total - change.after.total, change.after.total
+        lines.append(f"  {change.what}: {size_text(saved)} less, {size_text(total)}{enough} ({change.price})")
+    return "\n".join([*lines, f"does not fit: {needed}"])

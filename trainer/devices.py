@@ -1,13 +1,16 @@
 """Where a run computes: the device of this process, and the processes beside it."""
 
 import os
+from dataclasses import dataclass
 
+import psutil
 import torch
 
 from trainer import kernels, precision, processes
 from trainer.config import Config
 from trainer.errors import UserError
 from trainer.processes import Processes
+from trainer.protocols import Kernels
 
 
 def check_device(config: Config) -> torch.device:
@@ -26,6 +29,33 @@ def check_device(config: Config) -> torch.device:
     chosen = kernels.choose(config.adapter.kernels, device)
     precision.check_scaled_matmul(config.precision.matmul, chosen, device)
     return device
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of the device that a run is planned for. size: bytes. base: what the process itself takes of it. kernels: the run's."""
+
+    size: int
+    base: int
+    kernels: Kernels
+
+    @staticmethod
+    def of(device: torch.device, config: Config) -> "Memory":
+        """What is here."""
+        chosen = kernels.choose(config.adapter.kernels, device)
+        if device.type == "cuda":
+            return Memory(torch.cuda.get_device_properties(device).total_memory, 0, chosen)
+        return Memory(psutil.virtual_memory().total, base_of(device), chosen)
+
+
+def accelerator_of(config: Config, memory: int) -> Memory:
+    """An accelerator of so many bytes, on any machine."""
+    return Memory(memory, 0, kernels.planned(config.adapter.kernels))
+
+
+def base_of(device: torch.device) -> int:
+    """Bytes that this process takes on the device before it holds a tensor there."""
+    return psutil.Process().memory_info().rss if device.type == "cpu" else 0
 
 
 def start_processes(config: Config) -> Processes:

@@ -3,23 +3,32 @@
 There is no generator to advance, so nothing to save and nothing to lose: a draw is the same on every device, for every
 batch size, worker count and process count, and in a resumed run.
 
-Purposes in use: "order", "flip", "caption_dropout", "timestep", "noise", "init". A draw made for one appearance of a
-training image has the key (epoch, sample, repeat); "init" has the module's name.
+Purposes in use, by their key:
+(epoch, sample, repeat), of one appearance of a training image: "order", "flip", "image_variant", "caption_dropout",
+"caption", "timestep", "noise".
+(photo, the variant's number), of a caption: "tag_dropout", "tag_order"; "wildcard" has its place in the text as a third.
+(sample, the variant's number, axis), of a photo at one size: "crop_jitter" (zoom, right, down), "colour_jitter".
+(the module's name): "init". (step, the micro-batch's place in the update): "dropout".
 """
 
 import hashlib
 import json
+import struct
 
 import torch
 
 
-def _bits(seed: int, purpose: str, key: tuple[int | str, ...]) -> int:
-    """64 bits of BLAKE2b over the JSON list [seed, purpose, *key], which is ASCII and keeps 1 and "1" apart."""
+def _text(seed: int, purpose: str, key: tuple[int | str, ...]) -> bytes:
+    """The JSON list [seed, purpose, *key], which is ASCII and keeps 1 and "1" apart."""
     parts = [seed, purpose, *key]
     # bool and NumPy integers would be encoded differently from the int they equal.
     assert all(type(part) in (int, str) for part in parts), parts
-    text = json.dumps(parts, separators=(",", ":"), ensure_ascii=True)
-    return int.from_bytes(hashlib.blake2b(text.encode("ascii"), digest_size=8).digest(), "big")
+    return json.dumps(parts, separators=(",", ":"), ensure_ascii=True).encode("ascii")
+
+
+def _bits(seed: int, purpose: str, key: tuple[int | str, ...]) -> int:
+    """64 bits of BLAKE2b over the key's text."""
+    return int.from_bytes(hashlib.blake2b(_text(seed, purpose, key), digest_size=8).digest(), "big")
 
 
 def generator(seed: int, purpose: str, *key: int | str) -> torch.Generator:
@@ -33,8 +42,18 @@ def generator(seed: int, purpose: str, *key: int | str) -> torch.Generator:
 
 def uniform(seed: int, purpose: str, *key: int | str) -> float:
     """A float64 in the open interval (0, 1), safe for a logit or a logarithm as long as it stays float64."""
+    return _open_unit(_bits(seed, purpose, key))
+
+
+def uniforms(count: int, seed: int, purpose: str, *key: int | str) -> list[float]:
+    """`count` of such numbers from one hash, SHAKE-128. Fewer of the same key are the first of more."""
+    stream = hashlib.shake_128(_text(seed, purpose, key)).digest(8 * count)
+    return [_open_unit(bits) for (bits,) in struct.iter_unpack(">Q", stream)]
+
+
+def _open_unit(bits: int) -> float:
     # 52 bits plus a half fit float64's 53-bit significand exactly; one bit more could round up to 1.0.
-    return ((_bits(seed, purpose, key) >> 12) + 0.5) * 2.0**-52
+    return ((bits >> 12) + 0.5) * 2.0**-52
 
 
 def normal(shape: tuple[int, ...] | torch.Size, seed: int, purpose: str, *key: int | str) -> torch.Tensor:

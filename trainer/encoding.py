@@ -1,57 +1,138 @@
-"""Photos and captions become latents and conditioning, once: into the cache, before the first step."""
+"""Photos and captions become latents and conditioning: once, into the cache, before the first step; or when needed."""
 
 from collections.abc import Callable
 
+from trainer import precision
 from trainer.components import Components
 from trainer.data import cache as caches
 from trainer.data import captions
-from trainer.data.loader import Reader
+from trainer.data.entries import Cache, MemoryCache
+from trainer.data.loader import Encoders, Reader
+from trainer.models.base import Model
+from trainer.plan import DataPlan, Plan
+from trainer.tensorfile import size_text
 from trainer.types import Conditioning
 
 
-def encode(components: Components, cache: caches.Cache, *, on_non_finite: Callable[[str], None]) -> Reader:
-    """Fill the cache, by the main process; load an encoder only for what is missing, and let it go again.
+def encode(components: Components, cache: Cache | MemoryCache | None, *, on_non_finite: Callable[[str], None]) -> Reader:
+    """Fill the cache; load an encoder only for what is missing, and let it go again. Without a cache all of them stay.
 
+    Each process encodes its share into a cache on disk, then looks at the others': it makes what does not lie on its own
+    disk. Into its own memory each process encodes all.
     on_non_finite: told of every photo and caption whose encoding is not finite; where it raises, that is not kept.
     """
-    plan, family = components.plan, components.family
-    processes, phases = components.processes, components.phases
-    data, latents = plan.config.data, components.fingerprint(family.vae)
+    plan, family, processes = components.plan, components.family, components.processes
+    encoders = (family.vae, *(family.text_encoders if plan.cache_text else ()))
+    latents = components.fingerprint(family.vae)
     texts = components.text_fingerprint() if plan.cache_text else None
+    live = None
+    if cache is None:
+        live = Encoders(components.encode_images, components.encode_prompts)
+        tensors = [tensor for name in encoders for tensor in components.load(name).state_dict().values()]
+        held = size_text(sum(tensor.nbytes for tensor in tensors))
+        processes.say(f"cache: none; {', '.join(encoders)} stay in memory ({held}), photos are encoded when they are drawn")
+    else:
+        # All of it before any is encoded: a limit takes what nobody claims.
+        seed = plan.config.run.seed
+        cache.claim(caches.latents_wanted(plan.examples, seed=seed, fingerprint=latents))
+        cache.claim(caches.masks_wanted(plan.examples, seed=seed, side=family.latent_side))
+        if texts is not None:
+            cache.claim(caches.texts_wanted((*_captions(plan), *_prompts(plan)), fingerprint=texts))
+        if isinstance(cache, Cache) and cache.unprotected:
+            processes.say(f"warning: {cache.unprotected}")
+        if isinstance(cache, Cache) and processes.count > 1:
+            made = _fill(components, cache, on_non_finite, latents, texts, processes.takes)
+            processes.wait(obey=True)
+            _fill(components, cache, on_non_finite, latents, texts, lambda key: not processes.takes(key))
+        else:
+            made = _fill(components, cache, on_non_finite, latents, texts, lambda key: True)
+        counts = processes.total(*made) if isinstance(cache, Cache) else made
+        masks = f", {counts[2]} masks" if any(example.photo.mask is not None for example in plan.examples) else ""
+        processes.say(f"cache: {counts[0]} latents{masks} and {counts[1]} texts encoded, the rest was there")
+        components.let_go([*encoders[1:], *(() if plan.requests else (family.vae,))])
+    if isinstance(cache, Cache) and cache.limit is not None:
+        _keep_limit(components, cache)
+    return Reader(
+        examples={example.sample: example for example in plan.examples},
+        cache=cache,
+        seed=plan.config.run.seed,
+        latent_side=family.latent_side,
+        latent_fingerprint=latents,
+        text_fingerprint=texts,
+        collate=family.collate,
+        encoders=live,
+    )
+
+
+def _fill(
+    components: Components,
+    cache: Cache | MemoryCache,
+    on_non_finite: Callable[[str], None],
+    latents: str,
+    texts: str | None,
+    mine: Callable[[str], bool],
+) -> tuple[int, int, int]:
+    """How many (latents, texts, masks) were made. latents, texts: the encoders' fingerprints. mine: keys to look at."""
+    plan, processes, phases = components.plan, components.processes, components.phases
+    seed = plan.config.run.seed
 
     def black(what: str) -> None:
         processes.say(f"warning: {what} are not finite; samples of that prompt will be black")
 
-    with processes.main_first():
-        made = caches.fill_latents(
-            cache,
-            plan.photos,
-            fingerprint=latents,
-            flip=data.flip,
-            encode=components.encode_images,
-            on_non_finite=on_non_finite,
-            phases=phases,
-        )
-        encoded = 0
-        if texts is not None:
-            of_photos = [photo.caption for photo, _ in plan.photos]
-            of_samples = [text for request in plan.requests for text in (request.prompt, request.negative)]
-            for some, warn in ((of_photos, on_non_finite), (of_samples, black)):
-                encoded += caches.fill_text(
-                    cache, some, fingerprint=texts, encode=components.encode_prompts, on_non_finite=warn, phases=phases
-                )
-    processes.say(f"cache: {made} latents and {encoded} texts encoded, the rest was there")
-    components.let_go([*(family.text_encoders if plan.cache_text else ()), *(() if plan.requests else (family.vae,))])
-    return Reader(
-        photos={photo.sample: (photo, bucket) for photo, bucket in plan.photos},
-        cache=cache,
-        seed=plan.config.run.seed,
-        flip=data.flip,
-        caption_dropout=data.caption_dropout,
-        latent_fingerprint=latents,
-        text_fingerprint=texts,
-        collate=family.collate,
+    made = caches.fill_latents(
+        cache,
+        plan.examples,
+        seed=seed,
+        fingerprint=latents,
+        encode=components.encode_images,
+        on_non_finite=on_non_finite,
+        phases=phases,
+        mine=mine,
     )
+    masks = caches.fill_masks(cache, plan.examples, seed=seed, side=components.family.latent_side, phases=phases, mine=mine)
+    encoded = 0
+    if texts is not None:
+        # T5 in fp16 clamps all captions of a batch once one of them overflows; captions of fewer chunks than others are
+        # repeated beside them.
+        apart = plan.config.data.clip_chunks > 1 or precision.needs_scaling(
+            plan.components[name].compute for name in components.family.text_encoders
+        )
+        for some, warn in ((_captions(plan), on_non_finite), (_prompts(plan), black)):
+            encoded += caches.fill_text(
+                cache,
+                some,
+                fingerprint=texts,
+                encode=components.encode_prompts,
+                on_non_finite=warn,
+                phases=phases,
+                mine=mine,
+                together=1 if apart else caches.TOGETHER,
+                say=processes.say,
+            )
+    return made, encoded, masks
+
+
+def _captions(plan: Plan) -> list[str]:
+    return [caption for example in plan.examples for caption in example.captions]
+
+
+def _prompts(plan: Plan) -> list[str]:
+    return [text for request in plan.requests for text in (request.prompt, request.negative)]
+
+
+def _keep_limit(components: Components, cache: Cache) -> None:
+    """Once all processes have filled the cache; while they did, each kept the limit, too."""
+    processes, limit = components.processes, components.plan.config.data.cache_limit
+    processes.wait(obey=True)
+    if processes.is_main:
+        cache.keep_limit()
+        if cache.pruned:
+            processes.say(f"cache: {cache.pruned} entries that no run uses were deleted (data.cache_limit = {limit!r})")
+        if cache.over_limit:
+            processes.say(
+                f"warning: data.cache_limit = {limit!r}: the cache holds {size_text(cache.over_limit)} more, all of it in "
+                "use by this run or another; raise the limit, or give this run a cache of its own"
+            )
 
 
 def prompt_conditioning(components: Components, reader: Reader, text: str) -> Conditioning:
@@ -61,15 +142,15 @@ def prompt_conditioning(components: Components, reader: Reader, text: str) -> Co
     return reader.conditioning([text]).to(components.model.device)
 
 
-def report_captions(components: Components) -> str:
-    """How long the captions are, in tokens. Raises UserError where data.strict_captions refuses one."""
-    plan, family, model = components.plan, components.family, components.model
-
-    def counter(tokenizer: str) -> Callable[[str], int]:
-        return lambda caption: family.count_tokens(model, caption)[tokenizer][0]
-
-    encoders = {name: (counter(name), limit) for name, (_, limit) in family.count_tokens(model, "").items()}
-    report = captions.report([photo for photo, _ in plan.photos], encoders=encoders)
+def report_captions(plan: DataPlan, model: Model) -> captions.CaptionReport:
+    """What is missing, empty or too long. Raises UserError where data.strict_captions refuses one. model: its tokenizers."""
+    family, every = plan.family, plan.examples
+    texts = list(dict.fromkeys(text for example in (*every, *plan.held_out) for text in example.captions))
+    counted = {
+        family.tokenizers[name]: captions.Tokens(limit, dict(zip(texts, counts, strict=True)))
+        for name, (counts, limit) in family.count_tokens(model, texts).items()
+    }
+    report = captions.report(every, tokens=counted)
     if plan.config.data.strict_captions:
         captions.refuse_truncated(report)
-    return str(report)
+    return report

@@ -9,9 +9,10 @@ import re
 import secrets
 import shutil
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from trainer.errors import UserError
 
@@ -23,6 +24,8 @@ except ModuleNotFoundError:  # Windows
 
 # Is told every number of units (bytes, layers) that were done; may raise, which ends the work.
 Advance = Callable[[int], object]
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)  # a file system without record locks
 
 CHUNK_BYTES = 2**25  # of large files: read, hashed and written fast enough to hear of a signal in between
 
@@ -127,11 +130,54 @@ def locked(path: Path) -> Iterator[None]:
                 f"another run writes to {str(path.parent)!r}: wait for its end, or choose another run.output_dir"
             ) from error
         except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
+            if error.errno not in NO_LOCKS:
                 raise
         yield
     finally:
         os.close(descriptor)
+
+
+def lock_byte(file: IO[bytes], byte: int) -> bool:
+    """Hold one byte of an open file, beside others who do, until it is closed or the process ends, however it ends.
+
+    Returns False where there are no such locks. They belong to the process: closing the path once more there ends them.
+    """
+    try:
+        fcntl.lockf(file, fcntl.LOCK_SH, 1, byte)
+    except AttributeError:  # Windows
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        return False
+    return True
+
+
+def first_locked(file: IO[bytes], before: int) -> int | None:
+    """The lowest byte below `before` that another process holds (`lock_byte`); None where none does."""
+
+    def is_locked(end: int) -> bool:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, end, 0)
+        except (BlockingIOError, PermissionError):
+            return True
+        fcntl.lockf(file, fcntl.LOCK_UN, end, 0)
+        return False
+
+    found = bisect_left(range(1, before + 1), True, key=is_locked)
+    return found if found < before else None
+
+
+def sync_tree(folder: Path) -> None:
+    """Make a folder of files durable, whoever wrote them."""
+    for path in folder.iterdir():
+        descriptor = os.open(path, os.O_RDWR)
+        with naming(path):
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+    sync_folder(folder)
 
 
 def sync_folder(folder: Path) -> None:
@@ -196,6 +242,14 @@ def remove_folder(folder: Path, *, ignore_errors: bool = False) -> None:
     """Delete a folder that nobody else writes to; it may be gone in part already. Raises OSError, naming the folder."""
     with naming(folder):
         shutil.rmtree(folder, ignore_errors=ignore_errors)
+
+
+def parse_size(text: str) -> int:
+    """Bytes, of a number with a unit: "20GB" is 20 * 10**9, "20GiB" is 20 * 2**30. Raises ValueError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]?)(i?)B", text.strip())
+    if found is None or (found[3] and not found[2]):
+        raise ValueError('write a number and its unit, for example "20GB" or "500MiB"')
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))
 
 
 def json_bytes(tree: Any) -> bytes:

@@ -15,6 +15,11 @@ def step_of(name: str) -> int | None:
     return None if found is None else int(found[1])
 
 
+def in_use(cache: Path) -> Path:
+    """Of a folder of cached entries: the empty file whose locks say which processes use it."""
+    return cache / "in_use" / ".lock"
+
+
 class Layout:
     """root: run.output_dir."""
 

@@ -1,14 +1,17 @@
 """The steps of a run, and what is due between two of them. Knows no config and no model family."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from trainer.checkpoint.state import Progress
 from trainer.data.sampler import MicroBatch
 from trainer.errors import DataError, Interrupted, NonFiniteError, NotWritten, OutOfMemory
 from trainer.memory import peak_bytes, reset_peak
 from trainer.metrics import Metrics
+from trainer.phases import duration
 from trainer.policies import NonFinite
 from trainer.processes import Processes
 from trainer.saving import Saves
@@ -19,6 +22,9 @@ from trainer.types import Batch, Occurrence
 # What is said of a stop once there is a step to keep.
 SAVED = "stopping; a checkpoint is written"
 AFTER_STEP = "stopping after this step; a checkpoint is written"
+
+# After so many steps of a start its pace is told, and after twice as many each time. It is the median of the last PACES.
+FIRST_PACE, PACES = 5, 200
 
 # What may stand in the way of one process alone, by the number that the others hear of it.
 KINDS = (None, DataError, OutOfMemory, NotWritten)
@@ -36,7 +42,8 @@ class Loop:
     updates: the micro-batches of every update still to come. batches: this process's share of each, read; it is closed here.
     last, stop_after: steps; stop_after is at most last. save_every: steps between two checkpoints; 0 is never.
     after_step: as Artifacts.after_step. too_large: what to change where a step runs out of memory.
-    pending: what ends the run once all processes know of it.
+    pending: what ends the run once all processes know of it. paces: seconds of the last steps, data included. tell_at: the
+    number of steps of this start after which the pace is told next.
     """
 
     step: Step
@@ -54,6 +61,8 @@ class Loop:
     processes: Processes
     signals: Signals
     pending: Exception | None = field(default=None, init=False)
+    paces: deque[float] = field(default_factory=lambda: deque(maxlen=PACES), init=False)
+    tell_at: int = field(default=FIRST_PACE, init=False)
 
     def run(self) -> bool:
         """Returns whether the last step was reached. However it ends, the last whole step is saved.
@@ -64,9 +73,11 @@ class Loop:
         self.signals.promise = SAVED
         try:
             self.pending = self.after_step(again=True)  # step 0, or what a stop cut off
+            first = progress.step
             for update in self.updates:
                 if progress.step >= self.stop_after:
                     break
+                begun = time.perf_counter()
                 batches = self._read()
                 self._agree()
                 occurrences = [occurrence for micro_batch in update for occurrence in micro_batch]
@@ -79,7 +90,9 @@ class Loop:
                     raise OutOfMemory(f"{error}\n{self.too_large}") from None
                 finally:
                     self.signals.promise = SAVED
-                self._count(result, occurrences, time.perf_counter() - started)
+                ended = time.perf_counter()
+                self._count(result, occurrences, ended - started)
+                self._tell_pace(ended - begun, made=progress.step - first)
                 if due(self.save_every, progress.step):
                     self.saves.save()
                 if progress.step == self.stop_after:
@@ -106,6 +119,19 @@ class Loop:
             if not at_once:
                 self.saves.close()
             self.log.close()
+
+    def _tell_pace(self, seconds: float, *, made: int) -> None:
+        """seconds: of the step that ended. made: steps of this start."""
+        self.paces.append(seconds)
+        left = self.stop_after - self.progress.step
+        if made == self.tell_at and left:
+            self.tell_at *= 2
+            pace = median(self.paces)
+            told = f"{pace:.1f} s a step" if pace >= 1 else f"{1 / pace:.1f} steps/s"
+            self.processes.say(
+                f"step {self.progress.step} of {self.stop_after}: {told}, about {duration(left * pace)} left; samples and "
+                "checkpoints apart"
+            )
 
     def _read(self) -> list[Batch]:
         """The next update's micro-batches of this process; an error waits until `_agree` tells all processes of it."""

@@ -7,13 +7,14 @@ DDPM (Ho et al. 2020, arXiv 2006.11239): x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_
 Rectified flow (Liu et al. 2022, arXiv 2209.03003; Esser et al. 2024, arXiv 2403.03206): x_t = (1 - t) x_0 + t noise,
   target = noise - x_0, t in (0, 1); logit-normal t = sigmoid(mean + std z); shift t' = s t / (1 + (s - 1) t).
 
-Shapes: latents fp32 [B, C, H, W], time [B], u [B] uniform in (0, 1).
+Shapes: latents fp32 [B, C, H, W], time [B], u [B] uniform in (0, 1). Times, and what they weigh, stay on the CPU: to read
+them from a device would make the host wait for it. What is made of latents is where these are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
@@ -35,9 +36,16 @@ class Objective(Protocol):
     def describe(self) -> str: ...
 
 
-def sample_losses(prediction: Tensor, target: Tensor, weight: Tensor) -> Tensor:
-    """fp32 [B]: the weighted mean squared error of each sample."""
-    return (prediction.float() - target).square().flatten(1).mean(1) * weight
+def sample_losses(prediction: Tensor, target: Tensor, weight: Tensor, loss_weights: Tensor | None = None) -> Tensor:
+    """fp32 [B]: the weighted mean squared error of each sample.
+
+    weight [B]: by the time. loss_weights [B, H, W]: of each latent, for all its channels. The mean is over all latents,
+    whatever their weights: half a photo masked away halves its loss.
+    """
+    squares = (prediction.float() - target).square()
+    if loss_weights is not None:
+        squares = squares * loss_weights.unsqueeze(1)
+    return squares.flatten(1).mean(1) * weight
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,10 @@ class Diffusion:
     alphas_cumprod: Tensor
     prediction: Literal["epsilon", "v"]
     min_snr_gamma: float | None = None
+    zero_terminal_snr: bool = field(init=False)  # the last timestep holds no signal
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "zero_terminal_snr", bool(self.alphas_cumprod[-1] == 0))
 
     @staticmethod
     def from_scheduler(
@@ -93,7 +105,7 @@ class Diffusion:
         return (u.double() * len(self.alphas_cumprod)).long().clamp_max(len(self.alphas_cumprod) - 1)
 
     def _roots(self, time: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        abar = self.alphas_cumprod[time.cpu()].view(-1, 1, 1, 1)
+        abar = self.alphas_cumprod[time].view(-1, 1, 1, 1)
         return abar.sqrt().to(like), (1 - abar).sqrt().to(like)
 
     def noised(self, latents, noise, time):
@@ -109,15 +121,15 @@ class Diffusion:
     def weight(self, time):
         """fp32 [B]. At zero SNR: 0 for v under min-SNR, as its limit."""
         if self.min_snr_gamma is None:
-            return torch.ones(len(time), dtype=torch.float32, device=time.device)
-        abar = self.alphas_cumprod[time.cpu()]
+            return torch.ones(len(time), dtype=torch.float32)
+        abar = self.alphas_cumprod[time]
         snr = abar / (1 - abar)
         capped = snr.clamp_max(self.min_snr_gamma)
         weight = capped / snr if self.prediction == "epsilon" else capped / (snr + 1)
-        return weight.to(device=time.device, dtype=torch.float32)
+        return weight.float()
 
     def describe(self) -> str:
-        terminal = ", zero terminal SNR" if self.alphas_cumprod[-1] == 0 else ""
+        terminal = ", zero terminal SNR" if self.zero_terminal_snr else ""
         gamma = f", min-SNR gamma {self.min_snr_gamma:g}" if self.min_snr_gamma is not None else ""
         return f"{self.prediction}-prediction, uniform timesteps{terminal}{gamma}"
 
@@ -147,7 +159,7 @@ class Flow:
         return noise - latents
 
     def weight(self, time):
-        return torch.ones(len(time), dtype=torch.float32, device=time.device)
+        return torch.ones(len(time), dtype=torch.float32)
 
     def describe(self) -> str:
         shift = "resolution shift" if callable(self.shift) else f"shift {self.shift:g}"

@@ -17,13 +17,15 @@ from trainer.processes import Processes
 
 @contextmanager
 def opened(
-    config: Config, pieces: Pieces, *, step: int, resumed: Path | None, processes: Processes, phases: Phases
+    config: Config, pieces: Pieces, *, step: int, resumed: Path | None, changed: bool, processes: Processes, phases: Phases
 ) -> Iterator[None]:
     """The output folder, held for this run alone: with the resolved config, and without what a killed start left behind.
 
     After all that can refuse the run: a refused one leaves the output as it was. step: where the run stands. resumed: the
-    checkpoint that it goes on from.
+    checkpoint that it goes on from. changed: with other values than are pinned there: a checkpoint that pins these takes its
+    place, so that the next start needs no --allow.
     """
+    processes.wait(obey=True)  # all have read what may get another name now
     if not processes.is_main:
         processes.wait(obey=True)
         yield
@@ -36,20 +38,23 @@ def opened(
         files.remove_leftovers(layout.leftovers())
         for folder in layout.samples.glob(".step-????????.tmp"):
             shutil.rmtree(folder)
-        store.remove_leftovers(layout.checkpoints)
+        named = store.settle(layout.checkpoints)
         files.write_atomic(layout.config, [configs.dumps(config).encode()])
         # In this order no kill in between loses what is resumed or a line of the log: first a checkpoint from elsewhere
         # becomes the run's own, then what later steps left goes aside, then later checkpoints lose their names, by which
         # the next start would know of them, then the log loses their lines.
         own = layout.checkpoints / folder_name(step)
-        if resumed is not None and resumed.resolve() != own.resolve():
-            store.save(layout.checkpoints, step, pieces.pack())
+        if resumed is not None and (changed or named.get(resumed, resumed).resolve() != own.resolve()):
+            store.save(layout.checkpoints, step, pieces.pack(), instead=True)
         if store.steps(layout.checkpoints)[-1:] > [step]:
             aside = resume.set_aside_results(layout, name=config.run.name, after=step)
             if aside is not None:
-                processes.say(f"warning: samples, adapter files and the log of later steps are set aside in {aside}")
+                processes.say(
+                    f"warning: samples, adapter files and the log of later steps are set aside in {aside}; "
+                    "delete it when you do not want them back"
+                )
         for moved in store.set_aside(layout.checkpoints, after=step):
-            processes.say(f"warning: a later checkpoint is set aside as {moved}")
+            processes.say(f"warning: a later checkpoint is set aside as {moved}; delete it when you need no way back")
         metrics.cut(layout.metrics, step)
         # Of steps that a killed start made after its last checkpoint, perhaps with other prompts: they are made again.
         # So are their adapter files, each in the place of the old one.

@@ -79,16 +79,16 @@ class Phase:
     def outcome(self, seconds: float) -> str:
         """What was done, in which time, at which rate."""
         done = _amount(self.done - self.before, self.unit) if self.unit else "done"
-        return ", ".join(filter(None, [f"{done} in {_time(seconds)}", self._rate(seconds)]))
+        return ", ".join(filter(None, [f"{done} in {duration(seconds)}", self._rate(seconds)]))
 
     def _progress(self, seconds: float) -> str:
         if not self.unit:
-            return f"{_time(seconds)} so far"
+            return f"{duration(seconds)} so far"
         left, done = "", _amount(self.done, self.unit)
         if self.total is not None:
             done = f"{done.partition(' ')[0]} of {_amount(self.total, self.unit)}"
             if self.before < self.done < self.total:
-                left = f"{_time(seconds * (self.total - self.done) / (self.done - self.before))} left"
+                left = f"{duration(seconds * (self.total - self.done) / (self.done - self.before))} left"
         return ", ".join(filter(None, [done, self._rate(seconds), left, self.note]))
 
     def _rate(self, seconds: float) -> str:
@@ -166,7 +166,8 @@ def _amount(count: int, unit: str) -> str:
     return f"{count / 1e9:.2f} GB" if unit == "B" else f"{count} {unit}{'' if count == 1 else 's'}"
 
 
-def _time(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """As people read it."""
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -3,6 +3,7 @@
 import difflib
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 
 from PIL import Image, ImageOps
 from torch import nn
@@ -12,7 +13,12 @@ from trainer.adapters import Rule, Target, match_targets
 from trainer.adapters.export import fused_modules
 from trainer.choices import chosen, refuse_unread, refuse_unread_by_model
 from trainer.config import Config, SampleTable
-from trainer.data import buckets, sampler, sources
+from trainer.data import buckets, held_out, looks, sampler, short_batches
+from trainer.data.examples import Example, examples
+from trainer.data.images import load_rgb
+from trainer.data.scan import refuse_damaged
+from trainer.data.sources import Photo, Scanned
+from trainer.dataset import read_sources, resolutions, sources_of
 from trainer.errors import UserError
 from trainer.models import family_named
 from trainer.models.base import Family, SampleRequest
@@ -27,24 +33,40 @@ from trainer.types import Link
 from trainer.validation import check_sizes
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Everything that is known before weights are read."""
+@dataclass(frozen=True, kw_only=True)
+class DataPlan:
+    """What is known of a run's data before anything of it is encoded."""
 
     config: Config
     family: Family
-    source: ModelSource
-    components: dict[str, Storage]
-    objective: Objective
-    photos: tuple[tuple[sources.Photo, tuple[int, int]], ...]
-    targets: tuple[Target, ...]
-    shapes: dict[tuple[str, str], tuple[int, ...]]
-    skipped: tuple[str, ...]
+    scanned: Scanned
+    photos: tuple[Photo, ...]  # that are trained on
+    examples: tuple[Example, ...]  # these, at the sizes they are trained at
+    held_out: tuple[Example, ...]  # what is never trained on, at the sizes it would be
+    alike: tuple[tuple[Photo, ...], ...]  # groups of near duplicates, trained on or held out
     requests: tuple[SampleRequest, ...]
-    truths: tuple[Image.Image | None, ...]  # of the requests, at their sizes
     processes: int
     steps_per_epoch: int
     max_steps: int
+    began: tuple[int, int] = (0, 0)  # of the run's Progress
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch in which step `step` was made, both from 1."""
+        first, epoch = self.began
+        return epoch + (step - first - 1) // self.steps_per_epoch + 1 if step > first else max(1, epoch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(DataPlan):
+    """Everything that is known before weights are read."""
+
+    source: ModelSource
+    components: dict[str, Storage]
+    objective: Objective
+    targets: tuple[Target, ...]
+    shapes: dict[tuple[str, str], tuple[int, ...]]
+    skipped: tuple[str, ...]
+    truths: tuple[Image.Image | None, ...]  # of the requests, at their sizes
     cache_text: bool
 
     @property
@@ -91,23 +113,11 @@ def make_plan(config: Config, source: ModelSource, *, processes: int, phases: Ph
     """Check everything that can be without weights. Raises UserError for what cannot work. config: as `resolve` gives."""
     family = source.family
     components = storage.storages(config, family)
-    photos = sources.scan(
-        [(s.path, s.repeats) for s in config.data.sources], strict_captions=config.data.strict_captions, phases=phases
-    )
+    data = plan_data(config, family, processes=processes, phases=phases)
     objective = find_objective(config, source)
     source.check_tokenizers()
     for component in components.values():
         storage.check(source, component)
-    step = config.data.bucket_step
-    if step % family.size_multiple or config.data.resolution < step:
-        raise UserError(
-            f"data.bucket_step = {step} does not suit {family.name} at data.resolution = {config.data.resolution}; "
-            f"use a multiple of {family.size_multiple} that is at most the resolution"
-        )
-    bucketed = tuple(
-        (photo, buckets.choose_bucket(photo.width, photo.height, resolution=config.data.resolution, step=step))
-        for photo in photos
-    )
     targets, shapes, skipped = _targets(config, family, source)
     adapted_encoders = {t.component for t in targets} - {family.denoiser}
     cache_text = not adapted_encoders if config.data.cache_text == "auto" else config.data.cache_text
@@ -116,17 +126,60 @@ def make_plan(config: Config, source: ModelSource, *, processes: int, phases: Ph
             f"data.cache_text = true cannot be combined with adapting {', '.join(sorted(adapted_encoders))}: "
             "cached encodings would not follow the training; leave it out"
         )
-    accumulation = config.step.accumulation
+    return Plan(
+        **vars(data),
+        source=source,
+        components=components,
+        objective=objective,
+        targets=targets,
+        shapes=shapes,
+        skipped=skipped,
+        truths=_truths(config, data.requests),
+        cache_text=cache_text,
+    )
+
+
+def plan_data(
+    config: Config, family: Family, *, processes: int, phases: Phases = QUIET, scanned: Scanned | None = None
+) -> DataPlan:
+    """Read the photos, and decide at which sizes and how often they are trained. config: as `resolve` gives.
+
+    scanned: read already, whatever is damaged: then the plan is that of the sound photos.
+    Raises UserError for what cannot work.
+    """
+    data = config.data
+    if scanned is None:
+        scanned = read_sources(data, phases)
+        refuse_damaged(scanned)
+    for resolution in {each for source in sources_of(data) for each in source.resolutions}:
+        if data.bucket_step % family.size_multiple or resolution < data.bucket_step:
+            raise UserError(
+                f"data.bucket_step = {data.bucket_step} does not suit {family.name} at data.resolution = {resolution}; "
+                f"use a multiple of {family.size_multiple} that is at most the resolution"
+            )
+    photos, apart = held_out.split(scanned.photos, data.held_out)
+    sized = partial(examples, step=data.bucket_step, enlarge=data.enlarge, seed=config.run.seed)
+    bucketed = sized(photos)
+    if data.short_batches == "merge":
+        bucketed = short_batches.merged(bucketed, batch_size=data.batch_size, enlarge=data.enlarge)
     steps_per_epoch = sampler.steps_per_epoch(
-        bucketed, batch_size=config.data.batch_size, accumulation=accumulation, processes=processes
+        bucketed, batch_size=data.batch_size, accumulation=config.step.accumulation, processes=processes
     )
     requests = _requests(config)
     check_sizes(requests, family.size_multiple)
-    truths = _truths(config, requests)
-    return Plan(
-        config, family, source, components, objective, bucketed, targets, shapes, skipped, requests, truths, processes,
-        steps_per_epoch, config.run.max_steps or config.run.epochs * steps_per_epoch, cache_text,
-    )  # fmt: skip
+    return DataPlan(
+        config=config,
+        family=family,
+        scanned=scanned,
+        photos=photos,
+        examples=bucketed,
+        held_out=sized(apart),
+        alike=looks.groups(scanned.photos),
+        requests=requests,
+        processes=processes,
+        steps_per_epoch=steps_per_epoch,
+        max_steps=config.run.max_steps or config.run.epochs * steps_per_epoch,
+    )
 
 
 def fetched(plan: Plan, peers: Processes, phases: Phases) -> Plan:
@@ -163,7 +216,8 @@ def check_objective(config: Config, source: ModelSource, planned: Objective) -> 
 
 def resolve(config: Config, source: ModelSource) -> Config:
     """`config` with what the model decides written out: every component's dtypes and backend, and the bucket step."""
-    step = config.data.bucket_step or buckets.bucket_step(config.data.resolution)
+    smallest = min(each for source in sources_of(config.data) for each in source.resolutions)
+    step = config.data.bucket_step or buckets.bucket_step(smallest)
     return config.model_copy(
         update={
             "model": config.model.model_copy(update={"components": storage.resolve(config, source)}),
@@ -206,7 +260,7 @@ def _targets(
 
 
 def _requests(config: Config) -> tuple[SampleRequest, ...]:
-    wanted, size = config.validation, config.data.resolution
+    wanted, size = config.validation, max(resolutions(config.data.resolution))
     if wanted.every_steps == 0:
         return ()
     asked = (*(SampleTable(prompt=prompt) for prompt in wanted.prompts), *wanted.samples)
@@ -220,7 +274,7 @@ def _truths(config: Config, requests: tuple[SampleRequest, ...]) -> tuple[Image.
     for index, (sample, request) in enumerate(zip(config.validation.samples, requests, strict=False)):
         if sample.truth is not None:
             try:
-                picture = sources.load_rgb(sample.truth)
+                picture = load_rgb(sample.truth)
             except (OSError, ValueError) as error:
                 reason = getattr(error, "strerror", None) or str(error)
                 raise UserError(

@@ -53,7 +53,7 @@ def what_would_fit(plan: Plan) -> str:
     config, denoiser = plan.config, plan.family.denoiser
     others = [
         *([f"data.batch_size below {config.data.batch_size}"] if config.data.batch_size > 1 else []),
-        f"data.resolution below {config.data.resolution}",
+        f"data.resolution below {max(each for example in plan.examples for each in example.photo.source.resolutions)}",
         f"adapter.rank below {config.adapter.rank}",
         f"a smaller model.components.{denoiser}.dtype than {plan.components[denoiser].format.name}",
     ]

@@ -18,6 +18,8 @@ from trainer.kernels import multiplies_float8
 from trainer.protocols import Kernels
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# What a run that does not fit is advised to store frozen weights in: of 8 and of 4 bits, those that cost least learning.
+SMALLER_DTYPES = ("fp8_e4m3", "nf4")
 
 
 def compute_dtype(name: str) -> torch.dtype:
@@ -31,6 +33,13 @@ def prepare_device(device: torch.device, compute: set[str]) -> None:
     """Make fp32 mean fp32, and refuse a compute dtype that the device would only emulate. CPU runs all (fp16 slowly)."""
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_tf32 = False
+    # Else cuBLAS adds up the parts of a product that it divided along K in 16 bits: on an H100 dB was off by 30 times the
+    # bound of a sum in fp32.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    # With cuDNN's attention, torch's first choice on Hopper, the gradients of Flux were not finite in bf16, and at full size
+    # a step read outside its memory (torch 2.11, cuDNN 9.19, H100; SDXL was well). Flash attention takes its place.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if device.type == "cuda" and "bf16" in compute and torch.cuda.get_device_capability(device) < (8, 0):
         raise UserError(
             f"precision.compute = 'bf16' needs an Ampere or newer GPU, this is {torch.cuda.get_device_name(device)}; "

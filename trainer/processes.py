@@ -65,6 +65,16 @@ class Processes:
         self._reduce(agreed, torch.distributed.ReduceOp.MAX)
         return agreed.tolist()
 
+    def total(self, *numbers: int) -> list[int]:
+        """The sum of each number over the processes."""
+        summed = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        self.sum(summed)
+        return summed.tolist()
+
+    def takes(self, key: str) -> bool:
+        """Whether a piece of work is this process's share. key: its digest, in hexadecimal, so that shares are even."""
+        return int(key[:16], 16) % self.count == self.rank
+
     @contextmanager
     def attending(self, signals: Signals) -> Iterator[None]:
         """In the block the processes hear of each other's signals, and of one that leaves the block with an exception."""

@@ -44,8 +44,16 @@ class Kernels(Protocol):
     ) -> None:  # fmt: skip
         """out = g * (z + s t B^T) + bias. z, t, B, out: one dtype; g, bias: fp32 [N] or None. `out` may be z."""
 
-    def row_gradients(self, dy_MN: Tensor, u_MN: Tensor, t_MR: Tensor) -> tuple[Tensor, Tensor]:
-        """(G^T t: fp32 [N, R], sum over the rows of G * u: fp32 [N]), reading G = dy once."""
+    def adapter_gradients(
+        self, dy_MN: Tensor, u_MN: Tensor, t_MR: Tensor, b_NR: Tensor, g_N: Tensor, over_N: Tensor, bias_N: Tensor | None,
+        scaling: float, with_z: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """(dB: fp32 [N, R], dm: fp32 [N], s g * B in dy's dtype: [N, R]), reading G = dy and u once.
+
+        D = G^T t, dB = s g * D, dm = (sum over the rows of G * (u - bias) [+ s rowsum(B * D) where with_z]) / over.
+        with_z: u is z0, without B's part and a bias, and over is c; else u is the output, and over is m. B, g, over, bias:
+        fp32, the bias None or as `compose` added it. Where |over| is below 1e-30 it counts as that.
+        """
 
     def quantize_rows(self, x_MK: Tensor, by_K: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x * by, row by row in float8: (e4m3 codes [M, K], row-major, scale fp32 [M] > 0), x * by = codes * scale.
@@ -70,7 +78,6 @@ class BaseLayer(Protocol):
     compute_dtype: torch.dtype
     weight_shape: torch.Size  # [N, K], or [N, C / groups, kh, kw]
     groups: int  # of a convolution; else 1
-    bias: Tensor | None
     kernels: Kernels
     original_norms: Tensor | None  # fp32 [N], ||W_n|| as it was read; None where it lies in memory as in the file
     merged_weight: Tensor | None  # dense, fp32: set it, and the layer computes with that in place of its own

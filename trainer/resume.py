@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from importlib import metadata
@@ -13,26 +14,33 @@ import torch
 
 from trainer import config as configs
 from trainer import files
+from trainer.allowance import PHOTOS, SHARE, Allowance, never
 from trainer.checkpoint import store
 from trainer.checkpoint.state import PIECES, Piece, Pin, Progress, Saved
-from trainer.config import Config
+from trainer.config import Config, ScheduleTable
+from trainer.data import identity, sampler
 from trainer.errors import UserError
 from trainer.layout import Layout
 from trainer.phases import QUIET, Phases
 from trainer.plan import Plan
 from trainer.processes import Processes
+from trainer.terminal import printable
 
 # A run may go on under a config that differs in these keys and in no others: none of them changes what a step computes.
 # step.accumulation may as far as accumulation x processes stays (`pin_data`); the policy for values that are not finite
 # matters only where the run would have ended.
 MAY_CHANGE = (
     "run.max_steps", "run.epochs", "run.stop_after", "run.output_dir", "model.cache_dir",
-    "data.cache_dir", "data.num_workers", "memory.*", "step.accumulation", "step.non_finite", "step.max_skipped",
+    "data.cache", "data.cache_dir", "data.cache_limit", "data.num_workers", "memory.*", "step.accumulation",
+    "step.non_finite", "step.max_skipped",
     "validation.*", "logging.*", "export.*", "checkpoint.*",
 )  # fmt: skip
 # Where photos and model lie. It may change, too, where a checkpoint pins what lies there: `pin_data`, `pin_model`,
 # `pin_quantization`.
 PLACES = ("model.path", "model.config", "model.variant", "model.components.*.path", "data.sources.*.path")
+
+# Names of photos that a refusal lists for each way to differ, and that the run's record keeps.
+LISTED, NOTED = 500, 20
 
 # What else the bytes of a step depend on.
 LIBRARIES = ("torch", "triton", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes")
@@ -43,7 +51,9 @@ def census(config: Config) -> Mapping[str, Piece]:
     return PIECES
 
 
-def find_start(config: Config, resume_from: str | None, phases: Phases = QUIET) -> tuple[Saved | None, list[str]]:
+def find_start(
+    config: Config, resume_from: str | None, allowed: Allowance, phases: Phases = QUIET
+) -> tuple[Saved | None, list[str]]:
     """The checkpoint to go on from, or None for a fresh start; and what was passed over.
 
     Raises UserError where the output directory holds another run, or where the config changed in what may not change.
@@ -53,11 +63,11 @@ def find_start(config: Config, resume_from: str | None, phases: Phases = QUIET) 
     if layout.root.exists() and not layout.root.is_dir():
         raise UserError(f"{output_dir} is a file; give a folder")
     folder, passed_over = store.find(layout.checkpoints, resume_from, phases)
-    steps = store.steps(layout.checkpoints)
+    steps = store.steps(layout.checkpoints) or store.unnamed(layout.checkpoints)
     results = steps or layout.adapters.exists()
     if folder is not None:
         saved = Saved(folder, census(config), phases)
-        saved.restore(config=pin_config(config, f"the checkpoint {folder}"))
+        saved.restore(config=pin_config(config, f"the checkpoint {folder}", allowed=allowed))
         if folder.resolve().parent != layout.checkpoints.resolve() and results:
             raise UserError(
                 f"--resume_from {folder}: {output_dir} already holds a run; "
@@ -69,8 +79,9 @@ def find_start(config: Config, resume_from: str | None, phases: Phases = QUIET) 
     if results:
         # A start that ended before its first checkpoint left nothing to protect: a mended config replaces it. Adapter files
         # without a checkpoint are of this run as far as the config tells: nothing pins what lay at its places.
-        may_change = (*MAY_CHANGE, *PLACES) if steps else MAY_CHANGE
-        refuse_changes(configs.read_resolved(layout.config), configs.tree(config), output_dir, may_change=may_change)
+        may_change, way = ((*MAY_CHANGE, *PLACES), "auto") if steps else (MAY_CHANGE, "")
+        was, now = configs.read_resolved(layout.config), configs.tree(config)
+        refuse_changes(was, now, output_dir, may_change=may_change, allowed=Allowance(resume_from=way))
     if steps:
         raise UserError(
             f"{output_dir} already holds this run's checkpoints; "
@@ -99,26 +110,40 @@ def set_aside_results(layout: Layout, *, name: str, after: int) -> Path | None:
     return folder
 
 
-def pin_config(config: Config, what: str = "the checkpoint") -> Pin:
-    """The resolved config: it may differ in MAY_CHANGE and PLACES."""
-    return Pin(configs.tree(config), lambda saved, now: refuse_changes(saved, now, what))
+def pin_config(config: Config, what: str = "the checkpoint", *, allowed: Allowance) -> Pin:
+    """The resolved config: it may differ in MAY_CHANGE and PLACES, and in what is `allowed`."""
+    return Pin(configs.tree(config), lambda saved, now: refuse_changes(saved, now, what, allowed=allowed))
 
 
 def refuse_changes(
-    saved: Mapping[str, Any], now: Mapping[str, Any], what: str, *, may_change: tuple[str, ...] = (*MAY_CHANGE, *PLACES)
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    what: str,
+    *,
+    may_change: tuple[str, ...] = (*MAY_CHANGE, *PLACES),
+    allowed: Allowance,
 ) -> None:
+    """Note in `allowed` what it permits. Raises UserError for all else that differs, with the way to permit it."""
     old, new = configs.flatten(saved), configs.flatten(now)
-    changed = [
-        f"{key}: {old.get(key, 'absent')!r} -> {new.get(key, 'absent')!r}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and not any(fnmatchcase(key, pattern) for pattern in may_change)
-    ]
-    if changed:
-        listing, allowed = "\n".join(changed), ", ".join(may_change)
-        raise UserError(
-            f"{what} belongs to a run with another config:\n{listing}\n"
-            f"restore these keys, or choose another run.output_dir (what may change: {allowed})"
-        )
+    refused, lost = {}, {}
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key) == new.get(key) or any(fnmatchcase(key, pattern) for pattern in may_change):
+            continue
+        line = f"{key}: {old.get(key, 'absent')!r} -> {new.get(key, 'absent')!r}"
+        if reason := never(key):
+            lost[key] = f"{line} (never: {reason})"
+        elif allowed.permits(key):
+            allowed.changed[key] = line
+        else:
+            refused[key] = line
+    if not refused and not lost:
+        return
+    listing = "\n".join([*lost.values(), *refused.values()])
+    ways = ["restore these keys", "choose another run.output_dir"]
+    if refused and allowed.resume_from:
+        only = f"what may change ({', '.join(refused)})" if lost else "them"
+        ways.insert(1, f"go on with {only} from the next step: {allowed.way(refused)}")
+    raise UserError(f"{what} belongs to a run with another config:\n{listing}\n{', or '.join(ways)}")
 
 
 def first_progress(plan: Plan) -> Progress:
@@ -126,14 +151,43 @@ def first_progress(plan: Plan) -> Progress:
     # A date for reproducible files: https://reproducible-builds.org/specs/source-date-epoch/
     clock = int(os.environ.get("SOURCE_DATE_EPOCH") or time.time())
     started = datetime.fromtimestamp(clock, UTC).isoformat(timespec="seconds")
-    schedule = plan.config.schedule
-    length = schedule.total_steps or plan.max_steps
+    length = _schedule_length(plan.config.schedule, plan.max_steps)
+    return Progress(step=0, images=0, non_finite=0, total_steps=length, started=started)
+
+
+def _schedule_length(schedule: ScheduleTable, max_steps: int) -> int:
+    length = schedule.total_steps or max_steps
     if schedule.warmup > length:
         raise UserError(
             f"schedule.warmup = {schedule.warmup} steps is longer than the schedule of {length} steps: the rate would "
             "never reach optimizer.lr; lower it, or set schedule.total_steps to the length that the run will have in the end"
         )
-    return Progress(step=0, images=0, non_finite=0, total_steps=length, started=started)
+    return length
+
+
+def go_on(plan: Plan, progress: Progress, allowed: Allowance, say: Callable[[str], None]) -> Plan:
+    """The plan of the run as it stands. What --allow changed is noted in its progress, and ends the epoch where it must."""
+    if allowed.changed:
+        epoch = None
+        if allowed.ends_epoch:
+            epoch, index = sampler.update_at(progress.step, steps_per_epoch=allowed.steps_per_epoch, began=progress.began)
+            epoch += index > 0
+        lines = [line for text in allowed.changed.values() for line in text.splitlines()]
+        progress.changes.append({"step": progress.step, "epoch": epoch, "what": lines})
+        new = "" if epoch is None else f"; epoch {epoch + 1} begins"
+        say("\n  ".join([f"changed after step {progress.step}, as --allow says{new}:", *lines]))
+    elif allowed.keys:
+        say(f"--allow {','.join(allowed.keys)}: nothing that needs it has changed")
+    config = plan.config
+    began, epoch = progress.began
+    if config.run.epochs is not None:
+        # Of the epochs that are left, with the photos that are trained now.
+        plan = replace(plan, max_steps=began + max(0, config.run.epochs - epoch) * plan.steps_per_epoch)
+    if "schedule.total_steps" in allowed.changed:
+        progress.total_steps = _schedule_length(config.schedule, plan.max_steps)
+    elif any(key.startswith("schedule.") for key in allowed.changed):
+        _schedule_length(config.schedule.model_copy(update={"total_steps": progress.total_steps}), plan.max_steps)
+    return replace(plan, began=progress.began)
 
 
 def check_length(plan: Plan, progress: Progress, folder: Path) -> None:
@@ -145,26 +199,65 @@ def check_length(plan: Plan, progress: Progress, folder: Path) -> None:
         )
 
 
-def pin_data(*, digests: Mapping[str, str], samples: int, micro_batches: int) -> Pin:
+def pin_data(
+    *,
+    digests: Mapping[str, str],
+    photos: Mapping[str, torch.Tensor],
+    samples: int,
+    micro_batches: int,
+    steps_per_epoch: int,
+    allowed: Allowance,
+) -> Pin:
     """Other photos or another global batch would show every later step other samples.
 
-    digests: of all that decides what a step sees, by name. micro_batches: in an update, over all processes.
+    digests: of all that decides what a step sees, by name; photos: of every photo, to name those that changed
+    (identity.py). micro_batches: in an update, over all processes. steps_per_epoch: tells where in its epoch a run stood.
     """
+    counts = {"samples": samples, "micro_batches": micro_batches, "steps_per_epoch": steps_per_epoch}
 
     def check(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        changed = [name for name, digest in digests.items() if saved["digests"].get(name) != digest]
+        then = {name: saved[name] for name in counts}
+        if not all(type(count) is int and 0 < count < 2**53 for count in then.values()):
+            raise ValueError(f"counts are {then}")
+        allowed.steps_per_epoch = then["steps_per_epoch"]
+        changed = sorted(n for n in digests.keys() | saved["digests"].keys() if saved["digests"].get(n) != digests.get(n))
         if changed:
-            raise UserError(
-                f"the data are not those of the checkpoint: other {', other '.join(changed)} ({saved['samples']} photos "
-                f"then, {samples} now); restore them, or start a new run (another run.output_dir)"
-            )
-        if saved["micro_batches"] != micro_batches:
-            raise UserError(
-                f"an update had {saved['micro_batches']} micro-batches (step.accumulation x processes), now it has "
-                f"{micro_batches}; change step.accumulation or the number of processes to match"
-            )
+            found = identity.differences({n: t for n, t in saved.items() if isinstance(t, torch.Tensor)}, photos)
+            _other_photos(found, changed, f"{then['samples']} photos then, {samples} now", allowed)
+        if then["micro_batches"] != micro_batches:
+            was = then["micro_batches"]
+            if not allowed.permits(SHARE):
+                raise UserError(
+                    f"an update had {was} micro-batches (step.accumulation x processes), now it has {micro_batches}; change "
+                    "step.accumulation or the number of processes to match, or end the present epoch here and go on with "
+                    f"as many: {allowed.way([SHARE])}"
+                )
+            allowed.changed[SHARE] = f"micro-batches in an update: {was} -> {micro_batches}"
 
-    return Pin({"digests": digests, "samples": samples, "micro_batches": micro_batches}, check)
+    return Pin({"digests": digests, **counts, **photos}, check)
+
+
+def _other_photos(found: Mapping[str, list[str]], changed: list[str], counts: str, allowed: Allowance) -> None:
+    """found: how photos differ -> which. changed: what differs of all of them together."""
+    # Where only their settings differ, the keys that were allowed to change say why.
+    of_files = found.keys() & {"added", "removed", "other contents", "other captions"}
+    if allowed.permits(PHOTOS) or (not of_files and any(key.startswith(f"{PHOTOS}.") for key in allowed.changed)):
+        shown = {how: _some(names, NOTED) for how, names in found.items()} or {"other": changed}
+        lines = [f"{how}: {', '.join(names)}" for how, names in shown.items()]
+        allowed.changed[PHOTOS] = "\n".join([f"photos: {counts}", *lines])
+        return
+    listed = [f"{how}: {name}" for how, names in found.items() for name in _some(names, LISTED)]
+    listing = "\n".join(listed or [f"other {', other '.join(changed)}"])
+    raise UserError(
+        f"the data are not those of the checkpoint ({counts}):\n{listing}\nrestore them, or end the present epoch here and "
+        f"start a new one over these: {allowed.way([PHOTOS])}, or start a new run (another run.output_dir)"
+    )
+
+
+def _some(names: list[str], count: int) -> list[str]:
+    """The first of them, to be said."""
+    names, rest = [printable(name) for name in names[:count]], len(names) - count
+    return names if rest <= 0 else [*names, f"and {rest} more"]
 
 
 def pin_model(digests: Mapping[str, str], *, cached: Collection[str] = (), snapshots: Path | None = None) -> Pin:

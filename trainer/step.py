@@ -1,5 +1,6 @@
 """One optimizer step: micro-batches, backward, unscale, clip, update. Knows no model, no schedule of saves."""
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass
@@ -9,8 +10,9 @@ import torch
 
 from trainer import draws
 from trainer.errors import OutOfMemory
-from trainer.memory import is_out_of_memory
+from trainer.memory import is_out_of_memory, known
 from trainer.objectives import Objective, sample_losses
+from trainer.terminal import printable
 from trainer.types import Batch, Conditioning, Occurrence
 
 
@@ -33,12 +35,17 @@ def batch_losses(
     device: torch.device,
 ) -> torch.Tensor:
     """fp32 [B]: the objective's loss of each sample. `encode` is used where the batch carries no conditioning."""
-    height, width = (int(n) for n in batch.target_size[0])
+    height, width = batch.target_size.tolist()[0]
     time, noise = draw_time_and_noise(batch, objective=objective, tokens=image_tokens(height, width), seed=seed)
-    latents, noise, time = batch.latents.to(device), noise.to(device), time.to(device)
-    conditioning = batch.conditioning.to(device) if batch.conditioning is not None else encode(batch.captions)
-    prediction = predict(objective.noised(latents, noise, time), time, conditioning, batch)
-    return sample_losses(prediction, objective.target(latents, noise, time), objective.weight(time))
+    # Page-locked memory (loader.iterate) is copied while the device computes; of other memory the copy is made at once.
+    latents, noise = batch.latents.to(device, non_blocking=True), noise.to(device)
+    if batch.conditioning is not None:
+        conditioning = batch.conditioning.to(device, non_blocking=True)
+    else:
+        conditioning = encode(batch.captions)
+    prediction = predict(objective.noised(latents, noise, time), time.to(device), conditioning, batch)
+    weights = batch.loss_weights.to(device, non_blocking=True) if batch.loss_weights is not None else None
+    return sample_losses(prediction, objective.target(latents, noise, time), objective.weight(time).to(device), weights)
 
 
 @dataclass(frozen=True)
@@ -93,26 +100,31 @@ class Step:
         Raises OutOfMemory in every process where one of them ran out of memory; nothing has changed then.
         """
         place = {occurrence: index for index, occurrence in enumerate(occurrences)}
-        flags = torch.zeros(len(occurrences), dtype=torch.float32)
-        total = torch.zeros((), dtype=torch.float32)
-        exhausted = ""
+        device = self.parameters[0].device
+        total = torch.zeros((), dtype=torch.float32, device=device)
+        # Of each sample what was not finite: on the device, as nothing of it is read before the end.
+        flags = [torch.zeros_like(total)] * len(occurrences)
+        exhausted, bad_latents = "", False
         for parameter in self.parameters:
             parameter.grad.zero_()
         for index, batch in enumerate(batches):
             here = [place[occurrence] for occurrence in batch.occurrences]
-            flags[here] = _LATENTS * (~torch.isfinite(batch.latents).flatten(1).all(1)).float()
-            if flags[here].any():
+            finite = torch.isfinite(batch.latents).flatten(1).all(1)
+            if bad_latents or not known(finite.all(), True):
+                # There will be no update: the rest is only looked at, to name all of them at once.
+                bad_latents = True
+                for at in (at for at, good in zip(here, finite.tolist(), strict=True) if not good):
+                    flags[at] = torch.full_like(total, _LATENTS)
                 continue
             try:
-                # Once a sample is bad there is no update: the rest is only looked at, to name all of them at once.
-                with self.dropout(step, index), torch.set_grad_enabled(not flags.any()):
+                with self.dropout(step, index):
                     losses = self.losses(batch)
-                    flags[here] = _LOSS * (~torch.isfinite(losses.detach().cpu())).float()
-                    if flags.any():
-                        continue
                     loss = losses.sum() / len(occurrences)
                     self.scaler.scale(loss).backward()
-                    total += loss.detach().cpu()
+                    total += loss.detach()
+                    wrong = _LOSS * (~torch.isfinite(losses.detach())).float()
+                    for at, flag in zip(here, wrong.unbind(), strict=True):
+                        flags[at] = flag
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -121,27 +133,27 @@ class Step:
                 break
             finally:
                 losses = loss = None  # and so does a graph that was not walked back
-        # One reduction says whether there is a gradient to reduce: a process that stopped on its own leaves no other waiting.
-        told = torch.stack([total, torch.tensor(float(bool(exhausted))), *flags]).to(self.parameters[0].device)
-        self.sum(told)
-        total, out_of_memory, *flags = told.tolist()
-        if out_of_memory:
-            raise OutOfMemory(f"step {step}: out of memory in {exhausted or 'another process'}")
-        scale, lr = self.scaler.get_scale(), tuple(self.schedule.get_last_lr())
-        refused = []
-        for kind, name in ((_LATENTS, "latents"), (_LOSS, "loss")):
-            bad = sorted({o.sample for o, flag in zip(occurrences, flags, strict=True) if flag == kind})
-            if bad:
-                refused.append(f"the {name} of {', '.join(bad)} {'are' if kind == _LATENTS else 'is'} not finite")
-        if refused:
-            return StepResult(None, None, lr, False, scale, "; ".join(refused))
-        for parameter in self.parameters:
-            self.sum(parameter.grad)
+        told = torch.stack([total, torch.full_like(total, float(bool(exhausted))), *flags])
+        # Whatever happened here: a process that stopped on its own would leave the others waiting.
+        for tensor in (told, *(parameter.grad for parameter in self.parameters)):
+            self.sum(tensor)
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in self.parameters])
-        finite = bool(torch.isfinite(norm))
-        refused = ""
+        (total, out_of_memory, *flags), grad_norm, scale = self._read(told, norm)
+        lr = tuple(self.schedule.get_last_lr())
+        refused = []
+        for kind, name in ((_LATENTS, "latents"), (_LOSS, "loss")):
+            bad = sorted({printable(o.sample) for o, flag in zip(occurrences, flags, strict=True) if flag == kind})
+            if bad:
+                refused.append(f"the {name} of {', '.join(bad)} {'are' if kind == _LATENTS else 'is'} not finite")
+        if (out_of_memory or refused) and self.scaler.is_enabled():
+            self.scaler.update(new_scale=scale)  # forgets these gradients, and changes nothing else
+        if out_of_memory:
+            raise OutOfMemory(f"step {step}: out of memory in {exhausted or 'another process'}")
+        if refused:
+            return StepResult(None, None, lr, False, scale, "; ".join(refused))
+        finite, refused = math.isfinite(grad_norm), ""
         if finite:
             if self.max_grad_norm > 0:
                 torch.nn.utils.clip_grads_with_norm_(self.parameters, self.max_grad_norm, norm)
@@ -149,10 +161,15 @@ class Step:
             self.schedule.step()
             self.after_update()
         elif not self.scaler.is_enabled() or scale <= 1:
-            refused = f"the gradient is not finite (samples {', '.join(sorted({o.sample for o in occurrences}))})"
+            refused = f"the gradient is not finite (samples {', '.join(sorted({printable(o.sample) for o in occurrences}))})"
         if self.scaler.is_enabled():
             # No lower than 1: there an overflow is the run's own, and a lower scale would only lose small gradients.
             self.scaler.update()
-            if self.scaler.get_scale() < 1:
+            if not finite and scale * self.scaler.get_backoff_factor() < 1:
                 self.scaler.update(new_scale=1.0)
-        return StepResult(total, norm.item() if finite else None, lr, finite, scale, refused)
+        return StepResult(total, grad_norm if finite else None, lr, finite, scale, refused)
+
+    def _read(self, told: torch.Tensor, norm: torch.Tensor) -> tuple[list[float], float, float]:
+        """(told, norm, the loss scale) as numbers: the one place of an update where the host waits for the device."""
+        *numbers, grad_norm = torch.cat([told, norm.to(told)[None]]).tolist()
+        return numbers, grad_norm, self.scaler.get_scale()

@@ -1,7 +1,7 @@
 """What each component of the model is stored as, and what it computes in, from the config and the model's files."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 from trainer import patterns, precision, quantization
 from trainer.config import ComponentTable, Config
 from trainer.errors import UserError
+from trainer.kernels import dora_torch
 from trainer.models.base import Component, Family
 from trainer.models.loading import ModelSource
 from trainer.protocols import Kernels
@@ -37,6 +38,10 @@ class Storage:
     @property
     def keep(self) -> tuple[str, ...]:
         return (*self.sensitive, *self.exclude)
+
+    def stored_as(self, dtype: str) -> "Storage":
+        """The same component in another dtype of the config, by its first backend."""
+        return replace(self, format=next(iter(formats_of(dtype).values())))
 
     def swap(self, module: nn.Module, *, kernels: Kernels, held: Mapping[str, HeldWeight | torch.dtype] = {}) -> None:
         """Freeze the layers of a module on the meta device. held: what the model's files hold (ModelSource.held)."""
@@ -127,6 +132,13 @@ def storages(config: Config, family: Family) -> dict[str, Storage]:
             )
         plans[component.name] = Storage(component.name, format, compute, chosen.exclude, component.sensitive, scaled)
     return plans
+
+
+def weight_bytes(source: ModelSource, component: Storage, *, held: Mapping[str, HeldWeight | torch.dtype]) -> int:
+    """Of a component's weights in memory. held: what its files hold quantised and is taken as it is (ModelSource.held)."""
+    module = source.build(component.name)
+    component.swap(module, kernels=dora_torch, held=held)  # nothing is computed
+    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in module.state_dict().values())
 
 
 def check(source: ModelSource, component: Storage) -> None:

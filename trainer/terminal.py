@@ -7,6 +7,7 @@ lost.
 import errno
 import os
 import sys
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
@@ -40,3 +41,24 @@ def write(line: str, stream: TextIO | None = None) -> None:
         else:
             print(line, file=stream)
         stream.flush()
+
+
+def printable(what: object) -> str:
+    """A name in one line that does to a terminal what it looks like: whatever else it holds is written as escapes.
+
+    That is control characters, marks that turn the direction of writing, and bytes that are not UTF-8.
+    """
+    text = str(what)
+    if text.isprintable():
+        return text
+    return "".join(each if _plain(each) else _escaped(each) for each in text)
+
+
+def _plain(character: str) -> bool:
+    return character.isprintable() or unicodedata.category(character) == "Zs"  # spaces of any width
+
+
+def _escaped(character: str) -> str:
+    if "\udc80" <= character <= "\udcff":  # a byte, as Python keeps it in names
+        return f"\\x{ord(character) - 0xDC00:02x}"
+    return character.encode("unicode_escape").decode()

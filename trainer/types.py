@@ -5,10 +5,12 @@ P pooled width, M rows of an activation (tokens), K input features, N output fea
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
+
+from trainer.terminal import printable
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,14 @@ class Conditioning:
     def from_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> Self:
         return cls(**tensors)
 
-    def to(self, device: torch.device | str) -> Self:
-        return self.from_tensors({name: t.to(device) for name, t in self.tensors().items()})
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
+        return self.from_tensors({name: t.to(device, non_blocking=non_blocking) for name, t in self.tensors().items()})
+
+    def pin_memory(self) -> Self:
+        return self.from_tensors({name: t.pin_memory() for name, t in self.tensors().items()})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Occurrence:
     """One appearance of a training image in an epoch: the key of every random draw made for it.
 
@@ -55,6 +60,7 @@ class Batch:
     captions: the text each sample trains on ("" where the caption was dropped).
     conditioning: cached encodings of `captions`, or None when they are encoded live.
     original_size, crop_top_left, target_size: int64 [B, 2] as (height, width) or (top, left), in pixels.
+    loss_weights: fp32 [B, H, W], what the squared error of each latent is multiplied by; None: 1 everywhere.
     """
 
     occurrences: tuple[Occurrence, ...]
@@ -64,11 +70,17 @@ class Batch:
     original_size: torch.Tensor
     crop_top_left: torch.Tensor
     target_size: torch.Tensor
+    loss_weights: torch.Tensor | None = None
+
+    def pin_memory(self) -> Self:
+        """The same in page-locked memory: torch's loader asks for it."""
+        held = {name: value for name, value in vars(self).items() if isinstance(value, (torch.Tensor, Conditioning))}
+        return replace(self, **{name: value.pin_memory() for name, value in held.items()})
 
     def describe(self) -> str:
         """Its bucket and samples, for a message."""
         height, width = self.target_size[0].tolist()
-        names = ", ".join(occurrence.sample for occurrence in self.occurrences)
+        names = ", ".join(printable(occurrence.sample) for occurrence in self.occurrences)
         return f"{len(self.occurrences)} photo(s) of {width}x{height} ({names})"
 
 

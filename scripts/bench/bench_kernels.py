@@ -73,8 +73,9 @@ class Case:
         if self.operation == "compose":
             g, bias = random(n, dtype=torch.float32), random(n, dtype=torch.float32)
             return random(m, n), random(m, self.rank), random(n, self.rank), 1.0, g, bias, random(m, n)
-        if self.operation == "row_gradients":
-            return random(m, n), random(m, n), random(m, self.rank)
+        if self.operation == "adapter_gradients":
+            b, g, over, bias = random(n, self.rank, dtype=torch.float32), *(random(n, dtype=torch.float32) for _ in range(3))
+            return random(m, n), random(m, n), random(m, self.rank), b, g, over, bias, 1.0, False
         weight = random_weight(self.storage, n, k)
         if self.operation == "upcast":
             return weight, torch.bfloat16, random(n, dtype=torch.float32), random(n, k)
@@ -86,14 +87,14 @@ class Case:
     def moved_bytes(self, arguments: tuple[Any, ...]) -> int:
         """Each input once and each output once; those that are not arguments too."""
         m, n, _ = self.layer
-        new = {"row_gradients": 4 * n * (self.rank + 1), "row_squares": 4 * n, "adapted_norm": 4 * n}
+        new = {"adapter_gradients": n * (6 * self.rank + 4), "row_squares": 4 * n, "adapted_norm": 4 * n}
         tensors = sum(a.nbytes for a in arguments if isinstance(a, torch.Tensor))
         weights = sum(stored_bytes(a) for a in arguments if isinstance(a, StoredWeight))
         return tensors + weights + new.get(self.operation, 0)
 
 
 def cases(storages: list[str], rank: int) -> Iterator[Case]:
-    for operation in ("compose", "row_gradients"):
+    for operation in ("compose", "adapter_gradients"):
         for layer in sorted({(m, n, 0) for m, n, _ in LAYERS}, reverse=True):
             yield Case(operation, "-", layer, rank)
     for operation in ("upcast", "adapted_norm", "row_squares"):

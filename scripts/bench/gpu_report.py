@@ -55,7 +55,7 @@ def judged(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def judged_steps(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same of float8 storage's cost in a whole step."""
+    """The same of float8 storage's cost, and of DoRA's over LoRA's, in a whole step."""
     ratios = {(row["model"], row["pixels"]): row.get("ratio") for row in steps if row["storage"] == "fp8_e4m3"}
     table = []
     for model in dict.fromkeys(row["model"] for row in steps):
@@ -70,6 +70,15 @@ def judged_steps(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     # A step that failed or found no time has not met it.
                     "met": ratio is not None and ratio <= limit,
                 }
+            )
+    times = {(row["model"], row["pixels"], row["storage"]): row["ms"] for row in steps}
+    limits = {layers: limit for name, layers, _, limit, _ in LIMITS if name == "DoRA / LoRA"}
+    for (model, pixels, storage), ms in times.items():
+        if storage == "fp8_e4m3" and (model, pixels, "fp8_e4m3 LoRA") in times:
+            ratio, limit = ms / times[model, pixels, "fp8_e4m3 LoRA"], limits[model]
+            figure = f"DoRA / LoRA, {pixels} px"
+            table.append(
+                {"figure": figure, "layers": model, "worst": ratio, "limit": f"at most {limit}", "met": ratio <= limit}
             )
     return table
 

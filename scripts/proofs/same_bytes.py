@@ -1,14 +1,11 @@
 """Does this tree train the same bytes as an earlier commit? 12 short runs in both, compared file by file.
 
-    python scripts/proofs/same_bytes.py                          # against the last commit before the rooms were rebuilt
+    python scripts/proofs/same_bytes.py                          # against the last commit that changed them
     python scripts/proofs/same_bytes.py COMMIT --cells 'flux-*'
 
 A cell is one config. Each tree trains it with its own `train.py --config`: four steps on a tiny model, stopped after the
 second and resumed. Then these files must be equal, byte for byte: adapter.safetensors and optimizer.safetensors of every
 checkpoint, the adapter files in both formats, and the samples. Both trees read the same model files and have the same clock.
-
-No cell has fp16 with gradient checkpointing: on Flux the default commit's gradients are zero there. Its recomputed blocks
-leave out products that fp16's clips read. The present tree trains there, so the bytes differ, as they should.
 
 A start is a fork of a process that has imported its own tree; --fresh makes it a new process. Exit status 1: a file differs
 (the first tensor that does is named) or a run failed; 2: there is no such commit or cell.
@@ -40,7 +37,8 @@ from scripts.proofs.shared import PHOTOS, STARTED, make_models, worktree  # noqa
 from trainer.errors import UserError  # noqa: E402
 from trainer.tensorfile import TensorFile  # noqa: E402
 
-BEFORE = "885a0d035fac"
+# The last commit that changed bytes of a run: those of a DoRA over layers with a bias (docs/dora.md).
+BEFORE = "54d595ec767d"
 STEPS, STOP = 4, 2
 DENOISER = {"sdxl": "unet", "flux": "transformer"}
 ENVIRONMENT = {

@@ -186,7 +186,8 @@ def test_changed_photos_are_refused_on_resume(bench: Workbench, capsys) -> None:
     (photos / "00.txt").write_text("another caption")
     assert run(bench, tree, "--resume_from", "auto") == 2
     said = capsys.readouterr().err
-    assert "the data are not those of the checkpoint: other captions (5 photos then, 5 now); restore them" in said
+    assert "the data are not those of the checkpoint (5 photos then, 5 now):\n       other captions: 0/00.jpg\n" in said
+    assert "--resume_from auto --allow data" in said
 
 
 def test_resume_from_an_older_folder_sets_the_later_ones_aside(bench: Workbench) -> None:

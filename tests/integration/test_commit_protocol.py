@@ -21,6 +21,8 @@ import copy
 import errno
 import itertools
 import os
+import re
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -279,13 +281,17 @@ class Scenario:
     step: int
     keep_last: int
     leave: Callable[[Path], None] = lambda root: None
+    instead: bool = False
 
     @property
     def before(self) -> int | None:
         """The newest valid checkpoint before the save."""
-        return max((step for step in self.there if step < self.step), default=None)
+        return max((step for step in self.there if step < self.step or self.instead), default=None)
 
     def save(self, base: Path, step: int | None = None) -> None:
+        if self.instead and step is None:
+            store.save(base / ROOT, self.step, contents(self.step), instead=True)
+            return
         saver = Saver(base / ROOT, keep_last=self.keep_last, background=False)
         saver.save(step or self.step, contents(step or self.step))
         saver.wait()
@@ -301,6 +307,18 @@ def leave_temporaries(root: Path) -> None:
         (root / name / "state.json").write_bytes(b"{")
 
 
+def leave_other(root: Path) -> None:
+    """The checkpoint of step 3, with other contents than are saved now."""
+    files.remove_folder(root / "step-00000003")
+    store.save(root, 3, OTHER)
+
+
+def leave_copy(root: Path) -> None:
+    leave_other(root)
+    shutil.copytree(root / "step-00000003", root / "superseded-step-00000003")
+
+
+OTHER = {"adapter.safetensors": [b"other"], "state.json": [b"{}"]}
 SCENARIOS = {
     "the first": Scenario((), 1, 1),
     "keep_last = 1": Scenario((1,), 2, 1),
@@ -309,14 +327,28 @@ SCENARIOS = {
     "two to prune": Scenario((1, 2), 3, 1),
     "over a damaged one": Scenario((1, 2), 2, 1, damage),
     "with leftovers": Scenario((3,), 4, 1, leave_temporaries),
+    "another in its place": Scenario((3,), 3, 3, leave_other, instead=True),
+    "another in its place, with an older one": Scenario((2, 3), 3, 3, leave_other, instead=True),
+    "another in its place, set aside before": Scenario((3,), 3, 3, leave_copy, instead=True),
+    "the same in its place": Scenario((3,), 3, 3, instead=True),
 }
 every_scenario = pytest.mark.parametrize("name", SCENARIOS)
 
 
 def start(root: Path, newest: int | None) -> None:
     """What a run does before it saves (run.open_output)."""
-    store.remove_leftovers(root)
+    store.settle(root)
     store.set_aside(root, after=newest or 0)
+
+
+def step_in(folder: Path | None) -> int | None:
+    return None if folder is None else int(re.fullmatch(r"(?:\.)?step-(\d{8})(?:\.new\.tmp)?", folder.name)[1])
+
+
+def holds(folder: Path, pieces: dict[str, list[bytes]]) -> bool:
+    """Whether it is a valid checkpoint of this."""
+    held = {name: b"".join(some) for name, some in pieces.items()}
+    return store.problem(folder) is None and all((folder / name).read_bytes() == data for name, data in held.items())
 
 
 def visible(root: Path) -> list[str]:
@@ -359,11 +391,12 @@ class Bench:
     def go_on(self, base: Path, scenario: Scenario) -> tuple[int | None, str | None]:
         root = base / ROOT
         folder, passed = store.newest_valid(root)
-        newest = int(folder.name[-8:]) if folder else None
-        if newest:
-            held = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != store.MANIFEST}
-            if held != {name: b"".join(pieces) for name, pieces in contents(newest).items()}:
-                return newest, f"{folder.name} has other bytes"
+        newest = step_in(folder)
+        others = [root / store.folder_name(3), *root.glob("superseded-*"), *root.glob(".*.new.tmp")]
+        if scenario.leave in (leave_other, leave_copy) and not any(holds(path, OTHER) for path in others):
+            return newest, "what was replaced is lost"
+        if newest and not any(holds(folder, pieces) for pieces in (contents(newest), OTHER)[: 1 + scenario.instead]):
+            return newest, f"{folder.name} has other bytes"
         if scenario.leave is not damage and any(store.problem(root / store.folder_name(s)) for s in store.steps(root)):
             return newest, f"half there: {passed}"
         following = (newest or 0) + 1
@@ -430,8 +463,7 @@ def test_killed_and_started_and_power_lost(bench: Bench, name: str, again: bool)
         system = System(make(disk.as_seen(), bench.folder()), copy.deepcopy(disk))
         root = system.base / ROOT
         with system:
-            folder, _ = store.newest_valid(root)
-            newest = int(folder.name[-8:]) if folder else 0
+            newest = step_in(store.newest_valid(root)[0]) or 0
             step = newest if again and newest else newest + 1
             start(root, newest)
             scenario.save(system.base, step)
@@ -487,8 +519,7 @@ def saved_under(system: System, scenario: Scenario) -> OSError | None:
 
 def check_after_failure(bench: Bench, scenario: Scenario, base: Path) -> None:
     """The checkpoints before are valid, or the new one is; a second try succeeds and leaves nothing else."""
-    folder, _ = store.newest_valid(base / ROOT)
-    assert (int(folder.name[-8:]) if folder else None) in (scenario.before, scenario.step)
+    assert step_in(store.newest_valid(base / ROOT)[0]) in (scenario.before, scenario.step)
     _, complaint = bench.restart(read(base), scenario)
     assert complaint is None
     scenario.save(base)

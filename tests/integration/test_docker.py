@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+import tomllib
 
 import pytest
 
@@ -49,6 +52,19 @@ def test_layers_hold_no_caches(instructions: list[tuple[str, str]]) -> None:
         if name == "RUN" and "apt-get update" in argument:
             assert "rm -rf /var/lib/apt/lists" in argument
     assert any(name == "ENV" and "PIP_NO_CACHE_DIR=1" in argument for name, argument in instructions)
+
+
+@pytest.mark.parametrize("extras", ["", "heic jxl"])
+def test_the_project_file_says_what_is_installed(instructions: list[tuple[str, str]], extras: str) -> None:
+    (run,) = [argument for name, argument in instructions if name == "RUN" and "pip install" in argument]
+    (list_them,) = re.findall(r"python -c '.*?' \$\{EXTRAS\}", run)
+    command = list_them.replace("python", sys.executable, 1)
+    printed = subprocess.run(
+        ["sh", "-c", command], cwd=ROOT, env={"EXTRAS": extras}, capture_output=True, text=True, check=True
+    )
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = [name for extra in extras.split() for name in project["optional-dependencies"][extra]]
+    assert printed.stdout.splitlines() == [*project["dependencies"], *wanted] and len(wanted) == len(extras.split())
 
 
 def test_the_build_context_leaves_out_weights_and_results() -> None:

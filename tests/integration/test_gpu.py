@@ -74,7 +74,7 @@ def test_float8_products_in_a_whole_model(bench: Workbench, monkeypatch, family:
     some layers the codes are as good as drawn anew. Two independent draws differ by sqrt(2) times the error of one, which is
     4 % (Flux) and 7 % (SDXL) of the gradient in these models, measured on a CPU.
     """
-    monkeypatch.setattr(kernels, "FP8_MIN_SIDE", 16)
+    monkeypatch.setattr(kernels, "FP8_MIN_WEIGHTS", 1)
     monkeypatch.setattr(kernels, "FP8_MIN_ROWS", 1)
     monkeypatch.setattr(precision, "check_scaled_matmul", lambda *_: None)  # it refuses the plain kernels on CUDA: slow
     fused_loss, fused = gradients(config_of(bench, family, "fp8_e4m3", "bf16", "triton", "fused", "fp8"))

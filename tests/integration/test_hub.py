@@ -166,7 +166,7 @@ def test_model_variant(bench: Workbench, both: Path) -> None:
     [
         ("sdxl", "stabilityai/stable-diffusion-xl-base-1.0"),
         ("flux", "black-forest-labs/FLUX.1-dev"),
-        ("flux", "black-forest-labs/FLUX.1-schnell"),
+        pytest.param("flux", "black-forest-labs/FLUX.1-schnell", marks=pytest.mark.slow),
     ],
 )
 def test_published_models_are_planned_without_a_network(bench: Workbench, family, hub_id, monkeypatch, capsys) -> None:

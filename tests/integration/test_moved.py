@@ -106,9 +106,9 @@ def test_changed_contents_are_refused_by_name(bench: Workbench, capsys) -> None:
     before = contents_of(bench.tmp / "out")
     tokenizer = "tokenizer/tokenizer_config.json"
     changes = {
-        "contents of the photos": lambda: (photos / "01.jpg").write_bytes((photos / "01.jpg").read_bytes() + b"\0"),
-        "captions": lambda: (photos / "02.txt").write_text("another caption"),
-        "photos": lambda: (photos / "03.jpg").rename(photos / "3.jpg"),
+        "other contents: 0/01.jpg\n": lambda: (photos / "01.jpg").write_bytes((photos / "01.jpg").read_bytes() + b"\0"),
+        "other captions: 0/02.jpg\n": lambda: (photos / "02.txt").write_text("another caption"),
+        "removed: 0/03.jpg\n": lambda: (photos / "03.jpg").rename(photos / "3.jpg"),
         "vae (its files or its config.json)": lambda: flip_last_bit(model / VAE),
         "text_encoder_2 (its files or": lambda: flip_last_bit(model / "text_encoder_2/model.safetensors"),
         "other vae ": lambda: edit_json(model / "vae/config.json", "scaling_factor", 0.5),

@@ -30,7 +30,11 @@ from tests.harness import ROOT
 from trainer import config as configs
 from trainer import optim, precision, resume
 from trainer.adapters.norms import Norms
+from trainer.allowance import Allowance
 from trainer.checkpoint import state, store
+from trainer.data.examples import Example
+from trainer.data.identity import photo_digests
+from trainer.data.sources import File, Photo, Source
 from trainer.errors import UserError
 from trainer.tensorfile import DTYPES, TensorFile, serialize, tensor_sha256, write_tensors
 
@@ -92,10 +96,24 @@ def pieces_of_a_run() -> dict[str, Any]:
         }
         for name in "ab"
     }  # fmt: skip
+    source = Source(index=0, path="photos")
+    photos = [
+        Example(
+            f"0/{n}.jpg", Photo(f"0/{n}.jpg", source, File("photos", f"{n}.jpg"), 64, 64, "", False, 1, "0"), (64, 64), ("",)
+        )
+        for n in range(5)
+    ]
     return {
         "adapter": Adapter(),
-        "config": resume.pin_config(configs.parse(config)),
-        "data": resume.pin_data(digests={"photos": "d" * 64, "captions": "e" * 64}, samples=5, micro_batches=2),
+        "config": resume.pin_config(configs.parse(config), allowed=Allowance()),
+        "data": resume.pin_data(
+            digests={"photos": "d" * 64, "captions": "e" * 64},
+            photos=photo_digests(photos),
+            samples=5,
+            micro_batches=2,
+            steps_per_epoch=3,
+            allowed=Allowance(),
+        ),
         "environment": resume.pin_environment(
             SimpleNamespace(device=torch.device("cpu"), count=1), kernels="plain", deterministic=False, say=len
         ),

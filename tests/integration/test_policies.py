@@ -18,17 +18,16 @@ import pytest
 import torch
 
 from tests.harness import Workbench, built, metrics_of, take_step
-from trainer import cli, files, memory, signals, validation
+from trainer import assembly, cli, files, memory, signals, validation
 from trainer import config as configs
 from trainer import run as runs
 from trainer.adapters import export
 from trainer.checkpoint import state, store
 from trainer.components import Components
-from trainer.data import cache as caches
-from trainer.data import loader
+from trainer.data import entries, loader
 from trainer.errors import DataError
 from trainer.signals import Signals
-from trainer.step import StepResult
+from trainer.step import Step, StepResult
 from trainer.tensorfile import TensorFile
 from trainer.types import Batch
 
@@ -56,8 +55,8 @@ def files_of(bench: Workbench, out: str, step: int = LENGTH) -> list[bytes]:
 
 def around_losses(monkeypatch, change: Callable[[Batch, torch.Tensor], torch.Tensor]) -> None:
     """Let `change` see every micro-batch's losses, and give others."""
-    real = runs.batch_losses
-    monkeypatch.setattr(runs, "batch_losses", lambda batch, **more: change(batch, real(batch, **more)))
+    real = assembly.batch_losses
+    monkeypatch.setattr(assembly, "batch_losses", lambda batch, **more: change(batch, real(batch, **more)))
 
 
 def spoil(sample: str, epoch: int) -> Callable[[Batch, torch.Tensor], torch.Tensor]:
@@ -332,7 +331,7 @@ def test_what_is_being_written_when_the_run_breaks_is_finished(bench: Workbench,
 
 def test_an_update_that_spoils_the_adapter_is_not_saved(bench: Workbench, monkeypatch, capsys) -> None:
     with monkeypatch.context() as patch:
-        step = runs.Step.run
+        step = Step.run
 
         def spoilt(self, number, batches, occurrences):
             result = step(self, number, batches, occurrences)
@@ -340,7 +339,7 @@ def test_an_update_that_spoils_the_adapter_is_not_saved(bench: Workbench, monkey
                 self.parameters[0].data[7] = torch.inf
             return result
 
-        patch.setattr(runs.Step, "run", spoilt)
+        patch.setattr(Step, "run", spoilt)
         assert start(bench, tree(bench, checkpoint__every_steps=2, checkpoint__keep_last=1)) == 4
     said = capsys.readouterr().err
     assert "step 4: the adapter or the optimizer's state is not finite" in said and "optimizer.lr than 0.01" in said
@@ -419,7 +418,7 @@ def test_a_second_sigint_stops_at_once(bench: Workbench, monkeypatch, capsys) ->
 
 
 def test_a_damaged_cache_entry_in_mid_run_loses_no_step(bench: Workbench, monkeypatch, capsys) -> None:
-    get, count = caches.Cache.get, []
+    get, count = entries.Cache.get, []
 
     def broken(self, key):
         count.append(None)
@@ -428,20 +427,20 @@ def test_a_damaged_cache_entry_in_mid_run_loses_no_step(bench: Workbench, monkey
         return get(self, key)
 
     with monkeypatch.context() as patch:
-        patch.setattr(caches.Cache, "get", broken)
+        patch.setattr(entries.Cache, "get", broken)
         assert start(bench, tree(bench)) == 6
     assert store.steps(bench.tmp / "out" / "checkpoints") == [len(metrics_of(bench.tmp / "out"))] != [0]
 
 
 def test_what_a_worker_meets_with_is_told_in_plain_words(bench: Workbench, monkeypatch, capfd) -> None:
-    read = loader.Reader.__getitem__
+    read = loader.Reader.read
 
     def broken(self, occurrences):
         if occurrences[0].epoch == 2:
             raise DataError(f"cache entry {self.cache.directory} is missing or damaged")
         return read(self, occurrences)
 
-    monkeypatch.setattr(loader.Reader, "__getitem__", broken)
+    monkeypatch.setattr(loader.Reader, "read", broken)
     assert start(bench, tree(bench, data__num_workers=1)) == 6
     assert not multiprocessing.active_children(), "the program would wait for it without end"
     said = capfd.readouterr().err

@@ -21,6 +21,7 @@ from tests.harness import PHOTOS, ROOT, Workbench, built, metrics_of
 from trainer import config as configs
 from trainer import processes
 from trainer.checkpoint import store
+from trainer.data import views
 from trainer.data.cache import latent_key
 from trainer.run import train
 from trainer.tensorfile import TensorFile
@@ -104,9 +105,9 @@ def test_another_global_batch_is_refused(bench: Workbench) -> None:
 def poison(bench: Workbench, sample: str) -> None:
     """Put NaN into the cached latents of a photo."""
     with built(configs.parse(tree(bench, "unused", processes=1, step__non_finite="skip"))) as run:
-        photo, bucket = run.reader.photos[sample]
-        for flip in (False, True):
-            key = latent_key(photo.sha256, bucket=bucket, flip=flip, fingerprint=run.reader.latent_fingerprint)
+        example = run.reader.examples[sample]
+        for view in views.every(run.reader.seed, example):
+            key = latent_key(example, view, fingerprint=run.reader.latent_fingerprint)
             latents = run.reader.cache.get(key)["latents"]
             run.reader.cache.put(key, {"latents": latents * float("nan")}, {"sample": sample})
 
@@ -130,8 +131,8 @@ def patched(bench: Workbench, patch: str) -> str:
     script = bench.tmp / "patched.py"
     script.write_text(
         "import os, signal, sys, time\nfrom datetime import timedelta\nimport torch\nfrom trainer import cli, processes\n"
-        "from trainer import run as runs, validation\nfrom trainer.adapters import export\n"
-        "from trainer.checkpoint import store\nfrom trainer.data import cache as caches\n"
+        "from trainer import assembly, run as runs, validation\nfrom trainer.adapters import export\n"
+        "from trainer.checkpoint import store\nfrom trainer.data import cache as caches, entries\n"
         "from trainer.errors import UserError\n"
         "from trainer.step import Step\nrank = int(os.environ['RANK'])\n"
         + patch
@@ -143,11 +144,11 @@ def patched(bench: Workbench, patch: str) -> str:
 PATCHES = {
     # A loss that is not finite in one process only: both stop, with status 4.
     "loss": """
-real = runs.batch_losses
+real = assembly.batch_losses
 def spoilt(batch, **more):
     bad = [rank == 1 and o.epoch == 1 for o in batch.occurrences]
     return torch.where(torch.tensor(bad), torch.nan, real(batch, **more))
-runs.batch_losses = spoilt
+assembly.batch_losses = spoilt
 """,
     # The main process alone asks for a checkpoint, and a slow disk outlasts the launcher's patience with the others.
     "usr1": """
@@ -263,7 +264,7 @@ if rank == 0:
 def full(self, key, *more):
     raise OSError(28, "No space left on device", "a cache entry")
 if rank == 0:
-    caches.Cache.put = full
+    entries.Cache.put = full
 """,
     # While the other waits for the main process, which works for minutes.
     "other": """

@@ -227,6 +227,7 @@ def test_what_may_change_changes_no_byte(bench: Workbench) -> None:
     train(run_tree(bench, "parts", run__max_steps=4, run__stop_after=2))
     changed = run_tree(
         bench, "parts", run__max_steps=4, data__num_workers=1, data__cache_dir=str(bench.tmp / "elsewhere"),
+        data__cache_limit="1GB",
         memory__gradient_checkpointing=2, step__non_finite="skip", step__max_skipped=1, checkpoint__background=False,
         checkpoint__every_steps=1, checkpoint__keep_last=1, model__cache_dir=str(bench.tmp / "converted"),
         export__every_steps=1, validation__every_steps=3, validation__steps=1, validation__prompts=["a bear"],
@@ -236,13 +237,29 @@ def test_what_may_change_changes_no_byte(bench: Workbench) -> None:
     changed["run"]["epochs"] = 2
     old, new = (configs.flatten(configs.tree(configs.parse(each))) for each in (tree, changed))
     touched = {key for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
-    elsewhere = {"run.output_dir": "test_resume_from_a_foreign_folder", "step.accumulation": "test_two_processes_and_one"}
+    elsewhere = {
+        "run.output_dir": "test_resume_from_a_foreign_folder", "step.accumulation": "test_two_processes_and_one",
+        "data.cache": "test_another_cache_changes_no_byte",
+    }  # fmt: skip
     for pattern in {*resume.MAY_CHANGE} - {*elsewhere}:
         assert any(fnmatchcase(key, pattern) for key in touched | {"run.stop_after"}), f"{pattern} is not shown"
     assert all(any(fnmatchcase(key, pattern) for pattern in resume.MAY_CHANGE) for key in touched)
     train(changed, "auto")
     name = "checkpoints/step-00000004/{}.safetensors"
     for file in (name.format("adapter"), name.format("optimizer"), "adapters/bear.safetensors"):
+        assert (bench.tmp / "parts" / file).read_bytes() == (bench.tmp / "whole" / file).read_bytes(), file
+
+
+@pytest.mark.slow
+def test_another_cache_changes_no_byte(bench: Workbench) -> None:
+    """A run that is stopped and goes on with each other cache ends as the one that kept its own."""
+    tree = run_tree(bench, "whole", run__max_steps=3, step__accumulation=1)
+    train(tree)
+    for stop, kind in enumerate(("memory", "none", "disk"), 1):
+        parts = {"output_dir": str(bench.tmp / "parts"), "stop_after": stop}
+        data = {key: value for key, value in tree["data"].items() if kind == "disk" or key != "cache_dir"}
+        train(tree | {"data": data | {"cache": kind}, "run": tree["run"] | parts}, "auto")
+    for file in ("checkpoints/step-00000003/optimizer.safetensors", "adapters/bear.safetensors"):
         assert (bench.tmp / "parts" / file).read_bytes() == (bench.tmp / "whole" / file).read_bytes(), file
 
 
@@ -442,7 +459,7 @@ def test_an_abandoned_course_is_set_aside_whole(bench: Workbench, capsys) -> Non
     tree = with_results(bench, "a cat", logging__tensorboard=True, run__stop_after=3)
     capsys.readouterr()
     train(tree, str(out / "checkpoints" / "step-00000002"))
-    assert f"are set aside in {aside}" in capsys.readouterr().out
+    assert f"are set aside in {aside}; delete it when" in capsys.readouterr().out
     gone = ["adapters/bear-00000003.safetensors", "adapters/bear.safetensors", "before_after.png", "report.html"]
     gone += ["samples/step-00000004/00.png"]
     assert files_in(aside) == {name: first[name] for name in [*gone, "metrics.jsonl"]}

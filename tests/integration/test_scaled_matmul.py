@@ -38,7 +38,7 @@ def test_small_layers_keep_the_ordinary_product(bench: Workbench, capsys) -> Non
 @pytest.mark.parametrize("family", ["flux", pytest.param("sdxl", marks=pytest.mark.slow)])
 def test_a_run_that_multiplies_in_float8(bench: Workbench, capsys, monkeypatch, family: str) -> None:
     """With the gate open: trains near the ordinary run but not on it, and resumes to the same bytes."""
-    monkeypatch.setattr(kernels, "FP8_MIN_SIDE", 16)
+    monkeypatch.setattr(kernels, "FP8_MIN_WEIGHTS", 1)
     monkeypatch.setattr(kernels, "FP8_MIN_ROWS", 1)
     config = command(
         bench, family, model__components={DENOISER[family]: {"dtype": "fp8_e4m3"}}, precision__compute="bf16",

@@ -9,6 +9,7 @@ also lie above 2 %, else no float8 was in it. Where data is not Gaussian the bou
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.numerics.test_adapted_layers import LargestAllocation
-from tests.numerics.test_dora import NAMES, adapted, factors, frozen_linear, norm_of, oracle
+from tests.numerics.test_dora import NAMES, adapted, every_way, factors, frozen_linear, norm_of, oracle
 from trainer import kernels
 from trainer.adapters import Target, inject
 from trainer.adapters.dora import Part
@@ -32,7 +33,7 @@ ONE, BOTH, ANY = 1.05 * 0.0264, 1.05 * 0.0373, 0.02
 
 @pytest.fixture(autouse=True)
 def any_shape_pays(monkeypatch) -> None:
-    monkeypatch.setattr(kernels, "FP8_MIN_SIDE", 16)
+    monkeypatch.setattr(kernels, "FP8_MIN_WEIGHTS", 1)
     monkeypatch.setattr(kernels, "FP8_MIN_ROWS", 1)
 
 
@@ -209,10 +210,10 @@ def test_adapted_layer_against_fp64(dora: bool, bias: bool) -> None:
         layer.bias.data.copy_(layer.bias.bfloat16())
     dy = torch.randn(300, 192, generator=g).bfloat16()
     expected = oracle(layer, leaves, 0.7, dy)
-    for keep_z in (True, False) if dora and not bias else (True,):
+    for z_rows in every_way(layer, dora):
         for leaf in leaves:
             leaf.grad = None
-        y = adapted(leaves[0], layer, *leaves[1:3], 0.7, *leaves[3:], *([c] if dora else []), keep_z=keep_z)
+        y = adapted(leaves[0], layer, *leaves[1:3], 0.7, *leaves[3:], *([c] if dora else []), z_rows=z_rows)
         y.backward(dy)
         results = [y.detach(), *(leaf.grad for leaf in leaves)]
         for name, got, exact in zip(("y", *NAMES), results, expected, strict=False):
@@ -274,19 +275,21 @@ def products(layer: FrozenLinear, rows: int) -> tuple[list[str], torch.Tensor, t
 def test_the_gate(monkeypatch) -> None:
     monkeypatch.undo()
     pays = kernels.scaled_matmul_pays
-    side, rows = kernels.FP8_MIN_SIDE, kernels.FP8_MIN_ROWS
+    side, rows = math.isqrt(kernels.FP8_MIN_WEIGHTS), kernels.FP8_MIN_ROWS
     assert pays(rows, side, side) and pays(4608, 3072, 15360) and pays(4096, 1280, 10240)
-    assert not pays(rows - 1, side, side) and not pays(1, 18432, 3072)
-    assert not pays(16384, 640, 640) and not pays(16384, 5120, 640) and not pays(16384, 640, 2560)
+    assert not pays(rows - 1, side, side) and not pays(1, 18432, 3072) and not pays(rows, side - 16, side)
+    assert (
+        not pays(4096, 1280, 1280) and not pays(16384, 640, 640) and not pays(16384, 5120, 640) and not pays(16384, 640, 2560)
+    )
     assert not pays(4096, 3072, 3080) and not pays(4096, 3080, 3072)
 
 
 @pytest.mark.parametrize("rows, n, k, scaled", [
-    (32, 64, 48, True), (31, 64, 48, False), (32, 24, 48, False), (32, 48, 24, False), (32, 72, 48, False),
+    (32, 64, 48, True), (31, 64, 48, False), (32, 32, 48, False), (32, 48, 32, False), (32, 72, 48, False),
 ])  # fmt: skip
 def test_a_layer_outside_of_the_gate_is_multiplied_as_before(monkeypatch, rows, n, k, scaled) -> None:
-    """By rows, narrowness and alignment; forward and backward alike."""
-    monkeypatch.setattr(kernels, "FP8_MIN_SIDE", 32)
+    """By rows, weights and alignment; forward and backward alike."""
+    monkeypatch.setattr(kernels, "FP8_MIN_WEIGHTS", 48 * 48)
     monkeypatch.setattr(kernels, "FP8_MIN_ROWS", 32)
     layer = scaled_linear(n, k)
     plain = copy.copy(layer)

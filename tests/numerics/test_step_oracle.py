@@ -31,8 +31,8 @@ def read_photo(name: str, width: int, height: int) -> torch.Tensor:
     return (data.permute(2, 0, 1).double() / 127.5 - 1)[None]
 
 
-def oracle_loss(family: str, folder, photos: list[str], adapter: dict, scaling: dict, dora: bool):
-    """(loss, gradients by the trainer's parameter names), fp64."""
+def oracle_loss(family: str, folder, photos: list[str], adapter: dict, scaling: dict, dora: bool, latents: torch.Tensor):
+    """(loss, gradients by the trainer's parameter names), fp64. latents: the weight of each, [B, 1, h, w]."""
     from diffusers import AutoencoderKL, FluxTransformer2DModel, UNet2DConditionModel
     from transformers import AutoTokenizer, CLIPTextModel, CLIPTextModelWithProjection, T5EncoderModel
 
@@ -106,14 +106,14 @@ def oracle_loss(family: str, folder, photos: list[str], adapter: dict, scaling: 
         for index, (i, j) in enumerate((i, j) for i in range(h // 2) for j in range(w // 2)):
             prediction[:, :, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2] = predicted[:, index].view(b, c, 2, 2)
         target = noise - x0
-    loss = (prediction - target).square().mean()
+    loss = (latents * (prediction - target).square()).mean()
     loss.backward()
     return loss.item(), {name: leaf.grad for name, leaf in leaves.items()}
 
 
 @pytest.mark.parametrize("family", ["sdxl", "flux"])
-@pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_loss_and_gradients_equal_the_papers_formulas(bench: Workbench, family: str, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "masked"), [("lora", False), ("dora", False), ("dora", True)])
+def test_loss_and_gradients_equal_the_papers_formulas(bench: Workbench, family: str, kind: str, masked: bool) -> None:
     photos = ["01.jpg"]  # square, so that no crop or bucket rule enters
     data = bench.tmp / "photos"
     data.mkdir()
@@ -121,6 +121,14 @@ def test_loss_and_gradients_equal_the_papers_formulas(bench: Workbench, family: 
         for suffix in (".jpg", ".txt"):
             source = (PHOTOS / p).with_suffix(suffix)
             (data / source.name).write_bytes(source.read_bytes())
+    source, latents = {"path": str(data)}, torch.ones(1, 1, 8, 8, dtype=torch.float64)
+    if masked:
+        noise = torch.randint(0, 256, (768, 768), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+        noise[:300, :400] = 0
+        Image.fromarray(noise.numpy()).save(data / "01.mask.png")
+        source |= {"masks": "files", "unmasked_weight": 0.25, "loss_weight": 1.5}
+        mask = noise.double().view(8, 96, 8, 96).mean((1, 3)) / 255  # a latent is 96 x 96 pixels of the photo
+        latents = 1.5 * (mask + 0.25 * (1 - mask))[None, None]
     denoiser = DENOISER[family]
     components = {name: {"dtype": "fp32"} for name in (denoiser, "text_encoder", "text_encoder_2", "vae")}
     config = bench.config(
@@ -129,7 +137,7 @@ def test_loss_and_gradients_equal_the_papers_formulas(bench: Workbench, family: 
         adapter__type=kind,
         adapter__targets="attention+mlp",
         adapter__rules=[{"component": denoiser, "match": "*to_k", "rank": 3, "alpha": 5.0}],
-        data__sources=[{"path": str(data)}],
+        data__sources=[source],
         data__caption_dropout=0.0,
         run__seed=SEED,
     )
@@ -151,7 +159,7 @@ def test_loss_and_gradients_equal_the_papers_formulas(bench: Workbench, family: 
             rank, alpha = (3, 5.0) if layer.endswith("to_k") else (4, 2.0)
             scaling[layer.removeprefix(f"{denoiser}.")] = alpha / rank
         loss, gradients = oracle_loss(
-            family, bench.models / family, photos, run.adapter.state_dict(), scaling, kind == "dora"
+            family, bench.models / family, photos, run.adapter.state_dict(), scaling, kind == "dora", latents
         )
         assert abs(losses.mean().item() / loss - 1) < LOSS_TOLERANCE
         worst = {}

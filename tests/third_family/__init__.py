@@ -27,14 +27,14 @@ class Backwards:
         return (u ** (1 + tokens / 4096)).float()
 
     def noised(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        t = time.view(-1, 1, 1, 1)
+        t = time.view(-1, 1, 1, 1).to(latents)
         return t * latents + (1 - t) * noise
 
     def target(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         return latents - noise
 
     def weight(self, time: torch.Tensor) -> torch.Tensor:
-        return torch.ones(len(time), dtype=torch.float32, device=time.device)
+        return torch.ones(len(time), dtype=torch.float32)
 
     def describe(self) -> str:
         return "flow from noise to photo"

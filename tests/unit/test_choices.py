@@ -25,6 +25,7 @@ SET = {
     "objective.min_snr_gamma": 5.0,
     "objective.guidance": 2.0,
     "data.text_length": 64,
+    "data.clip_chunks": 2,
     "validation.samples.*.negative": "blurred",
 }
 
@@ -112,6 +113,18 @@ BESIDE = [
     ("export.dora_scale", "magnitude", {"adapter.type": "dora", "export.formats": ["diffusers"]}, {"adapter.type": "dora"}),
     ("optimizer.min_8bit_size", 16, {}, {"optimizer.name": "adamw8bit"}),
     ("model.components.vae.exclude", ["*"], {"model.components.vae.dtype": "bf16"}, {"model.components.vae.dtype": "int8"}),
+    ("data.short_batches", "merge", {"data.batch_size": 1}, {"data.batch_size": 2}),
+    ("data.flip", True, {"data.sources.0.flip": False}, {}),
+    ("data.caption_dropout", 0.5, {"data.sources.0.caption_dropout": 0.0}, {"data.sources.0.flip": False}),
+    ("data.sources.0.caption_column", "said", {"data.sources.0.captions": "folder"}, {"data.sources.0.captions": "auto"}),
+    ("data.sources.0.keep", 2, {}, {"data.sources.0.shuffle": True}),
+    ("data.sources.0.separator", "|", {}, {"data.sources.0.trigger": "sks"}),
+    ("data.sources.0.separator", "|", {"data.sources.0.wildcards": True}, {"data.sources.0.tag_dropout": 0.1}),
+    ("data.caption_variants", 4, {"data.sources.0.trigger": "sks"}, {"data.sources.0.wildcards": True}),
+    ("data.masks", "files", {"data.sources.0.masks": "alpha"}, {}),
+    ("data.unmasked_weight", 0.5, {}, {"data.sources.0.masks": "alpha"}),
+    ("data.sources.0.unmasked_weight", 0.5, {}, {"data.masks": "files"}),
+    ("data.image_variants", 8, {}, {"data.colour_jitter": 0.1}),
     ("validation.samples.0.negative", "fur", {"validation.samples.0.guidance": 1.0}, {"validation.samples.0.guidance": 4.0}),
 ]  # fmt: skip
 
@@ -119,7 +132,9 @@ BESIDE = [
 @pytest.mark.parametrize(("key", "value", "beside", "other"), BESIDE)
 def test_a_key_that_another_choice_makes_idle_is_refused(key: str, value: object, beside: dict, other: dict) -> None:
     refuse_unread(config("sdxl", more={key: value} | other), FAMILIES["sdxl"])
-    with pytest.raises(UserError, match=f"^{re.escape(key)}(\\.0)? = .* has no effect (with|without|in) .*; leave it out"):
+    with pytest.raises(
+        UserError, match=f"^{re.escape(key)}(\\.0)? = .* has no effect (with|without|in|beside|where) .*; leave it out"
+    ):
         refuse_unread(config("sdxl", more={key: value} | beside), FAMILIES["sdxl"])
 
 

@@ -12,6 +12,7 @@ import tomli_w
 from tests.harness import ROOT
 from trainer import config as configs
 from trainer import resume
+from trainer.allowance import Allowance
 from trainer.errors import UserError
 
 MINIMAL = {
@@ -93,7 +94,55 @@ def test_shipped_configs_are_accepted_and_round_trip(path: Path) -> None:
     config = configs.load(path.name, [])
     again = configs.parse(tomllib.loads(configs.dumps(config)))
     assert again == config
-    resume.refuse_changes(tomllib.loads(configs.dumps(config)), configs.tree(config), "the written one")
+    resume.refuse_changes(tomllib.loads(configs.dumps(config)), configs.tree(config), "the written one", allowed=Allowance())
+
+
+NO_SHARE = "a share must be below 1; write"
+COUNT = "or a share of them below 1; 0 holds out none"
+STEPS = "give a number of steps, or a share of the schedule below 1; 0 is no warm-up"
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "said"),
+    [
+        (
+            "data.held_out",
+            "1.0",
+            "a share of 1.0 would hold out everything; write 0.1 for a tenth, or a count without a point: 1 holds out",
+        ),
+        ("data.held_out", "2.5", f"{NO_SHARE} 0.1 for a tenth, or a count without a point: 2 holds out 2 photos"),
+        ("data.held_out", "-1", f"give a count of photos, {COUNT}"),
+        ("data.held_out", "-0.1", f"give a count of photos, {COUNT}"),
+        ("schedule.warmup", "1.0", f"{NO_SHARE} 0.05 for a twentieth, or steps without a point: 1 is one step"),
+        ("schedule.warmup", "100.0", f"{NO_SHARE} 0.05 for a twentieth, or steps without a point: 100 are 100 steps"),
+        ("schedule.warmup", "-1", STEPS),
+        ("schedule.warmup", "-0.5", STEPS),
+    ],
+)
+def test_what_is_no_count_and_no_share_is_refused_with_what_to_write(key: str, given: str, said: str) -> None:
+    table, _, name = key.partition(".")
+    with pytest.raises(UserError) as refused:
+        configs.parse(MINIMAL | {table: MINIMAL.get(table, {}) | tomllib.loads(f"{name} = {given}")})
+    assert str(refused.value).startswith(f"{key} = {given}: {said}") and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("given", "kind"), [("1", int), ("0", int), ("0.5", float), ("0.0", float)])
+def test_a_count_stays_a_count_and_a_share_a_share(given: str, kind: type) -> None:
+    tree = tomllib.loads(configs.dumps(configs.parse(MINIMAL)))
+    tree["data"]["held_out"] = tree["schedule"]["warmup"] = tomllib.loads(f"x = {given}")["x"]
+    config = configs.parse(tree)
+    assert type(config.data.held_out) is type(config.schedule.warmup) is kind
+
+
+def test_a_list_whose_items_are_refused_is_not_called_too_short_as_well() -> None:
+    tree = tomllib.loads(configs.dumps(configs.parse(MINIMAL)))
+    tree["data"]["sources"] = [{"path": "photos", "repeats": 0}]
+    with pytest.raises(UserError) as refused:
+        configs.parse(tree)
+    assert str(refused.value) == "data.sources.0.repeats = 0: input should be greater than or equal to 1"
+    tree["data"]["sources"] = []
+    with pytest.raises(UserError, match=r"^data\.sources = \[\]: tuple should have at least 1 item"):
+        configs.parse(tree)
 
 
 def one_edits(word: str, rng: random.Random) -> set[str]:

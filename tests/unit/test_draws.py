@@ -1,12 +1,14 @@
 """Keyed draws: pure, distinct for distinct keys, of the right distribution, and fixed for good."""
 
 import math
+import re
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.harness import ROOT
 from trainer import draws
 
 keys = st.lists(st.one_of(st.integers(-(2**40), 2**40), st.text(max_size=8)), max_size=4)
@@ -78,3 +80,26 @@ def test_uniform_and_normal_have_their_moments():
     noise = draws.normal((4, 64, 64), 3, "noise", 0, "0/a.jpg", 0)
     assert noise.dtype == torch.float32 and noise.shape == (4, 64, 64)
     assert abs(noise.mean()) < 5 / math.sqrt(noise.numel()) and abs(noise.std() - 1) < 5 / math.sqrt(2 * noise.numel())
+
+
+@given(st.integers(0, 2**63), st.integers(0, 40), st.integers(0, 40))
+def test_several_draws_of_one_key_are_uniform_and_stay_when_more_are_asked(seed, count, more):
+    some = draws.uniforms(count, seed, "order", "a")
+    assert len(some) == count and draws.uniforms(count + more, seed, "order", "a")[:count] == some
+    assert all(0.0 < value < 1.0 for value in some)
+
+
+def test_several_draws_are_uniform_and_independent():
+    values = torch.tensor([draws.uniforms(4, 3, "order", key) for key in range(20_000)], dtype=torch.float64)
+    counts = torch.histc(values.float(), 10, 0, 1)
+    assert bool(((counts - 8000).abs() <= 5 * (80_000 * 0.09) ** 0.5).all())
+    assert bool((torch.corrcoef(values.T) - torch.eye(4)).abs().max() < 5 / 20_000**0.5)
+    assert draws.uniforms(2, 7, "tag_order", "0/a.jpg", 0) == [0.18238019046022058, 0.9271614346445357]
+
+
+def test_the_list_of_purposes_is_whole():
+    used = set()
+    for path in (ROOT / "trainer").rglob("*.py"):
+        used |= set(re.findall(r'(?:draws\.(?:uniforms?|normal|generator)|\bwithin)\([^"\n]*"(\w+)"', path.read_text()))
+    listed = draws.__doc__.partition("Purposes in use")[2]
+    assert used == set(re.findall(r'"(\w+)"', listed)) and len(used) >= 13

@@ -22,7 +22,7 @@ def batch(occurrences: tuple[Occurrence, ...]) -> Batch:
 
 
 class Peer:
-    """The other process: `told` is what it says before its gradient; `reductions` counts what both take part in."""
+    """The other process: `told` is what it says beside its gradient; `reductions` counts what both take part in."""
 
     def __init__(self, told: list[float]) -> None:
         self.told, self.reductions = torch.tensor(told), 0
@@ -74,13 +74,13 @@ def test_what_is_not_finite_in_the_other_process_is_named_and_stops_this_one(fla
     result, same = run(peer)
     assert result.refused == f"{what} not finite" and not result.updated and same
     assert result.loss is None and result.grad_norm is None
-    assert peer.reductions == 1, "no process waits for a gradient that the other does not have"
+    assert peer.reductions == 2, "every process reduces the same, whatever it met"
 
 
-def test_what_is_not_finite_here_is_told_before_anything_is_reduced() -> None:
+def test_what_is_not_finite_here_changes_nothing() -> None:
     peer = Peer([0.0] * 6)
     result, same = run(peer, losses=lambda batch: torch.tensor([1.0, torch.inf]))
-    assert result.refused == "the loss of 0/1.jpg is not finite" and same and peer.reductions == 1
+    assert result.refused == "the loss of 0/1.jpg is not finite" and same and peer.reductions == 2
 
 
 @pytest.mark.parametrize("here", [True, False])
@@ -95,7 +95,7 @@ def test_want_of_memory_in_one_process_ends_the_step_of_both(here: bool) -> None
         run(peer, losses=grow)
     message = str(raised.value)
     assert ("micro-batch 1 of 1: 2 photo(s) of 96x64 (0/0.jpg, 0/1.jpg)" in message) == here
-    assert ("in another process" in message) == (not here) and peer.reductions == 1
+    assert ("in another process" in message) == (not here) and peer.reductions == 2
 
 
 def test_other_errors_pass() -> None:

@@ -28,7 +28,9 @@ def orphans(unit: Path, root: Path) -> list[str]:
         else:
             words = place.stem.removeprefix("test_").split("_")
             names = ["_".join(words[:count]) for count in range(1, len(words) + 1)]
-            there = place.name.startswith("test_") and any((folder / f"{name}.py").is_file() for name in names)
+            there = place.name.startswith("test_") and any(
+                (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file() for name in names
+            )
         if not there:
             found.append(str(place))
     return found
@@ -40,12 +42,14 @@ def test_the_tree_of_the_unit_tests_mirrors_the_programs() -> None:
 
 @pytest.mark.parametrize(
     ("path", "found"),
-    [("test_step.py", False), ("data/test_cache.py", False), ("data/test_cache_damage.py", False),
-     ("scripts/proofs/test_kill_test.py", False), ("test_stop.py", True), ("test_cache.py", True),
-     ("data/test_step.py", True), ("data/helpers.py", True), ("date/__init__.py", True), ("proofs/test_kill_test.py", True)],
+    [("test_step.py", False), ("test_wall_paper.py", False), ("data/test_cache.py", False),
+     ("data/test_cache_damage.py", False), ("scripts/proofs/test_kill_test.py", False), ("test_stop.py", True),
+     ("test_cache.py", True), ("data/test_step.py", True), ("data/helpers.py", True), ("date/__init__.py", True),
+     ("proofs/test_kill_test.py", True)],
 )  # fmt: skip
 def test_a_test_without_a_room_is_found(tmp_path: Path, path: str, found: bool) -> None:
-    for file in ("trainer/step.py", "trainer/data/cache.py", "scripts/proofs/kill_test.py", f"tests/unit/{path}"):
+    for file in ("trainer/step.py", "trainer/data/cache.py", "scripts/proofs/kill_test.py", "trainer/wall/__init__.py",
+                 f"tests/unit/{path}"):  # fmt: skip
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
     assert bool(orphans(tmp_path / "tests" / "unit", tmp_path)) == found

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from trainer import draws
-from trainer.adapters.targets import Target
+from trainer.adapters.targets import Rule, Target, with_rates
 from trainer.errors import UserError
 from trainer.files import Advance, unheard
 
@@ -32,16 +32,25 @@ class Adapter:
 
     def parameter_groups(self, *, lr: float, weight_decay: float) -> list[dict[str, object]]:
         """Optimizer groups, {"lr", "weight_decay", "params", "magnitudes"}: magnitudes apart, and never decayed."""
-        groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
-        for name, parameter in self.named_parameters().items():
-            target = self.targets[name.partition(".lora_")[0]]
+        parameters = self.named_parameters()
+        return [
+            {"lr": rate, "weight_decay": decay, "params": [parameters[name] for name in names], "magnitudes": magnitude}
+            for (rate, decay, magnitude), names in self.groups(lr=lr, weight_decay=weight_decay).items()
+        ]
+
+    def groups(
+        self, *, lr: float, weight_decay: float, rules: Sequence[Rule] | None = None
+    ) -> dict[tuple[float, float, bool], list[str]]:
+        """By (rate, decay, whether they are magnitudes), the names of parameters. rules: others than this run's."""
+        targets, groups = self.targets, dict[tuple[float, float, bool], list[str]]()
+        if rules is not None:
+            targets = dict(zip(targets, with_rates(targets.values(), rules), strict=True))
+        for name in self.named_parameters():
+            target = targets[name.partition(".lora_")[0]]
             magnitude = name.endswith(".lora_magnitude_vector")
             decay = 0.0 if magnitude else weight_decay if target.weight_decay is None else target.weight_decay
-            groups.setdefault((lr if target.lr is None else target.lr, decay, magnitude), []).append(parameter)
-        return [
-            {"lr": rate, "weight_decay": decay, "params": params, "magnitudes": magnitude}
-            for (rate, decay, magnitude), params in groups.items()
-        ]
+            groups.setdefault((lr if target.lr is None else target.lr, decay, magnitude), []).append(name)
+        return groups
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {name: parameter.detach() for name, parameter in self.named_parameters().items()}

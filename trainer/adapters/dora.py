@@ -9,7 +9,7 @@ and NVlabs have it (DoRA, arXiv 2402.09353).
 
     Gradients, c held constant, G = dL/dy, P = s (g * G) B = G (s g * B):
            dx = (g * G) W + P A        dA = P^T x        dB = s g * (G^T t)
-           dm = sum_t G * z / c = (sum_t G * z0 + s rowsum(B * (G^T t))) / c = sum_t G * (y - b) / m
+           dm = sum_t G * z / c = sum_t G * (y - b) / m = (sum_t G * z0 + s rowsum(B * (G^T t))) / c
 
     Norm without materialising V:  c^2 = ||W||^2 + 2 s rowsum(B * (W A^T)) + s^2 rowsum((B (A A^T)) * B)
 
@@ -17,6 +17,8 @@ For a convolution, "x W^T" and "x A^T" are convolutions of W's geometry, B is a 
 
 m, c and g are fp32; A and B are fp32 and cast to the base's compute dtype at use; g * z + b is evaluated in fp32 and
 rounded once. m starts as the very norm that the forward divides by, so g = 1 exactly and y equals the base bit for bit.
+
+dm is read from y, which the next layer saves in most places anyway; only the rows of `is_drowned` save their z0.
 """
 
 from collections.abc import Sequence
@@ -25,10 +27,23 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.function import once_differentiable
 
+from trainer.kernels.dora_torch import TINY
 from trainer.protocols import BaseLayer
 
-# Below this a norm counts as zero: g would be 0 / 0. At 0 / TINY = 0 the row stays what it is, zero.
-TINY = 1e-30
+# How large a bias may be beside ||W||. y errs by its rounding, up to u (|g z| + |b|), u = 2^-8 in bf16. Behind a
+# normalisation the inputs' rms is about 1, so |g z| is about c, which training moves little from ||W||. One rounding has an
+# rms of 0.4 u, and G, z0 and y have one each: where signs are random, dm errs by 0.4 u sqrt(3 + 4^2) = 1.7 u of itself,
+# without a bias by 0.7 u. With inputs a quarter as large it is 6.5 u, or 2.5 %, the rms of a weight's rounding to float8.
+LARGE_BIAS = 4.0
+
+
+def is_drowned(w_sq_N: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
+    """The rows whose z cannot be read from their output, bool [N]: |b| >= LARGE_BIAS * ||W||, or W is zero, and so is m.
+
+    w_sq: ||W||^2, fp32 [N]. Frozen weights alone decide, so that a resumed run decides alike.
+    """
+    size_N = torch.zeros_like(w_sq_N) if bias_N is None else bias_N.abs()
+    return size_N >= LARGE_BIAS * w_sq_N.sqrt()
 
 
 def scale_rows(m_N: torch.Tensor, c_N: torch.Tensor) -> torch.Tensor:
@@ -41,8 +56,7 @@ class Part:
     """One adapted layer. a: [R, K] or [R, K, kh, kw]; b: [N, R] or [N, R, 1, 1]; m, c: magnitude and norm, fp32 [N], None for
     LoRA.
 
-    keep_z: save z0 for dm. False: recover g * z from the output, which the next layer saves anyway. Right only without a
-    bias, whose rounding would drown a small z, and where no m starts at zero.
+    z_rows: int64, the rows that save z0 for dm (`is_drowned`); None: no row. The others recover g * z from the output.
     """
 
     base: BaseLayer
@@ -51,7 +65,7 @@ class Part:
     scaling: float
     m: torch.Tensor | None = None
     c: torch.Tensor | None = None
-    keep_z: bool = True
+    z_rows: torch.Tensor | None = None
 
 
 def adapted(x: torch.Tensor, parts: Sequence[Part], mask: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
@@ -62,8 +76,8 @@ def adapted(x: torch.Tensor, parts: Sequence[Part], mask: torch.Tensor | None = 
     mask: dropout's keep-mask over x, already divided by the keep probability; applies to the low-rank path only (LoRA
     only: DoRA's g couples both paths).
     """
-    layers = [(part.base, part.scaling, part.keep_z) for part in parts]
-    return _Adapted.apply(layers, x, mask, *(t for part in parts for t in (part.a, part.b, part.m, part.c)))
+    layers = [(part.base, part.scaling) for part in parts]
+    return _Adapted.apply(layers, x, mask, *(t for part in parts for t in (part.a, part.b, part.m, part.c, part.z_rows)))
 
 
 class _Adapted(torch.autograd.Function):
@@ -73,22 +87,21 @@ class _Adapted(torch.autograd.Function):
         compute, kernels = first.compute_dtype, first.kernels
         x_c = x.to(compute)
         x_a = x_c if mask is None else x_c * mask
-        factors = tensors[::4]
+        factors = tensors[::5]
         # Under no_grad here: the products' own autograd nodes are not recorded, their backward is written out below.
         t_all = first.rows(first.product(x_a, _together(factors, compute)))
         splits = t_all.split([len(a) for a in factors], dim=1)
         outputs, saved = [], [x_a, mask, t_all]
-        for (base, scaling, keep_z), t_MR, a, b, m, c in zip(
-            layers, splits, factors, tensors[1::4], tensors[2::4], tensors[3::4], strict=True
+        for (base, scaling), t_MR, a, b, m, c, z_rows in zip(
+            layers, splits, factors, tensors[1::5], tensors[2::5], tensors[3::5], tensors[4::5], strict=True
         ):
-            z = base.matmul(x_c)
-            g_N = None if m is None else scale_rows(m, c)
-            y = torch.empty_like(z) if m is not None and keep_z else z
-            z_MN, y_MN = base.rows(z), base.rows(y)
-            kernels.compose(z_MN, t_MR, b.flatten(1).to(compute), scaling, g_N, base.bias_N, y_MN)
+            y = base.matmul(x_c)
+            y_MN, bias_N, g_N = base.rows(y), base.bias_N, None if m is None else scale_rows(m, c)
+            z_part = None if z_rows is None else y_MN.index_select(1, z_rows)
+            kernels.compose(y_MN, t_MR, b.flatten(1).to(compute), scaling, g_N, bias_N, y_MN)
             base.put_rows(y_MN, y)
             outputs.append(y)
-            saved += [a, b, m, c, g_N, None if m is None else z_MN if keep_z else y]
+            saved += [a, b, m, c, z_rows, z_part, *((None, None, None) if m is None else (g_N, bias_N, y))]
         ctx.save_for_backward(*saved)
         ctx.layers, ctx.x_shape, ctx.x_dtype = layers, x.shape, x.dtype
         return tuple(outputs)
@@ -99,28 +112,29 @@ class _Adapted(torch.autograd.Function):
         first = ctx.layers[0][0]
         compute = first.compute_dtype
         x_a, mask, t_all, *of_parts = ctx.saved_tensors
-        of_parts = [of_parts[i : i + 6] for i in range(0, len(of_parts), 6)]
+        of_parts = [of_parts[i : i + 9] for i in range(0, len(of_parts), 9)]
         factors, grads, dx, all_p = [of_part[0] for of_part in of_parts], [], None, []
         splits = t_all.split([len(a) for a in factors], dim=1)
-        for (base, scaling, keep_z), dy, t_MR, (_, b, m, c, g_N, u) in zip(ctx.layers, dys, splits, of_parts, strict=True):
-            dy_MN, b_NR, dm = base.rows(dy), b.flatten(1), None
+        for (base, scaling), dy, t_MR, of_part in zip(ctx.layers, dys, splits, of_parts, strict=True):
+            _, b, m, c, z_rows, z_part, g_N, bias_N, y = of_part
+            dy_MN, b_NR = base.rows(dy), b.flatten(1)
             if m is None:
-                db_NR, sg = (dy_MN.t() @ t_MR).to(b.dtype), scaling
+                db_NR, dm = (dy_MN.t() @ t_MR).to(b.dtype) * scaling, None
+                sb_NR = (b_NR * scaling).to(compute)
             else:
-                db_NR, du_N = base.kernels.row_gradients(dy_MN, base.rows(u), t_MR)
-                if keep_z:
-                    dm = du_N.add_((b_NR * db_NR).sum(1), alpha=scaling) / c.clamp_min(TINY)
-                else:
-                    dm = du_N / torch.where(m == 0, TINY, m)
-                sg = scaling * g_N[:, None]
-            all_p.append(dy_MN @ (b_NR * sg).to(compute))
-            grads += [None, (db_NR * sg).view_as(b), dm, None]
+                gradients = base.kernels.adapter_gradients
+                db_NR, dm, sb_NR = gradients(dy_MN, base.rows(y), t_MR, b_NR, g_N, m, bias_N, scaling, False)
+                if z_rows is not None:
+                    of_rows = dy_MN.index_select(1, z_rows), z_part, t_MR, b_NR[z_rows], g_N[z_rows], c[z_rows]
+                    dm[z_rows] = gradients(*of_rows, None, scaling, True)[1]
+            all_p.append(dy_MN @ sb_NR)
+            grads += [None, db_NR.view_as(b), dm, None, None]
             if ctx.needs_input_grad[1]:
                 dx = base.input_grad(dy, ctx.x_shape, g_N, add_to=dx)
         p = first.from_rows(all_p[0] if len(all_p) == 1 else torch.cat(all_p, 1), dys[0].shape)
         a_all = _together(factors, compute)
         da_all = first.product_weight_grad(p, x_a, a_all.shape).to(factors[0].dtype)
-        grads[::4] = da_all.split([len(a) for a in factors])
+        grads[::5] = da_all.split([len(a) for a in factors])
         if dx is not None:
             if mask is None:
                 first.product_input_grad(p, a_all, ctx.x_shape, add_to=dx)

@@ -42,6 +42,7 @@ class About:
     """What an adapter file says of its origin.
 
     started: ISO time of the run's first start; never the present time. dora_base: which weights a DoRA's files are made for.
+    changes: what was changed in mid-run, as Progress has it.
     """
 
     name: str
@@ -56,6 +57,7 @@ class About:
     seed: int
     dora_base: str
     family: Mapping[str, str]
+    changes: Sequence[Mapping[str, Any]] = ()
 
 
 def file_names(stem: str, formats: Sequence[str]) -> dict[str, str]:
@@ -252,6 +254,7 @@ def metadata(adapter: Adapter, about: About, *, convention: str) -> dict[str, st
         "modelspec.resolution": about.resolution,
         "modelspec.trigger_phrase": about.trigger_phrase,
         **about.family,
+        **({"changed_in_mid_run": json.dumps(list(about.changes), sort_keys=True)} if about.changes else {}),
     }
 
 

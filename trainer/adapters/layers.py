@@ -8,8 +8,9 @@ from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import nn
 
-from trainer.adapters.dora import Part, adapted, scale_rows
+from trainer.adapters.dora import Part, adapted, is_drowned, scale_rows
 from trainer.kernels.decode import squares_and_product
+from trainer.memory import known
 
 
 class Values(nn.Module):
@@ -39,7 +40,6 @@ class AdaptedLayer(nn.Module, LoraLayer):
         self._active_adapter = adapter_name
         self.strength = 1.0
         self.stale = False
-        self.keep_z = True
         self.shared: SharedInput | None = None
         self._looked_up: tuple | None = None
         self.update_layer(adapter_name, r, lora_alpha, config)
@@ -67,7 +67,9 @@ class AdaptedLayer(nn.Module, LoraLayer):
                 base_norm_sq = base.kernels.row_squares(base.stored())
                 self.register_buffer("base_norm_sq", base_norm_sq, persistent=False)
                 self.register_buffer("norm", torch.empty_like(base_norm_sq), persistent=False)
-                self.keep_z = base.bias is not None or not bool((base_norm_sq > 0).all())
+                drowned = is_drowned(base_norm_sq, base.bias_N)
+                z_rows = drowned.nonzero().flatten() if known(drowned.any(), False) else None
+                self.register_buffer("z_rows", z_rows, persistent=False)
             self.lora_magnitude_vector[adapter_name] = Values(self.current_norm(adapter_name))
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
@@ -171,7 +173,8 @@ class AdaptedLayer(nn.Module, LoraLayer):
         base, a, b = self._modules["base_layer"], a._parameters["weight"], b._parameters["weight"]
         if magnitude is None:
             return Part(base, a, b, self.scaling[name])
-        return Part(base, a, b, self.scaling[name], magnitude._parameters["weight"], self._buffers["norm"], self.keep_z)
+        m, c, z_rows = magnitude._parameters["weight"], self._buffers["norm"], self._buffers["z_rows"]
+        return Part(base, a, b, self.scaling[name], m, c, z_rows)
 
     def active(self) -> tuple:
         """(name, A, B, magnitude or None, dropout or None) of the active adapter: the modules."""

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from trainer.adapters.adapter import Adapter
-from trainer.adapters.dora import TINY
 from trainer.errors import UserError
 from trainer.files import Advance, unheard
+from trainer.kernels.dora_torch import TINY
 from trainer.protocols import BaseLayer
 
 # Sums of another device or thread count differ in their last bits.

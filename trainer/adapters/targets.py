@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -82,12 +82,23 @@ def match_targets(
             # Where neither a rule nor the adapter names an alpha, it follows the rank.
             explicit[key] = rule.alpha or explicit.get(key, alpha)
             new_rank = rule.rank or before.rank
-            own = {field: value for field in ("lr", "weight_decay") if (value := getattr(rule, field)) is not None}
-            chosen[key] = replace(before, rank=new_rank, alpha=explicit[key] or new_rank, **own)
+            chosen[key] = replace(before, rank=new_rank, alpha=explicit[key] or new_rank)
     if not chosen:
         raise UserError(f"adapter.targets = {targets!r} matches no layer of {denoiser}")
     in_order = ((component, name) for component, names in layers.items() for name in names)
-    return tuple(chosen[key] for key in in_order if key in chosen)
+    return with_rates([chosen[key] for key in in_order if key in chosen], rules)
+
+
+def with_rates(targets: Iterable[Target], rules: Sequence[Rule]) -> tuple[Target, ...]:
+    """The targets with the lr and weight_decay that these rules give them. Later rules win."""
+    rated = []
+    for target in targets:
+        own: dict[str, float | None] = {"lr": None, "weight_decay": None}
+        for rule in rules:
+            if rule.component == target.component and fnmatchcase(target.name, rule.match):
+                own |= {field: value for field in own if (value := getattr(rule, field)) is not None}
+        rated.append(replace(target, **own))
+    return tuple(rated)
 
 
 def _no_match(key: str, pattern: str, component: str, names: Sequence[str]) -> UserError:

@@ -1,11 +1,11 @@
 """What a checkpoint is made of, and how it becomes files: every piece by name.
 
-adapter.safetensors, optimizer.safetensors, norms.safetensors: the tensors of those pieces. quantization.json: what the frozen
-base is stored as. state.json: everything else. No pickle anywhere.
+adapter.safetensors, data.safetensors, optimizer.safetensors, norms.safetensors: the tensors of those pieces.
+quantization.json: what the frozen base is stored as. state.json: everything else. No pickle anywhere.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from reprlib import repr as short
@@ -18,7 +18,7 @@ from trainer.errors import UserError
 from trainer.phases import QUIET, Phases
 from trainer.tensorfile import TensorFile, serialize
 
-LAYOUT_VERSION = 4  # of the files; raise it when a piece moves to another one, or there is a new one
+LAYOUT_VERSION = 5  # of the files; raise it when a piece moves to another one, or there is a new one
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Piece:
     asked_by: str = ""
 
 
-TENSOR_FILES = {name: f"{name}.safetensors" for name in ("adapter", "norms", "optimizer")}
-WITHOUT_TENSORS = ("config", "data", "environment", "model", "progress", "quantization", "scaler", "schedule")
+TENSOR_FILES = {name: f"{name}.safetensors" for name in ("adapter", "data", "norms", "optimizer")}
+WITHOUT_TENSORS = ("config", "environment", "model", "progress", "quantization", "scaler", "schedule")
 # The census: what every run has. Pieces that a config asks for come beside them (`Pieces`).
 PIECES = {name: Piece(name, file=TENSOR_FILES.get(name, "")) for name in (*TENSOR_FILES, *WITHOUT_TENSORS)}
 STATE, QUANTIZATION = "state.json", "quantization.json"
@@ -60,6 +60,8 @@ class Progress:
 
     step: attempted updates. images: samples seen. non_finite: updates skipped because a value was not finite.
     total_steps: the schedule's frozen length. started: ISO date and time of the first start (UTC).
+    changes: what --allow changed in mid-run, in order. Of each {"step": the last one before, "what": lines, "epoch": the
+    one that begins with the next step, from 0; None where the present one goes on}.
     """
 
     step: int
@@ -67,6 +69,13 @@ class Progress:
     non_finite: int
     total_steps: int
     started: str
+    changes: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def began(self) -> tuple[int, int]:
+        """(steps made before, epoch from 0) when the present photos came to be trained."""
+        begun = [(change["step"], change["epoch"]) for change in self.changes if change["epoch"] is not None]
+        return begun[-1] if begun else (0, 0)
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -76,6 +85,12 @@ class Progress:
         counts = (loaded.step, loaded.images, loaded.non_finite, loaded.total_steps)
         if not all(type(count) is int and 0 <= count < 2**53 for count in counts):  # up to there floats count exactly
             raise ValueError(f"counts are {short(counts)}")
+        for change in loaded.changes:
+            places = [change["step"], *([] if change["epoch"] is None else [change["epoch"]])]
+            if not all(type(place) is int and 0 <= place <= loaded.step for place in places):
+                raise ValueError(f"a change has {short(places)}")
+            if not isinstance(change["what"], list) or not all(isinstance(line, str) for line in change["what"]):
+                raise ValueError("a change does not say what")
         datetime.fromisoformat(loaded.started)  # ValueError or TypeError where it is no date
         self.__dict__.update(loaded.__dict__)
 

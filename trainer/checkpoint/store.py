@@ -4,7 +4,9 @@ A checkpoint is a folder `step-00000500` with a `manifest.json` that gives every
 under a temporary name, synced, and renamed when complete, so every prefix of a save leaves the earlier ones as they were.
 """
 
+import contextlib
 import errno
+import filecmp
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -16,6 +18,7 @@ from trainer.layout import Layout, folder_name, step_of
 from trainer.phases import QUIET, Phases
 
 MANIFEST = "manifest.json"
+_NEW = re.compile(r"\.step-(\d{8})\.new\.tmp")
 _TEMPORARY = re.compile(r"\.step-\d{8}\.(new|old)\.tmp")
 
 Files = Mapping[str, Iterable[memoryview | bytes]]
@@ -25,20 +28,22 @@ class NotReadBack(OSError):
     """A checkpoint was written and renamed without an error, and does not match its manifest."""
 
 
-def save(root: Path, step: int, contents: Files, advance: files.Advance = files.unheard) -> Path:
+def save(root: Path, step: int, contents: Files, advance: files.Advance = files.unheard, *, instead: bool = False) -> Path:
     """Write one checkpoint; returns its folder. Raises OSError and leaves the others untouched.
 
-    A valid checkpoint of that step stays: by contract its bytes are the same.
+    A valid checkpoint of that step stays: by contract its bytes are the same. instead: they may not be; then it is set aside
+    once the new one is whole on the disk. After a kill between the two renames `settle` makes the second.
     """
     files.make_folder(root)
     final, temporary = root / folder_name(step), root / f".{folder_name(step)}.new.tmp"
     remove_leftovers(root, ignore_errors=True)  # of failed saves; what cannot be deleted is no reason to write no more
-    if final.exists() and problem(final) is None:
+    if not instead and final.exists() and problem(final) is None:
         files.sync_folder(root)  # whoever wrote it may have been killed after the rename
         return final
     if temporary.exists():
         files.remove_folder(temporary)
     os.mkdir(temporary)
+    aside: Path | None = None
     try:
         listed = {}
         for name, pieces in contents.items():
@@ -46,26 +51,49 @@ def save(root: Path, step: int, contents: Files, advance: files.Advance = files.
             listed[name] = {"sha256": digest, "bytes": size}
         files.write(temporary / MANIFEST, [files.json_bytes({"files": listed})])
         files.sync_folder(temporary)
-        if final.exists():
+        if instead and final.exists():
+            if _copies(final, [temporary]) and problem(final) is None:
+                files.remove_folder(temporary)
+                files.sync_folder(root)
+                return final
+            files.sync_folder(root)  # the new one's name is on the disk before the old one's goes
+            aside = _set_aside(root, step)
+        elif final.exists():
             _remove(root, step)
         os.replace(temporary, final)
     except OSError:
-        remove_leftovers(root, ignore_errors=True)  # as far as the disk lets us; the next save sweeps up the rest
+        if aside is not None:
+            with contextlib.suppress(OSError):
+                os.replace(aside, final)
+                files.sync_folder(root)
+        if aside is None or final.exists():  # otherwise the new one is all that goes on: `settle` gives it its name
+            remove_leftovers(root, ignore_errors=True)  # as far as the disk lets us; the next save sweeps up the rest
         raise
-    files.sync_folder(root)
+    try:
+        files.sync_folder(root)
+        if aside is not None and _TEMPORARY.fullmatch(aside.name):
+            files.remove_folder(aside)
+    except OSError:
+        remove_leftovers(root, ignore_errors=True)
+        raise
     return final
 
 
 def _remove(root: Path, *which: int) -> None:
     """Delete the checkpoints of these steps. They lose their names first, on the disk too: no moment shows half of one."""
-    doomed = [root / f".{folder_name(step)}.old.tmp" for step in which]
-    for step, folder in zip(which, doomed, strict=True):
-        if folder.exists():
-            files.remove_folder(folder)
-        os.replace(root / folder_name(step), folder)
+    doomed = [_doom(root / folder_name(step), step) for step in which]
     files.sync_folder(root)
     for folder in doomed:
         files.remove_folder(folder)
+
+
+def _doom(folder: Path, step: int) -> Path:
+    """Rename to a leftover's name; returns it."""
+    doomed = folder.with_name(f".{folder_name(step)}.old.tmp")
+    if doomed.exists():
+        files.remove_folder(doomed)
+    os.replace(folder, doomed)
+    return doomed
 
 
 def problem(folder: Path, phases: Phases = QUIET) -> str | None:
@@ -106,13 +134,39 @@ def steps(root: Path) -> list[int]:
     return sorted(step for path in root.iterdir() if (step := step_of(path.name)) is not None)
 
 
+def unnamed(root: Path) -> dict[int, Path]:
+    """By step, the whole checkpoints that a kill kept from their names: between the renames of a save, or before them."""
+    there = root.iterdir() if root.is_dir() else ()
+    found = {int(named[1]): path for path in there if (named := _NEW.fullmatch(path.name))}
+    return {
+        step: folder for step, folder in found.items() if not (root / folder_name(step)).exists() and problem(folder) is None
+    }
+
+
+def settle(root: Path) -> dict[Path, Path]:
+    """End what a kill cut off: whole checkpoints get their names, and other leftovers go. Not while anyone saves.
+
+    Returns the new names by the old ones.
+    """
+    named = {folder: root / folder_name(step) for step, folder in unnamed(root).items()}
+    for folder, final in named.items():
+        files.sync_tree(folder)  # the kill may have come before
+        os.replace(folder, final)
+    if named:
+        files.sync_folder(root)
+    remove_leftovers(root)
+    return named
+
+
 def newest_valid(root: Path, phases: Phases = QUIET) -> tuple[Path | None, list[str]]:
-    """The newest valid checkpoint, and one line for every newer one that was passed over."""
+    """The newest valid checkpoint, and one line for every newer one that was passed over, or that a kill left unnamed."""
     passed = []
-    for step in reversed(steps(root)):
-        folder = root / folder_name(step)
+    present = {step: root / folder_name(step) for step in steps(root)} | unnamed(root)
+    for _, folder in sorted(present.items(), reverse=True):
         reason = problem(folder, phases)
         if reason is None:
+            if step_of(folder.name) is None:
+                passed.append(f"{folder} is whole: a kill came before it had its name, which it gets now")
             return folder, passed
         passed.append(f"{folder} is not valid: {reason}")
     return None, passed
@@ -147,20 +201,49 @@ def remove_leftovers(root: Path, *, ignore_errors: bool = False) -> None:
 def set_aside(root: Path, *, after: int) -> list[Path]:
     """Rename checkpoints beyond step `after`: a run that goes on from an earlier one must not be overtaken by them.
 
-    Returns their new names. Nothing is deleted: they may be valid, or of use to whoever mends the disk.
+    Returns their new names. They may be valid, or of use to whoever mends the disk. So that starts which are repeated do not
+    fill the disk, of one step no copy is kept twice, and only the first and the newest that were set aside.
     """
-    moved = []
-    for step in steps(root):
-        if step > after:
-            name, again = f"superseded-{folder_name(step)}", 1
-            while (root / name).exists():
-                again += 1
-                name = f"superseded-{folder_name(step)}-{again}"
-            os.replace(root / folder_name(step), root / name)
-            moved.append(root / name)
+    later = [step for step in steps(root) if step > after]
+    moved = [_set_aside(root, step) for step in later]
     if moved:
         files.sync_folder(root)
-    return moved
+    for step in later:
+        for folder in _asides(root, step)[1:-1]:
+            _doom(folder, step)
+    if moved:
+        files.sync_folder(root)
+        remove_leftovers(root)
+    return [folder for folder in moved if folder.exists()]
+
+
+def _set_aside(root: Path, step: int) -> Path:
+    """Returns its new name: of a leftover, where a copy of it was set aside before."""
+    folder, asides = root / folder_name(step), _asides(root, step)
+    if any(problem(copy) is None for copy in _copies(folder, asides)):
+        return _doom(folder, step)
+    again = 1 + max(map(_number, asides), default=0)
+    aside = root / f"superseded-{folder_name(step)}{f'-{again}' if again > 1 else ''}"
+    os.replace(folder, aside)
+    return aside
+
+
+def _asides(root: Path, step: int) -> list[Path]:
+    """In the order in which they were set aside."""
+    names = re.compile(rf"superseded-{folder_name(step)}(-\d+)?")
+    return sorted((path for path in root.iterdir() if names.fullmatch(path.name)), key=_number)
+
+
+def _number(aside: Path) -> int:
+    found = re.fullmatch(r"superseded-step-\d{8}(?:-(\d+))?", aside.name)
+    assert found is not None
+    return int(found[1] or 1)
+
+
+def _copies(folder: Path, others: Iterable[Path]) -> list[Path]:
+    """Those that have its manifest: as far as they are valid, the same bytes."""
+    manifest = folder / MANIFEST
+    return [o for o in others if manifest.exists() and (o / MANIFEST).exists() and filecmp.cmp(manifest, o / MANIFEST, False)]
 
 
 def find(root: Path, resume_from: str | None, phases: Phases = QUIET) -> tuple[Path | None, list[str]]:

@@ -1,11 +1,11 @@
 """Aspect-ratio buckets: which size a photo is trained at, and what of it is kept.
 
-Sizes given to PIL are (width, height); what the model is told (Placement) is (height, width), as SDXL defines it.
+Sizes given to PIL are (width, height); a Placement holds (height, width), as SDXL's size conditioning does.
 """
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from PIL import Image
@@ -13,6 +13,11 @@ from PIL import Image
 from trainer.errors import UserError
 
 Bucket = tuple[int, int]  # (width, height) in pixels
+
+# (zoom, right, down): the factor by which a photo is scaled beyond just covering the bucket, and how far the crop lies from
+# its centre, in shares of the bucket's sides.
+Crop = tuple[float, float, float]
+CENTRE: Crop = (1.0, 0.0, 0.0)
 
 RESIZE_FILTER = Image.Resampling.LANCZOS
 
@@ -24,7 +29,7 @@ class Placement:
     original_size: (height, width) of the photo in the file, oriented.
     crop_top_left: (top, left) of the bucket within the photo after resizing, so in pixels of the resized photo.
     target_size: (height, width) of the bucket.
-    resized_size: (height, width) of the whole photo after resizing; no model is told this.
+    resized_size: (height, width) of the whole photo after resizing; no model gets this.
     """
 
     original_size: tuple[int, int]
@@ -32,77 +37,119 @@ class Placement:
     target_size: tuple[int, int]
     resized_size: tuple[int, int]
 
-    @property
-    def upscaled(self) -> bool:
-        """Whether the photo is smaller than its bucket, so that training sees invented detail."""
-        return self.resized_size[0] > self.original_size[0] or self.resized_size[1] > self.original_size[1]
-
 
 def bucket_step(resolution: int) -> int:
     """The default grid of bucket sides: a quarter of the resolution, a multiple of 16, between 16 and 64 pixels."""
     return min(64, max(16, resolution // 4 // 16 * 16))
 
 
-@lru_cache
-def _landscape_buckets(resolution: int, step: int, max_aspect: float) -> tuple[Bucket, ...]:
-    """Buckets with width >= height, within the aspect limit, that no other such bucket contains."""
+@lru_cache(maxsize=4096)
+def _landscape_buckets(resolution: int, step: int, max_aspect: float, long: int, short: int) -> tuple[Bucket, ...]:
+    """Buckets with width >= height, within `long` x `short` and the aspect limit, that no other such bucket contains."""
     fitting = [
         (width, height)
-        for height in range(step, resolution + 1, step)
-        if (width := min(resolution**2 // height, math.floor(height * max_aspect)) // step * step) >= height
+        for height in range(step, min(resolution, short) + 1, step)
+        if (width := min(resolution**2 // height, math.floor(height * max_aspect), long) // step * step) >= height
     ]
     # Each is the widest of its height, so it is contained in another exactly if a taller one is as wide.
     return tuple((w, h) for w, h in fitting if not any(h2 > h and w2 >= w for w2, h2 in fitting))
 
 
-def choose_bucket(width: int, height: int, *, resolution: int, step: int, max_aspect: float = 2.0) -> Bucket:
-    """The (width, height) that a photo of this size is trained at.
+def bucket_of_shape(width: int, height: int, *, resolution: int, step: int, max_aspect: float = 2.0) -> Bucket:
+    """The (width, height) for photos of this shape, however small this one is.
 
     Candidates: sides that are multiples of `step`, area at most resolution**2 and not enlargeable, long side at most
     `max_aspect` times the short one. Of these the one nearest in log aspect ratio; a portrait photo gets the transposed
-    bucket of the same photo lying down. Raises UserError if no bucket fits into the resolution.
+    bucket of the same photo in landscape. Raises UserError if no bucket fits into the resolution.
     """
-    buckets = _landscape_buckets(resolution, step, float(max_aspect))
+    buckets = _landscape_buckets(resolution, step, float(max_aspect), resolution**2, resolution)
     if not buckets:
         raise UserError(
             f"data.resolution = {resolution} has no bucket: it must be at least the bucket step of {step} pixels "
             f"(and the largest aspect ratio, {max_aspect}, at least 1)"
         )
+    return _nearest(width, height, buckets)
+
+
+def bucket_within(width: int, height: int, *, resolution: int, step: int, max_aspect: float = 2.0) -> Bucket | None:
+    """The (width, height) at which this photo is trained without being enlarged, or None where it is too small.
+
+    The bucket of its shape where the photo covers it, that is where neither of its sides is shorter. Else the candidates
+    are those of `bucket_of_shape` with one bound more: no side longer than the photo's own. Again the one nearest in log
+    aspect ratio is taken. Its short side is at least a quarter of the resolution.
+    """
+    usual = bucket_of_shape(width, height, resolution=resolution, step=step, max_aspect=max_aspect)
+    if covers(width, height, usual):
+        return usual
+    # Rounded down, so that photos of a thousand sizes need few sets of buckets.
+    long, short = (min(side, resolution**2) // step * step for side in (max(width, height), min(width, height)))
+    buckets = _landscape_buckets(resolution, step, float(max_aspect), long, short)
+    buckets = tuple(bucket for bucket in buckets if 4 * bucket[1] >= resolution)
+    return _nearest(width, height, buckets) if buckets else None
+
+
+def covers(width: int, height: int, bucket: Bucket) -> bool:
+    """Whether a photo of this size fills the bucket without being enlarged."""
+    return width >= bucket[0] and height >= bucket[1]
+
+
+def _nearest(width: int, height: int, landscape: tuple[Bucket, ...]) -> Bucket:
+    """The nearest of these landscape buckets, transposed for a portrait photo."""
     aspect = math.log(max(width, height) / min(width, height))
-    long, short = min(buckets, key=lambda bucket: abs(math.log(bucket[0] / bucket[1]) - aspect))
-    return (long, short) if width >= height else (short, long)
+    long, short = min(landscape, key=lambda bucket: abs(math.log(bucket[0] / bucket[1]) - aspect))
+    return _one_of_its_size((long, short) if width >= height else (short, long))
 
 
-def place(width: int, height: int, bucket: Bucket, *, flip: bool = False) -> Placement:
+@cache
+def _one_of_its_size(bucket: Bucket) -> Bucket:
+    """The same object for all photos of a bucket: a hundred thousand share a few."""
+    return bucket
+
+
+def place(width: int, height: int, bucket: Bucket, *, flip: bool = False, crop: Crop = CENTRE) -> Placement:
     """Where a photo of width x height lies in the bucket: scaled just to cover it, cropped at the centre.
 
-    `flip` mirrors the photo before all else, which moves an odd pixel of the crop to the other side.
+    crop: limited so that the photo is not enlarged for it, and that it stays within the photo.
+    `flip` mirrors the result, which moves an odd pixel of the crop to the other side.
     """
-    target_width, target_height = bucket
-    # Integer arithmetic, rounding half up: the covering side is met exactly.
-    if width * target_height >= target_width * height:
-        resized_width = (2 * width * target_height + height) // (2 * height)
-        resized_height = target_height
-    else:
-        resized_width = target_width
-        resized_height = (2 * height * target_width + width) // (2 * width)
-    top, left = (resized_height - target_height) // 2, (resized_width - target_width) // 2
+    (zoom, right, down), (target_width, target_height) = crop, bucket
+    resized_width, resized_height = _covering(width, height, target_width, target_height)
+    zoom = min(zoom, width / resized_width, height / resized_height)
+    if zoom > 1:
+        larger = math.floor(target_width * zoom), math.floor(target_height * zoom)
+        resized_width, resized_height = _covering(width, height, *larger)
+    slack_y, slack_x = resized_height - target_height, resized_width - target_width
+    top = min(max(slack_y // 2 + round(down * target_height), 0), slack_y)
+    left = min(max(slack_x // 2 + round(right * target_width), 0), slack_x)
     if flip:
         left = resized_width - target_width - left
     return Placement((height, width), (top, left), (target_height, target_width), (resized_height, resized_width))
 
 
-def fit(image: Image.Image, bucket: Bucket, *, flip: bool = False) -> tuple[Image.Image, Placement]:
-    """The photo resized to cover the bucket (Lanczos) and cropped to it at the centre; mirrored if `flip`."""
-    kept = place(image.width, image.height, bucket)
-    (top, left), (height, width) = kept.crop_top_left, kept.target_size
-    scale_y, scale_x = image.height / kept.resized_size[0], image.width / kept.resized_size[1]
+def _covering(width: int, height: int, target_width: int, target_height: int) -> tuple[int, int]:
+    """(width, height) scaled just to cover the target. Integer arithmetic, rounding half up: one side is met exactly."""
+    if width * target_height >= target_width * height:
+        return (2 * width * target_height + height) // (2 * height), target_height
+    return target_width, (2 * height * target_width + width) // (2 * width)
+
+
+def kept_box(placement: Placement) -> tuple[float, float, float, float]:
+    """(left, top, right, bottom) of what is kept, in pixels of the photo in the file. placement: not of a mirrored photo."""
+    (top, left), (height, width) = placement.crop_top_left, placement.target_size
+    (full_height, full_width), (resized_height, resized_width) = placement.original_size, placement.resized_size
+    scale_y, scale_x = full_height / resized_height, full_width / resized_width
+    right, bottom = min((left + width) * scale_x, full_width), min((top + height) * scale_y, full_height)
+    return left * scale_x, top * scale_y, right, bottom
+
+
+def fit(image: Image.Image, bucket: Bucket, *, flip: bool = False, crop: Crop = CENTRE) -> tuple[Image.Image, Placement]:
+    """The photo resized to cover the bucket (Lanczos) and cropped to it as `place` says; mirrored if `flip`."""
     # Resizing only what is kept equals cropping afterwards and bounds the memory for a very narrow photo.
-    right, bottom = min((left + width) * scale_x, image.width), min((top + height) * scale_y, image.height)
-    fitted = image.resize((width, height), RESIZE_FILTER, box=(left * scale_x, top * scale_y, right, bottom))
+    box = kept_box(place(image.width, image.height, bucket, crop=crop))
+    fitted = image.resize(bucket, RESIZE_FILTER, box=box)
     if flip:
         fitted = fitted.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    return fitted, place(image.width, image.height, bucket, flip=flip)
+    return fitted, place(image.width, image.height, bucket, flip=flip, crop=crop)
 
 
 def to_pixels(image: Image.Image) -> torch.Tensor:

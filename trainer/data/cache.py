@@ -1,31 +1,33 @@
-"""Encoded photos and captions on disk, one safetensors file per entry, addressed by everything that went into it.
+"""Photos and captions become entries of a cache, each addressed by everything that went into it.
 
-A changed photo, caption, preprocessing or encoder has another key, so a stale entry is never read. An entry's metadata
-holds a SHA-256 of its tensors and metadata: a damaged file counts as missing and is made again.
+A changed photo, caption, preprocessing or encoder has another key, so a stale entry is never read.
 """
 
 import hashlib
 import json
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from pathlib import Path
 
 import torch
 
-from trainer.data import buckets
-from trainer.data.buckets import Bucket
-from trainer.data.sources import Photo, decode, in_threads
-from trainer.errors import DataError, UserError
-from trainer.files import remove_leftovers
+from trainer.data import buckets, masks, views
+from trainer.data.entries import Cache, MemoryCache, Tensors, finite
+from trainer.data.examples import Example
+from trainer.data.images import decode
+from trainer.data.threads import in_threads
+from trainer.data.views import View
+from trainer.errors import UserError
 from trainer.phases import QUIET, Phases
-from trainer.tensorfile import TensorFile, serialize, write_tensors
+from trainer.tensorfile import serialize
+from trainer.terminal import printable
 from trainer.types import Conditioning
 
-PREPROCESSING_VERSION = 1  # raise it when `sources.decode` or `buckets.fit` gives other pixels
+PREPROCESSING_VERSION = 1  # raise it when `images.decode` or `buckets.fit` gives other pixels
 
-Tensors = dict[str, torch.Tensor]
-Entries = Iterator[tuple[Tensors, dict[str, str]]]  # with the metadata of each
+# Captions that are encoded at once, if that gives the same bytes as one by one.
+TOGETHER = 8
+
+Entries = Iterator[tuple[str, Tensors, dict[str, str]]]  # key, entry, metadata of its file
 
 
 def _key(kind: str, **inputs: object) -> str:
@@ -33,17 +35,48 @@ def _key(kind: str, **inputs: object) -> str:
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
-def latent_key(image_sha256: str, *, bucket: Bucket, flip: bool, fingerprint: str) -> str:
-    """The key of one photo's latents. `fingerprint` stands for the image encoder, its weights and its dtypes."""
+def latent_key(example: Example, view: View, *, fingerprint: str) -> str:
+    """The key of the latents of one view. `fingerprint` stands for the image encoder, its weights and its dtypes.
+
+    Some inputs count only where they are not the default: choices (images.Decoded), a crop that is not at the centre, changed
+    colours. So a photo keeps its key when such a key of the config is introduced.
+    """
+    photo = example.photo
     return _key(
         "latent",
-        image=image_sha256,
-        bucket=list(bucket),
+        image=photo.sha256,
+        bucket=list(example.bucket),
         resize=f"cover {buckets.RESIZE_FILTER.name}, crop centre",
-        flip=flip,
+        flip=view.flip,
         version=PREPROCESSING_VERSION,
         encoder=fingerprint,
+        **({"choices": list(photo.choices)} if photo.choices else {}),
+        **_crop(example, view),
+        **({"colours": list(view.colours)} if view.colours else {}),
     )
+
+
+def mask_key(example: Example, view: View, *, side: int) -> str:
+    """The key of a mask as `masks.on_latents` gives it."""
+    photo = example.photo
+    return _key(
+        "mask",
+        mask=photo.mask_sha256,
+        lies_in=photo.source.masks,
+        bucket=list(example.bucket),
+        flip=view.flip,
+        side=side,
+        version=PREPROCESSING_VERSION,
+        **_crop(example, view),
+    )
+
+
+def _crop(example: Example, view: View) -> dict[str, list[int]]:
+    photo = example.photo
+    kept = buckets.place(photo.width, photo.height, example.bucket, crop=view.crop)
+    if kept == buckets.place(photo.width, photo.height, example.bucket):
+        return {}
+    return {"crop": [*kept.resized_size, *kept.crop_top_left]}
 
 
 def text_key(caption: str, *, fingerprint: str) -> str:
@@ -51,196 +84,201 @@ def text_key(caption: str, *, fingerprint: str) -> str:
     return _key("text", caption=caption, encoder=fingerprint)
 
 
-class Cache:
-    """Entries in `directory`, the most recently used ones also in memory, up to `memory_bytes`.
+def latents_wanted(examples: Sequence[Example], *, seed: int, fingerprint: str) -> dict[str, tuple[Example, View]]:
+    """By key, every view that may be drawn."""
+    wanted: dict[str, tuple[Example, View]] = {}
+    for example in examples:
+        for view in views.every(seed, example):
+            wanted.setdefault(latent_key(example, view, fingerprint=fingerprint), (example, view))
+    return wanted
 
-    Every entry is verified once in a process, when it is first read or asked for in `missing`.
-    """
 
-    def __init__(self, directory: Path | str, *, memory_bytes: int = 2**30) -> None:
-        self.directory = Path(directory)
-        self.memory_bytes = memory_bytes
-        self._memory: OrderedDict[str, Tensors] = OrderedDict()
-        self._memory_used = 0
-        self._verified: set[str] = set()
-        self._not_finite: set[str] = set()
+def masks_wanted(examples: Sequence[Example], *, seed: int, side: int) -> dict[str, tuple[Example, View]]:
+    """By key, every view whose mask may be drawn."""
+    wanted: dict[str, tuple[Example, View]] = {}
+    for example in examples:
+        if example.photo.mask is not None:
+            for view in views.every(seed, example):
+                wanted.setdefault(mask_key(example, view, side=side), (example, view))
+    return wanted
 
-    def path(self, key: str) -> Path:
-        return self.directory / key[:2] / f"{key}.safetensors"
 
-    def missing(self, keys: Iterable[str], phases: Phases = QUIET) -> list[str]:
-        """Those of the keys, each once and in order, that have no entry or a damaged one."""
-        absent, keys = [], dict.fromkeys(keys)
-        with phases("reading the cache", len(keys), "entry") as phase:
-            for key in keys:
-                if key not in self._verified and self._read(key) is None:
-                    absent.append(key)
-                phase.advance()
-        return absent
-
-    def put(self, key: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
-        """Write an entry, atomically. `metadata` is for people who look into the file."""
-        described = {**(metadata or {}), "key": key}
-        if not _finite(tensors):
-            described["finite"] = "no"
-            self._not_finite.add(key)
-        write_tensors(self.path(key), tensors, {**described, "sha256": _digest(tensors, described)})
-        self._verified.add(key)
-        self._forget(key)
-
-    def is_finite(self, key: str) -> bool:
-        """Whether all of a verified entry's values are."""
-        assert key in self._verified
-        return key not in self._not_finite
-
-    def get(self, key: str) -> Tensors:
-        """An entry's tensors, shared with later callers: do not change them. Raises DataError, naming the file."""
-        if key in self._memory:
-            self._memory.move_to_end(key)
-            return self._memory[key]
-        tensors = self._read(key)
-        if tensors is None:
-            raise DataError(f"cache entry {self.path(key)} is missing or damaged; start again and it is made anew")
-        self._remember(key, tensors)
-        return tensors
-
-    def remove_leftovers(self) -> None:
-        """Delete temporary files of processes that were killed while writing here. Not while this process writes."""
-        remove_leftovers(self.directory.glob("*/.*.tmp"))
-
-    def _read(self, key: str) -> Tensors | None:
-        """The entry if it is there and sound. Its header is compared too, so that every byte of the file counts."""
-        try:
-            file = TensorFile(self.path(key))
-            tensors = file.read_all()
-        except UserError:  # missing, truncated, malformed
-            return None
-        if key not in self._verified:
-            described = dict(file.metadata)
-            if described.pop("sha256", None) != _digest(tensors, described) or described.get("key") != key:
-                return None
-            header = bytes(next(serialize(tensors, file.metadata)))
-            with open(file.path, "rb") as raw:
-                if raw.read(len(header)) != header:
-                    return None
-            self._verified.add(key)
-            if "finite" in described:
-                self._not_finite.add(key)
-        return tensors
-
-    def _remember(self, key: str, tensors: Tensors) -> None:
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        if size > self.memory_bytes:
-            return
-        self._memory[key] = tensors
-        self._memory_used += size
-        while self._memory_used > self.memory_bytes:
-            self._forget(next(iter(self._memory)))
-
-    def _forget(self, key: str) -> None:
-        if key in self._memory:
-            self._memory_used -= sum(tensor.nbytes for tensor in self._memory.pop(key).values())
+def texts_wanted(captions: Iterable[str], *, fingerprint: str) -> dict[str, str]:
+    """By key, each caption and "", which stands for dropped ones."""
+    return {text_key(caption, fingerprint=fingerprint): caption for caption in (*captions, "")}
 
 
 def fill_latents(
-    cache: Cache,
-    photos: Sequence[tuple[Photo, Bucket]],
+    cache: Cache | MemoryCache,
+    examples: Sequence[Example],
     *,
+    seed: int,
     fingerprint: str,
-    flip: bool,
     encode: Callable[[torch.Tensor], torch.Tensor],
     on_non_finite: Callable[[str], None],
     phases: Phases = QUIET,
+    mine: Callable[[str], bool] = lambda key: True,
 ) -> int:
-    """Make the latents that are not cached yet, of the mirrored photos too if `flip`; returns how many were made.
+    """Make the latents that are not cached yet, of every view; returns how many were made.
 
+    seed: the run's, which the views follow from.
     `encode` maps pixels, fp32 [1, 3, H, W] in [-1, 1] on the CPU, to normalised latents [1, C, h, w]. It gets one photo
-    at a time, so that an entry does not depend on its neighbours. Entries hold "latents", fp32 [C, h, w].
-    `on_non_finite` is told, in words, of every photo whose latents hold NaN or infinity, new or cached; where it raises,
-    the new ones are not kept.
+    at a time, so that an entry does not depend on its neighbours: two at once give other bits, of every photo that was
+    measured (docs/data.md). Entries hold "latents", fp32 [C, h, w].
+    mine: which keys are looked at, and made.
+    `on_non_finite` is called with a description of every photo whose latents hold NaN or infinity, new or cached; if it
+    raises, the new ones are not kept.
     Raises UserError if a photo changed after the scan.
     """
-    wanted: dict[str, tuple[Photo, Bucket, bool]] = {}
-    for photo, bucket in photos:
-        for mirrored in (False, True) if flip else (False,):
-            key = latent_key(photo.sha256, bucket=bucket, flip=mirrored, fingerprint=fingerprint)
-            wanted.setdefault(key, (photo, bucket, mirrored))
+    wanted = latents_wanted(examples, seed=seed, fingerprint=fingerprint)
 
     def made(todo: list[str]) -> Entries:
-        with closing(in_threads(lambda key: _pixels(*wanted[key]), todo)) as pixels:
-            for key, pixels_3HW in zip(todo, pixels, strict=True):
-                latents = encode(pixels_3HW.unsqueeze(0)).detach().to("cpu", torch.float32).squeeze(0)
-                yield {"latents": latents}, {"sample": wanted[key][0].sample}
+        with closing(in_threads(lambda key: pixels(*wanted[key]), todo)) as decoded:
+            for key, pixels_3HW in zip(todo, decoded, strict=True):
+                yield key, {"latents": latents_of(pixels_3HW, encode)}, {"sample": wanted[key][0].sample}
 
-    described = {key: f"the latents of {photo.sample} ({photo.path})" for key, (photo, _, _) in wanted.items()}
-    return _fill(cache, described, made, on_non_finite, phases, "photo")
+    described = {
+        key: f"the latents of {printable(example.sample)} ({example.photo.image})" for key, (example, _) in wanted.items()
+    }
+    return _fill(cache, described, made, on_non_finite, phases, "photo", mine)
+
+
+def latents_of(pixels_3HW: torch.Tensor, encode: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """fp32 [C, h, w] on the CPU: those of one photo, encoded as `fill_latents` does."""
+    return encode(pixels_3HW.unsqueeze(0)).detach().to("cpu", torch.float32).squeeze(0)
+
+
+def fill_masks(
+    cache: Cache | MemoryCache,
+    examples: Sequence[Example],
+    *,
+    seed: int,
+    side: int,
+    phases: Phases = QUIET,
+    mine: Callable[[str], bool] = lambda key: True,
+) -> int:
+    """Make the masks that are not cached yet, of every view; returns how many were made.
+
+    seed: the run's. side: as of `masks.on_latents`. mine: as in `fill_latents`. Entries hold "mask", fp32 [h, w].
+    Raises UserError if a mask changed after the scan.
+    """
+    wanted = masks_wanted(examples, seed=seed, side=side)
+
+    def made(todo: list[str]) -> Entries:
+        with closing(in_threads(lambda key: masks.on_latents(*wanted[key], side=side), todo)) as found:
+            for key, mask in zip(todo, found, strict=True):
+                yield key, {"mask": mask}, {"sample": wanted[key][0].sample}
+
+    described = {
+        key: f"the mask of {printable(example.sample)} ({example.photo.mask})" for key, (example, _) in wanted.items()
+    }
+    return _fill(cache, described, made, _never, phases, "mask", mine) if wanted else 0
+
+
+def _never(what: str) -> None:
+    raise AssertionError(f"{what} is not finite")
 
 
 def fill_text(
-    cache: Cache,
+    cache: Cache | MemoryCache,
     captions: Iterable[str],
     *,
     fingerprint: str,
     encode: Callable[[list[str]], Conditioning],
     on_non_finite: Callable[[str], None],
     phases: Phases = QUIET,
+    mine: Callable[[str], bool] = lambda key: True,
+    together: int = 1,
+    say: Callable[[str], None] = lambda line: None,
 ) -> int:
     """Make the conditioning that is not cached yet, of each caption and of "" (dropped captions); returns how many.
 
-    `encode` gets one caption at a time. Entries hold Conditioning.tensors() with a batch dimension of 1, in the dtypes
-    that `encode` gives. `on_non_finite` as in `fill_latents`.
+    Entries hold Conditioning.tensors() with a batch dimension of 1, in the dtypes that `encode` gives.
+    `on_non_finite` and `mine` as in `fill_latents`.
+    together: how many captions `encode` may get at once, if that gives the bytes of one at a time. `say` is called with a
+    line if it does not.
     """
-    wanted = {text_key(caption, fingerprint=fingerprint): caption for caption in (*captions, "")}
+    wanted = texts_wanted(captions, fingerprint=fingerprint)
 
     def made(todo: list[str]) -> Entries:
-        for key in todo:
-            tensors = encode([wanted[key]]).tensors()
-            for name, tensor in tensors.items():
-                assert tensor.shape[0] == 1, f"{name} of one caption has shape {list(tensor.shape)}"
-            yield tensors, {}
+        keys = {wanted[key]: key for key in todo}
+        for caption, tensors in _encoded(list(keys), encode, together, say):
+            yield keys[caption], tensors, {}
 
     described = {key: f"the text encodings of {caption!r}" for key, caption in wanted.items()}
-    return _fill(cache, described, made, on_non_finite, phases, "caption")
+    return _fill(cache, described, made, on_non_finite, phases, "caption", mine)
+
+
+def _encoded(
+    captions: list[str], encode: Callable[[list[str]], Conditioning], together: int, say: Callable[[str], None]
+) -> Iterator[tuple[str, Tensors]]:
+    """Each caption with its conditioning, in any order.
+
+    Whether batching changes bits depends on the shapes, not on the values. So the shortest and the longest captions are
+    encoded one by one and at once. If all their bits agree, the rest is encoded in batches of that shape.
+    """
+
+    def alone(caption: str) -> tuple[str, Tensors]:
+        tensors = encode([caption]).tensors()
+        for name, tensor in tensors.items():
+            assert tensor.shape[0] == 1, f"{name} of one caption has shape {list(tensor.shape)}"
+        return caption, tensors
+
+    def at_once(some: list[str]) -> list[tuple[str, Tensors]]:
+        tensors = encode(some).tensors()
+        return [(caption, {n: t[i : i + 1].clone() for n, t in tensors.items()}) for i, caption in enumerate(some)]
+
+    if together > 1 and len(captions) >= 2 * together:
+        captions = sorted(captions, key=len)
+        ends = [*captions[: together // 2], *captions[-(together - together // 2) :]]
+        captions = captions[together // 2 : -(together - together // 2)]
+        singly = [alone(caption) for caption in ends]
+        yield from singly
+        if all(_equal(one, other) for (_, one), (_, other) in zip(singly, at_once(ends), strict=True)):
+            while len(captions) >= together:
+                yield from at_once(captions[:together])
+                captions = captions[together:]
+        else:
+            say(f"captions are encoded one by one: {together} at once give other bits on this machine")
+    yield from map(alone, captions)
+
+
+def _equal(one: Tensors, other: Tensors) -> bool:
+    """Bit by bit, as they would lie in a file."""
+    return list(map(bytes, serialize(one))) == list(map(bytes, serialize(other)))
 
 
 def _fill(
-    cache: Cache,
+    cache: Cache | MemoryCache,
     described: Mapping[str, str],
     made: Callable[[list[str]], Entries],
     on_non_finite: Callable[[str], None],
     phases: Phases,
     unit: str,
+    mine: Callable[[str], bool],
 ) -> int:
-    """described: what each key stands for, in words. made: keys -> their entries."""
-    cache.remove_leftovers()
-    todo = cache.missing(described, phases)
+    """described: what each key stands for. made: keys -> their entries, in any order."""
+    keys = [key for key in described if mine(key)]
+    todo = cache.missing(keys, phases)
     with phases(f"encoding {unit}s", len(todo), unit) as phase, phase.between_modules(), closing(made(todo)) as entries:
-        for key, (tensors, metadata) in zip(todo, entries, strict=True):
-            if not _finite(tensors):
+        for key, tensors, metadata in entries:
+            if not finite(tensors):
                 on_non_finite(described[key])
             cache.put(key, tensors, metadata)
             phase.advance()
-    for key in described:
-        if key not in todo and not cache.is_finite(key):
-            on_non_finite(f"{described[key]}, as the cache holds them ({cache.path(key)}: delete it to encode anew),")
+    new = frozenset(todo)
+    for key in keys:
+        if key not in new and not cache.is_finite(key):
+            on_non_finite(f"{described[key]}, {cache.origin(key)},")
     return len(todo)
 
 
-def _pixels(photo: Photo, bucket: Bucket, mirrored: bool) -> torch.Tensor:
-    data = photo.path.read_bytes()
+def pixels(example: Example, view: View) -> torch.Tensor:
+    """fp32 [3, H, W] in [-1, 1]: what the image encoder gets. Raises UserError where the photo changed after the scan."""
+    photo = example.photo
+    data = photo.image.read()
     # The key was made from the hash of the scan: other bytes must not be stored under it.
     if hashlib.sha256(data).hexdigest() != photo.sha256:
-        raise UserError(f"{photo.path} changed while the run was starting; start again")
-    return buckets.to_pixels(buckets.fit(decode(data), bucket, flip=mirrored)[0])
-
-
-def _finite(tensors: Mapping[str, torch.Tensor]) -> bool:
-    return all(bool(torch.isfinite(t).all()) for t in tensors.values() if t.is_floating_point())
-
-
-def _digest(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
-    """SHA-256 of the file these would make: names, dtypes, shapes, values and metadata."""
-    digest = hashlib.sha256()
-    for piece in serialize(tensors, metadata):
-        digest.update(piece)
-    return digest.hexdigest()
+        raise UserError(f"{photo.image} changed while the run was starting; start again")
+    image = decode(data, background=photo.source.background).image
+    return buckets.to_pixels(view.show(image, example))

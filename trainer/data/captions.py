@@ -1,56 +1,108 @@
-"""Captions: what is missing, empty or too long, and which are dropped in training."""
+"""Which captions are missing, empty or too long, and which one an appearance trains on."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass, field
 
 from trainer import draws
-from trainer.data.sources import Photo
+from trainer.data.examples import Example
 from trainer.errors import UserError
+from trainer.terminal import printable
 from trainer.types import Occurrence
+
+SHOWN = 3  # samples in a line
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Of a text encoder: limit: how many tokens it reads. counts: tokens by text. Both include the special tokens."""
+
+    limit: int
+    counts: Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class CaptionReport:
-    """What to tell about the captions when a run starts; every field but the first holds the samples concerned.
+    """What the start of a run reports about captions: the samples concerned, by all variants of their captions.
 
-    missing: no caption file.  empty: a file without text.
-    truncated: by text encoder, captions of more tokens than it reads; the rest of such a caption is not trained on.
+    missing: no caption was found.  empty: one was found, and a variant of it has no text.
+    truncated: by text encoder, with a variant of more tokens than it reads; the rest of it is not trained on.
+    tokens: by text encoder, of every variant.
     """
 
     photos: int
     missing: tuple[str, ...]
     empty: tuple[str, ...]
     truncated: Mapping[str, tuple[str, ...]]
+    tokens: Mapping[str, Tokens] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        parts = [f"{len(self.missing)} missing", f"{len(self.empty)} empty"]
-        parts += [f"{len(samples)} truncated by {name}" for name, samples in self.truncated.items()]
-        return f"captions of {self.photos} photos: {', '.join(parts)}"
+        """The counts, and a line with the first few samples of each."""
+        named = {"missing": self.missing, "empty": self.empty}
+        named |= {f"truncated by {encoder}": samples for encoder, samples in self.truncated.items()}
+        counts = ", ".join(f"{len(samples)} {what}" for what, samples in named.items())
+        lines = [f"captions of {self.photos} photos: {counts}"]
+        for what, samples in named.items():
+            if samples:
+                more = f" and {len(samples) - SHOWN} more" if len(samples) > SHOWN else ""
+                lines.append(f"  {what}: {', '.join(map(printable, samples[:SHOWN]))}{more}")
+        return "\n".join(lines)
 
 
-def report(
-    photos: Sequence[Photo], *, encoders: Mapping[str, tuple[Callable[[str], int], int]] | None = None
-) -> CaptionReport:
-    """Count the captions. `encoders` maps a text encoder's name to (count_tokens, limit), special tokens in both."""
-    truncated: dict[str, tuple[str, ...]] = {}
-    for name, (count_tokens, limit) in (encoders or {}).items():
-        too_long = {caption for caption in {photo.caption for photo in photos} if count_tokens(caption) > limit}
-        truncated[name] = tuple(photo.sample for photo in photos if photo.caption in too_long)
+def report(examples: Iterable[Example], *, tokens: Mapping[str, Tokens] | None = None) -> CaptionReport:
+    """tokens: by text encoder, of every variant of the examples' captions."""
+    found = {example.photo.sample: example for example in examples}  # the same at every size
+    tokens = tokens or {}
+    too_long = {
+        encoder: {text for text, count in counted.counts.items() if count > counted.limit}
+        for encoder, counted in tokens.items()
+    }
     return CaptionReport(
-        photos=len(photos),
-        missing=tuple(photo.sample for photo in photos if not photo.has_caption),
-        empty=tuple(photo.sample for photo in photos if photo.has_caption and not photo.caption),
-        truncated=truncated,
+        photos=len(found),
+        missing=tuple(sample for sample, example in found.items() if not example.photo.has_caption),
+        empty=tuple(sample for sample, e in found.items() if e.photo.has_caption and "" in e.captions),
+        truncated={
+            encoder: tuple(sample for sample, example in found.items() if not texts.isdisjoint(example.captions))
+            for encoder, texts in too_long.items()
+        },
+        tokens=tokens,
     )
+
+
+def frequency(examples: Iterable[Example]) -> dict[str, int]:
+    """How many appearances in an epoch may show each caption, or each tag if the source splits captions into tags.
+
+    A caption with several variants counts for what any of them contains. Regularisation images do not count.
+    """
+    counts: Counter[str] = Counter()
+    for example in {e.photo.sample: e for e in examples if not e.photo.source.regularisation}.values():
+        rules, variants = example.photo.source.caption_rules, set(example.captions)
+        texts = {tag for text in variants for tag in rules.tags(text)} if rules.by_tags else variants
+        for text in texts:
+            counts[text] += example.photo.repeats
+    return dict(counts)
+
+
+def triggers(examples: Iterable[Example]) -> tuple[str, ...]:
+    """The triggers of the sources that show the subject, each once, in order."""
+    sources = dict.fromkeys(example.photo.source for example in examples)
+    return tuple(dict.fromkeys(s.caption_rules.trigger for s in sources if s.caption_rules.trigger and not s.regularisation))
 
 
 def refuse_truncated(captions: CaptionReport) -> None:
     """Strict mode's check for length; `scan` makes those for missing and empty captions. Raises UserError."""
-    lines = [f"  {sample}: too long for {name}" for name, samples in captions.truncated.items() for sample in samples]
+    lines = [
+        f"  {printable(sample)}: too long for {name}" for name, samples in captions.truncated.items() for sample in samples
+    ]
     if lines:
-        raise UserError("captions would be truncated; shorten what is named here:\n" + "\n".join(lines))
+        raise UserError("captions would be truncated; shorten these:\n" + "\n".join(lines))
 
 
-def dropped(seed: int, occurrence: Occurrence, probability: float) -> bool:
-    """Whether this appearance of the photo trains without its caption. 0.0 is never, 1.0 always."""
-    return draws.uniform(seed, "caption_dropout", *astuple(occurrence)) < probability
+def drawn(seed: int, occurrence: Occurrence, example: Example) -> str:
+    """The caption that this appearance of the photo trains on: "" where it is dropped, else one of the example's."""
+    key = astuple(occurrence)
+    if draws.uniform(seed, "caption_dropout", *key) < example.photo.source.caption_dropout:
+        return ""
+    if len(example.captions) == 1:
+        return example.captions[0]
+    return example.captions[int(draws.uniform(seed, "caption", *key) * len(example.captions))]

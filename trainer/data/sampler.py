@@ -4,55 +4,72 @@ The order of the samples depends neither on batch size nor on the number of proc
 steps count from 0 here.
 """
 
-import hashlib
-import json
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from trainer import draws
 from trainer.data.buckets import Bucket
-from trainer.data.sources import Photo
+from trainer.data.examples import Example
+from trainer.data.short_batches import appearances
 from trainer.types import Occurrence
 
 MicroBatch = tuple[Occurrence, ...]
 
 
-def epoch_order(photos: Sequence[tuple[Photo, Bucket]], *, seed: int, epoch: int) -> list[tuple[Occurrence, Bucket]]:
-    """Every (photo, repeat) of the epoch, sorted by its draw."""
+def epoch_order(examples: Sequence[Example], *, seed: int, epoch: int) -> list[tuple[Occurrence, Bucket]]:
+    """Every (example, repeat) of the epoch, sorted by its draw."""
     drawn = sorted(
-        (draws.uniform(seed, "order", epoch, photo.sample, repeat), photo.sample, repeat, bucket)
-        for photo, bucket in photos
-        for repeat in range(photo.repeats)
+        (draws.uniform(seed, "order", epoch, example.sample, repeat), example.sample, repeat, example.bucket)
+        for example in examples
+        for repeat in range(example.photo.repeats)
     )
-    return [(Occurrence(epoch, sample, repeat), bucket) for _, sample, repeat, bucket in drawn]
+    drawn.reverse()
+    order = []
+    while drawn:  # each is let go of at once: of a hundred thousand photos there is one list
+        _, sample, repeat, bucket = drawn.pop()
+        order.append((Occurrence(epoch, sample, repeat), bucket))
+    return order
 
 
-def epoch_batches(photos: Sequence[tuple[Photo, Bucket]], *, seed: int, epoch: int, batch_size: int) -> list[MicroBatch]:
+def epoch_batches(
+    examples: Sequence[Example], *, seed: int, epoch: int, batch_size: int, fill: bool = False
+) -> list[MicroBatch]:
     """The epoch's micro-batches, each of one bucket.
 
-    Going through the global order, a batch is emitted when its bucket has `batch_size` samples; what is left in each
+    Going through the global order, a batch is emitted when its bucket has `batch_size` samples; what remains in each
     bucket follows as one shorter batch, in the order of first samples. Nothing is dropped or shown twice.
+    fill: these batches are filled with further appearances of the bucket's first samples in this order, each with
+    the next repeat number of its photo, so that it has draws of its own.
     """
     batches: list[MicroBatch] = []
     open_batches: dict[Bucket, list[Occurrence]] = {}
-    for occurrence, bucket in epoch_order(photos, seed=seed, epoch=epoch):
+    order = epoch_order(examples, seed=seed, epoch=epoch)
+    for occurrence, bucket in order:
         batch = open_batches.setdefault(bucket, [])
         batch.append(occurrence)
         if len(batch) == batch_size:
             batches.append(tuple(open_batches.pop(bucket)))
+    if fill:
+        repeats = {example.sample: example.photo.repeats for example in examples}
+        firsts: dict[Bucket, list[Occurrence]] = {bucket: [] for bucket in open_batches}
+        for occurrence, bucket in order:
+            if bucket in firsts and len(firsts[bucket]) < batch_size:
+                firsts[bucket].append(occurrence)
+        for bucket, batch in open_batches.items():
+            for again in range(batch_size - len(batch)):
+                rounds, place = divmod(again, len(firsts[bucket]))
+                first = firsts[bucket][place]
+                batch.append(replace(first, repeat=first.repeat + (rounds + 1) * repeats[first.sample]))
     # A batch enters the dictionary with its first sample, so insertion order is the order of first samples.
     batches += [tuple(batch) for batch in open_batches.values()]
-    assert len(batches) == batches_per_epoch(photos, batch_size=batch_size)
+    assert len(batches) == batches_per_epoch(examples, batch_size=batch_size)
     return batches
 
 
-def batches_per_epoch(photos: Sequence[tuple[Photo, Bucket]], *, batch_size: int) -> int:
+def batches_per_epoch(examples: Sequence[Example], *, batch_size: int) -> int:
     """Micro-batches in every epoch: the count depends on the buckets' sizes alone, so it never changes."""
-    sizes: Counter[Bucket] = Counter()
-    for photo, bucket in photos:
-        sizes[bucket] += photo.repeats
-    return sum(math.ceil(size / batch_size) for size in sizes.values())
+    return sum(math.ceil(size / batch_size) for size in appearances(examples).values())
 
 
 def updates(batches: Sequence[MicroBatch], *, accumulation: int, processes: int) -> list[list[MicroBatch]]:
@@ -62,13 +79,21 @@ def updates(batches: Sequence[MicroBatch], *, accumulation: int, processes: int)
 
 
 def all_updates(
-    photos: Sequence[tuple[Photo, Bucket]], *, seed: int, batch_size: int, accumulation: int, processes: int, after: int
+    examples: Sequence[Example],
+    *,
+    seed: int,
+    batch_size: int,
+    accumulation: int,
+    processes: int,
+    after: int,
+    fill: bool = False,
+    began: tuple[int, int] = (0, 0),
 ) -> Iterator[list[MicroBatch]]:
     """The micro-batches of every update beyond step `after`, of all processes, epoch after epoch without end."""
-    length = steps_per_epoch(photos, batch_size=batch_size, accumulation=accumulation, processes=processes)
-    epoch, skip = update_at(after, steps_per_epoch=length)
+    length = steps_per_epoch(examples, batch_size=batch_size, accumulation=accumulation, processes=processes)
+    epoch, skip = update_at(after, steps_per_epoch=length, began=began)
     while True:
-        batches = epoch_batches(photos, seed=seed, epoch=epoch, batch_size=batch_size)
+        batches = epoch_batches(examples, seed=seed, epoch=epoch, batch_size=batch_size, fill=fill)
         yield from updates(batches, accumulation=accumulation, processes=processes)[skip:]
         epoch, skip = epoch + 1, 0
 
@@ -78,23 +103,16 @@ def share(update: Sequence[MicroBatch], *, processes: int, rank: int) -> list[Mi
     return list(update[rank::processes])
 
 
-def fingerprint(photos: Sequence[tuple[Photo, Bucket]]) -> dict[str, str]:
-    """SHA-256 over everything of the data that decides what a step sees, by what it is."""
-    parts = {
-        "photos": [p.sample for p, _ in photos],
-        "contents of the photos": [p.sha256 for p, _ in photos],
-        "captions": [p.caption for p, _ in photos],
-        "repeats": [p.repeats for p, _ in photos],
-        "buckets": [list(bucket) for _, bucket in photos],
-    }
-    return {name: hashlib.sha256(json.dumps(values).encode()).hexdigest() for name, values in parts.items()}
-
-
-def steps_per_epoch(photos: Sequence[tuple[Photo, Bucket]], *, batch_size: int, accumulation: int, processes: int) -> int:
+def steps_per_epoch(examples: Sequence[Example], *, batch_size: int, accumulation: int, processes: int) -> int:
     """Updates in every epoch."""
-    return math.ceil(batches_per_epoch(photos, batch_size=batch_size) / (accumulation * processes))
+    return math.ceil(batches_per_epoch(examples, batch_size=batch_size) / (accumulation * processes))
 
 
-def update_at(step: int, *, steps_per_epoch: int) -> tuple[int, int]:
-    """(epoch, index of the update in the epoch) of a global step, all counted from 0."""
-    return divmod(step, steps_per_epoch)
+def update_at(step: int, *, steps_per_epoch: int, began: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+    """(epoch, index of the update in the epoch) of a global step, all counted from 0.
+
+    began: the (step, epoch) at which training on these photos began; `step` is not before it.
+    """
+    first, epoch = began
+    epochs, index = divmod(step - first, steps_per_epoch)
+    return epoch + epochs, index

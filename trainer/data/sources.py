@@ -1,244 +1,195 @@
-"""The training photos: found, read in full and checked before anything else happens.
-
-Whatever is wrong with any of them is reported at once, so that no run meets a bad photo hours later and no photo is
-left out or replaced silently. Embedded colour profiles are not applied.
-"""
+"""The types of the data: sources, the images that they hold, and photos that were read."""
 
 import errno
-import hashlib
-import io
 import os
 import stat
-import struct
-import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TypeVar
+from typing import Protocol
 
-import torch
-from PIL import ExifTags, Image, UnidentifiedImageError
+from trainer.data.caption_rules import CaptionRules
+from trainer.terminal import printable
 
-from trainer.errors import UserError
-from trainer.phases import QUIET, Phases
-
-SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp"})
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP")  # decoders that may run, whatever a file is named
-MAX_PIXELS = 200_000_000
-MAX_THREADS = 4
-
-# PIL's own guard is a global. Above this value it warns, above twice the value it raises, `decode` refuses in between.
-Image.MAX_IMAGE_PIXELS = MAX_PIXELS
-
-# What Pillow's decoders raise on bytes that are not what their header claims, besides ValueError.
-DECODE_ERRORS = (
-    OSError, SyntaxError, EOFError, IndexError, KeyError, TypeError, OverflowError, struct.error, zlib.error,
-    Image.DecompressionBombError, Image.DecompressionBombWarning,
-)  # fmt: skip
-
-# The transposition that undoes each EXIF orientation. PIL's ImageOps.exif_transpose does this too, but then rewrites
-# the EXIF block, which fails on malformed tags that do not matter here.
-TRANSPOSITIONS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-
-In = TypeVar("In")
-Out = TypeVar("Out")
+MAX_BYTES = 2 << 30  # of one file: the largest photo that is read has 200 million pixels, of at most 8 bytes
 
 
 @dataclass(frozen=True)
-class Photo:
-    """One training image and its caption.
+class Source:
+    """One [[data.sources]] of the config, completed by the keys of [data].
 
-    sample: "INDEX/relative/posix/path", INDEX being the source's place in the config; the key of every draw.
+    index: its place in the config; the names of its samples begin with it.
+    captions: where captions come from: "auto", "filename", "folder" or "none".
+    image_column, caption_column: of metadata or a dataset, if they have other names than usual.
+    background: the colour behind transparent parts of a photo, "#rrggbb".
+    flip: mirror an appearance with probability 0.5. caption_dropout: the probability that it trains on the empty caption.
+    resolutions: the sizes at which each of its photos is trained.
+    caption_rules: how its captions are changed.
+    crop_jitter: how far a crop may be from the centre, and zoom in, as a share of the bucket's sides.
+    colour_jitter: the share by which brightness, contrast and saturation may differ. image_variants: of each photo.
+    masks: "none"; "files" beside the photos; "alpha": their transparency. unmasked_weight: the weight of black parts.
+    loss_weight: multiplies the loss of each of its photos. regularisation: its photos do not show the subject; they preserve
+    what the model knew before.
+    """
+
+    index: int
+    path: str
+    repeats: int = 1
+    captions: str = "auto"
+    image_column: str | None = None
+    caption_column: str | None = None
+    background: str = "#ffffff"
+    flip: bool = False
+    caption_dropout: float = 0.0
+    resolutions: tuple[int, ...] = (1024,)
+    caption_rules: CaptionRules = CaptionRules()
+    crop_jitter: float = 0.0
+    colour_jitter: float = 0.0
+    image_variants: int = 4
+    masks: str = "none"
+    unmasked_weight: float = 0.0
+    loss_weight: float = 1.0
+    regularisation: bool = False
+
+    @property
+    def jitters(self) -> bool:
+        return self.crop_jitter > 0 or self.colour_jitter > 0
+
+
+class Place(Protocol):
+    """Where the bytes of an image or a mask are. Its text is for people."""
+
+    def read(self) -> bytes:
+        """Raises OSError; ValueError with the reason, if the file that contains them is damaged."""
+        ...
+
+
+class CaptionPlace(Protocol):
+    """Where the bytes of a caption are."""
+
+    def read(self) -> bytes | None:
+        """UTF-8; None if the file says that there is no caption. Raises as a Place does."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """root: of the source. name: relative to it, with slashes. A hundred thousand of these share one root."""
+
+    root: str
+    name: str
+
+    @property
+    def path(self) -> str:
+        return os.path.join(self.root, self.name)  # pathlib would keep every part of it
+
+    def __str__(self) -> str:
+        return printable(self.path)
+
+    def read(self) -> bytes:
+        """Raises OSError, also for a named pipe or a device, which might never end, and for more than MAX_BYTES."""
+        path = self.path
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        if status.st_size > MAX_BYTES:
+            raise too_large(status.st_size, path)
+        with open(path, "rb") as file:
+            return file.read()
+
+
+def too_large(size: int, path: str) -> OSError:
+    return OSError(errno.EFBIG, f"{size:,} bytes, more than the limit of {MAX_BYTES:,}", path)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An image of a source, not read yet.
+
+    name: within the source, with slashes. caption: its place, its text, or None. mask: the place of its mask, or None.
+    repeats: multiplies those of the source. caption_from: where the caption was found, for people; "" without one.
+    """
+
+    source: Source
+    name: str
+    image: Place
+    caption: CaptionPlace | str | None
+    mask: Place | None = None
+    repeats: int = 1
+    caption_from: str = ""
+
+    @property
+    def sample(self) -> str:
+        return f"{self.source.index}/{self.name}"
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a source holds.
+
+    found: the reader removes them one by one. left_out: (file, reason) of everything that is not trained on. problems: what
+    has to be repaired before a run. notes: further lines for the start of a run.
+    """
+
+    found: list[Found]
+    left_out: Sequence[tuple[str, str]] = ()
+    problems: Sequence[str] = ()
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Photo:
+    """One training image and its captions.
+
+    sample: "INDEX/name/within/the/source", the key of every draw that is made for it.
     width, height: pixels, after the EXIF orientation is applied.
-    caption: stripped text, "" where there is none.  has_caption: whether the caption file exists (it may be empty).
-    repeats: how often the photo appears in an epoch.  sha256: of the image file's bytes.
+    caption: stripped text as it was found, "" if there is none.  has_caption: whether one was found (it may be empty).
+    repeats: how often the photo appears in an epoch.  sha256: of the image's bytes.
+    choices: what decides its pixels besides those bytes (images.Decoded); usually empty.
+    look: its perceptual hash (looks.py).  caption_from: where the caption was found, for people; "" without one.
+    mask, mask_sha256: the place of its mask, and the digest of the mask's bytes; None: it counts everywhere.
+    notes: for people, about this photo.
     """
 
     sample: str
-    path: Path
+    source: Source
+    image: Place
     width: int
     height: int
     caption: str
     has_caption: bool
     repeats: int
     sha256: str
+    choices: tuple[str, ...] = ()
+    mask: Place | None = None
+    mask_sha256: str | None = None
+    look: bytes = b""
+    caption_from: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def contents(self) -> str | list[str]:
+        """What decides its pixels and mask. The digest of the bytes alone if nothing else does, as in earlier runs."""
+        more = (*self.choices, *((f"mask {self.mask_sha256}",) if self.mask else ()))
+        return [self.sha256, *more] if more else self.sha256
 
 
-def scan(sources: Sequence[tuple[str, int]], *, strict_captions: bool = False, phases: Phases = QUIET) -> tuple[Photo, ...]:
-    """Every photo of the sources [(folder, repeats), ...], in order of source, then of relative path.
+def noted(photos: Iterable[Photo]) -> dict[str, list[str]]:
+    """By note, the printable samples that have it."""
+    found: dict[str, list[str]] = {}
+    for photo in photos:
+        for note in photo.notes:
+            found.setdefault(note, []).append(printable(photo.sample))
+    return found
 
-    Folders are searched recursively, symbolic links included; hidden files and folders are left out. The caption of
-    `a/b.jpg` is `a/b.txt`, UTF-8. Every image is decoded in full.
-    Raises one UserError that names everything wrong: folders, images, captions (with `strict_captions` also missing and
-    empty ones).
+
+@dataclass(frozen=True)
+class Scanned:
+    """The checked contents of all sources. left_out, notes: as in a Listing.
+
+    damaged: what has to be repaired before a run, a file and the reason in each line. None of `photos` is among them.
     """
-    problems: list[str] = []
-    found: list[tuple[str, Path, int]] = []
-    for index, (folder, repeats) in enumerate(sources):
-        root = Path(folder)
-        if not root.is_dir():
-            problems.append(f"{folder}: {'not a folder' if root.exists() else 'no such folder'}")
-            continue
-        relative_paths = sorted(_image_files(root, problems))
-        if not relative_paths:
-            problems.append(f"{folder}: no images in it ({', '.join(sorted(SUFFIXES))})")
-        found += [(f"{index}/{relative}", root / relative, repeats) for relative in relative_paths]
 
-    def read(item: tuple[str, Path, int]) -> Photo | list[str]:
-        return _read_photo(*item, strict_captions=strict_captions)
-
-    photos: list[Photo] = []
-    with phases("scanning photos", len(found), "photo") as phase, closing(in_threads(read, found)) as results:
-        for result in results:
-            phase.advance()
-            if isinstance(result, Photo):
-                photos.append(result)
-            else:
-                problems += result
-    if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        listing = "\n".join(f"  {problem}" for problem in problems)
-        raise UserError(f"data.sources: {count}; mend or remove what is named here:\n{listing}")
-    return tuple(photos)
-
-
-def load_rgb(path: Path | str) -> Image.Image:
-    """An image file as 8-bit RGB, its EXIF orientation applied. Raises ValueError with the reason if it cannot be."""
-    return decode(Path(path).read_bytes())
-
-
-def decode(data: bytes) -> Image.Image:
-    """The bytes of an image file as 8-bit RGB: `load_rgb` without the file.
-
-    Transparency is composited over white, 16 bits are scaled to 8. Raises ValueError with the reason for anything that
-    is not one still, complete image of at most MAX_PIXELS.
-    """
-    if not data:
-        raise ValueError("the file is empty (0 bytes)")
-    try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            if image.width * image.height > MAX_PIXELS:
-                raise ValueError(f"{image.width} x {image.height} pixels, more than the limit of {MAX_PIXELS:,}")
-            # An MPO is a phone's JPEG with a depth or gain map behind the photo: not an animation.
-            if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
-                raise ValueError(f"animated ({image.n_frames} frames), only still images can be trained on")
-            image.load()
-            orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
-            rgb = _to_rgb(image)
-    except UnidentifiedImageError as error:
-        raise ValueError("not a JPEG, PNG, WebP or BMP image, or its header is damaged") from error
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise ValueError(f"more pixels than the limit of {MAX_PIXELS:,}") from error
-    except DECODE_ERRORS as error:
-        raise ValueError(f"cannot be decoded ({error})") from error
-    return rgb.transpose(TRANSPOSITIONS[orientation]) if orientation in TRANSPOSITIONS else rgb
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode in ("I;16", "I;16L", "I;16B", "I"):  # Pillow opens a 16-bit grey PNG as one of these, by its version
-        return _grey16_to_8(image).convert("RGB")
-    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
-        rgba = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
-    return image.convert("RGB")
-
-
-def _grey16_to_8(image: Image.Image) -> Image.Image:
-    """0..65535 to 0..255, rounded. Pillow's own conversion clips at 255, which makes nearly everything white."""
-    raw = bytearray(image.convert("I").tobytes())  # int32 in the machine's byte order
-    grey = (torch.frombuffer(raw, dtype=torch.int32).clamp(0, 65535) + 128).div(257, rounding_mode="floor")
-    return Image.frombytes("L", image.size, grey.to(torch.uint8).numpy().tobytes())
-
-
-def _image_files(root: Path, problems: list[str]) -> Iterator[str]:
-    """Relative POSIX paths of the images below `root`. A folder reached twice through links is searched once."""
-    seen: set[tuple[int, int]] = set()
-
-    def unreadable(error: OSError) -> None:
-        problems.append(f"{error.filename}: {error.strerror}")
-
-    for folder, subfolders, files in os.walk(root, followlinks=True, onerror=unreadable):
-        status = os.stat(folder)
-        if (status.st_dev, status.st_ino) in seen:
-            subfolders.clear()
-            continue
-        seen.add((status.st_dev, status.st_ino))
-        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-        for name in files:
-            if not name.startswith(".") and os.path.splitext(name)[1].lower() in SUFFIXES:
-                yield (Path(folder) / name).relative_to(root).as_posix()
-
-
-def _read_photo(sample: str, path: Path, repeats: int, *, strict_captions: bool) -> Photo | list[str]:
-    """The photo, or what is wrong with it and its caption, one line each."""
-    problems: list[str] = []
-    shown = _printable(path)
-    if shown != str(path):
-        problems.append(f"{shown}: the file's name is not UTF-8")
-    try:
-        data = _read_regular(path)
-        width, height = decode(data).size
-    except OSError as error:
-        problems.append(f"{shown}: cannot be read ({error.strerror})")
-    except ValueError as error:
-        problems.append(f"{shown}: {error}")
-
-    text_path, has_caption, caption = path.with_suffix(".txt"), True, ""
-    shown_text = _printable(text_path)
-    try:
-        caption = _read_regular(text_path).decode("utf-8-sig").strip()
-    except FileNotFoundError:
-        has_caption = False
-    except OSError as error:
-        problems.append(f"{shown_text}: cannot be read ({error.strerror})")
-    except UnicodeDecodeError as error:
-        problems.append(f"{shown_text}: the caption is not UTF-8 (at byte {error.start}); save it as UTF-8")
-    if strict_captions and not has_caption:
-        problems.append(f"{shown}: no caption file {os.path.basename(shown_text)} beside it")
-    elif strict_captions and not caption and not problems:
-        problems.append(f"{shown_text}: the caption is empty")
-    if problems:
-        return problems
-    return Photo(sample, path, width, height, caption, has_caption, repeats, hashlib.sha256(data).hexdigest())
-
-
-def _read_regular(path: Path) -> bytes:
-    """A file's bytes. Raises OSError, also for a named pipe or a device, which might never end."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return path.read_bytes()
-
-
-def _printable(path: Path) -> str:
-    """The path, with bytes of its name that are not UTF-8 written as escapes."""
-    return os.fsencode(path).decode(errors="backslashreplace")
-
-
-def in_threads(function: Callable[[In], Out], items: Iterable[In]) -> Iterator[Out]:
-    """`map` with a few threads running ahead, in order, holding at most 2 x threads results; stops when closed.
-
-    Decoding releases the interpreter's lock, so threads do help.
-    """
-    threads = max(2, min(MAX_THREADS, os.cpu_count() or 1))
-    pool = ThreadPoolExecutor(threads)
-    pending: deque = deque()
-    try:
-        for item in items:
-            pending.append(pool.submit(function, item))
-            if len(pending) >= 2 * threads:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    photos: tuple[Photo, ...]
+    left_out: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
+    damaged: tuple[str, ...] = ()

@@ -6,26 +6,26 @@ from trainer.errors import UserError
 from trainer.protocols import Kernels
 from trainer.types import StoredWeight
 
-# Of the card that Triton reads float8 e4m3 on, and that multiplies float8: Ada and Hopper.
-CAPABILITY = (8, 9)
+# Of the cards that the Triton kernels are compiled for (Ampere and newer), and of those that multiply float8 (Ada and newer).
+CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
 
-# From which shape on a float8 product pays. Estimates, both, not measured: scripts/bench/bench_step.py gives a verdict for
-# each layer shape of Flux and SDXL, from which to set them. Narrow layers lose to the quantisation of x, which costs as much
-# as a product with some 500 columns gains; few rows lose to the launches.
-FP8_MIN_SIDE, FP8_MIN_ROWS = 1280, 512
+# From which shape on a float8 product pays: of how many weights, for how many rows. On an H100 it did for all layers of Flux
+# and for SDXL's of 1280 x 5120 and more, from 512 rows on (scripts/bench/bench_step.py gives a verdict for each shape). Small
+# layers lose to the quantisation of x, which costs as much as a product with some 500 columns gains; few rows to launches.
+FP8_MIN_WEIGHTS, FP8_MIN_ROWS = 2**22, 512
 FP8_ALIGNMENT = 16  # of N and K: what the CUDA product wants
 
 
 def choose(name: str, device: torch.device) -> Kernels:
-    """The kernels of that name. "auto": Triton on a CUDA device of compute capability 8.9 or newer, plain PyTorch elsewhere.
+    """The kernels of that name. "auto": Triton on a CUDA device of compute capability 8.0 or newer, plain PyTorch elsewhere.
 
     Never falls back by itself: raises UserError where Triton was chosen and cannot run.
     """
     from trainer.kernels import dora_torch
 
-    if name == "torch" or (name == "auto" and not _suits_triton(device)):
+    if name == "torch" or (name == "auto" and not _is_cuda(device, CAPABILITY)):
         return dora_torch
-    if not _suits_triton(device):
+    if not _is_cuda(device, CAPABILITY):
         here = str(device) if device.type != "cuda" else torch.cuda.get_device_name(device)
         raise UserError(
             f"adapter.kernels = 'triton' needs a CUDA device of compute capability {'.'.join(map(str, CAPABILITY))} or "
@@ -41,9 +41,22 @@ def choose(name: str, device: torch.device) -> Kernels:
     return dora_triton
 
 
+def planned(name: str) -> Kernels:
+    """The kernels of that name on a CUDA device that is not here: "auto" is Triton where it is installed."""
+    from trainer.kernels import dora_torch
+
+    if name == "torch":
+        return dora_torch
+    try:
+        from trainer.kernels import dora_triton
+    except ImportError:
+        return dora_torch
+    return dora_triton
+
+
 def scaled_matmul_pays(rows: int, n: int, k: int) -> bool:
     """Whether a layer [N, K] multiplies `rows` rows in float8: forward and backward alike, of the same three sizes."""
-    return rows >= FP8_MIN_ROWS and min(n, k) >= FP8_MIN_SIDE and n % FP8_ALIGNMENT == k % FP8_ALIGNMENT == 0
+    return rows >= FP8_MIN_ROWS and n * k >= FP8_MIN_WEIGHTS and n % FP8_ALIGNMENT == k % FP8_ALIGNMENT == 0
 
 
 def multiplies_float8(kernels: Kernels, device: torch.device) -> bool:
@@ -51,7 +64,7 @@ def multiplies_float8(kernels: Kernels, device: torch.device) -> bool:
 
     Elsewhere (a CPU, an older card, the plain kernels) the same numbers come out of upcast codes, slower than without float8.
     """
-    if kernels.name != "triton" or not _suits_triton(device):
+    if kernels.name != "triton" or not _is_cuda(device, FP8_CAPABILITY):
         return False
     codes = torch.ones(FP8_ALIGNMENT, FP8_ALIGNMENT, device=device).to(torch.float8_e4m3fn)
     ones = torch.ones(FP8_ALIGNMENT, device=device)
@@ -63,5 +76,5 @@ def multiplies_float8(kernels: Kernels, device: torch.device) -> bool:
         return False
 
 
-def _suits_triton(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
+def _is_cuda(device: torch.device, capability: tuple[int, int]) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= capability

@@ -8,7 +8,7 @@ from trainer.kernels.scratch import PIECE_BUFFER, SECOND_BUFFER, scratch
 from trainer.types import StoredWeight
 
 __all__ = [
-    "adapted_norm", "compose", "has_plain_codes", "name", "quantize_rows", "row_gradients", "row_squares",
+    "adapted_norm", "adapter_gradients", "compose", "has_plain_codes", "name", "quantize_rows", "row_squares",
     "scaled_input_grad", "scaled_product", "upcast",
 ]  # fmt: skip
 
@@ -17,6 +17,9 @@ name = "torch"
 # c^2 is a sum that can cancel: what is left below an fp32 roundoff of ||W||^2 is its rounding. A norm of zero there would
 # make dm = sum G * z / c infinite, where z is not zero.
 NORM_FLOOR = 2.0**-24
+
+# Below this a norm or a magnitude counts as zero: g would be 0 / 0. At 0 / TINY = 0 the row stays what it is, zero.
+TINY = 1e-30
 
 # Of float8 e4m3. A row's scale is at least the smallest normal fp32 number: one below it would be too coarse for the row's
 # largest element to stay within LARGEST, and zero, of a row of zeros, would make 0 / 0.
@@ -76,13 +79,21 @@ def compose(
             out.copy_(y)
 
 
-def row_gradients(dy_MN: Tensor, u_MN: Tensor, t_MR: Tensor) -> tuple[Tensor, Tensor]:
+def adapter_gradients(
+    dy_MN: Tensor, u_MN: Tensor, t_MR: Tensor, b_NR: Tensor, g_N: Tensor, over_N: Tensor, bias_N: Tensor | None,
+    scaling: float, with_z: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     wide = wide_dtype(dy_MN.dtype)
     du_N = torch.zeros(dy_MN.shape[1], dtype=wide, device=dy_MN.device)
     for rows in pieces(dy_MN.shape, dy_MN.device):
-        du_N += (u_MN[rows].to(wide) * dy_MN[rows]).sum(0)
+        u = u_MN[rows].to(wide) if bias_N is None else u_MN[rows] - bias_N
+        du_N += (u * dy_MN[rows]).sum(0)
     # A product of 16-bit tensors is summed in fp32, but this one leaves in 16 bits: there is no other on a CPU.
-    return (dy_MN.t() @ t_MR).to(wide), du_N
+    d_NR = (dy_MN.t() @ t_MR).to(wide)
+    if with_z:
+        du_N.add_((b_NR * d_NR).sum(1), alpha=scaling)
+    sg_N1 = scaling * g_N[:, None]
+    return d_NR * sg_N1, du_N / torch.where(over_N.abs() < TINY, TINY, over_N), (b_NR * sg_N1).to(dy_MN.dtype)
 
 
 def quantize_rows(x_MK: Tensor, by_K: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -92,7 +103,7 @@ def quantize_rows(x_MK: Tensor, by_K: Tensor | None = None) -> tuple[Tensor, Ten
         x = x_MK[rows].float()
         x = x if by_K is None else x * by_K
         # By a tensor: CUDA divides by a number as it multiplies by its inverse, which rounds in another way.
-        scale = x.abs().amax(1).div_(x.new_tensor(LARGEST)).clamp_min_(SCALE_FLOOR)
+        scale = x.abs().amax(1).div_(torch.full((), LARGEST, device=x.device)).clamp_min_(SCALE_FLOOR)
         codes_MK[rows] = (x * scale.reciprocal()[:, None]).to(codes_MK.dtype)
         scale_M[rows] = scale
     return codes_MK, scale_M

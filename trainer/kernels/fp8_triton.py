@@ -5,21 +5,19 @@ Inductor knows it. What is ours is the quantiser, one pass over its input, and t
 needs: Hopper multiplies float8 only where both operands lie along the dimension that is summed over.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
 
 from trainer.kernels.dora_torch import LARGEST, SCALE_FLOOR
+from trainer.kernels.operators_triton import INTERPRETED, launch, operator
 from trainer.kernels.scratch import scratch
-from trainer.kernels.upcast_triton import INTERPRETED, check_dtypes, flat, rounded
+from trainer.kernels.upcast_triton import check_dtypes, flat, rounded
 from trainer.types import StoredWeight
 
 # Whether Hopper's tensor cores may sum a whole product in their own 22 bits or so, instead of handing partial sums to fp32
-# registers. Faster, by how much no GPU has measured here: scripts/bench/bench_step.py times both.
+# registers. Faster by a tenth on Flux's layers (H100): scripts/bench/bench_step.py times both.
 FAST_SUMS = False
 
 # A row up to this long stays in registers between its largest element and its codes; a longer one is read twice.
@@ -73,33 +71,26 @@ def transpose_kernel(w_ptr, out_ptr, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.co
     tl.store(out_ptr + k[:, None] * N + n[None, :], tl.trans(w), mask=(k[:, None] < K) & (n[None, :] < N))
 
 
-def _launch_quantize_rows(kernel: Any, x_MK: Tensor, by_K: Tensor | None, codes_MK: Tensor, scale_M: Tensor) -> None:
+@operator("codes_MK", "scale_M")
+def _quantize_rows(x_MK: Tensor, by_K: Tensor | None, codes_MK: Tensor, scale_M: Tensor) -> None:
     rows, columns = x_MK.shape
     block = min(triton.next_power_of_2(columns), LONGEST_ROW)
-    kernel[(rows,)](
-        x_MK, x_MK if by_K is None else by_K, codes_MK, scale_M, columns, *x_MK.stride(), GAIN=by_K is not None,
+    launch(
+        quantize_rows_kernel, (rows,), x_MK, x_MK if by_K is None else by_K, codes_MK, scale_M, columns, *x_MK.stride(),
+        GAIN=by_K is not None,
         WHOLE=columns <= block, LARGEST=LARGEST, FLOOR=SCALE_FLOOR, INTERPRETED=INTERPRETED, BLOCK_K=block,
         # 32 elements to a thread, of which a load brings 8; the longest rows get 64.
         num_warps=max(1, min(8, block // 1024)),
     )  # fmt: skip
 
 
-def _launch_transpose(kernel: Any, w_NK: Tensor, out_KN: Tensor) -> None:
+@operator("out_KN")
+def _transpose(w_NK: Tensor, out_KN: Tensor) -> None:
     rows, columns = w_NK.shape
     # Whole cache lines of bytes on either side.
     block = 128
     grid = (triton.cdiv(rows, block) * triton.cdiv(columns, block),)
-    kernel[grid](w_NK, out_KN, rows, columns, BLOCK_N=block, BLOCK_K=block, num_warps=8)
-
-
-@triton_op("trainer::quantize_rows", mutates_args={"codes_MK", "scale_M"})
-def _quantize_rows_op(x_MK: Tensor, by_K: Tensor | None, codes_MK: Tensor, scale_M: Tensor) -> None:
-    _launch_quantize_rows(wrap_triton(quantize_rows_kernel), x_MK, by_K, codes_MK, scale_M)
-
-
-@triton_op("trainer::transpose", mutates_args={"out_KN"})
-def _transpose_op(w_NK: Tensor, out_KN: Tensor) -> None:
-    _launch_transpose(wrap_triton(transpose_kernel), w_NK, out_KN)
+    launch(transpose_kernel, grid, w_NK, out_KN, rows, columns, BLOCK_N=block, BLOCK_K=block, num_warps=8)
 
 
 def quantize_rows(x_MK: Tensor, by_K: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -108,10 +99,7 @@ def quantize_rows(x_MK: Tensor, by_K: Tensor | None = None) -> tuple[Tensor, Ten
     scale_M = torch.empty(x_MK.shape[0], dtype=torch.float32, device=x_MK.device)
     if not x_MK.numel():
         return codes_MK, scale_M
-    if torch.compiler.is_compiling():
-        _quantize_rows_op(x_MK, by_K, codes_MK, scale_M)
-    else:
-        _launch_quantize_rows(quantize_rows_kernel, x_MK, by_K, codes_MK, scale_M)
+    _quantize_rows(x_MK, by_K, codes_MK, scale_M)
     return codes_MK, scale_M
 
 
@@ -126,11 +114,7 @@ def scaled_input_grad(d_codes_MN: Tensor, d_scale_M: Tensor, weight: StoredWeigh
     stored = flat(weight)
     # As float8, of which nothing else asks the scratch buffer: the codes of d, alive beside it, are a tensor of their own.
     codes_KN = scratch((stored.columns, stored.rows), torch.float8_e4m3fn, weight.device)
-    w_NK, w_KN = stored.codes.view(torch.uint8), codes_KN.view(torch.uint8)
-    if torch.compiler.is_compiling():
-        _transpose_op(w_NK, w_KN)
-    else:
-        _launch_transpose(transpose_kernel, w_NK, w_KN)
+    _transpose(stored.codes.view(torch.uint8), codes_KN.view(torch.uint8))
     ones_K = torch.ones(stored.columns, dtype=torch.float32, device=weight.device)
     return _multiply(d_codes_MN, d_scale_M, codes_KN, ones_K, dtype)
 

@@ -1,23 +1,19 @@
 """Frozen weights in Triton: read as they are stored, in fp32 in registers. See types.StoredWeight and protocols.Kernels.
 
-What an operation launches is visible to torch.compile as one operator that says what it writes. Eager calls go round the
-operator, whose dispatch costs as much as the launch. Block sizes are fixed by the shape and untuned so far: no GPU has timed
-them. The kernels run under Triton's CPU interpreter too (TRITON_INTERPRET=1): a machine without a GPU tests them that way.
+Block sizes are fixed by the shape; an H100 has timed them. The kernels run under Triton's CPU interpreter too
+(TRITON_INTERPRET=1): a machine without a GPU tests them that way.
 """
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
-from triton import knobs
 
+from trainer.kernels.operators_triton import INTERPRETED, launch, operator
 from trainer.types import StoredWeight
-
-# The interpreter computes bf16 products and rounds fp32 to bf16 and float8 wrongly: there kernels do so another way.
-INTERPRETED: bool = knobs.runtime.interpret
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 CODES = (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
@@ -33,6 +29,19 @@ def per_block(ptr, n, at, N, inside, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def e4m3(byte):
+    """The fp32 number of a float8 e4m3 code, exactly: for cards that Triton has no conversion for. byte: int32.
+
+    1 bit sign, 4 bits exponent (bias 7), 3 bits mantissa; exponent 0 has no leading 1; all ones are NaN, none is infinite.
+    """
+    small = (byte & 7).to(tl.float32) * 0.001953125  # 2^-9
+    normal = (((byte & 0x7F) << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    size = tl.where((byte & 0x78) == 0, small, normal)
+    size = tl.where((byte & 0x7F) == 0x7F, float("nan"), size)
+    return tl.where((byte & 0x80) == 0, size, -size)
+
+
+@triton.jit
 def number(code, scale, offset, levels_ptr, SCALED: tl.constexpr, SHIFTED: tl.constexpr, LEVELS: tl.constexpr):
     """fp32 levels[code] * scale + offset."""
     value = tl.load(levels_ptr + code) if LEVELS else code.to(tl.float32)
@@ -43,7 +52,8 @@ def number(code, scale, offset, levels_ptr, SCALED: tl.constexpr, SHIFTED: tl.co
 @triton.jit
 def weight_tile(
     codes_ptr, scale_ptr, offset_ptr, levels_ptr, n, first, N, K, WIDTH: tl.constexpr, BITS: tl.constexpr,
-    BLOCK: tl.constexpr, SCALED: tl.constexpr, SHIFTED: tl.constexpr, LEVELS: tl.constexpr, STEP: tl.constexpr,
+    BLOCK: tl.constexpr, SCALED: tl.constexpr, SHIFTED: tl.constexpr, LEVELS: tl.constexpr,
+    E4M3: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Rows n (int32 vector) and columns first .. first + WIDTH - 1 of the weight: fp32 [n, WIDTH], 0 outside of [N, K].
 
@@ -58,6 +68,8 @@ def weight_tile(
     scale = per_block(scale_ptr, n, at, N, inside, BLOCK // STEP) if SCALED else 1.0
     offset = per_block(offset_ptr, n, at, N, inside, BLOCK // STEP) if SHIFTED else 0.0
     if BITS == 8:
+        if E4M3:
+            codes = e4m3(codes.to(tl.int32))
         w = number(codes, scale, offset, levels_ptr, SCALED, SHIFTED, LEVELS)
     else:
         LAST: tl.constexpr = 2**BITS - 1
@@ -94,9 +106,24 @@ def rounded(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def sum_of_splits(
+    x_ptr, n, r, N, splits, R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr
+):
+    """fp32 [n, r]: sum_s x_snr of partial sums [splits, N, R], BLOCK_S at a time: their loads do not wait for one another."""
+    x_SNR = tl.zeros([BLOCK_S, BLOCK_N, BLOCK_R], tl.float32)
+    inside = ((n < N)[:, None] & (r < R)[None, :])[None, :, :]
+    at = (n[:, None] * R + r[None, :])[None, :, :]
+    for first in range(0, splits, BLOCK_S):
+        split = (first + tl.arange(0, BLOCK_S))[:, None, None]
+        x_SNR += tl.load(x_ptr + split.to(tl.int64) * N * R + at, mask=inside & (split < splits), other=0.0)
+    return tl.sum(x_SNR, 0)
+
+
+@triton.jit
 def upcast_kernel(
     codes_ptr, scale_ptr, offset_ptr, levels_ptr, g_ptr, out_ptr, N, K, BITS: tl.constexpr, BLOCK: tl.constexpr,
-    SCALED: tl.constexpr, SHIFTED: tl.constexpr, LEVELS: tl.constexpr, STEP: tl.constexpr, GAIN: tl.constexpr,
+    SCALED: tl.constexpr, SHIFTED: tl.constexpr, LEVELS: tl.constexpr,
+    E4M3: tl.constexpr, STEP: tl.constexpr, GAIN: tl.constexpr,
     INTERPRETED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out_nk = g_n * w_nk.  Grid: one program to a tile [BLOCK_N, BLOCK_K], columns first, as the memory lies."""
@@ -105,8 +132,9 @@ def upcast_kernel(
     first = tile % tiles_K * BLOCK_K
     k = first + tl.arange(0, BLOCK_K)
     w = weight_tile(
-        codes_ptr, scale_ptr, offset_ptr, levels_ptr, n, first, N, K, BLOCK_K, BITS, BLOCK, SCALED, SHIFTED, LEVELS, STEP
-    )
+        codes_ptr, scale_ptr, offset_ptr, levels_ptr, n, first, N, K, BLOCK_K, BITS,
+        BLOCK, SCALED, SHIFTED, LEVELS, E4M3, STEP,
+    )  # fmt: skip
     if GAIN:
         w = w * tl.load(g_ptr + n, mask=n < N)[:, None]
     w = rounded(w, out_ptr.dtype.element_ty, INTERPRETED)
@@ -116,7 +144,7 @@ def upcast_kernel(
 @triton.jit
 def row_squares_kernel(
     codes_ptr, scale_ptr, offset_ptr, levels_ptr, out_ptr, N, K, BITS: tl.constexpr, BLOCK: tl.constexpr,
-    SCALED: tl.constexpr, SHIFTED: tl.constexpr, LEVELS: tl.constexpr, STEP: tl.constexpr,
+    SCALED: tl.constexpr, SHIFTED: tl.constexpr, LEVELS: tl.constexpr, E4M3: tl.constexpr, STEP: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out_n = sum_k w_nk^2.  Grid: one program to BLOCK_N rows, which walks along K and so needs no second pass."""
@@ -124,10 +152,22 @@ def row_squares_kernel(
     squares = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for first in range(0, K, BLOCK_K):
         w = weight_tile(
-            codes_ptr, scale_ptr, offset_ptr, levels_ptr, n, first, N, K, BLOCK_K, BITS, BLOCK, SCALED, SHIFTED, LEVELS, STEP
-        )
+            codes_ptr, scale_ptr, offset_ptr, levels_ptr, n, first, N, K, BLOCK_K, BITS,
+            BLOCK, SCALED, SHIFTED, LEVELS, E4M3, STEP,
+        )  # fmt: skip
         squares += w * w
     tl.store(out_ptr + n, tl.sum(squares, 1), mask=n < N)
+
+
+def rank_block(rank: int, largest: int) -> int:
+    """Ranks to a tile: a power of two, 16 at least, which is what tl.dot wants."""
+    return min(max(16, triton.next_power_of_2(rank)), largest)
+
+
+def splits_of(length: int, block: int, most: int) -> tuple[int, int]:
+    """(splits, length of each) of a sum over `length` that is divided among `most` programs at most, by whole blocks."""
+    share = max(1, triton.cdiv(triton.cdiv(length, max(1, most)), block)) * block
+    return max(1, triton.cdiv(length, share)), share
 
 
 class Weight(NamedTuple):
@@ -151,8 +191,15 @@ class Weight(NamedTuple):
         return dict(
             BITS=self.bits, BLOCK=0 if by_row else self.block, SCALED=self.scale is not None,
             SHIFTED=self.offset is not None, LEVELS=self.levels is not None,
+            E4M3=self.codes.dtype == torch.uint8 and self.bits == 8,
             STEP=per_byte if self.columns % per_byte == 0 and (by_row or self.block % per_byte == 0) else 1,
         )  # fmt: skip
+
+
+@cache  # torch's answer takes as long as the launch of a kernel
+def converts_e4m3(device: torch.device) -> bool:
+    """Whether Triton converts e4m3 codes for that device; elsewhere the kernels read their bits. Ada and newer do."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def flat(weight: StoredWeight) -> Weight:
@@ -161,8 +208,8 @@ def flat(weight: StoredWeight) -> Weight:
     allowed = CODES if weight.bits is None else (torch.uint8,)
     if codes.dtype not in allowed:
         raise ValueError(f"no Triton kernel reads a weight stored as {codes.dtype}; set adapter.kernels = 'torch'")
-    if codes.dtype == torch.float8_e4m3fn and codes.is_cuda and torch.cuda.get_device_capability(codes.device) < (8, 9):
-        raise ValueError(f"Triton reads {codes.dtype} from compute capability 8.9 on; set adapter.kernels = 'torch'")
+    if codes.dtype == torch.float8_e4m3fn and not converts_e4m3(codes.device):
+        codes = codes.view(torch.uint8)
     rows, columns = weight.shape
     # Elements are counted in int32. The largest layer of the supported models, 18432 x 3072, has 2^25.8.
     assert rows * columns < 2**31 and codes.is_contiguous()
@@ -178,39 +225,33 @@ def check_dtypes(*tensors: Tensor) -> None:
             raise ValueError(f"the Triton kernels take tensors of one dtype, not {tensors[0].dtype} and {tensor.dtype}")
 
 
-def _launch_upcast(kernel: Any, weight: Weight, g_N: Tensor | None, out: Tensor) -> None:
+@operator("out")
+def _upcast(
+    codes: Tensor, scale: Tensor | None, offset: Tensor | None, levels: Tensor | None, rows: int, columns: int, bits: int,
+    block: int, g_N: Tensor | None, out: Tensor,
+) -> None:  # fmt: skip
+    weight = Weight(codes, scale, offset, levels, rows, columns, bits, block)
     # 4096 elements: 32 to a thread, 16-byte loads even of one-byte codes, and rows of 128 fill whole cache lines.
     block_n, block_k = 32, 128
-    grid = (triton.cdiv(weight.rows, block_n) * triton.cdiv(weight.columns, block_k),)
-    kernel[grid](
-        *weight.pointers(), out if g_N is None else g_N, out, weight.rows, weight.columns, **weight.layout(),
+    grid = (triton.cdiv(rows, block_n) * triton.cdiv(columns, block_k),)
+    launch(
+        upcast_kernel, grid, *weight.pointers(), out if g_N is None else g_N, out, rows, columns, **weight.layout(),
         GAIN=g_N is not None, INTERPRETED=INTERPRETED, BLOCK_N=block_n, BLOCK_K=block_k,
     )  # fmt: skip
 
 
-def _launch_row_squares(kernel: Any, weight: Weight, out_N: Tensor) -> None:
+@operator("out_N")
+def _row_squares(
+    codes: Tensor, scale: Tensor | None, offset: Tensor | None, levels: Tensor | None, rows: int, columns: int, bits: int,
+    block: int, out_N: Tensor,
+) -> None:  # fmt: skip
+    weight = Weight(codes, scale, offset, levels, rows, columns, bits, block)
     # Few rows to a program, so that the narrowest layers (640) still occupy most SMs; long steps along K.
     block_n, block_k = 4, 512
-    grid = (triton.cdiv(weight.rows, block_n),)
-    kernel[grid](*weight.pointers(), out_N, weight.rows, weight.columns, **weight.layout(), BLOCK_N=block_n, BLOCK_K=block_k)
-
-
-@triton_op("trainer::upcast", mutates_args={"out"})
-def _upcast_op(
-    codes: Tensor, scale: Tensor | None, offset: Tensor | None, levels: Tensor | None, rows: int, columns: int,
-    bits: int, block: int, g_N: Tensor | None, out: Tensor,
-) -> None:  # fmt: skip
-    weight = Weight(codes, scale, offset, levels, rows, columns, bits, block)
-    _launch_upcast(wrap_triton(upcast_kernel), weight, g_N, out)
-
-
-@triton_op("trainer::row_squares", mutates_args={"out_N"})
-def _row_squares_op(
-    codes: Tensor, scale: Tensor | None, offset: Tensor | None, levels: Tensor | None, rows: int, columns: int,
-    bits: int, block: int, out_N: Tensor,
-) -> None:  # fmt: skip
-    weight = Weight(codes, scale, offset, levels, rows, columns, bits, block)
-    _launch_row_squares(wrap_triton(row_squares_kernel), weight, out_N)
+    launch(
+        row_squares_kernel, (triton.cdiv(rows, block_n),), *weight.pointers(), out_N, rows, columns, **weight.layout(),
+        BLOCK_N=block_n, BLOCK_K=block_k,
+    )  # fmt: skip
 
 
 def upcast(weight: StoredWeight, dtype: torch.dtype, g_N: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -218,18 +259,12 @@ def upcast(weight: StoredWeight, dtype: torch.dtype, g_N: Tensor | None = None, 
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device) if out is None else out
     check_dtypes(out)
     assert out.is_contiguous() and out.dtype == dtype and out.numel() == stored.rows * stored.columns
-    if torch.compiler.is_compiling():
-        _upcast_op(*stored, g_N, out)
-    else:
-        _launch_upcast(upcast_kernel, stored, g_N, out)
+    _upcast(*stored, g_N, out)
     return out
 
 
 def row_squares(weight: StoredWeight) -> Tensor:
     stored = flat(weight)
     out_N = torch.empty(stored.rows, dtype=torch.float32, device=weight.device)
-    if torch.compiler.is_compiling():
-        _row_squares_op(*stored, out_N)
-    else:
-        _launch_row_squares(row_squares_kernel, stored, out_N)
+    _row_squares(*stored, out_N)
     return out_N

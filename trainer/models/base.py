@@ -17,6 +17,8 @@ from trainer.models.names import ComponentConfig, Names, Shape
 from trainer.objectives import Objective
 from trainer.types import Batch, Conditioning, Link
 
+COUNTED_AT_ONCE = 1000
+
 
 @dataclass(frozen=True)
 class Component:
@@ -97,10 +99,19 @@ def draw(pipeline: Any, request: SampleRequest, guidance: float, **embedded: tor
     return pipeline(**embedded, **sizes, guidance_scale=guidance, generator=generator).images[0]
 
 
-def count_prompt_tokens(model: Model, caption: str) -> dict[str, tuple[int, int]]:
-    """For every tokenizer (tokens of the caption, special ones counted, before truncation; tokens it may have)."""
-    ids = {name: t(caption, truncation=False, verbose=False).input_ids for name, t in model.tokenizers.items()}
-    return {name: (len(own), model.tokenizers[name].model_max_length) for name, own in ids.items()}
+def count_prompt_tokens(model: Model, captions: Sequence[str]) -> dict[str, tuple[list[int], int]]:
+    """For every tokenizer (tokens of each caption, special ones counted, before truncation; tokens it may have)."""
+    counts = {name: _counts(tokenizer, captions) for name, tokenizer in model.tokenizers.items()}
+    return {name: (own, model.tokenizers[name].model_max_length) for name, own in counts.items()}
+
+
+def _counts(tokenizer: Any, captions: Sequence[str]) -> list[int]:
+    """Several at once, which a tokenizer shares out over the cores, and not all, whose ids would fill the memory."""
+    counts: list[int] = []
+    for start in range(0, len(captions), COUNTED_AT_ONCE):
+        some = list(captions[start : start + COUNTED_AT_ONCE])
+        counts += map(len, tokenizer(some, truncation=False, return_attention_mask=False, verbose=False).input_ids)
+    return counts
 
 
 def collate(parts: Sequence[Conditioning]) -> Conditioning:
@@ -121,6 +132,7 @@ class Family:
 
     presets: of adapter.targets, by name: fnmatch patterns of the denoiser's layers.
     size_multiple: image sizes in pixels are multiples of it: the side of what one token of the denoiser stands for.
+    latent_side: pixels to a side of one latent.
     objective(scheduler, markers, **choices) -> Objective; raises UserError for an impossible choice, and for an objective
       that is not this one.
     encode_images(model, pixels fp32 [B, 3, H, W] in [-1, 1]) -> normalised latents fp32 [B, C, h, w], posterior mean.
@@ -136,7 +148,7 @@ class Family:
     harmless: fnmatch patterns of tensors that files hold beside the weights and that say nothing a loader needs.
     published(names of a single file's tensors) -> the folder of embedded configs that it takes; None: it needs its own.
     hub_ids: the published models, by id -> the folder of their embedded configs.
-    count_tokens(model, caption) -> for every tokenizer (tokens of the caption, tokens it may have).
+    count_tokens(model, captions) -> for every tokenizer (tokens of each caption, tokens it may have).
     collate(conditionings of one caption each) -> theirs together.
     adjust(component, module) -> changes, in place, what the library's forward gets wrong for training.
     blocks: fnmatch patterns of the denoiser's blocks, the unit of gradient checkpointing.
@@ -158,6 +170,7 @@ class Family:
     encode_prompts: Callable[[Model, Sequence[str]], Conditioning]
     predict: Callable[[Model, torch.Tensor, torch.Tensor, Conditioning, Batch], torch.Tensor]
     sample: Callable[[Model, SampleRequest, Conditioning, Conditioning], Any]
+    latent_side: int = 8
     reads: tuple[str, ...] = ()
     tokenizers: Mapping[str, str] = field(default_factory=lambda: {"tokenizer": "text_encoder"})
     input_layer: str = ""
@@ -165,7 +178,7 @@ class Family:
     harmless: tuple[str, ...] = ()
     published: Callable[[set[str]], str | None] = lambda names: None
     hub_ids: Mapping[str, str] = field(default_factory=dict)
-    count_tokens: Callable[[Model, str], dict[str, tuple[int, int]]] = count_prompt_tokens
+    count_tokens: Callable[[Model, Sequence[str]], dict[str, tuple[list[int], int]]] = count_prompt_tokens
     collate: Callable[[Sequence[Conditioning]], Conditioning] = collate
     adjust: Callable[[str, nn.Module], None] = lambda component, module: None
     blocks: tuple[str, ...] = ()

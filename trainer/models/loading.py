@@ -328,16 +328,24 @@ class ModelSource:
         fill: fills what it has from elsewhere (a cache of converted weights) and returns those parameters' names.
         Raises UserError for a missing, wrongly shaped or unexpected tensor, naming it.
         """
-        module = self.build(name)
-        expected = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
-        reads = self._reads(name, expected)
-        swap(module)
-        allocate(module, device)
+        reads = self._reads(name, self._expected(name))
+        module = self.empty(name, swap=swap, device=device)
         filled = frozenset(fill(module))
         left = [read for read in reads if not filled.issuperset(read.link.parts)]
         with phases(f"loading {name}", sum(read.bytes for read in left), "B") as phase:
             for read in left:
                 read.place(module, device, phase)
+        return self.finished(name, module)
+
+    def empty(self, name: str, *, swap: Callable[[nn.Module], None], device: torch.device) -> nn.Module:
+        """The component with memory for its final form on `device`, and no value in it."""
+        module = self.build(name)
+        swap(module)
+        allocate(module, device)
+        return module
+
+    def finished(self, name: str, module: nn.Module) -> nn.Module:
+        """The component once its tensors are there."""
         if hasattr(module, "tie_weights"):
             module.tie_weights()  # T5 lists its embedding table twice; two copies would be half a gigabyte
         self.family.adjust(name, module)

@@ -25,10 +25,13 @@ def build_schedule(
 
 
 class ScheduleState:
-    """A schedule's counters as a piece of the checkpoint; its lambdas are rebuilt from the config."""
+    """A schedule's counters as a piece of the checkpoint; its lambdas are rebuilt from the config.
 
-    def __init__(self, schedule: torch.optim.lr_scheduler.LambdaLR) -> None:
-        self.schedule = schedule
+    anew: the config may have other rates, groups or another schedule than the checkpoint's, and the next step takes them.
+    """
+
+    def __init__(self, schedule: torch.optim.lr_scheduler.LambdaLR, *, anew: bool = False) -> None:
+        self.schedule, self.anew = schedule, anew
 
     def state_dict(self) -> dict[str, Any]:
         rates = [float(rate) for rate in self.schedule.get_last_lr()]
@@ -40,9 +43,13 @@ class ScheduleState:
         if not all(type(count) is int and 0 <= count < 2**53 for count in counts):  # up to there floats count exactly
             raise ValueError(f"counters {counts}")
         rates_are_rates = all(type(rate) is float and rate >= 0 and math.isfinite(rate) for rate in rates)
-        if len(rates) != len(self.schedule.optimizer.param_groups) or not rates_are_rates:
+        fits = self.anew or len(rates) == len(self.schedule.optimizer.param_groups)
+        if not fits or not rates_are_rates:
             raise ValueError(f"rates {rates}")
         self.schedule.last_epoch, self.schedule._step_count = counts
+        if self.anew:
+            by_group = zip(self.schedule.base_lrs, self.schedule.lr_lambdas, strict=True)
+            rates = [float(base * rate(self.schedule.last_epoch)) for base, rate in by_group]
         self.schedule._last_lr = rates
         for group, rate in zip(self.schedule.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate

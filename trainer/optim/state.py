@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from trainer.errors import UserError
+from trainer.optim.regrouping import Regrouping
 from trainer.optim.table import OPTIMIZERS
 
 
@@ -17,10 +18,11 @@ class OptimizerState:
     group.INDEX of a flat parameter, group.INDEX.PLACE of one with its own shape, param_groups.INDEX of what a group keeps.
 
     Set directly: torch's `load_state_dict` would cast 8-bit states and step counters to the parameters' dtype.
+    regrouping: where the groups of what is loaded may be others.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, name: str) -> None:
-        self.optimizer, self.entry = optimizer, OPTIMIZERS[name]
+    def __init__(self, optimizer: torch.optim.Optimizer, name: str, regrouping: Regrouping | None = None) -> None:
+        self.optimizer, self.entry, self.regrouping = optimizer, OPTIMIZERS[name], regrouping
         self._constants = self._other_keys()
 
     def state_dict(self) -> dict[str, Any]:
@@ -38,6 +40,8 @@ class OptimizerState:
         for key, value in state.items():
             name, _, state_key = key.rpartition("|")
             by_name.setdefault(name, {})[state_key] = value
+        if self.regrouping is not None and self.regrouping.then != self.regrouping.now:
+            by_name = self.regrouping(by_name, self.entry)
         parameters, groups = self._parameters(), self._groups()
         unknown = sorted(by_name.keys() - parameters.keys() - groups.keys())
         if unknown:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer import patterns
 from trainer.errors import UserError
@@ -22,6 +23,7 @@ class Entry:
     says; keys: those of the config's table.
     layouts: what it keeps for a parameter of a shape, {key: kind (state.kind)}; any one of the given alternatives.
     flat: its parameters are one flat tensor for each group; False where it needs their shapes.
+    shared: of a flat parameter's state, what is there once and not for each of its blocks of ALIGNMENT elements.
     group_keys: what changes in its groups, for example Prodigy's "d". Not "lr": the schedule sets it after every update.
     modes: it has train() and eval(), as schedule-free optimizers: gradients are taken at other weights than those that are
     used. Both change parameters, and no state.
@@ -30,6 +32,7 @@ class Entry:
     build: Callable[..., torch.optim.Optimizer]
     layouts: Callable[[torch.Size], Sequence[Mapping[str, str]]]
     flat: bool = True
+    shared: tuple[str, ...] = ("step",)
     group_keys: tuple[str, ...] = ()
     modes: bool = False
 
@@ -64,7 +67,15 @@ def _adamw8bit_layouts(shape: torch.Size) -> list[dict[str, str]]:
     return [{"step": "count", "state1": flat, "state2": flat}, {"step": "count"} | eight_bit]
 
 
-OPTIMIZERS = {"adamw": Entry(_adamw, _adamw_layouts), "adamw8bit": Entry(_adamw8bit, _adamw8bit_layouts)}
+OPTIMIZERS = {
+    "adamw": Entry(_adamw, _adamw_layouts),
+    "adamw8bit": Entry(_adamw8bit, _adamw8bit_layouts, shared=("step", "qmap1", "qmap2")),
+}
+
+
+def padded(elements: int) -> int:
+    """What a parameter of so many elements takes of a flat one."""
+    return -(-elements // ALIGNMENT) * ALIGNMENT
 
 
 def flatten(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
@@ -76,7 +87,7 @@ def flatten(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     starts, total = [], 0
     for parameter in parameters:
         starts.append(total)
-        total += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+        total += padded(parameter.numel())
     flat = nn.Parameter(torch.zeros(total, dtype=torch.float32, device=parameters[0].device))
     flat.grad = torch.zeros_like(flat)
     for parameter, start in zip(parameters, starts, strict=True):
@@ -110,3 +121,23 @@ def build_optimizer(name: str, groups: Groups, **keys: Any) -> torch.optim.Optim
     if entry.modes:
         optimizer.train()  # type: ignore[attr-defined]
     return optimizer
+
+
+def state_bytes(name: str, groups: Groups, **keys: Any) -> int:
+    """Of what the optimizer keeps after an update of parameters of these sizes: of its own step, on tensors without values.
+
+    groups, keys: as of `build_optimizer`, whose parameters may be laid out already.
+    """
+    with FakeTensorMode():
+        copies = [
+            {
+                "params": [
+                    nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype)) for parameter in group["params"]
+                ],
+                **{key: group[key] for key in ("lr", "weight_decay", "magnitudes")},
+            }
+            for group in groups
+        ]
+        copy = build_optimizer(name, copies, **keys)
+        copy.step()
+        return sum(t.nbytes for state in copy.state.values() for t in state.values() if isinstance(t, torch.Tensor))

@@ -195,7 +195,7 @@ class FrozenLinear(FrozenLayer):
 
     The gradient takes s_W along before it is quantised, since s_W belongs to the dimension that is summed over, and with it
     DoRA's g for nothing. In the forward a g folded into s_W would save nothing: `compose` multiplies by g in the registers
-    that it passes z0 through anyway, and the gradient of m wants z0 without it.
+    that it passes z0 through anyway.
     """
 
     scaled_matmul: bool = False

@@ -9,17 +9,29 @@ from pathlib import Path
 
 from trainer.files import write_atomic
 from trainer.layout import Layout
-from trainer.report.page import Outcome, render
+from trainer.report.page import Outcome, render, render_data
 
 
-def write_report(layout: Layout, *, name: str, outcome: Outcome | None, check: Callable[[], None] = lambda: None) -> Path:
+def write_report(
+    layout: Layout,
+    *,
+    name: str,
+    outcome: Outcome | None,
+    data: Outcome | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> Path:
     """Write the run's report atomically, and return its path.
 
     Reads its config, metrics, samples and adapter files; each of them may be missing.
-    `outcome` is the "Did it take?" table, or None when the run has not reached its end.
+    `outcome` is the "Did it take?" table, or None when the run has not reached its end. data: of its data section.
     check: called between its parts; may raise, which leaves the page as it was.
     """
-    html = render(layout, name=name, outcome=outcome, check=check)
+    html = render(layout, name=name, outcome=outcome, data=data or {}, check=check)
     check()
     write_atomic(layout.report, [html.encode("utf-8", errors="replace")])
     return layout.report
+
+
+def write_data_report(path: Path, *, name: str, data: Outcome) -> None:
+    """Write data_report.html, a page about the data alone, atomically."""
+    write_atomic(path, [render_data(name=name, data=data).encode("utf-8", errors="replace")])

@@ -1,5 +1,6 @@
 """The page itself: HTML around page.css, no script. Every text from elsewhere passes through `escape`."""
 
+import base64
 import math
 import re
 import statistics
@@ -16,7 +17,8 @@ from trainer.report import curves
 from trainer.report.curves import History
 from trainer.report.samples import Samples, read_samples
 
-# Section title -> {"columns": [...], "rows": [[...], ...], optionally "notes": [...]}.
+# Section title -> {"columns": [...], "rows": [[...], ...], optionally "notes": [...], "folded": True}; in place of a table
+# "text", or "pictures": each {"jpeg": bytes or None, "title": ..., "lines": [...], "details": [...]}.
 Outcome = Mapping[str, Mapping[str, Any]]
 
 # Keys of config.toml worth a place at the top, with their labels.
@@ -38,7 +40,7 @@ CONFIG_FACTS = {
 CSS = Path(__file__).with_name("page.css")
 
 
-def render(layout: Layout, *, name: str, outcome: Outcome | None, check: Callable[[], None]) -> str:
+def render(layout: Layout, *, name: str, outcome: Outcome | None, data: Outcome, check: Callable[[], None]) -> str:
     """The whole page as text, from the run's files; each of them may be missing. Arguments as of `write_report`."""
     config = layout.config.read_text(encoding="utf-8", errors="replace") if layout.config.exists() else None
     metrics = curves.read_metrics(layout.metrics)
@@ -50,11 +52,23 @@ def render(layout: Layout, *, name: str, outcome: Outcome | None, check: Callabl
             _section("Curves", _curves(metrics)),
             _section("Samples", _samples(read_samples(layout.samples, check))),
             _section("Did it take?", _outcome(outcome)),
+            *([_section("Data", _tables(data))] if data else []),
             _section("Adapter files", _adapters(layout, check)),
             _section("Configuration", _config(config)),
             "</main>",
         ]
     )
+    return _document(name, "training report", body)
+
+
+def render_data(*, name: str, data: Outcome) -> str:
+    """A page about a run's data alone."""
+    sections = [_section(title, _content(section)) for title, section in data.items()]
+    header = f'<header><p class="kicker">Data report</p><h1>{escape(name)}</h1></header>'
+    return _document(name, "data report", "\n".join([header, "<main>", *sections, "</main>"]))
+
+
+def _document(name: str, kind: str, body: str) -> str:
     # The policy makes "loads nothing from elsewhere" a fact that the browser enforces.
     return f"""<!doctype html>
 <html lang="en">
@@ -62,7 +76,7 @@ def render(layout: Layout, *, name: str, outcome: Outcome | None, check: Callabl
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(name)} - training report</title>
+<title>{escape(name)} - {kind}</title>
 <style>
 {CSS.read_text(encoding="utf-8")}</style>
 </head>
@@ -142,13 +156,34 @@ def _step_name(step: int) -> str:
 def _outcome(outcome: Outcome | None) -> str:
     if not outcome:
         return '<p class="soft">Measured at the end of a run; this one has not reached it.</p>'
+    return _tables(outcome)
+
+
+def _tables(sections: Outcome) -> str:
+    return "".join(f"<h3>{escape(str(title))}</h3>{_content(section)}" for title, section in sections.items())
+
+
+def _content(section: Mapping[str, Any]) -> str:
     parts = []
-    for title, table in outcome.items():
-        parts.append(f"<h3>{escape(str(title))}</h3>")
-        if table.get("rows"):
-            parts.append(_table(table["columns"], table["rows"]))
-        parts += [f'<p class="soft">{escape(str(note))}</p>' for note in table.get("notes", ())]
+    if section.get("text"):
+        parts.append(f"<pre>{escape(section['text'])}</pre>")
+    if rows := section.get("rows"):
+        table = _table(section["columns"], rows)
+        count = f"{len(rows):,} row{'' if len(rows) == 1 else 's'}"
+        parts.append(f"<details><summary>{count}</summary>{table}</details>" if section.get("folded") else table)
+    parts += [f'<p class="soft">{escape(str(note))}</p>' for note in section.get("notes", ())]
+    if section.get("pictures"):
+        parts.append(f'<div class="photos">{"".join(map(_picture, section["pictures"]))}</div>')
     return "".join(parts)
+
+
+def _picture(picture: Mapping[str, Any]) -> str:
+    title, image = escape(picture["title"]), '<p class="soft">cannot be read any more</p>'
+    if picture["jpeg"] is not None:
+        image = f'<img src="data:image/jpeg;base64,{base64.b64encode(picture["jpeg"]).decode()}" alt="{title}">'
+    lines = "".join(f"<p>{escape(line)}</p>" for line in picture["lines"])
+    details = "".join(f'<p class="soft">{escape(line)}</p>' for line in picture["details"])
+    return f'<figure class="photo">{image}<h4>{title}</h4>{lines}{details}</figure>'
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

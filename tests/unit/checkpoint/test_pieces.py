@@ -17,6 +17,7 @@ from trainer.adapters import Adapter
 from trainer.checkpoint import state, store
 from trainer.checkpoint.pieces import Pieces
 from trainer.checkpoint.state import PIECES, Piece, Saved
+from trainer.config import reading
 from trainer.errors import UserError
 
 AVERAGE = Piece("average", file="average.safetensors", asked_by="average.decay")
@@ -65,7 +66,7 @@ def averaging(monkeypatch) -> None:
         return adapter, *others
 
     build_adapter_alone = runs.build_adapter
-    monkeypatch.setattr(configs, "Config", WithAverage)
+    monkeypatch.setattr(reading, "Config", WithAverage)
     monkeypatch.setattr(resume, "census", census)
     monkeypatch.setattr(runs, "build_adapter", build_adapter)
 

@@ -33,6 +33,66 @@ def test_newest_valid_and_prune(tmp_path) -> None:
     assert store.steps(tmp_path) == [3, 4], "nothing is deleted while the newest is not valid"
 
 
+@pytest.mark.parametrize("older", [False, True], ids=["alone", "with an older one"])
+def test_another_checkpoint_of_a_step_sets_the_first_aside(tmp_path, monkeypatch, older) -> None:
+    if older:
+        save(tmp_path, 2)
+    save(tmp_path, 3)
+    first = {path.name: path.read_bytes() for path in (tmp_path / "step-00000003").iterdir()}
+    for name in ("superseded-step-00000003", "superseded-step-00000003-2"):
+        store.save(tmp_path, 3, {"state.json": [name.encode()]}, instead=True)
+        assert store.problem(tmp_path / "step-00000003") is None
+        assert (tmp_path / "step-00000003" / "state.json").read_bytes() == name.encode()
+        assert store.problem(tmp_path / name) is None
+    assert {path.name: path.read_bytes() for path in (tmp_path / "superseded-step-00000003").iterdir()} == first
+    # Killed between the two renames, with one older checkpoint and with none: nothing is lost.
+    replace, calls = os.replace, []
+
+    def killed(*names):
+        calls.append(names)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        replace(*names)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        store.save(tmp_path, 3, {"state.json": [b"third"]}, instead=True)
+    assert store.problem(tmp_path / "superseded-step-00000003-3") is None
+    found, (told,) = store.find(tmp_path, "auto")
+    assert (found / "state.json").read_bytes() == b"third"
+    assert told == f"{found} is whole: a kill came before it had its name, which it gets now"
+    monkeypatch.undo()
+    assert store.settle(tmp_path) == {found: tmp_path / "step-00000003"} and not found.exists()
+    assert store.find(tmp_path, "auto") == (tmp_path / "step-00000003", [])
+
+
+def test_what_is_set_aside_again_and_again_does_not_pile_up(tmp_path) -> None:
+    """Starts that are repeated from one step: of each later step the first copy and the newest stay, none of them twice."""
+
+    def names() -> list[str]:
+        return sorted(path.name.removeprefix("superseded-") for path in tmp_path.glob("superseded-*"))
+
+    for times in range(3):
+        for step in (1, 2, 3):
+            save(tmp_path, step)
+        assert len(store.set_aside(tmp_path, after=1)) == (2 if times == 0 else 0)
+        assert names() == ["step-00000002", "step-00000003"], "the same bytes are there"
+    for number in range(2, 13):
+        store.save(tmp_path, 3, {"state.json": [b"%d" % number]})
+        assert [path.name for path in store.set_aside(tmp_path, after=1)] == [f"superseded-step-00000003-{number}"]
+        assert names() == ["step-00000002", "step-00000003", f"step-00000003-{number}"]
+    assert (tmp_path / "superseded-step-00000003-12" / "state.json").read_bytes() == b"12"
+    # A copy that is damaged is none.
+    (tmp_path / "superseded-step-00000002" / "state.json").write_bytes(b"[]")
+    save(tmp_path, 2)
+    assert [path.name for path in store.set_aside(tmp_path, after=1)] == ["superseded-step-00000002-2"]
+    # In its own place: a copy is no other checkpoint.
+    for _ in range(2):
+        store.save(tmp_path, 1, {"state.json": [b"another"]}, instead=True)
+        assert names()[:2] == ["step-00000001", "step-00000002"]
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_files_and_folders_keep_the_umasks_mode(tmp_path) -> None:
     before = os.umask(0o027)
     try:

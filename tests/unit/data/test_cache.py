@@ -1,33 +1,40 @@
 """The cache: a key per input, damage found wherever it is, nothing stale, nothing non-finite, bounded memory."""
 
-import dataclasses
 import json
 import os
 import random
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.buckets import choose_bucket, fit, to_pixels
-from trainer.data.cache import Cache, fill_latents, fill_text, latent_key, text_key
-from trainer.data.sources import load_rgb, scan
+from trainer.data.buckets import fit, to_pixels
+from trainer.data.cache import fill_latents, fill_text, latent_key, mask_key, text_key
+from trainer.data.entries import Cache
+from trainer.data.examples import Example, examples
+from trainer.data.images import decode
+from trainer.data.scan import scan
+from trainer.data.sources import Source
+from trainer.data.views import View
 from trainer.errors import DataError, Interrupted, NonFiniteError, UserError
 from trainer.phases import Phases, Record
+from trainer.processes import Processes
 from trainer.tensorfile import TensorFile, write_tensors
 from trainer.types import Conditioning
 
-SETTINGS = {"resolution": 64, "step": 16}
 TENSORS = {"latents": torch.arange(24, dtype=torch.float32).reshape(2, 3, 4), "mask": torch.tensor([True, False])}
 KEY = "ab" * 32
 
 
-def dataset(folder="examples/bear_plushie"):
-    return [(photo, choose_bucket(photo.width, photo.height, **SETTINGS)) for photo in scan([(str(folder), 1)])]
+def dataset(folder="examples/bear_plushie", flip=False) -> tuple[Example, ...]:
+    return examples(scan([Source(0, str(folder), flip=flip, resolutions=(64,))]).photos, step=16, enlarge=False, seed=7)
 
 
 def encode(pixels: torch.Tensor) -> torch.Tensor:
@@ -45,9 +52,30 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def test_any_changed_input_changes_the_key():
-    base = {"image_sha256": "a" * 64, "bucket": (80, 48), "flip": False, "fingerprint": "vae"}
-    changes = {"image_sha256": "b" * 64, "bucket": (48, 80), "flip": True, "fingerprint": "vae2"}
-    keys = [latent_key(**base)] + [latent_key(**{**base, name: value}) for name, value in changes.items()]
+    example = examples(scan([Source(0, "examples/bear_plushie", resolutions=(64,))]).photos, step=16, enlarge=False, seed=7)[
+        0
+    ]
+    photo = example.photo
+    other = [
+        replace(example, photo=replace(photo, sha256="b" * 64)),
+        replace(example, photo=replace(photo, choices=("background #000000",))),
+        replace(example, bucket=(48, 80)),
+    ]
+    shown = [View(flip=True), View(colours=(1.1, 1.0, 1.0)), View(crop=(1.2, 0.0, 0.0)), View(crop=(1.2, 0.1, 0.0))]
+    keys = [latent_key(example, View(), fingerprint=name) for name in ("vae", "vae2")]
+    keys += [latent_key(each, View(), fingerprint="vae") for each in other]
+    keys += [latent_key(example, view, fingerprint="vae") for view in shown]
+    masked = replace(example, photo=replace(photo, mask=photo.image, mask_sha256="c" * 64))
+    other = [
+        replace(masked, photo=replace(masked.photo, mask_sha256="d" * 64)),
+        replace(masked, photo=replace(masked.photo, source=replace(photo.source, masks="alpha"))),
+        replace(masked, bucket=(48, 80)),
+    ]
+    keys += [mask_key(masked, View(), side=side) for side in (8, 16)]
+    keys += [mask_key(each, View(), side=8) for each in other]
+    keys += [mask_key(masked, view, side=8) for view in (shown[0], *shown[2:])]
+    assert mask_key(masked, shown[1], side=8) == mask_key(masked, View(), side=8), "colours are not the mask's"
+    assert latent_key(masked, View(), fingerprint="vae") == keys[0], "nor the mask the latents'"
     keys += [text_key("a", fingerprint="x"), text_key("ax", fingerprint=""), text_key("", fingerprint="ax")]
     assert len(set(keys)) == len(keys)
     assert all(len(key) == 64 for key in keys)
@@ -56,8 +84,10 @@ def test_any_changed_input_changes_the_key():
 def test_changed_preprocessing_changes_the_key(monkeypatch):
     from trainer.data import buckets, cache
 
+    (example, *_) = dataset()
+
     def key():
-        return latent_key("a" * 64, bucket=(80, 48), flip=False, fingerprint="vae")
+        return latent_key(example, View(), fingerprint="vae")
 
     before = key()
     monkeypatch.setattr(cache, "PREPROCESSING_VERSION", cache.PREPROCESSING_VERSION + 1)
@@ -163,54 +193,52 @@ ENCODING = {"encode": encode, "on_non_finite": refuse}
 
 
 def test_fill_latents(tmp_path):
-    photos = dataset()
     record, written = Record(), tmp_path / "phases.jsonl"
-    settings = {"fingerprint": "vae", "encode": encode, "on_non_finite": refuse, "phases": Phases(record=record)}
-    assert fill_latents(Cache(tmp_path), photos, flip=False, **settings) == 5
+    settings = {"seed": 0, "fingerprint": "vae", "encode": encode, "on_non_finite": refuse, "phases": Phases(record=record)}
+    assert fill_latents(Cache(tmp_path), dataset(), **settings) == 5
     record.open(written)
     entries = [json.loads(line) for line in written.read_text().splitlines()]
     assert [(e["phase"], e["done"], e["unit"]) for e in entries] == [
         ("reading the cache", 5, "entry"), ("encoding photos", 5, "photo"),
     ]  # fmt: skip
     cache = Cache(tmp_path)
-    assert fill_latents(cache, photos, flip=True, **settings) == 5  # only the mirrored ones are new
-    assert fill_latents(cache, photos, flip=True, **settings) == 0
-    for photo, bucket in photos:
+    assert fill_latents(cache, dataset(flip=True), **settings) == 5  # only the mirrored ones are new
+    assert fill_latents(cache, dataset(flip=True), **settings) == 0
+    for example in dataset():
+        photo, bucket = example.photo, example.bucket
         for flip in (False, True):
-            stored = cache.get(latent_key(photo.sha256, bucket=bucket, flip=flip, fingerprint="vae"))["latents"]
-            expected = encode(to_pixels(fit(load_rgb(photo.path), bucket, flip=flip)[0])[None])[0]
+            stored = cache.get(latent_key(example, View(flip), fingerprint="vae"))["latents"]
+            expected = encode(to_pixels(fit(decode(photo.image.read()).image, bucket, flip=flip)[0])[None])[0]
             assert stored.shape == (3, bucket[1] // 8, bucket[0] // 8) and torch.equal(stored, expected)
 
 
 def test_a_changed_photo_or_encoder_is_encoded_anew(tmp_path):
     folder = shutil.copytree("examples/bear_plushie", tmp_path / "photos")
     cache = tmp_path / "cache"
-    assert fill_latents(Cache(cache), dataset(folder), fingerprint="vae", flip=False, **ENCODING) == 5
+    assert fill_latents(Cache(cache), dataset(folder), seed=0, fingerprint="vae", **ENCODING) == 5
     shutil.copy(folder / "00.jpg", folder / "01.jpg")
-    assert fill_latents(Cache(cache), dataset(folder), fingerprint="vae", flip=False, **ENCODING) == 0
+    assert fill_latents(Cache(cache), dataset(folder), seed=0, fingerprint="vae", **ENCODING) == 0
     with open(folder / "01.jpg", "ab") as file:
         file.write(b"\0")
-    assert fill_latents(Cache(cache), dataset(folder), fingerprint="vae", flip=False, **ENCODING) == 1
-    assert (
-        fill_latents(Cache(cache), dataset(folder), fingerprint="other", flip=False, encode=encode, on_non_finite=refuse) == 5
-    )
+    assert fill_latents(Cache(cache), dataset(folder), seed=0, fingerprint="vae", **ENCODING) == 1
+    assert fill_latents(Cache(cache), dataset(folder), seed=0, fingerprint="other", encode=encode, on_non_finite=refuse) == 5
 
 
 def test_a_damaged_entry_is_rebuilt_with_the_same_bytes(tmp_path):
     photos = dataset()
-    fill_latents(Cache(tmp_path), photos, fingerprint="vae", flip=False, **ENCODING)
+    fill_latents(Cache(tmp_path), photos, seed=0, fingerprint="vae", **ENCODING)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.safetensors")}
     victim = sorted(before)[2]
     victim.write_bytes(before[victim][:-3] + b"abc")
-    assert fill_latents(Cache(tmp_path), photos, fingerprint="vae", flip=False, **ENCODING) == 1
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert fill_latents(Cache(tmp_path), photos, seed=0, fingerprint="vae", **ENCODING) == 1
+    assert {path: path.read_bytes() for path in tmp_path.rglob("[!.]*") if path.is_file()} == before
 
 
 def test_a_photo_that_changed_after_the_scan_is_refused(tmp_path):
-    ((photo, bucket), *_) = dataset()
-    stale = dataclasses.replace(photo, sha256="0" * 64)
+    example, *_ = dataset()
+    stale = replace(example, photo=replace(example.photo, sha256="0" * 64))
     with pytest.raises(UserError, match="00.jpg changed"):
-        fill_latents(Cache(tmp_path), [(stale, bucket)], fingerprint="vae", flip=False, encode=encode, on_non_finite=refuse)
+        fill_latents(Cache(tmp_path), [stale], seed=0, fingerprint="vae", encode=encode, on_non_finite=refuse)
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
@@ -227,8 +255,8 @@ def test_non_finite_latents_and_text_are_refused_by_name(tmp_path):
             return latents
 
         with pytest.raises(NonFiniteError, match=r"0/02\.jpg"):
-            fill_latents(cache, photos, fingerprint=f"vae {value}", flip=False, encode=broken, on_non_finite=refuse)
-        assert fill_latents(cache, photos, fingerprint=f"vae {value}", flip=False, **ENCODING) == 3
+            fill_latents(cache, photos, seed=0, fingerprint=f"vae {value}", encode=broken, on_non_finite=refuse)
+        assert fill_latents(cache, photos, seed=0, fingerprint=f"vae {value}", **ENCODING) == 3
     with pytest.raises(NonFiniteError, match="a bad caption"):
         fill_text(
             cache,
@@ -251,7 +279,7 @@ def test_non_finite_entries_that_are_kept_are_told_again(tmp_path):
 
     told: list[str] = []
     photos = dataset()[:2]
-    arguments = {"fingerprint": "vae", "flip": False, "on_non_finite": told.append}
+    arguments = {"seed": 0, "fingerprint": "vae", "on_non_finite": told.append}
     assert fill_latents(Cache(tmp_path), photos, encode=broken, **arguments) == 2
     first, told[:] = list(told), []
     assert fill_latents(Cache(tmp_path), photos, encode=encode, **arguments) == 0
@@ -282,6 +310,67 @@ def test_fill_text_takes_each_caption_once_and_the_empty_one(tmp_path):
     assert equal(stored.tensors(), expected.tensors()) and stored.sequence.dtype == torch.bfloat16
 
 
+def product(captions: list[str], *, padded: bool = False, joined: bool = False) -> Conditioning:
+    """An encoder. padded: to the longest caption of a batch; joined: its bits depend on its neighbours."""
+    length = max(map(len, captions)) if padded else 40
+    values = torch.tensor([[float(ord(letter)) for letter in caption.ljust(length)[:length]] for caption in captions])
+    if joined:
+        values = values + 1e-3 * (len(captions) - 1)
+    return Conditioning(values[..., None].bfloat16(), pooled=values.sum(1, keepdim=True))
+
+
+MANY = [f"caption {'x' * (i % 7)}{i}" for i in range(30)]
+
+
+@pytest.mark.parametrize("neighbours", [{}, {"padded": True}, {"joined": True}])
+def test_captions_are_encoded_at_once_only_where_that_gives_the_same_bytes(tmp_path, neighbours):
+    calls, said = [], []
+
+    def counted(captions):
+        calls.append(len(captions))
+        return product(captions, **neighbours)
+
+    settings = {"fingerprint": "t", "on_non_finite": refuse}
+    assert fill_text(Cache(tmp_path / "one"), MANY, encode=product if not neighbours else counted, **settings) == 31
+    calls.clear()
+    many = {"together": 8, "say": said.append}
+    assert fill_text(Cache(tmp_path / "many"), MANY, encode=counted, **settings, **many) == 31
+    entries = [
+        {path.name: path.read_bytes() for path in (tmp_path / name).rglob("*.safetensors")} for name in ("one", "many")
+    ]
+    assert entries[0] == entries[1] and len(entries[0]) == 31
+    if neighbours:
+        assert said == ["captions are encoded one by one: 8 at once give other bits on this machine"]
+        assert sorted(calls) == [1] * 31 + [8]
+    else:
+        assert said == [] and sorted(calls) == [1] * (8 + 7) + [8] * 3
+    calls.clear()
+    assert fill_text(Cache(tmp_path / "few"), MANY[:14], encode=counted, **settings, **many) == 15
+    assert set(calls) == {1}, "not worth the comparison"
+
+
+def test_processes_share_out_what_is_to_be_made(tmp_path):
+    """Each looks at its keys alone and makes them; then at the others', and makes what is not on its own disk."""
+    whole, parts = Cache(tmp_path / "whole"), Cache(tmp_path / "parts")
+    captions = [f"caption {i}" for i in range(40)]
+    views = [SimpleNamespace(count=3, rank=rank) for rank in range(3)]
+    everything = {"fingerprint": "t", "encode": encode_text, "on_non_finite": refuse}
+    photos = {"seed": 0, "fingerprint": "vae", **ENCODING}
+    fill_text(whole, captions, **everything)
+    fill_latents(whole, dataset(flip=True), **photos)
+    made = []
+    for view in views:
+        mine = partial(Processes.takes, view)
+        made.append(fill_text(parts, captions, mine=mine, **everything) + fill_latents(
+            parts, dataset(flip=True), mine=mine, **photos))  # fmt: skip
+    assert sum(made) == 41 + 10 and all(10 <= count <= 24 for count in made)
+    for view in views:
+        again = Cache(tmp_path / "parts")
+        assert fill_text(again, captions, mine=lambda key, view=view: not Processes.takes(view, key), **everything) == 0
+    entries = [{p.name: p.read_bytes() for p in (tmp_path / name).rglob("*.safetensors")} for name in ("whole", "parts")]
+    assert entries[0] == entries[1]
+
+
 def test_filling_is_interrupted_and_continued(tmp_path):
     calls = []
 
@@ -291,9 +380,9 @@ def test_filling_is_interrupted_and_continued(tmp_path):
             raise Interrupted(2)
 
     with pytest.raises(Interrupted):
-        fill_latents(Cache(tmp_path), dataset(), fingerprint="vae", flip=False, **ENCODING, phases=Phases(check=check))
+        fill_latents(Cache(tmp_path), dataset(), seed=0, fingerprint="vae", **ENCODING, phases=Phases(check=check))
     assert len(list(tmp_path.rglob("*.safetensors"))) == 3
-    assert fill_latents(Cache(tmp_path), dataset(), fingerprint="vae", flip=False, **ENCODING) == 2
+    assert fill_latents(Cache(tmp_path), dataset(), seed=0, fingerprint="vae", **ENCODING) == 2
 
 
 def test_leftovers_of_killed_processes_are_removed(tmp_path):
@@ -305,12 +394,12 @@ def test_leftovers_of_killed_processes_are_removed(tmp_path):
     }
     for path in names.values():
         path.write_bytes(b"half")
-    fill_latents(Cache(tmp_path), dataset(), fingerprint="vae", flip=False, **ENCODING)
+    fill_latents(Cache(tmp_path), dataset(), seed=0, fingerprint="vae", **ENCODING)
     assert list(tmp_path.rglob("*.tmp")) == [names[os.getppid()]]  # that process may still be writing
 
 
 def test_an_entry_tells_people_what_it_is(tmp_path):
-    fill_latents(Cache(tmp_path), dataset()[:1], fingerprint="vae", flip=False, **ENCODING)
+    fill_latents(Cache(tmp_path), dataset()[:1], seed=0, fingerprint="vae", **ENCODING)
     (path,) = tmp_path.rglob("*.safetensors")
     file = TensorFile(path)
     assert file.metadata["sample"] == "0/00.jpg" and file.metadata["key"] == path.stem

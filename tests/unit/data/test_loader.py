@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 
@@ -10,11 +11,15 @@ import pytest
 import torch
 
 from trainer import draws
-from trainer.data import loader, sampler
-from trainer.data.buckets import choose_bucket, place
-from trainer.data.cache import Cache, fill_latents, fill_text, latent_key, text_key
-from trainer.data.loader import Reader, iterate
-from trainer.data.sources import scan
+from trainer.data import loader, sampler, sent, views
+from trainer.data.buckets import place
+from trainer.data.cache import fill_latents, fill_text, latent_key, text_key
+from trainer.data.entries import Cache, MemoryCache
+from trainer.data.examples import Example, examples
+from trainer.data.loader import Encoders, Reader, iterate
+from trainer.data.scan import scan
+from trainer.data.sources import Source
+from trainer.data.views import View
 from trainer.errors import DataError
 from trainer.models.base import collate
 from trainer.types import Batch, Conditioning
@@ -29,38 +34,32 @@ def encode_text(captions: list[str]) -> Conditioning:
     return Conditioning(codes[..., None], mask=codes > 0, pooled=codes.sum(1, keepdim=True))
 
 
+def taken(path="examples/bear_plushie", **settings) -> tuple[Example, ...]:
+    return examples(scan([Source(0, path, repeats=3, resolutions=(64,), **settings)]).photos, step=16, enlarge=False, seed=7)
+
+
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
-    photos = [
-        (photo, choose_bucket(photo.width, photo.height, resolution=64, step=16))
-        for photo in scan([("examples/bear_plushie", 3)])
-    ]
+    found = taken(flip=True, caption_dropout=0.3)
     cache = Cache(tmp_path_factory.mktemp("cache"))
     fill_latents(
         cache,
-        photos,
+        found,
+        seed=SEED,
         fingerprint="vae",
-        flip=True,
         encode=lambda pixels: torch.nn.functional.avg_pool2d(pixels, 8),
         on_non_finite=pytest.fail,
     )
-    captions = [photo.caption for photo, _ in photos]
+    captions = [example.photo.caption for example in found]
     fill_text(cache, captions, fingerprint="text", encode=encode_text, on_non_finite=pytest.fail)
-    return photos, cache.directory
+    return found, cache.directory
 
 
 def reader(dataset, **changes) -> Reader:
-    photos, directory = dataset
-    settings = {
-        "seed": SEED,
-        "flip": True,
-        "caption_dropout": 0.3,
-        "latent_fingerprint": "vae",
-        "text_fingerprint": "text",
-        "collate": collate,
-    }
-    by_sample = {photo.sample: (photo, bucket) for photo, bucket in photos}
-    return Reader(photos=by_sample, cache=Cache(directory), **(settings | changes))
+    found, directory = dataset
+    settings = {"seed": SEED, "latent_side": 8, "latent_fingerprint": "vae", "text_fingerprint": "text", "collate": collate}
+    settings |= {"examples": {example.sample: example for example in found}}
+    return Reader(**(settings | ({} if "cache" in changes else {"cache": Cache(directory)}) | changes))
 
 
 def updates(dataset, *, batch_size=2, epochs=2, processes=1, rank=0):
@@ -85,16 +84,16 @@ def same(one: Batch, other: Batch) -> bool:
 
 
 def test_a_batch_holds_what_its_occurrences_say(dataset):
-    photos = {photo.sample: (photo, bucket) for photo, bucket in dataset[0]}
+    found = {example.sample: example for example in dataset[0]}
     cache = Cache(dataset[1])
     flips, drops = set(), set()
     for (batch,) in iterate(([b] for u in updates(dataset, epochs=6) for b in u), reader(dataset), num_workers=0):
         for i, occurrence in enumerate(batch.occurrences):
-            photo, bucket = photos[occurrence.sample]
+            photo, bucket = found[occurrence.sample].photo, found[occurrence.sample].bucket
             key = (occurrence.epoch, occurrence.sample, occurrence.repeat)
             flip = draws.uniform(SEED, "flip", *key) < 0.5
             drop = draws.uniform(SEED, "caption_dropout", *key) < 0.3
-            stored = cache.get(latent_key(photo.sha256, bucket=bucket, flip=flip, fingerprint="vae"))["latents"]
+            stored = cache.get(latent_key(found[occurrence.sample], View(flip), fingerprint="vae"))["latents"]
             assert torch.equal(batch.latents[i], stored)
             assert batch.captions[i] == ("" if drop else photo.caption)
             own = {name: tensor[i : i + 1] for name, tensor in batch.conditioning.tensors().items()}
@@ -112,11 +111,12 @@ def test_a_batch_holds_what_its_occurrences_say(dataset):
 
 
 def test_without_flip_dropout_and_text_cache(dataset):
-    plain = reader(dataset, flip=False, caption_dropout=0.0, text_fingerprint=None)
-    captions = {photo.sample: photo.caption for photo, _ in dataset[0]}
+    plain = reader((taken(), dataset[1]), text_fingerprint=None)
+    captions = {example.sample: example.photo.caption for example in dataset[0]}
     for batches in iterate(updates(dataset), plain, num_workers=0):
         for batch in batches:
-            assert batch.conditioning is None and not any(plain.flipped(o) for o in batch.occurrences)
+            assert batch.conditioning is None
+            assert all(views.drawn(SEED, o, plain.examples[o.sample]) == View() for o in batch.occurrences)
             assert batch.captions == tuple(captions[o.sample] for o in batch.occurrences)
 
 
@@ -144,6 +144,99 @@ def test_workers_give_equal_batches_and_end(dataset):
     assert all(same(a, b) for one, other in zip(alone, helped, strict=True) for a, b in zip(one, other, strict=True))
     assert torch.equal(before, torch.get_rng_state())
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("large", [0, 300, 2**40], ids=["all in shared memory", "some", "all as bytes"])
+def test_however_a_batch_is_sent_it_arrives_as_it_was(dataset, monkeypatch, large):
+    monkeypatch.setattr(sent, "LARGE", large)
+    alone = iterate(updates(dataset), reader(dataset), num_workers=0)
+    with contextlib.closing(iterate(updates(dataset), reader(dataset), num_workers=1)) as helped:
+        assert all(same(a, b) for one, other in zip(alone, helped, strict=True) for a, b in zip(one, other, strict=True))
+
+
+def pool(pixels: torch.Tensor) -> torch.Tensor:
+    assert pixels.shape[0] == 1, "one photo at a time"
+    return torch.nn.functional.avg_pool2d(pixels, 8)
+
+
+def reader_of(kind: str, dataset) -> Reader:
+    if kind == "none":
+        return reader(dataset, cache=None, encoders=Encoders(pool, encode_text))
+    cache = MemoryCache() if kind == "memory" else Cache(dataset[1])
+    if kind == "memory":
+        fill_latents(cache, dataset[0], seed=SEED, fingerprint="vae", encode=pool, on_non_finite=pytest.fail)
+        texts = [caption for example in dataset[0] for caption in example.captions]
+        fill_text(cache, texts, fingerprint="text", encode=encode_text, on_non_finite=pytest.fail)
+    return reader(dataset, cache=cache)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 4])
+@pytest.mark.parametrize("kind", ["disk", "memory", "none"])
+def test_every_cache_and_number_of_workers_gives_the_same_batches(dataset, kind, num_workers):
+    expected = [batch for batches in iterate(updates(dataset), reader(dataset), num_workers=0) for batch in batches]
+    found = iterate(updates(dataset), reader_of(kind, dataset), num_workers=num_workers)
+    assert all(same(a, b) for a, b in zip(expected, (b for batches in found for b in batches), strict=True))
+    assert not multiprocessing.active_children()
+
+
+def test_of_two_processes_each_gets_its_share_from_every_cache(dataset):
+    in_turn = [update for epoch in (0, 1) for update in sampler.updates(
+        sampler.epoch_batches(dataset[0], seed=SEED, epoch=epoch, batch_size=2), accumulation=2, processes=2)]  # fmt: skip
+    shares = [
+        list(iterate(updates(dataset, processes=2, rank=rank), reader_of(kind, dataset), num_workers=rank))
+        for rank, kind in enumerate(("memory", "none"))
+    ]
+    alone = iter([batch for (batch,) in iterate(([b] for u in in_turn for b in u), reader(dataset), num_workers=0)])
+    for update, *of_ranks in zip(in_turn, *shares, strict=True):
+        for index in range(len(update)):
+            assert same(of_ranks[index % 2][index // 2], next(alone))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", ["changed", "gone"])
+def test_a_photo_that_changes_while_nothing_is_cached_is_named(dataset, tmp_path, kind, num_workers):
+    folder = shutil.copytree("examples/bear_plushie", tmp_path / "photos")
+    found = taken(path=str(folder))
+    for path in folder.glob("*.jpg"):
+        path.write_bytes(path.read_bytes() + b"x") if kind == "changed" else path.unlink()
+    live = reader((found, None), cache=None, encoders=Encoders(pool, encode_text))
+    reason = "it changed since the run began" if kind == "changed" else "No such file or directory"
+    with (
+        contextlib.closing(iterate(updates((found, None)), live, num_workers=num_workers)) as batches,
+        pytest.raises(DataError, match=rf"\.jpg can no longer be read \({reason}\)"),
+    ):
+        next(batches)
+
+
+def test_encoders_stay_in_the_process_that_trains(dataset):
+    class Telling(Reader):
+        def read(self, occurrences):
+            return self.encoders
+
+        def finish(self, batch):
+            return (batch, self.encoders)
+
+    told = reader_of("none", dataset)
+    told.__class__ = Telling
+    assert next(iterate(updates(dataset), told, num_workers=1)) == [(None, told.encoders)] * 2
+
+
+def test_workers_read_into_pinned_memory_where_it_is_asked_for(dataset, monkeypatch):
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor.clone())
+    (batch, *_) = next(iterate(updates(dataset), reader(dataset), num_workers=0))
+    assert same(batch.pin_memory(), batch) and len(pinned) == 4 + 3, "every tensor of a batch, its conditioning's, too"
+    asked = []
+
+    class Asked(loader.DataLoader):
+        def __init__(self, *arguments, pin_memory, **more):
+            asked.append(pin_memory)
+            super().__init__(*arguments, **more)
+
+    monkeypatch.setattr(loader, "DataLoader", Asked)
+    for pin in (False, True):
+        iterate(updates(dataset), reader(dataset), num_workers=1, pin=pin).__next__()
+    assert asked == [False, True]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -202,7 +295,7 @@ def test_a_missing_entry_is_named(dataset, num_workers, tmp_path):
 
 def test_workers_share_the_memory_of_the_cache(dataset):
     class Telling(Reader):
-        def __getitem__(self, occurrences):
+        def read(self, occurrences):
             return self.cache.memory_bytes
 
     told = reader(dataset)
@@ -219,7 +312,7 @@ def test_a_dead_worker_is_told_with_a_remedy() -> None:
         raise RuntimeError(text)
         yield
 
-    with pytest.raises(DataError, match="is killed by signal: Killed.; if memory ran out, a lower data.num_workers"):
+    with pytest.raises(DataError, match="is killed by signal: Killed.; if memory ran out, lower data.num_workers"):
         loader._next(batches("DataLoader worker (pid 7) is killed by signal: Killed."))
     with pytest.raises(RuntimeError, match="shapes"):
         loader._next(batches("shapes"))

@@ -191,3 +191,73 @@ def test_an_unknown_name_is_refused_with_the_one_that_was_meant(name: str, meant
     assert optimizer_named("growing") is OPTIMIZERS["growing"]
     with pytest.raises(UserError, match=re.escape(f"optimizer.name = {name!r} is not known; {meant}")):
         optimizer_named(name)
+
+
+# --- other groups -----------------------------------------------------------------------------------------------------
+
+SHAPES = {"a": (3, 4), "b": (2, 3, 3, 3), "c": (300,), "d": (600,)}
+
+
+def grouped(name: str, groups: list[list[str]], then: list[list[str]] | None = None, *, steps: int = 0, at_least: int = 1):
+    """(state, parameters by name) in these groups; then: those of the state that will be loaded."""
+    torch.manual_seed(0)
+    parameters = {key: nn.Parameter(torch.randn(shape)) for key, shape in SHAPES.items()}
+    made = [
+        {"params": [parameters[key] for key in keys], "lr": 1e-2, "weight_decay": 0.1, "magnitudes": False} for keys in groups
+    ]
+    optimizer = optim.build_optimizer(name, made, betas=(0.9, 0.999), eps=1e-8, min_8bit_size=at_least)
+    sizes = {key: parameter.numel() for key, parameter in parameters.items()}
+    state = OptimizerState(optimizer, name, then and optim.Regrouping(then, groups, sizes))
+    for _ in range(steps):
+        step(state, list(parameters.values()))
+    return state, parameters
+
+
+ONE, TWO, MIXED, EACH = (
+    [["a", "b", "c", "d"]],
+    [["a", "c"], ["b", "d"]],
+    [["d"], ["c", "b", "a"]],
+    [["a"], ["b"], ["c"], ["d"]],
+)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "factored"])
+@pytest.mark.parametrize(("then", "now"), [(ONE, TWO), (TWO, ONE), (TWO, MIXED), (ONE, EACH), (EACH, MIXED), (MIXED, TWO)])
+def test_other_groups_change_no_parameters_course(name: str, then: list[list[str]], now: list[list[str]]) -> None:
+    """Split, joined and in another order: every parameter goes on to the bit, and the state comes back as it was."""
+    one, parameters = grouped(name, then, steps=3)
+    other, fresh = grouped(name, now, then)
+    with torch.no_grad():
+        for key, value in fresh.items():
+            value.copy_(parameters[key])
+    saved = through_files(one.state_dict())
+    other.load_state_dict(through_files(saved))
+    back, _ = grouped(name, then, now)
+    back.load_state_dict(through_files(other.state_dict()))
+    assert back.state_dict().keys() == saved.keys()
+    for key, value in back.state_dict().items():
+        assert torch.equal(value, saved[key]) if isinstance(value, torch.Tensor) else value == saved[key], key
+    for _ in range(3):
+        step(one, list(parameters.values())), step(other, list(fresh.values()))
+    for key, value in parameters.items():
+        assert torch.equal(value, fresh[key]), key
+
+
+def test_before_the_first_update_there_is_nothing_to_regroup() -> None:
+    other, _ = grouped("adamw", TWO, ONE)
+    other.load_state_dict(grouped("adamw", ONE)[0].state_dict())
+    assert not any(other.optimizer.state.values())
+
+
+def test_groups_that_cannot_be_one_are_refused() -> None:
+    """In 8 and in 32 bit; and of an optimizer that keeps an estimate for each group."""
+    saved = grouped("adamw8bit", [["d"], ["a", "b", "c"]], steps=1, at_least=1024)[0].state_dict()
+    assert saved["group.0|state1"].dtype == torch.float32 and saved["group.1|state1"].dtype == torch.uint8
+    with pytest.raises(UserError, match="become one that keep their state in different ways"):
+        grouped("adamw8bit", ONE, [["d"], ["a", "b", "c"]], at_least=1024)[0].load_state_dict(saved)
+    saved = grouped("growing", TWO, steps=1)[0].state_dict()
+    with pytest.raises(UserError, match="become one that keep their state in different ways"):
+        grouped("growing", ONE, TWO)[0].load_state_dict(saved)
+    saved["group.0|momentum"] = saved["group.0|momentum"][:-1]
+    with pytest.raises(UserError, match=r"optimizer state group.0\|momentum is not what 768 parameters need"):
+        grouped("growing", EACH, TWO)[0].load_state_dict(saved)

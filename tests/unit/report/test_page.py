@@ -35,7 +35,7 @@ class Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
+        self.html, self.text = text, ""
         self.open: list[str] = []
         self.feed(text)
         assert not self.open

@@ -77,8 +77,8 @@ def encode_prompts(model: Model, captions: Sequence[str]) -> Conditioning:
     return Conditioning(sequence.to(model.compute["text_encoder_2"]), pooled=pooled.to(model.compute["text_encoder"]))
 
 
-def count_tokens(model: Model, caption: str) -> dict[str, tuple[int, int]]:
-    counts = count_prompt_tokens(model, caption)
+def count_tokens(model: Model, captions: Sequence[str]) -> dict[str, tuple[list[int], int]]:
+    counts = count_prompt_tokens(model, captions)
     return counts | {"tokenizer_2": (counts["tokenizer_2"][0], t5_length(model))}
 
 

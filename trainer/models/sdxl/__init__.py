@@ -2,7 +2,8 @@
 
 Conventions (Podell et al. 2023, arXiv 2307.01952, and the released pipeline): the sequence is `hidden_states[-2]` of both
 encoders, concatenated; the pooled vector is the second encoder's projection; time ids are (original height, width, crop
-top, left, target height, width) in pixels; a dropped caption is the encoding of the empty string.
+top, left, target height, width) in pixels; a dropped caption is the encoding of the empty string. A caption beyond 75 tokens
+is cut, or has further chunks (`data.clip_chunks`, shared/clip.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,13 +14,14 @@ import torch
 
 from trainer.errors import UserError
 from trainer.models import variants
-from trainer.models.base import Component, Family, Markers, Model, SampleRequest, draw
+from trainer.models.base import Component, Family, Markers, Model, SampleRequest, count_prompt_tokens, draw
 from trainer.models.sdxl import names
 from trainer.models.shared import clip, vae
 from trainer.objectives import Diffusion
 from trainer.types import Batch, Conditioning
 
 DEFAULT_GUIDANCE = 5.0
+TOKENIZERS = {"tokenizer": "text_encoder", "tokenizer_2": "text_encoder_2"}
 BETAS = {"num_train_timesteps": 1000, "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 # Those that sample a DDPM by its betas. What the model predicts is the same for all of them.
 SCHEDULERS = frozenset(
@@ -89,14 +91,22 @@ def encode_images(model: Model, pixels: torch.Tensor) -> torch.Tensor:
 
 def encode_prompts(model: Model, captions: Sequence[str]) -> Conditioning:
     sequences, pooled = [], None
-    for tokenizer, encoder in (("tokenizer", "text_encoder"), ("tokenizer_2", "text_encoder_2")):
-        ids = clip.clip_ids(model.tokenizers[tokenizer], captions).to(model.device)
-        output = model.modules[encoder](ids, output_hidden_states=True)
-        sequences.append(output.hidden_states[-2].to(model.compute[encoder]))
+    tokenizers = [model.tokenizers[name] for name in TOKENIZERS]
+    ids, rows = clip.chunked_ids(tokenizers, captions, model.options.get("clip_chunks", 1))
+    for encoder, own in zip(TOKENIZERS.values(), ids, strict=True):
+        output = model.modules[encoder](own.to(model.device), output_hidden_states=True)
+        sequences.append(clip.rows_joined(output.hidden_states[-2].to(model.compute[encoder]), rows))
         if encoder == "text_encoder_2":
-            pooled = output.text_embeds
+            pooled = clip.first_rows(output.text_embeds, rows)
     wide = torch.promote_types(sequences[0].dtype, sequences[1].dtype)
     return Conditioning(torch.cat([s.to(wide) for s in sequences], dim=-1), pooled=pooled)
+
+
+def count_tokens(model: Model, captions: Sequence[str]) -> dict[str, tuple[list[int], int]]:
+    """The start and end tokens of all of a caption's chunks count as two."""
+    chunks = model.options.get("clip_chunks", 1)
+    counts = count_prompt_tokens(model, captions)
+    return {name: (own, chunks * (length - 2) + 2) for name, (own, length) in counts.items()}
 
 
 def time_ids(batch: Batch) -> torch.Tensor:
@@ -113,18 +123,18 @@ def sample(model: Model, request: SampleRequest, conditioning: Conditioning, neg
     from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
 
     chosen: Diffusion = model.options["objective"]
-    zero_snr = bool(chosen.alphas_cumprod[-1] == 0)
     scheduler = EulerDiscreteScheduler.from_config(
         dict(model.scheduler),
         prediction_type="v_prediction" if chosen.prediction == "v" else "epsilon",
-        rescale_betas_zero_snr=zero_snr,
-        timestep_spacing="trailing" if zero_snr else model.scheduler.get("timestep_spacing", "leading"),
+        rescale_betas_zero_snr=chosen.zero_terminal_snr,
+        timestep_spacing="trailing" if chosen.zero_terminal_snr else model.scheduler.get("timestep_spacing", "leading"),
     )
     parts = {name: model.modules[name] for name in ("vae", "unet")}
     absent = dict.fromkeys(("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"))
     pipeline = StableDiffusionXLPipeline(scheduler=scheduler, **parts, **absent, add_watermarker=False)
-    embedded = {"prompt_embeds": conditioning.sequence, "pooled_prompt_embeds": conditioning.pooled}
-    embedded |= {"negative_prompt_embeds": negative.sequence, "negative_pooled_prompt_embeds": negative.pooled}
+    told, untold = clip.repeated([conditioning.sequence, negative.sequence]).chunk(2)
+    embedded = {"prompt_embeds": told, "pooled_prompt_embeds": conditioning.pooled}
+    embedded |= {"negative_prompt_embeds": untold, "negative_pooled_prompt_embeds": negative.pooled}
     return draw(pipeline, request, DEFAULT_GUIDANCE, **embedded)
 
 
@@ -176,9 +186,9 @@ FAMILY = Family(
     check=partial(variants.check_latents, denoiser="unet", fold=1, kinds=INPUTS),
     reads=(
         "model.prediction", "model.zero_terminal_snr", "objective.timesteps", "objective.min_snr_gamma",
-        "validation.samples.*.negative",
+        "validation.samples.*.negative", "data.clip_chunks",
     ),
-    tokenizers={"tokenizer": "text_encoder", "tokenizer_2": "text_encoder_2"},
+    tokenizers=TOKENIZERS,
     size_multiple=8,
     presets={"attention": _ATTENTION, "attention+mlp": (*_ATTENTION, *_MLP), "linear": _LINEAR, "all": (*_LINEAR, *_CONV)},
     harmless=names.HARMLESS,
@@ -187,6 +197,8 @@ FAMILY = Family(
     objective=objective,
     encode_images=encode_images,
     encode_prompts=encode_prompts,
+    count_tokens=count_tokens,
+    collate=clip.collate,
     predict=predict,
     sample=sample,
     blocks=("*resnets.*", "*.transformer_blocks.*"),

@@ -1,11 +1,13 @@
 """What the families share about CLIP: tokenisation, which layers read one tensor, the names in original files."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from trainer.models.names import ComponentConfig, Names, Shape, how_many
+from trainer.types import Conditioning
 
 SHARED_INPUTS = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),)
 # What a config.json leaves out, as the classes take it.
@@ -22,6 +24,68 @@ def clip_ids(tokenizer: Any, captions: Sequence[str]) -> torch.Tensor:
         list(captions), padding="max_length", max_length=tokenizer.model_max_length, truncation=True, return_tensors="pt"
     )
     return encoded.input_ids
+
+
+def chunked_ids(tokenizers: Sequence[Any], captions: Sequence[str], chunks: int) -> tuple[list[torch.Tensor], list[int]]:
+    """(by tokenizer int64 [N, L], how many of the N rows each caption has, in order): up to `chunks` of 75 tokens.
+
+    As ComfyUI takes a prompt without weights (its brackets are words here): comfy/sd1_clip.py, `tokenize_with_weights` and
+    `encode_token_weights`, read at commit 443393b.
+    - The text's tokens are cut every 75, wherever a word stands, which ComfyUI does where the text has 8 tokens or more.
+    - Every chunk is a row of its own: start token, its tokens, end token, then padding up to 77 with the encoder's own
+      padding: the end token, 0 for SDXL's second encoder (comfy/sdxl_clip.py).
+    - A chunk without tokens arises only from a text without any: 75 tokens are one chunk, 76 are two.
+    - Each row is encoded as if it stood alone (positions begin anew), and a caption's rows are put one after the other:
+      [1, 77 * rows, D]. The pooled vector is the first row's. Without a limit of its own, ComfyUI takes any number of rows.
+    - Where two encoders give different numbers of rows, the surplus is cut: `cut_to` in comfy/sdxl_clip.py.
+    """
+    if chunks == 1:
+        return [clip_ids(tokenizer, captions) for tokenizer in tokenizers], [1] * len(captions)
+    texts = [tokenizer(list(captions), truncation=False, verbose=False).input_ids for tokenizer in tokenizers]
+    rooms = [tokenizer.model_max_length - 2 for tokenizer in tokenizers]
+    rows = [
+        max(1, min(chunks, *(math.ceil((len(ids) - 2) / room) for ids, room in zip(each, rooms, strict=True))))
+        for each in zip(*texts, strict=True)
+    ]
+    made = []
+    for tokenizer, ids, room in zip(tokenizers, texts, rooms, strict=True):
+        chunked = [_row(tokenizer, own[1:-1], k * room) for own, count in zip(ids, rows, strict=True) for k in range(count)]
+        made.append(torch.tensor(chunked, dtype=torch.int64))
+    return made, rows
+
+
+def _row(tokenizer: Any, ids: list[int], start: int) -> list[int]:
+    length = tokenizer.model_max_length
+    row = [tokenizer.bos_token_id, *ids[start : start + length - 2], tokenizer.eos_token_id]
+    return row + [tokenizer.pad_token_id] * (length - len(row))
+
+
+def rows_joined(hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """[N, L, D] of all rows -> [B, L * rows, D], each caption's one after the other."""
+    if len(rows) == len(hidden):
+        return hidden
+    return repeated([own.flatten(0, 1).unsqueeze(0) for own in hidden.split(list(rows))])
+
+
+def first_rows(pooled: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """[N, P] of all rows -> [B, P] of each caption's first."""
+    return pooled if len(rows) == len(pooled) else torch.stack([own[0] for own in pooled.split(list(rows))])
+
+
+def repeated(sequences: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[b, L, D], of different L -> [B, least common multiple of all L, D].
+
+    Repeating all tokens of a sequence changes no attention to them: every weight is shared by its copies. So ComfyUI puts
+    prompts of different lengths side by side (comfy/conds.py, `CONDCrossAttn.concat`).
+    """
+    length = math.lcm(*(sequence.shape[1] for sequence in sequences))
+    return torch.cat([s if s.shape[1] == length else s.repeat(1, length // s.shape[1], 1) for s in sequences])
+
+
+def collate(parts: Sequence[Conditioning]) -> Conditioning:
+    """Of several captions, side by side; those of fewer rows `repeated`."""
+    pooled = None if parts[0].pooled is None else torch.cat([part.pooled for part in parts])
+    return Conditioning(repeated([part.sequence for part in parts]), pooled=pooled)
 
 
 def open_clip_names(config: ComponentConfig) -> Names:

@@ -134,7 +134,7 @@ def test_the_bench_of_a_step_runs_on_tiny_models(report, tmp_path: Path) -> None
     subprocess.run([*command, "--rounds", "1", "--json", str(path)], cwd=ROOT, check=True, timeout=300)
     result = json.loads(path.read_text())
     assert not result["errors"] and {row["model"] for row in result["layers"]} == {"Flux", "SDXL"}
-    storages = ["bf16", "fp8_e4m3", "fp8_e4m3 + fp8 matmul"]
+    storages = ["bf16", "fp8_e4m3", "fp8_e4m3 + fp8 matmul", "fp8_e4m3 LoRA"]
     assert [row["storage"] for row in result["steps"]] == 4 * storages
     assert len(report.step_lines(result)) >= 12 + 2
 

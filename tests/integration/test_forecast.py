@@ -1,0 +1,258 @@
+"""What `--plan` says of memory is what a run takes; whether it fits; what would make it smaller."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.harness import DENOISER, PHOTOS, ROOT, Workbench, built, command_line, take_step
+from tests.integration.test_full_size import sparse_model
+from trainer import advice, kernels
+from trainer import config as configs
+from trainer.describe import describe_memory
+from trainer.errors import UserError
+from trainer.forecast import STEP, Forecast, Stage, forecast
+from trainer.kernels import dora_torch
+from trainer.plan import Plan, make_plan, open_source, resolve
+from trainer.quantization.table import ALL_FORMATS
+from trainer.run import make_loop
+from trainer.signals import Signals
+from trainer.trace import Trace
+
+CELLS = [(family, format.dtype_name, format.backend) for family in DENOISER for format in ALL_FORMATS]
+
+
+def planned(bench: Workbench, family: str = "sdxl", **changes) -> Plan:
+    config = configs.parse(bench.tree(family, **changes))
+    source = open_source(config)
+    return make_plan(resolve(config, source), source, processes=1)
+
+
+def tensors_of(run) -> list:
+    modules = run.model.modules.values()
+    return [t for module in modules for t in (*module.parameters(), *module.buffers())] + [
+        p.grad for p in run.step.parameters
+    ]
+
+
+QUICK = [("sdxl", "dora"), ("flux", "lora")]
+
+
+@pytest.mark.parametrize(
+    ("family", "adapter"),
+    [
+        pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.slow)
+        for cell in itertools.product(DENOISER, ("lora", "dora"))
+    ],
+)
+def test_a_step_takes_what_was_foretold(bench: Workbench, family: str, adapter: str) -> None:
+    """A real step, its tensors counted as they come and go, against the same step without values.
+
+    Without checkpointing: torch's frames of recomputed blocks are cyclic, and live until the collector comes, in a step of
+    tiny blocks a varying share of the whole. The peaks of a GPU, below, are of recomputed blocks.
+    """
+    changes = {"adapter__type": adapter, "precision__compute": "bf16", "data__batch_size": 1, "run__max_steps": 20}
+    foretold = {phase.name: phase for phase in forecast(planned(bench, family, **changes), dora_torch).phases}
+    trace = Trace()
+    with built(bench.config(family, **changes), None) as run:
+        updates = run.updates()
+        take_step(run, 1, next(updates))  # the optimizer has its state from here on
+        trace.enter(tensors_of(run))
+        trace.enter(t for state in run.step.optimizer.state.values() for t in state.values())
+        for update in updates:
+            batches = [run.reader[micro_batch] for micro_batch in update]
+            height, width = batches[0].target_size[0].tolist()
+            phase = foretold.get(f"{STEP} {width}x{height}, batch 1")
+            if phase is not None:
+                break
+        trace.reset()
+        with trace:
+            run.step.run(2, batches, [occurrence for micro_batch in update for occurrence in micro_batch])
+    assert trace.peak == pytest.approx(phase.peak, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "backend"),
+    [pytest.param(*cell, marks=() if cell[1] in ("nf4", "bf16") else pytest.mark.slow) for cell in CELLS],
+)
+def test_every_storage_is_planned(bench: Workbench, family: str, dtype: str, backend: str) -> None:
+    name = DENOISER[family]
+    plan = planned(
+        bench, family, **{f"model__components__{name}": {"dtype": dtype, "backend": backend}}, adapter__type="dora"
+    )
+    with patch.object(kernels, "_is_cuda", lambda *_: True):
+        found = forecast(plan, kernels.planned("auto"))
+    assert {part for phase in found.phases for part in phase.parts} == {
+        "weights", "adapter", "gradients", "optimizer", "saved", "transient",
+    }  # fmt: skip
+    assert all(size >= 0 for phase in found.phases for size in phase.parts.values())
+
+
+def forecasts() -> st.SearchStrategy[Forecast]:
+    sizes = st.integers(0, 2**36)
+    phase = st.builds(lambda w, s: Stage(f"{STEP} 64x64, batch 1", {"weights": w, "saved": s, "transient": 0}), sizes, sizes)
+    return st.builds(lambda phases: Forecast(tuple(phases), 0, 0), st.lists(phase, min_size=1, max_size=4))
+
+
+@given(forecasts(), st.integers(1, 2**37), st.integers(0, 2**36))
+def test_more_memory_never_turns_yes_into_no(found: Forecast, memory: int, more: int) -> None:
+    def answer(size: int) -> bool:
+        last = describe_memory(found, size, [], updates=1).splitlines()[-1]
+        assert last.startswith(("fits: ", "does not fit: "))
+        return last.startswith("fits: ")
+
+    assert answer(memory) <= answer(memory + more)
+
+
+@given(st.lists(st.integers(1, 99), min_size=5, max_size=5), st.integers(1, 120), st.integers(0, 50))
+def test_more_memory_never_means_more_recomputation(needs: list[int], memory: int, more: int) -> None:
+    """needs: GiB by how many blocks are recomputed, fewer first; recomputing all never needs more than the others."""
+    needs[-1] = min(needs)
+    places = {every: place for place, every in enumerate(advice.CHECKPOINTING)}
+
+    def stub(plan, kernels, *, base=0):
+        size = needs[places[plan.config.memory.gradient_checkpointing]] * 2**30
+        return Forecast((Stage(f"{STEP} 64x64, batch 1", {"weights": size}),), 0, 0)
+
+    def place(size: int) -> int:
+        config = CONFIG.model_copy(update={"memory": CONFIG.memory.model_copy(update={"fit": f"{size}GiB"})})
+        try:
+            fitted = advice.fitted(replace(PLAN, config=config), dora_torch, base=0)
+        except UserError:
+            return len(places)
+        return places[fitted.config.memory.gradient_checkpointing]
+
+    with patch.object(advice, "forecast", stub), patch.object(advice, "changes", lambda *_: []):
+        assert place(memory) >= place(memory + more)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plan_for_stubs(models, tmp_path_factory):
+    global PLAN, CONFIG
+    PLAN = planned(Workbench(models, tmp_path_factory.mktemp("stubs")))
+    CONFIG = PLAN.config
+
+
+@pytest.mark.slow
+def test_the_last_line_answers(bench: Workbench) -> None:
+    """On any machine, status 0; a plan that fits says "not fit" nowhere, one that does not never says "fits" alone."""
+    path = bench.write(bench.tree(data__batch_size=2, validation__every_steps=1, validation__prompts=["a"]))
+    large, small = (command_line("--config", str(path), "--plan_memory", size) for size in ("12GiB", "600MiB"))
+    assert large.returncode == small.returncode == 0, large.stderr + small.stderr
+    assert large.stdout.splitlines()[-1].startswith("fits: ") and "not fit" not in large.stdout
+    assert small.stdout.splitlines()[-1].startswith("does not fit: ")
+    assert not re.search(r"(?<!not )\bfits\b", small.stdout)
+    assert "memory.gradient_checkpointing = true: " in small.stdout
+    here = command_line("--config", str(path), "--plan")
+    assert here.returncode == 0 and here.stdout.splitlines()[-1].startswith("fits: ")
+
+
+@pytest.mark.parametrize("size", ["12", ""])
+def test_a_size_without_a_unit_is_refused(bench: Workbench, size: str) -> None:
+    done = command_line("--config", str(bench.write(bench.tree())), "--plan_memory", size)
+    assert done.returncode == 2 and f"--plan_memory {size!r}: write a number and its unit" in done.stderr
+    assert not (bench.tmp / "out").exists(), "nothing is trained"
+
+
+@pytest.mark.slow
+def test_advice_is_what_the_changed_config_would_take(bench: Workbench) -> None:
+    """Each change on top of those before it, planned anew as its own config."""
+    plan = planned(bench, adapter__type="dora", data__batch_size=4, precision__compute="bf16")
+    found = forecast(plan, dora_torch)
+    steps = advice.changes(plan, dora_torch, found, 0)
+    totals = [found.total, *(change.after.total for change in steps)]
+    assert totals == sorted(totals, reverse=True) and len(steps) >= 4
+    keys: dict = {}
+    said = {
+        "memory.gradient_checkpointing = true": {"memory__gradient_checkpointing": True},
+        "data.batch_size = 1, step.accumulation = 4": {"data__batch_size": 1, "step__accumulation": 4},
+    }
+    checked = 0
+    for change in steps:
+        if change.what not in said:
+            continue
+        keys |= said[change.what]
+        anew = planned(bench, adapter__type="dora", precision__compute="bf16", **({"data__batch_size": 4} | keys))
+        there = [phase.peak for phase in forecast(anew, dora_torch).phases if phase.name.startswith(STEP)]
+        foretold = [phase.peak for phase in change.after.phases if phase.name.startswith(STEP)]
+        assert max(there) == pytest.approx(max(foretold), rel=0.1), change.what
+        checked += 1
+    assert checked == 2
+
+
+@pytest.mark.slow
+def test_memory_fit_chooses_and_changes_no_byte(bench: Workbench) -> None:
+    from trainer.run import train
+
+    def run(out: str, **more) -> bytes:
+        train(bench.config(run__output_dir=str(bench.tmp / out), **more), resume_from=None)
+        return (bench.tmp / out / "adapters" / "bear.safetensors").read_bytes()
+
+    plan = planned(bench)
+    sizes = [forecast(advice.with_checkpointing(plan, every), dora_torch).largest.peak for every in (False, True)]
+    assert sizes[1] < sizes[0]
+
+    def small(plan, kernels, *, base=0):
+        return forecast(plan, kernels)
+
+    free = run("free")
+    with patch.object(advice, "forecast", small):
+        all_of_it = forecast(plan, dora_torch).total
+        fitted = run("fitted", memory__fit=f"{(all_of_it - 1) // 1000}kB")
+        assert configs.read_resolved(bench.tmp / "fitted" / "config.toml")["memory"]["gradient_checkpointing"] is not False
+        with pytest.raises(UserError, match=r"memory.fit = '1MB': with every block recomputed the run needs "):
+            run("refused", memory__fit="1MB")
+    assert fitted == free and not (bench.tmp / "refused" / "checkpoints").exists()
+
+
+MEASURED = json.loads((ROOT / "docs" / "benchmarks" / "GPU-2026-11-22.json").read_text())["steps"]["steps"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "row",
+    [row for row in MEASURED if "+" not in row["storage"]],
+    ids=lambda row: f"{row['model']} {row['storage']} {row['pixels']}",
+)
+def test_the_peaks_that_a_gpu_measured(tmp_path_factory, row: dict) -> None:
+    """scripts/bench/bench_step.py on an H100: rank 16, every block recomputed, batch 1. The margin is not part of it."""
+    family, (dtype, _, adapter) = row["model"].lower(), row["storage"].partition(" ")
+    folder = tmp_path_factory.getbasetemp() / "full-size"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if not (folder / family).exists():
+            sparse_model(monkeypatch, folder / family, family=family, layout="diffusers")
+    tree = {
+        "run": {"name": "x", "output_dir": str(folder / "out"), "max_steps": 1},
+        "model": {"family": family, "path": str(folder / family), "components": {DENOISER[family]: {"dtype": dtype}}},
+        "adapter": {"type": adapter.lower() or "dora", "rank": 16, "targets": "attention+mlp"},
+        "data": {"resolution": row["pixels"], "enlarge": True, "sources": [{"path": str(PHOTOS)}]},
+        "memory": {"gradient_checkpointing": True},
+        "validation": {"every_steps": 0},
+    }
+    config = configs.parse(tree)
+    source = open_source(config)
+    found = forecast(make_plan(resolve(config, source), source, processes=1), kernels.planned("auto"))
+    (phase,) = [p for p in found.phases if p.name == f"{STEP} {row['pixels']}x{row['pixels']}, batch 1"]
+    assert 0.98 * row["peak_bytes"] < phase.peak < 1.1 * row["peak_bytes"], f"{phase.peak / row['peak_bytes']:.3f}"
+
+
+def test_a_run_tells_its_pace_and_the_time_left(bench: Workbench, capsys) -> None:
+    """From its fifth step on, ever more rarely; one slow step does not count."""
+    with built(bench.config(run__max_steps=100)) as run, Signals() as signals:
+        loop = make_loop(run, signals)
+        capsys.readouterr()
+        for made in range(1, 42):
+            run.progress.step = made
+            loop._tell_pace(500.0 if made == 3 else 2.0, made=made)
+        loop.log.close()
+        loop.batches.close()
+    told = [line for line in capsys.readouterr().out.splitlines() if "a step" in line]
+    assert [line.split(":")[0] for line in told] == [f"step {step} of 100" for step in (5, 10, 20, 40)]
+    assert told[0].startswith("step 5 of 100: 2.0 s a step, about 3 min 10 s left;")

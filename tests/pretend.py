@@ -1,0 +1,98 @@
+"""An accelerator that is not there: a device whose tensors have shapes, dtypes and strides, and no values.
+
+The very code of a run goes through on it (tests/integration/test_pretend.py). A tensor on another device is refused, and so
+is every read of a value, which on a GPU would make the host wait. What only a card can tell, it cannot: the results of
+kernels and their time, the allocator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from diffusers.image_processor import VaeImageProcessor
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer import kernels
+from trainer.rehearsal import read_nothing, without_values
+from trainer.step import Step
+
+# Private functions of torch, and the only ones. test_pretend.py says so when they are gone.
+REGISTER, MODULE = "_setup_privateuseone_for_python_backend", "_DummyBackendModule"
+NAME = "pretend"
+
+
+class Waited(Exception):
+    """The host would have waited for the device."""
+
+
+@cache
+def device() -> torch.device:
+    """The pretend accelerator, registered with torch at the first call."""
+
+    class Module(getattr(backend_registration, MODULE)):
+        """What torch asks of a device's module when a checkpointed block runs again: under which autocast."""
+
+        def get_amp_supported_dtype(self) -> list[torch.dtype]:
+            return [torch.bfloat16, torch.float16]
+
+    getattr(backend_registration, REGISTER)(NAME, backend_module=Module())
+    return torch.device(NAME, 0)
+
+
+@contextmanager
+def accelerator(triton: bool) -> Iterator[torch.device]:
+    """Inside, tensors have no values, and the device suits Triton where `triton`: its kernels are operators then."""
+    pretended, suits = device(), kernels._is_cuda
+
+    def suits_too(asked: torch.device, capability: tuple[int, int]) -> bool:
+        return suits(asked, capability) or (triton and asked.type == pretended.type)
+
+    with (
+        without_values(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        # In one thread: what fails in the thread of a device written in Python ends the process, and says nothing.
+        torch.autograd.set_multithreading_enabled(False),
+        # Else numbers and tensors with values would be copied to the device in earnest.
+        patch.object(FakeTensorMode, "avoid_device_init", True),
+        patch.object(nn.Module, "_apply", _apply),
+        patch.object(VaeImageProcessor, "postprocess", lambda processor, image, **_: [image]),
+        patch.object(kernels, "_is_cuda", suits_too),
+        patch.object(Step, "_read", read_nothing(finite=True)),
+    ):
+        yield pretended
+
+
+def _apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    """nn.Module._apply (to, float, ...), which swaps tensors in place and so refuses those without values that are known
+    elsewhere. Here the modules get new ones; what several of them share they share again."""
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for child in module.modules() if recurse else (module,):
+        named = partial(child.named_parameters, recurse=False, remove_duplicate=False)
+        buffers = partial(child.named_buffers, recurse=False, remove_duplicate=False)
+        for name, tensor in [*named(), *buffers()]:
+            if tensor not in made:
+                with torch.no_grad():
+                    new = fn(tensor)
+                made[tensor] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+            setattr(child, name, made[tensor])
+    return module
+
+
+class NoWaiting(TorchDispatchMode):
+    """Inside, a copy from the device to the CPU raises Waited. Other reads of a value raise without it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = [t for t in (*args, *(kwargs or {}).values()) if isinstance(t, torch.Tensor)]
+        to_cpu = isinstance(out, torch.Tensor) and out.device.type == "cpu"
+        if to_cpu and any(t.device.type == NAME for t in given):
+            raise Waited(f"{func} copies from the device to the CPU")
+        return out

@@ -1,0 +1,61 @@
+"""Photos at the sizes that their sources ask for."""
+
+import pytest
+
+from trainer.config import DataTable
+from trainer.data.examples import examples
+from trainer.data.sources import File, Photo, Source
+from trainer.dataset import sources_of
+from trainer.errors import UserError
+
+
+def photo(name: str, width: int, height: int, *resolutions: int, index: int = 0) -> Photo:
+    source = Source(index=index, path="photos", resolutions=resolutions)
+    place = File("photos", name)
+    return Photo(f"{index}/{name}", source, place, width, height, "text", True, 1, f"{width:032x}{height:032x}")
+
+
+def test_one_resolution_keeps_the_plain_name() -> None:
+    (one,) = examples([photo("a.jpg", 3000, 2000, 1024)], step=64, enlarge=False, seed=7)
+    assert (one.sample, one.bucket, one.captions, one.small) == ("0/a.jpg", (1216, 832), ("text",), False)
+
+
+def test_every_photo_is_trained_at_each_resolution_of_its_source() -> None:
+    photos = [photo("a.jpg", 3000, 2000, 768, 1024), photo("b.jpg", 800, 800, 512, index=1)]
+    made = {example.sample: example.bucket for example in examples(photos, step=64, enlarge=False, seed=7)}
+    assert made == {"0/a.jpg@768": (896, 640), "0/a.jpg@1024": (1216, 832), "1/b.jpg": (512, 512)}
+
+
+def test_a_small_photo_is_enlarged_only_when_asked() -> None:
+    photos = [photo("small.jpg", 640, 480, 1024), photo("large.jpg", 1152, 896, 1024)]
+    for enlarge, bucket in ((False, (640, 448)), (True, (1152, 896))):
+        small, large = examples(photos, step=64, enlarge=enlarge, seed=7)
+        assert (small.bucket, small.small) == (bucket, True)
+        assert (large.bucket, large.small) == ((1152, 896), False)
+
+
+def test_photos_too_small_for_any_bucket_are_all_named_with_the_remedy() -> None:
+    photos = [photo("a.jpg", 255, 900, 1024), photo("b.jpg", 3000, 2000, 1024), photo("c.jpg", 900, 100, 512, 1024)]
+    with pytest.raises(UserError) as refused:
+        examples(photos, step=64, enlarge=False, seed=7)
+    lines = str(refused.value).splitlines()
+    assert lines[0] == (
+        "data.sources: 3 photos are too small; remove them, lower the resolution, or set data.enlarge = true:"
+    )
+    assert lines[1:] == [
+        "  photos/a.jpg: 255 x 900 pixels, too small for a bucket of resolution 1024 (no side of a bucket is shorter than "
+        "256 pixels)",
+        "  photos/c.jpg: 900 x 100 pixels, too small for a bucket of resolution 512 (no side of a bucket is shorter than "
+        "128 pixels)",
+        "  photos/c.jpg: 900 x 100 pixels, too small for a bucket of resolution 1024 (no side of a bucket is shorter than "
+        "256 pixels)",
+    ]
+    assert len(examples(photos, step=64, enlarge=True, seed=7)) == 4
+
+
+def test_what_a_source_does_not_say_the_data_table_says_for_it() -> None:
+    own = {"resolution": [1024, 768], "flip": False, "caption_dropout": 0.0}
+    table = DataTable(flip=True, caption_dropout=0.3, resolution=512, sources=[{"path": "a"}, {"path": "b"} | own])
+    first, second = sources_of(table)
+    assert (first.resolutions, first.flip, first.caption_dropout) == ((512,), True, 0.3)
+    assert (second.resolutions, second.flip, second.caption_dropout) == ((768, 1024), False, 0.0)

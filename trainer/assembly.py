@@ -1,0 +1,135 @@
+"""What a step computes with, put together: the loaded parts of the model, the adapter in their layers, optimizer and step."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer import optim, precision, quantization, resume
+from trainer.adapters import Adapter, Rule, export, inject
+from trainer.adapters.norms import Norms, made_for
+from trainer.checkpoint.pieces import Pieces
+from trainer.checkpoint.state import Progress
+from trainer.components import Components
+from trainer.config import Config
+from trainer.memory import checkpoint_blocks, find_blocks
+from trainer.plan import Plan
+from trainer.quantization import FrozenConv2d, FrozenLinear
+from trainer.step import Step, batch_losses
+from trainer.storage import held_as
+
+
+def load_trained(components: Components, pieces: Pieces) -> None:
+    """Load what the steps compute with, and pin the bytes of its frozen tensors."""
+    plan = components.plan
+    trained = (plan.family.denoiser, *(() if plan.cache_text else plan.family.text_encoders))
+    modules = [(name, components.load(name)) for name in trained]
+    if plan.requests:
+        components.load(plan.family.vae)  # only to draw samples: its bytes decide nothing of a step
+    record = quantization.record(modules, components.phases)
+    pieces.enter("quantization", resume.pin_quantization(record, snapshots=plan.source.snapshots))
+
+
+def build_adapter(plan: Plan, components: Components, pieces: Pieces) -> tuple[Adapter, Norms]:
+    """(the adapter in its layers, the norms that its files need)."""
+    config, family, modules = plan.config, plan.family, components.model.modules
+    peers, phases = components.processes, components.phases
+    adapted = {name: modules[name] for name in plan.adapted}
+    with phases("injecting the adapter", len(plan.targets), "layer") as phase:
+        adapter = inject(
+            adapted,
+            plan.targets,
+            linear_class=FrozenLinear,
+            conv_class=FrozenConv2d,
+            dora=config.adapter.type == "dora",
+            rslora=config.adapter.rslora,
+            dropout=config.adapter.dropout,
+            seed=config.run.seed,
+            advance=phase.advance,
+        )
+    for module in modules.values():
+        module.eval()
+    held = {name: kind[0] for name in plan.adapted if (kind := held_as(plan.source, name))}
+    if adapter.dora and held:
+        peers.say(f"the DoRA's files are made for {made_for(held)}")
+    beside = {name: components.layer(name) for name in export.fused_with(adapter, plan.fused)}
+    read = len(beside) if adapter.dora else 0
+    with phases("norms of the layers beside the adapted ones", read, "layer") as phase:
+        norms = pieces.enter("norms", Norms(adapter, beside, held, phase.advance))
+    pieces.enter("adapter", adapter)
+
+    for name in plan.adapted:
+        adapter.share_inputs(name, family.shared_inputs.get(name, ()))
+    blocks = find_blocks(modules[family.denoiser], family.blocks)
+    adapter.refresh_before(adapted | {f"{family.denoiser}.{name}": block for name, block in blocks.items()})
+    unread = family.unread_beside(adapter.layers, half=plan.scales_loss)
+    recomputed = checkpoint_blocks(blocks, config.memory.gradient_checkpointing, unread)
+    if recomputed:
+        peers.say(f"gradient checkpointing: {recomputed} blocks are recomputed in the backward pass")
+    return adapter, norms
+
+
+def build_step(
+    components: Components, adapter: Adapter, pieces: Pieces, progress: Progress, *, then: Mapping[str, Any] | None
+) -> tuple[optim.OptimizerState, Step]:
+    """(the optimizer's state, the step): the optimizer, its schedule and the loss scaler are entered as pieces.
+
+    then: the checkpoint's config, where --allow changed it.
+    """
+    plan, family, model, peers = components.plan, components.family, components.model, components.processes
+    config, seed, dropout = plan.config, plan.config.run.seed, adapter.dropout(plan.config.run.seed)
+    optimizer = optim.build_optimizer(
+        config.optimizer.name,
+        adapter.parameter_groups(lr=config.optimizer.lr, weight_decay=config.optimizer.weight_decay),
+        betas=config.optimizer.betas,
+        eps=config.optimizer.eps,
+        min_8bit_size=config.optimizer.min_8bit_size,
+    )
+    schedule = optim.build_schedule(
+        config.schedule.name,
+        optimizer,
+        total_steps=progress.total_steps,
+        warmup=optim.warmup_steps(config.schedule.warmup, progress.total_steps),
+    )
+    scaler = precision.loss_scaler(
+        plan.scales_loss,
+        peers.device,
+        initial_scale=config.precision.loss_scale,
+        growth_interval=config.precision.loss_scale_growth_interval,
+    )
+    regrouping = None if then is None else _regrouping(config, then, adapter)
+    state = pieces.enter("optimizer", optim.OptimizerState(optimizer, config.optimizer.name, regrouping))
+    pieces.enter("schedule", optim.ScheduleState(schedule, anew=then is not None))
+    pieces.enter("scaler", precision.ScalerState(scaler))
+
+    def losses(batch):
+        return batch_losses(
+            batch,
+            objective=plan.objective,
+            predict=lambda *inputs: family.predict(model, *inputs),
+            encode=lambda texts: family.encode_prompts(model, texts),
+            image_tokens=family.image_tokens,
+            seed=seed,
+            device=peers.device,
+        )
+
+    step = Step(
+        losses=losses,
+        optimizer=optimizer,
+        schedule=schedule,
+        scaler=scaler,
+        max_grad_norm=config.step.max_grad_norm,
+        after_update=adapter.mark_stale,
+        sum=peers.sum,
+        # By the micro-batch's place in the update, whichever process has it.
+        dropout=lambda step, index: dropout(step, index * peers.count + peers.rank),
+    )
+    return state, step
+
+
+def _regrouping(config: Config, then: Mapping[str, Any], adapter: Adapter) -> optim.Regrouping:
+    """Where the rates of a rule or of the optimizer changed, so did the groups that they make."""
+    rules, was, now = [Rule(**rule) for rule in then["adapter"]["rules"]], then["optimizer"], config.optimizer
+    return optim.Regrouping(
+        then=list(adapter.groups(lr=was["lr"], weight_decay=was["weight_decay"], rules=rules).values()),
+        now=list(adapter.groups(lr=now.lr, weight_decay=now.weight_decay).values()),
+        sizes={name: parameter.numel() for name, parameter in adapter.named_parameters().items()},
+    )

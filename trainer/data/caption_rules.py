@@ -1,0 +1,103 @@
+"""The variants of a caption that are trained on.
+
+What varies by draw (the order of tags, dropped tags, wildcards, lines) has a finite number of variants, so that each
+can be encoded once. A variant is a pure function of (seed, purpose, sample, its number): neither the other samples, nor the
+epoch, nor the place of a source's folder change it.
+"""
+
+import re
+from dataclasses import dataclass
+
+from trainer import draws
+
+WILDCARD = re.compile(r"\{([^{}|]*(?:\|[^{}|]*)+)\}")  # the innermost: without braces inside
+WORD = "[A-Za-z0-9_]"  # of scripts that put spaces between words
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptionRules:
+    """How a source's captions are changed; by default they stay as they were found.
+
+    The fields act in this order:
+    lines: every line that is not blank is a caption of its own, with as many variants as any other.
+    wildcards: `{a|b}` becomes one of its options; options may contain wildcards. Braces without a `|` stay as they are.
+    separator: the text between tags, as it joins them. Spaces around it are ignored when a caption is split into tags.
+    keep: the number of first tags that are neither dropped nor moved. tag_dropout: the probability that one of the others is
+    dropped. shuffle: put the others in a random order.
+    prefix, suffix: put before and after; a space is added where two words would join.
+    trigger: put in front, with the separator, if the text does not contain it as whole words, in any case.
+    variants: the number of variants of a caption that varies.
+    """
+
+    lines: bool = False
+    wildcards: bool = False
+    separator: str = ", "
+    keep: int = 0
+    tag_dropout: float = 0.0
+    shuffle: bool = False
+    prefix: str = ""
+    suffix: str = ""
+    trigger: str = ""
+    variants: int = 8
+
+    @property
+    def by_tags(self) -> bool:
+        """Whether captions are taken apart into tags."""
+        return self.shuffle or self.tag_dropout > 0
+
+    def variants_of(self, caption: str, *, seed: int, sample: str) -> tuple[str, ...]:
+        """The variants of this caption, equally likely; some may be equal. One if nothing varies."""
+        texts = [line.strip() for line in caption.splitlines() if line.strip()] if self.lines else [caption]
+        texts = texts or [""]
+        each = self.variants if any(map(self._varies, texts)) else 1
+        return tuple(
+            self._around(self._drawn(text, seed, sample, index * each + variant))
+            for index, text in enumerate(texts)
+            for variant in range(each)
+        )
+
+    def tags(self, text: str) -> list[str]:
+        """The texts between separators."""
+        return [tag for part in text.split(self.separator.strip() or None) if (tag := part.strip())]
+
+    def _varies(self, text: str) -> bool:
+        if self.wildcards and WILDCARD.search(text):
+            return True
+        free = len(self.tags(text)) - self.keep if self.by_tags else 0
+        return free > 1 or (free == 1 and self.tag_dropout > 0)
+
+    def _drawn(self, text: str, seed: int, sample: str, number: int) -> str:
+        """The choice of wildcards and tags of a variant, by its number."""
+        place = 0
+        while self.wildcards and (found := WILDCARD.search(text)):
+            options = found[1].split("|")
+            option = options[int(draws.uniform(seed, "wildcard", sample, number, place) * len(options))]
+            text, place = text[: found.start()] + option + text[found.end() :], place + 1
+        if not self.by_tags:
+            return text
+        tags = self.tags(text)
+        first, free = tags[: self.keep], tags[self.keep :]
+        if self.tag_dropout:
+            chances = draws.uniforms(len(free), seed, "tag_dropout", sample, number)
+            free = [tag for tag, chance in zip(free, chances, strict=True) if chance >= self.tag_dropout]
+        if self.shuffle:
+            order = draws.uniforms(len(free), seed, "tag_order", sample, number)
+            free = [tag for _, tag in sorted(zip(order, free, strict=True))]
+        return self.separator.join(first + free)
+
+    def _around(self, text: str) -> str:
+        if self.prefix or self.suffix:
+            text = _beside(_beside(self.prefix, text), self.suffix).strip()
+        if self.trigger and not holds(text, self.trigger):
+            text = self.separator.join(filter(None, (self.trigger, text)))
+        return text
+
+
+def holds(text: str, words: str) -> bool:
+    """Whether `text` contains `words` as whole words, in any case."""
+    return re.search(f"(?<!{WORD}){re.escape(words)}(?!{WORD})", text, re.IGNORECASE) is not None
+
+
+def _beside(left: str, right: str) -> str:
+    glued = left[-1:].isalnum() and right[:1].isalnum()
+    return f"{left} {right}" if glued else left + right

@@ -1,0 +1,59 @@
+"""Photos at the sizes that their source asks for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainer.data.buckets import Bucket, bucket_of_shape, bucket_within, covers
+from trainer.data.sources import Photo
+from trainer.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A photo at one size.
+
+    sample: the photo's, plus "@RESOLUTION" if its source has several; an occurrence refers to it.
+    captions: the variants of its caption (caption_rules.py), at least one; every appearance draws one.
+    small: whether the photo does not cover the bucket of its shape: it is enlarged, or trained in a smaller one.
+    merged: whether it was moved to the bucket from one that could not fill a batch (short_batches.py).
+    """
+
+    sample: str
+    photo: Photo
+    bucket: Bucket
+    captions: tuple[str, ...]
+    small: bool = False
+    merged: bool = False
+
+
+def examples(photos: Sequence[Photo], *, step: int, enlarge: bool, seed: int) -> tuple[Example, ...]:
+    """One example for each photo and resolution of its source.
+
+    step: the sides of buckets are multiples of it, in pixels. enlarge: scale a photo up if it is smaller than the bucket of
+    its shape.
+    seed: the run's, of the captions' variants.
+    Raises UserError for a resolution without a bucket, and for photos that are too small for every bucket, naming all.
+    """
+    made, problems = [], []
+    for photo in photos:
+        captions = photo.source.caption_rules.variants_of(photo.caption, seed=seed, sample=photo.sample)
+        several = len(photo.source.resolutions) > 1
+        for resolution in photo.source.resolutions:
+            usual = bucket_of_shape(photo.width, photo.height, resolution=resolution, step=step)
+            bucket = usual if enlarge else bucket_within(photo.width, photo.height, resolution=resolution, step=step)
+            if bucket is None:
+                problems.append(
+                    f"{photo.image}: {photo.width} x {photo.height} pixels, too small for a bucket of resolution "
+                    f"{resolution} (no side of a bucket is shorter than {max(step, -(-resolution // 4))} pixels)"
+                )
+                continue
+            name = f"{photo.sample}@{resolution}" if several else photo.sample
+            small = not covers(photo.width, photo.height, usual)
+            made.append(Example(name, photo, bucket, captions, small))
+    if problems:
+        count = "1 photo is" if len(problems) == 1 else f"{len(problems)} photos are"
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise UserError(
+            f"data.sources: {count} too small; remove them, lower the resolution, or set data.enlarge = true:\n{listed}"
+        )
+    return tuple(made)

@@ -1,0 +1,23 @@
+"""The kinds of files in a source, by name. This is the only table of image formats; `images` checks the bytes."""
+
+# The decoder's format, by suffix.
+IMAGES = {
+    ".jpg": "JPEG", ".jpeg": "JPEG", ".jpe": "JPEG", ".jfif": "JPEG",
+    ".png": "PNG", ".webp": "WEBP", ".bmp": "BMP", ".dib": "BMP", ".gif": "GIF", ".tif": "TIFF", ".tiff": "TIFF",
+    ".avif": "AVIF", ".heic": "HEIF", ".heif": "HEIF", ".hif": "HEIF", ".jxl": "JXL",
+}  # fmt: skip
+
+# Images that are not read; they have to be converted.
+UNREAD_IMAGES = frozenset({
+    ".psd", ".psb", ".xcf", ".kra", ".svg", ".eps", ".ai", ".ico", ".tga", ".exr", ".hdr", ".jp2", ".j2k", ".jxr", ".ppm",
+    ".pgm", ".pnm", ".pcx", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf", ".orf", ".rw2", ".pef", ".srw",
+})  # fmt: skip
+
+VIDEOS = frozenset({".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".wmv", ".mpg", ".mpeg"})
+
+# If an image has several, the first is used.
+CAPTIONS = (".txt", ".caption", ".json")
+MASK_ENDINGS = (".mask.png", "-masklabel.png")
+
+# Metadata files. In a folder they are named `metadata`.
+TABLES = (".jsonl", ".csv", ".parquet")

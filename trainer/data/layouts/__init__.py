@@ -1,0 +1,18 @@
+"""Lists what a source's path contains: one module for each layout."""
+
+from trainer.data.layouts import folder, hf, shards
+from trainer.data.sources import Listing, Source
+
+
+def caption_places(source: Source) -> str:
+    """Where captions of its photos are looked for, for messages."""
+    if hf.is_dataset(source.path):
+        return hf.caption_places(source)
+    return shards.CAPTION_PLACES if shards.is_shards(source.path) else folder.CAPTION_PLACES
+
+
+def listing(source: Source) -> Listing:
+    """The contents of `source`, in the order of names. Reads no image."""
+    if hf.is_dataset(source.path):
+        return hf.listing(source)
+    return shards.listing(source) if shards.is_shards(source.path) else folder.listing(source)

@@ -1,0 +1,116 @@
+"""The files of one folder: images, and the captions and masks that belong to them by name."""
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from trainer.data import plugins
+from trainer.data.kinds import CAPTIONS, IMAGES, MASK_ENDINGS, UNREAD_IMAGES, VIDEOS
+from trainer.terminal import printable
+
+NO_IMAGE = "not an image"
+
+
+@dataclass
+class Contents:
+    """The files of a folder by kind. rest: (name, reason) of all other files. unread: images among the rest."""
+
+    images: list[str] = field(default_factory=list)
+    captions: list[str] = field(default_factory=list)
+    masks: list[str] = field(default_factory=list)
+    rest: list[tuple[str, str]] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+
+
+def sort_out(files: Iterable[str]) -> Contents:
+    """files: names without hidden ones, sorted."""
+    contents, lacking = Contents(), plugins.lacking()
+    for name in files:
+        suffix = os.path.splitext(name)[1].lower()
+        if suffix in CAPTIONS:
+            contents.captions.append(name)
+        elif _is_mask(name):
+            contents.masks.append(name)
+        elif why := why_no_photo(name, lacking):
+            contents.rest.append((name, why))
+            if suffix in IMAGES or suffix in UNREAD_IMAGES:
+                contents.unread.append(name)
+        else:
+            contents.images.append(name)
+    return contents
+
+
+def _is_mask(name: str) -> bool:
+    return name.lower().endswith(MASK_ENDINGS)
+
+
+def why_no_photo(name: str, lacking: Mapping[str, str]) -> str:
+    """Why a file is not a photo to train on, by its name; "" if it is one. lacking: see plugins.py."""
+    suffix = os.path.splitext(name)[1].lower()
+    if _is_mask(name):
+        return "a mask"
+    if suffix in IMAGES:
+        return lacking.get(IMAGES[suffix], "")
+    if suffix in UNREAD_IMAGES:
+        return f"{suffix} images are not read; convert them to PNG or JPEG"
+    if suffix == ".tar":
+        return "an archive; give its path, or a pattern such as *.tar"
+    return "a video" if suffix in VIDEOS else NO_IMAGE
+
+
+def readable() -> str:
+    """The suffixes of images that can be read on this machine."""
+    lacking = plugins.lacking()
+    return ", ".join(sorted(suffix for suffix, format in IMAGES.items() if format not in lacking))
+
+
+class Companions:
+    """Finds the caption or mask of each image by its name, in any letter case.
+
+    endings: of the companions' names; if an image has several, the one with the first ending is used.
+    """
+
+    def __init__(self, files: Iterable[str], images: Iterable[str], endings: tuple[str, ...]) -> None:
+        self._by_stem: dict[str, list[tuple[str, str]]] = {}  # (name, ending), the preferred first
+        for ending in endings:
+            mine = [name for name in files if name.lower().endswith(ending)]
+            for name in sorted(mine, key=lambda name: not name.endswith(ending)):
+                self._by_stem.setdefault(name[: -len(ending)], []).append((name, ending))
+        # A companion whose image has exactly its name belongs to that image alone.
+        self._images = {_stem(image) for image in images}
+        self._by_folded = {stem.casefold(): stem for stem in self._by_stem if stem not in self._images}
+        self._taken: dict[str, str] = {}  # by the image's name, the companion's; both without endings
+
+    def take(self, image: str) -> str | None:
+        """The companion's name; None if there is none. Two images of one name share it."""
+        own = _stem(image)
+        stem = own if own in self._by_stem else self._by_folded.get(own.casefold(), own)
+        if stem not in self._by_stem:
+            return None
+        self._taken[own] = stem
+        return self._by_stem[stem][0][0]
+
+    def rest(self, left_out: Iterable[str], why: str = "") -> list[tuple[str, str]]:
+        """(name, reason) of all companions that are not used.
+
+        left_out: images that are not trained on. why: the reason for companions of other images, for which none was taken.
+        """
+        unused = {_stem(image).casefold() for image in left_out}
+        taken = {image.casefold(): self._by_stem[stem][0][0] for image, stem in self._taken.items()}
+        used, done, found = {stem.casefold() for stem in self._images}, set(self._taken.values()), []
+        for stem, files in self._by_stem.items():
+            folded = stem.casefold()
+            if stem in done:
+                reason = f"{files[0][1]} is used instead"
+            elif folded in taken:
+                reason = f"{printable(taken[folded])} is used instead"
+            elif folded in unused:
+                reason = "its image is left out"
+            else:
+                reason = why if folded in used else "no image has its name"
+            found += [(name, reason) for name, _ in files[stem in done :]]
+        return found
+
+
+def _stem(name: str) -> str:
+    return os.path.splitext(name)[0]

@@ -1,0 +1,225 @@
+"""A dataset of the library `datasets`, from the Hugging Face hub or from this disk: each row has an image and its caption.
+
+https://huggingface.co/docs/datasets/image_dataset
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.data.layouts.records import FIELDS, caption_field, caption_in, shortened
+from trainer.data.sources import File, Found, Listing, Source
+from trainer.terminal import printable
+
+PREFIX = "hf:"
+# NAME, or with a configuration or a split: NAME:CONFIGURATION@SPLIT. The first spelling whose NAME is a path that exists
+# is used, else the last, which no path with "@" matches.
+SPELLINGS = tuple(
+    map(
+        re.compile,
+        (
+            r"(?P<name>.+)",
+            r"(?P<name>.+)@(?P<split>[^@/]+)",
+            r"(?P<name>.+):(?P<configuration>[^:@/\\]+)(?:@(?P<split>[^@/]+))?",
+            r"(?P<name>[^@]+?)(?::(?P<configuration>[^:@/\\]+))?(?:@(?P<split>[^@/]+))?",
+        ),
+    )
+)
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+IMAGE_COLUMN = "image"
+
+
+def is_dataset(path: str) -> bool:
+    return path.startswith(PREFIX)
+
+
+def caption_places(source: Source) -> str:
+    if source.caption_column:
+        return f"column {source.caption_column} of its row"
+    return f"column {' or '.join(FIELDS)} of its row; caption_column names another"
+
+
+def listing(source: Source) -> Listing:
+    """path: hf:NAME of the hub, or hf:PATH of a folder or file that `datasets` reads, also what `save_to_disk` wrote.
+
+    Samples are named by their rows, from 0 on.
+    """
+    try:
+        return _listing(source)
+    except ValueError as error:
+        return Listing([], problems=[f"{printable(source.path)}: {error}"])
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """title: of the source. dataset: with the one column `column`, images as they are stored. roots: folders whose files
+    its rows may name: its own and the caches that the library fetches to."""
+
+    title: str
+    dataset: Any = field(repr=False)
+    column: str
+    roots: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RowImage:
+    """The image of a row. Threads and processes may read at the same time: the dataset is memory-mapped."""
+
+    images: Images = field(repr=False)
+    number: int
+
+    def __str__(self) -> str:
+        return f"{printable(self.images.title)}, row {self.number}"
+
+    def read(self) -> bytes:
+        """Raises OSError, and ValueError if the row has no image."""
+        value = self.images.dataset[self.number][self.images.column]
+        if value is None or (value["bytes"] is None and not value["path"]):
+            raise ValueError("the row has no image")
+        return value["bytes"] if value["bytes"] is not None else self._file(value["path"]).read()
+
+    def _file(self, path: str) -> File:
+        whole = os.path.normpath(os.path.join(self.images.roots[0], path))
+        for root in self.images.roots:
+            if whole.startswith(os.path.join(root, "")):
+                return File(root, os.path.relpath(whole, root))
+        raise ValueError(f"names {path!r}, a file outside of the dataset; save it with its images (save_to_disk does)")
+
+
+def _listing(source: Source) -> Listing:
+    name, configuration, asked = _spelled(source.path)
+    if source.captions in ("filename", "folder"):
+        raise ValueError(f'captions = "{source.captions}" has no effect: its images are not files; set caption_column')
+    loaded, split = _split(_load(name, configuration), asked)
+    dataset, column = _with_images(loaded, source.image_column)
+    chosen = caption_field([each for each in loaded.column_names if each != column], source.caption_column)
+    if source.caption_column and chosen is None:
+        raise ValueError(f"has no column {source.caption_column} for captions ({shortened(loaded.column_names, 200)})")
+    images, problems = Images(source.path, dataset, column, _roots(name)), []
+    captions = _captions(loaded, chosen, problems, source.path) if source.captions == "auto" and chosen else {}
+    origin = f"column {chosen}"
+    found = [
+        Found(
+            source,
+            str(number),
+            RowImage(images, number),
+            captions.get(number),
+            caption_from=origin if number in captions else "",
+        )
+        for number in range(len(dataset))
+    ]
+    said = f"{len(captions)} from column {chosen}" if captions else "none"
+    said += ' (captions = "none")' if source.captions == "none" else ""
+    if captions and len(captions) < len(found):
+        said += f"; {len(found) - len(captions)} images have none"
+    elif not captions and source.captions == "auto":
+        said += f". Its columns: {printable(', '.join(loaded.column_names))}. caption_column names another one"
+    notes = [
+        f"captions of {printable(source.path)}: {said}",
+        f"{printable(source.path)}: {f'split {printable(split)}, ' if split else ''}images of column {printable(column)}",
+    ]
+    return Listing(found, problems=problems, notes=notes)
+
+
+def _spelled(path: str) -> tuple[str, str | None, str | None]:
+    """(name, configuration, split). A path that exists may hold "@" and ":" itself. Raises ValueError."""
+    for spelling in SPELLINGS:
+        match = spelling.fullmatch(path.removeprefix(PREFIX))
+        if match and (spelling is SPELLINGS[-1] or os.path.exists(match["name"])):
+            found = match.groupdict()
+            return found["name"], found.get("configuration"), found.get("split")
+    raise ValueError("write hf:NAME, hf:NAME@SPLIT or hf:NAME:CONFIGURATION@SPLIT")
+
+
+def _load(name: str, configuration: str | None) -> Any:
+    """A dataset, or several by split. Raises ValueError with the reason."""
+    local = os.path.exists(name)
+    if not local and not HUB_NAME.fullmatch(name):
+        raise ValueError("no such folder or file, and not a valid name of a dataset on the hub")
+    import datasets  # takes seconds and a hundred megabytes, so only if needed
+
+    saved = [file for file in ("dataset_dict.json", "state.json") if os.path.exists(os.path.join(name, file))]
+    try:
+        if saved:
+            if configuration:
+                raise ValueError(f"was written by save_to_disk, which knows no configurations; leave out :{configuration}")
+            return datasets.load_from_disk(name)
+        if os.path.isfile(name):
+            folder, file = os.path.split(os.path.abspath(name))
+            return datasets.load_dataset(folder, configuration, data_files=file)
+        return datasets.load_dataset(name, configuration)
+    except MemoryError:
+        raise
+    # Any exception: the readers of a dozen formats raise many kinds, also AttributeError for a malformed file.
+    except Exception as error:
+        if local:
+            remedy = "repair its files, or write it again with save_to_disk or to_parquet"
+            raise ValueError(f"cannot be read as a dataset ({_said(error)}); {remedy}") from error
+        raise ValueError(
+            f"cannot be fetched from the hub, and there is no such folder ({_said(error)}); without a network, fetch "
+            "it elsewhere, write it with save_to_disk, and give that folder"
+        ) from error
+
+
+def _said(error: BaseException) -> str:
+    """The message in one line, with the cause if the library only says that something went wrong."""
+    said = printable(" ".join(str(error).split()))
+    cause = error.__cause__ or error.__context__
+    more = f": {_said(cause)}" if cause is not None and said.startswith("An error occurred while generating") else ""
+    return f"{type(error).__name__}: {said}{more}"
+
+
+def _split(loaded: Any, asked: str | None) -> tuple[Any, str]:
+    """(the dataset, the name of its split; "" if it has none)."""
+    if not isinstance(loaded, Mapping):
+        own = "" if loaded.split is None else str(loaded.split)
+        if asked not in (None, own):
+            has = f"it is the split {own}" if own else "it has no splits"
+            raise ValueError(f"has no split {asked}, {has}; leave out @{asked}")
+        return loaded, own
+    split = asked or ("train" if "train" in loaded or len(loaded) != 1 else next(iter(loaded)))
+    if split not in loaded:
+        raise ValueError(f"has no split {split}; name one of its own with @: {printable(', '.join(map(str, loaded)))}")
+    return loaded[split], split
+
+
+def _with_images(loaded: Any, asked: str | None) -> tuple[Any, str]:
+    """(the dataset with the column of images alone, the column's name)."""
+    import datasets
+
+    columns = [name for name, kind in loaded.features.items() if isinstance(kind, datasets.Image)]
+    if asked is None and len(columns) != 1:
+        columns = columns or [name for name in loaded.column_names if name == IMAGE_COLUMN]
+    column = asked or (columns[0] if len(columns) == 1 else None)
+    if column not in loaded.column_names:
+        which = f"no column {asked}" if asked else "several columns of images" if columns else "no column of images"
+        raise ValueError(f"has {which} ({shortened(loaded.column_names, 200)}); name it with image_column")
+    try:
+        return loaded.select_columns([column]).cast_column(column, datasets.Image(decode=False)), column
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise ValueError(f"column {column} holds no images ({loaded.features[column]}); name it with image_column") from error
+
+
+def _captions(loaded: Any, column: str, problems: list[str], title: str) -> dict[int, str]:
+    captions, number = {}, 0
+    for rows in loaded.select_columns([column]).iter(batch_size=1000):
+        for value in rows[column]:
+            try:
+                caption = caption_in(value)
+                if caption is not None:
+                    captions[number] = caption
+            except ValueError as error:
+                problems.append(f"{printable(title)}, row {number}: {error}")
+            number += 1
+    return captions
+
+
+def _roots(name: str) -> tuple[str, ...]:
+    """The dataset's own folder first: a relative name in a row is relative to it."""
+    from datasets import config
+
+    caches = (config.HF_DATASETS_CACHE, config.HF_CACHE_HOME)  # of what it prepared, and of all that it fetched
+    own = [os.path.dirname(name) if os.path.isfile(name) else name] if os.path.exists(name) else []
+    return tuple(os.path.abspath(os.path.expanduser(folder)) for folder in (*own, *caches))

@@ -1,0 +1,60 @@
+"""The caption in a record: a row of a table, or a JSON file beside an image."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.data.sources import Place
+
+FIELDS = ("caption", "text", "prompt")  # the first that exists is used
+
+
+def caption_field(names: Any, asked: str | None) -> str | None:
+    """The name of a record's caption: `asked`, or the first of FIELDS; None if the record has none."""
+    return next((field for field in ((asked,) if asked else FIELDS) if field in names), None)
+
+
+def caption_in(value: Any) -> str | None:
+    """The caption in a record; None for null. A list becomes lines. Raises ValueError with the reason."""
+    if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
+        value = "\n".join(value)
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"the caption is not text but {shortened(value)}")
+    try:
+        return value if value is None else value.encode().decode().strip()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the caption is not Unicode (half a character at {error.start})") from error
+
+
+def shortened(value: Any, length: int = 60) -> str:
+    text = repr(value)
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
+@dataclass(frozen=True, slots=True)
+class JsonCaption:
+    """A field of a JSON file, as the bytes of a caption file. Null is no caption, as in a table."""
+
+    file: Place
+    field: str | None
+
+    def __str__(self) -> str:
+        return str(self.file)
+
+    def read(self) -> bytes | None:
+        """Raises OSError, and ValueError if the file has no such field."""
+        try:
+            record = json.loads(self.file.read())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"not JSON ({error})") from error
+        if not isinstance(record, Mapping):
+            raise ValueError("not a JSON object with a field for the caption")
+        field = caption_field(record, self.field)
+        if field is None:
+            asked = self.field or " or ".join(FIELDS)
+            raise ValueError(
+                f"has no field {asked} (it has {shortened(list(record))}); name the caption's field with caption_column"
+            )
+        caption = caption_in(record[field])
+        return None if caption is None else caption.encode()

@@ -1,0 +1,187 @@
+"""WebDataset shards: .tar archives of images with captions and masks beside them, read without unpacking them.
+
+https://github.com/webdataset/webdataset#the-webdataset-format
+"""
+
+import errno
+import glob
+import itertools
+import os
+import re
+import stat
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from trainer.data.kinds import CAPTIONS, IMAGES, MASK_ENDINGS
+from trainer.data.layouts import tar
+from trainer.data.layouts.folder import Reading
+from trainer.data.layouts.table import FILE_NAMES
+from trainer.data.layouts.walk import LeaveOut
+from trainer.data.sources import MAX_BYTES, Listing, Source, too_large
+from trainer.terminal import printable
+
+ARCHIVE = re.compile(r".*\.(tar(\.\w+)?|tgz|tbz2?|txz|tzst)", re.IGNORECASE | re.DOTALL)
+BRACES = re.compile(r"\{([^{}]*)\}")
+CAPTION_PLACES = f"{', '.join(CAPTIONS)} beside it in the archive"
+MAX_NAMES = 100_000  # that braces may expand to
+
+
+def is_shards(path: str) -> bool:
+    """Whether it is the path of an archive, or a pattern of archives."""
+    return ARCHIVE.fullmatch(path) is not None and not os.path.isdir(path)
+
+
+def listing(source: Source) -> Listing:
+    """path: an archive, or a pattern of some: `*`, `?`, `[...]`, and as in WebDataset `{000..003}` and `{a,b}`.
+
+    Samples are named by archive and member. Otherwise an archive is read as a folder is (folder.py).
+    """
+    problems: list[str] = []
+    try:
+        paths = _matching(source.path, problems)
+    except ValueError as error:
+        problems.append(f"{printable(source.path)}: {error}")
+    if problems:
+        return Listing([], problems=problems)
+    root = os.path.dirname(source.path if os.path.exists(source.path) else re.split(r"[*?\[{]", source.path)[0]) or "."
+    return Reading(source, Archives(source.path, root, sorted(os.path.relpath(path, root) for path in paths))).listing()
+
+
+@dataclass(frozen=True, slots=True)
+class Archived:
+    """A member of an archive. root: of the source. archive: relative to it. offset, size: of the member's bytes.
+
+    Every read opens the archive, so that threads and processes share no file position.
+    """
+
+    root: str
+    archive: str
+    name: str
+    offset: int
+    size: int
+
+    def __str__(self) -> str:
+        return printable(os.path.join(self.root, self.archive, self.name))
+
+    def read(self) -> bytes:
+        """Raises OSError."""
+        if self.size > MAX_BYTES:
+            raise too_large(self.size, str(self))
+        with open(os.path.join(self.root, self.archive), "rb", buffering=0) as file:
+            file.seek(self.offset)
+            data = bytearray()
+            while more := file.read(self.size - len(data)):
+                data += more
+        if len(data) < self.size:
+            raise OSError(errno.EIO, f"its archive ends after {len(data):,} of its {self.size:,} bytes", str(self))
+        return bytes(data)
+
+
+class Archives:
+    """A tree of the files in archives: each archive is a folder of its name.
+
+    title: for people. archives: relative to `root`, in the order in which they are read.
+    """
+
+    def __init__(self, title: str, root: str, archives: list[str]) -> None:
+        self.title, self.root, self.archives = title, root, archives
+        self._places: dict[str, Archived] = {}  # by name in the tree, of the archive that is being walked
+
+    def walk(self, leave_out: LeaveOut, problems: list[str]) -> Iterator[tuple[str, list[str]]]:
+        """Indexes one archive after the other."""
+        for archive in self.archives:
+            self._places, folders = {}, defaultdict(list)
+            for name in self._index(archive, leave_out, problems):
+                folder, slash, file = name.rpartition("/")
+                folders[folder + slash].append(file)
+            for folder in sorted(folders):
+                yield folder, _images_of_samples(folder, sorted(folders[folder]), leave_out)
+        self._places = {}
+
+    def place(self, name: str) -> Archived:
+        return self._places[name]
+
+    def _index(self, archive: str, leave_out: LeaveOut, problems: list[str]) -> Iterator[str]:
+        """The names of its files; also fills `_places` with their places."""
+        path = os.path.join(self.root, archive)
+        try:
+            with open(path, "rb", opener=_opener) as file:
+                for member in tar.members(file, os.fstat(file.fileno()).st_size):
+                    parts = [part for part in member.name.split("/") if part not in ("", ".")]
+                    name = "/".join((archive, *parts))
+                    if member.unread is not None:
+                        leave_out(f"{archive}/{member.name}", member.unread)
+                    elif ".." in parts or not parts or member.name.startswith("/"):
+                        leave_out(f"{archive}/{member.name}", "its name leads out of the archive")
+                    elif any(part.startswith(".") for part in parts):
+                        leave_out(name, "hidden")
+                    elif parts[-1].lower() in FILE_NAMES:
+                        leave_out(name, "a table in an archive is not read; put captions beside the images")
+                    elif name in self._places:
+                        problems.append(f"{printable(path)}: holds {printable('/'.join(parts))} twice; keep one of them")
+                    else:
+                        self._places[name] = Archived(self.root, archive, "/".join(parts), member.offset, member.size)
+                        yield name
+        except OSError as error:
+            problems.append(f"{printable(path)}: cannot be read ({error.strerror})")
+        except ValueError as error:
+            problems.append(f"{printable(path)}: {printable(error)}")
+
+
+def _images_of_samples(folder: str, files: list[str], leave_out: LeaveOut) -> list[str]:
+    """The files without images that are not photos: beside 01.jpg, 01.depth.png is another part of WebDataset's sample 01."""
+    images = {stem: name for name in files for stem, suffix in [os.path.splitext(name)] if suffix.lower() in IMAGES}
+    kept = []
+    for name in files:
+        stem, suffix = os.path.splitext(name)
+        image = images.get(stem.partition(".")[0]) if "." in stem and suffix.lower() in IMAGES else None
+        if image is None or name.lower().endswith(MASK_ENDINGS):
+            kept.append(name)
+        else:
+            leave_out(folder + name, "another part of a sample that has a photo")
+    return kept
+
+
+def _opener(path: str, flags: int) -> int:
+    """Raises OSError for anything but a regular file: opening a named pipe would wait for ever."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return os.open(path, flags)
+
+
+def _matching(path: str, problems: list[str]) -> list[str]:
+    """The archives that match the pattern `path`, or `path` itself if it exists. Raises ValueError for too many."""
+    if os.path.exists(path):
+        return [path]
+    found: set[str] = set()
+    for name in _expanded(path):
+        matches = glob.glob(name, recursive=True)
+        if not matches:
+            problems.append(f"{printable(name)}: no {'archive of this pattern' if glob.has_magic(name) else 'such file'}")
+        found.update(matches)
+    return sorted(found)
+
+
+def _expanded(pattern: str) -> Iterator[str]:
+    choices = [[part] if index % 2 == 0 else _choices(part) for index, part in enumerate(BRACES.split(pattern))]
+    count = 1
+    for choice in choices:
+        count *= len(choice)
+    if count > MAX_NAMES:
+        raise ValueError(f"expands to {count:,} archives, the limit is {MAX_NAMES:,}")
+    return map("".join, itertools.product(*choices))
+
+
+def _choices(braces: str) -> list[str]:
+    """The choices of braces: a,b,c or 000..003."""
+    match = re.fullmatch(r"(\d{1,12})\.\.(\d{1,12})", braces)
+    if match is None:
+        return braces.split(",") if "," in braces else ["{" + braces + "}"]
+    first, last = match.groups()
+    if int(last) < int(first):
+        raise ValueError(f"{{{braces}}} expands to no archive")
+    if int(last) - int(first) >= MAX_NAMES:
+        raise ValueError(f"{{{braces}}} expands to {int(last) - int(first) + 1:,} archives, the limit is {MAX_NAMES:,}")
+    width = max(len(first), len(last)) if "0" in (first[:1], last[:1]) else 0
+    return [f"{number:0{width}d}" for number in range(int(first), int(last) + 1)]

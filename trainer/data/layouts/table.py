@@ -1,0 +1,128 @@
+"""A table of images (the imagefolder convention): each row names an image file and its caption.
+
+https://huggingface.co/docs/datasets/image_dataset#imagefolder
+"""
+
+import csv
+import json
+import os
+import posixpath
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer.data.kinds import TABLES
+from trainer.data.layouts.records import caption_field, caption_in, shortened
+from trainer.data.sources import Source
+from trainer.terminal import printable
+
+FILE_NAMES = frozenset(f"metadata{suffix}" for suffix in TABLES)  # a folder's table has one of these names
+IMAGE_COLUMN = "file_name"
+
+
+@dataclass
+class ImageTable:
+    """name: within the source. rows: by the image's name within the source, (number of the row, caption or None)."""
+
+    name: str
+    rows: dict[str, tuple[int, str | None]] = field(default_factory=dict)
+    caption_column: str | None = None
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def folder(self) -> str:
+        """The folder of the files that it may name, with a slash at its end; "" for the source's own."""
+        return self.name[: self.name.rfind("/") + 1]
+
+
+def read_table(root: str, name: str, source: Source) -> ImageTable:
+    """Reads a table. Its `problems` say why rows cannot be used."""
+    table, path = ImageTable(name), os.path.join(root, name)
+    shown, column = printable(path), source.image_column or IMAGE_COLUMN
+    try:
+        for number, row in _rows(Path(path)):
+            if column not in row:
+                names = shortened(list(row), 200)
+                table.problems.append(f"{shown}: row {number} has no column {column} ({names}); name it with image_column")
+                if not table.rows:
+                    return table  # the other rows will not have it either
+                continue
+            chosen = caption_field(row, source.caption_column)
+            table.caption_column = table.caption_column or chosen
+            try:
+                image, caption = _image_name(row[column]), caption_in(row[chosen]) if chosen else None
+            except ValueError as error:
+                table.problems.append(f"{shown}: row {number}: {error}")
+                continue
+            image = table.folder + image
+            if image in table.rows:
+                first = table.rows[image][0]
+                table.problems.append(f"{shown}: row {number} names {image!r} again, after row {first}; keep one of them")
+            else:
+                table.rows[image] = number, caption
+    except OSError as error:
+        table.problems.append(f"{shown}: cannot be read ({error.strerror or error})")
+    except UnicodeDecodeError as error:
+        table.problems.append(f"{shown}: not UTF-8 (at byte {error.start}); save it as UTF-8")
+    except (ValueError, csv.Error) as error:
+        table.problems.append(f"{shown}: {error}")
+    if source.caption_column and table.rows and table.caption_column is None:
+        table.problems.append(f"{shown}: no row has the column {source.caption_column} that caption_column names")
+    return table
+
+
+def _image_name(value: Any) -> str:
+    """Relative to the table's folder, with slashes. Raises ValueError for anything else."""
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"not a file name: {shortened(value)}")
+    name = posixpath.normpath(value.replace("\\", "/"))
+    if name.startswith(("/", "../")) or name in (".", "..") or name[1:2] == ":":
+        raise ValueError(f"{value!r} is not in the table's folder; name files in it, relative to it")
+    return name
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number from 1, row). Raises OSError, and ValueError or csv.Error for what is not a table."""
+    yield from {".jsonl": _json_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}[path.suffix.lower()](path)
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"row {number} is not JSON ({error})") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"row {number} is not a JSON object but {shortened(row)}")
+            yield number, row
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """An empty cell is no caption, as null is in other tables."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = csv.reader(file, strict=True)
+        names = next(rows, [])
+        for number, cells in enumerate(rows, start=1):
+            if not cells:
+                continue
+            if len(cells) != len(names):
+                raise ValueError(
+                    f"row {number} has {len(cells)} cells, the first line {len(names)}; put text that has commas in quotes"
+                )
+            yield number, {name: cell or None for name, cell in zip(names, cells, strict=True)}
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    import pyarrow.parquet  # takes tens of megabytes, so only if needed
+
+    file, number = pyarrow.parquet.ParquetFile(path), 0
+    packed = (pyarrow.types.is_binary, pyarrow.types.is_large_binary, pyarrow.types.is_struct)
+    light = [column.name for column in file.schema_arrow if not any(kind(column.type) for kind in packed)]
+    for batch in file.iter_batches(batch_size=1000, columns=light):
+        for row in batch.to_pylist():
+            number += 1
+            yield number, row

@@ -1,0 +1,171 @@
+"""Lists the members of a tar archive and their places, from the headers alone: nothing is unpacked.
+
+The format: POSIX.1-2017, "pax Interchange Format" and "ustar Interchange Format"; GNU tar's manual, "Basic Tar Format".
+`tarfile` parses single headers here. Its own iteration would take a damaged header for the end of the archive, and would read
+header text of any length into memory.
+"""
+
+import tarfile
+from collections.abc import Iterator
+from typing import BinaryIO, NamedTuple
+
+BLOCK = 512
+MAX_TEXT = 1 << 20  # bytes of a header's text: a name, a pax record
+MAX_PADDING = 1 << 20  # writers fill an archive up to a multiple of their buffer
+
+COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+NOT_FILES = {
+    tarfile.LNKTYPE: "a link to another member",
+    tarfile.SYMTYPE: "a symbolic link",
+    tarfile.CHRTYPE: "a device",
+    tarfile.BLKTYPE: "a device",
+    tarfile.FIFOTYPE: "a named pipe",
+}
+FILES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
+SPARSE = "stored as sparse; make the archive without --sparse"
+
+
+class Member(NamedTuple):
+    """name: as in the archive. offset, size: of its bytes. unread: why it is not read; None for a plain file."""
+
+    name: str
+    offset: int
+    size: int
+    unread: str | None
+
+
+def members(file: BinaryIO, length: int) -> Iterator[Member]:
+    """All members but folders, in the archive's order. length: of the file, in bytes.
+
+    Raises OSError, and ValueError with the reason if the archive is damaged, cut off or compressed.
+    """
+    at, shared, own = 0, {}, {}  # fields from pax headers. own: of the next member; shared: of all that follow
+    while True:
+        file.seek(at)
+        header, data = _header(file.read(BLOCK), at), at + BLOCK
+        if header is None:
+            return _check_end(file, at)
+        if header.type in (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.XGLTYPE):
+            (shared if header.type == tarfile.XGLTYPE else own).update(_records(_text(file, header.size, at), at))
+            at = data + _padded(header.size)
+            continue
+        if header.type in (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK):
+            text = _decoded(_text(file, header.size, at).partition(b"\0")[0])
+            own |= {"path": text} if header.type == tarfile.GNUTYPE_LONGNAME else {}
+            at = data + _padded(header.size)
+            continue
+        fields, own = shared | own, {}
+        name = fields.get("path", header.name)
+        size = _number(fields["size"], at) if "size" in fields else header.size
+        unread = _unread(header.type, fields)
+        if header.type == tarfile.GNUTYPE_SPARSE:
+            data = _after_sparse_map(file, data, header.buf)
+        if header.type in NOT_FILES or header.type == tarfile.DIRTYPE:
+            size = 0  # whatever the header says, no bytes follow
+        if size > length - data:
+            raise ValueError(f"cut off: {name!r} has {size:,} bytes, {length - data:,} are left; copy or download it again")
+        if header.type != tarfile.DIRTYPE:
+            yield Member(name, data, size, unread)
+        at = data + _padded(size)
+
+
+class _Header(NamedTuple):
+    name: str
+    type: bytes
+    size: int
+    buf: bytes
+
+
+def _header(block: bytes, at: int) -> _Header | None:
+    """None at the end mark."""
+    if block == bytes(BLOCK):
+        return None
+    if not at:
+        _refuse_others(block)
+    if len(block) < BLOCK:
+        raise ValueError(f"cut off at byte {at + len(block):,}: it has no end mark; copy or download it again")
+    try:
+        info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+    except tarfile.HeaderError as error:
+        raise ValueError(
+            f"damaged at byte {at:,} ({error}); copy or download it again" if at else "not a tar archive"
+        ) from error
+    if info.size < 0:
+        raise ValueError(f"damaged at byte {at:,} ({info.name!r} has {info.size} bytes)")
+    return _Header(info.name, info.type, info.size, block)
+
+
+def _refuse_others(block: bytes) -> None:
+    if not block:
+        raise ValueError("empty (0 bytes)")
+    for magic, kind in COMPRESSED.items():
+        if block.startswith(magic):
+            raise ValueError(
+                f"compressed with {kind}, so single photos cannot be read from it; decompress it to a plain .tar"
+            )
+
+
+def _unread(kind: bytes, fields: dict[str, str]) -> str | None:
+    if kind == tarfile.GNUTYPE_SPARSE or any(field.startswith("GNU.sparse.") for field in fields):
+        return SPARSE
+    if kind in FILES:
+        return None
+    return NOT_FILES.get(kind, f"a member of kind {kind!r}, not a file")
+
+
+def _text(file: BinaryIO, size: int, at: int) -> bytes:
+    if size > MAX_TEXT:
+        raise ValueError(
+            f"damaged at byte {at:,} (a header with {size:,} bytes of text, more than the limit of {MAX_TEXT:,})"
+        )
+    text = file.read(size)
+    if len(text) < size:
+        raise ValueError(f"cut off at byte {at + BLOCK + len(text):,}, within a header; copy or download it again")
+    return text
+
+
+def _records(text: bytes, at: int) -> dict[str, str]:
+    """The records of a pax header, each "LENGTH KEY=VALUE\\n", where LENGTH counts the whole record."""
+    fields, start = {}, 0
+    while start < len(text) and text[start]:
+        length = text[start : start + 20].partition(b" ")[0]
+        end = start + _number(_decoded(length), at)
+        key, equals, value = text[start + len(length) + 1 : end - 1].partition(b"=")
+        if not equals or text[end - 1 : end] != b"\n":
+            raise ValueError(f"damaged at byte {at:,} (a malformed pax header)")
+        fields[_decoded(key)], start = _decoded(value), end
+    return fields
+
+
+def _number(text: str, at: int) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 20):
+        raise ValueError(f"damaged at byte {at:,} ({text[:20]!r} is no number)")
+    return int(text)
+
+
+def _after_sparse_map(file: BinaryIO, data: int, header: bytes) -> int:
+    """Where the bytes of a sparse member in GNU's old format begin: blocks of its map may precede them."""
+    more = header[482]
+    file.seek(data)
+    while more:
+        block = file.read(BLOCK)
+        data += BLOCK
+        more = len(block) == BLOCK and block[504]
+    return data
+
+
+def _check_end(file: BinaryIO, at: int) -> None:
+    file.seek(at)
+    rest = file.read(MAX_PADDING + 1)
+    if len(rest) > MAX_PADDING or rest.count(0) < len(rest):
+        raise ValueError(
+            f"continues after its end mark at byte {at:,}; give archives one by one, or join them with tar --concatenate"
+        )
+
+
+def _padded(size: int) -> int:
+    return -(-size // BLOCK) * BLOCK
+
+
+def _decoded(text: bytes) -> str:
+    return text.decode("utf-8", "surrogateescape")

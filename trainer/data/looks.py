@@ -1,0 +1,101 @@
+"""Near duplicates: copies that were re-encoded, resized or slightly cropped, found by a perceptual hash of each photo."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image
+
+from trainer.data.sources import Photo
+
+SIDE = 8  # cells to a side of the grid
+LEAST = 2  # levels of 255: smaller differences between two cells are ignored, because re-encoding changes them
+BITS = 2 * SIDE * SIDE // 8  # bytes of the bits
+
+FAR = 12  # bits of 128 that two prints of one photo may differ by
+SHARE = 4  # and at most this part (1 / SHARE) of the bits that are set in either: a plain photo has few
+COLOUR = 12  # levels of 255 that their colours may differ by
+NEIGHBOURS = 64  # how many others, next in brightness, a print is compared with among those that share one part of its bits
+
+
+def look(image: Image.Image) -> bytes:
+    """The perceptual hash of an RGB image: 28 bytes.
+
+    16 bytes: a bit for each pair of neighbouring cells of an 8 x 8 grid, set if the brightness rises: to the right, then
+    downwards (a "difference hash": Krawetz, "Kind of Like That", 2013). 12 bytes: the mean colours of the four quarters.
+    """
+    small = image.resize((SIDE + 1, SIDE + 1), Image.Resampling.HAMMING, reducing_gap=4.0)
+    grey = np.asarray(small.convert("L"), dtype=np.int16)
+    rises = [np.diff(grey, axis=1)[:SIDE] > LEAST, np.diff(grey, axis=0)[:, :SIDE] > LEAST]
+    return np.packbits(rises).tobytes() + small.resize((2, 2), Image.Resampling.BOX).tobytes()
+
+
+def groups(photos: Sequence[Photo]) -> tuple[tuple[Photo, ...], ...]:
+    """The photos that are near duplicates of another one, in groups, in the order given."""
+    return tuple(tuple(photos[index] for index in group) for group in alike([photo.look for photo in photos]))
+
+
+def alike(prints: Sequence[bytes]) -> list[list[int]]:
+    """Indices of the prints that look like another one, in groups: in ascending order, each index in at most one.
+
+    Two look alike if at most FAR bits differ, no more than 1 / SHARE of those that are set, and colours by at most COLOUR.
+    Then at least one of FAR + 1 parts of the bits is equal, so only prints with an equal part are compared: in each part with
+    the NEIGHBOURS next in brightness, so that thousands of similar prints do not take long.
+    """
+    first: dict[bytes, int] = {}
+    same: dict[int, list[int]] = {}
+    for index, own in enumerate(prints):
+        if own:
+            same.setdefault(first.setdefault(own, index), []).append(index)
+    labels = _labels(np.frombuffer(b"".join(first), dtype=np.uint8).reshape(len(first), -1)) if len(first) > 1 else [0]
+    groups: dict[int, list[int]] = {}
+    for label, indices in zip(labels, same.values(), strict=False):
+        groups.setdefault(int(label), []).extend(indices)
+    return sorted(sorted(group) for group in groups.values() if len(group) > 1)
+
+
+def _labels(prints: np.ndarray) -> np.ndarray:
+    """uint8 [N, 28] -> [N]: the least index of the group of each."""
+    bits, colours = np.ascontiguousarray(prints[:, :BITS]).view(np.uint64), prints[:, BITS:].astype(np.int16)
+    bright, single = colours.mean(axis=1, dtype=np.float32), np.unpackbits(prints[:, :BITS], axis=1)
+    labels = np.arange(len(prints))
+    for columns in np.array_split(np.arange(8 * BITS), FAR + 1):
+        part = (single[:, columns] @ (1 << np.arange(len(columns), dtype=np.int32))).astype(np.int16)
+        order = np.lexsort((bright, part))
+        sorted_part, sorted_bright = part[order], bright[order]
+        for step in range(1, min(NEIGHBOURS, len(order) - 1) + 1):
+            near = sorted_part[step:] == sorted_part[:-step]
+            near &= sorted_bright[step:] - sorted_bright[:-step] <= COLOUR
+            places = np.flatnonzero(near)
+            if not len(places):
+                break
+            one, other = order[places], order[places + step]
+            labels = _joined(labels, one, other, _are_alike(bits, colours, one, other))
+    return labels
+
+
+def _are_alike(bits: np.ndarray, colours: np.ndarray, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    a, b = bits[one], bits[other]
+    apart = _count(a ^ b)
+    close = apart <= FAR
+    close[close] = SHARE * apart[close].astype(np.int16) <= _count(a[close] | b[close])
+    close[close] = np.abs(colours[one[close]] - colours[other[close]]).max(axis=1, initial=0) <= COLOUR
+    return close
+
+
+def _count(words: np.ndarray) -> np.ndarray:
+    """uint64 [N, 2] -> the bits that are set, of both."""
+    counts = np.bitwise_count(words)
+    return counts[:, 0] + counts[:, 1]
+
+
+def _joined(labels: np.ndarray, one: np.ndarray, other: np.ndarray, close: np.ndarray) -> np.ndarray:
+    """The labels, with both labels of each close pair replaced by the lesser."""
+    one, other = one[close], other[close]
+    while len(unequal := np.flatnonzero(labels[one] != labels[other])):
+        one, other = one[unequal], other[unequal]
+        less, more = np.minimum(labels[one], labels[other]), np.maximum(labels[one], labels[other])
+        np.minimum.at(labels, more, less)
+        # A label is an index of its group: follow it to the least.
+        while (labels != labels[labels]).any():
+            labels = labels[labels]
+    return labels

@@ -1,0 +1,182 @@
+"""The training photos: found, read in full and checked before anything else happens.
+
+All problems are reported at once, so that no run meets a bad photo hours later, and no photo is left out or replaced
+silently.
+"""
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from functools import partial
+
+from PIL import Image
+
+from trainer.data import layouts, looks
+from trainer.data.images import decode, decode_mask
+from trainer.data.kinds import IMAGES
+from trainer.data.sources import Found, Listing, Photo, Scanned, Source
+from trainer.data.threads import in_threads
+from trainer.errors import UserError
+from trainer.phases import QUIET, Phases
+
+
+def scan(sources: Sequence[Source], *, strict_captions: bool = False, phases: Phases = QUIET) -> Scanned:
+    """Every photo of the sources, as `survey` reads them. Raises UserError if any has a problem."""
+    scanned = survey(sources, strict_captions=strict_captions, phases=phases)
+    refuse_damaged(scanned)
+    return scanned
+
+
+def refuse_damaged(scanned: Scanned) -> None:
+    """Raises one UserError that names every problem."""
+    if not scanned.damaged:
+        return
+    count = "1 problem" if len(scanned.damaged) == 1 else f"{len(scanned.damaged)} problems"
+    listed = "\n".join(f"  {problem}" for problem in scanned.damaged)
+    raise UserError(f"data.sources: {count}; repair or remove these:\n{listed}")
+
+
+def survey(sources: Sequence[Source], *, strict_captions: bool = False, phases: Phases = QUIET) -> Scanned:
+    """The sound photos of the sources, in order of source, then of name, and all problems of the others.
+
+    Every image is decoded in full. Problems are of folders, images, masks and captions; with `strict_captions` a missing or
+    empty caption is one.
+    """
+    listings = [layouts.listing(source) for source in sources]
+    problems = [problem for each in listings for problem in each.problems]
+    read = partial(_read, strict_captions=strict_captions)
+    photos: list[Photo] = []
+    count, found = sum(len(each.found) for each in listings), _taken(listings)
+    with phases("scanning photos", count, "photo") as phase, closing(in_threads(read, found)) as results:
+        for result in results:
+            phase.advance()
+            if isinstance(result, Photo):
+                photos.append(result)
+            else:
+                problems += result
+    left_out = tuple(item for each in listings for item in each.left_out)
+    notes = tuple(line for each in listings for line in each.notes)
+    return Scanned(tuple(photos), left_out, notes, tuple(problems))
+
+
+def _taken(listings: Sequence[Listing]) -> Iterator[Found]:
+    """Each in order, and removed from its listing: with a hundred thousand photos, only the photos stay in memory."""
+    for each in listings:
+        found = each.found
+        found.reverse()
+        while found:
+            yield found.pop()
+
+
+def _read(found: Found, *, strict_captions: bool) -> Photo | list[str]:
+    """The photo, or the problems of it, its mask and its caption, one line each."""
+    problems: list[str] = []
+    shown = str(found.image)
+    if not _is_utf8(found.source.path + found.name):
+        problems.append(f"{shown}: the file's name is not UTF-8")
+    data, decoded, notes, look = b"", None, (), b""
+    try:
+        data = found.image.read()
+        decoded = decode(data, background=found.source.background)
+        notes = (*decoded.notes, *_misnamed(found.name, decoded.format))
+        look = looks.look(decoded.image)
+    except OSError as error:
+        problems.append(f"{shown}: cannot be read ({error.strerror})")
+    except ValueError as error:
+        problems.append(f"{shown}: {error}")
+    sha256 = hashlib.sha256(data).hexdigest()
+    mask, mask_sha256 = None, None
+    if decoded is not None and found.source.masks == "alpha" and decoded.alpha is not None:
+        mask, mask_sha256 = found.image, sha256
+        notes = (*notes, *_black(decoded.alpha, found.source))
+    if decoded is not None and found.source.masks == "files" and found.mask is not None:
+        mask = found.mask
+        mask_sha256, more = _read_mask(found, decoded.image.size, problems)
+        notes = (*notes, *more)
+    elif found.mask is not None:
+        notes = (*notes, 'its mask file is not used (masks is not "files")')
+    caption = _read_caption(found, problems)
+    if strict_captions and (why := strict_problem(found.source, caption)) and (caption is None or not problems):
+        place = found.image if caption is None or isinstance(found.caption, str) else found.caption
+        problems.append(f"{place}: {why}")
+    if problems or decoded is None:
+        return problems
+    return Photo(
+        sample=found.sample,
+        source=found.source,
+        image=found.image,
+        width=decoded.image.width,
+        height=decoded.image.height,
+        caption=caption or "",
+        has_caption=caption is not None,
+        repeats=found.source.repeats * found.repeats,
+        sha256=sha256,
+        choices=decoded.choices,
+        mask=mask,
+        mask_sha256=mask_sha256,
+        look=look,
+        caption_from="" if caption is None else found.caption_from,
+        notes=notes,
+    )
+
+
+def strict_problem(source: Source, caption: str | None) -> str:
+    """Why strict mode refuses a caption (None: there is none); "" if it does not."""
+    if caption is None and source.captions != "none":
+        return f"no caption for it ({layouts.caption_places(source)})"
+    return "the caption is empty" if caption == "" else ""
+
+
+def _read_mask(found: Found, size: tuple[int, int], problems: list[str]) -> tuple[str, tuple[str, ...]]:
+    """(the digest of its bytes, notes). size: of the photo."""
+    data, notes, shown = b"", (), str(found.mask)
+    try:
+        data = found.mask.read()
+        mask = decode_mask(data)
+        if mask.size != size:
+            problems.append(
+                f"{shown}: the mask has {mask.width} x {mask.height} pixels, its photo {size[0]} x {size[1]}; save it at the "
+                "photo's size"
+            )
+        notes = _black(mask, found.source)
+    except OSError as error:
+        problems.append(f"{shown}: cannot be read ({error.strerror})")
+    except ValueError as error:
+        problems.append(f"{shown}: {error}")
+    return hashlib.sha256(data).hexdigest(), notes
+
+
+def _is_utf8(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _black(mask: Image.Image, source: Source) -> tuple[str, ...]:
+    if mask.getextrema()[1] or source.unmasked_weight:
+        return ()
+    return ("its mask is black all over: nothing is learnt from it",)
+
+
+def _misnamed(name: str, kind: str) -> tuple[str, ...]:
+    """A note, if the file's suffix is that of another format."""
+    suffix = os.path.splitext(name)[1].lower()
+    if IMAGES.get(suffix, kind) == kind:
+        return ()
+    return (sys.intern(f"its name ends in {suffix}, its bytes are {kind}"),)
+
+
+def _read_caption(found: Found, problems: list[str]) -> str | None:
+    """The stripped caption; None if there is none."""
+    if found.caption is None or isinstance(found.caption, str):
+        return found.caption
+    try:
+        data = found.caption.read()
+        return None if data is None else data.decode("utf-8-sig").strip()
+    except OSError as error:
+        problems.append(f"{found.caption}: cannot be read ({error.strerror})")
+    except UnicodeDecodeError as error:
+        problems.append(f"{found.caption}: the caption is not UTF-8 (at byte {error.start}); save it as UTF-8")
+    except ValueError as error:
+        problems.append(f"{found.caption}: {error}")
+    return ""

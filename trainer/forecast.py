@@ -1,0 +1,213 @@
+"""How much memory a run will take, phase by phase, and whether it fits: its own code at full size, on tensors without values.
+
+What the tensors take is counted. What lies below them is estimated, as a margin: the device's context, the workspaces of its
+libraries, and what the allocator loses to rounding.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from torch import Tensor, nn
+
+from trainer import optim
+from trainer.data import cache as caches
+from trainer.plan import Plan
+from trainer.protocols import Kernels
+from trainer.rehearsal import Rehearsal, without_values
+from trainer.trace import Cost, Trace
+from trainer.types import Conditioning
+
+# Of an accelerator: its context (0.4 to 0.8 GiB on CUDA) with the libraries' workspaces, and a share for what the allocator
+# loses. On a CPU: what the allocator keeps of freed memory.
+CONTEXT, SHARE = 0.8 * 2**30, 0.03
+# The columns of a phase, in the order in which memory is taken.
+PARTS = ("weights", "adapter", "gradients", "optimizer", "saved", "transient")
+STEP, SAMPLES = "a step at", "samples of"  # how the names of phases begin
+
+
+@dataclass(frozen=True)
+class Stage:
+    """parts: bytes by PARTS, those that it has. loaded: components in memory. cost: of a step, of one micro-batch."""
+
+    name: str
+    parts: Mapping[str, int]
+    loaded: frozenset[str] = frozenset()
+    cost: Cost = field(default_factory=Cost)
+
+    @property
+    def peak(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """phases: in the order of a run, each at its largest. cache, checkpoint: bytes on the disk, of all entries and of one
+    checkpoint. base: what the process itself takes where it computes, 0 beside an accelerator."""
+
+    phases: tuple[Stage, ...]
+    cache: int
+    checkpoint: int
+    base: int = 0
+
+    @property
+    def largest(self) -> Stage:
+        return max(self.phases, key=lambda phase: phase.peak)
+
+    @property
+    def margin(self) -> int:
+        return int((0 if self.base else CONTEXT) + SHARE * self.largest.peak)
+
+    @property
+    def total(self) -> int:
+        """The memory that a run needs."""
+        return self.base + self.largest.peak + self.margin
+
+    def fits(self, memory: int) -> bool:
+        return self.total <= memory
+
+
+def forecast(plan: Plan, kernels: Kernels, *, base: int = 0) -> Forecast:
+    """kernels: those of the device that is planned for. base: of the process where it computes on the CPU."""
+    with without_values():
+        return _Forecaster(plan, kernels).forecast(base)
+
+
+class _Forecaster:
+    def __init__(self, plan: Plan, kernels: Kernels) -> None:
+        self.plan, self.family = plan, plan.family
+        self.run, self.trace = Rehearsal(plan, kernels=kernels), Trace()
+        self.weights: dict[str, int] = {}
+        self.held: dict[str, int] = {}  # beside the weights
+
+    def forecast(self, base: int) -> Forecast:
+        phases, conditioning = list(self._encoding()), None
+        if self.plan.cache_text:
+            conditioning = self._prompts(self.plan.config.data.batch_size)
+        if self.plan.config.data.cache != "none":
+            self._let_go([*self.family.text_encoders, self.family.vae])
+        phases += self._steps(conditioning)
+        phases += self._samples()
+        adapter = self.run.trained[0]
+        parameters = sum(parameter.nbytes for parameter in adapter.named_parameters().values())
+        return Forecast(tuple(phases), self._cache_bytes(conditioning), parameters + self.held["optimizer"], base)
+
+    # --- phases -------------------------------------------------------------------------------------------------------
+
+    def _encoding(self) -> Iterator[Stage]:
+        width, height = max(self._sizes(), key=prod)
+        self._load(self.family.vae)
+        with self._phase(f"encoding photos of {width}x{height} ({self.family.vae})") as phases:
+            self.run.encode_images(width, height, 1)
+        yield from phases
+        if self.plan.cache_text:
+            names = self.family.text_encoders
+            self._load(*names)
+            with self._phase(f"encoding captions ({', '.join(names)})") as phases:
+                self.run.encode_prompts([self._longest()])
+            yield from phases
+
+    def _steps(self, conditioning: Conditioning | None) -> Iterator[Stage]:
+        self._load(self.family.denoiser, *(() if self.plan.cache_text else self.family.text_encoders))
+        if self.plan.requests:
+            self._load(self.family.vae)
+        adapter, _, _, step = self.run.trained
+        config = self.plan.config.optimizer
+        self.held["adapter"] = self.trace.enter(adapter.named_parameters().values())
+        self.held["adapter"] += self.trace.enter(t for layer in adapter.layers.values() for t in _own(layer))
+        self.held["gradients"] = self.trace.enter(parameter.grad for parameter in step.parameters)
+        self.held["optimizer"] = optim.state_bytes(
+            config.name, step.optimizer.param_groups, betas=config.betas, eps=config.eps, min_8bit_size=config.min_8bit_size
+        )
+        losses, saved = step.losses, 0
+
+        def noting(batch):
+            nonlocal saved
+            before = self.trace.alive
+            found = losses(batch)
+            saved = self.trace.alive - before
+            return found
+
+        step.losses = noting
+        for width, height in self._sizes():
+            count = self.plan.config.data.batch_size
+            with self._phase(f"{STEP} {width}x{height}, batch {count}") as phases:
+                self.run.step([self.run.batch(width, height, conditioning, count)])
+            (phase,) = phases
+            yield replace(phase, parts=phase.parts | {"saved": saved, "transient": phase.parts["transient"] - saved})
+        step.losses = losses
+
+    def _samples(self) -> Iterator[Stage]:
+        largest = max(self.plan.requests, key=lambda request: request.width * request.height, default=None)
+        if largest is None:
+            return
+        told = self._prompts(1)
+        adapter = self.run.trained[0]
+        with self._phase(f"{SAMPLES} {largest.width}x{largest.height}") as phases, adapter.at_strength(largest.strength):
+            self.run.sample(replace(largest, steps=1), told, told)
+        yield from phases
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[list[Stage]]:
+        """Traces what happens inside, and gives the phase that it was."""
+        done: list[Stage] = []
+        self.trace.reset()
+        before = self.trace.alive
+        with self.trace:
+            yield done
+        parts = {"weights": sum(self.weights.values())} | self.held | {"transient": self.trace.peak - before}
+        done.append(Stage(name, parts, frozenset(self.weights), self.trace.cost))
+
+    # --- what is in memory --------------------------------------------------------------------------------------------
+
+    def _load(self, *names: str) -> None:
+        for name in names:
+            if name not in self.weights:
+                self.weights[name] = self.trace.enter(_tensors(self.run.components.load(name)))
+
+    def _let_go(self, names: Sequence[str]) -> None:
+        self.run.components.let_go(names)
+        for name in names:
+            self.weights.pop(name, None)
+
+    def _prompts(self, count: int) -> Conditioning:
+        """What steps and samples get of the cache, or of encoders that are there for it."""
+        there = set(self.weights)
+        told = self.run.encode_prompts([self._longest()] * count)
+        self.run.components.let_go([name for name in self.family.text_encoders if name not in there])
+        return told
+
+    def _longest(self) -> str:
+        """Of the captions: what is encoded may be the longer for it (data.clip_chunks)."""
+        return max((text for example in self.plan.examples for text in example.captions), key=len, default="")
+
+    # --- sizes --------------------------------------------------------------------------------------------------------
+
+    def _sizes(self) -> list[tuple[int, int]]:
+        """(width, height) of the largest bucket, and of the smallest where that is another."""
+        sizes = sorted({example.bucket for example in self.plan.examples}, key=lambda size: (prod(size), size))
+        return list(dict.fromkeys((sizes[-1], sizes[0])))
+
+    def _cache_bytes(self, conditioning: Conditioning | None) -> int:
+        """Of latents and texts that a run over these photos needs."""
+        if self.plan.config.data.cache == "none":
+            return 0
+        examples, seed = self.plan.examples, self.plan.config.run.seed
+        views = caches.latents_wanted(examples, seed=seed, fingerprint="").values()
+        total = sum(4 * self.run.channels * prod(example.bucket) // self.family.latent_side**2 for example, _ in views)
+        if conditioning is not None:
+            texts = caches.texts_wanted([text for example in examples for text in example.captions], fingerprint="")
+            tensors = (conditioning.sequence, conditioning.mask, conditioning.pooled)
+            total += len(texts) * sum(tensor[0].nbytes for tensor in tensors if tensor is not None)
+        return total
+
+
+def _own(layer: nn.Module) -> Iterator[Tensor]:
+    """The tensors of an adapted layer that its frozen layer has not."""
+    base = {id(tensor) for tensor in _tensors(layer.get_base_layer())}
+    return (tensor for tensor in _tensors(layer) if id(tensor) not in base)
+
+
+def _tensors(module: nn.Module) -> Iterable[Tensor]:
+    return (*module.parameters(), *module.buffers())

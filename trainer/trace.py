@@ -1,0 +1,124 @@
+"""What the operators of a piece of code cost: memory that is alive, launches, bytes read and written, FLOPs.
+
+It sees each call of an operator, with tensors that have values or not. What it cannot see is what lies below: how an
+allocator rounds and splits, the workspaces of cuBLAS and cuDNN.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+# Operators that make or rename memory, and launch nothing.
+_SILENT = {
+    "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided", "aten::detach",
+    "aten::alias", "aten::_unsafe_view", "aten::lift_fresh", "aten::set_", "aten::_local_scalar_dense", "aten::resize_",
+}  # fmt: skip
+
+# FLOPs of ours, by name: of (G^T t), of t B^T, and of W A^T, as multiplications and additions.
+_OURS = {
+    "trainer::compose": lambda z, t, b, *_: 2 * z.shape[0] * z.shape[1] * t.shape[1],
+    "trainer::adapter_gradients": lambda dy, u, t, *_: 2 * dy.shape[0] * dy.shape[1] * t.shape[1],
+    "trainer::adapted_norm": lambda *given: 2 * given[4] * given[5] * given[9].shape[0],
+}
+
+
+@dataclass
+class Cost:
+    """Of the operators that were called. read, written: bytes. flops: of products, convolutions and attention."""
+
+    launches: int = 0
+    read: int = 0
+    written: int = 0
+    flops: int = 0
+
+
+class Trace(TorchDispatchMode):
+    """Inside, every operator is counted.
+
+    alive: bytes of the tensors that were made inside and still are, and of those that were `enter`ed. peak: the most there
+    were since `reset`. by_name: launches by operator.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = self.peak = 0
+        self.cost, self.by_name = Cost(), Counter[str]()
+        self._known: dict[int, weakref.finalize] = {}
+        self._kinds: dict[Any, tuple[bool, tuple[int, ...], Any]] = {}
+
+    def reset(self) -> None:
+        """Begin a new span: the peak is what is alive, and nothing was called."""
+        self.peak, self.cost, self.by_name = self.alive, Cost(), Counter()
+
+    def enter(self, tensors: Iterable[Tensor]) -> int:
+        """Count tensors that were made outside. Returns how many bytes that adds."""
+        before = self.alive
+        for tensor in tensors:
+            self._enter(tensor)
+        return self.alive - before
+
+    def _enter(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._known:
+            size = storage.nbytes()
+            self.alive += size
+            self.peak = max(self.peak, self.alive)
+            self._known[key] = weakref.finalize(storage, self._leave, key, size)
+
+    def _leave(self, key: int, size: int) -> None:
+        del self._known[key]
+        self.alive -= size
+
+    def _kind(self, func: Any) -> tuple[bool, tuple[int, ...], Any]:
+        """(whether it launches anything, the places of arguments that it writes, its formula of FLOPs)."""
+        if func not in self._kinds:
+            name, arguments = func._schema.name, func._schema.arguments
+            changed = tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
+            formula = flop_registry.get(func.overloadpacket)
+            if formula is None and name in _OURS:
+                formula = lambda *args, out_val, ours=_OURS[name], **_: ours(*args)  # noqa: E731
+            self._kinds[func] = not func.is_view and name not in _SILENT, changed, formula
+        return self._kinds[func]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func is torch.ops.prim.device.default:
+            return out
+        launches, changed, formula = self._kind(func)
+        made = [out] if isinstance(out, Tensor) else list(_tensors(out))
+        for tensor in made:
+            self._enter(tensor)
+        if not launches:
+            return out
+        self.by_name[func._schema.name] += 1
+        cost = self.cost
+        cost.launches += 1
+        cost.read += sum(map(_bytes, _tensors((args, tuple(kwargs.values())))))
+        written = {id(tensor): tensor for tensor in made}
+        written |= {id(tensor): tensor for at in changed if at < len(args) for tensor in _tensors(args[at])}
+        cost.written += sum(map(_bytes, written.values()))
+        if formula is not None:
+            cost.flops += formula(*args, **kwargs, out_val=out)
+        return out
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Of its elements; of one that was expanded, of those that are there."""
+    return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
