@@ -19,7 +19,7 @@ from trainer import config as configs
 from trainer.describe import describe_memory
 from trainer.errors import UserError
 from trainer.forecast import STEP, Forecast, Stage, forecast
-from trainer.kernels import dora_torch
+from trainer.kernels import dora_torch, scratch
 from trainer.plan import Plan, make_plan, open_source, resolve
 from trainer.quantization.table import ALL_FORMATS
 from trainer.run import make_loop
@@ -52,7 +52,7 @@ QUICK = [("sdxl", "dora"), ("flux", "lora")]
         for cell in itertools.product(DENOISER, ("lora", "dora"))
     ],
 )
-def test_a_step_takes_what_was_foretold(bench: Workbench, family: str, adapter: str) -> None:
+def test_a_step_takes_what_was_foretold(bench: Workbench, family: str, adapter: str, monkeypatch) -> None:
     """A real step, its tensors counted as they come and go, against the same step without values.
 
     Without checkpointing: torch's frames of recomputed blocks are cyclic, and live until the collector comes, in a step of
@@ -61,6 +61,7 @@ def test_a_step_takes_what_was_foretold(bench: Workbench, family: str, adapter: 
     changes = {"adapter__type": adapter, "precision__compute": "bf16", "data__batch_size": 1, "run__max_steps": 20}
     foretold = {phase.name: phase for phase in forecast(planned(bench, family, **changes), dora_torch).phases}
     trace = Trace()
+    monkeypatch.setattr(scratch, "_buffers", {})  # those of an earlier test may be larger
     with built(bench.config(family, **changes), None) as run:
         updates = run.updates()
         take_step(run, 1, next(updates))  # the optimizer has its state from here on
