@@ -1,7 +1,8 @@
 """The loaded parts of the model: the one place that loads them, encodes with them, and lets them go."""
 
 import gc
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -120,9 +121,23 @@ class Components:
         self.load(self.family.vae)
         return self.family.encode_images(self.model, pixels)
 
+    @contextmanager
+    def text_encoder(self, name: str) -> Iterator[Callable[[list[str]], Mapping[str, torch.Tensor]]]:
+        """Inside, it is in memory, for Family.encode_text without gradients."""
+
+        @torch.no_grad()
+        def encode(texts: list[str]) -> Mapping[str, torch.Tensor]:
+            self.load(name)
+            return self.family.encode_text(self.model, name, texts)
+
+        try:
+            yield encode
+        finally:
+            self.let_go([name])
+
     @torch.no_grad()
     def encode_prompts(self, texts: list[str]) -> Conditioning:
-        """Family.encode_prompts without gradients, for a cache."""
+        """Family.encode_prompts without gradients; all text encoders stay in memory."""
         for name in self.family.text_encoders:
             self.load(name)
         return self.family.encode_prompts(self.model, texts)

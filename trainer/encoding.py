@@ -1,6 +1,7 @@
 """Photos and captions become latents and conditioning: once, into the cache, before the first step; or when needed."""
 
 from collections.abc import Callable
+from functools import partial
 
 from trainer import precision
 from trainer.components import Components
@@ -8,6 +9,7 @@ from trainer.data import cache as caches
 from trainer.data import captions
 from trainer.data.entries import Cache, MemoryCache
 from trainer.data.loader import Encoders, Reader
+from trainer.data.texts import TOGETHER, one_after_another
 from trainer.models.base import Model
 from trainer.plan import DataPlan, Plan
 from trainer.tensorfile import size_text
@@ -15,7 +17,7 @@ from trainer.types import Conditioning
 
 
 def encode(components: Components, cache: Cache | MemoryCache | None, *, on_non_finite: Callable[[str], None]) -> Reader:
-    """Fill the cache; load an encoder only for what is missing, and let it go again. Without a cache all of them stay.
+    """Fill the cache; load an encoder only for what is missing, and let it go before the next. Without a cache all stay.
 
     Each process encodes its share into a cache on disk, then looks at the others': it makes what does not lie on its own
     disk. Into its own memory each process encodes all.
@@ -37,7 +39,7 @@ def encode(components: Components, cache: Cache | MemoryCache | None, *, on_non_
         cache.claim(caches.latents_wanted(plan.examples, seed=seed, fingerprint=latents))
         cache.claim(caches.masks_wanted(plan.examples, seed=seed, side=family.latent_side))
         if texts is not None:
-            cache.claim(caches.texts_wanted((*_captions(plan), *_prompts(plan)), fingerprint=texts))
+            cache.claim(caches.texts_wanted((*captions_of(plan), *prompts_of(plan)), fingerprint=texts))
         if isinstance(cache, Cache) and cache.unprotected:
             processes.say(f"warning: {cache.unprotected}")
         if isinstance(cache, Cache) and processes.count > 1:
@@ -49,7 +51,7 @@ def encode(components: Components, cache: Cache | MemoryCache | None, *, on_non_
         counts = processes.total(*made) if isinstance(cache, Cache) else made
         masks = f", {counts[2]} masks" if any(example.photo.mask is not None for example in plan.examples) else ""
         processes.say(f"cache: {counts[0]} latents{masks} and {counts[1]} texts encoded, the rest was there")
-        components.let_go([*encoders[1:], *(() if plan.requests else (family.vae,))])
+        components.let_go(() if plan.requests else (family.vae,))
     if isinstance(cache, Cache) and cache.limit is not None:
         _keep_limit(components, cache)
     return Reader(
@@ -79,6 +81,27 @@ def _fill(
     def black(what: str) -> None:
         processes.say(f"warning: {what} are not finite; samples of that prompt will be black")
 
+    encoded = 0
+    if texts is not None:
+        # First, so that no text encoder meets the VAE, which stays for samples.
+        encoded = caches.fill_text(
+            cache,
+            captions_of(plan),
+            prompts=prompts_of(plan),
+            fingerprint=texts,
+            encode=partial(
+                one_after_another,
+                encoders={name: partial(components.text_encoder, name) for name in components.family.text_encoders},
+                join=components.family.join,
+                together=together(plan),
+                say=processes.say,
+                phases=phases,
+            ),
+            on_non_finite=on_non_finite,
+            on_black=black,
+            phases=phases,
+            mine=mine,
+        )
     made = caches.fill_latents(
         cache,
         plan.examples,
@@ -90,33 +113,22 @@ def _fill(
         mine=mine,
     )
     masks = caches.fill_masks(cache, plan.examples, seed=seed, side=components.family.latent_side, phases=phases, mine=mine)
-    encoded = 0
-    if texts is not None:
-        # T5 in fp16 clamps all captions of a batch once one of them overflows; captions of fewer chunks than others are
-        # repeated beside them.
-        apart = plan.config.data.clip_chunks > 1 or precision.needs_scaling(
-            plan.components[name].compute for name in components.family.text_encoders
-        )
-        for some, warn in ((_captions(plan), on_non_finite), (_prompts(plan), black)):
-            encoded += caches.fill_text(
-                cache,
-                some,
-                fingerprint=texts,
-                encode=components.encode_prompts,
-                on_non_finite=warn,
-                phases=phases,
-                mine=mine,
-                together=1 if apart else caches.TOGETHER,
-                say=processes.say,
-            )
     return made, encoded, masks
 
 
-def _captions(plan: Plan) -> list[str]:
+def together(plan: Plan) -> int:
+    """How many captions may be encoded at once: of so many, where that gives the same bytes."""
+    # T5 in fp16 clamps all captions of a batch once one of them overflows; captions of fewer chunks than others are repeated
+    # beside them.
+    half = precision.needs_scaling(plan.components[name].compute for name in plan.family.text_encoders)
+    return 1 if plan.config.data.clip_chunks > 1 or half else TOGETHER
+
+
+def captions_of(plan: Plan) -> list[str]:
     return [caption for example in plan.examples for caption in example.captions]
 
 
-def _prompts(plan: Plan) -> list[str]:
+def prompts_of(plan: Plan) -> list[str]:
     return [text for request in plan.requests for text in (request.prompt, request.negative)]
 
 

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from trainer import optim
 from trainer.data import cache as caches
+from trainer.data.texts import at_once
+from trainer.encoding import captions_of, prompts_of, together
 from trainer.plan import Plan
 from trainer.protocols import Kernels
 from trainer.rehearsal import Rehearsal, without_values
@@ -24,7 +26,8 @@ from trainer.types import Conditioning
 CONTEXT, SHARE = 0.8 * 2**30, 0.03
 # The columns of a phase, in the order in which memory is taken.
 PARTS = ("weights", "adapter", "gradients", "optimizer", "saved", "transient")
-STEP, SAMPLES = "a step at", "samples of"  # how the names of phases begin
+# How the names of phases begin.
+CAPTIONS, PHOTOS, STEP, SAMPLES = "encoding captions", "encoding photos", "a step at", "samples of"
 
 
 @dataclass(frozen=True)
@@ -85,9 +88,16 @@ class _Forecaster:
         phases, conditioning = list(self._encoding()), None
         if self.plan.cache_text:
             conditioning = self._prompts(self.plan.config.data.batch_size)
+        encoding = len(phases)
         if self.plan.config.data.cache != "none":
-            self._let_go([*self.family.text_encoders, self.family.vae])
+            self._let_go([self.family.vae])
         phases += self._steps(conditioning)
+        if self.plan.config.data.cache == "none":
+            there = {"weights": sum(self.weights.values())} | self.held
+            phases[:encoding] = [
+                replace(phase, parts=there | {"transient": phase.parts["transient"]}, loaded=frozenset(self.weights))
+                for phase in phases[:encoding]
+            ]
         phases += self._samples()
         adapter = self.run.trained[0]
         parameters = sum(parameter.nbytes for parameter in adapter.named_parameters().values())
@@ -96,17 +106,26 @@ class _Forecaster:
     # --- phases -------------------------------------------------------------------------------------------------------
 
     def _encoding(self) -> Iterator[Stage]:
+        """As `encoding.encode`: one after another. Without a cache all encoders stay, with what the steps have."""
         width, height = max(self._sizes(), key=prod)
-        self._load(self.family.vae)
-        with self._phase(f"encoding photos of {width}x{height} ({self.family.vae})") as phases:
-            self.run.encode_images(width, height, 1)
-        yield from phases
+        stay = self.plan.config.data.cache == "none"
         if self.plan.cache_text:
             names = self.family.text_encoders
-            self._load(*names)
-            with self._phase(f"encoding captions ({', '.join(names)})") as phases:
-                self.run.encode_prompts([self._longest()])
-            yield from phases
+            texts = caches.texts_wanted((*captions_of(self.plan), *prompts_of(self.plan)), fingerprint="")
+            for some in [names] if stay else [(name,) for name in names]:
+                self._load(*some)
+                with self._phase(f"{CAPTIONS} ({', '.join(some)})") as phases:
+                    if stay:
+                        self.run.encode_prompts([self._longest()])
+                    else:
+                        self.run.encode_text(*some, [self._longest()] * at_once(len(texts), together(self.plan)))
+                yield from phases
+                if not stay:
+                    self._let_go(some)
+        self._load(self.family.vae)
+        with self._phase(f"{PHOTOS} of {width}x{height} ({self.family.vae})") as phases:
+            self.run.encode_images(width, height, 1)
+        yield from phases
 
     def _steps(self, conditioning: Conditioning | None) -> Iterator[Stage]:
         self._load(self.family.denoiser, *(() if self.plan.cache_text else self.family.text_encoders))
@@ -197,7 +216,7 @@ class _Forecaster:
         views = caches.latents_wanted(examples, seed=seed, fingerprint="").values()
         total = sum(4 * self.run.channels * prod(example.bucket) // self.family.latent_side**2 for example, _ in views)
         if conditioning is not None:
-            texts = caches.texts_wanted([text for example in examples for text in example.captions], fingerprint="")
+            texts = caches.texts_wanted(captions_of(self.plan), fingerprint="")
             tensors = (conditioning.sequence, conditioning.mask, conditioning.pooled)
             total += len(texts) * sum(tensor[0].nbytes for tensor in tensors if tensor is not None)
         return total

@@ -164,6 +164,11 @@ class Rehearsal:
         """As they come from the cache: on the host."""
         return self.components.encode_prompts(list(texts)).to(self.host)
 
+    def encode_text(self, name: str, texts: Sequence[str]) -> None:
+        """By one text encoder, which is gone after that."""
+        with self.components.text_encoder(name) as encode:
+            encode(list(texts))
+
     def encode_images(self, width: int, height: int, count: int) -> torch.Tensor:
         """Latents fp32 [count, C, h, w] on the host."""
         latents = self.components.encode_images(torch.empty(count, 3, height, width, device=self.host)).to(self.host)

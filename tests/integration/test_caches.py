@@ -287,6 +287,24 @@ def _keys(bench: Workbench, use: dict) -> set[str]:
     return asked
 
 
+def test_one_encoder_is_in_memory_at_a_time(bench: Workbench, monkeypatch) -> None:
+    """The text encoders one after another, then the VAE, which stays where samples are drawn."""
+    load, seen = Components.load, []
+
+    def watched(self, name):
+        module = load(self, name)
+        if seen[-1:] != [{*self.model.modules}]:
+            seen.append({*self.model.modules})
+        return module
+
+    monkeypatch.setattr(Components, "load", watched)
+    encoded(bench, validation__every_steps=1, validation__prompts=["a"])
+    assert seen == [{"text_encoder"}, {"text_encoder_2"}, {"vae"}]
+    seen.clear()
+    encoded(bench)
+    assert seen == [], "nothing is missing, so nothing is loaded"
+
+
 # --- the modes --------------------------------------------------------------------------------------------------------
 
 

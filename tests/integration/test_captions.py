@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.harness import PHOTOS, Workbench, built, metrics_of
-from trainer import cli
+from trainer import cli, encoding
 from trainer import config as configs
-from trainer.data import cache as caches
 from trainer.data.cache import text_key
+from trainer.data.texts import TOGETHER
 from trainer.errors import UserError
 from trainer.run import train
 from trainer.tensorfile import TensorFile
@@ -143,16 +143,15 @@ def test_adapter_files_say_tags_and_triggers(bench: Workbench) -> None:
 
 def test_an_entry_of_chunks_does_not_depend_on_its_neighbours(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A short caption beside a long one is repeated: so captions are encoded one by one where they may have chunks."""
-    together = []
+    together, encode = [], encoding.one_after_another
 
-    def fill_text(*arguments: Any, **settings: Any) -> int:
+    def one_after_another(*arguments: Any, **settings: Any) -> Any:
         together.append(settings["together"])
-        return caches_fill_text(*arguments, **settings)
+        return encode(*arguments, **settings)
 
-    caches_fill_text = caches.fill_text
-    monkeypatch.setattr(caches, "fill_text", fill_text)
+    monkeypatch.setattr(encoding, "one_after_another", one_after_another)
     source = written(bench, f"a bear\n{LONG}") | {"caption_lines": True}
-    for chunks, most in ((1, caches.TOGETHER), (2, 1)):
+    for chunks, most in ((1, TOGETHER), (2, 1)):
         with built(configs.parse(tree(bench, "out", source, data__clip_chunks=chunks, **VARIANTS))) as run:
             assert [run.reader.conditioning([text]).sequence.shape[1] for text in ("a bear", LONG)] == [77, 77 * chunks]
         assert set(together) == {most}

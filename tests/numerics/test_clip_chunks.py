@@ -99,7 +99,7 @@ def test_sdxl_reads_chunks_as_comfyui_does(loaded: dict[str, Model], chunks: int
             if name == "text_encoder_2":
                 at_end = pooled_of(model.modules[name], batches[0], tokenizer.eos_token_id)
                 pooled = at_end @ model.modules[name].text_projection.weight.T
-        given = sdxl.encode_prompts(model, [text])
+        given = sdxl.FAMILY.encode_prompts(model, [text])
         assert given.mask is None and given.sequence.dtype == torch.float64
         torch.testing.assert_close(given.sequence, torch.cat(encoded, dim=-1), rtol=1e-11, atol=1e-11)
         torch.testing.assert_close(given.pooled, pooled, rtol=1e-11, atol=1e-11)
@@ -114,7 +114,7 @@ def test_flux_is_told_the_first_chunks_pooled_vector_whatever_the_length(loaded:
         text = text_of(tokenizer, count)
         first = comfy_batches(tokenizer, text, tokenizer.eos_token_id)[0]
         expected = pooled_of(model.modules["text_encoder"], first, tokenizer.eos_token_id)
-        given = flux.encode_prompts(model, [text]).pooled
+        given = flux.FAMILY.encode_prompts(model, [text]).pooled
         torch.testing.assert_close(given, expected, rtol=1e-11, atol=1e-11)
 
 
@@ -124,9 +124,9 @@ def test_captions_of_different_lengths_side_by_side_are_each_as_alone(loaded: di
     model = loaded["sdxl"]
     model.options = {**model.options, "clip_chunks": 3}
     texts = [text_of(model.tokenizers["tokenizer"], count) for count in (5, 100, 200)]
-    alone = [sdxl.encode_prompts(model, [text]) for text in texts]
+    alone = [sdxl.FAMILY.encode_prompts(model, [text]) for text in texts]
     assert [one.sequence.shape[1] for one in alone] == [77, 154, 231]
-    together, collated = sdxl.encode_prompts(model, texts), clip.collate(alone)
+    together, collated = sdxl.FAMILY.encode_prompts(model, texts), clip.collate(alone)
     assert together.sequence.shape[1] == collated.sequence.shape[1] == 462
     for given in (together, collated):
         for index, one in enumerate(alone):

@@ -56,13 +56,13 @@ def encode_images(model: Model, pixels: torch.Tensor) -> torch.Tensor:
     return (frames[:, :, 0].float() - mean) / std
 
 
-def encode_prompts(model: Model, captions: Sequence[str]) -> Conditioning:
+def encode_text(model: Model, encoder: str, captions: Sequence[str]) -> dict[str, torch.Tensor]:
     def one(caption: str) -> Conditioning:
         ids = model.tokenizers["tokenizer"](TEMPLATE.format(caption), return_tensors="pt").input_ids.to(model.device)
-        features = model.modules["text_encoder"](ids).last_hidden_state.to(model.compute["text_encoder"])
+        features = model.modules[encoder](ids).last_hidden_state.to(model.compute[encoder])
         return Conditioning(features, torch.ones_like(ids, dtype=torch.bool))
 
-    return collate([one(caption) for caption in captions])
+    return collate([one(caption) for caption in captions]).tensors()
 
 
 def predict(
@@ -118,7 +118,7 @@ FAMILY = Family(
     size_multiple=16,
     objective=objective,
     encode_images=encode_images,
-    encode_prompts=encode_prompts,
+    encode_text=encode_text,
     predict=predict,
     sample=sample,
     reads=("validation.samples.*.negative",),

@@ -18,14 +18,10 @@ from trainer.data.threads import in_threads
 from trainer.data.views import View
 from trainer.errors import UserError
 from trainer.phases import QUIET, Phases
-from trainer.tensorfile import serialize
 from trainer.terminal import printable
 from trainer.types import Conditioning
 
 PREPROCESSING_VERSION = 1  # raise it when `images.decode` or `buckets.fit` gives other pixels
-
-# Captions that are encoded at once, if that gives the same bytes as one by one.
-TOGETHER = 8
 
 Entries = Iterator[tuple[str, Tensors, dict[str, str]]]  # key, entry, metadata of its file
 
@@ -140,7 +136,7 @@ def fill_latents(
     described = {
         key: f"the latents of {printable(example.sample)} ({example.photo.image})" for key, (example, _) in wanted.items()
     }
-    return _fill(cache, described, made, on_non_finite, phases, "photo", mine)
+    return _fill(cache, described, made, dict.fromkeys(wanted, on_non_finite), phases, "photo", mine)
 
 
 def latents_of(pixels_3HW: torch.Tensor, encode: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -172,7 +168,7 @@ def fill_masks(
     described = {
         key: f"the mask of {printable(example.sample)} ({example.photo.mask})" for key, (example, _) in wanted.items()
     }
-    return _fill(cache, described, made, _never, phases, "mask", mine) if wanted else 0
+    return _fill(cache, described, made, dict.fromkeys(wanted, _never), phases, "mask", mine) if wanted else 0
 
 
 def _never(what: str) -> None:
@@ -183,93 +179,57 @@ def fill_text(
     cache: Cache | MemoryCache,
     captions: Iterable[str],
     *,
+    prompts: Iterable[str] = (),
     fingerprint: str,
-    encode: Callable[[list[str]], Conditioning],
+    encode: Callable[[list[str]], Iterator[tuple[str, Conditioning]]],
     on_non_finite: Callable[[str], None],
+    on_black: Callable[[str], None] = lambda what: None,
     phases: Phases = QUIET,
     mine: Callable[[str], bool] = lambda key: True,
-    together: int = 1,
-    say: Callable[[str], None] = lambda line: None,
 ) -> int:
-    """Make the conditioning that is not cached yet, of each caption and of "" (dropped captions); returns how many.
+    """Make the conditioning that is not cached yet, of each text and of "" (dropped captions); returns how many were made.
 
+    prompts: texts of samples, that no step sees.
+    `encode` gives each of some texts with its conditioning, in any order (data/texts.py).
     Entries hold Conditioning.tensors() with a batch dimension of 1, in the dtypes that `encode` gives.
-    `on_non_finite` and `mine` as in `fill_latents`.
-    together: how many captions `encode` may get at once, if that gives the bytes of one at a time. `say` is called with a
-    line if it does not.
+    `on_non_finite` and `mine` as in `fill_latents`; `on_black` is called instead where only a prompt is not finite.
     """
-    wanted = texts_wanted(captions, fingerprint=fingerprint)
+    trained = texts_wanted(captions, fingerprint=fingerprint)
+    wanted = trained | texts_wanted(prompts, fingerprint=fingerprint)
+    described = {key: f"the text encodings of {text!r}" for key, text in wanted.items()}
 
     def made(todo: list[str]) -> Entries:
         keys = {wanted[key]: key for key in todo}
-        for caption, tensors in _encoded(list(keys), encode, together, say):
-            yield keys[caption], tensors, {}
+        with closing(encode(list(keys))) as encoded:
+            for text, conditioning in encoded:
+                yield keys[text], conditioning.tensors(), {}
 
-    described = {key: f"the text encodings of {caption!r}" for key, caption in wanted.items()}
-    return _fill(cache, described, made, on_non_finite, phases, "caption", mine)
-
-
-def _encoded(
-    captions: list[str], encode: Callable[[list[str]], Conditioning], together: int, say: Callable[[str], None]
-) -> Iterator[tuple[str, Tensors]]:
-    """Each caption with its conditioning, in any order.
-
-    Whether batching changes bits depends on the shapes, not on the values. So the shortest and the longest captions are
-    encoded one by one and at once. If all their bits agree, the rest is encoded in batches of that shape.
-    """
-
-    def alone(caption: str) -> tuple[str, Tensors]:
-        tensors = encode([caption]).tensors()
-        for name, tensor in tensors.items():
-            assert tensor.shape[0] == 1, f"{name} of one caption has shape {list(tensor.shape)}"
-        return caption, tensors
-
-    def at_once(some: list[str]) -> list[tuple[str, Tensors]]:
-        tensors = encode(some).tensors()
-        return [(caption, {n: t[i : i + 1].clone() for n, t in tensors.items()}) for i, caption in enumerate(some)]
-
-    if together > 1 and len(captions) >= 2 * together:
-        captions = sorted(captions, key=len)
-        ends = [*captions[: together // 2], *captions[-(together - together // 2) :]]
-        captions = captions[together // 2 : -(together - together // 2)]
-        singly = [alone(caption) for caption in ends]
-        yield from singly
-        if all(_equal(one, other) for (_, one), (_, other) in zip(singly, at_once(ends), strict=True)):
-            while len(captions) >= together:
-                yield from at_once(captions[:together])
-                captions = captions[together:]
-        else:
-            say(f"captions are encoded one by one: {together} at once give other bits on this machine")
-    yield from map(alone, captions)
-
-
-def _equal(one: Tensors, other: Tensors) -> bool:
-    """Bit by bit, as they would lie in a file."""
-    return list(map(bytes, serialize(one))) == list(map(bytes, serialize(other)))
+    told = {key: on_non_finite if key in trained else on_black for key in wanted}
+    return _fill(cache, described, made, told, phases, "caption", mine)
 
 
 def _fill(
     cache: Cache | MemoryCache,
     described: Mapping[str, str],
     made: Callable[[list[str]], Entries],
-    on_non_finite: Callable[[str], None],
+    on_non_finite: Mapping[str, Callable[[str], None]],
     phases: Phases,
     unit: str,
     mine: Callable[[str], bool],
 ) -> int:
-    """described: what each key stands for. made: keys -> their entries, in any order."""
+    """described: what each key stands for. made: keys -> their entries, in any order. on_non_finite: by key, who is told."""
     keys = [key for key in described if mine(key)]
     todo = cache.missing(keys, phases)
     with phases(f"encoding {unit}s", len(todo), unit) as phase, phase.between_modules(), closing(made(todo)) as entries:
         for key, tensors, metadata in entries:
             if not finite(tensors):
-                on_non_finite(described[key])
+                on_non_finite[key](described[key])
             cache.put(key, tensors, metadata)
             phase.advance()
     new = frozenset(todo)
     for key in keys:
         if key not in new and not cache.is_finite(key):
-            on_non_finite(f"{described[key]}, {cache.origin(key)},")
+            on_non_finite[key](f"{described[key]}, {cache.origin(key)},")
     return len(todo)
 
 

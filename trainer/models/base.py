@@ -114,6 +114,11 @@ def _counts(tokenizer: Any, captions: Sequence[str]) -> list[int]:
     return counts
 
 
+def join(parts: Sequence[Mapping[str, torch.Tensor]]) -> Conditioning:
+    """Of encoders that each give other tensors."""
+    return Conditioning.from_tensors({name: tensor for part in parts for name, tensor in part.items()})
+
+
 def collate(parts: Sequence[Conditioning]) -> Conditioning:
     """Of several captions, side by side. A shorter sequence gets zeros at its end, which the mask leaves out."""
     lengths = [part.sequence.shape[1] for part in parts]
@@ -136,7 +141,8 @@ class Family:
     objective(scheduler, markers, **choices) -> Objective; raises UserError for an impossible choice, and for an objective
       that is not this one.
     encode_images(model, pixels fp32 [B, 3, H, W] in [-1, 1]) -> normalised latents fp32 [B, C, h, w], posterior mean.
-    encode_prompts(model, captions) -> Conditioning, with gradients where the encoders have any.
+    encode_text(model, text encoder, captions) -> what that encoder gives of their conditioning: tensors [B, ...] by their
+      names there, with gradients where the encoder has any.
     predict(model, noised fp32 [B, C, h, w], time [B], conditioning, batch) -> the objective's prediction [B, C, h, w].
     sample(model, request, conditioning, negative) -> PIL image.
     reads: of the config keys that not every family reads (trainer/choices.py), those that this one does. `objective` gets
@@ -149,6 +155,7 @@ class Family:
     published(names of a single file's tensors) -> the folder of embedded configs that it takes; None: it needs its own.
     hub_ids: the published models, by id -> the folder of their embedded configs.
     count_tokens(model, captions) -> for every tokenizer (tokens of each caption, tokens it may have).
+    join(what each text encoder gave, in their order) -> the conditioning.
     collate(conditionings of one caption each) -> theirs together.
     adjust(component, module) -> changes, in place, what the library's forward gets wrong for training.
     blocks: fnmatch patterns of the denoiser's blocks, the unit of gradient checkpointing.
@@ -167,7 +174,7 @@ class Family:
     size_multiple: int
     objective: Callable[..., Objective]
     encode_images: Callable[[Model, torch.Tensor], torch.Tensor]
-    encode_prompts: Callable[[Model, Sequence[str]], Conditioning]
+    encode_text: Callable[[Model, str, Sequence[str]], dict[str, torch.Tensor]]
     predict: Callable[[Model, torch.Tensor, torch.Tensor, Conditioning, Batch], torch.Tensor]
     sample: Callable[[Model, SampleRequest, Conditioning, Conditioning], Any]
     latent_side: int = 8
@@ -179,6 +186,7 @@ class Family:
     published: Callable[[set[str]], str | None] = lambda names: None
     hub_ids: Mapping[str, str] = field(default_factory=dict)
     count_tokens: Callable[[Model, Sequence[str]], dict[str, tuple[list[int], int]]] = count_prompt_tokens
+    join: Callable[[Sequence[Mapping[str, torch.Tensor]]], Conditioning] = join
     collate: Callable[[Sequence[Conditioning]], Conditioning] = collate
     adjust: Callable[[str, nn.Module], None] = lambda component, module: None
     blocks: tuple[str, ...] = ()
@@ -203,6 +211,10 @@ class Family:
     @property
     def text_encoders(self) -> tuple[str, ...]:
         return tuple(c.name for c in self.components if c.role == "text_encoder")
+
+    def encode_prompts(self, model: Model, captions: Sequence[str]) -> Conditioning:
+        """By all text encoders, which are in memory, with gradients where they have any."""
+        return self.join([self.encode_text(model, name, captions) for name in self.text_encoders])
 
     def unread_beside(self, adapted: Iterable[str], *, half: bool) -> tuple[str, ...]:
         """`unread`, as far as it holds where these layers are adapted.

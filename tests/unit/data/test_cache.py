@@ -42,6 +42,11 @@ def encode(pixels: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.avg_pool2d(pixels, 8)
 
 
+def singly(encode):
+    """`encode` of fill_text, by a function that maps captions to their conditioning."""
+    return lambda captions: ((caption, encode([caption])) for caption in captions)
+
+
 def encode_text(captions: list[str]) -> Conditioning:
     values = torch.tensor([[float(len(caption))] for caption in captions])
     return Conditioning(values[:, None].expand(-1, 4, 2).bfloat16(), mask=values > 0, pooled=values)
@@ -262,7 +267,7 @@ def test_non_finite_latents_and_text_are_refused_by_name(tmp_path):
             cache,
             ["a bad caption"],
             fingerprint="t",
-            encode=lambda texts: Conditioning(torch.full((1, 2, 2), float("nan"))),
+            encode=singly(lambda texts: Conditioning(torch.full((1, 2, 2), float("nan")))),
             on_non_finite=refuse,
         )
     assert cache.missing([text_key("a bad caption", fingerprint="t")])
@@ -290,7 +295,7 @@ def test_non_finite_entries_that_are_kept_are_told_again(tmp_path):
         fill_latents(Cache(tmp_path), photos, encode=encode, **arguments | {"on_non_finite": refuse})
     for made in (2, 0):
         told[:] = []
-        assert fill_text(Cache(tmp_path), ["bad"], fingerprint="t", encode=text, on_non_finite=told.append) == made
+        assert fill_text(Cache(tmp_path), ["bad"], fingerprint="t", encode=singly(text), on_non_finite=told.append) == made
         assert len(told) == 1 and told[0].startswith("the text encodings of 'bad'")
         assert ("delete it to encode anew" in told[0]) == (made == 0)
 
@@ -302,51 +307,26 @@ def test_fill_text_takes_each_caption_once_and_the_empty_one(tmp_path):
         calls.append(captions)
         return encode_text(captions)
 
-    assert fill_text(cache, ["a", "bb", "a"], fingerprint="t", encode=counted, on_non_finite=refuse) == 3
+    assert fill_text(cache, ["a", "bb", "a"], fingerprint="t", encode=singly(counted), on_non_finite=refuse) == 3
     assert calls == [["a"], ["bb"], [""]]
-    assert fill_text(Cache(tmp_path), ["bb", "ccc"], fingerprint="t", encode=counted, on_non_finite=refuse) == 1
+    assert fill_text(Cache(tmp_path), ["bb", "ccc"], fingerprint="t", encode=singly(counted), on_non_finite=refuse) == 1
     stored = Conditioning.from_tensors(Cache(tmp_path).get(text_key("bb", fingerprint="t")))
     expected = encode_text(["bb"])
     assert equal(stored.tensors(), expected.tensors()) and stored.sequence.dtype == torch.bfloat16
 
 
-def product(captions: list[str], *, padded: bool = False, joined: bool = False) -> Conditioning:
-    """An encoder. padded: to the longest caption of a batch; joined: its bits depend on its neighbours."""
-    length = max(map(len, captions)) if padded else 40
-    values = torch.tensor([[float(ord(letter)) for letter in caption.ljust(length)[:length]] for caption in captions])
-    if joined:
-        values = values + 1e-3 * (len(captions) - 1)
-    return Conditioning(values[..., None].bfloat16(), pooled=values.sum(1, keepdim=True))
+def test_prompts_of_samples_are_told_of_apart(tmp_path):
+    """One that is a caption, too, counts as a caption."""
 
+    def broken(captions):
+        return Conditioning(torch.full((1, 2, 2), float("nan" if captions != [""] else "1")))
 
-MANY = [f"caption {'x' * (i % 7)}{i}" for i in range(30)]
-
-
-@pytest.mark.parametrize("neighbours", [{}, {"padded": True}, {"joined": True}])
-def test_captions_are_encoded_at_once_only_where_that_gives_the_same_bytes(tmp_path, neighbours):
-    calls, said = [], []
-
-    def counted(captions):
-        calls.append(len(captions))
-        return product(captions, **neighbours)
-
-    settings = {"fingerprint": "t", "on_non_finite": refuse}
-    assert fill_text(Cache(tmp_path / "one"), MANY, encode=product if not neighbours else counted, **settings) == 31
-    calls.clear()
-    many = {"together": 8, "say": said.append}
-    assert fill_text(Cache(tmp_path / "many"), MANY, encode=counted, **settings, **many) == 31
-    entries = [
-        {path.name: path.read_bytes() for path in (tmp_path / name).rglob("*.safetensors")} for name in ("one", "many")
-    ]
-    assert entries[0] == entries[1] and len(entries[0]) == 31
-    if neighbours:
-        assert said == ["captions are encoded one by one: 8 at once give other bits on this machine"]
-        assert sorted(calls) == [1] * 31 + [8]
-    else:
-        assert said == [] and sorted(calls) == [1] * (8 + 7) + [8] * 3
-    calls.clear()
-    assert fill_text(Cache(tmp_path / "few"), MANY[:14], encode=counted, **settings, **many) == 15
-    assert set(calls) == {1}, "not worth the comparison"
+    told: dict[str, list[str]] = {"trained": [], "drawn": []}
+    settings = {"fingerprint": "t", "on_non_finite": told["trained"].append, "on_black": told["drawn"].append}
+    for made in (4, 0):
+        assert fill_text(Cache(tmp_path), ["a", "b"], prompts=["b", "c", ""], encode=singly(broken), **settings) == made
+    texts = {kind: [what.split()[4].rstrip(",") for what in some] for kind, some in told.items()}
+    assert texts == {"trained": ["'a'", "'b'"] * 2, "drawn": ["'c'"] * 2}
 
 
 def test_processes_share_out_what_is_to_be_made(tmp_path):
@@ -354,7 +334,7 @@ def test_processes_share_out_what_is_to_be_made(tmp_path):
     whole, parts = Cache(tmp_path / "whole"), Cache(tmp_path / "parts")
     captions = [f"caption {i}" for i in range(40)]
     views = [SimpleNamespace(count=3, rank=rank) for rank in range(3)]
-    everything = {"fingerprint": "t", "encode": encode_text, "on_non_finite": refuse}
+    everything = {"fingerprint": "t", "encode": singly(encode_text), "on_non_finite": refuse}
     photos = {"seed": 0, "fingerprint": "vae", **ENCODING}
     fill_text(whole, captions, **everything)
     fill_latents(whole, dataset(flip=True), **photos)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.data.test_cache import ENCODING, KEY, TENSORS, dataset, encode_text, equal, refuse
+from tests.unit.data.test_cache import ENCODING, KEY, TENSORS, dataset, encode_text, equal, refuse, singly
 from trainer.data import pruning
 from trainer.data.cache import fill_latents, fill_text
 from trainer.data.entries import Cache, MemoryCache
@@ -29,7 +29,7 @@ def fill(cache: Cache | MemoryCache, delay: float = 0.0) -> int:
         return encode_text(captions)
 
     made = fill_latents(cache, dataset(), seed=0, fingerprint="vae", **ENCODING)
-    return made + fill_text(cache, CAPTIONS, fingerprint="text", encode=slowly, on_non_finite=refuse)
+    return made + fill_text(cache, CAPTIONS, fingerprint="text", encode=singly(slowly), on_non_finite=refuse)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -118,7 +118,9 @@ def age(folder: Path, seconds: float) -> None:
 def test_the_limit_takes_what_no_run_uses(tmp_path, expected):
     size = sum(map(len, expected.values()))
     earlier = Cache(tmp_path)
-    fill_text(earlier, [f"another {i}" for i in range(50)], fingerprint="text", encode=encode_text, on_non_finite=refuse)
+    fill_text(
+        earlier, [f"another {i}" for i in range(50)], fingerprint="text", encode=singly(encode_text), on_non_finite=refuse
+    )
     del earlier
     age(tmp_path, 3600)
     shared = next(tmp_path.rglob("*.safetensors"))  # that this run asks for, too

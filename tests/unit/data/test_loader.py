@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 
+from tests.unit.data.test_cache import singly
 from trainer import draws
 from trainer.data import loader, sampler, sent, views
 from trainer.data.buckets import place
@@ -51,7 +52,7 @@ def dataset(tmp_path_factory):
         on_non_finite=pytest.fail,
     )
     captions = [example.photo.caption for example in found]
-    fill_text(cache, captions, fingerprint="text", encode=encode_text, on_non_finite=pytest.fail)
+    fill_text(cache, captions, fingerprint="text", encode=singly(encode_text), on_non_finite=pytest.fail)
     return found, cache.directory
 
 
@@ -166,7 +167,7 @@ def reader_of(kind: str, dataset) -> Reader:
     if kind == "memory":
         fill_latents(cache, dataset[0], seed=SEED, fingerprint="vae", encode=pool, on_non_finite=pytest.fail)
         texts = [caption for example in dataset[0] for caption in example.captions]
-        fill_text(cache, texts, fingerprint="text", encode=encode_text, on_non_finite=pytest.fail)
+        fill_text(cache, texts, fingerprint="text", encode=singly(encode_text), on_non_finite=pytest.fail)
     return reader(dataset, cache=cache)
 
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from tests.unit.data.test_cache import singly
 from trainer import draws
 from trainer.data import buckets, masks, sampler, views
 from trainer.data.buckets import CENTRE, place
@@ -154,7 +155,7 @@ def reader_of(tmp_path, **more) -> Reader:
     assert fill_masks(cache, found, seed=7, side=8) == len(views_of_all)
     assert fill_masks(Cache(tmp_path / "cache"), found, seed=7, side=8) == 0
     captions = [caption for example in found for caption in example.captions]
-    fill_text(cache, captions, fingerprint="text", encode=prompts, on_non_finite=pytest.fail)
+    fill_text(cache, captions, fingerprint="text", encode=singly(prompts), on_non_finite=pytest.fail)
     return Reader(
         examples={example.sample: example for example in found},
         cache=cache, seed=7, latent_side=8, latent_fingerprint="vae", text_fingerprint="text", collate=collate,

@@ -67,14 +67,14 @@ def t5_length(model: Model) -> int:
     return min(length, longest)
 
 
-def encode_prompts(model: Model, captions: Sequence[str]) -> Conditioning:
-    ids = clip.clip_ids(model.tokenizers["tokenizer"], captions).to(model.device)
-    pooled = model.modules["text_encoder"](ids).pooler_output
+def encode_text(model: Model, encoder: str, captions: Sequence[str]) -> dict[str, torch.Tensor]:
+    if encoder == "text_encoder":
+        ids = clip.clip_ids(model.tokenizers["tokenizer"], captions).to(model.device)
+        return {"pooled": model.modules[encoder](ids).pooler_output.to(model.compute[encoder])}
     ids = model.tokenizers["tokenizer_2"](
         list(captions), padding="max_length", max_length=t5_length(model), truncation=True, return_tensors="pt"
     ).input_ids.to(model.device)
-    sequence = model.modules["text_encoder_2"](ids)[0]
-    return Conditioning(sequence.to(model.compute["text_encoder_2"]), pooled=pooled.to(model.compute["text_encoder"]))
+    return {"sequence": model.modules[encoder](ids)[0].to(model.compute[encoder])}
 
 
 def count_tokens(model: Model, captions: Sequence[str]) -> dict[str, tuple[list[int], int]]:
@@ -203,7 +203,7 @@ FAMILY = Family(
     hub_ids={"black-forest-labs/FLUX.1-dev": "flux-dev", "black-forest-labs/FLUX.1-schnell": "flux-schnell"},
     objective=objective,
     encode_images=encode_images,
-    encode_prompts=encode_prompts,
+    encode_text=encode_text,
     count_tokens=count_tokens,
     predict=predict,
     sample=sample,

@@ -89,17 +89,24 @@ def encode_images(model: Model, pixels: torch.Tensor) -> torch.Tensor:
     return posterior.mean.float() * module.config.scaling_factor
 
 
-def encode_prompts(model: Model, captions: Sequence[str]) -> Conditioning:
-    sequences, pooled = [], None
-    tokenizers = [model.tokenizers[name] for name in TOKENIZERS]
-    ids, rows = clip.chunked_ids(tokenizers, captions, model.options.get("clip_chunks", 1))
-    for encoder, own in zip(TOKENIZERS.values(), ids, strict=True):
-        output = model.modules[encoder](own.to(model.device), output_hidden_states=True)
-        sequences.append(clip.rows_joined(output.hidden_states[-2].to(model.compute[encoder]), rows))
-        if encoder == "text_encoder_2":
-            pooled = clip.first_rows(output.text_embeds, rows)
-    wide = torch.promote_types(sequences[0].dtype, sequences[1].dtype)
-    return Conditioning(torch.cat([s.to(wide) for s in sequences], dim=-1), pooled=pooled)
+def encode_text(model: Model, encoder: str, captions: Sequence[str]) -> dict[str, torch.Tensor]:
+    # How many chunks a caption has, both tokenizers say together.
+    ids, rows = clip.chunked_ids(
+        [model.tokenizers[name] for name in TOKENIZERS], captions, model.options.get("clip_chunks", 1)
+    )
+    own = dict(zip(TOKENIZERS.values(), ids, strict=True))[encoder]
+    output = model.modules[encoder](own.to(model.device), output_hidden_states=True)
+    part = {"sequence": clip.rows_joined(output.hidden_states[-2].to(model.compute[encoder]), rows)}
+    if encoder == "text_encoder_2":
+        part["pooled"] = clip.first_rows(output.text_embeds, rows)
+    return part
+
+
+def join(parts: Sequence[Mapping[str, torch.Tensor]]) -> Conditioning:
+    """The features of both encoders, side by side."""
+    first, second = parts
+    wide = torch.promote_types(first["sequence"].dtype, second["sequence"].dtype)
+    return Conditioning(torch.cat([part["sequence"].to(wide) for part in parts], dim=-1), pooled=second["pooled"])
 
 
 def count_tokens(model: Model, captions: Sequence[str]) -> dict[str, tuple[list[int], int]]:
@@ -196,7 +203,8 @@ FAMILY = Family(
     hub_ids={"stabilityai/stable-diffusion-xl-base-1.0": "sdxl"},
     objective=objective,
     encode_images=encode_images,
-    encode_prompts=encode_prompts,
+    encode_text=encode_text,
+    join=join,
     count_tokens=count_tokens,
     collate=clip.collate,
     predict=predict,
