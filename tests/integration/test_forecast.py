@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.harness import DENOISER, PHOTOS, ROOT, Workbench, built, command_line, take_step
 from tests.integration.test_full_size import sparse_model
-from trainer import advice, kernels
+from trainer import advice, kernels, tiles
 from trainer import config as configs
 from trainer.describe import describe_memory
 from trainer.errors import UserError
@@ -22,6 +23,7 @@ from trainer.forecast import STEP, Forecast, Stage, forecast
 from trainer.kernels import dora_torch, scratch
 from trainer.plan import Plan, make_plan, open_source, resolve
 from trainer.quantization.table import ALL_FORMATS
+from trainer.rehearsal import Rehearsal, without_values
 from trainer.run import make_loop
 from trainer.signals import Signals
 from trainer.trace import Trace
@@ -242,6 +244,44 @@ def test_the_peaks_that_a_gpu_measured(tmp_path_factory, row: dict) -> None:
     found = forecast(make_plan(resolve(config, source), source, processes=1), kernels.planned("auto"))
     (phase,) = [p for p in found.phases if p.name == f"{STEP} {row['pixels']}x{row['pixels']}, batch 1"]
     assert 0.98 * row["peak_bytes"] < phase.peak < 1.1 * row["peak_bytes"], f"{phase.peak / row['peak_bytes']:.3f}"
+
+
+@pytest.mark.slow
+def test_large_images_pass_the_vae_in_tiles(tmp_path, monkeypatch) -> None:
+    """At full size 2048 px take about as much as 1024 px; as a whole they would take four times that (docs/memory.md)."""
+    sparse_model(monkeypatch, tmp_path / "sdxl", family="sdxl", layout="diffusers")
+
+    def transient(size: int) -> tuple[int, int]:
+        """Of encoding a photo, and of drawing one."""
+        tree = {
+            "run": {"name": "x", "output_dir": str(tmp_path / "out"), "max_steps": 1},
+            "model": {"family": "sdxl", "path": str(tmp_path / "sdxl")},
+            "data": {"resolution": size, "enlarge": True, "sources": [{"path": str(PHOTOS)}]},
+            "validation": {"prompts": ["a"], "steps": 1},
+        }
+        config = configs.parse(tree)
+        source = open_source(config)
+        run = Rehearsal(make_plan(resolve(config, source), source, processes=1), kernels=dora_torch)
+        with without_values():
+            for component in ("vae", "unet"):
+                run.components.load(component)
+            told = run.encode_prompts(["a"])
+            peaks = []
+            for work in (partial(run.encode_images, size, size, 1), partial(run.sample, run.plan.requests[0], told, told)):
+                trace = Trace()
+                modules = run.components.model.modules.values()
+                weights = trace.enter(t for module in modules for t in (*module.parameters(), *module.buffers()))
+                with trace:
+                    work()
+                peaks.append(trace.peak - weights)
+        return tuple(peaks)
+
+    small, large = transient(1024), transient(2048)
+    with monkeypatch.context() as whole:
+        whole.setattr(tiles, "WHOLE", 2**40)
+        untiled = transient(2048)
+    assert all(of_large < 1.1 * of_small for of_small, of_large in zip(small, large, strict=True))
+    assert all(of_whole > 3.5 * of_large for of_whole, of_large in zip(untiled, large, strict=True))
 
 
 def test_a_run_tells_its_pace_and_the_time_left(bench: Workbench, capsys) -> None:

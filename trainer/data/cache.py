@@ -10,6 +10,7 @@ from contextlib import closing
 
 import torch
 
+from trainer import tiles
 from trainer.data import buckets, masks, views
 from trainer.data.entries import Cache, MemoryCache, Tensors, finite
 from trainer.data.examples import Example
@@ -35,7 +36,7 @@ def latent_key(example: Example, view: View, *, fingerprint: str) -> str:
     """The key of the latents of one view. `fingerprint` stands for the image encoder, its weights and its dtypes.
 
     Some inputs count only where they are not the default: choices (images.Decoded), a crop that is not at the centre, changed
-    colours. So a photo keeps its key when such a key of the config is introduced.
+    colours, tiles. So a photo keeps its key when such a key of the config is introduced.
     """
     photo = example.photo
     return _key(
@@ -49,6 +50,7 @@ def latent_key(example: Example, view: View, *, fingerprint: str) -> str:
         **({"choices": list(photo.choices)} if photo.choices else {}),
         **_crop(example, view),
         **({"colours": list(view.colours)} if view.colours else {}),
+        **({"tiles": side} if (side := tiles.side(*example.bucket)) else {}),
     )
 
 

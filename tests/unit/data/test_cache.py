@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer import tiles
 from trainer.data.buckets import fit, to_pixels
 from trainer.data.cache import fill_latents, fill_text, latent_key, mask_key, text_key
 from trainer.data.entries import Cache
@@ -313,6 +314,15 @@ def test_fill_text_takes_each_caption_once_and_the_empty_one(tmp_path):
     stored = Conditioning.from_tensors(Cache(tmp_path).get(text_key("bb", fingerprint="t")))
     expected = encode_text(["bb"])
     assert equal(stored.tensors(), expected.tensors()) and stored.sequence.dtype == torch.bfloat16
+
+
+def test_a_photo_that_is_encoded_in_tiles_has_another_key(monkeypatch):
+    small = dataset()[0]
+    large = replace(small, bucket=(2048, 2048))
+    before = [latent_key(example, View(), fingerprint="vae") for example in (small, large)]
+    monkeypatch.setattr(tiles, "WHOLE", 2**40)
+    after = [latent_key(example, View(), fingerprint="vae") for example in (small, large)]
+    assert before[0] == after[0] and before[1] != after[1]
 
 
 def test_prompts_of_samples_are_told_of_apart(tmp_path):

@@ -54,8 +54,8 @@ def objective(
 
 def encode_images(model: Model, pixels: torch.Tensor) -> torch.Tensor:
     module = model.modules["vae"]
-    posterior = module.encode(pixels.to(model.device)).latent_dist
-    return (posterior.mean.float() - module.config.shift_factor) * module.config.scaling_factor
+    mean = vae.posterior_mean(module, pixels.to(model.device))
+    return (mean - module.config.shift_factor) * module.config.scaling_factor
 
 
 def t5_length(model: Model) -> int:
@@ -147,7 +147,8 @@ def sample(model: Model, request: SampleRequest, conditioning: Conditioning, neg
     from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 
     scheduler = FlowMatchEulerDiscreteScheduler.from_config(dict(model.scheduler))
-    parts = {name: model.modules[name] for name in ("vae", "transformer")}
+    whole_or_tiled = vae.for_size(model.modules["vae"], request.width, request.height)
+    parts = {"transformer": model.modules["transformer"], "vae": whole_or_tiled}
     absent = dict.fromkeys(("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"))
     pipeline = FluxPipeline(scheduler=scheduler, **parts, **absent)
     embedded = {"prompt_embeds": conditioning.sequence, "pooled_prompt_embeds": conditioning.pooled}

@@ -85,8 +85,7 @@ def objective(
 
 def encode_images(model: Model, pixels: torch.Tensor) -> torch.Tensor:
     module = model.modules["vae"]
-    posterior = module.encode(pixels.to(model.device)).latent_dist
-    return posterior.mean.float() * module.config.scaling_factor
+    return vae.posterior_mean(module, pixels.to(model.device)) * module.config.scaling_factor
 
 
 def encode_text(model: Model, encoder: str, captions: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -136,7 +135,7 @@ def sample(model: Model, request: SampleRequest, conditioning: Conditioning, neg
         rescale_betas_zero_snr=chosen.zero_terminal_snr,
         timestep_spacing="trailing" if chosen.zero_terminal_snr else model.scheduler.get("timestep_spacing", "leading"),
     )
-    parts = {name: model.modules[name] for name in ("vae", "unet")}
+    parts = {"unet": model.modules["unet"], "vae": vae.for_size(model.modules["vae"], request.width, request.height)}
     absent = dict.fromkeys(("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"))
     pipeline = StableDiffusionXLPipeline(scheduler=scheduler, **parts, **absent, add_watermarker=False)
     told, untold = clip.repeated([conditioning.sequence, negative.sequence]).chunk(2)

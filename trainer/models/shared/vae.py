@@ -1,7 +1,11 @@
-"""What the families share about AutoencoderKL: the component, and its names in original files."""
+"""What the families share about AutoencoderKL: the component, its names in original files, and images in tiles."""
 
 from collections.abc import Mapping
+from typing import Any
 
+import torch
+
+from trainer import tiles
 from trainer.models.base import Component
 from trainer.models.names import ComponentConfig, Names, Shape, how_many
 
@@ -84,6 +88,22 @@ def infer_vae(shapes: Mapping[str, Shape], base: dict) -> dict:
         "use_quant_conv": "quant_conv.weight" in shapes,
         "use_post_quant_conv": "post_quant_conv.weight" in shapes,
     }
+
+
+def for_size(module: Any, width: int, height: int) -> Any:
+    """The VAE, ready for an image of that many pixels: as a whole or in tiles, which diffusers blends where they overlap."""
+    side = tiles.side(width, height)
+    module.use_tiling = side is not None
+    if side is not None:
+        module.tile_overlap_factor = tiles.OVERLAP
+        module.tile_sample_min_size = side
+        module.tile_latent_min_size = side // 2 ** (len(module.config.block_out_channels) - 1)
+    return module
+
+
+def posterior_mean(module: Any, pixels: torch.Tensor) -> torch.Tensor:
+    """fp32 [B, C, h, w] of pixels [B, 3, H, W] in [-1, 1]."""
+    return for_size(module, pixels.shape[-1], pixels.shape[-2]).encode(pixels).latent_dist.mean.float()
 
 
 def component(prefix: str) -> Component:
