@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
+from unittest.mock import patch
 
 from torch import Tensor, nn
 
@@ -15,6 +16,7 @@ from trainer import optim
 from trainer.data import cache as caches
 from trainer.data.texts import at_once
 from trainer.encoding import captions_of, prompts_of, together
+from trainer.models.base import SampleRequest
 from trainer.plan import Plan
 from trainer.protocols import Kernels
 from trainer.rehearsal import Rehearsal, without_values
@@ -74,10 +76,12 @@ class Forecast:
 def forecast(plan: Plan, kernels: Kernels, *, base: int = 0) -> Forecast:
     """kernels: those of the device that is planned for. base: of the process where it computes on the CPU."""
     with without_values():
-        return _Forecaster(plan, kernels).forecast(base)
+        return Forecaster(plan, kernels).forecast(base)
 
 
-class _Forecaster:
+class Forecaster:
+    """The phases of a run, each on its own; inside `without_values`."""
+
     def __init__(self, plan: Plan, kernels: Kernels) -> None:
         self.plan, self.family = plan, plan.family
         self.run, self.trace = Rehearsal(plan, kernels=kernels), Trace()
@@ -85,49 +89,48 @@ class _Forecaster:
         self.held: dict[str, int] = {}  # beside the weights
 
     def forecast(self, base: int) -> Forecast:
-        phases, conditioning = list(self._encoding()), None
-        if self.plan.cache_text:
-            conditioning = self._prompts(self.plan.config.data.batch_size)
-        encoding = len(phases)
-        if self.plan.config.data.cache != "none":
+        config, sizes = self.plan.config, self._sizes()
+        stay = config.data.cache == "none"
+        encoding = [*self.captions(stay=stay), self.photos(*sizes[0])]
+        if not stay:
             self._let_go([self.family.vae])
-        phases += self._steps(conditioning)
-        if self.plan.config.data.cache == "none":
+        self.prepare()
+        training = [self.step(*size, config.data.batch_size) for size in sizes]
+        if stay:  # and encode beside what the steps have
             there = {"weights": sum(self.weights.values())} | self.held
-            phases[:encoding] = [
+            encoding = [
                 replace(phase, parts=there | {"transient": phase.parts["transient"]}, loaded=frozenset(self.weights))
-                for phase in phases[:encoding]
+                for phase in encoding
             ]
-        phases += self._samples()
-        adapter = self.run.trained[0]
-        parameters = sum(parameter.nbytes for parameter in adapter.named_parameters().values())
-        return Forecast(tuple(phases), self._cache_bytes(conditioning), parameters + self.held["optimizer"], base)
+        if self.plan.requests:
+            training.append(self.sample(max(self.plan.requests, key=lambda request: request.width * request.height)))
+        return Forecast((*encoding, *training), self.cache_bytes(), self.checkpoint_bytes(), base)
 
     # --- phases -------------------------------------------------------------------------------------------------------
 
-    def _encoding(self) -> Iterator[Stage]:
-        """As `encoding.encode`: one after another. Without a cache all encoders stay, with what the steps have."""
-        width, height = max(self._sizes(), key=prod)
-        stay = self.plan.config.data.cache == "none"
-        if self.plan.cache_text:
-            names = self.family.text_encoders
-            texts = caches.texts_wanted((*captions_of(self.plan), *prompts_of(self.plan)), fingerprint="")
-            for some in [names] if stay else [(name,) for name in names]:
-                self._load(*some)
-                with self._phase(f"{CAPTIONS} ({', '.join(some)})") as phases:
-                    if stay:
-                        self.run.encode_prompts([self._longest()])
-                    else:
-                        self.run.encode_text(*some, [self._longest()] * at_once(len(texts), together(self.plan)))
-                yield from phases
-                if not stay:
-                    self._let_go(some)
+    def captions(self, *, stay: bool) -> Iterator[Stage]:
+        """As `encoding.encode`: with each text encoder, gone before the next, unless all stay."""
+        names = self.family.text_encoders if self.plan.cache_text else ()
+        texts = caches.texts_wanted((*captions_of(self.plan), *prompts_of(self.plan)), fingerprint="")
+        for some in ([names] if names else []) if stay else [(name,) for name in names]:
+            self._load(*some)
+            with self._phase(f"{CAPTIONS} ({', '.join(some)})") as phases:
+                if stay:
+                    self.run.encode_prompts([self._longest()])
+                else:
+                    self.run.encode_text(*some, [self._longest()] * at_once(len(texts), together(self.plan)))
+            yield from phases
+            if not stay:
+                self._let_go(some)
+
+    def photos(self, width: int, height: int) -> Stage:
         self._load(self.family.vae)
         with self._phase(f"{PHOTOS} of {width}x{height} ({self.family.vae})") as phases:
             self.run.encode_images(width, height, 1)
-        yield from phases
+        return phases[0]
 
-    def _steps(self, conditioning: Conditioning | None) -> Iterator[Stage]:
+    def prepare(self) -> None:
+        """For steps and samples, once photos were encoded."""
         self._load(self.family.denoiser, *(() if self.plan.cache_text else self.family.text_encoders))
         if self.plan.requests:
             self._load(self.family.vae)
@@ -139,6 +142,10 @@ class _Forecaster:
         self.held["optimizer"] = optim.state_bytes(
             config.name, step.optimizer.param_groups, betas=config.betas, eps=config.eps, min_8bit_size=config.min_8bit_size
         )
+
+    def step(self, width: int, height: int, count: int) -> Stage:
+        """One over a micro-batch of so many images."""
+        step, conditioning = self.run.trained[-1], self._prompts(count) if self.plan.cache_text else None
         losses, saved = step.losses, 0
 
         def noting(batch):
@@ -148,34 +155,28 @@ class _Forecaster:
             saved = self.trace.alive - before
             return found
 
-        step.losses = noting
-        for width, height in self._sizes():
-            count = self.plan.config.data.batch_size
-            with self._phase(f"{STEP} {width}x{height}, batch {count}") as phases:
-                self.run.step([self.run.batch(width, height, conditioning, count)])
-            (phase,) = phases
-            yield replace(phase, parts=phase.parts | {"saved": saved, "transient": phase.parts["transient"] - saved})
-        step.losses = losses
+        with patch.object(step, "losses", noting), self._phase(f"{STEP} {width}x{height}, batch {count}") as phases:
+            self.run.step([self.run.batch(width, height, conditioning, count)])
+        (phase,) = phases
+        return replace(phase, parts=phase.parts | {"saved": saved, "transient": phase.parts["transient"] - saved})
 
-    def _samples(self) -> Iterator[Stage]:
-        largest = max(self.plan.requests, key=lambda request: request.width * request.height, default=None)
-        if largest is None:
-            return
-        told = self._prompts(1)
-        adapter = self.run.trained[0]
-        with self._phase(f"{SAMPLES} {largest.width}x{largest.height}") as phases, adapter.at_strength(largest.strength):
-            self.run.sample(replace(largest, steps=1), told, told)
-        yield from phases
+    def sample(self, request: SampleRequest) -> Stage:
+        told, adapter = self._prompts(1), self.run.trained[0]
+        with self._phase(f"{SAMPLES} {request.width}x{request.height}") as phases, adapter.at_strength(request.strength):
+            self.run.sample(replace(request, steps=1), told, told)
+        return phases[0]
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[list[Stage]]:
         """Traces what happens inside, and gives the phase that it was."""
         done: list[Stage] = []
         self.trace.reset()
-        before = self.trace.alive
         with self.trace:
             yield done
-        parts = {"weights": sum(self.weights.values())} | self.held | {"transient": self.trace.peak - before}
+        weights = sum(self.weights.values())
+        # The buffers that steps share (kernels/scratch.py) are still there in the phases after the first step.
+        transient = self.trace.peak - weights - sum(size for part, size in self.held.items() if part != "optimizer")
+        parts = {"weights": weights} | self.held | {"transient": transient}
         done.append(Stage(name, parts, frozenset(self.weights), self.trace.cost))
 
     # --- what is in memory --------------------------------------------------------------------------------------------
@@ -208,18 +209,21 @@ class _Forecaster:
         sizes = sorted({example.bucket for example in self.plan.examples}, key=lambda size: (prod(size), size))
         return list(dict.fromkeys((sizes[-1], sizes[0])))
 
-    def _cache_bytes(self, conditioning: Conditioning | None) -> int:
+    def cache_bytes(self) -> int:
         """Of latents and texts that a run over these photos needs."""
         if self.plan.config.data.cache == "none":
             return 0
         examples, seed = self.plan.examples, self.plan.config.run.seed
         views = caches.latents_wanted(examples, seed=seed, fingerprint="").values()
         total = sum(4 * self.run.channels * prod(example.bucket) // self.family.latent_side**2 for example, _ in views)
-        if conditioning is not None:
+        if self.plan.cache_text:
             texts = caches.texts_wanted(captions_of(self.plan), fingerprint="")
-            tensors = (conditioning.sequence, conditioning.mask, conditioning.pooled)
-            total += len(texts) * sum(tensor[0].nbytes for tensor in tensors if tensor is not None)
+            total += len(texts) * sum(tensor.nbytes for tensor in self._prompts(1).tensors().values())
         return total
+
+    def checkpoint_bytes(self) -> int:
+        parameters = self.run.trained[0].named_parameters().values()
+        return sum(parameter.nbytes for parameter in parameters) + self.held["optimizer"]
 
 
 def _own(layer: nn.Module) -> Iterator[Tensor]:

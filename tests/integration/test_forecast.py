@@ -10,12 +10,14 @@ from functools import partial
 from unittest.mock import patch
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from tests.harness import DENOISER, PHOTOS, ROOT, Workbench, built, command_line, take_step
 from tests.integration.test_full_size import sparse_model
-from trainer import advice, kernels, tiles
+from trainer import advice, kernels, optim, tiles
 from trainer import config as configs
 from trainer.describe import describe_memory
 from trainer.errors import UserError
@@ -96,6 +98,22 @@ def test_every_storage_is_planned(bench: Workbench, family: str, dtype: str, bac
         "weights", "adapter", "gradients", "optimizer", "saved", "transient",
     }  # fmt: skip
     assert all(size >= 0 for phase in found.phases for size in phase.parts.values())
+
+
+def test_an_optimizer_of_8_bits_is_planned() -> None:
+    """It has tables of its codes, with values. Its state takes a quarter, and the scales of its blocks."""
+
+    def state(name: str) -> int:
+        group = {
+            "params": [nn.Parameter(torch.empty(2**20, device="meta"))],
+            "lr": 1e-4,
+            "weight_decay": 0,
+            "magnitudes": False,
+        }
+        with without_values():
+            return optim.state_bytes(name, [group], betas=(0.9, 0.999), eps=1e-8, min_8bit_size=4096)
+
+    assert state("adamw8bit") == pytest.approx((1 + 4 / 256) / 4 * state("adamw"), rel=1e-3)
 
 
 def forecasts() -> st.SearchStrategy[Forecast]:

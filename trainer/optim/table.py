@@ -128,7 +128,7 @@ def state_bytes(name: str, groups: Groups, **keys: Any) -> int:
 
     groups, keys: as of `build_optimizer`, whose parameters may be laid out already.
     """
-    with FakeTensorMode():
+    with FakeTensorMode(allow_non_fake_inputs=True):  # bitsandbytes keeps tables of its codes, with values
         copies = [
             {
                 "params": [
