@@ -10,6 +10,9 @@ are bf16, the VAE's fp32; activations are of order 1. At most a few hundred mega
 diffusers: OUT is a folder that stock pipelines load; weights beyond 5 GB lie in shards. single_file: OUT is one .safetensors
 file under the original names (SDXL: every component, Flux: the transformer alone), and the folder of its stem beside it has
 configs, scheduler and tokenizers, for Flux also the text encoders and the VAE.
+
+--sparse leaves the weights out: the files have their headers and sizes, take next to no disk, and every weight is read as
+zero. That is enough for plans, and to measure memory.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ from trainer.errors import UserError  # noqa: E402
 from trainer.models import FAMILIES  # noqa: E402
 from trainer.models.names import join_parts  # noqa: E402
 from trainer.models.tokenizers import END, START, clip_vocabulary, embedded_merges  # noqa: E402
-from trainer.tensorfile import Recipe, write_tensors  # noqa: E402
+from trainer.tensorfile import Recipe, Tensors, serialize, write_tensors  # noqa: E402
 from trainer.types import Link  # noqa: E402
 
 PUBLISHED = ROOT / "trainer" / "models" / "published"
@@ -277,6 +280,7 @@ GAINS = (
 
 
 Draw = Callable[[str, tuple[int, ...]], torch.Tensor]
+Write = Callable[[Path, Tensors, Mapping[str, str] | None], object]
 
 
 def own_stream(seed: int) -> Draw:
@@ -450,7 +454,15 @@ def file_name(component: str) -> str:
     return f"{component}/{'model' if text else 'diffusion_pytorch_model'}.safetensors"
 
 
-def write_component(folder: Path, component: str, class_name: str, weights: Mapping[str, Recipe]) -> None:
+def write_sparse(path: Path, tensors: Tensors, metadata: Mapping[str, str] | None = None) -> None:
+    """A safetensors file without contents: its header is true, of its data nothing is made, and it takes next to no disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "wb") as file:
+        file.write(next(serialize(tensors, metadata)))
+        file.truncate(file.tell() + sum(map(size_of, tensors.values())))
+
+
+def write_component(folder: Path, component: str, class_name: str, weights: Mapping[str, Recipe], write: Write) -> None:
     """In the names of the published folders."""
     weights = inner(weights) if class_name == "CLIPTextModel" else weights
     path = folder / file_name(component)
@@ -471,11 +483,11 @@ def write_component(folder: Path, component: str, class_name: str, weights: Mapp
         index = {"metadata": {"total_size": total}, "weight_map": where}
         write_texts(path.parent, {f"{path.name}.index.json": to_json(index)})
     for file, shard in zip(names, shards, strict=True):
-        write_tensors(path.parent / file, shard, {"format": "pt"})  # transformers insists on the format
+        write(path.parent / file, shard, {"format": "pt"})  # transformers insists on the format
 
 
-def size_of(recipe: Recipe) -> int:
-    return math.prod(recipe.shape) * recipe.dtype.itemsize
+def size_of(tensor: torch.Tensor | Recipe) -> int:
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
 def check_space(folder: Path, needed: int) -> None:
@@ -489,7 +501,9 @@ def check_space(folder: Path, needed: int) -> None:
         )
 
 
-def make(size: str, family: str, layout: str, out: Path, seed: int, prediction: str, schnell: bool) -> None:
+def make(
+    size: str, family: str, layout: str, out: Path, seed: int, prediction: str, schnell: bool, sparse: bool = False
+) -> None:
     """Write the checkpoint. Raises UserError for choices that do not go together, where `out` exists or finds no room."""
     if schnell and family != "flux":
         raise UserError("--schnell is a variant of Flux; give --family flux with it")
@@ -525,7 +539,9 @@ def make(size: str, family: str, layout: str, out: Path, seed: int, prediction: 
 
     draw = own_stream(seed) if size == "tiny" else repeated_block(seed)
     weights = {name: random_weights(name, index[name][1], config, draw) for name, config in configs.items()}
-    check_space(out, sum(size_of(recipe) for component in weights.values() for recipe in component.values()))
+    write: Write = write_sparse if sparse else write_tensors
+    if not sparse:
+        check_space(out, sum(size_of(recipe) for component in weights.values() for recipe in component.values()))
 
     texts = {"model_index.json": to_json(index), "scheduler/scheduler_config.json": to_json(scheduler)}
     texts |= {f"{component}/config.json": to_json(config) for component, config in configs.items()}
@@ -537,16 +553,16 @@ def make(size: str, family: str, layout: str, out: Path, seed: int, prediction: 
     try:
         write_texts(temporary, texts)
         for component in sorted(in_folder):
-            write_component(temporary, component, index[component][1], weights[component])
+            write_component(temporary, component, index[component][1], weights[component], write)
         os.rename(temporary, folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     if single and family == "sdxl":
-        write_tensors(out, sdxl_single_file(configs, weights, prediction))
+        write(out, sdxl_single_file(configs, weights, prediction))
     elif single:
         links = FAMILIES["flux"].module_links("transformer", configs["transformer"])
-        write_tensors(out, original_tensors(links, "", weights["transformer"]))
+        write(out, original_tensors(links, "", weights["transformer"]))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -558,9 +574,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--prediction", choices=("epsilon", "v"), default="epsilon", help="SDXL's objective")
     parser.add_argument("--schnell", action="store_true", help="Flux without guidance embedding")
+    parser.add_argument("--sparse", action="store_true", help="headers alone: every weight is read as zero")
     asked = parser.parse_args(arguments)
     try:
-        make(asked.size, asked.family, asked.layout, asked.out, asked.seed, asked.prediction, asked.schnell)
+        make(asked.size, asked.family, asked.layout, asked.out, asked.seed, asked.prediction, asked.schnell, asked.sparse)
     except (UserError, OSError) as error:
         print(f"make_model: {error}", file=sys.stderr)
         return 2

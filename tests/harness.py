@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -13,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trainer import config as configs
 from trainer import run as runs
 from trainer.data.sampler import MicroBatch
@@ -23,7 +20,6 @@ from trainer.output import opened
 from trainer.plan import open_source, resolve
 from trainer.signals import Signals
 from trainer.step import StepResult
-from trainer.tensorfile import Recipe, serialize
 
 ROOT = Path(__file__).resolve().parent.parent
 PHOTOS = ROOT / "examples" / "bear_plushie"
@@ -109,15 +105,6 @@ def command_line(*arguments: str, timeout: float = 120, **kwargs: Any) -> subpro
         [sys.executable, str(ROOT / "train.py"), *arguments],
         capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=os.environ | {"HF_HUB_OFFLINE": "1"}, **kwargs,
     )  # fmt: skip
-
-
-def write_sparse(path: Path, tensors: Mapping[str, torch.Tensor | Recipe], metadata: Mapping[str, str] | None = None):
-    """A safetensors file without contents: its header is true, of its data nothing is made, and it takes next to no disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "wb") as file:
-        file.write(next(serialize(tensors, metadata)))
-        size = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
-        file.truncate(file.tell() + size)
 
 
 def metrics_of(output_dir: Path | str) -> list[dict[str, Any]]:

@@ -47,7 +47,9 @@ def _ladder(plan: Plan, kernels: Kernels) -> Iterator[tuple[str, str, Callable[[
         yield (
             "memory.gradient_checkpointing = true",
             "every step takes about a third longer; no byte changes",
-            lambda found: replace(found, phases=_steps_of(found, forecast(with_checkpointing(plan, True), kernels))),
+            lambda found: replace(
+                found, phases=_steps_of(found, forecast(with_checkpointing(plan, True), kernels, base=_same_base(found)))
+            ),
         )
     if plan.requests:
         yield (
@@ -115,6 +117,10 @@ def _scaled(found: Forecast, share: float) -> Forecast:
     return replace(found, phases=tuple(phases))
 
 
+def _same_base(found: Forecast) -> Callable[[], int] | None:
+    return (lambda: found.base) if found.base else None
+
+
 def _steps_of(found: Forecast, other: Forecast) -> tuple[Stage, ...]:
     """The phases with the other's steps."""
     by_name = {phase.name: phase for phase in other.phases if phase.name.startswith(STEP)}
@@ -126,7 +132,7 @@ def with_checkpointing(plan: Plan, every: bool | int) -> Plan:
     return replace(plan, config=plan.config.model_copy(update={"memory": memory}))
 
 
-def fitted(plan: Plan, kernels: Kernels, *, base: int) -> Plan:
+def fitted(plan: Plan, kernels: Kernels, *, base: Callable[[], int] | None) -> Plan:
     """The plan with the keys that memory.fit chooses: the fastest that need no more memory, of those that change no byte.
 
     Raises UserError where none of them is small enough.

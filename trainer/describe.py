@@ -241,9 +241,10 @@ def describe_memory(found: Forecast, memory: int, smaller: Sequence[Change], *, 
     memory: of the device. smaller: what would need less, where it does not fit. updates: micro-batches in an update.
     """
     width = max(len(phase.name) for phase in found.phases)
-    lines = [f"{'memory in GiB':<{width}}" + "".join(f"{part:>11}" for part in (*PARTS, "in all"))]
+    parts = [part for part in PARTS if any(part in phase.parts for phase in found.phases)]
+    lines = [f"{'memory in GiB':<{width}}" + "".join(f"{part:>11}" for part in (*parts, "in all"))]
     for phase in found.phases:
-        cells = [f"{phase.parts[part] / 2**30:>11.2f}" if part in phase.parts else f"{'-':>11}" for part in PARTS]
+        cells = [f"{phase.parts[part] / 2**30:>11.2f}" if part in phase.parts else f"{'-':>11}" for part in parts]
         lines.append(f"{phase.name:<{width}}" + "".join(cells) + f"{phase.peak / 2**30:>11.2f}")
     below = "libraries" if found.base else "the device's context"
     lines.append(

@@ -1,7 +1,9 @@
 """Where a run computes: the device of this process, and the processes beside it."""
 
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
 import psutil
 import torch
@@ -33,10 +35,10 @@ def check_device(config: Config) -> torch.device:
 
 @dataclass(frozen=True)
 class Memory:
-    """Of the device that a run is planned for. size: bytes. base: what the process itself takes of it. kernels: the run's."""
+    """Of the device that a run is planned for. size: bytes. base: as `base_of` gives. kernels: the run's."""
 
     size: int
-    base: int
+    base: Callable[[], int] | None
     kernels: Kernels
 
     @staticmethod
@@ -44,18 +46,46 @@ class Memory:
         """What is here."""
         chosen = kernels.choose(config.adapter.kernels, device)
         if device.type == "cuda":
-            return Memory(torch.cuda.get_device_properties(device).total_memory, 0, chosen)
-        return Memory(psutil.virtual_memory().total, base_of(device), chosen)
+            return Memory(torch.cuda.get_device_properties(device).total_memory, base_of(device), chosen)
+        return Memory(host_memory(), base_of(device), chosen)
 
 
 def accelerator_of(config: Config, memory: int) -> Memory:
     """An accelerator of so many bytes, on any machine."""
-    return Memory(memory, 0, kernels.planned(config.adapter.kernels))
+    return Memory(memory, None, kernels.planned(config.adapter.kernels))
 
 
-def base_of(device: torch.device) -> int:
-    """Bytes that this process takes on the device before it holds a tensor there."""
-    return psutil.Process().memory_info().rss if device.type == "cpu" else 0
+def base_of(device: torch.device) -> Callable[[], int] | None:
+    """On a CPU, what tells how many bytes this process takes; None for an accelerator."""
+    return (lambda: psutil.Process().memory_info().rss) if device.type == "cpu" else None
+
+
+# Where Linux tells the control groups of a process, and their limits.
+CGROUPS, CGROUP_ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+
+
+def host_memory(cgroups: Path = CGROUPS, root: Path = CGROUP_ROOT) -> int:
+    """Bytes of memory that this process may use: the machine's, or a container's limit where that is less."""
+    return min([psutil.virtual_memory().total, *_limits(cgroups, root)])
+
+
+def _limits(cgroups: Path, root: Path) -> Iterator[int]:
+    """Of the control groups that this process is in, and of those around them; version 2 and version 1."""
+    for line in cgroups.read_text().splitlines() if cgroups.is_file() else ():
+        _, controllers, place = line.split(":", 2)
+        if controllers == "":
+            top, name = root, "memory.max"
+        elif "memory" in controllers.split(","):
+            top, name = root / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        # A container sees its own group at the root, under whatever name it has outside.
+        group = PurePosixPath(place.lstrip("/"))
+        for folder in (group, *group.parents):
+            file = top / folder / name
+            limit = file.read_text().strip() if file.is_file() else "max"
+            if limit.isdigit():
+                yield int(limit)
 
 
 def start_processes(config: Config) -> Processes:

@@ -4,7 +4,7 @@ What the tensors take is counted. What lies below them is estimated, as a margin
 libraries, and what the allocator loses to rounding.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from trainer import optim
 from trainer.data import cache as caches
+from trainer.data import short_batches
 from trainer.data.texts import at_once
 from trainer.encoding import captions_of, prompts_of, together
 from trainer.models.base import SampleRequest
@@ -23,13 +24,16 @@ from trainer.rehearsal import Rehearsal, without_values
 from trainer.trace import Cost, Trace
 from trainer.types import Conditioning
 
-# Of an accelerator: its context (0.4 to 0.8 GiB on CUDA) with the libraries' workspaces, and a share for what the allocator
-# loses. On a CPU: what the allocator keeps of freed memory.
+# Of an accelerator: its context (0.4 to 0.8 GiB on CUDA) with the libraries' workspaces. And a share for what the allocator
+# loses or keeps.
 CONTEXT, SHARE = 0.8 * 2**30, 0.03
+# Of a CPU: what its libraries read in as they compute, and the code that they make for each shape and keep, of some shapes.
+COMPUTING, SHAPE, MOST_SHAPES = 80 * 2**20, 20 * 2**20, 8
 # The columns of a phase, in the order in which memory is taken.
-PARTS = ("weights", "adapter", "gradients", "optimizer", "saved", "transient")
+PARTS = ("weights", "adapter", "gradients", "optimizer", "checkpoint", "saved", "transient")
 # How the names of phases begin.
 CAPTIONS, PHOTOS, STEP, SAMPLES = "encoding captions", "encoding photos", "a step at", "samples of"
+UPDATE = "the update"
 
 
 @dataclass(frozen=True)
@@ -49,12 +53,13 @@ class Stage:
 @dataclass(frozen=True)
 class Forecast:
     """phases: in the order of a run, each at its largest. cache, checkpoint: bytes on the disk, of all entries and of one
-    checkpoint. base: what the process itself takes where it computes, 0 beside an accelerator."""
+    checkpoint. base: what the process itself takes where it computes on the CPU, 0 of an accelerator. shapes: of batches."""
 
     phases: tuple[Stage, ...]
     cache: int
     checkpoint: int
     base: int = 0
+    shapes: int = 1
 
     @property
     def largest(self) -> Stage:
@@ -62,7 +67,8 @@ class Forecast:
 
     @property
     def margin(self) -> int:
-        return int((0 if self.base else CONTEXT) + SHARE * self.largest.peak)
+        below = COMPUTING + SHAPE * min(self.shapes, MOST_SHAPES) if self.base else CONTEXT
+        return int(below + SHARE * self.largest.peak)
 
     @property
     def total(self) -> int:
@@ -73,10 +79,14 @@ class Forecast:
         return self.total <= memory
 
 
-def forecast(plan: Plan, kernels: Kernels, *, base: int = 0) -> Forecast:
-    """kernels: those of the device that is planned for. base: of the process where it computes on the CPU."""
+def forecast(plan: Plan, kernels: Kernels, *, base: Callable[[], int] | None = None) -> Forecast:
+    """kernels: those of the device that is planned for. base: of a CPU, what the process itself takes; None: an accelerator.
+
+    It is asked at the end: the rehearsal loads the libraries that the run will load, and makes its modules.
+    """
     with without_values():
-        return Forecaster(plan, kernels).forecast(base)
+        found = Forecaster(plan, kernels).forecast(on_cpu=base is not None)
+    return found if base is None else replace(found, base=base())
 
 
 class Forecaster:
@@ -88,7 +98,7 @@ class Forecaster:
         self.weights: dict[str, int] = {}
         self.held: dict[str, int] = {}  # beside the weights
 
-    def forecast(self, base: int) -> Forecast:
+    def forecast(self, *, on_cpu: bool) -> Forecast:
         config, sizes = self.plan.config, self._sizes()
         stay = config.data.cache == "none"
         encoding = [*self.captions(stay=stay), self.photos(*sizes[0])]
@@ -104,7 +114,13 @@ class Forecaster:
             ]
         if self.plan.requests:
             training.append(self.sample(max(self.plan.requests, key=lambda request: request.width * request.height)))
-        return Forecast((*encoding, *training), self.cache_bytes(), self.checkpoint_bytes(), base)
+        checkpoint = self.checkpoint_bytes()
+        if on_cpu:
+            training += self.update()
+            if config.checkpoint.background and 0 < config.checkpoint.every_steps < self.plan.max_steps:
+                # A copy that is written while the next steps are made.
+                training = [replace(phase, parts=phase.parts | {"checkpoint": checkpoint}) for phase in training]
+        return Forecast((*encoding, *training), self.cache_bytes(), checkpoint, shapes=self._shapes())
 
     # --- phases -------------------------------------------------------------------------------------------------------
 
@@ -160,6 +176,14 @@ class Forecaster:
         (phase,) = phases
         return replace(phase, parts=phase.parts | {"saved": saved, "transient": phase.parts["transient"] - saved})
 
+    def update(self) -> Iterator[Stage]:
+        """Of an optimizer that has no kernel for a CPU."""
+        config, step = self.plan.config.optimizer, self.run.trained[-1]
+        scratch = optim.OPTIMIZERS[config.name].cpu_scratch * max(parameter.numel() for parameter in step.parameters)
+        if scratch:
+            parts = {"weights": sum(self.weights.values())} | self.held | {"transient": scratch}
+            yield Stage(f"{UPDATE} by {config.name}", parts, frozenset(self.weights))
+
     def sample(self, request: SampleRequest) -> Stage:
         told, adapter = self._prompts(1), self.run.trained[0]
         with self._phase(f"{SAMPLES} {request.width}x{request.height}") as phases, adapter.at_strength(request.strength):
@@ -208,6 +232,13 @@ class Forecaster:
         """(width, height) of the largest bucket, and of the smallest where that is another."""
         sizes = sorted({example.bucket for example in self.plan.examples}, key=lambda size: (prod(size), size))
         return list(dict.fromkeys((sizes[-1], sizes[0])))
+
+    def _shapes(self) -> int:
+        """Of batches in an epoch: by their bucket and their size."""
+        count, found = self.plan.config.data.batch_size, 0
+        for images in short_batches.appearances(self.plan.examples).values():
+            found += (images >= count) + (images % count > 0)
+        return found
 
     def cache_bytes(self) -> int:
         """Of latents and texts that a run over these photos needs."""

@@ -11,7 +11,6 @@ from trainer.data.sampler import MicroBatch
 from trainer.errors import DataError, Interrupted, NonFiniteError, NotWritten, OutOfMemory
 from trainer.memory import peak_bytes, reset_peak
 from trainer.metrics import Metrics
-from trainer.phases import duration
 from trainer.policies import NonFinite
 from trainer.processes import Processes
 from trainer.saving import Saves
@@ -23,8 +22,8 @@ from trainer.types import Batch, Occurrence
 SAVED = "stopping; a checkpoint is written"
 AFTER_STEP = "stopping after this step; a checkpoint is written"
 
-# After so many steps of a start its pace is told, and after twice as many each time. It is the median of the last PACES.
-FIRST_PACE, PACES = 5, 200
+# The pace that is told is the median of so many last steps: the first one is slow, and so is one beside a checkpoint.
+PACES = 200
 
 # What may stand in the way of one process alone, by the number that the others hear of it.
 KINDS = (None, DataError, OutOfMemory, NotWritten)
@@ -42,8 +41,8 @@ class Loop:
     updates: the micro-batches of every update still to come. batches: this process's share of each, read; it is closed here.
     last, stop_after: steps; stop_after is at most last. save_every: steps between two checkpoints; 0 is never.
     after_step: as Artifacts.after_step. too_large: what to change where a step runs out of memory.
-    pending: what ends the run once all processes know of it. paces: seconds of the last steps, data included. tell_at: the
-    number of steps of this start after which the pace is told next.
+    pending: what ends the run once all processes know of it. paces: seconds of the last steps, data included, samples and
+    checkpoints apart.
     """
 
     step: Step
@@ -62,7 +61,6 @@ class Loop:
     signals: Signals
     pending: Exception | None = field(default=None, init=False)
     paces: deque[float] = field(default_factory=lambda: deque(maxlen=PACES), init=False)
-    tell_at: int = field(default=FIRST_PACE, init=False)
 
     def run(self) -> bool:
         """Returns whether the last step was reached. However it ends, the last whole step is saved.
@@ -73,7 +71,6 @@ class Loop:
         self.signals.promise = SAVED
         try:
             self.pending = self.after_step(again=True)  # step 0, or what a stop cut off
-            first = progress.step
             for update in self.updates:
                 if progress.step >= self.stop_after:
                     break
@@ -91,8 +88,9 @@ class Loop:
                 finally:
                     self.signals.promise = SAVED
                 ended = time.perf_counter()
+                self.paces.append(ended - begun)
+                self.log.phase.pace = median(self.paces)
                 self._count(result, occurrences, ended - started)
-                self._tell_pace(ended - begun, made=progress.step - first)
                 if due(self.save_every, progress.step):
                     self.saves.save()
                 if progress.step == self.stop_after:
@@ -119,19 +117,6 @@ class Loop:
             if not at_once:
                 self.saves.close()
             self.log.close()
-
-    def _tell_pace(self, seconds: float, *, made: int) -> None:
-        """seconds: of the step that ended. made: steps of this start."""
-        self.paces.append(seconds)
-        left = self.stop_after - self.progress.step
-        if made == self.tell_at and left:
-            self.tell_at *= 2
-            pace = median(self.paces)
-            told = f"{pace:.1f} s a step" if pace >= 1 else f"{1 / pace:.1f} steps/s"
-            self.processes.say(
-                f"step {self.progress.step} of {self.stop_after}: {told}, about {duration(left * pace)} left; samples and "
-                "checkpoints apart"
-            )
 
     def _read(self) -> list[Batch]:
         """The next update's micro-batches of this process; an error waits until `_agree` tells all processes of it."""

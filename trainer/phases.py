@@ -28,7 +28,8 @@ LINE_SECONDS = 5.0  # between two lines of a phase, where there is no terminal
 
 class Phase:
     """One piece of work under way. done: units so far, `before` of them in an earlier start. total: of how many, None where
-    that is not known. note: what else its lines say.
+    that is not known. note: what else its lines say. pace: seconds of a unit, where who does the work knows better than the
+    average of all.
 
     advance, check: raise what the run's `check` raises (Interrupted) once it should stop.
     """
@@ -38,6 +39,7 @@ class Phase:
     ) -> None:
         self.name, self.total, self.unit, self.before, self.done = name, total, unit, before, before
         self.note = ""
+        self.pace: float | None = None
         self._check, self._bar = check, None
         self.began = time.monotonic()
         self._next_line = self.began + LONG_SECONDS if show else float("inf")
@@ -85,6 +87,8 @@ class Phase:
         if not self.unit:
             return f"{duration(seconds)} so far"
         left, done = "", _amount(self.done, self.unit)
+        if self.pace is not None:
+            seconds = self.pace * (self.done - self.before)
         if self.total is not None:
             done = f"{done.partition(' ')[0]} of {_amount(self.total, self.unit)}"
             if self.before < self.done < self.total:

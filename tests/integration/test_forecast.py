@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import time
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -17,12 +19,14 @@ from torch import nn
 
 from tests.harness import DENOISER, PHOTOS, ROOT, Workbench, built, command_line, take_step
 from tests.integration.test_full_size import sparse_model
-from trainer import advice, kernels, optim, tiles
+from trainer import advice, kernels, optim, phases, tiles
 from trainer import config as configs
+from trainer import loop as loops
 from trainer.describe import describe_memory
 from trainer.errors import UserError
 from trainer.forecast import STEP, Forecast, Stage, forecast
 from trainer.kernels import dora_torch, scratch
+from trainer.phases import Phases
 from trainer.plan import Plan, make_plan, open_source, resolve
 from trainer.quantization.table import ALL_FORMATS
 from trainer.rehearsal import Rehearsal, without_values
@@ -138,14 +142,14 @@ def test_more_memory_never_means_more_recomputation(needs: list[int], memory: in
     needs[-1] = min(needs)
     places = {every: place for place, every in enumerate(advice.CHECKPOINTING)}
 
-    def stub(plan, kernels, *, base=0):
+    def stub(plan, kernels, *, base=None):
         size = needs[places[plan.config.memory.gradient_checkpointing]] * 2**30
         return Forecast((Stage(f"{STEP} 64x64, batch 1", {"weights": size}),), 0, 0)
 
     def place(size: int) -> int:
         config = CONFIG.model_copy(update={"memory": CONFIG.memory.model_copy(update={"fit": f"{size}GiB"})})
         try:
-            fitted = advice.fitted(replace(PLAN, config=config), dora_torch, base=0)
+            fitted = advice.fitted(replace(PLAN, config=config), dora_torch, base=None)
         except UserError:
             return len(places)
         return places[fitted.config.memory.gradient_checkpointing]
@@ -220,7 +224,7 @@ def test_memory_fit_chooses_and_changes_no_byte(bench: Workbench) -> None:
     sizes = [forecast(advice.with_checkpointing(plan, every), dora_torch).largest.peak for every in (False, True)]
     assert sizes[1] < sizes[0]
 
-    def small(plan, kernels, *, base=0):
+    def small(plan, kernels, *, base=None):
         return forecast(plan, kernels)
 
     free = run("free")
@@ -302,16 +306,26 @@ def test_large_images_pass_the_vae_in_tiles(tmp_path, monkeypatch) -> None:
     assert all(of_whole > 3.5 * of_large for of_whole, of_large in zip(untiled, large, strict=True))
 
 
-def test_a_run_tells_its_pace_and_the_time_left(bench: Workbench, capsys) -> None:
-    """From its fifth step on, ever more rarely; one slow step does not count."""
-    with built(bench.config(run__max_steps=100)) as run, Signals() as signals:
-        loop = make_loop(run, signals)
+def test_a_run_tells_its_pace_and_the_time_left(bench: Workbench, capsys, monkeypatch) -> None:
+    """The first step takes minutes, as where kernels are made, and the others seconds: it counts once."""
+    now = 0.0
+    clock = SimpleNamespace(time=time.time, monotonic=lambda: now, perf_counter=lambda: now)
+    with built(bench.config(run__max_steps=100, run__stop_after=6)) as run, Signals() as signals:
+        step = run.step.run
+
+        def timed(number, *given):
+            nonlocal now
+            now += 500.0 if number == 1 else 2.0
+            return step(number, *given)
+
+        monkeypatch.setattr(run.step, "run", timed)
+        monkeypatch.setattr(loops, "time", clock)
+        monkeypatch.setattr(phases, "time", clock)
+        monkeypatch.setattr(phases, "LINE_SECONDS", 1.0)
         capsys.readouterr()
-        for made in range(1, 42):
-            run.progress.step = made
-            loop._tell_pace(500.0 if made == 3 else 2.0, made=made)
-        loop.log.close()
-        loop.batches.close()
-    told = [line for line in capsys.readouterr().out.splitlines() if "a step" in line]
-    assert [line.split(":")[0] for line in told] == [f"step {step} of 100" for step in (5, 10, 20, 40)]
-    assert told[0].startswith("step 5 of 100: 2.0 s a step, about 3 min 10 s left;")
+        make_loop(replace(run, phases=Phases(show=True)), signals).run()
+    told = [line.split(", loss")[0] for line in capsys.readouterr().err.splitlines() if line.startswith("training: ")]
+    assert told[2:6] == [
+        f"training: {made} of 100 steps, 2.0 s a step, {left} left"
+        for made, left in ((3, "3 min 14 s"), (4, "3 min 12 s"), (5, "3 min 10 s"), (6, "3 min 8 s"))
+    ]

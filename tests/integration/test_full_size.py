@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from scripts import make_model as maker
-from tests.harness import ROOT, Workbench, write_sparse
+from tests.harness import ROOT, Workbench
 from tests.integration.test_mutated_files import changed_bytes
 from trainer.describe import describe
 from trainer.errors import UserError
@@ -41,7 +41,9 @@ def sparse_model(
 ) -> None:
     """A model of `make_model.py` without its weights. dtype: of the file's tensors; total: its bytes, padded in front."""
 
-    def sparse(path, tensors, metadata=None):
+    write_sparse = maker.write_sparse
+
+    def sparse(path, tensors, metadata):
         tensors = {name: Recipe(dtype or t.dtype, tuple(t.shape), never) for name, t in tensors.items()}
         missing = total - sum(map(maker.size_of, tensors.values()))
         if missing > 0 and path == out:
@@ -49,9 +51,8 @@ def sparse_model(
         write_sparse(path, tensors, metadata)
 
     out = path
-    monkeypatch.setattr(maker, "write_tensors", sparse)
-    monkeypatch.setattr(maker, "check_space", lambda folder, needed: None)
-    assert maker.main(["--size", size, "--family", family, "--layout", layout, str(out)]) == 0
+    monkeypatch.setattr(maker, "write_sparse", sparse)
+    assert maker.main(["--size", size, "--family", family, "--layout", layout, "--sparse", str(out)]) == 0
 
 
 @pytest.mark.parametrize(

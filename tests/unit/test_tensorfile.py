@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from tests.harness import write_sparse
+from scripts.make_model import write_sparse
 from trainer.errors import UserError
 from trainer.files import remove_leftovers
 from trainer.tensorfile import DTYPES, Recipe, TensorFile, tensor_sha256, write_tensors

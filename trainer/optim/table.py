@@ -25,6 +25,7 @@ class Entry:
     flat: its parameters are one flat tensor for each group; False where it needs their shapes.
     shared: of a flat parameter's state, what is there once and not for each of its blocks of ALIGNMENT elements.
     group_keys: what changes in its groups, for example Prodigy's "d". Not "lr": the schedule sets it after every update.
+    cpu_scratch: bytes that an update takes for a moment on a CPU, for each element of its largest parameter.
     modes: it has train() and eval(), as schedule-free optimizers: gradients are taken at other weights than those that are
     used. Both change parameters, and no state.
     """
@@ -34,6 +35,7 @@ class Entry:
     flat: bool = True
     shared: tuple[str, ...] = ("step",)
     group_keys: tuple[str, ...] = ()
+    cpu_scratch: int = 0
     modes: bool = False
 
 
@@ -69,7 +71,8 @@ def _adamw8bit_layouts(shape: torch.Size) -> list[dict[str, str]]:
 
 OPTIMIZERS = {
     "adamw": Entry(_adamw, _adamw_layouts),
-    "adamw8bit": Entry(_adamw8bit, _adamw8bit_layouts, shared=("step", "qmap1", "qmap2")),
+    # bitsandbytes decodes and encodes the whole state on a CPU.
+    "adamw8bit": Entry(_adamw8bit, _adamw8bit_layouts, shared=("step", "qmap1", "qmap2"), cpu_scratch=20),
 }
 
 

@@ -16,7 +16,7 @@ from diffusers import FluxPipeline, StableDiffusionXLPipeline
 from transformers import AutoTokenizer
 
 from scripts import make_model as script
-from tests.harness import ROOT, write_sparse
+from tests.harness import ROOT
 from trainer.models import FAMILIES
 from trainer.models.opening import open_model
 from trainer.tensorfile import TensorFile
@@ -215,13 +215,6 @@ def test_wrong_use_is_one_line_and_status_2(models, capsys, options, said):
 # --- the published sizes ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def headers_alone(monkeypatch) -> None:
-    """Files of the true sizes whose tensors are never made: written sparse, with their headers."""
-    monkeypatch.setattr(script, "write_tensors", write_sparse)
-    monkeypatch.setattr(script, "check_space", lambda folder, needed: None)
-
-
 # Of diffusers' and transformers' own classes, without their buffers: test_names counts them.
 FULL_BYTES = {
     "sdxl": {"unet": 5_134_927_368, "text_encoder": 246_120_960, "text_encoder_2": 1_389_319_680, "vae": 334_615_452},
@@ -230,8 +223,8 @@ FULL_BYTES = {
 
 
 @pytest.mark.parametrize("family", ["sdxl", "flux"])
-def test_a_full_model_has_the_published_size_in_shards_of_five_gigabytes(headers_alone, tmp_path, family):
-    assert make("--family", family, "--layout", "diffusers", tmp_path / family, size="full") == 0
+def test_a_full_model_has_the_published_size_in_shards_of_five_gigabytes(tmp_path, family):
+    assert make("--family", family, "--layout", "diffusers", "--sparse", tmp_path / family, size="full") == 0
     source = open_model(FAMILIES[family], str(tmp_path / family))
     for component, wanted in FULL_BYTES[family].items():
         source.verify(component)  # every tensor is there once and in its shape
@@ -251,9 +244,9 @@ def test_a_full_model_has_the_published_size_in_shards_of_five_gigabytes(headers
 
 
 @pytest.mark.parametrize("family", ["sdxl", "flux"])
-def test_a_full_single_file_holds_what_the_published_one_does(headers_alone, tmp_path, family):
+def test_a_full_single_file_holds_what_the_published_one_does(tmp_path, family):
     out = tmp_path / f"{family}.safetensors"
-    assert make("--family", family, "--layout", "single_file", out, size="full") == 0
+    assert make("--family", family, "--layout", "single_file", "--sparse", out, size="full") == 0
     held = FULL_BYTES[family]
     total = sum(held.values()) if family == "sdxl" else held["transformer"]
     extra = 77 * 8 + 4 if family == "sdxl" else 0  # position ids and a logit scale
