@@ -1,17 +1,23 @@
 """What makes a run smaller that does not fit: keys, what each saves, and its price. And the keys of memory.fit."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache, partial
+from math import prod
 
+import torch
+
+from trainer import tiles
 from trainer.errors import UserError
 from trainer.files import parse_size
-from trainer.forecast import SAMPLES, STEP, Forecast, Stage, forecast
+from trainer.forecast import PHOTOS, SAMPLES, STEP, Forecast, Stage, forecast
 from trainer.plan import Plan
-from trainer.precision import SMALLER_DTYPES
+from trainer.precision import SMALLER_DTYPES, SMALLER_VAE, compute_dtype
 from trainer.protocols import Kernels
 from trainer.storage import held_as, weight_bytes
 from trainer.tensorfile import size_text
 
+ACTIVATIONS = ("saved", "transient")  # parts of a phase
 # Of memory.gradient_checkpointing, the fastest first: none, every fourth block, ..., all. They change no byte of a run.
 CHECKPOINTING: tuple[bool | int, ...] = (False, 4, 3, 2, True)
 
@@ -25,49 +31,71 @@ class Change:
     after: Forecast
 
 
-def changes(plan: Plan, kernels: Kernels, found: Forecast, memory: int) -> list[Change]:
-    """Cheapest first, each on top of those before it, until the run is small enough. One that saves nothing is left out.
+@dataclass(frozen=True)
+class _Rung:
+    """change: of a forecast, whatever was changed before."""
 
-    Weights and recomputation are counted anew; of fewer images or smaller ones the share is taken.
+    what: str
+    price: str
+    change: Callable[[Forecast], Forecast]
+
+
+def changes(plan: Plan, kernels: Kernels, found: Forecast, memory: int) -> list[Change]:
+    """The cheapest that saves anything, again and again, until the run is small enough or nothing saves more.
+
+    Weights, recomputation and the VAE's dtype are counted anew; of fewer images or smaller ones the share is taken.
     """
-    chosen: list[Change] = []
-    for what, price, change in _ladder(plan, kernels):
-        if found.fits(memory):
+    chosen, left = [], list(_ladder(plan, kernels, found))
+    while not found.fits(memory):
+        # One that saves nothing now may do so later: what was the largest phase is not, once it was made smaller.
+        for rung in left:
+            after = rung.change(found)
+            if after.total < found.total:
+                break
+        else:
             break
-        after = change(found)
-        if after.total < found.total:
-            chosen.append(Change(what, price, after))
-            found = after
+        left.remove(rung)
+        chosen.append(Change(rung.what, rung.price, after))
+        found = after
     return chosen
 
 
-def _ladder(plan: Plan, kernels: Kernels) -> Iterator[tuple[str, str, Callable[[Forecast], Forecast]]]:
+def _ladder(plan: Plan, kernels: Kernels, found: Forecast) -> Iterator[_Rung]:
+    """found: of the plan as it is."""
     config, family = plan.config, plan.family
+    base = (lambda: found.base) if found.base else None
     if family.blocks and config.memory.gradient_checkpointing is not True:
-        yield (
+        yield _Rung(
             "memory.gradient_checkpointing = true",
             "every step takes about a third longer; no byte changes",
-            lambda found: replace(
-                found, phases=_steps_of(found, forecast(with_checkpointing(plan, True), kernels, base=_same_base(found)))
-            ),
+            _as_counted(found, lambda: forecast(with_checkpointing(plan, True), kernels, base=base), (STEP,)),
         )
     if plan.requests:
-        yield (
+        yield _Rung(
             "validation.every_steps = 0, or smaller samples",
             "no pictures while it trains; the adapter is the same",
             lambda found: replace(found, phases=tuple(p for p in found.phases if not p.name.startswith(SAMPLES))),
         )
     count = config.data.batch_size
     if count > 1:
-        yield (
+        yield _Rung(
             f"data.batch_size = 1, step.accumulation = {count * config.step.accumulation}",
             "the same images in an update, one after the other: slower, and another run",
-            lambda found: _scaled(found, 1 / count),
+            lambda found: _scaled(found, STEP, 1 / count),
+        )
+    compute = {component: plan.components[component].compute for component in (family.vae, family.denoiser)}
+    if compute == {family.vae: torch.float32, family.denoiser: compute_dtype(SMALLER_VAE)}:
+        smaller = replace(plan.components[family.vae].stored_as(SMALLER_VAE), compute=compute_dtype(SMALLER_VAE))
+        changed = replace(plan, components={**plan.components, family.vae: smaller})
+        yield _Rung(
+            f"model.components.{family.vae}.dtype = {SMALLER_VAE!r}",
+            "photos are encoded in 16 bits: another run",
+            _as_counted(found, lambda: forecast(changed, kernels, base=base), (PHOTOS, SAMPLES), family.vae),
         )
     for name in family.text_encoders:
         yield from _smaller(plan, name, f"captions are read by {name} in 8 or 4 bits: another run")
     if not config.optimizer.name.endswith("8bit"):
-        yield (
+        yield _Rung(
             "optimizer.name = 'adamw8bit'",
             "the optimizer's state is rounded to 8 bits: another run",
             lambda found: replace(
@@ -77,14 +105,16 @@ def _ladder(plan: Plan, kernels: Kernels) -> Iterator[tuple[str, str, Callable[[
     yield from _smaller(plan, family.denoiser, "the frozen weights are rounded, see docs/precision.md: another run")
     largest = max(each for example in plan.examples for each in example.photo.source.resolutions)
     if largest > 512:
-        yield (
+        # The VAE takes a large photo in tiles: what it needs is that of one.
+        encoded = max(min(prod(example.bucket), (tiles.side(*example.bucket) or 2**31) ** 2) for example in plan.examples)
+        yield _Rung(
             "data.resolution = 512",
             "the photos are trained at half the size or less: another run",
-            lambda found: _scaled(found, (512 / largest) ** 2),
+            lambda found: _scaled(_scaled(found, STEP, (512 / largest) ** 2), PHOTOS, 512**2 / encoded),
         )
 
 
-def _smaller(plan: Plan, name: str, price: str) -> Iterator[tuple[str, str, Callable[[Forecast], Forecast]]]:
+def _smaller(plan: Plan, name: str, price: str) -> Iterator[_Rung]:
     """The component in each smaller dtype than its own. What a file holds quantised stays as it is."""
     if held_as(plan.source, name) is not None:
         return
@@ -92,39 +122,62 @@ def _smaller(plan: Plan, name: str, price: str) -> Iterator[tuple[str, str, Call
     now = weight_bytes(plan.source, component, held={})
     for dtype in SMALLER_DTYPES:
         there = weight_bytes(plan.source, component.stored_as(dtype), held={})
-
-        def change(found: Forecast, there: int = there) -> Forecast:
-            nonlocal now
-            saved, now = now - there, there
-            phases = tuple(_part(p, "weights", p.parts["weights"] - saved) if name in p.loaded else p for p in found.phases)
-            return replace(found, phases=phases)
-
         if there < now:
-            yield f"model.components.{name}.dtype = {dtype!r}", price, change
+            change = partial(_with_weights, name=name, size=there)
+            yield _Rung(f"model.components.{name}.dtype = {dtype!r}", price, change)
 
 
 def _part(phase: Stage, part: str, size: int) -> Stage:
     return replace(phase, parts=phase.parts | {part: size}) if part in phase.parts else phase
 
 
-def _scaled(found: Forecast, share: float) -> Forecast:
-    """With that share of a step's activations."""
+def _with_weights(found: Forecast, name: str, size: int) -> Forecast:
+    """With that component in so many bytes, wherever it is in memory."""
     phases = []
     for phase in found.phases:
-        if phase.name.startswith(STEP):
-            phase = replace(phase, parts=phase.parts | {p: int(share * phase.parts[p]) for p in ("saved", "transient")})
+        if phase.loaded.get(name, 0) > size:
+            weights = phase.parts["weights"] - phase.loaded[name] + size
+            phase = replace(_part(phase, "weights", weights), loaded={**phase.loaded, name: size})
         phases.append(phase)
     return replace(found, phases=tuple(phases))
 
 
-def _same_base(found: Forecast) -> Callable[[], int] | None:
-    return (lambda: found.base) if found.base else None
+def _scaled(found: Forecast, phases: str, share: float) -> Forecast:
+    """With that share of the activations, in the phases whose names begin so."""
+    scaled = (
+        replace(phase, parts=phase.parts | {p: int(share * phase.parts[p]) for p in ACTIVATIONS if p in phase.parts})
+        if phase.name.startswith(phases)
+        else phase
+        for phase in found.phases
+    )
+    return replace(found, phases=tuple(scaled))
 
 
-def _steps_of(found: Forecast, other: Forecast) -> tuple[Stage, ...]:
-    """The phases with the other's steps."""
-    by_name = {phase.name: phase for phase in other.phases if phase.name.startswith(STEP)}
-    return tuple(by_name.get(phase.name, phase) for phase in found.phases)
+def _as_counted(
+    before: Forecast, recount: Callable[[], Forecast], phases: tuple[str, ...], component: str | None = None
+) -> Callable[[Forecast], Forecast]:
+    """A change that was counted anew: its share of the activations in these phases, and its weights of the component."""
+
+    @cache
+    def counted() -> Mapping[str, Stage]:
+        return {phase.name: phase for phase in recount().phases}
+
+    def change(found: Forecast) -> Forecast:
+        earlier = {phase.name: phase for phase in before.phases}
+        changed = []
+        for phase in found.phases:
+            if phase.name.startswith(phases):
+                old, new = earlier[phase.name].parts, counted()[phase.name].parts
+                shares = {p: int(phase.parts[p] * new[p] / old[p]) for p in ACTIVATIONS if old.get(p)}
+                phase = replace(phase, parts=phase.parts | shares)
+            changed.append(phase)
+        after = replace(found, phases=tuple(changed))
+        if component is not None:
+            size = min(stage.loaded[component] for stage in counted().values() if component in stage.loaded)
+            after = _with_weights(after, component, size)
+        return after
+
+    return change
 
 
 def with_checkpointing(plan: Plan, every: bool | int) -> Plan:

@@ -38,11 +38,14 @@ UPDATE = "the update"
 
 @dataclass(frozen=True)
 class Stage:
-    """parts: bytes by PARTS, those that it has. loaded: components in memory. cost: of a step, of one micro-batch."""
+    """parts: bytes by PARTS, those that it has. loaded: weights of the components in memory, by name, in bytes.
+
+    cost: of a step, of one micro-batch.
+    """
 
     name: str
     parts: Mapping[str, int]
-    loaded: frozenset[str] = frozenset()
+    loaded: Mapping[str, int] = field(default_factory=dict)
     cost: Cost = field(default_factory=Cost)
 
     @property
@@ -109,7 +112,7 @@ class Forecaster:
         if stay:  # and encode beside what the steps have
             there = {"weights": sum(self.weights.values())} | self.held
             encoding = [
-                replace(phase, parts=there | {"transient": phase.parts["transient"]}, loaded=frozenset(self.weights))
+                replace(phase, parts=there | {"transient": phase.parts["transient"]}, loaded=dict(self.weights))
                 for phase in encoding
             ]
         if self.plan.requests:
@@ -201,7 +204,7 @@ class Forecaster:
         # The buffers that steps share (kernels/scratch.py) are still there in the phases after the first step.
         transient = self.trace.peak - weights - sum(size for part, size in self.held.items() if part != "optimizer")
         parts = {"weights": weights} | self.held | {"transient": transient}
-        done.append(Stage(name, parts, frozenset(self.weights), self.trace.cost))
+        done.append(Stage(name, parts, dict(self.weights), self.trace.cost))
 
     # --- what is in memory --------------------------------------------------------------------------------------------
 

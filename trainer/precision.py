@@ -20,6 +20,7 @@ from trainer.protocols import Kernels
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What a run that does not fit is advised to store frozen weights in: of 8 and of 4 bits, those that cost least learning.
 SMALLER_DTYPES = ("fp8_e4m3", "nf4")
+SMALLER_VAE = "bf16"  # and the VAE; in fp16 the stock one overflows
 
 
 def compute_dtype(name: str) -> torch.dtype:

@@ -24,8 +24,10 @@ from trainer import config as configs
 from trainer import loop as loops
 from trainer.describe import describe_memory
 from trainer.errors import UserError
-from trainer.forecast import STEP, Forecast, Stage, forecast
+from trainer.forecast import CAPTIONS, SAMPLES, STEP, Forecast, Stage, forecast
+from trainer.forecast import PHOTOS as ENCODING
 from trainer.kernels import dora_torch, scratch
+from trainer.models.base import SampleRequest
 from trainer.phases import Phases
 from trainer.plan import Plan, make_plan, open_source, resolve
 from trainer.quantization.table import ALL_FORMATS
@@ -210,6 +212,55 @@ def test_advice_is_what_the_changed_config_would_take(bench: Workbench) -> None:
         assert max(there) == pytest.approx(max(foretold), rel=0.1), change.what
         checked += 1
     assert checked == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("largest", "what", "keys"),
+    [
+        (ENCODING, "model.components.vae.dtype = 'bf16'", {"model__components__vae": {"dtype": "bf16"}}),
+        (ENCODING, "data.resolution = 512", {"data__resolution": 512}),
+        (
+            CAPTIONS,
+            "model.components.text_encoder_2.dtype = 'fp8_e4m3'",
+            {"model__components__text_encoder_2": {"dtype": "fp8_e4m3"}},
+        ),
+    ],
+)
+def test_advice_where_encoding_is_the_largest_phase(bench: Workbench, largest: str, what: str, keys: dict) -> None:
+    """Alone on the ladder, each is what the changed config would take; together, what is the largest phase changes."""
+
+    def encoding(**more) -> tuple[Plan, Forecast]:
+        plan = planned(bench, precision__compute="bf16", data__enlarge=True, **({"data__resolution": 768} | more))
+        found = forecast(plan, dora_torch)
+        return plan, replace(found, phases=tuple(phase for phase in found.phases if phase.name.startswith(largest)))
+
+    plan, found = encoding()
+    steps = {change.what: change for change in advice.changes(plan, dora_torch, found, 0)}
+    assert what in steps
+    with patch.object(advice, "_ladder", lambda *given: [rung for rung in ladder(*given) if rung.what == what]):
+        (alone,) = advice.changes(plan, dora_torch, found, 0)
+    _, anew = encoding(**keys)
+    assert alone.after.largest.peak == pytest.approx(anew.largest.peak, rel=0.1)
+
+
+ladder = advice._ladder
+
+
+def test_a_change_that_helps_only_after_another_is_still_found() -> None:
+    """Samples are the largest phase: recomputing blocks saves nothing, until there are none."""
+
+    def stub(plan, kernels, *, base=None):
+        saved = 1 if plan.config.memory.gradient_checkpointing is True else 60
+        step = Stage(f"{STEP} 64x64, batch 1", {"weights": 0, "saved": saved * 2**30, "transient": 0})
+        return Forecast((step, Stage(f"{SAMPLES} 64x64", {"weights": 0, "transient": 80 * 2**30})), 0, 0)
+
+    plan = replace(PLAN, requests=(SampleRequest("a", "", 64, 64, 0, 1, None),))
+    with patch.object(advice, "forecast", stub):
+        found = stub(plan, None)
+        told = advice.changes(plan, dora_torch, found, 4 * 2**30)
+    assert [change.what.partition(" ")[0] for change in told] == ["validation.every_steps", "memory.gradient_checkpointing"]
+    assert told[-1].after.fits(4 * 2**30)
 
 
 @pytest.mark.slow

@@ -1,0 +1,46 @@
+"""The configs for cards of a size: what the plan says of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.harness import DENOISER, ROOT
+from trainer import config as configs
+from trainer import kernels
+from trainer.data.texts import TOGETHER
+from trainer.forecast import SAMPLES, STEP, forecast
+from trainer.plan import make_plan, open_source, resolve
+
+PRESETS = sorted((ROOT / "configs").glob("*_*gb.toml"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_a_preset_fits_its_card_with_5_percent_to_spare(tmp_path, monkeypatch, path: Path) -> None:
+    """At full size, as the file is, over enough photos that text encoders get eight captions at once."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for number in range(2 * TOGETHER):
+        Image.new("RGB", (1024, 1024)).save(tmp_path / f"{number:02}.png")
+        (tmp_path / f"{number:02}.txt").write_text(f"photo {number}")
+    config = configs.load(path.name, [f"data.sources.0.path={str(tmp_path)!r}"])
+    family, card = re.fullmatch(r"(\w+)_(\d+)gb", path.stem).groups()
+    assert config.model.family == family
+    source = open_source(config)
+    found = forecast(make_plan(resolve(config, source), source, processes=1), kernels.planned("auto"))
+    memory = int(card) * 2**30
+    assert any(phase.name.startswith(SAMPLES) for phase in found.phases)
+    assert any(phase.name == f"{STEP} 1024x1024, batch {config.data.batch_size}" for phase in found.phases)
+    assert found.fits(int(0.95 * memory)), f"{found.total / memory:.3f} of the card"
+
+
+def test_the_presets() -> None:
+    """Those that cannot fit yet are named in docs/memory.md."""
+    names = {path.stem for path in PRESETS}
+    wanted = {f"{family}_{card}gb" for family in DENOISER for card in (8, 12, 16, 24, 80)}
+    missing = wanted - names
+    assert names <= wanted and missing == {"flux_8gb"}
+    assert all(f"`{name}.toml`" in (ROOT / "docs" / "memory.md").read_text() for name in wanted)
