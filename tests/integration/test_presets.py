@@ -1,4 +1,4 @@
-"""The configs for cards of a size: what the plan says of them."""
+"""The configs for cards of a size, and the tables of docs/memory.md: what the plan says of them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from scripts import memory_table
 from tests.harness import DENOISER, ROOT
 from trainer import config as configs
 from trainer import kernels
@@ -44,3 +45,20 @@ def test_the_presets() -> None:
     missing = wanted - names
     assert names <= wanted and missing == {"flux_8gb"}
     assert all(f"`{name}.toml`" in (ROOT / "docs" / "memory.md").read_text() for name in wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "dtype", "adapter", "side"), [("sdxl", "fp8_e4m3", "dora", 512), ("flux", "nf4", "lora", 1024)]
+)
+def test_the_documented_table_is_what_the_plan_says(
+    tmp_path, monkeypatch, family: str, dtype: str, adapter: str, side: int
+) -> None:
+    """Rows of it, to the letter. After a change of memory: python scripts/memory_table.py"""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    models = [memory_table.Model(family, dtype, adapter, recomputed) for recomputed in (True, False)]
+    cells = tuple((side, count) for count in memory_table.BATCHES)
+    found = {model: memory_table.needed(model, tmp_path, cells) for model in models}
+    row = memory_table.row(found, family, dtype, adapter, side)
+    table = memory_table.DOCUMENT.read_text().partition(f"**{family}**\n")[2].partition("\n**")[0]
+    assert row in table.splitlines()
