@@ -18,7 +18,7 @@ from trainer.encoding import prompt_conditioning, report_captions
 from trainer.errors import DataError, Interrupted, NotWritten, OutOfMemory
 from trainer.layout import Layout
 from trainer.loop import due
-from trainer.memory import is_out_of_memory
+from trainer.memory import give_back, is_out_of_memory
 from trainer.policies import SAMPLES_TOO_LARGE
 from trainer.report import write_report
 from trainer.report.before_after import write_before_after
@@ -86,6 +86,7 @@ class Artifacts:
                 # Before the samples: where these are, the next start takes the step's drawing for done.
                 validation.keep_truths(requests, components.plan.truths, self.layout.truths)
                 validation.draw_samples(requests, sample=sample, folder=self.layout.samples_of(step))
+            give_back()
         except Interrupted:
             return None
         except DataError as error:

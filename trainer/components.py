@@ -13,6 +13,7 @@ from trainer import quantization
 from trainer.choices import chosen
 from trainer.digests import FileDigests
 from trainer.files import make_folder
+from trainer.memory import give_back
 from trainer.models.base import Model
 from trainer.models.loading import ModelSource, load_tokenizers
 from trainer.phases import Phases
@@ -78,6 +79,7 @@ class Components:
             fill=partial(converted.fill, phases=self.phases) if converted else lambda module: (),
             phases=self.phases,
         )
+        give_back()
         if converted is not None and self.processes.is_main:
             self.processes.say(f"{name}: {converted.found} of {converted.wanted} converted weights were in model.cache_dir")
             converted.store(module, phases=self.phases)
@@ -108,6 +110,7 @@ class Components:
         """Give their memory back; what is used again is loaded again."""
         if [name for name in names if self.model.modules.pop(name, None) is not None]:
             gc.collect()
+            give_back()
 
     def layer(self, name: str) -> BaseLayer:
         """A frozen layer by its full name ("unet.conv_in"), under its adapter where it has one."""

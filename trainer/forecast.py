@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from trainer import optim
 from trainer.data import cache as caches
-from trainer.data import short_batches
 from trainer.data.texts import at_once
 from trainer.encoding import captions_of, prompts_of, together
 from trainer.models.base import SampleRequest
@@ -24,11 +23,10 @@ from trainer.rehearsal import Rehearsal, without_values
 from trainer.trace import Cost, Trace
 from trainer.types import Conditioning
 
-# Of an accelerator: its context (0.4 to 0.8 GiB on CUDA) with the libraries' workspaces. And a share for what the allocator
-# loses or keeps.
+# Of an accelerator: its context (0.4 to 0.8 GiB on CUDA) with the libraries' workspaces, and a share for what the allocator
+# loses. Of a CPU: the code that its libraries read in and make as they compute, and what the allocator keeps.
 CONTEXT, SHARE = 0.8 * 2**30, 0.03
-# Of a CPU: what its libraries read in as they compute, and the code that they make for each shape and keep, of some shapes.
-COMPUTING, SHAPE, MOST_SHAPES = 80 * 2**20, 20 * 2**20, 8
+COMPUTING, KEPT = 0.13 * 2**30, 0.04
 # The columns of a phase, in the order in which memory is taken.
 PARTS = ("weights", "adapter", "gradients", "optimizer", "checkpoint", "saved", "transient")
 # How the names of phases begin.
@@ -56,13 +54,12 @@ class Stage:
 @dataclass(frozen=True)
 class Forecast:
     """phases: in the order of a run, each at its largest. cache, checkpoint: bytes on the disk, of all entries and of one
-    checkpoint. base: what the process itself takes where it computes on the CPU, 0 of an accelerator. shapes: of batches."""
+    checkpoint. base: what the process itself takes where it computes on the CPU, 0 of an accelerator."""
 
     phases: tuple[Stage, ...]
     cache: int
     checkpoint: int
     base: int = 0
-    shapes: int = 1
 
     @property
     def largest(self) -> Stage:
@@ -70,8 +67,8 @@ class Forecast:
 
     @property
     def margin(self) -> int:
-        below = COMPUTING + SHAPE * min(self.shapes, MOST_SHAPES) if self.base else CONTEXT
-        return int(below + SHARE * self.largest.peak)
+        below, share = (COMPUTING, KEPT) if self.base else (CONTEXT, SHARE)
+        return int(below + share * self.largest.peak)
 
     @property
     def total(self) -> int:
@@ -109,6 +106,8 @@ class Forecaster:
             self._let_go([self.family.vae])
         self.prepare()
         training = [self.step(*size, config.data.batch_size) for size in sizes]
+        if on_cpu:
+            training += self.update(max(training, key=lambda phase: phase.peak))
         if stay:  # and encode beside what the steps have
             there = {"weights": sum(self.weights.values())} | self.held
             encoding = [
@@ -118,12 +117,10 @@ class Forecaster:
         if self.plan.requests:
             training.append(self.sample(max(self.plan.requests, key=lambda request: request.width * request.height)))
         checkpoint = self.checkpoint_bytes()
-        if on_cpu:
-            training += self.update()
-            if config.checkpoint.background and 0 < config.checkpoint.every_steps < self.plan.max_steps:
-                # A copy that is written while the next steps are made.
-                training = [replace(phase, parts=phase.parts | {"checkpoint": checkpoint}) for phase in training]
-        return Forecast((*encoding, *training), self.cache_bytes(), checkpoint, shapes=self._shapes())
+        if on_cpu and config.checkpoint.background and 0 < config.checkpoint.every_steps < self.plan.max_steps:
+            # A copy that is written while the next steps are made.
+            training = [replace(phase, parts=phase.parts | {"checkpoint": checkpoint}) for phase in training]
+        return Forecast((*encoding, *training), self.cache_bytes(), checkpoint)
 
     # --- phases -------------------------------------------------------------------------------------------------------
 
@@ -179,13 +176,14 @@ class Forecaster:
         (phase,) = phases
         return replace(phase, parts=phase.parts | {"saved": saved, "transient": phase.parts["transient"] - saved})
 
-    def update(self) -> Iterator[Stage]:
-        """Of an optimizer that has no kernel for a CPU."""
-        config, step = self.plan.config.optimizer, self.run.trained[-1]
-        scratch = optim.OPTIMIZERS[config.name].cpu_scratch * max(parameter.numel() for parameter in step.parameters)
+    def update(self, step: Stage) -> Iterator[Stage]:
+        """Of an optimizer that has no kernel for a CPU. What the step freed is still with the allocator, in smaller pieces."""
+        name, parameters = self.plan.config.optimizer.name, self.run.trained[-1].parameters
+        scratch = optim.OPTIMIZERS[name].cpu_scratch * max(parameter.numel() for parameter in parameters)
         if scratch:
-            parts = {"weights": sum(self.weights.values())} | self.held | {"transient": scratch}
-            yield Stage(f"{UPDATE} by {config.name}", parts, frozenset(self.weights))
+            freed = step.parts["saved"] + step.parts["transient"]
+            parts = {part: size for part, size in step.parts.items() if part != "saved"}
+            yield Stage(f"{UPDATE} by {name}", parts | {"transient": freed + scratch}, step.loaded)
 
     def sample(self, request: SampleRequest) -> Stage:
         told, adapter = self._prompts(1), self.run.trained[0]
@@ -235,13 +233,6 @@ class Forecaster:
         """(width, height) of the largest bucket, and of the smallest where that is another."""
         sizes = sorted({example.bucket for example in self.plan.examples}, key=lambda size: (prod(size), size))
         return list(dict.fromkeys((sizes[-1], sizes[0])))
-
-    def _shapes(self) -> int:
-        """Of batches in an epoch: by their bucket and their size."""
-        count, found = self.plan.config.data.batch_size, 0
-        for images in short_batches.appearances(self.plan.examples).values():
-            found += (images >= count) + (images % count > 0)
-        return found
 
     def cache_bytes(self) -> int:
         """Of latents and texts that a run over these photos needs."""

@@ -32,6 +32,7 @@ from trainer.errors import Interrupted
 from trainer.forecast import forecast
 from trainer.layout import Layout
 from trainer.loop import Loop
+from trainer.memory import give_back
 from trainer.models.base import Family, Model
 from trainer.models.loading import ModelSource
 from trainer.output import opened
@@ -195,6 +196,7 @@ def build(
         # They would be made in the first step, which a stop has to wait for.
         with phases("norms of the adapted layers", len(adapter.layers), "layer") as phase:
             adapter.refresh_norms(phase.advance)
+    give_back()
     return Run(
         plan=plan,
         processes=peers,
