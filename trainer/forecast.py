@@ -26,7 +26,7 @@ from trainer.types import Conditioning
 # Of an accelerator: its context (0.4 to 0.8 GiB on CUDA) with the libraries' workspaces, and a share for what the allocator
 # loses. Of a CPU: the code that its libraries read in and make as they compute, and what the allocator keeps.
 CONTEXT, SHARE = 0.8 * 2**30, 0.03
-COMPUTING, KEPT = 0.13 * 2**30, 0.04
+COMPUTING, KEPT = 0.135 * 2**30, 0.04
 # The columns of a phase, in the order in which memory is taken.
 PARTS = ("weights", "adapter", "gradients", "optimizer", "checkpoint", "saved", "transient")
 # How the names of phases begin.
@@ -177,7 +177,7 @@ class Forecaster:
         return replace(phase, parts=phase.parts | {"saved": saved, "transient": phase.parts["transient"] - saved})
 
     def update(self, step: Stage) -> Iterator[Stage]:
-        """Of an optimizer that has no kernel for a CPU. What the step freed is still with the allocator, in smaller pieces."""
+        """Of an optimizer that has no kernel for a CPU. The allocator still has what the step freed, in smaller pieces."""
         name, parameters = self.plan.config.optimizer.name, self.run.trained[-1].parameters
         scratch = optim.OPTIMIZERS[name].cpu_scratch * max(parameter.numel() for parameter in parameters)
         if scratch:

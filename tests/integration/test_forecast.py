@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -22,13 +24,15 @@ from tests.integration.test_full_size import sparse_model
 from trainer import advice, kernels, optim, phases, tiles
 from trainer import config as configs
 from trainer import loop as loops
+from trainer.components import Components
 from trainer.describe import describe_memory
+from trainer.devices import start_processes
 from trainer.errors import UserError
 from trainer.forecast import CAPTIONS, SAMPLES, STEP, Forecast, Stage, forecast
 from trainer.forecast import PHOTOS as ENCODING
 from trainer.kernels import dora_torch, scratch
 from trainer.models.base import SampleRequest
-from trainer.phases import Phases
+from trainer.phases import QUIET, Phases
 from trainer.plan import Plan, make_plan, open_source, resolve
 from trainer.quantization.table import ALL_FORMATS
 from trainer.rehearsal import Rehearsal, without_values
@@ -104,6 +108,11 @@ def test_every_storage_is_planned(bench: Workbench, family: str, dtype: str, bac
         "weights", "adapter", "gradients", "optimizer", "saved", "transient",
     }  # fmt: skip
     assert all(size >= 0 for phase in found.phases for size in phase.parts.values())
+    step = next(phase for phase in found.phases if phase.name.startswith(STEP))
+    components = Components(plan, kernels=dora_torch, digests=None, processes=start_processes(plan.config), phases=QUIET)
+    module = components.load(name)
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*module.parameters(), *module.buffers())}
+    assert step.loaded == {name} and step.parts["weights"] == sum(held.values())
 
 
 def test_an_optimizer_of_8_bits_is_planned() -> None:
@@ -355,6 +364,17 @@ def test_large_images_pass_the_vae_in_tiles(tmp_path, monkeypatch) -> None:
         untiled = transient(2048)
     assert all(of_large < 1.1 * of_small for of_small, of_large in zip(small, large, strict=True))
     assert all(of_whole > 3.5 * of_large for of_whole, of_large in zip(untiled, large, strict=True))
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [pytest.param(cells, marks=pytest.mark.slow) for cells in ("tiny*", "pocket*")]
+    + [pytest.param(cells, marks=pytest.mark.proof) for cells in ("SDXL*", "Flux*")],
+)
+def test_whole_processes_on_a_cpu_take_what_was_foretold(tmp_path, cells: str) -> None:
+    command = [sys.executable, "scripts/proofs/memory_measured.py", "--cells", cells, "--keep", str(tmp_path)]
+    done = subprocess.run([*command, "--out", str(tmp_path / "out.json")], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "measured above it" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_run_tells_its_pace_and_the_time_left(bench: Workbench, capsys, monkeypatch) -> None:
