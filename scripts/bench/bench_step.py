@@ -36,6 +36,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
+from torch._subclasses.fake_tensor import unset_fake_temporarily  # noqa: E402
 
 from scripts.bench.bench_dora import graph_ms  # noqa: E402
 from scripts.make_model import tiny_flux, tiny_sdxl  # noqa: E402
@@ -47,6 +48,7 @@ from trainer.models import family_named  # noqa: E402
 from trainer.models.base import Markers, Model  # noqa: E402
 from trainer.models.loading import PUBLISHED, ModelSource  # noqa: E402
 from trainer.precision import prepare_device  # noqa: E402
+from trainer.protocols import Kernels  # noqa: E402
 from trainer.quantization import FORMATS, FrozenConv2d, FrozenLayer, FrozenLinear  # noqa: E402
 from trainer.step import Step, batch_losses  # noqa: E402
 from trainer.storage import Storage  # noqa: E402
@@ -84,7 +86,11 @@ PAYS = 0.97
 class Bench:
     """A denoiser in one storage, with its adapter and optimizer: what a run of it holds."""
 
-    def __init__(self, source: ModelSource, storage: str, device: torch.device, dora: bool = True) -> None:
+    def __init__(
+        self, source: ModelSource, storage: str, device: torch.device, *, dora: bool = True, chosen: Kernels | None = None,
+        recomputed: bool = True, optimizer: str = "adamw",
+    ) -> None:  # fmt: skip
+        """chosen: kernels; None for those that a run would choose. recomputed: every block."""
         before = allocated(device)
         family = source.family
         name = family.denoiser
@@ -96,7 +102,7 @@ class Bench:
         targets = match_targets(
             {name: adaptable}, denoiser=name, targets="attention+mlp", presets=family.presets, rules=(), rank=RANK, alpha=None
         )  # fmt: skip
-        component.swap(module, kernels=kernels.choose("auto", device))
+        component.swap(module, kernels=chosen or kernels.choose("auto", device))
         module.to_empty(device=device)
         fill(module)
         family.adjust(name, module)
@@ -108,15 +114,16 @@ class Bench:
         self.adapter.share_inputs(name, family.shared_inputs.get(name, ()))
         blocks = find_blocks(module, family.blocks)
         self.adapter.refresh_before({name: module} | {f"{name}.{key}": block for key, block in blocks.items()})
-        checkpoint_blocks(blocks, True, family.unread)
-        optimizer = optim.build_optimizer(
-            "adamw", self.adapter.parameter_groups(lr=1e-4, weight_decay=0.01), betas=(0.9, 0.999), eps=1e-8, min_8bit_size=1
+        checkpoint_blocks(blocks, recomputed, family.unread)
+        built = optim.build_optimizer(
+            optimizer, self.adapter.parameter_groups(lr=1e-4, weight_decay=0.01), betas=(0.9, 0.999), eps=1e-8, min_8bit_size=1
         )  # fmt: skip
-        objective = family.objective(
-            source.scheduler, Markers(), prediction="auto", zero_terminal_snr="auto", min_snr_gamma=None,
-            timesteps="auto", shift="auto", logit_mean=0.0, logit_std=1.0,
-        )  # fmt: skip
-        model = Model(
+        with unset_fake_temporarily():  # it reads its noise levels
+            self.objective = objective = family.objective(
+                source.scheduler, Markers(), prediction="auto", zero_terminal_snr="auto", min_snr_gamma=None,
+                timesteps="auto", shift="auto", logit_mean=0.0, logit_std=1.0,
+            )  # fmt: skip
+        self.model = model = Model(
             {name: module}, {name: source.config(name)}, {}, source.scheduler, {name: torch.bfloat16}, device,
             {"objective": objective, "guidance": 1.0},
         )  # fmt: skip
@@ -125,8 +132,8 @@ class Bench:
                 batch, objective=objective, image_tokens=family.image_tokens, seed=0, device=device,
                 predict=lambda *inputs: family.predict(model, *inputs), encode=lambda texts: batch.conditioning,
             ),
-            optimizer=optimizer,
-            schedule=optim.build_schedule("constant", optimizer, warmup=0, total_steps=10**6),
+            optimizer=built,
+            schedule=optim.build_schedule("constant", built, warmup=0, total_steps=10**6),
             scaler=torch.amp.GradScaler(device.type, enabled=False),
             max_grad_norm=1.0,
             after_update=self.adapter.mark_stale,

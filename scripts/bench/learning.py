@@ -46,6 +46,8 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
+from scripts.bench import plain_peft  # noqa: E402
+from scripts.bench.plain_peft import run_losses  # noqa: E402
 from scripts.pocket import draw  # noqa: E402
 from tests.harness import DENOISER, built, take_step  # noqa: E402
 from trainer import config as configs  # noqa: E402
@@ -55,7 +57,6 @@ from trainer.encoding import prompt_conditioning  # noqa: E402
 from trainer.models.base import SampleRequest  # noqa: E402
 from trainer.quantization import FrozenLayer  # noqa: E402
 from trainer.run import Run  # noqa: E402
-from trainer.step import batch_losses  # noqa: E402
 from trainer.types import Occurrence  # noqa: E402
 
 ICONS = ROOT / "examples" / "icons"
@@ -171,7 +172,7 @@ class Examiner:
         total = 0.0
         for number in range(draws):
             batch = self.run.reader[tuple(Occurrence(number, sample, 0) for sample in samples)]
-            total += float(losses(self.run, batch, self.predict, self.objective, EXAM_SEED).mean())
+            total += float(run_losses(self.run, batch, self.predict, self.objective, EXAM_SEED).mean())
         return total / draws
 
     def held_out(self, draws: int) -> float:
@@ -184,19 +185,6 @@ class Examiner:
         if known:
             measured["forgetting"] = sum(self.loss(self.samples(source), CURVE_DRAWS) for source in known) / len(known)
         return measured
-
-
-def losses(run: Run, batch: Any, predict: Callable[..., torch.Tensor], objective: Any, seed: int) -> torch.Tensor:
-    """fp32 [B]."""
-    return batch_losses(
-        batch,
-        objective=objective,
-        predict=predict,
-        encode=lambda texts: run.family.encode_prompts(run.model, texts),
-        image_tokens=run.family.image_tokens,
-        seed=seed,
-        device=run.processes.device,
-    )
 
 
 def updates(run: Run) -> Iterator[list[sampler.MicroBatch]]:
@@ -229,12 +217,12 @@ def measure(
             signal.signal(stop, signal.SIG_DFL)
         steps = run.plan.max_steps
         if cell.peft:
-            step, predict = peft_step(run, cell)
+            step, predict = plain_peft.beside(run)
         else:
             step = lambda number, update: take_step(run, number, update)  # noqa: E731
             predict = lambda *inputs: run.family.predict(run.model, *inputs)  # noqa: E731
         for micro_batch in next(updates(run)):  # what is compiled at its first use; the step sets gradients to zero
-            losses(run, run.reader[micro_batch], predict, run.plan.objective, seed).mean().backward()
+            run_losses(run, run.reader[micro_batch], predict, run.plan.objective, seed).mean().backward()
         examiner = Examiner(run, predict)
         key = cell, draws, tuple(known)
         if key not in untrained:
@@ -286,47 +274,6 @@ def machine(run: Run) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "versions": {name: installed[name] for name in LIBRARIES if name in installed},
     }
-
-
-def peft_step(run: Run, cell: Cell) -> tuple[Callable[[int, Any], None], Callable[..., torch.Tensor]]:
-    """(a step, predict) of a plain diffusers + PEFT loop over the same data."""
-    from diffusers import UNet2DConditionModel
-    from diffusers.training_utils import cast_training_params
-    from peft import LoraConfig
-
-    chosen = run.plan.config
-    torch.manual_seed(chosen.run.seed)
-    unet = UNet2DConditionModel.from_pretrained(chosen.model.path, subfolder="unet", torch_dtype=torch.bfloat16)
-    unet.to(run.processes.device).requires_grad_(False)
-    rank, targets = chosen.adapter.rank, [name.removeprefix("unet.") for name in run.adapter.layers]
-    unet.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=targets, use_dora=chosen.adapter.type == "dora"))
-    cast_training_params(unet, dtype=torch.float32)
-    parameters = [parameter for parameter in unet.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(
-        parameters,
-        lr=chosen.optimizer.lr,
-        betas=chosen.optimizer.betas,
-        eps=chosen.optimizer.eps,
-        weight_decay=chosen.optimizer.weight_decay,
-        fused=True,
-    )
-    model = replace(run.model, modules=run.model.modules | {"unet": unet})
-    warmup = optim.warmup_steps(chosen.schedule.warmup, chosen.run.max_steps)
-    schedule = optim.build_schedule(chosen.schedule.name, optimizer, warmup=warmup, total_steps=chosen.run.max_steps)
-
-    def predict(*inputs: Any) -> torch.Tensor:
-        with torch.autocast(run.processes.device.type, torch.bfloat16):
-            return run.family.predict(model, *inputs)
-
-    def step(number: int, update: list[sampler.MicroBatch]) -> None:
-        optimizer.zero_grad(set_to_none=True)
-        for micro_batch in update:
-            losses(run, run.reader[micro_batch], predict, run.plan.objective, chosen.run.seed).mean().backward()
-        torch.nn.utils.clip_grad_norm_(parameters, chosen.step.max_grad_norm)
-        optimizer.step()
-        schedule.step()
-
-    return step, predict
 
 
 def drawn(run: Run) -> list[Any]:
