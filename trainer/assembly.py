@@ -59,7 +59,7 @@ def build_adapter(plan: Plan, components: Components, pieces: Pieces) -> tuple[A
     for name in plan.adapted:
         adapter.share_inputs(name, family.shared_inputs.get(name, ()))
     blocks = find_blocks(modules[family.denoiser], family.blocks)
-    adapter.refresh_before(adapted | {f"{family.denoiser}.{name}": block for name, block in blocks.items()})
+    adapter.refresh_before(adapted)
     unread = family.unread_beside(adapter.layers, half=plan.scales_loss)
     recomputed = checkpoint_blocks(blocks, config.memory.gradient_checkpointing, unread)
     if recomputed:

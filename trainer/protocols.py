@@ -3,7 +3,7 @@
 Legend of the shape letters: M rows of an activation (tokens), K input features, N output features, R rank.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -32,8 +32,12 @@ class Kernels(Protocol):
     def row_squares(self, weight: StoredWeight) -> Tensor:
         """||W_n||^2: fp32 [N]."""
 
-    def adapted_norm(self, weight: StoredWeight, w_sq_N: Tensor, a_RK: Tensor, b_NR: Tensor, scaling: float) -> Tensor:
-        """c = ||W + s B A||_row, fp32 [N], from w_sq = ||W||^2 (fp32 [N]) and fp32 A and B; nothing of W's size is made.
+    def adapted_norms(
+        self, weights: Sequence[StoredWeight], w_sq_N: Sequence[Tensor], a_RK: Sequence[Tensor], b_NR: Sequence[Tensor],
+        scalings: Sequence[float],
+    ) -> list[Tensor]:  # fmt: skip
+        """c = ||W + s B A||_row of each layer, fp32 [N], from w_sq = ||W||^2 (fp32 [N]) and fp32 A and B; nothing of W's size
+        is made. The same bits come out whichever layers are given together.
 
         Where the sum cancels below its own rounding, c is at least 2^-12 ||W||.
         """
@@ -52,7 +56,7 @@ class Kernels(Protocol):
 
         D = G^T t, dB = s g * D, dm = (sum over the rows of G * (u - bias) [+ s rowsum(B * D) where with_z]) / over.
         with_z: u is z0, without B's part and a bias, and over is c; else u is the output, and over is m. B, g, over, bias:
-        fp32, the bias None or as `compose` added it. Where |over| is below 1e-30 it counts as that.
+        fp32, the bias None or as `compose` added it; |over| is 1e-30 at least.
         """
 
     def quantize_rows(self, x_MK: Tensor, by_K: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -105,6 +109,10 @@ class BaseLayer(Protocol):
         """The gradient of x: a new tensor, or added to `add_to` in place."""
 
     def product_weight_grad(self, dy: Tensor, x: Tensor, weight_shape: torch.Size) -> Tensor: ...
+
+    def collapsed(self, x: Tensor) -> Tensor: ...  # an input or output with as few dimensions as the products take
+
+    def expanded(self, y: Tensor, x_shape: torch.Size) -> Tensor: ...  # a collapsed output as of an input of that shape
 
     def rows(self, y: Tensor) -> Tensor: ...  # [M, features] of an input or output, a view where it can be
 

@@ -51,6 +51,7 @@ def without_values() -> Iterator[None]:
             (Tensor, "cpu", _stay(Tensor.cpu)),
             # On the meta device torch would take attention apart, whose scores alone would be gigabytes.
             (nn.functional, "scaled_dot_product_attention", _whole(nn.functional.scaled_dot_product_attention)),
+            (nn.functional, "rms_norm", _fused(nn.functional.rms_norm)),
             (functional, "create_dynamic_map", _with_values(functional.create_dynamic_map)),
             (Tensor, "numpy", _zeros(Tensor.numpy)),
             *((each, name, _with_values(getattr(each, name))) for each, names in reading.items() for name in names),
@@ -91,6 +92,18 @@ def _whole(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return fused(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
     return whole
+
+
+def _fused(rms_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """RMSNorm as GPUs have it: one operator that keeps its input and a sum for each row. Without values torch would take it
+    apart, and keep two fp32 copies of the input. A layer norm keeps the same, and stands in for it."""
+
+    def fused(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+        if not x.is_meta:
+            return rms_norm(x, shape, weight, eps)
+        return nn.functional.layer_norm(x, shape, weight, None, eps or 0.0)
+
+    return fused
 
 
 def _with_values(method: Callable) -> Callable:
@@ -183,7 +196,7 @@ class Rehearsal:
             self.components.load(name)
         adapter, norms = build_adapter(plan, self.components, pieces)
         optimizer, step = build_step(self.components, adapter, pieces, resume.first_progress(plan), then=None)
-        adapter.refresh_norms()
+        adapter.refresh()
         return adapter, norms, optimizer, step
 
     def batch(self, width: int, height: int, conditioning: Conditioning | None, count: int, first: int = 0) -> Batch:

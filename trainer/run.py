@@ -195,7 +195,7 @@ def build(
     if adapter.dora:
         # They would be made in the first step, which a stop has to wait for.
         with phases("norms of the adapted layers", len(adapter.layers), "layer") as phase:
-            adapter.refresh_norms(phase.advance)
+            adapter.refresh(phase.advance)
     give_back()
     return Run(
         plan=plan,

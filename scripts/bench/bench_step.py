@@ -113,7 +113,7 @@ class Bench:
         module.eval()
         self.adapter.share_inputs(name, family.shared_inputs.get(name, ()))
         blocks = find_blocks(module, family.blocks)
-        self.adapter.refresh_before({name: module} | {f"{name}.{key}": block for key, block in blocks.items()})
+        self.adapter.refresh_before({name: module})
         checkpoint_blocks(blocks, recomputed, family.unread)
         built = optim.build_optimizer(
             optimizer, self.adapter.parameter_groups(lr=1e-4, weight_decay=0.01), betas=(0.9, 0.999), eps=1e-8, min_8bit_size=1

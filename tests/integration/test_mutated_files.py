@@ -68,7 +68,7 @@ def dora_norms() -> Norms:
     """Of a layer with an adapter and of one beside it."""
     norms = torch.tensor([1.0, 2.0, 3.0])
     layer = SimpleNamespace(
-        base_norm_sq=norms.square(), norm=norms, refresh_norm=lambda: None,
+        base_norm_sq=norms.square(), norm=norms, part=lambda: None,
         get_base_layer=lambda: SimpleNamespace(original_norms=norms),
     )  # fmt: skip
     beside = SimpleNamespace(row_norms=lambda: norms, original_norms=norms)

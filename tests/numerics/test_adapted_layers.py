@@ -185,9 +185,9 @@ class CountedKernels:
     def __getattr__(self, name):
         return getattr(dora_torch, name)
 
-    def adapted_norm(self, weight, *rest):
-        self.norms[weight.codes.data_ptr()] += 1
-        return dora_torch.adapted_norm(weight, *rest)
+    def adapted_norms(self, weights, *rest):
+        self.norms.update(weight.codes.data_ptr() for weight in weights)
+        return dora_torch.adapted_norms(weights, *rest)
 
 
 @pytest.mark.parametrize("family", ["sdxl", "flux"])
@@ -337,7 +337,7 @@ def test_compiled_and_checkpointed_equal_eager() -> None:
         adapter = with_adapter(nn.Sequential(layer), names=("0",))
         (adapted_layer,) = adapter.layers.values()
         assert adapted_layer.z_rows.tolist() == [3, 4]
-        adapted_layer.refresh_norm()
+        adapted_layer.part()
         x = torch.randn(5, 24, generator=g)
         compiled = torch.compile(adapted_layer, backend="aot_eager", fullgraph=True)
         results = []
@@ -425,7 +425,7 @@ def test_norms_refreshed_around_a_merge_are_the_bases() -> None:
     adapter.mark_stale()
     for layer, delta in zip(adapter.layers.values(), deltas, strict=True):
         layer.merge()
-        layer.refresh_norm()
+        layer.part()
         assert torch.equal(layer.get_delta_weight(ADAPTER_NAME), delta)
     for layer in adapter.layers.values():
         layer.unmerge()

@@ -344,7 +344,7 @@ def network(names: str, rank: int = 4):
 def test_compiled_and_checkpointed_equal_eager() -> None:
     model, adapter = network("q")
     (layer,) = adapter.layers.values()
-    layer.refresh_norm()
+    layer.part()
     x = torch.randn(5, 48, generator=generator(4)).bfloat16()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     results = []

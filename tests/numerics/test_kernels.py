@@ -189,8 +189,8 @@ def test_norms(fused, kind, shape, rank) -> None:
 
     a = fenced(torch.randn(rank, k, generator=g) / k**0.5)
     b = fenced(torch.randn(n, rank, generator=g))
-    c = fused.adapted_norm(weight, fenced(squares), a, b, SCALING)
-    twin = dora_torch.adapted_norm(weight, squares, a, b, SCALING)
+    c = norm_by(fused, weight, fenced(squares), a, b, SCALING)
+    twin = norm_by(dora_torch, weight, squares, a, b, SCALING)
     a64, b64 = a.double(), b.double()
     added = SCALING * b64 @ a64
     added_size = SCALING * b64.abs() @ a64.abs()
@@ -199,7 +199,7 @@ def test_norms(fused, kind, shape, rank) -> None:
     for result in (c, twin):
         near(result.double().square(), (exact + added).square().sum(1), tolerance)
     if rank != 3 or kind == "fp32":
-        still = fused.adapted_norm(weight, fenced(squares), a, fenced(torch.zeros_like(b)), SCALING)
+        still = norm_by(fused, weight, fenced(squares), a, fenced(torch.zeros_like(b)), SCALING)
         assert torch.equal(still, squares.double().sqrt().float())
 
 
@@ -209,7 +209,7 @@ def test_norm_is_not_rounded_to_tf32(fused) -> None:
     n, k, rank = 16, 200, 5
     w, a, b = torch.full((n, k), 1 / 3), torch.full((rank, k), 1 / 7), torch.full((n, rank), 1 / 5)
     weight = StoredWeight(w.to(DEVICE), (n, k))
-    c = fused.adapted_norm(weight, w.square().sum(1).to(DEVICE), a.to(DEVICE), b.to(DEVICE), 1.0)
+    c = norm_by(fused, weight, w.square().sum(1).to(DEVICE), a.to(DEVICE), b.to(DEVICE), 1.0)
     exact = (w.double() + b.double() @ a.double()).norm(dim=1)
     near(c.cpu(), exact, 2.0**-19 * exact)
 
@@ -221,7 +221,7 @@ def test_norm_of_a_cancelled_row_and_of_nan(fused) -> None:
     w = -(b @ a)
     w_sq = w.square().sum(1)
     w_sq[7] = torch.nan
-    c = fused.adapted_norm(*(StoredWeight(w.to(DEVICE), (20, 40)), *(x.to(DEVICE) for x in (w_sq, a, b))), 1.0)
+    c = norm_by(fused, *(StoredWeight(w.to(DEVICE), (20, 40)), *(x.to(DEVICE) for x in (w_sq, a, b))), 1.0)
     assert c[7].isnan() and c.isnan().sum() == 1
     near(c[:7], torch.zeros_like(c[:7]), (64 * U32 * 4 * w_sq[:7].to(DEVICE)).sqrt())
 
@@ -409,7 +409,7 @@ def test_fp64_is_refused(fused) -> None:
     with pytest.raises(ValueError, match="float64"):
         fused.row_squares(StoredWeight(x, (4, 4)))
     with pytest.raises(ValueError, match="float64"):
-        fused.adapted_norm(dense, x[0].float(), x, x.float(), 1.0)
+        norm_by(fused, dense, x[0].float(), x, x.float(), 1.0)
     with pytest.raises(ValueError, match="float64"):
         fused.compose(x.float(), x.float(), x, 1.0, None, None, x.float())
     with pytest.raises(ValueError, match="float64"):
@@ -436,7 +436,7 @@ def test_compiled_equals_eager(fused) -> None:
         squares = fused.row_squares(stored)
         y = z.clone()
         fused.compose(y, t, b, SCALING, g, None, y)
-        norm = fused.adapted_norm(stored, squares, a, b.float(), SCALING)
+        norm = norm_by(fused, stored, squares, a, b.float(), SCALING)
         product = fused.scaled_product(*fused.quantize_rows(z[:, :k].contiguous()), stored, torch.bfloat16)
         dx = fused.scaled_input_grad(*fused.quantize_rows(z, scale * g), stored, torch.bfloat16)
         upcast = fused.upcast(stored, torch.bfloat16, g)
@@ -510,7 +510,7 @@ def test_operators_are_seen_by_compilers_and_need_no_values(fused) -> None:
     def everything(codes, scale, z, t, b, a, g):
         stored, y = StoredWeight(codes, (16, 32), None, 32, scale), torch.empty_like(z)
         fused.compose(z, t, b, SCALING, g, None, y)
-        norm = fused.adapted_norm(stored, fused.row_squares(stored), a, b, SCALING)
+        norm = norm_by(fused, stored, fused.row_squares(stored), a, b, SCALING)
         return y, norm, fused.upcast(stored, z.dtype, g), *fused.adapter_gradients(y, z, t, b, g, norm, g, SCALING, False)
 
     def backend(graph, inputs):
@@ -537,7 +537,7 @@ def test_a_norm_that_cancels_is_not_zero(fused) -> None:
     stored = StoredWeight(w.to(DEVICE), (2, 32))
     squares = torch.tensor([9.0, 0.0], device=DEVICE)
     for kernels in (fused, dora_torch):
-        c = kernels.adapted_norm(stored, squares, a.to(DEVICE), b.to(DEVICE), 1.0)
+        c = norm_by(kernels, stored, squares, a.to(DEVICE), b.to(DEVICE), 1.0)
         assert c.tolist() == [3.0 * 2**-12, 0.0]
 
 
@@ -607,7 +607,7 @@ def test_compiles_for_every_card(monkeypatch, capability: int) -> None:
             dora_triton.upcast(weight, torch.bfloat16, by_row)
             dora_triton.row_squares(weight)
             for rank in (16, 128):
-                dora_triton.adapted_norm(weight, by_row, torch.empty(rank, k), torch.empty(n, rank), 1.0)
+                norm_by(dora_triton, weight, by_row, torch.empty(rank, k), torch.empty(n, rank), 1.0)
         for dtype, rank in ((torch.float32, 16), (torch.bfloat16, 16), (torch.bfloat16, 128)):
             y, t, b = torch.empty(512, n, dtype=dtype), torch.empty(512, rank, dtype=dtype), torch.empty(n, rank)
             dora_triton.compose(y, t, b.to(dtype), 1.0, by_row, by_row, y)
@@ -630,12 +630,12 @@ def test_e4m3_is_read_by_its_bits_where_triton_has_no_conversion(fused, monkeypa
     random, *_ = make_weight("fp8_e4m3", 37, 131)
     squares = fused.row_squares(random)
     arguments = (squares, torch.randn(3, 131).to(DEVICE), torch.randn(37, 3).to(DEVICE), 1.0)
-    norm = fused.adapted_norm(random, *arguments)
+    norm = norm_by(fused, random, *arguments)
     monkeypatch.setattr(upcast_triton, "converts_e4m3", lambda device: False)
     by_bits = fused.upcast(weight, torch.float32)
     assert torch.equal(by_bits.cpu().nan_to_num(1e9), codes.float().nan_to_num(1e9))
     assert torch.equal(by_bits.isnan().cpu(), codes.float().isnan())
-    assert torch.equal(fused.row_squares(random), squares) and torch.equal(fused.adapted_norm(random, *arguments), norm)
+    assert torch.equal(fused.row_squares(random), squares) and torch.equal(norm_by(fused, random, *arguments), norm)
 
 
 @pytest.mark.skipif(INTERPRETED or not TRITON, reason="starts the interpreter's process, needs Triton")

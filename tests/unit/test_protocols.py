@@ -97,7 +97,7 @@ def everything(layers: list[nn.Module], *, dora: bool) -> dict[str, torch.Tensor
     adapter.share_inputs("unet", [("q", "k")])
     adapter.refresh_before({"unet": model})
     jitter(adapter)
-    adapter.refresh_norms()
+    adapter.refresh()
     x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
     def run() -> torch.Tensor:

@@ -74,14 +74,17 @@ class Adapter:
         self.mark_stale()
 
     def mark_stale(self) -> None:
-        """Due after every change of the parameters: DoRA's cached norms are recomputed before their next use."""
+        """Due after every change of the parameters: what follows from them is made anew before its next use."""
         for layer in self.layers.values():
             layer.mark_stale()
 
-    def refresh_norms(self, advance: Advance = unheard) -> None:
-        """Recompute DoRA's stale norms now, where the base weights are resident; the next forward finds them fresh."""
+    def refresh(self, advance: Advance = unheard) -> None:
+        """Make now what follows from the parameters, DoRA's norms too, where the base weights are resident; the next forward
+        finds it fresh."""
+        from trainer.adapters.layers import refresh  # it loads PEFT, which takes a second: not to read a config
+
         for layer in self.layers.values():
-            layer.refresh_norm()
+            refresh([layer])
             advance(1)
 
     def share_inputs(self, component: str, groups: Sequence[Sequence[str]]) -> None:
@@ -103,22 +106,19 @@ class Adapter:
                     SharedInput(layers)
 
     def refresh_before(self, owners: Mapping[str, nn.Module]) -> None:
-        """Have the forward of each owner first refresh the stale norms of its adapted layers.
+        """Have the forward of each owner first refresh its stale adapted layers, together.
 
         owners: modules by full name ("unet", "unet.mid_block"); a layer belongs to the innermost one that contains it. There
         the base weights are resident, and the hook runs outside of what gradient checkpointing repeats.
         """
+        from trainer.adapters.layers import refresh
+
         owned: dict[str, list] = {}
         for name, layer in self.layers.items():
             inside = [owner for owner in owners if name.startswith(f"{owner}.")]
             owned.setdefault(max(inside, key=len), []).append(layer)
         for owner, layers in owned.items():
-
-            def refresh(module, args, layers=layers) -> None:
-                for layer in layers:
-                    layer.refresh_norm()
-
-            owners[owner].register_forward_pre_hook(refresh)
+            owners[owner].register_forward_pre_hook(lambda module, args, layers=layers: refresh(layers))
 
     @contextmanager
     def at_strength(self, strength: float) -> Iterator[None]:

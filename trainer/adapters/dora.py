@@ -23,6 +23,7 @@ dm is read from y, which the next layer saves in most places anyway; only the ro
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -51,12 +52,30 @@ def scale_rows(m_N: torch.Tensor, c_N: torch.Tensor) -> torch.Tensor:
     return m_N / c_N.clamp_min(TINY)
 
 
+def divisor(m_N: torch.Tensor) -> torch.Tensor:
+    """m, fp32 [N], for dm: no element is below TINY in size."""
+    return torch.where(m_N.abs() < TINY, TINY, m_N)
+
+
+class Ready(NamedTuple):
+    """What a layer computes with that changes with an update only.
+
+    a: A in the compute dtype. sb: s B in it, [N, R]. g, over: m / c, and m as `divisor` has it, fp32 [N]; None for LoRA.
+    """
+
+    a: torch.Tensor
+    sb_NR: torch.Tensor
+    g_N: torch.Tensor | None = None
+    over_N: torch.Tensor | None = None
+
+
 @dataclass(frozen=True)
 class Part:
     """One adapted layer. a: [R, K] or [R, K, kh, kw]; b: [N, R] or [N, R, 1, 1]; m, c: magnitude and norm, fp32 [N], None for
     LoRA.
 
     z_rows: int64, the rows that save z0 for dm (`is_drowned`); None: no row. The others recover g * z from the output.
+    ready: where it was made before (layers.refresh); else it is made here.
     """
 
     base: BaseLayer
@@ -66,85 +85,120 @@ class Part:
     m: torch.Tensor | None = None
     c: torch.Tensor | None = None
     z_rows: torch.Tensor | None = None
+    ready: Ready | None = None
 
 
-def adapted(x: torch.Tensor, parts: Sequence[Part], mask: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+@torch.no_grad()
+def made_ready(part: Part) -> Ready:
+    compute, of_rows = part.base.compute_dtype, ()
+    if part.m is not None:
+        assert part.c is not None
+        of_rows = scale_rows(part.m, part.c), divisor(part.m)
+    return Ready(part.a.detach().to(compute), (part.b.detach().flatten(1) * part.scaling).to(compute), *of_rows)
+
+
+def adapted(
+    x: torch.Tensor, parts: Sequence[Part], mask: torch.Tensor | None = None, a_all: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
     """The outputs of adapted layers that share the input x, in their base's compute dtype, which is one.
 
     x: [..., K] -> [..., N] each, or [B, K, H, W] -> [B, N, h, w]. Layers that share x read it once: their A are multiplied as
     one, forward and backward, and their gradients of x are summed where they are made.
     mask: dropout's keep-mask over x, already divided by the keep probability; applies to the low-rank path only (LoRA
     only: DoRA's g couples both paths).
+    a_all: `together` of the parts' A, where it was made before.
     """
+    ready = [part.ready or made_ready(part) for part in parts]
+    if a_all is None:
+        a_all = together([each.a for each in ready])
     layers = [(part.base, part.scaling) for part in parts]
-    return _Adapted.apply(layers, x, mask, *(t for part in parts for t in (part.a, part.b, part.m, part.c, part.z_rows)))
+    given = [
+        t
+        for part, (_, *made) in zip(parts, ready, strict=True)
+        for t in (part.a, part.b, part.m, part.c, part.z_rows, *made)
+    ]
+    return _Adapted.apply(layers, x, mask, a_all, *given)
+
+
+def together(factors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The A of layers that share x as one: [sum of R, K, ...]."""
+    return factors[0] if len(factors) == 1 else torch.cat(factors)
+
+
+_GIVEN = 8  # tensors of a part: A, B, m, c, z_rows; s B, g and the divisor
 
 
 class _Adapted(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, layers, x, mask, *tensors):
+    def forward(ctx, layers, x, mask, a_all, *tensors):
         first = layers[0][0]
         compute, kernels = first.compute_dtype, first.kernels
-        x_c = x.to(compute)
-        x_a = x_c if mask is None else x_c * mask
-        factors = tensors[::5]
+        x_c = first.collapsed(x if x.dtype == compute else x.to(compute))
+        x_a = x_c if mask is None else x_c * first.collapsed(mask)
+        parts = [tensors[i : i + _GIVEN] for i in range(0, len(tensors), _GIVEN)]
         # Under no_grad here: the products' own autograd nodes are not recorded, their backward is written out below.
-        t_all = first.rows(first.product(x_a, _together(factors, compute)))
-        splits = t_all.split([len(a) for a in factors], dim=1)
-        outputs, saved = [], [x_a, mask, t_all]
-        for (base, scaling), t_MR, a, b, m, c, z_rows in zip(
-            layers, splits, factors, tensors[1::5], tensors[2::5], tensors[3::5], tensors[4::5], strict=True
+        t_all = first.rows(first.product(x_a, a_all))
+        outputs, saved = [], [x_a, mask, t_all, a_all]
+        for (base, _), t_MR, (_, b, m, c, z_rows, sb_NR, g_N, over_N) in zip(
+            layers, _split(t_all, [len(each[0]) for each in parts], 1), parts, strict=True
         ):
             y = base.matmul(x_c)
-            y_MN, bias_N, g_N = base.rows(y), base.bias_N, None if m is None else scale_rows(m, c)
+            y_MN, bias_N = base.rows(y), base.bias_N
             z_part = None if z_rows is None else y_MN.index_select(1, z_rows)
-            kernels.compose(y_MN, t_MR, b.flatten(1).to(compute), scaling, g_N, bias_N, y_MN)
+            kernels.compose(y_MN, t_MR, sb_NR, 1.0, g_N, bias_N, y_MN)
             base.put_rows(y_MN, y)
+            y = base.expanded(y, x.shape)
             outputs.append(y)
-            saved += [a, b, m, c, z_rows, z_part, *((None, None, None) if m is None else (g_N, bias_N, y))]
+            # A LoRA's B and s B are two tensors, of which the gradients need the second; a DoRA's need the first.
+            saved += (sb_NR,) if m is None else (b, c, z_rows, z_part, g_N, over_N, bias_N, y)
         ctx.save_for_backward(*saved)
         ctx.layers, ctx.x_shape, ctx.x_dtype = layers, x.shape, x.dtype
+        ctx.factors = [(each[0].shape, each[0].dtype, each[1].shape, each[2] is not None) for each in parts]
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *dys):
         first = ctx.layers[0][0]
-        compute = first.compute_dtype
-        x_a, mask, t_all, *of_parts = ctx.saved_tensors
-        of_parts = [of_parts[i : i + 9] for i in range(0, len(of_parts), 9)]
-        factors, grads, dx, all_p = [of_part[0] for of_part in of_parts], [], None, []
-        splits = t_all.split([len(a) for a in factors], dim=1)
-        for (base, scaling), dy, t_MR, of_part in zip(ctx.layers, dys, splits, of_parts, strict=True):
-            _, b, m, c, z_rows, z_part, g_N, bias_N, y = of_part
-            dy_MN, b_NR = base.rows(dy), b.flatten(1)
-            if m is None:
-                db_NR, dm = (dy_MN.t() @ t_MR).to(b.dtype) * scaling, None
-                sb_NR = (b_NR * scaling).to(compute)
-            else:
-                gradients = base.kernels.adapter_gradients
-                db_NR, dm, sb_NR = gradients(dy_MN, base.rows(y), t_MR, b_NR, g_N, m, bias_N, scaling, False)
+        x_a, mask, t_all, a_all, *saved = ctx.saved_tensors
+        needs_dx, grads, dx, all_p, ps_shape = ctx.needs_input_grad[1], [], None, [], None
+        x_shape, at = x_a.shape, 0
+        ranks = [shape[0] for shape, *_ in ctx.factors]
+        for (base, scaling), dy, t_MR, (_, dtype, b_shape, dora) in zip(
+            ctx.layers, dys, _split(t_all, ranks, 1), ctx.factors, strict=True
+        ):
+            dy = base.collapsed(dy)
+            dy_MN, dm, g_N = base.rows(dy), None, None
+            if dora:
+                b, c, z_rows, z_part, g_N, over_N, bias_N, y = saved[at : at + 8]
+                at += 8
+                b_NR, gradients = b.flatten(1), base.kernels.adapter_gradients
+                db_NR, dm, sb_NR = gradients(dy_MN, base.rows(y), t_MR, b_NR, g_N, over_N, bias_N, scaling, False)
                 if z_rows is not None:
-                    of_rows = dy_MN.index_select(1, z_rows), z_part, t_MR, b_NR[z_rows], g_N[z_rows], c[z_rows]
+                    of_rows = dy_MN.index_select(1, z_rows), z_part, t_MR, b_NR[z_rows], g_N[z_rows], divisor(c[z_rows])
                     dm[z_rows] = gradients(*of_rows, None, scaling, True)[1]
-            all_p.append(dy_MN @ sb_NR)
-            grads += [None, db_NR.view_as(b), dm, None, None]
-            if ctx.needs_input_grad[1]:
-                dx = base.input_grad(dy, ctx.x_shape, g_N, add_to=dx)
-        p = first.from_rows(all_p[0] if len(all_p) == 1 else torch.cat(all_p, 1), dys[0].shape)
-        a_all = _together(factors, compute)
-        da_all = first.product_weight_grad(p, x_a, a_all.shape).to(factors[0].dtype)
-        grads[::5] = da_all.split([len(a) for a in factors])
-        if dx is not None:
-            if mask is None:
-                first.product_input_grad(p, a_all, ctx.x_shape, add_to=dx)
             else:
-                dx.addcmul_(first.product_input_grad(p, a_all, ctx.x_shape), mask)
-            dx = dx.to(ctx.x_dtype)
-        return None, dx, None, *grads
+                sb_NR = saved[at]
+                at += 1
+                db_NR = (dy_MN.t() @ t_MR).to(dtype)
+                if scaling != 1:
+                    db_NR *= scaling
+            all_p.append(dy_MN @ sb_NR)
+            grads += [None, db_NR.view(b_shape), dm, *[None] * (_GIVEN - 3)]
+            if needs_dx:
+                dx = base.input_grad(dy, x_shape, g_N, add_to=dx)
+            ps_shape = dy.shape
+        p = first.from_rows(all_p[0] if len(all_p) == 1 else torch.cat(all_p, 1), ps_shape)
+        da_all = first.product_weight_grad(p, x_a, a_all.shape)
+        grads[::_GIVEN] = [da.to(dtype) for da, (_, dtype, *_) in zip(_split(da_all, ranks, 0), ctx.factors, strict=True)]
+        if needs_dx:
+            if mask is None:
+                first.product_input_grad(p, a_all, x_shape, add_to=dx)
+            else:
+                dx.addcmul_(first.product_input_grad(p, a_all, x_shape), first.collapsed(mask))
+            dx = dx.view(ctx.x_shape).to(ctx.x_dtype)
+        return None, dx, None, None, *grads
 
 
-def _together(factors: Sequence[torch.Tensor], compute: torch.dtype) -> torch.Tensor:
-    """The A of all parts as one, in the compute dtype: [sum of R, K, ...]."""
-    cast = [a.to(compute) for a in factors]
-    return cast[0] if len(cast) == 1 else torch.cat(cast)
+def _split(tensor: torch.Tensor, ranks: Sequence[int], dim: int) -> Sequence[torch.Tensor]:
+    return (tensor,) if len(ranks) == 1 else tensor.split(ranks, dim)

@@ -1,14 +1,15 @@
 """PEFT's LoRA layer for our frozen base layers: PEFT matches, injects, names, switches and disables; the math is dora.py."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import check_adapters_to_merge
-from torch import nn
+from torch import Tensor, nn
 
-from trainer.adapters.dora import Part, adapted, is_drowned, scale_rows
+from trainer.adapters.dora import Part, Ready, adapted, divisor, is_drowned, scale_rows, together
 from trainer.kernels.decode import squares_and_product
 from trainer.memory import known
 
@@ -21,14 +22,28 @@ class Values(nn.Module):
         self.weight = nn.Parameter(initial)
 
 
+class Now:
+    """What an AdaptedLayer knows of its active adapter. Apart from the module, whose attributes are slow to set and to find.
+
+    part: what its forward computes with; None while it is stale. active: (name, A, B, magnitude, dropout).
+    """
+
+    __slots__ = ("active", "part")
+
+    def __init__(self) -> None:
+        self.part: Part | None = None
+        self.active: tuple | None = None
+
+
 class AdaptedLayer(nn.Module, LoraLayer):
     """A frozen base layer with one active adapter. A, B and m are fp32 in every mode.
 
-    `norm` holds c = ||W + s B A||_row of the active adapter, a non-persistent fp32 buffer. Whatever changes A, B, or which
-    adapter is active calls `mark_stale`; the next forward of the owning block (`Adapter.refresh_before`), or of the layer
-    where it is called by itself, refreshes it where W is resident. So it is computed once for an update, not for each
-    micro-batch, nor again when a checkpointed block is recomputed. It is not keyed on the tensors' version counter, which
-    fused and 8-bit optimizers do not advance.
+    `ready` has what changes with an update only: A and s B in the compute dtype, and of a DoRA g = m / c, whose norm
+    c = ||W + s B A||_row is in `norm`. All of it is in non-persistent buffers. Whatever changes A, B, m, or which adapter is
+    active calls `mark_stale`; the next forward of the owning block (`Adapter.refresh_before`), or of the layer where it is
+    called by itself, refreshes it where W is resident. So it is made once for an update, not for each micro-batch, nor again
+    when a checkpointed block is recomputed. It is not keyed on the tensors' version counter, which fused and 8-bit optimizers
+    do not advance.
     """
 
     # As of the base layer: T5 casts its activations to `wo.weight.dtype`, which must not be a payload's.
@@ -39,9 +54,10 @@ class AdaptedLayer(nn.Module, LoraLayer):
         LoraLayer.__init__(self, base_layer)
         self._active_adapter = adapter_name
         self.strength = 1.0
-        self.stale = False
         self.shared: SharedInput | None = None
-        self._looked_up: tuple | None = None
+        self.now = Now()
+        for name in ("cast_A", "cast_B", "gain", "divisor"):
+            self.register_buffer(name, None, persistent=False)
         self.update_layer(adapter_name, r, lora_alpha, config)
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
@@ -75,31 +91,30 @@ class AdaptedLayer(nn.Module, LoraLayer):
 
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
         super().set_adapter(adapter_names, inference_mode)
-        self._looked_up = None
+        self.now.active = None
         self.mark_stale()
 
     def factors(self, adapter_name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """A as [R, K] and B as [N, R] (a convolution's kernel flattened)."""
         return self.lora_A[adapter_name].weight.flatten(1), self.lora_B[adapter_name].weight.flatten(1)
 
+    @property
+    def stale(self) -> bool:
+        """Whether A, B, m or the active adapter changed since `refresh`."""
+        return self.now.part is None
+
     def mark_stale(self) -> None:
-        """A, B or the active adapter changed: the next forward recomputes c (DoRA), and nothing computed before is used."""
+        """A, B, m or the active adapter changed: the next forward makes anew what follows from them."""
         if self.shared is not None:
             self.shared.forget()
-        self.stale = any(self.use_dora.get(name) for name in self.active_adapters)
+        self.now.part = None
 
     @torch.no_grad()
     def current_norm(self, adapter_name: str) -> torch.Tensor:
         """c, fp32 [N], from the present A and B."""
-        base = self.get_base_layer()
-        a, b = self.factors(adapter_name)
-        return base.kernels.adapted_norm(base.stored(), self.base_norm_sq, a, b, self.scaling[adapter_name])
-
-    def refresh_norm(self) -> None:
-        """Recompute c where it is stale."""
-        if self.stale:
-            self.norm.copy_(self.current_norm(self.active()[0]))
-            self.stale = False
+        base, (a, b) = self._modules["base_layer"], self.factors(adapter_name)
+        given = base.stored(), self._buffers["base_norm_sq"], a, b, self.scaling[adapter_name]
+        return base.kernels.adapted_norms(*([each] for each in given))[0]
 
     @torch.no_grad()
     def adapted_weight(self, adapter_name: str) -> torch.Tensor:
@@ -166,32 +181,90 @@ class AdaptedLayer(nn.Module, LoraLayer):
             (y,) = adapted(x, [self.part()], mask)
         return y if self.strength == 1 else torch.lerp(base(x), y, self.strength)
 
-    def part(self) -> Part:
-        """This layer as dora.py takes it, its norm fresh."""
-        self.refresh_norm()
+    def bare_part(self) -> Part:
+        """This layer as dora.py takes it, but for what `refresh` makes."""
         name, a, b, magnitude, _ = self.active()
-        base, a, b = self._modules["base_layer"], a._parameters["weight"], b._parameters["weight"]
-        if magnitude is None:
-            return Part(base, a, b, self.scaling[name])
-        m, c, z_rows = magnitude._parameters["weight"], self._buffers["norm"], self._buffers["z_rows"]
-        return Part(base, a, b, self.scaling[name], m, c, z_rows)
+        a, b = a._parameters["weight"], b._parameters["weight"]
+        m, z_rows = (None, None) if magnitude is None else (magnitude._parameters["weight"], self._buffers["z_rows"])
+        return Part(self._modules["base_layer"], a, b, self.scaling[name], m, None, z_rows)
+
+    def part(self) -> Part:
+        """This layer as dora.py takes it, fresh."""
+        part, (_, a, b, *_) = self.now.part, self.active()
+        # Parameters may be swapped for others (torch.func.functional_call).
+        if part is None or part.a is not a._parameters["weight"] or part.b is not b._parameters["weight"]:
+            self.mark_stale()
+            refresh([self])
+            part = self.now.part
+            assert part is not None
+        return part
 
     def active(self) -> tuple:
         """(name, A, B, magnitude or None, dropout or None) of the active adapter: the modules."""
         # They are looked up once: a step of a small model spends a tenth of its time on such look-ups.
-        if self._looked_up is None or [self._looked_up[0]] != self.active_adapters:
+        if self.now.active is None or [self.now.active[0]] != self.active_adapters:
             if len(self.active_adapters) != 1:
                 raise ValueError(f"one adapter can be active at a time, not {self.active_adapters}; use set_adapter")
             (name,) = self.active_adapters
             magnitude = self.lora_magnitude_vector[name] if self.use_dora[name] else None
             dropout = self.lora_dropout[name] if isinstance(self.lora_dropout[name], nn.Dropout) else None
-            self._looked_up = name, self.lora_A[name], self.lora_B[name], magnitude, dropout
-        return self._looked_up
+            self.now.active = name, self.lora_A[name], self.lora_B[name], magnitude, dropout
+        return self.now.active
 
     @property
     def dropout(self) -> nn.Dropout | None:
         """The active adapter's, where it has any."""
         return self.active()[4]
+
+
+@torch.no_grad()
+def refresh(layers: Iterable[AdaptedLayer]) -> None:
+    """Make what follows from the present A, B and m of those layers that are stale: all of them in few launches."""
+    stale = [layer for layer in layers if layer.stale]
+    bare = [layer.bare_part() for layer in stale]
+    a_s = _cast(stale, "cast_A", [part.a.detach() for part in bare], [1.0] * len(bare))
+    sb_s = _cast(stale, "cast_B", [part.b.detach().flatten(1) for part in bare], [part.scaling for part in bare])
+    made = [Ready(a, sb_NR) for a, sb_NR in zip(a_s, sb_s, strict=True)]
+    doras = [place for place, part in enumerate(bare) if part.m is not None]
+    if doras:
+        magnitudes, bases = [bare[place].m for place in doras], [bare[place].base for place in doras]
+        norms = bases[0].kernels.adapted_norms(
+            [base.stored() for base in bases],
+            [stale[place]._buffers["base_norm_sq"] for place in doras],
+            [bare[place].a.flatten(1) for place in doras],
+            [bare[place].b.flatten(1) for place in doras],
+            [bare[place].scaling for place in doras],
+        )
+        m_all, rows = torch.cat(magnitudes), [len(c_N) for c_N in norms]
+        of_rows = zip(norms, scale_rows(m_all, torch.cat(norms)).split(rows), divisor(m_all).split(rows), strict=True)
+        for place, (c_N, g_N, over_N) in zip(doras, of_rows, strict=True):
+            stale[place]._buffers |= {"norm": c_N, "gain": g_N, "divisor": over_N}
+            bare[place] = replace(bare[place], c=c_N)
+            made[place] = Ready(*made[place][:2], g_N, over_N)
+    for layer, part, ready in zip(stale, bare, made, strict=True):
+        layer.now.part = replace(part, ready=ready)
+
+
+def _cast(layers: Sequence[AdaptedLayer], name: str, tensors: list[Tensor], scalings: list[float]) -> list[Tensor]:
+    """s * tensor in the layer's compute dtype, rounded once; a tensor that is that already stands for itself.
+
+    New ones are kept in the layers' buffers of that name. They are new memory each time: a graph may hold the old ones.
+    """
+    dtypes = [layer._modules["base_layer"].compute_dtype for layer in layers]
+    scaled = [place for place, scaling in enumerate(scalings) if scaling != 1]
+    if scaled:
+        products = torch._foreach_mul([tensors[place] for place in scaled], [scalings[place] for place in scaled])
+        for place, product in zip(scaled, products, strict=True):
+            tensors[place] = product
+    copied = [place for place, dtype in enumerate(dtypes) if tensors[place].dtype != dtype]
+    if copied:
+        copies = [torch.empty_like(tensors[place], dtype=dtypes[place]) for place in copied]
+        torch._foreach_copy_(copies, [tensors[place] for place in copied])
+        for place, copy in zip(copied, copies, strict=True):
+            tensors[place] = copy
+    for place in {*scaled, *copied}:
+        layers[place]._buffers[name] = tensors[place]
+    return tensors
 
 
 class SharedInput:
@@ -206,11 +279,13 @@ class SharedInput:
         self.key: tuple | None = None
         self.x: torch.Tensor | None = None
         self.outputs: dict[AdaptedLayer, torch.Tensor] = {}
+        self.a_all: torch.Tensor | None = None
         for layer in layers:
             layer.shared = self
 
     def forget(self) -> None:
-        self.key = self.x = None
+        """All that follows from the adapters' weights, and from x."""
+        self.key = self.x = self.a_all = None
         self.outputs = {}
 
     def applies(self, x: torch.Tensor) -> bool:
@@ -222,9 +297,12 @@ class SharedInput:
     def output(self, layer: AdaptedLayer, x: torch.Tensor) -> torch.Tensor:
         key = x._version, torch.is_grad_enabled()
         if x is not self.x or key != self.key or layer not in self.outputs:
-            outputs = adapted(x, [each.part() for each in self.layers])
+            parts = [each.part() for each in self.layers]
+            if self.a_all is None:
+                self.a_all = together([part.ready.a for part in parts])
+            outputs = adapted(x, parts, a_all=self.a_all)
             self.x, self.key, self.outputs = x, key, dict(zip(self.layers, outputs, strict=True))
         y = self.outputs.pop(layer)
         if not self.outputs:
-            self.forget()
+            self.key = self.x = None
         return y

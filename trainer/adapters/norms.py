@@ -100,7 +100,7 @@ class Norms:
         """By layer, with the present c: computed here where it is stale, and then not again in the next forward."""
         norms = dict(self.frozen)
         for name, layer in self.adapted.items():
-            layer.refresh_norm()
+            layer.part()
             norms[name] = RowNorms(norms[name].base, norms[name].original, layer.norm.to("cpu", copy=True))
             advance(1)
         return norms

@@ -1,5 +1,7 @@
 """The kernels in plain PyTorch: what the fused ones are checked against, and what a CPU runs. See protocols.Kernels."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -8,7 +10,7 @@ from trainer.kernels.scratch import PIECE_BUFFER, SECOND_BUFFER, scratch
 from trainer.types import StoredWeight
 
 __all__ = [
-    "adapted_norm", "adapter_gradients", "compose", "has_plain_codes", "name", "quantize_rows", "row_squares",
+    "adapted_norms", "adapter_gradients", "compose", "has_plain_codes", "name", "quantize_rows", "row_squares",
     "scaled_input_grad", "scaled_product", "upcast",
 ]  # fmt: skip
 
@@ -48,16 +50,34 @@ def row_squares(weight: StoredWeight) -> Tensor:
     return w_sq_N
 
 
-def adapted_norm(weight: StoredWeight, w_sq_N: Tensor, a_RK: Tensor, b_NR: Tensor, scaling: float) -> Tensor:
-    at_KR = a_RK.t().contiguous()
-    # One result for all pieces: small ones that stay between the pieces would keep a CPU's heap from reusing the space.
-    wa_NR = torch.empty_like(b_NR)
-    for rows, piece in decoded(weight):
-        torch.mm(piece, at_KR, out=wa_NR[rows])
-    # c^2 = ||W||^2 + 2 s rowsum(B * (W A^T)) + s^2 rowsum((B (A A^T)) * B)
-    added = wa_NR.mul_(2 * scaling).addmm_(b_NR, a_RK @ at_KR, alpha=scaling**2)
-    c_sq_N = w_sq_N + added.mul_(b_NR).sum(1)
-    return torch.maximum(c_sq_N, w_sq_N * NORM_FLOOR).sqrt_()
+def adapted_norms(
+    weights: Sequence[StoredWeight], w_sq_N: Sequence[Tensor], a_RK: Sequence[Tensor], b_NR: Sequence[Tensor],
+    scalings: Sequence[float],
+) -> list[Tensor]:  # fmt: skip
+    """What is not a product is done for all layers of a rank at once: their rows stand below each other."""
+    norms: list[Tensor | None] = [None] * len(weights)
+    for rank in {len(a) for a in a_RK}:
+        places = [place for place, a in enumerate(a_RK) if len(a) == rank]
+        rows = [len(w_sq_N[place]) for place in places]
+        b_all, w_sq_all = torch.cat([b_NR[place] for place in places]), torch.cat([w_sq_N[place] for place in places])
+        # One result for all layers and pieces: small ones in between would keep a CPU's heap from reusing the space.
+        added = torch.empty_like(b_all)
+        for place, b, wa_NR in zip(places, b_all.split(rows), added.split(rows), strict=True):
+            weight, a, s = weights[place], a_RK[place], scalings[place]
+            if weight.is_dense(a.dtype):
+                torch.mm(weight.codes, a.t(), out=wa_NR)
+            else:
+                at_KR = a.t().contiguous()
+                for some, piece in decoded(weight):
+                    torch.mm(piece, at_KR, out=wa_NR[some])
+            # 2 s W A^T + s^2 B (A A^T)
+            wa_NR.addmm_(b, a @ a.t(), beta=2 * s, alpha=s**2)
+        # c^2 = ||W||^2 + 2 s rowsum(B * (W A^T)) + s^2 rowsum((B (A A^T)) * B)
+        c_sq_all = added.mul_(b_all).sum(1).add_(w_sq_all)
+        c_all = torch.maximum(c_sq_all, w_sq_all.mul_(NORM_FLOOR)).sqrt_()
+        for place, c_N in zip(places, c_all.split(rows), strict=True):
+            norms[place] = c_N
+    return norms  # type: ignore[return-value]
 
 
 def compose(
@@ -66,14 +86,16 @@ def compose(
     wide = wide_dtype(z_MN.dtype)
     bt_RN = b_NR.to(wide).t()
     for rows in pieces(z_MN.shape, z_MN.device):
-        t, out = t_MR[rows].to(wide), out_MN[rows]
+        z, t, out = (_rows(tensor, rows) for tensor in (z_MN, t_MR, out_MN))
         if z_MN.dtype == wide:
-            y = torch.addmm(z_MN[rows], t, bt_RN, alpha=scaling, out=out)
+            y = torch.addmm(z, t, bt_RN, alpha=scaling, out=out)
         else:
-            y = z_MN[rows].to(wide).addmm_(t, bt_RN, alpha=scaling)
-        if g_N is not None:
+            y = z.to(wide).addmm_(t.to(wide), bt_RN, alpha=scaling)
+        if g_N is not None and bias_N is not None:
+            torch.addcmul(bias_N, y, g_N, out=y)
+        elif g_N is not None:
             y.mul_(g_N)
-        if bias_N is not None:
+        elif bias_N is not None:
             y.add_(bias_N)
         if y is not out:
             out.copy_(y)
@@ -83,17 +105,25 @@ def adapter_gradients(
     dy_MN: Tensor, u_MN: Tensor, t_MR: Tensor, b_NR: Tensor, g_N: Tensor, over_N: Tensor, bias_N: Tensor | None,
     scaling: float, with_z: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    wide = wide_dtype(dy_MN.dtype)
-    du_N = torch.zeros(dy_MN.shape[1], dtype=wide, device=dy_MN.device)
+    wide, du_N = wide_dtype(dy_MN.dtype), None
     for rows in pieces(dy_MN.shape, dy_MN.device):
-        u = u_MN[rows].to(wide) if bias_N is None else u_MN[rows] - bias_N
-        du_N += (u * dy_MN[rows]).sum(0)
+        u, dy = _rows(u_MN, rows), _rows(dy_MN, rows)
+        u = u.to(wide) if bias_N is None else u - bias_N
+        of_rows = (u * dy).sum(0)
+        du_N = of_rows if du_N is None else du_N.add_(of_rows)
+    du_N = torch.zeros_like(g_N) if du_N is None else du_N
     # A product of 16-bit tensors is summed in fp32, but this one leaves in 16 bits: there is no other on a CPU.
     d_NR = (dy_MN.t() @ t_MR).to(wide)
     if with_z:
         du_N.add_((b_NR * d_NR).sum(1), alpha=scaling)
-    sg_N1 = scaling * g_N[:, None]
-    return d_NR * sg_N1, du_N / torch.where(over_N.abs() < TINY, TINY, over_N), (b_NR * sg_N1).to(dy_MN.dtype)
+    sg_N1 = (g_N if scaling == 1 else scaling * g_N)[:, None]
+    sb_NR = (b_NR * sg_N1).to(dy_MN.dtype)
+    return d_NR.mul_(sg_N1), du_N.div_(over_N), sb_NR
+
+
+def _rows(tensor: Tensor, rows: slice) -> Tensor:
+    """tensor[rows], without a view of all."""
+    return tensor if rows.stop - rows.start == len(tensor) else tensor[rows]
 
 
 def quantize_rows(x_MK: Tensor, by_K: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -12,9 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainer.kernels.dora_torch import TINY
 from trainer.kernels.fp8_triton import quantize_rows, scaled_input_grad, scaled_product
-from trainer.kernels.norm_triton import adapted_norm
+from trainer.kernels.norm_triton import adapted_norms
 from trainer.kernels.operators_triton import INTERPRETED, launch, operator
 from trainer.kernels.upcast_triton import (
     check_dtypes,
@@ -28,7 +27,7 @@ from trainer.kernels.upcast_triton import (
 from trainer.types import StoredWeight
 
 __all__ = [
-    "adapted_norm", "adapter_gradients", "compose", "has_plain_codes", "name", "quantize_rows", "row_squares",
+    "adapted_norms", "adapter_gradients", "compose", "has_plain_codes", "name", "quantize_rows", "row_squares",
     "scaled_input_grad", "scaled_product", "upcast",
 ]  # fmt: skip
 
@@ -118,7 +117,7 @@ def row_sums_kernel(
 @triton.jit
 def adapter_gradients_kernel(
     d_ptr, du_ptr, b_ptr, g_ptr, over_ptr, db_ptr, dm_ptr, sb_ptr, scaling, N, splits, R: tl.constexpr,
-    WITH_Z: tl.constexpr, TINY: tl.constexpr, INTERPRETED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    WITH_Z: tl.constexpr, INTERPRETED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """What the sums d_snr and du_sn of row_sums_kernel make: see protocols.Kernels.adapter_gradients.
@@ -137,10 +136,7 @@ def adapter_gradients_kernel(
         tl.store(sb_ptr + at, rounded(sg_N[:, None] * b_NR, sb_ptr.dtype.element_ty, INTERPRETED), mask=inside)
         if WITH_Z:
             du_N += tl.cast(scaling, tl.float32) * tl.sum(b_NR * d_NR, 1)
-    over = tl.load(over_ptr + n, mask=n < N, other=1.0)
-    # By comparison, not by maximum, which would hide a NaN.
-    over = tl.where(tl.abs(over) < TINY, TINY, over)
-    tl.store(dm_ptr + n, tl.div_rn(du_N, over), mask=n < N)
+    tl.store(dm_ptr + n, tl.div_rn(du_N, tl.load(over_ptr + n, mask=n < N, other=1.0)), mask=n < N)
 
 
 @operator("out_MN")
@@ -193,7 +189,7 @@ def _adapter_gradients(
     block_n, most = (8, 8) if block_r <= 32 else (4, 2)
     launch(
         adapter_gradients_kernel, (triton.cdiv(columns, block_n),), d_SNR, du_SN, b_NR, g_N, over_N, db_NR, dm_N, sb_NR,
-        scaling, columns, how.splits, R=rank, WITH_Z=with_z, TINY=TINY, INTERPRETED=INTERPRETED, BLOCK_N=block_n,
+        scaling, columns, how.splits, R=rank, WITH_Z=with_z, INTERPRETED=INTERPRETED, BLOCK_N=block_n,
         BLOCK_R=block_r,
         BLOCK_S=min(most, triton.next_power_of_2(how.splits)),
     )  # fmt: skip

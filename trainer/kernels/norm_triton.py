@@ -4,6 +4,7 @@ Two launches, and the gram matrix by cuBLAS: 2 s W A^T in splits along K, so tha
 and what is left for each row.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -119,7 +120,15 @@ def _adapted_norm(
     )  # fmt: skip
 
 
-def adapted_norm(weight: StoredWeight, w_sq_N: Tensor, a_RK: Tensor, b_NR: Tensor, scaling: float) -> Tensor:
+def adapted_norms(
+    weights: Sequence[StoredWeight], w_sq_N: Sequence[Tensor], a_RK: Sequence[Tensor], b_NR: Sequence[Tensor],
+    scalings: Sequence[float],
+) -> list[Tensor]:  # fmt: skip
+    """Layer by layer: each has enough rows to fill a card."""
+    return [_of_one(*given) for given in zip(weights, w_sq_N, a_RK, b_NR, scalings, strict=True)]
+
+
+def _of_one(weight: StoredWeight, w_sq_N: Tensor, a_RK: Tensor, b_NR: Tensor, scaling: float) -> Tensor:
     stored, a_RK, b_NR = flat(weight), a_RK.contiguous(), b_NR.contiguous()
     for tensor in (w_sq_N, a_RK, b_NR):
         if tensor.dtype != torch.float32:

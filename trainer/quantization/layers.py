@@ -55,6 +55,7 @@ class FrozenLayer(nn.Module):
         self.merged_weight: torch.Tensor | None = None
         self._cast_bias: tuple[torch.Tensor, torch.Tensor] | None = None
         self._plain = False  # StoredWeight.plain, found once when the payload is filled
+        self._stored: tuple[torch.Tensor, StoredWeight] | None = None  # with the buffer that it describes
 
     @property
     def qweight(self) -> torch.Tensor:
@@ -66,9 +67,13 @@ class FrozenLayer(nn.Module):
 
     def stored(self) -> StoredWeight:
         """The frozen weight itself, also while an adapter is merged."""
-        rows = self.weight_shape[0]
-        stored = self.format.stored(self.payload(), (rows, self.weight_shape.numel() // rows))
-        return replace(stored, plain=True) if self._plain else stored
+        # Described once: a step asks six times for it. Another device has other buffers.
+        weight = self._buffers["payload_weight"]
+        if self._stored is None or self._stored[0] is not weight:
+            rows = self.weight_shape[0]
+            stored = self.format.stored(self.payload(), (rows, self.weight_shape.numel() // rows))
+            self._stored = weight, replace(stored, plain=True) if self._plain else stored
+        return self._stored[1]
 
     def in_use(self) -> StoredWeight:
         """What the layer computes with: the frozen weight, or base + adapter while that is merged."""
@@ -106,6 +111,7 @@ class FrozenLayer(nn.Module):
 
     def _filled(self) -> None:
         self._plain = self.kernels.has_plain_codes(self.stored())
+        self._stored = None
 
     def compute_weight(self, g_N: torch.Tensor | None = None) -> torch.Tensor:
         """W, or g * W row by row, in `compute_dtype`: the payload itself where it is that, else in the shared buffer."""
@@ -140,8 +146,9 @@ class FrozenLayer(nn.Module):
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         """The bias-free product in `compute_dtype`, differentiable in x."""
         x = x.to(self.compute_dtype)
-        if self.in_use().is_dense(self.compute_dtype) and not self.unread:
-            return self.product(x, self.compute_weight())
+        weight = self.in_use()
+        if weight.is_dense(self.compute_dtype) and not self.unread:
+            return self.product(x, weight.codes.view(self.weight_shape))
         return _Product.apply(x, self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -219,7 +226,7 @@ class FrozenLinear(FrozenLayer):
             return super().converted_product(x)
         # Layers that share x quantise it once each: 3 bytes an element, next to which their products are long.
         z_MN = self.kernels.scaled_product(*self.kernels.quantize_rows(x_MK), weight, self.compute_dtype)
-        return self._shaped(z_MN, x)
+        return self.expanded(z_MN, x.shape)
 
     def input_grad(self, dy, x_shape, g_N=None, add_to=None):
         dy_MN = self.rows(dy)
@@ -235,29 +242,31 @@ class FrozenLinear(FrozenLayer):
     # Both products by rows: of a slice of a longer sequence torch would make a batched product, and copy the weight for it.
 
     def product(self, x, weight):
-        return self._shaped(F.linear(self.rows(x), weight), x)
+        return self.expanded(F.linear(self.rows(x), weight), x.shape)
 
-    def _shaped(self, z_MN: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def expanded(self, y, x_shape):
         # As F.linear does. Of a view that a Function made, autograd would refuse the in-place sum with the bias.
-        return torch.ops.aten._unsafe_view(z_MN, (*x.shape[:-1], z_MN.shape[1]))
+        return y if len(x_shape) == 2 else torch.ops.aten._unsafe_view(y, (*x_shape[:-1], y.shape[1]))
 
     def product_input_grad(self, dy, weight, x_shape, add_to=None):
         if add_to is None:
-            return (self.rows(dy) @ weight).view(x_shape)
-        add_to.view(-1, x_shape[-1]).addmm_(self.rows(dy), weight)
+            return self.expanded(self.rows(dy) @ weight, x_shape)
+        self.rows(add_to).addmm_(self.rows(dy), weight)
         return add_to
 
     def product_weight_grad(self, dy, x, weight_shape):
         return self.rows(dy).t() @ self.rows(x)
 
     def rows(self, y):
-        return y.reshape(-1, y.shape[-1])
+        return y if y.dim() == 2 else y.reshape(-1, y.shape[-1])
+
+    collapsed = rows
 
     def put_rows(self, y_MN, y):
         """Nothing: the rows of a contiguous output are a view."""
 
     def from_rows(self, y_MN, like):
-        return y_MN.view(*like[:-1], y_MN.shape[1])
+        return y_MN if len(like) == 2 else y_MN.view(*like[:-1], y_MN.shape[1])
 
     def broadcast(self, per_row):
         return per_row
@@ -285,6 +294,12 @@ class FrozenConv2d(FrozenLayer):
 
     def product_weight_grad(self, dy, x, weight_shape):
         return torch.nn.grad.conv2d_weight(x, weight_shape, dy, *self.geometry)
+
+    def collapsed(self, x):
+        return x
+
+    def expanded(self, y, x_shape):
+        return y
 
     def rows(self, y):
         return y.movedim(1, -1).reshape(-1, y.shape[1])
