@@ -69,7 +69,7 @@ class Ready(NamedTuple):
     over_N: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Part:
     """One adapted layer. a: [R, K] or [R, K, kh, kw]; b: [N, R] or [N, R, 1, 1]; m, c: magnitude and norm, fp32 [N], None for
     LoRA.
@@ -87,14 +87,18 @@ class Part:
     z_rows: torch.Tensor | None = None
     ready: Ready | None = None
 
-
-@torch.no_grad()
-def made_ready(part: Part) -> Ready:
-    compute, of_rows = part.base.compute_dtype, ()
-    if part.m is not None:
-        assert part.c is not None
-        of_rows = scale_rows(part.m, part.c), divisor(part.m)
-    return Ready(part.a.detach().to(compute), (part.b.detach().flatten(1) * part.scaling).to(compute), *of_rows)
+    def __post_init__(self) -> None:
+        if self.ready is None:
+            compute, of_rows = self.base.compute_dtype, ()
+            with torch.no_grad():
+                if self.m is not None:
+                    assert self.c is not None
+                    of_rows = scale_rows(self.m, self.c), divisor(self.m)
+                sb_NR = (self.b.detach().flatten(1) * self.scaling).to(compute)
+            self.ready = Ready(self.a.detach().to(compute), sb_NR, *of_rows)
+        # As _Adapted takes them: looked up here, once for an update.
+        self.layer = self.base, self.scaling, len(self.a), self.b.shape, self.m is not None
+        self.tensors = self.a, self.b, self.m, self.c, self.z_rows, *self.ready[1:]
 
 
 def adapted(
@@ -108,16 +112,13 @@ def adapted(
     only: DoRA's g couples both paths).
     a_all: `together` of the parts' A, where it was made before.
     """
-    ready = [part.ready or made_ready(part) for part in parts]
+    if len(parts) == 1:
+        (part,) = parts
+        return _Adapted.apply([part.layer], x, mask, part.ready.a, *part.tensors)
     if a_all is None:
-        a_all = together([each.a for each in ready])
-    layers = [(part.base, part.scaling) for part in parts]
-    given = [
-        t
-        for part, (_, *made) in zip(parts, ready, strict=True)
-        for t in (part.a, part.b, part.m, part.c, part.z_rows, *made)
-    ]
-    return _Adapted.apply(layers, x, mask, a_all, *given)
+        a_all = together([part.ready.a for part in parts])
+    tensors = [tensor for part in parts for tensor in part.tensors]
+    return _Adapted.apply([part.layer for part in parts], x, mask, a_all, *tensors)
 
 
 def together(factors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -135,13 +136,12 @@ class _Adapted(torch.autograd.Function):
         compute, kernels = first.compute_dtype, first.kernels
         x_c = first.collapsed(x if x.dtype == compute else x.to(compute))
         x_a = x_c if mask is None else x_c * first.collapsed(mask)
-        parts = [tensors[i : i + _GIVEN] for i in range(0, len(tensors), _GIVEN)]
+        ranks = [layer[2] for layer in layers]
         # Under no_grad here: the products' own autograd nodes are not recorded, their backward is written out below.
         t_all = first.rows(first.product(x_a, a_all))
         outputs, saved = [], [x_a, mask, t_all, a_all]
-        for (base, _), t_MR, (_, b, m, c, z_rows, sb_NR, g_N, over_N) in zip(
-            layers, _split(t_all, [len(each[0]) for each in parts], 1), parts, strict=True
-        ):
+        for at, ((base, *_), t_MR) in enumerate(zip(layers, _split(t_all, ranks, 1), strict=True)):
+            _, b, m, c, z_rows, sb_NR, g_N, over_N = tensors[at * _GIVEN : (at + 1) * _GIVEN]
             y = base.matmul(x_c)
             y_MN, bias_N = base.rows(y), base.bias_N
             z_part = None if z_rows is None else y_MN.index_select(1, z_rows)
@@ -152,8 +152,7 @@ class _Adapted(torch.autograd.Function):
             # A LoRA's B and s B are two tensors, of which the gradients need the second; a DoRA's need the first.
             saved += (sb_NR,) if m is None else (b, c, z_rows, z_part, g_N, over_N, bias_N, y)
         ctx.save_for_backward(*saved)
-        ctx.layers, ctx.x_shape, ctx.x_dtype = layers, x.shape, x.dtype
-        ctx.factors = [(each[0].shape, each[0].dtype, each[1].shape, each[2] is not None) for each in parts]
+        ctx.layers, ctx.ranks, ctx.x_shape, ctx.x_dtype, ctx.dtype = layers, ranks, x.shape, x.dtype, tensors[0].dtype
         return tuple(outputs)
 
     @staticmethod
@@ -163,10 +162,8 @@ class _Adapted(torch.autograd.Function):
         x_a, mask, t_all, a_all, *saved = ctx.saved_tensors
         needs_dx, grads, dx, all_p, ps_shape = ctx.needs_input_grad[1], [], None, [], None
         x_shape, at = x_a.shape, 0
-        ranks = [shape[0] for shape, *_ in ctx.factors]
-        for (base, scaling), dy, t_MR, (_, dtype, b_shape, dora) in zip(
-            ctx.layers, dys, _split(t_all, ranks, 1), ctx.factors, strict=True
-        ):
+        ranks, dtype = ctx.ranks, ctx.dtype
+        for (base, scaling, _, b_shape, dora), dy, t_MR in zip(ctx.layers, dys, _split(t_all, ranks, 1), strict=True):
             dy = base.collapsed(dy)
             dy_MN, dm, g_N = base.rows(dy), None, None
             if dora:
@@ -189,8 +186,8 @@ class _Adapted(torch.autograd.Function):
                 dx = base.input_grad(dy, x_shape, g_N, add_to=dx)
             ps_shape = dy.shape
         p = first.from_rows(all_p[0] if len(all_p) == 1 else torch.cat(all_p, 1), ps_shape)
-        da_all = first.product_weight_grad(p, x_a, a_all.shape)
-        grads[::_GIVEN] = [da.to(dtype) for da, (_, dtype, *_) in zip(_split(da_all, ranks, 0), ctx.factors, strict=True)]
+        da_all = first.product_weight_grad(p, x_a, a_all.shape).to(dtype)
+        grads[::_GIVEN] = _split(da_all, ranks, 0)
         if needs_dx:
             if mask is None:
                 first.product_input_grad(p, a_all, x_shape, add_to=dx)

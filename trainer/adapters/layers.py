@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import torch
 from peft.tuners.lora.layer import LoraLayer
@@ -176,21 +175,14 @@ class AdaptedLayer(nn.Module, LoraLayer):
         if self.shared is not None and self.shared.applies(x):
             y = self.shared.output(self, x)
         else:
-            dropout = self.dropout if self.training else None
+            part, dropout = self.part(), self.now.active[4] if self.training else None
             mask = None if dropout is None else dropout(torch.ones_like(x, dtype=base.compute_dtype))
-            (y,) = adapted(x, [self.part()], mask)
+            (y,) = adapted(x, [part], mask)
         return y if self.strength == 1 else torch.lerp(base(x), y, self.strength)
-
-    def bare_part(self) -> Part:
-        """This layer as dora.py takes it, but for what `refresh` makes."""
-        name, a, b, magnitude, _ = self.active()
-        a, b = a._parameters["weight"], b._parameters["weight"]
-        m, z_rows = (None, None) if magnitude is None else (magnitude._parameters["weight"], self._buffers["z_rows"])
-        return Part(self._modules["base_layer"], a, b, self.scaling[name], m, None, z_rows)
 
     def part(self) -> Part:
         """This layer as dora.py takes it, fresh."""
-        part, (_, a, b, *_) = self.now.part, self.active()
+        part, (_, a, b, *_) = self.now.part, self.now.active or self.active()
         # Parameters may be swapped for others (torch.func.functional_call).
         if part is None or part.a is not a._parameters["weight"] or part.b is not b._parameters["weight"]:
             self.mark_stale()
@@ -202,7 +194,7 @@ class AdaptedLayer(nn.Module, LoraLayer):
     def active(self) -> tuple:
         """(name, A, B, magnitude or None, dropout or None) of the active adapter: the modules."""
         # They are looked up once: a step of a small model spends a tenth of its time on such look-ups.
-        if self.now.active is None or [self.now.active[0]] != self.active_adapters:
+        if self.now.active is None:
             if len(self.active_adapters) != 1:
                 raise ValueError(f"one adapter can be active at a time, not {self.active_adapters}; use set_adapter")
             (name,) = self.active_adapters
@@ -221,28 +213,34 @@ class AdaptedLayer(nn.Module, LoraLayer):
 def refresh(layers: Iterable[AdaptedLayer]) -> None:
     """Make what follows from the present A, B and m of those layers that are stale: all of them in few launches."""
     stale = [layer for layer in layers if layer.stale]
-    bare = [layer.bare_part() for layer in stale]
-    a_s = _cast(stale, "cast_A", [part.a.detach() for part in bare], [1.0] * len(bare))
-    sb_s = _cast(stale, "cast_B", [part.b.detach().flatten(1) for part in bare], [part.scaling for part in bare])
-    made = [Ready(a, sb_NR) for a, sb_NR in zip(a_s, sb_s, strict=True)]
-    doras = [place for place, part in enumerate(bare) if part.m is not None]
+    bases, scalings, a_s, b_s, magnitudes = [], [], [], [], []
+    for layer in stale:
+        name, a, b, magnitude, _ = layer.active()
+        bases.append(layer._modules["base_layer"])
+        scalings.append(layer.scaling[name])
+        a_s.append(a._parameters["weight"])
+        b_s.append(b._parameters["weight"])
+        magnitudes.append(None if magnitude is None else magnitude._parameters["weight"])
+    cast_a = _cast(stale, "cast_A", [a.detach() for a in a_s], [1.0] * len(stale))
+    cast_sb = _cast(stale, "cast_B", [b.detach().flatten(1) for b in b_s], scalings)
+    made: list[tuple[Tensor | None, ...]] = [(None, None, None)] * len(stale)  # c, g and the divisor
+    doras = [place for place, m in enumerate(magnitudes) if m is not None]
     if doras:
-        magnitudes, bases = [bare[place].m for place in doras], [bare[place].base for place in doras]
-        norms = bases[0].kernels.adapted_norms(
-            [base.stored() for base in bases],
+        norms = bases[doras[0]].kernels.adapted_norms(
+            [bases[place].stored() for place in doras],
             [stale[place]._buffers["base_norm_sq"] for place in doras],
-            [bare[place].a.flatten(1) for place in doras],
-            [bare[place].b.flatten(1) for place in doras],
-            [bare[place].scaling for place in doras],
+            [a_s[place].flatten(1) for place in doras],
+            [b_s[place].flatten(1) for place in doras],
+            [scalings[place] for place in doras],
         )
-        m_all, rows = torch.cat(magnitudes), [len(c_N) for c_N in norms]
-        of_rows = zip(norms, scale_rows(m_all, torch.cat(norms)).split(rows), divisor(m_all).split(rows), strict=True)
-        for place, (c_N, g_N, over_N) in zip(doras, of_rows, strict=True):
+        m_all, rows = torch.cat([magnitudes[place] for place in doras]), [len(c_N) for c_N in norms]
+        gains, divisors = scale_rows(m_all, torch.cat(norms)).split(rows), divisor(m_all).split(rows)
+        for place, c_N, g_N, over_N in zip(doras, norms, gains, divisors, strict=True):
+            made[place] = c_N, g_N, over_N
             stale[place]._buffers |= {"norm": c_N, "gain": g_N, "divisor": over_N}
-            bare[place] = replace(bare[place], c=c_N)
-            made[place] = Ready(*made[place][:2], g_N, over_N)
-    for layer, part, ready in zip(stale, bare, made, strict=True):
-        layer.now.part = replace(part, ready=ready)
+    for place, (layer, (c_N, *of_rows)) in enumerate(zip(stale, made, strict=True)):
+        ready, z_rows = Ready(cast_a[place], cast_sb[place], *of_rows), layer._buffers.get("z_rows")
+        layer.now.part = Part(bases[place], a_s[place], b_s[place], scalings[place], magnitudes[place], c_N, z_rows, ready)
 
 
 def _cast(layers: Sequence[AdaptedLayer], name: str, tensors: list[Tensor], scalings: list[float]) -> list[Tensor]:
