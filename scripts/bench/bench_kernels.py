@@ -72,7 +72,7 @@ class Case:
 
         if self.operation == "compose":
             g, bias = random(n, dtype=torch.float32), random(n, dtype=torch.float32)
-            return random(m, n), random(m, self.rank), random(n, self.rank), 1.0, g, bias, random(m, n)
+            return random(m, n), random(m, self.rank), random(n, self.rank), g, bias, random(m, n)
         if self.operation == "adapter_gradients":
             b, g, over, bias = random(n, self.rank, dtype=torch.float32), *(random(n, dtype=torch.float32) for _ in range(3))
             return random(m, n), random(m, n), random(m, self.rank), b, g, over, bias, 1.0, False
@@ -82,14 +82,15 @@ class Case:
         if self.operation == "row_squares":
             return (weight,)
         a, b = random(self.rank, k, dtype=torch.float32), random(n, self.rank, dtype=torch.float32)
-        return weight, random(n, dtype=torch.float32).abs() * k, a, b, 1.0
+        return [weight], [random(n, dtype=torch.float32).abs() * k], [a], [b], [1.0]
 
     def moved_bytes(self, arguments: tuple[Any, ...]) -> int:
         """Each input once and each output once; those that are not arguments too."""
         m, n, _ = self.layer
-        new = {"adapter_gradients": n * (6 * self.rank + 4), "row_squares": 4 * n, "adapted_norm": 4 * n}
-        tensors = sum(a.nbytes for a in arguments if isinstance(a, torch.Tensor))
-        weights = sum(stored_bytes(a) for a in arguments if isinstance(a, StoredWeight))
+        new = {"adapter_gradients": n * (6 * self.rank + 4), "row_squares": 4 * n, "adapted_norms": 4 * n}
+        each = [a for given in arguments for a in (given if isinstance(given, list) else [given])]
+        tensors = sum(a.nbytes for a in each if isinstance(a, torch.Tensor))
+        weights = sum(stored_bytes(a) for a in each if isinstance(a, StoredWeight))
         return tensors + weights + new.get(self.operation, 0)
 
 
@@ -97,7 +98,7 @@ def cases(storages: list[str], rank: int) -> Iterator[Case]:
     for operation in ("compose", "adapter_gradients"):
         for layer in sorted({(m, n, 0) for m, n, _ in LAYERS}, reverse=True):
             yield Case(operation, "-", layer, rank)
-    for operation in ("upcast", "adapted_norm", "row_squares"):
+    for operation in ("upcast", "adapted_norms", "row_squares"):
         for storage in storages:
             for layer in sorted({(0, n, k) for _, n, k in LAYERS}, reverse=True):
                 yield Case(operation, storage, layer, rank)

@@ -461,3 +461,19 @@ def test_16_bit_dilated_convolution_stays_within_the_envelope(compute: torch.dty
     for name, one, other in zip(("y", *NAMES), (y, *(leaf.grad for leaf in leaves)), exact, strict=True):
         error = float((one.detach().double() - other.detach()).norm() / other.detach().norm())
         assert error <= 5e-3 * ROUNDOFF[compute] / ROUNDOFF[torch.bfloat16], f"{name}: {error:.2e}"
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 50), st.sampled_from([1, 3, 8])), min_size=1, max_size=5), st.data())
+@settings(max_examples=40)
+def test_a_norm_is_the_same_beside_any_others(shapes: list[tuple[int, int, int]], data: st.DataObject) -> None:
+    """Bit for bit: a run that saves at another step refreshes its layers in other company."""
+    g = torch.Generator().manual_seed(len(shapes))
+    layers = []
+    for n, k, rank in shapes:
+        storage = data.draw(st.sampled_from(["fp32", "bf16", "fp8_e4m3", "nf4"]))
+        layer = frozen_linear(n, k, False, storage, torch.float32, g)
+        a, b = torch.randn(rank, k, generator=g), torch.randn(n, rank, generator=g)
+        layers.append((layer.stored(), dora_torch.row_squares(layer.stored()), a, b, 0.7))
+    together = dora_torch.adapted_norms(*zip(*layers, strict=True))
+    for layer, norm in zip(layers, together, strict=True):
+        assert torch.equal(dora_torch.adapted_norms(*([each] for each in layer))[0], norm)

@@ -145,7 +145,7 @@ class _Adapted(torch.autograd.Function):
             y = base.matmul(x_c)
             y_MN, bias_N = base.rows(y), base.bias_N
             z_part = None if z_rows is None else y_MN.index_select(1, z_rows)
-            kernels.compose(y_MN, t_MR, sb_NR, 1.0, g_N, bias_N, y_MN)
+            kernels.compose(y_MN, t_MR, sb_NR, g_N, bias_N, y_MN)
             base.put_rows(y_MN, y)
             y = base.expanded(y, x.shape)
             outputs.append(y)

@@ -81,16 +81,23 @@ def adapted_norms(
 
 
 def compose(
-    z_MN: Tensor, t_MR: Tensor, b_NR: Tensor, scaling: float, g_N: Tensor | None, bias_N: Tensor | None, out_MN: Tensor
+    z_MN: Tensor, t_MR: Tensor, sb_NR: Tensor, g_N: Tensor | None, bias_N: Tensor | None, out_MN: Tensor
 ) -> None:
+    if g_N is None and z_MN.dtype == torch.bfloat16:
+        # A product of bf16 tensors is summed in fp32, z with it, and rounded once. The bias goes along as one more rank.
+        if bias_N is not None:
+            t_MR = torch.cat([t_MR, t_MR.new_ones(len(t_MR), 1)], 1)
+            sb_NR = torch.cat([sb_NR, bias_N.to(sb_NR.dtype)[:, None]], 1)
+        torch.addmm(z_MN, t_MR, sb_NR.t(), out=out_MN)
+        return
     wide = wide_dtype(z_MN.dtype)
-    bt_RN = b_NR.to(wide).t()
+    bt_RN = sb_NR.to(wide).t()
     for rows in pieces(z_MN.shape, z_MN.device):
         z, t, out = (_rows(tensor, rows) for tensor in (z_MN, t_MR, out_MN))
         if z_MN.dtype == wide:
-            y = torch.addmm(z, t, bt_RN, alpha=scaling, out=out)
+            y = torch.addmm(z, t, bt_RN, out=out)
         else:
-            y = z.to(wide).addmm_(t.to(wide), bt_RN, alpha=scaling)
+            y = z.to(wide).addmm_(t.to(wide), bt_RN)
         if g_N is not None and bias_N is not None:
             torch.addcmul(bias_N, y, g_N, out=y)
         elif g_N is not None:

@@ -52,11 +52,11 @@ def operand(x, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def compose_kernel(
-    z_ptr, t_ptr, b_ptr, g_ptr, bias_ptr, out_ptr, scaling, M, N, z_m, z_n, t_m, t_r, out_m, out_n, R: tl.constexpr,
+    z_ptr, t_ptr, b_ptr, g_ptr, bias_ptr, out_ptr, M, N, z_m, z_n, t_m, t_r, out_m, out_n, R: tl.constexpr,
     GAIN: tl.constexpr, BIAS: tl.constexpr, INTERPRETED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """out_mn = g_n (z_mn + s sum_r t_mr b_nr) + bias_n.  x_i: the stride of x along i.
+    """out_mn = g_n (z_mn + sum_r t_mr b_nr) + bias_n.  x_i: the stride of x along i.
 
     Grid: one program to a tile [BLOCK_M, BLOCK_N], columns first; a program reads all of its z before it writes, and nobody
     else's, so that `out` may be z.
@@ -74,7 +74,7 @@ def compose_kernel(
         t_MR = tl.load(t_at, mask=has_m & (r[None, :] < R), other=0.0)
         b_RN = tl.load(b_ptr + (n[None, :] * R + r[:, None]), mask=has_n & (r[:, None] < R), other=0.0)
         update = tl.dot(operand(t_MR, INTERPRETED), operand(b_RN, INTERPRETED), update, input_precision="ieee")
-    y = z + tl.cast(scaling, tl.float32) * update
+    y = z + update
     if GAIN:
         y = y * tl.load(g_ptr + n, mask=n < N)[None, :]
     if BIAS:
@@ -141,14 +141,14 @@ def adapter_gradients_kernel(
 
 @operator("out_MN")
 def _compose(
-    z_MN: Tensor, t_MR: Tensor, b_NR: Tensor, scaling: float, g_N: Tensor | None, bias_N: Tensor | None, out_MN: Tensor
+    z_MN: Tensor, t_MR: Tensor, sb_NR: Tensor, g_N: Tensor | None, bias_N: Tensor | None, out_MN: Tensor
 ) -> None:
-    (rows, columns), rank = z_MN.shape, b_NR.shape[1]
+    (rows, columns), rank = z_MN.shape, sb_NR.shape[1]
     # Whole cache lines of z, and of t little read again. A product of fp32 runs on registers: larger tiles spill.
     block_m, block_n, largest = (32, 64, 32) if z_MN.dtype == torch.float32 else (64, 128, 64)
     launch(
-        compose_kernel, (triton.cdiv(rows, block_m) * triton.cdiv(columns, block_n),), z_MN, t_MR, b_NR,
-        z_MN if g_N is None else g_N, z_MN if bias_N is None else bias_N, out_MN, scaling, rows, columns,
+        compose_kernel, (triton.cdiv(rows, block_m) * triton.cdiv(columns, block_n),), z_MN, t_MR, sb_NR,
+        z_MN if g_N is None else g_N, z_MN if bias_N is None else bias_N, out_MN, rows, columns,
         *z_MN.stride(), *t_MR.stride(), *out_MN.stride(), R=rank, GAIN=g_N is not None, BIAS=bias_N is not None,
         INTERPRETED=INTERPRETED, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_R=rank_block(rank, largest),
     )  # fmt: skip
@@ -200,12 +200,12 @@ def has_plain_codes(weight: StoredWeight) -> bool:
 
 
 def compose(
-    z_MN: Tensor, t_MR: Tensor, b_NR: Tensor, scaling: float, g_N: Tensor | None, bias_N: Tensor | None, out_MN: Tensor
+    z_MN: Tensor, t_MR: Tensor, sb_NR: Tensor, g_N: Tensor | None, bias_N: Tensor | None, out_MN: Tensor
 ) -> None:
-    check_dtypes(z_MN, t_MR, b_NR, out_MN)
+    check_dtypes(z_MN, t_MR, sb_NR, out_MN)
     if not z_MN.numel():
         return
-    _compose(z_MN, t_MR, b_NR.contiguous(), scaling, g_N, bias_N, out_MN)
+    _compose(z_MN, t_MR, sb_NR.contiguous(), g_N, bias_N, out_MN)
 
 
 def adapter_gradients(
