@@ -84,7 +84,7 @@ def forecast(plan: Plan, kernels: Kernels, *, base: Callable[[], int] | None = N
 
     It is asked at the end: the rehearsal loads the libraries that the run will load, and makes its modules.
     """
-    with without_values():
+    with without_values(on_cpu=base is not None):
         found = Forecaster(plan, kernels).forecast(on_cpu=base is not None)
     return found if base is None else replace(found, base=base())
 

@@ -34,8 +34,10 @@ META = torch.device("meta")
 
 
 @contextmanager
-def without_values() -> Iterator[None]:
+def without_values(*, on_cpu: bool = False) -> Iterator[None]:
     """Inside, what reads a value where a run has to does without: meta tensors go through everything below.
+
+    on_cpu: operators as a CPU has them, else as a GPU.
 
     A step makes its gradients, and finds them not finite: there is no update (`forecast` looks at the optimizer apart).
     """
@@ -51,7 +53,7 @@ def without_values() -> Iterator[None]:
             (Tensor, "cpu", _stay(Tensor.cpu)),
             # On the meta device torch would take attention apart, whose scores alone would be gigabytes.
             (nn.functional, "scaled_dot_product_attention", _whole(nn.functional.scaled_dot_product_attention)),
-            (nn.functional, "rms_norm", _fused(nn.functional.rms_norm)),
+            (nn.functional, "rms_norm", nn.functional.rms_norm if on_cpu else _fused(nn.functional.rms_norm)),
             (functional, "create_dynamic_map", _with_values(functional.create_dynamic_map)),
             (Tensor, "numpy", _zeros(Tensor.numpy)),
             *((each, name, _with_values(getattr(each, name))) for each, names in reading.items() for name in names),
