@@ -116,7 +116,8 @@ class Bench:
         self.adapter.refresh_before({name: module})
         checkpoint_blocks(blocks, recomputed, family.unread)
         built = optim.build_optimizer(
-            optimizer, self.adapter.parameter_groups(lr=1e-4, weight_decay=0.01), betas=(0.9, 0.999), eps=1e-8, min_8bit_size=1
+            optimizer, self.adapter.parameter_groups(lr=1e-4, weight_decay=0.01), betas=(0.9, 0.999), eps=1e-8,
+            min_8bit_size=1,
         )  # fmt: skip
         with unset_fake_temporarily():  # it reads its noise levels
             self.objective = objective = family.objective(

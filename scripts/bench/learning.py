@@ -51,7 +51,7 @@ from scripts.bench.plain_peft import run_losses  # noqa: E402
 from scripts.pocket import draw  # noqa: E402
 from tests.harness import DENOISER, built, take_step  # noqa: E402
 from trainer import config as configs  # noqa: E402
-from trainer import kernels, optim  # noqa: E402
+from trainer import kernels  # noqa: E402
 from trainer.data import sampler  # noqa: E402
 from trainer.encoding import prompt_conditioning  # noqa: E402
 from trainer.models.base import SampleRequest  # noqa: E402

@@ -59,7 +59,12 @@ CELLS = (
     Cell("pocket", "sdxl", "bf16"),
     Cell("pocket", "flux", "bf16"),
 )
-SIDES = {"ours DoRA": ("dora", False), "ours LoRA": ("lora", False), "plain DoRA": ("dora", True), "plain LoRA": ("lora", True)}
+SIDES = {
+    "ours DoRA": ("dora", False),
+    "ours LoRA": ("lora", False),
+    "plain DoRA": ("dora", True),
+    "plain LoRA": ("lora", True),
+}
 RATIOS = (("ours DoRA", "ours LoRA"), ("ours DoRA", "plain DoRA"), ("ours LoRA", "plain LoRA"))
 
 

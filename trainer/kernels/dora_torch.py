@@ -80,9 +80,7 @@ def adapted_norms(
     return norms  # type: ignore[return-value]
 
 
-def compose(
-    z_MN: Tensor, t_MR: Tensor, sb_NR: Tensor, g_N: Tensor | None, bias_N: Tensor | None, out_MN: Tensor
-) -> None:
+def compose(z_MN: Tensor, t_MR: Tensor, sb_NR: Tensor, g_N: Tensor | None, bias_N: Tensor | None, out_MN: Tensor) -> None:
     if g_N is None and z_MN.dtype == torch.bfloat16:
         # A product of bf16 tensors is summed in fp32, z with it, and rounded once. The bias goes along as one more rank.
         if bias_N is not None:
@@ -94,10 +92,7 @@ def compose(
     bt_RN = sb_NR.to(wide).t()
     for rows in pieces(z_MN.shape, z_MN.device):
         z, t, out = (_rows(tensor, rows) for tensor in (z_MN, t_MR, out_MN))
-        if z_MN.dtype == wide:
-            y = torch.addmm(z, t, bt_RN, out=out)
-        else:
-            y = z.to(wide).addmm_(t.to(wide), bt_RN)
+        y = torch.addmm(z, t, bt_RN, out=out) if z_MN.dtype == wide else z.to(wide).addmm_(t.to(wide), bt_RN)
         if g_N is not None and bias_N is not None:
             torch.addcmul(bias_N, y, g_N, out=y)
         elif g_N is not None:

@@ -140,9 +140,7 @@ def adapter_gradients_kernel(
 
 
 @operator("out_MN")
-def _compose(
-    z_MN: Tensor, t_MR: Tensor, sb_NR: Tensor, g_N: Tensor | None, bias_N: Tensor | None, out_MN: Tensor
-) -> None:
+def _compose(z_MN: Tensor, t_MR: Tensor, sb_NR: Tensor, g_N: Tensor | None, bias_N: Tensor | None, out_MN: Tensor) -> None:
     (rows, columns), rank = z_MN.shape, sb_NR.shape[1]
     # Whole cache lines of z, and of t little read again. A product of fp32 runs on registers: larger tiles spill.
     block_m, block_n, largest = (32, 64, 32) if z_MN.dtype == torch.float32 else (64, 128, 64)
@@ -199,9 +197,7 @@ def has_plain_codes(weight: StoredWeight) -> bool:
     return False  # every code is decoded alike here, and to look would be a wait for each layer
 
 
-def compose(
-    z_MN: Tensor, t_MR: Tensor, sb_NR: Tensor, g_N: Tensor | None, bias_N: Tensor | None, out_MN: Tensor
-) -> None:
+def compose(z_MN: Tensor, t_MR: Tensor, sb_NR: Tensor, g_N: Tensor | None, bias_N: Tensor | None, out_MN: Tensor) -> None:
     check_dtypes(z_MN, t_MR, sb_NR, out_MN)
     if not z_MN.numel():
         return
