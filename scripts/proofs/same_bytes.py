@@ -37,8 +37,8 @@ from scripts.proofs.shared import PHOTOS, STARTED, make_models, worktree  # noqa
 from trainer.errors import UserError  # noqa: E402
 from trainer.tensorfile import TensorFile  # noqa: E402
 
-# The last commit that changed bytes of a run: those of a DoRA over layers with a bias (docs/dora.md).
-BEFORE = "663d709c854d"
+# The last commit that changed bytes of a run: s B is rounded, and norms and a LoRA's update are summed in another way.
+BEFORE = "c3db5f22d12e"
 STEPS, STOP = 4, 2
 DENOISER = {"sdxl": "unet", "flux": "transformer"}
 ENVIRONMENT = {
