@@ -50,7 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
         from trainer.run import preview, train
 
         # Looking through the libraries' objects would be most of a collection, and of a plan a tenth.
-        gc.freeze()
+        if not gc.get_freeze_count():
+            gc.freeze()
         loaded = config.load(chosen.config, [item for group in chosen.overrides for item in group])
         resume_from = chosen.resume_from and config.expand_home(chosen.resume_from, "--resume_from")
         allowed = allowance.parse(chosen.allow, resume_from)

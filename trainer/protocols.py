@@ -45,8 +45,8 @@ class Kernels(Protocol):
     def compose(
         self, z_MN: Tensor, t_MR: Tensor, sb_NR: Tensor, g_N: Tensor | None, bias_N: Tensor | None, out_MN: Tensor
     ) -> None:
-        """out = g * (z + t (s B)^T) + bias. z, t, s B, out: one dtype; g, bias: fp32 [N] or None, the bias of numbers that
-        this dtype has. `out` may be z."""
+        """out = g * (z + t (s B)^T) + bias. z, t, s B, out: one dtype; g, bias: fp32 [N] or None, the bias already rounded
+        to that dtype. `out` may be z."""
 
     def adapter_gradients(
         self, dy_MN: Tensor, u_MN: Tensor, t_MR: Tensor, b_NR: Tensor, g_N: Tensor, over_N: Tensor, bias_N: Tensor | None,

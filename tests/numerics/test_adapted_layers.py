@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import weakref
 from collections import Counter
 
 import pytest
@@ -446,16 +447,61 @@ def test_what_is_not_supported_says_so() -> None:
         layer(x)
 
 
-def test_parameters_may_be_swapped() -> None:
+@pytest.mark.parametrize("dora", [False, True])
+def test_parameters_may_be_swapped(dora: bool) -> None:
     """The layer computes with the parameters its modules hold now, not with those of its first call."""
     model = network(FORMATS["fp32"])
-    with_adapter(model, dora=False)
+    with_adapter(model, dora=dora)
     x = torch.randn(2, 6, 5, 5)
     before = model(x)
-    zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters() if "lora_B" in name}
-    after = torch.func.functional_call(model, zeros, (x,))
-    assert not torch.allclose(after, before)
+    for kind in ("lora_B", "lora_magnitude_vector")[: 1 + dora]:
+        others = {name: 2 * p.detach() for name, p in model.named_parameters() if kind in name}
+        after = torch.func.functional_call(model, others, (x,))
+        assert not torch.allclose(after, before)
+        assert torch.equal(model(x), before)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_what_libraries_do_to_a_layer_is_seen(dora: bool) -> None:
+    """Scales set by PEFT, a state that is loaded, a module that moves, a forward in inference mode: none leaves old casts."""
+    model = network(FORMATS["bf16"], compute=torch.bfloat16)
+    adapter, x = with_adapter(model, dora=dora), torch.randn(2, 6, 5, 5)
+    with torch.inference_mode():
+        before = model(x).clone()
+    model(x).float().square().sum().backward()  # what was made in inference mode would be refused here
+    layers = list(adapter.layers.values())
+    for layer in layers:
+        layer.scale_layer(3.0)
+    assert not torch.equal(model(x), before)
+    for layer in layers:
+        layer.unscale_layer(3.0)
     assert torch.equal(model(x), before)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict({name: torch.zeros_like(t) if "lora_B" in name else t for name, t in state.items()})
+    assert not torch.equal(model(x), before)
+    model.load_state_dict(state)
+    assert torch.equal(model(x), before)
+    kept = [tensor for layer in layers for tensor in layer.part().tensors if tensor is not None]
+    weights = [layer.get_base_layer().stored().codes for layer in layers]
+    moved = [weakref.ref(layer.get_base_layer().qweight) for layer in layers]
+    model._apply(torch.clone)
+    assert all(weight() is None for weight in moved)  # nothing keeps what lay there
+    places = {tensor.data_ptr() for tensor in (*kept, *weights)}
+    now = [layer.part() for layer in layers]
+    assert torch.equal(model(x), before)
+    assert not places & {t.data_ptr() for part in now for t in (part.ready.a, part.ready.sb_NR)}
+    assert not places & {layer.get_base_layer().stored().codes.data_ptr() for layer in layers}
+
+
+def test_layers_that_are_off_are_not_refreshed() -> None:
+    model = network(FORMATS["fp32"])
+    adapter, x = with_adapter(model, dora=True), torch.randn(2, 6, 5, 5)
+    adapter.refresh_before({"net": model})
+    for layer in adapter.layers.values():
+        layer.enable_adapters(False)
+        layer.mark_stale()
+    model(x)
+    assert all(layer.stale for layer in adapter.layers.values())
 
 
 def test_grouped_convolutions_are_refused() -> None:

@@ -463,10 +463,10 @@ def test_16_bit_dilated_convolution_stays_within_the_envelope(compute: torch.dty
         assert error <= 5e-3 * ROUNDOFF[compute] / ROUNDOFF[torch.bfloat16], f"{name}: {error:.2e}"
 
 
-SHAPES = st.tuples(st.integers(1, 40), st.integers(1, 50), st.sampled_from([1, 3, 8]))
+SHAPES = st.tuples(st.integers(1, 400), st.sampled_from([3, 50, 230, 320]), st.sampled_from([1, 5, 6, 7, 16]))
 
 
-@given(st.lists(SHAPES, min_size=1, max_size=5), st.data())
+@given(st.lists(SHAPES, min_size=2, max_size=5), st.data())
 @settings(max_examples=40)
 def test_a_norm_is_the_same_beside_any_others(shapes: list[tuple[int, int, int]], data: st.DataObject) -> None:
     """Bit for bit: a run that saves at another step refreshes its layers in other company."""

@@ -106,10 +106,10 @@ class Adapter:
                     SharedInput(layers)
 
     def refresh_before(self, owners: Mapping[str, nn.Module]) -> None:
-        """Have the forward of each owner first refresh its stale adapted layers, together.
+        """Have the forward of each owner first refresh its stale adapted layers, together; those that are off are left.
 
-        owners: modules by full name ("unet", "unet.mid_block"); a layer belongs to the innermost one that contains it. There
-        the base weights are resident, and the hook runs outside of what gradient checkpointing repeats.
+        owners: modules by full name, as "unet"; a layer belongs to the innermost one that contains it. There the base weights
+        are resident, and the hook runs outside of what gradient checkpointing repeats.
         """
         from trainer.adapters.layers import refresh
 
@@ -118,7 +118,11 @@ class Adapter:
             inside = [owner for owner in owners if name.startswith(f"{owner}.")]
             owned.setdefault(max(inside, key=len), []).append(layer)
         for owner, layers in owned.items():
-            owners[owner].register_forward_pre_hook(lambda module, args, layers=layers: refresh(layers))
+
+            def before(module, args, layers=layers) -> None:
+                refresh(layer for layer in layers if not (layer._disable_adapters or layer.merged_adapters))
+
+            owners[owner].register_forward_pre_hook(before)
 
     @contextmanager
     def at_strength(self, strength: float) -> Iterator[None]:

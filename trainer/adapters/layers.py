@@ -39,7 +39,7 @@ class AdaptedLayer(nn.Module, LoraLayer):
 
     `ready` has what changes with an update only: A and s B in the compute dtype, and of a DoRA g = m / c, whose norm
     c = ||W + s B A||_row is in `norm`. All of it is in non-persistent buffers. Whatever changes A, B, m, or which adapter is
-    active calls `mark_stale`; the next forward of the owning block (`Adapter.refresh_before`), or of the layer where it is
+    active calls `mark_stale`; the next forward of the owning module (`Adapter.refresh_before`), or of the layer where it is
     called by itself, refreshes it where W is resident. So it is made once for an update, not for each micro-batch, nor again
     when a checkpointed block is recomputed. It is not keyed on the tensors' version counter, which fused and 8-bit optimizers
     do not advance.
@@ -91,6 +91,14 @@ class AdaptedLayer(nn.Module, LoraLayer):
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
         super().set_adapter(adapter_names, inference_mode)
         self.now.active = None
+        self.mark_stale()
+
+    def _apply(self, fn, recurse: bool = True):
+        self.mark_stale()  # what follows from the parameters would stay where they were
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *args, **kwargs) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
         self.mark_stale()
 
     def factors(self, adapter_name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,9 +190,15 @@ class AdaptedLayer(nn.Module, LoraLayer):
 
     def part(self) -> Part:
         """This layer as dora.py takes it, fresh."""
-        part, (_, a, b, *_) = self.now.part, self.now.active or self.active()
-        # Parameters may be swapped for others (torch.func.functional_call).
-        if part is None or part.a is not a._parameters["weight"] or part.b is not b._parameters["weight"]:
+        part, (name, a, b, magnitude, _) = self.now.part, self.now.active or self.active()
+        # Parameters may be swapped for others (torch.func.functional_call), and PEFT sets scalings.
+        if (
+            part is None
+            or part.a is not a._parameters["weight"]
+            or part.b is not b._parameters["weight"]
+            or (part.m is not None and part.m is not magnitude._parameters["weight"])
+            or part.scaling != self.scaling[name]
+        ):
             self.mark_stale()
             refresh([self])
             part = self.now.part
@@ -209,9 +223,10 @@ class AdaptedLayer(nn.Module, LoraLayer):
         return self.active()[4]
 
 
+@torch.inference_mode(False)  # what is made is saved for backward passes later
 @torch.no_grad()
 def refresh(layers: Iterable[AdaptedLayer]) -> None:
-    """Make what follows from the present A, B and m of those layers that are stale: all of them in few launches."""
+    """Make what follows from the present A, B and m of those layers that are stale: as far as it can, of all at once."""
     stale = [layer for layer in layers if layer.stale]
     bases, scalings, a_s, b_s, magnitudes = [], [], [], [], []
     for layer in stale:
@@ -244,7 +259,7 @@ def refresh(layers: Iterable[AdaptedLayer]) -> None:
 
 
 def _cast(layers: Sequence[AdaptedLayer], name: str, tensors: list[Tensor], scalings: list[float]) -> list[Tensor]:
-    """s * tensor in the layer's compute dtype, rounded once; a tensor that is that already stands for itself.
+    """s * tensor, made in fp32, in the layer's compute dtype; a tensor that is that already stands for itself.
 
     New ones are kept in the layers' buffers of that name. They are new memory each time: a graph may hold the old ones.
     """
@@ -297,7 +312,8 @@ class SharedInput:
         if x is not self.x or key != self.key or layer not in self.outputs:
             parts = [each.part() for each in self.layers]
             if self.a_all is None:
-                self.a_all = together([part.ready.a for part in parts])
+                with torch.inference_mode(False), torch.no_grad():
+                    self.a_all = together([part.ready.a for part in parts])
             outputs = adapted(x, parts, a_all=self.a_all)
             self.x, self.key, self.outputs = x, key, dict(zip(self.layers, outputs, strict=True))
         y = self.outputs.pop(layer)

@@ -54,30 +54,33 @@ def adapted_norms(
     weights: Sequence[StoredWeight], w_sq_N: Sequence[Tensor], a_RK: Sequence[Tensor], b_NR: Sequence[Tensor],
     scalings: Sequence[float],
 ) -> list[Tensor]:  # fmt: skip
-    """What is not a product is done for all layers of a rank at once: their rows stand below each other."""
-    norms: list[Tensor | None] = [None] * len(weights)
-    for rank in {len(a) for a in a_RK}:
+    """What is not a product is done for all layers of a rank at once: their rows stand below each other.
+
+    Each product is made of tensors of the layer's own: its last bits may depend on where in memory its operands begin.
+    """
+    norms: dict[int, Tensor] = {}
+    for rank in dict.fromkeys(len(a) for a in a_RK):
         places = [place for place, a in enumerate(a_RK) if len(a) == rank]
-        rows = [len(w_sq_N[place]) for place in places]
-        b_all, w_sq_all = torch.cat([b_NR[place] for place in places]), torch.cat([w_sq_N[place] for place in places])
-        # One result for all layers and pieces: small ones in between would keep a CPU's heap from reusing the space.
-        added = torch.empty_like(b_all)
-        for place, b, wa_NR in zip(places, b_all.split(rows), added.split(rows), strict=True):
-            weight, a, s = weights[place], a_RK[place], scalings[place]
-            if weight.is_dense(a.dtype):
-                torch.mm(weight.codes, a.t(), out=wa_NR)
-            else:
-                at_KR = a.t().contiguous()
-                for some, piece in decoded(weight):
-                    torch.mm(piece, at_KR, out=wa_NR[some])
-            # 2 s W A^T + s^2 B (A A^T)
-            wa_NR.addmm_(b, a @ a.t(), beta=2 * s, alpha=s**2)
+        added = [_added(weights[place], a_RK[place], b_NR[place], scalings[place]) for place in places]
         # c^2 = ||W||^2 + 2 s rowsum(B * (W A^T)) + s^2 rowsum((B (A A^T)) * B)
-        c_sq_all = added.mul_(b_all).sum(1).add_(w_sq_all)
+        w_sq_all, b_all = (torch.cat([given[place] for place in places]) for given in (w_sq_N, b_NR))
+        c_sq_all = torch.cat(added).mul_(b_all).sum(1).add_(w_sq_all)
         c_all = torch.maximum(c_sq_all, w_sq_all.mul_(NORM_FLOOR)).sqrt_()
-        for place, c_N in zip(places, c_all.split(rows), strict=True):
-            norms[place] = c_N
-    return norms  # type: ignore[return-value]
+        norms |= zip(places, c_all.split([len(each) for each in added]), strict=True)
+    return [norms[place] for place in range(len(weights))]
+
+
+def _added(weight: StoredWeight, a_RK: Tensor, b_NR: Tensor, scaling: float) -> Tensor:
+    """2 s W A^T + s^2 B (A A^T), fp32 [N, R]."""
+    if weight.is_dense(a_RK.dtype):
+        wa_NR = torch.mm(weight.codes, a_RK.t())
+    else:
+        at_KR = a_RK.t().contiguous()
+        # One result for all pieces: small ones that stay between the pieces would keep a CPU's heap from reusing the space.
+        wa_NR = torch.empty_like(b_NR)
+        for rows, piece in decoded(weight):
+            torch.mm(piece, at_KR, out=wa_NR[rows])
+    return wa_NR.addmm_(b_NR, a_RK @ a_RK.t(), beta=2 * scaling, alpha=scaling**2)
 
 
 def compose(z_MN: Tensor, t_MR: Tensor, sb_NR: Tensor, g_N: Tensor | None, bias_N: Tensor | None, out_MN: Tensor) -> None:

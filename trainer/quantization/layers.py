@@ -85,6 +85,10 @@ class FrozenLayer(nn.Module):
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         return self.kernels.upcast(self.stored(), dtype).view(self.weight_shape)
 
+    def _apply(self, fn, recurse=True):
+        self._stored = None  # it would keep what moves
+        return super()._apply(fn, recurse)
+
     def load_weight(self, weight: torch.Tensor) -> None:
         """Convert `weight` into the payload, in place."""
         self.format.quantize_into(weight, self.payload())
