@@ -104,7 +104,7 @@ PATHS = re.compile(
 
 PRIVATE = r"_(?!_)"
 # Torch's own, of which a class here has a namesake.
-TORCHS = {"_parameters"}
+TORCHS = {"_apply", "_parameters"}
 # Of a class, or of a type that stands for one.
 CLASS_NAME = r"[A-Z]+[a-z]"
 

@@ -120,7 +120,7 @@ class Adapter:
         for owner, layers in owned.items():
 
             def before(module, args, layers=layers) -> None:
-                refresh(layer for layer in layers if not (layer._disable_adapters or layer.merged_adapters))
+                refresh(layer for layer in layers if not (layer.disable_adapters or layer.merged_adapters))
 
             owners[owner].register_forward_pre_hook(before)
 
