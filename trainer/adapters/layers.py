@@ -37,8 +37,8 @@ class Now:
 class AdaptedLayer(nn.Module, LoraLayer):
     """A frozen base layer with one active adapter. A, B and m are fp32 in every mode.
 
-    `ready` has what changes with an update only: A and s B in the compute dtype, and of a DoRA g = m / c, whose norm
-    c = ||W + s B A||_row is in `norm`. All of it is in non-persistent buffers. Whatever changes A, B, m, or which adapter is
+    `now.part` has what changes with an update only: A and s B in the compute dtype, and of a DoRA g = m / c, whose norm
+    c = ||W + s B A||_row is in `norm`. They are non-persistent buffers. Whatever changes A, B, m, or which adapter is
     active calls `mark_stale`; the next forward of the owning module (`Adapter.refresh_before`), or of the layer where it is
     called by itself, refreshes it where W is resident. So it is made once for an update, not for each micro-batch, nor again
     when a checkpointed block is recomputed. It is not keyed on the tensors' version counter, which fused and 8-bit optimizers
