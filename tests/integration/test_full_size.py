@@ -43,7 +43,7 @@ def sparse_model(
 
     write_sparse = maker.write_sparse
 
-    def sparse(path, tensors, metadata):
+    def sparse(path, tensors, metadata=None):
         tensors = {name: Recipe(dtype or t.dtype, tuple(t.shape), never) for name, t in tensors.items()}
         missing = total - sum(map(maker.size_of, tensors.values()))
         if missing > 0 and path == out:
