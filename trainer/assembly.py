@@ -83,11 +83,16 @@ def build_step(
         eps=config.optimizer.eps,
         min_8bit_size=config.optimizer.min_8bit_size,
     )
+    falls = config.schedule
     schedule = optim.build_schedule(
-        config.schedule.name,
+        falls.name,
         optimizer,
         total_steps=progress.total_steps,
-        warmup=optim.warmup_steps(config.schedule.warmup, progress.total_steps),
+        warmup=optim.steps_of(falls.warmup, progress.total_steps),
+        end=falls.end,
+        cycles=falls.cycles,
+        power=falls.power,
+        decay=optim.steps_of(falls.decay, progress.total_steps),
     )
     scaler = precision.loss_scaler(
         plan.scales_loss,

@@ -9,6 +9,7 @@ from trainer.config import Config, DataTable
 from trainer.errors import UserError
 from trainer.models.base import Family
 from trainer.models.loading import ModelSource
+from trainer.optim.schedules import SCHEDULES
 
 # By the key, the models that read it.
 FAMILY_KEYS = {
@@ -54,6 +55,7 @@ def unread_beside_others(config: Config) -> dict[str, str]:
         unread["optimizer.min_8bit_size"] = (
             f"with optimizer.name = {config.optimizer.name!r}; leave it out, or choose adamw8bit"
         )
+    unread |= _unread_of_schedule(config.schedule.name)
     if config.data.batch_size == 1:
         unread["data.short_batches"] = "with data.batch_size = 1; leave it out, or raise data.batch_size"
     for key in ("flip", "caption_dropout", "masks", "unmasked_weight"):
@@ -87,6 +89,16 @@ def unread_beside_others(config: Config) -> dict[str, str]:
         if sample.guidance is not None and sample.guidance <= 1:
             key = f"validation.samples.{index}.negative"
             unread[key] = f"with guidance = {sample.guidance:g}; leave it out, or raise guidance above 1"
+    return unread
+
+
+def _unread_of_schedule(name: str) -> dict[str, str]:
+    """Of a schedule of that name: what another one reads."""
+    unread = {}
+    for key in dict.fromkeys(key for descent in SCHEDULES.values() for key in descent.reads):
+        if key not in SCHEDULES[name].reads:
+            others = ", ".join(repr(other) for other, descent in SCHEDULES.items() if key in descent.reads)
+            unread[f"schedule.{key}"] = f"with schedule.name = {name!r}; leave it out, or choose {others}"
     return unread
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from trainer import config as configs
-from trainer import files
+from trainer import files, optim
 from trainer.allowance import PHOTOS, SHARE, Allowance, never
 from trainer.checkpoint import store
 from trainer.checkpoint.state import PIECES, Piece, Pin, Progress, Saved
@@ -125,6 +125,9 @@ def refuse_changes(
 ) -> None:
     """Note in `allowed` what it permits. Raises UserError for all else that differs, with the way to permit it."""
     old, new = configs.flatten(saved), configs.flatten(now)
+    # A key that there was not yet: its default is what the run did without it.
+    defaults = {key: list(value) if isinstance(value, tuple) else value for key, value in configs.known_keys().items()}
+    old |= {key: default for key in new if key not in old and (default := defaults.get(configs.generic(key))) is not None}
     refused, lost = {}, {}
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) == new.get(key) or any(fnmatchcase(key, pattern) for pattern in may_change):
@@ -157,10 +160,17 @@ def first_progress(plan: Plan) -> Progress:
 
 def _schedule_length(schedule: ScheduleTable, max_steps: int) -> int:
     length = schedule.total_steps or max_steps
-    if schedule.warmup > length:
+    longer = "lower it, or set schedule.total_steps to the length that the run will have in the end"
+    warmup, decay = (optim.steps_of(given, length) for given in (schedule.warmup, schedule.decay))
+    if warmup > length:
         raise UserError(
             f"schedule.warmup = {schedule.warmup} steps is longer than the schedule of {length} steps: the rate would "
-            "never reach optimizer.lr; lower it, or set schedule.total_steps to the length that the run will have in the end"
+            f"never reach optimizer.lr; {longer}"
+        )
+    if "decay" in optim.SCHEDULES[schedule.name].reads and warmup + decay > length:
+        raise UserError(
+            f"schedule.decay = {schedule.decay} and schedule.warmup = {schedule.warmup} are {decay} + {warmup} steps, more "
+            f"than the schedule's {length}: the fall would begin before the warm-up's end; {longer}"
         )
     return length
 

@@ -77,8 +77,10 @@ def beside(run: Run, base: str = "bf16") -> tuple[Callable[[int, Sequence[Any]],
         fused=True,
     )
     model = replace(run.model, modules=run.model.modules | {family.denoiser: module})
-    warmup = optim.warmup_steps(chosen.schedule.warmup, chosen.run.max_steps)
-    schedule = optim.build_schedule(chosen.schedule.name, optimizer, warmup=warmup, total_steps=chosen.run.max_steps)
+    length, falls = chosen.run.max_steps, chosen.schedule
+    counted = {key: optim.steps_of(getattr(falls, key), length) for key in ("warmup", "decay")}
+    shape = {key: getattr(falls, key) for key in ("end", "cycles", "power")}
+    schedule = optim.build_schedule(falls.name, optimizer, total_steps=length, **counted, **shape)
     predict = under_autocast(lambda *inputs: family.predict(model, *inputs), device, dtype)
 
     def step(number: int, micro_batches: Sequence[Any]) -> None:

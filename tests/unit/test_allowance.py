@@ -63,6 +63,18 @@ def test_the_way_that_is_named_leads_on() -> None:
     assert not allowed.ends_epoch
 
 
+def test_a_key_that_there_was_not_yet_had_its_default() -> None:
+    """The checkpoint of an earlier version goes on, and a value that changes the run is still refused."""
+    before, everything = configs.tree(configs.parse(TREE)), configs.tree(configs.parse(TREE))
+    for key in ("cycles", "end"):
+        del before["schedule"][key]
+    del before["data"]["masks"], before["validation"]["prompts"]
+    resume.refuse_changes(before, everything, "the checkpoint", allowed=Allowance())
+    everything["schedule"]["end"] = 0.5
+    with pytest.raises(UserError, match="schedule.end: 0.0 -> 0.5"):
+        resume.refuse_changes(before, everything, "the checkpoint", allowed=Allowance())
+
+
 def test_a_table_allows_its_keys_and_no_others() -> None:
     tree = changed(("schedule.name", "cosine"), ("schedule.warmup", 1), ("optimizer.lr", 5e-5))
     said = refused(tree, parse("schedule", "auto"))

@@ -99,7 +99,7 @@ def test_shipped_configs_are_accepted_and_round_trip(path: Path) -> None:
 
 NO_SHARE = "a share must be below 1; write"
 COUNT = "or a share of them below 1; 0 holds out none"
-STEPS = "give a number of steps, or a share of the schedule below 1; 0 is no warm-up"
+STEPS = "give a number of steps, or a share of the schedule below 1; 0 is none"
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     # rehearsal.py: for what the libraries read of tensors that have no values there.
     "bitsandbytes": ("quantization/bitsandbytes.py", "optim.py", "optim/*", "rehearsal.py"),
     "datasets": ("data/layouts/hf.py",),
-    "diffusers": ("models/*", "optim.py", "optim/*", "rehearsal.py"),
+    "diffusers": ("models/*", "rehearsal.py"),
     "huggingface_hub": ("models/*",),
     "optimum": ("quantization/quanto.py",),
     "peft": ("adapters/*",),

@@ -240,19 +240,26 @@ class OptimizerTable(Table):
     min_8bit_size: Count = 4096
 
 
-def _steps_or_share(warmup: int | float) -> int | float:
-    if warmup < 0:
-        raise ValueError("give a number of steps, or a share of the schedule below 1; 0 is no warm-up")
-    if isinstance(warmup, float) and warmup >= 1:
-        steps = "1 is one step" if warmup < 2 else f"{int(warmup)} are {int(warmup)} steps"
+def _steps_or_share(given: int | float) -> int | float:
+    if given < 0:
+        raise ValueError("give a number of steps, or a share of the schedule below 1; 0 is none")
+    if isinstance(given, float) and given >= 1:
+        steps = "1 is one step" if given < 2 else f"{int(given)} are {int(given)} steps"
         raise ValueError(f"a share must be below 1; write 0.05 for a twentieth, or steps without a point: {steps}")
-    return warmup
+    return given
+
+
+StepsOrShare = Annotated[int | float, AfterValidator(_steps_or_share)]
 
 
 class ScheduleTable(Table):
-    name: Literal["constant", "linear", "cosine"] = "constant"
-    warmup: Annotated[int | float, AfterValidator(_steps_or_share)] = 0.05
+    name: Literal["constant", "linear", "cosine", "cosine_restarts", "polynomial", "rex", "wsd"] = "constant"
+    warmup: StepsOrShare = 0.05
     total_steps: Count | None = None
+    end: Share = 0.0
+    cycles: Count = 2
+    power: Positive = 2.0
+    decay: StepsOrShare = 0.2
 
 
 class CheckpointTable(Table):

@@ -1,27 +1,99 @@
 """Learning-rate schedules, by name, counted in optimizer updates."""
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 
-def warmup_steps(warmup: int | float, total_steps: int) -> int:
+def steps_of(given: int | float, total_steps: int) -> int:
     """An integer counts steps; a fraction below 1 is a share of total_steps, rounded down."""
-    return warmup if isinstance(warmup, int) else int(warmup * total_steps)
+    return given if isinstance(given, int) else int(given * total_steps)
+
+
+@dataclass(frozen=True)
+class Descent:
+    """How the rate falls once the warm-up is over.
+
+    left: (done, length, **those of `reads`) -> the share of the way from the base rate (1) to the rate at the end (0), after
+    `done` of `length` updates, 0 <= done <= length. reads: keys of the config's table. source: of the formula.
+    """
+
+    left: Callable[..., float]
+    source: str
+    reads: tuple[str, ...] = ("end",)
+
+
+def _constant(done: int, length: int) -> float:
+    return 1.0
+
+
+def _linear(done: int, length: int) -> float:
+    return max(0.0, float(length - done) / float(max(1, length)))
+
+
+def _cosine(done: int, length: int) -> float:
+    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * (float(done) / float(max(1, length))))))
+
+
+def _cosine_restarts(done: int, length: int, cycles: int) -> float:
+    """`cycles` half waves; each but the first begins with a jump back to the base rate."""
+    if done >= length:
+        return 0.0
+    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * (float(cycles) * done / length % 1.0))))
+
+
+def _polynomial(done: int, length: int, power: float) -> float:
+    return _linear(done, length) ** power
+
+
+def _rex(done: int, length: int) -> float:
+    left = _linear(done, length)
+    return left / (0.5 + 0.5 * left)
+
+
+def _wsd(done: int, length: int, decay: int) -> float:
+    """decay: the last updates, along which the rate falls in a line."""
+    return min(1.0, float(length - done) / float(max(1, decay)))
+
+
+SCHEDULES = {
+    "constant": Descent(_constant, "the base rate", ()),
+    "linear": Descent(_linear, "a line (diffusers, get_linear_schedule_with_warmup)"),
+    "cosine": Descent(_cosine, "half a cosine wave (Loshchilov and Hutter, SGDR, 2017, eq. 5, without restarts)"),
+    "cosine_restarts": Descent(
+        _cosine_restarts, "`cycles` half waves of equal length (SGDR, eq. 5, T_mult = 1)", ("end", "cycles")
+    ),
+    "polynomial": Descent(
+        _polynomial, "(1 - p)^`power` (diffusers, get_polynomial_decay_schedule_with_warmup)", ("end", "power")
+    ),
+    "rex": Descent(_rex, "(1 - p) / (1/2 + (1 - p) / 2) (Chen et al., REX, 2021)"),
+    "wsd": Descent(
+        _wsd, "the base rate, then a line over `decay` (Hu et al., MiniCPM, 2024; Hägele et al., 2024)", ("end", "decay")
+    ),
+}
 
 
 def build_schedule(
-    name: str, optimizer: torch.optim.Optimizer, *, warmup: int, total_steps: int
+    name: str, optimizer: torch.optim.Optimizer, *, warmup: int, total_steps: int, end: float = 0.0, **keys: Any
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """diffusers' schedule of that name, counted in optimizer updates."""
-    from diffusers.optimization import get_scheduler
+    """The schedule of that name, counted in optimizer updates: a line from 0 over `warmup` updates, then its descent.
 
-    names = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
-    schedule = get_scheduler(names[name], optimizer, num_warmup_steps=warmup, num_training_steps=total_steps)
-    # A run that was lengthened stays at the end of its frozen schedule; the library's cosine would rise again.
-    schedule.lr_lambdas = [lambda n, rate=rate: rate(min(n, total_steps)) for rate in schedule.lr_lambdas]
-    return schedule
+    end: the rate after total_steps, as a share of the base rate; it stays there. keys: what the descent reads, others too.
+    """
+    descent = SCHEDULES[name]
+    read = {key: keys[key] for key in descent.reads if key != "end"}
+
+    def share(n: int) -> float:
+        n = min(n, total_steps)  # a run that was lengthened stays at the end of its frozen schedule
+        if n < warmup:
+            return float(n) / float(warmup)
+        left = descent.left(n - warmup, total_steps - warmup, **read)
+        return left + end * (1.0 - left) if "end" in descent.reads else left
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, share)
 
 
 class ScheduleState:
