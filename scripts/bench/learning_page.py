@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -18,7 +18,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.bench.learning import CELLS, FORMATS, Results, read  # noqa: E402
+from scripts.bench.cells import Results  # noqa: E402
+from scripts.bench.learning import BENCH, CELLS, FORMATS  # noqa: E402
+from scripts.bench.pages import COLOURS, band, keep, measured_on, picture, plot, share, table  # noqa: E402
 
 KEPT = 0.9  # of fp32's fall: what a format has to keep to be recommended
 WIDE = ("fp32", "fp16", "bf16")  # formats that quantise nothing
@@ -43,22 +45,6 @@ def check(results: Results) -> None:
 def falls(runs: Sequence[Mapping[str, Any]], what: str = "held_out") -> list[float]:
     """1 - last / first of every seed."""
     return [1 - run["last"][what] / run["first"][what] for run in runs]
-
-
-def share(value: float) -> str:
-    return f"{100 * value:.1f} %"
-
-
-def band(values: Sequence[float], text=share) -> str:
-    """The mean, and in brackets the smallest and the largest."""
-    if len(values) == 1:
-        return text(values[0])
-    return f"{text(mean(values))} ({text(min(values)).removesuffix(' %')} to {text(max(values)).removesuffix(' %')})"
-
-
-def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [titles, ["---"] * len(titles), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def factors(results: Results, family: str) -> str:
@@ -175,30 +161,6 @@ def peft(results: Results) -> str:
 
 # --- plots ------------------------------------------------------------------------------------------------------------
 
-LIGHT = {"face": "#ffffff", "ink": "#1f2328", "grid": "#d8dee4"}
-DARK = {"face": "#0d1117", "ink": "#e6edf3", "grid": "#30363d"}
-COLOURS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#64748b")
-
-
-def plot(path: Path, draw) -> None:
-    """draw(axes) twice: PATH-light.png and PATH-dark.png."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    for name, theme in (("light", LIGHT), ("dark", DARK)):
-        colours = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), theme["ink"])
-        colours |= dict.fromkeys(("figure.facecolor", "axes.facecolor", "legend.facecolor"), theme["face"])
-        colours |= {"axes.edgecolor": theme["grid"], "grid.color": theme["grid"], "legend.edgecolor": theme["grid"]}
-        with pyplot.rc_context(colours | {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
-            figure, axes = pyplot.subplots(figsize=(7.2, 3.8), layout="constrained")
-            axes.grid(True, linewidth=0.6)
-            axes.set_axisbelow(True)
-            draw(axes)
-            figure.savefig(path.with_name(f"{path.name}-{name}.png"), dpi=110)
-            pyplot.close(figure)
-
 
 def curves(axes, results: Results, names: Mapping[str, str], place: int, label: str) -> None:
     """Held-out loss over steps (place 0) or seconds (1): the mean of the seeds, and a band from the least to the most."""
@@ -250,13 +212,6 @@ def plots(results: Results, folder: Path) -> list[str]:
     return made
 
 
-def picture(name: str, words: str) -> str:
-    return (
-        f'<picture><source media="(prefers-color-scheme: dark)" srcset="learning/{name}-dark.png">'
-        f'<img src="learning/{name}-light.png" alt="{words}" width="720"></picture>\n'
-    )
-
-
 PAGE = """# What an adapter learns
 
 A pocket model is taught a style that it never saw. The truth is known, so learning is measured on what was not trained
@@ -266,7 +221,7 @@ on. The training is that of `configs/pocket_sdxl.toml` and `configs/pocket_flux.
     python scripts/bench/learning.py --out outputs/learning
     python scripts/bench/learning_page.py outputs/learning
 
-Measured on {days} on {machine}, with {versions}. `docs/benchmarks/{data}` has every seed.
+Measured {measured_on}. `docs/benchmarks/{data}` has every seed.
 
 - **Held-out loss**: the loss of the {exams} true icons in the new style, over 48 fixed draws of noise and timestep. The
   model knows these subjects from other styles. They are not among the 12.
@@ -331,35 +286,29 @@ def advice(values: Mapping[str, float]) -> str:
 
 def write(results: Results, docs: Path) -> Path:
     runs = [run for runs in results.values() for run in runs]
-    machines = [run["machine"] for run in runs]
-    days = sorted({machine["date"] for machine in machines})
-    devices = list(dict.fromkeys(f"{m['device']}, {m['threads']} threads" for m in machines))
-    versions = dict.fromkeys(f"{name} {number}" for m in machines for name, number in m["versions"].items())
     steps = sorted({run["steps"] for run in runs})
     made = plots(results, docs / "learning")
     most = max(map(len, results.values()))
     but = "".join(f", but {path} with {len(runs)}" for path, runs in results.items() if len(runs) < most)
-    kind = "CPU" if all(machine["device"].startswith("CPU") for machine in machines) else "GPU"
-    data = f"learning-{kind}-{days[-1]}.json"
-    (docs / "benchmarks" / data).write_text(json.dumps(results, separators=(",", ":")) + "\n")
+    data = keep("learning", results, docs)
     text = PAGE.format(
         steps=" or ".join(map(str, steps)),
         seeds=f"Each cell was trained with {most} seeds{but}.",
-        days=" and ".join(days),
-        machine="; ".join(devices),
-        versions=", ".join(versions),
+        measured_on=measured_on(results),
         data=data,
         exams=EXAMS,
         factors_sdxl=factors(results, "sdxl"),
         factors_flux=factors(results, "flux"),
         nf4=f" nf4 stores {share(nf4[0]['quantised'])} of the weights." if (nf4 := results.get("flux/stored-nf4")) else "",
-        ranks=picture("ranks", "held-out loss over steps, by rank") if "ranks" in made else "",
+        ranks=picture("learning/ranks", "held-out loss over steps, by rank") if "ranks" in made else "",
         kept_share=f"{KEPT:.0%}",
         advice=advice(kept(results)),
         formats=formats(results),
-        formats_plot=picture("formats", "share of fp32's fall, by storage format") if "formats" in made else "",
+        formats_plot=picture("learning/formats", "share of fp32's fall, by storage format") if "formats" in made else "",
         peft=peft(results),
-        trainers_plot="\n".join(picture(n, f"held-out loss over {n}, by trainer") for n in ("steps", "seconds") if n in made),
+        trainers_plot="\n".join(
+            picture(f"learning/{n}", f"held-out loss over {n}, by trainer") for n in ("steps", "seconds") if n in made
+        ),
         drawn=drawn(results),
     )
     page = docs / "learning.md"
@@ -371,7 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="the --out of scripts/bench/learning.py, or its --together")
     asked = parser.parse_args(arguments)
-    results = json.loads(asked.folder.read_text()) if asked.folder.is_file() else read(asked.folder)
+    results = json.loads(asked.folder.read_text()) if asked.folder.is_file() else BENCH.read(asked.folder)
     try:
         check(results)
     except ValueError as error:

@@ -108,7 +108,7 @@ def test_cells_are_measured_side_by_side(tmp_path: Path) -> None:
     together = tmp_path / "together.json"
     assert start_cells(tmp_path / "out", "--together", str(together)).wait() == 0
     results = json.loads(together.read_text())
-    assert results == learning.read(tmp_path / "out") and sorted(results) == ["sdxl/peft-dora", "sdxl/peft-lora"]
+    assert results == learning.BENCH.read(tmp_path / "out") and sorted(results) == ["sdxl/peft-dora", "sdxl/peft-lora"]
     (lora,) = results["sdxl/peft-lora"]
     assert lora["machine"]["cells at a time"] == 2 and lora["steps"] == 2
     before = torch.get_num_threads()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.bench import learning
+from scripts.bench import cells, learning, pages
 from scripts.bench import learning_page as page
 from scripts.bench.learning import CELLS
 
@@ -33,7 +33,7 @@ def test_falls_and_shares() -> None:
         "sdxl/stored-int2-quanto": [measured("sdxl/stored-int2-quanto", 0, last=0.7)],
     }
     assert page.kept(results) == pytest.approx({"fp8_e4m3": 0.59 / 0.6, "fp32": 1.0, "int2-quanto": 0.5})
-    assert page.band(page.falls(results["sdxl/default"])) == "59.0 % (58.0 to 60.0)"
+    assert pages.band(page.falls(results["sdxl/default"])) == "59.0 % (58.0 to 60.0)"
     results["sdxl/stored-nf4"] = [measured("sdxl/stored-nf4", 0, last=0.4) | {"quantised": 0.3}]
     results["sdxl/default"][0]["quantised"] = 0.95
     text = page.formats(results)
@@ -85,9 +85,9 @@ def test_what_cannot_stand_in_one_table_is_refused(what: str, tmp_path: Path, ca
 
 
 def test_results_of_another_length_are_not_taken_for_these(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    learning.write_whole(learning.result_file(tmp_path, "sdxl/default", 0), measured("sdxl/default", 0, last=0.5))
+    cells.write_whole(cells.result_file(tmp_path, "sdxl/default", 0), measured("sdxl/default", 0, last=0.5))
     with pytest.raises(SystemExit):
-        learning.main(["--out", str(tmp_path), "--cells", "sdxl/default", "--seeds", "1", "--steps", "30"])
+        learning.BENCH.main(["--out", str(tmp_path), "--cells", "sdxl/default", "--seeds", "1", "--steps", "30"])
     assert "sdxl-default-0.json is of 90 steps, not of 30" in capsys.readouterr().err
 
 
@@ -102,8 +102,8 @@ def test_what_is_together_is_not_measured_again(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(learning, "measure", measure)
     together = tmp_path / "together.json"
     command = ["--cells", "sdxl/rank-*", "--together", str(together), "--steps", "90"]
-    assert learning.main(["--out", str(tmp_path / "here"), *command, "--seeds", "1"]) == 0
-    assert learning.main(["--out", str(tmp_path / "there"), *command, "--seeds", "2"]) == 0
+    assert learning.BENCH.main(["--out", str(tmp_path / "here"), *command, "--seeds", "1"]) == 0
+    assert learning.BENCH.main(["--out", str(tmp_path / "there"), *command, "--seeds", "2"]) == 0
     assert asked == [("sdxl/rank-4", 0), ("sdxl/rank-64", 0), ("sdxl/rank-4", 1), ("sdxl/rank-64", 1)]
-    assert json.loads(together.read_text()) == learning.read(tmp_path / "there")
-    assert [len(runs) for runs in learning.read(tmp_path / "there").values()] == [2, 2]
+    assert json.loads(together.read_text()) == learning.BENCH.read(tmp_path / "there")
+    assert [len(runs) for runs in learning.BENCH.read(tmp_path / "there").values()] == [2, 2]
