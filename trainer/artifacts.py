@@ -1,8 +1,8 @@
 """What a run leaves for people: samples, adapter files, the "did it take?" table and the report."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ from trainer.report.before_after import write_before_after
 class Artifacts:
     """Made by the main process; the others wait.
 
-    evaluating: inside, the adapter has the weights to be used, where these are not the ones it trains with; it changes no
-    bit of the training.
+    weights: by the ending of what is made of them, "" or "_ema": inside, the adapter has the weights to be used, or their
+    average; afterwards it has, bit for bit, those that it trains with.
     """
 
     components: Components
@@ -38,7 +38,7 @@ class Artifacts:
     norms: Norms
     progress: Progress
     layout: Layout
-    evaluating: Callable[[], AbstractContextManager[None]]
+    weights: Mapping[str, Callable[[], AbstractContextManager[None]]]
 
     def after_step(self, *, again: bool = False) -> Exception | None:
         """Export and draw what is due at the present step. again: what a start that was cut off may have made already.
@@ -50,8 +50,8 @@ class Artifacts:
         at_end = step == plan.max_steps
         if not at_end and due(config.export.every_steps, step):
             stem = f"{config.run.name}-{step:08d}"
-            names = export.file_names(stem, config.export.formats).values()
-            if not (again and all((self.layout.adapters / name).exists() for name in names)):
+            files = [f for ending in self.weights for f in export.file_names(stem + ending, config.export.formats).values()]
+            if not (again and all((self.layout.adapters / file).exists() for file in files)):
                 try:
                     self.export(stem)
                 except Interrupted:  # the next start makes them; all processes stop together
@@ -68,6 +68,7 @@ class Artifacts:
     def draw_samples(self) -> Exception | None:
         """Of the present step; a stop leaves them to the next start. Returns what ends the run."""
         components, requests, step = self.components, self.components.plan.requests, self.progress.step
+        weights = self.weights if step else {"": self.weights[""]}  # before training the average is what is averaged
 
         def sample(request):
             # Around the encoding too: an adapted text encoder has a strength as well.
@@ -78,14 +79,13 @@ class Artifacts:
         try:
             # An image may take longer than a spot machine gives.
             with (
-                components.phases("drawing samples", sum(r.steps for r in requests), "evaluation") as phase,
+                components.phases("drawing samples", len(weights) * sum(r.steps for r in requests), "evaluation") as phase,
                 phase.between_modules(),
-                self.evaluating(),
                 components.load(components.family.denoiser).register_forward_hook(lambda *_: phase.advance()),
             ):
                 # Before the samples: where these are, the next start takes the step's drawing for done.
                 validation.keep_truths(requests, components.plan.truths, self.layout.truths)
-                validation.draw_samples(requests, sample=sample, folder=self.layout.samples_of(step))
+                validation.draw_samples(requests, sample=sample, folder=self.layout.samples_of(step), weights=weights)
             give_back()
         except Interrupted:
             return None
@@ -100,7 +100,7 @@ class Artifacts:
         return None
 
     def export(self, stem: str) -> dict[str, Path]:
-        """Write the adapter's files; returns them by format."""
+        """Write the adapter's files, and those of its average; returns them by format, the average's by "FORMAT, average"."""
         components, plan, config = self.components, self.components.plan, self.components.plan.config
         if not components.processes.is_main:
             return {}
@@ -122,21 +122,26 @@ class Artifacts:
                 components.model.configs[plan.family.denoiser], getattr(plan.objective, "prediction", "velocity")
             ),
         )
-        count = len(self.adapter.layers) * (len(config.export.formats) + self.adapter.dora)
-        with self.evaluating(), components.phases("exporting", count, "layer") as phase:
-            return export.write_files(
-                self.adapter,
-                self.layout.adapters,
-                stem,
-                about,
-                formats=config.export.formats,
-                fused=plan.fused,
-                prefixes=plan.family.kohya_prefix,
-                rows=lambda name: components.layer(name).weight_shape[0],
-                norms=self.norms.now(phase.advance),
-                dora_scale=config.export.dora_scale,
-                advance=phase.advance,
-            )
+        count = len(self.adapter.layers) * (len(config.export.formats) + self.adapter.dora) * len(self.weights)
+        written = {}
+        with components.phases("exporting", count, "layer") as phase:
+            for ending, used in self.weights.items():
+                with used():
+                    made = export.write_files(
+                        self.adapter,
+                        self.layout.adapters,
+                        stem + ending,
+                        replace(about, average=config.ema.describe() if ending else ""),
+                        formats=config.export.formats,
+                        fused=plan.fused,
+                        prefixes=plan.family.kohya_prefix,
+                        rows=lambda name: components.layer(name).weight_shape[0],
+                        norms=self.norms.now(phase.advance),
+                        dora_scale=config.export.dora_scale,
+                        advance=phase.advance,
+                    )
+                written |= {format + (", average" if ending else ""): path for format, path in made.items()}
+        return written
 
     def finish(self) -> None:
         """At the end of the training: the adapter files, the "did it take?" table and the report."""
@@ -145,9 +150,9 @@ class Artifacts:
         if not self.components.processes.is_main:
             return
         written = self.export(name)
-        with self.evaluating():
-            moved, effects = outcome.weight_change(self.adapter, phases), self._effects(written.get("diffusers"))
-            nothing = outcome.did_nothing(self.adapter)
+        with self.weights[""]():
+            moved, nothing = outcome.weight_change(self.adapter, phases), outcome.did_nothing(self.adapter)
+        effects = self._effects(written)
         diverged = outcome.too_far(moved)
         table = outcome.change_table(moved, dora=self.adapter.dora)
         sections = {
@@ -187,18 +192,22 @@ class Artifacts:
         layout = self.layout
         return validation.compared(layout.samples_of(0), layout.samples_of(self.progress.step), layout.truths)
 
-    def _effects(self, file: Path | None) -> list[list[Any]]:
-        """What changed besides the weights. file: the adapter in diffusers' format."""
+    def _effects(self, written: Mapping[str, Path]) -> list[list[Any]]:
+        """What changed besides the weights. written: as `export` gives it."""
         step, rows = self.progress.step, []
         for before, after, _ in self._compared():
             moved = validation.image_distance(before, after)
             rows.append([f"sample {after.stem} moved by (relative L2 of pixels)", f"{moved:.3%}"])
-        if file is not None:
-            with self.components.phases("reading the adapter file back", file.stat().st_size, "B") as phase:
+        for ending, used in self.weights.items():
+            of_average = ", average" if ending else ""
+            file = written.get(f"diffusers{of_average}")
+            if file is None:
+                continue
+            with self.components.phases("reading the adapter file back", file.stat().st_size, "B") as phase, used():
                 live = export.diffusers_tensors(self.adapter, self.norms.now(), lambda count: phase.check())
                 read = outcome.read_back(file, live, phase.advance)
             magnitudes = " (magnitudes: as made for the file's base)" if self.adapter.dora else ""
-            rows.append([f"exported file, read back, against the live adapter{magnitudes}", read])
+            rows.append([f"exported file, read back, against the live adapter{of_average}{magnitudes}", read])
         if self.progress.non_finite:
             skipped = f"{self.progress.non_finite} of {step}"
             rows.append(["updates skipped because a value was not finite (see metrics.jsonl)", skipped])

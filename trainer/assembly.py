@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from trainer import optim, precision, quantization, resume
+from trainer import ema, optim, precision, quantization, resume
 from trainer.adapters import Adapter, Rule, export, inject
 from trainer.adapters.norms import Norms, made_for
 from trainer.checkpoint.pieces import Pieces
@@ -69,8 +69,9 @@ def build_adapter(plan: Plan, components: Components, pieces: Pieces) -> tuple[A
 
 def build_step(
     components: Components, adapter: Adapter, pieces: Pieces, progress: Progress, *, then: Mapping[str, Any] | None
-) -> tuple[optim.OptimizerState, Step]:
-    """(the optimizer's state, the step): the optimizer, its schedule and the loss scaler are entered as pieces.
+) -> tuple[optim.OptimizerState, ema.Averages, Step]:
+    """(the optimizer's state, the averages, the step): the optimizer, its schedule, the loss scaler and the averages of [ema]
+    are entered as pieces.
 
     then: the checkpoint's config, where --allow changed it.
     """
@@ -104,6 +105,14 @@ def build_step(
     state = pieces.enter("optimizer", optim.OptimizerState(optimizer, config.optimizer.name, regrouping))
     pieces.enter("schedule", optim.ScheduleState(schedule, anew=then is not None))
     pieces.enter("scaler", precision.ScalerState(scaler))
+    weights = {"constant": ema.constant(config.ema.decay)} if config.ema.kind == "constant" else {}
+    averages = ema.Averages(adapter.named_parameters(), weights, changed=adapter.mark_stale)
+    if weights:
+        pieces.enter("ema", averages)
+
+    def after_update() -> None:
+        adapter.mark_stale()
+        averages.update()
 
     def losses(batch):
         return batch_losses(
@@ -122,12 +131,12 @@ def build_step(
         schedule=schedule,
         scaler=scaler,
         max_grad_norm=config.step.max_grad_norm,
-        after_update=adapter.mark_stale,
+        after_update=after_update,
         sum=peers.sum,
         # By the micro-batch's place in the update, whichever process has it.
         dropout=lambda step, index: dropout(step, index * peers.count + peers.rank),
     )
-    return state, step
+    return state, averages, step
 
 
 def _regrouping(config: Config, then: Mapping[str, Any], adapter: Adapter) -> optim.Regrouping:

@@ -56,6 +56,8 @@ def unread_beside_others(config: Config) -> dict[str, str]:
             f"with optimizer.name = {config.optimizer.name!r}; leave it out, or choose adamw8bit"
         )
     unread |= _unread_of_schedule(config.schedule.name)
+    if config.ema.kind != "constant":
+        unread["ema.decay"] = f"with ema.kind = {config.ema.kind!r}; leave it out, or set ema.kind = 'constant'"
     if config.data.batch_size == 1:
         unread["data.short_batches"] = "with data.batch_size = 1; leave it out, or raise data.batch_size"
     for key in ("flip", "caption_dropout", "masks", "unmasked_weight"):
@@ -100,6 +102,16 @@ def _unread_of_schedule(name: str) -> dict[str, str]:
             others = ", ".join(repr(other) for other, descent in SCHEDULES.items() if key in descent.reads)
             unread[f"schedule.{key}"] = f"with schedule.name = {name!r}; leave it out, or choose {others}"
     return unread
+
+
+def refuse_averages(config: Config, *, modes: bool) -> None:
+    """modes: whether the optimizer trains with other weights than those to be used. Raises UserError for [ema] with it."""
+    if modes and config.ema.kind != "none":
+        raise UserError(
+            f"ema.kind = {config.ema.kind!r} cannot be combined with optimizer.name = {config.optimizer.name!r}: its weights "
+            "for use are an average already, and those it trains with are not meant for use; set ema.kind = 'none', or "
+            "choose another optimizer"
+        )
 
 
 def _unread_of_images(data: DataTable) -> dict[str, str]:

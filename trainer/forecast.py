@@ -5,7 +5,7 @@ libraries, and what the allocator loses to rounding.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
 from unittest.mock import patch
@@ -28,7 +28,7 @@ from trainer.types import Conditioning
 CONTEXT, SHARE = 0.8 * 2**30, 0.03
 COMPUTING, KEPT = 0.135 * 2**30, 0.04
 # The columns of a phase, in the order in which memory is taken.
-PARTS = ("weights", "adapter", "gradients", "optimizer", "checkpoint", "saved", "transient")
+PARTS = ("weights", "adapter", "gradients", "optimizer", "averages", "checkpoint", "saved", "transient")
 # How the names of phases begin.
 CAPTIONS, PHOTOS, STEP, SAMPLES = "encoding captions", "encoding photos", "a step at", "samples of"
 UPDATE = "the update"
@@ -150,11 +150,13 @@ class Forecaster:
         self._load(self.family.denoiser, *(() if self.plan.cache_text else self.family.text_encoders))
         if self.plan.requests:
             self._load(self.family.vae)
-        adapter, _, _, step = self.run.trained
+        adapter, _, _, averages, step = self.run.trained
         config = self.plan.config.optimizer
         self.held["adapter"] = self.trace.enter(adapter.named_parameters().values())
         self.held["adapter"] += self.trace.enter(t for layer in adapter.layers.values() for t in _own(layer))
         self.held["gradients"] = self.trace.enter(parameter.grad for parameter in step.parameters)
+        if averages.tensors:
+            self.held["averages"] = self.trace.enter(averages.tensors)
         self.held["optimizer"] = optim.state_bytes(
             config.name, step.optimizer.param_groups, betas=config.betas, eps=config.eps, min_8bit_size=config.min_8bit_size
         )
@@ -186,8 +188,12 @@ class Forecaster:
             yield Stage(f"{UPDATE} by {name}", parts | {"transient": freed + scratch}, step.loaded)
 
     def sample(self, request: SampleRequest) -> Stage:
-        told, adapter = self._prompts(1), self.run.trained[0]
-        with self._phase(f"{SAMPLES} {request.width}x{request.height}") as phases, adapter.at_strength(request.strength):
+        told, (adapter, _, _, averages, _) = self._prompts(1), self.run.trained
+        with self._phase(f"{SAMPLES} {request.width}x{request.height}") as phases, ExitStack() as stack:
+            # While an average is drawn with, the weights that train lie beside it.
+            if averages.weights:
+                stack.enter_context(averages.used())
+            stack.enter_context(adapter.at_strength(request.strength))
             self.run.sample(replace(request, steps=1), told, told)
         return phases[0]
 
@@ -248,7 +254,8 @@ class Forecaster:
 
     def checkpoint_bytes(self) -> int:
         parameters = self.run.trained[0].named_parameters().values()
-        return sum(parameter.nbytes for parameter in parameters) + self.held["optimizer"]
+        kept = self.held["optimizer"] + self.held.get("averages", 0)
+        return sum(parameter.nbytes for parameter in parameters) + kept
 
 
 def _own(layer: nn.Module) -> Iterator[Tensor]:

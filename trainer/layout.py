@@ -15,6 +15,15 @@ def step_of(name: str) -> int | None:
     return None if found is None else int(found[1])
 
 
+AVERAGE = "_ema"  # how the names of files end that are made with an average of the weights
+
+
+def plain_request(request: str) -> str:
+    """What was asked of a sample (its PNG's text "request"), whichever weights it was drawn with."""
+    # In canonical JSON, where no text between quotation marks can look like this.
+    return request.replace(f', "weights": "{AVERAGE[1:]}"', "")
+
+
 def in_use(cache: Path) -> Path:
     """Of a folder of cached entries: the empty file whose locks say which processes use it."""
     return cache / "in_use" / ".lock"

@@ -75,6 +75,19 @@ def known(answer: torch.Tensor, assumed: bool) -> bool:
     return assumed if answer.is_meta or isinstance(answer, FakeTensor) else bool(answer)
 
 
+@contextmanager
+def put_back(tensors: Sequence[torch.Tensor], changed: Callable[[], object]) -> Iterator[None]:
+    """Afterwards, however it ends, these tensors are bit for bit what they are now. changed: is called then."""
+    kept = [tensor.detach().clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, kept, strict=True):
+                tensor.copy_(value)
+        changed()
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that memory ran out: Python's, torch's allocator's, or an untyped one of a library's."""
     untyped = ("can't allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")

@@ -11,7 +11,7 @@ from torch import nn
 from trainer import precision, quantization, storage
 from trainer.adapters import Rule, Target, match_targets
 from trainer.adapters.export import fused_modules
-from trainer.choices import chosen, refuse_unread, refuse_unread_by_model
+from trainer.choices import chosen, refuse_averages, refuse_unread, refuse_unread_by_model
 from trainer.config import Config, SampleTable
 from trainer.data import buckets, held_out, looks, sampler, short_batches
 from trainer.data.examples import Example, examples
@@ -89,7 +89,7 @@ def open_source(config: Config) -> ModelSource:
     """The model's configs and file headers. Of a hub id, the configs at first; `fetched` gets the rest."""
     family = family_named(config.model.family)
     refuse_unread(config, family)
-    optimizer_named(config.optimizer.name)
+    refuse_averages(config, modes=optimizer_named(config.optimizer.name).modes)
     names = [component.name for component in family.components]
     for name in config.model.components:
         if name not in names:

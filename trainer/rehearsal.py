@@ -20,6 +20,7 @@ from trainer.adapters.norms import Norms
 from trainer.assembly import build_adapter, build_step
 from trainer.checkpoint.pieces import Pieces
 from trainer.components import Components
+from trainer.ema import Averages
 from trainer.kernels import scratch
 from trainer.models.base import SampleRequest
 from trainer.models.tokenizers import load_tokenizer
@@ -191,15 +192,15 @@ class Rehearsal:
         return latents
 
     @cached_property
-    def trained(self) -> tuple[Adapter, Norms, optim.OptimizerState, Step]:
-        """The adapter in its layers, the norms for its files, optimizer and step; the denoiser is loaded."""
+    def trained(self) -> tuple[Adapter, Norms, optim.OptimizerState, Averages, Step]:
+        """The adapter in its layers, the norms for its files, optimizer, averages and step; the denoiser is loaded."""
         plan, pieces = self.plan, Pieces(None, resume.census(self.plan.config))
         for name in (plan.family.denoiser, *(() if plan.cache_text else plan.family.text_encoders)):
             self.components.load(name)
         adapter, norms = build_adapter(plan, self.components, pieces)
-        optimizer, step = build_step(self.components, adapter, pieces, resume.first_progress(plan), then=None)
+        optimizer, averages, step = build_step(self.components, adapter, pieces, resume.first_progress(plan), then=None)
         adapter.refresh()
-        return adapter, norms, optimizer, step
+        return adapter, norms, optimizer, averages, step
 
     def batch(self, width: int, height: int, conditioning: Conditioning | None, count: int, first: int = 0) -> Batch:
         """A micro-batch of one bucket, once images were encoded.

@@ -47,8 +47,10 @@ LIBRARIES = ("torch", "triton", "diffusers", "transformers", "peft", "accelerate
 
 
 def census(config: Config) -> Mapping[str, Piece]:
-    """The pieces of a checkpoint of this run: what every run has, and what a key of the config asks for. No key does yet."""
-    return PIECES
+    """The pieces of a checkpoint of this run: what every run has, and what a key of the config asks for."""
+    if config.ema.kind == "none":
+        return PIECES
+    return PIECES | {"ema": Piece("ema", file="ema.safetensors", asked_by="ema.kind")}
 
 
 def find_start(

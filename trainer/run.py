@@ -27,10 +27,11 @@ from trainer.dataset import open_cache
 from trainer.describe import describe, describe_memory
 from trainer.devices import Memory, accelerator_of, base_of, check_device, start_processes
 from trainer.digests import FileDigests
+from trainer.ema import Averages
 from trainer.encoding import encode, report_captions
 from trainer.errors import Interrupted
 from trainer.forecast import forecast
-from trainer.layout import Layout
+from trainer.layout import AVERAGE, Layout
 from trainer.loop import Loop
 from trainer.memory import give_back
 from trainer.models.base import Family, Model
@@ -100,6 +101,7 @@ class Run:
     adapter: Adapter
     norms: Norms
     optimizer: optim.OptimizerState
+    averages: Averages
     step: Step
     non_finite: NonFinite
 
@@ -127,7 +129,8 @@ class Run:
 
     def artifacts(self) -> Artifacts:
         evaluating = partial(self.optimizer.evaluating, self.adapter.mark_stale)
-        return Artifacts(self.components, self.reader, self.adapter, self.norms, self.progress, self.layout, evaluating)
+        weights = {"": evaluating} | ({AVERAGE: self.averages.used} if self.averages.weights else {})
+        return Artifacts(self.components, self.reader, self.adapter, self.norms, self.progress, self.layout, weights)
 
 
 def build(
@@ -190,7 +193,7 @@ def build(
     load_trained(components, pieces)
     adapter, norms = build_adapter(plan, components, pieces)
     then = saved.state("config") if saved is not None and allowed.changed else None
-    optimizer, step = build_step(components, adapter, pieces, progress, then=then)
+    optimizer, averages, step = build_step(components, adapter, pieces, progress, then=then)
     pieces.complete()
     if adapter.dora:
         # They would be made in the first step, which a stop has to wait for.
@@ -211,6 +214,7 @@ def build(
         adapter=adapter,
         norms=norms,
         optimizer=optimizer,
+        averages=averages,
         step=step,
         non_finite=non_finite,
     )

@@ -6,45 +6,62 @@ import hashlib
 import io
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trainer.errors import UserError
 from trainer.files import write_atomic
+from trainer.layout import plain_request
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-def draw_samples(requests: Sequence[Any], *, sample: Callable[[Any], Any], folder: Path) -> None:
+WithWeights = Mapping[str, Callable[[], AbstractContextManager[None]]]
+
+
+def draw_samples(
+    requests: Sequence[Any],
+    *,
+    sample: Callable[[Any], Any],
+    folder: Path,
+    weights: WithWeights = MappingProxyType({"": nullcontext}),
+) -> None:
     """One PNG for every request, named by the request's index, with what was asked as text entries "prompt" and "request".
 
     The folder appears when all are drawn. requests: dataclasses of JSON values.
     sample: request -> PIL image; it may raise Interrupted, which leaves no folder.
+    weights: by an ending of the files' names, a context with the weights to draw with: "" and, of an average, "_ema", which
+    "request" tells too.
     """
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        for index, request in enumerate(requests):
-            with torch.no_grad():
-                image = sample(request)
-            (temporary / f"{index:02d}.png").write_bytes(_png(image, request))
+        for ending, used in weights.items():
+            with used():
+                for index, request in enumerate(requests):
+                    with torch.no_grad():
+                        image = sample(request)
+                    (temporary / f"{index:02d}{ending}.png").write_bytes(_png(image, request, ending))
         temporary.replace(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _png(image: Image, request: Any) -> bytes:
+def _png(image: Image, request: Any, ending: str = "") -> bytes:
     from PIL.PngImagePlugin import PngInfo
 
     described = PngInfo()
     described.add_text("prompt", request.prompt)
-    described.add_text("request", json.dumps(asdict(request), sort_keys=True))
+    asked = asdict(request) | ({"weights": ending.removeprefix("_")} if ending else {})
+    described.add_text("request", json.dumps(asked, sort_keys=True))
     buffer = io.BytesIO()
     image.save(buffer, format="PNG", pnginfo=described)
     return buffer.getvalue()
@@ -75,9 +92,13 @@ def by_request(folder: Path) -> dict[str, Path]:
 
 
 def compared(before: Path, after: Path, truths: Path) -> list[tuple[Path, Path, Path | None]]:
-    """Of every sample that was asked for in the same words, size, seed and all else: its files in the three folders."""
+    """Of every sample that was asked for in the same words, size, seed and all else: its files in the three folders.
+
+    One of an average has the same before and truth as that of the weights themselves.
+    """
     first, known = by_request(before), by_request(truths)
-    return [(first[asked], path, known.get(asked)) for asked, path in by_request(after).items() if asked in first]
+    drawn = [(plain_request(asked), path) for asked, path in by_request(after).items()]
+    return [(first[asked], path, known.get(asked)) for asked, path in drawn if asked in first]
 
 
 def check_sizes(requests: Sequence[Any], multiple: int) -> None:

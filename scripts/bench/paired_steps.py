@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python scripts/bench/paired_steps.py                   # tiny and pocket, about 6 minutes
     OMP_NUM_THREADS=1 python scripts/bench/paired_steps.py --cells 'tiny-*' --json FILE
+    OMP_NUM_THREADS=1 python scripts/bench/paired_steps.py --sides ema       # our DoRA with [ema], and without
 
 The models take turns, a step each, over the same batches: forward, backward, clipping, AdamW. A figure is the median over the
 rounds of the ratio within a round, with the quartiles, so a slow spell of the machine meets both sides. Seconds are the
@@ -59,17 +60,26 @@ CELLS = (
     Cell("pocket", "sdxl", "bf16"),
     Cell("pocket", "flux", "bf16"),
 )
-SIDES = {
-    "ours DoRA": ("dora", False),
-    "ours LoRA": ("lora", False),
-    "plain DoRA": ("dora", True),
-    "plain LoRA": ("lora", True),
+Tables = dict[str, dict[str, Any]]
+DORA: Tables = {"adapter": {"type": "dora"}}
+LORA: Tables = {"adapter": {"type": "lora"}}
+# By the name of a comparison: its sides, each with what its config has of its own and whether it is the plain loop; and the
+# ratios of two sides each.
+SIDES: dict[str, tuple[dict[str, tuple[Tables, bool]], tuple[tuple[str, str], ...]]] = {
+    "peft": (
+        {"ours DoRA": (DORA, False), "ours LoRA": (LORA, False), "plain DoRA": (DORA, True), "plain LoRA": (LORA, True)},
+        (("ours DoRA", "ours LoRA"), ("ours DoRA", "plain DoRA"), ("ours LoRA", "plain LoRA")),
+    ),
+    # The second "without" says how far two equal sides are apart.
+    "ema": (
+        {"without": (DORA, False), "ema": (DORA | {"ema": {"kind": "constant"}}, False), "without again": (DORA, False)},
+        (("ema", "without"), ("without again", "without")),
+    ),
 }
-RATIOS = (("ours DoRA", "ours LoRA"), ("ours DoRA", "plain DoRA"), ("ours LoRA", "plain LoRA"))
 
 
-def config(cell: Cell, adapter: str, folder: Path, models: Path) -> configs.Config:
-    """As the demo has it; of a tiny model over the project's own photos."""
+def config(cell: Cell, own: Tables, folder: Path, models: Path) -> configs.Config:
+    """As the demo has it; of a tiny model over the project's own photos. own: what it has besides, by table."""
     tree = tomllib.loads((ROOT / "configs" / f"pocket_{cell.family}.toml").read_text(encoding="utf-8"))
     tree["run"] |= {"output_dir": str(folder / "run"), "max_steps": 10_000}
     tree["model"] |= {"path": str(ROOT / tree["model"]["path"]), "components": {DENOISER[cell.family]: {"dtype": cell.dtype}}}
@@ -81,7 +91,8 @@ def config(cell: Cell, adapter: str, folder: Path, models: Path) -> configs.Conf
     else:
         for source in tree["data"]["sources"]:
             source["path"] = str(ROOT / source["path"])
-    tree["adapter"]["type"] = adapter
+    for table, keys in own.items():
+        tree[table] = tree.get(table, {}) | keys
     tree["precision"] = {"compute": cell.dtype}
     tree["validation"] = {"every_steps": 0}
     tree["checkpoint"] = {"every_steps": 0}
@@ -89,21 +100,22 @@ def config(cell: Cell, adapter: str, folder: Path, models: Path) -> configs.Conf
     return configs.parse(tree)
 
 
-def timed(cell: Cell, rounds: int, warm_up: int, models: Path, folder: Path) -> dict[str, list[float]]:
-    """Seconds of each side's steps, round by round."""
+def timed(cell: Cell, compared: str, rounds: int, warm_up: int, models: Path, folder: Path) -> dict[str, list[float]]:
+    """Seconds of each side's steps, round by round. compared: of SIDES."""
+    sides = SIDES[compared][0]
     with ExitStack() as stack:
         steps: dict[str, Callable[[int], None]] = {}
-        for side, (adapter, plain) in SIDES.items():
+        for side, (own, plain) in sides.items():
             where = folder / f"{cell.name}-{side.replace(' ', '-')}"
             with redirect_stdout(io.StringIO()):  # what a run says of itself
-                run = stack.enter_context(built(config(cell, adapter, where, models)))
+                run = stack.enter_context(built(config(cell, own, where, models)))
             step = plain_peft.beside(run, cell.dtype)[0] if plain else lambda n, update, run=run: take_step(run, n, update)
             data = run.plan.config.data
             updates = sampler.all_updates(
                 run.plan.examples, seed=0, batch_size=data.batch_size, accumulation=1, processes=1, after=0
             )
             steps[side] = lambda n, step=step, updates=updates: step(n, next(updates))
-        seconds: dict[str, list[float]] = {side: [] for side in SIDES}
+        seconds: dict[str, list[float]] = {side: [] for side in sides}
         for number in range(warm_up + rounds):
             if number == warm_up:
                 gc.collect()
@@ -116,17 +128,18 @@ def timed(cell: Cell, rounds: int, warm_up: int, models: Path, folder: Path) -> 
     return seconds
 
 
-def ratios(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
+def ratios(seconds: dict[str, list[float]], pairs: tuple[tuple[str, str], ...]) -> dict[str, list[float]]:
     """By "one / other": the quartiles of a round's ratio."""
     return {
         f"{one} / {other}": statistics.quantiles((a / b for a, b in zip(seconds[one], seconds[other], strict=True)), n=4)
-        for one, other in RATIOS
+        for one, other in pairs
     }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", default="*", help="of " + ", ".join(cell.name for cell in CELLS))
+    parser.add_argument("--sides", choices=SIDES, default="peft", help="what is compared")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--warm_up", type=int, default=4)
     parser.add_argument("--json", type=Path)
@@ -138,13 +151,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         models = make_models(Path(folder) / "models") if any(cell.size == "tiny" for cell in cells) else Path(folder)
         for cell in cells:
-            seconds = timed(cell, asked.rounds, asked.warm_up, models, Path(folder))
-            found = ratios(seconds)
+            seconds = timed(cell, asked.sides, asked.rounds, asked.warm_up, models, Path(folder))
+            found = ratios(seconds, SIDES[asked.sides][1])
             result.append({"cell": cell.name, "seconds": seconds, "ratios": found})
             medians = ", ".join(f"{side} {1000 * statistics.median(values):.0f} ms" for side, values in seconds.items())
             print(f"{cell.name}: {medians}")
             for name, (low, median, high) in found.items():
-                print(f"    {name}: {median:.2f} ({low:.2f} to {high:.2f})", flush=True)
+                print(f"    {name}: {median:.3f} ({low:.3f} to {high:.3f})", flush=True)
             if asked.json:
                 asked.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0

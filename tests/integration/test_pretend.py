@@ -117,7 +117,7 @@ def test_a_run_at_full_size(folder: Path, family: str, kind: str, adapter: str) 
         update(run, (1024, 1024), (832, 1216))
         image = run.sample(run.plan.requests[0], told, told)
         assert image.shape == (1, 3, 1024, 1024) and image.device == run.device
-        adapter_now, _, optimizer, _ = run.trained
+        adapter_now, _, optimizer, _, _ = run.trained
         tensors = [*adapter_now.state_dict().values()]
         assert {tensor.device for tensor in tensors} == {run.device} and len(tensors) == (
             3 if adapter == "dora" else 2

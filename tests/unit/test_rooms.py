@@ -32,6 +32,7 @@ WORKSHOPS: dict[str, set[str]] = {
     "checkpoint": set(),
     "config": set(),
     "data": set(),
+    "ema": set(),
     "metrics": set(),
     "models": {"objectives"},
     "objectives": set(),

@@ -42,7 +42,7 @@ class About:
     """What an adapter file says of its origin.
 
     started: ISO time of the run's first start; never the present time. dora_base: which weights a DoRA's files are made for.
-    changes: what was changed in mid-run, as Progress has it.
+    changes: what was changed in mid-run, as Progress has it. average: of the weights over which updates; "" for no average.
     """
 
     name: str
@@ -58,6 +58,7 @@ class About:
     dora_base: str
     family: Mapping[str, str]
     changes: Sequence[Mapping[str, Any]] = ()
+    average: str = ""
 
 
 def file_names(stem: str, formats: Sequence[str]) -> dict[str, str]:
@@ -254,6 +255,7 @@ def metadata(adapter: Adapter, about: About, *, convention: str) -> dict[str, st
         "modelspec.resolution": about.resolution,
         "modelspec.trigger_phrase": about.trigger_phrase,
         **about.family,
+        **({"average": about.average} if about.average else {}),
         **({"changed_in_mid_run": json.dumps(list(about.changes), sort_keys=True)} if about.changes else {}),
     }
 

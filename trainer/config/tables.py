@@ -262,6 +262,14 @@ class ScheduleTable(Table):
     decay: StepsOrShare = 0.2
 
 
+class EmaTable(Table):
+    kind: Literal["none", "constant"] = "none"
+    decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
+
+    def describe(self) -> str:
+        return f"{self.kind}, decay {self.decay:g}"
+
+
 class CheckpointTable(Table):
     every_steps: Cadence = 500
     keep_last: Count = 3
@@ -320,6 +328,7 @@ class Config(Table):
     memory: MemoryTable = MemoryTable()
     optimizer: OptimizerTable = OptimizerTable()
     schedule: ScheduleTable = ScheduleTable()
+    ema: EmaTable = EmaTable()
     checkpoint: CheckpointTable = CheckpointTable()
     export: ExportTable = ExportTable()
     validation: ValidationTable = ValidationTable()

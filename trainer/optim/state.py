@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from trainer.errors import UserError
+from trainer.memory import put_back
 from trainer.optim.regrouping import Regrouping
 from trainer.optim.table import OPTIMIZERS
 
@@ -75,18 +76,13 @@ class OptimizerState:
         if not self.entry.modes:
             yield
             return
-        parameters = list(self._parameters().values())
-        kept = [parameter.detach().clone() for parameter in parameters]
-        try:
-            self.optimizer.eval()  # type: ignore[attr-defined]
-            changed()
-            yield
-        finally:
-            self.optimizer.train()  # type: ignore[attr-defined]
-            with torch.no_grad():
-                for parameter, value in zip(parameters, kept, strict=True):
-                    parameter.copy_(value)
-            changed()
+        with put_back(list(self._parameters().values()), changed):
+            try:
+                self.optimizer.eval()  # type: ignore[attr-defined]
+                changed()
+                yield
+            finally:
+                self.optimizer.train()  # type: ignore[attr-defined]
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return {

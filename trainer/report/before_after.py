@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.files import write_atomic
-from trainer.layout import Layout
+from trainer.layout import AVERAGE, Layout
 
 SMALLEST, LARGEST = 160, 384  # px: the side of a picture in it
 MARGIN, LINE = 12, 20  # px
@@ -23,7 +23,8 @@ def write_before_after(layout: Layout, samples: Sequence[tuple[Path, Path, Path 
     rows = []
     for sample in samples:
         pictures = [Image.open(file) if file else None for file in sample]
-        rows.append((pictures[1].info["prompt"], [picture and scaled(picture) for picture in pictures]))
+        averaged = " (average of the weights)" if sample[1].stem.endswith(AVERAGE) else ""
+        rows.append((pictures[1].info["prompt"] + averaged, [picture and scaled(picture) for picture in pictures]))
     titles = ["before training", f"after step {step:,}", *(["the truth"] if any(truth for *_, truth in samples) else [])]
     buffer = io.BytesIO()
     table(titles, rows).save(buffer, format="PNG")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer.layout import step_of
+from trainer.layout import plain_request, step_of
 
 EMBED_BYTES = 6 * 2**20  # as much as is embedded untouched; a larger set is embedded as thumbnails
 THUMBNAIL_PX = 512
@@ -66,7 +66,7 @@ def read_samples(folder: Path, check: Callable[[], None] = lambda: None) -> Samp
         check()
         _, request, _, uri = _embed(file, shrink)
         for (what, _), row in rows.items():
-            if what == request:
+            if plain_request(what) == request:
                 row.truth = uri, file.relative_to(folder.parent).as_posix()
     steps = tuple(sorted({step for _, step in files}))
     return Samples(steps, tuple(rows[key] for key in sorted(rows, key=place.__getitem__)), shrink)
@@ -82,6 +82,7 @@ def _detail(request: str | None) -> str:
     parts += [f"not: {asked['negative']}"] if asked.get("negative") else []
     parts += [f"guidance {asked['guidance']:g}"] if asked.get("guidance") is not None else []
     parts += [f"strength {asked['strength']:g}"] if asked.get("strength", 1) != 1 else []
+    parts += [f"average of the weights ({asked['weights']})"] if asked.get("weights") else []
     return ", ".join(parts)
 
 
