@@ -6,6 +6,7 @@ from typing import Any
 from trainer import ema, optim, precision, quantization, resume
 from trainer.adapters import Adapter, Rule, export, inject
 from trainer.adapters.norms import Norms, made_for
+from trainer.attention import few_tokens_in_fp32
 from trainer.checkpoint.pieces import Pieces
 from trainer.checkpoint.state import Progress
 from trainer.components import Components
@@ -61,6 +62,7 @@ def build_adapter(plan: Plan, components: Components, pieces: Pieces) -> tuple[A
     blocks = find_blocks(modules[family.denoiser], family.blocks)
     adapter.refresh_before(adapted)
     unread = family.unread_beside(adapter.layers, half=plan.scales_loss)
+    few_tokens_in_fp32(modules[family.denoiser], components.model.device)
     recomputed = checkpoint_blocks(blocks, config.memory.gradient_checkpointing, unread)
     if recomputed:
         peers.say(f"gradient checkpointing: {recomputed} blocks are recomputed in the backward pass")

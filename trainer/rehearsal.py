@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from trainer import optim, resume
+from trainer import attention, optim, resume
 from trainer.adapters import Adapter
 from trainer.adapters.norms import Norms
 from trainer.assembly import build_adapter, build_step
@@ -50,6 +50,7 @@ def without_values(*, on_cpu: bool = False) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, value in (
             (scratch, "_buffers", {}),
+            (attention, "DEVICE", META.type if on_cpu else attention.DEVICE),
             (Step, "_read", read_nothing(finite=False)),
             (Tensor, "cpu", _stay(Tensor.cpu)),
             # On the meta device torch would take attention apart, whose scores alone would be gigabytes.

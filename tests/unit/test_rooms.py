@@ -29,6 +29,7 @@ SHARED = {
 # Rooms that do one thing each: what they import besides the shared ones. All others wire these together.
 WORKSHOPS: dict[str, set[str]] = {
     "adapters": set(),
+    "attention": set(),
     "checkpoint": set(),
     "config": set(),
     "data": set(),

@@ -1,0 +1,112 @@
+"""Attention over few tokens on a CPU is computed in fp32: as exactly as 16 bits hold, and in a recomputation alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from unittest.mock import patch
+
+import pytest
+import torch
+from diffusers.models.attention_processor import Attention
+from diffusers.models.transformers.transformer_flux import FluxAttention
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from trainer import attention
+from trainer.memory import checkpoint_blocks, recomputing
+
+CPU = torch.device("cpu")
+
+
+def results(call: Callable[..., Tensor], given: list[Tensor], upstream: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """The output and the gradients of query, key and value, in fp64."""
+    inputs = [tensor.to(dtype).requires_grad_() for tensor in given]
+    out = call(*inputs)
+    return [each.detach().double() for each in (out, *torch.autograd.grad(out, inputs, upstream.to(dtype)))]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(("queries", "keys", "size"), [(4, 77, 16), (16, 16, 64), (128, 77, 32), (128, 128, 128)])
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+def test_no_less_exact_than_in_16_bits(dtype: torch.dtype, queries: int, keys: int, size: int, masked: bool) -> None:
+    generator = torch.Generator().manual_seed(queries + keys + size)
+    shapes = (2, 3, queries, size), (2, 3, keys, size), (2, 3, keys, size), (2, 3, queries, size)
+    *given, upstream = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    mask = torch.randn(2, 1, queries, keys, generator=generator).to(dtype) if masked else None
+
+    def theirs(*inputs: Tensor) -> Tensor:
+        return scaled_dot_product_attention(*inputs, None if mask is None else mask.to(inputs[0].dtype))
+
+    truth = results(theirs, given, upstream, torch.float64)
+    ours = results(lambda *inputs: attention.attention(scaled_dot_product_attention, *inputs, mask), given, upstream, dtype)
+    low = results(theirs, given, upstream, dtype)
+    for exact, mine, other in zip(truth, ours, low, strict=True):
+        # Rounded once at the end, which no result in that dtype can be without.
+        rounding = (exact.to(dtype).double() - exact).norm()
+        assert (mine - exact).norm() <= min((other - exact).norm(), 1.01 * rounding)
+
+
+def test_other_arguments_and_other_tensors_are_torchs() -> None:
+    """Many tokens, and fp32: torch's own call. A mask of booleans, causal order, a scale and grouped heads are handed on."""
+    query, key = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
+    allowed = torch.ones(6, 6, dtype=torch.bool).tril()
+    for keys in ({"is_causal": True}, {"attn_mask": allowed}, {"scale": 0.3}):
+        keys |= {"enable_gqa": True}
+        expected = scaled_dot_product_attention(query, key, key, **keys)
+        given = (tensor.bfloat16() for tensor in (query, key, key))
+        found = attention.attention(scaled_dot_product_attention, *given, **keys)
+        assert found.dtype == torch.bfloat16 and torch.allclose(found.float(), expected, atol=0.02)
+    seen = []
+
+    def noted(query, *others, **keys):
+        seen.append(query.dtype)
+        return scaled_dot_product_attention(query, *others, **keys)
+
+    for tokens, dtype in ((attention.FEW, torch.bfloat16), (attention.FEW + 1, torch.bfloat16), (4, torch.float64)):
+        attention.attention(noted, *(torch.randn(1, 1, tokens, 8, dtype=dtype) for _ in range(3)))
+    assert seen == [torch.float32, torch.bfloat16, torch.float64]
+
+
+def block(kind: str) -> tuple[nn.Module, Tensor]:
+    """An attention layer of diffusers in bf16, and an input."""
+    torch.manual_seed(0)
+    layer = Attention(32, heads=2, dim_head=16) if kind == "unet" else FluxAttention(32, heads=2, dim_head=16)
+    return nn.ModuleList([layer.bfloat16()]), torch.randn(2, 6, 32, dtype=torch.bfloat16, requires_grad=True)
+
+
+@pytest.mark.parametrize("kind", ["unet", "transformer"])
+def test_a_recomputation_computes_alike(kind: str) -> None:
+    """Forward and recomputation call fp32 attention; the gradients are those without recomputation, bit for bit."""
+    seen: list[tuple[torch.dtype, bool]] = []
+
+    def noted(query, *others, **keys):
+        seen.append((query.dtype, recomputing()))
+        return scaled_dot_product_attention(query, *others, **keys)
+
+    gradients = []
+    for recomputed in (False, True):
+        layers, x = block(kind)
+        attention.few_tokens_in_fp32(layers, CPU)
+        if recomputed:
+            checkpoint_blocks({"0": layers[0]}, True)
+        with patch.object(nn.functional, "scaled_dot_product_attention", noted):
+            gradients.append(torch.autograd.grad(layers[0](x).sum(), x)[0])
+    assert seen == [(torch.float32, False), (torch.float32, False), (torch.float32, True)]
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("kind", ["unet", "transformer"])
+def test_torchs_function_stays_everybody_elses(kind: str) -> None:
+    """Another model in the process, an accelerator's, and what comes after an error keep torch's attention."""
+    theirs, (layers, x), (others, _) = nn.functional.scaled_dot_product_attention, block(kind), block(kind)
+    plain = others[0](x)
+    attention.few_tokens_in_fp32(layers, torch.device("cuda"))
+    assert torch.equal(layers[0](x), plain)
+    attention.few_tokens_in_fp32(layers, CPU)
+    assert not torch.equal(layers[0](x), plain) and torch.equal(others[0](x), plain)
+    broken = patch.object(attention, "attention", side_effect=ZeroDivisionError)
+    for context, error in ((nullcontext(), None), (broken, ZeroDivisionError)):
+        with context, pytest.raises(error) if error else nullcontext():
+            layers[0](x)
+        assert nn.functional.scaled_dot_product_attention is theirs
