@@ -15,6 +15,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
+from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,8 @@ class Examiner:
         """predict: None for the run's own."""
         self.run = run
         self.predict = predict or (lambda *inputs: run.family.predict(run.model, *inputs))
+        evaluating = partial(run.optimizer.evaluating, run.adapter.mark_stale)
+        self.used = run.averages.used if run.averages.weights else evaluating
         # The plain loss, whatever the run weighs.
         weighted = getattr(run.plan.objective, "min_snr_gamma", None)
         self.objective = replace(run.plan.objective, min_snr_gamma=None) if weighted else run.plan.objective
@@ -100,9 +103,9 @@ class Examiner:
 
     @torch.no_grad()
     def losses(self, samples: Sequence[str], draws: int) -> list[float]:
-        """Of each draw, the mean over the samples: with the weights that are used, of optimizers that train at others."""
+        """Of each draw, the mean over the samples, with the weights that are used: an average where the run keeps one."""
         losses = []
-        with self.run.optimizer.evaluating(self.run.adapter.mark_stale):
+        with self.used():
             for number in range(draws):
                 batch = self.run.reader[tuple(Occurrence(number, sample, 0) for sample in samples)]
                 losses.append(float(run_losses(self.run, batch, self.predict, self.objective, EXAM_SEED).mean()))

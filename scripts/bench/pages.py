@@ -53,8 +53,8 @@ def _machines(results: Results) -> list[dict[str, Any]]:
     return [run["machine"] for runs in results.values() for run in runs]
 
 
-def plot(path: Path, draw: Callable[[Any], object]) -> None:
-    """draw(axes) twice: PATH-light.png and PATH-dark.png."""
+def plot(path: Path, draw: Callable[[Any], object], height: float = 3.8) -> None:
+    """draw(axes) twice: PATH-light.png and PATH-dark.png. height: inches, of 7.2 in width."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -65,7 +65,7 @@ def plot(path: Path, draw: Callable[[Any], object]) -> None:
         colours |= dict.fromkeys(("figure.facecolor", "axes.facecolor", "legend.facecolor"), theme["face"])
         colours |= {"axes.edgecolor": theme["grid"], "grid.color": theme["grid"], "legend.edgecolor": theme["grid"]}
         with pyplot.rc_context(colours | {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
-            figure, axes = pyplot.subplots(figsize=(7.2, 3.8), layout="constrained")
+            figure, axes = pyplot.subplots(figsize=(7.2, height), layout="constrained")
             axes.grid(True, linewidth=0.6)
             axes.set_axisbelow(True)
             draw(axes)
