@@ -85,7 +85,9 @@ def test_samples_and_exports_have_the_weights_to_be_used(bench: Workbench, monke
         parameters = run.adapter.named_parameters()
         monkeypatch.setattr(
             validation, "draw_samples",
-            lambda *args, **keys: [drawn.append([p.clone() for p in parameters.values()]), draw(*args, **keys)],
+            lambda *args, sample, **keys: draw(
+                *args, sample=lambda asked: [drawn.append([p.clone() for p in parameters.values()]), sample(asked)][1], **keys
+            ),
         )  # fmt: skip
         train_built(run)
         assert re.search(r"against the live adapter +equal", capsys.readouterr().out)
