@@ -116,7 +116,7 @@ def build_step(
         adapter.mark_stale()
         averages.update()
 
-    def losses(batch):
+    def losses(batch, update=()):
         return batch_losses(
             batch,
             objective=plan.objective,
@@ -125,6 +125,7 @@ def build_step(
             image_tokens=family.image_tokens,
             seed=seed,
             device=peers.device,
+            update=update,
         )
 
     step = Step(

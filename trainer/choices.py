@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from functools import reduce
+from operator import getitem
 from typing import Any
 
 from trainer import config as configs
-from trainer.config import Config, DataTable
+from trainer import objectives
+from trainer.config import Config, DataTable, ObjectiveTable
 from trainer.errors import UserError
 from trainer.models.base import Family
 from trainer.models.loading import ModelSource
@@ -15,16 +17,27 @@ from trainer.optim.schedules import SCHEDULES
 FAMILY_KEYS = {
     "model.prediction": "models that predict either noise or v",
     "model.zero_terminal_snr": "models with a noise schedule that may end at zero SNR",
-    "objective.timesteps": "models with a choice of timesteps",
-    "objective.shift": "flow matching models",
-    "objective.logit_mean": "flow matching models",
-    "objective.logit_std": "flow matching models",
-    "objective.min_snr_gamma": "diffusion models with a noise schedule",
+    **dict.fromkeys(objectives.KEYS, "models whose objective is this program's"),
+    **dict.fromkeys(("objective.shift", "objective.mode_scale"), "flow matching models"),
+    **dict.fromkeys(
+        (
+            "objective.weighting", "objective.min_snr_gamma", "objective.p2_gamma", "objective.p2_k",
+            "objective.noise_offset", "objective.multires_noise_iterations", "objective.multires_noise_discount",
+        ),
+        "diffusion models with a noise schedule",
+    ),
     "objective.guidance": "models with a guidance embedding",
     "data.clip_chunks": "models whose denoiser reads the tokens of a CLIP encoder",
     "data.text_length": "models with a text encoder whose length can be chosen",
     "validation.samples.*.negative": "models that are sampled with a negative prompt",
-}
+}  # fmt: skip
+
+
+# By the key, the timesteps that it belongs to.
+TIMESTEPS_OF = {
+    "logit_mean": ("logit_normal", "sigmoid"), "logit_std": ("logit_normal", "sigmoid"), "mode_scale": ("mode",),
+    "power": ("power",),
+}  # fmt: skip
 
 
 def refuse_unread(config: Config, family: Family) -> None:
@@ -33,15 +46,17 @@ def refuse_unread(config: Config, family: Family) -> None:
     by_family = {key: f"on {family.name}; leave it out (only {FAMILY_KEYS[key]} read it)" for key in absent}
     if not family.blocks:
         by_family["memory.gradient_checkpointing"] = f"on {family.name}, which names no blocks to recompute; leave it out"
-    _refuse(config, unread_beside_others(config) | by_family)
+    named = config.objective.timesteps
+    if named != "auto" and "objective.timesteps" not in absent and named not in family.timesteps:
+        raise UserError(
+            f"objective.timesteps = {named!r} is not for {family.name}; use {', '.join(map(repr, family.timesteps))}"
+        )
+    _refuse(config, unread_beside_others(config) | _unread_of_objective(config.objective, family) | by_family)
 
 
 def unread_beside_others(config: Config) -> dict[str, str]:
     """By the key: with what other choice it has no effect, and the remedy."""
     components, unread = config.model.components, {}
-    if config.objective.timesteps == "uniform":
-        remedy = "with uniform timesteps; leave it out, or set objective.timesteps = 'logit_normal'"
-        unread |= {"objective.logit_mean": remedy, "objective.logit_std": remedy}
     if "fp16" not in {config.precision.compute, *(component.compute for component in components.values())}:
         remedy = "in a run that computes nothing in fp16; leave it out, or set precision.compute = 'fp16'"
         unread |= {"precision.loss_scale": remedy, "precision.loss_scale_growth_interval": remedy}
@@ -114,6 +129,30 @@ def refuse_averages(config: Config, *, modes: bool) -> None:
         )
 
 
+def _unread_of_objective(objective: ObjectiveTable, family: Family) -> dict[str, str]:
+    unread = {}
+    timesteps = family.timesteps[0] if objective.timesteps == "auto" and family.timesteps else objective.timesteps
+    for key, names in TIMESTEPS_OF.items():
+        if timesteps not in names:
+            unread[f"objective.{key}"] = (
+                f"with {timesteps} timesteps; leave it out, or set objective.timesteps = {names[0]!r}"
+            )
+    if objective.loss == "mse":
+        remedy = "with objective.loss = 'mse'; leave it out, or set objective.loss = 'huber'"
+        unread |= {"objective.huber_c": remedy, "objective.huber_schedule": remedy}
+    weighting = objective.weighting
+    if weighting not in (None, "min_snr", "soft_min_snr"):
+        unread["objective.min_snr_gamma"] = f"with objective.weighting = {weighting!r}; leave it out, or choose 'min_snr'"
+    if weighting != "p2":
+        remedy = "without objective.weighting = 'p2'; leave it out, or set that"
+        unread |= {"objective.p2_gamma": remedy, "objective.p2_k": remedy}
+    if not objective.multires_noise_iterations:
+        unread["objective.multires_noise_discount"] = (
+            "without multi-resolution noise; leave it out, or set objective.multires_noise_iterations, for example to 6"
+        )
+    return unread
+
+
 def _unread_of_images(data: DataTable) -> dict[str, str]:
     unread = {}
     masks = [data.masks if source.masks is None else source.masks for source in data.sources]
@@ -141,13 +180,19 @@ def _refuse(config: Config, unread: Mapping[str, str]) -> None:
     """
     defaults = configs.known_keys()
     lines = []
-    for key, value in configs.flatten(configs.tree(config)).items():
+    tree = configs.tree(config)
+    for key, value in configs.flatten(tree).items():
         name = configs.generic(key)
+        whole, _, last = name.rpartition(".")
+        if last == "*" and whole in unread:  # one of a list's values, all of which are one choice
+            key, name = key.rpartition(".")[0], whole
+            value = reduce(getitem, key.split("."), tree)
         effect = unread.get(key, unread.get(name))
-        if effect is not None and value != defaults.get(name):
+        default = defaults.get(name)
+        if effect is not None and value != (list(default) if isinstance(default, tuple) else default):
             lines.append(f"{key} = {value!r} has no effect {effect}")
     if lines:
-        raise UserError("\n".join(lines))
+        raise UserError("\n".join(dict.fromkeys(lines)))
 
 
 def chosen(config: Config, family: Family) -> dict[str, Any]:

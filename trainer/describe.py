@@ -40,7 +40,9 @@ def describe(plan: Plan, *, sizes: bool) -> str:
     if plan.source.published_parts:
         lines.append(f"  of the published model's configs: {', '.join(plan.source.published_parts)}")
     lines += _hub_lines(plan.source)
-    lines += _adapter_lines(plan) + [f"objective {plan.objective.describe()}"] + data_lines(plan, text=_text(plan))
+    lines += [*_adapter_lines(plan), f"objective {plan.objective.describe()}"]
+    lines += [f"warning: {doubt}" for doubt in plan.objective.doubts()]
+    lines += data_lines(plan, text=_text(plan))
     group = config.optimizer
     lines.append(
         f"optimizer {group.name}, lr {group.lr:g}, weight decay {group.weight_decay:g} (none on magnitudes), "

@@ -166,10 +166,10 @@ class Forecaster:
         step, conditioning = self.run.trained[-1], self._prompts(count) if self.plan.cache_text else None
         losses, saved = step.losses, 0
 
-        def noting(batch):
+        def noting(*inputs):
             nonlocal saved
             before = self.trace.alive
-            found = losses(batch)
+            found = losses(*inputs)
             saved = self.trace.alive - before
             return found
 

@@ -11,16 +11,23 @@ import torch
 from trainer import draws
 from trainer.errors import OutOfMemory
 from trainer.memory import is_out_of_memory, known
-from trainer.objectives import Objective, sample_losses
+from trainer.objectives import Objective, stratified
 from trainer.terminal import printable
 from trainer.types import Batch, Conditioning, Occurrence
 
 
-def draw_time_and_noise(batch: Batch, *, objective: Objective, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(time [B], noise fp32 like the latents), on the CPU, each a pure function of seed and occurrence."""
+def draw_time_and_noise(
+    batch: Batch, *, objective: Objective, tokens: int, seed: int, update: Sequence[Occurrence] = ()
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(time [B], noise fp32 like the latents), on the CPU, each a pure function of seed and occurrence.
+
+    update: the occurrences of the global batch, which stratified times depend on, too; left out: the batch alone.
+    """
     keys = [astuple(occurrence) for occurrence in batch.occurrences]
     u = torch.tensor([draws.uniform(seed, "timestep", *key) for key in keys], dtype=torch.float64)
-    noise = torch.stack([draws.normal(batch.latents.shape[1:], seed, "noise", *key) for key in keys])
+    if objective.stratified:
+        u = stratified(u, keys, [astuple(occurrence) for occurrence in update] or keys, seed)
+    noise = torch.stack([objective.noise.draw(batch.latents.shape[1:], seed, key) for key in keys])
     return objective.time(u, tokens), noise
 
 
@@ -33,19 +40,23 @@ def batch_losses(
     image_tokens: Callable[[int, int], int],
     seed: int,
     device: torch.device,
+    update: Sequence[Occurrence] = (),
 ) -> torch.Tensor:
     """fp32 [B]: the objective's loss of each sample. `encode` is used where the batch carries no conditioning."""
     height, width = batch.target_size.tolist()[0]
-    time, noise = draw_time_and_noise(batch, objective=objective, tokens=image_tokens(height, width), seed=seed)
+    tokens = image_tokens(height, width)
+    time, noise = draw_time_and_noise(batch, objective=objective, tokens=tokens, seed=seed, update=update)
     # Page-locked memory (loader.iterate) is copied while the device computes; of other memory the copy is made at once.
     latents, noise = batch.latents.to(device, non_blocking=True), noise.to(device)
+    more = objective.noise.perturbation(noise.shape[1:], seed, [astuple(occurrence) for occurrence in batch.occurrences])
+    seen = noise if more is None else noise + more.to(device)
     if batch.conditioning is not None:
         conditioning = batch.conditioning.to(device, non_blocking=True)
     else:
         conditioning = encode(batch.captions)
-    prediction = predict(objective.noised(latents, noise, time), time.to(device), conditioning, batch)
+    prediction = predict(objective.noised(latents, seen, time), time.to(device), conditioning, batch)
     weights = batch.loss_weights.to(device, non_blocking=True) if batch.loss_weights is not None else None
-    return sample_losses(prediction, objective.target(latents, noise, time), objective.weight(time).to(device), weights)
+    return objective.losses(prediction, latents, noise, time, weights)
 
 
 @dataclass(frozen=True)
@@ -73,13 +84,14 @@ _LATENTS, _LOSS = 1, 2
 class Step:
     """Runs one update. Gradients are those of fp32 adapters, so unscaling an fp16 gradient cannot occur.
 
-    losses: Batch -> fp32 [B].  optimizer: its parameters have gradients (optim.build_optimizer).
+    losses: (a micro-batch, the occurrences of its global batch) -> fp32 [B].
+    optimizer: its parameters have gradients (optim.build_optimizer).
     after_update: called when parameters changed (DoRA norms are marked stale there).
     sum: sums a tensor over the processes, in place.
     dropout: (step, micro-batch of this process) -> a context in which adapter dropout is on and seeded.
     """
 
-    losses: Callable[[Batch], torch.Tensor]
+    losses: Callable[[Batch, Sequence[Occurrence]], torch.Tensor]
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LambdaLR
     scaler: torch.amp.GradScaler
@@ -118,7 +130,7 @@ class Step:
                 continue
             try:
                 with self.dropout(step, index):
-                    losses = self.losses(batch)
+                    losses = self.losses(batch, occurrences)
                     loss = losses.sum() / len(occurrences)
                     self.scaler.scale(loss).backward()
                     total += loss.detach()

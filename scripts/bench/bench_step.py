@@ -129,7 +129,7 @@ class Bench:
             {"objective": objective, "guidance": 1.0},
         )  # fmt: skip
         self.step = Step(
-            losses=lambda batch: batch_losses(
+            losses=lambda batch, update=(): batch_losses(
                 batch, objective=objective, image_tokens=family.image_tokens, seed=0, device=device,
                 predict=lambda *inputs: family.predict(model, *inputs), encode=lambda texts: batch.conditioning,
             ),

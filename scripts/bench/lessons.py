@@ -13,7 +13,6 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import date
 from functools import partial
 from importlib.metadata import distributions
@@ -94,8 +93,7 @@ class Examiner:
         evaluating = partial(run.optimizer.evaluating, run.adapter.mark_stale)
         self.used = run.averages.used if run.averages.weights else evaluating
         # The plain loss, whatever the run weighs.
-        weighted = getattr(run.plan.objective, "min_snr_gamma", None)
-        self.objective = replace(run.plan.objective, min_snr_gamma=None) if weighted else run.plan.objective
+        self.objective = run.plan.objective.plain()
 
     def samples(self, source: int) -> list[str]:
         """The photos of a source, by its place in the config."""

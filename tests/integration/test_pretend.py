@@ -183,12 +183,12 @@ def test_a_tensor_left_on_the_cpu_is_found(folder: Path, monkeypatch) -> None:
 @pytest.mark.parametrize("read", ["item", "cpu"])
 def test_a_read_in_the_middle_of_a_step_is_found(folder: Path, monkeypatch, read: str) -> None:
     """The loss is read before the backward: as `.item()`, or as a copy."""
-    from trainer import step as module
+    from trainer.objectives import base as module
 
     plain = module.sample_losses
 
-    def reading(*arguments):
-        losses = plain(*arguments)
+    def reading(*arguments, **keys):
+        losses = plain(*arguments, **keys)
         losses.sum().item() if read == "item" else losses.cpu()
         return losses
 

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from trainer.models.base import Component, Family, Markers, Model, SampleRequest, collate
+from trainer.objectives import Objective
 from trainer.types import Batch, Conditioning
 
 TEMPLATE = "describe the picture : {}"
 
 
 @dataclass(frozen=True)
-class Backwards:
+class Backwards(Objective):
     """x_t = t x_0 + (1 - t) noise, t in (0, 1), drawn the later the more tokens there are; target = x_0 - noise."""
 
     def time(self, u: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -22,11 +22,38 @@ SET = {
     "objective.shift": 3.0,
     "objective.logit_mean": 0.5,
     "objective.logit_std": 2.0,
+    "objective.mode_scale": 0.5,
+    "objective.power": 2.0,
+    "objective.t_range": (0.1, 0.9),
+    "objective.stratified": True,
+    "objective.loss": "huber",
+    "objective.huber_c": 0.2,
+    "objective.huber_schedule": "constant",
+    "objective.weighting": "debiased",
     "objective.min_snr_gamma": 5.0,
+    "objective.p2_gamma": 0.5,
+    "objective.p2_k": 2.0,
+    "objective.noise_offset": 0.05,
+    "objective.multires_noise_iterations": 6,
+    "objective.multires_noise_discount": 0.4,
+    "objective.input_perturbation": 0.1,
     "objective.guidance": 2.0,
     "data.text_length": 64,
     "data.clip_chunks": 2,
     "validation.samples.*.negative": "blurred",
+}
+
+# What a key needs beside it to be read.
+BESIDE_IT = {
+    "objective.logit_mean": {"objective.timesteps": "logit_normal"},
+    "objective.logit_std": {"objective.timesteps": "logit_normal"},
+    "objective.mode_scale": {"objective.timesteps": "mode"},
+    "objective.power": {"objective.timesteps": "power"},
+    "objective.huber_c": {"objective.loss": "smooth_l1"},
+    "objective.huber_schedule": {"objective.loss": "huber"},
+    "objective.p2_gamma": {"objective.weighting": "p2"},
+    "objective.p2_k": {"objective.weighting": "p2"},
+    "objective.multires_noise_discount": {"objective.multires_noise_iterations": 6},
 }
 
 
@@ -55,11 +82,12 @@ def test_every_such_key_is_one_of_the_config() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("key", SET)
 def test_a_key_is_read_or_refused(family: str, key: str) -> None:
-    given = config(family, key, SET[key])
     if key in FAMILIES[family].reads:
+        given = config(family, key, SET[key], BESIDE_IT.get(key))
         refuse_unread(given, FAMILIES[family])
         assert "*" in key or chosen(given, FAMILIES[family])[key.rpartition(".")[2]] == SET[key]
     else:
+        given = config(family, key, SET[key])
         shown = f"{key.replace('*', '0')} = {SET[key]!r} has no effect on {family}; leave it out (only "
         shown += f"{FAMILY_KEYS[key]} read it)"
         with pytest.raises(UserError, match=f"^{re.escape(shown)}$"):
@@ -74,19 +102,45 @@ def test_defaults_that_are_written_out_are_accepted(family: str) -> None:
     assert {"logit_mean", "guidance"} <= written.objective.model_fields_set
 
 
-@pytest.mark.parametrize(("key", "value"), [("logit_mean", 0.5), ("logit_std", 2.0)])
-def test_the_logit_normal_is_refused_with_uniform_timesteps(key: str, value: float) -> None:
-    given = config("flux", f"objective.{key}", value)
-    for timesteps, refused in (("auto", False), ("logit_normal", False), ("uniform", True)):
-        objective = given.objective.model_copy(update={"timesteps": timesteps})
-        tried = given.model_copy(update={"objective": objective})
-        if not refused:
-            refuse_unread(tried, FAMILIES["flux"])
+# (key of the objective, a value, the timesteps that read it)
+OF_TIMESTEPS = [
+    ("logit_mean", 0.5, ("logit_normal", "sigmoid")), ("logit_std", 2.0, ("logit_normal", "sigmoid")),
+    ("mode_scale", 0.5, ("mode",)), ("power", 2.0, ("power",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("key", "value", "of"), OF_TIMESTEPS)
+def test_the_key_of_one_kind_of_timesteps_is_refused_with_others(family: str, key: str, value: float, of: tuple) -> None:
+    chosen_family = FAMILIES[family]
+    if f"objective.{key}" not in chosen_family.reads:
+        return
+    for timesteps in ("auto", *chosen_family.timesteps):
+        tried = config(family, f"objective.{key}", value, {"objective.timesteps": timesteps})
+        meant = chosen_family.timesteps[0] if timesteps == "auto" else timesteps
+        if meant in of:
+            refuse_unread(tried, chosen_family)
             continue
-        shown = f"objective.{key} = {value} has no effect with uniform timesteps; leave it out, or set "
-        with pytest.raises(UserError, match=f"^{re.escape(shown)}objective.timesteps = 'logit_normal'$"):
-            refuse_unread(tried, FAMILIES["flux"])
-    refuse_unread(config("flux", "objective.timesteps", "uniform"), FAMILIES["flux"])
+        shown = f"objective.{key} = {value} has no effect with {meant} timesteps; leave it out, or set "
+        with pytest.raises(UserError, match=f"^{re.escape(shown)}objective.timesteps = '{of[0]}'$"):
+            refuse_unread(tried, chosen_family)
+    refuse_unread(config(family, "objective.timesteps", "uniform"), chosen_family)
+
+
+def test_a_family_refuses_timesteps_of_another_and_says_its_own() -> None:
+    shown = "objective.timesteps = 'mode' is not for sdxl; use 'uniform', 'logit_normal', 'power'"
+    with pytest.raises(UserError, match=f"^{shown}$"):
+        refuse_unread(config("sdxl", "objective.timesteps", "mode"), FAMILIES["sdxl"])
+
+
+def test_a_list_that_is_not_read_is_refused_as_one() -> None:
+    """All its values are one choice."""
+    given, deaf = config("flux", "objective.t_range", [0.0, 0.5]), replace(FAMILIES["flux"], reads=())
+    with pytest.raises(
+        UserError, match=r"^objective\.t_range = \[0\.0, 0\.5\] has no effect on flux; leave it out \(only [^\n]+$"
+    ):
+        refuse_unread(given, deaf)
+    refuse_unread(config("flux", "objective.t_range", [0.0, 1.0]), deaf)
 
 
 @pytest.mark.parametrize(("embeds", "guidance"), [(True, 1.0), (True, 2.0), (False, 1.0), (False, 2.0)])
@@ -129,6 +183,13 @@ BESIDE = [
     ("data.unmasked_weight", 0.5, {}, {"data.sources.0.masks": "alpha"}),
     ("data.sources.0.unmasked_weight", 0.5, {}, {"data.masks": "files"}),
     ("data.image_variants", 8, {}, {"data.colour_jitter": 0.1}),
+    ("objective.huber_c", 0.2, {"objective.loss": "mse"}, {"objective.loss": "huber"}),
+    ("objective.huber_schedule", "constant", {}, {"objective.loss": "smooth_l1"}),
+    ("objective.min_snr_gamma", 5.0, {"objective.weighting": "none"}, {}),
+    ("objective.min_snr_gamma", 5.0, {"objective.weighting": "debiased"}, {"objective.weighting": "soft_min_snr"}),
+    ("objective.p2_k", 2.0, {"objective.weighting": "min_snr"}, {"objective.weighting": "p2"}),
+    ("objective.p2_gamma", 0.5, {}, {"objective.weighting": "p2"}),
+    ("objective.multires_noise_discount", 0.4, {}, {"objective.multires_noise_iterations": 6}),
     ("validation.samples.0.negative", "fur", {"validation.samples.0.guidance": 1.0}, {"validation.samples.0.guidance": 4.0}),
 ]  # fmt: skip
 

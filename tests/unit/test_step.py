@@ -39,7 +39,7 @@ def step_with(peer: Peer, losses=lambda batch: batch.latents.mean((1, 2, 3))) ->
     group = {"params": [parameter], "lr": 0.1, "weight_decay": 0.0, "magnitudes": False}
     optimizer = optim.build_optimizer("adamw", [group], betas=(0.9, 0.999), eps=1e-8, min_8bit_size=4096)
     step = Step(
-        losses=lambda batch: losses(batch) * parameter.sum(),
+        losses=lambda batch, update: losses(batch) * parameter.sum(),
         optimizer=optimizer,
         schedule=optim.build_schedule("constant", optimizer, total_steps=9, warmup=0),
         scaler=torch.amp.GradScaler("cpu", enabled=False),

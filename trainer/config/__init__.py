@@ -5,6 +5,7 @@ from trainer.config.tables import (
     ComponentTable,
     Config,
     DataTable,
+    ObjectiveTable,
     Resolutions,
     SampleTable,
     ScheduleTable,
@@ -13,6 +14,6 @@ from trainer.config.tables import (
 )
 
 __all__ = [
-    "ComponentTable", "Config", "DataTable", "Resolutions", "SampleTable", "ScheduleTable", "Table", "dumps", "expand_home",
-    "flatten", "generic", "known_keys", "load", "near_miss", "parse", "read_resolved", "tree",
+    "ComponentTable", "Config", "DataTable", "ObjectiveTable", "Resolutions", "SampleTable", "ScheduleTable", "Table",
+    "dumps", "expand_home", "flatten", "generic", "known_keys", "load", "near_miss", "parse", "read_resolved", "tree",
 ]  # fmt: skip

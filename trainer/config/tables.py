@@ -210,13 +210,43 @@ class DataTable(Table):
         return self
 
 
+def _a_range(t_range: tuple[float, float]) -> tuple[float, float]:
+    low, high = t_range
+    if not low < high:
+        raise ValueError("it leaves no timestep; give [low, high], shares of the way to noise, low below high")
+    return t_range
+
+
 class ObjectiveTable(Table):
-    timesteps: Literal["auto", "uniform", "logit_normal"] = "auto"
+    loss: Literal["mse", "huber", "smooth_l1"] = "mse"
+    huber_c: Annotated[float, Field(gt=0, le=1)] = 0.1
+    huber_schedule: Literal["constant", "exponential", "snr"] = "snr"
+    weighting: Literal["none", "min_snr", "soft_min_snr", "debiased", "p2"] | None = None
+    min_snr_gamma: Positive | None = None
+    p2_gamma: Positive = 1.0
+    p2_k: Positive = 1.0
+    timesteps: Literal["auto", "uniform", "logit_normal", "sigmoid", "mode", "cosmap", "power"] = "auto"
     shift: Literal["auto"] | Positive = "auto"
     logit_mean: float = 0.0
     logit_std: Positive = 1.0
-    min_snr_gamma: Positive | None = None
+    mode_scale: Annotated[float, Field(ge=-1, le=1.75)] = 1.29
+    power: Positive = 1.0
+    t_range: Annotated[tuple[Share, Share], Field(strict=False), AfterValidator(_a_range)] = (0.0, 1.0)
+    stratified: bool = False
+    noise_offset: Annotated[float, Field(ge=0)] = 0.0
+    multires_noise_iterations: Annotated[int, Field(ge=0)] = 0
+    multires_noise_discount: Annotated[float, Field(gt=0, le=1)] = 0.3
+    input_perturbation: Annotated[float, Field(ge=0)] = 0.0
     guidance: Annotated[float, Field(ge=0)] = 1.0
+
+    @model_validator(mode="after")
+    def _one_noise(self) -> ObjectiveTable:
+        if self.noise_offset and self.multires_noise_iterations:
+            raise ValueError(
+                f"objective.noise_offset = {self.noise_offset:g} and objective.multires_noise_iterations = "
+                f"{self.multires_noise_iterations} both add low frequencies to the noise; set one of them"
+            )
+        return self
 
 
 class StepTable(Table):

@@ -147,6 +147,7 @@ class Family:
     sample(model, request, conditioning, negative) -> PIL image.
     reads: of the config keys that not every family reads (trainer/choices.py), those that this one does. `objective` gets
       their values by their last names, and so does Model.options.
+    timesteps: what objective.timesteps may be, where it is read; the first is what "auto" is.
     tokenizers: the name of a tokenizer's folder -> the text encoder it belongs to.
     input_layer: the denoiser's parameter [N, channels, ...] that reads the latents.
     check(configs by component, channels that `input_layer` reads): raises UserError for a model of this architecture that is
@@ -179,6 +180,7 @@ class Family:
     sample: Callable[[Model, SampleRequest, Conditioning, Conditioning], Any]
     latent_side: int = 8
     reads: tuple[str, ...] = ()
+    timesteps: tuple[str, ...] = ()
     tokenizers: Mapping[str, str] = field(default_factory=lambda: {"tokenizer": "text_encoder"})
     input_layer: str = ""
     check: Callable[[Mapping[str, dict], int | None], None] = lambda configs, inputs: None

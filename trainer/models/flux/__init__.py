@@ -6,6 +6,7 @@ zero; no attention mask for T5; CLIP gives only the pooled vector; the transform
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -16,12 +17,13 @@ from trainer.models.base import Component, Family, Markers, Model, SampleRequest
 from trainer.models.flux import names
 from trainer.models.names import ComponentConfig
 from trainer.models.shared import clip, vae
-from trainer.objectives import Flow
+from trainer.objectives import KEYS, Flow, Loss, Noise, Times, chosen
 from trainer.types import Batch, Conditioning
 
 DEFAULT_GUIDANCE = 3.5
 T5_LENGTH_DEV, T5_LENGTH_SCHNELL = 512, 256
 SCHEDULERS = frozenset({"FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler"})
+TIMESTEPS = ("logit_normal", "uniform", "sigmoid", "mode", "cosmap", "power")
 INPUTS = {
     128: "a Control model (Canny or Depth: latents and the control image's)",
     384: "Flux Fill (latents, the masked image's and the mask)",
@@ -37,18 +39,21 @@ def objective(
     scheduler: ComponentConfig,
     markers: Markers,
     *,
-    timesteps: str,
-    shift: str | float,
-    logit_mean: float,
-    logit_std: float,
-    **others,
+    timesteps: str = "auto",
+    shift: Literal["auto"] | float = "auto",
+    stratified: bool = False,
+    **choices: Any,
 ) -> Flow:
+    """Shifted by the resolution, if not asked otherwise; "sigmoid" is the name of times that are not."""
     variants.check_scheduler(scheduler, "flux", SCHEDULERS)
+    if shift == "auto":
+        shift = 1.0 if timesteps == "sigmoid" else resolution_shift
     return Flow(
-        timesteps="logit_normal" if timesteps == "auto" else timesteps,
-        shift=resolution_shift if shift == "auto" else float(shift),
-        logit_mean=logit_mean,
-        logit_std=logit_std,
+        times=chosen(Times, choices, timesteps=TIMESTEPS[0] if timesteps == "auto" else timesteps),
+        shift=shift,
+        loss=chosen(Loss, choices),
+        noise=chosen(Noise, choices),
+        stratified=stratified,
     )
 
 
@@ -193,9 +198,9 @@ FAMILY = Family(
     input_layer="x_embedder.weight",
     check=partial(variants.check_latents, denoiser="transformer", fold=4, kinds=INPUTS),
     reads=(
-        "objective.timesteps", "objective.shift", "objective.logit_mean", "objective.logit_std", "objective.guidance",
-        "data.text_length",
+        *KEYS, "objective.mode_scale", "objective.shift", "objective.guidance", "data.text_length",
     ),
+    timesteps=TIMESTEPS,
     tokenizers={"tokenizer": "text_encoder", "tokenizer_2": "text_encoder_2"},
     size_multiple=16,
     presets={"attention": _ATTENTION, "attention+mlp": (*_ATTENTION, *_MLP), "linear": _LINEAR, "all": _LINEAR},

@@ -17,7 +17,7 @@ from trainer.models import variants
 from trainer.models.base import Component, Family, Markers, Model, SampleRequest, count_prompt_tokens, draw
 from trainer.models.sdxl import names
 from trainer.models.shared import clip, vae
-from trainer.objectives import Diffusion
+from trainer.objectives import KEYS, Diffusion, Loss, Noise, Times, Weighting, chosen
 from trainer.types import Batch, Conditioning
 
 DEFAULT_GUIDANCE = 5.0
@@ -32,6 +32,7 @@ SCHEDULERS = frozenset(
         "KDPM2Discrete", "LMSDiscrete", "PNDM", "SASolver", "UniPCMultistep",
     )
 )  # fmt: skip
+TIMESTEPS = ("uniform", "logit_normal", "power")
 # By what diffusers calls them.
 PREDICTIONS: dict[str, Literal["epsilon", "v"]] = {"epsilon": "epsilon", "v_prediction": "v"}
 INPUTS = {
@@ -66,20 +67,26 @@ def objective(
     *,
     prediction: Literal["auto", "epsilon", "v"],
     zero_terminal_snr: Literal["auto"] | bool,
-    min_snr_gamma: float | None,
-    timesteps: str,
-    **others: Any,
+    timesteps: str = "auto",
+    stratified: bool = False,
+    **choices: Any,
 ) -> Diffusion:
     """Epsilon or v, as asked, or as the marker tensors, or as the scheduler's config says."""
     check_objective(scheduler, markers)
-    if timesteps == "logit_normal":
-        raise UserError("objective.timesteps = 'logit_normal' belongs to flow matching; for sdxl leave it out or 'uniform'")
     if prediction == "auto":
         prediction = "v" if markers.v_prediction else PREDICTIONS[scheduler.get("prediction_type") or "epsilon"]
     if zero_terminal_snr == "auto":
         zero_terminal_snr = markers.zero_terminal_snr or bool(scheduler.get("rescale_betas_zero_snr"))
     return Diffusion.from_scheduler(
-        scheduler, prediction=prediction, zero_terminal_snr=zero_terminal_snr, min_snr_gamma=min_snr_gamma, published=BETAS
+        scheduler,
+        prediction=prediction,
+        zero_terminal_snr=zero_terminal_snr,
+        published=BETAS,
+        weighting=chosen(Weighting, choices),
+        times=chosen(Times, choices, timesteps=TIMESTEPS[0] if timesteps == "auto" else timesteps),
+        loss=chosen(Loss, choices),
+        noise=chosen(Noise, choices),
+        stratified=stratified,
     )
 
 
@@ -128,12 +135,12 @@ def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning
 def sample(model: Model, request: SampleRequest, conditioning: Conditioning, negative: Conditioning):
     from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
 
-    chosen: Diffusion = model.options["objective"]
+    objective: Diffusion = model.options["objective"]
     scheduler = EulerDiscreteScheduler.from_config(
         dict(model.scheduler),
-        prediction_type="v_prediction" if chosen.prediction == "v" else "epsilon",
-        rescale_betas_zero_snr=chosen.zero_terminal_snr,
-        timestep_spacing="trailing" if chosen.zero_terminal_snr else model.scheduler.get("timestep_spacing", "leading"),
+        prediction_type="v_prediction" if objective.prediction == "v" else "epsilon",
+        rescale_betas_zero_snr=objective.zero_terminal_snr,
+        timestep_spacing="trailing" if objective.zero_terminal_snr else model.scheduler.get("timestep_spacing", "leading"),
     )
     parts = {"unet": model.modules["unet"], "vae": vae.for_size(model.modules["vae"], request.width, request.height)}
     absent = dict.fromkeys(("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"))
@@ -191,9 +198,11 @@ FAMILY = Family(
     input_layer="conv_in.weight",
     check=partial(variants.check_latents, denoiser="unet", fold=1, kinds=INPUTS),
     reads=(
-        "model.prediction", "model.zero_terminal_snr", "objective.timesteps", "objective.min_snr_gamma",
-        "validation.samples.*.negative", "data.clip_chunks",
+        "model.prediction", "model.zero_terminal_snr", *KEYS, "objective.weighting", "objective.min_snr_gamma",
+        "objective.p2_gamma", "objective.p2_k", "objective.noise_offset", "objective.multires_noise_iterations",
+        "objective.multires_noise_discount", "validation.samples.*.negative", "data.clip_chunks",
     ),
+    timesteps=TIMESTEPS,
     tokenizers=TOKENIZERS,
     size_multiple=8,
     presets={"attention": _ATTENTION, "attention+mlp": (*_ATTENTION, *_MLP), "linear": _LINEAR, "all": (*_LINEAR, *_CONV)},

@@ -1,0 +1,29 @@
+"""The training objectives, pure: same inputs, same loss. No model, no random state, no config.
+
+For people: docs/objectives.md.
+
+Shapes: latents fp32 [B, C, H, W], time [B], u [B] uniform in (0, 1). Times, and what they weigh, stay on the CPU: to read
+them from a device would make the host wait for it. What is made of latents is where these are.
+"""
+
+from trainer.objectives.base import Objective, chosen
+from trainer.objectives.diffusion import Diffusion
+from trainer.objectives.flow import Flow
+from trainer.objectives.losses import Loss, sample_losses
+from trainer.objectives.noise import Noise
+from trainer.objectives.strata import stratified
+from trainer.objectives.times import Times
+from trainer.objectives.weighting import Weighting
+
+# The config keys of what every objective here has. Each has further keys: its own.
+KEYS = tuple(
+    f"objective.{name}"
+    for name in (
+        "timesteps", "logit_mean", "logit_std", "power", "t_range", "stratified", "loss", "huber_c", "huber_schedule",
+        "input_perturbation",
+    )
+)  # fmt: skip
+
+__all__ = [
+    "KEYS", "Diffusion", "Flow", "Loss", "Noise", "Objective", "Times", "Weighting", "chosen", "sample_losses", "stratified",
+]  # fmt: skip

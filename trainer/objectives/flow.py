@@ -1,0 +1,65 @@
+"""Rectified flow (Liu et al. 2022, arXiv 2209.03003; Esser et al. 2024, arXiv 2403.03206).
+
+x_t = (1 - t) x_0 + t noise, target = noise - x_0, t in (0, 1). Shift: t' = s t / (1 + (s - 1) t).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer.objectives.base import Objective
+from trainer.objectives.times import Times
+
+
+@dataclass(frozen=True)
+class Flow(Objective):
+    """shift: a number, or a function of the number of image tokens, which is the family's."""
+
+    times: Times = Times("logit_normal")
+    shift: float | Callable[[int], float] = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.times.is_whole:
+            for tokens in (256, 4096):  # 256 and 1024 px: the shifts of all usual sizes are between theirs
+                self.times.check(*self._range(self._shift(tokens)))
+
+    def _shift(self, tokens: int) -> float:
+        return self.shift(tokens) if callable(self.shift) else self.shift
+
+    def _range(self, s: float) -> tuple[float, float]:
+        """The range before the shift."""
+        low, high = self.times.t_range
+        return (low, high) if self.times.is_whole else (low / (s - (s - 1) * low), min(1.0, high / (s - (s - 1) * high)))
+
+    def time(self, u: Tensor, tokens: int) -> Tensor:
+        """float32 [B] in (0, 1)."""
+        s = self._shift(tokens)
+        t = self.times.draw(u, *self._range(s))
+        return (s * t / (1 + (s - 1) * t)).float()
+
+    def time_at(self, share: Tensor) -> Tensor:
+        return share.float()
+
+    def noised(self, latents: Tensor, noise: Tensor, time: Tensor) -> Tensor:
+        t = time.view(-1, 1, 1, 1).to(latents)
+        return (1 - t) * latents + t * noise
+
+    def target(self, latents: Tensor, noise: Tensor, time: Tensor) -> Tensor:
+        return noise - latents
+
+    def weight(self, time: Tensor) -> Tensor:
+        return torch.ones(len(time), dtype=torch.float32)
+
+    def progress(self, time: Tensor) -> Tensor:
+        return time.double()
+
+    def noise_to_signal(self, time: Tensor) -> Tensor:
+        return time.double() / (1 - time.double())
+
+    def describe(self) -> str:
+        shift = "resolution shift" if callable(self.shift) else f"shift {self.shift:g}"
+        return f"rectified flow, {self.times.describe()}, {shift}{self.extras()}"

@@ -1,0 +1,77 @@
+"""The loss of each latent, and of a sample.
+
+With d = prediction - target, of each latent and channel:
+  mse: d^2.
+  huber: 2 c (sqrt(d^2 + c^2) - c), the pseudo-Huber loss (Khrapov et al. 2024, arXiv 2403.16728): about d^2 where |d| is far
+    below the threshold c, about 2 c |d| far above it.
+  smooth_l1: the same divided by c: about d^2 / c below the threshold, about 2 |d| above it.
+The threshold by the time, c the value at pure noise: constant: c; exponential: c^s, s the share of the way to noise;
+  snr: (1 - c) / (1 + sigma)^2 + c, sigma = 1 / sqrt(SNR). The two last begin at 1, at the photo.
+These are the formulas, and the names, of sd-scripts. torch's huber_loss and smooth_l1_loss are others: made of two pieces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Fields as in the config."""
+
+    loss: Literal["mse", "huber", "smooth_l1"] = "mse"
+    huber_c: float = 0.1
+    huber_schedule: Literal["constant", "exponential", "snr"] = "snr"
+
+    @property
+    def needs_threshold(self) -> bool:
+        return self.loss != "mse"
+
+    def threshold(self, progress: Tensor, noise_to_signal: Tensor) -> Tensor:
+        """fp32 [B], of float64 [B]."""
+        c = self.huber_c
+        if self.huber_schedule == "exponential":
+            found = c**progress
+        elif self.huber_schedule == "snr":
+            found = (1 - c) / (1 + noise_to_signal).square() + c
+        else:
+            found = torch.full_like(progress, c)
+        return found.float()
+
+    def of_squares(self, squares: Tensor, threshold: Tensor | None) -> Tensor:
+        """[B, C, H, W], of d^2 [B, C, H, W] and the threshold [B]."""
+        if threshold is None:
+            return squares
+        c = threshold.view(-1, 1, 1, 1)
+        # sqrt(d^2 + c^2) - c = d^2 / (sqrt(d^2 + c^2) + c), which cancels nothing where d is small.
+        steep = 2 * squares / (torch.sqrt(squares + c.square()) + c)
+        return steep * c if self.loss == "huber" else steep
+
+    def describe(self) -> str:
+        if not self.needs_threshold:
+            return ""
+        return f", {self.loss} loss (c {self.huber_c:g}, {self.huber_schedule})"
+
+
+def sample_losses(
+    prediction: Tensor,
+    target: Tensor,
+    weight: Tensor,
+    loss_weights: Tensor | None = None,
+    *,
+    loss: Loss = Loss(),
+    threshold: Tensor | None = None,
+) -> Tensor:
+    """fp32 [B]: the weighted mean loss of each sample.
+
+    weight [B]: by the time. loss_weights [B, H, W]: of each latent, for all its channels. The mean is over all latents,
+    whatever their weights: half a photo masked away halves its loss. threshold [B]: of losses that have one.
+    """
+    errors = loss.of_squares((prediction.float() - target).square(), threshold)
+    if loss_weights is not None:
+        errors = errors * loss_weights.unsqueeze(1)
+    return errors.flatten(1).mean(1) * weight

@@ -1,0 +1,112 @@
+"""How times are drawn: from u, uniform in (0, 1), by the inverse of a distribution function. t = 0 is the photo, 1 is noise.
+
+  uniform: t = u.
+  logit_normal (Esser et al. 2024, arXiv 2403.03206, 3.1): t = sigmoid(mean + std z), z standard normal.
+  sigmoid: the same, under the name that other trainers have for it without a shift.
+  mode (the same): f(u') = 1 - u' - s (cos^2(pi u' / 2) - 1 + u'), s = mode_scale; u' = 1 - u, so that t rises with u.
+  cosmap (the same): t = 1 - 1 / (tan(pi u / 2) + 1), of density 2 / (pi - 2 pi t + 2 pi t^2).
+  power: t = u^(1 / power), of density power * t^(power - 1), which is Beta(power, 1): above 1 noise is drawn more often.
+
+A range narrows a distribution to the times in it, and keeps their proportions: u goes to F(low) + u (F(high) - F(low)).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+from trainer.errors import UserError
+
+# Of all times a distribution must draw so many in the range: what is further out is not one that anybody means.
+LEAST = 1e-6
+
+
+@dataclass(frozen=True)
+class Times:
+    """Fields as in the config. t_range: shares of the way to noise, of the times that the model sees."""
+
+    timesteps: str = "uniform"
+    logit_mean: float = 0.0
+    logit_std: float = 1.0
+    mode_scale: float = 1.29
+    power: float = 1.0
+    t_range: tuple[float, float] = (0.0, 1.0)
+
+    @property
+    def is_whole(self) -> bool:
+        return tuple(self.t_range) == (0.0, 1.0)
+
+    def draw(self, u: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
+        """float64 [B], within [low, high]; it rises with u."""
+        u = u.double()
+        if (low, high) != (0.0, 1.0):
+            first, last = self.share_below(low), self.share_below(high)
+            u = first + (last - first) * u
+        return _QUANTILE[self.timesteps](self, u)
+
+    def share_below(self, t: float) -> float:
+        """Of all times that the whole distribution draws."""
+        return t if t in (0.0, 1.0) else _SHARE_BELOW[self.timesteps](self, t)
+
+    def check(self, low: float, high: float) -> None:
+        """Raises UserError where the range leaves next to no time. low, high: as `draw` gets them."""
+        share = self.share_below(high) - self.share_below(low)
+        if share < LEAST:
+            raise UserError(
+                f"objective.t_range = {list(self.t_range)} leaves no timestep: of a million that {self.timesteps} times "
+                f"draw, {1e6 * share:.2g} are in it; widen it, or choose another objective.timesteps"
+            )
+
+    def describe(self) -> str:
+        told = _TOLD.get(self.timesteps, "").format(self)
+        within = "" if self.is_whole else " from {:g} to {:g}".format(*self.t_range)
+        return f"{self.timesteps}{told} timesteps{within}"
+
+
+def _mode(u: float, scale: float) -> float:
+    return u - scale * (math.sin(math.pi * u / 2) ** 2 - u)
+
+
+def _share_below_mode(chosen: Times, t: float) -> float:
+    """By bisection: its function has no inverse in closed form."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _mode(middle, chosen.mode_scale) < t else (low, middle)
+    return low
+
+
+def _logit_normal(chosen: Times, u: Tensor) -> Tensor:
+    return torch.sigmoid(chosen.logit_mean + chosen.logit_std * torch.special.ndtri(u))
+
+
+def _share_below_logit_normal(chosen: Times, t: float) -> float:
+    return NormalDist(chosen.logit_mean, chosen.logit_std).cdf(math.log(t) - math.log1p(-t))
+
+
+_QUANTILE: dict[str, Callable[[Times, Tensor], Tensor]] = {
+    "uniform": lambda chosen, u: u,
+    "logit_normal": _logit_normal,
+    "sigmoid": _logit_normal,
+    "mode": lambda chosen, u: u - chosen.mode_scale * (torch.sin(math.pi / 2 * u).square() - u),
+    "cosmap": lambda chosen, u: 1 - 1 / (torch.tan(math.pi / 2 * u) + 1),
+    "power": lambda chosen, u: u ** (1 / chosen.power),
+}
+# Distribution functions: the inverses.
+_SHARE_BELOW: dict[str, Callable[[Times, float], float]] = {
+    "uniform": lambda chosen, t: t,
+    "logit_normal": _share_below_logit_normal,
+    "sigmoid": _share_below_logit_normal,
+    "mode": _share_below_mode,
+    "cosmap": lambda chosen, t: 2 / math.pi * math.atan(t / (1 - t)),
+    "power": lambda chosen, t: t**chosen.power,
+}
+_TOLD = {
+    "logit_normal": "({0.logit_mean:g}, {0.logit_std:g})", "sigmoid": "({0.logit_mean:g}, {0.logit_std:g})",
+    "mode": "({0.mode_scale:g})", "power": "({0.power:g})",
+}  # fmt: skip
