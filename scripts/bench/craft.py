@@ -68,6 +68,10 @@ CHOICES = (
     Choice("schedule", "constant-ema", {"schedule__name": "constant", "ema__kind": "constant"}),
     Choice("objective", "unweighted", {"objective": {}}),
     Choice("objective", "min-snr-5", {"objective": {"min_snr_gamma": 5.0}}),
+    Choice("objective", "debiased", {"objective": {"weighting": "debiased"}}),
+    Choice("objective", "huber", {"objective__loss": "huber"}),
+    Choice("objective", "noise-offset", {"objective__noise_offset": 0.05}),
+    Choice("objective", "stratified", {"objective__stratified": True}),
     Choice("adapter", "ema", {"ema__kind": "constant"}),
 )  # fmt: skip
 
