@@ -21,11 +21,11 @@ _SILENT = {
     "aten::alias", "aten::_unsafe_view", "aten::lift_fresh", "aten::set_", "aten::_local_scalar_dense", "aten::resize_",
 }  # fmt: skip
 
-# FLOPs of ours, by name: of (G^T t), of t B^T, and of W A^T, as multiplications and additions.
+# FLOPs of ours, by name: of (G^T t), of t B^T, and of W A^T and A A^T, as multiplications and additions.
 _OURS = {
     "trainer::compose": lambda z, t, b, *_: 2 * z.shape[0] * z.shape[1] * t.shape[1],
     "trainer::adapter_gradients": lambda dy, u, t, *_: 2 * dy.shape[0] * dy.shape[1] * t.shape[1],
-    "trainer::adapted_norm": lambda *given: 2 * given[4] * given[5] * given[9].shape[0],
+    "trainer::adapted_norms": lambda c, wa, gram, *given: 2 * wa.shape[3] * given[4] * (c.numel() + c.shape[0] * wa.shape[3]),
 }
 
 

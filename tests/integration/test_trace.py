@@ -12,13 +12,13 @@ from trainer.trace import Trace
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["sdxl", "flux"])
 def test_a_dora_asks_little_more_than_a_lora(family: str) -> None:
-    """Launches at most 1.25 times, bytes 1.15, FLOPs 1.02; each norm is made once."""
+    """Launches at most 1.1 times, bytes 1.15, FLOPs 1.02; the norms of all layers are made in few launches."""
     lora, dora = (trace.traced(family, "ours", adapter, "fp8_e4m3", recomputed=False) for adapter in ("lora", "dora"))
-    assert dora.cost.launches <= 1.25 * lora.cost.launches
+    assert dora.cost.launches <= 1.1 * lora.cost.launches
     assert dora.moved <= 1.15 * lora.moved
     assert lora.cost.flops < dora.cost.flops <= 1.02 * lora.cost.flops
-    assert dora.operators["trainer::adapted_norm"] == dora.operators["trainer::adapter_gradients"] > 100
-    assert "trainer::adapted_norm" not in lora.operators
+    assert dora.operators["trainer::adapter_gradients"] > 400 and dora.operators["trainer::adapted_norms"] <= 25
+    assert "trainer::adapted_norms" not in lora.operators
 
 
 @pytest.mark.slow

@@ -209,6 +209,36 @@ def test_norms(fused, kind, shape, rank) -> None:
 
 
 @on_device
+@pytest.mark.parametrize("partial_sums", [2**26, 1], ids=["together", "one to a launch"])
+def test_a_norm_is_the_same_beside_any_others(fused, monkeypatch, partial_sums: int) -> None:
+    """Bit for bit, and near its twin: layers of several shapes, storages, ranks, scalings and alignments, in any order."""
+    from trainer.kernels import norm_triton
+
+    rng = generator("company")
+    cells = [
+        ("fp8_e4m3", (37, 520), 16), ("nf4", (24, 96), 16), ("fp8_e4m3", (37, 520), 16), ("nf4", (24, 96), 16),
+        ("bf16", (25, 97), 16), ("nf4", (24, 96), 3), ("int4", (24, 96), 16), ("fp8_e4m3", (37, 520), 16),
+    ]  # fmt: skip
+    layers = []
+    for place, (kind, (n, k), rank) in enumerate(cells):
+        weight, *_ = make_weight(kind, n, k)
+        shift = place % 3  # how far A lies beyond an address that 16 divides, in elements
+        a = fenced(torch.randn(rank * k + shift, generator=rng) / k**0.5)[shift:].view(rank, k)
+        scaling = SCALING if place != 3 else 2.0
+        layers.append((weight, fused.row_squares(weight), a, fenced(torch.randn(n, rank, generator=rng)), scaling))
+    assert {a.data_ptr() % 16 for _, _, a, *_ in layers} > {0}
+    alone = [norm_by(fused, *layer) for layer in layers]
+    for layer, norm in zip(layers, alone, strict=True):
+        twin = norm_by(dora_torch, *layer)
+        near(norm, twin.double(), 2.0**-18 * twin.double())
+    monkeypatch.setattr(norm_triton, "PARTIAL_SUMS", partial_sums)
+    for order in (list(range(8)), [7, 2, 0, 5, 1, 6, 3, 4], [3, 1, 0]):
+        together = fused.adapted_norms(*zip(*(layers[place] for place in order), strict=True))
+        assert all(torch.equal(norm, alone[place]) for norm, place in zip(together, order, strict=True))
+    assert fused.adapted_norms([], [], [], [], []) == []
+
+
+@on_device
 def test_norm_is_not_rounded_to_tf32(fused) -> None:
     # Nothing is representable in 11 bits and all errors have one sign: tf32 would be off by 2^-12 or so.
     n, k, rank = 16, 200, 5
@@ -611,8 +641,9 @@ def test_compiles_for_every_card(monkeypatch, capability: int) -> None:
         for weight in weights:
             dora_triton.upcast(weight, torch.bfloat16, by_row)
             dora_triton.row_squares(weight)
-            for rank in (16, 128):
-                norm_by(dora_triton, weight, by_row, torch.empty(rank, k), torch.empty(n, rank), 1.0)
+            for rank, count in ((16, 1), (16, 3), (128, 1)):
+                a, b = torch.empty(rank, k), torch.empty(n, rank)
+                dora_triton.adapted_norms(*([given] * count for given in (weight, by_row, a, b, 1.0)))
         for dtype, rank in ((torch.float32, 16), (torch.bfloat16, 16), (torch.bfloat16, 128)):
             y, t, b = torch.empty(512, n, dtype=dtype), torch.empty(512, rank, dtype=dtype), torch.empty(n, rank)
             dora_triton.compose(y, t, b.to(dtype), by_row, by_row, y)

@@ -1,10 +1,13 @@
 """DoRA's norm in Triton: c = ||W + s B A||_row of a weight as it is stored (formula: adapters/dora.py).
 
-Two launches, and the gram matrix by cuBLAS: 2 s W A^T in splits along K, so that layers of few rows occupy the whole card,
-and what is left for each row.
+Three launches serve all layers of one shape and storage: 2 s W A^T and s^2 A A^T, both by one kernel, in splits along K, so
+that layers of few rows occupy the whole card; and what is left for each row. The kernels find a layer's tensors in a table of
+addresses. Tiles and splits are constants of the shape, and a program works for one layer: a norm has the same bits in any
+company.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -17,23 +20,44 @@ from trainer.kernels.operators_triton import launch, operator
 from trainer.kernels.upcast_triton import Weight, flat, rank_block, splits_of, sum_of_splits, weight_tile
 from trainer.types import StoredWeight
 
-# Programs that read the weight, at most: four for each of the 132 SMs of an H100 or H200.
+# Programs that read one weight, at most: four for each of the 132 SMs of an H100 or H200.
 PROGRAMS = 528
+# Columns of A, at least, that one program multiplies for A A^T: each program of the rows reads its splits.
+GRAM_COLUMNS = 1024
+# Bytes of partial sums, at most, that layers of one launch have together, if they are several.
+PARTIAL_SUMS = 2**26
+
+# The columns of a table of addresses: one row to a layer, int64.
+AT_CODES, AT_SCALE, AT_OFFSET, AT_LEVELS, AT_A, AT_B, AT_W_SQ, FIELDS = map(tl.constexpr, range(8))
+
+
+@triton.jit
+def address(table_ptr, layer, FIELD: tl.constexpr, like, ALIGNED: tl.constexpr):
+    """Of a layer's tensor, as a pointer of the type of `like`. ALIGNED: bytes that divide it."""
+    return tl.multiple_of(tl.load(table_ptr + layer * FIELDS + FIELD).to(like.dtype), ALIGNED)
 
 
 @triton.jit
 def weight_product_kernel(
-    codes_ptr, scale_ptr, offset_ptr, levels_ptr, a_ptr, wa_ptr, factor, N, K, columns, R: tl.constexpr, BITS: tl.constexpr,
-    BLOCK: tl.constexpr, SCALED: tl.constexpr, SHIFTED: tl.constexpr, LEVELS: tl.constexpr,
-    E4M3: tl.constexpr, STEP: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    table_ptr, codes_like, fp32_like, out_ptr, factor, N, K, columns, tiles_R, R: tl.constexpr, WEIGHT: tl.constexpr,
+    ALIGNED: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr, SHIFTED: tl.constexpr,
+    LEVELS: tl.constexpr, E4M3: tl.constexpr, STEP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """wa_snr = factor sum_k w_nk a_rk,  k in the s-th `columns` columns.
+    """out_lsnr = factor sum_k w_nk a_rk of the l-th layer,  k in the s-th `columns` columns.
 
-    Grid: (tiles of N, splits s of K, tiles of R). `columns` is a multiple of BLOCK_K. W is read once up to rank 128.
+    WEIGHT: the field of w: AT_CODES, or AT_A for A A^T. `columns` is a multiple of BLOCK_K. W is read once up to rank 128.
+
+    Grid: (tiles of N, splits s of K, layers x tiles of R).
     """
-    n, split, tile_R = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1), tl.program_id(2)
+    n, split = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1)
+    layer, tile_R = tl.program_id(2) // tiles_R, tl.program_id(2) % tiles_R
     r = tile_R * BLOCK_R + tl.arange(0, BLOCK_R)
+    codes_ptr = address(table_ptr, layer, WEIGHT, codes_like, ALIGNED)
+    a_ptr = address(table_ptr, layer, AT_A, fp32_like, ALIGNED)
+    scale_ptr = address(table_ptr, layer, AT_SCALE, fp32_like, ALIGNED)
+    offset_ptr = address(table_ptr, layer, AT_OFFSET, fp32_like, ALIGNED)
+    levels_ptr = address(table_ptr, layer, AT_LEVELS, fp32_like, ALIGNED)
     factor = tl.cast(factor, tl.float32)  # a compiler hands numbers on as fp64
     wa_NR = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
     # Not copied ahead: of packed codes and their scales the loads are many and small, which took 5 times as long (H100).
@@ -48,21 +72,23 @@ def weight_product_kernel(
         # A tensor core rounds its sums toward zero: long ones are made outside of it, which the factor sees to. Were
         # it applied after the loop, the compiler would sum inside.
         wa_NR += factor * tl.dot(w_NK, a_KR, input_precision="tf32x3")
-    wa_at = wa_ptr + split.to(tl.int64) * N * R + (n[:, None] * R + r[None, :])
-    tl.store(wa_at, wa_NR, mask=(n[:, None] < N) & (r[None, :] < R))
+    place = layer.to(tl.int64) * tl.num_programs(1) + split
+    tl.store(out_ptr + place * N * R + (n[:, None] * R + r[None, :]), wa_NR, mask=(n[:, None] < N) & (r[None, :] < R))
 
 
 @triton.jit
 def adapted_norm_kernel(
-    w_sq_ptr, wa_ptr, b_ptr, gram_ptr, c_ptr, s_squared, N, splits, R: tl.constexpr, FLOOR: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
+    table_ptr, wa_ptr, gram_ptr, c_ptr, N, splits, gram_splits, R: tl.constexpr, FLOOR: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, GRAM_S: tl.constexpr,
 ):  # fmt: skip
-    """c_n = sqrt(max(FLOOR w_sq_n, w_sq_n + sum_r b_nr (sum_s wa_snr + s^2 (B gram)_nr))),  gram = A A^T,  wa = 2 s W A^T.
+    """c_n = sqrt(max(FLOOR w_sq_n, w_sq_n + sum_r b_nr (sum_s wa_snr + (B gram)_nr))),  gram = s^2 A A^T,  wa = 2 s W A^T.
 
-    Grid: one program to BLOCK_N rows.
+    Grid: (BLOCK_N rows to a program, layers). gram is in splits too.
     """
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    s_squared = tl.cast(s_squared, tl.float32)
+    n, layer = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1).to(tl.int64)
+    w_sq_ptr, b_ptr = address(table_ptr, layer, AT_W_SQ, c_ptr, 1), address(table_ptr, layer, AT_B, c_ptr, 1)
+    wa_ptr += layer * splits * N * R
+    gram_ptr += layer * gram_splits * R * R
     w_sq = tl.load(w_sq_ptr + n, mask=n < N, other=0.0)
     c_sq = w_sq
     for first in range(0, R, BLOCK_R):
@@ -71,12 +97,12 @@ def adapted_norm_kernel(
         for start in range(0, R, BLOCK_R):
             q = start + tl.arange(0, BLOCK_R)
             b_NQ = tl.load(b_ptr + n[:, None] * R + q[None, :], mask=(n[:, None] < N) & (q[None, :] < R), other=0.0)
-            gram_QR = tl.load(gram_ptr + q[:, None] * R + r[None, :], mask=(q[:, None] < R) & (r[None, :] < R), other=0.0)
-            added += s_squared * tl.dot(b_NQ, gram_QR, input_precision="tf32x3")
+            gram_QR = sum_of_splits(gram_ptr, q, r, R, gram_splits, R, BLOCK_R, BLOCK_R, GRAM_S)
+            added += tl.dot(b_NQ, gram_QR, input_precision="tf32x3")
         b_NR = tl.load(b_ptr + n[:, None] * R + r[None, :], mask=(n[:, None] < N) & (r[None, :] < R), other=0.0)
         c_sq += tl.sum(b_NR * added, 1)
     c_sq = tl.where(c_sq < w_sq * FLOOR, w_sq * FLOOR, c_sq)  # not maximum, which would hide a NaN
-    tl.store(c_ptr + n, tl.sqrt_rn(c_sq), mask=n < N)
+    tl.store(c_ptr + layer * N + n, tl.sqrt_rn(c_sq), mask=n < N)
 
 
 class Tiles(NamedTuple):
@@ -89,34 +115,61 @@ class Tiles(NamedTuple):
     warps: int
 
 
-def _tiles(weight: Weight, rank: int) -> Tiles:
+def _tiles(rows: int, columns: int, rank: int) -> Tiles:
     """A constant of the shape, and with it the order of each sum."""
     # 64 rows are what Hopper's tensor cores take at once. Shared memory holds two halves of each fp32 operand.
     block_n, block_k = 64, 64 if rank_block(rank, 128) <= 32 else 32
     # Partial sums are written and read again: at most a quarter of the weight's elements.
-    most = max(1, weight.columns // (4 * rank))
-    splits, share = splits_of(weight.columns, block_k, min(most, PROGRAMS // triton.cdiv(weight.rows, block_n)))
+    most = max(1, columns // (4 * rank))
+    splits, share = splits_of(columns, block_k, min(most, PROGRAMS // triton.cdiv(rows, block_n)))
     return Tiles(block_n, block_k, splits, share, 4 if rank <= 64 else 8)
 
 
-@operator("wa_SNR", "c_N")
-def _adapted_norm(
-    codes: Tensor, scale: Tensor | None, offset: Tensor | None, levels: Tensor | None, rows: int, columns: int, bits: int,
-    block: int, w_sq_N: Tensor, a_RK: Tensor, b_NR: Tensor, gram_RR: Tensor, scaling: float, wa_SNR: Tensor, c_N: Tensor,
+def _gram_tiles(columns: int, rank: int) -> Tiles:
+    """Of A A^T, in the same way."""
+    block_n, block_k = min(64, rank_block(rank, 128)), 64 if rank_block(rank, 128) <= 32 else 32
+    splits, share = splits_of(columns, block_k, columns // GRAM_COLUMNS)
+    return Tiles(block_n, block_k, splits, share, 4)
+
+
+@lru_cache(maxsize=4096)  # the addresses stay as they are from update to update
+def _table(device: torch.device, addresses: tuple[tuple[int, ...], ...]) -> Tensor:
+    """On the device, int64 [layers, FIELDS], without a wait for it."""
+    rows = torch.tensor(addresses, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return rows.to(device, non_blocking=True)
+
+
+@operator("wa_LSNR", "gram_LSRR", "c_LN")
+def _adapted_norms(
+    c_LN: Tensor, wa_LSNR: Tensor, gram_LSRR: Tensor, codes: list[Tensor], scale: list[Tensor], offset: list[Tensor],
+    levels: list[Tensor], columns: int, bits: int, block: int, w_sq_N: list[Tensor], a_RK: list[Tensor], b_NR: list[Tensor],
+    scaling: float,
 ) -> None:  # fmt: skip
-    weight = Weight(codes, scale, offset, levels, rows, columns, bits, block)
-    rank, block_r = a_RK.shape[0], rank_block(a_RK.shape[0], 128)
-    how = _tiles(weight, rank)
-    launch(
-        weight_product_kernel, (triton.cdiv(rows, how.block_n), how.splits, triton.cdiv(rank, block_r)), *weight.pointers(),
-        a_RK, wa_SNR, 2 * scaling, rows, columns, how.columns, R=rank, **weight.layout(), BLOCK_N=how.block_n,
-        BLOCK_K=how.block_k, BLOCK_R=block_r, num_warps=how.warps,
-    )  # fmt: skip
+    """Of layers of one shape, rank and storage. scale, offset, levels: one each, or empty."""
+    (count, rows), rank, block_r = c_LN.shape, a_RK[0].shape[0], rank_block(a_RK[0].shape[0], 128)
+    # What is not there is not read; the codes stand in for it.
+    fields = [codes, scale or codes, offset or codes, levels or codes, a_RK, b_NR, w_sq_N]
+    addresses = tuple(zip(*([tensor.data_ptr() for tensor in field] for field in fields), strict=True))
+    table = _table(c_LN.device, addresses)
+    aligned = 16 if all(address % 16 == 0 for layer in addresses for address in layer) else 1
+    weight = Weight(codes[0], *(each[0] if each else None for each in (scale, offset, levels)), rows, columns, bits, block)
+    how, gram, tiles_r = _tiles(rows, columns, rank), _gram_tiles(columns, rank), triton.cdiv(rank, block_r)
+    dense = Weight(a_RK[0], None, None, None, rank, columns, 8, columns)
+    for stored, tiles, field, out, factor in (
+        (weight, how, AT_CODES, wa_LSNR, 2 * scaling), (dense, gram, AT_A, gram_LSRR, scaling**2),
+    ):  # fmt: skip
+        launch(
+            weight_product_kernel, (triton.cdiv(stored.rows, tiles.block_n), tiles.splits, count * tiles_r), table,
+            stored.codes, a_RK[0], out, factor, stored.rows, columns, tiles.columns, tiles_r, R=rank, WEIGHT=field.value,
+            ALIGNED=aligned, **stored.layout(), BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, BLOCK_R=block_r,
+            num_warps=tiles.warps,
+        )  # fmt: skip
     block_n, block_r = 16, min(block_r, 64)
     launch(
-        adapted_norm_kernel, (triton.cdiv(rows, block_n),), w_sq_N, wa_SNR, b_NR, gram_RR, c_N, scaling**2, rows,
-        how.splits, R=rank, FLOOR=NORM_FLOOR, BLOCK_N=block_n, BLOCK_R=block_r,
+        adapted_norm_kernel, (triton.cdiv(rows, block_n), count), table, wa_LSNR, gram_LSRR, c_LN, rows, how.splits,
+        gram.splits, R=rank, FLOOR=NORM_FLOOR, BLOCK_N=block_n, BLOCK_R=block_r,
         BLOCK_S=min(8, triton.next_power_of_2(how.splits)),
+        GRAM_S=min(8 if block_r <= 32 else 1, triton.next_power_of_2(gram.splits)),
     )  # fmt: skip
 
 
@@ -124,16 +177,34 @@ def adapted_norms(
     weights: Sequence[StoredWeight], w_sq_N: Sequence[Tensor], a_RK: Sequence[Tensor], b_NR: Sequence[Tensor],
     scalings: Sequence[float],
 ) -> list[Tensor]:  # fmt: skip
-    """Layer by layer: each has enough rows to fill a card."""
-    return [_of_one(*given) for given in zip(weights, w_sq_N, a_RK, b_NR, scalings, strict=True)]
-
-
-def _of_one(weight: StoredWeight, w_sq_N: Tensor, a_RK: Tensor, b_NR: Tensor, scaling: float) -> Tensor:
-    stored, a_RK, b_NR = flat(weight), a_RK.contiguous(), b_NR.contiguous()
-    for tensor in (w_sq_N, a_RK, b_NR):
+    """Those of one shape and storage together, as far as their partial sums stay small."""
+    for tensor in (*w_sq_N, *a_RK, *b_NR):
         if tensor.dtype != torch.float32:
             raise ValueError(f"the norm takes fp32 A, B and squares, not {tensor.dtype}")
-    rank, c_N = len(a_RK), torch.empty_like(w_sq_N)
-    wa_SNR = torch.empty(_tiles(stored, rank).splits, stored.rows, rank, dtype=torch.float32, device=c_N.device)
-    _adapted_norm(*stored, w_sq_N, a_RK, b_NR, a_RK @ a_RK.t(), scaling, wa_SNR, c_N)
-    return c_N
+    stored = [flat(weight) for weight in weights]
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for place, (weight, a, scaling) in enumerate(zip(stored, a_RK, scalings, strict=True)):
+        kind = weight.codes.dtype, weight.codes.device, *(each is None for each in weight[1:4]), *weight[4:], len(a), scaling
+        alike.setdefault(kind, []).append(place)
+    norms: dict[int, Tensor] = {}
+    for places in alike.values():
+        like, rank = stored[places[0]], len(a_RK[places[0]])
+        splits, gram_splits = _tiles(like.rows, like.columns, rank).splits, _gram_tiles(like.columns, rank).splits
+        most = max(1, PARTIAL_SUMS // (4 * splits * like.rows * rank))
+        for first in range(0, len(places), most):
+            some = places[first : first + most]
+            c_LN, wa_LSNR, gram_LSRR = (
+                torch.empty(len(some), *shape, dtype=torch.float32, device=like.codes.device)
+                for shape in ((like.rows,), (splits, like.rows, rank), (gram_splits, rank, rank))
+            )
+            fields = map(_given, zip(*(stored[place][:4] for place in some), strict=True))
+            factors = ([each[place].contiguous() for place in some] for each in (w_sq_N, a_RK, b_NR))
+            _adapted_norms(
+                c_LN, wa_LSNR, gram_LSRR, *fields, like.columns, like.bits, like.block, *factors, scalings[some[0]]
+            )
+            norms |= zip(some, c_LN.unbind(), strict=True)
+    return [norms[place] for place in range(len(weights))]
+
+
+def _given(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
