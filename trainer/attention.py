@@ -1,8 +1,8 @@
 """Attention over few tokens on a CPU: in fp32, where the denoiser computes in 16 bits.
 
-There torch's attention of 16-bit tensors takes up to 12 times as long as that of fp32 tensors, since it packs what it
-multiplies anew for each head (torch 2.13; scripts/bench/bench_attention.py). Over many tokens the copies in fp32 cost memory
-and, in bf16, more time than they save. An accelerator computes as torch has it.
+There torch's attention of 16-bit tensors takes up to 8 times as long as copies in fp32 and attention of these (torch 2.13;
+docs/precision.md has the figures). Over many tokens the copies cost memory and, in bf16, more time than they save. An
+accelerator computes as torch has it.
 """
 
 from collections.abc import Callable
