@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
+from trainer import held_out_loss
 from trainer.advice import Change
 from trainer.data import prompts, sampler, short_batches
 from trainer.data.sources import Photo, Scanned, Source, noted
@@ -170,11 +171,22 @@ def _short_batches(plan: DataPlan) -> str:
 
 def _held_out(plan: DataPlan) -> list[str]:
     names = list(dict.fromkeys(example.photo.sample for example in plan.held_out))
-    if not names:
-        return []
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    shown = ", ".join(map(printable, names[:SHOWN])) + more
-    return [f"  held out, never trained on: {len(names)} of {len(plan.scanned.photos)} photos: {shown}"]
+    lines = []
+    if names:
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        shown = ", ".join(map(printable, names[:SHOWN])) + more
+        lines = [f"  held out, never trained on: {len(names)} of {len(plan.scanned.photos)} photos: {shown}"]
+    if plan.measured:
+        counts = " and ".join(f"{len(examples)} {kind.replace('_', '-')}" for kind, examples in plan.measured.items())
+        lines.append(
+            f"  loss at fixed draws of {counts} photos: {held_out_loss.forwards(plan)} images pass the denoiser before "
+            f"the first step, every {plan.config.validation.loss_every_steps} steps and at the end"
+        )
+        if not names:
+            lines.append(
+                "  warning: no photo is held out, so this loss cannot show memorising; data.held_out = 0.1 holds out a tenth"
+            )
+    return lines
 
 
 def _repeats(photos: Sequence[Photo]) -> str:

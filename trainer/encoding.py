@@ -36,7 +36,7 @@ def encode(components: Components, cache: Cache | MemoryCache | None, *, on_non_
     else:
         # All of it before any is encoded: a limit takes what nobody claims.
         seed = plan.config.run.seed
-        cache.claim(caches.latents_wanted(plan.examples, seed=seed, fingerprint=latents))
+        cache.claim(caches.latents_wanted(plan.encoded, seed=seed, fingerprint=latents))
         cache.claim(caches.masks_wanted(plan.examples, seed=seed, side=family.latent_side))
         if texts is not None:
             cache.claim(caches.texts_wanted((*captions_of(plan), *prompts_of(plan)), fingerprint=texts))
@@ -104,7 +104,7 @@ def _fill(
         )
     made = caches.fill_latents(
         cache,
-        plan.examples,
+        plan.encoded,
         seed=seed,
         fingerprint=latents,
         encode=components.encode_images,
@@ -125,7 +125,7 @@ def together(plan: Plan) -> int:
 
 
 def captions_of(plan: Plan) -> list[str]:
-    return [caption for example in plan.examples for caption in example.captions]
+    return [caption for example in plan.encoded for caption in example.captions]
 
 
 def prompts_of(plan: Plan) -> list[str]:

@@ -12,8 +12,9 @@ from unittest.mock import patch
 
 from torch import Tensor, nn
 
-from trainer import optim
+from trainer import held_out_loss, optim
 from trainer.data import cache as caches
+from trainer.data.examples import Example
 from trainer.data.texts import at_once
 from trainer.encoding import captions_of, prompts_of, together
 from trainer.models.base import SampleRequest
@@ -31,6 +32,7 @@ COMPUTING, KEPT = 0.135 * 2**30, 0.04
 PARTS = ("weights", "adapter", "gradients", "optimizer", "averages", "checkpoint", "saved", "transient")
 # How the names of phases begin.
 CAPTIONS, PHOTOS, STEP, SAMPLES = "encoding captions", "encoding photos", "a step at", "samples of"
+HELD_OUT = "held-out loss at"
 UPDATE = "the update"
 
 
@@ -99,15 +101,17 @@ class Forecaster:
         self.held: dict[str, int] = {}  # beside the weights
 
     def forecast(self, *, on_cpu: bool) -> Forecast:
-        config, sizes = self.plan.config, self._sizes()
+        config, sizes = self.plan.config, _sizes(self.plan.examples)
+        measured = _sizes([example for examples in self.plan.measured.values() for example in examples])[:1]
         stay = config.data.cache == "none"
-        encoding = [*self.captions(stay=stay), self.photos(*sizes[0])]
+        encoding = [*self.captions(stay=stay), self.photos(*max(sizes[0], *measured, key=prod))]
         if not stay:
             self._let_go([self.family.vae])
         self.prepare()
         training = [self.step(*size, config.data.batch_size) for size in sizes]
         if on_cpu:
             training += self.update(max(training, key=lambda phase: phase.peak))
+        training += [self.held_out_loss(*size) for size in measured]
         if stay:  # and encode beside what the steps have
             there = {"weights": sum(self.weights.values())} | self.held
             encoding = [
@@ -187,6 +191,14 @@ class Forecaster:
             parts = {part: size for part, size in step.parts.items() if part != "saved"}
             yield Stage(f"{UPDATE} by {name}", parts | {"transient": freed + scratch}, step.loaded)
 
+    def held_out_loss(self, width: int, height: int) -> Stage:
+        """Of as many draws as are computed at once."""
+        count = held_out_loss.at_once(self.plan)
+        told = self._prompts(1) if self.plan.cache_text else None
+        with self._phase(f"{HELD_OUT} {width}x{height}, batch {count}") as phases:
+            self.run.held_out_loss(self.run.batch(width, height, told, 1), count)
+        return phases[0]
+
     def sample(self, request: SampleRequest) -> Stage:
         told, (adapter, _, _, averages, _) = self._prompts(1), self.run.trained
         with self._phase(f"{SAMPLES} {request.width}x{request.height}") as phases, ExitStack() as stack:
@@ -231,20 +243,15 @@ class Forecaster:
 
     def _longest(self) -> str:
         """Of the captions: what is encoded may be the longer for it (data.clip_chunks)."""
-        return max((text for example in self.plan.examples for text in example.captions), key=len, default="")
+        return max((text for example in self.plan.encoded for text in example.captions), key=len, default="")
 
     # --- sizes --------------------------------------------------------------------------------------------------------
-
-    def _sizes(self) -> list[tuple[int, int]]:
-        """(width, height) of the largest bucket, and of the smallest where that is another."""
-        sizes = sorted({example.bucket for example in self.plan.examples}, key=lambda size: (prod(size), size))
-        return list(dict.fromkeys((sizes[-1], sizes[0])))
 
     def cache_bytes(self) -> int:
         """Of latents and texts that a run over these photos needs."""
         if self.plan.config.data.cache == "none":
             return 0
-        examples, seed = self.plan.examples, self.plan.config.run.seed
+        examples, seed = self.plan.encoded, self.plan.config.run.seed
         views = caches.latents_wanted(examples, seed=seed, fingerprint="").values()
         total = sum(4 * self.run.channels * prod(example.bucket) // self.family.latent_side**2 for example, _ in views)
         if self.plan.cache_text:
@@ -256,6 +263,12 @@ class Forecaster:
         parameters = self.run.trained[0].named_parameters().values()
         kept = self.held["optimizer"] + self.held.get("averages", 0)
         return sum(parameter.nbytes for parameter in parameters) + kept
+
+
+def _sizes(examples: Sequence[Example]) -> list[tuple[int, int]]:
+    """(width, height) of the largest bucket, and of the smallest where that is another."""
+    sizes = sorted({example.bucket for example in examples}, key=lambda size: (prod(size), size))
+    return list(dict.fromkeys((sizes[-1], sizes[0]))) if sizes else []
 
 
 def _own(layer: nn.Module) -> Iterator[Tensor]:

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 from trainer.checkpoint.state import Progress
 from trainer.data.sampler import MicroBatch
@@ -40,7 +41,7 @@ class Loop:
 
     updates: the micro-batches of every update still to come. batches: this process's share of each, read; it is closed here.
     last, stop_after: steps; stop_after is at most last. save_every: steps between two checkpoints; 0 is never.
-    after_step: as Artifacts.after_step. too_large: what to change where a step runs out of memory.
+    after_step: as Artifacts.after_step. measure: as HeldOutLoss. too_large: what to change where a step runs out of memory.
     pending: what ends the run once all processes know of it. paces: seconds of the last steps, data included, samples and
     checkpoints apart.
     """
@@ -54,6 +55,7 @@ class Loop:
     save_every: int
     saves: Saves
     after_step: Callable[..., Exception | None]
+    measure: Callable[..., tuple[dict[str, Any], Exception | None]]
     log: Metrics
     non_finite: NonFinite
     too_large: str
@@ -71,6 +73,7 @@ class Loop:
         self.signals.promise = SAVED
         try:
             self.pending = self.after_step(again=True)  # step 0, or what a stop cut off
+            self.pending = self.measure(progress.step, again=self.log)[1] or self.pending
             for update in self.updates:
                 if progress.step >= self.stop_after:
                     break
@@ -95,7 +98,7 @@ class Loop:
                     self.saves.save()
                 if progress.step == self.stop_after:
                     self.saves.save(final=True)
-                self.pending = self.after_step()
+                self.pending = self.after_step() or self.pending
             self._agree()
             finished = progress.step >= self.last
             if not finished:
@@ -174,4 +177,5 @@ class Loop:
         peak = peak_bytes(self.processes.device)
         if peak is not None:
             entry["peak_bytes"] = peak
-        self.log.log(entry)
+        measured, self.pending = self.measure(progress.step)
+        self.log.log(entry | measured)

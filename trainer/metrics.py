@@ -26,6 +26,10 @@ def cut(path: Path, step: int) -> None:
     write_atomic(path, kept)
 
 
+def _line(entry: dict[str, Any]) -> bytes:
+    return (json.dumps(entry, allow_nan=False) + "\n").encode()
+
+
 class Metrics:
     """Writes one JSON object a step, flushed, and mirrors its numbers to TensorBoard and the phase "training".
 
@@ -52,8 +56,35 @@ class Metrics:
         if self.file is None:
             return
         with naming(self.path):
-            self.file.write(json.dumps(entry, allow_nan=False) + "\n")
+            self.file.write(_line(entry).decode())
             self.file.flush()
+        self._mirror(entry)
+        loss = "none" if entry["loss"] is None else f"{entry['loss']:.4f}"
+        self.phase.note = f"loss {loss}, lr {entry['lr']:.2e}"
+        self.phase.advance()
+
+    def lacks(self, step: int, *fields: str) -> bool:
+        """Whether the last line is that of `step`, without one of these fields."""
+        last = self._lines()[-1:] if self.file is not None else []
+        entry = json.loads(last[0]) if last else {}
+        return entry.get("step") == step and not entry.keys() >= set(fields)
+
+    def add(self, step: int, fields: dict[str, Any]) -> None:
+        """To the last line, which is that of `step`: what a stop kept from it."""
+        if self.file is None or not fields:
+            return
+        *lines, last = self._lines()
+        entry = json.loads(last) | fields
+        self.file.close()
+        write_atomic(self.path, [*lines, _line(entry)])
+        self.file = self.path.open("a", encoding="utf-8")
+        self._mirror({"step": step} | fields)
+
+    def _lines(self) -> list[bytes]:
+        return self.path.read_bytes().splitlines(keepends=True)
+
+    def _mirror(self, entry: dict[str, Any]) -> None:
+        """To TensorBoard: numbers by name, lists of them by name and place; what stands under "at_start" as of step 0."""
         if self.tracker is None and self.tensorboard is not None:
             # With the first entry: importing it need not delay the first step. Not accelerate's tracker: that one flushes
             # after every step, which costs a small model two milliseconds of it.
@@ -61,12 +92,12 @@ class Metrics:
 
             self.tracker = SummaryWriter(str(self.tensorboard), purge_step=entry["step"])
         if self.tracker is not None:
-            for key, value in entry.items():
-                if key not in ("step", "time") and isinstance(value, (int, float)):
-                    self.tracker.add_scalar(f"train/{key}", value, entry["step"])
-        loss = "none" if entry["loss"] is None else f"{entry['loss']:.4f}"
-        self.phase.note = f"loss {loss}, lr {entry['lr']:.2e}"
-        self.phase.advance()
+            for step, fields in ((0, entry.get("at_start", {})), (entry["step"], entry)):
+                for key, value in fields.items():
+                    numbers = {f"{key}/{n}": v for n, v in enumerate(value, 1)} if isinstance(value, list) else {key: value}
+                    for name, number in numbers.items():
+                        if name not in ("step", "time") and isinstance(number, (int, float)):
+                            self.tracker.add_scalar(f"train/{name}", number, step)
 
     def sync(self) -> None:
         """Put what was logged on the disk: no checkpoint may outlive the lines before it."""

@@ -1,6 +1,7 @@
 """What a run resolves before it reads a weight: components, targets, data, length. Printed at the start and by --plan."""
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -43,12 +44,18 @@ class DataPlan:
     photos: tuple[Photo, ...]  # that are trained on
     examples: tuple[Example, ...]  # these, at the sizes they are trained at
     held_out: tuple[Example, ...]  # what is never trained on, at the sizes it would be
+    measured: Mapping[str, tuple[Example, ...]]  # whose loss is measured at fixed draws, by kind (held_out.measured)
     alike: tuple[tuple[Photo, ...], ...]  # groups of near duplicates, trained on or held out
     requests: tuple[SampleRequest, ...]
     processes: int
     steps_per_epoch: int
     max_steps: int
     began: tuple[int, int] = (0, 0)  # of the run's Progress
+
+    @property
+    def encoded(self) -> tuple[Example, ...]:
+        """Every example whose latents and captions a run reads."""
+        return (*self.examples, *(example for examples in self.measured.values() for example in examples))
 
     def epoch_of(self, step: int) -> int:
         """The epoch in which step `step` was made, both from 1."""
@@ -165,6 +172,7 @@ def plan_data(
     steps_per_epoch = sampler.steps_per_epoch(
         bucketed, batch_size=data.batch_size, accumulation=config.step.accumulation, processes=processes
     )
+    kept = sized(apart)
     requests = _requests(config)
     check_sizes(requests, family.size_multiple)
     return DataPlan(
@@ -173,7 +181,8 @@ def plan_data(
         scanned=scanned,
         photos=photos,
         examples=bucketed,
-        held_out=sized(apart),
+        held_out=kept,
+        measured=held_out.measured(bucketed, kept) if config.validation.loss_every_steps else {},
         alike=looks.groups(scanned.photos),
         requests=requests,
         processes=processes,

@@ -21,6 +21,7 @@ from trainer.assembly import build_adapter, build_step
 from trainer.checkpoint.pieces import Pieces
 from trainer.components import Components
 from trainer.ema import Averages
+from trainer.held_out_loss import squared_errors
 from trainer.kernels import scratch
 from trainer.models.base import SampleRequest
 from trainer.models.tokenizers import load_tokenizer
@@ -226,6 +227,13 @@ class Rehearsal:
         """One update from these micro-batches."""
         step = self.trained[-1]
         return step.run(1, batches, [occurrence for batch in batches for occurrence in batch.occurrences])
+
+    def held_out_loss(self, batch: Batch, count: int) -> None:
+        """Of so many draws of one photo."""
+        noise = torch.empty(count, *batch.latents.shape[1:], device=self.host)
+        with unset_fake_temporarily():
+            shares = torch.linspace(0.1, 0.9, count, dtype=torch.float64)
+        squared_errors(self.components)(batch, shares, noise)
 
     def sample(self, request: SampleRequest, conditioning: Conditioning, negative: Conditioning) -> Any:
         """The image that would be drawn."""

@@ -6,8 +6,8 @@ config -> model family -> quantise -> adapters -> data -> step -> checkpoint -> 
 import gc
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from trainer import files, kernels, metrics, optim, resume
@@ -31,6 +31,7 @@ from trainer.ema import Averages
 from trainer.encoding import encode, report_captions
 from trainer.errors import Interrupted
 from trainer.forecast import forecast
+from trainer.held_out_loss import HeldOutLoss
 from trainer.layout import AVERAGE, Layout
 from trainer.loop import Loop
 from trainer.memory import give_back
@@ -127,9 +128,12 @@ class Run:
             began=self.plan.began,
         )
 
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Inside, the adapter has the weights to be used; afterwards, bit for bit those it trains with."""
+        return self.optimizer.evaluating(self.adapter.mark_stale)
+
     def artifacts(self) -> Artifacts:
-        evaluating = partial(self.optimizer.evaluating, self.adapter.mark_stale)
-        weights = {"": evaluating} | ({AVERAGE: self.averages.used} if self.averages.weights else {})
+        weights = {"": self.evaluating} | ({AVERAGE: self.averages.used} if self.averages.weights else {})
         return Artifacts(self.components, self.reader, self.adapter, self.norms, self.progress, self.layout, weights)
 
 
@@ -263,6 +267,7 @@ def make_loop(run: Run, signals: Signals) -> Loop:
         save_every=config.checkpoint.every_steps,
         saves=saves,
         after_step=run.artifacts().after_step,
+        measure=HeldOutLoss.of(run.components, run.reader, run.evaluating),
         log=log,
         non_finite=run.non_finite,
         too_large=what_would_fit(plan),

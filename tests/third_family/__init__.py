@@ -27,6 +27,9 @@ class Backwards(Objective):
     def time(self, u: torch.Tensor, tokens: int) -> torch.Tensor:
         return (u ** (1 + tokens / 4096)).float()
 
+    def time_at(self, share: torch.Tensor) -> torch.Tensor:
+        return share.float()
+
     def noised(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         t = time.view(-1, 1, 1, 1).to(latents)
         return t * latents + (1 - t) * noise

@@ -331,6 +331,7 @@ class SampleTable(Table):
 
 class ValidationTable(Table):
     every_steps: Cadence = 500
+    loss_every_steps: Cadence = 0
     prompts: Strings = ()
     samples: Annotated[tuple[SampleTable, ...], Field(strict=False)] = ()
     seed: Seed = 0

@@ -1,9 +1,14 @@
-"""Photos that are kept out of the training. The loss over them is not built yet."""
+"""Photos that are kept out of the training, and those whose loss is measured at fixed draws (trainer/held_out_loss.py)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from trainer.data.examples import Example
 from trainer.data.sources import Photo
 from trainer.errors import UserError
+
+# Of the photos whose loss is measured: the most of each kind, and how many trained ones where none is held out.
+MOST, ALONE = 32, 8
 
 
 def split(photos: Sequence[Photo], held_out: int | float) -> tuple[tuple[Photo, ...], tuple[Photo, ...]]:
@@ -39,3 +44,25 @@ def split(photos: Sequence[Photo], held_out: int | float) -> tuple[tuple[Photo, 
         tuple(photo for photo in photos if photo.sha256 not in chosen),
         tuple(photo for photo in photos if photo.sha256 in chosen),
     )
+
+
+def measured(trained: Sequence[Example], held_out: Sequence[Example]) -> dict[str, tuple[Example, ...]]:
+    """{"held_out": at most MOST of them, "trained": as many of the others}, still; with none held out, ALONE trained ones.
+
+    The bytes of the images decide which, as in `split`. Regularisation images are not among the trained ones: none is held
+    out, so the two losses would not be of the same kind of photo.
+    """
+    subject = [example for example in trained if not example.photo.source.regularisation]
+    apart = _chosen(held_out, MOST)
+    return ({"held_out": apart} if apart else {}) | {"trained": _chosen(subject, len(apart) or ALONE)}
+
+
+def _chosen(examples: Sequence[Example], count: int) -> tuple[Example, ...]:
+    """Those whose images have the lowest SHA-256."""
+    return tuple(map(still, sorted(examples, key=lambda example: (example.photo.sha256, example.sample))[:count]))
+
+
+def still(example: Example) -> Example:
+    """The example in one fixed form: the photo as it is (not mirrored, no jitter), with the first of its captions."""
+    source = replace(example.photo.source, flip=False, crop_jitter=0.0, colour_jitter=0.0, caption_dropout=0.0)
+    return replace(example, photo=replace(example.photo, source=source), captions=example.captions[:1])

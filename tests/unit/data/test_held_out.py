@@ -7,7 +7,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from trainer.data.held_out import split
+from trainer.data.examples import examples
+from trainer.data.held_out import ALONE, MOST, measured, split
 from trainer.data.sources import File, Photo, Source
 from trainer.errors import UserError
 
@@ -99,3 +100,24 @@ def test_what_holds_out_none_or_all_is_refused(held_out, said) -> None:
     with pytest.raises(UserError) as refused:
         split(photos, held_out)
     assert str(refused.value).startswith(said)
+
+
+@given(collections(), amounts)
+def test_what_is_measured(photos, held_out):
+    """The held-out ones and as many others, in one fixed form, the same in whatever order the photos come."""
+    photos = [replace(p, source=replace(p.source, flip=True, crop_jitter=0.1, caption_dropout=0.5)) for p in photos]
+    trained, kept = tried(photos, held_out)
+    sized = [examples(some, step=64, enlarge=False, seed=0) for some in (trained, kept)]
+    found = measured(*sized)
+    subject = [p for p in trained if not p.source.regularisation]
+    assert len(found["held_out"]) == min(len(kept), MOST) and len(found["trained"]) == min(
+        len(found["held_out"]), len(subject)
+    )
+    assert {e.sample for e in found["held_out"]} <= {p.sample for p in kept}
+    assert {e.sample for e in found["trained"]} <= {p.sample for p in subject}
+    for example in (*found["held_out"], *found["trained"]):
+        source = example.photo.source
+        assert not (source.flip or source.jitters or source.caption_dropout) and len(example.captions) == 1
+    assert measured(*(some[::-1] for some in sized)) == found
+    alone = measured(sized[0], ())
+    assert list(alone) == ["trained"] and len(alone["trained"]) == min(ALONE, len(subject))

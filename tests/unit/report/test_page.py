@@ -228,3 +228,22 @@ def test_a_torn_last_line_is_left_out_and_said(tmp_path: Path) -> None:
         file.write('{"step": 4, "lo')
     _, page = read(write_report(Layout(tmp_path), name="bear", outcome=None))
     assert "1 line(s) of metrics.jsonl could not be read" in page.text
+
+
+def test_the_held_out_loss_is_drawn_from_step_0_on(tmp_path: Path) -> None:
+    def measured(held_out: float) -> dict:
+        quarters = [4 * held_out, held_out, held_out / 4, held_out / 16]
+        return {"held_out_loss": held_out, "held_out_quarters": quarters, "trained_loss": 0.8, "trained_quarters": quarters}
+
+    rows = [{"step": step, "loss": 1 / step, "lr": 1e-4} for step in range(1, 21)]
+    rows[0] |= {"at_start": measured(0.9)}
+    rows[9] |= measured(0.5)
+    rows[19] |= measured(0.6)
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, page = read(write_report(Layout(tmp_path), name="bear", outcome=None))
+    said = [attrs["aria-label"] for attrs in page.all("svg")]
+    (losses,) = (text for text in said if text.startswith("Loss at fixed draws over steps 0 to 20"))
+    assert "held-out photos from 0.9 to 0.6; trained photos from 0.8 to 0.8; loss of the training" in losses
+    (quarters,) = (text for text in said if text.startswith("Loss of held-out photos by time"))
+    assert "least noise from 3.6 to 2.4" in quarters and "most noise from 0.05625 to 0.0375" in quarters
+    assert not [text for text in said if text.startswith(("held out", "trained", "at start"))]

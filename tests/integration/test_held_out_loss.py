@@ -1,0 +1,244 @@
+"""The loss at fixed draws is the plain one, changes nothing in the run, and survives stops, processes and failures."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import Workbench, built, metrics_of
+from tests.integration.test_processes import finish, two_processes
+from tests.optimizers import ENTRIES
+from trainer import cli, draws, held_out_loss
+from trainer import config as configs
+from trainer.checkpoint import store
+from trainer.data.views import View
+from trainer.forecast import HELD_OUT, PHOTOS, forecast
+from trainer.kernels import dora_torch
+from trainer.optim import OPTIMIZERS
+from trainer.phases import Phases
+from trainer.plan import make_plan, open_source, resolve
+from trainer.run import train
+from trainer.trace import Trace
+from trainer.types import Occurrence
+
+LENGTH = 5
+TARGETS = {"sdxl": ["*attn1.to_q", "conv_in"], "flux": ["*attn.to_q"]}
+FIELDS = {"held_out_loss", "held_out_quarters", "trained_loss", "trained_quarters"}
+ON = {"validation__loss_every_steps": 2}
+
+
+@pytest.fixture(autouse=True)
+def few_draws(monkeypatch) -> None:
+    """Two in each quarter: what is promised does not depend on how many there are."""
+    monkeypatch.setattr(held_out_loss, "FEWEST", 8)
+
+
+def tree(bench: Workbench, out: str, family: str = "sdxl", **changes: Any) -> dict[str, Any]:
+    return bench.tree(
+        family,
+        **{
+            "run__output_dir": str(bench.tmp / out), "run__max_steps": LENGTH, "data__held_out": 1, "data__batch_size": 2,
+            "data__flip": True, "data__caption_dropout": 0.5, "adapter__targets": TARGETS[family],
+            "adapter__type": "dora", "optimizer__lr": 1e-2,
+        } | changes,
+    )  # fmt: skip
+
+
+def run(bench: Workbench, out: str, resume_from: str | None = None, **changes: Any) -> list[dict[str, Any]]:
+    train(configs.parse(tree(bench, out, **changes)), resume_from=resume_from)
+    return metrics_of(bench.tmp / out)
+
+
+def weights(bench: Workbench, out: str, step: int = LENGTH) -> dict[str, bytes]:
+    folder = bench.tmp / out / "checkpoints" / f"step-{step:08d}"
+    return {name: (folder / name).read_bytes() for name in ("adapter.safetensors", "optimizer.safetensors")}
+
+
+def without(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in entry.items() if key not in FIELDS | {"at_start"}} for entry in log]
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [("sdxl", {"objective__min_snr_gamma": 1.0, "data__crop_jitter": 0.2}), pytest.param("flux", {}, marks=pytest.mark.slow)],
+)
+def test_it_is_the_plain_mean_squared_error_of_every_quarter(bench: Workbench, family: str, more: dict) -> None:
+    """By the papers' formulas in fp64, of the photos as they are, with their own captions."""
+    with built(configs.parse(tree(bench, "out", family, **ON, **more))) as made:
+        measure = held_out_loss.HeldOutLoss.of(made.components, made.reader, made.evaluating)
+        found, failure = measure(0)
+        assert failure is None and measure.at_once == 2
+        (example,) = made.plan.held_out
+        count = held_out_loss.FEWEST  # of one photo
+        quarters: list[list[float]] = [[], [], [], []]
+        batch = measure.reader[(Occurrence(0, example.sample, 0),)]
+        assert batch.captions == (example.photo.caption,)
+        assert batch.crop_top_left.tolist() == [list(View().place(example).crop_top_left)]
+        x = batch.latents.double()
+        betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2
+        for number in range(count):
+            share = (number % 4 + draws.uniform(0, "held_out_time", example.photo.sha256, number)) / 4
+            noise = draws.normal(x.shape[1:], 0, "held_out_noise", example.photo.sha256, number)[None].double()
+            if family == "sdxl":
+                time = torch.tensor([int(share * 1000)])
+                signal = (1 - betas[: time + 1]).prod()
+                noised, target = signal.sqrt() * x + (1 - signal).sqrt() * noise, noise
+            else:
+                time = torch.tensor([share], dtype=torch.float32)
+                noised, target = (1 - share) * x + share * noise, noise - x
+            with torch.no_grad():
+                told = made.family.predict(made.model, noised.float(), time, batch.conditioning, batch)
+            quarters[int(share * 4)].append(float((told.double() - target).square().mean()))
+    means = [sum(quarter) / len(quarter) for quarter in quarters]
+    assert [len(quarter) for quarter in quarters] == [count / 4] * 4
+    assert found["held_out_quarters"] == pytest.approx(means, rel=1e-5)
+    assert found["held_out_loss"] == pytest.approx(sum(means) / 4, rel=1e-5)
+    assert found.keys() == FIELDS and found["trained_loss"] != found["held_out_loss"]
+
+
+CELLS = {
+    "dora": {},
+    "lora with dropout": {"adapter__type": "lora", "adapter__dropout": 0.3, "memory__gradient_checkpointing": True},
+    "fp8 in bf16": {"model__components__unet": {"dtype": "fp8_e4m3"}, "precision__compute": "bf16"},
+    "a mode of its own": {"optimizer__name": "averaging"},
+    "live encoders": {"data__cache": "none"},
+}
+
+
+@pytest.mark.parametrize("cell", [c if c == "dora" else pytest.param(c, marks=pytest.mark.slow) for c in CELLS])
+def test_on_or_off_is_the_same_run(bench: Workbench, monkeypatch, cell: str) -> None:
+    """With samples drawn or not, and stopped and resumed: the same bytes, the same log but for what was measured."""
+    monkeypatch.setitem(OPTIMIZERS, "averaging", ENTRIES["averaging"])
+    more, drawn = CELLS[cell], {"validation__every_steps": 2, "validation__prompts": ["a bear"], "validation__steps": 1}
+    off = run(bench, "off", **more)
+    on = run(bench, "on", **more, **ON)
+    assert weights(bench, "on") == weights(bench, "off") and without(on) == off
+    assert [entry["step"] for entry in on if entry.keys() >= FIELDS] == [2, 4, 5] and on[0]["at_start"].keys() == FIELDS
+    for stop in (1, 2):
+        run(bench, "parts", "auto", **more, **ON, **drawn, run__stop_after=stop)
+    assert run(bench, "parts", "auto", **more, **ON, **drawn) == on
+    assert weights(bench, "parts") == weights(bench, "off")
+    adapters = [bench.tmp / out / "adapters" for out in ("on", "off", "parts")]
+    for file in ("bear.safetensors", "bear_comfyui.safetensors"):
+        assert len({(folder / file).read_bytes() for folder in adapters}) == 1, file
+
+
+@pytest.mark.parametrize("at", [2, *(pytest.param(step, marks=pytest.mark.slow) for step in (0, LENGTH))])
+def test_a_signal_while_it_is_measured(bench: Workbench, monkeypatch, capsys, at: int) -> None:
+    """It is obeyed in the middle; the step's line stays, and the next start adds what it lacks."""
+    whole = run(bench, "whole", **ON)
+    path, place = str(bench.write(tree(bench, "parts", **ON))), {0: 0, 2: 1, LENGTH: 3}[at]
+    real, seen = Phases.__call__, []
+
+    def interrupted(self, name: str, *more, **settings):
+        if name == "held-out loss":
+            seen.append(time.monotonic())
+            if len(seen) == place + 1:
+                signal.raise_signal(signal.SIGTERM)
+        return real(self, name, *more, **settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Phases, "__call__", interrupted)
+        assert cli.main(["--config", path, "--resume_from", "auto"]) == 143
+    assert time.monotonic() - seen[-1] < 2 and "Traceback" not in capsys.readouterr().err
+    if at:
+        log = metrics_of(bench.tmp / "parts")
+        assert log[-1]["step"] == at and "held_out_loss" not in log[-1]
+    assert cli.main(["--config", path, "--resume_from", "auto"]) == 0
+    assert metrics_of(bench.tmp / "parts") == whole
+    assert weights(bench, "parts") == weights(bench, "whole")
+
+
+def test_without_held_out_photos_the_trained_ones_are_measured(bench: Workbench, capsys) -> None:
+    log = run(bench, "out", data__held_out=0, **ON)
+    assert "no photo is held out, so this loss cannot show memorising" in capsys.readouterr().out
+    assert log[0]["at_start"].keys() == log[-1].keys() & FIELDS == {"trained_loss", "trained_quarters"}
+
+
+def test_too_little_memory_ends_the_run_at_a_whole_step(bench: Workbench, monkeypatch, capsys) -> None:
+    real = held_out_loss.HeldOutLoss._errors
+
+    def full(self, example, numbers):
+        if self.at_start:
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+        return real(self, example, numbers)
+
+    monkeypatch.setattr(held_out_loss.HeldOutLoss, "_errors", full)
+    path = str(bench.write(tree(bench, "out", **ON)))
+    assert cli.main(["--config", path]) == 5
+    assert "validation.loss_every_steps = 0" in capsys.readouterr().err
+    assert [entry["step"] for entry in metrics_of(bench.tmp / "out")] == [1, 2]
+    assert store.steps(bench.tmp / "out" / "checkpoints") == [2]
+
+
+@pytest.mark.slow
+def test_it_is_planned(bench: Workbench, monkeypatch) -> None:
+    """What it takes is what the plan says; a held-out photo may be the largest that is encoded."""
+    config = configs.parse(tree(bench, "out", "flux", data__bucket_step=64, **ON))
+    source = open_source(config)
+    plan = make_plan(resolve(config, source), source, processes=1)
+    foretold = {phase.name: phase for phase in forecast(plan, dora_torch, base=lambda: 1).phases}
+    (stage,) = (phase for name, phase in foretold.items() if name.startswith(HELD_OUT))
+    assert stage.peak < max(phase.peak for phase in foretold.values())
+    assert any(name.startswith(PHOTOS) for name in foretold)
+    trace = Trace()
+    with built(config) as made:
+        measure = held_out_loss.HeldOutLoss.of(made.components, made.reader, made.evaluating)
+        example = plan.measured["held_out"][0]
+        batch = measure.reader[(Occurrence(0, example.sample, 0),)]
+        given = batch, torch.tensor([0.1, 0.9]), torch.randn(2, *batch.latents.shape[1:])
+        measure.errors(*given)
+        modules = [t for module in made.model.modules.values() for t in (*module.parameters(), *module.buffers())]
+        trace.enter(modules + [parameter.grad for parameter in made.step.parameters])
+        trace.reset()
+        with trace:
+            measure.errors(*given)
+        planned = stage.peak - stage.parts["optimizer"]
+        assert trace.peak == pytest.approx(planned, rel=0.02)
+
+
+PAUSED = """
+import time
+from trainer.held_out_loss import HeldOutLoss
+real = HeldOutLoss._errors
+def slow(self, example, numbers):
+    time.sleep(0.05)
+    return real(self, example, numbers)
+HeldOutLoss._errors = slow
+from trainer.cli import main
+raise SystemExit(main())
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_share_it(bench: Workbench) -> None:
+    """The same numbers as of one, where the adapter is the same; a signal to one of them stops both in the middle."""
+    one = run(bench, "one", **ON)
+    finish(two_processes(bench, tree(bench, "two", **ON)))
+    two = metrics_of(bench.tmp / "two")
+    assert two[0]["at_start"] == one[0]["at_start"]
+    assert [entry["step"] for entry in two if entry.keys() >= FIELDS] == [2, 4, 5]
+
+    script = bench.tmp / "slow.py"
+    script.write_text(PAUSED)
+    changes = ON | {"validation__loss_every_steps": 1, "run__max_steps": 100, "data__held_out": 2, "data__batch_size": 1}
+    process = two_processes(bench, tree(bench, "stopped", **changes), script=str(script))
+    log, deadline = bench.tmp / "stopped" / "metrics.jsonl", time.monotonic() + 90
+    while not (log.exists() and log.read_text().count("\n") >= 2):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(0.3)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    sent = time.monotonic()
+    os.kill(int(children[-1]), signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert time.monotonic() - sent < 30
+    (step,) = store.steps(bench.tmp / "stopped" / "checkpoints")
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == list(range(1, step + 1)) and step < 100

@@ -1,0 +1,220 @@
+"""The loss of photos that are never trained on, beside that of as many that are, at fixed draws of time and noise.
+
+It is the plain one: the mean squared error of what the model predicts, every time, pixel and photo of equal weight. So it is
+comparable between runs that weigh or draw in other ways. The draws are the same every time, so it changes only where the
+adapter does. It changes nothing in the run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from trainer import draws
+from trainer.components import Components
+from trainer.data.examples import Example
+from trainer.data.loader import Reader
+from trainer.errors import DataError, Interrupted, OutOfMemory
+from trainer.memory import give_back, is_out_of_memory
+from trainer.metrics import Metrics
+from trainer.phases import Phases
+from trainer.plan import DataPlan
+from trainer.processes import Processes
+from trainer.types import Batch, Occurrence
+
+QUARTERS = 4  # of the whole range of time: each has as many draws
+FEWEST = 32  # draws of each kind of photo, however few photos there are
+
+Fields = dict[str, Any]
+
+
+def draws_of(photos: int) -> int:
+    """Of each photo, where so many are measured: as many in each quarter of time."""
+    return QUARTERS * math.ceil(FEWEST / (QUARTERS * photos)) if photos else 0
+
+
+def at_once(plan: DataPlan) -> int:
+    """Draws of one photo that are computed together: never more than a step's images, whose backward takes more memory."""
+    return min(plan.config.data.batch_size, max(draws_of(len(examples)) for examples in plan.measured.values()))
+
+
+def forwards(plan: DataPlan) -> int:
+    """Images that pass the denoiser each time."""
+    return sum(len(examples) * draws_of(len(examples)) for examples in plan.measured.values())
+
+
+def share_of_time(seed: int, sha256: str, number: int) -> float:
+    """In (0, 1): draw `number` of a photo lies in quarter `number` modulo 4."""
+    return (number % QUARTERS + draws.uniform(seed, "held_out_time", sha256, number)) / QUARTERS
+
+
+def squared_errors(components: Components) -> Callable[[Batch, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """(one photo, shares of time [n], noise fp32 [n, C, h, w]) -> fp32 [n]: the mean squared error of each prediction."""
+    family, model, objective = components.family, components.model, components.plan.objective
+
+    @torch.no_grad()
+    def measure(batch: Batch, shares: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        time, noise = objective.time_at(shares), noise.to(model.device)
+        told = batch.conditioning or family.encode_prompts(model, batch.captions)
+        batch = _repeated(replace(batch, conditioning=told.to(model.device)), len(shares))
+        latents = batch.latents.to(model.device)
+        noised = objective.noised(latents, noise, time)
+        prediction = family.predict(model, noised, time.to(model.device), batch.conditioning, batch)
+        return (prediction.float() - objective.target(latents, noise, time)).square().flatten(1).mean(1)
+
+    return measure
+
+
+def _repeated(batch: Batch, count: int) -> Batch:
+    """A batch of one photo, so many times."""
+
+    def times(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.repeat(count, *[1] * (tensor.dim() - 1))
+
+    told = {name: times(tensor) for name, tensor in batch.conditioning.tensors().items()}
+    return Batch(
+        occurrences=batch.occurrences * count,
+        latents=times(batch.latents),
+        captions=batch.captions * count,
+        conditioning=batch.conditioning.from_tensors(told),
+        original_size=times(batch.original_size),
+        crop_top_left=times(batch.crop_top_left),
+        target_size=times(batch.target_size),
+    )
+
+
+@dataclass(kw_only=True)
+class HeldOutLoss:
+    """Measures where it is due, and gives what the step's line in the log says of it. All processes call it alike.
+
+    The line of step N has the losses after step N; that of step 1 has those before it, too, under "at_start". A stop is
+    obeyed in the middle. Then the line is written without them, and the next start, which stands at that step, adds them.
+
+    measured: examples by kind. every, last: steps. seed: of the draws. errors: as `squared_errors` gives.
+    evaluating: as of Artifacts.
+    """
+
+    measured: Mapping[str, Sequence[Example]]
+    every: int
+    last: int
+    seed: int
+    at_once: int
+    reader: Reader
+    errors: Callable[[Batch, torch.Tensor, torch.Tensor], torch.Tensor]
+    evaluating: Callable[[], AbstractContextManager[None]]
+    processes: Processes
+    phases: Phases
+    at_start: Fields = field(default_factory=dict, init=False)
+
+    @staticmethod
+    def of(components: Components, reader: Reader, evaluating: Callable[[], AbstractContextManager[None]]) -> HeldOutLoss:
+        plan, validation = components.plan, components.plan.config.validation
+        still = {example.sample: example for examples in plan.measured.values() for example in examples}
+        return HeldOutLoss(
+            measured=plan.measured,
+            every=validation.loss_every_steps,
+            last=plan.max_steps,
+            seed=validation.seed,
+            at_once=at_once(plan) if plan.measured else 1,
+            reader=replace(reader, examples=still),
+            errors=squared_errors(components),
+            evaluating=evaluating,
+            processes=components.processes,
+            phases=components.phases,
+        )
+
+    def __call__(self, step: int, *, again: Metrics | None = None) -> tuple[Fields, Exception | None]:
+        """(what the line of `step` says beside the step itself, what ends the run), after that step.
+
+        again: the log of earlier starts, before the first step of this one.
+        """
+        if self.every == 0 or (step % self.every and step != self.last):
+            return self._at_start(step), None
+        if again and step and not self.processes.largest(int(again.lacks(step, *map(_loss, self.measured))))[0]:
+            return {}, None
+        fields, failure = self._measure()
+        if again and step == 0:
+            self.at_start = fields
+        elif again:
+            again.add(step, fields)
+        return self._at_start(step) | fields, failure
+
+    def _at_start(self, step: int) -> Fields:
+        return {"at_start": self.at_start} if step == 1 and self.at_start else {}
+
+    def _measure(self) -> tuple[Fields, Exception | None]:
+        kinds = [kind for kind, examples in self.measured.items() for _ in range(len(examples) * draws_of(len(examples)))]
+        found = torch.zeros(len(kinds), dtype=torch.float32, device=self.processes.device)
+        work, failure, stopped = self._share(), None, False
+        try:
+            with (
+                self.phases("held-out loss", sum(len(numbers) for _, numbers, _ in work), "draw") as phase,
+                phase.between_modules(),
+                self.evaluating(),
+            ):
+                for example, numbers, first in work:
+                    # Each number has its own place, and only one process fills it: the sum over them rounds nothing.
+                    found[first : first + len(numbers)] = self._errors(example, numbers)
+                    phase.advance(len(numbers))
+        except Interrupted:
+            stopped = True
+        except DataError as error:
+            failure = error
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = OutOfMemory(
+                f"out of memory while the held-out loss was measured\n{error}\ngo on with --resume_from auto and "
+                "validation.loss_every_steps = 0"
+            )
+        give_back()
+        # The others finish theirs, and hear of it here.
+        if self.processes.largest(int(stopped or failure is not None))[0]:
+            return {}, failure
+        self.processes.sum(found)
+        return _fields(kinds, found.tolist()), None
+
+    def _share(self) -> list[tuple[Example, range, int]]:
+        """(example, numbers of its draws, the place of the first among all) of this process; cut alike for any number."""
+        work, place = [], 0
+        for examples in self.measured.values():
+            for example in examples:
+                numbers = range(draws_of(len(examples)))
+                pieces = (numbers[first : first + self.at_once] for first in numbers[:: self.at_once])
+                work += [(example, piece, place + piece.start) for piece in pieces]
+                place += len(numbers)
+        return work[self.processes.rank :: self.processes.count]
+
+    def _errors(self, example: Example, numbers: Sequence[int]) -> torch.Tensor:
+        batch, sha256 = self.reader[(Occurrence(0, example.sample, 0),)], example.photo.sha256
+        shares = torch.tensor([share_of_time(self.seed, sha256, number) for number in numbers], dtype=torch.float64)
+        noise = partial(draws.normal, batch.latents.shape[1:], self.seed, "held_out_noise", sha256)
+        return self.errors(batch, shares, torch.stack([noise(number) for number in numbers]))
+
+
+def _loss(kind: str) -> str:
+    return f"{kind}_loss"
+
+
+def _fields(kinds: Sequence[str], errors: Sequence[float]) -> Fields:
+    """Of each kind its loss, and its loss in each quarter of time, the one with the least noise (time 0) first.
+
+    None where one is not finite. The draws of a photo go round the quarters, and each photo has a multiple of four.
+    """
+    fields: Fields = {}
+    for kind in dict.fromkeys(kinds):
+        own = [error for error, its in zip(errors, kinds, strict=True) if its == kind]
+        fields[_loss(kind)] = _mean(own)
+        fields[f"{kind}_quarters"] = [_mean(own[quarter::QUARTERS]) for quarter in range(QUARTERS)]
+    return fields
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if all(map(math.isfinite, values)) else None
