@@ -3,17 +3,19 @@
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trainer import outcome, quantization, validation
 from trainer.adapters import Adapter, export
-from trainer.adapters.norms import Norms, made_for
+from trainer.adapters.norms import Norms, made_for, products
 from trainer.checkpoint.state import Progress
 from trainer.components import Components
 from trainer.data import captions
 from trainer.data.loader import Reader
 from trainer.data_report import sections as data_sections
+from trainer.ema import Averages, snapshots
 from trainer.encoding import prompt_conditioning, report_captions
 from trainer.errors import DataError, Interrupted, NotWritten, OutOfMemory
 from trainer.layout import Layout
@@ -39,6 +41,7 @@ class Artifacts:
     progress: Progress
     layout: Layout
     weights: Mapping[str, Callable[[], AbstractContextManager[None]]]
+    averages: Averages
 
     def after_step(self, *, again: bool = False) -> Exception | None:
         """Export and draw what is due at the present step. again: what a start that was cut off may have made already.
@@ -47,7 +50,10 @@ class Artifacts:
         """
         plan, processes = self.components.plan, self.components.processes
         config, step, failure = plan.config, self.progress.step, None
-        at_end = step == plan.max_steps
+        at_end, every = step == plan.max_steps, config.ema.snapshot_every_steps
+        if self.averages.updates and every and (at_end or due(every, step)):
+            failure = self.set_aside() if processes.is_main else None
+            processes.wait()
         if not at_end and due(config.export.every_steps, step):
             stem = f"{config.run.name}-{step:08d}"
             files = [f for ending in self.weights for f in export.file_names(stem + ending, config.export.formats).values()]
@@ -57,13 +63,24 @@ class Artifacts:
                 except Interrupted:  # the next start makes them; all processes stop together
                     pass
                 except OSError as error:
-                    failure = NotWritten(error)
+                    failure = failure or NotWritten(error)
             processes.wait()
         if plan.requests and (step == 0 or at_end or due(config.validation.every_steps, step)):
             if processes.is_main and not (again and self.layout.samples_of(step).exists()):
                 failure = failure or self.draw_samples()
             processes.wait()
         return failure
+
+    def set_aside(self) -> Exception | None:
+        """Write the averages as they are now beside the earlier ones. Returns what ends the run."""
+        folder, made = self.layout.averages, partial(products, self.adapter)
+        # Seen to its end whatever signal comes, as a checkpoint is: the later ones go on from here.
+        with self.components.phases("setting averages aside", unit="B", obey=False) as phase:
+            try:
+                snapshots.write(folder, self.progress.step, self.averages, made, phase.advance)
+            except OSError as error:
+                return NotWritten(error)
+        return None
 
     def draw_samples(self) -> Exception | None:
         """Of the present step; a stop leaves them to the next start. Returns what ends the run."""

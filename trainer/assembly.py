@@ -78,7 +78,8 @@ def build_step(
     then: the checkpoint's config, where --allow changed it.
     """
     plan, family, model, peers = components.plan, components.family, components.model, components.processes
-    config, seed, dropout = plan.config, plan.config.run.seed, adapter.dropout(plan.config.run.seed)
+    config, seed, options = plan.config, plan.config.run.seed, plan.config.adapter
+    training = adapter.training(seed, rank_dropout=options.rank_dropout, module_dropout=options.module_dropout)
     optimizer = optim.build_optimizer(
         config.optimizer.name,
         adapter.parameter_groups(lr=config.optimizer.lr, weight_decay=config.optimizer.weight_decay),
@@ -107,14 +108,17 @@ def build_step(
     state = pieces.enter("optimizer", optim.OptimizerState(optimizer, config.optimizer.name, regrouping))
     pieces.enter("schedule", optim.ScheduleState(schedule, anew=then is not None))
     pieces.enter("scaler", precision.ScalerState(scaler))
-    weights = {"constant": ema.constant(config.ema.decay)} if config.ema.kind == "constant" else {}
-    averages = ema.Averages(adapter.named_parameters(), weights, changed=adapter.mark_stale)
-    if weights:
+    averages = ema.Averages(
+        adapter.named_parameters(), ema.weights_of(config.ema.kind, config.ema.decay), changed=adapter.mark_stale
+    )
+    if averages.weights:
         pieces.enter("ema", averages)
 
-    def after_update() -> None:
+    def after_update() -> dict[str, int]:
+        told = {} if options.max_norm is None else {"layers_limited": adapter.limit_norms(options.max_norm)}
         adapter.mark_stale()
         averages.update()
+        return told
 
     def losses(batch, update=()):
         return batch_losses(
@@ -137,7 +141,7 @@ def build_step(
         after_update=after_update,
         sum=peers.sum,
         # By the micro-batch's place in the update, whichever process has it.
-        dropout=lambda step, index: dropout(step, index * peers.count + peers.rank),
+        training=lambda step, index: training(step, index * peers.count + peers.rank),
     )
     return state, averages, step
 

@@ -73,6 +73,8 @@ def unread_beside_others(config: Config) -> dict[str, str]:
     unread |= _unread_of_schedule(config.schedule.name)
     if config.ema.kind != "constant":
         unread["ema.decay"] = f"with ema.kind = {config.ema.kind!r}; leave it out, or set ema.kind = 'constant'"
+    if config.ema.kind != "power":
+        unread["ema.snapshot_every_steps"] = f"with ema.kind = {config.ema.kind!r}; leave it out, or set ema.kind = 'power'"
     if config.data.batch_size == 1:
         unread["data.short_batches"] = "with data.batch_size = 1; leave it out, or raise data.batch_size"
     for key in ("flip", "caption_dropout", "masks", "unmasked_weight"):
@@ -121,6 +123,11 @@ def _unread_of_schedule(name: str) -> dict[str, str]:
 
 def refuse_averages(config: Config, *, modes: bool) -> None:
     """modes: whether the optimizer trains with other weights than those to be used. Raises UserError for [ema] with it."""
+    if config.ema.kind == "power" and not config.ema.snapshot_every_steps:
+        raise UserError(
+            "ema.kind = 'power' needs ema.snapshot_every_steps: other averages are made of what is set aside; take a "
+            "twentieth of the run or less, or set ema.kind = 'constant'"
+        )
     if modes and config.ema.kind != "none":
         raise UserError(
             f"ema.kind = {config.ema.kind!r} cannot be combined with optimizer.name = {config.optimizer.name!r}: its weights "

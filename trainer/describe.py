@@ -72,12 +72,13 @@ def _adapter_lines(plan: Plan) -> list[str]:
         mine = [t for t in plan.targets if t.component == component]
         dora = adapter.type == "dora"
         count = sum(_adapter_parameters(plan.shapes[t.component, t.name], t.rank, dora) for t in mine)
-        kinds = Counter((t.rank, t.alpha, t.scaling(adapter.rslora), t.lr) for t in mine)
+        kinds = Counter((t.rank, t.alpha, t.scaling(adapter.rslora), t.lr, t.stop_step) for t in mine)
         lines.append(f"adapter {adapter.type} on {component}: {len(mine)} layers, {count:,} trainable parameters (fp32)")
-        for (rank, alpha, scaling, lr), layers in sorted(kinds.items(), key=str):
+        for (rank, alpha, scaling, lr, stop), layers in sorted(kinds.items(), key=str):
             rate = f", lr {lr:g}" if lr is not None else ""
+            stops = f", trained up to step {stop}" if stop is not None else ""
             formula = "alpha / sqrt(rank)" if adapter.rslora else "alpha / rank"
-            lines.append(f"  {layers} layers: rank {rank}, alpha {alpha:g}, {formula} = {scaling:g}{rate}")
+            lines.append(f"  {layers} layers: rank {rank}, alpha {alpha:g}, {formula} = {scaling:g}{rate}{stops}")
     if plan.skipped:
         lines.append(f"  skipped, without a gradient path: {len(plan.skipped)} layers ({plan.skipped[0]}, ...)")
     return lines

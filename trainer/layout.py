@@ -9,6 +9,16 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def snapshot_name(step: int) -> str:
+    """The file of a step's averages."""
+    return f"{folder_name(step)}.safetensors"
+
+
+def snapshot_step(name: str) -> int | None:
+    """Of a file with such a name; None of another."""
+    return step_of(name.removesuffix(".safetensors")) if name.endswith(".safetensors") else None
+
+
 def step_of(name: str) -> int | None:
     """Of a folder with such a name; None of another."""
     found = re.fullmatch(r"step-(\d{8})", name)
@@ -38,6 +48,7 @@ class Layout:
         self.config = root / "config.toml"  # the resolved one
         self.checkpoints = root / "checkpoints"
         self.adapters = root / "adapters"  # NAME.safetensors of the end, NAME-STEP.safetensors of a step
+        self.averages = root / "ema"  # those set aside, from which others are made after the training
         self.samples = root / "samples"
         self.truths = self.samples / "truth"  # what samples ought to look like, where that is known
         self.before_after = root / "before_after.png"
@@ -56,10 +67,10 @@ class Layout:
 
     def leftovers(self) -> list[Path]:
         """Files of a killed process that never got their names."""
-        return [path for folder in (self.root, self.adapters) for path in folder.glob(".*.tmp")]
+        return [path for folder in (self.root, self.adapters, self.averages) for path in folder.glob(".*.tmp")]
 
     def later_results(self, name: str, after: int) -> list[Path]:
-        """What the steps beyond `after` left of the run `name`: samples, adapter files (the end's, too), the report."""
+        """What the steps beyond `after` left of the run `name`: samples, averages, adapter files (the end's, too), report."""
         step = re.compile(rf"step-(\d{{8}})|{re.escape(name)}-(\d{{8}})(?:_\w+)?\.safetensors")
         end = re.compile(rf"{re.escape(name)}(?:_\w+)?\.safetensors")
         later = [
@@ -67,4 +78,5 @@ class Layout:
             for path in (*self.samples.glob("step-*"), *self.adapters.glob("*"))
             if ((found := step.fullmatch(path.name)) and int(found[1] or found[2]) > after) or end.fullmatch(path.name)
         ]
+        later += [path for path in self.averages.glob("*") if (snapshot_step(path.name) or 0) > after]
         return [*later, *(path for path in (self.report, self.before_after) if path.exists())]

@@ -10,6 +10,7 @@ from trainer import files, metrics, resume
 from trainer.checkpoint import store
 from trainer.checkpoint.pieces import Pieces
 from trainer.config import Config
+from trainer.ema import snapshots
 from trainer.layout import Layout, folder_name, step_of
 from trainer.phases import Phases
 from trainer.processes import Processes
@@ -62,5 +63,6 @@ def opened(
             own_step = step_of(folder.name)
             if own_step is not None and (own_step > step or step == 0):
                 shutil.rmtree(folder)
+        snapshots.remove_after(layout.averages, step)
         processes.wait(obey=True)
         yield

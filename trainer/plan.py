@@ -264,6 +264,12 @@ def _targets(
         rank=config.adapter.rank,
         alpha=config.adapter.alpha,
     )
+    stops = [target.stop_step for target in targets]
+    if config.run.max_steps and all(stop is not None and stop < config.run.max_steps for stop in stops):
+        raise UserError(
+            f"adapter.rules: every adapted layer stops by step {max(stop or 0 for stop in stops)}, and run.max_steps = "
+            f"{config.run.max_steps}: nothing would be trained after that; leave out a stop_step, or lower run.max_steps"
+        )
     adapted = {target.component for target in targets}
     return targets, shapes, tuple(name for name in skipped if name.partition(".")[0] in adapted)
 

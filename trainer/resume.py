@@ -33,7 +33,7 @@ MAY_CHANGE = (
     "run.max_steps", "run.epochs", "run.stop_after", "run.output_dir", "model.cache_dir",
     "data.cache", "data.cache_dir", "data.cache_limit", "data.num_workers", "memory.*", "step.accumulation",
     "step.non_finite", "step.max_skipped",
-    "validation.*", "logging.*", "export.*", "checkpoint.*",
+    "ema.snapshot_every_steps", "validation.*", "logging.*", "export.*", "checkpoint.*",
 )  # fmt: skip
 # Where photos and model lie. It may change, too, where a checkpoint pins what lies there: `pin_data`, `pin_model`,
 # `pin_quantization`.

@@ -134,7 +134,8 @@ class Run:
 
     def artifacts(self) -> Artifacts:
         weights = {"": self.evaluating} | ({AVERAGE: self.averages.used} if self.averages.weights else {})
-        return Artifacts(self.components, self.reader, self.adapter, self.norms, self.progress, self.layout, weights)
+        about = self.adapter, self.norms, self.progress, self.layout
+        return Artifacts(self.components, self.reader, *about, weights, self.averages)
 
 
 def build(

@@ -1,9 +1,9 @@
 """One optimizer step: micro-batches, backward, unscale, clip, update. Knows no model, no schedule of saves."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from functools import cached_property
 
 import torch
@@ -65,7 +65,7 @@ class StepResult:
 
     loss: per-sample mean over the global batch; None where a sample's is not finite. grad_norm: before clipping; None where
     there is none or it overflowed. updated: whether the parameters changed. refused: what was not finite and cannot be
-    answered by a lower loss scale, with the samples' names; "" otherwise.
+    answered by a lower loss scale, with the samples' names; "" otherwise. told: further entries of the log.
     """
 
     loss: float | None
@@ -74,6 +74,7 @@ class StepResult:
     updated: bool
     loss_scale: float
     refused: str = ""
+    told: Mapping[str, int] = field(default_factory=dict)
 
 
 # What stands in a step's flags, one for each sample of the global batch.
@@ -86,9 +87,10 @@ class Step:
 
     losses: (a micro-batch, the occurrences of its global batch) -> fp32 [B].
     optimizer: its parameters have gradients (optim.build_optimizer).
-    after_update: called when parameters changed (DoRA norms are marked stale there).
+    after_update: called when parameters changed (DoRA norms are marked stale there); gives what the log tells of that.
     sum: sums a tensor over the processes, in place.
-    dropout: (step, micro-batch of this process) -> a context in which adapter dropout is on and seeded.
+    training: (step, micro-batch of this process) -> a context in which the adapter is as the step trains it (its dropouts).
+    A group of the optimizer with a "stop_step" is left alone, with all that is kept of it, after that step.
     """
 
     losses: Callable[[Batch, Sequence[Occurrence]], torch.Tensor]
@@ -96,9 +98,9 @@ class Step:
     schedule: torch.optim.lr_scheduler.LambdaLR
     scaler: torch.amp.GradScaler
     max_grad_norm: float
-    after_update: Callable[[], None]
+    after_update: Callable[[], Mapping[str, int]]
     sum: Callable[[torch.Tensor], None]
-    dropout: Callable[[int, int], AbstractContextManager[None]]
+    training: Callable[[int, int], AbstractContextManager[None]]
 
     @cached_property
     def parameters(self) -> list[torch.Tensor]:
@@ -129,7 +131,7 @@ class Step:
                     flags[at] = torch.full_like(total, _LATENTS)
                 continue
             try:
-                with self.dropout(step, index):
+                with self.training(step, index):
                     losses = self.losses(batch, occurrences)
                     loss = losses.sum() / len(occurrences)
                     self.scaler.scale(loss).backward()
@@ -165,13 +167,13 @@ class Step:
             raise OutOfMemory(f"step {step}: out of memory in {exhausted or 'another process'}")
         if refused:
             return StepResult(None, None, lr, False, scale, "; ".join(refused))
-        finite, refused = math.isfinite(grad_norm), ""
+        finite, refused, told_more = math.isfinite(grad_norm), "", {}
         if finite:
             if self.max_grad_norm > 0:
                 torch.nn.utils.clip_grads_with_norm_(self.parameters, self.max_grad_norm, norm)
-            self.optimizer.step()
+            self._update(step)
             self.schedule.step()
-            self.after_update()
+            told_more = self.after_update()
         elif not self.scaler.is_enabled() or scale <= 1:
             refused = f"the gradient is not finite (samples {', '.join(sorted({printable(o.sample) for o in occurrences}))})"
         if self.scaler.is_enabled():
@@ -179,7 +181,17 @@ class Step:
             self.scaler.update()
             if not finite and scale * self.scaler.get_backoff_factor() < 1:
                 self.scaler.update(new_scale=1.0)
-        return StepResult(total, grad_norm if finite else None, lr, finite, scale, refused)
+        return StepResult(total, grad_norm if finite else None, lr, finite, scale, refused, told_more)
+
+    def _update(self, step: int) -> None:
+        """Of the groups that are trained still: to an optimizer, weight decay and momentum are reasons to move, too."""
+        groups = self.optimizer.param_groups
+        try:
+            stopped = [group.get("stop_step", step) < step for group in groups]
+            self.optimizer.param_groups = [g | {"params": []} if off else g for g, off in zip(groups, stopped, strict=True)]
+            self.optimizer.step()
+        finally:
+            self.optimizer.param_groups = groups
 
     def _read(self, told: torch.Tensor, norm: torch.Tensor) -> tuple[list[float], float, float]:
         """(told, norm, the loss scale) as numbers: the one place of an update where the host waits for the device."""

@@ -137,9 +137,9 @@ class Bench:
             schedule=optim.build_schedule("constant", built, warmup=0, total_steps=10**6),
             scaler=torch.amp.GradScaler(device.type, enabled=False),
             max_grad_norm=1.0,
-            after_update=self.adapter.mark_stale,
+            after_update=lambda: self.adapter.mark_stale() or {},
             sum=lambda tensor: None,
-            dropout=self.adapter.dropout(0),
+            training=self.adapter.training(0),
         )  # fmt: skip
         self.layers = [m for m in module.modules() if isinstance(m, FrozenLinear)]
         self.device, self.done = device, 0

@@ -51,8 +51,8 @@ def read(path: Path) -> dict[str, torch.Tensor]:
     return TensorFile(path).read_all()
 
 
-def not_finite(losses, batch) -> torch.Tensor:
-    return losses(batch) * torch.nan
+def not_finite(losses, *given) -> torch.Tensor:
+    return losses(*given) * torch.nan
 
 
 def by_formula(weights: list[dict[str, torch.Tensor]], decay: float) -> dict[str, torch.Tensor]:

@@ -44,9 +44,9 @@ def step_with(peer: Peer, losses=lambda batch: batch.latents.mean((1, 2, 3))) ->
         schedule=optim.build_schedule("constant", optimizer, total_steps=9, warmup=0),
         scaler=torch.amp.GradScaler("cpu", enabled=False),
         max_grad_norm=1.0,
-        after_update=lambda: None,
+        after_update=dict,
         sum=peer.sum,
-        dropout=lambda step, index: contextlib.nullcontext(),
+        training=lambda step, index: contextlib.nullcontext(),
     )
     return step, parameter
 

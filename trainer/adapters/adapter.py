@@ -1,5 +1,6 @@
 """The trainable part of a run: the adapted layers, their parameters, and what is done with all of them at once."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 from trainer import draws
+from trainer.adapters.limits import drawn_rows, limit_norms
 from trainer.adapters.targets import Rule, Target, with_rates
 from trainer.errors import UserError
 from trainer.files import Advance, unheard
@@ -31,26 +33,30 @@ class Adapter:
         return named
 
     def parameter_groups(self, *, lr: float, weight_decay: float) -> list[dict[str, object]]:
-        """Optimizer groups, {"lr", "weight_decay", "params", "magnitudes"}: magnitudes apart, and never decayed."""
+        """Optimizer groups, {"lr", "weight_decay", "params", "magnitudes"}: magnitudes apart, and never decayed. Layers with
+        a `stop_step` are apart, too, and their groups have that key."""
         parameters = self.named_parameters()
         return [
             {"lr": rate, "weight_decay": decay, "params": [parameters[name] for name in names], "magnitudes": magnitude}
-            for (rate, decay, magnitude), names in self.groups(lr=lr, weight_decay=weight_decay).items()
+            | ({} if stop is None else {"stop_step": stop})
+            for (rate, decay, magnitude, stop), names in self.groups(lr=lr, weight_decay=weight_decay).items()
         ]
 
     def groups(
         self, *, lr: float, weight_decay: float, rules: Sequence[Rule] | None = None
-    ) -> dict[tuple[float, float, bool], list[str]]:
-        """By (rate, decay, whether they are magnitudes), the names of parameters. rules: others than this run's."""
-        targets, groups = self.targets, dict[tuple[float, float, bool], list[str]]()
+    ) -> dict[tuple[float, float, bool, int | None], list[str]]:
+        """By (rate, decay, whether they are magnitudes, stop_step), parameters' names. rules: others than this run's."""
+        targets, groups = self.targets, dict[tuple[float, float, bool, int | None], list[str]]()
         if rules is not None:
             targets = dict(zip(targets, with_rates(targets.values(), rules), strict=True))
         for name in self.named_parameters():
             target = targets[name.partition(".lora_")[0]]
             magnitude = name.endswith(".lora_magnitude_vector")
             decay = 0.0 if magnitude else weight_decay if target.weight_decay is None else target.weight_decay
-            groups.setdefault((lr if target.lr is None else target.lr, decay, magnitude), []).append(name)
-        return groups
+            rate = lr if target.lr is None else target.lr
+            groups.setdefault((rate, decay, magnitude, target.stop_step), []).append(name)
+        # Those that stop first come last: what an optimizer reads of its first group (Prodigy its rate) goes on.
+        return dict(sorted(groups.items(), key=lambda group: -(group[0][3] or math.inf)))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {name: parameter.detach() for name, parameter in self.named_parameters().items()}
@@ -135,22 +141,43 @@ class Adapter:
             for layer in self.layers.values():
                 layer.strength = 1.0
 
-    def dropout(self, seed: int) -> Callable[[int, int], AbstractContextManager[None]]:
-        """(step, micro-batch) -> a context in which adapter dropout is on, seeded by (seed, step, micro-batch)."""
-        dropping = [layer for layer in self.layers.values() if layer.dropout is not None]
+    def training(
+        self, seed: int, *, rank_dropout: float = 0.0, module_dropout: float = 0.0
+    ) -> Callable[[int, int], AbstractContextManager[None]]:
+        """(step, micro-batch) -> a context in which the adapter is as that step trains it.
+
+        Dropouts are on, seeded by (seed, step, micro-batch), and by the layer those of ranks and modules. Layers whose
+        `stop_step` is behind get no gradient any more.
+        """
+        thin = bool(rank_dropout or module_dropout)
+        dropping = {name: layer for name, layer in self.layers.items() if thin or layer.dropout is not None}
+        ranks = {name: self.targets[name].rank for name in dropping} if thin else {}
+        stops = {name: stop for name, target in self.targets.items() if (stop := target.stop_step) is not None}
 
         @contextmanager
         def within(step: int, micro_batch: int) -> Iterator[None]:
+            for name in [name for name, stop in stops.items() if step > stop]:
+                self.layers[name].requires_grad_(False)
+                del stops[name]
             if not dropping:
                 yield
                 return
             torch.manual_seed(draws.generator(seed, "dropout", step, micro_batch).initial_seed())
-            for layer in dropping:
+            rows = drawn_rows(
+                ranks, rank_dropout=rank_dropout, module_dropout=module_dropout, seed=seed, step=step, micro_batch=micro_batch
+            )
+            for name, layer in dropping.items():
                 layer.train()
+                layer.now.rows = rows[name].to(layer.lora_A[ADAPTER_NAME].weight.device) if thin else None
             try:
                 yield
             finally:
-                for layer in dropping:
+                for layer in dropping.values():
                     layer.eval()
+                    layer.now.rows = None
 
         return within
+
+    def limit_norms(self, limit: float) -> int:
+        """As limits.limit_norms, of all layers. What follows from the parameters is stale then."""
+        return int(limit_norms(self.layers.values(), limit))

@@ -9,6 +9,7 @@ from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
 from trainer.adapters.dora import Part, Ready, adapted, divisor, is_drowned, scale_rows, together
+from trainer.adapters.limits import thinned
 from trainer.kernels.decode import squares_and_product
 from trainer.memory import known
 
@@ -24,14 +25,16 @@ class Values(nn.Module):
 class Now:
     """What an AdaptedLayer knows of its active adapter. Apart from the module, whose attributes are slow to set and to find.
 
-    part: what its forward computes with; None while it is stale. active: (name, A, B, magnitude, dropout).
+    part: what its forward computes with; None while it is stale. active: (name, A, B, magnitude, dropout). rows: in training,
+    what multiplies the rows of A (limits.drawn_rows); None: nothing.
     """
 
-    __slots__ = ("active", "part")
+    __slots__ = ("active", "part", "rows")
 
     def __init__(self) -> None:
         self.part: Part | None = None
         self.active: tuple | None = None
+        self.rows: Tensor | None = None
 
 
 class AdaptedLayer(nn.Module, LoraLayer):
@@ -184,6 +187,8 @@ class AdaptedLayer(nn.Module, LoraLayer):
             y = self.shared.output(self, x)
         else:
             part, dropout = self.part(), self.now.active[4] if self.training else None
+            if self.now.rows is not None:
+                part = thinned(part, self.now.rows)
             mask = None if dropout is None else dropout(torch.ones_like(x, dtype=base.compute_dtype))
             (y,) = adapted(x, [part], mask)
         return y if self.strength == 1 else torch.lerp(base(x), y, self.strength)
@@ -302,9 +307,10 @@ class SharedInput:
         self.outputs = {}
 
     def applies(self, x: torch.Tensor) -> bool:
-        """Whether all would compute on x alike: none is merged, disabled or drops inputs, and a change of x would be seen."""
+        """Whether all would compute on x alike: none is merged, disabled or drops anything; a change of x would be seen."""
         return not x.is_inference() and not any(
-            layer.merged_adapters or layer._disable_adapters or layer.dropout is not None for layer in self.layers
+            layer.merged_adapters or layer._disable_adapters or layer.dropout is not None or layer.now.rows is not None
+            for layer in self.layers
         )
 
     def output(self, layer: AdaptedLayer, x: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 from trainer import patterns
 from trainer.errors import UserError
@@ -20,11 +21,15 @@ class Rule:
     alpha: float | None = None
     lr: float | None = None
     weight_decay: float | None = None
+    stop_step: int | None = None
 
 
 @dataclass(frozen=True)
 class Target:
-    """One layer to adapt, with everything that was resolved for it. lr and weight_decay None mean the optimizer's."""
+    """One layer to adapt, with everything that was resolved for it. lr and weight_decay None mean the optimizer's.
+
+    stop_step: the last step that trains it; None: all do.
+    """
 
     component: str
     name: str
@@ -32,6 +37,7 @@ class Target:
     alpha: float
     lr: float | None = None
     weight_decay: float | None = None
+    stop_step: int | None = None
 
     def scaling(self, rslora: bool) -> float:
         return self.alpha / (math.sqrt(self.rank) if rslora else self.rank)
@@ -90,10 +96,10 @@ def match_targets(
 
 
 def with_rates(targets: Iterable[Target], rules: Sequence[Rule]) -> tuple[Target, ...]:
-    """The targets with the lr and weight_decay that these rules give them. Later rules win."""
+    """The targets with the lr, weight_decay and stop_step that these rules give them. Later rules win."""
     rated = []
     for target in targets:
-        own: dict[str, float | None] = {"lr": None, "weight_decay": None}
+        own: dict[str, Any] = {"lr": None, "weight_decay": None, "stop_step": None}
         for rule in rules:
             if rule.component == target.component and fnmatchcase(target.name, rule.match):
                 own |= {field: value for field in own if (value := getattr(rule, field)) is not None}

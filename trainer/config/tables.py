@@ -107,6 +107,7 @@ class RuleTable(Table):
     alpha: Positive | None = None
     lr: Positive | None = None
     weight_decay: Annotated[float, Field(ge=0)] | None = None
+    stop_step: Count | None = None
 
 
 class AdapterTable(Table):
@@ -116,6 +117,9 @@ class AdapterTable(Table):
     targets: str | Strings = "attention+mlp"
     rslora: bool = False
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    rank_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    module_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    max_norm: Positive | None = None
     kernels: Literal["auto", "triton", "torch"] = "auto"
     rules: Annotated[tuple[RuleTable, ...], Field(strict=False)] = ()
 
@@ -126,6 +130,13 @@ class AdapterTable(Table):
                 f"adapter.dropout = {self.dropout} cannot be combined with adapter.type = 'dora': DoRA's row scale couples "
                 "the dropped path with the base; set adapter.dropout = 0 or adapter.type = 'lora'"
             )
+        for key in ("rank_dropout", "module_dropout"):
+            if self.type == "dora" and (rate := getattr(self, key)):
+                raise ValueError(
+                    f"adapter.{key} = {rate} cannot be combined with adapter.type = 'dora': DoRA divides by the norm of the "
+                    "whole W + s B A, and with a part of it left out the rows would not have the magnitudes' lengths; set "
+                    f"adapter.{key} = 0 or adapter.type = 'lora'"
+                )
         return self
 
 
@@ -293,11 +304,12 @@ class ScheduleTable(Table):
 
 
 class EmaTable(Table):
-    kind: Literal["none", "constant"] = "none"
+    kind: Literal["none", "constant", "power"] = "none"
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
+    snapshot_every_steps: Cadence = 0
 
     def describe(self) -> str:
-        return f"{self.kind}, decay {self.decay:g}"
+        return f"constant, decay {self.decay:g}" if self.kind == "constant" else "power function, length 0.1"
 
 
 class CheckpointTable(Table):

@@ -1,0 +1,179 @@
+"""Averages of any length, made after the training of those that were set aside: against all steps' weights in fp64."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.harness import Workbench, built, take_step
+from trainer import config as configs
+from trainer import run as runs
+from trainer.ema import power_function, snapshots
+from trainer.ema.power import LONGEST, Profile, fit, gamma_of
+from trainer.errors import UserError
+from trainer.tensorfile import TensorFile
+
+POWER: dict[str, Any] = {"ema__kind": "power", "ema__snapshot_every_steps": 4}
+# Where there is a checkpoint at each step, the weights after each can be read.
+EVERY: dict[str, Any] = {"checkpoint__every_steps": 1, "checkpoint__keep_last": 99}
+STEPS = 12
+
+
+def tree(bench: Workbench, out: str, **more: Any) -> dict[str, Any]:
+    return bench.tree(
+        **{
+            "run__output_dir": str(bench.tmp / out), "run__max_steps": STEPS, "optimizer__lr": 1e-2, "adapter__type": "dora",
+            "adapter__targets": ["*attn1.to_q", "conv_in"], "data__batch_size": 1,
+        } | POWER | more
+    )  # fmt: skip
+
+
+def train(bench: Workbench, out: str, resume_from: str | None = None, **more: Any) -> Path:
+    runs.train(configs.parse(tree(bench, out, **more)), resume_from=resume_from)
+    return bench.tmp / out
+
+
+def names(out: Path) -> list[str]:
+    return sorted(path.name for path in (out / "ema").iterdir())
+
+
+@given(st.floats(0.005, LONGEST))
+def test_gamma_has_the_length(length: float) -> None:
+    """Against the standard deviation of t^gamma on [0, 1] by its moments, (gamma + 1) / (gamma + 1 + n)."""
+    gamma = gamma_of(length)
+    first, second = ((gamma + 1) / (gamma + 1 + n) for n in (1, 2))
+    assert gamma > -1e-6 and math.sqrt(second - first**2) == pytest.approx(length, rel=1e-6)
+
+
+@pytest.mark.parametrize("length", [0.05, 0.10, 0.25])
+def test_the_recursion_gives_the_profile(length: float) -> None:
+    """Unrolled in fp64: what each update's weights have in the average."""
+    share, weights = power_function(length), torch.zeros(50, dtype=torch.float64)
+    for n in range(1, 51):
+        weights *= 1 - share(n)
+        weights[n - 1] += share(n)
+    assert torch.allclose(weights, Profile(length, 50).weights(1, 50), rtol=1e-9, atol=1e-15)
+    assert Profile(length, 50).weights(40, 60)[11:].eq(0).all()
+
+
+def test_the_known_lengths() -> None:
+    """gamma of sigma_rel 0.05 and 0.10 as the paper prints them: 16.97 and 6.94."""
+    assert [round(gamma_of(length), 2) for length in (0.05, 0.10)] == [16.97, 6.94]
+    for length in (0.0, -0.1, 0.3, math.nan):
+        with pytest.raises(UserError, match="no power-function average has the length"):
+            gamma_of(length)
+
+
+@pytest.mark.parametrize("wanted", [0.02, 0.05, 0.07, 0.10, 0.15, 0.25])
+def test_the_fit_is_the_least_squares_solution_and_its_bound_holds(wanted: float) -> None:
+    """Against normal equations with a Lagrange multiplier, solved densely; and on random walks, which it bounds."""
+    stored = [Profile(length, t) for t in (10, 20, 30, 40) for length in (0.10, 0.05)]
+    found, right = fit(stored, Profile(wanted, 40)), Profile(wanted, 40).weights(1, 40)
+    columns = torch.stack([profile.weights(1, 40) for profile in stored], 1)
+    gram, ones = columns.t() @ columns, torch.ones(len(stored), 1, dtype=torch.float64)
+    system = torch.cat([torch.cat([gram, ones], 1), torch.cat([ones.t(), torch.zeros(1, 1)], 1)])
+    solved = torch.linalg.solve(system, torch.cat([columns.t() @ right, torch.ones(1, dtype=torch.float64)]))
+    shares = torch.tensor(found.shares, dtype=torch.float64)
+    assert torch.allclose(columns @ shares, columns @ solved[:-1], atol=1e-7) and shares.sum() == pytest.approx(1)
+    off = right - columns @ shares
+    assert found.error == pytest.approx(float(off.norm() / right.norm()), abs=1e-12)
+    for seed in range(20):
+        walk = torch.randn(40, 100, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).cumsum(0)
+        assert ((off @ walk).abs() <= found.reach * (walk.amax(0) - walk.amin(0)) + 1e-12).all()
+    worst = (off > 0).double()  # and weights for which it is reached
+    assert float((off @ worst).abs()) == pytest.approx(found.reach, rel=1e-6, abs=1e-12)
+
+
+def test_many_updates_pass_in_pieces(monkeypatch) -> None:
+    stored = [Profile(length, t) for t in (10, 20, 30, 40) for length in (0.10, 0.05)]
+    whole = fit(stored, Profile(0.15, 40))
+    monkeypatch.setattr("trainer.ema.power.ROWS", 7)
+    assert fit(stored, Profile(0.15, 40)).shares == pytest.approx(whole.shares, rel=1e-8)
+
+
+@pytest.mark.slow
+def test_an_average_made_afterwards_is_that_of_all_steps(bench: Workbench) -> None:
+    out = train(bench, "out", **EVERY)
+    weights = [
+        TensorFile(out / "checkpoints" / f"step-{n:08d}" / "adapter.safetensors").read_all() for n in range(1, STEPS + 1)
+    ]
+    assert names(out) == [f"step-{n:08d}.safetensors" for n in (4, 8, 12)]
+    for upto, length in ((12, 0.05), (12, 0.10), (12, 0.07), (12, 0.15), (8, 0.10), (8, 0.12)):
+        stored = snapshots.read(out / "ema", upto)
+        wanted = Profile(length, upto)
+        found = fit([each.profile for each in stored], wanted)
+        made = snapshots.combined(stored, found.shares)
+        shares = wanted.weights(1, upto)
+        for name in weights[0]:
+            course = torch.stack([each[name].double() for each in weights[:upto]])
+            brute = (shares.view(-1, *[1] * (course.dim() - 1)) * course).sum(0)
+            bound = found.reach * (course.amax(0) - course.amin(0)) + found.rounding * course.abs().amax(0)
+            assert ((made[name] - brute).abs() <= bound).all(), (name, length)
+            if length in (0.05, 0.10):
+                assert found.reach < 1e-12
+
+
+@pytest.mark.slow
+def test_no_gap_and_no_copy_after_stops_kills_and_ways_back(bench: Workbench) -> None:
+    whole = train(bench, "whole", checkpoint__every_steps=3, checkpoint__keep_last=9)
+    parts = train(bench, "parts", run__stop_after=6, checkpoint__every_steps=3, checkpoint__keep_last=9)
+    # A kill after step 4 and before its checkpoint: what it set aside is of a step that is made again.
+    (parts / "ema" / "step-00000008.safetensors").write_bytes(b"of an abandoned course")
+    train(bench, "parts", "auto", run__stop_after=7)
+    assert names(parts) == ["step-00000004.safetensors"]
+    train(bench, "parts", "auto", ema__snapshot_every_steps=2)  # more of them change no byte of the rest
+    last = [f"checkpoints/step-00000012/{piece}.safetensors" for piece in ("adapter", "ema", "optimizer")]
+    for name in [*last, *(f"ema/{name}" for name in names(whole))]:
+        assert (parts / name).read_bytes() == (whole / name).read_bytes(), name
+    assert names(whole) == [f"step-{n:08d}.safetensors" for n in (4, 8, 12)]
+    assert names(parts) == [f"step-{n:08d}.safetensors" for n in (4, 8, 10, 12)]
+    # A kill between the step and the file: the next start makes it.
+    (whole / "ema" / "step-00000012.safetensors").unlink()
+    train(bench, "whole", "auto")
+    assert names(whole) == [f"step-{n:08d}.safetensors" for n in (4, 8, 12)]
+    # Back to step 6: what came after it is set aside.
+    train(bench, "parts", str(parts / "checkpoints" / "step-00000006"), run__stop_after=7)
+    assert names(parts) == ["step-00000004.safetensors"]
+    aside = parts / "superseded-after-step-00000006" / "ema"
+    assert sorted(path.name for path in aside.iterdir()) == [f"step-{n:08d}.safetensors" for n in (8, 10, 12)]
+    assert all(snapshots.problem(path) is None for path in aside.iterdir())
+
+
+def test_a_file_that_is_damaged_is_seen_and_written_again(bench: Workbench) -> None:
+    with built(configs.parse(tree(bench, "out", adapter__targets=["conv_in"]))) as run:
+        for step, update in zip(range(1, 3), run.updates(), strict=False):
+            take_step(run, step, update)
+        run.progress.step = 2
+        artifacts = run.artifacts()
+        assert artifacts.set_aside() is None
+        path = bench.tmp / "out" / "ema" / "step-00000002.safetensors"
+        good, made = path.read_bytes(), path.stat().st_mtime_ns
+        assert artifacts.set_aside() is None and path.stat().st_mtime_ns == made, "one that is whole stays"
+        for place in (20, len(good) // 2, len(good) - 1):
+            path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+            assert snapshots.problem(path) is not None, place
+        with pytest.raises(UserError, match="step-00000002.safetensors is damaged"):
+            snapshots.read(path.parent, 2)
+        assert artifacts.set_aside() is None and path.read_bytes() == good
+        # The norm of a DoRA's combination follows from W A^T, which the file has.
+        ((_, layer),) = run.adapter.layers.items()
+        held = TensorFile(path).read_all()
+        a, b, wa = (held[f"0.100|unet.conv_in.{x}"] for x in ("lora_A.weight", "lora_B.weight", "wa"))
+        base = layer.get_base_layer().dequantize(torch.float32).double().flatten(1)
+        s = layer.scaling["default"]
+        dense = (base + s * b.double().flatten(1) @ a.double().flatten(1)).norm(dim=1)
+        found = snapshots.adapted_norm(base.norm(dim=1).float(), wa, a.flatten(1), b.flatten(1), s)
+        assert torch.allclose(found, dense, rtol=1e-6)
+
+
+def test_power_needs_what_it_is_made_of(bench: Workbench) -> None:
+    with pytest.raises(UserError, match="ema.kind = 'power' needs ema.snapshot_every_steps"):
+        train(bench, "out", ema__snapshot_every_steps=0)
+    with pytest.raises(UserError, match="ema.snapshot_every_steps = 4 has no effect with ema.kind = 'constant'"):
+        train(bench, "out", ema__kind="constant")
