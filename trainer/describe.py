@@ -42,7 +42,12 @@ def describe(plan: Plan, *, sizes: bool) -> str:
         lines.append(f"  of the published model's configs: {', '.join(plan.source.published_parts)}")
     lines += _hub_lines(plan.source)
     lines += [*_adapter_lines(plan), f"objective {plan.objective.describe()}"]
-    lines += [f"warning: {doubt}" for doubt in plan.objective.doubts()]
+    doubts = plan.objective.doubts()
+    if plan.objective.stratified and config.data.batch_size * config.step.accumulation * plan.processes == 1:
+        doubts.append(
+            "objective.stratified has no effect on updates of one photo; raise data.batch_size or step.accumulation"
+        )
+    lines += [f"warning: {doubt}" for doubt in doubts]
     lines += data_lines(plan, text=_text(plan))
     group = config.optimizer
     lines.append(

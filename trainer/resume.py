@@ -129,7 +129,9 @@ def refuse_changes(
     old, new = configs.flatten(saved), configs.flatten(now)
     # A key that there was not yet: its default is what the run did without it.
     defaults = {key: list(value) if isinstance(value, tuple) else value for key, value in configs.known_keys().items()}
-    old |= {key: default for key in new if key not in old and (default := defaults.get(configs.generic(key))) is not None}
+    for key in {_whole(key) for key in new} - {_whole(key) for key in old}:
+        if (default := defaults.get(configs.generic(key))) is not None:
+            old |= configs.flatten({key: default})
     refused, lost = {}, {}
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) == new.get(key) or any(fnmatchcase(key, pattern) for pattern in may_change):
@@ -149,6 +151,12 @@ def refuse_changes(
         only = f"what may change ({', '.join(refused)})" if lost else "them"
         ways.insert(1, f"go on with {only} from the next step: {allowed.way(refused)}")
     raise UserError(f"{what} belongs to a run with another config:\n{listing}\n{', or '.join(ways)}")
+
+
+def _whole(key: str) -> str:
+    """The key of a list, of that of one of its values."""
+    table, _, last = key.rpartition(".")
+    return table if last.isdigit() else key
 
 
 def first_progress(plan: Plan) -> Progress:

@@ -158,13 +158,22 @@ VARIANTS = {
     "dropout": {"adapter__type": "lora", "adapter__dropout": 0.1},
     "every convolution": {"adapter__targets": "all"},
     "no checkpointing": {"memory__gradient_checkpointing": False},
-}
+    "objective": {
+        "objective": {
+            "loss": "huber", "t_range": [0.1, 0.9], "timesteps": "power", "power": 2.0, "stratified": True,
+            "input_perturbation": 0.1,
+        }
+    },
+    "noise and weighting": {"objective": {"weighting": "p2", "multires_noise_iterations": 6, "loss": "smooth_l1"}},
+}  # fmt: skip
+# They would be refused.
+NOT_OF_FLUX = ("every convolution", "noise and weighting")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "variant"),
-    [cell for cell in itertools.product(("sdxl", "flux"), VARIANTS) if cell != ("flux", "every convolution")],
+    [(f, v) for f, v in itertools.product(("sdxl", "flux"), VARIANTS) if f == "sdxl" or v not in NOT_OF_FLUX],
 )
 def test_each_choice_at_the_published_widths(folder: Path, family: str, variant: str) -> None:
     with rehearsed(folder, family, size="short", **VARIANTS[variant]) as run:

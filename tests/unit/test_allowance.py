@@ -68,10 +68,13 @@ def test_a_key_that_there_was_not_yet_had_its_default() -> None:
     before, everything = configs.tree(configs.parse(TREE)), configs.tree(configs.parse(TREE))
     for key in ("cycles", "end"):
         del before["schedule"][key]
-    del before["data"]["masks"], before["validation"]["prompts"]
+    del before["data"]["masks"], before["validation"]["prompts"], before["objective"]["t_range"]
     resume.refuse_changes(before, everything, "the checkpoint", allowed=Allowance())
     everything["schedule"]["end"] = 0.5
     with pytest.raises(UserError, match="schedule.end: 0.0 -> 0.5"):
+        resume.refuse_changes(before, everything, "the checkpoint", allowed=Allowance())
+    everything["schedule"]["end"], everything["objective"]["t_range"] = 0.0, [0.0, 0.5]
+    with pytest.raises(UserError, match=r"objective\.t_range\.1: 1\.0 -> 0\.5\n"):
         resume.refuse_changes(before, everything, "the checkpoint", allowed=Allowance())
 
 

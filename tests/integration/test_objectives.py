@@ -1,0 +1,100 @@
+"""Runs with every choice of an objective: resumed, in several processes, refused where two choices cannot work together."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness import PHOTOS, Workbench, metrics_of
+from tests.integration import test_processes as processes
+from tests.integration.test_errors import refused
+from tests.integration.test_resume import LENGTH, run_tree, train
+from tests.integration.test_weighed import state, with_masks
+from trainer.config import parse
+from trainer.run import train as train_one
+
+COMMON = {"loss": "huber", "huber_c": 0.2, "t_range": [0.1, 0.95], "stratified": True, "input_perturbation": 0.1}
+EVERYTHING = {
+    "sdxl": COMMON | {
+        "weighting": "soft_min_snr", "min_snr_gamma": 5.0, "timesteps": "logit_normal", "logit_mean": 0.4,
+        "multires_noise_iterations": 4, "multires_noise_discount": 0.4,
+    },
+    "flux": COMMON | {"huber_schedule": "exponential", "timesteps": "mode", "mode_scale": 0.8, "shift": 2.0, "guidance": 1.5},
+}  # fmt: skip
+SAID = {
+    "sdxl": "objective epsilon-prediction, logit_normal(0.4, 1) timesteps from 0.1 to 0.95, soft min-SNR gamma 5, huber loss "
+    "(c 0.2, snr), multi-resolution noise (4 levels, 0.4), input perturbation 0.1, stratified",
+    "flux": "objective rectified flow, mode(0.8) timesteps from 0.1 to 0.95, shift 2, huber loss (c 0.2, exponential), input "
+    "perturbation 0.1, stratified",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", EVERYTHING)
+def test_stopped_and_resumed_with_everything(bench: Workbench, family: str, capsys) -> None:
+    """With masks, weights and regularisation images: each start draws what the uninterrupted run draws."""
+    more = {
+        "model": {"family": family, "path": str(bench.models / family), "components": {}},
+        "adapter__targets": ["*attn*.to_q"], "run__max_steps": LENGTH, "objective": EVERYTHING[family],
+        "data__sources": [
+            {"path": with_masks(bench.tmp / "photos", None), "masks": "files", "unmasked_weight": 0.2, "loss_weight": 1.5},
+            {"path": str(PHOTOS), "regularisation": True, "loss_weight": 0.5},
+        ],
+    }  # fmt: skip
+    train(run_tree(bench, "whole", **more))
+    assert SAID[family] in capsys.readouterr().out
+    train(run_tree(bench, "parts", run__stop_after=2, **more), resume_from="auto")
+    train(run_tree(bench, "parts", **more), resume_from="latest")
+    assert metrics_of(bench.tmp / "parts") == metrics_of(bench.tmp / "whole")
+    assert state(bench, "parts", LENGTH) == state(bench, "whole", LENGTH)
+
+
+@pytest.mark.slow
+def test_two_processes_draw_what_one_does(bench: Workbench) -> None:
+    """Strata are those of the global batch: other times would give other losses by far more than a sum's rounding."""
+    more = {"objective": EVERYTHING["sdxl"], "adapter__dropout": 0.0}
+    train_one(parse(processes.tree(bench, "one", processes=1, **more)), resume_from=None)
+    processes.finish(processes.two_processes(bench, processes.tree(bench, "two", processes=2, **more)))
+    processes.assert_same_course(bench, "one", "two")
+    free = more | {"objective": EVERYTHING["sdxl"] | {"stratified": False}}
+    train_one(parse(processes.tree(bench, "free", processes=1, run__max_steps=1, **free)), resume_from=None)
+    assert abs(metrics_of(bench.tmp / "free")[0]["loss"] / metrics_of(bench.tmp / "one")[0]["loss"] - 1) > 1e-3
+
+
+def test_choices_that_cannot_work_are_refused_before_a_weight_is_read(bench: Workbench, capsys, monkeypatch) -> None:
+    def read(self, name):
+        raise AssertionError(f"{name} of {self.path} was read")
+
+    monkeypatch.setattr("trainer.tensorfile.TensorFile.read", read)
+    for family, choices, *said in (
+        ("flux", {"min_snr_gamma": 5.0}, "objective.min_snr_gamma = 5.0 has no effect on flux"),
+        ("flux", {"weighting": "debiased"}, "objective.weighting = 'debiased' has no effect on flux", "noise schedule"),
+        ("flux", {"noise_offset": 0.05}, "objective.noise_offset = 0.05 has no effect on flux"),
+        ("sdxl", {"timesteps": "cosmap"}, "objective.timesteps = 'cosmap' is not for sdxl; use 'uniform', 'logit_normal', "),
+        ("sdxl", {"noise_offset": 0.05, "multires_noise_iterations": 6}, "both add low frequencies to the noise; set one of"),
+        ("sdxl", {"t_range": [0.5, 0.5]}, "objective.t_range = [0.5, 0.5]: it leaves no timestep; give [low, high]"),
+        ("sdxl", {"t_range": [0.5, 1.5]}, "objective.t_range", "less than or equal to 1"),
+        ("sdxl", {"t_range": [0.2001, 0.2009]}, "objective.t_range = [0.2001, 0.2009] leaves no timestep: none of the 1000"),
+        ("flux", {"t_range": [0.0, 0.001]}, "objective.t_range = [0.0, 0.001] leaves no timestep: of a million that logit"),
+    ):  # fmt: skip
+        refused(bench, capsys, *said, tree=bench.tree(family, objective=choices))
+    refused(
+        bench, capsys, "model.prediction = 'epsilon' is undefined at zero terminal SNR",
+        tree=bench.tree(model__prediction="epsilon", model__zero_terminal_snr=True),
+    )  # fmt: skip
+
+
+def test_choices_that_work_against_each_other_are_warned_of(bench: Workbench, capsys) -> None:
+    from trainer.describe import describe
+    from trainer.plan import make_plan, open_source, resolve
+
+    config = bench.config(
+        model__prediction="v", model__zero_terminal_snr=True, objective={"weighting": "p2", "noise_offset": 0.05}
+    )
+    source = open_source(config)
+    config = resolve(config, source)
+    lines = describe(make_plan(config, source, processes=1), sizes=False).splitlines()
+    warned = [line for line in lines if line.startswith("warning: objective.")]
+    assert len(warned) == 2 and "what zero terminal SNR is for is not trained" in warned[0]
+    assert (
+        "objective v-prediction, uniform timesteps, zero terminal SNR, P2 weights (gamma 1, k 1), noise offset 0.05" in lines
+    )
