@@ -21,6 +21,8 @@ Where an average is kept (EMA), the average is examined, not the weights that ar
 from __future__ import annotations
 
 import argparse
+import atexit
+import functools
 import signal
 import sys
 import time
@@ -42,7 +44,7 @@ from trainer.data.sampler import MicroBatch  # noqa: E402
 from trainer.run import Run  # noqa: E402
 
 DRAWS = 24  # of the held-out loss
-WARM_UP, TURNS = 3, 30  # steps before the first turn that counts, and turns
+WARM_UP, TURNS = 2, 12  # steps before the first turn that counts, and turns
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,17 @@ def timed(run: Run, number: int, update: Sequence[MicroBatch]) -> tuple[float | 
     return loss, (time.process_time() if on_cpu else lessons.now(run)) - started
 
 
+_kept = ExitStack()
+atexit.register(_kept.close)
+
+
+@functools.cache
+def opponent(cache: Path, steps: int | None) -> Run:
+    """The default that the cells take turns with: one for all cells of this process."""
+    folder = Path(_kept.enter_context(TemporaryDirectory()))
+    return _kept.enter_context(built(of_config(DEFAULT, 0, folder, cache, steps)))
+
+
 def state_bytes(run: Run) -> int:
     """Of what the optimizer keeps, and of an average."""
     states = run.optimizer.optimizer.state.values()
@@ -97,12 +110,8 @@ def state_bytes(run: Run) -> int:
 
 def measure(choice: Choice, seed: int, cache: Path, steps: int | None = None) -> cells.Result:
     """Train one cell; returns what was measured. cache: of encoded icons and captions."""
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory()))
-        run = stack.enter_context(built(of_config(choice, seed, folder / "cell", cache, steps)))
-        other = None
-        if seed == 0:
-            other = stack.enter_context(built(of_config(DEFAULT, seed, folder / "default", cache, steps)))
+    other = opponent(cache, steps) if seed == 0 else None
+    with TemporaryDirectory() as folder, built(of_config(choice, seed, Path(folder), cache, steps)) as run:
         # A run notes a signal and ends at its next step; there is no such loop here.
         for stop in (signal.SIGINT, signal.SIGTERM):
             signal.signal(stop, signal.SIG_DFL)
