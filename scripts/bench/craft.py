@@ -75,6 +75,8 @@ CHOICES = (
     Choice("objective", "noise-offset", {"objective__noise_offset": 0.05}),
     Choice("objective", "stratified", {"objective__stratified": True}),
     Choice("adapter", "ema", {"ema__kind": "constant"}),
+    Choice("adapter", "rank-dropout", {"adapter__rank_dropout": 0.1}),
+    Choice("adapter", "max-norm", {"adapter__max_norm": 1.0}),
 )  # fmt: skip
 
 
