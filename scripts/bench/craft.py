@@ -49,11 +49,16 @@ WARM_UP, TURNS = 2, 12  # steps before the first turn that counts, and turns
 
 @dataclass(frozen=True)
 class Choice:
-    """One way of training. changes: config keys, dots as `__`. kind: the heading that it stands under."""
+    """One way of training.
+
+    kind: the heading that it stands under. changes: config keys, dots as `__`. against: the choice that it is compared with,
+    where it only goes with what that one sets.
+    """
 
     kind: str
     name: str
     changes: dict[str, Any] = field(default_factory=dict)
+    against: str = "default"
 
     @property
     def path(self) -> str:
@@ -64,6 +69,7 @@ DEFAULT = Choice("default", "default")
 CHOICES = (
     DEFAULT,
     Choice("optimizer", "adamw8bit", {"optimizer__name": "adamw8bit", "optimizer__min_8bit_size": 256}),
+    Choice("rates", "half-rate", {"optimizer__lr": 1e-3}),
     Choice("schedule", "constant", {"schedule__name": "constant"}),
     Choice("schedule", "rex", {"schedule__name": "rex"}),
     Choice("schedule", "wsd", {"schedule__name": "wsd"}),
@@ -75,8 +81,9 @@ CHOICES = (
     Choice("objective", "noise-offset", {"objective__noise_offset": 0.05}),
     Choice("objective", "stratified", {"objective__stratified": True}),
     Choice("adapter", "ema", {"ema__kind": "constant"}),
-    Choice("adapter", "rank-dropout", {"adapter__rank_dropout": 0.1}),
     Choice("adapter", "max-norm", {"adapter__max_norm": 1.0}),
+    Choice("adapter", "lora", {"adapter__type": "lora"}),
+    Choice("adapter", "lora-rank-dropout", {"adapter__type": "lora", "adapter__rank_dropout": 0.1}, against="lora"),
 )  # fmt: skip
 
 

@@ -35,8 +35,8 @@ HEADINGS = {
 
 
 def pairs(results: Results, choice: Choice) -> list[tuple[Result, Result]]:
-    """(the cell, the default) of every seed that both were trained with."""
-    default = {run["seed"]: run for run in results[DEFAULT.path]}
+    """(the cell, what it is compared with) of every seed that both were trained with."""
+    default = {run["seed"]: run for run in results.get(choice.against, [])}
     return [(run, default[run["seed"]]) for run in results.get(choice.path, []) if run["seed"] in default]
 
 
@@ -93,14 +93,15 @@ def keys(choice: Choice) -> str:
 
 def row(results: Results, choice: Choice) -> list[str]:
     runs, of_pairs = results.get(choice.path, []), pairs(results, choice)
+    name = choice.name if choice.against == DEFAULT.path else f"{choice.name}, against {choice.against}"
     if not of_pairs:
-        return [choice.name, keys(choice), "not measured", "", "", "", ""]
+        return [name, keys(choice), "not measured", "", "", "", ""]
     values = differences(of_pairs)
     low, high = interval(values)
     band = f" ({signed(low).removesuffix(' %')} to {signed(high).removesuffix(' %')})" if len(values) > 1 else ", one seed"
     cost = ratio(runs)
     return [
-        choice.name,
+        name,
         keys(choice),
         signed(mean(values)) + band,
         verdict(values),

@@ -23,6 +23,8 @@ def test_every_choice_is_one_that_the_config_takes(tmp_path: Path) -> None:
         differing = {key for key in chosen.keys() | default.keys() if chosen.get(key) != default.get(key)}
         named = tuple(key.replace("__", ".") for key in choice.changes)
         assert all(key.startswith(named) for key in differing) and bool(differing) == bool(named), choice.name
+    there = [choice.path for choice in craft.CHOICES]
+    assert all(choice.against in there[: there.index(choice.path)] for choice in craft.CHOICES if choice is not craft.DEFAULT)
     assert len({choice.path for choice in craft.CHOICES}) == len(craft.CHOICES)
     assert {choice.kind for choice in craft.CHOICES} - {"default"} <= craft_page.HEADINGS.keys()
 
