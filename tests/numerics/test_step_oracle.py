@@ -22,6 +22,14 @@ LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 2e-4
 
 
+# Choices of an objective that the oracle knows, beside the plain one.
+CHOICES = {"sdxl": {"weighting": "debiased", "noise_offset": 0.2}, "flux": {"shift": 2.0}}
+COMMON = {
+    "loss": "huber", "huber_c": 0.3, "huber_schedule": "snr", "timesteps": "power", "power": 2.0, "input_perturbation": 0.1,
+    "t_range": [0.25, 1.0],
+}  # fmt: skip
+
+
 def read_photo(name: str, width: int, height: int) -> torch.Tensor:
     """[1, 3, H, W] in [-1, 1]: covered, centre-cropped."""
     image = Image.open(PHOTOS / name).convert("RGB")
@@ -31,8 +39,13 @@ def read_photo(name: str, width: int, height: int) -> torch.Tensor:
     return (data.permute(2, 0, 1).double() / 127.5 - 1)[None]
 
 
-def oracle_loss(family: str, folder, photos: list[str], adapter: dict, scaling: dict, dora: bool, latents: torch.Tensor):
-    """(loss, gradients by the trainer's parameter names), fp64. latents: the weight of each, [B, 1, h, w]."""
+def oracle_loss(
+    family: str, folder, photos: list[str], adapter: dict, scaling: dict, dora: bool, latents: torch.Tensor, chosen: bool
+):
+    """(loss, gradients by the trainer's parameter names), fp64. latents: the weight of each, [B, 1, h, w].
+
+    chosen: with CHOICES and COMMON.
+    """
     from diffusers import AutoencoderKL, FluxTransformer2DModel, UNet2DConditionModel
     from transformers import AutoTokenizer, CLIPTextModel, CLIPTextModelWithProjection, T5EncoderModel
 
@@ -42,6 +55,15 @@ def oracle_loss(family: str, folder, photos: list[str], adapter: dict, scaling: 
     z = vae.encode(pixels).latent_dist.mean
     noise = torch.stack([draws.normal(z.shape[1:], SEED, "noise", 0, f"0/{p}", 0) for p in photos]).double()
     u = [draws.uniform(SEED, "timestep", 0, f"0/{p}", 0) for p in photos]
+    seen, weight, sigma = noise, 1.0, None
+    if chosen:
+        low = 0.25 if family == "sdxl" else 0.25 / (2 - 0.25)  # before the shift of 2
+        u = [math.sqrt(low**2 + value * (1 - low**2)) for value in u]  # F(t) = t^2
+        if family == "sdxl":
+            lift = [draws.normal((z.shape[1], 1, 1), SEED, "noise_offset", 0, f"0/{p}", 0) for p in photos]
+            noise = noise + 0.2 * torch.stack(lift).double()
+        xi = torch.stack([draws.normal(noise.shape[1:], SEED, "input_perturbation", 0, f"0/{p}", 0) for p in photos])
+        seen = noise + 0.1 * xi.double()
     ids = AutoTokenizer.from_pretrained(folder / "tokenizer")(
         captions, padding="max_length", max_length=77, truncation=True, return_tensors="pt"
     ).input_ids
@@ -71,7 +93,10 @@ def oracle_loss(family: str, folder, photos: list[str], adapter: dict, scaling: 
         abar = torch.cumprod(1 - betas, 0)
         t = torch.tensor([int(value * 1000) for value in u])
         a = abar[t].view(-1, 1, 1, 1)
-        x_t = a.sqrt() * x0 + (1 - a).sqrt() * noise
+        x_t = a.sqrt() * x0 + (1 - a).sqrt() * seen
+        if chosen:
+            sigma = ((1 - a) / a).sqrt()
+            weight = sigma  # debiased: 1 / sqrt(SNR)
         sizes = [Image.open(PHOTOS / p).size for p in photos]
         time_ids = torch.tensor([[h, w, 0, 0, 64, 64] for w, h in sizes], dtype=torch.float64)
         added = {"text_embeds": out_2.text_embeds, "time_ids": time_ids}
@@ -87,8 +112,11 @@ def oracle_loss(family: str, folder, photos: list[str], adapter: dict, scaling: 
         # logit-normal, then the shift for (64 / 16)^2 = 16 tokens
         shift = math.exp(0.5 + 0.65 * (16 - 256) / 3840)
         plain = [torch.sigmoid(torch.special.ndtri(torch.tensor(value, dtype=torch.float64))) for value in u]
+        if chosen:
+            shift, plain = 2.0, [torch.tensor(value, dtype=torch.float64) for value in u]
         t = torch.stack([shift * value / (1 + (shift - 1) * value) for value in plain])
-        x_t = (1 - t.view(-1, 1, 1, 1)) * x0 + t.view(-1, 1, 1, 1) * noise
+        x_t = (1 - t.view(-1, 1, 1, 1)) * x0 + t.view(-1, 1, 1, 1) * seen
+        sigma = (t / (1 - t)).view(-1, 1, 1, 1)
         b, c, h, w = x_t.shape
         # one token per 2 x 2 patch, channels first within it
         tokens = torch.stack(
@@ -106,14 +134,23 @@ def oracle_loss(family: str, folder, photos: list[str], adapter: dict, scaling: 
         for index, (i, j) in enumerate((i, j) for i in range(h // 2) for j in range(w // 2)):
             prediction[:, :, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2] = predicted[:, index].view(b, c, 2, 2)
         target = noise - x0
-    loss = (latents * (prediction - target).square()).mean()
+    errors = (prediction - target).square()
+    if chosen:
+        c = (1 - 0.3) / (1 + sigma) ** 2 + 0.3
+        errors = 2 * c * ((errors + c**2).sqrt() - c)
+    loss = (weight * latents * errors).mean()
     loss.backward()
     return loss.item(), {name: leaf.grad for name, leaf in leaves.items()}
 
 
 @pytest.mark.parametrize("family", ["sdxl", "flux"])
-@pytest.mark.parametrize(("kind", "masked"), [("lora", False), ("dora", False), ("dora", True)])
-def test_loss_and_gradients_equal_the_papers_formulas(bench: Workbench, family: str, kind: str, masked: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "masked", "chosen"),
+    [("lora", False, False), ("dora", False, False), ("dora", True, False), ("lora", True, True)],
+)
+def test_loss_and_gradients_equal_the_papers_formulas(
+    bench: Workbench, family: str, kind: str, masked: bool, chosen: bool
+) -> None:
     photos = ["01.jpg"]  # square, so that no crop or bucket rule enters
     data = bench.tmp / "photos"
     data.mkdir()
@@ -139,6 +176,7 @@ def test_loss_and_gradients_equal_the_papers_formulas(bench: Workbench, family: 
         adapter__rules=[{"component": denoiser, "match": "*to_k", "rank": 3, "alpha": 5.0}],
         data__sources=[source],
         data__caption_dropout=0.0,
+        objective=CHOICES[family] | COMMON if chosen else {},
         run__seed=SEED,
     )
     with built(config) as run:
@@ -159,7 +197,7 @@ def test_loss_and_gradients_equal_the_papers_formulas(bench: Workbench, family: 
             rank, alpha = (3, 5.0) if layer.endswith("to_k") else (4, 2.0)
             scaling[layer.removeprefix(f"{denoiser}.")] = alpha / rank
         loss, gradients = oracle_loss(
-            family, bench.models / family, photos, run.adapter.state_dict(), scaling, kind == "dora", latents
+            family, bench.models / family, photos, run.adapter.state_dict(), scaling, kind == "dora", latents, chosen
         )
         assert abs(losses.mean().item() / loss - 1) < LOSS_TOLERANCE
         worst = {}
