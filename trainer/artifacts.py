@@ -21,9 +21,11 @@ from trainer.errors import DataError, Interrupted, NotWritten, OutOfMemory
 from trainer.layout import Layout
 from trainer.loop import due
 from trainer.memory import give_back, is_out_of_memory
+from trainer.metrics import read_lines
 from trainer.policies import SAMPLES_TOO_LARGE
 from trainer.report import write_report
 from trainer.report.before_after import write_before_after
+from trainer.verdict import judge
 
 
 @dataclass(frozen=True)
@@ -168,12 +170,12 @@ class Artifacts:
             return
         written = self.export(name)
         with self.weights[""]():
-            moved, nothing = outcome.weight_change(self.adapter, phases), outcome.did_nothing(self.adapter)
-        effects = self._effects(written)
-        diverged = outcome.too_far(moved)
-        table = outcome.change_table(moved, dora=self.adapter.dora)
+            moved = outcome.weight_change(self.adapter, phases)
+        found = judge(read_lines(self.layout.metrics), {name: block.worst for name, block in moved.items()})
+        warning = "Warning: " if found.bad else ""
+        effects = [["verdict", found.kind], *self._effects(written)]
         sections = {
-            "Did it take?": table | ({"notes": [f"Warning: {diverged}."]} if diverged else {}),
+            "Did it take?": outcome.change_table(moved, dora=self.adapter.dora) | {"notes": [f"{warning}{found.sentence}."]},
             "Effect": {"columns": ["what", "value"], "rows": effects},
         }
         if self.progress.changes:
@@ -188,15 +190,12 @@ class Artifacts:
                 "columns": ["component", *quantization.REPORT_COLUMNS],
                 "rows": [[component, *stored.row()] for component, stored in self.components.storage.items()],
             }
-        if diverged:
-            say(f"warning: {diverged}")
-        if nothing:
-            say("warning: every B is zero: the adapter changes nothing; train longer or raise optimizer.lr")
         with phases("writing the report") as phase:
             picture = write_before_after(self.layout, self._compared(), self.progress.step)
             data = data_sections(plan, report_captions(plan, self.components.model), phases)
             report = write_report(self.layout, name=name, outcome=sections, data=data, check=phase.check)
         say(outcome.render(sections))
+        say(f"{'warning' if found.bad else 'verdict'}: {found.sentence}")
         for kind, path in written.items():
             say(f"adapter ({kind}): {path}")
         for path in sorted(self.layout.samples_of(self.progress.step).glob("*.png")):

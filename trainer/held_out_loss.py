@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
-from typing import Any
 
 import torch
 
@@ -22,8 +21,8 @@ from trainer.components import Components
 from trainer.data.examples import Example
 from trainer.data.loader import Reader
 from trainer.errors import DataError, Interrupted, OutOfMemory
+from trainer.measured import Fields
 from trainer.memory import give_back, is_out_of_memory
-from trainer.metrics import Metrics
 from trainer.phases import Phases
 from trainer.plan import DataPlan
 from trainer.processes import Processes
@@ -31,8 +30,6 @@ from trainer.types import Batch, Occurrence
 
 QUARTERS = 4  # of the whole range of time: each has as many draws
 FEWEST = 32  # draws of each kind of photo, however few photos there are
-
-Fields = dict[str, Any]
 
 
 def draws_of(photos: int) -> int:
@@ -92,10 +89,7 @@ def _repeated(batch: Batch, count: int) -> Batch:
 
 @dataclass(kw_only=True)
 class HeldOutLoss:
-    """Measures where it is due, and gives what the step's line in the log says of it. All processes call it alike.
-
-    The line of step N has the losses after step N; that of step 1 has those before it, too, under "at_start". A stop is
-    obeyed in the middle. Then the line is written without them, and the next start, which stands at that step, adds them.
+    """A measure (trainer/measured.py): before the first step, every so many, and at the end. The processes share it.
 
     measured: examples by kind. every, last: steps. seed: of the draws. errors: as `squared_errors` gives.
     evaluating: as of Artifacts.
@@ -111,7 +105,6 @@ class HeldOutLoss:
     evaluating: Callable[[], AbstractContextManager[None]]
     processes: Processes
     phases: Phases
-    at_start: Fields = field(default_factory=dict, init=False)
 
     @staticmethod
     def of(components: Components, reader: Reader, evaluating: Callable[[], AbstractContextManager[None]]) -> HeldOutLoss:
@@ -130,26 +123,14 @@ class HeldOutLoss:
             phases=components.phases,
         )
 
-    def __call__(self, step: int, *, again: Metrics | None = None) -> tuple[Fields, Exception | None]:
-        """(what the line of `step` says beside the step itself, what ends the run), after that step.
+    @property
+    def names(self) -> list[str]:
+        return [_loss(kind) for kind in self.measured]
 
-        again: the log of earlier starts, before the first step of this one.
-        """
-        if self.every == 0 or (step % self.every and step != self.last):
-            return self._at_start(step), None
-        if again and step and not self.processes.largest(int(again.lacks(step, *map(_loss, self.measured))))[0]:
-            return {}, None
-        fields, failure = self._measure()
-        if again and step == 0:
-            self.at_start = fields
-        elif again:
-            again.add(step, fields)
-        return self._at_start(step) | fields, failure
+    def due(self, step: int) -> bool:
+        return self.every > 0 and (step % self.every == 0 or step == self.last)
 
-    def _at_start(self, step: int) -> Fields:
-        return {"at_start": self.at_start} if step == 1 and self.at_start else {}
-
-    def _measure(self) -> tuple[Fields, Exception | None]:
+    def measure(self) -> tuple[Fields, Exception | None]:
         kinds = [kind for kind, examples in self.measured.items() for _ in range(len(examples) * draws_of(len(examples)))]
         found = torch.zeros(len(kinds), dtype=torch.float32, device=self.processes.device)
         work, failure, stopped = self._share(), None, False

@@ -18,6 +18,7 @@ from trainer.saving import Saves
 from trainer.signals import Signals
 from trainer.step import Step, StepResult
 from trainer.types import Batch, Occurrence
+from trainer.verdict import Course
 
 # What is said of a stop once there is a step to keep.
 SAVED = "stopping; a checkpoint is written"
@@ -41,7 +42,8 @@ class Loop:
 
     updates: the micro-batches of every update still to come. batches: this process's share of each, read; it is closed here.
     last, stop_after: steps; stop_after is at most last. save_every: steps between two checkpoints; 0 is never.
-    after_step: as Artifacts.after_step. measure: as HeldOutLoss. too_large: what to change where a step runs out of memory.
+    after_step: as Artifacts.after_step. measure: as Measured. course: of the log so far.
+    too_large: what to change where a step runs out of memory.
     pending: what ends the run once all processes know of it. paces: seconds of the last steps, data included, samples and
     checkpoints apart.
     """
@@ -56,6 +58,7 @@ class Loop:
     saves: Saves
     after_step: Callable[..., Exception | None]
     measure: Callable[..., tuple[dict[str, Any], Exception | None]]
+    course: Course
     log: Metrics
     non_finite: NonFinite
     too_large: str
@@ -155,7 +158,9 @@ class Loop:
         """Note that a step was made, and its line in the log."""
         progress = self.progress
         if result.refused:
-            self.non_finite.update(f"step {progress.step + 1}: {result.refused}; the adapter is unchanged")
+            self.non_finite.update(
+                f"step {progress.step + 1}: {result.refused}; the adapter is unchanged", cause=self.course.blame()
+            )
         progress.step += 1
         progress.images += len(occurrences)
         entry = {
@@ -180,3 +185,5 @@ class Loop:
             entry["peak_bytes"] = peak
         measured, self.pending = self.measure(progress.step)
         self.log.log(entry | measured)
+        if warning := self.course.add(entry | measured):
+            self.processes.say(f"warning: {warning}")

@@ -26,6 +26,17 @@ def cut(path: Path, step: int) -> None:
     write_atomic(path, kept)
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """What `Metrics` has written there, up to a line that a kill cut short; nothing where there is no file."""
+    entries = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            entries.append(json.loads(line))
+        except ValueError:
+            break
+    return entries
+
+
 def _line(entry: dict[str, Any]) -> bytes:
     return (json.dumps(entry, allow_nan=False) + "\n").encode()
 

@@ -15,10 +15,6 @@ from trainer.files import Advance, unheard
 from trainer.phases import QUIET, Phases
 from trainer.tensorfile import TensorFile
 
-# Of a layer's own weights. An adapter that works moves a layer by thousandths to tenths; where the change is as large as the
-# weight itself, what the layer had learnt is drowned.
-TOO_FAR = 1.0
-
 
 @dataclass(frozen=True)
 class BlockChange:
@@ -32,7 +28,7 @@ class BlockChange:
     @property
     def worst(self) -> float:
         """The larger of both changes; NaN where one is no number."""
-        return _largest((self.largest, self.drift))
+        return largest((self.largest, self.drift))
 
 
 @torch.no_grad()
@@ -51,11 +47,11 @@ def weight_change(adapter: Adapter, phases: Phases = QUIET) -> dict[str, BlockCh
     changes = {}
     for block, pairs in blocks.items():
         moves, drifts = zip(*pairs, strict=True)
-        changes[block] = BlockChange(len(pairs), _largest(moves), median(moves), _largest(drifts))
+        changes[block] = BlockChange(len(pairs), largest(moves), median(moves), largest(drifts))
     return changes
 
 
-def _largest(numbers: Sequence[float]) -> float:
+def largest(numbers: Sequence[float]) -> float:
     """NaN where one of them is that; `max` would depend on their order."""
     return math.nan if any(map(math.isnan, numbers)) else max(numbers)
 
@@ -68,23 +64,6 @@ def change_table(changes: Mapping[str, BlockChange], *, dora: bool) -> dict[str,
         for block, c in changes.items()
     ]
     return {"columns": columns, "rows": rows}
-
-
-def too_far(changes: Mapping[str, BlockChange]) -> str | None:
-    """A sentence where a block moved beyond TOO_FAR, or to no finite number; else None."""
-    beyond = {block: change.worst for block, change in changes.items() if not change.worst <= TOO_FAR}
-    if not beyond:
-        return None
-    block = max(beyond, key=lambda name: math.inf if math.isnan(beyond[name]) else beyond[name])
-    return (
-        f"the training has probably diverged: {len(beyond)} of {len(changes)} blocks changed by more than {TOO_FAR:.0%} of "
-        f"their own weights, {block} by {beyond[block]:.0%}; look at the samples, and train again with a lower optimizer.lr"
-    )
-
-
-def did_nothing(adapter: Adapter) -> bool:
-    """Whether every B is zero: the adapter is still the identity but for a magnitude."""
-    return not any(layer.lora_B[ADAPTER_NAME].weight.any() for layer in adapter.layers.values())
 
 
 def block_of(layer: str) -> str:

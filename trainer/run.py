@@ -34,6 +34,7 @@ from trainer.forecast import forecast
 from trainer.held_out_loss import HeldOutLoss
 from trainer.layout import AVERAGE, Layout
 from trainer.loop import Loop
+from trainer.measured import Measured, WeightChange
 from trainer.memory import give_back
 from trainer.models.base import Family, Model
 from trainer.models.loading import ModelSource
@@ -46,6 +47,7 @@ from trainer.saving import Saves
 from trainer.signals import Signals
 from trainer.step import Step
 from trainer.terminal import write
+from trainer.verdict import Course
 
 
 def preview(config: Config, memory: int | None = None) -> None:
@@ -268,7 +270,14 @@ def make_loop(run: Run, signals: Signals) -> Loop:
         save_every=config.checkpoint.every_steps,
         saves=saves,
         after_step=run.artifacts().after_step,
-        measure=HeldOutLoss.of(run.components, run.reader, run.evaluating),
+        measure=Measured(
+            [
+                HeldOutLoss.of(run.components, run.reader, run.evaluating),
+                WeightChange(run.adapter, run.evaluating, peers, run.phases),
+            ],
+            peers,
+        ),
+        course=Course(metrics.read_lines(run.layout.metrics)),
         log=log,
         non_finite=run.non_finite,
         too_large=what_would_fit(plan),

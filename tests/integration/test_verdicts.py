@@ -1,0 +1,53 @@
+"""Pocket runs at the right learning rate, far above it and far below are called what they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts.bench.divergence import RIGHT, run
+from tests.harness import Workbench, metrics_of
+from trainer import cli, verdict
+from trainer.metrics import read_lines
+
+STEPS = 30
+HELD_OUT = ("validation.loss_every_steps=15", "data.held_out=2", "data.batch_size=10")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rate", [RIGHT, 10 * RIGHT, 100 * RIGHT, 1000 * RIGHT, 1e-9])
+def test_a_run_is_called_what_it_is(tmp_path: Path, rate: float) -> None:
+    found = run(tmp_path, rate, steps=STEPS, settings=HELD_OUT)
+    rows = read_lines(tmp_path / f"rate-{rate:g}" / "metrics.jsonl")
+    report = tmp_path / f"rate-{rate:g}" / "report.html"
+    if rate == RIGHT:
+        assert found.verdict == "learned" and "warning: " not in found.said
+        assert verdict.judge(rows).kind == "learned", "from the log alone"
+    elif rate < RIGHT:
+        assert found.verdict == "nothing" and found.warned is None and "warning: nothing was learned" in found.said
+        assert verdict.judge(rows).kind == "nothing", "from the log alone"
+    else:
+        assert found.warned is not None and found.said.count("the run is diverging") == 1
+        assert f"optimizer.lr was {rate:.3g}" in found.said
+        assert verdict.judge(rows).kind == "diverged", "from the log alone"
+        if found.verdict:
+            assert found.verdict == "diverged" and "diverged" in report.read_text()
+        else:
+            assert "not finite" in found.said and f"since step {found.warned}" in found.said
+
+
+def test_a_run_that_diverges_says_so_once_also_when_it_is_resumed(bench: Workbench, capsys) -> None:
+    """By its weights, which are looked at after step 16; a stop there leaves the line as it would be."""
+    changes = {"run__max_steps": 18, "optimizer__lr": 10.0, "adapter__targets": ["*attn1.to_q"]}
+    said = []
+    for out, stops in (("whole", [18]), ("parts", [16, 17, 18])):
+        for stop in stops:
+            tree = bench.tree(run__output_dir=str(bench.tmp / out), run__stop_after=stop, **changes)
+            assert cli.main(["--config", str(bench.write(tree)), "--resume_from", "auto"]) == 0
+        said.append(capsys.readouterr().out)
+    assert metrics_of(bench.tmp / "whole") == metrics_of(bench.tmp / "parts")
+    assert [row["step"] for row in metrics_of(bench.tmp / "whole") if "weight_change" in row] == [16]
+    for text in said:
+        assert text.count("the run is diverging") == 1 and "optimizer.lr was 10" in text
+        assert text.count("warning: the training has probably diverged: ") == 1

@@ -1,0 +1,136 @@
+"""What a run is called: the same from any cut of its log, and nothing called learned that was not."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer import verdict
+from trainer.verdict import Course, judge
+
+SMALL = {"unet.mid_block": 0.1}
+
+
+def log(losses: list[float], *, batch: int = 8, lr: float = 1e-3, norms: list[float] | None = None) -> list[dict[str, Any]]:
+    return [
+        {"step": step, "loss": loss, "lr": lr, "grad_norm": norms[step - 1] if norms else 0.5, "images": batch * step,
+         "skipped": loss is None}
+        for step, loss in enumerate(losses, 1)
+    ]  # fmt: skip
+
+
+def warnings(rows: list[dict[str, Any]]) -> list[str]:
+    course = Course()
+    return [said for row in rows if (said := course.add(row))]
+
+
+def test_a_loss_that_left_its_range_is_said_once_with_its_step_and_its_cause() -> None:
+    rows = log([0.2] * 20 + [2.0] * 20, lr=0.02)
+    (said,) = warnings(rows)
+    # windows of four steps: 0.2, 0.2, 2, 2 is the first whose mean is above 0.8
+    assert said.startswith(
+        "step 22: the run is diverging: the loss of the last 4 steps, 1.1, is 5.5 times that of the first 4"
+    )
+    assert "optimizer.lr was 0.02" in said and "schedule.warmup" in said and "bf16" not in said
+    assert "step 22" in judge(rows).sentence and judge(rows).kind == "diverged" and judge(rows).step == 22
+    rows[0]["lr"] = 0.0
+    assert "schedule.warmup" not in warnings(rows)[0]
+    assert "bf16" in warnings([row | {"loss_scale": 2.0} for row in rows])[0]
+    back = log([0.2] * 20 + [2.0] * 20 + [0.1] * 20)
+    assert judge(back, SMALL).kind == "recovered" and len(warnings(back)) == 1
+
+
+def test_a_gradient_norm_and_weights_that_left_their_range() -> None:
+    rows = log([0.2] * 40, norms=[0.1] * 20 + [30.0] * 20)
+    assert "the gradient norm of the last 4 steps" in warnings(rows)[0]
+    rows = log([0.2] * 40)
+    rows[15]["weight_change"], rows[31]["weight_change"] = 0.4, 1.2
+    (said,) = warnings(rows)
+    assert said.startswith("step 32: the run is diverging: layers changed by up to 120% of their own weights; most often")
+    assert judge(rows).kind == "diverged"
+    rows[31]["weight_change"] = None
+    assert "to no finite number" in warnings(rows)[0] and judge(rows).kind == "diverged"
+
+
+@pytest.mark.parametrize("batch", [1, 2, 12])
+@given(seed=st.integers(0, 2**32))
+def test_losses_that_only_jitter_are_no_alarm(batch: int, seed: int) -> None:
+    """Of epsilon, unweighted: by the time alone a photo's loss spans a factor of a hundred, as the pocket SDXL's does."""
+    draw = random.Random(seed)
+
+    def one() -> float:
+        return draw.choice((1.8, 0.45, 0.11, 0.015)) * math.exp(draw.gauss(0, 0.4))
+
+    rows = log([sum(one() for _ in range(batch)) / batch for _ in range(400)], batch=batch)
+    assert not warnings(rows)
+    assert judge(rows, SMALL).kind == "unclear"
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=60), st.integers(0, 60), st.sampled_from([1, 5, 40]))
+def test_a_resumed_run_hears_what_an_uninterrupted_one_does(losses: list[float], cut: int, batch: int) -> None:
+    rows = log(losses, batch=batch)
+    resumed = Course(rows[:cut])
+    assert [said for row in rows[cut:] if (said := resumed.add(row))] == [
+        said for said in warnings(rows) if int(said.split()[1].rstrip(":")) > cut
+    ]
+    assert resumed.diverged == Course(rows).diverged
+
+
+def test_what_moved_next_to_nothing_learned_nothing() -> None:
+    falling = log([1 - step / 50 for step in range(1, 41)], lr=1e-9)
+    found = judge(falling, {"unet.a": 1e-6, "unet.b": 3e-5})
+    assert found.kind == "nothing" and found.bad and "raise optimizer.lr (it was at most 1e-09)" in found.sentence
+    falling[15]["weight_change"] = 1e-5
+    assert judge(falling).kind == "nothing"
+    assert judge(falling, SMALL).kind == "learned"
+    assert judge([], {"unet.a": 0.0}).kind == "nothing"
+
+
+def test_blocks_beyond_their_own_weights() -> None:
+    said = judge(log([0.1] * 9), {"unet.mid_block": 1.0, "unet.up_blocks.0": 1290.95}).sentence
+    assert "1 of 2 blocks" in said and "unet.up_blocks.0 by 129095%" in said
+    assert judge(log([0.1] * 9), {"unet.mid_block": 1.0}).kind == "unclear"
+    for others in ({}, {"unet.up_blocks.0": 1290.95}):
+        assert "unet.x by nan%" in judge([], {"unet.x": math.nan} | others).sentence
+
+
+def measured(held_out: list[float], trained: list[float]) -> list[dict[str, Any]]:
+    rows = log([0.3] * (10 * (len(held_out) - 1)))
+    rows[0]["at_start"] = {"held_out_loss": held_out[0], "trained_loss": trained[0]}
+    for place in range(1, len(held_out)):
+        rows[10 * place - 1] |= {"held_out_loss": held_out[place], "trained_loss": trained[place]}
+    return rows
+
+
+def test_the_held_out_loss_decides_where_there_is_one() -> None:
+    found = judge(measured([0.5, 0.4, 0.3], [0.5, 0.3, 0.2]), SMALL)
+    assert found.kind == "learned" and found.step == 20 and "from 0.5 to 0.3" in found.sentence
+    found = judge(measured([0.5, 0.3, 0.4], [0.5, 0.3, 0.1]), SMALL)
+    assert found.kind == "memorising" and found.step == 10 and "take step 10" in found.sentence
+    assert judge(measured([0.5, 0.51, 0.5], [0.5, 0.4, 0.3]), SMALL).kind == "unclear"
+    assert judge(measured([0.5, 0.3, 0.4], [0.5, 0.3, 0.4]), SMALL).kind == "learned", "no gap: both rose"
+
+
+def test_of_a_value_that_is_not_finite_the_rate_is_named() -> None:
+    assert Course().blame() == "", "before any update no rate can be the cause"
+    assert "optimizer.lr was 2 at step 1" in Course(log([0.2], lr=2.0)).blame()
+    said = Course(log([0.2] * 8 + [50.0] * 8, lr=2.0)).blame()
+    assert said.startswith("the run has diverged since step 9: most often the learning rate is too high (optimizer.lr was 2 ")
+
+
+def test_every_kind_is_documented() -> None:
+    from typing import get_args
+
+    from tests.harness import ROOT
+
+    page = (ROOT / "docs" / "watching.md").read_text(encoding="utf-8")
+    for kind in get_args(verdict.Kind):
+        assert f"| `{kind}` |" in page, kind
+    for number in (verdict.LOSS_TIMES, verdict.GRAD_TIMES):
+        assert f"{number:g} times" in page
+    assert f"{verdict.TOO_LITTLE:.2%}".replace("%", " %") in page and f"{verdict.IMAGES} images" in page
