@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from trainer import attention
 from trainer.memory import checkpoint_blocks, recomputing
+from trainer.rehearsal import META, without_values
 
 CPU = torch.device("cpu")
 
@@ -110,3 +111,22 @@ def test_torchs_function_stays_everybody_elses(kind: str) -> None:
         with context, pytest.raises(error) if error else nullcontext():
             layers[0](x)
         assert nn.functional.scaled_dot_product_attention is theirs
+
+
+@pytest.mark.parametrize("on_cpu", [True, False], ids=["CPU", "accelerator"])
+@pytest.mark.parametrize("kind", ["unet", "transformer"])
+def test_a_rehearsal_traces_what_its_device_computes(kind: str, on_cpu: bool) -> None:
+    seen = []
+    with without_values(on_cpu=on_cpu):
+        layers, x = block(kind)
+        layers.to(META)
+        attention.few_tokens_in_fp32(layers, META)
+        theirs = nn.functional.scaled_dot_product_attention
+
+        def noted(query, *others, **keys):
+            seen.append(query.dtype)
+            return theirs(query, *others, **keys)
+
+        with patch.object(nn.functional, "scaled_dot_product_attention", noted):
+            out = layers[0](x.detach().to(META))
+    assert seen == [torch.float32 if on_cpu else torch.bfloat16] and out.dtype == torch.bfloat16
