@@ -9,10 +9,10 @@ from typing import Any
 
 from trainer import outcome, quantization, validation
 from trainer.adapters import Adapter, export
-from trainer.adapters.norms import Norms, made_for, products
+from trainer.adapters.norms import Norms, products
+from trainer.adapters.portable import of_adapter
 from trainer.checkpoint.state import Progress
 from trainer.components import Components
-from trainer.data import captions
 from trainer.data.loader import Reader
 from trainer.data_report import sections as data_sections
 from trainer.ema import Averages, snapshots
@@ -22,6 +22,7 @@ from trainer.layout import Layout
 from trainer.loop import due
 from trainer.memory import give_back, is_out_of_memory
 from trainer.metrics import read_lines
+from trainer.origin import Origin
 from trainer.policies import SAMPLES_TOO_LARGE
 from trainer.report import write_report
 from trainer.report.before_after import write_before_after
@@ -41,6 +42,7 @@ class Artifacts:
     adapter: Adapter
     norms: Norms
     progress: Progress
+    origin: Origin
     layout: Layout
     weights: Mapping[str, Callable[[], AbstractContextManager[None]]]
     averages: Averages
@@ -123,31 +125,16 @@ class Artifacts:
         components, plan, config = self.components, self.components.plan, self.components.plan.config
         if not components.processes.is_main:
             return {}
-        sizes = {resolution for photo in plan.photos for resolution in photo.source.resolutions}
-        about = export.About(
-            name=config.run.name,
-            started=self.progress.started,
-            step=self.progress.step,
-            epoch=plan.epoch_of(self.progress.step),
-            learning_rate=config.optimizer.lr,
-            train_images=sum(photo.repeats for photo in plan.photos if not photo.source.regularisation),
-            resolution=", ".join(f"{size}x{size}" for size in sorted(sizes)),
-            tag_frequency=captions.frequency(plan.examples),
-            trigger_phrase=config.export.trigger_phrase or ", ".join(captions.triggers(plan.examples)),
-            seed=config.run.seed,
-            dora_base=made_for(self.norms.held),
-            changes=self.progress.changes,
-            family=plan.family.metadata(
-                components.model.configs[plan.family.denoiser], getattr(plan.objective, "prediction", "velocity")
-            ),
-        )
+        about = self.origin.about()
         count = len(self.adapter.layers) * (len(config.export.formats) + self.adapter.dora) * len(self.weights)
         written = {}
         with components.phases("exporting", count, "layer") as phase:
             for ending, used in self.weights.items():
                 with used():
+                    norms = self.norms.now(phase.advance)
+                    own = partial(of_adapter, self.adapter, norms, advance=lambda count: phase.check())
                     made = export.write_files(
-                        self.adapter,
+                        own,
                         self.layout.adapters,
                         stem + ending,
                         replace(about, average=config.ema.describe() if ending else ""),
@@ -155,7 +142,7 @@ class Artifacts:
                         fused=plan.fused,
                         prefixes=plan.family.kohya_prefix,
                         rows=lambda name: components.layer(name).weight_shape[0],
-                        norms=self.norms.now(phase.advance),
+                        norms=norms,
                         dora_scale=config.export.dora_scale,
                         advance=phase.advance,
                     )
@@ -220,7 +207,8 @@ class Artifacts:
             if file is None:
                 continue
             with self.components.phases("reading the adapter file back", file.stat().st_size, "B") as phase, used():
-                live = export.diffusers_tensors(self.adapter, self.norms.now(), lambda count: phase.check())
+                own = of_adapter(self.adapter, self.norms.now(), "magnitude", lambda count: phase.check())
+                live = {name: tensor.make() for name, tensor in export.diffusers_tensors(own).items()}
                 read = outcome.read_back(file, live, phase.advance)
             magnitudes = " (magnitudes: as made for the file's base)" if self.adapter.dora else ""
             rows.append([f"exported file, read back, against the live adapter{of_average}{magnitudes}", read])

@@ -51,7 +51,7 @@ def build_adapter(plan: Plan, components: Components, pieces: Pieces) -> tuple[A
     held = {name: kind[0] for name in plan.adapted if (kind := held_as(plan.source, name))}
     if adapter.dora and held:
         peers.say(f"the DoRA's files are made for {made_for(held)}")
-    beside = {name: components.layer(name) for name in export.fused_with(adapter, plan.fused)}
+    beside = {name: components.layer(name) for name in export.fused_with(adapter.targets, plan.fused)}
     read = len(beside) if adapter.dora else 0
     with phases("norms of the layers beside the adapted ones", read, "layer") as phase:
         norms = pieces.enter("norms", Norms(adapter, beside, held, phase.advance))

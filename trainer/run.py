@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trainer import files, kernels, metrics, optim, resume
 from trainer.adapters import Adapter
-from trainer.adapters.norms import Norms
+from trainer.adapters.norms import Norms, made_for
 from trainer.advice import changes, fitted
 from trainer.allowance import Allowance
 from trainer.artifacts import Artifacts
@@ -38,6 +38,7 @@ from trainer.measured import Measured, WeightChange
 from trainer.memory import give_back
 from trainer.models.base import Family, Model
 from trainer.models.loading import ModelSource
+from trainer.origin import Origin
 from trainer.output import opened
 from trainer.phases import QUIET, Phases, Record
 from trainer.plan import Plan, fetched, make_plan, open_source, resolve
@@ -103,6 +104,7 @@ class Run:
     reader: loader.Reader
     adapter: Adapter
     norms: Norms
+    origin: Origin
     optimizer: optim.OptimizerState
     averages: Averages
     step: Step
@@ -136,7 +138,7 @@ class Run:
 
     def artifacts(self) -> Artifacts:
         weights = {"": self.evaluating} | ({AVERAGE: self.averages.used} if self.averages.weights else {})
-        about = self.adapter, self.norms, self.progress, self.layout
+        about = self.adapter, self.norms, self.progress, self.origin, self.layout
         return Artifacts(self.components, self.reader, *about, weights, self.averages)
 
 
@@ -199,6 +201,7 @@ def build(
     reader = encode(components, open_cache(config.data, cache_dir), on_non_finite=non_finite.entry)
     load_trained(components, pieces)
     adapter, norms = build_adapter(plan, components, pieces)
+    origin = pieces.enter("origin", Origin(plan, progress, adapter, made_for(norms.held)))
     then = saved.state("config") if saved is not None and allowed.changed else None
     optimizer, averages, step = build_step(components, adapter, pieces, progress, then=then)
     pieces.complete()
@@ -220,6 +223,7 @@ def build(
         reader=reader,
         adapter=adapter,
         norms=norms,
+        origin=origin,
         optimizer=optimizer,
         averages=averages,
         step=step,

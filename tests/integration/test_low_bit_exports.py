@@ -19,12 +19,13 @@ from diffusers import FluxTransformer2DModel, UNet2DConditionModel
 from tests.harness import DENOISER
 from trainer.adapters import Adapter, Target, export, inject
 from trainer.adapters.norms import Norms, RowNorms, made_for, magnitude, read_norms
+from trainer.adapters.portable import of_adapter
 from trainer.errors import UserError
 from trainer.kernels import dora_torch
 from trainer.models import FAMILIES
 from trainer.models.opening import open_model
 from trainer.quantization import FORMATS, FrozenConv2d, FrozenLayer, FrozenLinear, freeze_layers
-from trainer.tensorfile import TensorFile, serialize
+from trainer.tensorfile import Recipe, TensorFile, Tensors, serialize
 from trainer.types import Link
 
 STOCK = {"sdxl": UNet2DConditionModel, "flux": FluxTransformer2DModel}
@@ -36,6 +37,10 @@ SCALING = 0.5  # alpha / rank
 # three times as large as W, and rounded up. Their rows are short, so that W16 - W is less orthogonal to s B A than in a real
 # model.
 ROW_ERROR = {"fp8_e4m3": 0.009, "fp8_e5m2": 0.022, "int8": 0.002, "int4": 0.03, "int2": 0.14, "nf4": 0.04, "fp4": 0.04}
+
+
+def made(tensors: Tensors) -> dict[str, torch.Tensor]:
+    return {name: t.make() if isinstance(t, Recipe) else t for name, t in tensors.items()}
 
 
 @dataclass
@@ -63,14 +68,19 @@ class Trained:
         return self
 
     def kohya(self, convention: str, norms: dict[str, RowNorms] | None = None) -> dict[str, torch.Tensor]:
-        return export.kohya_tensors(
-            self.adapter, fused=self.fused, prefixes=FAMILIES[self.family].kohya_prefix, dora_scale=convention,
-            rows=lambda name: self.base_layer(name).weight_shape[0], norms=norms or self.norms.now(),
+        norms = norms or self.norms.now()
+        tensors = export.kohya_tensors(
+            of_adapter(self.adapter, norms, convention), modules=self.fused, norms=norms,
+            prefixes=FAMILIES[self.family].kohya_prefix, rows=lambda name: self.base_layer(name).weight_shape[0],
         )  # fmt: skip
+        return made(tensors)
+
+    def diffusers(self) -> dict[str, torch.Tensor]:
+        return made(export.diffusers_tensors(of_adapter(self.adapter, self.norms.now(), "magnitude")))
 
     def write_diffusers(self, path: Path) -> Path:
-        tensors = export.diffusers_tensors(self.adapter, self.norms.now())
-        path.write_bytes(b"".join(serialize(tensors, export.diffusers_metadata(self.adapter))))
+        metadata = export.diffusers_metadata(of_adapter(self.adapter, self.norms.now(), "magnitude"))
+        path.write_bytes(b"".join(serialize(self.diffusers(), metadata)))
         return path
 
     def intended(self, name: str, original: torch.Tensor) -> torch.Tensor:
@@ -100,7 +110,7 @@ def trained(models: Path, family: str, dtype: str, targets: tuple[str, ...] = ("
     )  # fmt: skip
     fused = {name: export.fused_modules(FAMILIES[family].module_links(name, source.config(name)))}
     full = {f"{name}.{n}": layer for n, layer in layers.items()}
-    beside = {n: full[n] for n in export.fused_with(adapter, fused)}
+    beside = {n: full[n] for n in export.fused_with(adapter.targets, fused)}
     return Trained(family, adapter, Norms(adapter, beside, {}), fused, full.__getitem__)
 
 
@@ -240,7 +250,7 @@ def test_rows_without_an_adapter_in_a_fused_layer_stay_the_16bit_ones(models: Pa
 def test_a_dense_base_is_exported_as_it_is(models: Path) -> None:
     """Nothing was quantised: m itself, and m ||W|| / c, bit for bit."""
     run = trained(models, "sdxl", "bf16").change(0.3)
-    diffusers = export.diffusers_tensors(run.adapter, run.norms.now())
+    diffusers = run.diffusers()
     for name, tensor in run.adapter.state_dict().items():
         assert torch.equal(diffusers[name].flatten(), tensor.flatten())
     released, corrected = run.kohya("comfyui_released"), run.kohya("magnitude")
@@ -344,7 +354,8 @@ def test_the_files_say_what_base_they_are_for(models: Path, tmp_path: Path) -> N
             resolution="64x64", tag_frequency={}, trigger_phrase="", seed=7, dora_base=made_for(held), family={},
         )  # fmt: skip
         written = export.write_files(
-            run.adapter, tmp_path, "bear", about, formats=("diffusers", "comfyui"), fused=run.fused, rows=len,
+            partial(of_adapter, run.adapter, run.norms.now()),
+            tmp_path, "bear", about, formats=("diffusers", "comfyui"), fused=run.fused, rows=len,
             prefixes=FAMILIES["sdxl"].kohya_prefix, norms=run.norms.now(), dora_scale="comfyui_released",
         )  # fmt: skip
         for path in written.values():

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 from tests.harness import ROOT
-from trainer.adapters import Adapter, Target, export
+from trainer.adapters import export
+from trainer.adapters.portable import Factors, Portable, recipe
 
 
 def test_no_document_gives_a_dora_file_to_sd_scripts() -> None:
@@ -25,7 +27,8 @@ def test_no_document_gives_a_dora_file_to_sd_scripts() -> None:
 
 @pytest.mark.parametrize(("dora", "module"), [(False, "networks.lora"), (True, "lycoris.kohya")])
 def test_a_dora_files_header_does_not_name_sd_scripts_own_module(dora: bool, module: str) -> None:
-    adapter = Adapter({}, {"unet.a": Target("unet", "a", 4, 4.0)}, dora=dora, rslora=False)
+    a, b, m = (recipe(torch.ones(shape)) for shape in ((4, 3), (5, 4), (5,)))
+    adapter = Portable({"unet.a": Factors(a, b, 4.0, magnitude=m if dora else None)})
     about = export.About(
         name="bear", started="2025-01-01T00:00:00+00:00", step=1, epoch=1, learning_rate=1e-4, train_images=5,
         resolution="64x64", tag_frequency={}, trigger_phrase="", seed=0, family={}, dora_base="16 bit",

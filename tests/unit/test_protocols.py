@@ -14,10 +14,12 @@ from tests.numerics.test_adapted_layers import jitter
 from trainer.adapters import ADAPTER_NAME, Target, inject
 from trainer.adapters.export import diffusers_tensors, kohya_tensors
 from trainer.adapters.norms import Norms, read_norms
+from trainer.adapters.portable import of_adapter
 from trainer.kernels import dora_torch
 from trainer.models.weights import WeightOwner
 from trainer.protocols import BaseLayer, Kernels
 from trainer.quantization import FORMATS, FrozenConv2d, FrozenLayer, FrozenLinear
+from trainer.tensorfile import Recipe
 
 RANK = 2
 
@@ -120,10 +122,10 @@ def everything(layers: list[nn.Module], *, dora: bool) -> dict[str, torch.Tensor
         out["unmerged"] = run()
     read = read_norms(norms.state_dict())
     norms.load_state_dict(norms.state_dict())
-    out |= {f"diffusers {name}": tensor for name, tensor in diffusers_tensors(adapter, read).items()}
-    kohya = kohya_tensors(
-        adapter, fused={}, prefixes={"unet": "lora_unet"}, rows=lambda name: 5, norms=read, dora_scale="magnitude"
-    )  # fmt: skip
+    own = of_adapter(adapter, read, "magnitude")
+    out |= {f"diffusers {name}": tensor.make() for name, tensor in diffusers_tensors(own).items()}
+    kohya = kohya_tensors(own, modules={}, prefixes={"unet": "lora_unet"}, rows=lambda name: 5, norms=read)
+    kohya = {name: tensor.make() if isinstance(tensor, Recipe) else tensor for name, tensor in kohya.items()}
     return out | {f"kohya {name}": tensor for name, tensor in kohya.items()}
 
 

@@ -1,10 +1,11 @@
-"""Adapter files: diffusers/PEFT keys and kohya keys, with the metadata their readers look for.
+"""Writers of adapter files: diffusers/PEFT keys and kohya keys, with the metadata their readers look for.
 
 diffusers: COMPONENT.LAYER.lora_A.weight [R, K], .lora_B.weight [N, R], .lora_magnitude_vector [N] (Conv2d [1, N, 1, 1]);
 alpha / rank stand in the header's `lora_adapter_metadata` (a `.alpha` key raises for SDXL, without either the scale is 1).
 
-kohya: PREFIX_ORIGINAL_NAME.{lora_down.weight, lora_up.weight, alpha, dora_scale}; scale = alpha / rank; dora_scale [N, 1]
-(Conv2d [N, 1, 1, 1]). Layers that the original layout fuses (Flux's qkv, linear1) become one block-diagonal pair.
+kohya: PREFIX_NAME.{lora_down.weight, lora_up.weight, alpha, dora_scale}; scale = alpha / rank; dora_scale [N, 1]
+(Conv2d [N, 1, 1, 1]; of the input axis [1, K]). Layers that the original layout fuses (Flux's qkv, linear1) become one pair:
+block-diagonal, or where all have one and the same A, that A and their B's.
 
 Nothing here reads a frozen weight: what a DoRA's files need of them is their row norms (norms.py).
 """
@@ -14,27 +15,27 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from trainer.adapters.adapter import Adapter
-from trainer.adapters.norms import RowNorms, magnitude, released_scale
+from trainer.adapters.portable import AllNorms, DoraScale, Factors, Portable, by_component, derived
 from trainer.adapters.targets import Target, lora_config
-from trainer.errors import NonFiniteError
+from trainer.errors import UserError
 from trainer.files import Advance, unheard
-from trainer.tensorfile import serialize, write_tensors
+from trainer.tensorfile import Recipe, Tensors, serialize, write_tensors
 from trainer.types import Link
 
-Tensors = dict[str, torch.Tensor]
-AllNorms = Mapping[str, RowNorms]  # by full name of the layer
-
-# ComfyUI's released versions divide dora_scale by ||W|| instead of ||W + sBA||; the label says what a file was made for.
-DoraScale = Literal["comfyui_released", "magnitude"]
 DORA_SCALE_MEANING = {
     "comfyui_released": "g * ||W||, g = m / ||W + sBA|| as trained: where the reader divides by ||W|| (ComfyUI's releases)",
     "magnitude": "g * ||W + sBA||: where the reader divides by ||W + sBA|| (LyCORIS, PEFT's definition)",
 }
+
+
+# Header entries that are about a file's keys and bytes, and not about what was trained.
+METADATA_OF_KEYS = ("lora_adapter_metadata", "format", "sshs_model_hash", "sshs_legacy_hash")
+# Of ss_network_args, what is about a DoRA.
+DORA_ARGS = ("dora_wd", "wd_on_output", "dora_scale", "dora_base")
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def file_names(stem: str, formats: Sequence[str]) -> dict[str, str]:
 
 
 def write_files(
-    adapter: Adapter,
+    portable: Callable[[DoraScale], Portable],
     folder: Path,
     stem: str,
     about: About,
@@ -81,50 +82,65 @@ def write_files(
     dora_scale: DoraScale,
     advance: Advance = unheard,
 ) -> dict[str, Path]:
-    """Write the adapter's files to `folder`; returns them by format ("diffusers", "comfyui"). The rest as in `kohya_tensors`.
+    """Write a run's adapter files to `folder`; returns them by format ("diffusers", "comfyui").
 
+    The rest as in `kohya_tensors`.
+
+    portable: the adapter, with magnitudes of the meaning asked for.
     advance: counts layers made ready, of each file, and gets 0 for a piece of one that was written.
     Raises NonFiniteError, and writes nothing, where a tensor is not finite.
     """
-    for name, tensor in adapter.state_dict().items():
-        if not torch.isfinite(tensor).all():
-            raise NonFiniteError(f"the adapter's {name} is not finite; it was not exported. Resume an earlier checkpoint")
     written = {format: folder / name for format, name in file_names(stem, formats).items()}
+    meanings: dict[str, DoraScale] = {"diffusers": "magnitude", "comfyui": dora_scale}
+    made = {format: portable(meanings[format]) for format in written}
+    for adapter in made.values():
+        adapter.check_finite(advance)
     for format, path in written.items():
+        adapter = made[format]
         if format == "diffusers":
-            tensors = diffusers_tensors(adapter, norms, advance)
+            tensors = diffusers_tensors(adapter, advance)
             fields = metadata(adapter, about, convention="magnitude") | diffusers_metadata(adapter)
         else:
-            tensors = kohya_tensors(
-                adapter, fused=fused, prefixes=prefixes, rows=rows, norms=norms, dora_scale=dora_scale, advance=advance
-            )
+            tensors = kohya_tensors(adapter, modules=fused, prefixes=prefixes, rows=rows, norms=norms, advance=advance)
             fields = metadata(adapter, about, convention=f"{dora_scale}: {DORA_SCALE_MEANING[dora_scale]}")
         write_tensors(path, tensors, with_hash(tensors, fields, advance), lambda count: advance(0))
     return written
 
 
-def diffusers_tensors(adapter: Adapter, norms: AllNorms, advance: Advance = unheard) -> Tensors:
-    """fp32 tensors under diffusers / PEFT keys. norms: of every DoRA layer, by full name. advance: as in `write_files`."""
-    tensors = adapter.state_dict()
-    for layer in adapter.layers:
+def diffusers_tensors(portable: Portable, advance: Advance = unheard) -> Tensors:
+    """Under diffusers / PEFT keys, of the dtypes that they have. advance: as in `write_files`.
+
+    Raises UserError for a DoRA of the input axis, which PEFT has not, and for one that leaves out some layers.
+    """
+    tensors: dict[str, Recipe] = {}
+    for name, factors in portable.layers.items():
+        tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"] = factors.a, factors.b
+        if portable.dora:
+            m = factors.magnitude
+            if m is None:
+                raise UserError(
+                    f"{name} has no magnitude, other layers have one, and PEFT takes a DoRA for all layers or for none; "
+                    "use --to comfyui"
+                )
+            if factors.axis == "input":
+                raise UserError(
+                    f"the magnitude of {name} is of the input axis (one a column of W), which PEFT's DoRA has not; "
+                    "use --to comfyui, or --to lora for an approximation"
+                )
+            shape = (1, factors.rows, 1, 1) if len(factors.a.shape) == 4 else (factors.rows,)
+            tensors[f"{name}.lora_magnitude_vector"] = derived(m, shape, lambda t, shape=shape: t.reshape(shape))
         advance(1)
-        name = f"{layer}.lora_magnitude_vector"
-        if name not in tensors:
-            continue
-        vector_N = _dora_scale(adapter, tensors, layer, norms, "magnitude")
-        convolution = tensors[f"{layer}.lora_A.weight"].dim() == 4
-        tensors[name] = vector_N.view(1, -1, 1, 1) if convolution else vector_N
     return tensors
 
 
-def diffusers_metadata(adapter: Adapter) -> dict[str, str]:
+def diffusers_metadata(portable: Portable) -> dict[str, str]:
     """`lora_adapter_metadata` as diffusers writes it: each component's LoraConfig fields under its prefix."""
     fields: dict[str, Any] = {}
-    by_component: dict[str, list[Target]] = {}
-    for target in adapter.targets.values():
-        by_component.setdefault(target.component, []).append(target)
-    for component, targets in by_component.items():
-        config = {"lora_bias": False, "bias": "none"} | lora_config(targets, dora=adapter.dora, rslora=adapter.rslora)
+    by_name: dict[str, list[Target]] = {}
+    for target in portable.targets:
+        by_name.setdefault(target.component, []).append(target)
+    for component, targets in by_name.items():
+        config = {"lora_bias": False, "bias": "none"} | lora_config(targets, dora=portable.dora, rslora=portable.rslora)
         fields |= {f"{component}.{key}": value for key, value in config.items()}
     return {"lora_adapter_metadata": json.dumps(fields, indent=2, sort_keys=True), "format": "pt"}
 
@@ -138,98 +154,139 @@ def fused_modules(links: Sequence[Link]) -> list[Link]:
     ]
 
 
-def fused_with(adapter: Adapter, fused: Mapping[str, Sequence[Link]]) -> list[str]:
-    """The layers without an adapter, by full name, that one module holds together with adapted ones."""
+def fused_with(adapted: Mapping[str, object], fused: Mapping[str, Sequence[Link]]) -> list[str]:
+    """The layers without an adapter, by full name, that one module holds together with adapted ones.
+
+    adapted: by full name.
+    """
     names = []
     for component, modules in fused.items():
         for module in modules:
             parts = [f"{component}.{part}" for part in module.parts]
-            absent = [name for name in parts if name not in adapter.targets]
+            absent = [name for name in parts if name not in adapted]
             names += absent if len(absent) < len(parts) else []
     return names
 
 
 def kohya_tensors(
-    adapter: Adapter,
+    portable: Portable,
     *,
-    fused: Mapping[str, Sequence[Link]],
+    modules: Mapping[str, Sequence[Link]],
     prefixes: Mapping[str, str],
     rows: Callable[[str], int],
-    norms: AllNorms,
-    dora_scale: DoraScale,
+    norms: AllNorms = {},
     advance: Advance = unheard,
 ) -> Tensors:
-    """fp32 tensors under kohya keys.
+    """Under kohya keys, A and B of the dtypes that they have, alpha in fp32.
 
-    fused: component -> its modules in the original layout (empty: names stay).
+    modules: component -> its modules under the names to write (empty: the layers under their own names).
     prefixes: component -> key prefix. rows: full name of a layer of `fused_with` -> how many it has.
-    norms: for DoRA, of every adapted layer and of those of `fused_with`, by full name.
-    advance: as in `write_files`.
+    norms: for DoRA, of the layers of `fused_with`, by full name.
+    advance: as in `write_files`. Raises UserError where the magnitudes of one module cannot be put together.
     """
-    tensors: Tensors = {}
-    state = {name: tensor.cpu() for name, tensor in adapter.state_dict().items()}
-    for component in dict.fromkeys(target.component for target in adapter.targets.values()):
-        names = [t.name for t in adapter.targets.values() if t.component == component]
-        modules = [f for f in fused.get(component, ()) if any(part in names for part in f.parts)]
-        known = {part for module in modules for part in module.parts}
-        modules += [Link(name, (name,)) for name in names if name not in known]
-        for module in modules:
+    tensors: dict[str, torch.Tensor | Recipe] = {}
+    for component, layers in by_component(portable):
+        wanted = [module for module in modules.get(component, ()) if any(part in layers for part in module.parts)]
+        known = {part for module in wanted for part in module.parts}
+        wanted += [Link(name, (name,)) for name in layers if name not in known]
+        for module in wanted:
             key = f"{prefixes[component]}_{module.original.replace('.', '_')}"
             full = Link(key, tuple(f"{component}.{part}" for part in module.parts), module.op)
-            tensors |= _kohya_module(adapter, state, full, rows, norms, dora_scale)
-            advance(sum(part in adapter.targets for part in full.parts))
+            tensors |= _kohya_module(portable, full, rows, norms)
+            advance(sum(part in portable.layers for part in full.parts))
     return tensors
 
 
-def _kohya_module(
-    adapter: Adapter, state: Tensors, module: Link, rows: Callable[[str], int], norms: AllNorms, dora_scale: DoraScale
-) -> Tensors:
+def _kohya_module(portable: Portable, module: Link, rows: Callable[[str], int], norms: AllNorms) -> dict[str, Any]:
     """module: its key, and its parts by their full names."""
     key, swap = module.original, module.swap
-    present = [name for name in module.parts if name in adapter.targets]
-    scalings = {name: adapter.targets[name].scaling(adapter.rslora) for name in present}
-    downs = {name: state[f"{name}.lora_A.weight"] for name in present}
-    ups = {name: state[f"{name}.lora_B.weight"] for name in present}
-    counts = {name: len(ups[name]) if name in ups else rows(name) for name in module.parts}
-    rank, scaling = sum(map(len, downs.values())), scalings[present[0]]
-    up = torch.zeros(sum(counts.values()), rank, *ups[present[0]].shape[2:])
-    row = column = 0
-    for name, count in counts.items():
-        if name in ups:
-            b = ups[name]
-            # One alpha serves all parts: a part whose scaling differs from the first's carries the ratio in its rows.
-            ratio = scalings[name] / scaling
-            up[row : row + count, column : column + b.shape[1]] = b if ratio == 1 else b * ratio
-            column += b.shape[1]
-        row += count
-    if swap:
-        up = torch.cat(up.chunk(2)[::-1])
-    tensors = {
-        f"{key}.lora_down.weight": torch.cat(list(downs.values())),
-        f"{key}.lora_up.weight": up,
-        f"{key}.alpha": torch.tensor(scaling * rank, dtype=torch.float32),
+    parts = {name: portable.layers.get(name) for name in module.parts}
+    present = {name: factors for name, factors in parts.items() if factors is not None}
+    counts = {name: factors.rows if factors else rows(name) for name, factors in parts.items()}
+    first = next(iter(present.values()))
+    shared = len(present) == len(parts) > 1 and _one_a(list(present.values()))
+    rank = first.rank if shared else sum(factors.rank for factors in present.values())
+    total, kernel = sum(counts.values()), first.b.shape[2:]
+
+    def up() -> torch.Tensor:
+        made = torch.zeros(total, rank, *kernel, dtype=dtype_b)
+        row = column = 0
+        for name, count in counts.items():
+            if (factors := parts[name]) is not None:
+                b = factors.b.make()
+                # One alpha serves all parts: a part whose scaling differs from the first's carries the ratio in its rows.
+                ratio = factors.scaling / first.scaling
+                made[row : row + count, column : column + b.shape[1]] = b if ratio == 1 else b * ratio
+                column += 0 if shared else b.shape[1]
+            row += count
+        return torch.cat(made.chunk(2)[::-1]) if swap else made
+
+    def down() -> torch.Tensor:
+        made = [factors.a.make() for factors in ([first] if shared else present.values())]
+        return made[0] if len(made) == 1 else torch.cat([a.to(dtype_a) for a in made])
+
+    dtype_a, dtype_b = (_widest([getattr(factors, which) for factors in present.values()]) for which in "ab")
+    tensors: dict[str, Any] = {
+        f"{key}.lora_down.weight": Recipe(dtype_a, (rank, *first.a.shape[1:]), down),
+        f"{key}.lora_up.weight": Recipe(dtype_b, (total, rank, *kernel), up),
+        f"{key}.alpha": torch.tensor(first.scaling * rank, dtype=torch.float32),
     }
-    if adapter.dora:
-        scales = [_dora_scale(adapter, state, n, norms, dora_scale) if n in ups else norms[n].reader for n in module.parts]
-        scale = torch.cat(scales)
-        if swap:
-            scale = torch.cat(scale.chunk(2)[::-1])
-        tensors[f"{key}.dora_scale"] = scale.view(-1, *([1] * (up.dim() - 1)))
+    if portable.dora:
+        scale = _module_scale(portable, module, norms)
+        if scale is not None:
+            tensors[f"{key}.dora_scale"] = scale
     return tensors
 
 
-def _dora_scale(adapter: Adapter, state: Tensors, name: str, norms: AllNorms, dora_scale: DoraScale) -> torch.Tensor:
-    """fp32 [N], on the CPU, for one layer's rows."""
-    m = state[f"{name}.lora_magnitude_vector"].cpu()
-    if dora_scale == "comfyui_released":
-        return released_scale(m, norms[name])
-    a, b = (state[f"{name}.lora_{factor}.weight"].cpu().flatten(1) for factor in "AB")
-    return magnitude(m, a, b, adapter.targets[name].scaling(adapter.rslora), norms[name])
+def _module_scale(portable: Portable, module: Link, norms: AllNorms) -> Recipe | None:
+    """Of one module; None where none of its parts has a magnitude."""
+    parts = {name: portable.layers.get(name) for name in module.parts}
+    present = {name: factors for name, factors in parts.items() if factors is not None}
+    with_m = {name: factors for name, factors in present.items() if factors.magnitude is not None}
+    if not with_m:
+        return None
+    first = next(iter(with_m.values()))
+    ones, axes = [1] * (len(first.b.shape) - 2), {factors.axis for factors in with_m.values()}
+    if axes == {"input"}:
+        made = [factors.magnitude.make() for factors in with_m.values()]
+        if len(with_m) < len(parts) or not all(torch.equal(made[0], m) for m in made):
+            raise UserError(
+                f"{', '.join(parts)} are one module in this format, with one magnitude of the input axis; theirs differ. "
+                "Use --to lora for an approximation"
+            )
+        return derived(first.magnitude, (1, len(made[0]), *ones), lambda m: m.view(1, -1, *ones))
+    absent = [name for name in parts if name not in with_m]
+    if axes != {"output"} or any(name in present or name not in norms for name in absent):
+        raise UserError(
+            f"{', '.join(absent) or module.original}: a module of several layers takes the magnitudes of all of them, "
+            "of one axis, and of a layer without an adapter its norms in the model: give the model with --base"
+        )
+    held = {n: f.magnitude.make().flatten() if (f := with_m.get(n)) else norms[n].reader for n in module.parts}
+    scale = torch.cat(list(held.values())) if len(held) > 1 else next(iter(held.values()))
+    if module.swap:
+        scale = torch.cat(scale.chunk(2)[::-1])
+    scale = scale.view(-1, 1, *ones)
+    return Recipe(scale.dtype, tuple(scale.shape), lambda: scale)
 
 
-def metadata(adapter: Adapter, about: About, *, convention: str) -> dict[str, str]:
+def _one_a(parts: Sequence[Factors]) -> bool:
+    """Whether all parts have one and the same A, as where a fused adapter was trained, and one scaling."""
+    first = parts[0]
+    if any((part.a.shape, part.a.dtype, part.scaling) != (first.a.shape, first.a.dtype, first.scaling) for part in parts):
+        return False
+    return all(part.a is first.a or torch.equal(part.a.make(), first.a.make()) for part in parts[1:])
+
+
+def _widest(tensors: Sequence[Recipe]) -> torch.dtype:
+    widest = tensors[0].dtype
+    for tensor in tensors[1:]:
+        widest = torch.promote_types(widest, tensor.dtype) if tensor.dtype != widest else widest
+    return widest
+
+
+def metadata(adapter: Portable, about: About, *, convention: str) -> dict[str, str]:
     """Header entries that Civitai, A1111 and ComfyUI's nodes read (`ss_*` as kohya's, `modelspec.*` as SAI's)."""
-    targets = list(adapter.targets.values())
+    targets = adapter.targets
     fields = lora_config(targets, dora=adapter.dora, rslora=adapter.rslora)
     args: dict[str, str] = {"algo": "lora", "rs_lora": str(adapter.rslora)}
     if adapter.dora:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -18,7 +18,8 @@ from trainer.errors import UserError
 from trainer.phases import QUIET, Phases
 from trainer.tensorfile import TensorFile, serialize
 
-LAYOUT_VERSION = 5  # of the files; raise it when a piece moves to another one, or there is a new one
+LAYOUT_VERSION = 6  # of the files; raise it when a piece moves to another one, or there is a new one
+OLDEST_LAYOUT = 5  # that can still be read: what came later has nothing to restore
 
 
 @dataclass(frozen=True)
@@ -26,19 +27,21 @@ class Piece:
     """One entry of the census. version: of its content; raise it when its state_dict changes its meaning.
 
     file: where its tensors go; "" for a piece without any. asked_by: the config key that asks for an optional piece; "" for
-    one that every run has.
+    one that every run has. since: the layout that it came with; a checkpoint of an earlier one goes on without it.
     """
 
     name: str
     version: int = 1
     file: str = ""
     asked_by: str = ""
+    since: int = 0
 
 
 TENSOR_FILES = {name: f"{name}.safetensors" for name in ("adapter", "data", "norms", "optimizer")}
 WITHOUT_TENSORS = ("config", "environment", "model", "progress", "quantization", "scaler", "schedule")
 # The census: what every run has. Pieces that a config asks for come beside them (`Pieces`).
 PIECES = {name: Piece(name, file=TENSOR_FILES.get(name, "")) for name in (*TENSOR_FILES, *WITHOUT_TENSORS)}
+PIECES["origin"] = Piece("origin", since=6)
 STATE, QUANTIZATION = "state.json", "quantization.json"
 
 
@@ -149,15 +152,16 @@ class Saved:
         self.folder, self.census, self.phases = folder, census, phases
         tree = files.read_json(folder / STATE)
         layout = tree.get("layout") if isinstance(tree, dict) else None
-        if layout != LAYOUT_VERSION:
+        if type(layout) is not int or not OLDEST_LAYOUT <= layout <= LAYOUT_VERSION:
             raise UserError(
-                f"{folder} has checkpoint layout {short(layout)}, this version reads {LAYOUT_VERSION}; "
+                f"{folder} has checkpoint layout {short(layout)}, this version reads {OLDEST_LAYOUT} to {LAYOUT_VERSION}; "
                 "go on with the version that wrote it"
             )
         self.pieces = tree.get("pieces")
         if not isinstance(self.pieces, dict) or not all(isinstance(piece, dict) for piece in self.pieces.values()):
             raise UserError(f"{folder / STATE} is damaged: it lists no pieces")
-        odd = sorted(self.pieces.keys() ^ self.census.keys())
+        self.later = {name for name, piece in self.census.items() if piece.since > layout}  # not in this layout
+        odd = sorted(self.pieces.keys() ^ (self.census.keys() - self.later))
         if odd:
             raise UserError(f"{folder} {self._disagreement(odd[0])}")
         for name, piece in self.pieces.items():
@@ -166,7 +170,19 @@ class Saved:
                     f"{folder}: {name} has version {short(piece.get('version'))}, this version reads "
                     f"{self.census[name].version}; go on with the version that wrote it"
                 )
-        self._left = set(self.census)
+        self._left = set(self.pieces)
+
+    @classmethod
+    def whatever(cls, folder: Path) -> Self:
+        """With the optional pieces that it has itself, whatever config asked for them: to read it, not to go on from it."""
+        tree = files.read_json(folder / STATE)
+        listed = tree.get("pieces") if isinstance(tree, dict) else None
+        optional = {
+            name: Piece(name, piece.get("version"), str(piece.get("file", "")), piece["asked_by"])
+            for name, piece in (listed if isinstance(listed, dict) else {}).items()
+            if isinstance(piece, dict) and isinstance(piece.get("asked_by"), str)
+        }
+        return cls(folder, {**optional, **PIECES})
 
     def _disagreement(self, name: str) -> str:
         """What is wrong with a piece that only one of checkpoint and census has."""
@@ -200,8 +216,10 @@ class Saved:
         return state
 
     def restore(self, **providers: Provider) -> None:
-        """Give pieces back. Raises UserError where one does not fit this run."""
+        """Give pieces back, but for those that came after this layout. Raises UserError where one does not fit this run."""
         for name, provider in providers.items():
+            if name in self.later:
+                continue
             try:
                 provider.load_state_dict(self.state(name))
             except UserError:

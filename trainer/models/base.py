@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from trainer.models.names import ComponentConfig, Names, Shape
 from trainer.objectives import Objective
-from trainer.types import Batch, Conditioning, Link
+from trainer.types import Batch, Conditioning, KeyStyle, Link
 
 COUNTED_AT_ONCE = 1000
 
@@ -166,6 +166,7 @@ class Family:
     shared_inputs: component -> groups of endings of layer names; Linears that differ in nothing else read one tensor.
     no_gradient(component, config) -> fnmatch patterns of layers whose output never reaches the loss.
     kohya: component -> prefix of its keys in kohya files, where it is not the usual one.
+    key_styles: of adapter files, beside the usual ones (`adapter_keys`).
     metadata(the denoiser's config, what is predicted) -> what adapter files say of the family.
     """
 
@@ -197,6 +198,7 @@ class Family:
     shared_inputs: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
     no_gradient: Callable[[str, dict], tuple[str, ...]] = lambda component, config: ()
     kohya: Mapping[str, str] = field(default_factory=dict)
+    key_styles: tuple[KeyStyle, ...] = ()
     metadata: Callable[[dict, str], dict[str, str]] = lambda config, prediction: {}
 
     def component(self, name: str) -> Component:
@@ -232,6 +234,36 @@ class Family:
         """Component -> what stands before its keys in kohya files."""
         encoders = {name: f"lora_te{number}" for number, name in enumerate(self.text_encoders, 1)}
         return {self.denoiser: "lora_unet", **encoders, **self.kohya}
+
+    @property
+    def adapter_keys(self) -> tuple[KeyStyle, ...]:
+        """Every way in which adapter files write the names of this family's layers.
+
+        The usual ones, of the denoiser, are those of diffusers and PEFT, kohya (names of the original layout, or diffusers'
+        as LyCORIS and OneTrainer take them from a diffusers model), SimpleTuner and ComfyUI (comfy/lora.py, "generic lora
+        format"); of the text encoders those of diffusers, PEFT and kohya.
+        """
+        denoiser = self.denoiser
+        styles = [
+            KeyStyle("diffusers", denoiser, f"{denoiser}."),
+            KeyStyle("PEFT", denoiser, "base_model.model."),
+            KeyStyle("diffusers without prefix", denoiser, ""),
+            KeyStyle("kohya", denoiser, "lora_unet_", original=True, flat=True),
+            KeyStyle("kohya with diffusers names", denoiser, "lora_unet_", flat=True),
+            KeyStyle("SimpleTuner's LyCORIS", denoiser, "lycoris_", flat=True),
+            KeyStyle("ComfyUI generic", denoiser, "diffusion_model.", original=True),
+        ]
+        for name in self.text_encoders:
+            styles.append(KeyStyle("diffusers", name, f"{name}."))
+            styles.append(KeyStyle("kohya", name, f"{self.kohya_prefix[name]}_", flat=True))
+        return (*styles, *self.key_styles)
+
+    def flat_prefix(self, component: str, convention: str) -> str:
+        """What stands before a layer's name, with underscores for dots, in files of `convention`; if it has none of its own,
+        in kohya's with the library's names."""
+        styles = [s for s in self.adapter_keys if s.component == component and s.flat and not s.original]
+        own = [s for s in styles if s.convention == convention]
+        return ([*own, *styles])[0].prefix.removesuffix("_")
 
     def module_links(self, component: str, config: ComponentConfig) -> list[Link]:
         """To the original layout, for kohya's names: of the denoiser. Text encoders keep the library's."""

@@ -311,7 +311,7 @@ class ModelSource:
 
     def verify(self, name: str) -> None:
         """Refuse a component whose files lack a tensor, have one too many or of another shape. Reads headers only."""
-        self._reads(name, self._expected(name))
+        self.reads(name)
 
     def load(
         self,
@@ -328,7 +328,7 @@ class ModelSource:
         fill: fills what it has from elsewhere (a cache of converted weights) and returns those parameters' names.
         Raises UserError for a missing, wrongly shaped or unexpected tensor, naming it.
         """
-        reads = self._reads(name, self._expected(name))
+        reads = self.reads(name)
         module = self.empty(name, swap=swap, device=device)
         filled = frozenset(fill(module))
         left = [read for read in reads if not filled.issuperset(read.link.parts)]
@@ -351,9 +351,10 @@ class ModelSource:
         self.family.adjust(name, module)
         return module
 
-    def _reads(self, name: str, expected: Mapping[str, tuple[int, ...]]) -> list[Read]:
+    def reads(self, name: str) -> list[Read]:
+        """What fills the component. Reads headers only; raises UserError as `load`."""
         others = [prefix for c in self.family.components if c.name != name for prefix in c.prefixes]
-        return plan_reads(name, self.weights(name), expected, others=others, harmless=self.family.harmless)
+        return plan_reads(name, self.weights(name), self._expected(name), others=others, harmless=self.family.harmless)
 
 
 def config_files(family: Family, repository: hub.Repository) -> list[str]:

@@ -122,6 +122,14 @@ class Read:
             else:
                 _place_tensor(module, name, held.dequantize(piece, shape))
 
+    def tensors(self, advance: Advance = unheard) -> list[torch.Tensor]:
+        """The module tensors that it becomes, in fp32; of a quantised weight its value."""
+        if self.held is None:
+            source = self.weights.read(self.link.original, advance)
+            return [piece.float() for piece in split_original(self.link, source, self.rows)]
+        payload = self._checked(self.held.payload, tuple(self.held.parts), advance)
+        return [self.held.dequantize(piece, shape) for piece, shape in zip(self.split(payload), self.parts, strict=True)]
+
     def split(self, payload: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """The payload of each part, where the file's layout is not the module's own. Codes and scales go by rows."""
         link = self.link

@@ -69,5 +69,5 @@ def test_leaving_out_any_piece_raises(tmp_path, name: str) -> None:
         with pytest.raises(UserError, match=expected):
             state.Saved(folder)
     (folder / "state.json").write_bytes(files.json_bytes(tree | {"layout": 2}))
-    with pytest.raises(UserError, match="layout 2, this version reads 5; go on with the version that wrote it"):
+    with pytest.raises(UserError, match="layout 2, this version reads 5 to 6; go on with the version that wrote it"):
         state.Saved(folder)

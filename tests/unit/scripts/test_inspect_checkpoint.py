@@ -128,7 +128,7 @@ def test_a_valid_checkpoint(inspect, checkpoint: Path) -> None:
         "transformer stored as fp8_e4m3, computes in bf16",
         "device a card, CUDA 13.0",
         f"adapter.safetensors {shown_bytes} {digest['sha256'][:12]} as listed",
-        "pieces (layout 5, this version reads 5)",
+        "pieces (layout 6, this version reads 6)",
         "adapter 1 9 tensors in adapter.safetensors",
         "data 1 0 tensors in data.safetensors, micro_batches 2, photos abababababab",
         "model 1 tokenizers efefefefefef, vae cdcdcdcdcdcd",
@@ -203,7 +203,7 @@ def test_what_only_reading_finds(inspect, checkpoint: Path) -> None:
         return files.json_bytes(tree)
 
     for change, expected in (
-        (lambda t: t.update(layout=2), "checkpoint layout 2, this version reads 5"),
+        (lambda t: t.update(layout=2), "checkpoint layout 2, this version reads 5 to 6"),
         (lambda t: t["pieces"].pop("scaler"), "lacks scaler"),
         (lambda t: t["pieces"]["data"].update(version=9), "data has version 9, this version reads 1"),
         (lambda t: t["pieces"]["progress"].update(state=[]), "state.json has no progress"),
@@ -297,7 +297,7 @@ def test_a_run(inspect, checkpoint: Path) -> None:
     rewritten = json.loads((root / "superseded-step-00000070-2" / "state.json").read_text()) | {"layout": 2}
     store.save(root, 90, {"state.json": [files.json_bytes(rewritten)]})
     status, printed, errors = inspect(root)
-    assert status == 2 and "checkpoint layout 2, this version reads 5" in errors
+    assert status == 2 and "checkpoint layout 2, this version reads 5 to 6" in errors
     assert f"error: --resume_from auto refuses to go on from {root / 'step-00000090'}: " in errors
 
 

@@ -227,5 +227,6 @@ FAMILY = Family(
         "text_encoder_2": (("SelfAttention.q", "SelfAttention.k", "SelfAttention.v"), ("wi_0", "wi_1")),
     },
     kohya={"text_encoder": "lora_te1_text_model", "text_encoder_2": "lora_te3"},
+    key_styles=names.KEY_STYLES,
     metadata=metadata,
 )  # fmt: skip

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from trainer.errors import UserError
 from trainer.models.names import ComponentConfig, Names, Shape, how_many
+from trainer.types import KeyStyle
 
 # What a config.json leaves out, as the class takes it.
 DEFAULTS = {
@@ -21,6 +22,16 @@ HARMLESS = (
     "visual_projection.weight",
     # the sentencepiece model inside single-file T5 encoders
     "spiece_model",
+)
+
+# Of adapter files. OneTrainer counts T5 as the second encoder (modules/util/convert/lora/convert_flux_lora.py), sd-scripts
+# as the third.
+KEY_STYLES = (
+    KeyStyle("OneTrainer", "transformer", "lora_transformer_", flat=True),
+    KeyStyle("OneTrainer", "text_encoder_2", "lora_te2_", flat=True),
+    KeyStyle("diffusers", "text_encoder", "text_encoder.text_model."),
+    KeyStyle("ComfyUI generic", "text_encoder", "text_encoders.clip_l.transformer.text_model."),
+    KeyStyle("ComfyUI generic", "text_encoder_2", "text_encoders.t5xxl.transformer."),
 )
 
 

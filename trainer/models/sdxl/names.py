@@ -5,6 +5,7 @@ from itertools import count
 
 from trainer.errors import UserError
 from trainer.models.names import ComponentConfig, Names, Shape, each_level, how_many
+from trainer.types import KeyStyle
 
 # What a config.json leaves out, as the class takes it.
 DEFAULTS = {
@@ -40,6 +41,14 @@ HARMLESS = (
     "*.logit_scale",
     "text_projection.weight",
     "conditioner.embedders.0.transformer.text_projection*",
+)
+
+# Of adapter files. The first encoder's module has no inner `text_model.`, which files of diffusers and ComfyUI have; of the
+# second one it is part of the name.
+KEY_STYLES = (
+    KeyStyle("diffusers", "text_encoder", "text_encoder.text_model."),
+    KeyStyle("ComfyUI generic", "text_encoder", "text_encoders.clip_l.transformer.text_model."),
+    KeyStyle("ComfyUI generic", "text_encoder_2", "text_encoders.clip_g.transformer."),
 )
 
 

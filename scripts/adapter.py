@@ -1,0 +1,129 @@
+"""Tools for adapter files.
+
+    python scripts/adapter.py export outputs/bear/checkpoints/step-00000500 exported   # the files of any checkpoint
+    python scripts/adapter.py show bear.safetensors --plot bear.png                    # what a file is
+    python scripts/adapter.py convert bear.safetensors bear_kohya.safetensors --to kohya
+
+Files of diffusers, PEFT, kohya, LyCORIS, ComfyUI, OneTrainer and ai-toolkit are read, LoRA and DoRA, for SDXL and Flux
+(docs/adapter_files.md). --base names the model where a file is for another size than the published ones, and where weights
+are needed. Exit status: 0 done; 2 for a file or an argument that cannot be used, with the reason on stderr; 4 for values
+that are not finite.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from trainer.errors import DataError, NonFiniteError, UserError, ending  # noqa: E402
+
+
+def export(chosen: argparse.Namespace) -> None:
+    """Write NAME.safetensors and NAME_comfyui.safetensors of a checkpoint, as its run would. Reads no weight of the model."""
+    from trainer.adapter_files import open_checkpoint
+
+    opened = open_checkpoint(chosen.checkpoint)
+    for format, path in opened.export(chosen.folder).items():
+        print(f"{format}: {path}")
+
+
+def show(chosen: argparse.Namespace) -> None:
+    """Print what a file is: its kind, ranks, scales, norms and gaps."""
+    from trainer import adapter_report as report
+
+    opened = opened_file(chosen)
+    weight, meaning = base_weight(opened), opened.portable.meaning
+    layers = [report.measured(name, factors, meaning, weight) for name, factors in opened.portable.layers.items()]
+    print("\n".join(report.lines(opened, layers)))
+    if chosen.plot:
+        chosen.plot.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            report.plot(layers, opened.path.name, chosen.plot)
+        except ModuleNotFoundError as error:
+            raise UserError(f"--plot needs {error.name}: pip install 'reference-adapter-trainer[plots]'") from error
+        print(f"plot: {chosen.plot}")
+
+
+def convert(chosen: argparse.Namespace) -> None:
+    """Write a file in another format, and say what changed on the way."""
+    from trainer.conversion import convert as converted
+
+    if chosen.dora_scale and chosen.to != "comfyui":
+        raise UserError(f"--dora_scale belongs to --to comfyui; --to {chosen.to} has one meaning")
+    opened = opened_file(chosen)
+    done = converted(
+        opened, chosen.out, chosen.to, weight=base_weight(opened), rank=chosen.rank, dora_scale=chosen.dora_scale
+    )
+    kind = "DoRA" if done.portable.dora else "LoRA"
+    print(f"{chosen.to}: {chosen.out}: {kind} for {opened.model.family.name}, {len(done.portable.layers)} layers")
+    for note in done.notes:
+        print(f"  {note}")
+
+
+def opened_file(chosen: argparse.Namespace):
+    """The adapter file of the arguments, by the names of the model that they give."""
+    from trainer.adapter_files import models_at, open_adapter
+
+    models = None
+    if chosen.base:
+        from trainer.quantization import recognise
+
+        models = models_at(chosen.base, recognise)
+    return open_adapter(chosen.file, models, family=chosen.family)
+
+
+def base_weight(opened):
+    """The function that reads weights of the model given by --base; None without it."""
+    from trainer.models.base_weights import BaseWeights
+
+    source = opened.model.source
+    return BaseWeights(source).weight if source is not None else None
+
+
+def reads_a_file(command: argparse.ArgumentParser) -> None:
+    command.add_argument("file", metavar="FILE", type=Path, help="an adapter file (.safetensors)")
+    command.add_argument("--base", metavar="MODEL", help="the model that it is for: folder, .safetensors file or hub id")
+    command.add_argument("--family", help="where the keys are those of several: sdxl or flux")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    command = commands.add_parser("export", help="the adapter files of a checkpoint")
+    command.set_defaults(run=export)
+    command.add_argument("checkpoint", metavar="CKPT", type=Path, help="a checkpoint's folder")
+    command.add_argument("folder", metavar="OUT_FOLDER", type=Path, help="where the files go")
+    command = commands.add_parser("show", help="what a file is")
+    command.set_defaults(run=show)
+    reads_a_file(command)
+    command.add_argument("--plot", metavar="PNG", type=Path, help="a picture of every layer's change, too")
+    command = commands.add_parser("convert", help="a file in another format")
+    command.set_defaults(run=convert)
+    reads_a_file(command)
+    command.add_argument("out", metavar="OUT", type=Path, help="the file to write (.safetensors)")
+    command.add_argument(
+        "--to", required=True, choices=("diffusers", "kohya", "comfyui", "onetrainer", "lora"),
+        help="lora: kohya's keys without DoRA, for programs that have none; an approximation, whose error is printed",
+    )  # fmt: skip
+    command.add_argument("--rank", type=int, metavar="R", help="of the approximation; default: each layer's own")
+    command.add_argument(
+        "--dora_scale", choices=("comfyui_released", "magnitude"), help="as export.dora_scale (docs/adapter_files.md)"
+    )
+    chosen = parser.parse_args(arguments)
+    if hasattr(signal, "SIGPIPE"):  # not on Windows
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
+    try:
+        return chosen.run(chosen) or 0
+    except (UserError, NonFiniteError, DataError, OSError) as error:
+        status, said = ending(error)
+        print(f"error: {said}", file=sys.stderr)
+        return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,291 @@
+"""Files of every kind: what they say is read, in whatever keys; what is no LoRA, or not whole, is refused by name."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration.test_mutated_files import hostile_files, put, tensor_mutant
+from trainer.adapter_files import OpenedAdapter, open_adapter
+from trainer.errors import UserError
+from trainer.tensorfile import serialize, write_tensors
+
+Q, PROJ = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q", "unet.conv_in"
+A, B = torch.arange(2 * 1280.0).view(2, 1280), torch.arange(1280 * 2.0).view(1280, 2)
+FLUX_Q = "transformer.transformer_blocks.0.attn.to_q"
+SINGLE = "transformer.single_transformer_blocks.3"
+
+
+def opened(tmp_path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None, **more) -> OpenedAdapter:
+    path = tmp_path / "a.safetensors"
+    write_tensors(path, {key: tensor.clone() for key, tensor in tensors.items()}, metadata)
+    return open_adapter(path, **more)
+
+
+def pair(a: str, b: str) -> dict[str, torch.Tensor]:
+    return {a: A, b: B}
+
+
+INNER = Q.removeprefix("unet.")
+FLAT = "middle_block_1_transformer_blocks_0_attn1_to_q"
+FORMS = {
+    "diffusers": pair(f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"),
+    "diffusers 0.2x": pair(f"{Q}.lora.down.weight", f"{Q}.lora.up.weight"),
+    "diffusers processors": pair(
+        f"{Q.replace('to_q', 'processor.to_q')}_lora.down.weight", f"{Q.replace('to_q', 'processor.to_q')}_lora.up.weight"
+    ),
+    "PEFT's own": pair(f"base_model.model.{INNER}.lora_A.weight", f"base_model.model.{INNER}.lora_B.weight"),
+    "PEFT's state": pair(
+        f"base_model.model.{INNER}.lora_A.default.weight", f"base_model.model.{INNER}.lora_B.default.weight"
+    ),
+    "no prefix": pair(f"{INNER}.lora_A.weight", f"{INNER}.lora_B.weight"),
+    "kohya": pair(f"lora_unet_{FLAT}.lora_down.weight", f"lora_unet_{FLAT}.lora_up.weight"),
+    "kohya, diffusers' names": pair(
+        f"lora_unet_{INNER.replace('.', '_')}.lora_down.weight", f"lora_unet_{INNER.replace('.', '_')}.lora_up.weight"
+    ),
+    "SimpleTuner": pair(
+        f"lycoris_{INNER.replace('.', '_')}.lora_down.weight", f"lycoris_{INNER.replace('.', '_')}.lora_up.weight"
+    ),
+    "ComfyUI": pair(
+        "diffusion_model.middle_block.1.transformer_blocks.0.attn1.to_q.lora_down.weight",
+        "diffusion_model.middle_block.1.transformer_blocks.0.attn1.to_q.lora_up.weight",
+    ),
+    "ComfyUI, PEFT's ends": pair(
+        "diffusion_model.middle_block.1.transformer_blocks.0.attn1.to_q.lora_A.weight",
+        "diffusion_model.middle_block.1.transformer_blocks.0.attn1.to_q.lora_B.weight",
+    ),
+    "no ends": pair(f"{Q}.lora_A", f"{Q}.lora_B"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_layer_is_read_under_every_name(tmp_path: Path, form: str) -> None:
+    read = opened(tmp_path, FORMS[form])
+    assert read.model.family.name == "sdxl" and list(read.portable.layers) == [Q]
+    factors = read.portable.layers[Q]
+    assert torch.equal(factors.a.make(), A) and torch.equal(factors.b.make(), B)
+    assert factors.scaling == 1.0 and list(read.read.alphas) == ["not given: the scale is 1"]
+    assert sum(read.read.conventions.values()) == 1
+
+
+def test_of_a_text_encoder_the_inner_name_may_be_there_or_not(tmp_path: Path) -> None:
+    """The module lost its `text_model.` in transformers 5.6. Alone its keys do not say of which family they are."""
+    a, b, inner = torch.ones(2, 768), torch.ones(768, 2), "encoder.layers.3.self_attn.k_proj"
+    flat = f"lora_te1_text_model_{inner.replace('.', '_')}"
+    for stem in (f"text_encoder.{inner}", f"text_encoder.text_model.{inner}", flat,
+                 f"text_encoders.clip_l.transformer.text_model.{inner}"):  # fmt: skip
+        keys = {f"{stem}.lora_down.weight": a, f"{stem}.lora_up.weight": b}
+        with pytest.raises(UserError, match="are those of flux and sdxl alike.*give --family"):
+            opened(tmp_path, keys)
+        for family in ("sdxl", "flux"):
+            assert list(opened(tmp_path, keys, family=family).portable.layers) == [f"text_encoder.{inner}"]
+        said = opened(tmp_path, keys, {"ss_base_model_version": "flux1"})
+        assert said.model.family.name == "flux" and said.labels == ("flux-dev", "flux-schnell")
+
+
+def test_t5_is_known_under_the_numbers_of_both_trainers(tmp_path: Path) -> None:
+    for number in (2, 3):  # OneTrainer's, sd-scripts'
+        stem = f"lora_te{number}_encoder_block_1_layer_0_SelfAttention_q"
+        keys = {f"{stem}.lora_down.weight": torch.ones(1, 4096), f"{stem}.lora_up.weight": torch.ones(4096, 1)}
+        assert list(opened(tmp_path, keys).portable.layers) == ["text_encoder_2.encoder.block.1.layer.0.SelfAttention.q"]
+
+
+def test_the_scale_is_read_from_where_it_stands(tmp_path: Path) -> None:
+    keys = FORMS["kohya"]
+    stem = next(iter(keys)).partition(".")[0]
+    for alpha in (torch.tensor(1.5), torch.tensor([1.5], dtype=torch.bfloat16)):
+        assert opened(tmp_path, {**keys, f"{stem}.alpha": alpha}).portable.layers[Q].scaling == 0.75
+    peft = FORMS["diffusers"]
+    for said, scaling in (
+        ({"unet.lora_alpha": 3, "unet.r": 2}, 1.5),
+        ({"unet.lora_alpha": 3, "unet.alpha_pattern": {f"^{INNER}": 5}}, 2.5),
+        ({"unet.lora_alpha": 3, "unet.alpha_pattern": {"attn1.to_q": 5}}, 2.5),
+        ({"unet.lora_alpha": 3, "unet.alpha_pattern": {"^attn1.to_q": 5}}, 1.5),
+        ({"unet.lora_alpha": 3, "unet.use_rslora": True}, 3 / 2**0.5),
+        ({"text_encoder.lora_alpha": 3}, 1.0),
+    ):
+        read = opened(tmp_path, peft, {"lora_adapter_metadata": json.dumps(said)})
+        assert read.portable.layers[Q].scaling == scaling, said
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("{", "is not JSON"), ("[]", "is not a JSON object"), ('{"unet.lora_alpha": "8"}', "an alpha that is no number"),
+     ('{"unet.lora_alpha": NaN}', "no number"), ('{"unet.lora_alpha": 0}', "no number to scale by"),
+     ('{"unet.lora_alpha": 1' + "0" * 400 + "}", "no number"), ("[" * 100_000, "is not JSON"),
+     ('{"unet.lora_alpha": 1, "unet.alpha_pattern": {"(a+)+$": 1}}', "the pattern .* which is no layer's name")],
+)  # fmt: skip
+def test_metadata_that_do_not_give_a_scale_are_refused(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(UserError, match=f"lora_adapter_metadata .*{words}"):
+        opened(tmp_path, FORMS["diffusers"], {"lora_adapter_metadata": text})
+
+
+STEM = f"lora_unet_{FLAT}"
+
+
+def test_a_magnitude_is_of_the_axis_that_its_shape_says(tmp_path: Path) -> None:
+    for key, m, axis in (
+        (f"{STEM}.dora_scale", torch.arange(1280.0).view(1280, 1), "output"),
+        (f"{STEM}.dora_scale", torch.arange(1280.0).view(1, 1280), "input"),
+        (f"{STEM}.lora_magnitude_vector", torch.arange(1280.0), "output"),
+        (f"{STEM}.lora_magnitude_vector.weight", torch.arange(1280.0), "output"),
+        (f"{STEM}.lora_magnitude_vector.default.weight", torch.arange(1280.0), "output"),
+    ):
+        read = opened(tmp_path, {**FORMS["kohya"], key: m}).portable
+        factors = read.layers[Q]
+        assert read.dora and factors.axis == axis and torch.equal(factors.magnitude.make(), torch.arange(1280.0))
+    conv = {"lora_unet_input_blocks_0_0.lora_down.weight": torch.ones(2, 4, 3, 3),
+            "lora_unet_input_blocks_0_0.lora_up.weight": torch.ones(320, 2, 1, 1)}  # fmt: skip
+    for shape, axis in (((320, 1, 1, 1), "output"), ((1, 4, 1, 1), "input")):
+        read = opened(tmp_path, {**conv, "lora_unet_input_blocks_0_0.dora_scale": torch.ones(shape)}).portable
+        assert read.layers[PROJ].axis == axis
+    peft = {f"{PROJ}.lora_A.weight": conv["lora_unet_input_blocks_0_0.lora_down.weight"],
+            f"{PROJ}.lora_B.weight": conv["lora_unet_input_blocks_0_0.lora_up.weight"],
+            f"{PROJ}.lora_magnitude_vector": torch.ones(1, 320, 1, 1)}  # fmt: skip
+    assert opened(tmp_path, peft).portable.layers[PROJ].axis == "output"
+
+
+REFUSED = {
+    "LoHa": ({f"{STEM}.hada_w1_a": A}, r"is LoHa \(Hadamard products\), which is neither"),
+    "LoKr": ({f"{STEM}.lokr_w1": A, f"{STEM}.lokr_w2_a": A}, r"is LoKr \(Kronecker products\).*lokr_w1.*lokr_w2_a"),
+    "Tucker": ({**FORMS["kohya"], f"{STEM}.lora_mid.weight": A}, "Tucker core"),
+    "OFT": ({f"{STEM}.oft_blocks": A}, "OFT or BOFT"),
+    "difference": ({f"{STEM}.diff": A}, "a whole difference of weights"),
+    "biases": ({**FORMS["diffusers"], f"{Q}.lora_B.bias": A}, "a LoRA with biases"),
+    "textual inversion": ({**FORMS["kohya"], "bundle_emb.word.string_to_param": A}, "a textual inversion"),
+    "a model": ({"model.diffusion_model.out.2.weight": A}, "has keys that no adapter file has: 'model.diffusion_model.out.2"),
+    "nothing": ({}, "holds no tensors"),
+    "only A": ({f"{STEM}.lora_down.weight": A}, r"has no B \(lora_B, lora_up\), only .*it is not whole"),
+    "only alpha": ({**FORMS["diffusers"], f"{STEM}.alpha": torch.tensor(1.0)}, "has no A"),
+    "unknown layer": ({**FORMS["kohya"], "lora_unet_input_blocks_99_0.alpha": A},
+                      "1 of its 2 modules .*'lora_unet_input_bl.*--base"),
+    "unknown model": (pair("transformer_blocks.0.txt_mlp.lora_A.weight", "transformer_blocks.0.txt_mlp.lora_B.weight"),
+                      r"those of no model that is known here \(sdxl, flux-dev, flux-schnell\)"),
+    "twice": ({**FORMS["kohya"], **FORMS["diffusers"]}, "to_q twice, as '"),
+    "one tensor twice": ({**FORMS["diffusers"], f"{Q}.lora.down.weight": A}, "has one tensor twice"),
+    "integers": ({f"{STEM}.lora_down.weight": A.int(), f"{STEM}.lora_up.weight": B}, "int32 in .*floating point"),
+    "another size": ({f"{STEM}.lora_down.weight": A[:, :640], f"{STEM}.lora_up.weight": B},
+                     r"A \[2, 640\] and B \[1280, 2\], which do not fit"),
+    "ranks differ": ({f"{STEM}.lora_down.weight": A[:1], f"{STEM}.lora_up.weight": B}, "do not fit each other"),
+    "alpha of many": ({**FORMS["kohya"], f"{STEM}.alpha": torch.ones(2)}, "an alpha is one number"),
+    "alpha not finite": ({**FORMS["kohya"], f"{STEM}.alpha": torch.tensor(float("nan"))}, "is nan, not a number to scale by"),
+    "flat magnitude": ({**FORMS["kohya"], f"{STEM}.dora_scale": torch.ones(1280)}, r"magnitude of shape \[1280\]"),
+    "two magnitudes": ({**FORMS["kohya"], f"{STEM}.dora_scale": torch.ones(1280, 1),
+                        f"{STEM}.lora_magnitude_vector": torch.ones(1280)}, "which of them counts"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_mapped_is_refused_with_its_keys(tmp_path: Path, case: str) -> None:
+    tensors, words = REFUSED[case]
+    with pytest.raises(UserError, match=words):
+        opened(tmp_path, tensors)
+
+
+def test_a_pickle_is_not_opened(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    path.write_bytes(b"\x80\x02.")
+    with pytest.raises(UserError, match="not a .safetensors file"):
+        open_adapter(path)
+
+
+def fused_keys(up: torch.Tensor, down: torch.Tensor, **more: torch.Tensor) -> dict[str, torch.Tensor]:
+    stem = "lora_unet_single_blocks_3_linear1"
+    tensors = {"lora_up.weight": up, "lora_down.weight": down} | more
+    return {f"{stem}.{key}": tensor for key, tensor in tensors.items()}
+
+
+NAMES = [f"{SINGLE}.attn.to_q", f"{SINGLE}.attn.to_k", f"{SINGLE}.attn.to_v", f"{SINGLE}.proj_mlp"]
+ROWS = [3072, 3072, 3072, 12288]
+
+
+@pytest.mark.parametrize("ranks", [(2, 2, 2, 2), (1, 3, 0, 5), (4, 0, 4, 0), (0, 0, 0, 3), "shared"])
+def test_a_fused_module_is_split_exactly(tmp_path: Path, ranks) -> None:
+    """Into layers of their own ranks where B is block-diagonal; else all have the one A."""
+    g = torch.Generator().manual_seed(1)
+    total = 6 if ranks == "shared" else sum(ranks)
+    up, down = torch.randn(sum(ROWS), total, generator=g), torch.randn(total, 3072, generator=g)
+    if ranks != "shared":
+        kept = torch.block_diag(*(torch.ones(rows, rank) for rows, rank in zip(ROWS, ranks, strict=True)))
+        up = up * kept
+    read = opened(tmp_path, fused_keys(up, down, alpha=torch.tensor(float(total))))
+    wanted = [n for n, rank in zip(NAMES, [6] * 4 if ranks == "shared" else ranks, strict=True) if rank]
+    assert list(read.portable.layers) == wanted
+    column = 0
+    for name, rows in zip(NAMES, up.split(ROWS), strict=True):
+        if name not in read.portable.layers:
+            assert not rows.any()
+            continue
+        factors = read.portable.layers[name]
+        own = slice(None) if ranks == "shared" else slice(column, column + ranks[NAMES.index(name)])
+        assert (
+            factors.scaling == 1.0
+            and torch.equal(factors.a.make(), down[own])
+            and torch.equal(factors.b.make(), rows[:, own])
+        )
+        if ranks != "shared":
+            column = own.stop
+            assert not rows[:, : own.start].any() and not rows[:, own.stop :].any()
+    form = "shared" if ranks == "shared" else "block-diagonal"
+    assert read.read.fused == {form: 1}
+
+
+def test_an_untrained_fused_module_is_split_evenly(tmp_path: Path) -> None:
+    """B of zeros says nothing of its columns."""
+    read = opened(tmp_path, fused_keys(torch.zeros(sum(ROWS), 8), torch.arange(8 * 3072.0).view(8, 3072)))
+    assert [f.rank for f in read.portable.layers.values()] == [2, 2, 2, 2]
+    assert torch.equal(torch.cat([f.a.make() for f in read.portable.layers.values()]), torch.arange(8 * 3072.0).view(8, 3072))
+
+
+def test_nothing_is_read_before_it_is_asked_for(tmp_path: Path, monkeypatch) -> None:
+    from trainer.tensorfile import TensorFile
+
+    read = opened(tmp_path, {**FORMS["kohya"], f"{STEM}.alpha": torch.tensor(1.0)})
+    names = []
+    monkeypatch.setattr(TensorFile, "read", lambda self, name, *a: names.append(name) or torch.ones(()))
+    again = open_adapter(read.path)  # its alpha
+    assert names == [f"{STEM}.alpha"]
+    again.portable.layers[Q].a.make()
+    assert names[1:] == [f"{STEM}.lora_down.weight"]
+
+
+def whole_file() -> bytes:
+    """A DoRA of a Linear, a convolution and, as metadata, everything that is read of these."""
+    conv = {"a": torch.ones(2, 4, 3, 3), "b": torch.ones(320, 2, 1, 1)}
+    keys = {f"{Q}.lora_A.weight": A[:1], f"{Q}.lora_B.weight": B[:, :1], f"{Q}.lora_magnitude_vector": torch.ones(1280),
+            f"{PROJ}.lora_A.weight": conv["a"], f"{PROJ}.lora_B.weight": conv["b"], f"{PROJ}.alpha": torch.tensor(2.0),
+            f"{PROJ}.dora_scale": torch.ones(320, 1, 1, 1)}  # fmt: skip
+    metadata = {
+        "lora_adapter_metadata": json.dumps({"unet.lora_alpha": 1, "unet.alpha_pattern": {f"^{INNER}": 2}}),
+        "ss_network_args": json.dumps({"dora_scale": "comfyui_released: said"}), "ss_base_model_version": "sdxl_base_v1-0",
+    }  # fmt: skip
+    return b"".join(map(bytes, serialize({key: t.contiguous() for key, t in keys.items()}, metadata)))
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_a_mutated_file_is_read_well_formed_or_refused(tmp_path: Path, count: int) -> None:
+    """One UserError, that can be printed; what is read fits the model, whatever its header says."""
+    whole, path, refused = whole_file(), tmp_path / "a.safetensors", 0
+    hostile = list(hostile_files())
+    for number in range(count):
+        mutant = hostile[number] if number < len(hostile) else tensor_mutant(whole, random.Random(number))
+        put(path, mutant)
+        try:
+            read = open_adapter(path)
+        except UserError as error:
+            assert type(error) is UserError and str(error).encode() and len(str(error)) < 5000, number
+            refused += 1
+            continue
+        for name, factors in read.portable.layers.items():
+            shape = read.model.layers("unet")[name.removeprefix("unet.")]
+            assert factors.weight_shape == shape and math.isfinite(factors.scaling), number
+            for tensor in factors.tensors().values():
+                made = tensor.make()
+                assert (made.dtype, tuple(made.shape)) == (tensor.dtype, tensor.shape), number
+    put(path, whole)
+    assert len(open_adapter(path).portable.layers) == 2 and refused > count / 4

@@ -1,0 +1,119 @@
+"""The keys of adapter files, taken apart: which module a key is about, and which tensor of it.
+
+    unet.mid_block...to_q . lora_A.weight      lora_unet_middle_block_1_..._to_q . lora_down.weight      ... . alpha
+
+What stands for the module ("stem") is looked up in a table that a model family gives; what follows it is the same in all.
+Methods that are no LoRA have suffixes of their own: they are named, so that a refusal can say what a file is.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from trainer.errors import UserError
+from trainer.types import KeyStyle, Link
+
+# A name between A and weight is PEFT's adapter name ("default").
+_SUFFIXES = {
+    "a": r"\.lora_down\.weight|_lora\.down\.weight|\.lora\.down\.weight|\.lora_linear_layer\.down\.weight"
+    r"|\.lora_A(?:(?:\.\w+)?\.weight)?",
+    "b": r"\.lora_up\.weight|_lora\.up\.weight|\.lora\.up\.weight|\.lora_linear_layer\.up\.weight"
+    r"|\.lora_B(?:(?:\.\w+)?\.weight)?",
+    "alpha": r"\.alpha",
+    "magnitude": r"\.lora_magnitude_vector(?:\.\w+){0,2}",
+    "dora_scale": r"\.dora_scale",
+}
+_KEY = re.compile("|".join(f"(?P<{role}>{pattern})$" for role, pattern in _SUFFIXES.items()))
+# What else is known by its suffix, and why it is no plain LoRA or DoRA.
+_OTHER = {
+    "LoHa (Hadamard products)": r"\.hada_[wt]\d(_[ab])?$",
+    "LoKr (Kronecker products)": r"\.lokr_[wt]\d(_[ab])?$",
+    "a LoCon with a Tucker core (lora_mid)": r"\.lora_mid(\.weight)?$",
+    "OFT or BOFT (rotations)": r"\.(oft_\w+|oft_blocks|oft_diag)(\.\w+)*$",
+    "GLoRA": r"\.[ab][12]\.weight$",
+    "IA3": r"\.(on_input|ia3_l)(\.\w+)*$",
+    "VeRA": r"\.vera_lambda_\w+(\.\w+)*$",
+    "a whole difference of weights (diff)": r"\.(diff|diff_b|w_norm|b_norm|set_weight)$",
+    "a LoRA that changes a weight's shape": r"\.reshape_weight$",
+    "a LoRA of an embedding": r"\.lora_embedding_[AB](\.\w+)*$",
+    "a LoRA with biases": r"\.lora_[AB](\.\w+)?\.bias$",
+    "a textual inversion (embeddings of words)": r"^bundle_emb\.|^emb_params$|^string_to_param",
+}  # fmt: skip
+NAMED = 6  # keys that a refusal lists
+# Of diffusers before 0.22: the attention's processor had the adapter.
+_PROCESSOR = re.compile(r"\.processor\.(to_out|to_q|to_k|to_v|to_add_out|add_\w_proj)$")
+
+
+@dataclass(frozen=True)
+class Module:
+    """What a stem stands for: its layers by full name, whose rows its own are, and whose files call it so."""
+
+    link: Link
+    convention: str
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return self.link.parts
+
+
+KeyTable = Mapping[str, Module]  # by stem
+
+
+def key_table(
+    styles: Sequence[KeyStyle], layers: Mapping[str, Iterable[str]], modules: Mapping[str, Sequence[Link]]
+) -> dict[str, Module]:
+    """All stems of a model, one to one.
+
+    layers: component -> its adaptable layers. modules: component -> those of its original layout (export.fused_modules).
+    """
+    table: dict[str, Module] = {}
+    for style in styles:
+        known = set(layers.get(style.component, ()))
+        if style.original:
+            links = [link for link in modules.get(style.component, ()) if known.issuperset(link.parts)]
+        else:
+            links = [Link(name, (name,)) for name in sorted(known)]
+        for link in links:
+            stem = style.key(link.original)
+            full = Link(stem, tuple(f"{style.component}.{part}" for part in link.parts), link.op)
+            found = table.setdefault(stem, Module(full, style.convention))
+            assert (found.parts, found.link.op) == (full.parts, full.op), f"{stem} has two meanings"
+    return table
+
+
+def taken_apart(keys: Iterable[str], where: object) -> dict[str, dict[str, str]]:
+    """Stem -> role ("a", "b", "alpha", "magnitude", "dora_scale") -> key.
+
+    Raises UserError for keys of another method, and for those of none.
+    """
+    stems: dict[str, dict[str, str]] = {}
+    other: dict[str, list[str]] = {}
+    for key in keys:
+        found = _KEY.search(key)
+        if found is None:
+            what = next((what for what, pattern in _OTHER.items() if re.search(pattern, key)), "")
+            other.setdefault(what, []).append(key)
+            continue
+        stem, role = _modern(key[: found.start()]), str(found.lastgroup)
+        twice = stems.setdefault(stem, {}).setdefault(role, key)
+        if twice != key:
+            raise UserError(f"{where} has one tensor twice, as {twice!r} and as {key!r}; which of them counts is not known")
+    for what, odd in other.items():
+        if what:
+            raise UserError(f"{where} is {what}, which is neither LoRA nor DoRA and cannot be read: {some(odd)}")
+    if other:
+        raise UserError(f"{where} has keys that no adapter file has: {some(other[''])}")
+    return stems
+
+
+def _modern(stem: str) -> str:
+    found = _PROCESSOR.search(stem)
+    if found is None:
+        return stem
+    return f"{stem[: found.start()]}.{found[1]}{'.0' if found[1] == 'to_out' else ''}"
+
+
+def some(names: Sequence[str]) -> str:
+    """The first of them, and how many there are."""
+    shown = ", ".join(repr(name) if name.isprintable() else ascii(name) for name in (n[:200] for n in names[:NAMED]))
+    return shown if len(names) <= NAMED else f"{shown} and {len(names) - NAMED} more"

@@ -1,0 +1,171 @@
+"""An adapter apart from any model: what every reader of adapter files gives and every writer takes.
+
+    layers[NAME]: B A with its scale, by our full name of the layer ("unet.down_blocks...to_q"); for a DoRA its magnitude
+
+Nothing is read before it is asked for: tensors are recipes (tensorfile.Recipe), made one at a time when a file is written.
+
+A DoRA's magnitude m, of the output axis (one a row of W) or of the input axis (one a column), stands for
+
+    "magnitude"          m (W + s B A) / ||W + s B A||    the definition: PEFT, LyCORIS, OneTrainer
+    "comfyui_released"   m (W + s B A) / ||W||            ComfyUI's released versions
+
+The first is what a training changes. To go from one to the other takes ||W|| and ||W + s B A|| of the base (norms.py).
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, Self
+
+import torch
+
+from trainer.adapters.adapter import Adapter
+from trainer.adapters.norms import RowNorms, magnitude, released_scale
+from trainer.adapters.targets import Target
+from trainer.errors import NonFiniteError
+from trainer.files import Advance, unheard
+from trainer.tensorfile import Recipe
+
+Axis = Literal["output", "input"]
+# ComfyUI's released versions divide dora_scale by ||W|| instead of ||W + sBA||; the label says what a file was made for.
+DoraScale = Literal["comfyui_released", "magnitude"]
+AllNorms = Mapping[str, RowNorms]  # by full name of the layer
+
+
+def recipe(tensor: torch.Tensor) -> Recipe:
+    """Of a tensor that is there."""
+    return Recipe(tensor.dtype, tuple(tensor.shape), lambda: tensor)
+
+
+def derived(base: Recipe, shape: tuple[int, ...], change: Callable[[torch.Tensor], torch.Tensor]) -> Recipe:
+    """Of `base`'s dtype and another shape: `change` of what `base` makes."""
+    return Recipe(base.dtype, shape, lambda: change(base.make()))
+
+
+@dataclass(frozen=True)
+class Factors:
+    """One layer's adapter: W becomes W + s B A, s = alpha / rank (rsLoRA: alpha / sqrt(rank)).
+
+    a: [R, K] or, of a convolution, [R, K, kh, kw]. b: [N, R] or [N, R, 1, 1]. Of any floating dtype.
+    magnitude: [N] of the output axis, [K] of the input axis; None of a LoRA.
+    """
+
+    a: Recipe
+    b: Recipe
+    alpha: float
+    rslora: bool = False
+    magnitude: Recipe | None = None
+    axis: Axis = "output"
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+    @property
+    def rows(self) -> int:
+        return self.b.shape[0]
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """Of the W that it is for."""
+        return self.rows, *self.a.shape[1:]
+
+    @property
+    def scaling(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def tensors(self) -> dict[str, Recipe]:
+        """By the names that messages use."""
+        named = {"A": self.a, "B": self.b, "magnitude": self.magnitude}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+@dataclass(frozen=True)
+class Portable:
+    """layers: by full name, in a model's order where that is known. meaning: of the magnitudes. metadata: of the file."""
+
+    layers: Mapping[str, Factors]
+    meaning: DoraScale = "magnitude"
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def dora(self) -> bool:
+        return any(factors.magnitude is not None for factors in self.layers.values())
+
+    @property
+    def rslora(self) -> bool:
+        return any(factors.rslora for factors in self.layers.values())
+
+    @property
+    def targets(self) -> list[Target]:
+        split = [(name.partition("."), factors) for name, factors in self.layers.items()]
+        return [Target(component, rest, factors.rank, factors.alpha) for (component, _, rest), factors in split]
+
+    def with_layers(self, layers: Mapping[str, Factors]) -> Self:
+        return replace(self, layers=dict(layers))
+
+    def check_finite(self, advance: Advance = unheard) -> None:
+        """Raises NonFiniteError, naming the tensor. Reads everything, one tensor after another."""
+        for name, factors in self.layers.items():
+            for kind, tensor in factors.tensors().items():
+                if not is_finite(tensor.make()):
+                    raise NonFiniteError(
+                        f"the adapter's {kind} of {name} is not finite; it was not exported. Resume an earlier checkpoint"
+                    )
+            advance(0)
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    # isfinite knows no float8.
+    return bool(torch.isfinite(tensor.float() if tensor.dtype.itemsize == 1 else tensor).all())
+
+
+def of_adapter(adapter: Adapter, norms: AllNorms, meaning: DoraScale, advance: Advance = unheard) -> Portable:
+    """Of a run's adapter as it is now. norms: of every DoRA layer, by full name. advance: counts layers."""
+    return of_state(
+        adapter.state_dict(), list(adapter.targets.values()), norms, meaning, rslora=adapter.rslora, advance=advance
+    )
+
+
+def of_state(
+    state: Mapping[str, torch.Tensor],
+    targets: list[Target],
+    norms: AllNorms,
+    meaning: DoraScale,
+    *,
+    rslora: bool,
+    advance: Advance = unheard,
+) -> Portable:
+    """Of what `Adapter.state_dict` gave, which is all that a checkpoint has of it. The rest as in `of_adapter`."""
+    layers = {}
+    for target in targets:
+        name = f"{target.component}.{target.name}"
+        a, b = (state[f"{name}.lora_{factor}.weight"] for factor in "AB")
+        m = state.get(f"{name}.lora_magnitude_vector")
+        factors = Factors(_on_cpu(a), _on_cpu(b), target.alpha, rslora)
+        if m is not None:
+            factors = replace(factors, magnitude=recipe(_told(m.cpu(), a, b, factors.scaling, norms[name], meaning)))
+        layers[name] = factors
+        advance(1)
+    return Portable(layers, meaning)
+
+
+def _on_cpu(tensor: torch.Tensor) -> Recipe:
+    return Recipe(tensor.dtype, tuple(tensor.shape), tensor.cpu)
+
+
+def _told(
+    m: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, norms: RowNorms, meaning: DoraScale
+) -> torch.Tensor:
+    """m as a file of that meaning has it: fp32 [N]."""
+    if meaning == "comfyui_released":
+        return released_scale(m, norms)
+    return magnitude(m, a.cpu().flatten(1), b.cpu().flatten(1), scaling, norms)
+
+
+def by_component(portable: Portable) -> Iterator[tuple[str, dict[str, Factors]]]:
+    """(component, its layers by their names there), in order."""
+    components = dict.fromkeys(name.partition(".")[0] for name in portable.layers)
+    for component in components:
+        prefix = f"{component}."
+        yield component, {n.removeprefix(prefix): f for n, f in portable.layers.items() if n.startswith(prefix)}

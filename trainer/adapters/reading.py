@@ -1,0 +1,221 @@
+"""Adapter files of all kinds as one internal form (portable.py). What a file is, its keys say.
+
+A module's tensors are A, B, and what else it has: `.alpha`, and of a DoRA `.lora_magnitude_vector` (the output axis, by
+PEFT's definition) or `.dora_scale` ([N, 1]: the output axis; [1, K]: the input axis). The scale is alpha / rank: alpha stands
+beside the module, or in diffusers' `lora_adapter_metadata`; without either the scale is 1.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from trainer.adapters.keys import KeyTable, Module, some, taken_apart
+from trainer.adapters.portable import Axis, DoraScale, Factors, Portable, derived
+from trainer.adapters.splitting import split
+from trainer.errors import UserError
+from trainer.tensorfile import Recipe, TensorFile
+
+Shapes = Mapping[str, tuple[int, ...]]
+METADATA = "lora_adapter_metadata"
+
+
+@dataclass
+class ReadAdapter:
+    """portable: what was read. conventions: how many modules were named in which way. fused: how many modules held several
+    layers, by form (splitting.py). alphas: where the scales come from. absent: rows of fused modules without an adapter,
+    whose magnitudes are the model's norms and were left out."""
+
+    portable: Portable
+    conventions: Counter[str] = field(default_factory=Counter)
+    fused: Counter[str] = field(default_factory=Counter)
+    alphas: Counter[str] = field(default_factory=Counter)
+    absent: list[str] = field(default_factory=list)
+
+
+def stems_of(file: TensorFile) -> dict[str, dict[str, str]]:
+    """By module, its tensors' keys by role. Raises UserError for keys that are not of a LoRA or DoRA."""
+    if not file.entries:
+        raise UserError(f"{file.path} holds no tensors: it is no adapter")
+    return taken_apart(file.entries, file.path)
+
+
+def read_adapter(file: TensorFile, stems: Mapping[str, Mapping[str, str]], table: KeyTable, shapes: Shapes) -> ReadAdapter:
+    """The file by a model's table of keys. shapes: of every adaptable layer's weight, by full name.
+
+    Reads alphas, and the B of fused modules. Raises UserError where a module is not the model's, is there twice, lacks a
+    tensor or does not fit.
+    """
+    unknown = sorted(stem for stem in stems if stem not in table)
+    if unknown:
+        keys = [key for stem in unknown for key in stems[stem].values()]
+        raise UserError(f"{file.path} has keys of no layer that the model has: {some(keys)}")
+    said = _said_alphas(file)
+    result = ReadAdapter(Portable({}, _meaning(file), dict(file.metadata)))
+    layers: dict[str, Factors] = {}
+    by_layer: dict[str, str] = {}
+    for stem, keys in stems.items():
+        module = table[stem]
+        for part in module.parts:
+            if part in by_layer:
+                raise UserError(f"{file.path} has {part} twice, as {by_layer[part]!r} and as {stem!r}")
+            by_layer[part] = stem
+        rows = [shapes[part][0] for part in module.parts]
+        whole = _module(file, stem, keys, module, (sum(rows), *shapes[module.parts[0]][1:]), said, result)
+        parts, form = split(whole, rows, swap=module.link.swap)
+        result.conventions[module.convention] += 1
+        if form:
+            result.fused[form] += 1
+        for name, part in zip(module.parts, parts, strict=True):
+            if part is not None:
+                layers[name] = part
+            elif whole.magnitude is not None:
+                result.absent.append(name)
+    ordered = {name: layers[name] for name in shapes if name in layers}
+    result.portable = replace(result.portable, layers=ordered)
+    return result
+
+
+def _meaning(file: TensorFile) -> DoraScale:
+    """What the file's magnitudes are, as this program notes it; the definition where nothing is noted."""
+    try:
+        args = json.loads(file.metadata.get("ss_network_args", "{}"))
+    except (ValueError, RecursionError):
+        return "magnitude"
+    said = args.get("dora_scale") if isinstance(args, dict) else None
+    return "comfyui_released" if isinstance(said, str) and said.startswith("comfyui_released") else "magnitude"
+
+
+def _module(
+    file: TensorFile, stem: str, keys: Mapping[str, str], module: Module, shape: tuple[int, ...], said: dict[str, Any],
+    result: ReadAdapter,
+) -> Factors:  # fmt: skip
+    """shape: of the module's weight."""
+
+    def wrong(what: str) -> UserError:
+        return UserError(f"{file.path}: {stem!r} {what}")
+
+    absent = [role for role in "ab" if role not in keys]
+    if absent:
+        names = {"a": "A (lora_A, lora_down)", "b": "B (lora_B, lora_up)"}
+        raise wrong(f"has no {names[absent[0]]}, only {some(sorted(keys.values()))}; it is not whole")
+    if "magnitude" in keys and "dora_scale" in keys:
+        raise wrong("has lora_magnitude_vector and dora_scale; which of them counts is not known")
+    for key in keys.values():
+        if not file.entries[key].dtype.is_floating_point:
+            raise wrong(f"holds {file.entries[key].dtype} in {key!r} where numbers are floating point")
+    a, b = _stored(file, keys["a"]), _stored(file, keys["b"])
+    rank, rows = (a.shape or (0,))[0], (b.shape or (0,))[0]
+    kernel = [1] * (len(shape) - 2)
+    wanted_a, wanted_b = (rank, *shape[1:]), (shape[0], rank, *kernel)
+    # 1x1 convolutions are kept as Linears by some, and the other way round.
+    if rank < 1 or not _same_but_ones(a.shape, wanted_a) or not _same_but_ones(b.shape, wanted_b):
+        raise wrong(
+            f"has A {list(a.shape)} and B {list(b.shape)}, which do not fit each other and the layer's weight {list(shape)} "
+            f"({rows} rows); the file is for a model of another size, to be given with --base, or damaged"
+        )
+    a, b = _shaped(a, wanted_a), _shaped(b, wanted_b)
+    factors = Factors(a, b, *_alpha(file, keys, module, rank, said, result))
+    if m := keys.get("magnitude") or keys.get("dora_scale"):
+        factors = replace(factors, **_magnitude(file, m, "magnitude" in keys, shape, wrong))
+    return factors
+
+
+def _alpha(
+    file: TensorFile, keys: Mapping[str, str], module: Module, rank: int, said: dict[str, Any], result: ReadAdapter
+) -> tuple[float, bool]:
+    """(alpha, whether the scale is rsLoRA's)."""
+    if "alpha" in keys:
+        entry = file.entries[keys["alpha"]]
+        if math.prod(entry.shape) != 1:
+            raise UserError(f"{file.path}: {keys['alpha']!r} has shape {list(entry.shape)}, an alpha is one number")
+        alpha = float(file.read(keys["alpha"]).double().reshape(()))
+        if not math.isfinite(alpha) or alpha == 0:
+            raise UserError(f"{file.path}: {keys['alpha']!r} is {alpha}, not a number to scale by")
+        result.alphas["beside the module"] += 1
+        return alpha, False
+    component, _, name = module.parts[0].partition(".")
+    if component in said:
+        config = said[component]
+        pattern = next((p for p in config["patterns"] if p[0] == name or (not p[2] and name.endswith(f".{p[0]}"))), None)
+        result.alphas["in the metadata"] += 1
+        return config["alpha"] if pattern is None else pattern[1], config["rslora"]
+    result.alphas["not given: the scale is 1"] += 1
+    return float(rank), False
+
+
+def _magnitude(file: TensorFile, key: str, peft: bool, shape: tuple[int, ...], wrong) -> dict[str, Any]:
+    stored, rows, columns = _stored(file, key), shape[0], shape[1]
+    ones = (1,) * (len(shape) - 2)
+    outputs = [(rows,), (1, rows, *ones)] if peft else [(rows, 1, *ones), (rows, 1)]
+    axis: Axis
+    if stored.shape in outputs:
+        axis, length = "output", rows
+    elif not peft and stored.shape in [(1, columns, *ones), (1, columns)]:
+        axis, length = "input", columns
+    else:
+        raise wrong(
+            f"has a magnitude of shape {list(stored.shape)}; in kohya's keys it is [{rows}, 1] of the output axis or "
+            f"[1, {columns}] of the input axis, in PEFT's [{rows}]"
+        )
+    return {"magnitude": derived(stored, (length,), lambda t: t.reshape(-1)), "axis": axis}
+
+
+def _stored(file: TensorFile, key: str) -> Recipe:
+    entry = file.entries[key]
+    return Recipe(entry.dtype, entry.shape, lambda: file.read(key))
+
+
+def _shaped(tensor: Recipe, shape: tuple[int, ...]) -> Recipe:
+    return tensor if tensor.shape == shape else derived(tensor, shape, lambda t: t.reshape(shape))
+
+
+def _same_but_ones(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether both are the same matrix, one perhaps with dimensions of 1 behind it."""
+    longer, shorter = (shape, wanted) if len(shape) >= len(wanted) else (wanted, shape)
+    return len(shorter) >= 2 and longer[: len(shorter)] == shorter and all(size == 1 for size in longer[len(shorter) :])
+
+
+def _said_alphas(file: TensorFile) -> dict[str, dict[str, Any]]:
+    """What diffusers' `lora_adapter_metadata` says: component -> {"alpha", "rslora", "patterns": [(name, alpha, whole)]}.
+
+    Patterns are regular expressions to PEFT. Here they are names, or ends of names: no file needs more, and a file's regular
+    expression could keep a reader busy forever.
+    """
+    text = file.metadata.get(METADATA)
+    if text is None:
+        return {}
+
+    def broken(what: str) -> UserError:
+        return UserError(f"{file.path}: its metadata {METADATA} {what}; without it the scale of the adapter is not known")
+
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise broken("is not JSON") from error
+    if not isinstance(fields, dict):
+        raise broken("is not a JSON object")
+    said: dict[str, dict[str, Any]] = {}
+    for key, alpha in fields.items():
+        component, _, what = key.rpartition(".")
+        if what != "lora_alpha":
+            continue
+        patterns = fields.get(f"{component}.alpha_pattern") or {}
+        if not isinstance(patterns, dict) or not all(_is_number(number) and number for number in (alpha, *patterns.values())):
+            raise broken(f"gives {component!r:.200} an alpha that is no number to scale by")
+        named = []
+        for pattern, number in patterns.items():
+            name = pattern.removeprefix("^").removesuffix("$").replace("\\.", ".")
+            if not all(letter.isalnum() or letter in "._" for letter in name):
+                raise broken(f"has the pattern {pattern[:200]!r}, which is no layer's name")
+            named.append((name, float(number), pattern.startswith("^")))
+        said[component] = {
+            "alpha": float(alpha), "rslora": fields.get(f"{component}.use_rslora") is True, "patterns": named,
+        }  # fmt: skip
+    return said
+
+
+def _is_number(value: object) -> bool:
+    return (type(value) is int and abs(value) < 2**53) or (isinstance(value, float) and math.isfinite(value))

@@ -1,0 +1,35 @@
+"""The weights of a model one at a time, without the model: for tools that compare, merge or measure."""
+
+import torch
+
+from trainer.errors import UserError
+from trainer.files import Advance, unheard
+from trainer.models.loading import ModelSource
+from trainer.models.weights import Read
+
+
+class BaseWeights:
+    """Reads layers' weights from a model's files. Of what it read it keeps one tensor of the files, for fused layers."""
+
+    def __init__(self, source: ModelSource, advance: Advance = unheard) -> None:
+        self.source, self.advance = source, advance
+        self._reads: dict[str, dict[str, Read]] = {}
+        self._last: tuple[Read, list[torch.Tensor]] | None = None
+
+    def weight(self, layer: str) -> torch.Tensor:
+        """W of a layer by its full name ("unet.mid_block...to_q"), fp32, in its own shape.
+
+        Of a file that holds it quantised its value. Raises UserError where the model's files lack it.
+        """
+        component, _, name = layer.partition(".")
+        if component not in self._reads:
+            if not self.source.is_here(component):
+                raise UserError(f"the weights of {component} are not on this machine; give --base as a folder or a file")
+            self._reads[component] = {part: read for read in self.source.reads(component) for part in read.link.parts}
+        read = self._reads[component].get(f"{name}.weight")
+        if read is None:
+            raise UserError(f"the model has no layer {layer}")
+        if self._last is None or self._last[0] is not read:
+            self._last = None  # before the next is made
+            self._last = read, read.tensors(self.advance)
+        return self._last[1][read.link.parts.index(f"{name}.weight")]
