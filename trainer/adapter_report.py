@@ -9,7 +9,7 @@ import torch
 
 from trainer.adapter_files import OpenedAdapter
 from trainer.adapters.portable import DoraScale, Factors, is_finite
-from trainer.conversion import Weight, gain
+from trainer.conversion import WeightOf, gain
 from trainer.outcome import block_of
 
 MEANINGS = {
@@ -35,7 +35,7 @@ class LayerReport:
     drift: float | None = None
 
 
-def measured(name: str, factors: Factors, meaning: DoraScale, weight: Weight | None = None) -> LayerReport:
+def measured(name: str, factors: Factors, meaning: DoraScale, weight: WeightOf | None = None) -> LayerReport:
     """||s B A|| without making it: the trace of (B^T B)(A A^T). weight: of the base, where it was given."""
     tensors = {kind: tensor.make() for kind, tensor in factors.tensors().items()}
     finite = all(map(is_finite, tensors.values()))

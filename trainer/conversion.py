@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -18,13 +17,12 @@ from trainer.adapters.targets import lora_config
 from trainer.errors import UserError
 from trainer.tensorfile import Tensors, write_tensors
 
-Format = Literal["diffusers", "kohya", "comfyui", "onetrainer", "lora"]
 # What each format's readers divide a magnitude by; of ComfyUI's it can be chosen.
 MEANINGS: Mapping[str, DoraScale] = {
     "diffusers": "magnitude", "kohya": "magnitude", "onetrainer": "magnitude", "comfyui": "comfyui_released",
 }  # fmt: skip
 FORMATS = (*MEANINGS, "lora")
-Weight = Callable[[str], torch.Tensor]  # full name of a layer -> W, fp32, of its own shape
+WeightOf = Callable[[str], torch.Tensor]  # full name of a layer -> W, fp32, of its own shape
 
 
 @dataclass
@@ -40,7 +38,7 @@ def convert(
     out: Path,
     to: str,
     *,
-    weight: Weight | None = None,
+    weight: WeightOf | None = None,
     rank: int | None = None,
     dora_scale: DoraScale | None = None,
 ) -> Converted:
@@ -68,13 +66,13 @@ def convert(
     return Converted(portable, notes)
 
 
-def _needed(weight: Weight | None, what: str) -> Weight:
+def _needed(weight: WeightOf | None, what: str) -> WeightOf:
     if weight is None:
         raise UserError(f"{what} takes the weights of the model that the adapter was trained over: give it with --base")
     return weight
 
 
-def tensors_of(portable: Portable, model: NamedModel, to: str, weight: Weight | None, notes: list[str]) -> Tensors:
+def tensors_of(portable: Portable, model: NamedModel, to: str, weight: WeightOf | None, notes: list[str]) -> Tensors:
     """Under the keys of the format."""
     components = list(dict.fromkeys(name.partition(".")[0] for name in portable.layers))
     if to == "diffusers":
@@ -118,7 +116,7 @@ def adapted(weight: torch.Tensor, factors: Factors) -> torch.Tensor:
     return weight.double().flatten(1).addmm_(b, a, alpha=factors.scaling)
 
 
-def told_anew(portable: Portable, meaning: DoraScale, weight: Weight | None, notes: list[str]) -> Portable:
+def told_anew(portable: Portable, meaning: DoraScale, weight: WeightOf | None, notes: list[str]) -> Portable:
     """The same DoRA with magnitudes of the other meaning: times or by ||W|| / ||W + s B A||, row by row.
 
     Magnitudes of the input axis stay: ComfyUI divides these by ||W + s B A||, as all others do.
@@ -159,7 +157,7 @@ def dora_change(weight: torch.Tensor, factors: Factors, meaning: DoraScale) -> t
     return (v.view(len(v), weight.shape[1], -1) * g[:, None]).flatten(1) - w
 
 
-def approximated(portable: Portable, weight: Weight, rank: int | None, notes: list[str]) -> Portable:
+def approximated(portable: Portable, weight: WeightOf, rank: int | None, notes: list[str]) -> Portable:
     """A LoRA of rank `rank` (None: of each layer's own) for a DoRA: the nearest of that rank to g (W + s B A) - W."""
     layers, lost, size, worst = {}, 0.0, 0.0, ("", 0.0)
     for name, factors in portable.layers.items():

@@ -120,6 +120,7 @@ def pieces_of_a_run() -> dict[str, Any]:
         "model": resume.pin_model({"vae": "f" * 64, "tokenizers": "0" * 64}),
         "norms": dora_norms(),
         "optimizer": optim.OptimizerState(optimizer, "adamw"),
+        "origin": state.Pin({"about": {"name": "bear", "step": 1}, "alphas": [["unet.a", 2.0]]}, lambda *_: None),
         "progress": state.Progress(step=1, images=2, non_finite=0, total_steps=4, started="2025-01-01T00:00:00+00:00"),
         "quantization": resume.pin_quantization(record),
         "scaler": precision.ScalerState(torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)),

@@ -71,3 +71,24 @@ def test_leaving_out_any_piece_raises(tmp_path, name: str) -> None:
     (folder / "state.json").write_bytes(files.json_bytes(tree | {"layout": 2}))
     with pytest.raises(UserError, match="layout 2, this version reads 5 to 6; go on with the version that wrote it"):
         state.Saved(folder)
+
+
+def test_a_checkpoint_of_the_layout_before_goes_on_without_what_came_later(tmp_path) -> None:
+    """It has no origin, which is made anew; all else is restored, and a piece of its own layout is missed."""
+    before = census()
+    folder = store.save(tmp_path, 3, state.pack(before))
+    tree = files.read_json(folder / "state.json")
+    del tree["pieces"]["origin"]
+    (folder / "state.json").write_bytes(files.json_bytes(tree | {"layout": 5}))
+    after = {name: Piece() for name in state.PIECES}
+    saved = state.Saved(folder)
+    saved.restore(**after)
+    saved.finish()
+    assert after["origin"].state == {} and after["progress"].state["value"] == "progress"
+    for missing in ("origin", "progress"):
+        other = json.loads((folder / "state.json").read_text()) | ({"layout": 6} if missing == "origin" else {})
+        other["pieces"] = {name: piece for name, piece in other["pieces"].items() if name != missing}
+        (tmp_path / "odd").mkdir(exist_ok=True)
+        (tmp_path / "odd" / "state.json").write_bytes(files.json_bytes(other))
+        with pytest.raises(UserError, match=f"lacks {missing}"):
+            state.Saved(tmp_path / "odd")

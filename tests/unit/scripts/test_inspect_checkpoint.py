@@ -82,6 +82,7 @@ def census(step: int = 40) -> dict[str, state.Provider]:
         "model": Pin({"vae": "cd" * 32, "tokenizers": "ef" * 32}, lambda *_: None),
         "norms": Piece(held={"unet": "nf4"}, **norms),
         "optimizer": Piece(**optimizer),
+        "origin": Piece(family="flux", alphas=[["transformer.a", 2.0]]),
         "progress": Progress(step, 2 * step, 1, 1000, "2026-01-02T03:04:05+00:00"),
         "quantization": Pin(frozen, lambda *_: None),
         "scaler": Piece(),
