@@ -44,7 +44,7 @@ class Diffusion(Objective):
     @property
     def _range(self) -> tuple[int, int]:
         """The first and the last timestep: those with t / T in [low, high)."""
-        # 0.035 * 1000 is a little more than 35.
+        # 0.07 * 100 is a little more than 7.
         low, high = (math.ceil(round(share * len(self.alphas_cumprod), 6)) for share in self.times.t_range)
         return low, high - 1
 

@@ -91,6 +91,14 @@ def test_a_range_has_its_timesteps_and_no_others(timesteps: Times, t_range, firs
         assert counts.sum() == 20000 and counts.max() - counts.min() <= 1
 
 
+@pytest.mark.parametrize("first", [7, 14, 28, 55, 56])
+def test_a_share_that_is_a_whole_timestep_begins_with_it(first: int) -> None:
+    """Of 100: 0.07 * 100 is a little more than 7 in fp64."""
+    alphas = torch.linspace(0.99, 0.01, 100, dtype=torch.float64)
+    chosen = Diffusion(alphas, "epsilon", times=Times("uniform", t_range=(first / 100, 1.0)))
+    assert chosen.time(torch.tensor([2.0**-53], dtype=torch.float64), 0).tolist() == [first]
+
+
 @pytest.mark.parametrize("ztsnr", [False, True])
 @pytest.mark.parametrize("prediction", ["epsilon", "v"])
 @pytest.mark.parametrize(
