@@ -105,24 +105,6 @@ class Link:
 
 
 @dataclass(frozen=True)
-class KeyStyle:
-    """How one kind of adapter file writes the name of a component's layer: `prefix`, then the name.
-
-    convention: whose files have it, as people call it. original: names of the original layout, where several layers may be
-    one module; else the library's. flat: with underscores for dots.
-    """
-
-    convention: str
-    component: str
-    prefix: str
-    original: bool = False
-    flat: bool = False
-
-    def key(self, name: str) -> str:
-        return self.prefix + (name.replace(".", "_") if self.flat else name)
-
-
-@dataclass(frozen=True)
 class StoredWeight:
     """A frozen weight [N, K] (a convolution's kernel flattened) as it lies in memory, row by row.
 

@@ -22,8 +22,8 @@ from tests.harness import ROOT
 
 # What every room may use. These import nothing but one another.
 SHARED = {
-    "digests", "draws", "errors", "files", "kernels", "layout", "memory", "patterns", "phases", "protocols", "signals",
-    "tensorfile", "terminal", "tiles", "types",
+    "digests", "draws", "errors", "files", "kernels", "key_styles", "layout", "memory", "patterns", "phases", "protocols",
+    "signals", "tensorfile", "terminal", "tiles", "types",
 }  # fmt: skip
 
 # Rooms that do one thing each: what they import besides the shared ones. All others wire these together.

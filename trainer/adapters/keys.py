@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer.errors import UserError
-from trainer.types import KeyStyle, Link
+from trainer.key_styles import KeyStyle
+from trainer.types import Link
 
 # A name between A and weight is PEFT's adapter name ("default").
 _SUFFIXES = {

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
+from trainer.key_styles import KeyStyle
 from trainer.models.names import ComponentConfig, Names, Shape
 from trainer.objectives import Objective
-from trainer.types import Batch, Conditioning, KeyStyle, Link
+from trainer.types import Batch, Conditioning, Link
 
 COUNTED_AT_ONCE = 1000
 

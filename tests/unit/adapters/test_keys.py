@@ -17,9 +17,9 @@ from trainer.adapter_files import NamedModel, open_adapter, published
 from trainer.adapters.keys import key_table, taken_apart
 from trainer.adapters.portable import Factors, Portable, recipe
 from trainer.conversion import FORMATS, tensors_of
+from trainer.key_styles import KeyStyle
 from trainer.models.building import build
 from trainer.tensorfile import Recipe, write_tensors
-from trainer.types import KeyStyle
 
 LABELS = {"sdxl": "sdxl", "flux-dev": "flux", "flux-schnell": "flux"}
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from trainer.errors import UserError
+from trainer.key_styles import KeyStyle
 from trainer.models.names import ComponentConfig, Names, Shape, how_many
-from trainer.types import KeyStyle
 
 # What a config.json leaves out, as the class takes it.
 DEFAULTS = {
