@@ -271,7 +271,8 @@ def describe_memory(found: Forecast, memory: int, smaller: Sequence[Change], *, 
         f"  saved: what the backward pass needs. Not in the table: {size_text(found.base + found.margin)}, an estimate, for "
         f"{below} and for what the allocator loses"
     )
-    lines.append(f"  on the disk: cache {size_text(found.cache)}, each checkpoint {size_text(found.checkpoint)}")
+    aside = f", averages set aside {size_text(found.set_aside)} each time" if found.set_aside else ""
+    lines.append(f"  on the disk: cache {size_text(found.cache)}, each checkpoint {size_text(found.checkpoint)}" + aside)
     for phase in found.phases:
         if phase.name.startswith(STEP):
             flops = updates * phase.cost.flops / 1e9

@@ -55,13 +55,15 @@ class Stage:
 
 @dataclass(frozen=True)
 class Forecast:
-    """phases: in the order of a run, each at its largest. cache, checkpoint: bytes on the disk, of all entries and of one
-    checkpoint. base: what the process itself takes where it computes on the CPU, 0 of an accelerator."""
+    """phases: in the order of a run, each at its largest. cache, checkpoint, set_aside: bytes on the disk, of all entries, of
+    one checkpoint, of the averages that are set aside at one step. base: what the process itself takes where it computes on
+    the CPU, 0 of an accelerator."""
 
     phases: tuple[Stage, ...]
     cache: int
     checkpoint: int
     base: int = 0
+    set_aside: int = 0
 
     @property
     def largest(self) -> Stage:
@@ -104,7 +106,7 @@ class Forecaster:
         config, sizes = self.plan.config, _sizes(self.plan.examples)
         measured = _sizes([example for examples in self.plan.measured.values() for example in examples])[:1]
         stay = config.data.cache == "none"
-        encoding = [*self.captions(stay=stay), self.photos(*max(sizes[0], *measured, key=prod))]
+        encoding = [*self.captions(stay=stay), self.photos(*max([sizes[0], *measured], key=prod))]
         if not stay:
             self._let_go([self.family.vae])
         self.prepare()
@@ -124,7 +126,7 @@ class Forecaster:
         if on_cpu and config.checkpoint.background and 0 < config.checkpoint.every_steps < self.plan.max_steps:
             # A copy that is written while the next steps are made.
             training = [replace(phase, parts=phase.parts | {"checkpoint": checkpoint}) for phase in training]
-        return Forecast((*encoding, *training), self.cache_bytes(), checkpoint)
+        return Forecast((*encoding, *training), self.cache_bytes(), checkpoint, set_aside=self.set_aside_bytes())
 
     # --- phases -------------------------------------------------------------------------------------------------------
 
@@ -258,6 +260,14 @@ class Forecaster:
             texts = caches.texts_wanted(captions_of(self.plan), fingerprint="")
             total += len(texts) * sum(tensor.nbytes for tensor in self._prompts(1).tensors().values())
         return total
+
+    def set_aside_bytes(self) -> int:
+        """Of a DoRA with W A^T of each average, which is as large as B."""
+        if not self.plan.config.ema.snapshot_every_steps:
+            return 0
+        adapter, _, _, averages, _ = self.run.trained
+        products = sum(p.nbytes for name, p in adapter.named_parameters().items() if adapter.dora and ".lora_B." in name)
+        return self.held["averages"] + products * len(averages.weights)
 
     def checkpoint_bytes(self) -> int:
         parameters = self.run.trained[0].named_parameters().values()
