@@ -1,9 +1,13 @@
-"""Optimizers of three kinds that the table has none of yet, small enough to read, and their entries for the table."""
+"""Three small optimizers: one with state in its groups, one with modes, one with shapes. And their entries for the table."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
+from trainer.optim.libraries import Kept, keeps, like
 from trainer.optim.table import Entry
 
 
@@ -83,19 +87,14 @@ class Factored(torch.optim.Optimizer):
                 p.addcdiv_(p.grad, v.sqrt(), value=-group["lr"])
 
 
-def factored_layouts(shape: torch.Size) -> list[dict[str, str]]:
+def factored_layouts(shape: torch.Size, group: Mapping[str, Any]) -> list[Kept]:
     if len(shape) < 2:
-        return [{"v": f"torch.float32 {list(shape)}"}]
-    return [{"rows": f"torch.float32 [{shape[0]}]", "columns": f"torch.float32 [{shape[1:].numel()}]"}]
-
-
-def one(key: str):
-    """Layouts of one tensor like the parameter."""
-    return lambda shape: [{key: f"torch.float32 {list(shape)}"}]
+        return [{"v": like(*shape)}]
+    return [{"rows": like(shape[0]), "columns": like(shape[1:].numel())}]
 
 
 ENTRIES = {
-    "growing": Entry(lambda groups, **keys: Growing(groups), one("momentum"), group_keys=("d", "k")),
-    "averaging": Entry(lambda groups, **keys: Averaging(groups), one("z"), group_keys=("weight_sum",), modes=True),
-    "factored": Entry(lambda groups, **keys: Factored(groups), factored_layouts, flat=False),
+    "growing": Entry(lambda: Growing, keeps("momentum"), betas=None, eps=None, group_keys=("d", "k")),
+    "averaging": Entry(lambda: Averaging, keeps("z"), betas=None, eps=None, group_keys=("weight_sum",), modes=True),
+    "factored": Entry(lambda: Factored, factored_layouts, betas=None, eps=None, flat=False),
 }

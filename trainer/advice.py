@@ -11,6 +11,7 @@ from trainer import tiles
 from trainer.errors import UserError
 from trainer.files import parse_size
 from trainer.forecast import PHOTOS, SAMPLES, STEP, Forecast, Stage, forecast
+from trainer.optim import OPTIMIZERS
 from trainer.plan import Plan
 from trainer.precision import SMALLER_DTYPES, SMALLER_VAE, compute_dtype
 from trainer.protocols import Kernels
@@ -94,13 +95,11 @@ def _ladder(plan: Plan, kernels: Kernels, found: Forecast) -> Iterator[_Rung]:
         )
     for name in family.text_encoders:
         yield from _smaller(plan, name, f"captions are read by {name} in 8 or 4 bits: another run")
-    if not config.optimizer.name.endswith("8bit"):
+    if not OPTIMIZERS[config.optimizer.name].eight_bit:
         yield _Rung(
             "optimizer.name = 'adamw8bit'",
             "the optimizer's state is rounded to 8 bits: another run",
-            lambda found: replace(
-                found, phases=tuple(_part(p, "optimizer", p.parts.get("optimizer", 0) // 4) for p in found.phases)
-            ),
+            lambda found: replace(found, phases=tuple(_in_8_bit(phase) for phase in found.phases)),
         )
     yield from _smaller(plan, family.denoiser, "the frozen weights are rounded, see docs/precision.md: another run")
     largest = max(each for example in plan.examples for each in example.photo.source.resolutions)
@@ -129,6 +128,11 @@ def _smaller(plan: Plan, name: str, price: str) -> Iterator[_Rung]:
 
 def _part(phase: Stage, part: str, size: int) -> Stage:
     return replace(phase, parts=phase.parts | {part: size}) if part in phase.parts else phase
+
+
+def _in_8_bit(phase: Stage) -> Stage:
+    """With AdamW's two states in a byte each for every trained number, as many as there are fp32 gradients."""
+    return _part(phase, "optimizer", min(phase.parts.get("optimizer", 0), phase.parts.get("gradients", 0) // 2))
 
 
 def _with_weights(found: Forecast, name: str, size: int) -> Forecast:

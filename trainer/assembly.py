@@ -4,13 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer import ema, optim, precision, quantization, resume
-from trainer.adapters import Adapter, Rule, export, inject
+from trainer.adapters import Adapter, Rates, Rule, export, inject
 from trainer.adapters.norms import Norms, made_for
 from trainer.attention import few_tokens_in_fp32
 from trainer.checkpoint.pieces import Pieces
 from trainer.checkpoint.state import Progress
 from trainer.components import Components
-from trainer.config import Config
 from trainer.memory import checkpoint_blocks, find_blocks
 from trainer.plan import Plan
 from trainer.quantization import FrozenConv2d, FrozenLinear
@@ -80,14 +79,15 @@ def build_step(
     plan, family, model, peers = components.plan, components.family, components.model, components.processes
     config, seed, options = plan.config, plan.config.run.seed, plan.config.adapter
     training = adapter.training(seed, rank_dropout=options.rank_dropout, module_dropout=options.module_dropout)
+    chosen, falls = config.optimizer, config.schedule
     optimizer = optim.build_optimizer(
-        config.optimizer.name,
-        adapter.parameter_groups(lr=config.optimizer.lr, weight_decay=config.optimizer.weight_decay),
-        betas=config.optimizer.betas,
-        eps=config.optimizer.eps,
-        min_8bit_size=config.optimizer.min_8bit_size,
+        chosen.name,
+        adapter.parameter_groups(_rates(chosen.model_dump(), plan)),
+        betas=chosen.betas,
+        eps=chosen.eps,
+        min_8bit_size=chosen.min_8bit_size,
+        options=chosen.options,
     )
-    falls = config.schedule
     schedule = optim.build_schedule(
         falls.name,
         optimizer,
@@ -104,8 +104,8 @@ def build_step(
         initial_scale=config.precision.loss_scale,
         growth_interval=config.precision.loss_scale_growth_interval,
     )
-    regrouping = None if then is None else _regrouping(config, then, adapter)
-    state = pieces.enter("optimizer", optim.OptimizerState(optimizer, config.optimizer.name, regrouping))
+    regrouping = None if then is None else _regrouping(plan, then, adapter)
+    state = pieces.enter("optimizer", optim.OptimizerState(optimizer, chosen.name, regrouping))
     pieces.enter("schedule", optim.ScheduleState(schedule, anew=then is not None))
     pieces.enter("scaler", precision.ScalerState(scaler))
     averages = ema.Averages(
@@ -146,11 +146,17 @@ def build_step(
     return state, averages, step
 
 
-def _regrouping(config: Config, then: Mapping[str, Any], adapter: Adapter) -> optim.Regrouping:
+def _rates(optimizer: Mapping[str, Any], plan: Plan) -> Rates:
+    """optimizer: that table of a config; a checkpoint's may lack the later ones of these keys."""
+    keys = ("lr", "weight_decay", "lora_plus", "text_encoder_lr", "magnitude_lr")
+    return Rates(**{key: optimizer[key] for key in keys if key in optimizer}, text_encoders=plan.family.text_encoders)
+
+
+def _regrouping(plan: Plan, then: Mapping[str, Any], adapter: Adapter) -> optim.Regrouping:
     """Where the rates of a rule or of the optimizer changed, so did the groups that they make."""
-    rules, was, now = [Rule(**rule) for rule in then["adapter"]["rules"]], then["optimizer"], config.optimizer
+    rules = [Rule(**rule) for rule in then["adapter"]["rules"]]
     return optim.Regrouping(
-        then=list(adapter.groups(lr=was["lr"], weight_decay=was["weight_decay"], rules=rules).values()),
-        now=list(adapter.groups(lr=now.lr, weight_decay=now.weight_decay).values()),
+        then=list(adapter.groups(_rates(then["optimizer"], plan), rules).values()),
+        now=list(adapter.groups(_rates(plan.config.optimizer.model_dump(), plan)).values()),
         sizes={name: parameter.numel() for name, parameter in adapter.named_parameters().items()},
     )

@@ -11,7 +11,7 @@ from trainer.config import Config, DataTable, ObjectiveTable
 from trainer.errors import UserError
 from trainer.models.base import Family
 from trainer.models.loading import ModelSource
-from trainer.optim.schedules import SCHEDULES
+from trainer.optim import OPTIMIZERS, SCHEDULES
 
 # By the key, the models that read it.
 FAMILY_KEYS = {
@@ -44,6 +44,8 @@ def refuse_unread(config: Config, family: Family) -> None:
     """Raises UserError, a line for each key that is set and not read: by the family, or beside the other keys."""
     absent = FAMILY_KEYS.keys() - set(family.reads)
     by_family = {key: f"on {family.name}; leave it out (only {FAMILY_KEYS[key]} read it)" for key in absent}
+    if not any(rule.component in family.text_encoders for rule in config.adapter.rules):
+        by_family["optimizer.text_encoder_lr"] = "where no rule of the adapter names a text encoder; leave it out, or add one"
     if not family.blocks:
         by_family["memory.gradient_checkpointing"] = f"on {family.name}, which names no blocks to recompute; leave it out"
     named = config.objective.timesteps
@@ -66,10 +68,7 @@ def unread_beside_others(config: Config) -> dict[str, str]:
         unread["export.dora_scale"] = "with adapter.type = 'lora'; leave it out, or set adapter.type = 'dora'"
     elif "comfyui" not in config.export.formats:
         unread["export.dora_scale"] = "without the ComfyUI file; leave it out, or add 'comfyui' to export.formats"
-    if not config.optimizer.name.endswith("8bit"):
-        unread["optimizer.min_8bit_size"] = (
-            f"with optimizer.name = {config.optimizer.name!r}; leave it out, or choose adamw8bit"
-        )
+    unread |= _unread_of_optimizer(config)
     unread |= _unread_of_schedule(config.schedule.name)
     if config.ema.kind != "constant":
         unread["ema.decay"] = f"with ema.kind = {config.ema.kind!r}; leave it out, or set ema.kind = 'constant'"
@@ -108,6 +107,16 @@ def unread_beside_others(config: Config) -> dict[str, str]:
         if sample.guidance is not None and sample.guidance <= 1:
             key = f"validation.samples.{index}.negative"
             unread[key] = f"with guidance = {sample.guidance:g}; leave it out, or raise guidance above 1"
+    return unread
+
+
+def _unread_of_optimizer(config: Config) -> dict[str, str]:
+    unread, name = {}, config.optimizer.name
+    if name in OPTIMIZERS and not OPTIMIZERS[name].eight_bit:
+        others = " or ".join(other for other, entry in OPTIMIZERS.items() if entry.eight_bit)
+        unread["optimizer.min_8bit_size"] = f"with optimizer.name = {name!r}; leave it out, or choose {others}"
+    if config.adapter.type == "lora":
+        unread["optimizer.magnitude_lr"] = "with adapter.type = 'lora'; leave it out, or set adapter.type = 'dora'"
     return unread
 
 

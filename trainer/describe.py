@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from trainer import held_out_loss
+from trainer import held_out_loss, optimization
 from trainer.advice import Change
 from trainer.data import prompts, sampler, short_batches
 from trainer.data.sources import Photo, Scanned, Source, noted
@@ -49,11 +49,12 @@ def describe(plan: Plan, *, sizes: bool) -> str:
         )
     lines += [f"warning: {doubt}" for doubt in doubts]
     lines += data_lines(plan, text=_text(plan))
-    group = config.optimizer
+    group, end = config.optimizer, f", ending at {config.schedule.end:g} of the rate" if config.schedule.end else ""
     lines.append(
         f"optimizer {group.name}, lr {group.lr:g}, weight decay {group.weight_decay:g} (none on magnitudes), "
-        f"clipping {config.step.max_grad_norm:g}; schedule {config.schedule.name}, warm-up {config.schedule.warmup:g}"
+        f"clipping {config.step.max_grad_norm:g}; schedule {config.schedule.name}, warm-up {config.schedule.warmup:g}{end}"
     )
+    lines += [f"  {line}" for line in optimization.told(config)]
     return "\n".join(lines)
 
 

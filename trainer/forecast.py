@@ -157,15 +157,12 @@ class Forecaster:
         if self.plan.requests:
             self._load(self.family.vae)
         adapter, _, _, averages, step = self.run.trained
-        config = self.plan.config.optimizer
         self.held["adapter"] = self.trace.enter(adapter.named_parameters().values())
         self.held["adapter"] += self.trace.enter(t for layer in adapter.layers.values() for t in _own(layer))
         self.held["gradients"] = self.trace.enter(parameter.grad for parameter in step.parameters)
         if averages.tensors:
             self.held["averages"] = self.trace.enter(averages.tensors)
-        self.held["optimizer"] = optim.state_bytes(
-            config.name, step.optimizer.param_groups, betas=config.betas, eps=config.eps, min_8bit_size=config.min_8bit_size
-        )
+        self.held["optimizer"] = optim.state_bytes(self.plan.config.optimizer.name, step.optimizer)
 
     def step(self, width: int, height: int, count: int) -> Stage:
         """One over a micro-batch of so many images."""

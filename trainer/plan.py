@@ -9,7 +9,7 @@ from functools import partial
 from PIL import Image, ImageOps
 from torch import nn
 
-from trainer import precision, quantization, storage
+from trainer import optimization, precision, quantization, storage
 from trainer.adapters import Rule, Target, match_targets
 from trainer.adapters.export import fused_modules
 from trainer.choices import chosen, refuse_averages, refuse_unread, refuse_unread_by_model
@@ -96,6 +96,7 @@ def open_source(config: Config) -> ModelSource:
     """The model's configs and file headers. Of a hub id, the configs at first; `fetched` gets the rest."""
     family = family_named(config.model.family)
     refuse_unread(config, family)
+    optimization.check(config)
     refuse_averages(config, modes=optimizer_named(config.optimizer.name).modes)
     names = [component.name for component in family.components]
     for name in config.model.components:
@@ -224,13 +225,15 @@ def check_objective(config: Config, source: ModelSource, planned: Objective) -> 
 
 
 def resolve(config: Config, source: ModelSource) -> Config:
-    """`config` with what the model decides written out: every component's dtypes and backend, and the bucket step."""
+    """`config` with what the model and the libraries decide written out: every component's dtypes and backend, the bucket
+    step, the optimizer's own keys."""
     smallest = min(each for source in sources_of(config.data) for each in source.resolutions)
     step = config.data.bucket_step or buckets.bucket_step(smallest)
     return config.model_copy(
         update={
             "model": config.model.model_copy(update={"components": storage.resolve(config, source)}),
             "data": config.data.model_copy(update={"bucket_step": step}),
+            "optimizer": optimization.resolve(config.optimizer),
         }
     )
 

@@ -41,7 +41,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily  # noqa: E402
 from scripts.bench.bench_dora import graph_ms  # noqa: E402
 from scripts.make_model import tiny_flux, tiny_sdxl  # noqa: E402
 from trainer import kernels, optim, quantization  # noqa: E402
-from trainer.adapters import inject, match_targets  # noqa: E402
+from trainer.adapters import Rates, inject, match_targets  # noqa: E402
 from trainer.kernels import scratch  # noqa: E402
 from trainer.memory import checkpoint_blocks, find_blocks  # noqa: E402
 from trainer.models import family_named  # noqa: E402
@@ -116,8 +116,7 @@ class Bench:
         self.adapter.refresh_before({name: module})
         checkpoint_blocks(blocks, recomputed, family.unread)
         built = optim.build_optimizer(
-            optimizer, self.adapter.parameter_groups(lr=1e-4, weight_decay=0.01), betas=(0.9, 0.999), eps=1e-8,
-            min_8bit_size=1,
+            optimizer, self.adapter.parameter_groups(Rates(lr=1e-4, weight_decay=0.01)), min_8bit_size=1
         )  # fmt: skip
         with unset_fake_temporarily():  # it reads its noise levels
             self.objective = objective = family.objective(

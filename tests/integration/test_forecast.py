@@ -126,7 +126,7 @@ def test_an_optimizer_of_8_bits_is_planned() -> None:
             "magnitudes": False,
         }
         with without_values():
-            return optim.state_bytes(name, [group], betas=(0.9, 0.999), eps=1e-8, min_8bit_size=4096)
+            return optim.state_bytes(name, optim.build_optimizer(name, [group]))
 
     assert state("adamw8bit") == pytest.approx((1 + 4 / 256) / 4 * state("adamw"), rel=1e-3)
 

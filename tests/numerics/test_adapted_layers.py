@@ -18,7 +18,7 @@ from tests.harness import DENOISER, PHOTOS, Workbench, built, take_step
 from tests.integration.test_export import inputs_for
 from tests.numerics.test_step_oracle import GRADIENT_TOLERANCE
 from trainer import optim
-from trainer.adapters import ADAPTER_NAME, Target, inject
+from trainer.adapters import ADAPTER_NAME, Rates, Target, inject
 from trainer.adapters.dora import LARGE_BIAS
 from trainer.adapters.layers import SharedInput
 from trainer.errors import UserError
@@ -148,8 +148,8 @@ def test_cached_norm_is_fresh_after_every_optimizer(name: str, storage: str) -> 
     """
     model = network(FORMATS[storage])
     adapter = with_adapter(model, rank=16)
-    groups = adapter.parameter_groups(lr=1e-2, weight_decay=0.1)
-    optimizer = optim.build_optimizer(name, groups, betas=(0.9, 0.999), eps=1e-8, min_8bit_size=1)
+    groups = adapter.parameter_groups(Rates(lr=1e-2, weight_decay=0.1))
+    optimizer = optim.build_optimizer(name, groups, min_8bit_size=1)
     x = torch.randn(2, 6, 5, 5)
     for _ in range(3):
         model(x).square().sum().backward()

@@ -18,6 +18,7 @@ TREE: dict[str, Any] = {
     "run": {"name": "bear", "output_dir": "out", "max_steps": 4},
     "model": {"family": "sdxl", "path": "model"},
     "data": {"sources": [{"path": "photos"}]},
+    "optimizer": {"betas": [0.9, 0.999], "eps": 1e-8},  # as the resolved config has them
 }
 
 

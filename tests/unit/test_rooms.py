@@ -50,7 +50,20 @@ WORKSHOPS: dict[str, set[str]] = {
 ONLY_FOR: dict[str, set[str]] = {
     "cli": set(),
     "run": {"cli"},
-    "config": {"allowance", "assembly", "choices", "cli", "dataset", "devices", "output", "plan", "resume", "run", "storage"},
+    "config": {
+        "allowance",
+        "assembly",
+        "choices",
+        "cli",
+        "dataset",
+        "devices",
+        "optimization",
+        "output",
+        "plan",
+        "resume",
+        "run",
+        "storage",
+    },
 }
 
 # What a room must not know: the loop has neither a config nor a model family, and nor have those that it calls.
@@ -62,18 +75,20 @@ KEPT_FROM: dict[str, set[str]] = {
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "accelerate": ("processes.py", "models/building.py"),
     # rehearsal.py: for what the libraries read of tensors that have no values there.
-    "bitsandbytes": ("quantization/bitsandbytes.py", "optim.py", "optim/*", "rehearsal.py"),
+    "bitsandbytes": ("quantization/bitsandbytes.py", "optim/*", "rehearsal.py"),
     "datasets": ("data/layouts/hf.py",),
     "diffusers": ("models/*", "rehearsal.py"),
     "huggingface_hub": ("models/*",),
     "optimum": ("quantization/quanto.py",),
     "peft": ("adapters/*",),
+    "pytorch_optimizer": ("optim/*",),
+    "schedulefree": ("optim/*",),
     "pillow_heif": ("data/plugins.py",),
     "pillow_jxl": ("data/plugins.py",),
     "safetensors": (),  # its own writer orders metadata at random: tensorfile.py reads and writes
     "tomli_w": ("config/*",),
     "tomllib": ("config/*",),
-    "transformers": ("models/*",),
+    "transformers": ("models/*", "optim/*"),
     "triton": ("kernels/*_triton.py",),
 }
 

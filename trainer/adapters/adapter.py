@@ -9,7 +9,7 @@ from torch import nn
 
 from trainer import draws
 from trainer.adapters.limits import drawn_rows, limit_norms
-from trainer.adapters.targets import Rule, Target, with_rates
+from trainer.adapters.targets import Rates, Rule, Target, with_rates
 from trainer.errors import UserError
 from trainer.files import Advance, unheard
 
@@ -32,18 +32,18 @@ class Adapter:
                 named[f"{name}.lora_magnitude_vector"] = layer.lora_magnitude_vector[ADAPTER_NAME].weight
         return named
 
-    def parameter_groups(self, *, lr: float, weight_decay: float) -> list[dict[str, object]]:
+    def parameter_groups(self, rates: Rates) -> list[dict[str, object]]:
         """Optimizer groups, {"lr", "weight_decay", "params", "magnitudes"}: magnitudes apart, and never decayed. Layers with
         a `stop_step` are apart, too, and their groups have that key."""
         parameters = self.named_parameters()
         return [
             {"lr": rate, "weight_decay": decay, "params": [parameters[name] for name in names], "magnitudes": magnitude}
             | ({} if stop is None else {"stop_step": stop})
-            for (rate, decay, magnitude, stop), names in self.groups(lr=lr, weight_decay=weight_decay).items()
+            for (rate, decay, magnitude, stop), names in self.groups(rates).items()
         ]
 
     def groups(
-        self, *, lr: float, weight_decay: float, rules: Sequence[Rule] | None = None
+        self, rates: Rates, rules: Sequence[Rule] | None = None
     ) -> dict[tuple[float, float, bool, int | None], list[str]]:
         """By (rate, decay, whether they are magnitudes, stop_step), parameters' names. rules: others than this run's."""
         targets, groups = self.targets, dict[tuple[float, float, bool, int | None], list[str]]()
@@ -51,10 +51,7 @@ class Adapter:
             targets = dict(zip(targets, with_rates(targets.values(), rules), strict=True))
         for name in self.named_parameters():
             target = targets[name.partition(".lora_")[0]]
-            magnitude = name.endswith(".lora_magnitude_vector")
-            decay = 0.0 if magnitude else weight_decay if target.weight_decay is None else target.weight_decay
-            rate = lr if target.lr is None else target.lr
-            groups.setdefault((rate, decay, magnitude, target.stop_step), []).append(name)
+            groups.setdefault((*rates.of(target, name), target.stop_step), []).append(name)
         # Those that stop first come last: what an optimizer reads of its first group (Prodigy its rate) goes on.
         return dict(sorted(groups.items(), key=lambda group: -(group[0][3] or math.inf)))
 

@@ -25,6 +25,32 @@ class Rule:
 
 
 @dataclass(frozen=True)
+class Rates:
+    """The optimizer's rates and weight decay, as far as no rule names others.
+
+    lora_plus: B's rate over A's (Hayou et al., LoRA+, 2024). The other rates are None for lr. text_encoders: components.
+    """
+
+    lr: float
+    weight_decay: float
+    lora_plus: float = 1.0
+    text_encoder_lr: float | None = None
+    magnitude_lr: float | None = None
+    text_encoders: Sequence[str] = ()
+
+    def of(self, target: "Target", parameter: str) -> tuple[float, float, bool]:
+        """(rate, weight decay, whether it is a magnitude) of a parameter of that layer. A magnitude is never decayed."""
+        magnitude = parameter.endswith(".lora_magnitude_vector")
+        special = self.text_encoder_lr if target.component in self.text_encoders else None
+        special = self.magnitude_lr if magnitude and self.magnitude_lr is not None else special
+        rate = next(rate for rate in (target.lr, special, self.lr) if rate is not None)
+        if parameter.endswith(".lora_B.weight"):
+            rate *= self.lora_plus
+        decay = self.weight_decay if target.weight_decay is None else target.weight_decay
+        return rate, 0.0 if magnitude else decay, magnitude
+
+
+@dataclass(frozen=True)
 class Target:
     """One layer to adapt, with everything that was resolved for it. lr and weight_decay None mean the optimizer's.
 

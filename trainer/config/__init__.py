@@ -6,6 +6,7 @@ from trainer.config.tables import (
     Config,
     DataTable,
     ObjectiveTable,
+    OptimizerTable,
     Resolutions,
     SampleTable,
     ScheduleTable,
@@ -14,6 +15,7 @@ from trainer.config.tables import (
 )
 
 __all__ = [
-    "ComponentTable", "Config", "DataTable", "ObjectiveTable", "Resolutions", "SampleTable", "ScheduleTable", "Table",
+    "ComponentTable", "Config", "DataTable", "ObjectiveTable", "OptimizerTable", "Resolutions", "SampleTable",
+    "ScheduleTable", "Table",
     "dumps", "expand_home", "flatten", "generic", "known_keys", "load", "near_miss", "parse", "read_resolved", "tree",
 ]  # fmt: skip

@@ -16,6 +16,7 @@ Count = Annotated[int, Field(ge=1)]
 Cadence = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
 Colour = Annotated[str, Field(pattern=r"^#[0-9a-fA-F]{6}$"), AfterValidator(str.lower)]
@@ -276,9 +277,13 @@ class OptimizerTable(Table):
     name: str = "adamw"
     lr: Positive = 1e-4
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.999)
-    eps: Positive = 1e-8
+    betas: Annotated[tuple[Beta, ...], Field(strict=False, min_length=2, max_length=3)] | None = None
+    eps: Positive | None = None
     min_8bit_size: Count = 4096
+    lora_plus: Positive = 1.0
+    text_encoder_lr: Positive | None = None
+    magnitude_lr: Positive | None = None
+    options: dict[str, bool | int | float | str | Annotated[tuple[float, ...], Field(strict=False)]] = {}
 
 
 def _steps_or_share(given: int | float) -> int | float:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from trainer.errors import UserError
-from trainer.optim.table import ALIGNMENT, Entry, padded
+from trainer.optim.parameters import ALIGNMENT, padded
+from trainer.optim.table import Entry
 
 Held = dict[str, Any]
 
@@ -76,8 +77,9 @@ def _require_one_kind(parts: Sequence[tuple[Held, Held]]) -> None:
         if other.keys() != first.keys() or not _equal(once, others_once):
             raise UserError(
                 "with these rates groups of the optimizer become one that keep their state in different ways (in 8 and in "
-                "32 bit, where one is smaller than optimizer.min_8bit_size); that cannot be joined without a change of its "
-                "values: give their rules lr or weight_decay that differ, if only in the last digit"
+                "32 bit, where one is smaller than optimizer.min_8bit_size; or with other numbers of the whole group); that "
+                "cannot be joined without a change of its values: give their rules lr or weight_decay that differ, if only "
+                "in the last digit"
             )
 
 

@@ -49,16 +49,19 @@ class OptimizerState:
             raise UserError(f"the checkpoint's optimizer state has {unknown[0]!r}, which this run does not train")
         for (name, now), group in zip(groups.items(), self.optimizer.param_groups, strict=True):
             saved = by_name.pop(name, {})
-            _check(saved, [{key: kind(value) for key, value in now.items()}], name, "this run's optimizer keeps there")
+            _check(saved, [_kinds(now)], name, "this run's optimizer keeps there")
             group.update(_to(saved, group["params"][0].device))
+        in_group = dict(
+            zip(parameters, (group for group in self.optimizer.param_groups for _ in group["params"]), strict=True)
+        )
         for name, parameter in parameters.items():
             saved = by_name.get(name, {})
             if by_name and not saved:
                 raise UserError(f"the checkpoint has no optimizer state for {name}, which this run trains")
             if saved:
                 what = f"the {parameter.numel()} parameters there need"
-                _check(saved, self.entry.layouts(parameter.shape), name, what)
-            self.optimizer.state[parameter] = _to(saved, parameter.device)
+                _check(saved, [_kinds(layout) for layout in self.entry.layouts(parameter.shape, in_group[name])], name, what)
+            self.optimizer.state[parameter] = self.entry.hold(self.optimizer, parameter, _to(saved, parameter.device))
 
     def is_finite(self) -> bool:
         """Whether all parameters and their state are."""
@@ -99,17 +102,21 @@ class OptimizerState:
 
     def _other_keys(self) -> list[dict[str, str]]:
         """What must not change in each group, as text. The rates are the schedule's."""
-        apart = {"params", "lr", "initial_lr", *self.entry.group_keys}
+        apart = {"params", "lr", "initial_lr", *self.entry.group_keys, *self.entry.derived}
         return [
             {key: repr(value) for key, value in group.items() if key not in apart} for group in self.optimizer.param_groups
         ]
 
 
 def _check(saved: dict[str, Any], layouts: Sequence[Mapping[str, str]], name: str, what: str) -> None:
-    kinds = {key: kind(value) for key, value in saved.items()}
+    kinds = _kinds(saved)
     if kinds not in layouts:
         listed = ", ".join(f"{key} {kind}" for key, kind in sorted(kinds.items())) or "nothing"
         raise UserError(f"the checkpoint's optimizer state of {name} is not what {what}: {listed}")
+
+
+def _kinds(values: Mapping[str, Any]) -> dict[str, str]:
+    return {key: kind(value) for key, value in values.items()}
 
 
 def _to(saved: dict[str, Any], device: torch.device) -> dict[str, Any]:

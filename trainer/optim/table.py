@@ -1,112 +1,101 @@
-"""The table of optimizers. A new one is a line here, and the functions that it names."""
+"""The table of optimizers. A new one is an entry here, and the functions that it names."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer import patterns
 from trainer.errors import UserError
-
-Groups = Sequence[Mapping[str, Any]]
-ALIGNMENT = 256  # elements: the block of 8-bit optimizers, so that no block spans two parameters
+from trainer.optim import libraries
+from trainer.optim.libraries import Groups, Kept
+from trainer.optim.parameters import flatten, matrices
 
 
 @dataclass(frozen=True)
 class Entry:
     """One entry of the table.
 
-    build: (groups, **keys) -> the optimizer. groups: {"params", "lr", "weight_decay", "magnitudes"}, laid out as `flat`
-    says; keys: those of the config's table.
-    layouts: what it keeps for a parameter of a shape, {key: kind (state.kind)}; any one of the given alternatives.
-    flat: its parameters are one flat tensor for each group; False where it needs their shapes.
+    library: imports the library, and gives its class.
+    layouts: (shape, its group) -> what it keeps for such a parameter: any one of these, the first from the start.
+    make: (class, groups, keywords) -> the optimizer. groups: {"params", "lr", "weight_decay", "magnitudes"}, laid out as
+    `flat` says.
+    betas, eps: the library's defaults of `optimizer.betas` and `optimizer.eps`; None where it has no such keyword.
+    presets: options that have another default here than in the library. fixed: keywords that are no options.
+    flat: its parameters are one flat tensor for each group; False where it needs shapes: then they are matrices.
     shared: of a flat parameter's state, what is there once and not for each of its blocks of ALIGNMENT elements.
-    group_keys: what changes in its groups, for example Prodigy's "d". Not "lr": the schedule sets it after every update.
+    group_keys: what an update changes in its groups and a later one reads, for example Prodigy's "d". Not "lr": the schedule
+    sets it after every update. derived: what it changes there and no later one reads.
+    eight_bit: its state has 8 bits, in groups of `optimizer.min_8bit_size` elements or more.
+    hold: (optimizer, parameter, state) -> the state as the library holds it, of one that was read.
     cpu_scratch: bytes that an update takes for a moment on a CPU, for each element of its largest parameter.
     modes: it has train() and eval(), as schedule-free optimizers: gradients are taken at other weights than those that are
     used. Both change parameters, and no state.
+    rates: optimizer.lr must lie between these; it is a factor of a rate that the optimizer finds, the same for all groups.
+    schedules: those that go with it; None: all.
     """
 
-    build: Callable[..., torch.optim.Optimizer]
-    layouts: Callable[[torch.Size], Sequence[Mapping[str, str]]]
+    library: Callable[[], type]
+    layouts: Callable[[torch.Size, Mapping[str, Any]], Sequence[Kept]]
+    make: Callable[[type, Groups, dict[str, Any]], torch.optim.Optimizer] = libraries.plain
+    betas: tuple[float, ...] | None = (0.9, 0.999)
+    eps: float | None = 1e-8
+    presets: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
     flat: bool = True
     shared: tuple[str, ...] = ("step",)
     group_keys: tuple[str, ...] = ()
+    derived: tuple[str, ...] = ()
+    eight_bit: bool = False
+    hold: Callable[[Any, torch.Tensor, dict[str, Any]], dict[str, Any]] = libraries.as_it_is
     cpu_scratch: int = 0
     modes: bool = False
+    rates: tuple[float, float] | None = None
+    schedules: tuple[str, ...] | None = None
 
 
-def _adamw(groups: Groups, *, betas: tuple[float, float], eps: float, **_: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)
-
-
-def _adamw_layouts(shape: torch.Size) -> list[dict[str, str]]:
-    flat = f"torch.float32 {list(shape)}"
-    return [{"step": "torch.float32 []", "exp_avg": flat, "exp_avg_sq": flat}]
-
-
-def _adamw8bit(groups: Groups, *, betas: tuple[float, float], eps: float, min_8bit_size: int) -> torch.optim.Optimizer:
-    """The state of magnitudes stays fp32."""
-    import bitsandbytes as bnb
-
-    optimizer = bnb.optim.AdamW8bit(groups, betas=betas, eps=eps, min_8bit_size=min_8bit_size)
-    manager = bnb.optim.GlobalOptimManager.get_instance()
-    for group in optimizer.param_groups:
-        # All are told: it remembers places and ids of parameters that are gone, which come again.
-        manager.override_config(group["params"], "optim_bits", 32 if group["magnitudes"] else 8)
-    manager.register_parameters(optimizer.param_groups)
-    return optimizer
-
-
-def _adamw8bit_layouts(shape: torch.Size) -> list[dict[str, str]]:
-    """In 32 and in 8 bit."""
-    flat, codes = f"torch.float32 {list(shape)}", f"torch.uint8 {list(shape)}"
-    map_, scales = "torch.float32 [256]", f"torch.float32 [{shape.numel() // ALIGNMENT}]"
-    eight_bit = {f"{key}{i}": kind for i in "12" for key, kind in {"state": codes, "qmap": map_, "absmax": scales}.items()}
-    return [{"step": "count", "state1": flat, "state2": flat}, {"step": "count"} | eight_bit]
+def _blockwise(name: str, states: int, **more: Any) -> Entry:
+    """bitsandbytes decodes and encodes the whole state on a CPU."""
+    shared = ("step", *(f"qmap{i + 1}" for i in range(states)))
+    library, keeps = libraries.bitsandbytes(name), libraries.blockwise_keeps(states)
+    return Entry(library, keeps, libraries.blockwise, eight_bit=True, shared=shared, **more)
 
 
 OPTIMIZERS = {
-    "adamw": Entry(_adamw, _adamw_layouts),
-    # bitsandbytes decodes and encodes the whole state on a CPU.
-    "adamw8bit": Entry(_adamw8bit, _adamw8bit_layouts, shared=("step", "qmap1", "qmap2"), cpu_scratch=20),
-}
-
-
-def padded(elements: int) -> int:
-    """What a parameter of so many elements takes of a flat one."""
-    return -(-elements // ALIGNMENT) * ALIGNMENT
-
-
-def flatten(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """One fp32 parameter whose slices the given ones become, gradients included. These are there from the start, zero.
-
-    An adapter is hundreds of small tensors. Flat, they take one kernel each for the update, the norm, the clipping and the
-    reduction over processes.
-    """
-    starts, total = [], 0
-    for parameter in parameters:
-        starts.append(total)
-        total += padded(parameter.numel())
-    flat = nn.Parameter(torch.zeros(total, dtype=torch.float32, device=parameters[0].device))
-    flat.grad = torch.zeros_like(flat)
-    for parameter, start in zip(parameters, starts, strict=True):
-        assert parameter.dtype == torch.float32
-        piece = slice(start, start + parameter.numel())
-        flat.data[piece].copy_(parameter.data.reshape(-1))
-        parameter.data = flat.data[piece].view(parameter.shape)
-        parameter.grad = flat.grad[piece].view(parameter.shape)
-    return [flat]
-
-
-def shaped(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """The given ones where they lie."""
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    return list(parameters)
+    "adamw": Entry(lambda: torch.optim.AdamW, libraries.adamw_keeps, fixed={"fused": True}),
+    "adamw8bit": _blockwise("AdamW8bit", 2, cpu_scratch=20),
+    "paged_adamw8bit": _blockwise("PagedAdamW8bit", 2, hold=libraries.paged, cpu_scratch=20),
+    "lion": Entry(
+        libraries.kozistr("Lion"), libraries.keeps("exp_avg"), libraries.counting, betas=(0.9, 0.99), eps=None,
+        group_keys=("step",), cpu_scratch=4,
+    ),
+    "lion8bit": _blockwise("Lion8bit", 1, betas=(0.9, 0.99), eps=None, cpu_scratch=20),
+    # With its scale_parameter a matrix moves in proportion to its size: B, which starts at zero, would hardly move.
+    "adafactor": Entry(
+        libraries.transformers_adafactor, libraries.adafactor_keeps, betas=None, eps=None, flat=False,
+        presets={"scale_parameter": False}, fixed={"relative_step": False, "warmup_init": False}, cpu_scratch=8,
+    ),
+    # The presets are its author's advice for diffusion models (github.com/konstmish/prodigy).
+    "prodigy": Entry(
+        libraries.kozistr("Prodigy"), libraries.keeps("s", "p0", "exp_avg", "exp_avg_sq"), libraries.prodigy,
+        presets={"safeguard_warmup": True, "bias_correction": True}, group_keys=("step", "d", "d_max", "d_numerator"),
+        derived=("d_de_nom", "d_hat"), rates=(0.1, 10.0), cpu_scratch=4,
+    ),
+    "schedulefree_adamw": Entry(
+        libraries.schedulefree, libraries.keeps("z", "exp_avg_sq"), group_keys=("k", "weight_sum", "lr_max"),
+        derived=("scheduled_lr",), modes=True, schedules=("constant",), cpu_scratch=4,
+    ),
+    "came": Entry(
+        libraries.kozistr("CAME"), libraries.came_keeps, libraries.counting, betas=(0.9, 0.999, 0.9999), eps=None, flat=False,
+        group_keys=("step",), cpu_scratch=8,
+    ),
+    # With match_rms_adamw one optimizer.lr suits matrices and magnitudes, and is about AdamW's (arXiv 2502.16982).
+    "muon": Entry(
+        lambda: torch.optim.Muon, libraries.muon_keeps, libraries.muon, flat=False,
+        presets={"adjust_lr_fn": "match_rms_adamw"}, cpu_scratch=8,
+    ),
+}  # fmt: skip
 
 
 def optimizer_named(name: str) -> Entry:
@@ -116,31 +105,44 @@ def optimizer_named(name: str) -> Entry:
     return OPTIMIZERS[name]
 
 
-def build_optimizer(name: str, groups: Groups, **keys: Any) -> torch.optim.Optimizer:
-    """groups, keys: as `Entry.build` takes them. The parameters get gradients, to be zeroed in place, never set to None."""
+def build_optimizer(
+    name: str,
+    groups: Groups,
+    *,
+    betas: Sequence[float] | None = None,
+    eps: float | None = None,
+    min_8bit_size: int = 4096,
+    options: Mapping[str, Any] = {},
+) -> torch.optim.Optimizer:
+    """groups: as `Entry.make` takes them, not laid out yet. betas, eps: None for the library's. options: beyond the presets.
+
+    The parameters get gradients, to be zeroed in place, never set to None.
+    """
     entry = optimizer_named(name)
-    lay_out = flatten if entry.flat else shaped
-    optimizer = entry.build([{**group, "params": lay_out(group["params"])} for group in groups], **keys)
+    keys = {**entry.presets, **options, **entry.fixed}
+    if betas is not None:
+        keys["betas"] = tuple(betas)
+    if eps is not None:
+        keys["eps"] = eps
+    if entry.eight_bit:
+        keys["min_8bit_size"] = min_8bit_size
+    laid_out = [
+        {**group, "params": flatten(params) if entry.flat else matrices(params, magnitudes=group["magnitudes"])}
+        for group in groups
+        for params in [group["params"]]
+    ]
+    optimizer = entry.make(entry.library(), laid_out, keys)
     if entry.modes:
         optimizer.train()  # type: ignore[attr-defined]
     return optimizer
 
 
-def state_bytes(name: str, groups: Groups, **keys: Any) -> int:
-    """Of what the optimizer keeps after an update of parameters of these sizes: of its own step, on tensors without values.
-
-    groups, keys: as of `build_optimizer`, whose parameters may be laid out already.
-    """
-    with FakeTensorMode(allow_non_fake_inputs=True):  # bitsandbytes keeps tables of its codes, with values
-        copies = [
-            {
-                "params": [
-                    nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype)) for parameter in group["params"]
-                ],
-                **{key: group[key] for key in ("lr", "weight_decay", "magnitudes")},
-            }
-            for group in groups
-        ]
-        copy = build_optimizer(name, copies, **keys)
-        copy.step()
-        return sum(t.nbytes for state in copy.state.values() for t in state.values() if isinstance(t, torch.Tensor))
+def state_bytes(name: str, optimizer: torch.optim.Optimizer) -> int:
+    """Of what the optimizer of that name keeps after its first update. The parameters may be tensors without values."""
+    return sum(
+        tensor.nbytes
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for tensor in OPTIMIZERS[name].layouts(parameter.shape, group)[0].values()
+        if isinstance(tensor, torch.Tensor)
+    )

@@ -1,0 +1,176 @@
+"""The libraries' optimizers: how each is imported (where it is asked for), how it is made, and what it keeps."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from trainer.optim.parameters import ALIGNMENT
+
+Groups = Sequence[Mapping[str, Any]]
+# What is kept for a parameter, by key: a tensor without values, or a number of the kind.
+Kept = dict[str, Any]
+
+
+def like(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def bitsandbytes(name: str) -> Callable[[], type]:
+    def library() -> type:
+        import bitsandbytes
+
+        return getattr(bitsandbytes.optim, name)
+
+    return library
+
+
+def kozistr(name: str) -> Callable[[], type]:
+    def library() -> type:
+        import pytorch_optimizer
+
+        return getattr(pytorch_optimizer, name)
+
+    return library
+
+
+def transformers_adafactor() -> type:
+    from transformers.optimization import Adafactor
+
+    return Adafactor
+
+
+def schedulefree() -> type:
+    from schedulefree import AdamWScheduleFree
+
+    return AdamWScheduleFree
+
+
+# --- how they are made: (class, groups, keywords) -> optimizer --------------------------------------------------------
+
+
+def plain(library: type, groups: Groups, keys: dict[str, Any]) -> torch.optim.Optimizer:
+    return library(groups, **keys)
+
+
+def blockwise(library: type, groups: Groups, keys: dict[str, Any]) -> torch.optim.Optimizer:
+    """Of bitsandbytes, for flat parameters. The state of magnitudes stays fp32, and that of small groups."""
+    import bitsandbytes
+
+    def bits(group: Mapping[str, Any]) -> int:
+        small = sum(parameter.numel() for parameter in group["params"]) < keys["min_8bit_size"]
+        return 32 if group["magnitudes"] or small else 8
+
+    optimizer = library([{**group, "bits": bits(group)} for group in groups], **keys)
+    manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    for group in optimizer.param_groups:
+        # All are told: it remembers places and ids of parameters that are gone, which come again.
+        manager.override_config(group["params"], "optim_bits", group["bits"])
+    manager.register_parameters(optimizer.param_groups)
+    return optimizer
+
+
+def counting(library: type, groups: Groups, keys: dict[str, Any]) -> torch.optim.Optimizer:
+    """Of pytorch-optimizer. Batched over a group it holds temporaries of all its parameters at once: not on a CPU."""
+    optimizer = library(groups, foreach=groups[0]["params"][0].device.type != "cpu", **keys)
+    for group in optimizer.param_groups:
+        group.setdefault("step", 0)
+    return optimizer
+
+
+def prodigy(library: type, groups: Groups, keys: dict[str, Any]) -> torch.optim.Optimizer:
+    optimizer = counting(library, groups, keys)
+    for group in optimizer.param_groups:
+        group["d_numerator"] = torch.zeros(1, device=group["params"][0].device)
+    return optimizer
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Muon for the matrices, AdamW for the magnitudes: torch's own, over one list of groups and one state."""
+
+    def __init__(self, groups: Groups, betas: tuple[float, float], eps: float, **keys: Any) -> None:
+        super().__init__(groups, {})
+        self.parts: list[torch.optim.Optimizer] = []
+        of = [[group for group in self.param_groups if group["magnitudes"] == kind] for kind in (False, True)]
+        if of[0]:
+            self.parts.append(torch.optim.Muon(of[0], **keys))
+        if of[1]:
+            self.parts.append(torch.optim.AdamW(of[1], betas=betas, eps=eps, fused=True))
+        for part in self.parts:
+            part.state = self.state
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for part in self.parts:
+            part.step()
+
+
+def muon(library: type, groups: Groups, keys: dict[str, Any]) -> torch.optim.Optimizer:
+    adamw = {"betas": (0.9, 0.999), "eps": 1e-8} | {key: keys[key] for key in ("betas", "eps") if key in keys}
+    return MuonAdamW(groups, **keys | adamw)
+
+
+# --- how a state that was read is held: (optimizer, parameter, state) -> state ----------------------------------------
+
+
+def as_it_is(optimizer: Any, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    return state
+
+
+def paged(optimizer: Any, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    """Of bitsandbytes: in memory that a GPU pages."""
+    if not parameter.is_cuda:
+        return state
+    return {
+        key: optimizer.get_state_buffer(parameter, dtype=value.dtype).copy_(value) if key in ("state1", "state2") else value
+        for key, value in state.items()
+    }
+
+
+# --- what they keep: (shape, the parameter's group) -> layouts, of which the first is what an update makes ------------
+
+
+def adamw_keeps(shape: torch.Size, group: Mapping[str, Any]) -> list[Kept]:
+    more = {"max_exp_avg_sq": like(*shape)} if group.get("amsgrad") else {}
+    return [{"step": like(), "exp_avg": like(*shape), "exp_avg_sq": like(*shape)} | more]
+
+
+def blockwise_keeps(states: int) -> Callable[[torch.Size, Mapping[str, Any]], list[Kept]]:
+    """In 8 bit and in 32: a state goes on in the format that it was saved in."""
+
+    def keeps(shape: torch.Size, group: Mapping[str, Any]) -> list[Kept]:
+        codes, scales = like(*shape, dtype=torch.uint8), like(shape.numel() // ALIGNMENT)
+        numbers = range(1, states + 1)
+        small = {f"{key}{i}": t for i in numbers for key, t in {"state": codes, "qmap": like(256), "absmax": scales}.items()}
+        full = {f"state{i}": like(*shape) for i in numbers}
+        layouts = [{"step": 1} | small, {"step": 1} | full]
+        return layouts if group["bits"] == 8 else layouts[::-1]
+
+    return keeps
+
+
+def keeps(*keys: str) -> Callable[[torch.Size, Mapping[str, Any]], list[Kept]]:
+    """Tensors like the parameter."""
+    return lambda shape, group: [{key: like(*shape) for key in keys}]
+
+
+def _factors(shape: torch.Size, name: str) -> Kept:
+    return {f"{name}_row": like(*shape[:-1]), f"{name}_col": like(*shape[:-2], shape[-1])}
+
+
+def adafactor_keeps(shape: torch.Size, group: Mapping[str, Any]) -> list[Kept]:
+    of_square = _factors(shape, "exp_avg_sq") if len(shape) > 1 else {"exp_avg_sq": like(*shape)}
+    momentum = {} if group["beta1"] is None else {"exp_avg": like(*shape)}
+    return [{"step": 1, "RMS": like()} | of_square | momentum]
+
+
+def came_keeps(shape: torch.Size, group: Mapping[str, Any]) -> list[Kept]:
+    if len(shape) > 1:
+        squares = _factors(shape, "exp_avg_sq") | _factors(shape, "exp_avg_res")
+    else:
+        squares = {"exp_avg_sq": like(*shape)}
+    more = {"exp_avg_sq_hat": like(*shape)} if group["ams_bound"] else {}
+    return [{"RMS": like(), "exp_avg": like(*shape)} | squares | more]
+
+
+def muon_keeps(shape: torch.Size, group: Mapping[str, Any]) -> list[Kept]:
+    return adamw_keeps(shape, group) if group["magnitudes"] else [{"momentum_buffer": like(*shape)}]

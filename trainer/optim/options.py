@@ -1,0 +1,92 @@
+"""What a config asks of an optimizer beyond its name, against what its library takes."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer import patterns
+from trainer.errors import UserError
+from trainer.optim.table import build_optimizer, optimizer_named
+
+# Keywords of the libraries that are no options: what says them instead, or "" where the trainer does.
+ELSEWHERE = {
+    "lr": "optimizer.lr", "weight_decay": "optimizer.weight_decay", "min_8bit_size": "optimizer.min_8bit_size",
+    "warmup_steps": "schedule.warmup",
+    **dict.fromkeys(("self", "params", "args", "optim_bits", "is_paged", "foreach", "fused", "capturable"), ""),
+    **dict.fromkeys(("differentiable", "maximize"), ""),
+}  # fmt: skip
+WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
+
+
+def library_of(name: str) -> str:
+    """PACKAGE.CLASS of the optimizer of that name."""
+    found = optimizer_named(name).library()
+    return f"{found.__module__.partition('.')[0]}.{found.__name__}"
+
+
+def options_of(name: str) -> dict[str, inspect.Parameter]:
+    """What [optimizer.options] may hold. Imports the library."""
+    entry = optimizer_named(name)
+    taken = inspect.signature(entry.library().__init__).parameters
+    given = {*ELSEWHERE, *entry.fixed, *(["betas"] if entry.betas else []), *(["eps"] if entry.eps else [])}
+    return {
+        key: parameter
+        for key, parameter in taken.items()
+        if key not in given and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    }
+
+
+def check(name: str, *, betas: Sequence[float] | None, eps: float | None, options: Mapping[str, Any]) -> None:
+    """Raises UserError for what the library does not take, or refuses. The library is imported where anything is given."""
+    entry = optimizer_named(name)
+    for key, value, default in (("betas", betas, entry.betas), ("eps", eps, entry.eps)):
+        if value is not None and default is None:
+            raise UserError(f"optimizer.{key} = {_shown(value)} has no effect with optimizer.name = {name!r}; leave it out")
+    if betas is not None and len(betas) != len(entry.betas or ()):
+        defaults = list(entry.betas or ())
+        raise UserError(f"optimizer.betas = {list(betas)}: {name} has {len(defaults)}; its defaults are {defaults}")
+    if not {**options, **({} if betas is None else {"betas": betas}), **({} if eps is None else {"eps": eps})}:
+        return
+    taken = options_of(name) if options else {}
+    for key, value in options.items():
+        _check_option(f"optimizer.options.{key} = {_shown(value)}", key, value, taken, name)
+    group = {"params": [nn.Parameter(torch.zeros(2, 2))], "lr": 1e-4, "weight_decay": 0.0, "magnitudes": False}
+    try:
+        build_optimizer(name, [group], betas=betas, eps=eps, options=options)
+    except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+        raise UserError(f"{library_of(name)} refuses optimizer.betas, eps or options: {error}") from error
+
+
+def _check_option(given: str, key: str, value: Any, taken: Mapping[str, inspect.Parameter], name: str) -> None:
+    if key in ("betas", "eps") and key not in taken:
+        raise UserError(f"{given}: write it as optimizer.{key}")
+    if key in ELSEWHERE:
+        raise UserError(f"{given}: " + (f"set {ELSEWHERE[key]} instead" if ELSEWHERE[key] else "the trainer sets it"))
+    if key not in taken:
+        hint = patterns.meant(key, taken) if taken else "it takes none"
+        raise UserError(f"{given}: {library_of(name)} does not take it; {hint}")
+    default, kinds = taken[key].default, _kinds(taken[key])
+    if isinstance(default, tuple):
+        if not isinstance(value, (list, tuple)) or len(value) != len(default) or not all(map(_is_number, value)):
+            raise UserError(f"{given}: give a list of {len(default)} numbers; the library's default is {list(default)}")
+    elif not any(_is_number(value) if kind is float else type(value) is kind for kind in kinds):
+        raise UserError(f"{given}: give {' or '.join(WORDS[kind] for kind in kinds)}")
+
+
+def _kinds(parameter: inspect.Parameter) -> list[type]:
+    """Those that its default has; of None, those that its annotation names, or else a number."""
+    if parameter.default is not None:
+        return [type(parameter.default)]
+    text = str(parameter.annotation)
+    return [kind for kind in WORDS if kind.__name__ in text] or [float]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _shown(value: Any) -> str:
+    return repr(list(value) if isinstance(value, tuple) else value)
