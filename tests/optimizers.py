@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainer.optim.libraries import Kept, keeps, like
+from trainer.optim.libraries import StateLayout, keeps, like
 from trainer.optim.table import Entry
 
 
@@ -87,7 +87,7 @@ class Factored(torch.optim.Optimizer):
                 p.addcdiv_(p.grad, v.sqrt(), value=-group["lr"])
 
 
-def factored_layouts(shape: torch.Size, group: Mapping[str, Any]) -> list[Kept]:
+def factored_layouts(shape: torch.Size, group: Mapping[str, Any]) -> list[StateLayout]:
     if len(shape) < 2:
         return [{"v": like(*shape)}]
     return [{"rows": like(shape[0]), "columns": like(shape[1:].numel())}]

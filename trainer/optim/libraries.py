@@ -9,7 +9,7 @@ from trainer.optim.parameters import ALIGNMENT
 
 Groups = Sequence[Mapping[str, Any]]
 # What is kept for a parameter, by key: a tensor without values, or a number of the kind.
-Kept = dict[str, Any]
+StateLayout = dict[str, Any]
 
 
 def like(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -129,15 +129,15 @@ def paged(optimizer: Any, parameter: torch.Tensor, state: dict[str, Any]) -> dic
 # --- what they keep: (shape, the parameter's group) -> layouts, of which the first is what an update makes ------------
 
 
-def adamw_keeps(shape: torch.Size, group: Mapping[str, Any]) -> list[Kept]:
+def adamw_keeps(shape: torch.Size, group: Mapping[str, Any]) -> list[StateLayout]:
     more = {"max_exp_avg_sq": like(*shape)} if group.get("amsgrad") else {}
     return [{"step": like(), "exp_avg": like(*shape), "exp_avg_sq": like(*shape)} | more]
 
 
-def blockwise_keeps(states: int) -> Callable[[torch.Size, Mapping[str, Any]], list[Kept]]:
+def blockwise_keeps(states: int) -> Callable[[torch.Size, Mapping[str, Any]], list[StateLayout]]:
     """In 8 bit and in 32: a state goes on in the format that it was saved in."""
 
-    def keeps(shape: torch.Size, group: Mapping[str, Any]) -> list[Kept]:
+    def keeps(shape: torch.Size, group: Mapping[str, Any]) -> list[StateLayout]:
         codes, scales = like(*shape, dtype=torch.uint8), like(shape.numel() // ALIGNMENT)
         numbers = range(1, states + 1)
         small = {f"{key}{i}": t for i in numbers for key, t in {"state": codes, "qmap": like(256), "absmax": scales}.items()}
@@ -148,22 +148,22 @@ def blockwise_keeps(states: int) -> Callable[[torch.Size, Mapping[str, Any]], li
     return keeps
 
 
-def keeps(*keys: str) -> Callable[[torch.Size, Mapping[str, Any]], list[Kept]]:
+def keeps(*keys: str) -> Callable[[torch.Size, Mapping[str, Any]], list[StateLayout]]:
     """Tensors like the parameter."""
     return lambda shape, group: [{key: like(*shape) for key in keys}]
 
 
-def _factors(shape: torch.Size, name: str) -> Kept:
+def _factors(shape: torch.Size, name: str) -> StateLayout:
     return {f"{name}_row": like(*shape[:-1]), f"{name}_col": like(*shape[:-2], shape[-1])}
 
 
-def adafactor_keeps(shape: torch.Size, group: Mapping[str, Any]) -> list[Kept]:
+def adafactor_keeps(shape: torch.Size, group: Mapping[str, Any]) -> list[StateLayout]:
     of_square = _factors(shape, "exp_avg_sq") if len(shape) > 1 else {"exp_avg_sq": like(*shape)}
     momentum = {} if group["beta1"] is None else {"exp_avg": like(*shape)}
     return [{"step": 1, "RMS": like()} | of_square | momentum]
 
 
-def came_keeps(shape: torch.Size, group: Mapping[str, Any]) -> list[Kept]:
+def came_keeps(shape: torch.Size, group: Mapping[str, Any]) -> list[StateLayout]:
     if len(shape) > 1:
         squares = _factors(shape, "exp_avg_sq") | _factors(shape, "exp_avg_res")
     else:
@@ -172,5 +172,5 @@ def came_keeps(shape: torch.Size, group: Mapping[str, Any]) -> list[Kept]:
     return [{"RMS": like(), "exp_avg": like(*shape)} | squares | more]
 
 
-def muon_keeps(shape: torch.Size, group: Mapping[str, Any]) -> list[Kept]:
+def muon_keeps(shape: torch.Size, group: Mapping[str, Any]) -> list[StateLayout]:
     return adamw_keeps(shape, group) if group["magnitudes"] else [{"momentum_buffer": like(*shape)}]

@@ -9,7 +9,7 @@ import torch
 from trainer import patterns
 from trainer.errors import UserError
 from trainer.optim import libraries
-from trainer.optim.libraries import Groups, Kept
+from trainer.optim.libraries import Groups, StateLayout
 from trainer.optim.parameters import flatten, matrices
 
 
@@ -37,7 +37,7 @@ class Entry:
     """
 
     library: Callable[[], type]
-    layouts: Callable[[torch.Size, Mapping[str, Any]], Sequence[Kept]]
+    layouts: Callable[[torch.Size, Mapping[str, Any]], Sequence[StateLayout]]
     make: Callable[[type, Groups, dict[str, Any]], torch.optim.Optimizer] = libraries.plain
     betas: tuple[float, ...] | None = (0.9, 0.999)
     eps: float | None = 1e-8
