@@ -36,6 +36,11 @@ def check(config: Config) -> None:
             raise UserError(
                 f"{chosen.name} takes one rate, which it finds for all parameters together; leave out {', '.join(differing)}"
             )
+        stopping = [f"adapter.rules[{i}].stop_step" for i, r in enumerate(config.adapter.rules) if r.stop_step is not None]
+        if stopping:
+            raise UserError(
+                f"{chosen.name} estimates one rate over all parameters to the end; leave out {', '.join(stopping)}"
+            )
     name = config.schedule.name
     if entry.schedules is not None and name not in entry.schedules:
         allowed = " or ".join(map(repr, entry.schedules))

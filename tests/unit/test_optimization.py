@@ -92,6 +92,7 @@ def test_prodigy_refuses_a_rule_with_another_rate() -> None:
     rule = {"component": "unet", "match": "*", "lr": 0.5}
     assert refusal(config([rule], optimizer=PRODIGY)).endswith("leave out adapter.rules[0].lr = 0.5")
     optimization.check(config([rule | {"lr": 1.0}], optimizer=PRODIGY))
+    assert refusal(config([rule | {"lr": 1.0, "stop_step": 9}], optimizer=PRODIGY)).endswith("adapter.rules[0].stop_step")
 
 
 def test_schedule_free_refuses_a_falling_rate() -> None:

@@ -90,17 +90,20 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def __init__(self, groups: Groups, betas: tuple[float, float], eps: float, **keys: Any) -> None:
         super().__init__(groups, {})
-        self.parts: list[torch.optim.Optimizer] = []
-        of = [[group for group in self.param_groups if group["magnitudes"] == kind] for kind in (False, True)]
-        if of[0]:
-            self.parts.append(torch.optim.Muon(of[0], **keys))
-        if of[1]:
-            self.parts.append(torch.optim.AdamW(of[1], betas=betas, eps=eps, fused=True))
-        for part in self.parts:
+        self.parts: dict[bool, torch.optim.Optimizer] = {}  # by whether it trains magnitudes
+        if weights := self._groups(magnitudes=False):
+            self.parts[False] = torch.optim.Muon(weights, **keys)
+        if vectors := self._groups(magnitudes=True):
+            self.parts[True] = torch.optim.AdamW(vectors, betas=betas, eps=eps, fused=True)
+        for part in self.parts.values():
             part.state = self.state
 
+    def _groups(self, *, magnitudes: bool) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if group["magnitudes"] == magnitudes]
+
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        for part in self.parts:
+        for magnitudes, part in self.parts.items():
+            part.param_groups = self._groups(magnitudes=magnitudes)  # a step may leave some out
             part.step()
 
 

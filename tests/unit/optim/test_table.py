@@ -145,6 +145,20 @@ def test_what_the_plan_counts_is_what_is_kept(name: str, least: int) -> None:
     assert counted == sum(t.nbytes for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor))
 
 
+def test_muon_leaves_out_the_groups_that_a_step_leaves_out() -> None:
+    """As trainer/step.py does it where a rule has a stop_step."""
+    groups, parameters = adapter()
+    optimizer = build_optimizer("muon", groups)
+    for parameter in parameters:
+        parameter.grad.fill_(1.0)
+    before, every = [parameter.detach().clone() for parameter in parameters], optimizer.param_groups
+    for off in range(2):
+        optimizer.param_groups = [group | {"params": []} if place == off else group for place, group in enumerate(every)]
+        optimizer.step()
+        moved = [not torch.equal(parameter, was) for parameter, was in zip(parameters, before, strict=True)]
+        assert moved == ([False] * 4 + [True] * 2 if off == 0 else [True] * 6)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_betas_and_eps_are_the_librarys_own(name: str) -> None:
     entry = OPTIMIZERS[name]
