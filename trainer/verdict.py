@@ -7,10 +7,11 @@ docs/watching.md has what the thresholds were taken from.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 from typing import Any, Literal
 
 Line = Mapping[str, Any]  # a line of metrics.jsonl
@@ -23,10 +24,10 @@ LOSS_TIMES, GRAD_TIMES = 4.0, 20.0
 # second, a picture differs by no more than by the rounding of its computation.
 TOO_FAR, TOO_LITTLE = 1.0, 5e-4
 # A fall of the held-out loss is learning, a rise from its lowest value is memorising: shares. Draws are fixed, so neither is
-# noise. Of the losses of steps, which are noise: standard errors.
-FALLEN, RISEN, ERRORS = 0.01, 0.05, 5.0
+# noise. Of the losses of steps, which jitter: standard errors of their ranks.
+FALLEN, RISEN, ERRORS = 0.01, 0.05, 3.5
 
-TOLD = 10  # losses of steps, for their standard error
+TOLD = 10  # losses of steps: of fewer nothing can be said
 
 Kind = Literal["learned", "memorising", "diverged", "recovered", "nothing", "unclear"]
 BAD: tuple[Kind, ...] = ("diverged", "nothing")
@@ -174,15 +175,21 @@ def _by_loss(rows: Sequence[Line], changed: str) -> Verdict:
         return Verdict("unclear", said)
     losses = [row["loss"] for row in rows if row.get("loss") is not None]
     early, late = losses[: max(TOLD, len(losses) // 5)], losses[-max(TOLD, len(losses) // 3) :]
-    if len(losses) >= 2 * TOLD:
-        error = math.hypot(stdev(early) / math.sqrt(len(early)), stdev(late) / math.sqrt(len(late)))
-        if fmean(early) - fmean(late) > ERRORS * error:
-            said = f"the loss of the steps fell from {fmean(early):.4g} to {fmean(late):.4g}{changed}"
-            return Verdict("learned", f"{said}; only held-out photos can tell whether it is more than memorising")
+    if len(losses) >= 2 * TOLD and _fall(early, late) > ERRORS:
+        said = f"the loss of the steps fell from {fmean(early):.4g} to {fmean(late):.4g}{changed}"
+        return Verdict("learned", f"{said}; only held-out photos can tell whether it is more than memorising")
     return Verdict(
         "unclear",
         f"the loss of the steps jitters more than it fell{changed}; look at the samples, or set validation.loss_every_steps",
     )
+
+
+def _fall(early: Sequence[float], late: Sequence[float]) -> float:
+    """In standard errors, how far the late losses rank below the early ones (Mann and Whitney 1947, On a Test of Whether one
+    of Two Random Variables is Stochastically Larger than the Other). Whatever their distribution: it is a skewed one."""
+    ordered, n, m = sorted(late), len(early), len(late)
+    above = sum((bisect_left(ordered, loss) + bisect_right(ordered, loss)) / 2 for loss in early)
+    return (above - n * m / 2) / math.sqrt(n * m * (n + m + 1) / 12)
 
 
 def _series(rows: Sequence[Line], field: str) -> list[tuple[int, float]]:

@@ -57,18 +57,27 @@ def test_a_gradient_norm_and_weights_that_left_their_range() -> None:
     assert "to no finite number" in warnings(rows)[0] and judge(rows).kind == "diverged"
 
 
-@pytest.mark.parametrize("batch", [1, 2, 12])
-@given(seed=st.integers(0, 2**32))
-def test_losses_that_only_jitter_are_no_alarm(batch: int, seed: int) -> None:
+def jitter(seed: int, batch: int, steps: int = 400) -> list[dict[str, Any]]:
     """Of epsilon, unweighted: by the time alone a photo's loss spans a factor of a hundred, as the pocket SDXL's does."""
     draw = random.Random(seed)
 
     def one() -> float:
         return draw.choice((1.8, 0.45, 0.11, 0.015)) * math.exp(draw.gauss(0, 0.4))
 
-    rows = log([sum(one() for _ in range(batch)) / batch for _ in range(400)], batch=batch)
-    assert not warnings(rows)
-    assert judge(rows, SMALL).kind == "unclear"
+    return log([sum(one() for _ in range(batch)) / batch for _ in range(steps)], batch=batch)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 12])
+def test_losses_that_only_jitter_are_no_alarm_and_no_learning(batch: int) -> None:
+    for seed in range(100):
+        rows = jitter(seed, batch)
+        assert not warnings(rows) and judge(rows, SMALL).kind == "unclear", seed
+
+
+def test_losses_that_fall_below_their_jitter_are_learning() -> None:
+    for seed in range(20):
+        rows = [row | {"loss": row["loss"] * (0.3 if row["step"] > 100 else 1)} for row in jitter(seed, 4)]
+        assert judge(rows, SMALL).kind == "learned", seed
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=60), st.integers(0, 60), st.sampled_from([1, 5, 40]))
