@@ -259,7 +259,7 @@ at least {kept_share} of fp32's fall is kept. Where most weights stayed in bf16,
 ## Beside diffusers + PEFT
 
 Both train over the same bf16 base, with the same batches, noise, timesteps, optimizer and clipping. Seconds are of the
-training steps alone. Ours and theirs ran side by side, beside other programs, so that both met the same load. LoRA's cells
+training steps alone. Ours and theirs ran side by side, beside other programs, so that both met the same load. These cells
 are newer than attention in fp32 on a CPU ([precision.md](precision.md#attention-on-a-cpu)), the others older:
 
     python scripts/bench/learning.py --out outputs/learning --jobs 2 --cells sdxl/bf16-lora,sdxl/peft-lora
