@@ -3,6 +3,7 @@
     python scripts/adapter.py export outputs/bear/checkpoints/step-00000500 exported   # the files of any checkpoint
     python scripts/adapter.py show bear.safetensors --plot bear.png                    # what a file is
     python scripts/adapter.py convert bear.safetensors bear_kohya.safetensors --to kohya
+    python scripts/adapter.py ema outputs/bear --length 0.1                            # an average of its weights
 
 Files of diffusers, PEFT, kohya, LyCORIS, ComfyUI, OneTrainer and ai-toolkit are read, LoRA and DoRA, for SDXL and Flux
 (docs/adapter_files.md). --base names the model where a file is for another size than the published ones, and where weights
@@ -65,6 +66,13 @@ def convert(chosen: argparse.Namespace) -> None:
         print(f"  {note}")
 
 
+def ema(chosen: argparse.Namespace) -> None:
+    """Write the adapter files of an average of any length, made of those that a run set aside (docs/ema.md)."""
+    from trainer.posthoc import average
+
+    print("\n".join(average(chosen.output, chosen.length, step=chosen.step, folder=chosen.folder).lines()))
+
+
 def opened_file(chosen: argparse.Namespace):
     """The adapter file of the arguments, by the names of the model that they give."""
     from trainer.adapter_files import models_at, open_adapter
@@ -114,6 +122,14 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument(
         "--dora_scale", choices=("comfyui_released", "magnitude"), help="as export.dora_scale (docs/adapter_files.md)"
     )
+    command = commands.add_parser("ema", help="an average of a run's weights, of any length")
+    command.set_defaults(run=ema)
+    command.add_argument("output", metavar="OUTPUT_DIR", type=Path, help="a run's folder, made with ema.kind = 'power'")
+    command.add_argument(
+        "--length", type=float, required=True, help="standard deviation of the profile as a share of the run: 0.05 to 0.25"
+    )
+    command.add_argument("--step", type=int, help="up to this step; default: the last one that was set aside")
+    command.add_argument("--folder", type=Path, help="where the files go; default: OUTPUT_DIR/adapters")
     chosen = parser.parse_args(arguments)
     if hasattr(signal, "SIGPIPE"):  # not on Windows
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error

@@ -5,7 +5,7 @@ its configs alone are read.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -227,13 +227,28 @@ class OpenedCheckpoint:
     def components(self) -> list[str]:
         return list(dict.fromkeys(target.component for target in self._targets))
 
-    def export(self, folder: Path, formats: tuple[str, ...] = ("diffusers", "comfyui")) -> dict[str, Path]:
-        """Write the files that the run itself would write at this step, byte for byte; returns them by format."""
+    def scaling(self, layer: str) -> float:
+        """alpha / rank of an adapted layer, by its full name (rsLoRA: alpha / sqrt(rank))."""
+        return next(t.scaling(self.rslora) for t in self._targets if f"{t.component}.{t.name}" == layer)
+
+    def instead(self, state: Mapping[str, torch.Tensor], norms: AllNorms, about: About) -> "OpenedCheckpoint":
+        """With other weights of the same adapter. Raises UserError where they are of another."""
+        if state.keys() != self._state.keys() or any(state[name].shape != self._state[name].shape for name in state):
+            raise UserError(f"{self.folder} is of another adapter than these weights")
+        return replace(self, _state=state, norms=norms, about=about)
+
+    def export(
+        self, folder: Path, formats: tuple[str, ...] = ("diffusers", "comfyui"), stem: str | None = None
+    ) -> dict[str, Path]:
+        """Write the files that the run itself would write at this step, byte for byte; returns them by format.
+
+        stem: of the files' names; left out: the run's name.
+        """
         shapes = self.model.full_layers(self.components)
         return export.write_files(
             self.portable,
             folder,
-            self.about.name,
+            stem or self.about.name,
             self.about,
             formats=formats,
             fused={name: self.model.modules(name) for name in self.components},

@@ -77,11 +77,12 @@ class Artifacts:
 
     def set_aside(self) -> Exception | None:
         """Write the averages as they are now beside the earlier ones. Returns what ends the run."""
-        folder, made = self.layout.averages, partial(products, self.adapter)
+        step, made = self.progress.step, partial(products, self.adapter)
+        epoch = self.components.plan.epoch_of(step)
         # Seen to its end whatever signal comes, as a checkpoint is: the later ones go on from here.
         with self.components.phases("setting averages aside", unit="B", obey=False) as phase:
             try:
-                snapshots.write(folder, self.progress.step, self.averages, made, phase.advance)
+                snapshots.write(self.layout.averages, step, epoch, self.averages, made, phase.advance)
             except OSError as error:
                 return NotWritten(error)
         return None

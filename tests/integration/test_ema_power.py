@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scripts import adapter
 from tests.harness import Workbench, built, take_step
 from trainer import config as configs
 from trainer import run as runs
@@ -170,6 +171,41 @@ def test_a_file_that_is_damaged_is_seen_and_written_again(bench: Workbench) -> N
         dense = (base + s * b.double().flatten(1) @ a.double().flatten(1)).norm(dim=1)
         found = snapshots.adapted_norm(base.norm(dim=1).float(), wa, a.flatten(1), b.flatten(1), s)
         assert torch.allclose(found, dense, rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_the_tool_writes_the_files_of_the_run(bench: Workbench, kind: str, capsys) -> None:
+    """Of the length that the run exports itself: the same weights, and of a DoRA the same scales."""
+    out = train(bench, "out", adapter__type=kind)
+    assert adapter.main(["ema", str(out), "--length", "0.1"]) == 0
+    said = capsys.readouterr().out
+    assert "an average over 12 updates up to step 12, made of 6 that were set aside" in said
+    assert "no weight is off by more than 0.000% of what it ranged over" in said
+    stem = "bear-00000012_ema_0p1"
+    for ending in ("", "_comfyui"):
+        made, own = (TensorFile(out / "adapters" / f"{name}{ending}.safetensors") for name in (stem, "bear_ema"))
+        assert made.entries.keys() == own.entries.keys()
+        for name in own.entries:
+            one, other = made.read(name), own.read(name)
+            if ending and name.endswith("dora_scale"):
+                assert torch.allclose(one, other, rtol=2e-6, atol=0), name
+            else:
+                assert torch.equal(one, other), name
+        differ = {key for key in own.metadata if made.metadata.get(key) != own.metadata[key]}
+        assert differ <= {"average", "sshs_model_hash"} and "length 0.1, of 6 averages" in made.metadata["average"]
+    assert adapter.main(["ema", str(out), "--length", "0.12", "--step", "8", "--folder", str(bench.tmp / "else")]) == 0
+    header = TensorFile(bench.tmp / "else" / "bear-00000008_ema_0p12.safetensors").metadata
+    assert header["ss_steps"] == "8" and "of 4 averages" in header["average"]
+    capsys.readouterr()
+    for arguments, reason in (
+        (["--length", "0.3"], "no power-function average has the length 0.3"),
+        (["--length", "0.1", "--step", "5"], "--step 5: nothing was set aside then; use one of 4, 8, 12"),
+    ):
+        assert adapter.main(["ema", str(out), *arguments]) == 2
+        assert reason in capsys.readouterr().err
+    assert adapter.main(["ema", str(bench.tmp), "--length", "0.1"]) == 2
+    assert "holds no averages: a run sets them aside with ema.kind = 'power'" in capsys.readouterr().err
 
 
 def test_power_needs_what_it_is_made_of(bench: Workbench) -> None:

@@ -25,7 +25,7 @@ WA = ".wa"
 
 
 def write(
-    folder: Path, step: int, averages: Averages, products: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
+    folder: Path, step: int, epoch: int, averages: Averages, products: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
     advance: Advance = unheard,
 ) -> Path:  # fmt: skip
     """Write the step's file, read it back, and return its path; one that is there and whole stays.
@@ -42,7 +42,7 @@ def write(
         own = averages.of(name)
         tensors |= {f"{name}|{key}": tensor for key, tensor in own.items()}
         tensors |= {f"{name}|{layer}{WA}": product for layer, product in products(own).items()}
-    fields = {"step": str(step), "updates": str(averages.updates)}
+    fields = {"step": str(step), "epoch": str(epoch), "updates": str(averages.updates)}
     write_tensors(path, tensors, fields | {"sha256": _digest(serialize(tensors))}, advance)
     files.sync_folder(folder)
     reason = problem(path)
@@ -99,6 +99,7 @@ class SetAside:
     file: TensorFile
     name: str
     profile: Profile
+    epoch: int
 
 
 def read(folder: Path, upto: int) -> list[SetAside]:
@@ -112,7 +113,8 @@ def read(folder: Path, upto: int) -> list[SetAside]:
             raise UserError(f"{path} is damaged: {reason}; restore it, or move it elsewhere to do without it")
         file = TensorFile(path)
         for name in sorted({key.partition("|")[0] for key in file.entries}):
-            found.append(SetAside(file, name, Profile(float(name), int(file.metadata["updates"]))))
+            profile = Profile(float(name), int(file.metadata["updates"]))
+            found.append(SetAside(file, name, profile, int(file.metadata["epoch"])))
     return found
 
 
