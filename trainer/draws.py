@@ -9,6 +9,7 @@ Purposes in use, by their key:
 "stratum" is of the first appearance of an update.
 (photo, the variant's number), of a caption: "tag_dropout", "tag_order"; "wildcard" has its place in the text as a third.
 (sample, the variant's number, axis), of a photo at one size: "crop_jitter" (zoom, right, down), "colour_jitter".
+(a photo's digest, the draw's number), of what is only measured: "held_out_time", "held_out_noise".
 (the module's name): "init". (step, the micro-batch's place in the update): "dropout"; with the layer's name as a third:
 "layer_dropout".
 """

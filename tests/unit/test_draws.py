@@ -100,6 +100,6 @@ def test_several_draws_are_uniform_and_independent():
 def test_the_list_of_purposes_is_whole():
     used = set()
     for path in (ROOT / "trainer").rglob("*.py"):
-        used |= set(re.findall(r'(?:draws\.(?:uniforms?|normal|generator)|\bwithin)\([^"\n]*"(\w+)"', path.read_text()))
+        used |= set(re.findall(r'(?:draws\.(?:uniforms?|normal|generator)|\bwithin)[(,][^"\n]*"(\w+)"', path.read_text()))
     listed = draws.__doc__.partition("Purposes in use")[2]
     assert used == set(re.findall(r'"(\w+)"', listed)) and len(used) >= 13
