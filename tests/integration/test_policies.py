@@ -217,10 +217,10 @@ def test_out_of_memory_in_a_sample_keeps_what_was_trained(bench: Workbench, monk
     samples = {"validation__every_steps": 4, "validation__prompts": ["a bear"], "validation__steps": 1}
     draw = validation.draw_samples
 
-    def grow(requests, *, sample, folder):
+    def grow(requests, *, sample, folder, weights):
         if folder.name == "step-00000004":
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        draw(requests, sample=sample, folder=folder)
+        draw(requests, sample=sample, folder=folder, weights=weights)
 
     with monkeypatch.context() as patch:
         patch.setattr(validation, "draw_samples", grow)
@@ -577,7 +577,7 @@ def test_a_signal_while_samples_are_drawn(bench: Workbench, monkeypatch, step: i
     samples = {"validation__every_steps": 4, "validation__prompts": ["a bear", "bears"], "validation__steps": 3}
     evaluations, find = [], validation.draw_samples
 
-    def watched(requests, *, sample, folder):
+    def watched(requests, *, sample, folder, weights):
         def interrupted(request):
             if folder.name == f"step-{step:08d}":
                 signal.raise_signal(signal.SIGTERM)
@@ -586,7 +586,7 @@ def test_a_signal_while_samples_are_drawn(bench: Workbench, monkeypatch, step: i
             evaluations.append("done")
             return image
 
-        return find(requests, sample=interrupted, folder=folder)
+        return find(requests, sample=interrupted, folder=folder, weights=weights)
 
     with monkeypatch.context() as patch:
         patch.setattr(validation, "draw_samples", watched)

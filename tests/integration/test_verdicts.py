@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -28,13 +29,14 @@ def test_a_run_is_called_what_it_is(tmp_path: Path, rate: float) -> None:
         assert found.verdict == "nothing" and found.warned is None and "warning: nothing was learned" in found.said
         assert verdict.judge(rows).kind == "nothing", "from the log alone"
     else:
-        assert found.warned is not None and found.said.count("the run is diverging") == 1
-        assert f"optimizer.lr was {rate:.3g}" in found.said
-        assert verdict.judge(rows).kind == "diverged", "from the log alone"
+        assert re.search(rf"learning rate .* \(optimizer\.lr was {rate:.3g} at step", found.said)
         if found.verdict:
             assert found.verdict == "diverged" and "diverged" in report.read_text()
-        else:
-            assert "not finite" in found.said and f"since step {found.warned}" in found.said
+        else:  # it may end before its first two windows did
+            assert rate == 1000 * RIGHT and "not finite" in found.said
+        if found.verdict or found.warned:
+            assert found.said.count("the run is diverging") == 1
+            assert verdict.judge(rows).kind == "diverged", "from the log alone"
 
 
 def test_a_run_that_diverges_says_so_once_also_when_it_is_resumed(bench: Workbench, capsys) -> None:
