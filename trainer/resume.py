@@ -341,8 +341,10 @@ def _difference(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) 
     return f"has other bytes now: the model's file or the library changed ({then} then, {today} now)"
 
 
-def pin_environment(processes: Processes, *, kernels: str, deterministic: bool, say: Callable[[str], None]) -> Pin:
-    """Libraries, device, kernels (by name) and the number of processes.
+def pin_environment(
+    processes: Processes, kernels: str, optimizer: str, *, deterministic: bool, say: Callable[[str], None]
+) -> Pin:
+    """Libraries, device, kernels (by name) and the number of processes. optimizer: its name in the table.
 
     Where they differ, later steps may differ in their last bits: said, and refused under `run.deterministic`.
     """
@@ -366,7 +368,7 @@ def pin_environment(processes: Processes, *, kernels: str, deterministic: bool, 
         name = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, cuBLAS workspace {workspace}"
     else:
         name = f"{device.type} with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
-    versions = {library: _version(library) for library in LIBRARIES}
+    versions = {library: _version(library) for library in dict.fromkeys((*LIBRARIES, optim.options.package_of(optimizer)))}
     return Pin({**versions, "device": name, "kernels": kernels, "processes": processes.count}, check)
 
 

@@ -180,7 +180,8 @@ def build(
     plan = resume.go_on(plan, progress, allowed, peers.say)
     peers.say(describe(plan, sizes=False))
     plan = fetched(plan, peers, phases)
-    environment = resume.pin_environment(peers, kernels=chosen.name, deterministic=config.run.deterministic, say=peers.say)
+    deterministic, optimizer = config.run.deterministic, config.optimizer.name
+    environment = resume.pin_environment(peers, chosen.name, optimizer, deterministic=deterministic, say=peers.say)
     pieces.enter("environment", environment)
     if saved is not None:
         resume.check_length(plan, progress, saved.folder)

@@ -35,15 +35,15 @@ STEPS, DRAWS = 30, 4
 MEASURED = ROOT / "docs" / "benchmarks" / "optimizers-CPU-2026-11-23.json"
 # paged_adamw8bit is adamw8bit where nothing is paged. Prodigy finds its rate: what is tried is where its estimate begins.
 RATES: dict[str, Sequence[float]] = {
-    "adamw": (2e-3, 1e-3, 4e-3),
-    "adamw8bit": (2e-3, 1e-3, 4e-3),
-    "lion": (3e-4, 1e-4, 1e-3),
-    "lion8bit": (3e-4, 1e-4, 1e-3),
-    "adafactor": (2e-3, 1e-3, 4e-3),
-    "prodigy": (1e-6, 1e-5, 1e-4),
-    "schedulefree_adamw": (4e-3, 2e-3, 8e-3),
-    "came": (2e-3, 1e-3, 4e-3),
-    "muon": (2e-3, 1e-3, 4e-3),
+    "adamw": (2e-3, 4e-3, 1e-3),
+    "adamw8bit": (2e-3, 1e-3),
+    "lion": (1e-3, 3e-4, 1e-4),
+    "lion8bit": (1e-3, 3e-4),
+    "adafactor": (2e-3, 4e-3, 1e-3),
+    "prodigy": (1e-3, 1e-4, 1e-5, 1e-6),
+    "schedulefree_adamw": (4e-3, 8e-3, 2e-3),
+    "came": (2e-4, 5e-4, 2e-3),
+    "muon": (4e-3, 2e-3, 8e-3),
 }
 
 

@@ -115,7 +115,11 @@ def pieces_of_a_run() -> dict[str, Any]:
             allowed=Allowance(),
         ),
         "environment": resume.pin_environment(
-            SimpleNamespace(device=torch.device("cpu"), count=1), kernels="plain", deterministic=False, say=len
+            SimpleNamespace(device=torch.device("cpu"), count=1),
+            kernels="plain",
+            optimizer="adamw",
+            deterministic=False,
+            say=len,
         ),
         "model": resume.pin_model({"vae": "f" * 64, "tokenizers": "0" * 64}),
         "norms": dora_norms(),

@@ -275,7 +275,7 @@ def test_another_environment_is_told_or_refused(bench: Workbench, monkeypatch, c
     assert f"warning: another environment than the checkpoint's: torch: {torch.__version__.partition('+')[0]}" in said
     assert "-> 2.0. State and draws are the same" in said
 
-    pin = resume.pin_environment(Processes(Lone()), kernels="torch", deterministic=True, say=pytest.fail)
+    pin = resume.pin_environment(Processes(Lone()), kernels="torch", optimizer="adamw", deterministic=True, say=pytest.fail)
     pin.load_state_dict(dict(pin.value))
     with pytest.raises(ValueError, match=r"deterministic = true, and this is another .*: processes: 2 -> 1; restore it"):
         pin.load_state_dict({**pin.value, "processes": 2})

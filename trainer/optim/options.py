@@ -27,6 +27,10 @@ def library_of(name: str) -> str:
     return f"{found.__module__.partition('.')[0]}.{found.__name__}"
 
 
+def package_of(name: str) -> str:
+    return library_of(name).partition(".")[0]
+
+
 def options_of(name: str) -> dict[str, inspect.Parameter]:
     """What [optimizer.options] may hold. Imports the library."""
     entry = optimizer_named(name)
