@@ -4,7 +4,7 @@ A file says by its keys what it is for. Where it is for a model of another size 
 its configs alone are read.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -181,7 +181,7 @@ def open_adapter(path: Path | str, models: list[NamedModel] | None = None, *, fa
         )
     model = fitting[0]
     shapes = model.full_layers(model.named_in(stems))
-    read = read_adapter(file, stems, tables[id(model)], shapes)
+    read = read_adapter(file, stems, tables[id(model)], shapes, _advice(models))
     used = {name: shapes[name] for name in read.portable.layers}
     same = [m.label for m in fitting if used.items() <= m.full_layers(m.named_in(stems)).items()]
     return OpenedAdapter(path, model, tuple(same), read)
@@ -200,8 +200,13 @@ def _not_known(path: Path, stems: Mapping, models: list[NamedModel], tables: Map
         return UserError(f"{path}: its keys are those of no model that is known here ({labels}): {some(keys)}")
     return UserError(
         f"{path}: {len(stems) - len(unknown)} of its {len(stems)} modules are those of {nearest.label}, the others are not: "
-        f"{some(keys)}; for a model of another size give it with --base"
+        f"{some(keys)}{_advice(models)}"
     )
+
+
+def _advice(models: Sequence[NamedModel]) -> str:
+    """What helps where a file fits none of the models, and these are the published ones."""
+    return "; for a model of another size give it with --base" if all(model.source is None for model in models) else ""
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

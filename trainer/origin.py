@@ -12,16 +12,18 @@ from trainer.adapters.export import About
 from trainer.checkpoint.state import Progress
 from trainer.data import captions
 from trainer.plan import Plan
+from trainer.start import Start
 
 
 @dataclass(frozen=True)
 class Origin:
-    """made_for: which weights a DoRA's files are made for (norms.made_for)."""
+    """made_for: which weights a DoRA's files are made for (norms.made_for). start: what the run started from, if anything."""
 
     plan: Plan
     progress: Progress
     adapter: Adapter
     made_for: str
+    start: Start | None = None
 
     def about(self) -> About:
         """As of the present step."""
@@ -41,6 +43,7 @@ class Origin:
             seed=config.run.seed,
             dora_base=self.made_for,
             changes=self.progress.changes,
+            started_from=self.start.lineage() if self.start else {},
             family=family.metadata(plan.source.config(family.denoiser), prediction),
         )
 

@@ -36,8 +36,10 @@ MAY_CHANGE = (
     "ema.snapshot_every_steps", "validation.*", "logging.*", "export.*", "checkpoint.*",
 )  # fmt: skip
 # Where photos and model lie. It may change, too, where a checkpoint pins what lies there: `pin_data`, `pin_model`,
-# `pin_quantization`.
-PLACES = ("model.path", "model.config", "model.variant", "model.components.*.path", "data.sources.*.path")
+# `pin_quantization`; what an adapter started from is pinned by the piece "start".
+PLACES = (
+    "model.path", "model.config", "model.variant", "model.components.*.path", "data.sources.*.path", "adapter.init_from",
+)  # fmt: skip
 
 # Names of photos that a refusal lists for each way to differ, and that the run's record keeps.
 LISTED, NOTED = 500, 20
@@ -48,9 +50,11 @@ LIBRARIES = ("torch", "triton", "diffusers", "transformers", "peft", "accelerate
 
 def census(config: Config) -> Mapping[str, Piece]:
     """The pieces of a checkpoint of this run: what every run has, and what a key of the config asks for."""
-    if config.ema.kind == "none":
-        return PIECES
-    return PIECES | {"ema": Piece("ema", file="ema.safetensors", asked_by="ema.kind")}
+    optional = {
+        "ema": config.ema.kind != "none" and Piece("ema", file="ema.safetensors", asked_by="ema.kind"),
+        "start": config.adapter.init_from is not None and Piece("start", asked_by="adapter.init_from"),
+    }
+    return PIECES | {name: piece for name, piece in optional.items() if piece}
 
 
 def find_start(

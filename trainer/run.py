@@ -46,6 +46,7 @@ from trainer.policies import NonFinite, what_would_fit
 from trainer.processes import Processes
 from trainer.saving import Saves
 from trainer.signals import Signals
+from trainer.start import open_start
 from trainer.step import Step
 from trainer.terminal import write
 from trainer.verdict import Course
@@ -61,6 +62,7 @@ def preview(config: Config, memory: int | None = None) -> None:
     there = accelerator_of(config, memory) if memory is not None else Memory.of(check_device(config), config)
     count = int(os.environ.get("WORLD_SIZE", "1"))
     plan = make_plan(config, source, processes=count, phases=Phases(show=True))
+    open_start(plan)
     plan = fitted(plan, there.kernels, base=there.base)
     write(describe(plan, sizes=True))
     found = forecast(plan, there.kernels, base=there.base)
@@ -158,6 +160,7 @@ def build(
     allowed = allowed or Allowance(resume_from=resume_from or "auto")
     saved, passed_over = resume.find_start(config, resume_from, allowed, phases)
     plan = make_plan(config, source, processes=peers.count, phases=phases)
+    start = open_start(plan, resumed=saved is not None)
     chosen = kernels.choose(config.adapter.kernels, peers.device)
     plan = fitted(plan, chosen, base=base_of(peers.device))
     config = plan.config
@@ -168,6 +171,8 @@ def build(
     layout, pieces = Layout(Path(config.run.output_dir)), Pieces(saved, resume.census(config))
     pieces.enter("config", resume.pin_config(config, allowed=allowed))
     progress = pieces.enter("progress", resume.first_progress(plan))
+    if start is not None:
+        pieces.enter("start", start)
     photos = resume.pin_data(
         digests=identity.fingerprint(plan.examples),
         photos=identity.photo_digests(plan.examples),
@@ -202,7 +207,9 @@ def build(
     reader = encode(components, open_cache(config.data, cache_dir), on_non_finite=non_finite.entry)
     load_trained(components, pieces)
     adapter, norms = build_adapter(plan, components, pieces)
-    origin = pieces.enter("origin", Origin(plan, progress, adapter, made_for(norms.held)))
+    if start is not None and saved is None:
+        peers.say(start.apply(adapter, norms))
+    origin = pieces.enter("origin", Origin(plan, progress, adapter, made_for(norms.held), start))
     then = saved.state("config") if saved is not None and allowed.changed else None
     optimizer, averages, step = build_step(components, adapter, pieces, progress, then=then)
     pieces.complete()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +12,13 @@ import pytest
 import torch
 
 from scripts import adapter as script
-from tests.harness import DENOISER, Workbench, built, train_built
-from trainer.tensorfile import TensorFile
+from tests.harness import DENOISER, ROOT, Workbench, built, train_built
+from trainer import quantization
+from trainer.adapter_files import models_at, open_adapter, published
+from trainer.errors import UserError
+from trainer.plan import make_plan, open_source, resolve
+from trainer.start import open_start
+from trainer.tensorfile import Recipe, TensorFile, write_tensors
 
 KINDS = {
     "sdxl int8 dora": ("sdxl", {"adapter__type": "dora", "model__components__unet": {"dtype": "int8"}}),
@@ -173,3 +180,153 @@ def test_show_says_which_layers_are_not_there(outputs: Runs, models: Path, capsy
 def test_a_file_of_another_size_asks_for_its_model(outputs: Runs, capsys) -> None:
     assert script.main(["show", str(outputs("flux lora") / "adapters" / "bear.safetensors")]) == 2
     assert "--base" in capsys.readouterr().err
+
+
+# --- adapter.init_from ------------------------------------------------------------------------------------------------
+
+
+def starting(bench: Workbench, kind: str, source: Path, **more):
+    """A config of that kind which starts from `source`."""
+    family, options = KINDS[kind]
+    chosen = {
+        "adapter__targets": ["*to_q", "*to_v", "*ff.net*"], "adapter__rank": 4, "adapter__alpha": 2.0,
+        "adapter__rules": [{"component": DENOISER[family], "match": "*to_v", "rank": 2, "alpha": 3.0}],
+        "optimizer__lr": 1e-2, "run__max_steps": 2, "adapter__init_from": str(source),
+    }  # fmt: skip
+    return bench.config(family, **chosen | options | more)
+
+
+def begun(config) -> dict[str, torch.Tensor]:
+    """The adapter's tensors before the first step."""
+    with built(config) as run:
+        return {name: tensor.clone() for name, tensor in run.adapter.state_dict().items()}
+
+
+def far(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> int:
+    """The largest distance of any tensor, in fp32 numbers between."""
+    assert one.keys() == other.keys()
+    return max(ulps(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize("kind", ["flux lora", *SLOW_DORAS, pytest.param("sdxl dora", marks=pytest.mark.slow)])
+def test_a_run_starts_where_another_was(outputs: Runs, bench: Workbench, kind: str) -> None:
+    """Its checkpoint and its files, of both formats, invert to its weights within two roundings."""
+    out = outputs(kind)
+    saved = tensors(out / "checkpoints" / "step-00000002" / "adapter.safetensors")
+    checkpoint = begun(starting(bench, kind, out / "checkpoints" / "step-00000002", run__output_dir=str(bench.tmp / "c")))
+    file = begun(starting(bench, kind, out / "adapters" / "bear-00000002.safetensors", run__output_dir=str(bench.tmp / "d")))
+    kohya = out / "adapters" / "bear-00000002_comfyui.safetensors"
+    other = begun(starting(bench, kind, kohya, run__output_dir=str(bench.tmp / "k")))
+    assert far(checkpoint, file) == 0
+    exact = "int8" not in kind
+    assert far(checkpoint, saved) == 0 if exact else far(checkpoint, saved) <= 2
+    assert far(other, saved) <= 2
+
+
+def test_a_run_from_a_file_is_a_run_from_its_checkpoint_and_needs_it_once(
+    outputs: Runs, bench: Workbench, tmp_path: Path
+) -> None:
+    """The same bytes to the end. It is resumed without the file; another file at its place is refused."""
+    out, file = outputs("flux lora"), tmp_path / "given.safetensors"
+    file.write_bytes((out / "adapters" / "bear-00000002.safetensors").read_bytes())
+    ends = []
+    for name, source in (("c", out / "checkpoints" / "step-00000002"), ("d", file)):
+        config = starting(bench, "flux lora", source, run__output_dir=str(bench.tmp / name), checkpoint__every_steps=1)
+        with built(config) as run:
+            assert train_built(run)
+        ends.append((bench.tmp / name / "checkpoints/step-00000002/adapter.safetensors").read_bytes())
+        said = json.loads(TensorFile(bench.tmp / name / "adapters" / "bear.safetensors").metadata["started_from"])
+        assert said["file"] == source.name and len(said["sha256"]) == 64
+    assert ends[0] == ends[1]
+    longer = starting(bench, "flux lora", file, run__output_dir=str(bench.tmp / "d"), run__max_steps=3)
+    file.write_bytes((out / "adapters" / "bear.safetensors").read_bytes())
+    with pytest.raises(UserError, match="is not the file that the run started from"), built(longer, "auto"):
+        pass
+    file.unlink()
+    with built(longer, "auto") as run:
+        assert run.progress.step == 2
+        assert train_built(run)
+    assert json.loads(TensorFile(bench.tmp / "d" / "adapters" / "bear.safetensors").metadata["started_from"]) == said
+
+
+def test_a_start_may_have_another_rank_where_that_is_asked_for(outputs: Runs, bench: Workbench) -> None:
+    """Grown: the same product. Shrunk: the nearest. Layers that the file has not start as in any run."""
+    file = outputs("flux lora") / "adapters" / "bear.safetensors"
+    rules = [{"component": "text_encoder", "match": "*q_proj", "rank": 2},
+             {"component": "transformer", "match": "*ff.net.2", "rank": 1, "alpha": 3.0}]  # fmt: skip
+    more = {"adapter__rank": 6, "adapter__alpha": 1.0, "adapter__rslora": False, "adapter__rules": rules}
+    with pytest.raises(UserError, match="rank 4, this run 6; set adapter.rank .* or adapter.init_resize = true"):
+        begun(starting(bench, "flux lora", file, **more))
+    given = open_adapter(file, models_at(str(bench.models / "flux"), quantization.recognise)).portable.layers
+    with built(starting(bench, "flux lora", file, adapter__init_resize=True, **more)) as run:
+        for name, factors in given.items():
+            layer, target = run.adapter.layers[name], run.adapter.targets[name]
+            a, b = (factor.detach().double() for factor in layer.factors("default"))
+            now = target.scaling(False) * b @ a
+            then = factors.scaling * factors.b.make().double().flatten(1) @ factors.a.make().double().flatten(1)
+            if target.rank >= factors.rank:
+                assert torch.allclose(now, then, rtol=1e-6, atol=1e-9), name
+                assert not b[:, factors.rank :].any() and a[factors.rank :].abs().max() > 0
+            else:
+                tail = torch.linalg.svdvals(then)[target.rank :].square().sum().sqrt()
+                assert torch.isclose((now - then).norm(), tail, rtol=1e-3), name
+
+
+@pytest.mark.slow
+def test_a_lora_starts_a_dora_that_does_what_it_does(outputs: Runs, bench: Workbench) -> None:
+    file = outputs("flux lora") / "adapters" / "bear.safetensors"
+    with built(starting(bench, "flux lora", file, adapter__type="dora")) as run:
+        for layer in run.adapter.layers.values():
+            weight = layer.get_base_layer().dequantize(torch.float32)
+            a, b = layer.factors("default")
+            lora = weight + (layer.scaling["default"] * b @ a).view_as(weight)
+            assert torch.allclose(layer.adapted_weight("default"), lora, rtol=1e-6, atol=1e-7)
+            assert bool(b.any())
+
+
+def refusal(config) -> str:
+    """What a start with it is refused with, before a weight is read."""
+    source = open_source(config)
+    plan = make_plan(resolve(config, source), source, processes=1)
+    with pytest.raises(UserError) as refused:
+        open_start(plan)
+    return str(refused.value)
+
+
+def test_a_start_that_does_not_fit_is_refused_before_weights_are_read(outputs: Runs, bench: Workbench) -> None:
+    lora = outputs("flux lora") / "adapters" / "bear.safetensors"
+    assert "does not exist; give an adapter file or a checkpoint" in refusal(starting(bench, "flux lora", bench.tmp / "no"))
+    assert "is not a valid checkpoint" in refusal(starting(bench, "flux lora", bench.tmp))
+    fewer = refusal(starting(bench, "flux lora", lora, adapter__targets=["*to_q"]))
+    assert "has layers that this run does not adapt" in fewer and "widen adapter.targets" in fewer
+    other = refusal(starting(bench, "sdxl dora", lora))
+    assert "3 of its 14 modules are those of" in other and "'transformer." in other and "--base" not in other
+    with pytest.raises(UserError, match="adapter.init_resize = true belongs to adapter.init_from"):
+        bench.config("flux", adapter__init_resize=True)
+
+
+@pytest.mark.slow
+def test_a_large_adapter_converts_in_seconds(tmp_path: Path) -> None:
+    """Rank 64 on the attention of Flux, in bf16: at most 5 s of CPU, the start included, and 1 GiB."""
+    model = published("flux")[0]
+    layers = [name for name in model.layers("transformer") if ".attn." in name]
+    shapes = {name: model.layers("transformer")[name] for name in layers}
+    half = torch.bfloat16
+    drawn = torch.randn(2**22, generator=torch.Generator().manual_seed(0)).to(half)
+    file = {
+        f"transformer.{name}.{key}": Recipe(half, size, lambda size=size: drawn[: torch.Size(size).numel()].view(size))
+        for name, (rows, columns) in shapes.items()
+        for key, size in (("lora_A.weight", (64, columns)), ("lora_B.weight", (rows, 64)))
+    }
+    write_tensors(tmp_path / "a.safetensors", file)
+    code = (
+        "import json, resource, sys; from scripts import adapter; status = adapter.main(sys.argv[1:]); "
+        "used = resource.getrusage(resource.RUSAGE_SELF); print(json.dumps([used.ru_utime + used.ru_stime, used.ru_maxrss])); "
+        "sys.exit(status)"
+    )
+    command = [sys.executable, "-c", code, "convert", str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")]
+    done = subprocess.run([*command, "--to", "kohya"], cwd=ROOT, check=True, capture_output=True, text=True)
+    seconds, kilobytes = json.loads(done.stdout.splitlines()[-1])
+    size = (tmp_path / "a.safetensors").stat().st_size
+    print(f"{size / 2**20:.0f} MiB, {seconds:.1f} s of CPU, {kilobytes / 2**20:.2f} GiB")
+    assert seconds <= 5 and kilobytes * 1024 <= 2**30

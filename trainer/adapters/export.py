@@ -13,7 +13,7 @@ Nothing here reads a frozen weight: what a DoRA's files need of them is their ro
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class About:
 
     started: ISO time of the run's first start; never the present time. dora_base: which weights a DoRA's files are made for.
     changes: what was changed in mid-run, as Progress has it. average: of the weights over which updates; "" for no average.
+    started_from: the file that the run started from, {"file", "sha256"}; empty where it started anew.
     """
 
     name: str
@@ -60,6 +61,7 @@ class About:
     family: Mapping[str, str]
     changes: Sequence[Mapping[str, Any]] = ()
     average: str = ""
+    started_from: Mapping[str, str] = field(default_factory=dict)
 
 
 def file_names(stem: str, formats: Sequence[str]) -> dict[str, str]:
@@ -313,6 +315,7 @@ def metadata(adapter: Portable, about: About, *, convention: str) -> dict[str, s
         "modelspec.trigger_phrase": about.trigger_phrase,
         **about.family,
         **({"average": about.average} if about.average else {}),
+        **({"started_from": json.dumps(dict(about.started_from), sort_keys=True)} if about.started_from else {}),
         **({"changed_in_mid_run": json.dumps(list(about.changes), sort_keys=True)} if about.changes else {}),
     }
 

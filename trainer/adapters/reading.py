@@ -42,8 +42,12 @@ def stems_of(file: TensorFile) -> dict[str, dict[str, str]]:
     return taken_apart(file.entries, file.path)
 
 
-def read_adapter(file: TensorFile, stems: Mapping[str, Mapping[str, str]], table: KeyTable, shapes: Shapes) -> ReadAdapter:
+def read_adapter(
+    file: TensorFile, stems: Mapping[str, Mapping[str, str]], table: KeyTable, shapes: Shapes, advice: str = ""
+) -> ReadAdapter:
     """The file by a model's table of keys. shapes: of every adaptable layer's weight, by full name.
+
+    advice: what a message about other shapes ends with.
 
     Reads alphas, and the B of fused modules. Raises UserError where a module is not the model's, is there twice, lacks a
     tensor or does not fit.
@@ -63,7 +67,8 @@ def read_adapter(file: TensorFile, stems: Mapping[str, Mapping[str, str]], table
                 raise UserError(f"{file.path} has {part} twice, as {by_layer[part]!r} and as {stem!r}")
             by_layer[part] = stem
         rows = [shapes[part][0] for part in module.parts]
-        whole = _module(file, stem, keys, module, (sum(rows), *shapes[module.parts[0]][1:]), said, result)
+        shape = (sum(rows), *shapes[module.parts[0]][1:])
+        whole = _module(file, stem, keys, module, shape, said, result, advice)
         parts, form = split(whole, rows, swap=module.link.swap)
         result.conventions[module.convention] += 1
         if form:
@@ -90,7 +95,7 @@ def _meaning(file: TensorFile) -> DoraScale:
 
 def _module(
     file: TensorFile, stem: str, keys: Mapping[str, str], module: Module, shape: tuple[int, ...], said: dict[str, Any],
-    result: ReadAdapter,
+    result: ReadAdapter, advice: str,
 ) -> Factors:  # fmt: skip
     """shape: of the module's weight."""
 
@@ -114,7 +119,7 @@ def _module(
     if rank < 1 or not _same_but_ones(a.shape, wanted_a) or not _same_but_ones(b.shape, wanted_b):
         raise wrong(
             f"has A {list(a.shape)} and B {list(b.shape)}, which do not fit each other and the layer's weight {list(shape)} "
-            f"({rows} rows); the file is for a model of another size, to be given with --base, or damaged"
+            f"({rows} rows); the file is for a model of another size, or damaged{advice}"
         )
     a, b = _shaped(a, wanted_a), _shaped(b, wanted_b)
     factors = Factors(a, b, *_alpha(file, keys, module, rank, said, result))

@@ -121,8 +121,16 @@ class AdapterTable(Table):
     rank_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     module_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     max_norm: Positive | None = None
+    init_from: PathText | None = None
+    init_resize: bool = False
     kernels: Literal["auto", "triton", "torch"] = "auto"
     rules: Annotated[tuple[RuleTable, ...], Field(strict=False)] = ()
+
+    @model_validator(mode="after")
+    def _resize_needs_a_file(self) -> AdapterTable:
+        if self.init_resize and self.init_from is None:
+            raise ValueError("adapter.init_resize = true belongs to adapter.init_from; leave it out, or name a file there")
+        return self
 
     @model_validator(mode="after")
     def _dropout_is_lora_only(self) -> AdapterTable:
