@@ -321,7 +321,8 @@ def test_a_large_adapter_converts_in_seconds(tmp_path: Path) -> None:
     write_tensors(tmp_path / "a.safetensors", file)
     code = (
         "import json, resource, sys; from scripts import adapter; status = adapter.main(sys.argv[1:]); "
-        "used = resource.getrusage(resource.RUSAGE_SELF); print(json.dumps([used.ru_utime + used.ru_stime, used.ru_maxrss])); "
+        "used = resource.getrusage(resource.RUSAGE_SELF); "
+        "print(json.dumps([used.ru_utime + used.ru_stime, used.ru_maxrss])); "
         "sys.exit(status)"
     )
     command = [sys.executable, "-c", code, "convert", str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")]
