@@ -17,13 +17,13 @@ from trainer.start import Start
 
 @dataclass(frozen=True)
 class Origin:
-    """made_for: which weights a DoRA's files are made for (norms.made_for). start: what the run started from, if anything."""
+    """made_for: which weights a DoRA's files are made for (norms.made_for). start: what the run started from."""
 
     plan: Plan
     progress: Progress
     adapter: Adapter
     made_for: str
-    start: Start | None = None
+    start: Start
 
     def about(self) -> About:
         """As of the present step."""
@@ -43,7 +43,7 @@ class Origin:
             seed=config.run.seed,
             dora_base=self.made_for,
             changes=self.progress.changes,
-            started_from=self.start.lineage() if self.start else {},
+            started_from=self.start.lineage(),
             family=family.metadata(plan.source.config(family.denoiser), prediction),
         )
 

@@ -171,8 +171,7 @@ def build(
     layout, pieces = Layout(Path(config.run.output_dir)), Pieces(saved, resume.census(config))
     pieces.enter("config", resume.pin_config(config, allowed=allowed))
     progress = pieces.enter("progress", resume.first_progress(plan))
-    if start is not None:
-        pieces.enter("start", start)
+    start.enter(pieces)
     photos = resume.pin_data(
         digests=identity.fingerprint(plan.examples),
         photos=identity.photo_digests(plan.examples),
@@ -207,8 +206,7 @@ def build(
     reader = encode(components, open_cache(config.data, cache_dir), on_non_finite=non_finite.entry)
     load_trained(components, pieces)
     adapter, norms = build_adapter(plan, components, pieces)
-    if start is not None and saved is None:
-        peers.say(start.apply(adapter, norms))
+    start.apply(adapter, norms, peers.say)
     origin = pieces.enter("origin", Origin(plan, progress, adapter, made_for(norms.held), start))
     then = saved.state("config") if saved is not None and allowed.changed else None
     optimizer, averages, step = build_step(components, adapter, pieces, progress, then=then)

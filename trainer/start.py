@@ -8,7 +8,7 @@ it does not have (layers, ranks beyond its own) starts as in any run: A drawn, B
     LoRA file in a DoRA run    m = ||W + s B A||: g = 1, so that the first step sees what the file gives
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from trainer.adapters.keys import some
 from trainer.adapters.norms import Norms, RowNorms, magnitude
 from trainer.adapters.portable import Factors, Portable, is_finite, recipe
 from trainer.adapters.ranks import shrunk
+from trainer.checkpoint.pieces import Pieces
 from trainer.errors import UserError
 from trainer.files import hash_file
 from trainer.kernels.dora_torch import TINY
@@ -31,12 +32,12 @@ from trainer.plan import Plan
 class Start:
     """A piece of the checkpoint: which file a run started from. A resumed run has the weights, and needs the file no more.
 
-    path: as adapter.init_from gives it. sha256: of the file, of a checkpoint its adapter.safetensors; "" where it is gone.
-    portable: what was read; None in a run that is resumed.
+    path: as adapter.init_from gives it; "" in a run that starts anew. sha256: of the file, of a checkpoint its
+    adapter.safetensors; "" where it is gone. portable: what was read; None in a run that starts anew, or is resumed.
     """
 
-    path: str
-    sha256: str
+    path: str = ""
+    sha256: str = ""
     portable: Portable | None = None
     lost: dict[str, float] = field(default_factory=dict)
 
@@ -45,7 +46,12 @@ class Start:
         return Path(self.path).name
 
     def lineage(self) -> dict[str, str]:
-        return {"file": self.name, "sha256": self.sha256}
+        return {"file": self.name, "sha256": self.sha256} if self.path else {}
+
+    def enter(self, pieces: Pieces) -> None:
+        """As the piece "start", of a run that has one."""
+        if self.path:
+            pieces.enter("start", self)
 
     def state_dict(self) -> Mapping[str, Any]:
         return self.lineage()
@@ -60,10 +66,10 @@ class Start:
             )
         self.path, self.sha256 = str(state["file"]), then
 
-    def apply(self, adapter: Adapter, norms: Norms) -> str:
-        """Put the weights into the adapter; returns a line that says what came in. Raises UserError for a value that is not
-        finite, and for a tensor that the file lacks after all."""
-        assert self.portable is not None
+    def apply(self, adapter: Adapter, norms: Norms, say: Callable[[str], object]) -> None:
+        """Put what was read into the adapter, and say what came in. Raises UserError for a value that is not finite."""
+        if self.portable is None:
+            return
         for name, factors in self.portable.layers.items():
             for kind, tensor in factors.tensors().items():
                 if not is_finite(tensor.make()):
@@ -82,7 +88,7 @@ class Start:
         if self.lost:
             worst = max(self.lost, key=lambda name: self.lost[name])
             said += f"; {len(self.lost)} were shrunk, losing {self.lost[worst]:.2%} of their change at most ({worst})"
-        return said
+        say(said)
 
     @torch.no_grad()
     def _copy(self, adapter: Adapter, name: str, factors: Factors) -> None:
@@ -118,14 +124,14 @@ def _in_fp32(factors: Factors) -> Factors:
     return replace(factors, a=a, b=b)
 
 
-def open_start(plan: Plan, *, resumed: bool = False) -> Start | None:
-    """What adapter.init_from names, checked against the plan; None where it names nothing. Reads headers and scales.
+def open_start(plan: Plan, *, resumed: bool = False) -> Start:
+    """What adapter.init_from names, checked against the plan. Reads headers and scales.
 
     resumed: it is not read, and need not be there. Raises UserError for what does not fit.
     """
     adapter, path = plan.config.adapter, plan.config.adapter.init_from
     if path is None:
-        return None
+        return Start()
     place = Path(path)
     held = place / "adapter.safetensors" if place.is_dir() else place
     if resumed:

@@ -226,7 +226,5 @@ FAMILY = Family(
     },
     no_gradient=no_gradient,
     # The names in kohya's files are the original CLIP's, and those of transformers for the second one.
-    kohya={"text_encoder": "lora_te1_text_model"},
-    key_styles=names.KEY_STYLES,
-    metadata=metadata,
+    kohya={"text_encoder": "lora_te1_text_model"}, key_styles=names.KEY_STYLES, metadata=metadata,
 )  # fmt: skip
