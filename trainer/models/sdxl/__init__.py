@@ -215,10 +215,8 @@ FAMILY = Family(
     join=join,
     count_tokens=count_tokens,
     collate=clip.collate,
-    predict=predict,
-    sample=sample,
-    blocks=("*resnets.*", "*.transformer_blocks.*"),
-    unread=("*.ff.net.2",),
+    predict=predict, sample=sample,
+    blocks=("*resnets.*", "*.transformer_blocks.*"), unread=("*.ff.net.2",),
     shared_inputs={
         "unet": (("attn1.to_q", "attn1.to_k", "attn1.to_v"), ("attn2.to_k", "attn2.to_v")),
         "text_encoder": clip.SHARED_INPUTS,
