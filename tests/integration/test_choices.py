@@ -16,6 +16,7 @@ from trainer import config as configs
 from trainer.adapters import Rule, match_targets
 from trainer.checkpoint import store
 from trainer.errors import UserError
+from trainer.memory import find_blocks
 from trainer.models import flux
 from trainer.quantization import FrozenLinear
 
@@ -88,7 +89,8 @@ def test_gradient_checkpointing_changes_no_gradient(bench: Workbench, family: st
                 torch.nn.init.constant_(parameter, 0.01)
             training.adapter.mark_stale()
             denoiser = training.model.modules[training.family.denoiser]
-            wrapped = sum("forward" in module.__dict__ for module in denoiser.modules())
+            blocks = find_blocks(denoiser, training.family.blocks)
+            wrapped = sum("forward" in block.__dict__ for block in blocks.values())
             batch = training.reader[next(training.updates())[0]]
             training.step.losses(batch).sum().backward()
             counts[every] = wrapped
