@@ -5,6 +5,7 @@ Nothing is pinned by it and nothing restored from it: a run that goes on makes i
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from trainer.adapters import Adapter
@@ -25,6 +26,15 @@ class Origin:
     made_for: str
     start: Start
 
+    # Once: every checkpoint asks for them, and photos may be many.
+    @cached_property
+    def _frequency(self) -> dict[str, int]:
+        return captions.frequency(self.plan.examples)
+
+    @cached_property
+    def _triggers(self) -> str:
+        return ", ".join(captions.triggers(self.plan.examples))
+
     def about(self) -> About:
         """As of the present step."""
         plan, config, family = self.plan, self.plan.config, self.plan.family
@@ -38,8 +48,8 @@ class Origin:
             learning_rate=config.optimizer.lr,
             train_images=sum(photo.repeats for photo in plan.photos if not photo.source.regularisation),
             resolution=", ".join(f"{size}x{size}" for size in sorted(sizes)),
-            tag_frequency=captions.frequency(plan.examples),
-            trigger_phrase=config.export.trigger_phrase or ", ".join(captions.triggers(plan.examples)),
+            tag_frequency=self._frequency,
+            trigger_phrase=config.export.trigger_phrase or self._triggers,
             seed=config.run.seed,
             dora_base=self.made_for,
             changes=self.progress.changes,
