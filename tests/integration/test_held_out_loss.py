@@ -219,8 +219,9 @@ raise SystemExit(main())
 
 
 @pytest.mark.slow
-def test_two_processes_share_it(bench: Workbench) -> None:
+def test_two_processes_share_it(bench: Workbench, monkeypatch) -> None:
     """The same numbers as of one, where the adapter is the same; a signal to one of them stops both in the middle."""
+    monkeypatch.undo()  # processes of their own have all the draws
     one = run(bench, "one", **ON)
     finish(two_processes(bench, tree(bench, "two", **ON)))
     two = metrics_of(bench.tmp / "two")
