@@ -72,14 +72,14 @@ CHOICES = (
     Choice("optimizer", "lion", {"optimizer__name": "lion", "optimizer__lr": 1e-3}),
     Choice("optimizer", "adafactor", {"optimizer__name": "adafactor"}),
     Choice(
-        "optimizer", "prodigy", {"optimizer__name": "prodigy", "optimizer__lr": 1.0, "optimizer__options": {"d0": 1e-4}}
+        "optimizer", "prodigy", {"optimizer__name": "prodigy", "optimizer__lr": 1.0, "optimizer__options": {"d0": 1e-3}}
     ),
     Choice(
         "optimizer", "schedulefree-adamw",
-        {"optimizer__name": "schedulefree_adamw", "optimizer__lr": 4e-3, "schedule__name": "constant"},
+        {"optimizer__name": "schedulefree_adamw", "optimizer__lr": 2e-3, "schedule__name": "constant"},
     ),
     Choice("optimizer", "came", {"optimizer__name": "came", "optimizer__lr": 2e-4}),
-    Choice("optimizer", "muon", {"optimizer__name": "muon"}),
+    Choice("optimizer", "muon", {"optimizer__name": "muon", "optimizer__lr": 8e-3}),
     Choice("rates", "lora-plus", {"optimizer__lora_plus": 16.0, "optimizer__lr": 5e-4}),
     Choice("rates", "half-rate", {"optimizer__lr": 1e-3}),
     Choice("schedule", "constant", {"schedule__name": "constant"}),

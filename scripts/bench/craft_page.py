@@ -65,6 +65,8 @@ def noise_of_draws(run: Result, default: Result) -> float:
 
 def verdict(values: Sequence[float]) -> str:
     low, high = interval(values)
+    if len(values) == 1:
+        return "one seed"
     if not any(values):
         return "equal"
     return "lower" if high < 0 else "higher" if low > 0 else "not told apart"
@@ -86,7 +88,7 @@ def keys(choice: Choice) -> str:
     for key, value in choice.changes.items():
         named = value if isinstance(value, dict) else {}
         told += [f"{key}.{leaf} = {json.dumps(its)}" for leaf, its in named.items()] or [
-            f"{key} = {json.dumps(value)}" if value != {} else f"{key}: none"
+            f"{key} = {json.dumps(value)}" if value != {} else f"no [{key}]"
         ]
     return "; ".join(f"`{each.replace('__', '.')}`" for each in told)
 
@@ -98,7 +100,7 @@ def row(results: Results, choice: Choice) -> list[str]:
         return [name, keys(choice), "not measured", "", "", "", ""]
     values = differences(of_pairs)
     low, high = interval(values)
-    band = f" ({signed(low).removesuffix(' %')} to {signed(high).removesuffix(' %')})" if len(values) > 1 else ", one seed"
+    band = f" ({signed(low).removesuffix(' %')} to {signed(high).removesuffix(' %')})" if len(values) > 1 else ""
     cost = ratio(runs)
     return [
         name,
@@ -124,18 +126,26 @@ def tables(results: Results) -> str:
 
 
 def dots(axes: Any, results: Results) -> None:
-    """Every choice's difference, with its band; a point for each seed."""
-    shown = [choice for choice in CHOICES if choice is not DEFAULT and len(pairs(results, choice)) > 1]
+    """Every choice's difference: a point for each seed, and the band where there are several."""
+    shown = [choice for choice in CHOICES if choice is not DEFAULT and pairs(results, choice)]
     colours = dict(zip(HEADINGS, pages.COLOURS, strict=False))
     for place, choice in enumerate(reversed(shown)):
         values = [100 * value for value in differences(pairs(results, choice))]
-        low, high = interval(values)
         colour = colours[choice.kind]
-        axes.plot([low, high], [place, place], color=colour, linewidth=4, alpha=0.4, solid_capstyle="butt")
+        if len(values) > 1:
+            axes.plot(interval(values), [place, place], color=colour, linewidth=4, alpha=0.4, solid_capstyle="butt")
         axes.plot(values, [place] * len(values), "o", color=colour, markersize=3.5)
     axes.axvline(0, color=pages.COLOURS[-1], linewidth=1.2)
     axes.set_yticks(range(len(shown)), [choice.name for choice in reversed(shown)])
+    axes.set_xlim(*reach(results, shown))
     axes.set_xlabel("held-out loss against the default, %  (left is better)")
+
+
+def reach(results: Results, shown: Sequence[Choice]) -> tuple[float, float]:
+    """Percent that hold every seed; a band that is wider, of seeds that disagree, leaves the plot."""
+    values = [100 * value for choice in shown for value in differences(pairs(results, choice))]
+    room = 0.1 * (max(values) - min(values)) + 2
+    return min(values) - room, max(values) + room
 
 
 PAGE = """# What the choices do
@@ -162,7 +172,41 @@ Measured {measured_on}. {seeds}
 - **State**: what the optimizer and an average keep for each trained parameter. The default keeps {own} bytes.
 
 {plot}
-{tables}"""
+{tables}
+## What the shipped configs keep, and why
+
+The demo trains for longer than this loss asks, and learns its 12 icons by heart: after 30 steps the loss is lower
+([optimizers.md](optimizers.md)). So a choice that learns less can look better here. `half-rate` is a measure of that:
+{half_rate}.
+
+- **Optimizer: AdamW.** `adamw8bit` learns the same ({adamw8bit}) with a quarter of the state. The others had the best
+  of the few rates that were tried in 30 steps ([optimizers.md](optimizers.md)): Lion {lion}, Adafactor {adafactor},
+  Prodigy {prodigy}, schedule-free AdamW {schedulefree_adamw}, CAME {came}, Muon {muon}.
+  AdamW stays: its rates are known for the real models, and a difference of this size is within what another rate does.
+- **Schedule.** The demo has the cosine. Constant is at {constant}, REX at {rex}, WSD at {wsd}. The other configs have a
+  constant rate, because a run's length need not be known then: it may be made longer at any time. Where it is known,
+  `schedule.name = "cosine"` is the better choice. With a constant rate an average of the weights helps: `constant-ema` is at
+  {constant_ema}.
+- **Weighting.** The exam's loss has no weights, so training without them has an advantage: {unweighted}. With gamma 5 it is
+  {min_snr_5}. The demo keeps gamma 1, which weighs the most noise higher, where colours are decided; the SDXL configs keep 5,
+  the paper's. Drawn pictures were not compared here.
+- **All else is off**, as people expect of a plain run.
+
+A small model and few steps: what wins here need not win at full size. What carries over is what a choice costs, and which
+choices matter more than a seed does.
+"""
+
+
+def figures(results: Results) -> dict[str, str]:
+    """By a choice's name, with _ for -: its difference in words."""
+    told = {}
+    for choice in CHOICES:
+        of_pairs = pairs(results, choice)
+        seeds = f"{len(of_pairs)} seed{'s' * (len(of_pairs) > 1)}"
+        told[choice.name.replace("-", "_")] = (
+            f"{signed(mean(differences(of_pairs)))} ({seeds})" if of_pairs else "not measured"
+        )
+    return told
 
 
 def write(results: Results, docs: Path) -> Path:
@@ -177,11 +221,15 @@ def write(results: Results, docs: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     measured = [choice for choice in CHOICES if pairs(results, choice)]
     pages.plot(folder / "choices", lambda axes: dots(axes, results), height=1.2 + 0.24 * len(measured))
-    most = max(map(len, results.values()))
-    fewer = [f"{choice.name} with {len(results[choice.path])}" for choice in measured if len(results[choice.path]) < most]
-    but = f", but {', '.join(fewer)}" if fewer else ""
+    seeds = {choice.name: len(results[choice.path]) for choice in CHOICES if choice.path in results}
+    most = max(seeds.values())
+    fewer = {count: [name for name, its in seeds.items() if its == count] for count in range(most - 1, 0, -1)}
+    but = "; ".join(f"{', '.join(names)} with {count}" for count, names in fewer.items() if names)
+    but = f", but {but}" if but else ""
     noises = [noise_of_draws(*pair) for choice in measured if choice is not DEFAULT for pair in pairs(results, choice)]
     control = ratio(default)
+    taken = sorted({len(run["turns"]) for run in runs if run["turns"]})
+    turns = " to ".join(dict.fromkeys([str(taken[0]), str(taken[-1])])) if taken else "no"
     text = PAGE.format(
         steps=steps.pop(),
         draws=counts.pop(),
@@ -191,11 +239,12 @@ def write(results: Results, docs: Path) -> Path:
         exams=60,
         noise=pages.share(median(noises)) if noises else "an unknown share",
         forgotten=f"{mean(run['forgetting'] / run['forgetting_before'] for run in default):.0f}",
-        turns=len(default[0]["turns"]),
+        turns=turns,
         control="not measured" if control is None else f"{control:.2f}",
         own=f"{default[0]['state_bytes'] / default[0]['parameters']:.1f}",
         plot=pages.picture("craft/choices", "held-out loss against the default, by choice, with bands"),
         tables=tables(results),
+        **figures(results),
     )
     page = docs / "craft.md"
     page.write_text(text, encoding="utf-8")
