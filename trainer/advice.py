@@ -21,6 +21,8 @@ from trainer.tensorfile import size_text
 ACTIVATIONS = ("saved", "transient")  # parts of a phase
 # Of memory.gradient_checkpointing, the fastest first: none, every fourth block, ..., all. They change no byte of a run.
 CHECKPOINTING: tuple[bool | int, ...] = (False, 4, 3, 2, True)
+# A change counts that saves so many bytes, and such a share of what is missing.
+LEAST, LEAST_SHARE = 2**20, 0.005
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class _Rung:
 
 
 def changes(plan: Plan, kernels: Kernels, found: Forecast, memory: int) -> list[Change]:
-    """The cheapest that saves anything, again and again, until the run is small enough or nothing saves more.
+    """The cheapest that saves enough to count, again and again, until the run is small enough or nothing does.
 
     Weights, recomputation and the VAE's dtype are counted anew; of fewer images or smaller ones the share is taken.
     """
@@ -51,7 +53,7 @@ def changes(plan: Plan, kernels: Kernels, found: Forecast, memory: int) -> list[
         # One that saves nothing now may do so later: what was the largest phase is not, once it was made smaller.
         for rung in left:
             after = rung.change(found)
-            if after.total < found.total:
+            if found.total - after.total >= max(LEAST, LEAST_SHARE * (found.total - memory)):
                 break
         else:
             break
@@ -95,7 +97,8 @@ def _ladder(plan: Plan, kernels: Kernels, found: Forecast) -> Iterator[_Rung]:
         )
     for name in family.text_encoders:
         yield from _smaller(plan, name, f"captions are read by {name} in 8 or 4 bits: another run")
-    if not OPTIMIZERS[config.optimizer.name].eight_bit:
+    # On a CPU bitsandbytes decodes the whole state: its update takes more for a moment than fp32 takes all the time.
+    if not OPTIMIZERS[config.optimizer.name].eight_bit and not found.base:
         yield _Rung(
             "optimizer.name = 'adamw8bit'",
             "the optimizer's state is rounded to 8 bits: another run",

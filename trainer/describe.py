@@ -272,6 +272,11 @@ def describe_memory(found: Forecast, memory: int, smaller: Sequence[Change], *, 
         f"  saved: what the backward pass needs. Not in the table: {size_text(found.base + found.margin)}, an estimate, for "
         f"{below} and for what the allocator loses"
     )
+    if found.host:
+        told = ", ".join(f"{what} {size_text(size)}" for what, size in found.host.items())
+        lines.append(
+            f"  on the host: {size_text(sum(found.host.values()))}: {told}; not counted: what the device's libraries take"
+        )
     aside = f", averages set aside {size_text(found.set_aside)} each time" if found.set_aside else ""
     lines.append(f"  on the disk: cache {size_text(found.cache)}, each checkpoint {size_text(found.checkpoint)}" + aside)
     for phase in found.phases:

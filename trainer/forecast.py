@@ -10,12 +10,14 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from unittest.mock import patch
 
+import psutil
+import torch
 from torch import Tensor, nn
 
 from trainer import held_out_loss, optim
 from trainer.data import cache as caches
 from trainer.data.examples import Example
-from trainer.data.texts import at_once
+from trainer.data.texts import HELD_BYTES, at_once
 from trainer.encoding import captions_of, prompts_of, together
 from trainer.models.base import SampleRequest
 from trainer.plan import Plan
@@ -28,6 +30,8 @@ from trainer.types import Conditioning
 # loses. Of a CPU: the code that its libraries read in and make as they compute, and what the allocator keeps.
 CONTEXT, SHARE = 0.8 * 2**30, 0.03
 COMPUTING, KEPT = 0.135 * 2**30, 0.04
+# What a forked worker of the data loader takes for itself.
+WORKER = 2**25
 # The columns of a phase, in the order in which memory is taken.
 PARTS = ("weights", "adapter", "gradients", "optimizer", "averages", "checkpoint", "saved", "transient")
 # How the names of phases begin.
@@ -57,13 +61,15 @@ class Stage:
 class Forecast:
     """phases: in the order of a run, each at its largest. cache, checkpoint, set_aside: bytes on the disk, of all entries, of
     one checkpoint, of the averages that are set aside at one step. base: what the process itself takes where it computes on
-    the CPU, 0 of an accelerator."""
+    the CPU, 0 of an accelerator. host: beside an accelerator, bytes of the host's memory by what takes them, at the largest
+    moment."""
 
     phases: tuple[Stage, ...]
     cache: int
     checkpoint: int
     base: int = 0
     set_aside: int = 0
+    host: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def largest(self) -> Stage:
@@ -86,11 +92,14 @@ class Forecast:
 def forecast(plan: Plan, kernels: Kernels, *, base: Callable[[], int] | None = None) -> Forecast:
     """kernels: those of the device that is planned for. base: of a CPU, what the process itself takes; None: an accelerator.
 
-    It is asked at the end: the rehearsal loads the libraries that the run will load, and makes its modules.
+    It is asked at the end: the rehearsal loads the libraries that the run will load, and makes its modules. So is what the
+    program takes on the host of an accelerator.
     """
     with without_values(on_cpu=base is not None):
         found = Forecaster(plan, kernels).forecast(on_cpu=base is not None)
-    return found if base is None else replace(found, base=base())
+    if base is None:
+        return replace(found, host={"the program": psutil.Process().memory_info().rss} | found.host)
+    return replace(found, base=base())
 
 
 class Forecaster:
@@ -101,6 +110,9 @@ class Forecaster:
         self.run, self.trace = Rehearsal(plan, kernels=kernels), Trace()
         self.weights: dict[str, int] = {}
         self.held: dict[str, int] = {}  # beside the weights
+        self.told: Conditioning | None = None  # of one caption
+        self.widest = 0  # elements of the largest weight
+        self.between = 0  # bytes that all captions have of all text encoders but the last
 
     def forecast(self, *, on_cpu: bool) -> Forecast:
         config, sizes = self.plan.config, _sizes(self.plan.examples)
@@ -126,7 +138,9 @@ class Forecaster:
         if on_cpu and config.checkpoint.background and 0 < config.checkpoint.every_steps < self.plan.max_steps:
             # A copy that is written while the next steps are made.
             training = [replace(phase, parts=phase.parts | {"checkpoint": checkpoint}) for phase in training]
-        return Forecast((*encoding, *training), self.cache_bytes(), checkpoint, set_aside=self.set_aside_bytes())
+        cache = self.cache_bytes()
+        host = {} if on_cpu else self.host(cache, checkpoint)
+        return Forecast((*encoding, *training), cache, checkpoint, set_aside=self.set_aside_bytes(), host=host)
 
     # --- phases -------------------------------------------------------------------------------------------------------
 
@@ -134,16 +148,22 @@ class Forecaster:
         """As `encoding.encode`: with each text encoder, gone before the next, unless all stay."""
         names = self.family.text_encoders if self.plan.cache_text else ()
         texts = caches.texts_wanted((*captions_of(self.plan), *prompts_of(self.plan)), fingerprint="")
+        parts = []  # of one caption, of each encoder
         for some in ([names] if names else []) if stay else [(name,) for name in names]:
             self._load(*some)
             with self._phase(f"{CAPTIONS} ({', '.join(some)})") as phases:
                 if stay:
-                    self.run.encode_prompts([self._longest()])
+                    self.told = self.run.encode_prompts([self._longest()])
                 else:
-                    self.run.encode_text(*some, [self._longest()] * at_once(len(texts), together(self.plan)))
+                    told = self.run.encode_text(*some, [self._longest()] * at_once(len(texts), together(self.plan)))
             yield from phases
             if not stay:
                 self._let_go(some)
+                parts.append({name: tensor[:1].clone() for name, tensor in told.items()})
+                del told
+        if parts:
+            self.told = self.family.join(parts)
+            self.between = len(texts) * sum(tensor.nbytes for part in parts[:-1] for tensor in part.values())
 
     def photos(self, width: int, height: int) -> Stage:
         self._load(self.family.vae)
@@ -165,8 +185,10 @@ class Forecaster:
         self.held["optimizer"] = optim.state_bytes(self.plan.config.optimizer.name, step.optimizer)
 
     def step(self, width: int, height: int, count: int) -> Stage:
-        """One over a micro-batch of so many images."""
-        step, conditioning = self.run.trained[-1], self._prompts(count) if self.plan.cache_text else None
+        """One over a micro-batch of so many images, after what an update made stale is made anew, for all layers at once."""
+        from trainer.adapters.layers import refresh  # it loads PEFT, which takes a second
+
+        (adapter, *_, step), conditioning = self.run.trained, self._prompts(count) if self.plan.cache_text else None
         losses, saved = step.losses, 0
 
         def noting(*inputs):
@@ -177,6 +199,9 @@ class Forecaster:
             return found
 
         with patch.object(step, "losses", noting), self._phase(f"{STEP} {width}x{height}, batch {count}") as phases:
+            adapter.mark_stale()
+            refresh(adapter.layers.values())
+            self.trace.cost = Cost()  # once for an update, however many micro-batches it has
             self.run.step([self.run.batch(width, height, conditioning, count)])
         (phase,) = phases
         return replace(phase, parts=phase.parts | {"saved": saved, "transient": phase.parts["transient"] - saved})
@@ -226,7 +251,9 @@ class Forecaster:
     def _load(self, *names: str) -> None:
         for name in names:
             if name not in self.weights:
-                self.weights[name] = self.trace.enter(_tensors(self.run.components.load(name)))
+                module = self.run.components.load(name)
+                self.weights[name] = self.trace.enter(_tensors(module))
+                self.widest = max(self.widest, *map(_weight, module.modules()))
 
     def _let_go(self, names: Sequence[str]) -> None:
         self.run.components.let_go(names)
@@ -235,10 +262,15 @@ class Forecaster:
 
     def _prompts(self, count: int) -> Conditioning:
         """What steps and samples get of the cache, or of encoders that are there for it."""
-        there = set(self.weights)
-        told = self.run.encode_prompts([self._longest()] * count)
-        self.run.components.let_go([name for name in self.family.text_encoders if name not in there])
-        return told
+        if self.told is None:
+            there = set(self.weights)
+            self.told = self.run.encode_prompts([self._longest()])
+            self.run.components.let_go([name for name in self.family.text_encoders if name not in there])
+        return self.family.collate([self.told] * count)
+
+    def _caption_bytes(self) -> int:
+        """Of the conditioning of one."""
+        return sum(tensor.nbytes for tensor in self._prompts(1).tensors().values())
 
     def _longest(self) -> str:
         """Of the captions: what is encoded may be the longer for it (data.clip_chunks)."""
@@ -255,7 +287,7 @@ class Forecaster:
         total = sum(4 * self.run.channels * prod(example.bucket) // self.family.latent_side**2 for example, _ in views)
         if self.plan.cache_text:
             texts = caches.texts_wanted(captions_of(self.plan), fingerprint="")
-            total += len(texts) * sum(tensor.nbytes for tensor in self._prompts(1).tensors().values())
+            total += len(texts) * self._caption_bytes()
         return total
 
     def set_aside_bytes(self) -> int:
@@ -265,6 +297,18 @@ class Forecaster:
         adapter, _, _, averages, _ = self.run.trained
         products = sum(p.nbytes for name, p in adapter.named_parameters().items() if adapter.dora and ".lora_B." in name)
         return self.held["averages"] + products * len(averages.weights)
+
+    def host(self, cache: int, checkpoint: int) -> dict[str, int]:
+        """What a run takes beside the program itself on an accelerator's host: while it loads and encodes, or in steps."""
+        data = self.plan.config.data
+        kept = {"the cache": cache} if data.cache == "memory" else {}
+        starting = {"a weight on its way": 4 * self.widest}  # of a file in fp32; they come one by one
+        starting["captions between text encoders"] = min(HELD_BYTES, self.between)
+        stepping = {"a checkpoint that is written": checkpoint, "workers": WORKER * data.num_workers}
+        if self.plan.config.optimizer.name.startswith("paged"):  # it may be on either side
+            stepping["pages of the optimizer"] = self.held["optimizer"]
+        largest = max(starting, stepping, key=lambda moment: sum(moment.values()))
+        return {what: size for what, size in (kept | largest).items() if size}
 
     def checkpoint_bytes(self) -> int:
         parameters = self.run.trained[0].named_parameters().values()
@@ -282,6 +326,13 @@ def _own(layer: nn.Module) -> Iterator[Tensor]:
     """The tensors of an adapted layer that its frozen layer has not."""
     base = {id(tensor) for tensor in _tensors(layer.get_base_layer())}
     return (tensor for tensor in _tensors(layer) if id(tensor) not in base)
+
+
+def _weight(module: nn.Module) -> int:
+    """Elements of its own largest tensor, as the model's file has it."""
+    if isinstance(shape := getattr(module, "weight_shape", None), torch.Size):
+        return shape.numel()
+    return max((parameter.numel() for parameter in module.parameters(recurse=False)), default=0)
 
 
 def _tensors(module: nn.Module) -> Iterable[Tensor]:

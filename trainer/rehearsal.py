@@ -3,7 +3,7 @@
 They are torch's meta tensors. Tests use the same on an accelerator that is not there, with fake tensors (tests/pretend.py).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial, wraps
 from types import SimpleNamespace
@@ -182,10 +182,10 @@ class Rehearsal:
         """As they come from the cache: on the host."""
         return self.components.encode_prompts(list(texts)).to(self.host)
 
-    def encode_text(self, name: str, texts: Sequence[str]) -> None:
-        """By one text encoder, which is gone after that."""
+    def encode_text(self, name: str, texts: Sequence[str]) -> Mapping[str, Tensor]:
+        """What one text encoder gives, which is gone after that."""
         with self.components.text_encoder(name) as encode:
-            encode(list(texts))
+            return encode(list(texts))
 
     def encode_images(self, width: int, height: int, count: int) -> torch.Tensor:
         """Latents fp32 [count, C, h, w] on the host."""

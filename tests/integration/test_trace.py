@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
@@ -28,6 +30,31 @@ def test_ours_asks_less_than_pefts(adapter: str, most: float) -> None:
     ours, peft = (trace.traced("sdxl", who, adapter, "bf16", recomputed=False) for who in ("ours", "peft"))
     assert ours.cost.launches <= most * peft.cost.launches and ours.moved <= most * peft.moved
     assert ours.cost.flops <= peft.cost.flops
+
+
+def test_a_trace_without_values_looks_results_up() -> None:
+    """Forms, costs and peaks are those of a trace that asks torch each time: views, strides, several results, none."""
+
+    def work(trace: Trace) -> list:
+        x = torch.randn(6, 8, 4, device="meta", requires_grad=True)
+        layer = torch.nn.LayerNorm(4, device="meta")
+        found = []
+        with trace:
+            for each in (x, x.transpose(0, 1), x[::2], x.bfloat16(), x):
+                y = layer(each.float()) * 2 + each.sum(0, keepdim=True).mean()
+                y = torch.nn.functional.gelu(y.to(torch.bfloat16)).transpose(1, 2).flatten(1) @ torch.ones(
+                    y.shape[1] * 4, 3, dtype=torch.bfloat16, device="meta"
+                )
+                y.add_(1).float().sum().backward()
+                found += [y.detach(), torch.unbind(y)[0], torch.topk(y, 2)[0], torch.div(y, 2), torch.div(y, 2.0)]
+                found += [torch.ones_like(y, dtype=torch.int64) * True, torch.ones_like(y, dtype=torch.int64) * 2.5]
+        return [(each.shape, each.stride(), each.dtype) for each in found]
+
+    asking, looking = Trace(), Trace()
+    with patch.object(Trace, "_call", lambda self, func, args, kwargs: func(*args, **kwargs)):
+        expected = work(asking)
+    assert work(looking) == expected and looking._results
+    assert (looking.peak, looking.cost, looking.by_name) == (asking.peak, asking.cost, asking.by_name)
 
 
 def test_a_trace_counts_launches_bytes_and_flops() -> None:
