@@ -413,7 +413,7 @@ def test_large_images_pass_the_vae_in_tiles(tmp_path, monkeypatch) -> None:
     "cells",
     # The tiny Flux misses its limit in some runs (docs/memory.md).
     [pytest.param(cells, marks=pytest.mark.slow) for cells in ("tiny SDXL", "pocket*")]
-    + [pytest.param(cells, marks=pytest.mark.proof) for cells in ("tiny Flux", "SDXL*", "Flux*")],
+    + [pytest.param(cells, marks=pytest.mark.proof) for cells in ("tiny Flux", "unseen*", "SDXL*", "Flux*")],
 )
 def test_whole_processes_on_a_cpu_take_what_was_foretold(tmp_path, cells: str) -> None:
     command = [sys.executable, "scripts/proofs/memory_measured.py", "--cells", cells, "--keep", str(tmp_path)]
