@@ -5,8 +5,8 @@ batch size, worker count and process count, and in a resumed run.
 
 Purposes in use, by their key:
 (epoch, sample, repeat), of one appearance of a training image: "order", "flip", "image_variant", "caption_dropout",
-"caption", "timestep", "noise", "noise_offset", "noise_ratios", "input_perturbation"; "noise_level" has the level as a fourth;
-"stratum" is of the first appearance of an update.
+"caption", "timestep", "stratum", "noise", "noise_offset", "noise_ratios", "input_perturbation"; "noise_level" has the level
+as a fourth.
 (photo, the variant's number), of a caption: "tag_dropout", "tag_order"; "wildcard" has its place in the text as a third.
 (sample, the variant's number, axis), of a photo at one size: "crop_jitter" (zoom, right, down), "colour_jitter".
 (a photo's digest, the draw's number), of what is only measured: "held_out_time", "held_out_noise".

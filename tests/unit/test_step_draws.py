@@ -47,10 +47,11 @@ def test_one_time_in_each_stratum_however_the_update_is_cut(count: int, cuts: li
     edges = [0, *sorted(min(cut, count) for cut in cuts), count]
     parts = [update[low:high] for low, high in zip(edges, edges[1:], strict=False) if low < high]
     torch.testing.assert_close(torch.cat([strata_of(uniform_of(p), p, update) for p in parts]), whole, rtol=0, atol=0)
-    # The formula: (stratum + u) / N, strata in the order of the places, turned by one draw for the update
-    turn = int(count * draws.uniform(SEED, "stratum", *astuple(update[0])))
-    for place, (ours, u) in enumerate(zip(whole.tolist(), uniform_of(update).tolist(), strict=True)):
-        assert ours == pytest.approx(((place + turn) % count + u) / count, rel=1e-15)
+    assert torch.equal(strata_of(uniform_of(update), update, update[::-1]), whole), "the order of the update is nothing to it"
+    # The formula: (stratum + u) / N, the stratum the number of samples with a lower draw
+    dealt = [draws.uniform(SEED, "stratum", *astuple(each)) for each in update]
+    for draw, ours, u in zip(dealt, whole.tolist(), uniform_of(update).tolist(), strict=True):
+        assert ours == pytest.approx((sum(other < draw for other in dealt) + u) / count, rel=1e-15)
 
 
 def test_one_sample_is_drawn_as_ever() -> None:
@@ -83,6 +84,41 @@ def test_every_place_is_uniform_and_the_mean_of_a_batch_varies_less() -> None:
     # The mean of t^2 is 1/3, its variance 4/45: five standard errors of the free means' mean
     assert abs(means.mean() - 1 / 3) < 5 * math.sqrt(4 / 45 / count / updates)
     assert means.var() < free_means.var() / 20
+
+
+def test_the_variance_where_samples_differ_is_that_of_the_formula() -> None:
+    """Of the sum of f_j(u_j) over N: by how alike the f_j are; at most N / (N - 1) times that of free draws.
+
+    With c_j(k) the mean of f_j in stratum k less its mean over all strata, and | | the root mean square over strata, it is
+    sum Var f_j + (sum |c_j|^2 - |sum c_j|^2) / (N - 1), as no two samples have the same stratum.
+    Here f_j is 1 in some strata and 0 elsewhere, so all is exact. The bound is five standard errors of a variance.
+    """
+    updates = 2000
+    cases = {
+        # N = 2, each f_j in its own half: the two are 1 together or not at all, twice the variance of free draws
+        "opposite": ([[1, 0], [0, 1]], 2.0),
+        "alike": ([[1, 0], [1, 0]], 0.0),
+        # Turned by one place each: with strata dealt in the order of places all N were alike, and the ratio N
+        "turned": ([[float(k == j) for k in range(4)] for j in range(4)], 4 / 3),
+        "halves": ([[1, 1, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 0]], None),
+    }
+    for name, (chosen, ratio) in cases.items():
+        f = torch.tensor(chosen, dtype=torch.float64)
+        count = len(f)
+        own = f.var(1, correction=0).sum()  # of free draws: f is constant within a stratum
+        c = f - f.mean(1, keepdim=True)
+        expected = own + (c.square().mean(1).sum() - c.sum(0).square().mean()) / (count - 1)
+        if ratio is not None:
+            assert float(expected / own) == pytest.approx(ratio, abs=1e-12), name
+        assert expected <= own * count / (count - 1) + 1e-12
+        sums = []
+        for epoch in range(updates):
+            update = occurrences(count, epoch)
+            at = (strata_of(uniform_of(update), update, update) * count).long()
+            sums.append(f[torch.arange(count), at].sum())
+        centred = torch.stack(sums) - f.mean(1).sum()
+        squares = centred.square()
+        assert abs(squares.mean() - expected) <= 5 * squares.std() / math.sqrt(updates) + 1e-12, name
 
 
 @pytest.mark.parametrize("objective", [diffusion(stratified=True), Flow(stratified=True)], ids=["diffusion", "flow"])
