@@ -10,7 +10,8 @@ import torch
 
 def steps_of(given: int | float, total_steps: int) -> int:
     """An integer counts steps; a fraction below 1 is a share of total_steps, rounded down."""
-    return given if isinstance(given, int) else int(given * total_steps)
+    # 0.29 * 100 is a little less than 29.
+    return given if isinstance(given, int) else int(round(given * total_steps, 6))
 
 
 @dataclass(frozen=True)

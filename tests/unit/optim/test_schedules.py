@@ -130,3 +130,12 @@ def test_a_fall_that_begins_in_the_warm_up_is_refused() -> None:
     assert resume._schedule_length(ScheduleTable(name="wsd", warmup=20, decay=0.8), 100) == 100
     assert resume._schedule_length(ScheduleTable(name="cosine", warmup=30, decay=0.8), 100) == 100, "it has no such fall"
     assert steps_of(0.8, 101) == 80 and steps_of(7, 100) == 7
+
+
+def test_a_share_is_the_number_that_is_written() -> None:
+    """0.29 of 100 is 28.999999999999996 in fp64. Of the default the count is what it was before that was rounded."""
+    assert steps_of(0.29, 100) == 29 and steps_of(0.57, 100) == 57
+    for total in (1, 3, 100, 700, 1999, 100_000, 123_456_789):
+        for hundredths in range(100):
+            assert steps_of(hundredths / 100, total) == hundredths * total // 100, (hundredths, total)
+    assert all(steps_of(0.05, total) == int(0.05 * total) for total in range(1, 20_000))
