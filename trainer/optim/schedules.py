@@ -36,7 +36,7 @@ def _linear(done: int, length: int) -> float:
 
 
 def _cosine(done: int, length: int) -> float:
-    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * (float(done) / float(max(1, length))))))
+    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * (float(done) / float(length))))) if done < length else 0.0
 
 
 def _cosine_restarts(done: int, length: int, cycles: int) -> float:
@@ -56,8 +56,8 @@ def _rex(done: int, length: int) -> float:
 
 
 def _wsd(done: int, length: int, decay: int) -> float:
-    """decay: the last updates, along which the rate falls in a line."""
-    return min(1.0, float(length - done) / float(max(1, decay)))
+    """decay: the last updates, along which the rate falls in a line; of none it does not fall."""
+    return min(1.0, float(length - done) / float(decay)) if decay else 1.0
 
 
 SCHEDULES = {
