@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 from trainer import config as configs
 from trainer.errors import UserError
+from trainer.optim import OPTIMIZERS
 
 # By pattern, why a key never can; where the first pattern that matches has no reason, the key can.
 SHAPE, MODEL = "the saved adapter would not fit, or would mean another change", "the adapter was trained on that model"
@@ -77,8 +78,10 @@ def parse(allow: str | None, resume_from: str | None) -> Allowance:
     return Allowance(keys, resume_from)
 
 
-def never(key: str) -> str:
-    """Why this key of the config can never change in mid-run; "" where it can."""
+def never(key: str, optimizer: str | None = None) -> str:
+    """Why this key of the config can never change in mid-run; "" where it can. optimizer: the name of the run's."""
+    if fnmatchcase(key, "optimizer.betas*") and optimizer in OPTIMIZERS and OPTIMIZERS[optimizer].modes:
+        return "the weights for use follow from them and from what was trained so far"
     return next((reason for pattern, reason in NEVER.items() if fnmatchcase(key, pattern)), "")
 
 

@@ -141,7 +141,7 @@ def refuse_changes(
         if old.get(key) == new.get(key) or any(fnmatchcase(key, pattern) for pattern in may_change):
             continue
         line = f"{key}: {old.get(key, 'absent')!r} -> {new.get(key, 'absent')!r}"
-        if reason := never(key):
+        if reason := never(key, new.get("optimizer.name")):
             lost[key] = f"{line} (never: {reason})"
         elif allowed.permits(key):
             allowed.changed[key] = line

@@ -204,3 +204,14 @@ def test_without_allow_the_saved_rate_is_kept_bit_for_bit() -> None:
     optimizer, resumed = schedule(1e-2)
     optim.ScheduleState(resumed).load_state_dict(state)
     assert optimizer.param_groups[0]["lr"] == 0.123
+
+
+def test_betas_of_an_optimizer_with_modes_never_change() -> None:
+    """The weights for use are recovered from those that train with beta1."""
+    tree = changed(("optimizer.name", "schedulefree_adamw"))
+    other = copy.deepcopy(tree)
+    other["optimizer"]["betas"] = [0.95, 0.999]
+    with pytest.raises(UserError, match="never: the weights for use follow from them"):
+        resume.refuse_changes(tree, other, "the checkpoint", allowed=Allowance(("optimizer.betas",)))
+    assert never("optimizer.betas.0", "schedulefree_adamw") and not never("optimizer.betas.0", "adamw")
+    assert not never("optimizer.lr", "schedulefree_adamw")
