@@ -112,6 +112,11 @@ def unread_beside_others(config: Config) -> dict[str, str]:
 
 def _unread_of_optimizer(config: Config) -> dict[str, str]:
     unread, name = {}, config.optimizer.name
+    if name in OPTIMIZERS and OPTIMIZERS[name].apart and config.adapter.type == "lora":
+        # The library's own value is what the resolved config has.
+        changed = [key for key in ("betas", "eps") if getattr(config.optimizer, key) != getattr(OPTIMIZERS[name], key)]
+        remedy = f"with optimizer.name = {name!r} and adapter.type = 'lora': they are of magnitudes alone; leave it out"
+        unread |= {f"optimizer.{key}": remedy for key in changed}
     if name in OPTIMIZERS and not OPTIMIZERS[name].eight_bit:
         others = " or ".join(other for other, entry in OPTIMIZERS.items() if entry.eight_bit)
         unread["optimizer.min_8bit_size"] = f"with optimizer.name = {name!r}; leave it out, or choose {others}"
@@ -130,18 +135,12 @@ def _unread_of_schedule(name: str) -> dict[str, str]:
     return unread
 
 
-def refuse_averages(config: Config, *, modes: bool) -> None:
-    """modes: whether the optimizer trains with other weights than those to be used. Raises UserError for [ema] with it."""
+def refuse_averages(config: Config) -> None:
+    """Raises UserError for an [ema] that sets nothing aside to make averages of."""
     if config.ema.kind == "power" and not config.ema.snapshot_every_steps:
         raise UserError(
             "ema.kind = 'power' needs ema.snapshot_every_steps: other averages are made of what is set aside; take a "
             "twentieth of the run or less, or set ema.kind = 'constant'"
-        )
-    if modes and config.ema.kind != "none":
-        raise UserError(
-            f"ema.kind = {config.ema.kind!r} cannot be combined with optimizer.name = {config.optimizer.name!r}: its weights "
-            "for use are an average already, and those it trains with are not meant for use; set ema.kind = 'none', or "
-            "choose another optimizer"
         )
 
 

@@ -54,7 +54,7 @@ def describe(plan: Plan, *, sizes: bool) -> str:
         f"optimizer {group.name}, lr {group.lr:g}, weight decay {group.weight_decay:g} (none on magnitudes), "
         f"clipping {config.step.max_grad_norm:g}; schedule {config.schedule.name}, warm-up {config.schedule.warmup:g}{end}"
     )
-    lines += [f"  {line}" for line in optimization.told(config)]
+    lines += [f"  {line}" for line in optimization.told(config, plan.max_steps)]
     return "\n".join(lines)
 
 

@@ -26,7 +26,6 @@ from trainer.models.base import Family, SampleRequest
 from trainer.models.loading import ModelSource
 from trainer.models.opening import open_model
 from trainer.objectives import Objective
-from trainer.optim.table import optimizer_named
 from trainer.phases import QUIET, Phases
 from trainer.processes import Processes
 from trainer.storage import Storage
@@ -97,7 +96,7 @@ def open_source(config: Config) -> ModelSource:
     family = family_named(config.model.family)
     refuse_unread(config, family)
     optimization.check(config)
-    refuse_averages(config, modes=optimizer_named(config.optimizer.name).modes)
+    refuse_averages(config)
     names = [component.name for component in family.components]
     for name in config.model.components:
         if name not in names:

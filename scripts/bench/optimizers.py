@@ -30,6 +30,7 @@ from torch import nn  # noqa: E402
 
 from trainer.optim import OPTIMIZERS, build_optimizer, state_bytes  # noqa: E402
 from trainer.optim.options import library_of  # noqa: E402
+from trainer.optimization import does_not_go_with  # noqa: E402
 
 STEPS, DRAWS = 30, 4
 MEASURED = ROOT / "docs" / "benchmarks" / "optimizers-CPU-2026-11-23.json"
@@ -52,7 +53,7 @@ def changes(name: str, rate: float) -> dict[str, Any]:
     keys: dict[str, Any] = {"optimizer__name": name, "optimizer__lr": rate}
     if OPTIMIZERS[name].eight_bit:
         keys["optimizer__min_8bit_size"] = 256
-    if OPTIMIZERS[name].rates:
+    if OPTIMIZERS[name].finds:
         keys |= {"optimizer__lr": 1.0, "optimizer__options": {"d0": rate}}
     if OPTIMIZERS[name].schedules:
         keys["schedule__name"] = "constant"
@@ -123,41 +124,41 @@ def bytes_of(name: str) -> float:
     return state_bytes(name, optimizer) / sum(p.numel() for p in (a, b, m))
 
 
-def does_not_go_with(name: str) -> str:
-    entry, said = OPTIMIZERS[name], []
-    if entry.rates:
-        said.append("`lora_plus`, `text_encoder_lr`, `magnitude_lr` or a rule's `lr` that differ: it takes one rate")
-        said.append(f"`lr` outside {entry.rates[0]:g} to {entry.rates[1]:g}")
-    if entry.schedules:
-        said.append(f"schedules other than {' and '.join(entry.schedules)}")
-    if entry.modes:
-        said.append("EMA: it keeps an average itself")
-    said += [f"`optimizer.{key}`" for key in ("betas", "eps") if getattr(entry, key) is None]
-    return "; ".join(said) or "-"
+def measured() -> dict[str, dict[str, Any]]:
+    """By optimizer, by rate, what the repository's measurement found."""
+    return json.loads(MEASURED.read_text())
 
 
-def start(name: str, measured: dict[str, dict[str, Any]]) -> str:
-    """The rate with the largest fall of those that were tried."""
-    found = measured.get(name.removeprefix("paged_"))
-    if not found:
-        return "not measured"
-    best = max(found, key=lambda rate: fall(found[rate]))
-    what = f"1.0, `d0` {best}" if OPTIMIZERS[name].rates else best
-    falls = ", ".join(
-        f"{rate}: {fall(result):.1%}" for rate, result in sorted(found.items(), key=lambda item: float(item[0]))
-    )
-    return f"{what} ({falls})"
+def best_rate(name: str) -> float:
+    """That with the largest fall of those tried; where the optimizer finds its rate, the start of its estimate."""
+    found = measured()[name]
+    return float(max(found, key=lambda rate: fall(found[rate])))
+
+
+def start(name: str) -> str:
+    if OPTIMIZERS[name].paged:
+        return f"as `{name.removeprefix('paged_')}`"
+    found = sorted(measured()[name].items(), key=lambda item: float(item[0]))
+    best = f"{best_rate(name):g}"
+    edge = {found[-1][0]: ", the highest tried", found[0][0]: ", the lowest tried"}.get(best, "")
+    what = f"1.0, `{OPTIMIZERS[name].finds.start}` {best}" if OPTIMIZERS[name].finds else best
+    return f"{what}{edge} ({', '.join(f'{rate}: {fall(result):.1%}' for rate, result in found)})"
 
 
 def table() -> str:
-    measured = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
     lines = [
         "| `optimizer.name` | library | state, bytes a trained number | rate to start with (tried: fall of the held-out "
         "loss) | does not go with |",
         "|---|---|---|---|---|",
     ]
     for name in OPTIMIZERS:
-        cells = (f"`{name}`", f"{library_of(name)}", f"{bytes_of(name):.2f}", start(name, measured), does_not_go_with(name))
+        cells = (
+            f"`{name}`",
+            f"{library_of(name)}",
+            f"{bytes_of(name):.2f}",
+            start(name),
+            "; ".join(does_not_go_with(name)) or "-",
+        )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

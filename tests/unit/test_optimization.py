@@ -7,9 +7,10 @@ import tomllib
 from typing import Any
 
 import pytest
+import torch
 
+from trainer import choices, optimization, resume
 from trainer import config as configs
-from trainer import optimization, resume
 from trainer.adapters import Adapter, Rates, Rule, Target
 from trainer.allowance import Allowance
 from trainer.errors import UserError
@@ -51,7 +52,10 @@ REFUSED = [
     ({"name": "lion", "eps": 1e-6}, "optimizer.eps = 1e-06 has no effect with optimizer.name = 'lion'; leave it out"),
     ({"name": "adafactor", "betas": [0.9, 0.9]}, "has no effect with optimizer.name = 'adafactor'"),
     ({"name": "muon", "options": {"adjust_lr_fn": 3}}, "optimizer.options.adjust_lr_fn = 3: give a text"),
-    ({"name": "muon", "options": {"adjust_lr_fn": "mine"}}, "torch.Muon refuses optimizer.betas, eps or options: "),
+    (
+        {"name": "muon", "options": {"adjust_lr_fn": "mine"}},
+        "optimizer.options.adjust_lr_fn = 'mine': torch.Muon refuses it: ",
+    ),
     ({"name": "muon", "options": {"ns_steps": 5.0}}, "optimizer.options.ns_steps = 5.0: give an integer"),
     ({"name": "schedulefree_adamw", "options": {"warmup_steps": 9}}, "set schedule.warmup instead"),
     (PRODIGY | {"options": {"d_coeff": 2.0}}, "pytorch_optimizer.Prodigy does not take it; did you mean 'd_coef'?"),
@@ -62,11 +66,36 @@ REFUSED = [
         PRODIGY | {"magnitude_lr": 0.5, "text_encoder_lr": 0.1},
         "optimizer.text_encoder_lr = 0.1, optimizer.magnitude_lr = 0.5",
     ),
+    (PRODIGY | {"options": {"d0": 0}}, "optimizer.options.d0 = 0: give a number above 0; the library's default is 1e-06"),
+    (PRODIGY | {"options": {"d0": -1e-6}}, "optimizer.options.d0 = -1e-06: give a number above 0"),
+    (PRODIGY | {"options": {"d_coef": 0.0}}, "optimizer.options.d_coef = 0.0: give a number above 0"),
+    (PRODIGY | {"options": {"d0": float("nan")}}, "optimizer.options.d0 = nan: give a number"),
+    (
+        {"name": "schedulefree_adamw", "betas": [0.0, 0.9]},
+        "optimizer.betas = [0.0, 0.9]: schedulefree.AdamWScheduleFree refuses",
+    ),
+    (
+        {"name": "schedulefree_adamw", "options": {"weight_lr_power": -1.0}, "betas": [0.9, 0.999]},
+        "optimizer.options.weight_lr_power = -1.0: schedulefree.AdamWScheduleFree refuses it: ",
+    ),
+    ({"name": "came", "options": {"eps1": -1.0}}, "optimizer.options.eps1 = -1.0: pytorch_optimizer.CAME refuses it: "),
+    (
+        {"name": "muon", "options": {"ns_coefficients": [1e30, 1e30, 1e30]}},
+        ": with it two updates of torch.Muon give weights",
+    ),
+    ({"options": {"amsgrad": {"a": 1}}}, "optimizer.options.amsgrad = {'a': 1}: give true or false"),
+    ({"name": "muon", "options": {"ns_steps": [5]}}, "optimizer.options.ns_steps = [5]: give an integer"),
     ({"name": "prodgy"}, "optimizer.name = 'prodgy' is not known; did you mean 'prodigy'?"),
-    pytest.param({"name": "adafactor", "options": {"relative_step": True}}, "does not take it", marks=SLOW),
+    pytest.param(
+        {"name": "adafactor", "options": {"relative_step": True}}, "relative_step = True: the trainer sets it", marks=SLOW
+    ),
     pytest.param({"name": "adafactor", "options": {"eps": [1e-30]}}, "give a list of 2 numbers; the library's", marks=SLOW),
     pytest.param({"name": "adafactor", "options": {"beta1": "0.9"}}, "options.beta1 = '0.9': give a number", marks=SLOW),
-    pytest.param({"name": "adamw8bit", "options": {"amsgrad": True}}, "bitsandbytes.AdamW8bit refuses optimi", marks=SLOW),
+    pytest.param(
+        {"name": "adamw8bit", "options": {"amsgrad": True}},
+        "optimizer.options.amsgrad = True: bitsandbytes.AdamW8bit refuses it: ",
+        marks=SLOW,
+    ),
 ]
 
 
@@ -95,6 +124,25 @@ def test_prodigy_refuses_a_rule_with_another_rate() -> None:
     assert refusal(config([rule | {"lr": 1.0, "stop_step": 9}], optimizer=PRODIGY)).endswith("adapter.rules[0].stop_step")
 
 
+def test_schedule_free_refuses_what_would_average_or_scale_beside_it() -> None:
+    given = {"optimizer": {"name": "schedulefree_adamw"}}
+    said = refusal(config(**given, ema={"kind": "constant"}))
+    assert said.startswith("ema.kind = 'constant' cannot be combined with optimizer.name = 'schedulefree_adamw'")
+    said = refusal(config(**given, adapter={"max_norm": 1.0}))
+    assert said.startswith("adapter.max_norm = 1 cannot be combined with optimizer.name = 'schedulefree_adamw'")
+    optimization.check(config(ema={"kind": "constant"}, adapter={"max_norm": 1.0}))
+
+
+@pytest.mark.parametrize(("adapter", "refused"), [("lora", True), ("dora", False)])
+def test_muon_on_a_lora_has_nothing_that_reads_betas_and_eps(adapter: str, refused: bool) -> None:
+    """It trains magnitudes with AdamW. The library's own, as a resolved config has them, are no mistake."""
+    given = config(adapter={"type": adapter}, optimizer={"name": "muon", "betas": [0.9, 0.95], "eps": 1e-6})
+    unread = choices.unread_beside_others(given)
+    assert {"optimizer.betas", "optimizer.eps"} <= unread.keys() if refused else "optimizer.betas" not in unread
+    own = config(adapter={"type": adapter}, optimizer={"name": "muon", "betas": [0.9, 0.999], "eps": 1e-8})
+    assert not {"optimizer.betas", "optimizer.eps"} & choices.unread_beside_others(own).keys()
+
+
 def test_schedule_free_refuses_a_falling_rate() -> None:
     given = {"optimizer": {"name": "schedulefree_adamw"}}
     said = refusal(config(**given, schedule={"name": "cosine"}))
@@ -113,8 +161,24 @@ def test_schedule_free_refuses_a_falling_rate() -> None:
 )  # fmt: skip
 def test_prodigy_is_warned_of_low_rates_without_its_safeguard(options: dict, schedule: dict, warned: str) -> None:
     given = config(optimizer=PRODIGY | {"options": options}, schedule=schedule)
-    lines = optimization.warnings(given.model_copy(update={"optimizer": optimization.resolve(given.optimizer)}))
+    lines = optimization.warnings(given.model_copy(update={"optimizer": optimization.resolve(given.optimizer)}), 1000)
     assert [line.startswith(warned) and "grows too far" in line for line in lines] == ([True] if warned else [])
+
+
+@pytest.mark.parametrize(("options", "steps", "warned"), [({}, 100, True), ({"d0": 1e-4}, 100, False), ({}, 1000, False)])
+def test_prodigys_start_is_named_where_a_run_is_short(options: dict, steps: int, warned: bool) -> None:
+    lines = optimization.warnings(config(optimizer=PRODIGY | {"options": options}, schedule={"warmup": 0}), steps)
+    assert [f"a run of {steps} steps" in line and "optimizer.options.d0" in line for line in lines] == [True] * warned
+
+
+@pytest.mark.parametrize(("cuda", "device", "warned"), [(False, "auto", True), (True, "auto", False), (True, "cpu", True)])
+def test_paging_is_warned_of_where_there_is_none(monkeypatch, cuda: bool, device: str, warned: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    given = config(optimizer={"name": "paged_adamw8bit"})
+    given = given.model_copy(update={"run": given.run.model_copy(update={"device": device})})
+    assert optimization.warnings(given, 1000) == (
+        ["paged_adamw8bit pages its state only on CUDA; on a CPU it is adamw8bit"] if warned else []
+    )
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -2,8 +2,8 @@
 
 from trainer.optim.regrouping import Regrouping
 from trainer.optim.schedules import SCHEDULES, ScheduleState, build_schedule, steps_of
-from trainer.optim.state import OptimizerState
-from trainer.optim.table import OPTIMIZERS, build_optimizer, state_bytes
+from trainer.optim.state import OptimizerState, state_bytes
+from trainer.optim.table import OPTIMIZERS, build_optimizer
 
 __all__ = [
     "OPTIMIZERS", "SCHEDULES", "OptimizerState", "Regrouping", "ScheduleState", "build_optimizer", "build_schedule",

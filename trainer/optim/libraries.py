@@ -1,6 +1,7 @@
 """The libraries' optimizers: how each is imported (where it is asked for), how it is made, and what it keeps."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,21 @@ from trainer.optim.parameters import ALIGNMENT
 Groups = Sequence[Mapping[str, Any]]
 # What is kept for a parameter, by key: a tensor without values, or a number of the kind.
 StateLayout = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Finds:
+    """An optimizer that finds its rate, as Prodigy does (arXiv 2306.06101). Options of its library, and a key of its groups.
+
+    lr: what optimizer.lr must lie between. start: where the estimate begins. factor: what multiplies it. guard: whether the
+    schedule's low rates are left out of it. estimate: the key.
+    """
+
+    lr: tuple[float, float] = (0.1, 10.0)
+    start: str = "d0"
+    factor: str = "d_coef"
+    guard: str = "safeguard_warmup"
+    estimate: str = "d"
 
 
 def like(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

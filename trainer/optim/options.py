@@ -1,6 +1,7 @@
 """What a config asks of an optimizer beyond its name, against what its library takes."""
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -44,31 +45,63 @@ def options_of(name: str) -> dict[str, inspect.Parameter]:
 
 
 def check(name: str, *, betas: Sequence[float] | None, eps: float | None, options: Mapping[str, Any]) -> None:
-    """Raises UserError for what the library does not take, or refuses. The library is imported where anything is given."""
+    """Raises UserError for what the library does not take, or refuses. The library is imported where anything is given.
+
+    betas, eps: None where the optimizer has none.
+    """
     entry = optimizer_named(name)
-    for key, value, default in (("betas", betas, entry.betas), ("eps", eps, entry.eps)):
-        if value is not None and default is None:
-            raise UserError(f"optimizer.{key} = {_shown(value)} has no effect with optimizer.name = {name!r}; leave it out")
     if betas is not None and len(betas) != len(entry.betas or ()):
         defaults = list(entry.betas or ())
         raise UserError(f"optimizer.betas = {list(betas)}: {name} has {len(defaults)}; its defaults are {defaults}")
-    if not {**options, **({} if betas is None else {"betas": betas}), **({} if eps is None else {"eps": eps})}:
+    given = {f"optimizer.{key}": value for key, value in (("betas", betas), ("eps", eps)) if value is not None}
+    given |= {f"optimizer.options.{key}": value for key, value in options.items()}
+    if not given:
         return
     taken = options_of(name) if options else {}
     for key, value in options.items():
         _check_option(f"optimizer.options.{key} = {_shown(value)}", key, value, taken, name)
-    group = {"params": [nn.Parameter(torch.zeros(2, 2))], "lr": 1e-4, "weight_decay": 0.0, "magnitudes": False}
+    told = ", ".join(f"{key} = {_shown(value)}" for key, value in given.items() if value != _default(name, key))
     try:
-        build_optimizer(name, [group], betas=betas, eps=eps, options=options)
-    except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
-        raise UserError(f"{library_of(name)} refuses optimizer.betas, eps or options: {error}") from error
+        finite = _tries(name, betas=betas, eps=eps, options=options)
+    except (ValueError, TypeError, RuntimeError, NotImplementedError, ArithmeticError) as error:
+        raise UserError(f"{told}: {library_of(name)} refuses it: {error}") from error
+    if not finite:
+        raise UserError(f"{told}: with it two updates of {library_of(name)} give weights that are not finite")
+
+
+def _tries(name: str, *, betas: Sequence[float] | None, eps: float | None, options: Mapping[str, Any]) -> bool:
+    """Whether two updates of four weights and two magnitudes, the first at rate 0 as in a warm-up, leave finite numbers.
+
+    Raises what the library raises: some look at their keywords only when they need them.
+    """
+    groups = [
+        {"params": [nn.Parameter(torch.zeros(shape))], "lr": 0.0, "weight_decay": 0.0, "magnitudes": magnitudes}
+        for shape, magnitudes in (((2, 2), False), ((2,), True))
+    ]
+    toy = build_optimizer(name, groups, betas=betas, eps=eps, options=options)
+    for rate in (0.0, 1e-4):
+        for group in toy.param_groups:
+            group["lr"] = rate
+            for parameter in group["params"]:
+                parameter.grad.fill_(1.0)
+        toy.step()
+    if optimizer_named(name).modes:
+        toy.eval()  # type: ignore[attr-defined]
+        toy.train()  # type: ignore[attr-defined]
+    return all(bool(p.isfinite().all()) for group in toy.param_groups for p in group["params"])
+
+
+def _default(name: str, key: str) -> Any:
+    """The one that stands in the resolved config, by the key's full name."""
+    entry, last = optimizer_named(name), key.rpartition(".")[2]
+    return entry.presets.get(last) if ".options." in key else getattr(entry, last)
 
 
 def _check_option(given: str, key: str, value: Any, taken: Mapping[str, inspect.Parameter], name: str) -> None:
     if key in ("betas", "eps") and key not in taken:
         raise UserError(f"{given}: write it as optimizer.{key}")
-    if key in ELSEWHERE:
-        raise UserError(f"{given}: " + (f"set {ELSEWHERE[key]} instead" if ELSEWHERE[key] else "the trainer sets it"))
+    if key in ELSEWHERE or key in optimizer_named(name).fixed:
+        raise UserError(f"{given}: " + (f"set {ELSEWHERE[key]} instead" if ELSEWHERE.get(key) else "the trainer sets it"))
     if key not in taken:
         hint = patterns.meant(key, taken) if taken else "it takes none"
         raise UserError(f"{given}: {library_of(name)} does not take it; {hint}")
@@ -78,6 +111,8 @@ def _check_option(given: str, key: str, value: Any, taken: Mapping[str, inspect.
             raise UserError(f"{given}: give a list of {len(default)} numbers; the library's default is {list(default)}")
     elif not any(_is_number(value) if kind is float else type(value) is kind for kind in kinds):
         raise UserError(f"{given}: give {' or '.join(WORDS[kind] for kind in kinds)}")
+    elif (finds := optimizer_named(name).finds) and key in (finds.start, finds.factor) and not value > 0:
+        raise UserError(f"{given}: give a number above 0; the library's default is {default:g}")
 
 
 def _kinds(parameter: inspect.Parameter) -> list[type]:
@@ -89,7 +124,7 @@ def _kinds(parameter: inspect.Parameter) -> list[type]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _shown(value: Any) -> str:

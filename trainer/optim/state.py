@@ -108,6 +108,17 @@ class OptimizerState:
         ]
 
 
+def state_bytes(name: str, optimizer: torch.optim.Optimizer) -> int:
+    """Of what the optimizer of that name keeps after its first update. The parameters may be tensors without values."""
+    return sum(
+        tensor.nbytes
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for tensor in OPTIMIZERS[name].layouts(parameter.shape, group)[0].values()
+        if isinstance(tensor, torch.Tensor)
+    )
+
+
 def _check(saved: dict[str, Any], layouts: Sequence[Mapping[str, str]], name: str, what: str) -> None:
     kinds = _kinds(saved)
     if kinds not in layouts:

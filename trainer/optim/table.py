@@ -9,7 +9,7 @@ import torch
 from trainer import patterns
 from trainer.errors import UserError
 from trainer.optim import libraries
-from trainer.optim.libraries import Groups, StateLayout
+from trainer.optim.libraries import Finds, Groups, StateLayout
 from trainer.optim.parameters import flatten, matrices
 
 
@@ -27,12 +27,13 @@ class Entry:
     shared: of a flat parameter's state, what is there once and not for each of its blocks of ALIGNMENT elements.
     group_keys: what an update changes in its groups and a later one reads, for example Prodigy's "d". Not "lr": the schedule
     sets it after every update. derived: what it changes there and no later one reads.
-    eight_bit: its state has 8 bits, in groups of `optimizer.min_8bit_size` elements or more.
+    eight_bit: its state has 8 bits, in groups of `optimizer.min_8bit_size` elements or more. paged: CUDA may move it out.
+    apart: betas and eps are of a part that trains the magnitudes alone.
     hold: (optimizer, parameter, state) -> the state as the library holds it, of one that was read.
     cpu_scratch: bytes that an update takes for a moment on a CPU, for each element of its largest parameter.
     modes: it has train() and eval(), as schedule-free optimizers: gradients are taken at other weights than those that are
     used. Both change parameters, and no state.
-    rates: optimizer.lr must lie between these; it is a factor of a rate that the optimizer finds, the same for all groups.
+    finds: of one that finds its rate: optimizer.lr is a factor of it, the same for all groups.
     schedules: those that go with it; None: all.
     """
 
@@ -48,10 +49,12 @@ class Entry:
     group_keys: tuple[str, ...] = ()
     derived: tuple[str, ...] = ()
     eight_bit: bool = False
+    paged: bool = False
+    apart: bool = False
     hold: Callable[[Any, torch.Tensor, dict[str, Any]], dict[str, Any]] = libraries.as_it_is
     cpu_scratch: int = 0
     modes: bool = False
-    rates: tuple[float, float] | None = None
+    finds: Finds | None = None
     schedules: tuple[str, ...] | None = None
 
 
@@ -65,7 +68,7 @@ def _blockwise(name: str, states: int, **more: Any) -> Entry:
 OPTIMIZERS = {
     "adamw": Entry(lambda: torch.optim.AdamW, libraries.adamw_keeps, fixed={"fused": True}),
     "adamw8bit": _blockwise("AdamW8bit", 2, cpu_scratch=20),
-    "paged_adamw8bit": _blockwise("PagedAdamW8bit", 2, hold=libraries.paged, cpu_scratch=20),
+    "paged_adamw8bit": _blockwise("PagedAdamW8bit", 2, hold=libraries.paged, paged=True, cpu_scratch=20),
     "lion": Entry(
         libraries.kozistr("Lion"), libraries.keeps("exp_avg"), libraries.counting, betas=(0.9, 0.99), eps=None,
         group_keys=("step",), cpu_scratch=4,
@@ -80,7 +83,7 @@ OPTIMIZERS = {
     "prodigy": Entry(
         libraries.kozistr("Prodigy"), libraries.keeps("s", "p0", "exp_avg", "exp_avg_sq"), libraries.prodigy,
         presets={"safeguard_warmup": True, "bias_correction": True}, group_keys=("step", "d", "d_max", "d_numerator"),
-        derived=("d_de_nom", "d_hat"), rates=(0.1, 10.0), cpu_scratch=4,
+        derived=("d_de_nom", "d_hat"), finds=Finds(), cpu_scratch=4,
     ),
     "schedulefree_adamw": Entry(
         libraries.schedulefree, libraries.keeps("z", "exp_avg_sq"), group_keys=("k", "weight_sum", "lr_max"),
@@ -90,10 +93,10 @@ OPTIMIZERS = {
         libraries.kozistr("CAME"), libraries.came_keeps, libraries.counting, betas=(0.9, 0.999, 0.9999), eps=None, flat=False,
         group_keys=("step",), cpu_scratch=8,
     ),
-    # With match_rms_adamw one optimizer.lr suits matrices and magnitudes, and is about AdamW's (arXiv 2502.16982).
+    # With match_rms_adamw an update of a matrix is as large as AdamW's: one optimizer.lr for both parts (arXiv 2502.16982).
     "muon": Entry(
         lambda: torch.optim.Muon, libraries.muon_keeps, libraries.muon, flat=False,
-        presets={"adjust_lr_fn": "match_rms_adamw"}, cpu_scratch=8,
+        presets={"adjust_lr_fn": "match_rms_adamw"}, apart=True, cpu_scratch=8,
     ),
 }  # fmt: skip
 
@@ -135,14 +138,3 @@ def build_optimizer(
     if entry.modes:
         optimizer.train()  # type: ignore[attr-defined]
     return optimizer
-
-
-def state_bytes(name: str, optimizer: torch.optim.Optimizer) -> int:
-    """Of what the optimizer of that name keeps after its first update. The parameters may be tensors without values."""
-    return sum(
-        tensor.nbytes
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        for tensor in OPTIMIZERS[name].layouts(parameter.shape, group)[0].values()
-        if isinstance(tensor, torch.Tensor)
-    )

@@ -106,7 +106,7 @@ def test_five_updates_are_those_of_the_library(name: str, monkeypatch) -> None:
         from bitsandbytes.optim import GlobalOptimManager
 
         monkeypatch.setattr(GlobalOptimManager.get_instance(), "pid2config", {})
-    rate = 1.0 if OPTIMIZERS[name].rates else 1e-2
+    rate = 1.0 if OPTIMIZERS[name].finds else 1e-2
     groups, ours = adapter(rates=(rate, rate))
     optimizer = build_optimizer(name, groups, min_8bit_size=1, options=PRODIGY if name == "prodigy" else {})
     _, theirs = adapter()
