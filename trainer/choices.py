@@ -17,7 +17,7 @@ from trainer.optim import OPTIMIZERS, SCHEDULES
 FAMILY_KEYS = {
     "model.prediction": "models that predict either noise or v",
     "model.zero_terminal_snr": "models with a noise schedule that may end at zero SNR",
-    **dict.fromkeys(objectives.KEYS, "models whose objective is this program's"),
+    **dict.fromkeys(objectives.KEYS, "diffusion and flow matching models"),
     **dict.fromkeys(("objective.shift", "objective.mode_scale"), "flow matching models"),
     **dict.fromkeys(
         (
@@ -35,9 +35,9 @@ FAMILY_KEYS = {
 
 # By the key, the timesteps that it belongs to.
 TIMESTEPS_OF = {
-    "logit_mean": ("logit_normal", "sigmoid"), "logit_std": ("logit_normal", "sigmoid"), "mode_scale": ("mode",),
-    "power": ("power",),
-}  # fmt: skip
+    key: [name for name, reads in objectives.TIMES_READ.items() if key in reads]
+    for key in dict.fromkeys(key for reads in objectives.TIMES_READ.values() for key in reads)
+}
 
 
 def refuse_unread(config: Config, family: Family) -> None:

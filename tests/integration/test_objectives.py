@@ -75,6 +75,8 @@ def test_choices_that_cannot_work_are_refused_before_a_weight_is_read(bench: Wor
         ("sdxl", {"t_range": [0.5, 1.5]}, "objective.t_range", "less than or equal to 1"),
         ("sdxl", {"t_range": [0.2001, 0.2009]}, "objective.t_range = [0.2001, 0.2009] leaves no timestep: none of the 1000"),
         ("flux", {"t_range": [0.0, 0.001]}, "objective.t_range = [0.0, 0.001] leaves no timestep: of a million that logit"),
+        ("flux", {"logit_mean": 40.0}, "objective.logit_mean = 40: ", "bring objective.logit_mean nearer to 0"),
+        ("sdxl", {"timesteps": "power", "power": 1e-3}, "objective.power = 0.001: ", "bring objective.power nearer to 1"),
     ):  # fmt: skip
         refused(bench, capsys, *said, tree=bench.tree(family, objective=choices))
     refused(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,6 +126,20 @@ def test_the_key_of_one_kind_of_timesteps_is_refused_with_others(family: str, ke
         with pytest.raises(UserError, match=f"^{re.escape(shown)}objective.timesteps = '{of[0]}'$"):
             refuse_unread(tried, chosen_family)
     refuse_unread(config(family, "objective.timesteps", "uniform"), chosen_family)
+
+
+@pytest.mark.parametrize(("page", "table"), [("objectives", "objective"), ("optimizers", "schedule")])
+def test_the_docs_give_every_key_with_its_default(page: str, table: str) -> None:
+    text = (Path(__file__).parents[2] / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    row = re.compile(r"^\| \[?`(\w+)`(?:\]\(#[\w-]+\))? \| ([^|]+) \|", re.MULTILINE)
+    rows = text.partition("| key | default |")[2].partition("\n\n")[0]
+    told = {f"{table}.{key}": default.strip("`").split(", which")[0] for key, default in row.findall(rows)}
+    defaults = {key: value for key, value in configs.known_keys().items() if key.startswith(f"{table}.")}
+    assert told.keys() == defaults.keys() - {"schedule.name"}
+    for key, default in defaults.items():
+        if key in told and default is not None:
+            said = tomllib.loads(f"x = {told[key]}")["x"]
+            assert said == (list(default) if isinstance(default, tuple) else default), key
 
 
 def test_a_family_refuses_timesteps_of_another_and_says_its_own() -> None:

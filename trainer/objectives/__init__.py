@@ -12,6 +12,7 @@ from trainer.objectives.flow import Flow
 from trainer.objectives.losses import Loss, sample_losses
 from trainer.objectives.noise import Noise
 from trainer.objectives.strata import stratified
+from trainer.objectives.times import READS as TIMES_READ
 from trainer.objectives.times import Times
 from trainer.objectives.weighting import Weighting
 
@@ -25,5 +26,6 @@ KEYS = tuple(
 )  # fmt: skip
 
 __all__ = [
-    "KEYS", "Diffusion", "Flow", "Loss", "Noise", "Objective", "Times", "Weighting", "chosen", "sample_losses", "stratified",
+    "KEYS", "TIMES_READ", "Diffusion", "Flow", "Loss", "Noise", "Objective", "Times", "Weighting", "chosen", "sample_losses",
+    "stratified",
 ]  # fmt: skip

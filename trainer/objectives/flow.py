@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from trainer.objectives.base import Objective
 from trainer.objectives.times import Times
+
+
+def _shifted(t: Tensor, s: float) -> Tensor:
+    return s * t / (1 + (s - 1) * t)
 
 
 @dataclass(frozen=True)
@@ -23,9 +28,10 @@ class Flow(Objective):
     shift: float | Callable[[int], float] = 1.0
 
     def __post_init__(self) -> None:
-        if not self.times.is_whole:
-            for tokens in (256, 4096):  # 256 and 1024 px: the shifts of all usual sizes are between theirs
-                self.times.check(*self._range(self._shift(tokens)))
+        more = {} if callable(self.shift) else {"shift": self.shift}
+        for tokens in (256, 4096):  # 256 and 1024 px: the shifts of all usual sizes are between theirs
+            s = self._shift(tokens)
+            self.times.check(*self._range(s), partial(_shifted, s=s), **more)
 
     def _shift(self, tokens: int) -> float:
         return self.shift(tokens) if callable(self.shift) else self.shift
@@ -36,10 +42,9 @@ class Flow(Objective):
         return (low, high) if self.times.is_whole else (low / (s - (s - 1) * low), min(1.0, high / (s - (s - 1) * high)))
 
     def time(self, u: Tensor, tokens: int) -> Tensor:
-        """float32 [B] in (0, 1)."""
+        """float32 [B] in (0, 1), or 1 where fp32 rounds to it: about one uniform time of 30 million."""
         s = self._shift(tokens)
-        t = self.times.draw(u, *self._range(s))
-        return (s * t / (1 + (s - 1) * t)).float()
+        return _shifted(self.times.draw(u, *self._range(s)), s).float()
 
     def time_at(self, share: Tensor) -> Tensor:
         return share.float()

@@ -24,6 +24,14 @@ from trainer.errors import UserError
 
 # Of all times a distribution must draw so many in the range: what is further out is not one that anybody means.
 LEAST = 1e-6
+# Their middle half must be this far from the photo and from noise. Beyond it fp32 cannot tell many of them apart.
+MARGIN = 1e-4
+QUARTILES = torch.tensor([0.25, 0.75], dtype=torch.float64)
+# The fields that each distribution reads.
+READS = {
+    "uniform": (), "logit_normal": ("logit_mean", "logit_std"), "sigmoid": ("logit_mean", "logit_std"),
+    "mode": ("mode_scale",), "cosmap": (), "power": ("power",),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,32 +61,52 @@ class Times:
         """Of all times that the whole distribution draws."""
         return t if t in (0.0, 1.0) else _SHARE_BELOW[self.timesteps](self, t)
 
-    def check(self, low: float, high: float) -> None:
-        """Raises UserError where the range leaves next to no time. low, high: as `draw` gets them."""
+    def check(self, low: float, high: float, seen: Callable[[Tensor], Tensor] = lambda t: t, **more: float) -> None:
+        """Raises UserError where the range leaves next to no time, or nearly all times are those of photos or of plain noise.
+
+        low, high: as `draw` gets them. seen: the times that the model sees, of those drawn; it rises. more: what it depends
+        on, by the key; 1 where it changes nothing.
+        """
         share = self.share_below(high) - self.share_below(low)
         if share < LEAST:
             raise UserError(
                 f"objective.t_range = {list(self.t_range)} leaves no timestep: of a million that {self.timesteps} times "
                 f"draw, {1e6 * share:.2g} are in it; widen it, or choose another objective.timesteps"
             )
+        first, last = seen(self.draw(QUARTILES, low, high)).tolist()
+        if first < MARGIN or last > 1 - MARGIN:
+            values = {key: getattr(self, key) for key in READS[self.timesteps]} | more
+            usual = {key: getattr(Times, key, 1.0) for key in values}
+            odd = [key for key in values if values[key] != usual[key]]
+            told = [f"objective.{key} = {values[key]:g}" for key in odd]
+            remedies = [f"bring objective.{key} nearer to {usual[key]:g}" for key in odd]
+            if not self.is_whole:
+                told.append(f"objective.t_range = {list(self.t_range)}")
+                remedies.append("widen objective.t_range")
+            raise UserError(
+                f"{', '.join(told)}: the middle half of the {self.timesteps} times is from {first:.3g} to {last:.6g}; it "
+                f"must be within {MARGIN:g} and {1 - MARGIN:g}, or the model sees little but photos or plain noise; "
+                + " or ".join(remedies)
+            )
 
     def describe(self) -> str:
-        told = _TOLD.get(self.timesteps, "").format(self)
+        values = ", ".join(f"{getattr(self, key):g}" for key in READS[self.timesteps])
+        told = f"({values})" if values else ""
         within = "" if self.is_whole else " from {:g} to {:g}".format(*self.t_range)
         return f"{self.timesteps}{told} timesteps{within}"
 
 
-def _mode(u: float, scale: float) -> float:
-    return u - scale * (math.sin(math.pi * u / 2) ** 2 - u)
+def _mode(chosen: Times, u: Tensor) -> Tensor:
+    return u - chosen.mode_scale * (torch.sin(math.pi / 2 * u).square() - u)
 
 
 def _share_below_mode(chosen: Times, t: float) -> float:
     """By bisection: its function has no inverse in closed form."""
-    low, high = 0.0, 1.0
+    low, high = torch.tensor([0.0, 1.0], dtype=torch.float64)
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if _mode(middle, chosen.mode_scale) < t else (low, middle)
-    return low
+        low, high = (middle, high) if _mode(chosen, middle) < t else (low, middle)
+    return float(low)
 
 
 def _logit_normal(chosen: Times, u: Tensor) -> Tensor:
@@ -93,7 +121,7 @@ _QUANTILE: dict[str, Callable[[Times, Tensor], Tensor]] = {
     "uniform": lambda chosen, u: u,
     "logit_normal": _logit_normal,
     "sigmoid": _logit_normal,
-    "mode": lambda chosen, u: u - chosen.mode_scale * (torch.sin(math.pi / 2 * u).square() - u),
+    "mode": _mode,
     "cosmap": lambda chosen, u: 1 - 1 / (torch.tan(math.pi / 2 * u) + 1),
     "power": lambda chosen, u: u ** (1 / chosen.power),
 }
@@ -106,7 +134,3 @@ _SHARE_BELOW: dict[str, Callable[[Times, float], float]] = {
     "cosmap": lambda chosen, t: 2 / math.pi * math.atan(t / (1 - t)),
     "power": lambda chosen, t: t**chosen.power,
 }
-_TOLD = {
-    "logit_normal": "({0.logit_mean:g}, {0.logit_std:g})", "sigmoid": "({0.logit_mean:g}, {0.logit_std:g})",
-    "mode": "({0.mode_scale:g})", "power": "({0.power:g})",
-}  # fmt: skip

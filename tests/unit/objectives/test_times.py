@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from statistics import NormalDist
 
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 
 from tests.unit.objectives.test_diffusion import diffusion
 from trainer import draws
-from trainer.objectives import Times
+from trainer.errors import UserError
+from trainer.objectives import Flow, Times
 
 MEAN, STD, MODE, POWER = 0.3, 0.8, 1.1, 2.5
 # Quantile functions in plain Python: Esser et al. 2024, arXiv 2403.03206, 3.1. The paper's mode falls with u: here at 1 - u.
@@ -84,6 +86,46 @@ def test_times_rise_with_u_and_are_finite_at_both_ends(name: str) -> None:
     u[-1] = 1 - 2.0**-53
     t = times(name).draw(u)
     assert bool((t.diff() > 0).all()) and t[0] > 0 and t[-1] <= 1 and bool(torch.isfinite(t).all())
+
+
+@given(
+    st.sampled_from(sorted(QUANTILE)), st.floats(-60, 60), st.floats(1e-3, 60), st.floats(-9, 9), st.sampled_from((0.0, 0.3)),
+    st.sampled_from((0.6, 1.0)), st.floats(-12, 12),
+)  # fmt: skip
+def test_times_that_are_nearly_all_photo_or_noise_are_refused(
+    name: str, mean: float, std: float, power: float, low: float, high: float, shift: float
+) -> None:
+    """Where a quarter of the times that are trained is below 1e-4 or above 1 - 1e-4: of sorted times, by counting.
+
+    What is accepted gives Flow times whose middle half fp32 tells from 0 and 1.
+    """
+    chosen, s = Times(name, mean, std, MODE, math.exp(power), (low, high)), math.exp(shift)
+    u = torch.linspace(0, 1, 4003, dtype=torch.float64)[1:-1]
+    whole = chosen.draw(u)
+    whole = s * whole / (1 + (s - 1) * whole)
+    inside = whole[(whole >= low) & (whole <= high)]
+    below, above = ((inside < 1e-4).double().mean(), (inside > 1 - 1e-4).double().mean()) if len(inside) else (1.0, 1.0)
+    try:
+        flow = Flow(times=chosen, shift=s)
+    except UserError as refused:
+        assert len(inside) < 2000 or max(below, above) > 0.24
+        assert "objective." in str(refused) and ("nearer to" in str(refused) or "widen" in str(refused))
+        return
+    assert len(inside) < 2000 or max(below, above) < 0.26
+    middle = flow.time(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64), 1024)
+    assert bool((middle >= 1e-4 - 1e-8).all()) and bool((middle <= 1 - 1e-4 + 1e-7).all())
+
+
+def test_what_is_refused_names_the_values_and_the_remedy() -> None:
+    half = "; it must be within 0.0001 and 0.9999, or the model sees little but photos or plain noise; bring objective."
+    for make, value, span, remedy in (
+        (lambda: Flow(times=Times("logit_normal", 40.0)), "logit_mean = 40", "logit_normal times is from 1 to 1", "0"),
+        (lambda: Flow(times=Times("uniform"), shift=1e7), "shift = 1e+07", "uniform times is from 1 to 1", "1"),
+        (lambda: diffusion(times=Times("power", power=1e-3)), "power = 0.001", "power times is from 0 to 1.1515e-125", "1"),
+    ):
+        said = f"objective.{value}: the middle half of the {span}{half}{value.split()[0]} nearer to {remedy}"
+        with pytest.raises(UserError, match=f"^{re.escape(said)}$"):
+            make()
 
 
 def kolmogorov(count: int, alarm: float) -> float:
