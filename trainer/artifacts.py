@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer import outcome, quantization, validation
+from trainer import optim, outcome, quantization, validation
 from trainer.adapters import Adapter, export
 from trainer.adapters.norms import Norms, products
 from trainer.adapters.portable import of_adapter
@@ -159,7 +159,8 @@ class Artifacts:
         written = self.export(name)
         with self.weights[""]():
             moved = outcome.weight_change(self.adapter, phases)
-        found = judge(read_lines(self.layout.metrics), {name: block.worst for name, block in moved.items()})
+        levers = optim.levers(plan.config.optimizer.name)
+        found = judge(read_lines(self.layout.metrics), {name: block.worst for name, block in moved.items()}, levers)
         warning = "Warning: " if found.bad else ""
         effects = [["verdict", found.kind], *self._effects(written)]
         sections = {

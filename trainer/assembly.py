@@ -114,11 +114,11 @@ def build_step(
     if averages.weights:
         pieces.enter("ema", averages)
 
-    def after_update() -> dict[str, int]:
+    def after_update() -> dict[str, float | None]:
         told = {} if options.max_norm is None else {"layers_limited": adapter.limit_norms(options.max_norm)}
         adapter.mark_stale()
         averages.update()
-        return told
+        return told | state.told()
 
     def losses(batch, update=()):
         return batch_losses(

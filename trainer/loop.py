@@ -18,7 +18,7 @@ from trainer.saving import Saves
 from trainer.signals import Signals
 from trainer.step import Step, StepResult
 from trainer.types import Batch, Occurrence
-from trainer.verdict import Course
+from trainer.verdict import Course, rates
 
 # What is said of a stop once there is a step to keep.
 SAVED = "stopping; a checkpoint is written"
@@ -167,7 +167,7 @@ class Loop:
             "step": progress.step,
             "epoch": occurrences[0].epoch + 1,
             "loss": result.loss,
-            "lr": result.lr[0],
+            **rates(result.lr),
             "grad_norm": result.grad_norm,
             "images": progress.images,
             "skipped": not result.updated,

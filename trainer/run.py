@@ -287,7 +287,7 @@ def make_loop(run: Run, signals: Signals) -> Loop:
             ],
             peers,
         ),
-        course=Course(metrics.read_lines(run.layout.metrics)),
+        course=Course(metrics.read_lines(run.layout.metrics), optim.levers(config.optimizer.name)),
         log=log,
         non_finite=run.non_finite,
         too_large=what_would_fit(plan),

@@ -74,7 +74,7 @@ class StepResult:
     updated: bool
     loss_scale: float
     refused: str = ""
-    told: Mapping[str, int] = field(default_factory=dict)
+    told: Mapping[str, float | None] = field(default_factory=dict)
 
 
 # What stands in a step's flags, one for each sample of the global batch.
@@ -98,7 +98,7 @@ class Step:
     schedule: torch.optim.lr_scheduler.LambdaLR
     scaler: torch.amp.GradScaler
     max_grad_norm: float
-    after_update: Callable[[], Mapping[str, int]]
+    after_update: Callable[[], Mapping[str, float | None]]
     sum: Callable[[torch.Tensor], None]
     training: Callable[[int, int], AbstractContextManager[None]]
 

@@ -29,6 +29,10 @@ FALLEN, RISEN, ERRORS = 0.01, 0.05, 3.5
 
 TOLD = 10  # losses of steps: of fewer nothing can be said
 
+# What an update's size depends on, as a user knows it. Groups may have other rates than the first: see `rates`.
+LR = "optimizer.lr"
+HIGHEST = "the highest rate of a group (optimizer.lr times lora_plus, magnitude_lr, text_encoder_lr or a rule's lr)"
+
 Kind = Literal["learned", "memorising", "diverged", "recovered", "nothing", "unclear"]
 BAD: tuple[Kind, ...] = ("diverged", "nothing")
 
@@ -47,9 +51,13 @@ class Verdict:
 
 
 class Course:
-    """The lines of a run, one after another. diverged: the first step at which something left its range."""
+    """The lines of a run, one after another. diverged: the first step at which something left its range.
 
-    def __init__(self, rows: Iterable[Line] = ()) -> None:
+    levers: the keys that make the optimizer's updates larger or smaller.
+    """
+
+    def __init__(self, rows: Iterable[Line] = (), levers: str = LR) -> None:
+        self.levers, self.rate_of = levers, LR
         self.rate, self.first_rate, self.rate_step, self.scaled = 0.0, 0.0, 0, False
         self.updates, self.images = 0, 0
         self.first: tuple[float, float] | None = None  # loss and gradient norm of the first window
@@ -65,10 +73,12 @@ class Course:
         self.images = row["images"]
         self.updates += not row.get("skipped", False)
         self.scaled = self.scaled or "loss_scale" in row
-        if row["lr"] > self.rate:
-            self.rate, self.rate_step = row["lr"], step
+        rate = row.get("highest_lr", row["lr"]) * (row.get("d") or 1.0)
+        if rate > self.rate:
+            self.rate, self.rate_step = rate, step
+            self.rate_of = "the rate it found" if "d" in row else HIGHEST if "highest_lr" in row else LR
         if step == 1:
-            self.first_rate = row["lr"]
+            self.first_rate = rate
         what = self._out_of_range(row, images)
         if what is None or self.diverged is not None:
             return None
@@ -107,9 +117,15 @@ class Course:
             more.append("precision.compute = 'bf16' in place of fp16")
         beside = f"; {' and '.join(more)} may help, too" if more else ""
         return (
-            f"most often the learning rate is too high (optimizer.lr was {self.rate:.3g} at step {self.rate_step}); start a "
-            f"new run with a lower one, a tenth for a start{beside}"
+            f"most often the learning rate is too high ({self._rate()}); start a new run with {self._lower()}, a tenth for a "
+            f"start{beside}"
         )
+
+    def _rate(self) -> str:
+        return f"{self.rate_of} was {self.rate:.3g} at step {self.rate_step}"
+
+    def _lower(self) -> str:
+        return "a lower one" if self.levers == LR else f"a lower {self.levers}"
 
     def blame(self) -> str:
         """For a value that is not finite: what the steps before say of its cause; "" where there were none."""
@@ -118,18 +134,23 @@ class Course:
         if self.updates and self.rate:
             return (
                 f"{self.updates} updates before it were finite: if these samples are sound, the learning rate may be too "
-                f"high (optimizer.lr was {self.rate:.3g} at step {self.rate_step}); start a new run with a lower one"
+                f"high ({self._rate()}); start a new run with {self._lower()}"
             )
         return ""
 
 
-def judge(rows: Sequence[Line], blocks: Mapping[str, float] | None = None) -> Verdict:
+def rates(lr: Sequence[float]) -> dict[str, float]:
+    """For a step's line, of the rates of all groups: the first, and the highest where that is another."""
+    return {"lr": lr[0]} | ({"highest_lr": max(lr)} if max(lr) > lr[0] else {})
+
+
+def judge(rows: Sequence[Line], blocks: Mapping[str, float] | None = None, levers: str = LR) -> Verdict:
     """Of a run so far, or at its end.
 
     rows: of metrics.jsonl, in order. blocks: by name, the largest ||dW|| / ||W|| or magnitude drift of the adapter's blocks;
-    None: not measured, then the last `weight_change` of the rows counts.
+    None: not measured, then the last `weight_change` of the rows counts. levers: as of Course.
     """
-    course = Course(rows)
+    course = Course(rows, levers)
     changes = [row["weight_change"] for row in rows if "weight_change" in row]
     change = _largest(blocks.values()) if blocks else _number(changes[-1]) if changes else None
     if change is not None and not change <= TOO_FAR:
@@ -148,15 +169,16 @@ def judge(rows: Sequence[Line], blocks: Mapping[str, float] | None = None) -> Ve
         said = f"the training came back: {since}; look at the samples; {course.remedy()}"
         return Verdict("recovered", said, course.diverged)
     if change is not None and change < TOO_LITTLE:
+        it = "it" if course.rate_of == levers else course.rate_of
         said = (
             f"nothing was learned: no block changed by more than {change:.2g} of its own weights, less than a picture can "
-            f"show; train longer or raise optimizer.lr (it was at most {course.rate:.3g})"
+            f"show; train longer or raise {levers} ({it} was at most {course.rate:.3g})"
         )
         return Verdict("nothing", said)
-    return _by_loss(rows, f" (weights changed by up to {change:.2%})" if change is not None else "")
+    return _by_loss(rows, f" (weights changed by up to {change:.2%})" if change is not None else "", levers)
 
 
-def _by_loss(rows: Sequence[Line], changed: str) -> Verdict:
+def _by_loss(rows: Sequence[Line], changed: str, levers: str) -> Verdict:
     """Of a run that has not diverged, and changed something or may have."""
     told = _series(rows, "held_out_loss")
     if len(told) > 1:
@@ -166,12 +188,12 @@ def _by_loss(rows: Sequence[Line], changed: str) -> Verdict:
         if now > lowest * (1 + RISEN) and trained.get(last, math.inf) < trained.get(best, -math.inf):
             said = (
                 f"{fell} at step {best}, and rose to {now:.4g} since, while the loss of the trained photos falls on: the "
-                f"adapter learns the photos by heart; take step {best}, or train with more photos or a lower optimizer.lr"
+                f"adapter learns the photos by heart; take step {best}, or train with more photos or a lower {levers}"
             )
             return Verdict("memorising", said, best)
         if lowest < start * (1 - FALLEN):
             return Verdict("learned", f"{fell} at step {best}{changed}", best)
-        said = f"the held-out loss did not fall (from {start:.4g} to {now:.4g}){changed}; train longer or raise optimizer.lr"
+        said = f"the held-out loss did not fall (from {start:.4g} to {now:.4g}){changed}; train longer or raise {levers}"
         return Verdict("unclear", said)
     losses = [row["loss"] for row in rows if row.get("loss") is not None]
     early, late = losses[: max(TOLD, len(losses) // 5)], losses[-max(TOLD, len(losses) // 3) :]

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness import Workbench, built, train_built
+from tests.harness import Workbench, built, metrics_of, train_built
 from tests.optimizers import ENTRIES, Averaging
 from trainer import config as configs
 from trainer import run as runs
 from trainer import validation
 from trainer.checkpoint.state import Saved
 from trainer.optim import OPTIMIZERS
+from trainer.optim.libraries import Finds
 from trainer.tensorfile import TensorFile
 
 LENGTH = 4
@@ -84,6 +85,17 @@ def test_every_optimizer_of_the_table_resumes_byte_identically(bench: Workbench,
         assert one.read_bytes() == other.read_bytes(), file
     text = (bench.tmp / "whole" / "config.toml").read_text()
     assert ("betas" in text) == (OPTIMIZERS[name].betas is not None)
+
+
+def test_the_log_has_the_rate_that_an_optimizer_finds_and_the_highest_of_all_groups(bench: Workbench, monkeypatch) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "growing", replace(ENTRIES["growing"], finds=Finds(start="d", factor="k", guard="")))
+    checkpoint = train(bench, "growing", "found", run__max_steps=2, run__stop_after=2, optimizer__lr=1.0, schedule__warmup=0)
+    first, last = metrics_of(bench.tmp / "found")
+    assert 1e-3 < first["d"] < last["d"] == Saved(checkpoint).pieces["optimizer"]["state"]["param_groups.0|d"]
+    assert "highest_lr" not in first
+    train(bench, "adamw", "plus", run__max_steps=1, run__stop_after=1, optimizer__lora_plus=16.0, schedule__warmup=0)
+    (row,) = metrics_of(bench.tmp / "plus")
+    assert row["highest_lr"] == pytest.approx(16 * row["lr"]) and "d" not in row
 
 
 @pytest.mark.parametrize("name", ["growing", "averaging"])

@@ -143,3 +143,27 @@ def test_every_kind_is_documented() -> None:
     for number in (verdict.LOSS_TIMES, verdict.GRAD_TIMES):
         assert f"{number:g} times" in page
     assert f"{verdict.TOO_LITTLE:.2%}".replace("%", " %") in page and f"{verdict.IMAGES} images" in page
+
+
+PRODIGY = "optimizer.options.d0 or d_coef"
+
+
+def test_the_rate_of_an_optimizer_that_finds_it_is_what_it_found_and_its_own_keys_are_the_remedy() -> None:
+    rows = [row | {"d": 1e-3} for row in log([0.2] * 20 + [2.0] * 20, lr=1.0)]
+    course = Course(levers=PRODIGY)
+    (said,) = (said for row in rows if (said := course.add(row)))
+    assert "the rate it found was 0.001 at step 1" in said and f"a lower {PRODIGY}, a tenth" in said
+    for sentence in (said, judge(rows, levers=PRODIGY).sentence, course.blame()):
+        assert "optimizer.lr" not in sentence and PRODIGY in sentence
+    finite = Course([row | {"d": None} for row in log([0.2] * 5, lr=1.0)], PRODIGY)
+    assert finite.blame().endswith(f"start a new run with a lower {PRODIGY}")
+    nothing = judge(log([0.2] * 40), {"unet.a": 1e-6}, PRODIGY).sentence
+    unclear = judge([row | {"held_out_loss": 0.2} for row in log([0.2] * 4)], SMALL, PRODIGY).sentence
+    assert f"raise {PRODIGY}" in nothing and unclear.endswith(f"raise {PRODIGY}")
+
+
+def test_the_highest_rate_of_all_groups_is_what_is_blamed() -> None:
+    """LoRA+ and rates of magnitudes are not those of the first group."""
+    assert verdict.rates((1e-3, 1e-3)) == {"lr": 1e-3} and verdict.rates((1e-3, 1.6e-2)) == {"lr": 1e-3, "highest_lr": 1.6e-2}
+    (said,) = warnings([row | {"highest_lr": 1.6e-2} for row in log([0.2] * 20 + [2.0] * 20, lr=1e-3)])
+    assert "the highest rate of a group (optimizer.lr times lora_plus, magnitude_lr" in said and "was 0.016 at step 1" in said

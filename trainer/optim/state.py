@@ -63,6 +63,13 @@ class OptimizerState:
                 _check(saved, [_kinds(layout) for layout in self.entry.layouts(parameter.shape, in_group[name])], name, what)
             self.optimizer.state[parameter] = self.entry.hold(self.optimizer, parameter, _to(saved, parameter.device))
 
+    def told(self) -> dict[str, float | None]:
+        """For the log: the estimate of an optimizer that finds its rate; None where it is not finite."""
+        if self.entry.finds is None:
+            return {}
+        value = float(self.optimizer.param_groups[0][self.entry.finds.estimate])
+        return {self.entry.finds.estimate: value if math.isfinite(value) else None}
+
     def is_finite(self) -> bool:
         """Whether all parameters and their state are."""
         values = [parameter.detach() for parameter in self._parameters().values()] + list(self.state_dict().values())

@@ -108,6 +108,12 @@ def optimizer_named(name: str) -> Entry:
     return OPTIMIZERS[name]
 
 
+def levers(name: str) -> str:
+    """The keys that make an optimizer's updates larger or smaller."""
+    finds = optimizer_named(name).finds
+    return f"optimizer.options.{finds.start} or {finds.factor}" if finds else "optimizer.lr"
+
+
 def build_optimizer(
     name: str,
     groups: Groups,
