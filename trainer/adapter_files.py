@@ -19,7 +19,7 @@ from trainer.adapters.keys import Module, key_table, some
 from trainer.adapters.norms import read_norms
 from trainer.adapters.portable import AllNorms, DoraScale, Portable, of_state
 from trainer.adapters.reading import ReadAdapter, read_adapter, stems_of
-from trainer.adapters.targets import Target
+from trainer.adapters.targets import Rates, Rule, Target, grouped, with_rates
 from trainer.checkpoint import store
 from trainer.checkpoint.state import Saved
 from trainer.errors import UserError
@@ -28,10 +28,12 @@ from trainer.models.base import Family
 from trainer.models.building import build
 from trainer.models.loading import PUBLISHED, ModelSource
 from trainer.models.opening import open_model
+from trainer.optim.state import weights_for_use
 from trainer.optim.table import OPTIMIZERS
 from trainer.tensorfile import TensorFile
 from trainer.types import Link, Recognised
 
+PARTS = ("A.weight", "B.weight", "magnitude_vector")  # of a layer, in an adapter's order
 HINTS = ("modelspec.architecture", "ss_base_model_version")
 
 
@@ -276,12 +278,6 @@ def open_checkpoint(folder: Path) -> OpenedCheckpoint:
             "go on with the run from it (--resume_from), and take the next checkpoint or the run's own files"
         )
     origin, config, norms = (saved.state(name) for name in ("origin", "config", "norms"))
-    optimizer = config["optimizer"]["name"]
-    if optimizer in OPTIMIZERS and OPTIMIZERS[optimizer].modes:
-        raise UserError(
-            f"{folder}: optimizer.name = {optimizer!r} trains at other weights than those that are used; the run's own files "
-            "have these, set export.every_steps"
-        )
     state = saved.state("adapter")
     try:
         alphas = {str(name): float(alpha) for name, alpha in origin["alphas"]}
@@ -290,6 +286,15 @@ def open_checkpoint(folder: Path) -> OpenedCheckpoint:
         targets = [Target(split[name][0], split[name][2], ranks[name], alpha) for name, alpha in alphas.items()]
         about, configs = About(**origin["about"]), dict(origin["configs"])
         model = NamedModel(family_named(origin["family"]), str(folder), configs.__getitem__)
+        optimizer = config["optimizer"]
+        if optimizer["name"] in OPTIMIZERS and OPTIMIZERS[optimizer["name"]].modes:
+            rated = with_rates(targets, [Rule(**rule) for rule in config["adapter"]["rules"]])
+            groups = grouped(
+                [name for layer in alphas for part in PARTS if (name := f"{layer}.lora_{part}") in state],
+                dict(zip(alphas, rated, strict=True)),
+                Rates.read(optimizer, model.family.text_encoders),
+            )
+            state |= weights_for_use(state, saved.state("optimizer"), list(groups.values()), optimizer["betas"][0])
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{folder}: what it says of its adapter files does not fit: {error!r:.500}") from error
     return OpenedCheckpoint(

@@ -82,7 +82,7 @@ def build_step(
     chosen, falls = config.optimizer, config.schedule
     optimizer = optim.build_optimizer(
         chosen.name,
-        adapter.parameter_groups(_rates(chosen.model_dump(), plan)),
+        adapter.parameter_groups(Rates.read(chosen.model_dump(), family.text_encoders)),
         betas=chosen.betas,
         eps=chosen.eps,
         min_8bit_size=chosen.min_8bit_size,
@@ -146,17 +146,11 @@ def build_step(
     return state, averages, step
 
 
-def _rates(optimizer: Mapping[str, Any], plan: Plan) -> Rates:
-    """optimizer: that table of a config; a checkpoint's may lack the later ones of these keys."""
-    keys = ("lr", "weight_decay", "lora_plus", "text_encoder_lr", "magnitude_lr")
-    return Rates(**{key: optimizer[key] for key in keys if key in optimizer}, text_encoders=plan.family.text_encoders)
-
-
 def _regrouping(plan: Plan, then: Mapping[str, Any], adapter: Adapter) -> optim.Regrouping:
     """Where the rates of a rule or of the optimizer changed, so did the groups that they make."""
-    rules = [Rule(**rule) for rule in then["adapter"]["rules"]]
+    rules, encoders = [Rule(**rule) for rule in then["adapter"]["rules"]], plan.family.text_encoders
     return optim.Regrouping(
-        then=list(adapter.groups(_rates(then["optimizer"], plan), rules).values()),
-        now=list(adapter.groups(_rates(plan.config.optimizer.model_dump(), plan)).values()),
+        then=list(adapter.groups(Rates.read(then["optimizer"], encoders), rules).values()),
+        now=list(adapter.groups(Rates.read(plan.config.optimizer.model_dump(), encoders)).values()),
         sizes={name: parameter.numel() for name, parameter in adapter.named_parameters().items()},
     )

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from trainer import files, kernels, metrics, optim, resume
@@ -210,6 +211,7 @@ def build(
     origin = pieces.enter("origin", Origin(plan, progress, adapter, made_for(norms.held), start))
     then = saved.state("config") if saved is not None and allowed.changed else None
     optimizer, averages, step = build_step(components, adapter, pieces, progress, then=then)
+    norms.used = partial(optimizer.evaluating, adapter.mark_stale)
     pieces.complete()
     if adapter.dora:
         # They would be made in the first step, which a stop has to wait for.

@@ -15,6 +15,7 @@ from tests.optimizers import ENTRIES, Averaging
 from trainer import config as configs
 from trainer import run as runs
 from trainer import validation
+from trainer.adapter_files import open_checkpoint
 from trainer.checkpoint.state import Saved
 from trainer.optim import OPTIMIZERS
 from trainer.optim.libraries import Finds
@@ -96,6 +97,20 @@ def test_the_log_has_the_rate_that_an_optimizer_finds_and_the_highest_of_all_gro
     train(bench, "adamw", "plus", run__max_steps=1, run__stop_after=1, optimizer__lora_plus=16.0, schedule__warmup=0)
     (row,) = metrics_of(bench.tmp / "plus")
     assert row["highest_lr"] == pytest.approx(16 * row["lr"]) and "d" not in row
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_a_schedule_free_checkpoint_is_exported_as_its_run_did(bench: Workbench, kind: str) -> None:
+    """It holds the weights that train. Groups of differing rates, so that each has to be found in its place."""
+    rules = [{"component": "unet", "match": "*attn2.to_q", "lr": 3e-2}]
+    checkpoint = train(
+        bench, "schedulefree_adamw", "out", run__max_steps=3, run__stop_after=3, adapter__type=kind, adapter__rules=rules,
+        optimizer__lora_plus=2.0,
+    )  # fmt: skip
+    made = open_checkpoint(checkpoint).export(bench.tmp / "again")
+    assert set(made) == {"diffusers", "comfyui"}
+    for path in made.values():
+        assert path.read_bytes() == (bench.tmp / "out" / "adapters" / path.name).read_bytes(), path.name
 
 
 @pytest.mark.parametrize("name", ["growing", "averaging"])

@@ -1,6 +1,5 @@
 """The trainable part of a run: the adapted layers, their parameters, and what is done with all of them at once."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
@@ -9,7 +8,7 @@ from torch import nn
 
 from trainer import draws
 from trainer.adapters.limits import drawn_rows, limit_norms
-from trainer.adapters.targets import Rates, Rule, Target, with_rates
+from trainer.adapters.targets import Rates, Rule, Target, grouped, with_rates
 from trainer.errors import UserError
 from trainer.files import Advance, unheard
 
@@ -46,14 +45,10 @@ class Adapter:
         self, rates: Rates, rules: Sequence[Rule] | None = None
     ) -> dict[tuple[float, float, bool, int | None], list[str]]:
         """By (rate, decay, whether they are magnitudes, stop_step), parameters' names. rules: others than this run's."""
-        targets, groups = self.targets, dict[tuple[float, float, bool, int | None], list[str]]()
+        targets = self.targets
         if rules is not None:
             targets = dict(zip(targets, with_rates(targets.values(), rules), strict=True))
-        for name in self.named_parameters():
-            target = targets[name.partition(".lora_")[0]]
-            groups.setdefault((*rates.of(target, name), target.stop_step), []).append(name)
-        # Those that stop first come last: what an optimizer reads of its first group (Prodigy its rate) goes on.
-        return dict(sorted(groups.items(), key=lambda group: -(group[0][3] or math.inf)))
+        return grouped(self.named_parameters(), targets, rates)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {name: parameter.detach() for name, parameter in self.named_parameters().items()}

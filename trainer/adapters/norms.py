@@ -11,7 +11,8 @@ The first is exact. Under the root of the second, 2 s rowsum(B * ((W16 - W) A^T)
 ||W16|| where nothing was trained, and m ||W|| / c and m where W is W16.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +83,10 @@ class Norms:
 
     beside: layers without an adapter that the original layout fuses with adapted ones, by full name.
     held: storage of the components whose files hold them quantised, by name. advance: counts layers read.
+    used: inside, the adapter has the weights that its files have; of most optimizers those that train.
     """
+
+    used: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(
         self, adapter: Adapter, beside: Mapping[str, BaseLayer], held: Mapping[str, str], advance: Advance = unheard
@@ -107,7 +111,8 @@ class Norms:
         return norms
 
     def state_dict(self) -> dict[str, Any]:
-        return {"held": self.held, **_tensors(self.now())}
+        with self.used():
+            return {"held": self.held, **_tensors(self.now())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Compare: norms follow from the frozen base, and c from the adapter too. Raises UserError, naming what differs."""

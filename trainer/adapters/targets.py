@@ -38,6 +38,12 @@ class Rates:
     magnitude_lr: float | None = None
     text_encoders: Sequence[str] = ()
 
+    @classmethod
+    def read(cls, optimizer: Mapping[str, Any], text_encoders: Sequence[str]) -> "Rates":
+        """optimizer: that table of a config; a checkpoint's may lack the later ones of these keys."""
+        keys = ("lr", "weight_decay", "lora_plus", "text_encoder_lr", "magnitude_lr")
+        return cls(**{key: optimizer[key] for key in keys if key in optimizer}, text_encoders=text_encoders)
+
     def of(self, target: "Target", parameter: str) -> tuple[float, float, bool]:
         """(rate, weight decay, whether it is a magnitude) of a parameter of that layer. A magnitude is never decayed."""
         magnitude = parameter.endswith(".lora_magnitude_vector")
@@ -131,6 +137,18 @@ def with_rates(targets: Iterable[Target], rules: Sequence[Rule]) -> tuple[Target
                 own |= {field: value for field in own if (value := getattr(rule, field)) is not None}
         rated.append(replace(target, **own))
     return tuple(rated)
+
+
+def grouped(
+    names: Iterable[str], targets: Mapping[str, Target], rates: Rates
+) -> dict[tuple[float, float, bool, int | None], list[str]]:
+    """The parameters of these names by (rate, decay, whether they are magnitudes, stop_step). targets: by full name."""
+    groups: dict[tuple[float, float, bool, int | None], list[str]] = {}
+    for name in names:
+        target = targets[name.partition(".lora_")[0]]
+        groups.setdefault((*rates.of(target, name), target.stop_step), []).append(name)
+    # Those that stop first come last: what an optimizer reads of its first group (Prodigy its rate) goes on.
+    return dict(sorted(groups.items(), key=lambda group: -(group[0][3] or math.inf)))
 
 
 def _no_match(key: str, pattern: str, component: str, names: Sequence[str]) -> UserError:

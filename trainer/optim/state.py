@@ -10,6 +10,7 @@ from torch import nn
 
 from trainer.errors import UserError
 from trainer.memory import put_back
+from trainer.optim.parameters import padded
 from trainer.optim.regrouping import Regrouping
 from trainer.optim.table import OPTIMIZERS
 
@@ -124,6 +125,32 @@ def state_bytes(name: str, optimizer: torch.optim.Optimizer) -> int:
         for tensor in OPTIMIZERS[name].layouts(parameter.shape, group)[0].values()
         if isinstance(tensor, torch.Tensor)
     )
+
+
+def weights_for_use(
+    trained: Mapping[str, torch.Tensor], state: Mapping[str, Any], groups: Sequence[Sequence[str]], beta1: float
+) -> dict[str, torch.Tensor]:
+    """Of a schedule-free optimizer x = y + (1 - 1 / beta1) (z - y), as its eval() makes it (Defazio et al., The Road Less
+    Scheduled, 2024): of what was trained, y, and its state, z, in these groups of names. The state is of flat parameters.
+
+    On the device where it was trained the last bits may be others. Raises ValueError where the state is of other groups.
+    """
+    used = {}
+    for index, names in enumerate(groups):
+        if (z := state.get(f"group.{index}|z")) is None:
+            continue  # before the first update
+        y, place = torch.zeros_like(z), 0
+        for name in names:
+            y[place : place + trained[name].numel()] = trained[name].reshape(-1)
+            place += padded(trained[name].numel())
+        if place != len(z):
+            raise ValueError(f"optimizer state of {len(z)} elements for {place}")
+        y.lerp_(z, 1 - 1 / beta1)
+        place = 0
+        for name in names:
+            used[name] = y[place : place + trained[name].numel()].view(trained[name].shape)
+            place += padded(trained[name].numel())
+    return used
 
 
 def _check(saved: dict[str, Any], layouts: Sequence[Mapping[str, str]], name: str, what: str) -> None:
