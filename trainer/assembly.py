@@ -114,8 +114,8 @@ def build_step(
     if averages.weights:
         pieces.enter("ema", averages)
 
-    def after_update() -> dict[str, float | None]:
-        told = {} if options.max_norm is None else {"layers_limited": adapter.limit_norms(options.max_norm)}
+    def after_update(step: int) -> dict[str, float | None]:
+        told = {} if options.max_norm is None else {"layers_limited": adapter.limit_norms(options.max_norm, step)}
         adapter.mark_stale()
         averages.update()
         return told | state.told()

@@ -1,7 +1,7 @@
 """What a run resolves before it reads a weight: components, targets, data, length. Printed at the start and by --plan."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -126,6 +126,7 @@ def make_plan(config: Config, source: ModelSource, *, processes: int, phases: Ph
     for component in components.values():
         storage.check(source, component)
     targets, shapes, skipped = _targets(config, family, source)
+    refuse_idle_steps(config, targets, data.max_steps)
     adapted_encoders = {t.component for t in targets} - {family.denoiser}
     cache_text = not adapted_encoders if config.data.cache_text == "auto" else config.data.cache_text
     if cache_text and adapted_encoders:
@@ -266,14 +267,20 @@ def _targets(
         rank=config.adapter.rank,
         alpha=config.adapter.alpha,
     )
-    stops = [target.stop_step for target in targets]
-    if config.run.max_steps and all(stop is not None and stop < config.run.max_steps for stop in stops):
-        raise UserError(
-            f"adapter.rules: every adapted layer stops by step {max(stop or 0 for stop in stops)}, and run.max_steps = "
-            f"{config.run.max_steps}: nothing would be trained after that; leave out a stop_step, or lower run.max_steps"
-        )
     adapted = {target.component for target in targets}
     return targets, shapes, tuple(name for name in skipped if name.partition(".")[0] in adapted)
+
+
+def refuse_idle_steps(config: Config, targets: Sequence[Target], max_steps: int) -> None:
+    """Raises UserError where every layer stops before the run does: a later loss would have no gradient."""
+    stops = [target.stop_step for target in targets]
+    if all(stop is not None and stop < max_steps for stop in stops):
+        run = config.run
+        asked = f"run.max_steps = {max_steps}" if run.max_steps else f"run.epochs = {run.epochs} is {max_steps} steps"
+        raise UserError(
+            f"adapter.rules: every adapted layer stops by step {max(stop or 0 for stop in stops)}, and {asked}: nothing would "
+            "be trained after that; leave out a stop_step, or lower the run's length"
+        )
 
 
 def _requests(config: Config) -> tuple[SampleRequest, ...]:

@@ -87,7 +87,7 @@ class Step:
 
     losses: (a micro-batch, the occurrences of its global batch) -> fp32 [B].
     optimizer: its parameters have gradients (optim.build_optimizer).
-    after_update: called when parameters changed (DoRA norms are marked stale there); gives what the log tells of that.
+    after_update: called with the step when parameters changed (DoRA norms are marked stale there); gives what the log tells.
     sum: sums a tensor over the processes, in place.
     training: (step, micro-batch of this process) -> a context in which the adapter is as the step trains it (its dropouts).
     A group of the optimizer with a "stop_step" is left alone, with all that is kept of it, after that step.
@@ -98,7 +98,7 @@ class Step:
     schedule: torch.optim.lr_scheduler.LambdaLR
     scaler: torch.amp.GradScaler
     max_grad_norm: float
-    after_update: Callable[[], Mapping[str, float | None]]
+    after_update: Callable[[int], Mapping[str, float | None]]
     sum: Callable[[torch.Tensor], None]
     training: Callable[[int, int], AbstractContextManager[None]]
 
@@ -173,7 +173,7 @@ class Step:
                 torch.nn.utils.clip_grads_with_norm_(self.parameters, self.max_grad_norm, norm)
             self._update(step)
             self.schedule.step()
-            told_more = self.after_update()
+            told_more = self.after_update(step)
         elif not self.scaler.is_enabled() or scale <= 1:
             refused = f"the gradient is not finite (samples {', '.join(sorted({printable(o.sample) for o in occurrences}))})"
         if self.scaler.is_enabled():

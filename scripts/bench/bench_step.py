@@ -136,7 +136,7 @@ class Bench:
             schedule=optim.build_schedule("constant", built, warmup=0, total_steps=10**6),
             scaler=torch.amp.GradScaler(device.type, enabled=False),
             max_grad_norm=1.0,
-            after_update=lambda: self.adapter.mark_stale() or {},
+            after_update=lambda step: self.adapter.mark_stale() or {},
             sum=lambda tensor: None,
             training=self.adapter.training(0),
         )  # fmt: skip

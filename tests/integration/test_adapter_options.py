@@ -173,7 +173,7 @@ def test_the_limit_is_that_of_the_dense_norm(bench: Workbench, kind: str) -> Non
                     parameter.normal_(0, 10.0 ** (-index % 5 - 3), generator=generator)
         run.adapter.mark_stale()
         before = {name: p.detach().clone() for name, p in parameters.items()}
-        limited = run.step.after_update()["layers_limited"]
+        limited = run.step.after_update(1)["layers_limited"]
         above = 0
         for layer, module in run.adapter.layers.items():
             a, b = (f"{layer}.lora_{x}.weight" for x in "AB")
@@ -222,6 +222,21 @@ def test_a_stopped_part_moves_no_more(bench: Workbench, optimizer: str) -> None:
         assert not any(p.requires_grad for p in module.parameters()), "it gets no backward pass any more"
 
 
+def test_a_stopped_part_is_limited_no_more_even_where_no_micro_batch_came(bench: Workbench) -> None:
+    """A process without one must leave the part as the others do, though nothing switched its gradients off there."""
+    more = {"adapter__rules": [{"component": "unet", "match": "conv_in", "stop_step": 2}], "adapter__max_norm": 0.5}
+    with built(configs.parse(tree(bench, "out", **more))) as run:
+        named = run.adapter.named_parameters()
+        for step, limited in ((2, len(run.adapter.layers)), (3, len(run.adapter.layers) - 1)):
+            with torch.no_grad():
+                for parameter in named.values():
+                    parameter.fill_(1.0)
+            assert run.step.after_update(step)["layers_limited"] == limited
+            assert all(parameter.requires_grad for parameter in named.values())
+            unscaled = {name.partition(".lora_")[0] for name, p in named.items() if torch.equal(p, torch.ones_like(p))}
+            assert unscaled == ({"unet.conv_in"} if step == 3 else set())
+
+
 @pytest.mark.slow
 def test_a_stop_step_may_come_in_mid_run(bench: Workbench) -> None:
     train(bench, "out", run__stop_after=2, adapter__rules=[ENCODER])
@@ -246,6 +261,11 @@ def test_a_stop_step_may_come_in_mid_run(bench: Workbench) -> None:
         (
             {"adapter__rules": [{"component": "unet", "match": p, "stop_step": 3} for p in TARGETS]},
             "every adapted layer stops by step 3, and run.max_steps = 4: nothing would be trained after that",
+        ),
+        (
+            {"adapter__rules": [{"component": "unet", "match": p, "stop_step": 1} for p in TARGETS]}
+            | {"run__max_steps": None, "run__epochs": 9},
+            r"every adapted layer stops by step 1, and run.epochs = 9 is \d+ steps: nothing would be trained after that",
         ),
     ],
 )

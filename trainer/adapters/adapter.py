@@ -170,6 +170,9 @@ class Adapter:
 
         return within
 
-    def limit_norms(self, limit: float) -> int:
-        """As limits.limit_norms, of all layers. What follows from the parameters is stale then."""
-        return int(limit_norms(self.layers.values(), limit))
+    def limit_norms(self, limit: float, step: int) -> int:
+        """As limits.limit_norms, of the layers that this step trains. What follows from the parameters is stale then."""
+        stops = {name: target.stop_step for name, target in self.targets.items()}
+        # By the step alone: a process without a micro-batch has to decide as the others do.
+        trained = [layer for name, layer in self.layers.items() if (stop := stops[name]) is None or step <= stop]
+        return int(limit_norms(trained, limit))

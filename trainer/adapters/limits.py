@@ -35,14 +35,12 @@ def thinned(part: Part, rows_R: torch.Tensor) -> Part:
 def limit_norms(layers: Iterable[Any], limit: float) -> torch.Tensor:
     """Where ||s B A|| of an adapted layer is above `limit`, multiply A and B alike so that it is that. Frobenius norms.
 
-    As kohya's --scale_weight_norms. Layers that are trained no more are left as they are. Returns how many
-    were scaled, int64 []. The norm is made without B A: ||B A||^2 = sum of (B^T B) * (A A^T).
+    As kohya's --scale_weight_norms. Returns how many were scaled, int64 []. The norm is made without B A:
+    ||B A||^2 = sum of (B^T B) * (A A^T).
     """
     tensors, ratios, above = [], [], []
     for layer in layers:
         _, a, b, *_ = layer.active()
-        if not a.weight.requires_grad:
-            continue
         scaling = layer.scaling[layer.active_adapters[0]]
         a_RK, b_NR = a.weight.flatten(1), b.weight.flatten(1)
         norm = scaling * (b_NR.t() @ b_NR).mul_(a_RK @ a_RK.t()).sum().clamp_min(0).sqrt()
