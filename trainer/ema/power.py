@@ -20,17 +20,20 @@ from trainer.ema.running import NewShare
 from trainer.errors import UserError
 
 LONGEST = 12**-0.5  # sigma_rel of gamma = 0, the plain mean
+# Of gamma = 998. In a run of 10,000 updates it is over the last ten of them; what is shorter is the weights themselves.
+SHORTEST = 0.001
 ROWS = 2**14  # of updates that are looked at together
 
 
 def gamma_of(length: float) -> float:
     """Of sigma_rel = sqrt((gamma + 1) / ((gamma + 2)^2 (gamma + 3))) (appendix C.1): the root of a cubic that is at least 0.
 
-    Raises UserError for a length that no average has.
+    Raises UserError for a length that no average has, or below SHORTEST.
     """
-    if not 0 < length <= LONGEST:
+    if not SHORTEST <= length <= LONGEST:
         raise UserError(
-            f"no power-function average has the length {length:g}: give one above 0 and at most {LONGEST:.4f}, the plain mean"
+            f"no power-function average is made of the length {length}: give one from {SHORTEST} to {LONGEST:.6f}, the plain "
+            "mean; what is shorter is the weights themselves"
         )
     square = length**-2
     return float(np.roots([1, 7, 16 - square, 12 - square]).real.max())
@@ -81,7 +84,8 @@ def fit(stored: Sequence[Profile], wanted: Profile) -> Fit:
     have. And here the shares' sum is held at 1: the average of equal weights is that weight.
     """
     last = max(profile.updates for profile in (*stored, wanted))
-    *others, newest = sorted(stored, key=lambda profile: (profile.updates, profile.length))
+    order = sorted(range(len(stored)), key=lambda place: (stored[place].updates, stored[place].length))
+    *others, newest = (stored[place] for place in order)
     # || w - sum of x_i w_i || with x_newest = 1 - the others: the triangle of a QR decomposition says the same in few rows.
     triangle = torch.zeros(0, len(others) + 1, dtype=torch.float64)
     for rows in _rows(last):
@@ -90,11 +94,15 @@ def fit(stored: Sequence[Profile], wanted: Profile) -> Fit:
         triangle = torch.linalg.qr(torch.cat([triangle, torch.stack(columns, 1)]), mode="r").R
     # Stored averages are almost the same function where they are close: the driver with singular values keeps shares small.
     solved = torch.linalg.lstsq(triangle[:, :-1], triangle[:, -1:], rcond=1e-10, driver="gelsd").solution.flatten().tolist()
-    by_profile = dict(zip(others, solved, strict=True)) | {newest: 1 - sum(solved)}
+    # By their places: after a step that was skipped two of them may have one profile.
+    shares = [0.0] * len(stored)
+    for place, share in zip(order, [*solved, 1 - sum(solved)], strict=True):
+        shares[place] = share
+    assert abs(sum(shares) - 1) <= 1e-12 * sum(map(abs, shares))
     off = size = reach = 0.0
     for rows in _rows(last):
         right = wanted.weights(*rows)
-        delta = right - sum(share * profile.weights(*rows) for profile, share in by_profile.items())
+        delta = right - sum(share * profile.weights(*rows) for profile, share in zip(stored, shares, strict=True))
         off, size, reach = (
             off + float(delta.square().sum()),
             size + float(right.square().sum()),
@@ -104,10 +112,9 @@ def fit(stored: Sequence[Profile], wanted: Profile) -> Fit:
     unit = 2.0**-24
     rounding = sum(
         abs(share) * 3 * unit * (1 + profile.updates / (gamma_of(profile.length) + 2))
-        for profile, share in by_profile.items()
+        for profile, share in zip(stored, shares, strict=True)
     )
-    shares = tuple(by_profile[profile] for profile in stored)
-    return Fit(shares, sqrt(off / size), reach / 2, rounding + unit)
+    return Fit(tuple(shares), sqrt(off / size), reach / 2, rounding + unit)
 
 
 def _rows(last: int) -> Iterator[tuple[int, int]]:

@@ -18,6 +18,7 @@ from trainer.ema.power import Profile
 from trainer.ema.running import Averages
 from trainer.errors import UserError
 from trainer.files import Advance, unheard
+from trainer.kernels.dora_torch import adapted_norm_of, added_product
 from trainer.layout import snapshot_name, snapshot_step
 from trainer.tensorfile import TensorFile, serialize, write_tensors
 
@@ -103,8 +104,11 @@ class SetAside:
 
 
 def read(folder: Path, upto: int) -> list[SetAside]:
-    """Every average of the steps up to that one. Raises UserError where a file is damaged."""
-    found = []
+    """Every average of the steps up to that one, in their order. Raises UserError where a file is damaged.
+
+    Of files between which every update was skipped, the last: they are the same averages.
+    """
+    found: dict[Profile, SetAside] = {}
     for step, path in steps(folder).items():
         if step > upto:
             break
@@ -114,8 +118,8 @@ def read(folder: Path, upto: int) -> list[SetAside]:
         file = TensorFile(path)
         for name in sorted({key.partition("|")[0] for key in file.entries}):
             profile = Profile(float(name), int(file.metadata["updates"]))
-            found.append(SetAside(file, name, profile, int(file.metadata["epoch"])))
-    return found
+            found[profile] = SetAside(file, name, profile, int(file.metadata["epoch"]))
+    return list(found.values())
 
 
 def combined(stored: Sequence[SetAside], shares: Sequence[float]) -> dict[str, Tensor]:
@@ -131,7 +135,7 @@ def combined(stored: Sequence[SetAside], shares: Sequence[float]) -> dict[str, T
 
 
 def adapted_norm(base_N: Tensor, wa_NR: Tensor, a_RK: Tensor, b_NR: Tensor, scaling: float) -> Tensor:
-    """c = ||W + s B A||_row in fp64 [N], of ||W||_row and W A^T (adapters/dora.py)."""
-    base, wa, a, b = (tensor.double() for tensor in (base_N, wa_NR, a_RK, b_NR))
-    square = base.square() + 2 * scaling * (b * wa).sum(1) + scaling**2 * ((b @ (a @ a.t())) * b).sum(1)
-    return square.clamp_min(0).sqrt()
+    """c = ||W + s B A||_row in fp64 [N], of ||W||_row and W A^T: the formula and the floor of the training."""
+    base, a, b = (tensor.double() for tensor in (base_N, a_RK, b_NR))
+    added = added_product(wa_NR.to(torch.float64, copy=True), a, b, scaling)
+    return adapted_norm_of(base.square(), added, b)
