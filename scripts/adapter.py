@@ -23,14 +23,28 @@ sys.path.insert(0, str(ROOT))
 
 from trainer.errors import DataError, NonFiniteError, UserError, ending  # noqa: E402
 
+NOT_WRITTEN = (
+    "not written: this DoRA file needs the norms of the averaged weights, which a checkpoint does not have. The run writes "
+    "it (export.every_steps, and at its end); with ema.kind = 'power' `adapter.py ema` makes it, too"
+)
+
 
 def export(chosen: argparse.Namespace) -> None:
-    """Write NAME.safetensors and NAME_comfyui.safetensors of a checkpoint, as its run would. Reads no weight of the model."""
+    """Write NAME.safetensors and NAME_comfyui.safetensors of a checkpoint, as its run would, and those of the average that it
+    keeps. Reads no weight of the model."""
     from trainer.adapter_files import open_checkpoint
+    from trainer.layout import AVERAGE
+    from trainer.posthoc import kept
 
     opened = open_checkpoint(chosen.checkpoint)
+    averaged = kept(opened)
     for format, path in opened.export(chosen.folder).items():
         print(f"{format}: {path}")
+    if averaged is None:
+        return
+    written = averaged.export(chosen.folder, opened.about.name + AVERAGE)
+    for format in opened.formats:
+        print(f"{format}, average: {written.get(format, NOT_WRITTEN)}")
 
 
 def show(chosen: argparse.Namespace) -> None:

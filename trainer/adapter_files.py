@@ -238,16 +238,26 @@ class OpenedCheckpoint:
         """alpha / rank of an adapted layer, by its full name (rsLoRA: alpha / sqrt(rank))."""
         return next(t.scaling(self.rslora) for t in self._targets if f"{t.component}.{t.name}" == layer)
 
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Of the files that its norms suffice for: a DoRA's magnitudes may need the norms of the adapted weights."""
+        adapted = [
+            self.norms[layer] for target in self._targets if (layer := f"{target.component}.{target.name}") in self.norms
+        ]
+        of_weights = all(norms.adapted is not None for norms in adapted)
+        by_definition = of_weights or all(norms.original is None for norms in adapted)
+        enough: dict[DoraScale, bool] = {"comfyui_released": of_weights, "magnitude": by_definition}
+        meanings: dict[str, DoraScale] = {"diffusers": "magnitude", "comfyui": self.dora_scale}
+        return tuple(format for format, meaning in meanings.items() if enough[meaning])
+
     def instead(self, state: Mapping[str, torch.Tensor], norms: AllNorms, about: About) -> "OpenedCheckpoint":
         """With other weights of the same adapter. Raises UserError where they are of another."""
         if state.keys() != self._state.keys() or any(state[name].shape != self._state[name].shape for name in state):
             raise UserError(f"{self.folder} is of another adapter than these weights")
         return replace(self, _state=state, norms=norms, about=about)
 
-    def export(
-        self, folder: Path, formats: tuple[str, ...] = ("diffusers", "comfyui"), stem: str | None = None
-    ) -> dict[str, Path]:
-        """Write the files that the run itself would write at this step, byte for byte; returns them by format.
+    def export(self, folder: Path, stem: str | None = None) -> dict[str, Path]:
+        """Write the files that the run itself would write at this step, byte for byte; returns them by format (`formats`).
 
         stem: of the files' names; left out: the run's name.
         """
@@ -257,7 +267,7 @@ class OpenedCheckpoint:
             folder,
             stem or self.about.name,
             self.about,
-            formats=formats,
+            formats=self.formats,
             fused={name: self.model.modules(name) for name in self.components},
             prefixes=self.model.family.kohya_prefix,
             rows=lambda name: shapes[name][0],

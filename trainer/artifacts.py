@@ -15,7 +15,7 @@ from trainer.checkpoint.state import Progress
 from trainer.components import Components
 from trainer.data.loader import Reader
 from trainer.data_report import sections as data_sections
-from trainer.ema import Averages, snapshots
+from trainer.ema import Averages, described, snapshots
 from trainer.encoding import prompt_conditioning, report_captions
 from trainer.errors import DataError, Interrupted, NotWritten, OutOfMemory
 from trainer.layout import Layout
@@ -138,7 +138,7 @@ class Artifacts:
                         own,
                         self.layout.adapters,
                         stem + ending,
-                        replace(about, average=config.ema.describe() if ending else ""),
+                        replace(about, average=described(config.ema.kind, config.ema.decay) if ending else ""),
                         formats=config.export.formats,
                         fused=plan.fused,
                         prefixes=plan.family.kohya_prefix,

@@ -1,4 +1,5 @@
-"""An average of any length, made after the training from those that the run set aside: `scripts/adapter.py ema`.
+"""Averages as files, after the training: the one that a checkpoint keeps, and one of any length made of those that the run
+set aside (`scripts/adapter.py export` and `ema`).
 
 Reads the folder of a run and no weight of the model: what a DoRA's files need of W is in the newest checkpoint (its row
 norms) and beside the averages (W A^T).
@@ -10,13 +11,18 @@ from pathlib import Path
 
 from torch import Tensor
 
+from trainer import ema
 from trainer.adapter_files import OpenedCheckpoint, open_checkpoint
 from trainer.adapters.norms import RowNorms
 from trainer.checkpoint import store
+from trainer.checkpoint.state import Saved
 from trainer.ema import snapshots
 from trainer.ema.power import Fit, Profile, fit, gamma_of
 from trainer.errors import UserError
 from trainer.layout import AVERAGE, Layout
+
+# Beyond it, what is made has little to do with the length that was asked for.
+MOST_ERROR = 0.2
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,25 @@ class Made:
             f"error of the fit: {off.error:.2%} of the profile; no weight is off by more than {off.reach:.3%} of what it "
             f"ranged over in the training, and by rounding {off.rounding:.1e} of its largest size",
         ]
+
+
+def kept(opened: OpenedCheckpoint) -> OpenedCheckpoint | None:
+    """The checkpoint with the average that its run exports; None where it keeps none.
+
+    The norms of the averaged weights are not in it, so some of a DoRA's files cannot be made of it (`formats`).
+    """
+    saved = Saved.whatever(opened.folder)
+    if "ema" not in saved.pieces:
+        return None
+    try:
+        kind, decay = (saved.state("config")["ema"][key] for key in ("kind", "decay"))
+        prefix = f"{next(iter(ema.weights_of(kind, decay)))}|"
+    except (KeyError, TypeError, StopIteration) as error:
+        raise UserError(f"{opened.folder}: what it says of its average does not fit: {error!r:.500}") from error
+    averages = saved.state("ema")
+    state = {key.removeprefix(prefix): tensor for key, tensor in averages.items() if key.startswith(prefix)}
+    norms = {layer: replace(each, adapted=None) for layer, each in opened.norms.items()}
+    return opened.instead(state, norms, replace(opened.about, average=ema.described(kind, decay)))
 
 
 def average(root: Path, length: float, *, step: int | None = None, folder: Path | None = None) -> Made:
@@ -61,6 +86,12 @@ def average(root: Path, length: float, *, step: int | None = None, folder: Path 
     stored = snapshots.read(layout.averages, step)
     newest = stored[-1]
     found = fit([each.profile for each in stored], Profile(length, newest.profile.updates))
+    if found.error > MOST_ERROR:
+        raise UserError(
+            f"--length {length}: the {len(stored)} averages that were set aside give it with an error of {found.error:.0%} of "
+            f"the profile, and {MOST_ERROR:.0%} is the most; give a length nearer to 0.1, or set them aside more often "
+            "(ema.snapshot_every_steps)"
+        )
     sums = snapshots.combined(stored, found.shares)
     products = {key.removesuffix(snapshots.WA): sums.pop(key) for key in list(sums) if key.endswith(snapshots.WA)}
     state = {key: tensor.float() for key, tensor in sums.items()}
@@ -68,11 +99,11 @@ def average(root: Path, length: float, *, step: int | None = None, folder: Path 
         opened.about,
         step=step,
         epoch=newest.epoch,
-        average=f"power function, length {length:g}, of {len(stored)} averages; error of the fit {found.error:.2%}",
+        average=f"power function, length {length}, of {len(stored)} averages; error of the fit {found.error:.2%}",
     )
     made = opened.instead(state, _norms(opened, state, products), about)
     # The length with a letter for its point, so that going back to an earlier step sets the file aside with the others.
-    stem = f"{about.name}-{step:08d}{AVERAGE}_{f'{length:.6f}'.rstrip('0').replace('.', 'p')}"
+    stem = f"{about.name}-{step:08d}{AVERAGE}_{str(length).replace('.', 'p')}"
     written = made.export(folder or layout.adapters, stem=stem)
     return Made(written, found, len(stored), step, newest.profile.updates)
 

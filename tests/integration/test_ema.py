@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from scripts import adapter as script
 from tests.harness import Workbench, built, metrics_of, take_step, train_built
 from tests.optimizers import ENTRIES
 from trainer import allowance
@@ -150,6 +151,28 @@ def test_files_and_samples_of_the_average_are_made_with_it(bench: Workbench, cap
         assert request.prompt == pictures["00_ema"].info["prompt"]
     page = (bench.tmp / "out" / "report.html").read_text()
     assert "average of the weights (ema)" in page
+
+
+@pytest.mark.parametrize(
+    ("more", "formats"),
+    [
+        ({"adapter__type": "lora"}, ["", "_comfyui"]),
+        ({}, [""]),  # the other one needs the norms of the averaged weights
+        ({"export__dora_scale": "magnitude", "ema__kind": "power", "ema__snapshot_every_steps": 2}, ["", "_comfyui"]),
+    ],
+)
+def test_a_checkpoint_gives_the_files_of_its_average(bench: Workbench, capsys, more: dict, formats: list[str]) -> None:
+    """Byte for byte those of the run, as far as the checkpoint has what they need; and it says which it has not."""
+    ema = more if "ema__kind" in more else CONSTANT
+    out = train(bench, "out", run__max_steps=2, adapter__targets=["conv_in"], **ema | more)
+    capsys.readouterr()
+    assert script.main(["export", str(out / "checkpoints" / "step-00000002"), str(bench.tmp / "made")]) == 0
+    said = capsys.readouterr().out
+    made = {path.name for path in (bench.tmp / "made").iterdir()}
+    assert made == {f"bear{end}.safetensors" for end in ("", "_comfyui", *(f"_ema{format}" for format in formats))}
+    for name in made:
+        assert (bench.tmp / "made" / name).read_bytes() == (out / "adapters" / name).read_bytes(), name
+    assert ("comfyui, average: not written: this DoRA file needs the norms" in said) == (formats == [""])
 
 
 @pytest.mark.parametrize("error", [Interrupted(15), torch.OutOfMemoryError("out of memory"), OSError(28, "full"), KeyError()])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scripts import adapter
-from tests.harness import Workbench, built, take_step
+from scripts.bench import ema_errors
+from tests.harness import ROOT, Workbench, built, take_step
 from trainer import config as configs
 from trainer import run as runs
 from trainer.ema import power_function, snapshots
-from trainer.ema.power import LONGEST, Profile, fit, gamma_of
+from trainer.ema.power import LONGEST, SHORTEST, Profile, fit, gamma_of
 from trainer.errors import UserError
+from trainer.kernels import dora_torch
 from trainer.tensorfile import TensorFile
+from trainer.types import StoredWeight
 
 POWER: dict[str, Any] = {"ema__kind": "power", "ema__snapshot_every_steps": 4}
 # Where there is a checkpoint at each step, the weights after each can be read.
@@ -40,11 +44,15 @@ def train(bench: Workbench, out: str, resume_from: str | None = None, **more: An
     return bench.tmp / out
 
 
+def not_finite(losses, *given) -> torch.Tensor:
+    return losses(*given) * torch.nan
+
+
 def names(out: Path) -> list[str]:
     return sorted(path.name for path in (out / "ema").iterdir())
 
 
-@given(st.floats(0.005, LONGEST))
+@given(st.floats(SHORTEST, LONGEST))
 def test_gamma_has_the_length(length: float) -> None:
     """Against the standard deviation of t^gamma on [0, 1] by its moments, (gamma + 1) / (gamma + 1 + n)."""
     gamma = gamma_of(length)
@@ -66,8 +74,8 @@ def test_the_recursion_gives_the_profile(length: float) -> None:
 def test_the_known_lengths() -> None:
     """gamma of sigma_rel 0.05 and 0.10 as the paper prints them: 16.97 and 6.94."""
     assert [round(gamma_of(length), 2) for length in (0.05, 0.10)] == [16.97, 6.94]
-    for length in (0.0, -0.1, 0.3, math.nan):
-        with pytest.raises(UserError, match="no power-function average has the length"):
+    for length in (0.0, -0.1, 0.3, math.nan, 1e-200, 0.0009):
+        with pytest.raises(UserError, match="no power-function average is made of the length"):
             gamma_of(length)
 
 
@@ -91,11 +99,64 @@ def test_the_fit_is_the_least_squares_solution_and_its_bound_holds(wanted: float
     assert float((off @ worst).abs()) == pytest.approx(found.reach, rel=1e-6, abs=1e-12)
 
 
+def test_the_table_of_the_docs_is_what_its_command_prints() -> None:
+    told = (ROOT / "docs" / "ema.md").read_text(encoding="utf-8")
+    assert "\n".join(ema_errors.table(20, 1000, ema_errors.SHOWN)) in told
+
+
 def test_many_updates_pass_in_pieces(monkeypatch) -> None:
     stored = [Profile(length, t) for t in (10, 20, 30, 40) for length in (0.10, 0.05)]
     whole = fit(stored, Profile(0.15, 40))
     monkeypatch.setattr("trainer.ema.power.ROWS", 7)
     assert fit(stored, Profile(0.15, 40)).shares == pytest.approx(whole.shares, rel=1e-8)
+
+
+def test_two_of_one_profile_share_what_one_would_have() -> None:
+    """As two files between which every update was skipped: the newest two, and two in the middle."""
+    stored = [Profile(length, t) for t in (50, 100) for length in (0.10, 0.05)]
+    wanted = Profile(0.15, 100)
+    alone = fit(stored, wanted)
+    for twice in (stored[2:], stored[:2]):
+        found = fit([*stored, *twice], wanted)
+        assert sum(found.shares) == pytest.approx(1, abs=1e-12)
+        assert found.error == pytest.approx(alone.error, rel=1e-9)
+        by_profile = dict.fromkeys(stored, 0.0)
+        for profile, share in zip([*stored, *twice], found.shares, strict=True):
+            by_profile[profile] += share
+        assert list(by_profile.values()) == pytest.approx(alone.shares, rel=1e-6)
+
+
+def test_what_a_skipped_step_sets_aside_twice_counts_once(bench: Workbench, monkeypatch) -> None:
+    config = tree(bench, "out", adapter__targets=["conv_in"], ema__snapshot_every_steps=1)
+    with built(configs.parse(config)) as run:
+        for step, update in zip(range(1, 5), run.updates(), strict=False):
+            with monkeypatch.context() as patched:
+                if step in (2, 4):
+                    patched.setattr(run.step, "losses", partial(not_finite, run.step.losses))
+                assert take_step(run, step, update).updated == (step in (1, 3))
+            run.progress.step = step
+            assert run.artifacts().set_aside() is None
+        stored = snapshots.read(bench.tmp / "out" / "ema", 4)
+        assert [(each.profile.length, each.profile.updates) for each in stored] == [
+            (length, updates) for updates in (1, 2) for length in (0.05, 0.10)
+        ]
+        found = fit([each.profile for each in stored], Profile(0.10, 2))
+        made = snapshots.combined(stored, found.shares)
+        for name, average in run.averages.of("0.100").items():
+            assert torch.allclose(made[name], average.double(), rtol=1e-6, atol=1e-9), name
+
+
+def test_the_norm_of_a_row_that_cancels_is_that_of_the_training() -> None:
+    """s B A = -W in a row, of whole numbers: nothing is left, and the floor of 2^-24 ||W||^2 holds it in both."""
+    generator = torch.Generator().manual_seed(0)
+    w, a, b = (torch.randn(shape, generator=generator) for shape in ((6, 36), (2, 36), (6, 2)))
+    w[0] = a[1] = 1.0
+    b[0] = torch.tensor([0.0, -2.0])
+    w_sq, s = w.square().sum(1), 0.5
+    (trained,) = dora_torch.adapted_norms([StoredWeight(w, (6, 36))], [w_sq], [a], [b], [s])
+    found = snapshots.adapted_norm(w_sq.sqrt(), w @ a.t(), a, b, s)
+    assert trained[0] == found[0] == 2.0**-12 * 6
+    assert torch.allclose(found.float(), trained, rtol=1e-5, atol=0)
 
 
 @pytest.mark.slow
@@ -197,9 +258,13 @@ def test_the_tool_writes_the_files_of_the_run(bench: Workbench, kind: str, capsy
     assert adapter.main(["ema", str(out), "--length", "0.12", "--step", "8", "--folder", str(bench.tmp / "else")]) == 0
     header = TensorFile(bench.tmp / "else" / "bear-00000008_ema_0p12.safetensors").metadata
     assert header["ss_steps"] == "8" and "of 4 averages" in header["average"]
+    # Lengths that are close have files of their own.
+    assert adapter.main(["ema", str(out), "--length", "0.12000001", "--step", "8", "--folder", str(bench.tmp / "else")]) == 0
+    assert (bench.tmp / "else" / "bear-00000008_ema_0p12000001.safetensors").exists()
     capsys.readouterr()
     for arguments, reason in (
-        (["--length", "0.3"], "no power-function average has the length 0.3"),
+        (["--length", "0.3"], "no power-function average is made of the length 0.3"),
+        (["--length", "0.28"], "--length 0.28: the 6 averages that were set aside give it with an error of "),
         (["--length", "0.1", "--step", "5"], "--step 5: nothing was set aside then; use one of 4, 8, 12"),
     ):
         assert adapter.main(["ema", str(out), *arguments]) == 2

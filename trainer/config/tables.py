@@ -321,9 +321,6 @@ class EmaTable(Table):
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
     snapshot_every_steps: Cadence = 0
 
-    def describe(self) -> str:
-        return f"constant, decay {self.decay:g}" if self.kind == "constant" else "power function, length 0.1"
-
 
 class CheckpointTable(Table):
     every_steps: Cadence = 500

@@ -3,10 +3,15 @@
 from trainer.ema.power import power_function
 from trainer.ema.running import Averages, NewShare, constant
 
-__all__ = ["Averages", "NewShare", "constant", "power_function", "weights_of"]
+__all__ = ["Averages", "NewShare", "constant", "described", "power_function", "weights_of"]
 
 # EDM2's two, of which others are made; the first is sampled and exported.
 LENGTHS = (0.10, 0.05)
+
+
+def described(kind: str, decay: float) -> str:
+    """What adapter files say of the average that is exported."""
+    return f"constant, decay {decay:g}" if kind == "constant" else f"power function, length {LENGTHS[0]:g}"
 
 
 def weights_of(kind: str, decay: float) -> dict[str, NewShare]:
