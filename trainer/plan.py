@@ -278,8 +278,8 @@ def refuse_idle_steps(config: Config, targets: Sequence[Target], max_steps: int)
         run = config.run
         asked = f"run.max_steps = {max_steps}" if run.max_steps else f"run.epochs = {run.epochs} is {max_steps} steps"
         raise UserError(
-            f"adapter.rules: every adapted layer stops by step {max(stop or 0 for stop in stops)}, and {asked}: nothing would "
-            "be trained after that; leave out a stop_step, or lower the run's length"
+            f"adapter.rules: every adapted layer stops by step {max(stop or 0 for stop in stops)}, and {asked}: nothing "
+            "would be trained after that; leave out a stop_step, or lower the run's length"
         )
 
 

@@ -88,8 +88,8 @@ def average(root: Path, length: float, *, step: int | None = None, folder: Path 
     found = fit([each.profile for each in stored], Profile(length, newest.profile.updates))
     if found.error > MOST_ERROR:
         raise UserError(
-            f"--length {length}: the {len(stored)} averages that were set aside give it with an error of {found.error:.0%} of "
-            f"the profile, and {MOST_ERROR:.0%} is the most; give a length nearer to 0.1, or set them aside more often "
+            f"--length {length}: the {len(stored)} averages that were set aside give it with an error of {found.error:.0%} "
+            f"of the profile, and {MOST_ERROR:.0%} is the most; give a length nearer to 0.1, or set them aside more often "
             "(ema.snapshot_every_steps)"
         )
     sums = snapshots.combined(stored, found.shares)
