@@ -159,8 +159,8 @@ class Artifacts:
         written = self.export(name)
         with self.weights[""]():
             moved = outcome.weight_change(self.adapter, phases)
-        levers = optim.levers(plan.config.optimizer.name)
-        found = judge(read_lines(self.layout.metrics), {name: block.worst for name, block in moved.items()}, levers)
+        levers, changes = optim.levers(plan.config.optimizer.name), {block: change.worst for block, change in moved.items()}
+        found = judge(read_lines(self.layout.metrics), changes, levers, self.layout.kept(name))
         warning = "Warning: " if found.bad else ""
         effects = [["verdict", found.kind], *self._effects(written)]
         sections = {

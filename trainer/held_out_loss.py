@@ -11,7 +11,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from hashlib import sha256
 from statistics import fmean
 
 import torch
@@ -21,12 +22,14 @@ from trainer.components import Components
 from trainer.data.examples import Example
 from trainer.data.loader import Reader
 from trainer.errors import DataError, Interrupted, OutOfMemory
+from trainer.files import json_bytes
 from trainer.measured import Fields
 from trainer.memory import give_back, is_out_of_memory
 from trainer.phases import Phases
 from trainer.plan import DataPlan
 from trainer.processes import Processes
 from trainer.types import Batch, Occurrence
+from trainer.verdict import PHOTOS
 
 QUARTERS = 4  # of the whole range of time: each has as many draws
 FEWEST = 32  # draws of each kind of photo, however few photos there are
@@ -125,7 +128,13 @@ class HeldOutLoss:
 
     @property
     def names(self) -> list[str]:
-        return [_loss(kind) for kind in self.measured]
+        return [PHOTOS, *(_loss(kind) for kind in self.measured)]
+
+    @cached_property
+    def mark(self) -> str:
+        """Of photos, captions and draws."""
+        photos = {kind: [[e.photo.sha256, e.photo.caption] for e in examples] for kind, examples in self.measured.items()}
+        return sha256(json_bytes({"seed": self.seed, "photos": photos})).hexdigest()[:16]
 
     def due(self, step: int) -> bool:
         return self.every > 0 and (step % self.every == 0 or step == self.last)
@@ -160,7 +169,7 @@ class HeldOutLoss:
         if self.processes.largest(int(stopped or failure is not None))[0]:
             return {}, failure
         self.processes.sum(found)
-        return _fields(kinds, found.tolist()), None
+        return {PHOTOS: self.mark} | _fields(kinds, found.tolist()), None
 
     def _share(self) -> list[tuple[Example, range, int]]:
         """(example, numbers of its draws, the place of the first among all) of this process; cut alike for any number."""

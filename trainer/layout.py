@@ -65,6 +65,13 @@ class Layout:
         """Results of steps beyond `after`, which a resumed run makes anew."""
         return self.root / f"superseded-after-{folder_name(after)}{f'-{again}' if again > 1 else ''}"
 
+    def kept(self, name: str) -> list[int]:
+        """Steps of the run `name` whose adapter is there: in a checkpoint, or in a file of its own."""
+        file = re.compile(rf"{re.escape(name)}-(\d{{8}})(?:_\w+)?\.safetensors")
+        files = [int(found[1]) for path in self.adapters.glob("*") if (found := file.fullmatch(path.name))]
+        saved = [step for path in self.checkpoints.glob("*") if (step := step_of(path.name)) is not None]
+        return sorted({*files, *saved})
+
     def leftovers(self) -> list[Path]:
         """Files of a killed process that never got their names."""
         return [path for folder in (self.root, self.adapters, self.averages) for path in folder.glob(".*.tmp")]

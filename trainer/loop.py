@@ -5,20 +5,19 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
 
 from trainer.checkpoint.state import Progress
 from trainer.data.sampler import MicroBatch
 from trainer.errors import DataError, Interrupted, NonFiniteError, NotWritten, OutOfMemory
+from trainer.measured import Measured
 from trainer.memory import peak_bytes, reset_peak
-from trainer.metrics import Metrics
 from trainer.policies import NonFinite
 from trainer.processes import Processes
 from trainer.saving import Saves
 from trainer.signals import Signals
 from trainer.step import Step, StepResult
 from trainer.types import Batch, Occurrence
-from trainer.verdict import Course, rates
+from trainer.verdict import rates
 
 # What is said of a stop once there is a step to keep.
 SAVED = "stopping; a checkpoint is written"
@@ -42,7 +41,7 @@ class Loop:
 
     updates: the micro-batches of every update still to come. batches: this process's share of each, read; it is closed here.
     last, stop_after: steps; stop_after is at most last. save_every: steps between two checkpoints; 0 is never.
-    after_step: as Artifacts.after_step. measure: as Measured. course: of the log so far.
+    after_step: as Artifacts.after_step. measured: writes the log.
     too_large: what to change where a step runs out of memory.
     pending: what ends the run once all processes know of it. paces: seconds of the last steps, data included, samples and
     checkpoints apart.
@@ -57,9 +56,7 @@ class Loop:
     save_every: int
     saves: Saves
     after_step: Callable[..., Exception | None]
-    measure: Callable[..., tuple[dict[str, Any], Exception | None]]
-    course: Course
-    log: Metrics
+    measured: Measured
     non_finite: NonFinite
     too_large: str
     processes: Processes
@@ -76,7 +73,7 @@ class Loop:
         self.signals.promise = SAVED
         try:
             self.pending = self.after_step(again=True)  # step 0, or what a stop cut off
-            self.pending = self.measure(progress.step, again=self.log)[1] or self.pending
+            self.pending = self.measured.begin(progress.step) or self.pending
             for update in self.updates:
                 if progress.step >= self.stop_after:
                     break
@@ -95,7 +92,7 @@ class Loop:
                     self.signals.promise = SAVED
                 ended = time.perf_counter()
                 self.paces.append(ended - begun)
-                self.log.phase.pace = median(self.paces)
+                self.measured.log.phase.pace = median(self.paces)
                 self._count(result, occurrences, ended - started)
                 if due(self.save_every, progress.step):
                     self.saves.save()
@@ -110,6 +107,7 @@ class Loop:
         except (Interrupted, NonFiniteError, OutOfMemory, DataError, NotWritten) as error:
             # Between two steps, or a step that changed nothing: what was trained is whole, and kept. All processes are here,
             # and leave together: whoever ended first would have the launcher stop the one that saves.
+            self.measured.end(error)
             self.saves.save(final=True)
             if isinstance(error, Interrupted):
                 where = (f"after step {progress.step}, which is saved",) if progress.step else ()
@@ -122,7 +120,7 @@ class Loop:
             self.batches.close()
             if not at_once:
                 self.saves.close()
-            self.log.close()
+            self.measured.log.close()
 
     def _read(self) -> list[Batch]:
         """The next update's micro-batches of this process; an error waits until `_agree` tells all processes of it."""
@@ -158,9 +156,8 @@ class Loop:
         """Note that a step was made, and its line in the log."""
         progress = self.progress
         if result.refused:
-            self.non_finite.update(
-                f"step {progress.step + 1}: {result.refused}; the adapter is unchanged", cause=self.course.blame()
-            )
+            cause = "" if result.bad_latents else self.measured.course.blame()
+            self.non_finite.update(f"step {progress.step + 1}: {result.refused}; the adapter is unchanged", cause=cause)
         progress.step += 1
         progress.images += len(occurrences)
         entry = {
@@ -183,7 +180,4 @@ class Loop:
         peak = peak_bytes(self.processes.device)
         if peak is not None:
             entry["peak_bytes"] = peak
-        measured, self.pending = self.measure(progress.step)
-        self.log.log(entry | measured)
-        if warning := self.course.add(entry | measured):
-            self.processes.say(f"warning: {warning}")
+        self.pending = self.measured.step(entry)

@@ -10,10 +10,12 @@ from typing import Any, Protocol
 
 from trainer import outcome
 from trainer.adapters import Adapter
-from trainer.errors import Interrupted
-from trainer.metrics import Metrics
+from trainer.errors import TOO_LARGE, Interrupted, NonFiniteError, OutOfMemory
+from trainer.memory import is_out_of_memory
+from trainer.metrics import Metrics, read_lines
 from trainer.phases import Phases
 from trainer.processes import Processes
+from trainer.verdict import Course, mark_of
 
 Fields = dict[str, Any]
 
@@ -22,43 +24,81 @@ FIRST = 16
 
 
 class Measure(Protocol):
-    """names: the fields that it gives. measure: (fields, what ends the run); no fields where a stop cut it off."""
+    """names: the fields that it gives. mark: tells on what it measures, and stands in the field PHOTOS; None: on what never
+    changes. measure: (fields, what ends the run); no fields where a stop cut it off."""
 
     @property
     def names(self) -> Sequence[str]: ...
+    @property
+    def mark(self) -> str | None: ...
     def due(self, step: int) -> bool: ...
     def measure(self) -> tuple[Fields, Exception | None]: ...
 
 
 @dataclass
 class Measured:
-    """All processes call it alike. The line of step N has what holds after step N; that of step 1 has what held before it,
-    too, under "at_start". A stop is obeyed in the middle. Then the line is written without, and the next start, which stands
-    at that step, adds what it lacks."""
+    """Writes the log, and follows it. All processes call it alike.
+
+    The line of step N has what holds after step N. The first line of a log has what held before it, too, under "at_start"; so
+    has the first one of a start that measures on other photos. A stop is obeyed in the middle. Then the line is written
+    without, and the next start, which stands at that step, adds what it lacks.
+    """
 
     measures: Sequence[Measure]
+    log: Metrics
+    levers: str
     processes: Processes
     at_start: Fields = field(default_factory=dict, init=False)
+    course: Course = field(default_factory=Course, init=False)
 
-    def __call__(self, step: int, *, again: Metrics | None = None) -> tuple[Fields, Exception | None]:
-        """(what the line of `step` says beside the step itself, what ends the run), after that step.
+    def begin(self, step: int) -> Exception | None:
+        """Before the first step of this start, at `step`. Returns what ends the run."""
+        rows = read_lines(self.log.path)
+        self.course, before = Course(rows, self.levers), mark_of(rows)
+        last = rows[-1] if rows and rows[-1]["step"] == step else None
+        starts = [m for m in self.measures if m.due(0) and self._agreed(last is None or m.mark != before)]
+        if before and any(m.mark != before for m in starts):
+            self.processes.say(
+                "warning: other photos, captions or draws are measured than before: the held-out loss begins a new curve here"
+            )
+        self.at_start, failure = self._measure(starts)
+        lacking = [
+            m for m in self.measures
+            if m not in starts and m.due(step) and self._agreed(last is not None and not last.keys() >= set(m.names))
+        ]  # fmt: skip
+        fields, failed = self._measure(lacking)
+        self.log.add(fields)
+        if warning := self.course.measured(step, fields):
+            self.processes.say(f"warning: {warning}")
+        return failure or failed
 
-        again: the log of earlier starts, before the first step of this one.
-        """
-        fields: Fields = {"at_start": self.at_start} if step == 1 and self.at_start else {}
-        failure = None
-        for measure in self.measures:
-            if measure.due(step) and not (again and step and not self._lacks(again, step, measure.names)):
-                found, failed = measure.measure()
-                fields, failure = fields | found, failure or failed
-        if again and step == 0:
-            self.at_start = fields
-        elif again:
-            again.add(step, fields)
+    def step(self, entry: Fields) -> Exception | None:
+        """Write the line of a step. Returns what ends the run."""
+        fields, failure = self._measure([m for m in self.measures if m.due(entry["step"])])
+        if self.at_start:
+            fields["at_start"], self.at_start = self.at_start, {}
+        self.log.log(entry | fields)
+        if warning := self.course.add(entry | fields):
+            self.processes.say(f"warning: {warning}")
+        return failure
+
+    def end(self, error: Exception) -> None:
+        """A run that a value ends which is not finite has no last table: that it has diverged is said here."""
+        if isinstance(error, NonFiniteError) and self.course.diverged is not None:
+            table = {"Effect": {"columns": ["what", "value"], "rows": [["verdict", "diverged"]]}}
+            said = f"the training has diverged: at step {self.course.diverged} {self.course.what}"
+            self.processes.say(f"{outcome.render(table)}\nwarning: {said}; {self.course.remedy()}")
+
+    def _measure(self, measures: Sequence[Measure]) -> tuple[Fields, Exception | None]:
+        fields, failure = {}, None
+        for measure in measures:
+            found, failed = measure.measure()
+            fields, failure = fields | found, failure or failed
         return fields, failure
 
-    def _lacks(self, log: Metrics, step: int, names: Sequence[str]) -> bool:
-        return bool(self.processes.largest(int(log.lacks(step, *names)))[0])
+    def _agreed(self, here: bool) -> bool:
+        """As the main process finds, which writes the log."""
+        return bool(self.processes.largest(int(here and self.processes.is_main))[0])
 
 
 @dataclass(frozen=True)
@@ -71,6 +111,7 @@ class WeightChange:
     processes: Processes
     phases: Phases
     names: Sequence[str] = ("weight_change",)
+    mark: None = None
 
     def due(self, step: int) -> bool:
         """16, 32, 64, ..."""
@@ -84,5 +125,9 @@ class WeightChange:
                 blocks = outcome.weight_change(self.adapter, self.phases)
         except Interrupted:
             return {}, None
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return {}, OutOfMemory(f"out of memory while the change of the weights was measured\n{error}\n{TOO_LARGE}")
         largest = outcome.largest([block.worst for block in blocks.values()])
         return {"weight_change": largest if math.isfinite(largest) else None}, None

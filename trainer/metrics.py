@@ -74,14 +74,8 @@ class Metrics:
         self.phase.note = f"loss {loss}, lr {entry['lr']:.2e}"
         self.phase.advance()
 
-    def lacks(self, step: int, *fields: str) -> bool:
-        """Whether the last line is that of `step`, without one of these fields."""
-        last = self._lines()[-1:] if self.file is not None else []
-        entry = json.loads(last[0]) if last else {}
-        return entry.get("step") == step and not entry.keys() >= set(fields)
-
-    def add(self, step: int, fields: dict[str, Any]) -> None:
-        """To the last line, which is that of `step`: what a stop kept from it."""
+    def add(self, fields: dict[str, Any]) -> None:
+        """To the last line: what a stop kept from it."""
         if self.file is None or not fields:
             return
         *lines, last = self._lines()
@@ -89,13 +83,14 @@ class Metrics:
         self.file.close()
         write_atomic(self.path, [*lines, _line(entry)])
         self.file = self.path.open("a", encoding="utf-8")
-        self._mirror({"step": step} | fields)
+        # The whole line: TensorBoard hides what an earlier start logged of this step.
+        self._mirror({name: value for name, value in entry.items() if name != "at_start"})
 
     def _lines(self) -> list[bytes]:
         return self.path.read_bytes().splitlines(keepends=True)
 
     def _mirror(self, entry: dict[str, Any]) -> None:
-        """To TensorBoard: numbers by name, lists of them by name and place; what stands under "at_start" as of step 0."""
+        """To TensorBoard: numbers by name, lists of them by name and place; "at_start" as of the step before."""
         if self.tracker is None and self.tensorboard is not None:
             # With the first entry: importing it need not delay the first step. Not accelerate's tracker: that one flushes
             # after every step, which costs a small model two milliseconds of it.
@@ -103,7 +98,7 @@ class Metrics:
 
             self.tracker = SummaryWriter(str(self.tensorboard), purge_step=entry["step"])
         if self.tracker is not None:
-            for step, fields in ((0, entry.get("at_start", {})), (entry["step"], entry)):
+            for step, fields in ((entry["step"] - 1, entry.get("at_start", {})), (entry["step"], entry)):
                 for key, value in fields.items():
                     numbers = {f"{key}/{n}": v for n, v in enumerate(value, 1)} if isinstance(value, list) else {key: value}
                     for name, number in numbers.items():

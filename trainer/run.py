@@ -50,7 +50,6 @@ from trainer.signals import Signals
 from trainer.start import open_start
 from trainer.step import Step
 from trainer.terminal import write
-from trainer.verdict import Course
 
 
 def preview(config: Config, memory: int | None = None) -> None:
@@ -282,15 +281,15 @@ def make_loop(run: Run, signals: Signals) -> Loop:
         save_every=config.checkpoint.every_steps,
         saves=saves,
         after_step=run.artifacts().after_step,
-        measure=Measured(
+        measured=Measured(
             [
                 HeldOutLoss.of(run.components, run.reader, run.evaluating),
                 WeightChange(run.adapter, run.evaluating, peers, run.phases),
             ],
+            log,
+            optim.levers(config.optimizer.name),
             peers,
         ),
-        course=Course(metrics.read_lines(run.layout.metrics), optim.levers(config.optimizer.name)),
-        log=log,
         non_finite=run.non_finite,
         too_large=what_would_fit(plan),
         processes=peers,

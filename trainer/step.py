@@ -65,7 +65,8 @@ class StepResult:
 
     loss: per-sample mean over the global batch; None where a sample's is not finite. grad_norm: before clipping; None where
     there is none or it overflowed. updated: whether the parameters changed. refused: what was not finite and cannot be
-    answered by a lower loss scale, with the samples' names; "" otherwise. told: further entries of the log.
+    answered by a lower loss scale, with the samples' names; "" otherwise. bad_latents: whether it was these, which no update
+    changes. told: further entries of the log.
     """
 
     loss: float | None
@@ -74,6 +75,7 @@ class StepResult:
     updated: bool
     loss_scale: float
     refused: str = ""
+    bad_latents: bool = False
     told: Mapping[str, float | None] = field(default_factory=dict)
 
 
@@ -166,7 +168,7 @@ class Step:
         if out_of_memory:
             raise OutOfMemory(f"step {step}: out of memory in {exhausted or 'another process'}")
         if refused:
-            return StepResult(None, None, lr, False, scale, "; ".join(refused))
+            return StepResult(None, None, lr, False, scale, "; ".join(refused), _LATENTS in flags)
         finite, refused, told_more = math.isfinite(grad_norm), "", {}
         if finite:
             if self.max_grad_norm > 0:
@@ -181,7 +183,7 @@ class Step:
             self.scaler.update()
             if not finite and scale * self.scaler.get_backoff_factor() < 1:
                 self.scaler.update(new_scale=1.0)
-        return StepResult(total, grad_norm if finite else None, lr, finite, scale, refused, told_more)
+        return StepResult(total, grad_norm if finite else None, lr, finite, scale, refused, told=told_more)
 
     def _update(self, step: int) -> None:
         """Of the groups that are trained still: to an optimizer, weight decay and momentum are reasons to move, too."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, Literal
@@ -18,14 +18,19 @@ Line = Mapping[str, Any]  # a line of metrics.jsonl
 
 # A loss or gradient norm is that of so many images at least, and of so many steps: fewer jitter by more than they tell.
 IMAGES, STEPS = 32, 3
+# What it is measured by, the level of the first images, is that of up to so many: one level serves a whole run.
+FIRST_IMAGES = 256
 # What is out of all range. Loss: the mean of such a window, in means of the first. Gradient norm: the medians.
 LOSS_TIMES, GRAD_TIMES = 4.0, 20.0
 # ||dW|| / ||W|| of a block, or its magnitudes' drift: above the first, what the layer had learnt is drowned; below the
 # second, a picture differs by no more than by the rounding of its computation.
 TOO_FAR, TOO_LITTLE = 1.0, 5e-4
 # A fall of the held-out loss is learning, a rise from its lowest value is memorising: shares. Draws are fixed, so neither is
-# noise. Of the losses of steps, which jitter: standard errors of their ranks.
-FALLEN, RISEN, ERRORS = 0.01, 0.05, 3.5
+# noise. Of the losses of steps, which jitter: standard errors of their ranks, for a fall, and for a rise after an alarm.
+FALLEN, RISEN, ERRORS, ABOVE = 0.01, 0.05, 3.5, 2.0
+
+# The field that tells on which photos, captions and draws a held-out loss was measured: of others it is another curve.
+PHOTOS = "measured_photos"
 
 TOLD = 10  # losses of steps: of fewer nothing can be said
 
@@ -33,8 +38,8 @@ TOLD = 10  # losses of steps: of fewer nothing can be said
 LR = "optimizer.lr"
 HIGHEST = "the highest rate of a group (optimizer.lr times lora_plus, magnitude_lr, text_encoder_lr or a rule's lr)"
 
-Kind = Literal["learned", "memorising", "diverged", "recovered", "nothing", "unclear"]
-BAD: tuple[Kind, ...] = ("diverged", "nothing")
+Kind = Literal["learned", "memorising", "worse", "diverged", "recovered", "nothing", "unclear"]
+BAD: tuple[Kind, ...] = ("worse", "diverged", "nothing")
 
 
 @dataclass(frozen=True)
@@ -51,26 +56,32 @@ class Verdict:
 
 
 class Course:
-    """The lines of a run, one after another. diverged: the first step at which something left its range.
+    """The lines of a run, one after another. diverged: the first step at which something left its range; what: what did.
 
+    The log of a branch begins in mid-run. Then nobody knows how many images its first line is of, nor the first rate.
     levers: the keys that make the optimizer's updates larger or smaller.
     """
 
     def __init__(self, rows: Iterable[Line] = (), levers: str = LR) -> None:
         self.levers, self.rate_of = levers, LR
-        self.rate, self.first_rate, self.rate_step, self.scaled = 0.0, 0.0, 0, False
-        self.updates, self.images = 0, 0
-        self.first: tuple[float, float] | None = None  # loss and gradient norm of the first window
+        self.rate, self.rate_step, self.scaled = 0.0, 0, False
+        self.first_rate: float | None = None
+        self.step, self.updates, self.images = 0, 0, 0
+        self.first: tuple[float, float] | None = None  # loss and gradient norm of the first images
         self.now: tuple[float, float] | None = None
         self.diverged: int | None = None
-        self._window: deque[tuple[int, float, float]] = deque()
+        self.what, self.before = "", 0  # before: the last step that has no part in it
+        self._window: deque[tuple[int, float, float]] = deque()  # the last ones, of _within images
+        self._within = 0
+        self._before: list[tuple[int, float, float]] = []  # the first ones that have left the window, of _told images
+        self._told = 0
         for row in rows:
             self.add(row)
 
     def add(self, row: Line) -> str | None:
         """A sentence where this line is the first that is out of all range."""
-        step, images = row["step"], row["images"] - self.images
-        self.images = row["images"]
+        step, images = row["step"], row["images"] - self.images if row["step"] == self.step + 1 else 0
+        self.step, self.images = step, row["images"]
         self.updates += not row.get("skipped", False)
         self.scaled = self.scaled or "loss_scale" in row
         rate = row.get("highest_lr", row["lr"]) * (row.get("d") or 1.0)
@@ -79,34 +90,45 @@ class Course:
             self.rate_of = "the rate it found" if "d" in row else HIGHEST if "highest_lr" in row else LR
         if step == 1:
             self.first_rate = rate
-        what = self._out_of_range(row, images)
-        if what is None or self.diverged is not None:
+        return self.measured(step, row) or self._said(step, self._out_of_range(row, images))
+
+    def measured(self, step: int, fields: Line) -> str | None:
+        """As `add`, of what was measured after a step whose line was there already."""
+        change = fields.get("weight_change", 0.0)
+        if change is None:
+            return self._said(step, "layers changed to no finite number")
+        return self._said(step, f"layers changed by up to {change:.0%} of their own weights" if change > TOO_FAR else "")
+
+    def _said(self, step: int, what: str) -> str | None:
+        if not what or self.diverged is not None:
             return None
-        self.diverged = step
+        self.diverged, self.what, self.before = step, what, step - len(self._window)
         return f"step {step}: the run is diverging: {what}; {self.remedy()}"
 
-    def _out_of_range(self, row: Line, images: int) -> str | None:
-        change = row.get("weight_change", 0.0)
-        if change is None or change > TOO_FAR:
-            far = "to no finite number" if change is None else f"by up to {change:.0%} of their own weights"
-            return f"layers changed {far}"
+    def _out_of_range(self, row: Line, images: int) -> str:
         loss, norm = row.get("loss"), row.get("grad_norm")
         if loss is None or norm is None:
-            return None  # the step is skipped: by the loss scaler, or told by the policy
+            return ""  # the step is skipped: by the loss scaler, or told by the policy
         self._window.append((images, loss, norm))
-        while len(self._window) > STEPS and sum(n for n, *_ in list(self._window)[1:]) >= IMAGES:
-            self._window.popleft()
-        if len(self._window) < STEPS or sum(n for n, *_ in self._window) < IMAGES:
-            return None
-        _, losses, norms = zip(*self._window, strict=True)
-        self.now = fmean(losses), median(norms)
+        self._within += images
+        while len(self._window) > STEPS and self._within - self._window[0][0] >= IMAGES:
+            left = self._window.popleft()
+            self._within -= left[0]
+            if self._told < FIRST_IMAGES:
+                self._before.append(left)
+                self._told += left[0]
+                if self._told >= IMAGES and len(self._before) >= STEPS:
+                    self.first = _level(self._before)
+        if len(self._window) < STEPS or self._within < IMAGES:
+            return ""
+        self.now = _level(self._window)
         self.first = self.first or self.now
         named = zip(("loss", "gradient norm"), self.now, self.first, (LOSS_TIMES, GRAD_TIMES), strict=True)
         for name, now, first, times in named:
             if now > times * first > 0:
                 grown, steps = f"{now / first:.3g} times", len(self._window)
-                return f"the {name} of the last {steps} steps, {now:.3g}, is {grown} that of the first {steps}"
-        return None
+                return f"the {name} of the last {steps} steps, {now:.3g}, is {grown} that of the first ones"
+        return ""
 
     def remedy(self) -> str:
         """The likely cause, in plain words, and what to do."""
@@ -144,11 +166,14 @@ def rates(lr: Sequence[float]) -> dict[str, float]:
     return {"lr": lr[0]} | ({"highest_lr": max(lr)} if max(lr) > lr[0] else {})
 
 
-def judge(rows: Sequence[Line], blocks: Mapping[str, float] | None = None, levers: str = LR) -> Verdict:
+def judge(
+    rows: Sequence[Line], blocks: Mapping[str, float] | None = None, levers: str = LR, kept: Iterable[int] | None = None
+) -> Verdict:
     """Of a run so far, or at its end.
 
     rows: of metrics.jsonl, in order. blocks: by name, the largest ||dW|| / ||W|| or magnitude drift of the adapter's blocks;
-    None: not measured, then the last `weight_change` of the rows counts. levers: as of Course.
+    None: not measured, then the last `weight_change` of the rows counts. levers: as of Course. kept: steps whose adapter
+    can be taken; None: nobody knows.
     """
     course = Course(rows, levers)
     changes = [row["weight_change"] for row in rows if "weight_change" in row]
@@ -161,11 +186,18 @@ def judge(rows: Sequence[Line], blocks: Mapping[str, float] | None = None, lever
             where = f"{len(beyond)} of {len(blocks)} blocks changed by more than {TOO_FAR:.0%} of their own weights, {worst} "
         said = f"{where or 'the weights changed '}by {change:.0%}"
         return Verdict("diverged", f"the training has probably diverged: {said}; {course.remedy()}", course.diverged)
-    if course.diverged is not None and course.now is not None and course.first is not None:
-        since = f"at step {course.diverged} its loss or gradient norm left every sensible range"
-        if course.now[0] > course.first[0]:
-            grown = f"the loss is {course.now[0] / course.first[0]:.3g} times that of the first steps"
-            return Verdict("diverged", f"the training has diverged: {since}; {grown}; {course.remedy()}", course.diverged)
+    for kind, field in (("held-out", "held_out_loss"), ("trained", "trained_loss")):
+        if (told := _series(rows, field)) and told[-1][1] is None:
+            said = f"at step {told[-1][0]} the loss of the {kind} photos is not finite"
+            return Verdict("diverged", f"the training has diverged: {said}; {course.remedy()}", course.diverged)
+    known = [(step, loss) for step, loss in _series(rows, "held_out_loss") if loss is not None]
+    if len(known) > 1 and known[-1][1] > LOSS_TIMES * known[0][1]:
+        said = f"the held-out loss rose from {known[0][1]:.4g} to {known[-1][1]:.4g}"
+        return Verdict("diverged", f"the training has diverged: {said}; {course.remedy()}", course.diverged)
+    if course.diverged is not None:
+        since = f"at step {course.diverged} {course.what}"
+        if above := _still_above(rows, known, course):
+            return Verdict("diverged", f"the training has diverged: {since}; {above}; {course.remedy()}", course.diverged)
         said = f"the training came back: {since}; look at the samples; {course.remedy()}"
         return Verdict("recovered", said, course.diverged)
     if change is not None and change < TOO_LITTLE:
@@ -175,26 +207,71 @@ def judge(rows: Sequence[Line], blocks: Mapping[str, float] | None = None, lever
             f"show; train longer or raise {levers} ({it} was at most {course.rate:.3g})"
         )
         return Verdict("nothing", said)
-    return _by_loss(rows, f" (weights changed by up to {change:.2%})" if change is not None else "", levers)
+    changed = f" (weights changed by up to {change:.2%})" if change is not None else ""
+    return _by_held_out(rows, known, changed, levers, kept) if len(known) > 1 else _by_steps(rows, changed)
 
 
-def _by_loss(rows: Sequence[Line], changed: str, levers: str) -> Verdict:
+def _still_above(rows: Sequence[Line], known: Sequence[tuple[int, float]], course: Course) -> str:
+    """After an alarm, in words, what tells that the run has not come back; "" where it has.
+
+    By the held-out loss, where it was measured after the alarm. Else by the ranks of the last third of the losses over those
+    before the alarm; by the means where these are too few. One window alone may be low, or high, by chance.
+    """
+    if len(known) > 1 and known[-1][0] > (course.diverged or 0):
+        (_, start), (last, now) = known[0], known[-1]
+        return f"the held-out loss of step {last} is {now:.4g}, that of the start {start:.4g}" if now > start else ""
+    losses = [(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]
+    early = [loss for step, loss in losses if step <= course.before][: max(TOLD, len(losses) // 5)]
+    late = [loss for step, loss in losses[-max(TOLD, len(losses) // 3) :] if step > (course.diverged or 0)]
+    if not late:
+        return "and then the log ends"
+    if min(len(early), len(late)) >= TOLD:
+        above = _fall(early, late) < -ABOVE
+    else:
+        above = course.first is not None and fmean(late) > course.first[0]
+    return f"the loss since is {fmean(late):.4g}, above that of the first steps" if above else ""
+
+
+def _by_held_out(
+    rows: Sequence[Line], known: Sequence[tuple[int, float]], changed: str, levers: str, kept: Iterable[int] | None
+) -> Verdict:
     """Of a run that has not diverged, and changed something or may have."""
-    told = _series(rows, "held_out_loss")
-    if len(told) > 1:
-        trained = dict(_series(rows, "trained_loss"))
-        (_, start), (last, now), (best, lowest) = told[0], told[-1], min(told, key=lambda pair: pair[1])
-        fell = f"the held-out loss fell from {start:.4g} to {lowest:.4g}"
-        if now > lowest * (1 + RISEN) and trained.get(last, math.inf) < trained.get(best, -math.inf):
-            said = (
-                f"{fell} at step {best}, and rose to {now:.4g} since, while the loss of the trained photos falls on: the "
-                f"adapter learns the photos by heart; take step {best}, or train with more photos or a lower {levers}"
-            )
-            return Verdict("memorising", said, best)
-        if lowest < start * (1 - FALLEN):
-            return Verdict("learned", f"{fell} at step {best}{changed}", best)
-        said = f"the held-out loss did not fall (from {start:.4g} to {now:.4g}){changed}; train longer or raise {levers}"
-        return Verdict("unclear", said)
+    trained = {step: value for step, value in _series(rows, "trained_loss") if value is not None}
+    (first, start), (last, now), (best, lowest) = known[0], known[-1], min(known, key=lambda pair: pair[1])
+    fell = lowest < start * (1 - FALLEN)
+    best = best if fell else first
+    was = f"the held-out loss fell from {start:.4g} to {lowest:.4g} at step {best}"
+    by_heart = "the loss of the trained photos falls on: the adapter learns the photos by heart"
+    if now > lowest * (1 + RISEN) and trained.get(last, math.inf) < trained.get(best, -math.inf):
+        if not fell:
+            said = f"the held-out loss rose from {start:.4g} to {now:.4g} and never fell, while {by_heart}"
+            return Verdict("memorising", f"{said}; train with more photos or a lower {levers}")
+        said = f"{was}, and rose to {now:.4g} since, while {by_heart}; {_take(best, last, kept)}"
+        return Verdict("memorising", f"{said}; or train with more photos or a lower {levers}", best)
+    if now < start * (1 - FALLEN):
+        return Verdict("learned", f"{was}{changed}", best)
+    if fell:
+        said = f"{was}, and has got worse since: {now:.4g} at step {last}{changed}; {_take(best, last, kept)}"
+        return Verdict("worse", f"{said}; or start a new run with a lower {levers}", best)
+    if now > start * (1 + FALLEN):
+        said = f"the held-out loss rose from {start:.4g} to {now:.4g} and never fell: the adapter makes the model worse"
+        return Verdict("worse", f"{said}{changed}; start a new run with a lower {levers}, a tenth for a start")
+    said = f"the held-out loss did not fall (from {start:.4g} to {now:.4g}){changed}; train longer or raise {levers}"
+    return Verdict("unclear", said)
+
+
+def _take(best: int, last: int, kept: Iterable[int] | None) -> str:
+    """The step to take, of those that are kept."""
+    if kept is None:
+        return f"take step {best}"
+    nearest = min((step for step in kept if step != last), key=lambda step: (abs(step - best), step), default=None)
+    if nearest is None:
+        return "no earlier step is kept: set export.every_steps in a new run"
+    return f"take step {nearest}" + ("" if nearest == best else ", the nearest that is kept")
+
+
+def _by_steps(rows: Sequence[Line], changed: str) -> Verdict:
+    """As `_by_held_out`, where that was not measured."""
     losses = [row["loss"] for row in rows if row.get("loss") is not None]
     early, late = losses[: max(TOLD, len(losses) // 5)], losses[-max(TOLD, len(losses) // 3) :]
     if len(losses) >= 2 * TOLD and _fall(early, late) > ERRORS:
@@ -214,14 +291,27 @@ def _fall(early: Sequence[float], late: Sequence[float]) -> float:
     return (above - n * m / 2) / math.sqrt(n * m * (n + m + 1) / 12)
 
 
-def _series(rows: Sequence[Line], field: str) -> list[tuple[int, float]]:
-    """(step, value), from before the first step on; where it is a number."""
-    every = [(0, rows[0].get("at_start", {}))] if rows else []
-    return [(step, found[field]) for step, found in (*every, *((row["step"], row) for row in rows)) if _known(found, field)]
+def _series(rows: Sequence[Line], field: str) -> list[tuple[int, float | None]]:
+    """(step, value), of the photos that were measured last."""
+    every = [(step, found) for step, found in _measured(rows) if field in found]
+    return [(step, found[field]) for step, found in every if found.get(PHOTOS) == every[-1][1].get(PHOTOS)]
 
 
-def _known(fields: Mapping[str, Any], name: str) -> bool:
-    return isinstance(fields.get(name), (int, float))
+def mark_of(rows: Sequence[Line]) -> str | None:
+    """On which photos was measured last (the field PHOTOS); None where nothing was."""
+    return next((found[PHOTOS] for _, found in reversed(list(_measured(rows))) if PHOTOS in found), None)
+
+
+def _measured(rows: Sequence[Line]) -> Iterator[tuple[int, Line]]:
+    """(step, what was measured after it); what a line has "at_start" is of the step before it."""
+    for row in rows:
+        yield row["step"] - 1, row.get("at_start", {})
+        yield row["step"], row
+
+
+def _level(window: Collection[tuple[int, float, float]]) -> tuple[float, float]:
+    """Mean loss and median gradient norm of (images, loss, norm)."""
+    return fmean(loss for _, loss, _ in window), median(norm for *_, norm in window)
 
 
 def _number(value: float | None) -> float:

@@ -56,7 +56,7 @@ class History:
     def series(self, field: str) -> list[tuple[float, float | None]]:
         """(step, value) for each row that has the field; None where the value is null or not finite.
 
-        What stands under "at_start" is of step 0.
+        What stands under "at_start" is of the step before.
         """
         return [(step, _finite(row[field])) for step, row in self._measured() if field in row]
 
@@ -68,7 +68,7 @@ class History:
     def _measured(self) -> Iterator[tuple[float, dict]]:
         for row in self.rows:
             if isinstance(row.get("at_start"), dict):
-                yield 0, row["at_start"]
+                yield row["step"] - 1, row["at_start"]
             yield row["step"], row
 
     def values(self, field: str) -> list[float]:
