@@ -3,6 +3,10 @@
     python scripts/adapter.py export outputs/bear/checkpoints/step-00000500 exported   # the files of any checkpoint
     python scripts/adapter.py show bear.safetensors --plot bear.png                    # what a file is
     python scripts/adapter.py convert bear.safetensors bear_kohya.safetensors --to kohya
+    python scripts/adapter.py merge MODEL bear.safetensors:0.8 merged.safetensors --dtype fp16
+    python scripts/adapter.py extract TUNED BASE lora.safetensors --rank 16            # the difference of two models
+    python scripts/adapter.py compare A.safetensors B.safetensors
+    python scripts/adapter.py resize bear.safetensors small.safetensors --rank 4
     python scripts/adapter.py ema outputs/bear --length 0.1                            # an average of its weights
 
 Files of diffusers, PEFT, kohya, LyCORIS, ComfyUI, OneTrainer and ai-toolkit are read, LoRA and DoRA, for SDXL and Flux
@@ -14,8 +18,10 @@ that are not finite.
 from __future__ import annotations
 
 import argparse
+import math
 import signal
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,6 +86,80 @@ def convert(chosen: argparse.Namespace) -> None:
         print(f"  {note}")
 
 
+def merge(chosen: argparse.Namespace) -> None:
+    """Write the model with adapters in its weights."""
+    from trainer.adapter_files import open_adapter
+    from trainer.merging import Applied, merge
+    from trainer.phases import Phases
+
+    model, adapters = whole_model(chosen.model), []
+    for given in chosen.files:
+        path, strength = strength_of(given)
+        adapters.append(Applied(open_adapter(path, [model]), strength))
+    made = merge(model, adapters, chosen.out, dtype=chosen.dtype, phases=Phases(show=True))
+    print(f"merged: {made.path}: {len(made.layers)} layers of {model.family.name} changed")
+    print(f"  {made.lost:.3%} of the change is lost by rounding to the file's dtype")
+
+
+def extract(chosen: argparse.Namespace) -> None:
+    """Write the LoRA that is nearest to the difference of two models."""
+    from trainer.phases import Phases
+    from trainer.resizing import extract
+
+    began = time.monotonic()
+    tuned, base = (whole_model(path) for path in (chosen.tuned, chosen.model))
+    if tuned.family is not base.family:
+        raise UserError(f"{chosen.tuned} is a model of {tuned.family.name}, {chosen.model} of {base.family.name}")
+    made = extract(tuned, base, chosen.out, chosen.rank, to=chosen.to, phases=Phases(show=True))
+    print(f"{chosen.to}: {chosen.out}: LoRA of rank {chosen.rank} at most, in {time.monotonic() - began:.0f} s")
+    for line in made.lines():
+        print(f"  {line}")
+
+
+def compare(chosen: argparse.Namespace) -> None:
+    """Say how far apart two adapters are."""
+    from trainer.adapter_files import open_checkpoint
+    from trainer.comparison import compare
+    from trainer.files import hash_file
+    from trainer.models.base_weights import BaseWeights
+
+    models, portables = models_of(chosen.base) if chosen.base else None, []
+    for path in (chosen.a, chosen.b):
+        if path.is_dir():
+            portables.append(open_checkpoint(path).portable("magnitude"))
+        else:
+            portables.append(opened_at(path, models, chosen.family).portable)
+    if chosen.a.is_file() and chosen.b.is_file() and hash_file(chosen.a) == hash_file(chosen.b):
+        print("the files are equal, byte for byte")
+    weight = BaseWeights(models[0].source).weight if models else None
+    print("\n".join(compare(*portables, weight).lines()))
+
+
+def resize(chosen: argparse.Namespace) -> None:
+    """Write a file with a lower rank, and say what is lost."""
+    from trainer.resizing import resize
+
+    opened = opened_file(chosen)
+    done = resize(opened, chosen.out, chosen.rank, weight=base_weight(opened))
+    print(f"resized: {chosen.out}")
+    for note in done.notes:
+        print(f"  {note}")
+
+
+def strength_of(given: str) -> tuple[Path, float]:
+    """FILE or FILE:STRENGTH."""
+    path, colon, number = given.rpartition(":")
+    if not colon or Path(given).exists():
+        return Path(given), 1.0
+    try:
+        strength = float(number)
+    except ValueError:
+        return Path(given), 1.0
+    if not math.isfinite(strength):
+        raise UserError(f"{given!r}: a strength is a finite number")
+    return Path(path), strength
+
+
 def ema(chosen: argparse.Namespace) -> None:
     """Write the adapter files of an average of any length, made of those that a run set aside (docs/ema.md)."""
     from trainer.posthoc import average
@@ -89,14 +169,21 @@ def ema(chosen: argparse.Namespace) -> None:
 
 def opened_file(chosen: argparse.Namespace):
     """The adapter file of the arguments, by the names of the model that they give."""
-    from trainer.adapter_files import models_at, open_adapter
+    return opened_at(chosen.file, models_of(chosen.base) if chosen.base else None, chosen.family)
 
-    models = None
-    if chosen.base:
-        from trainer.quantization import recognise
 
-        models = models_at(chosen.base, recognise)
-    return open_adapter(chosen.file, models, family=chosen.family)
+def opened_at(path: Path, models, family: str | None):
+    from trainer.adapter_files import open_adapter
+
+    return open_adapter(path, models, family=family)
+
+
+def models_of(path: str):
+    """The model there, as every family that it may be of."""
+    from trainer.adapter_files import models_at
+    from trainer.quantization import recognise
+
+    return models_at(path, recognise)
 
 
 def base_weight(opened):
@@ -105,6 +192,14 @@ def base_weight(opened):
 
     source = opened.model.source
     return BaseWeights(source).weight if source is not None else None
+
+
+def whole_model(path: str):
+    """The model there, with its weights."""
+    from trainer.adapter_files import whole_model_at
+    from trainer.quantization import recognise
+
+    return whole_model_at(path, recognise)
 
 
 def reads_a_file(command: argparse.ArgumentParser) -> None:
@@ -136,6 +231,33 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument(
         "--dora_scale", choices=("comfyui_released", "magnitude"), help="as export.dora_scale (docs/adapter_files.md)"
     )
+    command = commands.add_parser("merge", help="a model with adapters in its weights")
+    command.set_defaults(run=merge)
+    command.add_argument("model", metavar="MODEL", help="folder or .safetensors file")
+    command.add_argument("files", metavar="FILE[:STRENGTH]", nargs="+", help="adapter files, in the order they are applied")
+    command.add_argument("out", metavar="OUT", type=Path, help="a .safetensors file, or a folder where MODEL is one")
+    command.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16", "fp8"),
+        help="of the weights but the VAE's; fp8: ComfyUI's scaled float8; default: as MODEL has them",
+    )  # fmt: skip
+    command = commands.add_parser("extract", help="the LoRA that is nearest to the difference of two models")
+    command.set_defaults(run=extract)
+    command.add_argument("tuned", metavar="TUNED", help="the changed model: folder or .safetensors file")
+    command.add_argument("model", metavar="BASE", help="the model that it was made from")
+    command.add_argument("out", metavar="OUT", type=Path, help="the adapter file to write (.safetensors)")
+    command.add_argument("--rank", type=int, required=True, metavar="R")
+    command.add_argument("--to", choices=("diffusers", "kohya", "comfyui", "onetrainer"), default="diffusers")
+    command = commands.add_parser("compare", help="how far apart two adapters are")
+    command.set_defaults(run=compare)
+    command.add_argument("a", metavar="A", type=Path, help="an adapter file, or a checkpoint's folder")
+    command.add_argument("b", metavar="B", type=Path, help="another")
+    command.add_argument("--base", metavar="MODEL", help="the model that they are for; a DoRA needs its weights")
+    command.add_argument("--family", help="where the keys are those of several: sdxl or flux")
+    command = commands.add_parser("resize", help="a file with a lower rank")
+    command.set_defaults(run=resize)
+    reads_a_file(command)
+    command.add_argument("out", metavar="OUT", type=Path, help="the file to write (.safetensors)")
+    command.add_argument("--rank", type=int, required=True, metavar="R", help="the highest that a layer may have")
     command = commands.add_parser("ema", help="an average of a run's weights, of any length")
     command.set_defaults(run=ema)
     command.add_argument("output", metavar="OUTPUT_DIR", type=Path, help="a run's folder, made with ema.kind = 'power'")

@@ -56,6 +56,13 @@ def convert(
         meaning = dora_scale or MEANINGS[to]
         if meaning != portable.meaning:
             portable = told_anew(portable, meaning, weight, notes)
+    return write_as(opened, portable, out, to, weight, notes)
+
+
+def write_as(
+    opened: OpenedAdapter, portable: Portable, out: Path, to: str, weight: WeightOf | None, notes: list[str]
+) -> Converted:
+    """Write `portable`, made of what was opened, under the keys of the format. weight, errors: as in `convert`."""
     portable.check_finite()
     for form, count in opened.read.fused.items():
         how = "its parts of A and B" if form == "block-diagonal" else "its rows of B, and all of A"
@@ -113,7 +120,7 @@ def _note_joined(portable: Portable, components: list[str], links, notes: list[s
 def adapted(weight: torch.Tensor, factors: Factors) -> torch.Tensor:
     """W + s B A as a matrix [N, K], fp64."""
     a, b = factors.a.make().double().flatten(1), factors.b.make().double().flatten(1)
-    return weight.double().flatten(1).addmm_(b, a, alpha=factors.scaling)
+    return torch.addmm(weight.double().flatten(1), b, a, alpha=factors.scaling)
 
 
 def told_anew(portable: Portable, meaning: DoraScale, weight: WeightOf | None, notes: list[str]) -> Portable:

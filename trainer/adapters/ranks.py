@@ -35,6 +35,12 @@ def with_factors(factors: Factors, a_RK: torch.Tensor, b_NR: torch.Tensor, scali
     return replace(factors, a=recipe(a), b=recipe(b.contiguous()), alpha=scaling * rank, rslora=False)
 
 
+def product_norm(b_NR: torch.Tensor, a_RK: torch.Tensor) -> float:
+    """||B A|| of fp64 factors, without making it, and without the cancellation of sums of squares."""
+    r_b, r_a = (torch.linalg.qr(factor, mode="r").R for factor in (b_NR, a_RK.t()))
+    return float((r_b @ r_a.t()).norm())
+
+
 def nearest(change_NK: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(A [r, K], B [N, r]), fp64, r <= rank: B A is the nearest to the change.
 

@@ -22,14 +22,22 @@ class BaseWeights:
         Of a file that holds it quantised its value. Raises UserError where the model's files lack it.
         """
         component, _, name = layer.partition(".")
-        if component not in self._reads:
-            if not self.source.is_here(component):
-                raise UserError(f"the weights of {component} are not on this machine; give --base as a folder or a file")
-            self._reads[component] = {part: read for read in self.source.reads(component) for part in read.link.parts}
-        read = self._reads[component].get(f"{name}.weight")
-        if read is None:
+        if f"{name}.weight" not in self.reads(component):
             raise UserError(f"the model has no layer {layer}")
+        return self.tensor(component, f"{name}.weight")
+
+    def tensor(self, component: str, parameter: str) -> torch.Tensor:
+        """Any parameter of a component, by the module's name of it, as `weight`."""
+        read = self.reads(component)[parameter]
         if self._last is None or self._last[0] is not read:
             self._last = None  # before the next is made
             self._last = read, read.tensors(self.advance)
-        return self._last[1][read.link.parts.index(f"{name}.weight")]
+        return self._last[1][read.link.parts.index(parameter)]
+
+    def reads(self, component: str) -> dict[str, Read]:
+        """By parameter of the component, what it is read from."""
+        if component not in self._reads:
+            if not self.source.is_here(component):
+                raise UserError(f"the weights of {component} are not on this machine; give the model as a folder or a file")
+            self._reads[component] = {part: read for read in self.source.reads(component) for part in read.link.parts}
+        return self._reads[component]

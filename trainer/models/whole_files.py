@@ -1,0 +1,99 @@
+"""What the files of a whole model hold, tensor by tensor: to write a model again, with other values.
+
+In the layout that it has the tensors keep the names of its files. A diffusers folder may also become one file, of all
+components under the names of the original layout, as ComfyUI's checkpoint loader takes it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from trainer.models.base import Component
+from trainer.models.loading import ModelSource
+from trainer.models.names import Shape
+from trainer.models.weights import Read, original_shape
+from trainer.types import Link
+
+MARKERS = {"v_pred": ("prediction_type", "v_prediction"), "ztsnr": ("rescale_betas_zero_snr", True)}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor of a file: made of parameters of `component` as the link says. shape: in the file.
+
+    dtype: that the model's files hold it in; None where they hold it quantised.
+    """
+
+    component: str
+    link: Link
+    shape: Shape
+    dtype: torch.dtype | None
+
+
+@dataclass(frozen=True)
+class WholeFile:
+    """tensors: by name in the file. others: what the model's file has beside weights, taken over as it is."""
+
+    tensors: Mapping[str, Placed]
+    others: Mapping[str, torch.Tensor]
+    metadata: Mapping[str, str]
+
+
+def folder_files(source: ModelSource) -> dict[str, WholeFile]:
+    """Of a diffusers folder, by path in it. Each component has one file, however many shards it is read from."""
+    files = {}
+    for component in source.family.components:
+        stem = "model" if component.library == "transformers" else "diffusion_pytorch_model"
+        tensors = {read.link.original: _placed(component.name, read) for read in source.reads(component.name)}
+        files[f"{component.name}/{stem}.safetensors"] = WholeFile(tensors, {}, {"format": "pt"})
+    return files
+
+
+def single_file(source: ModelSource) -> WholeFile:
+    """Of a model in one file: that file. Of a diffusers folder: all components in one."""
+    if source.single_file is None:
+        return _all_in_one(source)
+    tensors: dict[str, Placed] = {}
+    claimed: set[str] = set()
+    for component in source.family.components:
+        weights = source.weights(component.name)
+        if [file.path for file in weights.files] != [source.single_file.path]:
+            continue
+        for read in source.reads(component.name):
+            tensors[weights.prefix + read.link.original] = _placed(component.name, read)
+            parts = read.held.parts.values() if read.held else (read.link.original,)
+            claimed |= {weights.prefix + part for part in parts}
+        claimed |= {weights.prefix + other for other in weights.recognised.other}
+    file = source.single_file
+    return WholeFile(tensors, {n: file.read(n) for n in file.entries if n not in claimed}, file.metadata)
+
+
+def _placed(component: str, read: Read) -> Placed:
+    dtype = None if read.held else read.weights.entry(read.link.original).dtype
+    return Placed(component, read.link, read.shape, dtype)
+
+
+def _all_in_one(source: ModelSource) -> WholeFile:
+    tensors: dict[str, Placed] = {}
+    for component in source.family.components:
+        reads = {part: read for read in source.reads(component.name) for part in read.link.parts}
+        shapes = {part: shape for read in reads.values() for part, shape in zip(read.link.parts, read.parts, strict=True)}
+        for link in _original_links(component, source, shapes):
+            dtypes = {_placed(component.name, reads[part]).dtype for part in link.parts}
+            dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+            shape = original_shape([shapes[part] for part in link.parts], link.op)
+            tensors[component.prefixes[0] + link.original] = Placed(component.name, link, shape, dtype)
+    # A folder says this in the scheduler's config, a file by tensors without values.
+    said = {name: torch.zeros(0) for name, (key, value) in MARKERS.items() if source.scheduler.get(key) == value}
+    return WholeFile(tensors, said, {})
+
+
+def _original_links(component: Component, source: ModelSource, shapes: Mapping[str, Shape]) -> list[Link]:
+    if component.names is not None:
+        return component.names(source.config(component.name)).links
+    # CLIP's files in the original layout have the inner model's name, whatever the class is called now. T5's one embedding
+    # table has two names in the module.
+    inner = "text_model." if component.class_name == "CLIPTextModel" else ""
+    twice = "encoder.embed_tokens.weight" if "shared.weight" in shapes else ""
+    return [Link(inner + name.removeprefix(inner), (name,)) for name in shapes if name != twice]
