@@ -57,6 +57,7 @@ ONLY_FOR: dict[str, set[str]] = {
         "cli",
         "dataset",
         "devices",
+        "drawing",
         "optimization",
         "output",
         "plan",

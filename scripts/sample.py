@@ -1,0 +1,89 @@
+"""Draw images with a model and adapter files, as a run draws its samples.
+
+    python scripts/sample.py MODEL bear.safetensors --prompt "a photo of sks plush bear" --seeds 1 2 3
+    python scripts/sample.py MODEL bear.safetensors style.safetensors:0.6 --prompt "a bear" --strengths 0 0.5 1 --grid
+    python scripts/sample.py outputs/bear/config.toml outputs/bear/adapters/bear.safetensors --prompt "a bear"
+
+MODEL is a diffusers folder or a .safetensors file, stored as a run stores it by default. Or it is a run's config: then the
+model and all dtypes are that run's, and an image is the one that the run draws for the same request. --strengths multiply
+those of the files; 0 is the model alone. The folder has a PNG for every image, with its settings as text.
+Exit status: 0 done; 2 for an argument that cannot be used, with the reason on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from scripts.adapter import strength_of, whole_model  # noqa: E402
+from trainer.errors import DataError, NonFiniteError, OutOfMemory, UserError, ending  # noqa: E402
+
+
+def sample(chosen: argparse.Namespace) -> None:
+    from trainer.cli import quiet_libraries
+    from trainer.drawing import Drawing, draw
+    from trainer.phases import Phases
+
+    quiet_libraries()
+    config = config_of(chosen)
+    drawing = Drawing(
+        chosen.prompt, chosen.negative, chosen.seeds or (config.validation.seed,), chosen.strengths,
+        chosen.width, chosen.height, chosen.steps, chosen.guidance,
+    )  # fmt: skip
+    adapters = [strength_of(file) for file in chosen.files]
+    for path in draw(config, adapters, drawing, chosen.out, grid=chosen.grid, phases=Phases(show=True)):
+        print(path)
+
+
+def config_of(chosen: argparse.Namespace):
+    """The run's, or one of the model alone."""
+    from trainer import config
+
+    if chosen.model.endswith(".toml"):
+        return config.load(chosen.model, [item for group in chosen.overrides for item in group])
+    if chosen.overrides:
+        raise UserError("--set belongs to a run's config; give one in place of MODEL")
+    # Nothing of the data is read.
+    return config.parse({
+        "run": {"name": "samples", "output_dir": str(chosen.out), "max_steps": 1},
+        "model": {"family": whole_model(chosen.model).family.name, "path": chosen.model},
+        "data": {"sources": [{"path": "."}]},
+        "precision": {"compute": chosen.compute},
+    })  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", metavar="MODEL", help="folder, .safetensors file, or a run's config.toml")
+    parser.add_argument("files", metavar="FILE[:STRENGTH]", nargs="*", help="adapter files")
+    parser.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="once for every prompt")
+    parser.add_argument("--negative", default="", metavar="TEXT")
+    parser.add_argument("--seeds", type=int, nargs="+", metavar="N", help="default: validation.seed")
+    parser.add_argument("--strengths", type=float, nargs="+", default=[1.0], metavar="S", help="default: 1")
+    parser.add_argument("--width", type=int, metavar="PX", help="default: data.resolution")
+    parser.add_argument("--height", type=int, metavar="PX")
+    parser.add_argument("--steps", type=int, help="default: validation.steps")
+    parser.add_argument("--guidance", type=float, help="default: the family's")
+    parser.add_argument("--out", type=Path, default=Path("samples"), metavar="FOLDER", help="default: samples")
+    parser.add_argument("--grid", action="store_true", help="a contact sheet beside them: grid.png")
+    parser.add_argument("--compute", choices=("fp32", "bf16", "fp16"), default="bf16", help="of a MODEL; default: bf16")
+    parser.add_argument(
+        "--set", dest="overrides", action="append", nargs="+", default=[], metavar="table.key=VALUE",
+        help="override a key of a run's config",
+    )  # fmt: skip
+    chosen = parser.parse_args(arguments)
+    try:
+        sample(chosen)
+    except (UserError, NonFiniteError, DataError, OutOfMemory, OSError) as error:
+        status, said = ending(error)
+        print(f"error: {said}", file=sys.stderr)
+        return status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
