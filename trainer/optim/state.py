@@ -57,7 +57,8 @@ class OptimizerState:
         )
         for name, parameter in parameters.items():
             saved = by_name.get(name, {})
-            if by_name and not saved:
+            # A group with a stop_step may have been left alone before its first update: all its steps were skipped.
+            if by_name and not saved and "stop_step" not in in_group[name]:
                 raise UserError(f"the checkpoint has no optimizer state for {name}, which this run trains")
             if saved:
                 what = f"the {parameter.numel()} parameters there need"

@@ -143,6 +143,23 @@ def test_before_the_first_update_there_is_no_state_but_the_groups() -> None:
         assert not any(fresh.optimizer.state.values())
 
 
+@pytest.mark.parametrize("name", ["adamw", "factored"])
+def test_a_group_that_stopped_before_its_first_update_is_restored_without_state(name: str) -> None:
+    """Every step up to its stop_step was skipped, for a loss that was not finite."""
+    (one, parameters), (other, _) = trained(name, steps=0), trained(name, steps=0)
+    groups = one.optimizer.param_groups
+    one.optimizer.param_groups = [groups[0], groups[1] | {"params": []}]  # as trainer/step.py does it
+    step(one, parameters)
+    one.optimizer.param_groups = groups
+    saved = through_files(one.state_dict())
+    with pytest.raises(UserError, match="no optimizer state for group.1"):
+        other.load_state_dict(through_files(saved))
+    other.optimizer.param_groups[1]["stop_step"] = 1
+    stopping = OptimizerState(other.optimizer, name)
+    stopping.load_state_dict(through_files(saved))
+    assert stopping.state_dict().keys() == saved.keys()
+
+
 def test_a_change_in_a_group_that_nobody_names_raises() -> None:
     state, _ = trained("adamw")
     state.optimizer.param_groups[1]["lr"] = 1.0  # the schedule's
