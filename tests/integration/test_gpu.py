@@ -18,6 +18,7 @@ from trainer import config as configs
 from trainer import kernels, precision
 from trainer import run as runs
 from trainer.checkpoint import state, store
+from trainer.optim import OPTIMIZERS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICE = "cuda"
@@ -115,8 +116,10 @@ def deterministic_tree(bench: Workbench, family: str, adapter: str, optimizer: s
         run__output_dir=str(bench.tmp / f"{adapter}-{optimizer}-{out}"), data__cache_dir=str(bench.tmp / f"cache-{out}"),
         precision__compute="bf16", adapter__type=adapter, adapter__targets="all", step__accumulation=2,
         memory__gradient_checkpointing=True, model__components={DENOISER[family]: {"dtype": "fp8_e4m3"}},
-        optimizer__name=optimizer, optimizer__lr=1e-3, validation__prompts=["a bear"], validation__steps=2,
-        **({"optimizer__min_8bit_size": 1} if optimizer == "adamw8bit" else {}),
+        optimizer__name=optimizer, optimizer__lr=1.0 if optimizer == "prodigy" else 1e-3,
+        validation__prompts=["a bear"], validation__steps=2,
+        **({"optimizer__min_8bit_size": 1} if OPTIMIZERS[optimizer].eight_bit else {}),
+        **({"optimizer__options": {"d0": 1e-4}} if optimizer == "prodigy" else {}),
     )  # fmt: skip
     if adapter == "lora":
         query = {"sdxl": "*.q_proj", "flux": "*.q"}[family]
@@ -136,7 +139,14 @@ def run_elsewhere(bench: Workbench, name: str, trees: list[dict[str, Any]]) -> N
 
 @pytest.mark.parametrize(
     ("family", "cells"),
-    [("sdxl", [("lora", "adamw"), ("dora", "adamw8bit")]), ("flux", [("lora", "adamw8bit"), ("dora", "adamw")])],
+    [
+        ("sdxl", [("lora", "adamw"), ("dora", "adamw8bit")]),
+        ("flux", [("lora", "adamw8bit"), ("dora", "adamw")]),
+        ("sdxl", [("dora", "lion"), ("lora", "prodigy")]),
+        ("flux", [("dora", "came"), ("lora", "schedulefree_adamw")]),
+        ("sdxl", [("dora", "muon"), ("lora", "paged_adamw8bit")]),
+        ("flux", [("dora", "adafactor"), ("lora", "lion8bit")]),
+    ],
 )
 def test_deterministic_runs_end_in_the_same_bytes(bench: Workbench, family: str, cells: list[tuple[str, str]]) -> None:
     """Two runs, each with a cache of its own, and one that was stopped and resumed, in three processes. Cells: pairwise."""
