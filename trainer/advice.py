@@ -11,7 +11,6 @@ from trainer import tiles
 from trainer.errors import UserError
 from trainer.files import parse_size
 from trainer.forecast import PHOTOS, SAMPLES, STEP, Forecast, Stage, forecast
-from trainer.optim import OPTIMIZERS
 from trainer.plan import Plan
 from trainer.precision import SMALLER_DTYPES, SMALLER_VAE, compute_dtype
 from trainer.protocols import Kernels
@@ -98,7 +97,8 @@ def _ladder(plan: Plan, kernels: Kernels, found: Forecast) -> Iterator[_Rung]:
     for name in family.text_encoders:
         yield from _smaller(plan, name, f"captions are read by {name} in 8 or 4 bits: another run")
     # On a CPU bitsandbytes decodes the whole state: its update takes more for a moment than fp32 takes all the time.
-    if not OPTIMIZERS[config.optimizer.name].eight_bit and not found.base:
+    # In place of another optimizer than AdamW it would train otherwise.
+    if config.optimizer.name == "adamw" and not found.base:
         yield _Rung(
             "optimizer.name = 'adamw8bit'",
             "the optimizer's state is rounded to 8 bits: another run",

@@ -444,3 +444,12 @@ def test_a_run_tells_its_pace_and_the_time_left(bench: Workbench, capsys, monkey
         f"training: {made} of 100 steps, 2.0 s a step, {left} left"
         for made, left in ((3, "3 min 14 s"), (4, "3 min 12 s"), (5, "3 min 10 s"), (6, "3 min 8 s"))
     ]
+
+
+@pytest.mark.parametrize(("name", "told"), [("adamw", True), ("lion", False), ("prodigy", False), ("adamw8bit", False)])
+def test_adamw8bit_is_advised_in_place_of_adamw_alone(name: str, told: bool) -> None:
+    config = PLAN.config.model_copy(update={"optimizer": PLAN.config.optimizer.model_copy(update={"name": name})})
+    found = Forecast((Stage(f"{STEP} 64x64, batch 2", {"weights": 2**33, "optimizer": 2**34}),), 0, 0)
+    with patch.object(advice, "forecast", lambda *_, **__: found):
+        chosen = advice.changes(replace(PLAN, config=config), dora_torch, found, 2**32)
+    assert ("optimizer.name = 'adamw8bit'" in [change.what for change in chosen]) == told
