@@ -6,6 +6,7 @@ components under the names of the original layout, as ComfyUI's checkpoint loade
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -13,6 +14,7 @@ from trainer.models.base import Component
 from trainer.models.loading import ModelSource
 from trainer.models.names import Shape
 from trainer.models.weights import Read, original_shape
+from trainer.tensorfile import Recipe, Tensors
 from trainer.types import Link
 
 MARKERS = {"v_pred": ("prediction_type", "v_prediction"), "ztsnr": ("rescale_betas_zero_snr", True)}
@@ -36,7 +38,7 @@ class WholeFile:
     """tensors: by name in the file. others: what the model's file has beside weights, taken over as it is."""
 
     tensors: Mapping[str, Placed]
-    others: Mapping[str, torch.Tensor]
+    others: Tensors
     metadata: Mapping[str, str]
 
 
@@ -66,7 +68,10 @@ def single_file(source: ModelSource) -> WholeFile:
             claimed |= {weights.prefix + part for part in parts}
         claimed |= {weights.prefix + other for other in weights.recognised.other}
     file = source.single_file
-    return WholeFile(tensors, {n: file.read(n) for n in file.entries if n not in claimed}, file.metadata)
+    # Read when they are written: a training script's own averages may be as large as the model.
+    left = {name: entry for name, entry in file.entries.items() if name not in claimed}
+    others = {name: Recipe(entry.dtype, entry.shape, partial(file.read, name)) for name, entry in left.items()}
+    return WholeFile(tensors, others, file.metadata)
 
 
 def _placed(component: str, read: Read) -> Placed:
