@@ -9,6 +9,7 @@ import torch
 
 from tests.harness import DENOISER, Workbench, built
 from tests.integration.test_export import inputs_for
+from trainer.attention import few_tokens_in_fp32
 from trainer.kernels import dora_torch
 
 STORAGE = ["fp32", "bf16", "fp16", "fp8_e4m3"]
@@ -29,6 +30,7 @@ def test_adapted_output_is_the_base_output(bench: Workbench, family: str, kind: 
         model, inputs = run.model.modules[denoiser], inputs_for(family, run)
         swap = partial(run.plan.components[denoiser].swap, kernels=dora_torch)
         base = run.plan.source.load(denoiser, swap=swap, device=run.processes.device)
+        few_tokens_in_fp32(base, run.processes.device)
         with torch.no_grad():
             expected, got = base(**inputs).sample, model(**inputs).sample
         assert torch.isfinite(expected).all() and expected.abs().max() > 0
