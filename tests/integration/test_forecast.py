@@ -201,7 +201,15 @@ def test_a_size_without_a_unit_is_refused(bench: Workbench, size: str) -> None:
     assert not (bench.tmp / "out").exists(), "nothing is trained"
 
 
+@pytest.fixture
+def whatever_it_saves(monkeypatch) -> None:
+    """Of tiny models every change saves next to nothing. It is advised all the same, from one byte on."""
+    monkeypatch.setattr(advice, "LEAST", 1)
+    monkeypatch.setattr(advice, "LEAST_SHARE", 0.0)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("whatever_it_saves")
 def test_advice_is_what_the_changed_config_would_take(bench: Workbench) -> None:
     """Each change on top of those before it, planned anew as its own config."""
     plan = planned(bench, adapter__type="dora", data__batch_size=4, precision__compute="bf16")
@@ -240,6 +248,7 @@ def test_advice_is_what_the_changed_config_would_take(bench: Workbench) -> None:
         ),
     ],
 )
+@pytest.mark.usefixtures("whatever_it_saves")
 def test_advice_where_encoding_is_the_largest_phase(bench: Workbench, largest: str, what: str, keys: dict) -> None:
     """Alone on the ladder, each is what the changed config would take; together, what is the largest phase changes."""
 
