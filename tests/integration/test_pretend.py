@@ -1,207 +1,25 @@
-"""The code of a run on an accelerator that is not there (tests/pretend.py), at the published sizes."""
+"""What pretend_cases.py tests, in processes of its own.
+
+torch keeps a device that was registered to the end of the process: fork_rng() asks it for a generator then, and a backward
+starts a thread for it. The tests that follow are to have torch as a user has it.
+"""
 
 from __future__ import annotations
 
-import importlib.util
-import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import pytest
-import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.utils import backend_registration
 
-from tests import pretend
-from tests.harness import DENOISER, PHOTOS
-from tests.integration.test_full_size import sparse_model
-from trainer import config as configs
-from trainer import kernels
-from trainer.plan import make_plan, open_source, resolve
-from trainer.quantization import FORMATS
-from trainer.quantization.table import ALL_FORMATS
-from trainer.rehearsal import Rehearsal
-from trainer.step import Step
-from trainer.types import Conditioning
+from tests.harness import ROOT
 
-TRITON = importlib.util.find_spec("triton") is not None
+CASES = Path(__file__).with_name("pretend_cases.py")
+HALVES = {"quick": "not slow and not proof", "slow": "slow", "proof": "proof"}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("without-weights")
-
-
-@contextmanager
-def rehearsed(folder: Path, family: str, *, size: str, triton: bool = False, **changes) -> Iterator[Rehearsal]:
-    """A run over a model of that size (make_model.py), on the pretend accelerator. changes: config keys, dots as `__`."""
-    model = folder / f"{family}-{size}"
-    if not model.exists():
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            sparse_model(monkeypatch, model, size=size, family=family, layout="diffusers")
-    tree = {
-        "run": {"name": "x", "output_dir": str(folder / "out"), "max_steps": 10},
-        "model": {"family": family, "path": str(model), "components": {DENOISER[family]: {"dtype": "fp8_e4m3"}}},
-        "adapter": {"type": "dora", "rank": 16, "targets": "attention+mlp", "kernels": "triton" if triton else "torch"},
-        "data": {"resolution": 1024, "sources": [{"path": str(PHOTOS)}]},
-        "memory": {"gradient_checkpointing": True},
-        "validation": {"every_steps": 1, "prompts": ["a plush bear"], "steps": 2},
-    }
-    for key, value in changes.items():
-        *tables, leaf = key.split("__")
-        node = tree
-        for table in tables:
-            node = node.setdefault(table, {})
-        node[leaf] = value
-    config = configs.parse(tree)
-    source = open_source(config)
-    plan = make_plan(resolve(config, source), source, processes=1)
-    with pretend.accelerator(triton) as device:
-        yield Rehearsal(plan, device=device, kernels=kernels.choose(config.adapter.kernels, device))
-
-
-def micro_batches(run: Rehearsal, *sizes: tuple[int, int]):
-    run.encode_images(*sizes[0], 1)
-    told = run.encode_prompts(["a plush bear"]) if run.plan.cache_text else None
-    return [run.batch(width, height, told, 1, first=index) for index, (width, height) in enumerate(sizes)]
-
-
-def update(run: Rehearsal, *sizes: tuple[int, int], broken: Callable[[], None] = lambda: None) -> None:
-    """One update, in which the host waits for the device once. broken: what is called right before it."""
-    reads, read = [], Step._read
-
-    def counted(step, told, norm):
-        reads.append(told.device)
-        return read(step, told, norm)
-
-    batches = micro_batches(run, *sizes)
-    run.trained  # noqa: B018
-    broken()
-    with patch.object(Step, "_read", counted), pretend.NoWaiting():
-        result = run.step(batches)
-    assert result.updated
-    assert reads == [run.device], "loss and flags are read once, from the device"
-
-
-@pytest.mark.parametrize("name", [pretend.REGISTER, pretend.MODULE])
-def test_torch_still_has_what_the_pretend_accelerator_is_made_of(name: str) -> None:
-    assert hasattr(backend_registration, name), f"torch {torch.__version__} has no {name}: tests/pretend.py needs another way"
-
-
-LARGEST = ("triton", "dora")
-
-
-def kernels_of(kind: str) -> tuple[pytest.MarkDecorator, ...]:
-    missing = pytest.mark.skipif(kind == "triton" and not TRITON, reason="needs Triton")
-    return (missing,)
-
-
-@pytest.mark.parametrize(
-    ("family", "kind", "adapter"),
-    [
-        # Two of them in --all: the others take minutes each.
-        pytest.param(
-            *cell, marks=(pytest.mark.slow if cell[1:] == ("triton", "dora") else pytest.mark.proof, *kernels_of(cell[1]))
-        )
-        for cell in itertools.product(("sdxl", "flux"), ("torch", "triton"), ("lora", "dora"))
-    ],
-)
-def test_a_run_at_full_size(folder: Path, family: str, kind: str, adapter: str) -> None:
-    with rehearsed(folder, family, size="full", triton=kind == "triton", adapter__type=adapter) as run:
-        told, latents = run.encode_prompts(["a plush bear"]), run.encode_images(1024, 1024, 1)
-        assert latents.shape == run.batch(1024, 1024, told, 1).latents.shape
-        run.components.let_go(run.plan.family.text_encoders)
-        update(run, (1024, 1024), (832, 1216))
-        image = run.sample(run.plan.requests[0], told, told)
-        assert image.shape == (1, 3, 1024, 1024) and image.device == run.device
-        adapter_now, _, optimizer, _, _ = run.trained
-        tensors = [*adapter_now.state_dict().values()]
-        assert {tensor.device for tensor in tensors} == {run.device} and len(tensors) == (
-            3 if adapter == "dora" else 2
-        ) * len(run.plan.targets)
-        assert optimizer.state_dict()
-
-
-BF16 = {"unet": {"dtype": "bf16"}}
-CELLS = [(format.dtype_name, format.backend) for format in ALL_FORMATS]
-
-
-def test_every_storage_is_among_the_cells() -> None:
-    assert {dtype for dtype, _ in CELLS} == set(FORMATS)
-
-
-def storages() -> Iterator[Any]:
-    """Each over both families: one with the plain kernels, one with Triton's. nf4 of SDXL with both, in the quick suite."""
-    for dtype, backend in CELLS:
-        quick = dtype == "nf4"
-        yield pytest.param("sdxl", dtype, backend, "torch", marks=() if quick else pytest.mark.slow)
-        yield pytest.param("flux", dtype, backend, "triton", marks=(pytest.mark.slow, *kernels_of("triton")))
-        if quick:
-            yield pytest.param("sdxl", dtype, backend, "triton", marks=kernels_of("triton"))
-
-
-@pytest.mark.parametrize(("family", "dtype", "backend", "kind"), storages())
-def test_each_storage_at_the_published_widths(folder: Path, family: str, dtype: str, backend: str, kind: str) -> None:
-    storage = {DENOISER[family]: {"dtype": dtype, "backend": backend}}
-    with rehearsed(folder, family, size="short", triton=kind == "triton", model__components=storage) as run:
-        update(run, (512, 512))
-
-
-VARIANTS = {
-    "fp16": {"precision__compute": "fp16"},
-    "8-bit optimizer": {"optimizer__name": "adamw8bit"},
-    "adapted text encoder": {"adapter__rules": [{"component": "text_encoder", "match": "*q_proj"}]},
-    "float8 products": {"precision__matmul": "fp8"},
-    "dropout": {"adapter__type": "lora", "adapter__dropout": 0.1},
-    "every convolution": {"adapter__targets": "all"},
-    "no checkpointing": {"memory__gradient_checkpointing": False},
-    "objective": {
-        "objective": {
-            "loss": "huber", "t_range": [0.1, 0.9], "timesteps": "power", "power": 2.0, "stratified": True,
-            "input_perturbation": 0.1,
-        }
-    },
-    "noise and weighting": {"objective": {"weighting": "p2", "multires_noise_iterations": 6, "loss": "smooth_l1"}},
-}  # fmt: skip
-# They would be refused.
-NOT_OF_FLUX = ("every convolution", "noise and weighting")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "variant"),
-    [(f, v) for f, v in itertools.product(("sdxl", "flux"), VARIANTS) if f == "sdxl" or v not in NOT_OF_FLUX],
-)
-def test_each_choice_at_the_published_widths(folder: Path, family: str, variant: str) -> None:
-    with rehearsed(folder, family, size="short", **VARIANTS[variant]) as run:
-        update(run, (512, 512), (512, 512))
-
-
-def test_a_tensor_left_on_the_cpu_is_found(folder: Path, monkeypatch) -> None:
-    """One `.to(device)` is taken out: that of the cached conditioning."""
-    with (
-        rehearsed(folder, "sdxl", size="short", model__components=BF16) as run,
-        pytest.raises(RuntimeError, match="at least two devices, cpu and pretend:0"),
-    ):
-        update(run, (512, 512), broken=lambda: monkeypatch.setattr(Conditioning, "to", lambda self, device, **_: self))
-
-
-@pytest.mark.parametrize("read", ["item", "cpu"])
-def test_a_read_in_the_middle_of_a_step_is_found(folder: Path, monkeypatch, read: str) -> None:
-    """The loss is read before the backward: as `.item()`, or as a copy."""
-    from trainer.objectives import base as module
-
-    plain = module.sample_losses
-
-    def reading(*arguments, **keys):
-        losses = plain(*arguments, **keys)
-        losses.sum().item() if read == "item" else losses.cpu()
-        return losses
-
-    monkeypatch.setattr(module, "sample_losses", reading)
-    found = DataDependentOutputException if read == "item" else pretend.Waited
-    with rehearsed(folder, "sdxl", size="short", model__components=BF16) as run, pytest.raises(found):
-        update(run, (512, 512))
+@pytest.mark.parametrize("half", ["quick", *(pytest.param(half, marks=getattr(pytest.mark, half)) for half in ("slow", "proof"))])
+def test_the_cases_pass_in_a_process_of_their_own(tmp_path: Path, half: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-rfEs", "-p", "no:cacheprovider", "--basetemp", str(tmp_path / "cases")]
+    done = subprocess.run([*command, "-m", HALVES[half], str(CASES)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
