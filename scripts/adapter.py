@@ -39,6 +39,7 @@ def export(chosen: argparse.Namespace) -> None:
     """Write NAME.safetensors and NAME_comfyui.safetensors of a checkpoint, as its run would, and those of the average that it
     keeps. Reads no weight of the model."""
     from trainer.adapter_files import open_checkpoint
+    from trainer.adapters.export import not_loaded_by_diffusers
     from trainer.layout import AVERAGE
     from trainer.posthoc import kept
 
@@ -46,6 +47,8 @@ def export(chosen: argparse.Namespace) -> None:
     averaged = kept(opened)
     for format, path in opened.export(chosen.folder).items():
         print(f"{format}: {path}")
+    for sentence in not_loaded_by_diffusers(opened.layers):
+        print(f"note: {sentence}")
     if averaged is None:
         return
     written = averaged.export(chosen.folder, opened.about.name + AVERAGE)

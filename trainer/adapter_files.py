@@ -249,6 +249,11 @@ class OpenedCheckpoint:
     def components(self) -> list[str]:
         return list(dict.fromkeys(target.component for target in self._targets))
 
+    @property
+    def layers(self) -> list[str]:
+        """Those that are adapted, by full name."""
+        return [f"{target.component}.{target.name}" for target in self._targets]
+
     def scaling(self, layer: str) -> float:
         """alpha / rank of an adapted layer, by its full name (rsLoRA: alpha / sqrt(rank))."""
         return next(t.scaling(self.rslora) for t in self._targets if f"{t.component}.{t.name}" == layer)

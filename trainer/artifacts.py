@@ -187,6 +187,8 @@ class Artifacts:
         say(f"{'warning' if found.bad else 'verdict'}: {found.sentence}")
         for kind, path in written.items():
             say(f"adapter ({kind}): {path}")
+        for sentence in export.not_loaded_by_diffusers(self.adapter.layers) if "diffusers" in written else ():
+            say(f"note: {sentence}")
         for path in sorted(self.layout.samples_of(self.progress.step).glob("*.png")):
             say(f"sample: {path}")
         if picture:

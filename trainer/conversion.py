@@ -68,6 +68,7 @@ def write_as(
         how = "its parts of A and B" if form == "block-diagonal" else "its rows of B, and all of A"
         notes.append(f"{count} modules of several layers were {form}: each layer gets {how}, which is exact")
     tensors = tensors_of(portable, opened.model, to, weight, notes)
+    notes += export.not_loaded_by_diffusers(portable.layers) if to == "diffusers" else []
     fields = _metadata(opened, portable, to)
     write_tensors(out, tensors, export.with_hash(tensors, fields))
     return Converted(portable, notes)

@@ -1,7 +1,8 @@
 """Writers of adapter files: diffusers/PEFT keys and kohya keys, with the metadata their readers look for.
 
-diffusers: COMPONENT.LAYER.lora_A.weight [R, K], .lora_B.weight [N, R], .lora_magnitude_vector [N] (Conv2d [1, N, 1, 1]);
-alpha / rank stand in the header's `lora_adapter_metadata` (a `.alpha` key raises for SDXL, without either the scale is 1).
+diffusers: COMPONENT.LAYER.lora_A.weight [R, K], .lora_B.weight [N, R], .lora_magnitude_vector [N] (Conv2d [1, N, 1, 1];
+of a text encoder .lora_magnitude_vector.weight, see `_magnitude_key`); alpha / rank stand in the header's
+`lora_adapter_metadata` (a `.alpha` key raises for SDXL, without either the scale is 1).
 
 kohya: PREFIX_NAME.{lora_down.weight, lora_up.weight, alpha, dora_scale}; scale = alpha / rank; dora_scale [N, 1]
 (Conv2d [N, 1, 1, 1]; of the input axis [1, K]). Layers that the original layout fuses (Flux's qkv, linear1) become one pair:
@@ -12,7 +13,7 @@ Nothing here reads a frozen weight: what a DoRA's files need of them is their ro
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -130,9 +131,40 @@ def diffusers_tensors(portable: Portable, advance: Advance = unheard) -> Tensors
                     "use --to comfyui, or --to lora for an approximation"
                 )
             shape = (1, factors.rows, 1, 1) if len(factors.a.shape) == 4 else (factors.rows,)
-            tensors[f"{name}.lora_magnitude_vector"] = derived(m, shape, lambda t, shape=shape: t.reshape(shape))
+            tensors[_magnitude_key(name)] = derived(m, shape, lambda t, shape=shape: t.reshape(shape))
         advance(1)
     return tensors
+
+
+# diffusers' pipelines have their encoders under this name, with or without a number, and load adapters by it.
+ENCODER = "text_encoder"
+# Without one of these in a text encoder its loader does not recognise the keys (loaders/lora_base.py).
+ENCODER_LAYERS = (".q_proj", ".k_proj", ".v_proj", ".out_proj")
+
+
+def _magnitude_key(name: str) -> str:
+    """Of a layer's magnitude, as diffusers loads it.
+
+    Denoisers go through PEFT, which takes the key with and without `.weight` and writes it without. Text encoders go through
+    transformers (`load_adapter`, 5.23), which finds no magnitude without `.weight`: it would stay ||W||, with no more than a
+    table in the log.
+    """
+    return f"{name}.lora_magnitude_vector{'.weight' if name.startswith(ENCODER) else ''}"
+
+
+def not_loaded_by_diffusers(names: Iterable[str]) -> list[str]:
+    """Sentences about the layers, by full name, that its pipelines do not take from a file in its own keys."""
+    encoders: dict[str, list[str]] = {}
+    for name in names:
+        if name.startswith(ENCODER):
+            encoders.setdefault(name.partition(".")[0], []).append(name)
+    known = ", ".join(end.removeprefix(".") for end in ENCODER_LAYERS)
+    return [
+        f"diffusers does not load the adapter of {component}: none of its layers is a {known}, by which its loader knows an "
+        "encoder's keys; merge it into the model for diffusers (scripts/adapter.py merge), or use the kohya file elsewhere"
+        for component, layers in encoders.items()
+        if not any(layer.endswith(ENCODER_LAYERS) for layer in layers)
+    ]
 
 
 def diffusers_metadata(portable: Portable) -> dict[str, str]:
