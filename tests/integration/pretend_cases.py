@@ -1,4 +1,4 @@
-"""The code of a run on an accelerator that is not there (tests/pretend.py), at the published sizes. test_pretend.py runs this."""
+"""The code of a run on an accelerator that is not there (tests/pretend.py), at the published sizes. See test_pretend.py."""
 
 from __future__ import annotations
 
