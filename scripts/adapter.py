@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import signal
+import os
 import sys
 import time
 from pathlib import Path
@@ -270,10 +270,13 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--step", type=int, help="up to this step; default: the last one that was set aside")
     command.add_argument("--folder", type=Path, help="where the files go; default: OUTPUT_DIR/adapters")
     chosen = parser.parse_args(arguments)
-    if hasattr(signal, "SIGPIPE"):  # not on Windows
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
     try:
-        return chosen.run(chosen) or 0
+        status = chosen.run(chosen) or 0
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # of `| head`. The status is the one that a signal would leave.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes there
+        return 141
     except (UserError, NonFiniteError, DataError, OSError) as error:
         status, said = ending(error)
         print(f"error: {said}", file=sys.stderr)

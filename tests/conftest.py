@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -31,6 +32,16 @@ def libraries_are_no_garbage() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def a_test_leaves_the_signals_as_they_were() -> Iterator[None]:
+    """Else a later one ends the worker without a word: so a server whose client goes away, where SIGPIPE has its default."""
+    names = ("SIGHUP", "SIGINT", "SIGPIPE", "SIGTERM", "SIGUSR1")
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]  # Windows has fewer
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    assert [signal.getsignal(number) for number in numbers] == before, "this test, or what it calls, changed signal handlers"
 
 
 @pytest.fixture(scope="session")

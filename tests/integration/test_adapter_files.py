@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -176,6 +178,23 @@ def test_show_says_which_layers_are_not_there(outputs: Runs, models: Path, capsy
     assert script.main(["show", str(flux), "--base", str(models / "flux")]) == 0
     said = capsys.readouterr().out
     assert "LoRA for flux" in said and "not adapted of transformer" in said and "block-diagonal (" in said
+
+
+@pytest.mark.parametrize("script_name", ["adapter.py", "inspect_checkpoint.py"])
+def test_a_reader_that_goes_away_ends_it_without_a_word(outputs: Runs, models: Path, script_name: str) -> None:
+    """As `| head` does."""
+    out = outputs("sdxl dora")
+    show = ["show", str(out / "adapters" / "bear.safetensors"), "--base", str(models / "sdxl")]
+    told = show if script_name == "adapter.py" else [str(out)]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, f"scripts/{script_name}", *told], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) in ((141, ""), (-signal.SIGPIPE, ""))
 
 
 def test_a_file_of_another_size_asks_for_its_model(outputs: Runs, capsys) -> None:
