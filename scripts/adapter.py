@@ -43,7 +43,7 @@ def export(chosen: argparse.Namespace) -> None:
     from trainer.layout import AVERAGE
     from trainer.posthoc import kept
 
-    opened = open_checkpoint(chosen.checkpoint)
+    opened = open_checkpoint(chosen.checkpoint, chosen.base)
     averaged = kept(opened)
     for format, path in opened.export(chosen.folder).items():
         print(f"{format}: {path}")
@@ -218,6 +218,7 @@ def main(arguments: list[str] | None = None) -> int:
     command.set_defaults(run=export)
     command.add_argument("checkpoint", metavar="CKPT", type=Path, help="a checkpoint's folder")
     command.add_argument("folder", metavar="OUT_FOLDER", type=Path, help="where the files go")
+    command.add_argument("--base", metavar="MODEL", help="of a checkpoint of layout 5: its model, if that has moved")
     command = commands.add_parser("show", help="what a file is")
     command.set_defaults(run=show)
     reads_a_file(command)

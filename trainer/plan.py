@@ -58,8 +58,7 @@ class DataPlan:
 
     def epoch_of(self, step: int) -> int:
         """The epoch in which step `step` was made, both from 1."""
-        first, epoch = self.began
-        return epoch + (step - first - 1) // self.steps_per_epoch + 1 if step > first else max(1, epoch)
+        return sampler.epoch_of(step, steps_per_epoch=self.steps_per_epoch, began=self.began)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +124,7 @@ def make_plan(config: Config, source: ModelSource, *, processes: int, phases: Ph
     source.check_tokenizers()
     for component in components.values():
         storage.check(source, component)
-    targets, shapes, skipped = _targets(config, family, source)
+    targets, shapes, skipped = find_targets(config, family, source)
     refuse_idle_steps(config, targets, data.max_steps)
     adapted_encoders = {t.component for t in targets} - {family.denoiser}
     cache_text = not adapted_encoders if config.data.cache_text == "auto" else config.data.cache_text
@@ -238,7 +237,7 @@ def resolve(config: Config, source: ModelSource) -> Config:
     )
 
 
-def _targets(
+def find_targets(
     config: Config, family: Family, source: ModelSource
 ) -> tuple[tuple[Target, ...], dict[tuple[str, str], tuple[int, ...]], tuple[str, ...]]:
     """(what is adapted, weight shapes of the adaptable layers, layers skipped for want of a gradient path)."""

@@ -58,6 +58,7 @@ ONLY_FOR: dict[str, set[str]] = {
         "dataset",
         "devices",
         "drawing",
+        "older",
         "optimization",
         "output",
         "plan",

@@ -41,7 +41,7 @@ DORA_ARGS = ("dora_wd", "wd_on_output", "dora_scale", "dora_base")
 
 @dataclass(frozen=True)
 class About:
-    """What an adapter file says of its origin.
+    """What an adapter file says of its origin. None: not known.
 
     started: ISO time of the run's first start; never the present time. dora_base: which weights a DoRA's files are made for.
     changes: what was changed in mid-run, as Progress has it. average: of the weights over which updates; "" for no average.
@@ -53,9 +53,9 @@ class About:
     step: int
     epoch: int
     learning_rate: float
-    train_images: int
+    train_images: int | None
     resolution: str
-    tag_frequency: Mapping[str, int]
+    tag_frequency: Mapping[str, int] | None
     trigger_phrase: str
     seed: int
     dora_base: str
@@ -327,7 +327,13 @@ def metadata(adapter: Portable, about: About, *, convention: str) -> dict[str, s
         args |= {"dora_wd": "True", "wd_on_output": "True", "dora_scale": convention, "dora_base": about.dora_base}
     if len({t.rank for t in targets}) > 1 or len({t.alpha for t in targets}) > 1:
         args |= {"per_layer_rank": "True"}
+    known: dict[str, str] = {}
+    if about.train_images is not None:
+        known["ss_num_train_images"] = str(about.train_images)
+    if about.tag_frequency is not None:
+        known["ss_tag_frequency"] = json.dumps({"captions": dict(sorted(about.tag_frequency.items()))}, ensure_ascii=False)
     return {
+        **known,
         "ss_network_module": "lycoris.kohya" if adapter.dora else "networks.lora",
         "ss_network_dim": str(fields["r"]),
         "ss_network_alpha": f"{fields['lora_alpha']:g}",
@@ -336,10 +342,8 @@ def metadata(adapter: Portable, about: About, *, convention: str) -> dict[str, s
         "ss_steps": str(about.step),
         "ss_epoch": str(about.epoch),
         "ss_learning_rate": f"{about.learning_rate:g}",
-        "ss_num_train_images": str(about.train_images),
         "ss_resolution": about.resolution,
         "ss_seed": str(about.seed),
-        "ss_tag_frequency": json.dumps({"captions": dict(sorted(about.tag_frequency.items()))}, ensure_ascii=False),
         "modelspec.sai_model_spec": "1.0.0",
         "modelspec.title": about.name,
         "modelspec.date": about.started.partition("T")[0],  # the day: equal runs of one day are equal bytes

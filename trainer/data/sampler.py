@@ -108,6 +108,12 @@ def steps_per_epoch(examples: Sequence[Example], *, batch_size: int, accumulatio
     return math.ceil(batches_per_epoch(examples, batch_size=batch_size) / (accumulation * processes))
 
 
+def epoch_of(step: int, *, steps_per_epoch: int, began: tuple[int, int] = (0, 0)) -> int:
+    """The epoch in which step `step` was made, both from 1. began: as of `update_at`."""
+    first, epoch = began
+    return epoch + (step - first - 1) // steps_per_epoch + 1 if step > first else max(1, epoch)
+
+
 def update_at(step: int, *, steps_per_epoch: int, began: tuple[int, int] = (0, 0)) -> tuple[int, int]:
     """(epoch, index of the update in the epoch) of a global step, all counted from 0.
 
