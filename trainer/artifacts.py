@@ -158,8 +158,8 @@ class Artifacts:
             return
         written = self.export(name)
         with self.weights[""]():
-            moved = outcome.weight_change(self.adapter, phases)
-        levers, changes = optim.levers(plan.config.optimizer.name), {block: change.worst for block, change in moved.items()}
+            moved = outcome.weight_change(self.adapter, self.origin.start.weights, phases)
+        levers, changes = optim.levers(plan.config.optimizer.name), {block: change.largest for block, change in moved.items()}
         found = judge(read_lines(self.layout.metrics), changes, levers, self.layout.kept(name))
         warning = "Warning: " if found.bad else ""
         effects = [["verdict", found.kind], *self._effects(written)]
@@ -216,6 +216,8 @@ class Artifacts:
                 read = outcome.read_back(file, live, phase.advance)
             magnitudes = " (magnitudes: as made for the file's base)" if self.adapter.dora else ""
             rows.append([f"exported file, read back, against the live adapter{of_average}{magnitudes}", read])
+        if self.origin.start.path:
+            rows.append(["changes are measured from the weights of adapter.init_from", self.origin.start.name])
         if self.progress.non_finite:
             skipped = f"{self.progress.non_finite} of {step}"
             rows.append(["updates skipped because a value was not finite (see metrics.jsonl)", skipped])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import torch
 
 from trainer import outcome
 from trainer.adapters import Adapter
@@ -103,10 +105,14 @@ class Measured:
 
 @dataclass(frozen=True)
 class WeightChange:
-    """How far the block that moved most is from where it was: ||dW|| / ||W||, or the drift of its magnitudes. Rarely: every
-    weight is read. By the main process; the others go on."""
+    """How far the layer that moved most is from where it was: ||dW|| / ||W||. Rarely: every weight is read. By the main
+    process; the others go on.
+
+    start: as of outcome.weight_change.
+    """
 
     adapter: Adapter
+    start: Mapping[str, torch.Tensor] | None
     evaluating: Callable[[], AbstractContextManager[None]]
     processes: Processes
     phases: Phases
@@ -122,12 +128,12 @@ class WeightChange:
             return {}, None
         try:
             with self.evaluating():
-                blocks = outcome.weight_change(self.adapter, self.phases)
+                blocks = outcome.weight_change(self.adapter, self.start, self.phases)
         except Interrupted:
             return {}, None
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             return {}, OutOfMemory(f"out of memory while the change of the weights was measured\n{error}\n{TOO_LARGE}")
-        largest = outcome.largest([block.worst for block in blocks.values()])
+        largest = outcome.largest([block.largest for block in blocks.values()])
         return {"weight_change": largest if math.isfinite(largest) else None}, None

@@ -10,45 +10,46 @@ from typing import Any
 
 import torch
 
-from trainer.adapters import ADAPTER_NAME, Adapter
+from trainer.adapters import Adapter
+from trainer.adapters.change import StartFactors, change
 from trainer.files import Advance, unheard
+from trainer.kernels.dora_torch import TINY
 from trainer.phases import QUIET, Phases
 from trainer.tensorfile import TensorFile
 
 
 @dataclass(frozen=True)
 class BlockChange:
-    """Of one block: how many layers, the largest and the median ||dW|| / ||W||, the largest |m / m_0 - 1| (LoRA: 0)."""
+    """Of one block: how many layers, the largest and the median ||dW|| / ||W|| of a layer, the largest drift of a row's
+    magnitude, |m / m_0 - 1| (LoRA: 0). What the magnitudes do is in ||dW||, too (adapters/change.py)."""
 
     layers: int
     largest: float
     median: float
     drift: float
 
-    @property
-    def worst(self) -> float:
-        """The larger of both changes; NaN where one is no number."""
-        return largest((self.largest, self.drift))
 
-
-@torch.no_grad()
-def weight_change(adapter: Adapter, phases: Phases = QUIET) -> dict[str, BlockChange]:
-    """By block."""
+def weight_change(
+    adapter: Adapter, start: Mapping[str, torch.Tensor] | None = None, phases: Phases = QUIET
+) -> dict[str, BlockChange]:
+    """By block. start: the weights that the run started from (Adapter.state_dict); None: it started anew."""
     blocks: dict[str, list[tuple[float, float]]] = {}
     with phases("measuring the adapter", total=len(adapter.layers), unit="layer") as phase:
         for name, layer in adapter.layers.items():
-            moved, size = layer.change(ADAPTER_NAME)
-            drift = 0.0
-            if adapter.dora:
-                start = layer.base_norm_sq.sqrt().clamp_min(1e-30)
-                drift = float((layer.lora_magnitude_vector[ADAPTER_NAME].weight / start - 1).abs().max())
-            blocks.setdefault(block_of(name), []).append((moved / max(size, 1e-30), drift))
+            found = change(layer, None if start is None else factors_of(start, name))
+            blocks.setdefault(block_of(name), []).append((found.moved / max(found.size, TINY), found.drift))
             phase.advance()
     changes = {}
     for block, pairs in blocks.items():
         moves, drifts = zip(*pairs, strict=True)
         changes[block] = BlockChange(len(pairs), largest(moves), median(moves), largest(drifts))
     return changes
+
+
+def factors_of(state: Mapping[str, torch.Tensor], layer: str) -> StartFactors:
+    """Of one layer of an Adapter.state_dict."""
+    a, b = (state[f"{layer}.lora_{part}.weight"] for part in "AB")
+    return StartFactors(a, b, state.get(f"{layer}.lora_magnitude_vector"))
 
 
 def largest(numbers: Sequence[float]) -> float:
@@ -58,7 +59,7 @@ def largest(numbers: Sequence[float]) -> float:
 
 def change_table(changes: Mapping[str, BlockChange], *, dora: bool) -> dict[str, Any]:
     """The section "Did it take?"."""
-    columns = ["block", "layers", "largest ||dW||/||W||", "median"] + (["magnitude drift"] if dora else [])
+    columns = ["block", "layers", "largest ||dW||/||W||", "median"] + (["drift of a row's magnitude"] if dora else [])
     rows = [
         [block, c.layers, f"{c.largest:.3%}", f"{c.median:.3%}"] + ([f"{c.drift:.3%}"] if dora else [])
         for block, c in changes.items()

@@ -52,7 +52,7 @@ def census(config: Config) -> Mapping[str, Piece]:
     """The pieces of a checkpoint of this run: what every run has, and what a key of the config asks for."""
     optional = {
         "ema": config.ema.kind != "none" and Piece("ema", file="ema.safetensors", asked_by="ema.kind"),
-        "start": config.adapter.init_from is not None and Piece("start", asked_by="adapter.init_from"),
+        "start": config.adapter.init_from and Piece("start", file="start.safetensors", asked_by="adapter.init_from"),
     }
     return PIECES | {name: piece for name, piece in optional.items() if piece}
 

@@ -284,7 +284,7 @@ def make_loop(run: Run, signals: Signals) -> Loop:
         measured=Measured(
             [
                 HeldOutLoss.of(run.components, run.reader, run.evaluating),
-                WeightChange(run.adapter, run.evaluating, peers, run.phases),
+                WeightChange(run.adapter, run.origin.start.weights, run.evaluating, peers, run.phases),
             ],
             log,
             optim.levers(config.optimizer.name),

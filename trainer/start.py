@@ -30,16 +30,19 @@ from trainer.plan import Plan
 
 @dataclass
 class Start:
-    """A piece of the checkpoint: which file a run started from. A resumed run has the weights, and needs the file no more.
+    """A piece of the checkpoint: which file a run started from, and with which weights. A resumed run needs the file no more.
 
     path: as adapter.init_from gives it; "" in a run that starts anew. sha256: of the file, of a checkpoint its
     adapter.safetensors; "" where it is gone. portable: what was read; None in a run that starts anew, or is resumed.
+    weights: as Adapter.state_dict had them before the first step, on the CPU; what training changed is told from there. None
+    in a run that starts anew. A checkpoint may be older than this: then they are those that the run was resumed with.
     """
 
     path: str = ""
     sha256: str = ""
     portable: Portable | None = None
     lost: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, torch.Tensor] | None = None
 
     @property
     def name(self) -> str:
@@ -54,10 +57,11 @@ class Start:
             pieces.enter("start", self)
 
     def state_dict(self) -> Mapping[str, Any]:
-        return self.lineage()
+        return self.lineage() | (self.weights or {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises UserError where another file lies there now."""
+        self.weights = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)} or None
         then = str(state["sha256"])
         if self.sha256 and self.sha256 != then:
             raise UserError(
@@ -67,10 +71,24 @@ class Start:
         self.path, self.sha256 = str(state["file"]), then
 
     def apply(self, adapter: Adapter, norms: Norms, say: Callable[[str], object]) -> None:
-        """Put what was read into the adapter, and say what came in. Raises UserError for a value that is not finite."""
-        if self.portable is None:
+        """Put what was read into the adapter, say what came in, and keep it as `weights`.
+
+        Raises UserError for a value that is not finite, and for kept weights that are of another adapter.
+        """
+        if self.portable is not None:
+            self._put_in(self.portable, adapter, norms, say)
+        if not self.path:
             return
-        for name, factors in self.portable.layers.items():
+        now = adapter.state_dict()
+        if self.weights is None:
+            self.weights = {name: tensor.to("cpu", copy=True) for name, tensor in now.items()}
+        for name in sorted(now.keys() | self.weights.keys()):
+            kinds = [(t.dtype, tuple(t.shape)) if t is not None else None for t in (self.weights.get(name), now.get(name))]
+            if kinds[0] != kinds[1]:
+                raise UserError(f"the weights that the run started from do not fit it: {name} was {kinds[0]}, is {kinds[1]}")
+
+    def _put_in(self, portable: Portable, adapter: Adapter, norms: Norms, say: Callable[[str], object]) -> None:
+        for name, factors in portable.layers.items():
             for kind, tensor in factors.tensors().items():
                 if not is_finite(tensor.make()):
                     raise UserError(f"adapter.init_from = {self.path!r}: {kind} of {name} is not finite; take another file")
@@ -78,11 +96,11 @@ class Start:
         adapter.mark_stale()
         if adapter.dora:
             now = norms.now()
-            for name, factors in self.portable.layers.items():
+            for name, factors in portable.layers.items():
                 self._set_magnitude(adapter, name, factors, now[name])
             adapter.mark_stale()
-        fresh = len(adapter.layers) - len(self.portable.layers)
-        said = f"starting from {self.path}: {len(self.portable.layers)} layers"
+        fresh = len(adapter.layers) - len(portable.layers)
+        said = f"starting from {self.path}: {len(portable.layers)} layers"
         if fresh:
             said += f"; {fresh} others are not in it and start anew"
         if self.lost:

@@ -22,8 +22,8 @@ IMAGES, STEPS = 32, 3
 FIRST_IMAGES = 256
 # What is out of all range. Loss: the mean of such a window, in means of the first. Gradient norm: the medians.
 LOSS_TIMES, GRAD_TIMES = 4.0, 20.0
-# ||dW|| / ||W|| of a block, or its magnitudes' drift: above the first, what the layer had learnt is drowned; below the
-# second, a picture differs by no more than by the rounding of its computation.
+# ||dW|| / ||W|| of the layer that moved most: above the first, what it had learnt is drowned; below the second, a picture
+# differs by no more than by the rounding of its computation. What a DoRA's magnitudes do is in it, as much as it does.
 TOO_FAR, TOO_LITTLE = 1.0, 5e-4
 # A fall of the held-out loss is learning, a rise from its lowest value is memorising: shares. Draws are fixed, so neither is
 # noise. Of the losses of steps, which jitter: standard errors of their ranks, for a fall, and for a rise after an alarm.
@@ -171,9 +171,9 @@ def judge(
 ) -> Verdict:
     """Of a run so far, or at its end.
 
-    rows: of metrics.jsonl, in order. blocks: by name, the largest ||dW|| / ||W|| or magnitude drift of the adapter's blocks;
-    None: not measured, then the last `weight_change` of the rows counts. levers: as of Course. kept: steps whose adapter
-    can be taken; None: nobody knows.
+    rows: of metrics.jsonl, in order. blocks: by name, the largest ||dW|| / ||W|| of the adapter's blocks, from where the run
+    started; None: not measured, then the last `weight_change` of the rows counts. levers: as of Course. kept: steps whose
+    adapter can be taken; None: nobody knows.
     """
     course = Course(rows, levers)
     changes = [row["weight_change"] for row in rows if "weight_change" in row]

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from scripts import adapter as script
-from tests.harness import DENOISER, ROOT, Workbench, built, train_built
-from trainer import quantization
+from tests.harness import DENOISER, ROOT, Workbench, built, metrics_of, train_built
+from trainer import measured, outcome, quantization, resume
 from trainer.adapter_files import models_at, open_adapter, published
+from trainer.checkpoint.state import PIECES, Piece
 from trainer.errors import UserError
 from trainer.plan import make_plan, open_source, resolve
-from trainer.start import open_start
+from trainer.start import Start, open_start
 from trainer.tensorfile import Recipe, TensorFile, write_tensors
 
 KINDS = {
@@ -267,6 +268,59 @@ def test_a_run_from_a_file_is_a_run_from_its_checkpoint_and_needs_it_once(
         assert run.progress.step == 2
         assert train_built(run)
     assert json.loads(TensorFile(bench.tmp / "d" / "adapters" / "bear.safetensors").metadata["started_from"]) == said
+
+
+@pytest.mark.parametrize("kind", ["flux lora", pytest.param("sdxl dora", marks=pytest.mark.slow)])
+def test_what_training_changed_is_told_from_the_start(
+    outputs: Runs, bench: Workbench, monkeypatch, capsys, kind: str
+) -> None:
+    """At a rate that changes nothing, nothing was learned, whatever the run started from; after a resume, too."""
+    monkeypatch.setattr(measured, "FIRST", 2)
+    source = outputs(kind) / "checkpoints" / "step-00000002"
+    moved = {}
+    for out, stops in (("whole", [3]), ("parts", [1, 3])):
+        for stop in stops:
+            changes = {"run__output_dir": str(bench.tmp / out), "run__stop_after": stop, "run__max_steps": 3}
+            with built(starting(bench, kind, source, optimizer__lr=1e-9, **changes), "auto") as run:
+                assert train_built(run) == (stop == 3)
+                moved[out] = outcome.weight_change(run.adapter), outcome.weight_change(run.adapter, run.origin.start.weights)
+        assert "warning: nothing was learned: " in capsys.readouterr().out
+        report = (bench.tmp / out / "report.html").read_text()
+        assert "changes are measured from the weights of adapter.init_from" in report
+    assert metrics_of(bench.tmp / "whole") == metrics_of(bench.tmp / "parts")
+    (said,) = [row["weight_change"] for row in metrics_of(bench.tmp / "parts") if "weight_change" in row]
+    assert 0 <= said < 1e-5
+    assert moved["whole"] == moved["parts"]
+    beside_zero, beside_start = moved["whole"]
+    assert max(block.largest for block in beside_zero.values()) > 1e-3, "the start is no small change itself"
+    assert max(max(block.largest, block.drift) for block in beside_start.values()) < 1e-5
+    kept = bench.tmp / "parts" / "checkpoints" / "step-00000003"
+    assert tensors(kept / "start.safetensors").keys() == tensors(kept / "adapter.safetensors").keys()
+    assert far(tensors(kept / "start.safetensors"), tensors(source / "adapter.safetensors")) == 0
+    assert not list(source.glob("start*")), "a run that starts anew has none"
+
+
+@pytest.mark.slow
+def test_a_checkpoint_from_before_the_start_was_kept_goes_on(outputs: Runs, bench: Workbench, monkeypatch) -> None:
+    """It is measured from where it goes on, and so is every later start of it."""
+    source = outputs("flux lora") / "checkpoints" / "step-00000002"
+
+    def config(stop: int):
+        return starting(bench, "flux lora", source, run__max_steps=3, run__stop_after=stop)
+
+    with monkeypatch.context() as before:
+        piece = Piece("start", asked_by="adapter.init_from")
+        before.setattr(resume, "census", lambda config: PIECES | {"start": piece})
+        before.setattr(Start, "state_dict", Start.lineage)
+        with built(config(1)) as run:
+            train_built(run)
+    saved = bench.tmp / "out" / "checkpoints"
+    assert not (saved / "step-00000001" / "start.safetensors").exists()
+    for stop in (2, 3):
+        with built(config(stop), "auto") as run:
+            train_built(run)
+        kept = tensors(saved / f"step-0000000{stop}" / "start.safetensors")
+        assert far(kept, tensors(saved / "step-00000001" / "adapter.safetensors")) == 0
 
 
 def test_a_start_may_have_another_rank_where_that_is_asked_for(outputs: Runs, bench: Workbench) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Collection
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 
 from tests.numerics.test_adapted_layers import jitter
 from trainer.adapters import ADAPTER_NAME, Target, inject
+from trainer.adapters.change import change
 from trainer.adapters.export import diffusers_tensors, kohya_tensors
 from trainer.adapters.norms import Norms, read_norms
 from trainer.adapters.portable import of_adapter
@@ -113,7 +115,7 @@ def everything(layers: list[nn.Module], *, dora: bool) -> dict[str, torch.Tensor
         with adapter.at_strength(0.0):
             out["base"] = run()
         for name, layer in adapter.layers.items():
-            out[f"{name}.change"] = torch.tensor(layer.change(ADAPTER_NAME))
+            out[f"{name}.change"] = torch.tensor(dataclasses.astuple(change(layer)))
             out[f"{name}.delta"] = layer.get_delta_weight(ADAPTER_NAME)
             layer.merge(safe_merge=True)
         out["merged"] = run()

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from trainer.adapters.dora import Part, Ready, adapted, divisor, is_drowned, scale_rows, together
 from trainer.adapters.limits import thinned
-from trainer.kernels.decode import squares_and_product
 from trainer.memory import known
 
 
@@ -119,11 +118,15 @@ class AdaptedLayer(nn.Module, LoraLayer):
             self.shared.forget()
         self.now.part = None
 
-    @torch.no_grad()
     def current_norm(self, adapter_name: str) -> torch.Tensor:
         """c, fp32 [N], from the present A and B."""
-        base, (a, b) = self._modules["base_layer"], self.factors(adapter_name)
-        given = base.stored(), self._buffers["base_norm_sq"], a, b, self.scaling[adapter_name]
+        return self.norm_with(*self.factors(adapter_name), self.scaling[adapter_name])
+
+    @torch.no_grad()
+    def norm_with(self, a_RK: torch.Tensor, b_NR: torch.Tensor, scaling: float) -> torch.Tensor:
+        """||W + s B A||_row, fp32 [N]."""
+        base = self._modules["base_layer"]
+        given = base.stored(), self._buffers["base_norm_sq"], a_RK, b_NR, scaling
         return base.kernels.adapted_norms(*([each] for each in given))[0]
 
     @torch.no_grad()
@@ -141,24 +144,6 @@ class AdaptedLayer(nn.Module, LoraLayer):
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
         """adapted weight - W, fp32, in the base weight's shape."""
         return self.adapted_weight(adapter) - self.get_base_layer().dequantize(torch.float32)
-
-    @torch.no_grad()
-    def change(self, adapter_name: str) -> tuple[float, float]:
-        """(||dW||, ||W||) with dW = g (W + s B A) - W, without making either: W is read once, in pieces.
-
-        ||dW_n||^2 = (g - 1)^2 ||W_n||^2 + 2 s g (g - 1) (B . W A^T)_n + s^2 g^2 (B A A^T . B)_n, summed in fp64, because the
-        terms cancel where an adapter scales rows and adds to them the other way.
-        """
-        base, scaling = self.get_base_layer(), self.scaling[adapter_name]
-        a_RK, b_NR = (factor.double() for factor in self.factors(adapter_name))
-        w_sq_N, wa_NR = squares_and_product(base.stored(), a_RK)
-        g_N = torch.ones_like(w_sq_N)
-        if self.use_dora[adapter_name]:
-            m_N = self.lora_magnitude_vector[adapter_name].weight
-            g_N = scale_rows(m_N, self.current_norm(adapter_name)).double()
-        cross_N, own_N = (b_NR * wa_NR).sum(1), ((b_NR @ (a_RK @ a_RK.t())) * b_NR).sum(1)
-        d_sq_N = (g_N - 1).square() * w_sq_N + 2 * scaling * g_N * (g_N - 1) * cross_N + (scaling * g_N).square() * own_N
-        return float(d_sq_N.clamp_min(0).sum().sqrt()), float(w_sq_N.sum().sqrt())
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Compute with a dense fp32 copy of base + adapter. The payload is left alone, so `unmerge` is exact."""

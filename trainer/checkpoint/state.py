@@ -203,7 +203,8 @@ class Saved:
         state = files.read_json(self.folder / QUANTIZATION) if name == "quantization" else piece.get("state")
         if not isinstance(state, dict):
             raise UserError(f"{self.folder}: the state of {name} is not there or not a table")
-        if self.census[name].file:
+        # An optional piece says itself where its tensors are: one from before there were any has none.
+        if self.census[name].file and piece.get("file") != "":
             file = TensorFile(self.folder / self.census[name].file)
             listed = piece.get("tensors")
             if sorted(file.entries) != listed:
