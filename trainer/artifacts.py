@@ -23,7 +23,7 @@ from trainer.loop import due
 from trainer.memory import give_back, is_out_of_memory
 from trainer.metrics import read_lines
 from trainer.origin import Origin
-from trainer.policies import SAMPLES_TOO_LARGE
+from trainer.policies import AVERAGES_TOO_LARGE, SAMPLES_TOO_LARGE
 from trainer.report import write_report
 from trainer.report.before_after import write_before_after
 from trainer.verdict import judge
@@ -85,6 +85,10 @@ class Artifacts:
                 snapshots.write(self.layout.averages, step, epoch, self.averages, made, phase.advance)
             except OSError as error:
                 return NotWritten(error)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                return OutOfMemory(f"step {step}: out of memory while averages were set aside\n{error}\n{AVERAGES_TOO_LARGE}")
         return None
 
     def draw_samples(self) -> Exception | None:

@@ -69,3 +69,8 @@ SAMPLES_TOO_LARGE = (
     "go on with --resume_from auto and smaller samples (width, height of validation.samples), or with "
     "validation.every_steps = 0"
 )
+
+AVERAGES_TOO_LARGE = (
+    "go on with --resume_from auto, which sets them aside before its first step; or do without them from here on, with "
+    "ema.snapshot_every_steps = 0 beside it"
+)

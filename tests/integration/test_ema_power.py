@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pkgutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from hypothesis import strategies as st
 
 from scripts import adapter
 from scripts.bench import ema_errors
-from tests.harness import ROOT, Workbench, built, take_step
+from tests.harness import ROOT, Workbench, built, metrics_of, take_step
+from trainer import cli
 from trainer import config as configs
 from trainer import run as runs
+from trainer.checkpoint import store
 from trainer.ema import power_function, snapshots
 from trainer.ema.power import LONGEST, SHORTEST, Profile, fit, gamma_of
 from trainer.errors import UserError
@@ -205,6 +208,45 @@ def test_no_gap_and_no_copy_after_stops_kills_and_ways_back(bench: Workbench) ->
     aside = parts / "superseded-after-step-00000006" / "ema"
     assert sorted(path.name for path in aside.iterdir()) == [f"step-{n:08d}.safetensors" for n in (8, 10, 12)]
     assert all(snapshots.problem(path) is None for path in aside.iterdir())
+
+
+SMALL: dict[str, Any] = {"adapter__targets": ["conv_in"], "run__max_steps": 4, "ema__snapshot_every_steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ("trainer.artifacts.products", torch.OutOfMemoryError("CUDA out of memory.")),
+        pytest.param("trainer.ema.snapshots.write_tensors", MemoryError("of the host"), marks=pytest.mark.slow),
+        pytest.param("trainer.ema.snapshots.problem", RuntimeError("can't allocate memory"), marks=pytest.mark.slow),
+    ],
+    ids=["W A^T", "the file", "reading it back"],
+)
+@pytest.mark.parametrize("step", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_out_of_memory_where_averages_are_set_aside_loses_nothing(
+    bench: Workbench, monkeypatch, capsys, place: str, error: Exception, step: int
+) -> None:
+    """In mid-run and at its end: the step is saved, the message has the remedy, the next start ends in the same bytes."""
+    config, real = bench.write(tree(bench, "out", **SMALL)), pkgutil.resolve_name(place)
+
+    def grow(*given):
+        if len(metrics_of(bench.tmp / "out")) == step:
+            raise error
+        return real(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(place, grow)
+        assert cli.main(["--config", str(config), "--resume_from", "auto"]) == 5
+    said = capsys.readouterr().err.replace("\n       ", "\n")
+    assert f"step {step}: out of memory while averages were set aside\n{error}\ngo on with --resume_from auto" in said
+    assert "ema.snapshot_every_steps = 0" in said and "Traceback" not in said
+    assert store.steps(bench.tmp / "out" / "checkpoints") == [step]
+    assert cli.main(["--config", str(config), "--resume_from", "auto"]) == 0
+    whole = train(bench, "whole", **SMALL)
+    last = [f"checkpoints/step-00000004/{piece}.safetensors" for piece in ("adapter", "ema", "optimizer")]
+    assert names(bench.tmp / "out") == names(whole)
+    for name in [*last, *(f"ema/{name}" for name in names(whole))]:
+        assert (bench.tmp / "out" / name).read_bytes() == (whole / name).read_bytes(), name
 
 
 def test_a_file_that_is_damaged_is_seen_and_written_again(bench: Workbench) -> None:
