@@ -1,9 +1,10 @@
 """What the pocket SDXL's loss, gradient norm and weights do at the right learning rate, far above it and far below.
 
-    python scripts/bench/divergence.py FOLDER [--steps 90] [--set KEY=VALUE ...]
+    python scripts/bench/divergence.py FOLDER [--steps 90] [--rates RATE ...] [--samples] [--set KEY=VALUE ...]
 
 Prints a row for each rate: the largest loss and gradient norm, as windows of trainer/verdict.py, in those of the first
-window; how far the block that moved most is from where it was; when the run warned; what it was called in the end.
+window; how far the layer that moved most is from where it was; with --samples how far the images have moved, from the least
+to the most; when the run warned; what it was called in the end. Below the table stands what each run said of itself.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ RATES = (RIGHT, 10 * RIGHT, 100 * RIGHT, 1000 * RIGHT, 1e-9)
 
 @dataclass(frozen=True)
 class Run:
-    """loss, norm: the largest, in those of the first window. moved: as the last table has it, None where there is none.
+    """loss, norm: the largest, in those of the first window. moved: the largest ||dW|| / ||W|| of the last table, None where
+    there is none. samples: by how much of their pixels images moved.
 
     verdict: "" of a run that ended before its end. said: all that the run printed.
     """
@@ -37,17 +39,24 @@ class Run:
     loss: float
     norm: float
     moved: float | None
+    samples: tuple[float, ...]
     warned: int | None
     verdict: str
     said: str
 
+    @property
+    def sentences(self) -> list[str]:
+        """What it said of how it went."""
+        return re.findall(r"^(?:warning|verdict|error): .*$", self.said, re.MULTILINE)
 
-def run(folder: Path, rate: float, *, steps: int, settings: Sequence[str] = ()) -> Run:
-    """Train the pocket SDXL at this rate; nothing is drawn."""
+
+def run(folder: Path, rate: float, *, steps: int, samples: bool = False, settings: Sequence[str] = ()) -> Run:
+    """Train the pocket SDXL at this rate. samples: whether its images are drawn, before and after."""
     out = folder / f"rate-{rate:g}"
     given = [
-        f"run.output_dir={out}", f"optimizer.lr={rate}", f"run.max_steps={steps}", "validation.every_steps=0",
-        "checkpoint.every_steps=0", "logging.tensorboard=false", f"data.cache_dir={folder / 'cache'}", *settings,
+        f"run.output_dir={out}", f"optimizer.lr={rate}", f"run.max_steps={steps}",
+        f"validation.every_steps={steps * samples}", "checkpoint.every_steps=0", "logging.tensorboard=false",
+        f"data.cache_dir={folder / 'cache'}", *settings,
     ]  # fmt: skip
     command = [sys.executable, "train.py", "--config", "pocket_sdxl.toml"]
     for setting in given:
@@ -60,32 +69,37 @@ def run(folder: Path, rate: float, *, steps: int, settings: Sequence[str] = ()) 
             losses.append(course.now[0] / course.first[0])
             norms.append(course.now[1] / course.first[1])
     said = done.stdout + done.stderr
-    numbers = [float(text) / 100 for row in re.findall(r"^  unet\.\S* .*$", said, re.MULTILINE) for text in _percent(row)]
+    moved = [float(text) / 100 for text in re.findall(r"^  unet\.\S* +\d+ +([\d.]+)%", said, re.MULTILINE)]
+    images = [float(text) / 100 for text in re.findall(r"^  sample .* moved by .*?([\d.]+)%", said, re.MULTILINE)]
     warned = re.search(r"warning: step (\d+): the run is diverging", said)
     verdict = re.search(r"^  verdict +(\w+)", said, re.MULTILINE)
     return Run(
-        rate, max(losses), max(norms), max(numbers, default=None), int(warned[1]) if warned else None,
+        rate, max(losses), max(norms), max(moved, default=None), tuple(images), int(warned[1]) if warned else None,
         verdict[1] if verdict else "", said,
     )  # fmt: skip
-
-
-def _percent(row: str) -> list[str]:
-    return re.findall(r"([\d.]+)%", row)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=90)
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES, metavar="RATE")
+    parser.add_argument("--samples", action="store_true")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE")
     given = parser.parse_args()
-    print("| learning rate | largest loss | largest gradient norm | largest change of weights | warned at step | called |")
-    print("|---|---|---|---|---|---|")
-    for rate in RATES:
-        found = run(given.folder, rate, steps=given.steps, settings=given.settings)
-        moved = "-" if found.moved is None else f"{found.moved:.3%}"
-        called = found.verdict or "stopped: not finite"
-        print(f"| {rate:g} | {found.loss:.3g} | {found.norm:.3g} | {moved} | {found.warned or '-'} | {called} |", flush=True)
+    columns = ["learning rate", "largest loss", "largest gradient norm", "largest change of weights"]
+    columns += [*(["samples moved by"] if given.samples else []), "warned at step", "called"]
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    sentences = []
+    for rate in given.rates:
+        found = run(given.folder, rate, steps=given.steps, samples=given.samples, settings=given.settings)
+        row = [f"{rate:g}", f"{found.loss:.3g}", f"{found.norm:.3g}", "-" if found.moved is None else f"{found.moved:.3%}"]
+        if given.samples:
+            row.append(f"{min(found.samples):.2%} to {max(found.samples):.2%}" if found.samples else "-")
+        row += [str(found.warned or "-"), found.verdict or "stopped: not finite"]
+        print(f"| {' | '.join(row)} |", flush=True)
+        sentences += ["", f"{rate:g}:", *found.sentences]
+    print("\n".join(sentences))
 
 
 if __name__ == "__main__":
