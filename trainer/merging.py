@@ -16,7 +16,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +25,8 @@ import torch
 from trainer import precision
 from trainer.adapter_files import NamedModel, OpenedAdapter
 from trainer.adapters.keys import some
-from trainer.conversion import adapted, dora_change
+from trainer.adapters.portable import Factors, is_finite, recipe
+from trainer.conversion import dora_change
 from trainer.errors import NonFiniteError, UserError
 from trainer.files import hash_file, write_atomic
 from trainer.models.base_weights import BaseWeights
@@ -36,6 +37,7 @@ from trainer.quantization import scaled_file
 from trainer.tensorfile import Recipe, Tensors, size_text, write_tensors
 
 SCALED = "fp8"
+BLOCK = 2**19  # numbers of W that are merged at once
 # Hashes of what a file was before.
 STALE = ("modelspec.hash_sha256", "sshs_model_hash", "sshs_legacy_hash")
 CONFIGS = (".json", ".txt", ".model")  # of a diffusers folder: configs, vocabularies
@@ -66,19 +68,38 @@ class Merged:
         return math.sqrt(self.lost_sq / max(self.change_sq, 1e-300))
 
 
-def merged_weight(weight: torch.Tensor, adapters: Sequence[Applied], layer: str) -> torch.Tensor:
-    """The layer's W with these adapters in it, fp64, of its shape."""
-    w = weight.double()
+def merged_rows(weight: torch.Tensor, adapters: Sequence[Applied], layer: str) -> Iterator[tuple[slice, torch.Tensor]]:
+    """(rows, these rows of the layer's W with the adapters in it, fp64 [rows, K]), until all rows were there.
+
+    Few rows at a time, whose copies stay in the processor's caches; all at once where a magnitude belongs to the columns.
+    """
+    held = []
     for each in adapters:
-        factors = each.opened.portable.layers.get(layer)
-        if factors is None:
-            continue
-        if factors.magnitude is None:
-            change = adapted(w, factors) - w.flatten(1)
-        else:
-            change = dora_change(w, factors, each.opened.portable.meaning)
-        w = w + each.strength * change.view_as(w)
-    return w
+        if (factors := each.opened.portable.layers.get(layer)) is not None:
+            meaning = each.opened.portable.meaning
+            made = {kind: recipe(tensor.make().double()) for kind, tensor in factors.tensors().items()}
+            held.append((each.strength, meaning, replace(factors, a=made["A"], b=made["B"], magnitude=made.get("magnitude"))))
+    whole = any(factors.magnitude is not None and factors.axis == "input" for _, _, factors in held)
+    step = len(weight) if whole else max(1, BLOCK // weight[0].numel())
+    for start in range(0, len(weight), step):
+        rows = slice(start, start + step)
+        w = weight[rows].double()
+        for strength, meaning, factors in held:
+            part = rows_of(factors, rows)
+            if part.magnitude is None:
+                a, b = part.a.make().flatten(1), part.b.make().flatten(1)
+                w = torch.addmm(w.flatten(1), b, a, alpha=strength * part.scaling).view_as(w)
+            else:
+                w = w + strength * dora_change(w, part, meaning).view_as(w)
+        yield rows, w.flatten(1)
+
+
+def rows_of(factors: Factors, rows: slice) -> Factors:
+    """The adapter of these rows of W. A magnitude of the input axis stays, as it is of all of them."""
+    b, m = factors.b.make()[rows], factors.magnitude
+    if m is not None and factors.axis == "output":
+        m = recipe(m.make()[rows])
+    return replace(factors, b=recipe(b), magnitude=m)
 
 
 def merge(
@@ -168,42 +189,64 @@ class _Work:
             return placed.dtype
         return scaled_file.BESIDE if self.dtype == SCALED else precision.compute_dtype(str(self.dtype))
 
-    def _exact(self, placed: Placed) -> tuple[torch.Tensor, float]:
-        """(the tensor in the file's layout, fp64 where it is merged, else fp32; the square of its change)."""
-        parts, squared = [], 0.0
+    def _parts(self, placed: Placed) -> Iterator[tuple[str, torch.Tensor]]:
+        """(layer, tensor as the model has it, fp32) of the parts that the file holds in one."""
         for part in placed.link.parts:
-            tensor, layer = self.weights.tensor(placed.component, part), f"{placed.component}.{part.removesuffix('.weight')}"
-            if part.endswith(".weight") and layer in self.touched:
-                new = merged_weight(tensor, self.adapters, layer)
-                squared += float((new - tensor).square().sum())
-                self.merged.layers.add(layer)
-                tensor = new
-            parts.append(tensor)
-        widest = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
-        return join_parts(placed.link, [part.to(widest) for part in parts]), squared
+            layer = f"{placed.component}.{part.removesuffix('.weight')}" if part.endswith(".weight") else ""
+            yield layer, self.weights.tensor(placed.component, part)
 
     def _rounded(self, placed: Placed, dtype: torch.dtype) -> torch.Tensor:
-        exact, squared = self._exact(placed)
-        return self._noted(placed, exact, squared, exact.to(dtype), 1.0)
+        """As the file has it. What changes is made and rounded row by row."""
+        made = []
+        for layer, tensor in self._parts(placed):
+            if layer not in self.touched:
+                made.append(tensor.to(dtype))
+            else:
+                made.append(torch.empty(tensor.shape, dtype=dtype))
+                stored, before = made[-1].view(len(tensor), -1), tensor.flatten(1)
+                for rows, exact in merged_rows(tensor, self.adapters, layer):
+                    stored[rows] = exact
+                    self._note(layer, exact, before[rows], stored[rows].double())
+            if not is_finite(made[-1]):
+                raise self._not_finite(placed, dtype)
+        return join_parts(placed.link, made)
+
+    def _note(self, layer: str, exact: torch.Tensor, before: torch.Tensor, stored: torch.Tensor) -> None:
+        self.merged.layers.add(layer)
+        self.merged.change_sq += float((exact - before).square().sum())
+        self.merged.lost_sq += float((stored - exact).square().sum())
+
+    def _not_finite(self, placed: Placed, dtype: torch.dtype) -> NonFiniteError:
+        return NonFiniteError(
+            f"{placed.component}.{placed.link.parts[0]} would not be finite as {dtype}; nothing was written. "
+            "Give a wider --dtype, or a lower strength"
+        )
+
+    def _exact(self, placed: Placed) -> torch.Tensor:
+        """In the file's layout and not rounded: fp64 where it is merged, else fp32."""
+        parts = []
+        for layer, tensor in self._parts(placed):
+            if layer in self.touched:
+                rows = [exact for _, exact in merged_rows(tensor, self.adapters, layer)]
+                tensor = torch.cat(rows).view(tensor.shape)
+            parts.append(tensor)
+        widest = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
+        return join_parts(placed.link, [part.to(widest) for part in parts])
 
     def _codes(self, placed: Placed) -> torch.Tensor:
-        exact, squared = self._exact(placed)
-        return self._noted(placed, exact, squared, scaled_file.codes_of(exact), float(scaled_file.scale_of(exact)))
+        exact = self._exact(placed)
+        codes, scale = scaled_file.codes_of(exact), float(scaled_file.scale_of(exact))
+        if not is_finite(codes):
+            raise self._not_finite(placed, codes.dtype)
+        if exact.dtype == torch.float64:
+            layers, tensors = zip(*self._parts(placed), strict=True)
+            before = join_parts(placed.link, [tensor.double() for tensor in tensors])
+            self._note(layers[0], exact, before, codes.double() * scale)
+            self.merged.layers |= self.touched.intersection(layers)
+        return codes
 
     def _scale(self, placed: Placed) -> torch.Tensor:
-        return scaled_file.scale_of(self._exact(placed)[0])
-
-    def _noted(self, placed: Placed, exact: torch.Tensor, squared: float, stored: torch.Tensor, scale: float) -> torch.Tensor:
-        value = stored.double() if exact.dtype == torch.float64 else stored.float()
-        if not bool(torch.isfinite(value).all()):
-            raise NonFiniteError(
-                f"{placed.component}.{placed.link.parts[0]} would not be finite as {stored.dtype}; nothing was written. "
-                "Give a wider --dtype, or a lower strength"
-            )
-        if exact.dtype == torch.float64:
-            self.merged.change_sq += squared
-            self.merged.lost_sq += float((value * scale - exact).square().sum())
-        return stored
+        return scaled_file.scale_of(self._exact(placed))
 
 
 def _check_space(out: Path, needed: int) -> None:

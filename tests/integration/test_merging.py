@@ -37,6 +37,11 @@ def weights_of(family: str, path: Path, config: Path | None = None) -> BaseWeigh
     return BaseWeights(source)
 
 
+def magnitude_key(name: str) -> str:
+    """That diffusers loads it by."""
+    return f"{name}.lora_magnitude_vector{'.weight' if name.startswith('text_encoder') else ''}"
+
+
 def diffusers_file(models: Path, family: str, path: Path, *, dora: bool, rank: int = 3, components: tuple = ()) -> Path:
     """With the keys of diffusers, scale 1, and magnitudes some way from ||W + BA||."""
     weights, tensors = weights_of(family, models / family), {}
@@ -50,7 +55,7 @@ def diffusers_file(models: Path, family: str, path: Path, *, dora: bool, rank: i
         if dora:
             v = w.flatten(1) + b.flatten(1) @ a.flatten(1)
             m = v.norm(dim=1) * (1 + 0.2 * drawn(f"{name}m", len(v)))
-            tensors[f"{name}.lora_magnitude_vector"] = m.view(1, -1, 1, 1) if w.dim() == 4 else m
+            tensors[magnitude_key(name)] = m.view(1, -1, 1, 1) if w.dim() == 4 else m
     write_tensors(path, tensors, {"format": "pt"})
     return path
 
@@ -123,16 +128,6 @@ def test_merged_weights_are_those_of_comfyuis_formulas(models: Path, tmp_path: P
     assert [(each["file"], each["strength"]) for each in said] == [(path.name, strength) for path, _, strength in files]
 
 
-def load_into(module: torch.nn.Module, tensors: dict[str, torch.Tensor], prefix: str) -> None:
-    """A DoRA of scale 1, by PEFT."""
-    from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
-
-    own = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
-    names = sorted({key.partition(".lora_")[0] for key in own})
-    inject_adapter_in_model(LoraConfig(r=3, lora_alpha=3, target_modules=names, use_dora=True), module)
-    set_peft_model_state_dict(module, own)
-
-
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 def test_merged_weights_are_those_that_diffusers_fuses(models: Path, tmp_path: Path, dora: bool) -> None:
     """PEFT's own arithmetic, in fp64: Linear, convolution and both text encoders. A stock pipeline reads the folder."""
@@ -141,11 +136,7 @@ def test_merged_weights_are_those_that_diffusers_fuses(models: Path, tmp_path: P
     file, out = diffusers_file(models, "sdxl", tmp_path / "a.safetensors", dora=dora), tmp_path / "merged"
     merge(models / "sdxl", file, out, "--dtype", "fp32")
     theirs = StableDiffusionXLPipeline.from_pretrained(models / "sdxl", torch_dtype=torch.float64)
-    # diffusers leaves out the magnitudes of text encoders: theirs go to PEFT itself.
-    tensors = TensorFile(file).read_all()
-    theirs.load_lora_weights({key: t for key, t in tensors.items() if not dora or key.startswith("unet.")})
-    for component in ("text_encoder", "text_encoder_2") if dora else ():
-        load_into(getattr(theirs, component), tensors, f"{component}.")
+    theirs.load_lora_weights(TensorFile(file).read_all())
     for part in (theirs.unet, theirs.text_encoder, theirs.text_encoder_2):
         part.to(torch.float64)
     for part in (theirs.unet, theirs.text_encoder, theirs.text_encoder_2):
@@ -322,7 +313,7 @@ def test_two_adapters_are_compared(models: Path, tmp_path: Path, capsys) -> None
     apart = whole = 0.0
     for name, change in products(dora).items():
         v = w.weight(name).double().flatten(1) + change
-        m = TensorFile(dora).read(f"{name}.lora_magnitude_vector").double().flatten()
+        m = TensorFile(dora).read(magnitude_key(name)).double().flatten()
         scaled = v * (m / v.norm(dim=1))[:, None]
         apart += float((scaled - v).square().sum())
         whole += float((scaled - v + change).square().sum())
@@ -342,7 +333,7 @@ def test_a_resized_adapter_is_the_nearest_of_its_rank(models: Path, tmp_path: Pa
         tail = float(values[2:].square().sum().sqrt())
         assert abs(float((got[name] - change).norm()) - tail) <= 1e-4 * tail
         worst = max(worst, tail / float(change.norm()))
-        key = f"{name}.lora_magnitude_vector"
+        key = magnitude_key(name)
         assert torch.equal(TensorFile(out).read(key), TensorFile(file).read(key))
     assert f"at most {worst:.2%} of s B A is lost" in said
     assert "no layer has a rank above 3" in refused(capsys, "resize", file, tmp_path / "c.safetensors", "--rank", "3", *base)
