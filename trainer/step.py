@@ -65,8 +65,8 @@ class StepResult:
 
     loss: per-sample mean over the global batch; None where a sample's is not finite. grad_norm: before clipping; None where
     there is none or it overflowed. updated: whether the parameters changed. refused: what was not finite and cannot be
-    answered by a lower loss scale, with the samples' names; "" otherwise. bad_latents: whether it was these, which no update
-    changes. told: further entries of the log.
+    answered by a lower loss scale, with the samples' names; "" otherwise. bad_latents: whether it was these alone, which no
+    update changes. told: further entries of the log.
     """
 
     loss: float | None
@@ -168,7 +168,7 @@ class Step:
         if out_of_memory:
             raise OutOfMemory(f"step {step}: out of memory in {exhausted or 'another process'}")
         if refused:
-            return StepResult(None, None, lr, False, scale, "; ".join(refused), _LATENTS in flags)
+            return StepResult(None, None, lr, False, scale, "; ".join(refused), _LATENTS in flags and _LOSS not in flags)
         finite, refused, told_more = math.isfinite(grad_norm), "", {}
         if finite:
             if self.max_grad_norm > 0:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from scripts.bench.divergence import RIGHT, run
 from tests.harness import Workbench, metrics_of
-from trainer import cli, verdict
+from trainer import assembly, cli, verdict
+from trainer.data.loader import Reader
 from trainer.metrics import read_lines
 
 STEPS = 30
@@ -37,6 +41,33 @@ def test_a_run_is_called_what_it_is(tmp_path: Path, rate: float) -> None:
         if found.verdict or found.warned:
             assert found.said.count("the run is diverging") == 1
             assert verdict.judge(rows).kind == "diverged", "from the log alone"
+
+
+@pytest.mark.parametrize(("cause", "rate"), [("latents", 1e-4), ("loss", 10.0)])
+def test_a_value_that_is_not_finite_ends_a_run_with_its_likely_cause(
+    bench: Workbench, monkeypatch, capsys, cause: str, rate: float
+) -> None:
+    """Exit status 4, with the verdict of a run that has diverged. What latents are is no rate's doing."""
+    owner, name = {"latents": (Reader, "__getitem__"), "loss": (assembly, "batch_losses")}[cause]
+    real, calls = getattr(owner, name), itertools.count(1)
+
+    def spoilt(*given, **more):
+        found = real(*given, **more)
+        if next(calls) < 18:
+            return found
+        return found * torch.nan if cause == "loss" else replace(found, latents=found.latents * torch.nan)
+
+    monkeypatch.setattr(owner, name, spoilt)
+    tree = bench.tree(run__max_steps=20, optimizer__lr=rate, adapter__targets=["*attn1.to_q"], data__batch_size=1)
+    assert cli.main(["--config", str(bench.write(tree))]) == 4
+    said = capsys.readouterr()
+    assert f"step 18: the {cause} of " in said.err
+    if cause == "loss":
+        assert "\n  verdict  diverged\n" in said.out
+        assert "warning: the training has diverged: at step 16 layers changed by up to " in said.out
+        assert "the run has diverged since step 16: most often the learning rate is too high" in said.err
+    else:
+        assert "  verdict  " not in said.out and "learning rate" not in said.err
 
 
 def test_a_run_that_diverges_says_so_once_also_when_it_is_resumed(bench: Workbench, capsys) -> None:

@@ -73,8 +73,15 @@ def test_what_is_not_finite_in_the_other_process_is_named_and_stops_this_one(fla
     peer = Peer([0.0, 0, 0, 0, 0, flag])
     result, same = run(peer)
     assert result.refused == f"{what} not finite" and not result.updated and same
+    assert result.bad_latents == (flag == 1)
     assert result.loss is None and result.grad_norm is None
     assert peer.reductions == 2, "every process reduces the same, whatever it met"
+
+
+def test_latents_are_the_cause_only_where_no_loss_is_another() -> None:
+    result, _ = run(Peer([0.0, 0, 0, 0, 1, 2]))
+    assert result.refused == "the latents of 1/0.jpg are not finite; the loss of 1/1.jpg is not finite"
+    assert not result.bad_latents, "a loss over sound latents may be the rate's doing"
 
 
 def test_what_is_not_finite_here_changes_nothing() -> None:
