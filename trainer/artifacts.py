@@ -165,10 +165,10 @@ class Artifacts:
             moved = outcome.weight_change(self.adapter, self.origin.start.weights, phases)
         levers, changes = optim.levers(plan.config.optimizer.name), {block: change.largest for block, change in moved.items()}
         found = judge(read_lines(self.layout.metrics), changes, levers, self.layout.kept(name))
-        warning = "Warning: " if found.bad else ""
         effects = [["verdict", found.kind], *self._effects(written)]
         sections = {
-            "Did it take?": outcome.change_table(moved, dora=self.adapter.dora) | {"notes": [f"{warning}{found.sentence}."]},
+            "Did it take?": outcome.change_table(moved, dora=self.adapter.dora)
+            | {"notes": [f"{'Warning' if found.bad else found.kind.capitalize()}: {found.sentence}."]},
             "Effect": {"columns": ["what", "value"], "rows": effects},
         }
         if self.progress.changes:
@@ -188,7 +188,7 @@ class Artifacts:
             data = data_sections(plan, report_captions(plan, self.components.model), phases)
             report = write_report(self.layout, name=name, outcome=sections, data=data, check=phase.check)
         say(outcome.render(sections))
-        say(f"{'warning' if found.bad else 'verdict'}: {found.sentence}")
+        say(f"warning: {found.sentence}" if found.bad else f"verdict: {found.kind}: {found.sentence}")
         for kind, path in written.items():
             say(f"adapter ({kind}): {path}")
         for sentence in export.not_loaded_by_diffusers(self.adapter.layers) if "diffusers" in written else ():

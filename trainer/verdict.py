@@ -179,12 +179,13 @@ def judge(
     changes = [row["weight_change"] for row in rows if "weight_change" in row]
     change = _largest(blocks.values()) if blocks else _number(changes[-1]) if changes else None
     if change is not None and not change <= TOO_FAR:
-        where = ""
+        by = f"by {change:.0%}" if math.isfinite(change) else "to no finite number"
+        said = f"a layer changed {by}{' of its own weights' * math.isfinite(change)}"
         if blocks:
             beyond = {name: moved for name, moved in blocks.items() if not moved <= TOO_FAR}
             worst = max(beyond, key=lambda name: math.inf if math.isnan(beyond[name]) else beyond[name])
-            where = f"{len(beyond)} of {len(blocks)} blocks changed by more than {TOO_FAR:.0%} of their own weights, {worst} "
-        said = f"{where or 'the weights changed '}by {change:.0%}"
+            many = f"in {len(beyond)} of {len(blocks)} blocks a layer"
+            said = f"{many} changed by more than {TOO_FAR:.0%} of its own weights, in {worst} {by}"
         return Verdict("diverged", f"the training has probably diverged: {said}; {course.remedy()}", course.diverged)
     for kind, field in (("held-out", "held_out_loss"), ("trained", "trained_loss")):
         if (told := _series(rows, field)) and told[-1][1] is None:
@@ -203,11 +204,11 @@ def judge(
     if change is not None and change < TOO_LITTLE:
         it = "it" if course.rate_of == levers else course.rate_of
         said = (
-            f"nothing was learned: no block changed by more than {change:.2g} of its own weights, less than a picture can "
-            f"show; train longer or raise {levers} ({it} was at most {course.rate:.3g})"
+            f"nothing was learned: no layer changed by more than {max(change, 1e-5):.3%} of its own weights, less than a "
+            f"picture can show; train longer or raise {levers} ({it} was at most {course.rate:.3g})"
         )
         return Verdict("nothing", said)
-    changed = f" (weights changed by up to {change:.2%})" if change is not None else ""
+    changed = f" (layers changed by up to {change:.2%} of their own weights)" if change is not None else ""
     return _by_held_out(rows, known, changed, levers, kept) if len(known) > 1 else _by_steps(rows, changed)
 
 

@@ -136,7 +136,10 @@ def test_a_resumed_run_hears_what_an_uninterrupted_one_does(losses: list[float],
 def test_what_moved_next_to_nothing_learned_nothing() -> None:
     falling = log([1 - step / 50 for step in range(1, 41)], lr=1e-9)
     found = judge(falling, {"unet.a": 1e-6, "unet.b": 3e-5})
-    assert found.kind == "nothing" and found.bad and "raise optimizer.lr (it was at most 1e-09)" in found.sentence
+    assert (
+        found.kind == "nothing" and found.bad and "no layer changed by more than 0.003% of its own weights" in found.sentence
+    )
+    assert "less than a picture can show" in found.sentence and "raise optimizer.lr (it was at most 1e-09)" in found.sentence
     falling[15]["weight_change"] = 1e-5
     assert judge(falling).kind == "nothing"
     assert judge(falling, SMALL).kind == "learned"
@@ -145,10 +148,10 @@ def test_what_moved_next_to_nothing_learned_nothing() -> None:
 
 def test_blocks_beyond_their_own_weights() -> None:
     said = judge(log([0.1] * 9), {"unet.mid_block": 1.0, "unet.up_blocks.0": 1290.95}).sentence
-    assert "1 of 2 blocks" in said and "unet.up_blocks.0 by 129095%" in said
+    assert "in 1 of 2 blocks a layer changed by more than 100% of its own weights, in unet.up_blocks.0 by 129095%" in said
     assert judge(log([0.1] * 9), {"unet.mid_block": 1.0}).kind == "unclear"
     for others in ({}, {"unet.up_blocks.0": 1290.95}):
-        assert "unet.x by nan%" in judge([], {"unet.x": math.nan} | others).sentence
+        assert "in unet.x to no finite number; " in judge([], {"unet.x": math.nan} | others).sentence
 
 
 def measured(held_out: list[float], trained: list[float]) -> list[dict[str, Any]]:
