@@ -89,7 +89,7 @@ def train_built(run: runs.Run) -> bool:
     with Signals() as signals:
         finished = runs.make_loop(run, signals).run()
         if finished:
-            runs.finish(run, signals)
+            runs.close(run, signals, finished=True)
     return finished
 
 

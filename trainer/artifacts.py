@@ -17,8 +17,8 @@ from trainer.data.loader import Reader
 from trainer.data_report import sections as data_sections
 from trainer.ema import Averages, described, snapshots
 from trainer.encoding import prompt_conditioning, report_captions
-from trainer.errors import DataError, Interrupted, NotWritten, OutOfMemory
-from trainer.layout import Layout
+from trainer.errors import DataError, Interrupted, NotWritten, OutOfMemory, UserError
+from trainer.layout import AVERAGE, Layout
 from trainer.loop import due
 from trainer.memory import give_back, is_out_of_memory
 from trainer.metrics import read_lines
@@ -66,6 +66,8 @@ class Artifacts:
                     self.export(stem)
                 except Interrupted:  # the next start makes them; all processes stop together
                     pass
+                except UserError as error:  # not trained yet
+                    processes.say(f"warning: {error}")
                 except OSError as error:
                     failure = failure or NotWritten(error)
             processes.wait()
@@ -154,17 +156,54 @@ class Artifacts:
                 written |= {format + (", average" if ending else ""): path for format, path in made.items()}
         return written
 
-    def finish(self) -> None:
-        """At the end of the training: the adapter files, the "did it take?" table and the report."""
-        plan, say, phases = self.components.plan, self.components.processes.say, self.components.phases
-        name = plan.config.run.name
+    def export_newest(self) -> dict[str, Path]:
+        """As `export`, to the files that have no step in their names. Those that an earlier stop or end left in a format that
+        is not asked for any more are deleted."""
+        name = self.components.plan.config.run.name
+        written = self.export(name)
+        for ending in ("", AVERAGE):
+            for file in export.file_names(name + ending).values():
+                if (path := self.layout.adapters / file) not in written.values():
+                    path.unlink(missing_ok=True)
+        return written
+
+    def leave(self) -> None:
+        """Where the training was stopped: the adapter files and the report as of this step. The next stop, or the end, writes
+        them anew."""
+        say, step = self.components.processes.say, self.progress.step
         if not self.components.processes.is_main:
             return
-        written = self.export(name)
+        try:
+            for kind, path in self.export_newest().items():
+                say(f"adapter as of step {step} ({kind}): {path}")
+        except UserError as error:  # not trained yet
+            say(f"warning: {error}")
+        say(f"report as of step {step}: {self.write_report(None)}")
+
+    def write_report(self, outcome: Mapping[str, Mapping[str, Any]] | None) -> Path:
+        """outcome: as of `report.write_report`."""
+        plan, phases = self.components.plan, self.components.phases
+        with phases("writing the report") as phase:
+            data = data_sections(plan, report_captions(plan, self.components.model), phases)
+            return write_report(self.layout, name=plan.config.run.name, outcome=outcome, data=data, check=phase.check)
+
+    def finish(self) -> None:
+        """At the end of the training: the adapter files, the "did it take?" table and the report.
+
+        Raises UserError, after all else is done, for an adapter that no update has reached.
+        """
+        plan, say, phases = self.components.plan, self.components.processes.say, self.components.phases
+        if not self.components.processes.is_main:
+            return
+        written, nothing = {}, None
+        try:
+            written = self.export_newest()
+        except UserError as error:
+            nothing = error
         with self.weights[""]():
             moved = outcome.weight_change(self.adapter, self.origin.start.weights, phases)
         levers, changes = optim.levers(plan.config.optimizer.name), {block: change.largest for block, change in moved.items()}
-        found = judge(read_lines(self.layout.metrics), changes, levers, self.layout.kept(name))
+        found = judge(read_lines(self.layout.metrics), changes, levers, self.layout.kept(plan.config.run.name))
         effects = [["verdict", found.kind], *self._effects(written)]
         sections = {
             "Did it take?": outcome.change_table(moved, dora=self.adapter.dora)
@@ -183,10 +222,8 @@ class Artifacts:
                 "columns": ["component", *quantization.REPORT_COLUMNS],
                 "rows": [[component, *stored.row()] for component, stored in self.components.storage.items()],
             }
-        with phases("writing the report") as phase:
-            picture = write_before_after(self.layout, self._compared(), self.progress.step)
-            data = data_sections(plan, report_captions(plan, self.components.model), phases)
-            report = write_report(self.layout, name=name, outcome=sections, data=data, check=phase.check)
+        picture = write_before_after(self.layout, self._compared(), self.progress.step)
+        report = self.write_report(sections)
         say(outcome.render(sections))
         say(f"warning: {found.sentence}" if found.bad else f"verdict: {found.kind}: {found.sentence}")
         for kind, path in written.items():
@@ -198,6 +235,8 @@ class Artifacts:
         if picture:
             say(f"before and after: {picture}")
         say(f"report: {report}")
+        if nothing is not None:
+            raise nothing
 
     def _compared(self) -> list[tuple[Path, Path, Path | None]]:
         layout = self.layout

@@ -49,6 +49,7 @@ from trainer.saving import Saves
 from trainer.signals import Signals
 from trainer.start import open_start
 from trainer.step import Step
+from trainer.stopped import leave_in_time
 from trainer.terminal import write
 
 
@@ -83,8 +84,14 @@ def train(config: Config, *, resume_from: str | None, allowed: Allowance | None 
         gc.enable()
         config, step, resumed, changed = run.plan.config, run.progress.step, run.resumed, run.changed
         with opened(config, run.pieces, step=step, resumed=resumed, changed=changed, processes=peers, phases=phases):
-            if make_loop(run, signals).run():
-                finish(run, signals)
+            try:
+                finished = make_loop(run, signals).run()
+            except Interrupted:
+                if config.export.on_stop and run.progress.step:
+                    leave_in_time(run.artifacts(), signals)
+                raise
+            if finished or config.export.on_stop:
+                close(run, signals, finished=finished)
 
 
 @dataclass(frozen=True)
@@ -297,11 +304,11 @@ def make_loop(run: Run, signals: Signals) -> Loop:
     )
 
 
-def finish(run: Run, signals: Signals) -> None:
-    """Leave what a whole run leaves."""
+def close(run: Run, signals: Signals, *, finished: bool) -> None:
+    """Leave what a whole run leaves for people, or what one does that stops before its end."""
     signals.promise = "stopping; the last step is saved"
     try:
-        run.artifacts().finish()
+        run.artifacts().finish() if finished else run.artifacts().leave()
     except Interrupted as error:
         where = "after the last step, which is saved; adapter files or the report may be missing"
         raise Interrupted(error.signum, where) from None

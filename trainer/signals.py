@@ -10,6 +10,9 @@ import signal
 import socket
 import sys
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from trainer.errors import Interrupted
 from trainer.terminal import read_or_not
@@ -41,6 +44,8 @@ class Signals:
         self.save = False
         self.promise = STOPPING
         self._interrupted = False
+        self._received = 0  # signals to stop that came to this process, and not from another one
+        self._until: float | None = None
         self._before: dict[int, object] = {}
         # Python runs a handler between two of its own instructions: a backward pass in C++ may be half a minute long. The
         # number of a signal comes through here at once, to a thread.
@@ -85,8 +90,20 @@ class Signals:
         if signum == signal.SIGINT and self._interrupted:
             raise KeyboardInterrupt
         self._interrupted |= signum == signal.SIGINT
+        self._received += 1
         self.stop = self.stop or signum
 
+    @contextmanager
+    def last_work(self, seconds: float) -> Iterator[None]:
+        """In the block a stop that was asked for once leaves time for work that may be left undone: `check` raises when that
+        time is over, or at a second signal."""
+        self._until = time.monotonic() + seconds
+        try:
+            yield
+        finally:
+            self._until = None
+
     def check(self) -> None:
-        if self.stop is not None:
+        in_time = self._until is not None and self._received < 2 and time.monotonic() < self._until
+        if self.stop is not None and not in_time:
             raise Interrupted(self.stop)

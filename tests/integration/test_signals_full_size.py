@@ -73,7 +73,7 @@ def test_signals_in_each_long_phase_of_full_size_sdxl(tmp_path: Path, capsys) ->
         precision__compute="bf16", adapter__type="dora", adapter__rank=16, adapter__targets="attention+mlp",
         data__resolution=256, data__batch_size=1, data__sources=[{"path": str(photos)}],
         data__cache_dir=str(tmp_path / "cache"), model__cache_dir=str(tmp_path / "converted"),
-        memory__gradient_checkpointing=True, validation__every_steps=2,
+        memory__gradient_checkpointing=True, validation__every_steps=2, export__on_stop=False,
         validation__samples=[{"prompt": "a bear", "width": 256, "height": 256, "steps": 2}],
     )  # fmt: skip
     arguments = ["--config", str(bench.write(tree)), "--resume_from", "auto"]

@@ -33,6 +33,8 @@ DORA_SCALE_MEANING = {
 }
 
 
+FORMATS = ("diffusers", "comfyui")
+
 # Header entries that are about a file's keys and bytes, and not about what was trained.
 METADATA_OF_KEYS = ("lora_adapter_metadata", "format", "sshs_model_hash", "sshs_legacy_hash")
 # Of ss_network_args, what is about a DoRA.
@@ -65,7 +67,7 @@ class About:
     started_from: Mapping[str, str] = field(default_factory=dict)
 
 
-def file_names(stem: str, formats: Sequence[str]) -> dict[str, str]:
+def file_names(stem: str, formats: Sequence[str] = FORMATS) -> dict[str, str]:
     """What `write_files` writes, by format."""
     names = {"diffusers": f"{stem}.safetensors", "comfyui": f"{stem}_comfyui.safetensors"}
     return {format: name for format, name in names.items() if format in formats}
@@ -91,13 +93,19 @@ def write_files(
 
     portable: the adapter, with magnitudes of the meaning asked for.
     advance: counts layers made ready, of each file, and gets 0 for a piece of one that was written.
-    Raises NonFiniteError, and writes nothing, where a tensor is not finite.
+    Raises NonFiniteError where a tensor is not finite, UserError where nothing was trained, and writes nothing then.
     """
     written = {format: folder / name for format, name in file_names(stem, formats).items()}
     meanings: dict[str, DoraScale] = {"diffusers": "magnitude", "comfyui": dora_scale}
     made = {format: portable(meanings[format]) for format in written}
     for adapter in made.values():
         adapter.check_finite(advance)
+    if not any(factors.b.make().any() for adapter in made.values() for factors in adapter.layers.values()):
+        raise UserError(
+            f"every B of the adapter is zero after step {about.step}, so it changes nothing: no file was written. Either its "
+            "updates were skipped (metrics.jsonl says so), or there was no gradient, or the rate was too small: "
+            f"optimizer.lr is {about.learning_rate:g}, and a warm-up begins with zero"
+        )
     for format, path in written.items():
         adapter = made[format]
         if format == "diffusers":

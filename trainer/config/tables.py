@@ -337,6 +337,7 @@ class ExportTable(Table):
     )
     dora_scale: Literal["comfyui_released", "magnitude"] = "comfyui_released"
     trigger_phrase: str = ""
+    on_stop: bool = True
 
 
 class SampleTable(Table):
