@@ -8,6 +8,7 @@
     python scripts/adapter.py compare A.safetensors B.safetensors
     python scripts/adapter.py resize bear.safetensors small.safetensors --rank 4
     python scripts/adapter.py ema outputs/bear --length 0.1                            # an average of its weights
+    python scripts/adapter.py push outputs/bear/adapters --repo me/bear                # to the Hugging Face hub, as private
 
 Files of diffusers, PEFT, kohya, LyCORIS, ComfyUI, OneTrainer and ai-toolkit are read, LoRA and DoRA, for SDXL and Flux
 (docs/adapter_files.md). --base names the model where a file is for another size than the published ones, and where weights
@@ -45,13 +46,13 @@ def export(chosen: argparse.Namespace) -> None:
 
     opened = open_checkpoint(chosen.checkpoint, chosen.base)
     averaged = kept(opened)
-    for format, path in opened.export(chosen.folder).items():
+    for format, path in opened.export(chosen.folder, sample=opened.sample()).items():
         print(f"{format}: {path}")
     for sentence in not_loaded_by_diffusers(opened.layers):
         print(f"note: {sentence}")
     if averaged is None:
         return
-    written = averaged.export(chosen.folder, opened.about.name + AVERAGE)
+    written = averaged.export(chosen.folder, opened.about.name + AVERAGE, opened.sample(AVERAGE))
     for format in opened.formats:
         print(f"{format}, average: {written.get(format, NOT_WRITTEN)}")
 
@@ -170,6 +171,17 @@ def ema(chosen: argparse.Namespace) -> None:
     print("\n".join(average(chosen.output, chosen.length, step=chosen.step, folder=chosen.folder).lines()))
 
 
+def push(chosen: argparse.Namespace) -> None:
+    """Send a folder of adapter files and its model card to the Hugging Face hub."""
+    from trainer.phases import Phases
+    from trainer.publishing import push
+
+    pushed = push(chosen.folder, chosen.repo, public=chosen.public, phases=Phases(show=True))
+    print(f"pushed: {pushed.url}, commit {pushed.commit}")
+    for name in pushed.files:
+        print(f"  {name}")
+
+
 def opened_file(chosen: argparse.Namespace):
     """The adapter file of the arguments, by the names of the model that they give."""
     return opened_at(chosen.file, models_of(chosen.base) if chosen.base else None, chosen.family)
@@ -270,6 +282,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     command.add_argument("--step", type=int, help="up to this step; default: the last one that was set aside")
     command.add_argument("--folder", type=Path, help="where the files go; default: OUTPUT_DIR/adapters")
+    command = commands.add_parser("push", help="a folder of adapter files to the Hugging Face hub")
+    command.set_defaults(run=push)
+    command.add_argument("folder", metavar="FOLDER", type=Path, help="adapter files, README.md, images/")
+    command.add_argument("--repo", required=True, metavar="USER/NAME", help="made where there is none")
+    command.add_argument("--public", action="store_true", help="make a public repository; default: a private one")
     chosen = parser.parse_args(arguments)
     try:
         status = chosen.run(chosen) or 0

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 
 from tests.harness import Workbench
+from trainer import signals
 
 ROOT = Path(__file__).resolve().parent.parent
 # One thread whatever the machine: byte equality is promised for one thread count, and the tests run side by side.
@@ -32,6 +33,12 @@ def libraries_are_no_garbage() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def a_checkpoint_is_asked_of_nobody() -> None:
+    """As the command line does first of all. A test that calls it leaves the signal as it was, then, the first one too."""
+    signals.hold_save()
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,7 @@ from trainer.adapters.targets import Rates, Rule, Target, grouped, with_rates
 from trainer.checkpoint import store
 from trainer.checkpoint.state import Saved
 from trainer.errors import UserError
+from trainer.layout import Layout, folder_name
 from trainer.models import FAMILIES, family_named
 from trainer.models.base import Family
 from trainer.models.building import build
@@ -30,6 +31,7 @@ from trainer.models.loading import PUBLISHED, ModelSource
 from trainer.models.opening import open_model
 from trainer.optim.state import weights_for_use
 from trainer.optim.table import OPTIMIZERS
+from trainer.report.samples import THUMBNAIL, thumbnail
 from trainer.tensorfile import TensorFile
 from trainer.types import Link, Recognised
 
@@ -276,10 +278,16 @@ class OpenedCheckpoint:
             raise UserError(f"{self.folder} is of another adapter than these weights")
         return replace(self, _state=state, norms=norms, about=about)
 
-    def export(self, folder: Path, stem: str | None = None) -> dict[str, Path]:
+    def sample(self, ending: str = "") -> Path | None:
+        """The first that the run drew at this step, where that lies beside its checkpoints. ending: "", or AVERAGE."""
+        layout, step = Layout(self.folder.absolute().parent.parent), self.about.step
+        own = self.folder.absolute() == (layout.checkpoints / folder_name(step)).absolute()
+        return layout.sample_of(step, ending) if own else None
+
+    def export(self, folder: Path, stem: str | None = None, sample: Path | None = None) -> dict[str, Path]:
         """Write the files that the run itself would write at this step, byte for byte; returns them by format (`formats`).
 
-        stem: of the files' names; left out: the run's name.
+        stem: of the files' names; left out: the run's name. sample: for the thumbnail.
         """
         shapes = self.model.full_layers(self.components)
         return export.write_files(
@@ -293,6 +301,7 @@ class OpenedCheckpoint:
             rows=lambda name: shapes[name][0],
             norms=self.norms,
             dora_scale=self.dora_scale,
+            thumbnail=thumbnail(sample, THUMBNAIL) if sample else "",
         )
 
 

@@ -11,6 +11,7 @@ from trainer import optim, outcome, quantization, validation
 from trainer.adapters import Adapter, export
 from trainer.adapters.norms import Norms, products
 from trainer.adapters.portable import of_adapter
+from trainer.card import write_card
 from trainer.checkpoint.state import Progress
 from trainer.components import Components
 from trainer.data.loader import Reader
@@ -26,6 +27,7 @@ from trainer.origin import Origin
 from trainer.policies import AVERAGES_TOO_LARGE, SAMPLES_TOO_LARGE
 from trainer.report import write_report
 from trainer.report.before_after import write_before_after
+from trainer.report.samples import THUMBNAIL, thumbnail
 from trainer.verdict import judge
 
 
@@ -58,7 +60,12 @@ class Artifacts:
         if self.averages.updates and every and (at_end or due(every, step)):
             failure = self.set_aside() if processes.is_main else None
             processes.wait()
-        if not at_end and due(config.export.every_steps, step):
+        if plan.requests and (step == 0 or at_end or due(config.validation.every_steps, step)):
+            if processes.is_main and not (again and self.layout.samples_of(step).exists()):
+                failure = failure or self.draw_samples()
+            processes.wait()
+        # After the samples, whose first one is the files' thumbnail.
+        if failure is None and not at_end and due(config.export.every_steps, step):
             stem = f"{config.run.name}-{step:08d}"
             files = [f for ending in self.weights for f in export.file_names(stem + ending, config.export.formats).values()]
             if not (again and all((self.layout.adapters / file).exists() for file in files)):
@@ -69,11 +76,7 @@ class Artifacts:
                 except UserError as error:  # not trained yet
                     processes.say(f"warning: {error}")
                 except OSError as error:
-                    failure = failure or NotWritten(error)
-            processes.wait()
-        if plan.requests and (step == 0 or at_end or due(config.validation.every_steps, step)):
-            if processes.is_main and not (again and self.layout.samples_of(step).exists()):
-                failure = failure or self.draw_samples()
+                    failure = NotWritten(error)
             processes.wait()
         return failure
 
@@ -137,6 +140,7 @@ class Artifacts:
         written = {}
         with components.phases("exporting", count, "layer") as phase:
             for ending, used in self.weights.items():
+                sample = self.layout.sample_of(self.progress.step, ending)
                 with used():
                     norms = self.norms.now(phase.advance)
                     own = partial(of_adapter, self.adapter, norms, advance=lambda count: phase.check())
@@ -151,20 +155,23 @@ class Artifacts:
                         rows=lambda name: components.layer(name).weight_shape[0],
                         norms=norms,
                         dora_scale=config.export.dora_scale,
+                        thumbnail=thumbnail(sample, THUMBNAIL) if sample else "",
                         advance=phase.advance,
                     )
                 written |= {format + (", average" if ending else ""): path for format, path in made.items()}
         return written
 
     def export_newest(self) -> dict[str, Path]:
-        """As `export`, to the files that have no step in their names. Those that an earlier stop or end left in a format that
-        is not asked for any more are deleted."""
+        """As `export`, to the files that have no step in their names, with the model card. Files that an earlier stop or end
+        left in a format that is not asked for any more are deleted."""
         name = self.components.plan.config.run.name
         written = self.export(name)
         for ending in ("", AVERAGE):
             for file in export.file_names(name + ending).values():
                 if (path := self.layout.adapters / file) not in written.values():
                     path.unlink(missing_ok=True)
+        if written:
+            write_card(self.components.plan, self.origin.about(), self.layout, written)
         return written
 
     def leave(self) -> None:

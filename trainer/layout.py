@@ -48,6 +48,8 @@ class Layout:
         self.config = root / "config.toml"  # the resolved one
         self.checkpoints = root / "checkpoints"
         self.adapters = root / "adapters"  # NAME.safetensors of the end, NAME-STEP.safetensors of a step
+        self.card = self.adapters / "README.md"
+        self.card_images = self.adapters / "images"  # the samples that it shows
         self.averages = root / "ema"  # those set aside, from which others are made after the training
         self.samples = root / "samples"
         self.truths = self.samples / "truth"  # what samples ought to look like, where that is known
@@ -60,6 +62,11 @@ class Layout:
 
     def samples_of(self, step: int) -> Path:
         return self.samples / folder_name(step)
+
+    def sample_of(self, step: int, ending: str = "") -> Path | None:
+        """The first sample that was drawn at that step; None where none was. ending: "", or AVERAGE."""
+        file = self.samples_of(step) / f"00{ending}.png"
+        return file if file.exists() else None
 
     def superseded(self, after: int, again: int = 1) -> Path:
         """Results of steps beyond `after`, which a resumed run makes anew."""
@@ -74,7 +81,9 @@ class Layout:
 
     def leftovers(self) -> list[Path]:
         """Files of a killed process that never got their names."""
-        return [path for folder in (self.root, self.adapters, self.averages) for path in folder.glob(".*.tmp")]
+        return [
+            path for folder in (self.root, self.adapters, self.card_images, self.averages) for path in folder.glob(".*.tmp")
+        ]
 
     def later_results(self, name: str, after: int) -> list[Path]:
         """What the steps beyond `after` left of the run `name`: samples, averages, adapter files (the end's, too), report."""
@@ -86,4 +95,4 @@ class Layout:
             if ((found := step.fullmatch(path.name)) and int(found[1] or found[2]) > after) or end.fullmatch(path.name)
         ]
         later += [path for path in self.averages.glob("*") if (snapshot_step(path.name) or 0) > after]
-        return [*later, *(path for path in (self.report, self.before_after) if path.exists())]
+        return [*later, *(path for path in (self.report, self.before_after, self.card, self.card_images) if path.exists())]

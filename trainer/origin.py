@@ -3,11 +3,15 @@
 Nothing is pinned by it and nothing restored from it: a run that goes on makes it anew.
 """
 
+import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from functools import cached_property
 from typing import Any
 
+from trainer import optim
 from trainer.adapters import Adapter
 from trainer.adapters.export import About
 from trainer.checkpoint.state import Progress
@@ -55,7 +59,52 @@ class Origin:
             changes=self.progress.changes,
             started_from=self.start.lineage(),
             family=family.metadata(plan.source.config(family.denoiser), prediction),
+            training=self._training,
+            licence=config.export.license,
         )
+
+    @cached_property
+    def _training(self) -> dict[str, str]:
+        """Of all the entries of kohya's trainer those that people and programs read, and whose values are this run's.
+
+        Nothing that differs between a run and the same one that was moved or interrupted: folders are numbered, and the date
+        is that of the day.
+        """
+        plan, config = self.plan, self.plan.config
+        schedule, objective, rate = config.schedule, plan.config.objective, config.optimizer.lr
+        encoders = set(plan.adapted) - {plan.family.denoiser}
+        began = datetime.fromisoformat(self.progress.started).replace(hour=0, minute=0, second=0, microsecond=0)
+        counts = Counter(example.bucket for example in plan.examples for _ in range(example.photo.repeats))
+        buckets = {
+            str(index): {"resolution": list(bucket), "count": counts[bucket]} for index, bucket in enumerate(sorted(counts))
+        }
+        folders: tuple[dict, dict] = {}, {}
+        for photo in plan.photos:
+            entry = {"n_repeats": photo.repeats, "img_count": 0}
+            folders[photo.source.regularisation].setdefault(f"source {photo.source.index}", entry)["img_count"] += 1
+        entries = {
+            "training_started_at": began.timestamp(),
+            "max_train_steps": plan.max_steps,
+            "num_epochs": plan.epoch_of(plan.max_steps),
+            "num_reg_images": sum(photo.repeats for photo in plan.photos if photo.source.regularisation),
+            "batch_size_per_device": config.data.batch_size,
+            "total_batch_size": config.data.batch_size * config.step.accumulation * plan.processes,
+            "optimizer": config.optimizer.name,
+            "unet_lr": rate,
+            "text_encoder_lr": (config.optimizer.text_encoder_lr or rate) if encoders else None,
+            "lr_scheduler": schedule.name,
+            "lr_warmup_steps": optim.steps_of(schedule.warmup, self.progress.total_steps),
+            "mixed_precision": {"fp32": "no"}.get(config.precision.compute, config.precision.compute),
+            "max_grad_norm": config.step.max_grad_norm,
+            "caption_dropout_rate": config.data.caption_dropout,
+            "noise_offset": objective.noise_offset or None,
+            "min_snr_gamma": objective.min_snr_gamma if objective.weighting == "min_snr" else None,
+            "enable_bucket": True,
+            "bucket_info": json.dumps({"buckets": buckets}),
+            "dataset_dirs": json.dumps(folders[False]),
+            "reg_dataset_dirs": json.dumps(folders[True]),
+        }
+        return {f"ss_{key}": str(value) for key, value in entries.items()}
 
     def state_dict(self) -> Mapping[str, Any]:
         """about: of its files. family, configs: of the model, the components that are adapted. alphas: of every adapted layer

@@ -28,7 +28,7 @@ def start(bench: Workbench, out: str, **more) -> int:
 
 
 def files(bench: Workbench, out: str) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in (bench.tmp / out / "adapters").iterdir()}
+    return {path.name: path.read_bytes() for path in (bench.tmp / out / "adapters").rglob("*") if path.is_file()}
 
 
 def signalled(patch, step: int, signum: int = signal.SIGTERM) -> None:
@@ -48,7 +48,7 @@ def test_a_stopped_run_leaves_files_and_ends_as_one_that_never_was(bench: Workbe
     assert start(bench, "whole", export__formats=["diffusers"]) == 0
     assert start(bench, "parts", run__stop_after=1) == 0
     assert "adapter as of step 1 (comfyui)" in capsys.readouterr().out
-    assert len(files(bench, "parts")) == 4 and "has not reached it" in (out / "report.html").read_text()
+    assert len(files(bench, "parts")) == 5 and "has not reached it" in (out / "report.html").read_text()
     with monkeypatch.context() as patch:
         signalled(patch, 2)
         assert start(bench, "parts") == 143
@@ -59,6 +59,7 @@ def test_a_stopped_run_leaves_files_and_ends_as_one_that_never_was(bench: Workbe
     # The files of a format that is not asked for any more would be those of step 2 for ever.
     assert start(bench, "parts", export__formats=["diffusers"]) == 0
     assert files(bench, "parts") == files(bench, "whole") and set(files(bench, "whole")) == {
+        "README.md",
         "bear.safetensors",
         "bear_ema.safetensors",
     }

@@ -80,7 +80,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "bitsandbytes": ("quantization/bitsandbytes.py", "optim/*", "rehearsal.py"),
     "datasets": ("data/layouts/hf.py",),
     "diffusers": ("models/*", "rehearsal.py"),
-    "huggingface_hub": ("models/*",),
+    "huggingface_hub": ("models/*", "publishing.py"),
     "optimum": ("quantization/quanto.py",),
     "peft": ("adapters/*",),
     "pytorch_optimizer": ("optim/*",),

@@ -36,7 +36,9 @@ DORA_SCALE_MEANING = {
 FORMATS = ("diffusers", "comfyui")
 
 # Header entries that are about a file's keys and bytes, and not about what was trained.
-METADATA_OF_KEYS = ("lora_adapter_metadata", "format", "sshs_model_hash", "sshs_legacy_hash")
+METADATA_OF_KEYS = ("lora_adapter_metadata", "format", "sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
+# The bytes of a file that kohya's old hash is of.
+LEGACY_HASHED = (0x100000, 0x110000)
 # Of ss_network_args, what is about a DoRA.
 DORA_ARGS = ("dora_wd", "wd_on_output", "dora_scale", "dora_base")
 
@@ -48,6 +50,7 @@ class About:
     started: ISO time of the run's first start; never the present time. dora_base: which weights a DoRA's files are made for.
     changes: what was changed in mid-run, as Progress has it. average: of the weights over which updates; "" for no average.
     started_from: the file that the run started from, {"file", "sha256"}; empty where it started anew.
+    training: further `ss_*` entries, as kohya's trainer writes them. licence: its name, "" where none was given.
     """
 
     name: str
@@ -65,6 +68,8 @@ class About:
     changes: Sequence[Mapping[str, Any]] = ()
     average: str = ""
     started_from: Mapping[str, str] = field(default_factory=dict)
+    training: Mapping[str, str] = field(default_factory=dict)
+    licence: str = ""
 
 
 def file_names(stem: str, formats: Sequence[str] = FORMATS) -> dict[str, str]:
@@ -85,13 +90,14 @@ def write_files(
     rows: Callable[[str], int],
     norms: AllNorms,
     dora_scale: DoraScale,
+    thumbnail: str = "",
     advance: Advance = unheard,
 ) -> dict[str, Path]:
     """Write a run's adapter files to `folder`; returns them by format ("diffusers", "comfyui").
 
     The rest as in `kohya_tensors`.
 
-    portable: the adapter, with magnitudes of the meaning asked for.
+    portable: the adapter, with magnitudes of the meaning asked for. thumbnail: a small picture as a data URI.
     advance: counts layers made ready, of each file, and gets 0 for a piece of one that was written.
     Raises NonFiniteError where a tensor is not finite, UserError where nothing was trained, and writes nothing then.
     """
@@ -114,6 +120,7 @@ def write_files(
         else:
             tensors = kohya_tensors(adapter, modules=fused, prefixes=prefixes, rows=rows, norms=norms, advance=advance)
             fields = metadata(adapter, about, convention=f"{dora_scale}: {DORA_SCALE_MEANING[dora_scale]}")
+        fields |= {"modelspec.thumbnail": thumbnail} if thumbnail else {}
         write_tensors(path, tensors, with_hash(tensors, fields, advance), lambda count: advance(0))
     return written
 
@@ -327,12 +334,15 @@ def _widest(tensors: Sequence[Recipe]) -> torch.dtype:
 
 
 def metadata(adapter: Portable, about: About, *, convention: str) -> dict[str, str]:
-    """Header entries that Civitai, A1111 and ComfyUI's nodes read (`ss_*` as kohya's, `modelspec.*` as SAI's)."""
+    """Header entries that Civitai, A1111 and ComfyUI's nodes read: `ss_*` as sd-scripts writes them (train_network.py),
+    `modelspec.*` by Stability AI's specification (https://github.com/Stability-AI/ModelSpec), 1.0.0."""
     targets = adapter.targets
+    resolution = about.resolution.rpartition(", ")[2]  # the largest: both have one
     fields = lora_config(targets, dora=adapter.dora, rslora=adapter.rslora)
     args: dict[str, str] = {"algo": "lora", "rs_lora": str(adapter.rslora)}
     if adapter.dora:
         args |= {"dora_wd": "True", "wd_on_output": "True", "dora_scale": convention, "dora_base": about.dora_base}
+    trigger = about.trigger_phrase
     if len({t.rank for t in targets}) > 1 or len({t.alpha for t in targets}) > 1:
         args |= {"per_layer_rank": "True"}
     known: dict[str, str] = {}
@@ -350,14 +360,16 @@ def metadata(adapter: Portable, about: About, *, convention: str) -> dict[str, s
         "ss_steps": str(about.step),
         "ss_epoch": str(about.epoch),
         "ss_learning_rate": f"{about.learning_rate:g}",
-        "ss_resolution": about.resolution,
+        "ss_resolution": f"({resolution.replace('x', ', ')})",
         "ss_seed": str(about.seed),
         "modelspec.sai_model_spec": "1.0.0",
         "modelspec.title": about.name,
         "modelspec.date": about.started.partition("T")[0],  # the day: equal runs of one day are equal bytes
-        "modelspec.resolution": about.resolution,
-        "modelspec.trigger_phrase": about.trigger_phrase,
+        "modelspec.resolution": resolution,
         **about.family,
+        **about.training,
+        **({"modelspec.trigger_phrase": trigger, "modelspec.usage_hint": f"Trigger: {trigger}"} if trigger else {}),
+        **({"modelspec.license": about.licence} if about.licence else {}),
         **({"average": about.average} if about.average else {}),
         **({"started_from": json.dumps(dict(about.started_from), sort_keys=True)} if about.started_from else {}),
         **({"changed_in_mid_run": json.dumps(list(about.changes), sort_keys=True)} if about.changes else {}),
@@ -365,10 +377,20 @@ def metadata(adapter: Portable, about: About, *, convention: str) -> dict[str, s
 
 
 def with_hash(tensors: Tensors, fields: dict[str, str], advance: Advance = unheard) -> dict[str, str]:
-    """`fields` with `sshs_model_hash`: SHA-256 of everything behind the header, as kohya's tools compute it."""
-    digest, pieces = hashlib.sha256(), serialize(tensors)
-    next(pieces)
-    for piece in pieces:
-        digest.update(piece)
+    """`fields` with the hashes by which programs know a file whatever else its header says.
+
+    `sshs_model_hash`, and `modelspec.hash_sha256` with 0x before it: SHA-256 of everything behind the header.
+    `sshs_legacy_hash`: the first 8 digits of the SHA-256 of LEGACY_HASHED, in the file as it is with the `ss_*` entries alone
+    (sd-scripts, library/train_util.py, precalculate_safetensors_hashes).
+    """
+    data, window, at = hashlib.sha256(), hashlib.sha256(), 0
+    first, last = LEGACY_HASHED
+    for piece in serialize(tensors, {key: value for key, value in fields.items() if key.startswith("ss_")}):
+        if at:  # the header comes first
+            data.update(piece)
+        window.update(piece[max(0, first - at) : max(0, last - at)])
+        at += len(piece)
         advance(0)
-    return fields | {"sshs_model_hash": digest.hexdigest()}
+    digest = data.hexdigest()
+    hashes = {"sshs_model_hash": digest, "sshs_legacy_hash": window.hexdigest()[:8], "modelspec.hash_sha256": f"0x{digest}"}
+    return fields | hashes

@@ -337,7 +337,16 @@ class ExportTable(Table):
     )
     dora_scale: Literal["comfyui_released", "magnitude"] = "comfyui_released"
     trigger_phrase: str = ""
+    base_model: str = ""
+    license: str = ""
+    license_link: str = ""
     on_stop: bool = True
+
+    @model_validator(mode="after")
+    def _a_link_of_a_licence(self) -> ExportTable:
+        if self.license_link and not self.license:
+            raise ValueError("export.license_link belongs to export.license, the licence's name; give both, or neither")
+        return self
 
 
 class SampleTable(Table):

@@ -215,7 +215,7 @@ class _Blob:
                         self._append(out, piece)
                         digest.update(piece)
                 lost: Exception = ConnectionError("the connection was closed before the file's end")
-            except _transport_error() as error:
+            except transport_error() as error:
                 status = getattr(getattr(error, "response", None), "status_code", 500)
                 if status < 500 and status != 429:
                     raise
@@ -272,7 +272,7 @@ def look(hub_id: str) -> Repository:
         info = HfApi().model_info(hub_id, files_metadata=True, timeout=TIMEOUT)
     except HFValidationError as error:
         raise _refused(hub_id, _reason(error)) from error
-    except (OSError, _transport_error()) as error:
+    except (OSError, transport_error()) as error:
         reason = _reason(error)
     else:
         listed = {file.rfilename: HubFile(file.size, file.lfs.sha256 if file.lfs else file.blob_id) for file in info.siblings}
@@ -291,7 +291,7 @@ def _told(hub_id: str, kept: str = "") -> Iterator[None]:
     """What the hub answered, or the way to it, becomes the user's message. A disk's own errors pass."""
     try:
         yield
-    except (OSError, _transport_error()) as error:
+    except (OSError, transport_error()) as error:
         if getattr(error, "errno", None) is not None:
             raise
         raise _refused(hub_id, _reason(error), kept) from error
@@ -320,7 +320,7 @@ def _reason(error: Exception) -> str:
     return said
 
 
-def _transport_error() -> type[Exception]:
+def transport_error() -> type[Exception]:
     """What the HTTP library raises, httpx in huggingface_hub 1, httpx2 from 2 on: the hub's own errors derive from it."""
     from huggingface_hub.errors import HfHubHTTPError
 

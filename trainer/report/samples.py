@@ -13,6 +13,7 @@ from trainer.layout import plain_request, step_of
 EMBED_BYTES = 6 * 2**20  # as much as is embedded untouched; a larger set is embedded as thumbnails
 THUMBNAIL_PX = 512
 JPEG_QUALITY = 85
+THUMBNAIL = 256  # px: the side that ModelSpec recommends
 
 
 @dataclass
@@ -94,9 +95,27 @@ def _embed(file: Path, shrink: bool) -> tuple[str | None, str | None, tuple[int,
     with Image.open(io.BytesIO(data)) as image:
         prompt, request, size = image.info.get("prompt"), image.info.get("request"), image.size
         if shrink:
-            image = image.convert("RGB")
-            image.thumbnail((THUMBNAIL_PX, THUMBNAIL_PX), Image.Resampling.LANCZOS)
-            buffer = io.BytesIO()
-            image.save(buffer, "JPEG", quality=JPEG_QUALITY)
-            data, kind = buffer.getvalue(), "jpeg"
-    return prompt, request, size, f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+            data, kind = _reduced(image, THUMBNAIL_PX), "jpeg"
+    return prompt, request, size, _uri(data, kind)
+
+
+def thumbnail(file: Path, side: int) -> str:
+    """An image as a JPEG of at most `side` pixels to a side, in a data URI."""
+    from PIL import Image
+
+    with Image.open(file) as image:
+        return _uri(_reduced(image, side), "jpeg")
+
+
+def _reduced(image, side: int) -> bytes:
+    """As a JPEG."""
+    from PIL import Image
+
+    image, buffer = image.convert("RGB"), io.BytesIO()
+    image.thumbnail((side, side), Image.Resampling.LANCZOS)
+    image.save(buffer, "JPEG", quality=JPEG_QUALITY)
+    return buffer.getvalue()
+
+
+def _uri(data: bytes, kind: str) -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"

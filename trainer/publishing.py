@@ -1,0 +1,99 @@
+"""A folder of adapter files, sent to a repository of the Hugging Face hub (`scripts/adapter.py push`).
+
+What is sent: its adapter files, README.md, and the pictures in images/. Tokens are huggingface_hub's own business (HF_TOKEN,
+or what `hf auth login` left).
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.adapters.portable import is_finite
+from trainer.errors import NonFiniteError, UserError
+from trainer.models.hub import transport_error
+from trainer.phases import QUIET, Phases
+from trainer.tensorfile import TensorFile
+
+UP = (".lora_B.weight", ".lora_up.weight")  # of the keys that a run's files have
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """url: of the repository. commit: its new one, or the newest where it had all this already."""
+
+    url: str
+    commit: str
+    files: tuple[str, ...]
+
+
+def files_of(folder: Path) -> dict[str, Path]:
+    """What of a folder is sent, by its path in the repository. Raises UserError where no adapter file is there."""
+    adapters = sorted(folder.glob("*.safetensors"))
+    if not adapters:
+        raise UserError(f"{folder} has no .safetensors file; give the folder with a run's adapter files")
+    others = [*folder.glob("README.md"), *sorted(folder.glob("images/*.png"))]
+    return {path.relative_to(folder).as_posix(): path for path in (*adapters, *others)}
+
+
+def check(path: Path, phases: Phases = QUIET) -> None:
+    """Raises NonFiniteError for an adapter file with a number that is not finite, UserError for one that changes nothing."""
+    file = TensorFile(path)
+    ups = [name for name in file.entries if name.endswith(UP)]
+    changes = not ups
+    with phases(f"checking {path.name}", total=sum(entry.bytes for entry in file.entries.values()), unit="B") as phase:
+        for name in file.entries:
+            tensor = file.read(name, phase.advance)
+            if tensor.is_floating_point() and not is_finite(tensor):
+                raise NonFiniteError(f"{path}: {name} is not finite; nothing was sent")
+            changes = changes or (name in ups and bool(tensor.any()))
+    if not changes:
+        raise UserError(f"{path}: every B is zero, so it changes nothing; nothing was sent")
+
+
+def push(folder: Path, repository: str, *, public: bool = False, phases: Phases = QUIET) -> Pushed:
+    """In one commit. The repository is made where there is none, private unless `public`; one that exists stays as it is.
+
+    Raises UserError where the hub does not take it, and what `check` raises, before anything is sent.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    found = files_of(folder)
+    for path in found.values():
+        if path.suffix == ".safetensors":
+            check(path, phases)
+    api = HfApi()
+    try:
+        url = api.create_repo(repository, private=not public, exist_ok=True)
+        done = api.create_commit(
+            url.repo_id,
+            operations=[CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in found.items()],
+            commit_message="Upload adapter files",
+        )
+    except HFValidationError as error:
+        raise UserError(f"--repo {repository!r} is no name of a repository, which is USER/NAME: {error}") from error
+    except (OSError, ValueError, RuntimeError, transport_error()) as error:
+        # ValueError: of the card's header. RuntimeError: of a file, around what went wrong with it.
+        cause = error.__cause__ if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception) else error
+        if getattr(cause, "errno", None) is not None and getattr(cause, "response", None) is None:
+            raise cause from None
+        raise UserError(f"{repository!r} could not be pushed to: {_reason(cause)}") from error
+    return Pushed(str(url), done.oid, tuple(found))
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, for people, with the remedy where there is one."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set"
+    if status == 401:
+        return "the hub does not know who asks; log in with `hf auth login`, or set HF_TOKEN to a token that may write"
+    if status in (403, 404):
+        return f"the token may not write there ({status}); take one with write access, and a name under your own account"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines) if lines else type(error).__name__
