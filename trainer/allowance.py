@@ -72,9 +72,7 @@ def parse(allow: str | None, resume_from: str | None) -> Allowance:
     known = configs.known_keys()
     for key in keys:
         if configs.generic(key) not in known and not any(name.startswith(f"{configs.generic(key)}.") for name in known):
-            meant = configs.near_miss(key)
-            hint = f"did you mean {meant}?" if meant else "see configs/ for the keys there are"
-            raise UserError(f"--allow {key}: unknown key; {hint}")
+            raise UserError(f"--allow {key}: unknown key; {configs.hint(key)}")
     return Allowance(keys, resume_from)
 
 

@@ -3,7 +3,6 @@
 0 done; 2 user error; 4 non-finite values; 5 out of memory; 6 storage; 143 / 130 / 129 after SIGTERM / SIGINT / SIGHUP.
 """
 
-import argparse
 import atexit
 import gc
 import multiprocessing
@@ -13,33 +12,13 @@ import threading
 from typing import NoReturn
 
 from trainer import signals
+from trainer.arguments import parse
 from trainer.errors import PeerStopped, ending
 from trainer.terminal import write
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="train.py", description="Fine-tune a LoRA or DoRA adapter for SDXL or Flux.", allow_abbrev=False
-    )
-    parser.add_argument("--config", required=True, metavar="FILE", help="a TOML file, or the bare name of one in configs/")
-    parser.add_argument(
-        "--resume_from", metavar="auto|latest|DIR", help="go on from a checkpoint; auto starts fresh where none exists"
-    )
-    parser.add_argument(
-        "--allow", metavar="KEY[,KEY]|data",
-        help="with --resume_from: go on with other values of these keys or tables; data: with other photos",
-    )  # fmt: skip
-    parser.add_argument(
-        "--set", dest="overrides", action="append", nargs="+", default=[], metavar="table.key=VALUE",
-        help="override a config key with a TOML value (a bare word is a string)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--plan", action="store_true", help="print what the run would do and whether it fits, and train nothing"
-    )
-    parser.add_argument(
-        "--plan_memory", metavar="SIZE", help='as --plan, for an accelerator of that memory ("12GiB") that need not be here'
-    )
-    chosen = parser.parse_args(arguments)
+    chosen = parse(arguments)
     signals.hold_save()
     quiet_libraries()
     # Importing the libraries makes millions of objects and no garbage; collecting meanwhile takes a sixth of the time to

@@ -5,11 +5,23 @@ import re
 from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 
+from trainer import aliases
+
+
+def near(name: str, known: Collection[str], cutoff: float = 0.6) -> str | None:
+    """The one of `known` that is spelt most like `name`."""
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), None)
+
+
+def likely(name: object, known: Collection[str]) -> str | None:
+    """The one of `known` that another trainer calls `name`, or that is spelt most like it."""
+    return aliases.value_for(name, known) or (near(name, known) if isinstance(name, str) else None)
+
 
 def meant(name: str, known: Collection[str]) -> str:
     """What to say of a name that is not among the known ones."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(map(repr, known))}"
+    found = likely(name, known)
+    return f"did you mean {found!r}?" if found else f"use one of {', '.join(map(repr, known))}"
 
 
 def advice(pattern: str, names: Sequence[str]) -> str:

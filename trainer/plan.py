@@ -1,6 +1,5 @@
 """What a run resolves before it reads a weight: components, targets, data, length. Printed at the start and by --plan."""
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -9,7 +8,7 @@ from functools import partial
 from PIL import Image, ImageOps
 from torch import nn
 
-from trainer import optimization, precision, quantization, storage
+from trainer import optimization, patterns, precision, quantization, storage
 from trainer.adapters import Rule, Target, match_targets
 from trainer.adapters.export import fused_modules
 from trainer.choices import chosen, refuse_averages, refuse_unread, refuse_unread_by_model
@@ -99,9 +98,7 @@ def open_source(config: Config) -> ModelSource:
     names = [component.name for component in family.components]
     for name in config.model.components:
         if name not in names:
-            close = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"{family.name} has {', '.join(names)}"
-            raise UserError(f"model.components.{name} is not a component of {family.name}; {hint}")
+            raise UserError(f"model.components.{name} is not a component of {family.name}; {patterns.meant(name, names)}")
     source = open_model(
         family,
         config.model.path,

@@ -22,8 +22,8 @@ from tests.harness import ROOT
 
 # What every room may use. These import nothing but one another.
 SHARED = {
-    "digests", "draws", "errors", "files", "kernels", "key_styles", "layout", "memory", "patterns", "phases", "protocols",
-    "signals", "tensorfile", "terminal", "tiles", "types",
+    "aliases", "digests", "draws", "errors", "files", "kernels", "key_styles", "layout", "memory", "patterns", "phases",
+    "protocols", "signals", "tensorfile", "terminal", "tiles", "types",
 }  # fmt: skip
 
 # Rooms that do one thing each: what they import besides the shared ones. All others wire these together.
@@ -52,6 +52,7 @@ ONLY_FOR: dict[str, set[str]] = {
     "run": {"cli"},
     "config": {
         "allowance",
+        "arguments",
         "assembly",
         "choices",
         "cli",
@@ -109,7 +110,7 @@ LOW_DTYPES = {
 }  # fmt: skip
 DTYPES_IN = (
     "precision.py", "storage.py", "quantization/*", "kernels/*", "tensorfile.py",
-    "config/*", "choices.py",  # the words that a user may write
+    "config/*", "choices.py", "aliases.py",  # the words that a user may write
     "models/weight_sets.py",  # the words that the hub's file names have
 )  # fmt: skip
 
@@ -278,7 +279,7 @@ def dtypes(house: Sources) -> Iterator[str]:
 
 def families(house: Sources) -> Iterator[str]:
     for source in house.values():
-        if source.room == "models":
+        if source.room in ("models", "aliases"):  # aliases: what other trainers call them
             continue
         words = [(node, node.value) for node in source.constants()]
         for node in ast.walk(source.tree):

@@ -1,6 +1,8 @@
-"""The TOML contract: tables.py has the keys, reading.py the way from a file to them."""
+"""The TOML contract: tables.py has the keys, reading.py the way from a file to them, mistakes.py what is said of the rest."""
 
-from trainer.config.reading import dumps, flatten, generic, known_keys, load, near_miss, parse, read_resolved, tree
+from trainer.config.keys import flatten, generic, known_keys
+from trainer.config.mistakes import hint, near_miss
+from trainer.config.reading import dumps, load, parse, read_resolved, tree
 from trainer.config.tables import (
     ComponentTable,
     Config,
@@ -17,5 +19,5 @@ from trainer.config.tables import (
 __all__ = [
     "ComponentTable", "Config", "DataTable", "ObjectiveTable", "OptimizerTable", "Resolutions", "SampleTable",
     "ScheduleTable", "Table",
-    "dumps", "expand_home", "flatten", "generic", "known_keys", "load", "near_miss", "parse", "read_resolved", "tree",
+    "dumps", "expand_home", "flatten", "generic", "hint", "known_keys", "load", "near_miss", "parse", "read_resolved", "tree",
 ]  # fmt: skip

@@ -1,19 +1,18 @@
 """From TOML to the tables and back. The only file that knows TOML.
 
-What can be said without looking at a model is refused here, with the key's full name, the offending value and, for a near
-miss, the key that was probably meant.
+What can be said without looking at a model is refused here, in the words of `mistakes`.
 """
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import ValidationError
 
-from trainer.config.tables import Config, Table, expand_home
+from trainer.config import mistakes
+from trainer.config.tables import Config, expand_home
 from trainer.errors import UserError
 
 CONFIG_FOLDER = Path(__file__).resolve().parent.parent.parent / "configs"
@@ -46,11 +45,7 @@ def parse(tree: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        items = error.errors(include_url=False)
-        # A list whose items are refused is told as too short, too.
-        inner = {item["loc"][:size] for item in items for size in range(len(item["loc"]))}
-        lines = [_explain(item) for item in items if not (item["type"] == "too_short" and item["loc"] in inner)]
-        raise UserError("\n".join(dict.fromkeys(lines))) from error
+        raise UserError(mistakes.explain(error.errors(include_url=False))) from error
 
 
 def dumps(config: Config) -> str:
@@ -66,13 +61,6 @@ def read_resolved(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{path} cannot be read ({error}); restore it, or choose another run.output_dir") from error
-
-
-def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """{'a': {'b': [1]}} -> {'a.b.0': 1}; empty tables and lists are kept as values."""
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    flat = {k: v for key, value in items for k, v in flatten(value, f"{prefix}{key}.").items()}
-    return flat if flat or not prefix else {prefix[:-1]: tree}
 
 
 def tree(config: Config) -> dict[str, Any]:
@@ -111,61 +99,3 @@ def _child(node: Any, part: str, override: str) -> Any:
     if not part.isdigit() or int(part) >= len(node):
         raise UserError(f"--set {override!r}: {part!r} is not an index into a list of {len(node)}")
     return node[int(part)]
-
-
-def _explain(item: Any) -> str:
-    """One pydantic error as one line: full key, value, remedy."""
-    key = ".".join(str(part) for part in item["loc"] if not _is_union_tag(str(part)))
-    if item["type"] == "extra_forbidden":
-        meant = near_miss(key)
-        return f"unknown key {key}" + (f"; did you mean {meant}?" if meant else "; see configs/ for the keys there are")
-    if item["type"] == "missing":
-        return f"{key} is required"
-    message = item["msg"].removeprefix("Value error, ")
-    if item["type"] == "value_error" and isinstance(item["input"], dict):  # of a table: it names the keys itself
-        return message
-    return f"{key} = {item['input']!r}: {message[0].lower()}{message[1:]}"
-
-
-def _is_union_tag(part: str) -> bool:
-    # pydantic names the tried member of a union in the location: 'bool', 'constrained-int', "literal['auto']", ...
-    return part in ("bool", "int", "float", "str") or "[" in part or part.startswith("constrained-") or "(" in part
-
-
-def near_miss(key: str) -> str | None:
-    """The known key that `key` was probably meant to be, or None."""
-    table, _, leaf = key.rpartition(".")
-    known = list(known_keys())
-    siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == generic(table)}
-    close = difflib.get_close_matches(leaf, list(siblings), n=1, cutoff=0.6)
-    if close:
-        return f"{table}.{close[0]}" if table else close[0]
-    # The right key in the wrong table, or a misspelt table.
-    by_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
-    close = difflib.get_close_matches(generic(key), by_leaf or known, n=1, cutoff=0.0 if by_leaf else 0.75)
-    return close[0] if close else None
-
-
-def generic(key: str) -> str:
-    """`key` with list items and component names written as '*'."""
-    parts = ["*" if part.isdigit() else part for part in key.split(".")]
-    if parts[:2] == ["model", "components"] and len(parts) > 2:
-        parts[2] = "*"
-    return ".".join(parts)
-
-
-def known_keys(table: type[Table] | None = None, prefix: str = "") -> dict[str, Any]:
-    """Every key of the contract (or of one table in it), as `generic` writes it, and its default."""
-    keys = {}
-    for name, field in (table or Config).model_fields.items():
-        keys[prefix + name] = field.default
-        for nested in _tables_in(field.annotation):
-            repeated = nested is not field.annotation
-            keys |= known_keys(nested, f"{prefix}{name}." + ("*." if repeated else ""))
-    return keys
-
-
-def _tables_in(annotation: Any) -> list[type[Table]]:
-    if isinstance(annotation, type) and issubclass(annotation, Table):
-        return [annotation]
-    return [table for argument in get_args(annotation) for table in _tables_in(argument)]

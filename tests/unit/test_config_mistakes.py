@@ -1,0 +1,154 @@
+"""Sixty mistakes, and what is said of each: the key, the value, what to write."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+
+import pytest
+
+from trainer import aliases, cli
+from trainer import config as configs
+from trainer.errors import UserError
+
+MINIMAL = {
+    "run": {"name": "bear", "output_dir": "out", "max_steps": 1},
+    "model": {"family": "sdxl", "path": "model"},
+    "data": {"sources": [{"path": "photos"}]},
+}
+FP8 = 'write dtype = "fp8_e4m3" in [model.components.unet] (of Flux: transformer)'
+DTYPES = "'fp32', 'bf16', 'fp16', 'fp8_e4m3', 'fp8_e5m2', 'int8', 'int4', 'int2', 'nf4', 'fp4'"
+# Of a config: the key, with dots, its value, and the first line that is said.
+MISTAKES = [
+    # names of other trainers
+    ("learning_rate", 1e-4, "unknown key learning_rate; did you mean optimizer.lr?"),
+    ("optimizer.learning_rate", 1e-4, "unknown key optimizer.learning_rate; did you mean optimizer.lr?"),
+    ("adapter.network_dim", 8, "unknown key adapter.network_dim; did you mean adapter.rank?"),
+    ("adapter.lora_alpha", 8, "unknown key adapter.lora_alpha; did you mean adapter.alpha?"),
+    ("adapter.use_dora", True, 'unknown key adapter.use_dora; write type = "dora" in [adapter]'),
+    ("data.train_batch_size", 2, "unknown key data.train_batch_size; did you mean data.batch_size?"),
+    ("step.gradient_accumulation_steps", 2, "unknown key step.gradient_accumulation_steps; did you mean step.accumulation?"),
+    ("run.max_train_steps", 9, "unknown key run.max_train_steps; did you mean run.max_steps?"),
+    ("steps", 9, "unknown key steps; did you mean run.max_steps?"),
+    ("model.pretrained_model_name_or_path", "m", "unknown key model.pretrained_model_name_or_path; did you mean model.path?"),
+    ("model.fp8_base", True, f"unknown key model.fp8_base; {FP8}"),
+    ("precision.mixed_precision", "bf16", "unknown key precision.mixed_precision; did you mean precision.compute?"),
+    ("data.train_data_dir", "x", "unknown key data.train_data_dir; did you mean data.sources.0.path?"),
+    ("data.captions", ".txt", "unknown key data.captions; did you mean data.sources.0.captions?"),
+    ("data.enable_bucket", True, "unknown key data.enable_bucket; leave it out: photos always go to buckets of their shape"),
+    ("objective.snr_gamma", 5, "unknown key objective.snr_gamma; did you mean objective.min_snr_gamma?"),
+    ("checkpoint.save_every_n_steps", 5,
+     "unknown key checkpoint.save_every_n_steps; did you mean checkpoint.every_steps?"),
+    ("validation.sample_prompts", ["a"], "unknown key validation.sample_prompts; did you mean validation.prompts?"),
+    ("lr_scheduler", "cosine", "unknown key lr_scheduler; did you mean schedule.name?"),
+    ("network", {"type": "lora", "linear": 16, "linear_alpha": 16},
+     "unknown table network; write adapter.type for type, adapter.rank for linear, adapter.alpha for linear_alpha"),
+    ("train", {"batch_size": 1, "lr": 1e-4},
+     "unknown table train; write data.batch_size for batch_size, optimizer.lr for lr"),
+    # misspelt, or in another table
+    ("run.epoch", 3, "unknown key run.epoch; did you mean run.epochs?"),
+    ("optimzer", {"lr": 3}, "unknown key optimzer; did you mean optimizer?"),
+    ("adapter.targts", "all", "unknown key adapter.targts; did you mean adapter.targets?"),
+    ("run.lr", 1e-4, "unknown key run.lr; did you mean optimizer.lr?"),
+    ("train.accumulation", 2, "unknown table train; write step.accumulation for accumulation"),
+    ("nothing.of_ours", 2, "unknown key nothing; see configs/ for the keys there are"),
+    # values of other trainers
+    ("model.components.unet.dtype", "float8_e4m3fn",
+     f"model.components.unet.dtype = 'float8_e4m3fn': did you mean 'fp8_e4m3'? The values are {DTYPES}"),
+    ("model.components.unet.dtype", "qint8", "model.components.unet.dtype = 'qint8': did you mean 'int8'? "
+     f"The values are {DTYPES}"),
+    ("precision.compute", "bfloat16",
+     "precision.compute = 'bfloat16': did you mean 'bf16'? The values are 'fp32', 'bf16', 'fp16'"),
+    ("precision.compute", "no", "precision.compute = 'no': did you mean 'fp32'? The values are 'fp32', 'bf16', 'fp16'"),
+    ("adapter.type", "DoRA", "adapter.type = 'DoRA': did you mean 'dora'? The values are 'lora', 'dora'"),
+    ("optimizer.name", "AdamW8bit", "optimizer.name = 'AdamW8bit' is not known; did you mean 'adamw8bit'?"),
+    ("optimizer.name", "AdamW", "optimizer.name = 'AdamW' is not known; did you mean 'adamw'?"),
+    ("model.family", "SDXL", "model.family = 'SDXL' is not known; did you mean 'sdxl'?"),
+    ("model.family", "flux1", "model.family = 'flux1' is not known; did you mean 'flux'?"),
+    ("run.device", "gpu", "run.device = 'gpu': did you mean 'cuda'? The values are 'auto', 'cpu', 'cuda'"),
+    ("schedule.name", "cosine_with_restarts", "schedule.name = 'cosine_with_restarts': did you mean 'cosine_restarts'? "
+     "The values are 'constant', 'linear', 'cosine', 'cosine_restarts', 'polynomial', 'rex', 'wsd'"),
+    ("objective.loss", "l3", "objective.loss = 'l3': use one of 'mse', 'huber', 'smooth_l1'"),
+    # types
+    ("adapter.rank", "16", "adapter.rank = '16': write 16 without quotes"),
+    ("adapter.rank", 16.0, "adapter.rank = 16.0: write 16 without a point"),
+    ("adapter.rank", "many", "adapter.rank = 'many': give a whole number"),
+    ("optimizer.lr", "1e-4", "optimizer.lr = '1e-4': write 1e-4 without quotes"),
+    ("optimizer.lr", "fast", "optimizer.lr = 'fast': give a number"),
+    ("logging.tensorboard", "true", "logging.tensorboard = 'true': write true without quotes"),
+    ("data.flip", 1, "data.flip = 1: give true or false"),
+    ("memory.gradient_checkpointing", "yes", "memory.gradient_checkpointing = 'yes': give true or false, or a whole number"),
+    ("model.zero_terminal_snr", "yes", "model.zero_terminal_snr = 'yes': give 'auto', or true or false"),
+    ("schedule.warmup", "10%", "schedule.warmup = '10%': give a number"),
+    ("validation.prompts", "a bear", "validation.prompts = 'a bear': give a list, for example [\"a bear\"]"),
+    ("data.sources", {"path": "x"}, "data.sources = {'path': 'x'}: give a list of tables, [[data.sources]]"),
+    ("adapter", "dora", "adapter = 'dora': give a table"),
+    ("run.name", 7, "run.name = 7: give text in quotes"),
+    # out of range
+    ("data.batch_size", 0, "data.batch_size = 0: must be greater than or equal to 1"),
+    ("data.resolution", 1001, "data.resolution = 1001: must be a multiple of 8"),
+    ("data.resolution", [512, "a"], "data.resolution.1 = 'a': give a whole number"),
+    ("optimizer.lr", 0, "optimizer.lr = 0: must be greater than 0"),
+    ("optimizer.betas", [0.9], "optimizer.betas = [0.9]: give at least 2 values, not 1"),
+    ("objective.t_range", [0.5], "objective.t_range = [0.5]: give one more value"),
+    ("data.sources", [], "data.sources = []: give at least one"),
+    ("model.path", "", "model.path = '': must not be empty"),
+    ("run.name", "my bear",
+     "run.name = 'my bear': use letters, digits, '.', '_' and '-', a letter or digit first; files are named by it"),
+    ("data.background", "white", "data.background = 'white': write a colour as \"#rrggbb\", for example \"#ffffff\""),
+]  # fmt: skip
+
+
+def with_key(key: str, value: object) -> dict:
+    tree = copy.deepcopy(MINIMAL)
+    *tables, leaf = key.split(".")
+    node = tree
+    for table in tables:
+        node = node.setdefault(table, {})
+    node[leaf] = value
+    return tree
+
+
+@pytest.mark.parametrize(("key", "value", "said"), MISTAKES, ids=lambda value: str(value)[:40])
+def test_a_mistake_is_told_with_what_to_write(tmp_path, capsys, key: str, value: object, said: str) -> None:
+    import tomli_w
+
+    path = tmp_path / "config.toml"
+    path.write_text(tomli_w.dumps(with_key(key, value)), encoding="utf-8")
+    assert cli.main(["--config", str(path)]) == 2
+    assert capsys.readouterr().err.splitlines()[0] == f"error: {said}"
+
+
+@pytest.mark.parametrize("meant", sorted({meant for meant in aliases.KEYS.values() if " " not in meant}))
+def test_a_name_of_another_trainer_stands_for_a_key_that_there_is(meant: str) -> None:
+    assert configs.generic(meant) in configs.known_keys()
+
+
+@pytest.mark.parametrize("sentence", sorted({meant for meant in aliases.KEYS.values() if " " in meant}))
+def test_a_sentence_names_keys_that_there_are(sentence: str) -> None:
+    tables = {key.rpartition(".")[0] for key in configs.known_keys()}
+    for named in re.findall(r"\[+([a-z_.]+)\]+", sentence):
+        assert configs.generic(named) in {table.removesuffix(".*") for table in tables} | tables, named
+    if write := re.match(r"(?:write )(\w+) = .* in (\[+)([a-z_.]+)\]+", sentence):
+        item = ".*" if write[2] == "[[" else ""
+        assert f"{configs.generic(write[3])}{item}.{write[1]}" in configs.known_keys()
+
+
+def test_a_value_of_another_trainer_stands_for_one_that_there_is() -> None:
+    from trainer.models import FAMILIES
+    from trainer.optim.table import OPTIMIZERS
+
+    def literals(table: type) -> set[str]:
+        return set(re.findall(r"'(\w+)'", " ".join(str(field.annotation) for field in table.model_fields.values())))
+
+    named = re.findall(r"class (\w+Table)", inspect.getsource(configs.tables))
+    known = set().union(*(literals(getattr(configs.tables, name)) for name in named)) | {*OPTIMIZERS, *FAMILIES}
+    assert not set(aliases.VALUES.values()) - known
+
+
+def test_no_hint_repeats_the_mistake() -> None:
+    for key, value, said in MISTAKES:
+        with pytest.raises(UserError) if " is not known" not in said else pytest.MonkeyPatch.context():
+            configs.parse(with_key(key, value))
+        assert f"did you mean {key}?" not in said and f"did you mean {value!r}" not in said

@@ -1,0 +1,160 @@
+"""What is said of a mistake in a config: the key's full name, the offending value, the remedy.
+
+For a near miss that is the key or value that was probably meant, also where another trainer calls it so (trainer/aliases.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from trainer import aliases, patterns
+from trainer.config.keys import flatten, generic, known_keys
+
+# What pydantic calls a type, in words.
+TYPES = {
+    "bool": "true or false", "int": "a whole number", "float": "a number", "string": "text in quotes", "dict": "a table",
+    "model": "a table", "tuple": "a list", "list": "a list",
+}  # fmt: skip
+
+
+def explain(errors: Sequence[Any]) -> str:
+    """All of pydantic's errors, a line for each key."""
+    keys = dict.fromkeys(map(_key, errors))
+    # A list whose items are refused is told as too short, too, and as none of the other things that it may be.
+    inner = [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
+    tables = [_key(item) for item in errors if item["type"] == "value_error"]
+    told = ([item for item in errors if _key(item) == key] for key in keys if key in inner or key in tables)
+    return "\n".join(map(_explain, told))
+
+
+def _explain(items: Sequence[Any]) -> str:
+    """pydantic's errors about one key as one line: full key, value, remedy."""
+    item = items[0]
+    key, value = _key(item), item["input"]
+    if item["type"] == "extra_forbidden":
+        return _unknown_table(key, value) if isinstance(value, dict) else f"unknown key {key}; {hint(key)}"
+    if item["type"] == "missing":
+        whole, _, last = key.rpartition(".")
+        return f"{whole} = {value!r}: give one more value" if last.isdigit() else f"{key} is required"
+    if item["type"] == "value_error" and isinstance(value, dict):  # of a table: it names the keys itself
+        return "\n".join(item["msg"].removeprefix("Value error, ") for item in items)
+    return f"{key} = {value!r}: {_remedy(key, value, items)}"
+
+
+def _remedy(key: str, value: Any, items: Sequence[Any]) -> str:
+    """What to write in place of the value. items: one for each kind of value that the key takes, and why it is none."""
+    other = [item for item in items if item["type"] != "literal_error" and _kind(item) not in TYPES]
+    if other:  # it is of one of the kinds
+        return "; ".join(dict.fromkeys(_in_words(key, item) for item in other))
+    choices = [choice for item in items if item["type"] == "literal_error" for choice in _choices(item)]
+    listed = ", ".join(map(repr, choices))
+    if (meant := patterns.likely(value, choices)) is not None:
+        return f"did you mean {meant!r}? The values are {listed}"
+    kinds = [_kind(item) for item in items if item["type"] != "literal_error"]
+    if not kinds:
+        return f"use one of {listed}"
+    if bare := _bare(value, kinds):
+        return f"write {bare}"
+    words = [_list_of(key, value, kinds) if TYPES[kind] == "a list" else TYPES[kind] for kind in kinds]
+    if "float" in kinds:
+        words = [word for word in words if word != TYPES["int"]]
+    return "give " + ", or ".join(dict.fromkeys([*map(repr, choices), *words]))
+
+
+def _kind(item: Any) -> str:
+    """'int' of int_type, int_parsing and int_from_float."""
+    return re.sub("_(type|parsing|from_float)$", "", item["type"])
+
+
+def _in_words(key: str, item: Any) -> str:
+    """Of a value that is of the right kind."""
+    if item["type"] == "string_pattern_mismatch":
+        return PATTERNS[generic(key)]
+    if item["type"] == "too_short":
+        least = item["ctx"]["min_length"]
+        return "give at least one" if least == 1 else f"give at least {least} values, not {item['ctx']['actual_length']}"
+    if item["type"] == "too_long":
+        return f"give at most {item['ctx']['max_length']} values, not {item['ctx']['actual_length']}"
+    message = item["msg"].removeprefix("Value error, ").replace("Input should", "must")
+    message = message.replace("String should have at least 1 character", "must not be empty")
+    return f"{message[0].lower()}{message[1:]}"
+
+
+def _bare(value: Any, kinds: Sequence[str]) -> str | None:
+    """The value as the key takes it, where only its quotes or its point are too many."""
+    if isinstance(value, float) and value.is_integer() and "int" in kinds:
+        return f"{value:.0f} without a point"
+    if isinstance(value, str):
+        read = {"int": int, "float": float, "bool": {"true": True, "false": False}.__getitem__}
+        for kind in kinds:
+            with suppress(ValueError, KeyError):
+                read[kind](value)
+                return f"{value} without quotes"
+    return None
+
+
+def _list_of(key: str, value: Any, kinds: Sequence[str]) -> str:
+    if isinstance(value, dict):
+        return f"a list of tables, [[{key}]]"
+    if isinstance(value, str) and kinds == ["tuple"]:
+        return f'a list, for example ["{value}"]'
+    return "a list, in brackets"
+
+
+def _key(item: Any) -> str:
+    return ".".join(str(part) for part in item["loc"] if not _is_union_tag(str(part)))
+
+
+def _choices(item: Any) -> list[str]:
+    """Of a literal, as pydantic lists them: 'a', 'b' or 'c'."""
+    return re.findall(r"'([^']*)'", item["ctx"]["expected"])
+
+
+# What a pattern of trainer/config/tables.py takes, by key.
+PATTERNS = {
+    "run.name": "use letters, digits, '.', '_' and '-', a letter or digit first; files are named by it",
+    "model.variant": "use letters, digits, '_' and '-', for example fp16",
+    "data.background": 'write a colour as "#rrggbb", for example "#ffffff"',
+}
+
+
+def _is_union_tag(part: str) -> bool:
+    # pydantic names the tried member of a union in the location: 'bool', 'constrained-int', "literal['auto']", ...
+    return part in ("bool", "int", "float", "str") or "[" in part or part.startswith("constrained-") or "(" in part
+
+
+def hint(key: str) -> str:
+    """What to write in place of a key that there is not."""
+    meant = near_miss(key)
+    if meant is None:
+        return "see configs/ for the keys there are"
+    return meant if " " in meant else f"did you mean {meant}?"
+
+
+def _unknown_table(name: str, table: dict[str, Any]) -> str:
+    """Of a table that there is not: where what stands in it belongs, as far as that can be said."""
+    found = {key: near_miss(key) for key in dict.fromkeys(key.rpartition(".")[2] for key in flatten(table))}
+    keys = [f"{meant} for {key}" for key, meant in found.items() if meant is not None and " " not in meant]
+    told = [f"for {key}: {meant}" for key, meant in found.items() if meant is not None and " " in meant]
+    if near_miss(name) is not None or not keys + told:
+        return f"unknown key {name}; {hint(name)}"
+    return f"unknown table {name}; " + "; ".join([*(["write " + ", ".join(keys)] if keys else []), *told])
+
+
+def near_miss(key: str) -> str | None:
+    """The known key that `key` was probably meant to be, or a sentence (trainer/aliases.py), or None."""
+    table, _, leaf = key.rpartition(".")
+    known = list(known_keys())
+    siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == generic(table)}
+    elsewhere = [name for name in known if name.rpartition(".")[2] == leaf]  # the right key in the wrong table
+    alias = aliases.key_for(leaf)
+    if alias is not None and alias != key:
+        return alias
+    if not elsewhere and (close := patterns.near(leaf, siblings)):
+        return f"{table}.{close}" if table else close
+    # Of the whole name: the table may be the misspelt part.
+    close = patterns.near(generic(key), elsewhere or known, cutoff=0.0 if elsewhere else 0.75)
+    return close and close.replace("*", "0")
