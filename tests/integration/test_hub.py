@@ -357,6 +357,16 @@ def command(bench: Workbench, served, home: Path, **how) -> subprocess.Popen:
 
 
 @pytest.mark.slow
+def test_a_folder_that_is_missing_beside_others_is_not_asked_of_the_hub(bench: Workbench, both: Path, monkeypatch) -> None:
+    (bench.tmp / "models" / "sdxl-base").mkdir(parents=True)
+    monkeypatch.chdir(bench.tmp)
+    with stand_in.serve({ID: both}) as served:
+        served.use(monkeypatch, bench.tmp / "home")
+        with pytest.raises(UserError, match="'models/sdxl' does not exist; the folder 'models' holds sdxl-base"):
+            open_hub(bench, "models/sdxl")
+        assert not served.asked
+
+
 def test_a_disk_that_fills_up_and_a_signal_at_the_true_command_line(bench: Workbench, both: Path, monkeypatch) -> None:
     """Status 6, then status 143, each with what came so far kept; the third start fetches the rest."""
     resource = pytest.importorskip("resource")  # not on Windows

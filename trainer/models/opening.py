@@ -60,6 +60,12 @@ def open_model(
         source = opened(root=root if root.is_dir() else published, single_file=file, published=published)
     elif local.suffix == ".safetensors" or path.count("/") != 1 or path.startswith((".", "/")):
         raise UserError(f"model.path = {path!r} does not exist; give a diffusers folder, a .safetensors file or a hub id")
+    elif local.parent.is_dir() and path not in family.hub_ids:
+        beside = ", ".join(sorted(entry.name for entry in local.parent.iterdir())[:5]) or "nothing"
+        raise UserError(
+            f"model.path = {path!r} does not exist; the folder {str(local.parent)!r} holds {beside}. The hub is not asked for a "
+            "name that begins with a folder here"
+        )
     else:
         source = _of_repository(opened, family, path)
     if variant is not None:
