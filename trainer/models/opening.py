@@ -63,8 +63,8 @@ def open_model(
     elif local.parent.is_dir() and path not in family.hub_ids:
         beside = ", ".join(sorted(entry.name for entry in local.parent.iterdir())[:5]) or "nothing"
         raise UserError(
-            f"model.path = {path!r} does not exist; the folder {str(local.parent)!r} holds {beside}. The hub is not asked for a "
-            "name that begins with a folder here"
+            f"model.path = {path!r} does not exist; the folder {str(local.parent)!r} holds {beside}. The hub is not "
+            "asked for a name that begins with a folder here"
         )
     else:
         source = _of_repository(opened, family, path)
