@@ -356,7 +356,6 @@ def command(bench: Workbench, served, home: Path, **how) -> subprocess.Popen:
     )  # fmt: skip
 
 
-@pytest.mark.slow
 def test_a_folder_that_is_missing_beside_others_is_not_asked_of_the_hub(bench: Workbench, both: Path, monkeypatch) -> None:
     (bench.tmp / "models" / "sdxl-base").mkdir(parents=True)
     monkeypatch.chdir(bench.tmp)
@@ -367,6 +366,7 @@ def test_a_folder_that_is_missing_beside_others_is_not_asked_of_the_hub(bench: W
         assert not served.asked
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_and_a_signal_at_the_true_command_line(bench: Workbench, both: Path, monkeypatch) -> None:
     """Status 6, then status 143, each with what came so far kept; the third start fetches the rest."""
     resource = pytest.importorskip("resource")  # not on Windows

@@ -141,7 +141,7 @@ def test_a_list_whose_items_are_refused_is_not_called_too_short_as_well() -> Non
         configs.parse(tree)
     assert str(refused.value) == "data.sources.0.repeats = 0: must be greater than or equal to 1"
     tree["data"]["sources"] = []
-    with pytest.raises(UserError, match=r"^data\.sources = \[\]: tuple should have at least 1 item"):
+    with pytest.raises(UserError, match=r"^data\.sources = \[\]: give at least one$"):
         configs.parse(tree)
 
 
