@@ -134,7 +134,9 @@ class Forecaster:
             ]
         if self.plan.requests:
             training.append(self.sample(max(self.plan.requests, key=lambda request: request.width * request.height)))
-        checkpoint = self.checkpoint_bytes()
+        checkpoint, start = self.checkpoint_bytes(), self.start_bytes()
+        if on_cpu and start:
+            training = [replace(phase, parts=phase.parts | {"adapter": phase.parts["adapter"] + start}) for phase in training]
         if on_cpu and config.checkpoint.background and 0 < config.checkpoint.every_steps < self.plan.max_steps:
             # A copy that is written while the next steps are made.
             training = [replace(phase, parts=phase.parts | {"checkpoint": checkpoint}) for phase in training]
@@ -302,6 +304,7 @@ class Forecaster:
         """What a run takes beside the program itself on an accelerator's host: while it loads and encodes, or in steps."""
         data = self.plan.config.data
         kept = {"the cache": cache} if data.cache == "memory" else {}
+        kept["the weights of adapter.init_from"] = self.start_bytes()
         starting = {"a weight on its way": 4 * self.widest}  # of a file in fp32; they come one by one
         starting["captions between text encoders"] = min(HELD_BYTES, self.between)
         stepping = {"a checkpoint that is written": checkpoint, "workers": WORKER * data.num_workers}
@@ -311,9 +314,15 @@ class Forecaster:
         return {what: size for what, size in (kept | largest).items() if size}
 
     def checkpoint_bytes(self) -> int:
-        parameters = self.run.trained[0].named_parameters().values()
-        kept = self.held["optimizer"] + self.held.get("averages", 0)
-        return sum(parameter.nbytes for parameter in parameters) + kept
+        kept = self.held["optimizer"] + self.held.get("averages", 0) + self.start_bytes()
+        return self._parameter_bytes() + kept
+
+    def start_bytes(self) -> int:
+        """Of the weights that a run with adapter.init_from keeps of its start."""
+        return self._parameter_bytes() if self.plan.config.adapter.init_from else 0
+
+    def _parameter_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self.run.trained[0].named_parameters().values())
 
 
 def _sizes(examples: Sequence[Example]) -> list[tuple[int, int]]:

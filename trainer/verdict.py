@@ -250,7 +250,8 @@ def _by_held_out(
         said = f"{was}, and rose to {now:.4g} since, while {by_heart}; {_take(best, last, kept)}"
         return Verdict("memorising", f"{said}; or train with more photos or a lower {levers}", best)
     if now < start * (1 - FALLEN):
-        return Verdict("learned", f"{was}{changed}", best)
+        ended = "" if now == lowest else f", and is {now:.4g} at the end"
+        return Verdict("learned", f"{was}{ended}{changed}", best)
     if fell:
         said = f"{was}, and has got worse since: {now:.4g} at step {last}{changed}; {_take(best, last, kept)}"
         return Verdict("worse", f"{said}; or start a new run with a lower {levers}", best)

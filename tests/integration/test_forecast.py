@@ -325,6 +325,30 @@ def test_a_plan_says_what_the_host_of_an_accelerator_holds(bench: Workbench) -> 
 
 
 @pytest.mark.slow
+def test_the_weights_of_a_start_are_counted(bench: Workbench) -> None:
+    """Once on the host, and once more in a checkpoint."""
+    for base in (lambda: 1, None):
+        anew, started = (
+            forecast(planned(bench, **more), dora_torch, base=base) for more in ({}, {"adapter__init_from": "a.safetensors"})
+        )
+        size = started.checkpoint - anew.checkpoint
+        rank = 4
+        assert size == 4 * sum(rank * (weight.shape[0] + prod(weight.shape[1:])) for weight in attention_of(bench))
+        if base is None:
+            assert started.host["the weights of adapter.init_from"] == size and anew.host.keys() < started.host.keys()
+        else:
+            there, before = (found.phases[-1].parts["adapter"] for found in (started, anew))
+            assert there - before == size
+
+
+def attention_of(bench: Workbench) -> list:
+    """The weights that the preset adapts."""
+    file = TensorFile(next((bench.models / "sdxl" / "unet").glob("*.safetensors")))
+    ends = ("to_q.weight", "to_k.weight", "to_v.weight", "to_out.0.weight")
+    return [entry for name, entry in file.entries.items() if name.endswith(ends)]
+
+
+@pytest.mark.slow
 def test_memory_fit_chooses_and_changes_no_byte(bench: Workbench) -> None:
     from trainer.run import train
 
