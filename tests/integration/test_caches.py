@@ -332,7 +332,7 @@ def test_without_a_cache_the_encoders_stay_and_only_what_is_drawn_is_encoded(ben
         ({"data__cache": "none", "data__cache_text": True},
          "data.cache_text = True has no effect with data.cache = 'none'; leave it out, or set data.cache = 'memory'"),
         ({"data__cache_limit": "20"}, "data.cache_limit = '20': write a number and its unit, for example \"20GB\""),
-        ({"data__cache": "ram"}, "data.cache = 'ram': input should be 'disk', 'memory' or 'none'"),
+        ({"data__cache": "ram"}, "data.cache = 'ram': use one of 'disk', 'memory', 'none'"),
     ],
 )  # fmt: skip
 def test_choices_that_cannot_be_are_refused(bench: Workbench, wrong: dict, said: str) -> None:
