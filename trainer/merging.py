@@ -201,13 +201,15 @@ class _Work:
         for layer, tensor in self._parts(placed):
             if layer not in self.touched:
                 made.append(tensor.to(dtype))
+                finite = is_finite(made[-1])
             else:
                 made.append(torch.empty(tensor.shape, dtype=dtype))
                 stored, before = made[-1].view(len(tensor), -1), tensor.flatten(1)
                 for rows, exact in merged_rows(tensor, self.adapters, layer):
                     stored[rows] = exact
                     self._note(layer, exact, before[rows], stored[rows].double())
-            if not is_finite(made[-1]):
+                finite = math.isfinite(self.merged.lost_sq)
+            if not finite:
                 raise self._not_finite(placed, dtype)
         return join_parts(placed.link, made)
 

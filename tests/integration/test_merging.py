@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from scripts import adapter as script
+from tests.quantised_files import bitsandbytes_folder, comfy_file, quanto_folder
 from trainer import quantization
 from trainer.models import FAMILIES
 from trainer.models.base_weights import BaseWeights
@@ -337,3 +339,33 @@ def test_a_resized_adapter_is_the_nearest_of_its_rank(models: Path, tmp_path: Pa
         assert torch.equal(TensorFile(out).read(key), TensorFile(file).read(key))
     assert f"at most {worst:.2%} of s B A is lost" in said
     assert "no layer has a rank above 3" in refused(capsys, "resize", file, tmp_path / "c.safetensors", "--rank", "3", *base)
+
+
+@pytest.mark.parametrize(
+    "kind", ["nf4", pytest.param("comfy", marks=pytest.mark.slow), pytest.param("quanto", marks=pytest.mark.slow)]
+)
+def test_a_quantised_model_is_merged_as_the_numbers_it_stands_for(models: Path, tmp_path: Path, capsys, kind: str) -> None:
+    """Codes cannot take the change: a dtype is asked for, and the layer is its value plus s B A."""
+    folder, layer = tmp_path / "model", "unet.mid_block.attentions.0.transformer_blocks.0.ff.net.2"
+    if kind == "comfy":
+        folder, source = tmp_path / "model.safetensors", models / "sdxl-one.safetensors"
+        comfy_file(source, folder, new=False, prefix="model.diffusion_model.")
+        base = weights_of("sdxl", folder, folder.with_suffix(""))
+    else:
+        make = partial(quanto_folder, dtype="int8") if kind == "quanto" else partial(bitsandbytes_folder, kind=kind)
+        make(models / "sdxl", folder, components=["unet"])
+        base = weights_of("sdxl", folder)
+    file = diffusers_file(models, "sdxl", tmp_path / "a.safetensors", dora=False, components=("unet.mid_block",))
+    out = tmp_path / "merged.safetensors"
+    assert "the model holds unet quantised, and weights are merged as numbers: give --dtype" in refused(
+        capsys, "merge", folder, file, out
+    )
+    assert not out.exists()
+    merge(folder, file, out, "--dtype", "fp32")
+    merged = weights_of("sdxl", out, models / "sdxl")
+    a, b = (TensorFile(file).read(f"{layer}.lora_{factor}.weight").double() for factor in "AB")
+    wanted = base.weight(layer).double() + b @ a
+    assert (merged.weight(layer).double() - wanted).norm() <= 2**-24 * wanted.norm()
+    other = layer.replace("net.2", "net.0.proj")
+    assert torch.equal(merged.weight(other), base.weight(other))
+    assert (base.weight(layer) - weights_of("sdxl", models / "sdxl").weight(layer)).norm() > 1e-4 * wanted.norm()

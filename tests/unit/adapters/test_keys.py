@@ -66,21 +66,63 @@ def same(one: Portable, other: Portable) -> None:
 def test_the_tables_have_the_published_layers_one_to_one(label: str) -> None:
     """Each style names each layer once, under a key of its own; the layers are those of diffusers' class."""
     of = model(label)
-    denoiser = of.family.denoiser
-    module = build(of.family.component(denoiser), of.config(denoiser))
+    assert len(of.adaptable) == 3
+    for component in of.adaptable:
+        module = build(of.family.component(component), of.config(component))
+        wanted = {
+            name: tuple(layer.weight.shape)
+            for name, layer in module.named_modules()
+            if isinstance(layer, (torch.nn.Linear, torch.nn.Conv2d))
+        }
+        assert of.layers(component) == wanted and list(of.layers(component)) != []
+        layers, links = {component: wanted}, {component: of.modules(component)}
+        styles = [style for style in of.family.adapter_keys if style.component == component]
+        assert len(styles) >= 3
+        for style in styles:
+            table = key_table([style], layers, links)
+            covered = [part for module in table.values() for part in module.parts]
+            assert sorted(covered) == sorted(f"{component}.{name}" for name in wanted), style
+            single = len([link for link in links[component] if set(link.parts) <= wanted.keys()])
+            assert len(table) == (single if style.original else len(wanted)), style
+
+
+def encoder_stems(label: str) -> dict[str, str]:
+    """By sd-scripts' names of the text encoders' layers, written out here, ours. networks/lora.py, lora_flux.py."""
+    clip = ["self_attn_q_proj", "self_attn_k_proj", "self_attn_v_proj", "self_attn_out_proj", "mlp_fc1", "mlp_fc2"]
+    dotted = {end: end.replace("attn_", "attn.").replace("mlp_", "mlp.") for end in clip}
     wanted = {
-        name: tuple(layer.weight.shape)
-        for name, layer in module.named_modules()
-        if isinstance(layer, (torch.nn.Linear, torch.nn.Conv2d))
+        f"lora_te1_text_model_encoder_layers_{i}_{end}": f"text_encoder.encoder.layers.{i}.{name}"
+        for i in range(12)
+        for end, name in dotted.items()
     }
-    assert of.layers(denoiser) == wanted and list(of.layers(denoiser)) != []
-    layers, links = {denoiser: wanted}, {denoiser: of.modules(denoiser)}
-    for style in (style for style in of.family.adapter_keys if style.component == denoiser):
-        table = key_table([style], layers, links)
-        covered = [part for module in table.values() for part in module.parts]
-        assert sorted(covered) == sorted(f"{denoiser}.{name}" for name in wanted), style
-        assert len(table) == (len([link for link in links[denoiser] if set(link.parts) <= wanted.keys()]) if style.original
-                              else len(wanted))  # fmt: skip
+    if label == "sdxl":
+        return wanted | {
+            f"lora_te2_text_model_encoder_layers_{i}_{end}": f"text_encoder_2.text_model.encoder.layers.{i}.{name}"
+            for i in range(32)
+            for end, name in dotted.items()
+        }
+    t5 = {f"layer_0_SelfAttention_{end}": f"layer.0.SelfAttention.{end}" for end in "qkvo"}
+    t5 |= {f"layer_1_DenseReluDense_{end}": f"layer.1.DenseReluDense.{end}" for end in ("wi_0", "wi_1", "wo")}
+    return wanted | {
+        f"lora_te3_encoder_block_{i}_{end}": f"text_encoder_2.encoder.block.{i}.{name}"
+        for i in range(24)
+        for end, name in t5.items()
+    }
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_kohyas_names_of_the_text_encoders_are_sd_scripts(label: str) -> None:
+    """No layer of one encoder is under a name of the other."""
+    of = model(label)
+    encoders = [name for name in of.adaptable if name != of.family.denoiser]
+    adapter = whole_adapter(of, encoders)
+    stems, ours = taken_apart(tensors_of(adapter, of, "kohya", None, []), "ours"), encoder_stems(label)
+    assert stems.keys() - ours.keys() <= {"lora_te2_text_projection"} and ours.keys() <= stems.keys()
+    assert sorted(ours.values()) == sorted(name for name in adapter.layers if not name.endswith("text_projection"))
+    state = made(tensors_of(adapter, of, "kohya", None, []))
+    for stem, name in ours.items():
+        assert torch.equal(state[stems[stem]["a"]], adapter.layers[name].a.make()), stem
+        assert torch.equal(state[stems[stem]["b"]], adapter.layers[name].b.make()), stem
 
 
 def test_a_stem_of_two_meanings_is_a_fault_of_the_table() -> None:
@@ -97,9 +139,10 @@ QUICK_WAYS = [("sdxl", "kohya"), ("flux-dev", "kohya"), ("flux-schnell", "diffus
     ("label", "to"), [way if way in QUICK_WAYS else pytest.param(*way, marks=pytest.mark.slow) for way in ALL_WAYS]
 )
 def test_every_layer_travels_to_every_format_and_back(label: str, to: str, tmp_path: Path) -> None:
-    """All layers of the denoiser, at full size, bit for bit, through a file."""
+    """All layers of the denoiser and of both text encoders, at full size, bit for bit, through a file."""
     of = model(label)
-    adapter = whole_adapter(of, [of.family.denoiser])
+    adapter = whole_adapter(of, of.adaptable)
+    assert {name.partition(".")[0] for name in adapter.layers} == set(of.adaptable)
     path = tmp_path / "a.safetensors"
     tensors = tensors_of(adapter, of, to, None, [])
     metadata = dict(of.hints)
