@@ -327,9 +327,22 @@ def test_a_process_that_fails_alone_ends_both(bench: Workbench, fault: str, stat
     assert "trainer/run.py" not in errors, "a traceback"
 
 
+SLOW_FILES = """
+from trainer import stopped
+stopped.SECONDS = 600.0
+write = export.write_files
+def slow(*arguments, **more):
+    time.sleep(3)
+    return write(*arguments, **more)
+export.write_files = slow
+"""
+
+
 @pytest.mark.slow
 def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(bench: Workbench) -> None:
-    process = two_processes(bench, tree(bench, "two", processes=2, run__max_steps=400, checkpoint__every_steps=0))
+    """The main one writes the adapter files, slowly, and the other one waits: the launcher would end it otherwise."""
+    config = tree(bench, "two", processes=2, run__max_steps=400, checkpoint__every_steps=0)
+    process = two_processes(bench, config, script=patched(bench, SLOW_FILES))
     log = bench.tmp / "two" / "metrics.jsonl"
     deadline = time.monotonic() + 90
     while not (log.exists() and log.read_text().count("\n") >= 3):
@@ -337,6 +350,8 @@ def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(bench: Workbenc
         time.sleep(0.02)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(children[-1]), signal.SIGTERM)
-    process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=60)
     (step,) = store.steps(bench.tmp / "two" / "checkpoints")
     assert step == len(metrics_of(bench.tmp / "two")) and step < 400
+    assert TensorFile(bench.tmp / "two" / "adapters" / "bear.safetensors").metadata["ss_steps"] == str(step)
+    assert all(f"rank {rank} status 143" in errors for rank in (0, 1)), errors[-3000:]
