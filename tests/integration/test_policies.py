@@ -597,6 +597,6 @@ def test_a_signal_while_samples_are_drawn(bench: Workbench, monkeypatch, step: i
     assert start(bench, tree(bench, **samples)) == start(bench, tree(bench, "whole", **samples)) == 0
     assert files_of(bench, "out") == files_of(bench, "whole")
     drawn = [sorted(p.relative_to(bench.tmp / out) for p in (bench.tmp / out).rglob("*.png")) for out in ("out", "whole")]
-    assert drawn[0] == drawn[1] and len(drawn[0]) == 7  # two prompts at three steps, and before_after.png
+    assert drawn[0] == drawn[1] and len(drawn[0]) == 9  # two prompts at three steps and in the card, before_after.png
     for path in drawn[0]:
         assert (bench.tmp / "out" / path).read_bytes() == (bench.tmp / "whole" / path).read_bytes()
