@@ -154,8 +154,9 @@ class Course:
         if self.diverged is not None:
             return f"the run has diverged since step {self.diverged}: {self.remedy()}"
         if self.updates and self.rate:
+            before = "one update before it was" if self.updates == 1 else f"{self.updates} updates before it were"
             return (
-                f"{self.updates} updates before it were finite: if these samples are sound, the learning rate may be too "
+                f"{before} finite: if these samples are sound, the learning rate may be too "
                 f"high ({self._rate()}); start a new run with {self._lower()}"
             )
         return ""
@@ -179,13 +180,15 @@ def judge(
     changes = [row["weight_change"] for row in rows if "weight_change" in row]
     change = _largest(blocks.values()) if blocks else _number(changes[-1]) if changes else None
     if change is not None and not change <= TOO_FAR:
-        by = f"by {change:.0%}" if math.isfinite(change) else "to no finite number"
-        said = f"a layer changed {by}{' of its own weights' * math.isfinite(change)}"
+        beyond = {name: moved for name, moved in (blocks or {}).items() if not moved <= TOO_FAR}
+        worst = max(beyond, key=lambda name: math.inf if math.isnan(beyond[name]) else beyond[name], default="")
+        if not math.isfinite(change):
+            said = f"the training has diverged: {f'in {worst} ' if worst else ''}a layer changed to no finite number"
+            return Verdict("diverged", f"{said}; {course.remedy()}", course.diverged)
+        said = f"a layer changed by {change:.0%} of its own weights"
         if blocks:
-            beyond = {name: moved for name, moved in blocks.items() if not moved <= TOO_FAR}
-            worst = max(beyond, key=lambda name: math.inf if math.isnan(beyond[name]) else beyond[name])
             many = f"in {len(beyond)} of {len(blocks)} blocks a layer"
-            said = f"{many} changed by more than {TOO_FAR:.0%} of its own weights, in {worst} {by}"
+            said = f"{many} changed by more than {TOO_FAR:.0%} of its own weights, in {worst} by {change:.0%}"
         return Verdict("diverged", f"the training has probably diverged: {said}; {course.remedy()}", course.diverged)
     for kind, field in (("held-out", "held_out_loss"), ("trained", "trained_loss")):
         if (told := _series(rows, field)) and told[-1][1] is None:
@@ -258,7 +261,7 @@ def _by_held_out(
     if now > start * (1 + FALLEN):
         said = f"the held-out loss rose from {start:.4g} to {now:.4g} and never fell: the adapter makes the model worse"
         return Verdict("worse", f"{said}{changed}; start a new run with a lower {levers}, a tenth for a start")
-    said = f"the held-out loss did not fall (from {start:.4g} to {now:.4g}){changed}; train longer or raise {levers}"
+    said = f"the held-out loss did not fall: it went from {start:.4g} to {now:.4g}{changed}; train longer or raise {levers}"
     return Verdict("unclear", said)
 
 

@@ -151,7 +151,8 @@ def test_blocks_beyond_their_own_weights() -> None:
     assert "in 1 of 2 blocks a layer changed by more than 100% of its own weights, in unet.up_blocks.0 by 129095%" in said
     assert judge(log([0.1] * 9), {"unet.mid_block": 1.0}).kind == "unclear"
     for others in ({}, {"unet.up_blocks.0": 1290.95}):
-        assert "in unet.x to no finite number; " in judge([], {"unet.x": math.nan} | others).sentence
+        said = judge([], {"unet.x": math.nan} | others).sentence
+        assert said.startswith("the training has diverged: in unet.x a layer changed to no finite number; most often")
 
 
 def measured(held_out: list[float], trained: list[float]) -> list[dict[str, Any]]:
@@ -224,6 +225,8 @@ def test_other_photos_make_another_curve() -> None:
 def test_of_a_value_that_is_not_finite_the_rate_is_named() -> None:
     assert Course().blame() == "", "before any update no rate can be the cause"
     assert "optimizer.lr was 2 at step 1" in Course(log([0.2], lr=2.0)).blame()
+    assert Course(log([0.2])).blame().startswith("one update before it was finite: ")
+    assert Course(log([0.2] * 2)).blame().startswith("2 updates before it were finite: ")
     said = Course(log([0.2] * 8 + [50.0] * 8, lr=2.0)).blame()
     assert said.startswith("the run has diverged since step 9: most often the learning rate is too high (optimizer.lr was 2 ")
 
