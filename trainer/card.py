@@ -36,13 +36,17 @@ def base_model(plan: Plan) -> str | None:
     Of a model from a folder or a file it is the published one of this architecture.
     """
     config, family = plan.config, plan.family
-    if config.export.base_model:
-        return config.export.base_model
-    if HUB_ID.fullmatch(config.model.path) and not Path(config.model.path).exists():
-        return config.model.path
+    if is_named(plan):
+        return config.export.base_model or config.model.path
     own = family.metadata(plan.source.config(family.denoiser), "")
     alike = {model.label for model in published(family.name) if model.hints == own}
     return next((hub_id for hub_id, label in family.hub_ids.items() if label in alike), None)
+
+
+def is_named(plan: Plan) -> bool:
+    """Whether the config says which model of the hub the base is."""
+    path = plan.config.model.path
+    return bool(plan.config.export.base_model) or (HUB_ID.fullmatch(path) is not None and not Path(path).exists())
 
 
 def text(plan: Plan, about: About, files: Mapping[str, str], samples: Sequence[Path]) -> str:
@@ -98,6 +102,8 @@ def _what(plan: Plan, about: About) -> str:
     said = [f"A {kind} for {f'[{base}](https://huggingface.co/{base})' if base else plan.family.name}."]
     if about.step < plan.max_steps:
         said.append(f"It is as it was after step {about.step} of {plan.max_steps}, where the training was stopped.")
+    if base and not is_named(plan):
+        said.append("It was trained over a local copy of that, or of another model of its architecture.")
     if about.trigger_phrase:
         said.append(f"Write {code(about.trigger_phrase)} into the prompt.")
     return " ".join(said)

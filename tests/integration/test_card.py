@@ -60,6 +60,7 @@ def test_the_header_is_what_the_hub_reads(bench: Workbench) -> None:
         assert (folder / "images" / name).read_bytes() == (bench.tmp / "out/samples/step-00000002" / name).read_bytes()
     for name in re.findall(r"`(\S+\.safetensors)`", told.text):
         assert (folder / name).is_file()
+    assert "It was trained over a local copy of that" in told.text
     assert "| photos | 5, shown 5 times an epoch |" in told.text and "DoRA, made for ComfyUI's released versions" in told.text
     assert str(bench.tmp) not in (folder / "README.md").read_text(), "no path of this machine"
     # Another licence of one's own, no samples any more, one format: nothing of the card before is left.
@@ -69,6 +70,7 @@ def test_the_header_is_what_the_hub_reads(bench: Workbench) -> None:
     assert (told.data.license, told.data.license_name, told.data.license_link) == (
         "other", "My terms", "https://example.org/terms"
     )  # fmt: skip
+    assert "local copy" not in told.text
     assert told.data.base_model == "somebody/tuned-xl" and "widget" not in told.data.to_dict()
     assert "as it was after step 3 of 4" in told.text and "diffusers" not in told.text and not list(folder.glob("images/*"))
 
