@@ -11,7 +11,6 @@ Exit status: 0 done; 3 if strict mode (data.strict_captions) would refuse a capt
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -23,48 +22,17 @@ from trainer.files import parse_size  # noqa: E402
 
 
 def report(chosen: argparse.Namespace) -> int:
-    """Print what a run of this config would train on, and write data_report.html. Reads photos and tokenizers, no weights.
-
-    If files are damaged, the page names them and is about the other photos. Then raises the same UserError as a run.
-    """
-    from trainer import config, data_report
-    from trainer.choices import chosen as chosen_options
+    """Print what a run of this config would train on, and write data_report.html (trainer/data_check.py)."""
+    from trainer import config
     from trainer.cli import quiet_libraries
-    from trainer.components import tokenizers_alone
-    from trainer.data.scan import refuse_damaged
-    from trainer.dataset import read_sources
-    from trainer.encoding import report_captions
-    from trainer.files import make_folder
-    from trainer.phases import Phases
-    from trainer.plan import open_source, plan_data, resolve
-    from trainer.report import write_data_report
+    from trainer.data_check import report_data
 
     quiet_libraries()
-    loaded = config.load(chosen.config, [item for group in chosen.overrides for item in group])
-    # What strict mode refuses is reported here, not raised.
-    loaded = loaded.model_copy(update={"data": loaded.data.model_copy(update={"strict_captions": False})})
-    source = open_source(loaded)
-    loaded = resolve(loaded, source)
-    source.check_tokenizers()
-    phases = Phases(show=True)
-    scanned = read_sources(loaded.data, phases)
-    if not scanned.photos:
-        refuse_damaged(scanned)
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    try:
-        plan = plan_data(loaded, source.family, processes=processes, phases=phases, scanned=scanned)
-    except UserError:
-        refuse_damaged(scanned)
-        raise
-    said = report_captions(plan, tokenizers_alone(source, chosen_options(loaded, source.family)))
-    print(data_report.text(plan, said), flush=True)
-    folder = chosen.out or Path(loaded.run.output_dir)
-    make_folder(folder, "--out" if chosen.out else "run.output_dir")
-    page = folder / "data_report.html"
-    write_data_report(page, name=loaded.run.name, data=data_report.sections(plan, said, phases))
-    print(f"report: {page}", flush=True)
-    refuse_damaged(scanned)
-    return 3 if data_report.strict_problems(plan, said) else 0
+    return (
+        3
+        if report_data(config.load(chosen.config, [item for group in chosen.overrides for item in group]), chosen.out)
+        else 0
+    )
 
 
 def cache(chosen: argparse.Namespace) -> None:

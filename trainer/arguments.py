@@ -43,11 +43,21 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--plan_memory", metavar="SIZE", help='as --plan, for an accelerator of that memory ("12GiB") that need not be here'
     )
+    parser.add_argument(
+        "--new", metavar="PHOTOS", help="write a first config for a folder of photos, and show its data and its plan"
+    )
+    parser.add_argument("--model", metavar="PATH", help="with --new: a diffusers folder, a .safetensors file or a hub id")
     chosen, others = parser.parse_known_args(arguments)
     if others:
         parser.error(_unknown(others, parser))
-    if chosen.config is None:
-        parser.error("give --config FILE; configs/ has some")
+    if chosen.new is not None:
+        for option, given in (("config", chosen.config), ("resume_from", chosen.resume_from), ("set", chosen.overrides)):
+            if given:
+                parser.error(f"--new and --{option} do not go together; change the config that --new writes")
+    elif chosen.model is not None:
+        parser.error("--model belongs to --new; write --set model.path=" + chosen.model)
+    elif chosen.config is None:
+        parser.error("give --config FILE (configs/ has some), or --new PHOTOS to begin with")
     return chosen
 
 

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import sys
 import threading
+from pathlib import Path
 from typing import NoReturn
 
 from trainer import signals
@@ -31,11 +32,15 @@ def main(arguments: list[str] | None = None) -> int:
         # Looking through the libraries' objects would be most of a collection, and of a plan a tenth.
         if not gc.get_freeze_count():
             gc.freeze()
+        memory = None if chosen.plan_memory is None else size_of(chosen.plan_memory)
+        if chosen.new is not None:
+            begin(chosen.new, model=chosen.model, memory=memory)
+            return 0
         loaded = config.load(chosen.config, [item for group in chosen.overrides for item in group])
         resume_from = chosen.resume_from and config.expand_home(chosen.resume_from, "--resume_from")
         allowed = allowance.parse(chosen.allow, resume_from)
         if chosen.plan or chosen.plan_memory is not None:
-            preview(loaded, None if chosen.plan_memory is None else size_of(chosen.plan_memory))
+            preview(loaded, memory)
         else:
             train(loaded, resume_from=resume_from, allowed=allowed)
     except (Exception, KeyboardInterrupt) as error:
@@ -48,6 +53,20 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         gc.enable()
     return 0
+
+
+def begin(photos: str, *, model: str | None, memory: int | None) -> None:
+    """Write a first config into the present folder; show what it trains on, its plan, and how to start it."""
+    from trainer import config
+    from trainer.data_check import report_data
+    from trainer.first_config import write_first_config
+    from trainer.run import preview
+
+    path = write_first_config(photos, model=model, memory=memory, folder=Path())
+    loaded = config.load(str(path), [])
+    report_data(loaded)
+    preview(loaded, memory)
+    write(f"config: {path}\nstart: python train.py --config {path} --resume_from auto")
 
 
 def size_of(text: str) -> int:

@@ -7,7 +7,7 @@ import pytest
 from trainer import arguments
 
 MISTAKES = [
-    ([], "give --config FILE; configs/ has some"),
+    ([], "give --config FILE (configs/ has some), or --new PHOTOS to begin with"),
     (["my.toml"], "my.toml stands alone; write --config my.toml"),
     (["--config"], "--config needs a value after it"),
     (["--config", "c", "--resume_from"], "--resume_from needs a value after it"),
@@ -26,6 +26,9 @@ MISTAKES = [
     (["--config", "c", "--resume"], "--resume is no option; write --resume_from auto"),
     (["--config", "c", "--dry-run"], "--dry-run is no option; write --plan"),
     (["--confg", "c"], "--confg is no option; write --config"),
+    (["--config", "c", "--new", "photos"], "--new and --config do not go together; change the config that --new writes"),
+    (["--new", "photos", "--set", "a=1"], "--new and --set do not go together; change the config that --new writes"),
+    (["--config", "c", "--model", "m"], "--model belongs to --new; write --set model.path=m"),
     (["--config", "c", "--foo"], "--foo is no option"),
 ]  # fmt: skip
 

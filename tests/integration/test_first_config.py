@@ -1,0 +1,129 @@
+"""`--new` writes a config for a folder of photos as people have it, and that config trains."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tomllib
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.harness import PHOTOS, ROOT, Workbench
+from trainer import cli, first_config
+from trainer import config as configs
+
+POCKET = ROOT / "examples" / "pocket_sdxl"
+
+
+def captions_beside(folder: Path) -> str:
+    shutil.copytree(PHOTOS, folder / "bear photos")
+    return "bear photos"
+
+
+def metadata(folder: Path) -> str:
+    (folder / "table").mkdir()
+    lines = []
+    for photo in sorted(PHOTOS.glob("*.jpg")):
+        shutil.copy(photo, folder / "table")
+        lines.append(json.dumps({"file_name": photo.name, "text": photo.with_suffix(".txt").read_text().strip()}))
+    (folder / "table" / "metadata.jsonl").write_text("\n".join(lines))
+    return "table"
+
+
+def kohya(folder: Path) -> str:
+    inner = folder / "set" / "3_sks bear"
+    inner.mkdir(parents=True)
+    for photo in PHOTOS.glob("*.jpg"):
+        shutil.copy(photo, inner)
+    return "set"
+
+
+def without_captions(folder: Path) -> str:
+    (folder / "my_bear" / "garden").mkdir(parents=True)
+    for photo in PHOTOS.glob("*.jpg"):
+        shutil.copy(photo, folder / "my_bear" / "garden")
+    return "my_bear"
+
+
+LAYOUTS = {
+    captions_beside: ("bear_photos", "sks plush bear"), metadata: ("table", "sks plush bear"), kohya: ("set", None),
+    without_captions: ("my_bear", "my bear"),
+}  # fmt: skip
+
+
+def new(bench: Workbench, monkeypatch, photos: str, *more: str, model: Path | str = POCKET) -> int:
+    monkeypatch.chdir(bench.tmp)
+    return cli.main(["--new", photos, "--model", str(model), *more])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_its_config_trains_to_the_end_unchanged(bench: Workbench, monkeypatch, capsys, layout) -> None:
+    """The length alone is set for the test, where --new chooses it."""
+    monkeypatch.setattr(first_config, "STEPS", (12, 12))
+    photos = layout(bench.tmp)
+    name, trigger = LAYOUTS[layout]
+    assert new(bench, monkeypatch, photos) == 0
+    said = capsys.readouterr().out
+    assert said.splitlines()[-1] == f"start: python train.py --config {name}.toml --resume_from auto"
+    assert "captions of 5 photos: " in said and "\nfits: " in said
+    assert (bench.tmp / "outputs" / name / "data_report.html").is_file()
+    config = tomllib.loads((bench.tmp / f"{name}.toml").read_text())
+    assert config["data"]["sources"][0].get("trigger") == trigger or trigger is None
+    assert config["data"]["resolution"] == 64 and config["validation"]["prompts"]
+    assert cli.main(["--config", f"{name}.toml", "--resume_from", "auto"]) == 0
+    assert (bench.tmp / "outputs" / name / "adapters" / f"{name}.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_it_takes_the_config_of_a_cards_size_and_keeps_its_comments(bench: Workbench, monkeypatch, capsys) -> None:
+    photos = captions_beside(bench.tmp)
+    for size, preset in (("8GiB", "sdxl_8gb"), ("11.7GiB", "sdxl_12gb"), ("80GiB", "sdxl_80gb"), ("4GiB", "sdxl_8gb")):
+        assert new(bench, monkeypatch, photos, "--plan_memory", size) == 0
+        text = (bench.tmp / "bear_photos.toml").read_text()
+        assert f"from configs/{preset}.toml" in text.splitlines()[0]
+        written, taken = configs.load("bear_photos.toml", []), configs.load(f"{preset}.toml", [])
+        for table in ("model.components", "adapter", "optimizer", "memory", "step", "objective", "precision"):
+            first, *rest = table.split(".")
+            one, other = getattr(written, first), getattr(taken, first)
+            for each in rest:
+                one, other = getattr(one, each), getattr(other, each)
+            assert one == other, table
+        (bench.tmp / "bear_photos.toml").unlink()
+    assert "# every block is recomputed" in text
+    capsys.readouterr()
+
+
+def test_many_photos_hold_some_out(bench: Workbench, monkeypatch, capsys) -> None:
+    (bench.tmp / "many").mkdir()
+    for index in range(20):
+        Image.new("RGB", (80, 80), (index * 12, 255 - index * 9, 90)).save(bench.tmp / "many" / f"a bear {index}.png")
+    assert new(bench, monkeypatch, "many") == 0
+    config = configs.load("many.toml", [])
+    assert config.data.held_out == 2 and config.validation.loss_every_steps > 0
+    capsys.readouterr()
+
+
+def test_what_is_there_is_kept(bench: Workbench, monkeypatch, capsys) -> None:
+    photos = captions_beside(bench.tmp)
+    (bench.tmp / "bear_photos.toml").write_text("mine")
+    assert new(bench, monkeypatch, photos) == 2
+    assert "bear_photos.toml is there; train with it (--config bear_photos.toml)" in capsys.readouterr().err
+    assert (bench.tmp / "bear_photos.toml").read_text() == "mine"
+
+
+def test_what_cannot_be_used_leaves_no_config(bench: Workbench, monkeypatch, capsys) -> None:
+    photos = captions_beside(bench.tmp)
+    (bench.tmp / "empty").mkdir()
+    for given, model, said in (
+        ("nowhere", POCKET, "nowhere"), ("empty", POCKET, "empty"),
+        (photos, "no/model/here", "'no/model/here' does not exist"),
+    ):  # fmt: skip
+        assert new(bench, monkeypatch, given, model=model) == 2
+        assert said in capsys.readouterr().err
+    (bench.tmp / photos / "broken.jpg").write_bytes(b"no photo")
+    assert new(bench, monkeypatch, photos) == 2
+    assert "broken.jpg" in capsys.readouterr().err
+    assert not list(bench.tmp.glob("*.toml")) and not (bench.tmp / "outputs").exists()

@@ -1,0 +1,43 @@
+"""What a first config takes from captions and names."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer import first_config
+
+
+@pytest.mark.parametrize(
+    ("captions", "phrase"),
+    [
+        (["a photo of sks plush bear on a rock", "a photo of sks plush bear on a road"], "sks plush bear"),
+        (["zwx candle with a lid, in the grass", "A photo of ZWX candle with a lid"], "zwx candle"),
+        (["an automobile, ink style", "a guitar, ink style"], "ink style"),
+        (["a photo of a dog", "a photo of a cat"], ""),
+        (["zib asleep", *["zib jumps"] * 8, "a red balloon"], "zib"),
+        (["zib asleep", *["zib jumps"] * 7, "a red balloon", "a beach"], ""),
+        (["Zib"], "Zib"),
+        ([], ""),
+    ],
+)
+def test_the_phrase_of_nearly_all_captions_is_found(captions: list[str], phrase: str) -> None:
+    assert first_config.common_phrase(captions) == phrase
+
+
+def test_prompts_are_captions_that_hold_the_trigger() -> None:
+    captions = ["sks bear on a rock", "on a road", "a beach with a SKS bear"]
+    assert first_config.prompts(captions, "sks bear") == ["sks bear on a rock", "sks bear, on a road"]
+    assert first_config.prompts(["a rock"], "") == ["a rock"]
+    assert first_config.prompts([], "my bear") == ["my bear"]
+
+
+@pytest.mark.parametrize(
+    ("photos", "name"),
+    [
+        ("data/My Photos/", "My_Photos"), ("/photos/10_sks dog", "sks_dog"), ("hf:someone/bears", "bears"),
+        ("photos.v2", "photos"),
+        ("shards-{000..003}.tar", "shards-_000_003"), ("/", "adapter"), ("äöü", "adapter"), ("2024", "2024"),
+    ],
+)  # fmt: skip
+def test_a_run_is_named_after_its_folder(photos: str, name: str) -> None:
+    assert first_config._name(photos) == name
