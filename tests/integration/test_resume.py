@@ -466,7 +466,7 @@ def test_an_abandoned_course_is_set_aside_whole(bench: Workbench, capsys) -> Non
     train(tree, str(out / "checkpoints" / "step-00000002"))
     assert f"are set aside in {aside}; delete it when" in capsys.readouterr().out
     gone = ["adapters/bear-00000003.safetensors", "adapters/bear.safetensors", "before_after.png", "report.html"]
-    gone += ["samples/step-00000004/00.png"]
+    gone += ["adapters/README.md", "adapters/images/00.png", "samples/step-00000004/00.png"]
     assert files_in(aside) == {name: first[name] for name in [*gone, "metrics.jsonl"]}
     left = {name for name in files_in(out) if name.startswith(("adapters", "samples", "report"))}
     assert left == {
