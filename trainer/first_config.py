@@ -24,7 +24,7 @@ from trainer.errors import UserError
 from trainer.files import write_atomic
 from trainer.forecast import forecast
 from trainer.phases import Phases
-from trainer.plan import make_plan, open_source, resolve
+from trainer.plan import Plan, make_plan, open_source, resolve
 
 MODEL = "stabilityai/stable-diffusion-xl-base-1.0"  # the one that most adapters are for
 VIEWS = 100  # of each photo in a run. A common start, not a measured one.
@@ -59,12 +59,18 @@ def write_first_config(photos: str, *, model: str | None, memory: int | None, fo
     if path.exists():
         raise UserError(f"--new {photos}: {path} is there; train with it (--config {path}), or move it out of the way")
     named = models_at(model or MODEL, quantization.recognise)[0]
-    text = ""
     for preset in _presets(named, memory):
-        text = _filled(preset, name=name, photos=photos, model=model or MODEL, named=named, found=scanned.photos)
-        if _fits(text, memory, phases):
+        document = _filled(preset, name=name, photos=photos, model=model or MODEL, named=named, found=scanned.photos)
+        plan, fits = _planned(document, memory, phases)
+        if fits:
             break
-    write_atomic(path, [text.encode()])
+    _set_length(document, plan)
+    text = tomlkit.dumps(document)
+    head = (
+        f"# Written by train.py --new {photos}, from configs/{preset.name}. Change what you like.\n"
+        f"# All other keys have their defaults; configs/{named.family.name}_dora_fp8.toml explains every key.\n"
+    )
+    write_atomic(path, [head.encode(), text[text.index("\n[run]") :].encode()])
     return path
 
 
@@ -87,26 +93,36 @@ def _presets(named: NamedModel, memory: int | None) -> list[Path]:
     return [sizes[size] for size in sorted(sizes, reverse=True) if size * 2**30 <= memory * 1.05] or [sizes[min(sizes)]]
 
 
-def _fits(text: str, memory: int | None, phases: Phases) -> bool:
-    config = configs.parse(tomlkit.parse(text).unwrap())
+def _planned(document: TOMLDocument, memory: int | None, phases: Phases) -> tuple[Plan, bool]:
+    """The plan, and whether it fits."""
+    config = configs.parse(document.unwrap())
     source = open_source(config)
     config = resolve(config, source)
     there = accelerator_of(config, memory) if memory is not None else Memory.of(check_device(config), config)
     plan = make_plan(config, source, processes=1, phases=phases)
-    return forecast(plan, there.kernels, base=there.base).fits(there.size)
+    return plan, forecast(plan, there.kernels, base=there.base).fits(there.size)
 
 
-def _filled(preset: Path, *, name: str, photos: str, model: str, named: NamedModel, found: Sequence[Photo]) -> str:
+def _set_length(document: TOMLDocument, plan: Plan) -> None:
+    """So many steps that each photo is shown VIEWS times, within STEPS. Batches of a bucket may be short: the plan knows."""
+    an_epoch = sum(photo.repeats for photo in plan.photos) / len(plan.photos)  # times that a photo is shown
+    least, most = STEPS
+    steps = min(most, max(least, round(VIEWS / an_epoch * plan.steps_per_epoch) // 10 * 10))
+    times = round(steps / plan.steps_per_epoch * an_epoch)
+    _set(document, "run", "max_steps", steps, f"{len(plan.photos)} photos, each about {times} times")
+    every = max(1, steps // SAMPLED // 10 * 10)
+    _set(document, "validation", "every_steps", every)
+    if plan.held_out:
+        _set(document, "validation", "loss_every_steps", every)
+
+
+def _filled(preset: Path, *, name: str, photos: str, model: str, named: NamedModel, found: Sequence[Photo]) -> TOMLDocument:
     """The preset with what is known of these photos and this model."""
     document = tomlkit.parse(preset.read_text(encoding="utf-8"))
-    together = int(document["data"].get("batch_size", 1)) * int(document.get("step", {}).get("accumulation", 1))
-    least, most = STEPS
-    steps = min(most, max(least, VIEWS * len(found) // (10 * together) * 10))
     captions = [photo.caption for photo in found if photo.caption]
     trigger = common_phrase(captions) if captions else name.replace("_", " ")
     _set(document, "run", "name", name)
     _set(document, "run", "output_dir", f"outputs/{name}")
-    _set(document, "run", "max_steps", steps, f"{len(found)} photos, each about {steps * together // len(found)} times")
     _set(document, "model", "path", model)
     side = named.config("vae").get("sample_size", 1024)
     if side != 1024:
@@ -121,15 +137,8 @@ def _filled(preset: Path, *, name: str, photos: str, model: str, named: NamedMod
         source["trigger"].comment(told)
     if len(found) >= HELD_OUT_FROM:
         _set(document, "data", "held_out", len(found) // 10, "not trained on: their loss tells learning from memorising")
-        _set(document, "validation", "loss_every_steps", steps // SAMPLED // 10 * 10)
-    _set(document, "validation", "every_steps", steps // SAMPLED // 10 * 10)
     _set(document, "validation", "prompts", prompts(captions, trigger))
-    text = tomlkit.dumps(document)
-    body = text[text.index("\n[run]") :]
-    return (
-        f"# Written by train.py --new {photos}, from configs/{preset.name}. Change what you like.\n"
-        f"# All other keys have their defaults; configs/{named.family.name}_dora_fp8.toml explains every key.\n{body}"
-    )
+    return document
 
 
 def _set(document: TOMLDocument, table: str, key: str, value: object, comment: str = "") -> None:

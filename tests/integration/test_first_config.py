@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tomllib
 from pathlib import Path
@@ -104,6 +105,21 @@ def test_many_photos_hold_some_out(bench: Workbench, monkeypatch, capsys) -> Non
     config = configs.load("many.toml", [])
     assert config.data.held_out == 2 and config.validation.loss_every_steps > 0
     capsys.readouterr()
+
+
+def test_its_length_shows_each_photo_as_often_as_is_said(bench: Workbench, monkeypatch, capsys) -> None:
+    """Photos of several shapes make short batches, and a folder's own repeats count."""
+    for layout, repeats in ((captions_beside, 1), (kohya, 3)):
+        photos = layout(bench.tmp)
+        assert new(bench, monkeypatch, photos) == 0
+        name = LAYOUTS[layout][0]
+        config = configs.load(f"{name}.toml", [])
+        (epochs,) = re.findall(
+            rf"; {config.run.max_steps} steps = ([\d.]+) epochs", capsys.readouterr().out.split("run ")[-1]
+        )
+        (times,) = re.findall(r"each about (\d+) times", (bench.tmp / f"{name}.toml").read_text())
+        assert int(times) == round(float(epochs) * repeats)
+        assert config.run.max_steps == first_config.STEPS[0] or abs(int(times) - first_config.VIEWS) <= 10
 
 
 def test_what_is_there_is_kept(bench: Workbench, monkeypatch, capsys) -> None:
