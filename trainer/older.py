@@ -21,8 +21,8 @@ from trainer.plan import find_objective, find_targets, open_source, resolve
 def origin_of(saved: Saved, base: str | None) -> dict[str, Any]:
     """What its run would enter as `origin` now. base: where the model lies, in place of the config's `model.path`.
 
-    Without the number of images and the captions' frequencies. Reads the model's configs and no weight. Raises UserError
-    where it is not there, or not that of the checkpoint.
+    Without the number of images, the captions' frequencies and kohya's entries of the training. Reads the model's configs
+    and no weight. Raises UserError where it is not there, or not that of the checkpoint.
     """
     tree = saved.state("config")
     if base is not None:
