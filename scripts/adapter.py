@@ -176,7 +176,9 @@ def push(chosen: argparse.Namespace) -> None:
     from trainer.phases import Phases
     from trainer.publishing import push
 
-    pushed = push(chosen.folder, chosen.repo, public=chosen.public, phases=Phases(show=True))
+    models = models_of(chosen.base) if chosen.base else None
+    phases = Phases(show=True)
+    pushed = push(chosen.folder, chosen.repo, public=chosen.public, models=models, family=chosen.family, phases=phases)
     print(f"pushed: {pushed.url}, commit {pushed.commit}")
     for name in pushed.files:
         print(f"  {name}")
@@ -219,6 +221,10 @@ def whole_model(path: str):
 
 def reads_a_file(command: argparse.ArgumentParser) -> None:
     command.add_argument("file", metavar="FILE", type=Path, help="an adapter file (.safetensors)")
+    names_a_model(command)
+
+
+def names_a_model(command: argparse.ArgumentParser) -> None:
     command.add_argument("--base", metavar="MODEL", help="the model that it is for: folder, .safetensors file or hub id")
     command.add_argument("--family", help="where the keys are those of several: sdxl or flux")
 
@@ -286,6 +292,7 @@ def main(arguments: list[str] | None = None) -> int:
     command.set_defaults(run=push)
     command.add_argument("folder", metavar="FOLDER", type=Path, help="adapter files, README.md, images/")
     command.add_argument("--repo", required=True, metavar="USER/NAME", help="made where there is none")
+    names_a_model(command)
     command.add_argument("--public", action="store_true", help="make a public repository; default: a private one")
     chosen = parser.parse_args(arguments)
     try:

@@ -8,13 +8,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.adapter_files import NamedModel, open_adapter
 from trainer.adapters.portable import is_finite
 from trainer.errors import NonFiniteError, UserError
 from trainer.models.hub import transport_error
 from trainer.phases import QUIET, Phases
-from trainer.tensorfile import TensorFile
-
-UP = (".lora_B.weight", ".lora_up.weight")  # of the keys that a run's files have
 
 
 @dataclass(frozen=True)
@@ -35,22 +33,34 @@ def files_of(folder: Path) -> dict[str, Path]:
     return {path.relative_to(folder).as_posix(): path for path in (*adapters, *others)}
 
 
-def check(path: Path, phases: Phases = QUIET) -> None:
-    """Raises NonFiniteError for an adapter file with a number that is not finite, UserError for one that changes nothing."""
-    file = TensorFile(path)
-    ups = [name for name in file.entries if name.endswith(UP)]
-    changes = not ups
-    with phases(f"checking {path.name}", total=sum(entry.bytes for entry in file.entries.values()), unit="B") as phase:
-        for name in file.entries:
-            tensor = file.read(name, phase.advance)
-            if tensor.is_floating_point() and not is_finite(tensor):
-                raise NonFiniteError(f"{path}: {name} is not finite; nothing was sent")
-            changes = changes or (name in ups and bool(tensor.any()))
+def check(path: Path, models: list[NamedModel] | None, family: str | None, phases: Phases = QUIET) -> None:
+    """Raises UserError for a file that is no adapter (so that nothing else leaves this machine), or changes nothing, and
+    NonFiniteError for a number that is not finite. models, family: as of `open_adapter`."""
+    try:
+        layers = open_adapter(path, models, family=family).portable.layers
+    except UserError as error:
+        raise UserError(f"{error}\nnothing was sent: push sends adapter files, so each one in the folder has to be one") from error
+    changes = False
+    with phases(f"checking {path.name}", total=len(layers), unit="layer") as phase:
+        for name, factors in layers.items():
+            for kind, tensor in factors.tensors().items():
+                if not is_finite(tensor.make()):
+                    raise NonFiniteError(f"{path}: {kind} of {name} is not finite; nothing was sent")
+            changes = changes or (bool(factors.a.make().any()) and bool(factors.b.make().any()))
+            phase.advance(1)
     if not changes:
-        raise UserError(f"{path}: every B is zero, so it changes nothing; nothing was sent")
+        raise UserError(f"{path}: every B (or A) is zero, so it changes nothing; nothing was sent")
 
 
-def push(folder: Path, repository: str, *, public: bool = False, phases: Phases = QUIET) -> Pushed:
+def push(
+    folder: Path,
+    repository: str,
+    *,
+    public: bool = False,
+    models: list[NamedModel] | None = None,
+    family: str | None = None,
+    phases: Phases = QUIET,
+) -> Pushed:
     """In one commit. The repository is made where there is none, private unless `public`; one that exists stays as it is.
 
     Raises UserError where the hub does not take it, and what `check` raises, before anything is sent.
@@ -64,7 +74,7 @@ def push(folder: Path, repository: str, *, public: bool = False, phases: Phases 
     found = files_of(folder)
     for path in found.values():
         if path.suffix == ".safetensors":
-            check(path, phases)
+            check(path, models, family, phases)
     api = HfApi()
     try:
         url = api.create_repo(repository, private=not public, exist_ok=True)

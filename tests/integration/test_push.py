@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,8 @@ import torch
 
 from scripts import adapter as script
 from tests import hub_uploads
+from tests.harness import Workbench
+from trainer import cli
 from trainer.tensorfile import write_tensors
 
 
@@ -78,19 +79,76 @@ def test_nobody_there_is_one_message(folder: Path, monkeypatch, capsys) -> None:
     assert "'me/bear' could not be pushed to: " in capsys.readouterr().err
 
 
+Q = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
+FLAT = "lora_unet_middle_block_1_transformer_blocks_0_attn1_to_q"
+NAMINGS = {
+    "diffusers": (f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"),
+    "kohya": (f"{FLAT}.lora_down.weight", f"{FLAT}.lora_up.weight"),
+    "comfyui": tuple(
+        f"diffusion_model.middle_block.1.transformer_blocks.0.attn1.to_q.lora_{x}.weight" for x in ("down", "up")
+    ),
+    "older diffusers": (f"{Q}.lora.down.weight", f"{Q}.lora.up.weight"),
+}
+
+
+@pytest.mark.parametrize("naming", NAMINGS)
 @pytest.mark.parametrize(
-    ("value", "status", "said"),
-    [(float("nan"), 4, "bear.safetensors: unet.l.lora_B.weight is not finite"), (0.0, 2, "every B is zero")],
+    ("a", "b", "status", "said"),
+    [
+        (1.0, float("nan"), 4, "bear.safetensors: B of unet."),
+        (float("inf"), 1.0, 4, "bear.safetensors: A of unet."),
+        (1.0, 0.0, 2, "every B (or A) is zero"),
+        (0.0, 1.0, 2, "every B (or A) is zero"),
+    ],
 )
-def test_an_adapter_that_nobody_could_use_is_not_sent(folder: Path, monkeypatch, capsys, value, status, said) -> None:
-    tensors = {"unet.l.lora_A.weight": torch.ones(1, 4), "unet.l.lora_B.weight": torch.full((4, 1), value)}
-    write_tensors(folder / "bear.safetensors", tensors)
+def test_an_adapter_that_nobody_could_use_is_not_sent(folder: Path, monkeypatch, capsys, naming, a, b, status, said) -> None:
+    down, up = NAMINGS[naming]
+    write_tensors(folder / "bear.safetensors", {down: torch.full((1, 1280), a), up: torch.full((1280, 1), b)})
     with hub_uploads.serve() as hub:
         hub.use(monkeypatch, hub.token)
         assert script.main(["push", str(folder), "--repo", "me/bear"]) == status
         assert said in capsys.readouterr().err and not hub.repositories
-        shutil.rmtree(folder / "images")
-        for path in folder.glob("*.safetensors"):
-            path.unlink()
+
+
+def test_a_folder_without_adapter_files_is_not_sent(folder: Path, monkeypatch, capsys) -> None:
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    with hub_uploads.serve() as hub:
+        hub.use(monkeypatch, hub.token)
         assert script.main(["push", str(folder), "--repo", "me/bear"]) == 2
         assert "has no .safetensors file" in capsys.readouterr().err and not hub.repositories
+
+
+@pytest.mark.parametrize("name", ["optimizer", "model", "hadamard"])
+def test_what_is_no_adapter_is_not_sent(folder: Path, monkeypatch, capsys, name: str) -> None:
+    """Of a checkpoint, of a model's folder, and of a method that is neither LoRA nor DoRA: beside an adapter that is whole."""
+    tensors = {
+        "optimizer": {f"{Q}.lora_A.weight.exp_avg": torch.ones(4, 1280)},
+        "model": {f"{Q}.weight": torch.ones(4, 4)},
+        "hadamard": {f"{FLAT}.hada_w1_a": torch.zeros(4, 4), f"{FLAT}.hada_w1_b": torch.zeros(4, 4)},
+    }[name]
+    write_tensors(folder / f"{name}.safetensors", tensors)
+    with hub_uploads.serve() as hub:
+        hub.use(monkeypatch, hub.token)
+        assert script.main(["push", str(folder), "--repo", "me/bear"]) == 2
+        said = capsys.readouterr().err
+        assert f"{name}.safetensors" in said and "nothing was sent" in said and not hub.repositories
+
+
+def test_only_adapters_of_a_run_are_sent(bench: Workbench, monkeypatch, capsys) -> None:
+    """Its checkpoint and its model are refused; its adapter files are of another size than the published models."""
+    tree = bench.tree(run__max_steps=1, adapter__targets=["*attn1.to_q"], optimizer__lr=1e-2, schedule__warmup=0)
+    assert cli.main(["--config", str(bench.write(tree))]) == 0
+    model = ["--base", str(bench.models / "sdxl")]
+    with hub_uploads.serve() as hub:
+        hub.use(monkeypatch, hub.token)
+        for private in (bench.tmp / "out/checkpoints/step-00000001", bench.models / "sdxl" / "unet"):
+            assert any(private.glob("*.safetensors"))
+            for more in (model, []):
+                assert script.main(["push", str(private), "--repo", "me/bear", *more]) == 2
+                assert "nothing was sent" in capsys.readouterr().err
+        adapters = str(bench.tmp / "out/adapters")
+        assert script.main(["push", adapters, "--repo", "me/bear"]) == 2
+        assert "give it with --base" in capsys.readouterr().err and not hub.repositories
+        assert script.main(["push", adapters, "--repo", "me/bear", *model]) == 0
+        assert set(hub.repositories["me/bear"]) == {"README.md", "bear.safetensors", "bear_comfyui.safetensors"}
