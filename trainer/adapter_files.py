@@ -31,7 +31,7 @@ from trainer.models.loading import PUBLISHED, ModelSource
 from trainer.models.opening import open_model
 from trainer.optim.state import weights_for_use
 from trainer.optim.table import OPTIMIZERS
-from trainer.report.samples import THUMBNAIL, thumbnail
+from trainer.report.samples import THUMBNAIL, first_sample, thumbnail
 from trainer.tensorfile import TensorFile
 from trainer.types import Link, Recognised
 
@@ -279,10 +279,13 @@ class OpenedCheckpoint:
         return replace(self, _state=state, norms=norms, about=about)
 
     def sample(self, ending: str = "") -> Path | None:
-        """The first that the run drew at this step, where that lies beside its checkpoints. ending: "", or AVERAGE."""
+        """The first that the run drew at this step at full strength, where that lies beside its checkpoints.
+
+        ending: "", or AVERAGE.
+        """
         layout, step = Layout(self.folder.absolute().parent.parent), self.about.step
         own = self.folder.absolute() == (layout.checkpoints / folder_name(step)).absolute()
-        return layout.sample_of(step, ending) if own else None
+        return first_sample(layout.samples_of(step), ending) if own else None
 
     def export(self, folder: Path, stem: str | None = None, sample: Path | None = None) -> dict[str, Path]:
         """Write the files that the run itself would write at this step, byte for byte; returns them by format (`formats`).

@@ -18,8 +18,9 @@ from trainer.data.loader import Reader
 from trainer.data_report import sections as data_sections
 from trainer.ema import Averages, described, snapshots
 from trainer.encoding import prompt_conditioning, report_captions
-from trainer.errors import DataError, Interrupted, NotWritten, OutOfMemory, UserError
-from trainer.layout import AVERAGE, Layout
+from trainer.errors import DataError, Interrupted, NotTrained, NotWritten, OutOfMemory, UserError
+from trainer.files import Together, Write, write_atomic
+from trainer.layout import Layout
 from trainer.loop import due
 from trainer.memory import give_back, is_out_of_memory
 from trainer.metrics import read_lines
@@ -27,7 +28,7 @@ from trainer.origin import Origin
 from trainer.policies import AVERAGES_TOO_LARGE, SAMPLES_TOO_LARGE
 from trainer.report import write_report
 from trainer.report.before_after import write_before_after
-from trainer.report.samples import THUMBNAIL, thumbnail
+from trainer.report.samples import THUMBNAIL, first_sample, thumbnail
 from trainer.verdict import judge
 
 
@@ -70,11 +71,14 @@ class Artifacts:
             files = [f for ending in self.weights for f in export.file_names(stem + ending, config.export.formats).values()]
             if not (again and all((self.layout.adapters / file).exists() for file in files)):
                 try:
-                    self.export(stem)
+                    with Together() as together:
+                        self.export(stem, together.write)
                 except Interrupted:  # the next start makes them; all processes stop together
                     pass
-                except UserError as error:  # not trained yet
+                except NotTrained as error:
                     processes.say(f"warning: {error}")
+                except UserError as error:
+                    failure = error
                 except OSError as error:
                     failure = NotWritten(error)
             processes.wait()
@@ -130,7 +134,7 @@ class Artifacts:
             return OutOfMemory(f"step {step}: out of memory while samples were drawn\n{error}\n{SAMPLES_TOO_LARGE}")
         return None
 
-    def export(self, stem: str) -> dict[str, Path]:
+    def export(self, stem: str, write: Write = write_atomic) -> dict[str, Path]:
         """Write the adapter's files, and those of its average; returns them by format, the average's by "FORMAT, average"."""
         components, plan, config = self.components, self.components.plan, self.components.plan.config
         if not components.processes.is_main:
@@ -140,7 +144,7 @@ class Artifacts:
         written = {}
         with components.phases("exporting", count, "layer") as phase:
             for ending, used in self.weights.items():
-                sample = self.layout.sample_of(self.progress.step, ending)
+                sample = first_sample(self.layout.samples_of(self.progress.step), ending)
                 with used():
                     norms = self.norms.now(phase.advance)
                     own = partial(of_adapter, self.adapter, norms, advance=lambda count: phase.check())
@@ -157,35 +161,56 @@ class Artifacts:
                         dora_scale=config.export.dora_scale,
                         thumbnail=thumbnail(sample, THUMBNAIL) if sample else "",
                         advance=phase.advance,
+                        write=write,
                     )
                 written |= {format + (", average" if ending else ""): path for format, path in made.items()}
         return written
 
     def export_newest(self) -> dict[str, Path]:
-        """As `export`, to the files that have no step in their names, with the model card. Files that an earlier stop or end
-        left in a format that is not asked for any more are deleted."""
-        name = self.components.plan.config.run.name
-        written = self.export(name)
-        for ending in ("", AVERAGE):
-            for file in export.file_names(name + ending).values():
-                if (path := self.layout.adapters / file) not in written.values():
-                    path.unlink(missing_ok=True)
-        if written:
-            write_card(self.components.plan, self.origin.about(), self.layout, written)
+        """As `export`, to the files that have no step in their names, with the model card: all of one step, or all as they
+        were. Files that an earlier stop or end left in a format that is not asked for any more are deleted."""
+        name, said = self.components.plan.config.run.name, ""
+        with Together() as together:
+            written = self.export(name, together.write)
+            for ending in self.weights if written else ():
+                for file in export.file_names(name + ending).values():
+                    if (path := self.layout.adapters / file) not in written.values():
+                        together.remove(path)
+            if written:
+                said = write_card(self.components.plan, self.origin.about(), self.layout, written, together)
+        if said:
+            self.components.processes.say(f"note: {said}")
         return written
 
-    def leave(self) -> None:
-        """Where the training was stopped: the adapter files and the report as of this step. The next stop, or the end, writes
+    def leave_files(self) -> None:
+        """Where the training was stopped: the adapter files and their card as of this step. The next stop, or the end, writes
         them anew."""
         say, step = self.components.processes.say, self.progress.step
         if not self.components.processes.is_main:
             return
         try:
-            for kind, path in self.export_newest().items():
-                say(f"adapter as of step {step} ({kind}): {path}")
-        except UserError as error:  # not trained yet
+            written = self.export_newest()
+        except NotTrained as error:
             say(f"warning: {error}")
-        say(f"report as of step {step}: {self.write_report(None)}")
+            return
+        for kind, path in written.items():
+            say(f"adapter as of step {step} ({kind}): {path}")
+        self._say_what_is_not_loaded(written)
+
+    def leave_report(self) -> None:
+        """As `leave_files`: the report."""
+        if self.components.processes.is_main:
+            self.components.processes.say(f"report as of step {self.progress.step}: {self.write_report(None)}")
+
+    def earlier(self) -> list[str]:
+        """The names of adapter files and card that are there, without a step in their names."""
+        stems = [self.components.plan.config.run.name + ending for ending in self.weights]
+        names = [name for stem in stems for name in export.file_names(stem).values()]
+        return [name for name in (*names, self.layout.card.name) if (self.layout.adapters / name).exists()]
+
+    def _say_what_is_not_loaded(self, written: Mapping[str, Path]) -> None:
+        for sentence in export.not_loaded_by_diffusers(self.adapter.layers) if "diffusers" in written else ():
+            self.components.processes.say(f"note: {sentence}")
 
     def write_report(self, outcome: Mapping[str, Mapping[str, Any]] | None) -> Path:
         """outcome: as of `report.write_report`."""
@@ -197,7 +222,7 @@ class Artifacts:
     def finish(self) -> None:
         """At the end of the training: the adapter files, the "did it take?" table and the report.
 
-        Raises UserError, after all else is done, for an adapter that no update has reached.
+        Raises NotTrained, after all else is done, for an adapter that no update has reached.
         """
         plan, say, phases = self.components.plan, self.components.processes.say, self.components.phases
         if not self.components.processes.is_main:
@@ -205,7 +230,7 @@ class Artifacts:
         written, nothing = {}, None
         try:
             written = self.export_newest()
-        except UserError as error:
+        except NotTrained as error:
             nothing = error
         with self.weights[""]():
             moved = outcome.weight_change(self.adapter, self.origin.start.weights, phases)
@@ -235,8 +260,7 @@ class Artifacts:
         say(f"warning: {found.sentence}" if found.bad else f"verdict: {found.kind}: {found.sentence}")
         for kind, path in written.items():
             say(f"adapter ({kind}): {path}")
-        for sentence in export.not_loaded_by_diffusers(self.adapter.layers) if "diffusers" in written else ():
-            say(f"note: {sentence}")
+        self._say_what_is_not_loaded(written)
         for path in sorted(self.layout.samples_of(self.progress.step).glob("*.png")):
             say(f"sample: {path}")
         if picture:

@@ -4,64 +4,76 @@ Its header is YAML (https://huggingface.co/docs/hub/model-cards). What it says c
 left, and nothing of it from the clock.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from trainer.adapter_files import published
-from trainer.adapters.export import About
-from trainer.files import write_atomic
+from trainer.adapters.export import About, not_loaded_by_diffusers
+from trainer.files import Together
 from trainer.layout import AVERAGE, Layout
 from trainer.plan import Plan
+from trainer.report.samples import asked_of, at_full_strength
 
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+PLACEHOLDER = "BASE_MODEL"
+PICTURE = re.compile(rf"\d+({AVERAGE})?\.png")  # of a run
 
 
-def write_card(plan: Plan, about: About, layout: Layout, written: Mapping[str, Path]) -> Path:
-    """Write the card, and the samples of the present step that it shows. written: the adapter files, by format."""
+def write_card(plan: Plan, about: About, layout: Layout, written: Mapping[str, Path], files: Together) -> str:
+    """Write the card, and the samples of the present step that it shows. written: the adapter files, by format.
+
+    Replaces nothing that a run did not write. Returns what is to be said about that, "" where there is nothing.
+    """
+    if layout.card.exists() and not is_own(layout.card):
+        return f"{layout.card} was written or changed by somebody, and stays as it is; rename it to get the card of this step"
     samples = sorted(layout.samples_of(about.step).glob("*.png"))
     for file in samples:
-        write_atomic(layout.card_images / file.name, [file.read_bytes()])
+        files.write(layout.card_images / file.name, [file.read_bytes()])
     for old in layout.card_images.glob("*.png"):
-        if old.name not in {file.name for file in samples}:
-            old.unlink()
-    write_atomic(layout.card, [text(plan, about, {form: path.name for form, path in written.items()}, samples).encode()])
-    return layout.card
+        if PICTURE.fullmatch(old.name) and old.name not in {file.name for file in samples}:
+            files.remove(old)
+    said = text(plan, about, {form: path.name for form, path in written.items()}, samples)
+    files.write(layout.card, [f"{said}{_seal(said)}".encode()])
+    return ""
+
+
+def _seal(said: str) -> str:
+    """The last line of a card, by which the next start knows whether anybody has changed it."""
+    return f"\n<!-- as the training wrote it: {hashlib.sha256(said.encode()).hexdigest()} -->\n"
+
+
+def is_own(card: Path) -> bool:
+    """Whether it is as a run wrote it."""
+    said, mark, _ = card.read_text(errors="replace").rpartition("\n<!-- as the training wrote it: ")
+    return bool(mark) and card.read_bytes() == f"{said}{_seal(said)}".encode()
 
 
 def base_model(plan: Plan) -> str | None:
-    """Hub id of the model that the adapter is for, as far as that is known; None for a family without a published one.
+    """Hub id of the model that the adapter was trained on; None where that is not known.
 
-    Of a model from a folder or a file it is the published one of this architecture.
+    Of a model from a folder or a file only the config can tell it: an architecture has many models, and many licences. Nor is
+    a repository whose components were replaced what was trained on.
     """
-    config, family = plan.config, plan.family
-    if is_named(plan):
-        return config.export.base_model or config.model.path
-    own = family.metadata(plan.source.config(family.denoiser), "")
-    alike = {model.label for model in published(family.name) if model.hints == own}
-    return next((hub_id for hub_id, label in family.hub_ids.items() if label in alike), None)
-
-
-def is_named(plan: Plan) -> bool:
-    """Whether the config says which model of the hub the base is."""
-    path = plan.config.model.path
-    return bool(plan.config.export.base_model) or (HUB_ID.fullmatch(path) is not None and not Path(path).exists())
+    if plan.config.export.base_model:
+        return plan.config.export.base_model
+    repository = plan.source.repository
+    return repository.hub_id if repository is not None and not plan.source.overrides else None
 
 
 def text(plan: Plan, about: About, files: Mapping[str, str], samples: Sequence[Path]) -> str:
-    """The whole card. files: names by format, the average's by "FORMAT, average". samples: PNGs that tell their prompts."""
-    prompts = {file.name: prompt_of(file) for file in samples}
-    parts = [_header(plan, about, prompts), f"# {about.name}", _what(plan, about), _samples(prompts)]
-    parts += [_diffusers(plan, about, files), _comfyui(plan, files), _files(files), _trained(plan, about), _licence(plan)]
+    """The whole card. files: names by format, the average's by "FORMAT, average". samples: PNGs that tell what was asked."""
+    drawn = {file.name: asked_of(file) for file in samples}
+    parts = [_header(plan, about, drawn), f"# {about.name}", _what(plan, about), _samples(drawn)]
+    parts += [
+        _diffusers(plan, about, files, drawn),
+        _comfyui(plan, files),
+        _files(files),
+        _trained(plan, about),
+        _licence(plan),
+    ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def prompt_of(file: Path) -> str:
-    from PIL import Image
-
-    with Image.open(file) as image:
-        return image.info.get("prompt", "")
 
 
 def yaml_text(value: str) -> str:
@@ -76,7 +88,7 @@ def code(value: str) -> str:
     return f"{fence}{value}{fence}" if len(fence) == 1 else f"{fence} {value} {fence}"
 
 
-def _header(plan: Plan, about: About, prompts: Mapping[str, str]) -> str:
+def _header(plan: Plan, about: About, drawn: Mapping[str, Mapping[str, Any]]) -> str:
     export, base = plan.config.export, base_model(plan)
     lines = ["---", "library_name: diffusers", "pipeline_tag: text-to-image"]
     if base:
@@ -90,53 +102,82 @@ def _header(plan: Plan, about: About, prompts: Mapping[str, str]) -> str:
     lines += ["tags:", *(f"- {tag}" for tag in ("text-to-image", "diffusers", *kinds, plan.family.name, "template:sd-lora"))]
     if about.trigger_phrase:
         lines += [f"instance_prompt: {yaml_text(about.trigger_phrase)}"]
-    shown = [
-        f"- text: {yaml_text(p)}\n  output:\n    url: images/{name}" for name, p in prompts.items() if AVERAGE not in name
-    ]
+    shown: list[str] = []
+    for name, asked in drawn.items():
+        if AVERAGE in name or not at_full_strength(asked):
+            continue
+        negative = asked.get("negative")
+        shown += [f"- text: {yaml_text(asked['prompt'])}"]
+        shown += ["  parameters:", f"    negative_prompt: {yaml_text(negative)}"] if negative else []
+        shown += ["  output:", f"    url: images/{name}"]
     return "\n".join([*lines, *(["widget:", *shown] if shown else []), "---"])
 
 
 def _what(plan: Plan, about: About) -> str:
     kind = {"lora": "LoRA", "dora": "DoRA"}[plan.config.adapter.type]
     base = base_model(plan)
-    said = [f"A {kind} for {f'[{base}](https://huggingface.co/{base})' if base else plan.family.name}."]
+    said = [
+        f"A {kind} for [{base}](https://huggingface.co/{base})."
+        if base
+        else f"A {kind}, trained on a local model of the {plan.family.name} architecture, whose name is not known here "
+        "(`export.base_model` gives it)."
+    ]
+    if _predicts_v(plan):
+        said.append("The model that it was trained on predicts v, not the noise.")
     if about.step < plan.max_steps:
         said.append(f"It is as it was after step {about.step} of {plan.max_steps}, where the training was stopped.")
-    if base and not is_named(plan):
-        said.append("It was trained over a local copy of that, or of another model of its architecture.")
     if about.trigger_phrase:
         said.append(f"Write {code(about.trigger_phrase)} into the prompt.")
     return " ".join(said)
 
 
-def _samples(prompts: Mapping[str, str]) -> str:
-    if not prompts:
+def _predicts_v(plan: Plan) -> bool:
+    return getattr(plan.objective, "prediction", None) == "v"
+
+
+def _samples(drawn: Mapping[str, Mapping[str, Any]]) -> str:
+    if not drawn:
         return ""
     rows = []
-    for name, prompt in prompts.items():
+    for name, asked in drawn.items():
         averaged = " (average of the weights)" if name.removesuffix(".png").endswith(AVERAGE) else ""
-        rows.append(f"| {code(prompt).replace('|', chr(92) + '|')}{averaged} | ![sample](images/{name}) |")
-    return "\n".join(["## Samples", "", "| prompt | drawn |", "|---|---|", *rows])
+        said = [code(asked[key]).replace("|", chr(92) + "|") if asked.get(key) else "" for key in ("prompt", "negative")]
+        numbers = [f"{asked[key]:g}" if key in asked else "" for key in ("seed", "strength")]
+        rows.append(f"| {said[0]}{averaged} | {said[1]} | {' | '.join(numbers)} | ![sample](images/{name}) |")
+    return "\n".join(["## Samples", "", "| prompt | negative | seed | strength | drawn |", "|---|---|---|---|---|", *rows])
 
 
-def _diffusers(plan: Plan, about: About, files: Mapping[str, str]) -> str:
+def _diffusers(plan: Plan, about: About, files: Mapping[str, str], drawn: Mapping[str, Mapping[str, Any]]) -> str:
     if "diffusers" not in files:
         return ""
-    request = plan.requests[0] if plan.requests else None
-    prompt = request.prompt if request else about.trigger_phrase or "a photo"
-    more = {} if request is None else {"width": request.width, "height": request.height, "num_inference_steps": request.steps}
-    if request is not None and request.guidance is not None:
-        more["guidance_scale"] = request.guidance
-    arguments = ", ".join([repr(prompt), *(f"{key}={value}" for key, value in more.items())])
-    base = base_model(plan) or "BASE MODEL"
+    unread = not_loaded_by_diffusers(f"{target.component}.{target.name}" for target in plan.targets)
+    if unread:
+        return "\n\n".join(["## Use it in diffusers", *(f"{sentence[0].upper()}{sentence[1:]}." for sentence in unread)])
+    request = next((request for request in plan.requests if request.strength == 1), None)
+    arguments = [repr(request.prompt if request else about.trigger_phrase or "a photo")]
+    if request is not None:
+        # Given where it is empty, too: a pipeline may take none for something else than the empty text.
+        arguments += [f"negative_prompt={request.negative!r}", f"width={request.width}", f"height={request.height}"]
+        arguments += [f"num_inference_steps={request.steps}"]
+        arguments += [] if request.guidance is None else [f"guidance_scale={request.guidance}"]
+        arguments += [f'generator=torch.Generator("cpu").manual_seed({request.seed})']
+    base = base_model(plan)
+    lines = [
+        "import torch", "from diffusers import DiffusionPipeline", "",
+        f'pipe = DiffusionPipeline.from_pretrained("{base or PLACEHOLDER}", torch_dtype=torch.bfloat16).to("cuda")',
+    ]  # fmt: skip
+    if _predicts_v(plan):
+        settings = ['prediction_type="v_prediction"']
+        if getattr(plan.objective, "zero_terminal_snr", False):
+            settings += ["rescale_betas_zero_snr=True", 'timestep_spacing="trailing"']
+        lines.append(f"pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, {', '.join(settings)})")
+    lines.append(f'pipe.load_lora_weights(".", weight_name="{files["diffusers"]}")')
+    lines += [f"image = pipe({', '.join(arguments)}).images[0]", 'image.save("drawn.png")']
+    instead = "" if base else f", and the model that the adapter was trained on in place of `{PLACEHOLDER}`"
     return "\n".join([
         "## Use it in diffusers", "",
-        "In this folder, or with the name of the repository in place of `.`:", "",
-        "```python", "import torch", "from diffusers import DiffusionPipeline", "",
-        f'pipe = DiffusionPipeline.from_pretrained("{base}", torch_dtype=torch.bfloat16).to("cuda")',
-        f'pipe.load_lora_weights(".", weight_name="{files["diffusers"]}")',
-        f"image = pipe({arguments}).images[0]",
-        'image.save("drawn.png")', "```", "",
+        f"In this folder, or with the name of the repository in place of `.`{instead}:", "",
+        "```python", *lines, "```", "",
         "A weaker effect: `pipe.set_adapters(pipe.get_active_adapters(), 0.7)`.",
     ])  # fmt: skip
 
@@ -201,5 +242,5 @@ def _licence(plan: Plan) -> str:
     export, base = plan.config.export, base_model(plan)
     name = f"[{export.license}]({export.license_link})" if export.license_link else export.license
     own = f"The adapter: {name}." if export.license else "No licence was given for the adapter."
-    of_base = f" That of the base model holds, too: <https://huggingface.co/{base}>." if base else ""
+    of_base = f" That of the base model holds, too{f': <https://huggingface.co/{base}>' if base else ''}."
     return f"## Licence\n\n{own}{of_base}"

@@ -10,6 +10,7 @@ import torch
 from trainer.adapter_files import NamedModel, OpenedAdapter
 from trainer.adapters import export
 from trainer.adapters.export import DORA_SCALE_MEANING, METADATA_OF_KEYS
+from trainer.adapters.hashes import with_hash
 from trainer.adapters.norms import RowNorms
 from trainer.adapters.portable import DoraScale, Factors, Portable, recipe
 from trainer.adapters.ranks import nearest, relative_error, with_factors
@@ -70,7 +71,7 @@ def write_as(
     tensors = tensors_of(portable, opened.model, to, weight, notes)
     notes += export.not_loaded_by_diffusers(portable.layers) if to == "diffusers" else []
     fields = _metadata(opened, portable, to)
-    write_tensors(out, tensors, export.with_hash(tensors, fields))
+    write_tensors(out, tensors, with_hash(tensors, fields))
     return Converted(portable, notes)
 
 
@@ -216,7 +217,9 @@ def _metadata(opened: OpenedAdapter, portable: Portable, to: str) -> dict[str, s
             args["dora_scale"] = "magnitude"
         if base := _dora_base(portable):
             args["dora_base"] = base
-    kept["ss_network_module"] = "lycoris.kohya" if portable.dora else "networks.lora"
+    if "ss_network_module" not in portable.metadata or portable.dora != opened.portable.dora:
+        of_lora = opened.model.hints.get("ss_network_module", "networks.lora")
+        kept["ss_network_module"] = export.DORA_MODULE if portable.dora else of_lora
     kept["ss_network_args"] = json.dumps(args, sort_keys=True)
     return kept | (export.diffusers_metadata(portable) if to == "diffusers" else {})
 

@@ -12,6 +12,10 @@ class UserError(ValueError):
     status = 2
 
 
+class NotTrained(UserError):
+    """No update has reached the adapter: every B is zero."""
+
+
 class NonFiniteError(RuntimeError):
     """A latent, loss or gradient is NaN or infinite, and the policy is to stop or its limit is reached."""
 

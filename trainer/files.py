@@ -25,6 +25,9 @@ except ModuleNotFoundError:  # Windows
 # Is told every number of units (bytes, layers) that were done; may raise, which ends the work.
 Advance = Callable[[int], object]
 
+# As `write_atomic`, or `Together.write`.
+Write = Callable[[Path | str, Iterable[memoryview | bytes], Advance], tuple[str, int]]
+
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)  # a file system without record locks
 
 CHUNK_BYTES = 2**25  # of large files: read, hashed and written fast enough to hear of a signal in between
@@ -71,18 +74,46 @@ def write_atomic(path: Path | str, pieces: Iterable[memoryview | bytes], advance
 
     An exception leaves neither the file nor the temporary.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Not by the process's number alone: two containers that share a folder may both be number 1.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    try:
-        written = write(temporary, pieces, advance)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):  # the first failure is the one to tell
-            temporary.unlink()
-        raise
-    return written
+    with Together() as one:
+        return one.write(path, pieces, advance)
+
+
+class Together:
+    """Files that belong together, written one after another in a `with` block: all get their names at its end, or, where it
+    raises, none does, and those of before stay. Between two names nothing is written and no signal heard; only a kill there
+    leaves some of the old and some of the new."""
+
+    def __init__(self) -> None:
+        self._named: list[tuple[Path, Path]] = []
+        self._old: list[Path] = []
+
+    def write(self, path: Path | str, pieces: Iterable[memoryview | bytes], advance: Advance = unheard) -> tuple[str, int]:
+        """As `write_atomic`, but for the time of the rename."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Not by the process's number alone: two containers that share a folder may both be number 1.
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+        self._named.append((temporary, path))
+        return write(temporary, pieces, advance)
+
+    def remove(self, path: Path) -> None:
+        """A file that may be there, at the end of the block."""
+        self._old.append(path)
+
+    def __enter__(self) -> "Together":
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        try:
+            if kind is None:
+                for temporary, path in self._named:
+                    os.replace(temporary, path)
+                for path in self._old:
+                    path.unlink(missing_ok=True)
+        finally:
+            for temporary, _ in self._named:
+                with contextlib.suppress(OSError):  # the first failure is the one to tell
+                    temporary.unlink(missing_ok=True)
 
 
 def make_folder(folder: Path, key: str | None = None) -> None:

@@ -63,11 +63,6 @@ class Layout:
     def samples_of(self, step: int) -> Path:
         return self.samples / folder_name(step)
 
-    def sample_of(self, step: int, ending: str = "") -> Path | None:
-        """The first sample that was drawn at that step; None where none was. ending: "", or AVERAGE."""
-        file = self.samples_of(step) / f"00{ending}.png"
-        return file if file.exists() else None
-
     def superseded(self, after: int, again: int = 1) -> Path:
         """Results of steps beyond `after`, which a resumed run makes anew."""
         return self.root / f"superseded-after-{folder_name(after)}{f'-{again}' if again > 1 else ''}"

@@ -19,6 +19,13 @@ from trainer.data import captions
 from trainer.plan import Plan
 from trainer.start import Start
 
+SEVERAL = object()  # in place of the one value that kohya's entry has room for
+
+
+def _one(values: set) -> Any:
+    """None of none, as kohya writes it."""
+    return next(iter(values), None) if len(values) < 2 else SEVERAL
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -72,7 +79,12 @@ class Origin:
         """
         plan, config = self.plan, self.plan.config
         schedule, objective, rate = config.schedule, plan.config.objective, config.optimizer.lr
-        encoders = set(plan.adapted) - {plan.family.denoiser}
+        of_encoders = rate if config.optimizer.text_encoder_lr is None else config.optimizer.text_encoder_lr
+        warmup = optim.steps_of(schedule.warmup, self.progress.total_steps)
+        rates: tuple[set, set] = set(), set()  # of the denoiser, of the encoders
+        for target in plan.targets:
+            encodes = target.component != plan.family.denoiser
+            rates[encodes].add(target.lr if target.lr is not None else (of_encoders if encodes else rate))
         began = datetime.fromisoformat(self.progress.started).replace(hour=0, minute=0, second=0, microsecond=0)
         counts = Counter(example.bucket for example in plan.examples for _ in range(example.photo.repeats))
         buckets = {
@@ -81,7 +93,10 @@ class Origin:
         folders: tuple[dict, dict] = {}, {}
         for photo in plan.photos:
             entry = {"n_repeats": photo.repeats, "img_count": 0}
-            folders[photo.source.regularisation].setdefault(f"source {photo.source.index}", entry)["img_count"] += 1
+            entry = folders[photo.source.regularisation].setdefault(f"source {photo.source.index}", entry)
+            entry["img_count"] += 1
+            if entry.get("n_repeats") != photo.repeats:
+                entry.pop("n_repeats", None)
         entries = {
             "training_started_at": began.timestamp(),
             "max_train_steps": plan.max_steps,
@@ -90,13 +105,13 @@ class Origin:
             "batch_size_per_device": config.data.batch_size,
             "total_batch_size": config.data.batch_size * config.step.accumulation * plan.processes,
             "optimizer": config.optimizer.name,
-            "unet_lr": rate,
-            "text_encoder_lr": (config.optimizer.text_encoder_lr or rate) if encoders else None,
-            "lr_scheduler": schedule.name,
-            "lr_warmup_steps": optim.steps_of(schedule.warmup, self.progress.total_steps),
+            "unet_lr": _one(rates[0]),
+            "text_encoder_lr": _one(rates[1]),
+            "lr_scheduler": "constant_with_warmup" if schedule.name == "constant" and warmup else schedule.name,
+            "lr_warmup_steps": warmup,
             "mixed_precision": {"fp32": "no"}.get(config.precision.compute, config.precision.compute),
             "max_grad_norm": config.step.max_grad_norm,
-            "caption_dropout_rate": config.data.caption_dropout,
+            "caption_dropout_rate": _one({photo.source.caption_dropout for photo in plan.photos}),
             "noise_offset": objective.noise_offset or None,
             "min_snr_gamma": objective.min_snr_gamma if objective.weighting == "min_snr" else None,
             "enable_bucket": True,
@@ -104,7 +119,7 @@ class Origin:
             "dataset_dirs": json.dumps(folders[False]),
             "reg_dataset_dirs": json.dumps(folders[True]),
         }
-        return {f"ss_{key}": str(value) for key, value in entries.items()}
+        return {f"ss_{key}": str(value) for key, value in entries.items() if value is not SEVERAL}
 
     def state_dict(self) -> Mapping[str, Any]:
         """about: of its files. family, configs: of the model, the components that are adapted. alphas: of every adapted layer

@@ -39,7 +39,9 @@ def check(path: Path, models: list[NamedModel] | None, family: str | None, phase
     try:
         layers = open_adapter(path, models, family=family).portable.layers
     except UserError as error:
-        raise UserError(f"{error}\nnothing was sent: push sends adapter files, so each one in the folder has to be one") from error
+        raise UserError(
+            f"{error}\nnothing was sent: push sends adapter files, so each one in the folder has to be one"
+        ) from error
     changes = False
     with phases(f"checking {path.name}", total=len(layers), unit="layer") as phase:
         for name, factors in layers.items():

@@ -308,7 +308,13 @@ def close(run: Run, signals: Signals, *, finished: bool) -> None:
     """Leave what a whole run leaves for people, or what one does that stops before its end."""
     signals.promise = "stopping; the last step is saved"
     try:
-        run.artifacts().finish() if finished else run.artifacts().leave()
+        artifacts = run.artifacts()
+        if finished:
+            artifacts.finish()
+        else:
+            artifacts.leave_files()
+            artifacts.leave_report()
     except Interrupted as error:
-        where = "after the last step, which is saved; adapter files or the report may be missing"
+        last = "the last step" if finished else f"step {run.progress.step}"
+        where = f"after {last}, which is saved; adapter files or the report may be missing, or those of an earlier stop"
         raise Interrupted(error.signum, where) from None

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from trainer.errors import UserError
-from trainer.files import CHUNK_BYTES, Advance, unheard, write_atomic
+from trainer.files import CHUNK_BYTES, Advance, Write, unheard, write_atomic
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -182,10 +182,14 @@ def serialize(tensors: Tensors, metadata: Mapping[str, str] | None = None) -> It
 
 
 def write_tensors(
-    path: Path | str, tensors: Tensors, metadata: Mapping[str, str] | None = None, advance: Advance = unheard
+    path: Path | str,
+    tensors: Tensors,
+    metadata: Mapping[str, str] | None = None,
+    advance: Advance = unheard,
+    write: Write = write_atomic,
 ) -> tuple[str, int]:
     """Write a safetensors file atomically; returns (sha256, bytes). Equal tensors and metadata give equal bytes."""
-    return write_atomic(path, serialize(tensors, metadata), advance)
+    return write(path, serialize(tensors, metadata), advance)
 
 
 def tensor_sha256(tensor: torch.Tensor, advance: Advance = unheard) -> str:

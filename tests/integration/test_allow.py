@@ -99,7 +99,9 @@ def test_other_photos(bench: Workbench, capsys) -> None:
     (change,) = progress(root / "step-00000009")["changes"]
     assert (change["step"], change["epoch"]) == (3, 1)
     header = TensorFile(out / "adapters" / "bear.safetensors").metadata
-    assert json.loads(header["changed_in_mid_run"]) == [change]
+    (told,) = json.loads(header["changed_in_mid_run"])
+    assert (told["step"], told["epoch"], told["what"][0]) == (3, 1, "photos: 5 photos then, 5 now")
+    assert "added" in told["what"] and "05.jpg" in str(change) and ".jpg" not in str(header), "no name of a file is published"
     assert "Changed in mid-run" in (out / "report.html").read_text()
 
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import ModelCard
@@ -14,6 +15,10 @@ from PIL import Image
 
 from tests.harness import ROOT, Workbench
 from trainer import card, cli
+from trainer.adapters.export import About
+from trainer.plan import make_plan, open_source, resolve
+from trainer.report.samples import THUMBNAIL, thumbnail
+from trainer.tensorfile import TensorFile
 
 PROMPT = 'a "bear": on | a `beach` --- it\'s'
 
@@ -22,7 +27,10 @@ def run(bench: Workbench, family: str = "sdxl", steps: int = 2, **more) -> Path:
     """Returns the folder of the adapter files."""
     tree = bench.tree(
         family, run__max_steps=steps, optimizer__lr=1e-2, adapter__type="dora", adapter__targets="attention", **more,
-        validation__every_steps=2, validation__samples=[{"prompt": PROMPT, "width": 64, "height": 64, "steps": 2}],
+        validation__every_steps=2, validation__samples=[
+            {"prompt": "half of it", "width": 64, "height": 64, "steps": 1, "strength": 0.5},
+            {"prompt": PROMPT, "negative": "ugly | `bad`", "seed": 5, "width": 64, "height": 64, "steps": 2},
+        ],
     )  # fmt: skip
     assert cli.main(["--config", str(bench.write(tree)), "--resume_from", "auto"]) == 0
     return bench.tmp / "out" / "adapters"
@@ -30,13 +38,14 @@ def run(bench: Workbench, family: str = "sdxl", steps: int = 2, **more) -> Path:
 
 @pytest.mark.parametrize("family", ["sdxl", pytest.param("flux", marks=pytest.mark.slow)])
 def test_the_code_of_a_card_draws(bench: Workbench, family: str) -> None:
-    """In a process that has the published model's name for the tiny one: there is no network."""
+    """In a process of its own, with the tiny model's folder in place of the name of the base."""
     folder = run(bench, family, export__trigger_phrase="sks bear")
     written = (folder / "README.md").read_text()
-    base = {"sdxl": "stabilityai/stable-diffusion-xl-base-1.0", "flux": "black-forest-labs/FLUX.1-dev"}[family]
+    assert "stabilityai" not in written and "black-forest" not in written, "a local model has no known name"
     (code,) = re.findall(r"```python\n(.*?)```", written, re.DOTALL)
-    assert code.count(f'"{base}"') == 1
-    code = code.replace(base, str(bench.models / family)).replace('"cuda"', '"cpu"')
+    assert code.count(f'"{card.PLACEHOLDER}"') == 1 and "half of it" not in code
+    assert "negative_prompt='ugly | `bad`'" in code and 'torch.Generator("cpu").manual_seed(5)' in code
+    code = code.replace(card.PLACEHOLDER, str(bench.models / family)).replace('"cuda"', '"cpu"')
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=300,
         env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
@@ -51,16 +60,21 @@ def test_the_header_is_what_the_hub_reads(bench: Workbench) -> None:
     folder = run(bench, export__trigger_phrase="sks: bear", export__license="cc-by-4.0", ema__kind="constant")
     told = ModelCard.load(folder / "README.md")
     data = told.data.to_dict()
-    assert data["base_model"] == "stabilityai/stable-diffusion-xl-base-1.0" and data["base_model_relation"] == "adapter"
+    assert not data.keys() & {"base_model", "base_model_relation"} and "local model of the sdxl architecture" in told.text
     assert data["license"] == "cc-by-4.0" and data["instance_prompt"] == "sks: bear"
     assert data["library_name"] == "diffusers" and data["pipeline_tag"] == "text-to-image"
     assert data["tags"] == ["text-to-image", "diffusers", "lora", "dora", "sdxl", "template:sd-lora"]
-    assert data["widget"] == [{"text": PROMPT, "output": {"url": "images/00.png"}}]
+    assert data["widget"] == [  # not the sample at half of its strength
+        {"text": PROMPT, "parameters": {"negative_prompt": "ugly | `bad`"}, "output": {"url": "images/01.png"}}
+    ]
     for name in re.findall(r"\(images/(\S+)\)", told.text):
         assert (folder / "images" / name).read_bytes() == (bench.tmp / "out/samples/step-00000002" / name).read_bytes()
     for name in re.findall(r"`(\S+\.safetensors)`", told.text):
         assert (folder / name).is_file()
-    assert "It was trained over a local copy of that" in told.text
+    assert "| `half of it` |  | 0 | 0.5 | ![sample](images/00.png) |" in told.text
+    assert "`` ugly \\| `bad` `` | 5 | 1 | ![sample](images/01.png) |" in told.text
+    header = TensorFile(folder / "bear.safetensors").metadata["modelspec.thumbnail"]
+    assert header == thumbnail(bench.tmp / "out/samples/step-00000002/01.png", THUMBNAIL), "of the first at full strength"
     assert "| photos | 5, shown 5 times an epoch |" in told.text and "DoRA, made for ComfyUI's released versions" in told.text
     assert str(bench.tmp) not in (folder / "README.md").read_text(), "no path of this machine"
     # Another licence of one's own, no samples any more, one format: nothing of the card before is left.
@@ -70,9 +84,47 @@ def test_the_header_is_what_the_hub_reads(bench: Workbench) -> None:
     assert (told.data.license, told.data.license_name, told.data.license_link) == (
         "other", "My terms", "https://example.org/terms"
     )  # fmt: skip
-    assert "local copy" not in told.text
     assert told.data.base_model == "somebody/tuned-xl" and "widget" not in told.data.to_dict()
     assert "as it was after step 3 of 4" in told.text and "diffusers" not in told.text and not list(folder.glob("images/*"))
+
+
+def text_of(config) -> str:
+    """Of a run that has not begun."""
+    source = open_source(config)
+    plan = make_plan(resolve(config, source), source, processes=1)
+    about = About(
+        name="bear", started="2026-01-01T00:00:00+00:00", step=3, epoch=1, learning_rate=1e-4, train_images=5,
+        resolution="64x64", tag_frequency=None, trigger_phrase="", seed=0, dora_base="", family={},
+    )  # fmt: skip
+    return card.text(plan, about, {"diffusers": "bear.safetensors"}, [])
+
+
+def test_the_base_is_what_was_trained_on(bench: Workbench) -> None:
+    config, hub = bench.config(), SimpleNamespace(hub_id="somebody/their-xl")
+
+    def base(config, **source) -> str | None:
+        return card.base_model(SimpleNamespace(config=config, source=SimpleNamespace(**source)))
+
+    assert base(config, repository=None, overrides={}) is None
+    assert base(config, repository=hub, overrides={}) == "somebody/their-xl"
+    assert base(config, repository=hub, overrides={"unet": Path("other")}) is None
+    named = bench.config(export__base_model="somebody/named")
+    assert base(named, repository=hub, overrides={"unet": Path("other")}) == "somebody/named"
+
+
+def test_a_model_that_predicts_v_is_used_as_one(bench: Workbench) -> None:
+    written = text_of(bench.config(model__prediction="v"))
+    assert "predicts v" in written and 'from_config(pipe.scheduler.config, prediction_type="v_prediction")' in written
+    written = text_of(bench.config(model__prediction="v", model__zero_terminal_snr=True))
+    assert 'rescale_betas_zero_snr=True, timestep_spacing="trailing")' in written
+    assert "scheduler" not in text_of(bench.config())
+
+
+def test_no_code_for_what_diffusers_does_not_load(bench: Workbench) -> None:
+    rule = {"component": "text_encoder", "match": "*.fc1", "rank": 2}
+    written = text_of(bench.config(adapter__rules=[rule]))
+    assert "Diffusers does not load the adapter of text_encoder: none of its layers" in written
+    assert "```" not in written and "load_lora_weights" not in written
 
 
 @pytest.mark.parametrize(("said", "shown"), [("a bear", "`a bear`"), ("a `b`", "`` a `b` ``"), ("two\nlines", "`two lines`")])

@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 
 from scripts import adapter as script
-from tests.harness import PHOTOS, Workbench
+from tests.harness import PHOTOS, Workbench, built
 from trainer import cli
-from trainer.adapters.export import with_hash
+from trainer.adapters.hashes import with_hash
 from trainer.tensorfile import TensorFile, write_tensors
 
 
@@ -59,6 +59,42 @@ def a1111_shows(path: Path) -> dict[str, str]:
     }
 
 
+def test_entries_for_one_value_are_left_out_where_there_are_several(bench: Workbench) -> None:
+    rules = [
+        {"component": "unet", "match": "*.to_q", "lr": 1e-3},
+        {"component": "text_encoder", "match": "*.q_proj", "rank": 2},
+    ]
+    sources = [{"path": str(PHOTOS)}, {"path": str(PHOTOS), "caption_dropout": 0.5}]
+    several = bench.config(adapter__rules=rules, data__sources=sources, data__caption_dropout=0.25, schedule__warmup=2)
+    with built(several) as run:
+        told = run.origin.about().training
+    assert not {"ss_unet_lr", "ss_caption_dropout_rate"} & told.keys() and told["ss_text_encoder_lr"] == "0.0001"
+    assert told["ss_lr_scheduler"] == "constant_with_warmup" and told["ss_lr_warmup_steps"] == "2"
+    assert json.loads(told["ss_dataset_dirs"])["source 0"] == {"n_repeats": 1, "img_count": 5}
+    with built(bench.config(run__output_dir=str(bench.tmp / "one"), data__caption_dropout=0.25)) as run:
+        told = run.origin.about().training
+    assert (told["ss_unet_lr"], told["ss_text_encoder_lr"]) == ("0.0001", "None")
+    assert told["ss_caption_dropout_rate"] == "0.25" and told["ss_lr_scheduler"] == "constant"
+
+
+def test_a_converted_file_says_whose_module_it_is_for(tmp_path: Path) -> None:
+    """As its own header did, where it stays what it was; else as the family says. And whose names its keys are."""
+    layer, flat = "transformer.transformer_blocks.0.attn.to_out.0", tmp_path / "kohya.safetensors"
+    tensors = {f"{layer}.lora_A.weight": torch.ones(2, 3072), f"{layer}.lora_B.weight": torch.ones(3072, 2)}
+
+    def told(file: Path, to: str) -> dict[str, str]:
+        assert script.main(["convert", str(file), str(tmp_path / f"{to}.safetensors"), "--to", to]) == 0
+        return TensorFile(tmp_path / f"{to}.safetensors").metadata
+
+    hint = {"modelspec.architecture": "flux-1-dev/lora"}
+    write_tensors(tmp_path / "a.safetensors", tensors, hint | {"ss_network_module": "networks.of_somebody"})
+    assert told(tmp_path / "a.safetensors", "kohya")["ss_network_module"] == "networks.of_somebody"
+    write_tensors(tmp_path / "b.safetensors", tensors, hint | {"modelspec.implementation": "diffusers"})
+    made = told(tmp_path / "b.safetensors", "kohya")
+    assert made["ss_network_module"] == "networks.lora_flux" and made.get("modelspec.implementation") != "diffusers"
+    assert told(flat, "diffusers")["modelspec.implementation"] == "diffusers"
+
+
 def test_the_header_of_a_runs_files(bench: Workbench, monkeypatch) -> None:
     """Stopped after each step, a run leaves the bytes of one that was not, thumbnails included; so does the checkpoint."""
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")  # 2023-11-14 22:13:20
@@ -94,6 +130,9 @@ def test_the_header_of_a_runs_files(bench: Workbench, monkeypatch) -> None:
     assert told["ss_resolution"] == "(64, 64)" and told["modelspec.resolution"] == "64x64"
     assert told["modelspec.trigger_phrase"] == "sks" and told["modelspec.license"] == "cc-by-4.0"
     assert told["ss_mixed_precision"] == "no" and told["ss_total_batch_size"] == "2" and told["ss_lr_scheduler"] == "constant"
+    module, implementation = "ss_network_module", "modelspec.implementation"
+    assert told[module] == "networks.lora" and told[implementation] == "https://github.com/Stability-AI/generative-models"
+    assert TensorFile(whole / "bear.safetensors").metadata[implementation] == "diffusers"
     for step, name in ((2, "bear-00000002"), (3, "bear")):
         made = bench.tmp / f"made-{step}"
         assert script.main(["export", str(bench.tmp / f"whole/checkpoints/step-{step:08d}"), str(made)]) == 0

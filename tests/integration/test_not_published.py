@@ -37,12 +37,12 @@ def test_an_adapter_that_no_update_reached_is_not_published(bench: Workbench, ca
 def test_an_adapter_that_is_not_finite_is_not_published(bench: Workbench, monkeypatch, capsys, value: float) -> None:
     real = Artifacts.export
 
-    def export(self, stem: str):
+    def export(self, stem: str, *more):
         """Between the last checkpoint, which would refuse it, and the files."""
         layer = next(iter(self.adapter.layers.values()))
         with torch.no_grad():
             layer.lora_B["default"].weight[-1, -1] = value
-        return real(self, stem)
+        return real(self, stem, *more)
 
     monkeypatch.setattr(Artifacts, "export", export)
     assert start(bench) == 4

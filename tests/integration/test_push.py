@@ -121,7 +121,7 @@ def test_a_folder_without_adapter_files_is_not_sent(folder: Path, monkeypatch, c
 
 @pytest.mark.parametrize("name", ["optimizer", "model", "hadamard"])
 def test_what_is_no_adapter_is_not_sent(folder: Path, monkeypatch, capsys, name: str) -> None:
-    """Of a checkpoint, of a model's folder, and of a method that is neither LoRA nor DoRA: beside an adapter that is whole."""
+    """Of a checkpoint, of a model's folder, and of a method that is neither LoRA nor DoRA: beside a whole adapter."""
     tensors = {
         "optimizer": {f"{Q}.lora_A.weight.exp_avg": torch.ones(4, 1280)},
         "model": {f"{Q}.weight": torch.ones(4, 4)},

@@ -11,7 +11,6 @@ block-diagonal, or where all have one and the same A, that A and their B's.
 Nothing here reads a frozen weight: what a DoRA's files need of them is their row norms (norms.py).
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,11 +19,12 @@ from typing import Any
 
 import torch
 
+from trainer.adapters.hashes import with_hash
 from trainer.adapters.portable import AllNorms, DoraScale, Factors, Portable, by_component, derived
 from trainer.adapters.targets import Target, lora_config
-from trainer.errors import UserError
-from trainer.files import Advance, unheard
-from trainer.tensorfile import Recipe, Tensors, serialize, write_tensors
+from trainer.errors import NotTrained, UserError
+from trainer.files import Advance, Write, unheard, write_atomic
+from trainer.tensorfile import Recipe, Tensors, write_tensors
 from trainer.types import Link
 
 DORA_SCALE_MEANING = {
@@ -36,9 +36,14 @@ DORA_SCALE_MEANING = {
 FORMATS = ("diffusers", "comfyui")
 
 # Header entries that are about a file's keys and bytes, and not about what was trained.
-METADATA_OF_KEYS = ("lora_adapter_metadata", "format", "sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
-# The bytes of a file that kohya's old hash is of.
-LEGACY_HASHED = (0x100000, 0x110000)
+METADATA_OF_KEYS = (
+    "lora_adapter_metadata", "format", "modelspec.implementation",
+    "sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256",
+)  # fmt: skip
+# Of kohya's programs, the module that a file with a DoRA is of. That of a LoRA is the family's.
+DORA_MODULE = "lycoris.kohya"
+# Lines of a change in mid-run ("KIND: ...") that are no more than numbers.
+COUNTED = ("photos", "micro-batches in an update")
 # Of ss_network_args, what is about a DoRA.
 DORA_ARGS = ("dora_wd", "wd_on_output", "dora_scale", "dora_base")
 
@@ -92,6 +97,7 @@ def write_files(
     dora_scale: DoraScale,
     thumbnail: str = "",
     advance: Advance = unheard,
+    write: Write = write_atomic,
 ) -> dict[str, Path]:
     """Write a run's adapter files to `folder`; returns them by format ("diffusers", "comfyui").
 
@@ -99,7 +105,7 @@ def write_files(
 
     portable: the adapter, with magnitudes of the meaning asked for. thumbnail: a small picture as a data URI.
     advance: counts layers made ready, of each file, and gets 0 for a piece of one that was written.
-    Raises NonFiniteError where a tensor is not finite, UserError where nothing was trained, and writes nothing then.
+    Raises NonFiniteError where a tensor is not finite, NotTrained where no update has reached it, and writes nothing then.
     """
     written = {format: folder / name for format, name in file_names(stem, formats).items()}
     meanings: dict[str, DoraScale] = {"diffusers": "magnitude", "comfyui": dora_scale}
@@ -107,7 +113,7 @@ def write_files(
     for adapter in made.values():
         adapter.check_finite(advance)
     if not any(factors.b.make().any() for adapter in made.values() for factors in adapter.layers.values()):
-        raise UserError(
+        raise NotTrained(
             f"every B of the adapter is zero after step {about.step}, so it changes nothing: no file was written. Either its "
             "updates were skipped (metrics.jsonl says so), or there was no gradient, or the rate was too small: "
             f"optimizer.lr is {about.learning_rate:g}, and a warm-up begins with zero"
@@ -121,7 +127,7 @@ def write_files(
             tensors = kohya_tensors(adapter, modules=fused, prefixes=prefixes, rows=rows, norms=norms, advance=advance)
             fields = metadata(adapter, about, convention=f"{dora_scale}: {DORA_SCALE_MEANING[dora_scale]}")
         fields |= {"modelspec.thumbnail": thumbnail} if thumbnail else {}
-        write_tensors(path, tensors, with_hash(tensors, fields, advance), lambda count: advance(0))
+        write_tensors(path, tensors, with_hash(tensors, fields, advance), lambda count: advance(0), write)
     return written
 
 
@@ -183,7 +189,10 @@ def not_loaded_by_diffusers(names: Iterable[str]) -> list[str]:
 
 
 def diffusers_metadata(portable: Portable) -> dict[str, str]:
-    """`lora_adapter_metadata` as diffusers writes it: each component's LoraConfig fields under its prefix."""
+    """`lora_adapter_metadata` as diffusers writes it: each component's LoraConfig fields under its prefix.
+
+    And whose names the keys are.
+    """
     fields: dict[str, Any] = {}
     by_name: dict[str, list[Target]] = {}
     for target in portable.targets:
@@ -191,7 +200,8 @@ def diffusers_metadata(portable: Portable) -> dict[str, str]:
     for component, targets in by_name.items():
         config = {"lora_bias": False, "bias": "none"} | lora_config(targets, dora=portable.dora, rslora=portable.rslora)
         fields |= {f"{component}.{key}": value for key, value in config.items()}
-    return {"lora_adapter_metadata": json.dumps(fields, indent=2, sort_keys=True), "format": "pt"}
+    said = json.dumps(fields, indent=2, sort_keys=True)
+    return {"lora_adapter_metadata": said, "format": "pt", "modelspec.implementation": "diffusers"}
 
 
 def fused_modules(links: Sequence[Link]) -> list[Link]:
@@ -352,7 +362,6 @@ def metadata(adapter: Portable, about: About, *, convention: str) -> dict[str, s
         known["ss_tag_frequency"] = json.dumps({"captions": dict(sorted(about.tag_frequency.items()))}, ensure_ascii=False)
     return {
         **known,
-        "ss_network_module": "lycoris.kohya" if adapter.dora else "networks.lora",
         "ss_network_dim": str(fields["r"]),
         "ss_network_alpha": f"{fields['lora_alpha']:g}",
         "ss_network_args": json.dumps(args, sort_keys=True),
@@ -367,30 +376,17 @@ def metadata(adapter: Portable, about: About, *, convention: str) -> dict[str, s
         "modelspec.date": about.started.partition("T")[0],  # the day: equal runs of one day are equal bytes
         "modelspec.resolution": resolution,
         **about.family,
+        "ss_network_module": DORA_MODULE if adapter.dora else about.family.get("ss_network_module", "networks.lora"),
         **about.training,
         **({"modelspec.trigger_phrase": trigger, "modelspec.usage_hint": f"Trigger: {trigger}"} if trigger else {}),
         **({"modelspec.license": about.licence} if about.licence else {}),
         **({"average": about.average} if about.average else {}),
         **({"started_from": json.dumps(dict(about.started_from), sort_keys=True)} if about.started_from else {}),
-        **({"changed_in_mid_run": json.dumps(list(about.changes), sort_keys=True)} if about.changes else {}),
+        **({"changed_in_mid_run": json.dumps([_told(c) for c in about.changes], sort_keys=True)} if about.changes else {}),
     }
 
 
-def with_hash(tensors: Tensors, fields: dict[str, str], advance: Advance = unheard) -> dict[str, str]:
-    """`fields` with the hashes by which programs know a file whatever else its header says.
-
-    `sshs_model_hash`, and `modelspec.hash_sha256` with 0x before it: SHA-256 of everything behind the header.
-    `sshs_legacy_hash`: the first 8 digits of the SHA-256 of LEGACY_HASHED, in the file as it is with the `ss_*` entries alone
-    (sd-scripts, library/train_util.py, precalculate_safetensors_hashes).
-    """
-    data, window, at = hashlib.sha256(), hashlib.sha256(), 0
-    first, last = LEGACY_HASHED
-    for piece in serialize(tensors, {key: value for key, value in fields.items() if key.startswith("ss_")}):
-        if at:  # the header comes first
-            data.update(piece)
-        window.update(piece[max(0, first - at) : max(0, last - at)])
-        at += len(piece)
-        advance(0)
-    digest = data.hexdigest()
-    hashes = {"sshs_model_hash": digest, "sshs_legacy_hash": window.hexdigest()[:8], "modelspec.hash_sha256": f"0x{digest}"}
-    return fields | hashes
+def _told(change: Mapping[str, Any]) -> dict[str, Any]:
+    """A change in mid-run without what may be private (names of photos, values of keys): what it was of, and counts."""
+    kinds = [line if (kind := line.partition(": ")[0]) in COUNTED else kind for line in change["what"]]
+    return {"step": change["step"], "epoch": change["epoch"], "what": kinds}

@@ -155,7 +155,7 @@ def _step_name(step: int) -> str:
 
 def _outcome(outcome: Outcome | None) -> str:
     if not outcome:
-        return '<p class="soft">Measured at the end of a run; this one has not reached it.</p>'
+        return '<p class="soft">Measured after the last step, when a run is closed; this one has not been.</p>'
     return _tables(outcome)
 
 

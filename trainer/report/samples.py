@@ -3,10 +3,12 @@
 import base64
 import io
 import json
+import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from trainer.layout import plain_request, step_of
 
@@ -97,6 +99,31 @@ def _embed(file: Path, shrink: bool) -> tuple[str | None, str | None, tuple[int,
         if shrink:
             data, kind = _reduced(image, THUMBNAIL_PX), "jpeg"
     return prompt, request, size, _uri(data, kind)
+
+
+def asked_of(file: Path) -> dict[str, Any]:
+    """What a PNG that a run drew says of its request: at least "prompt"."""
+    from PIL import Image
+
+    with Image.open(file) as image:
+        prompt, request = image.info.get("prompt", ""), image.info.get("request", "{}")
+    try:
+        asked = json.loads(request)
+    except (ValueError, RecursionError):  # not written by this program
+        asked = {}
+    return (asked if isinstance(asked, dict) else {}) | {"prompt": prompt}
+
+
+def at_full_strength(asked: Mapping[str, Any]) -> bool:
+    """Whether it shows what the adapter does, and not a part of that or the model without it."""
+    return asked.get("strength", 1) == 1
+
+
+def first_sample(folder: Path, ending: str = "") -> Path | None:
+    """The first sample of a step's folder that shows the adapter at full strength; None where none does. ending: "", or
+    AVERAGE."""
+    files = (file for file in sorted(folder.glob("*.png")) if re.fullmatch(rf"\d+{ending}", file.stem))
+    return next((file for file in files if at_full_strength(asked_of(file))), None)
 
 
 def thumbnail(file: Path, side: int) -> str:

@@ -167,6 +167,7 @@ def metadata(config: dict, prediction: str) -> dict[str, str]:
         "modelspec.implementation": "https://github.com/black-forest-labs/flux",
         "modelspec.prediction_type": "velocity",
         "ss_base_model_version": "flux1",
+        "ss_network_module": "networks.lora_flux",
     }
 
 

@@ -164,6 +164,7 @@ def metadata(config: dict, prediction: str) -> dict[str, str]:
         "modelspec.implementation": "https://github.com/Stability-AI/generative-models",
         "modelspec.prediction_type": prediction,
         "ss_base_model_version": "sdxl_base_v1-0",
+        "ss_network_module": "networks.lora",
         "ss_v2": "False",
     }
 
