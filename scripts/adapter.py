@@ -178,8 +178,11 @@ def push(chosen: argparse.Namespace) -> None:
 
     models = models_of(chosen.base) if chosen.base else None
     phases = Phases(show=True)
-    pushed = push(chosen.folder, chosen.repo, public=chosen.public, models=models, family=chosen.family, phases=phases)
-    print(f"pushed: {pushed.url}, commit {pushed.commit}")
+    asked = {"public": chosen.public, "replace_card": chosen.replace_card, "models": models, "family": chosen.family}
+    pushed = push(chosen.folder, chosen.repo, **asked, phases=phases)
+    print(f"pushed: {pushed.url}, {pushed.visibility}, commit {pushed.commit}")
+    if chosen.public and pushed.visibility == "private":
+        print("  it was there, and stays private: --public is for a repository that is made; change it in its settings")
     for name in pushed.files:
         print(f"  {name}")
 
@@ -293,6 +296,7 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("folder", metavar="FOLDER", type=Path, help="adapter files, README.md, images/")
     command.add_argument("--repo", required=True, metavar="USER/NAME", help="made where there is none")
     names_a_model(command)
+    command.add_argument("--replace_card", action="store_true", help="another README.md that is there may be lost")
     command.add_argument("--public", action="store_true", help="make a public repository; default: a private one")
     chosen = parser.parse_args(arguments)
     try:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import unquote, urlparse
+from urllib.parse import parse_qs, unquote, urlparse
 
 from huggingface_hub import close_session
 
@@ -88,9 +88,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile.readline()
         return b"".join(pieces)
 
-    def say(self, tree: Any, status: int = 200) -> None:
+    def say(self, tree: Any, status: int = 200, code: str = "") -> None:
         data = json.dumps(tree).encode()
         self.send_response(status)
+        if code:
+            self.send_header("X-Error-Code", code)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -107,7 +109,12 @@ class _Handler(BaseHTTPRequestHandler):
         return False
 
     def do_GET(self) -> None:
-        self.say({"error": "Repository not found"}, 404)
+        hub_id = unquote(urlparse(self.path).path).removeprefix("/api/models/")
+        if hub_id not in self.hub.repositories:
+            return self.say({"error": "Repository not found"}, 404, "RepoNotFound")
+        if self.allowed(hub_id):
+            self.say({"id": hub_id, "private": self.hub.visibility[hub_id] == "private", "siblings": []})
+        return None
 
     def do_PUT(self) -> None:
         data, sha256 = self.body(), self.path.rpartition("/")[2]
@@ -136,13 +143,20 @@ class _Handler(BaseHTTPRequestHandler):
             whole = len(hub.stored.get(asked["oid"], b"")) == asked["size"]
             return self.say({}) if whole else self.say({"error": "size differs"}, 400)
         found = re.fullmatch(
-            r"/(?:api/models/)?([^/]+/[^/]+?)(?:\.git/info/lfs/objects/(batch)|/(preupload|commit)/main)", path
+            r"/(?:api/models/)?([^/]+/[^/]+?)(?:\.git/info/lfs/objects/(batch)|/(preupload|commit|paths-info)/main)", path
         )
         if found is None or found[1] not in hub.repositories:
             return self.say({"error": "Repository not found"}, 404)
         if not self.allowed(found[1]):
             return None
-        return getattr(self, found[2] or found[3])(found[1], data)
+        return getattr(self, (found[2] or found[3]).replace("-", "_"))(found[1], data)
+
+    def paths_info(self, hub_id: str, data: bytes) -> None:
+        asked, files = parse_qs(data.decode())["paths"], self.hub.repositories[hub_id]
+        blobs = {path: hashlib.sha1(f"blob {len(files[path])}\0".encode() + files[path]) for path in asked if path in files}
+        self.say(
+            [{"type": "file", "path": path, "size": len(files[path]), "oid": b.hexdigest()} for path, b in blobs.items()]
+        )
 
     def preupload(self, hub_id: str, data: bytes) -> None:
         """Which files are large."""

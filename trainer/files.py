@@ -106,14 +106,15 @@ class Together:
     def __exit__(self, kind: object, *error: object) -> None:
         try:
             if kind is None:
-                for temporary, path in self._named:
-                    os.replace(temporary, path)
+                while self._named:
+                    os.replace(*self._named[0])
+                    del self._named[0]
                 for path in self._old:
                     path.unlink(missing_ok=True)
         finally:
             for temporary, _ in self._named:
                 with contextlib.suppress(OSError):  # the first failure is the one to tell
-                    temporary.unlink(missing_ok=True)
+                    temporary.unlink()
 
 
 def make_folder(folder: Path, key: str | None = None) -> None:

@@ -4,9 +4,11 @@ What is sent: its adapter files, README.md, and the pictures in images/. Tokens 
 or what `hf auth login` left).
 """
 
+import hashlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trainer.adapter_files import NamedModel, open_adapter
 from trainer.adapters.portable import is_finite
@@ -14,14 +16,21 @@ from trainer.errors import NonFiniteError, UserError
 from trainer.models.hub import transport_error
 from trainer.phases import QUIET, Phases
 
+CARD = "README.md"
+
 
 @dataclass(frozen=True)
 class Pushed:
-    """url: of the repository. commit: its new one, or the newest where it had all this already."""
+    """url: of the repository. commit: its new one, or the newest where it had all this already.
+
+    visibility: "private" or "public". made: whether there was no repository before.
+    """
 
     url: str
     commit: str
     files: tuple[str, ...]
+    visibility: str
+    made: bool
 
 
 def files_of(folder: Path) -> dict[str, Path]:
@@ -29,7 +38,7 @@ def files_of(folder: Path) -> dict[str, Path]:
     adapters = sorted(folder.glob("*.safetensors"))
     if not adapters:
         raise UserError(f"{folder} has no .safetensors file; give the folder with a run's adapter files")
-    others = [*folder.glob("README.md"), *sorted(folder.glob("images/*.png"))]
+    others = [*folder.glob(CARD), *sorted(folder.glob("images/*.png"))]
     return {path.relative_to(folder).as_posix(): path for path in (*adapters, *others)}
 
 
@@ -59,16 +68,18 @@ def push(
     repository: str,
     *,
     public: bool = False,
+    replace_card: bool = False,
     models: list[NamedModel] | None = None,
     family: str | None = None,
     phases: Phases = QUIET,
 ) -> Pushed:
     """In one commit. The repository is made where there is none, private unless `public`; one that exists stays as it is.
 
-    Raises UserError where the hub does not take it, and what `check` raises, before anything is sent.
+    replace_card: another README.md that is there may be lost. Raises UserError without it, and where the hub does not
+    take the files, and what `check` raises, before anything is sent.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
     from huggingface_hub.utils import disable_progress_bars
 
     if not sys.stderr.isatty():
@@ -77,14 +88,25 @@ def push(
     for path in found.values():
         if path.suffix == ".safetensors":
             check(path, models, family, phases)
-    api = HfApi()
+    api, made = HfApi(), False
     try:
+        try:
+            api.model_info(repository)
+            missing = False
+        except RepositoryNotFoundError:
+            missing = True
         url = api.create_repo(repository, private=not public, exist_ok=True)
+        made = missing
+        if CARD in found and not replace_card and not made:
+            _keep_card(api, url.repo_id, found[CARD])
+        private = api.model_info(url.repo_id).private
         done = api.create_commit(
             url.repo_id,
             operations=[CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in found.items()],
             commit_message="Upload adapter files",
         )
+    except UserError:
+        raise
     except HFValidationError as error:
         raise UserError(f"--repo {repository!r} is no name of a repository, which is USER/NAME: {error}") from error
     except (OSError, ValueError, RuntimeError, transport_error()) as error:
@@ -92,8 +114,20 @@ def push(
         cause = error.__cause__ if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception) else error
         if getattr(cause, "errno", None) is not None and getattr(cause, "response", None) is None:
             raise cause from None
-        raise UserError(f"{repository!r} could not be pushed to: {_reason(cause)}") from error
-    return Pushed(str(url), done.oid, tuple(found))
+        left = f"\nthe repository {repository!r} was made, and is empty" if made else ""
+        raise UserError(f"{repository!r} could not be pushed to: {_reason(cause)}{left}") from error
+    return Pushed(str(url), done.oid, tuple(found), "private" if private else "public", made)
+
+
+def _keep_card(api: Any, repository: str, card: Path) -> None:
+    """Raises UserError where another card is in the repository than this one."""
+    data = card.read_bytes()
+    blob = hashlib.sha1(b"blob %d\0%b" % (len(data), data)).hexdigest()  # by which git, and so the hub, knows a file
+    if any(there.blob_id != blob for there in api.get_paths_info(repository, [CARD])):
+        raise UserError(
+            f"{repository!r} has another {CARD} than {card}, perhaps edited there; nothing was sent. --replace_card "
+            f"replaces it, and without {CARD} in the folder it stays"
+        )
 
 
 def _reason(error: Exception) -> str:

@@ -42,14 +42,31 @@ def test_a_folder_is_pushed_byte_for_byte(folder: Path, monkeypatch, capsys) -> 
         assert hub.repositories["me/bear"] == {name: (folder / name).read_bytes() for name in SENT}
         assert hub.commits == [("Upload adapter files", SENT)]
         said = capsys.readouterr().out
-        assert f"{hub.url}/me/bear" in said and all(f"\n  {name}" in said for name in SENT)
-        # Again, with a change: the repository stays as visible as it is.
-        (folder / "README.md").write_text("---\nlicense: mit\n---\n")
+        assert f"{hub.url}/me/bear, private, commit" in said and all(f"\n  {name}" in said for name in SENT)
+        # Again, with the card that is there: the repository stays as visible as it is, which is said.
+        (folder / "images" / "00.png").write_bytes(b"another picture")
         assert script.main(["push", str(folder), "--repo", "me/bear", "--public"]) == 0
-        assert hub.repositories["me/bear"]["README.md"].startswith(b"---\nlicense: mit")
+        assert "me/bear, private, commit" in (said := capsys.readouterr().out) and "stays private: --public is for" in said
+        assert hub.repositories["me/bear"]["images/00.png"] == b"another picture"
         assert hub.visibility == {"me/bear": "private"} and len(hub.commits) == 2
         assert script.main(["push", str(folder), "--repo", "me/open", "--public"]) == 0
-        assert hub.visibility["me/open"] == "public"
+        assert hub.visibility["me/open"] == "public" and "me/open, public, commit" in capsys.readouterr().out
+
+
+def test_a_card_of_the_hub_is_replaced_only_when_asked(folder: Path, monkeypatch, capsys) -> None:
+    with hub_uploads.serve() as hub:
+        hub.use(monkeypatch, hub.token)
+        command = ["push", str(folder), "--repo", "me/bear"]
+        assert script.main(command) == 0
+        hub.repositories["me/bear"]["README.md"] = b"edited on the hub"
+        assert script.main(command) == 2
+        assert "has another README.md" in capsys.readouterr().err and len(hub.commits) == 1
+        assert hub.repositories["me/bear"]["README.md"] == b"edited on the hub"
+        assert script.main([*command, "--replace_card"]) == 0
+        assert hub.repositories["me/bear"]["README.md"] == (folder / "README.md").read_bytes()
+        hub.repositories["me/bear"]["README.md"] = b"edited on the hub"
+        (folder / "README.md").unlink()
+        assert script.main(command) == 0 and hub.repositories["me/bear"]["README.md"] == b"edited on the hub"
 
 
 REFUSED = {
@@ -70,6 +87,7 @@ def test_what_the_hub_refuses_is_one_message(folder: Path, monkeypatch, capsys, 
         told = capsys.readouterr().err
         assert told.startswith("error: ") and said in told and "Traceback" not in told
         assert not hub.commits and not any(hub.repositories.values())
+        assert ("was made, and is empty" in told) == bool(hub.repositories)
 
 
 def test_nobody_there_is_one_message(folder: Path, monkeypatch, capsys) -> None:
