@@ -8,7 +8,7 @@ from statistics import median
 
 from trainer.checkpoint.state import Progress
 from trainer.data.sampler import MicroBatch
-from trainer.errors import DataError, Interrupted, NonFiniteError, NotWritten, OutOfMemory
+from trainer.errors import DataError, Interrupted, NonFiniteError, NotWritten, OutOfMemory, UserError
 from trainer.measured import Measured
 from trainer.memory import peak_bytes, reset_peak
 from trainer.policies import NonFinite
@@ -27,7 +27,7 @@ AFTER_STEP = "stopping after this step; a checkpoint is written"
 PACES = 200
 
 # What may stand in the way of one process alone, by the number that the others hear of it.
-KINDS = (None, DataError, OutOfMemory, NotWritten)
+KINDS = (None, DataError, OutOfMemory, NotWritten, UserError)
 
 
 def due(every: int, step: int) -> bool:

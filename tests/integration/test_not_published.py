@@ -8,8 +8,10 @@ import torch
 from scripts import adapter as script
 from tests.harness import Workbench, built, take_step
 from trainer import cli
+from trainer.adapters import export
 from trainer.artifacts import Artifacts
 from trainer.checkpoint import store
+from trainer.errors import UserError
 from trainer.layout import folder_name
 
 
@@ -31,6 +33,19 @@ def test_an_adapter_that_no_update_reached_is_not_published(bench: Workbench, ca
     assert script.main(["export", str(out / "checkpoints" / folder_name(2)), str(bench.tmp / "made")]) == 2
     assert "every B of the adapter is zero" in capsys.readouterr().err
     assert not list((out / "adapters").glob("*")) and not (bench.tmp / "made").exists()
+
+
+def test_only_an_untrained_adapter_is_passed_over(bench: Workbench, monkeypatch, capsys) -> None:
+    """Files that cannot be made for another reason end the run, with that reason."""
+
+    def refused(*_, **__):
+        raise UserError("magnitudes cannot be put together")
+
+    monkeypatch.setattr(export, "kohya_tensors", refused)
+    assert start(bench, export__every_steps=1) == 2
+    said = capsys.readouterr()
+    assert "error: magnitudes cannot be put together" in said.err and "warning: magnitudes" not in said.out
+    assert not list((bench.tmp / "out" / "adapters").glob("*")), "the file that could be made is not left alone, either"
 
 
 @pytest.mark.parametrize("value", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)])

@@ -122,6 +122,36 @@ def test_a_stop_ends_at_a_second_signal_and_when_its_time_is_over(bench: Workben
     assert files(bench, "out") == before and (out / "report.html").read_bytes() == report and not list(out.rglob("*.tmp"))
 
 
+def test_a_signal_in_the_last_step_leaves_files_and_a_report_that_is_open(bench: Workbench, monkeypatch, capsys) -> None:
+    out = bench.tmp / "out"
+    rule = {"component": "text_encoder", "match": "*.fc1", "rank": 2}
+    settings = {"run__max_steps": 1, "ema__kind": "none", "adapter__rules": [rule], "adapter__type": "lora"}
+    with monkeypatch.context() as patch:
+        signalled(patch, 1)
+        patch.setattr(stopped, "SECONDS", 600.0)
+        assert start(bench, "out", **settings) == 143
+    said = capsys.readouterr().out
+    assert set(files(bench, "out")) == {"README.md", "bear.safetensors", "bear_comfyui.safetensors"}
+    assert "this one has not been" in (out / "report.html").read_text()
+    assert "note: diffusers does not load the adapter of text_encoder" in said, "as the end of a run says it"
+    assert start(bench, "out", **settings) == 0
+    assert "Did it take?" in (report := (out / "report.html").read_text()) and "this one has not been" not in report
+
+
+def test_a_signal_after_stop_after_names_its_step(bench: Workbench, monkeypatch, capsys) -> None:
+    check = Phase.check
+
+    def checked(self) -> None:
+        if self.name == "exporting":
+            signal.raise_signal(signal.SIGTERM)
+        check(self)
+
+    monkeypatch.setattr(Phase, "check", checked)
+    assert start(bench, "out", run__stop_after=1) == 143
+    said = capsys.readouterr().err
+    assert "after step 1, which is saved" in said and "the last step" not in said.partition("error:")[2]
+
+
 HINDERED = {
     "full disk": (OSError(errno.ENOSPC, "No space left on device", "bear.safetensors"), "No space left on device", 6),
     "device memory": (
@@ -134,7 +164,9 @@ HINDERED = {
 }
 
 
-@pytest.mark.parametrize("what", ["device memory", *(pytest.param(w, marks=pytest.mark.slow) for w in HINDERED)])
+@pytest.mark.parametrize(
+    "what", [what if what == "device memory" else pytest.param(what, marks=pytest.mark.slow) for what in HINDERED]
+)
 def test_what_hinders_the_work_of_a_stop_leaves_the_status_of_the_signal(bench: Workbench, monkeypatch, capsys, what) -> None:
     error, told, status = HINDERED[what]
 
