@@ -11,6 +11,8 @@ import torch
 
 from trainer.adapters.portable import Factors, recipe
 
+ROWS = 256  # of a dense change at once
+
 
 def shrunk(factors: Factors, rank: int) -> tuple[Factors, float]:
     """(the nearest of rank `rank`, what is lost of ||s B A||, relative). The scale s stays; A and B keep their dtypes.
@@ -60,8 +62,11 @@ def nearest(change_NK: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def relative_error(change_NK: torch.Tensor, a_RK: torch.Tensor, b_NR: torch.Tensor, scaling: float) -> tuple[float, float]:
-    """(||change - s B A||, ||change||), with A and B as they are stored."""
-    change = change_NK.double()
-    left = change - scaling * (b_NR.double().flatten(1) @ a_RK.double().flatten(1))
-    assert not math.isnan(scaling)
-    return float(left.norm()), float(change.norm())
+    """(||change - s B A||, ||change||), with A and B as they are stored. Row by row: B A is never there as a whole."""
+    a, b = a_RK.double().flatten(1), b_NR.double().flatten(1)
+    left_sq = whole_sq = 0.0
+    for change, rows in zip(change_NK.split(ROWS), b.split(ROWS), strict=True):
+        change = change.double()
+        whole_sq += float(change.square().sum())
+        left_sq += float(torch.addmm(change, rows, a, alpha=-scaling).square().sum())
+    return math.sqrt(left_sq), math.sqrt(whole_sq)
