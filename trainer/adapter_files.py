@@ -239,6 +239,7 @@ class OpenedCheckpoint:
     about: About
     model: NamedModel
     dora_scale: DoraScale
+    thumbnail: bool
     norms: AllNorms
     rslora: bool
     _state: Mapping[str, torch.Tensor] = field(repr=False)
@@ -279,13 +280,14 @@ class OpenedCheckpoint:
         return replace(self, _state=state, norms=norms, about=about)
 
     def sample(self, ending: str = "") -> Path | None:
-        """The first that the run drew at this step at full strength, where that lies beside its checkpoints.
+        """The first that the run drew at this step at full strength, where that lies beside its checkpoints, and where the
+        run's files have a thumbnail.
 
         ending: "", or AVERAGE.
         """
         layout, step = Layout(self.folder.absolute().parent.parent), self.about.step
         own = self.folder.absolute() == (layout.checkpoints / folder_name(step)).absolute()
-        return first_sample(layout.samples_of(step), ending) if own else None
+        return first_sample(layout.samples_of(step), ending) if own and self.thumbnail else None
 
     def export(self, folder: Path, stem: str | None = None, sample: Path | None = None) -> dict[str, Path]:
         """Write the files that the run itself would write at this step, byte for byte; returns them by format (`formats`).
@@ -350,6 +352,15 @@ def open_checkpoint(folder: Path, base: str | None = None) -> OpenedCheckpoint:
             state |= weights_for_use(state, saved.state("optimizer"), list(groups.values()), optimizer["betas"][0])
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{folder}: what it says of its adapter files does not fit: {error!r:.500}") from error
+    exported = config["export"]
     return OpenedCheckpoint(
-        folder, about, model, config["export"]["dora_scale"], read_norms(norms), config["adapter"]["rslora"], state, targets
+        folder,
+        about,
+        model,
+        exported["dora_scale"],
+        exported.get("thumbnail", False),
+        read_norms(norms),
+        config["adapter"]["rslora"],
+        state,
+        targets,
     )

@@ -65,7 +65,7 @@ class Artifacts:
             if processes.is_main and not (again and self.layout.samples_of(step).exists()):
                 failure = failure or self.draw_samples()
             processes.wait()
-        # After the samples, whose first one is the files' thumbnail.
+        # After the samples, whose first one may be the files' thumbnail.
         if failure is None and not at_end and due(config.export.every_steps, step):
             stem = f"{config.run.name}-{step:08d}"
             files = [f for ending in self.weights for f in export.file_names(stem + ending, config.export.formats).values()]
@@ -144,7 +144,8 @@ class Artifacts:
         written = {}
         with components.phases("exporting", count, "layer") as phase:
             for ending, used in self.weights.items():
-                sample = first_sample(self.layout.samples_of(self.progress.step), ending)
+                # Only where it is asked for: else the files' bytes would depend on whether samples are drawn.
+                drawn = config.export.thumbnail and first_sample(self.layout.samples_of(self.progress.step), ending)
                 with used():
                     norms = self.norms.now(phase.advance)
                     own = partial(of_adapter, self.adapter, norms, advance=lambda count: phase.check())
@@ -159,7 +160,7 @@ class Artifacts:
                         rows=lambda name: components.layer(name).weight_shape[0],
                         norms=norms,
                         dora_scale=config.export.dora_scale,
-                        thumbnail=thumbnail(sample, THUMBNAIL) if sample else "",
+                        thumbnail=thumbnail(drawn, THUMBNAIL) if drawn else "",
                         advance=phase.advance,
                         write=write,
                     )

@@ -61,7 +61,9 @@ def test_the_code_of_a_card_draws(bench: Workbench, family: str) -> None:
 
 
 def test_the_header_is_what_the_hub_reads(bench: Workbench) -> None:
-    folder = run(bench, export__trigger_phrase="sks: bear", export__license="cc-by-4.0", ema__kind="constant")
+    folder = run(
+        bench, export__trigger_phrase="sks: bear", export__license="cc-by-4.0", ema__kind="constant", export__thumbnail=True
+    )
     told = ModelCard.load(folder / "README.md")
     data = told.data.to_dict()
     assert not data.keys() & {"base_model", "base_model_relation"} and "local model of the sdxl architecture" in told.text

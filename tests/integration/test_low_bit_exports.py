@@ -346,7 +346,7 @@ def test_a_row_of_zeros_keeps_its_magnitude() -> None:
 
 
 def test_the_files_say_what_base_they_are_for(models: Path, tmp_path: Path) -> None:
-    run = trained(models, "sdxl", "fp8_e4m3", ("attn1.to_q",))
+    run = trained(models, "sdxl", "fp8_e4m3", ("attn1.to_q",)).change(0.1)
     quantised = "as the model's file holds them quantised (unet: nf4)"
     for held, words in (({}, "before they were quantised"), ({"unet": "nf4"}, quantised)):
         about = export.About(

@@ -95,6 +95,20 @@ def test_a_converted_file_says_whose_module_it_is_for(tmp_path: Path) -> None:
     assert told(flat, "diffusers")["modelspec.implementation"] == "diffusers"
 
 
+def test_the_files_do_not_depend_on_samples_unless_they_show_one(bench: Workbench) -> None:
+    sample = {"prompt": "a bear", "width": 64, "height": 64, "steps": 1}
+
+    def made(out: str, **more) -> bytes:
+        tree = bench.tree(run__output_dir=str(bench.tmp / out), run__max_steps=1, adapter__targets=["conv_in"],
+                          optimizer__lr=1e-2, schedule__warmup=0, **more)  # fmt: skip
+        assert cli.main(["--config", str(bench.write(tree))]) == 0
+        return (bench.tmp / out / "adapters" / "bear.safetensors").read_bytes()
+
+    without = made("without", validation__every_steps=0)
+    assert made("drawn", validation__every_steps=1, validation__samples=[sample]) == without
+    assert made("shown", validation__every_steps=1, validation__samples=[sample], export__thumbnail=True) != without
+
+
 def test_the_header_of_a_runs_files(bench: Workbench, monkeypatch) -> None:
     """Stopped after each step, a run leaves the bytes of one that was not, thumbnails included; so does the checkpoint."""
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")  # 2023-11-14 22:13:20
@@ -104,7 +118,7 @@ def test_the_header_of_a_runs_files(bench: Workbench, monkeypatch) -> None:
             run__output_dir=str(bench.tmp / out), run__max_steps=3, adapter__targets=["*attn1.to_q"], ema__kind="constant",
             data__sources=[{"path": str(PHOTOS), "repeats": 2, "trigger": "sks"}], validation__every_steps=1,
             validation__samples=[{"prompt": "a bear", "width": 64, "height": 64, "steps": 1}], export__every_steps=2,
-            export__license="cc-by-4.0", checkpoint__every_steps=1, **more,
+            export__license="cc-by-4.0", export__thumbnail=True, checkpoint__every_steps=1, **more,
         )  # fmt: skip
         assert cli.main(["--config", str(bench.write(tree)), "--resume_from", "auto"]) == 0
 

@@ -341,6 +341,7 @@ class ExportTable(Table):
     license: str = ""
     license_link: str = ""
     on_stop: bool = True
+    thumbnail: bool = False
 
     @model_validator(mode="after")
     def _a_link_of_a_licence(self) -> ExportTable:
