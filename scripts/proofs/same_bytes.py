@@ -167,7 +167,12 @@ def run_cell(cell: Cell, sides: Sequence[Side], models: Path) -> list[Path]:
 
 def left(out: Path) -> dict[str, Path]:
     """What has to be equal, by its path in the output folder."""
-    patterns = ["checkpoints/*/adapter.safetensors", "checkpoints/*/optimizer.safetensors", "adapters/**/*", "samples/*/*.png"]
+    patterns = [
+        "checkpoints/*/adapter.safetensors",
+        "checkpoints/*/optimizer.safetensors",
+        "adapters/**/*",
+        "samples/*/*.png",
+    ]
     return {str(path.relative_to(out)): path for pattern in patterns for path in sorted(out.glob(pattern)) if path.is_file()}
 
 
