@@ -101,18 +101,19 @@ def _listing(folder: Path) -> dict[str, dict[str, Any]]:
 @contextmanager
 def serve(repositories: Mapping[str, Path], **faults: Any) -> Iterator[Hub]:
     hub = Hub(dict(repositories), **faults)
+    with served(_Handler, hub) as hub.url:
+        yield hub
 
-    class Handler(_Handler):
-        pass
 
-    Handler.hub = hub
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+@contextmanager
+def served(handler: type[BaseHTTPRequestHandler], hub: object) -> Iterator[str]:
+    """The URL of a server on the loopback, whose handlers have `hub`."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (handler,), {"hub": hub}))
     server.daemon_threads = True
-    hub.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
     try:
-        yield hub
+        yield f"http://127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
         server.server_close()

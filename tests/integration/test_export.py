@@ -162,14 +162,7 @@ def test_kohya_file_gives_the_adapted_weights(bench: Workbench, family, kind, co
         adapter__rules=[{"component": DENOISER[family], "match": "*to_q", "rank": 3, "alpha": 1.0}],
     )  # fmt: skip
     with built(config) as run:
-        g = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for name, parameter in run.adapter.named_parameters().items():
-                if name.endswith("lora_B.weight"):
-                    parameter.copy_(0.1 * torch.randn(parameter.shape, generator=g))
-                elif name.endswith("magnitude_vector"):
-                    parameter.mul_(1 + 0.1 * torch.randn(parameter.shape, generator=g))
-        run.adapter.mark_stale()
+        move(run, magnitudes=0.1)
         path = run.artifacts().export("bear")["comfyui"]
         file = TensorFile(path)
         denoiser = run.family.denoiser
@@ -203,7 +196,7 @@ def test_kohya_file_gives_the_adapted_weights(bench: Workbench, family, kind, co
 ENCODERS = {"sdxl": ("text_encoder", "text_encoder_2"), "flux": ("text_encoder",)}
 
 
-def encoders_moved(run: runs.Run) -> None:
+def move(run: runs.Run, *, magnitudes: float = 0.2) -> None:
     """As if trained: B and magnitudes of every layer away from where they start."""
     g = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -211,7 +204,7 @@ def encoders_moved(run: runs.Run) -> None:
             if name.endswith("lora_B.weight"):
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=g))
             elif name.endswith("magnitude_vector"):
-                parameter.mul_(1 + 0.2 * torch.randn(parameter.shape, generator=g))
+                parameter.mul_(1 + magnitudes * torch.randn(parameter.shape, generator=g))
     run.adapter.mark_stale()
 
 
@@ -223,7 +216,7 @@ def test_text_encoder_adapters_load_in_a_stock_pipeline(bench: Workbench, family
     """Magnitudes, too, which transformers leaves out under the keys that PEFT takes them by."""
     rules = [{"component": name, "match": "*", "rank": 2} for name in ENCODERS[family]]
     with built(bench.config(family, adapter__type=kind, adapter__rules=rules)) as run:
-        encoders_moved(run)
+        move(run)
         written = run.artifacts().export("bear")
         pipe, ids, ours = stock_pipeline(family, bench.models / family), torch.arange(5, 82)[None], {}
         with torch.no_grad():
@@ -246,7 +239,7 @@ def test_an_encoders_magnitudes_load_in_peft_under_both_keys(bench: Workbench) -
 
     rules = [{"component": "text_encoder", "match": "*q_proj", "rank": 2}]
     with built(bench.config("sdxl", adapter__type="dora", adapter__rules=rules)) as run:
-        encoders_moved(run)
+        move(run)
         file = TensorFile(run.artifacts().export("bear")["diffusers"])
         ids = torch.arange(5, 82)[None]
         with torch.no_grad():
@@ -269,7 +262,7 @@ def test_what_diffusers_does_not_load_is_said(bench: Workbench, capsys) -> None:
     """An encoder's MLP alone: its own keys raise there, as the note says; kohya's give the LoRA."""
     rules = [{"component": "text_encoder", "match": "*.fc1", "rank": 2}]
     with built(bench.config("sdxl", adapter__rules=rules, run__max_steps=1)) as run:
-        encoders_moved(run)
+        move(run)
         assert train_built(run)
         assert (
             "note: diffusers does not load the adapter of text_encoder: none of its layers is a q_proj"
