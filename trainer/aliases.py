@@ -92,7 +92,8 @@ KEYS = {
     # what a run leaves
     "output_name": "run.name", "save_model_as": "export.formats", "save_every_n_steps": "checkpoint.every_steps",
     "save_every": "checkpoint.every_steps", "checkpointing_steps": "checkpoint.every_steps", "save_steps":
-    "checkpoint.every_steps", "save_every_n_epochs": "checkpoint.every_steps", "save_state": "leave it out: every checkpoint "
+    "checkpoint.every_steps", "save_every_n_epochs": "write every_steps in [checkpoint]: it counts steps",
+    "save_state": "leave it out: every checkpoint "
     "holds the whole state", "checkpoints_total_limit": "checkpoint.keep_last", "max_step_saves_to_keep":
     "checkpoint.keep_last", "save_last_n_steps": "checkpoint.keep_last", "sample_every_n_steps": "validation.every_steps",
     "sample_every": "validation.every_steps", "validation_steps": "validation.every_steps",
@@ -101,7 +102,7 @@ KEYS = {
     "use_ema": 'write kind = "constant" in [ema]', "ema_decay": "ema.decay", "report_to": "logging.tensorboard",
     "log_with": "logging.tensorboard", "logging_dir": "leave it out: logs go to run.output_dir",
     # memory: what is always so
-    "xformers": "leave it out: attention is torch's own, which is as lean", "sdpa": "leave it out: attention is torch's own",
+    "xformers": "leave it out: attention is torch's own", "sdpa": "leave it out: attention is torch's own",
     "lowram": "memory.fit", "lowvram": "memory.fit", "low_vram": "memory.fit", "blocks_to_swap": "memory.fit",
 }  # fmt: skip
 

@@ -59,12 +59,16 @@ def begin(photos: str, *, model: str | None, memory: int | None) -> None:
     """Write a first config into the present folder; show what it trains on, its plan, and how to start it."""
     from trainer import config
     from trainer.data_check import report_data
+    from trainer.errors import UserError
     from trainer.first_config import write_first_config
     from trainer.run import preview
 
     path = write_first_config(photos, model=model, memory=memory, folder=Path())
     loaded = config.load(str(path), [])
-    report_data(loaded)
+    try:
+        report_data(loaded)
+    except UserError as error:  # its photos were read already: what is missing is of the model, perhaps not downloaded yet
+        write(f"warning: no data report: {error}", sys.stderr)
     preview(loaded, memory)
     write(f"config: {path}\nstart: python train.py --config {path} --resume_from auto")
 

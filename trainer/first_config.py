@@ -25,6 +25,7 @@ from trainer.files import write_atomic
 from trainer.forecast import forecast
 from trainer.phases import Phases
 from trainer.plan import Plan, make_plan, open_source, resolve
+from trainer.terminal import printable
 
 MODEL = "stabilityai/stable-diffusion-xl-base-1.0"  # the one that most adapters are for
 VIEWS = 100  # of each photo in a run. A common start, not a measured one.
@@ -67,7 +68,7 @@ def write_first_config(photos: str, *, model: str | None, memory: int | None, fo
     _set_length(document, plan)
     text = tomlkit.dumps(document)
     head = (
-        f"# Written by train.py --new {photos}, from configs/{preset.name}. Change what you like.\n"
+        f"# Written by train.py --new {printable(photos)}, from configs/{preset.name}. Change what you like.\n"
         f"# All other keys have their defaults; configs/{named.family.name}_dora_fp8.toml explains every key.\n"
     )
     write_atomic(path, [head.encode(), text[text.index("\n[run]") :].encode()])

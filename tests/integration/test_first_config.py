@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests import hub as stand_in
 from tests.harness import PHOTOS, ROOT, Workbench
 from trainer import cli, first_config
 from trainer import config as configs
@@ -95,6 +96,20 @@ def test_it_takes_the_config_of_a_cards_size_and_keeps_its_comments(bench: Workb
         (bench.tmp / "bear_photos.toml").unlink()
     assert "# every block is recomputed" in text
     capsys.readouterr()
+
+
+@pytest.mark.slow
+def test_without_the_models_tokenizers_it_plans_all_the_same(bench: Workbench, monkeypatch, capsys) -> None:
+    """The published Flux, of which the configs are embedded, where the hub has nothing."""
+    photos = captions_beside(bench.tmp)
+    with stand_in.serve({}) as served:
+        served.use(monkeypatch, bench.tmp / "home")
+        assert new(bench, monkeypatch, photos, "--plan_memory", "16GiB", model="black-forest-labs/FLUX.1-dev") == 0
+    said = capsys.readouterr()
+    assert "warning: no data report: the model has no tokenizer_2" in said.err
+    assert said.out.splitlines()[-1] == "start: python train.py --config bear_photos.toml --resume_from auto"
+    assert "\nfits: " in said.out
+    assert configs.load("bear_photos.toml", []).model.family == "flux"
 
 
 def test_many_photos_hold_some_out(bench: Workbench, monkeypatch, capsys) -> None:
