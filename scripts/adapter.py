@@ -28,6 +28,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from trainer import environment  # noqa: E402
+
+if __name__ == "__main__":
+    environment.check(sys.argv)
+
 from trainer.errors import DataError, NonFiniteError, UserError, ending  # noqa: E402
 
 NOT_WRITTEN = (

@@ -19,6 +19,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from trainer import environment  # noqa: E402
+
+if __name__ == "__main__":
+    environment.check(sys.argv)
+
 from scripts.adapter import strength_of, whole_model  # noqa: E402
 from trainer.errors import DataError, NonFiniteError, OutOfMemory, UserError, ending  # noqa: E402
 
@@ -64,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--negative", default="", metavar="TEXT")
     parser.add_argument("--seeds", type=int, nargs="+", metavar="N", help="default: validation.seed")
     parser.add_argument("--strengths", type=float, nargs="+", default=[1.0], metavar="S", help="default: 1")
-    parser.add_argument("--width", type=int, metavar="PX", help="default: data.resolution")
+    parser.add_argument("--width", type=int, metavar="PX", help="default: validation.resolution, else data.resolution")
     parser.add_argument("--height", type=int, metavar="PX")
     parser.add_argument("--steps", type=int, help="default: validation.steps")
     parser.add_argument("--guidance", type=float, help="default: the family's")

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv with everything the project needs. Run by demo.sh and test.sh; safe to repeat.
+# Makes .venv with everything the project needs, and says which PyTorch it took: pip's own choice for this machine, or the
+# one that is in .venv already. Run by demo.sh and test.sh; safe to repeat.
 #   setup.sh          what a run needs
 #   setup.sh dev      and what the tests need
 set -euo pipefail
@@ -20,5 +21,6 @@ want="$(cat pyproject.toml | sha256sum | cut -d' ' -f1) $(.venv/bin/python --ver
 if [ "$(cat "$stamp" 2>/dev/null)" != "$want" ]; then
   echo "installing into .venv (once; this can take some minutes)"
   .venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".${extra:+[$extra]}"
+  .venv/bin/python -m trainer.environment
   echo "$want" > "$stamp"
 fi

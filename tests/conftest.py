@@ -14,7 +14,7 @@ import pytest
 from hypothesis import settings
 
 from tests.harness import Workbench
-from trainer import signals
+from trainer import signals, terminal
 
 ROOT = Path(__file__).resolve().parent.parent
 # One thread whatever the machine: byte equality is promised for one thread count, and the tests run side by side.
@@ -39,6 +39,13 @@ def libraries_are_no_garbage() -> Iterator[None]:
 def a_checkpoint_is_asked_of_nobody() -> None:
     """As the command line does first of all. A test that calls it leaves the signal as it was, then, the first one too."""
     signals.hold_save()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def a_line_is_as_long_as_what_it_says() -> None:
+    """Where a long line is broken depends on how long the paths of a test are. tests/integration/test_terminal.py has the
+    real width, of processes of their own."""
+    terminal.WIDTH = 1_000_000
 
 
 @pytest.fixture(autouse=True)

@@ -79,8 +79,8 @@ def built(config: configs.Config, resume_from: str | None = None) -> Iterator[ru
     peers = start_processes(config)
     with Signals():
         run = runs.build(config, source, peers, resume_from=resume_from)
-        with opened(config, run.pieces, step=run.progress.step, resumed=run.resumed, changed=run.changed, processes=peers,
-                    phases=run.phases):  # fmt: skip
+        about = {"step": run.progress.step, "total": run.plan.max_steps, "resumed": run.resumed, "changed": run.changed}
+        with opened(config, run.pieces, **about, processes=peers, phases=run.phases):
             yield run
 
 

@@ -21,7 +21,7 @@ from trainer.adapters.portable import AllNorms, DoraScale, Portable, of_state
 from trainer.adapters.reading import ReadAdapter, read_adapter, stems_of
 from trainer.adapters.targets import Rates, Rule, Target, grouped, with_rates
 from trainer.checkpoint import store
-from trainer.checkpoint.state import Saved
+from trainer.checkpoint.state import STATE, Saved
 from trainer.errors import UserError
 from trainer.layout import Layout, folder_name
 from trainer.models import FAMILIES, family_named
@@ -178,6 +178,13 @@ def open_adapter(path: Path | str, models: list[NamedModel] | None = None, *, fa
     Raises UserError where the file is of another kind, is for none of them, or may be for several families.
     """
     path = Path(path)
+    if path.is_dir():
+        names = sorted(file.name for file in path.glob("*.safetensors"))
+        if (path / STATE).exists():
+            remedy = f"it is a checkpoint; make its adapter files first: python scripts/adapter.py export {path} FOLDER"
+        else:
+            remedy = f"give one of its files: {', '.join(names[:10])}" if names else "it holds no .safetensors file"
+        raise UserError(f"{path} is a folder; {remedy}")
     if path.suffix != ".safetensors":
         raise UserError(f"{path} is not a .safetensors file; adapters in other formats are not read, as they may run code")
     file = TensorFile(path)

@@ -2,8 +2,10 @@
 
 import argparse
 import re
+import shlex
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NoReturn
 
 # What people type for an option of ours, without the hyphens.
@@ -59,6 +61,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     elif chosen.config is None:
         parser.error("give --config FILE (configs/ has some), or --new PHOTOS to begin with")
     return chosen
+
+
+def again(arguments: Sequence[str]) -> str:
+    """The command line that goes on with a run which one with these arguments has begun."""
+    kept, skip = [], False
+    for argument in arguments:
+        name, separator, _ = argument.partition("=")
+        if skip or name in ("--resume_from", "--allow"):
+            skip = not skip and not separator
+        elif not argument.removeprefix("--set=").startswith("run.stop_after="):  # it would stop there again
+            kept.append(argument)
+    empty = [one == "--set" and after.startswith("--") for one, after in pairwise([*kept, "--"])]
+    kept = [argument for argument, nothing in zip(kept, empty, strict=True) if not nothing]
+    return shlex.join(["python", "train.py", *kept, "--resume_from", "auto"])
 
 
 def _unknown(others: Sequence[str], parser: Parser) -> str:

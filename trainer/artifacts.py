@@ -1,5 +1,6 @@
 """What a run leaves for people: samples, adapter files, the "did it take?" table and the report."""
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -15,9 +16,8 @@ from trainer.card import write_card
 from trainer.checkpoint.state import Progress
 from trainer.components import Components
 from trainer.data.loader import Reader
-from trainer.data_report import sections as data_sections
 from trainer.ema import Averages, described, snapshots
-from trainer.encoding import prompt_conditioning, report_captions
+from trainer.encoding import prompt_conditioning
 from trainer.errors import DataError, Interrupted, NotTrained, NotWritten, OutOfMemory, UserError
 from trainer.files import Together, Write, write_atomic
 from trainer.layout import Layout
@@ -26,10 +26,11 @@ from trainer.memory import give_back, is_out_of_memory
 from trainer.metrics import read_lines
 from trainer.origin import Origin
 from trainer.policies import AVERAGES_TOO_LARGE, SAMPLES_TOO_LARGE
-from trainer.report import write_report
+from trainer.report import LiveReport
 from trainer.report.before_after import write_before_after
 from trainer.report.samples import THUMBNAIL, first_sample, thumbnail
-from trainer.verdict import judge
+from trainer.terminal import width
+from trainer.verdict import is_line, judge
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Artifacts:
     layout: Layout
     weights: Mapping[str, Callable[[], AbstractContextManager[None]]]
     averages: Averages
+    report: LiveReport
 
     def after_step(self, *, again: bool = False) -> Exception | None:
         """Export and draw what is due at the present step. again: what a start that was cut off may have made already.
@@ -58,10 +60,13 @@ class Artifacts:
         plan, processes = self.components.plan, self.components.processes
         config, step, failure = plan.config, self.progress.step, None
         at_end, every = step == plan.max_steps, config.ema.snapshot_every_steps
+        shown = config.validation.every_steps, config.validation.loss_every_steps
+        news = again or any(due(n, step) for n in (*shown, config.checkpoint.every_steps, config.export.every_steps))
         if self.averages.updates and every and (at_end or due(every, step)):
             failure = self.set_aside() if processes.is_main else None
             processes.wait()
         if plan.requests and (step == 0 or at_end or due(config.validation.every_steps, step)):
+            self.report.after_step(news=news)  # what is new by now need not wait until they are drawn
             if processes.is_main and not (again and self.layout.samples_of(step).exists()):
                 failure = failure or self.draw_samples()
             processes.wait()
@@ -82,6 +87,7 @@ class Artifacts:
                 except OSError as error:
                     failure = NotWritten(error)
             processes.wait()
+        self.report.after_step(news=news)
         return failure
 
     def set_aside(self) -> Exception | None:
@@ -114,7 +120,12 @@ class Artifacts:
         try:
             # An image may take longer than a spot machine gives.
             with (
-                components.phases("drawing samples", len(weights) * sum(r.steps for r in requests), "evaluation") as phase,
+                components.phases(
+                    "drawing samples",
+                    len(weights) * sum(r.steps for r in requests),
+                    "evaluation",
+                    event=f"samples step {step}",
+                ) as phase,
                 phase.between_modules(),
                 components.load(components.family.denoiser).register_forward_hook(lambda *_: phase.advance()),
             ):
@@ -194,14 +205,15 @@ class Artifacts:
         except NotTrained as error:
             say(f"warning: {error}")
             return
-        for kind, path in written.items():
-            say(f"adapter as of step {step} ({kind}): {path}")
-        self._say_what_is_not_loaded(written)
+        say(f"left as of step {step}, the next stop or the end writes them anew:")
+        self._say_where(written)
 
     def leave_report(self) -> None:
         """As `leave_files`: the report."""
         if self.components.processes.is_main:
-            self.components.processes.say(f"report as of step {self.progress.step}: {self.write_report(None)}")
+            with self.components.phases("writing the report") as phase:
+                path = self.report.stopped(phase.check)
+            self.components.processes.say(f"report as of step {self.progress.step}: {path}")
 
     def earlier(self) -> list[str]:
         """The names of adapter files and card that are there, without a step in their names."""
@@ -209,16 +221,19 @@ class Artifacts:
         names = [name for stem in stems for name in export.file_names(stem).values()]
         return [name for name in (*names, self.layout.card.name) if (self.layout.adapters / name).exists()]
 
-    def _say_what_is_not_loaded(self, written: Mapping[str, Path]) -> None:
+    def _say_where(self, written: Mapping[str, Path]) -> None:
+        """The files to load, and where to put them. written: as `export` gives it."""
+        say = self.components.processes.say
+        for kind, path in written.items():
+            if kind.startswith("comfyui"):
+                # Each a line of its own, to be copied.
+                say(f"adapter ({kind}): copy this file into ComfyUI/models/loras (Forge: models/Lora)")
+                say(f"    {path}", whole=True)
+            else:
+                say(f"adapter ({kind}): load it with")
+                say(f'    pipe.load_lora_weights("{path}")', whole=True)
         for sentence in export.not_loaded_by_diffusers(self.adapter.layers) if "diffusers" in written else ():
             self.components.processes.say(f"note: {sentence}")
-
-    def write_report(self, outcome: Mapping[str, Mapping[str, Any]] | None) -> Path:
-        """outcome: as of `report.write_report`."""
-        plan, phases = self.components.plan, self.components.phases
-        with phases("writing the report") as phase:
-            data = data_sections(plan, report_captions(plan, self.components.model), phases)
-            return write_report(self.layout, name=plan.config.run.name, outcome=outcome, data=data, check=phase.check)
 
     def finish(self) -> None:
         """At the end of the training: the adapter files, the "did it take?" table and the report.
@@ -235,8 +250,9 @@ class Artifacts:
             nothing = error
         with self.weights[""]():
             moved = outcome.weight_change(self.adapter, self.origin.start.weights, phases)
-        levers, changes = optim.levers(plan.config.optimizer.name), {block: change.largest for block, change in moved.items()}
-        found = judge(read_lines(self.layout.metrics), changes, levers, self.layout.kept(plan.config.run.name))
+        levers, largest = optim.levers(plan.config.optimizer.name), {block: change.largest for block, change in moved.items()}
+        rows = list(filter(is_line, read_lines(self.layout.metrics)))
+        found = judge(rows, largest, levers, self.layout.kept(plan.config.run.name))
         effects = [["verdict", found.kind], *self._effects(written)]
         sections = {
             "Did it take?": outcome.change_table(moved, dora=self.adapter.dora)
@@ -255,18 +271,17 @@ class Artifacts:
                 "columns": ["component", *quantization.REPORT_COLUMNS],
                 "rows": [[component, *stored.row()] for component, stored in self.components.storage.items()],
             }
-        picture = write_before_after(self.layout, self._compared(), self.progress.step)
-        report = self.write_report(sections)
-        say(outcome.render(sections))
+        # Before what may fail: a full disk, say.
         say(f"warning: {found.sentence}" if found.bad else f"verdict: {found.kind}: {found.sentence}")
-        for kind, path in written.items():
-            say(f"adapter ({kind}): {path}")
-        self._say_what_is_not_loaded(written)
-        for path in sorted(self.layout.samples_of(self.progress.step).glob("*.png")):
-            say(f"sample: {path}")
-        if picture:
-            say(f"before and after: {picture}")
-        say(f"report: {report}")
+        self._say_where(written)
+        if (samples := self.layout.samples_of(self.progress.step)).exists():
+            say(f"samples: {samples}", whole=True)
+        if picture := write_before_after(self.layout, self._compared(), self.progress.step):
+            say(f"before and after: {picture}", whole=True)
+        with phases("writing the report") as phase:
+            report = self.report.finished(sections, largest, phase.check)
+        say(f"report: {report}", whole=True)
+        say(outcome.render(sections, width(sys.stdout)))
         if nothing is not None:
             raise nothing
 

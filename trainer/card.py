@@ -14,6 +14,7 @@ from typing import Any
 from trainer.adapters.export import About, not_loaded_by_diffusers
 from trainer.files import Together
 from trainer.layout import AVERAGE, Layout
+from trainer.pictures import is_sound, pngs
 from trainer.plan import Plan
 from trainer.report.samples import asked_of, at_full_strength
 
@@ -28,7 +29,7 @@ def write_card(plan: Plan, about: About, layout: Layout, written: Mapping[str, P
     """
     if layout.card.exists() and not is_own(layout.card):
         return f"{layout.card} was written or changed by somebody, and stays as it is; rename it to get the card of this step"
-    samples = sorted(layout.samples_of(about.step).glob("*.png"))
+    samples = [file for file in pngs(layout.samples_of(about.step)) if is_sound(file)]
     for file in samples:
         files.write(layout.card_images / file.name, [file.read_bytes()])
     for old in layout.card_images.glob("*.png"):

@@ -5,21 +5,27 @@
 
 import atexit
 import gc
+import logging
 import multiprocessing
 import os
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import NoReturn
 
 from trainer import signals
-from trainer.arguments import parse
+from trainer.arguments import again, parse
 from trainer.errors import PeerStopped, ending
 from trainer.terminal import write
 
 
 def main(arguments: list[str] | None = None) -> int:
     chosen = parse(arguments)
+    planned = chosen.new is not None or chosen.plan or chosen.plan_memory is not None
+    # Where a launcher started several processes, only the user knows how.
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    going_on = f"go on: {again(sys.argv[1:] if arguments is None else arguments)}"
     signals.hold_save()
     quiet_libraries()
     # Importing the libraries makes millions of objects and no garbage; collecting meanwhile takes a sixth of the time to
@@ -27,49 +33,56 @@ def main(arguments: list[str] | None = None) -> int:
     gc.disable()
     try:
         from trainer import allowance, config
-        from trainer.run import preview, train
+        from trainer.preview import preview
+        from trainer.run import train
 
         # Looking through the libraries' objects would be most of a collection, and of a plan a tenth.
         if not gc.get_freeze_count():
             gc.freeze()
         memory = None if chosen.plan_memory is None else size_of(chosen.plan_memory)
         if chosen.new is not None:
-            begin(chosen.new, model=chosen.model, memory=memory)
+            write_first(chosen.new, model=chosen.model, memory=memory)
             return 0
         loaded = config.load(chosen.config, [item for group in chosen.overrides for item in group])
         resume_from = chosen.resume_from and config.expand_home(chosen.resume_from, "--resume_from")
         allowed = allowance.parse(chosen.allow, resume_from)
-        if chosen.plan or chosen.plan_memory is not None:
-            preview(loaded, memory)
+        if planned:
+            preview(loaded, memory, resume_from=resume_from, allowed=allowed)
         else:
-            train(loaded, resume_from=resume_from, allowed=allowed)
+            if not train(loaded, resume_from=resume_from, allowed=allowed) and alone:
+                write(going_on, whole=True)
     except (Exception, KeyboardInterrupt) as error:
         status, said = ending(error)
         if status == 1 and not isinstance(error, PeerStopped):
             raise
         lines = said.splitlines() or [""]
-        write("\n".join([f"error: {lines[0]}", *(f"       {line}" for line in lines[1:])]), sys.stderr)
+        said = "\n".join([f"error: {lines[0]}", *(f"       {line}" for line in lines[1:])])
+        if alone and not planned and (status == 6 or status > 128):
+            said += f"\n{going_on}"
+        write(said, sys.stderr, whole=True)
         return status
     finally:
         gc.enable()
     return 0
 
 
-def begin(photos: str, *, model: str | None, memory: int | None) -> None:
+def write_first(photos: str, *, model: str | None, memory: int | None) -> None:
     """Write a first config into the present folder; show what it trains on, its plan, and how to start it."""
     from trainer import config
     from trainer.data_check import report_data
     from trainer.errors import UserError
     from trainer.first_config import write_first_config
-    from trainer.run import preview
+    from trainer.preview import preview
 
     path = write_first_config(photos, model=model, memory=memory, folder=Path())
     loaded = config.load(str(path), [])
+    told = False
     try:
         report_data(loaded)
+        told = True
     except UserError as error:  # its photos were read already: what is missing is of the model, perhaps not downloaded yet
         write(f"warning: no data report: {error}", sys.stderr)
-    preview(loaded, memory)
+    preview(loaded, memory, data=not told)
     write(f"config: {path}\nstart: python train.py --config {path} --resume_from auto")
 
 
@@ -88,8 +101,7 @@ def leave(status: int) -> NoReturn:
     """End this process, for which there is nothing left to do; what libraries want done at the end is done.
 
     The interpreter's own way out first takes millions of objects apart, which takes seconds: too long after a signal, when a
-    machine is about to be taken away. We use it only where threads, child
-    processes or a process group must still be ended.
+    machine is about to be taken away. We use it only where threads, child processes or a process group must still be ended.
     """
     torch = sys.modules.get("torch")
     grouped = torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -106,11 +118,30 @@ def leave(status: int) -> NoReturn:
 
 
 def quiet_libraries() -> None:
-    """Libraries' notices about what they could also do are not the user's business; errors still show."""
-    import logging
-    import warnings
+    """What libraries say becomes lines of ours, and their bars are off: ours tell of the same work.
 
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    Notices about what they could also do, or will do in a later version, are not the user's business; errors still show.
+    """
+    for library in ("TRANSFORMERS", "DIFFUSERS", "DATASETS", "HF_HUB"):
+        os.environ.setdefault(f"{library}_VERBOSITY", "error")
+    for bars in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS", "TQDM_DISABLE"):
+        os.environ.setdefault(bars, "1")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    logging.lastResort = _Told(logging.WARNING)
+    if not sys.warnoptions:  # python -W asks for them
+        for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
+            warnings.simplefilter("ignore", category)
     warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step.*")
+    warnings.showwarning = _warned
+
+
+class _Told(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        write(f"{record.levelname.lower()}: {record.name}: {' '.join(record.getMessage().split())}", sys.stderr)
+
+
+def _warned(message: Warning | str, category: type[Warning], filename: str, lineno: int, file=None, line=None) -> None:
+    """As warnings.showwarning. The library is the folder below site-packages."""
+    _, installed, inside = filename.replace(os.sep, "/").rpartition("/site-packages/")
+    library = inside.partition("/")[0] if installed else Path(filename).name
+    write(f"warning: {library}: {' '.join(str(message).split())}", sys.stderr)

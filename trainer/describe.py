@@ -20,8 +20,8 @@ from trainer.terminal import printable
 SHOWN = 20  # names in one line
 
 
-def describe(plan: Plan, *, sizes: bool) -> str:
-    """The start print. sizes: also build every component on the meta device to count its bytes."""
+def describe(plan: Plan, *, sizes: bool, data: bool = True) -> str:
+    """The start print. sizes: also build every component on the meta device to count its bytes. data: with the photos."""
     config = plan.config
     lines = [f"run {config.run.name} -> {config.run.output_dir}", f"model {plan.family.name} from {config.model.path}"]
     total, width = 0, max(len(component.format.name) for component in plan.components.values())
@@ -48,7 +48,7 @@ def describe(plan: Plan, *, sizes: bool) -> str:
             "objective.stratified has no effect on updates of one photo; raise data.batch_size or step.accumulation"
         )
     lines += [f"warning: {doubt}" for doubt in doubts]
-    lines += data_lines(plan, text=_text(plan))
+    lines += data_lines(plan, text=_text(plan)) if data else []
     group, end = config.optimizer, f", ending at {config.schedule.end:g} of the rate" if config.schedule.end else ""
     lines.append(
         f"optimizer {group.name}, lr {group.lr:g}, weight decay {group.weight_decay:g} (none on magnitudes), "
@@ -123,6 +123,7 @@ def data_lines(plan: DataPlan, *, text: str = "") -> list[str]:
         f"  short batches: {_short_batches(plan)}",
         f"  captions: {captions} missing or empty; {varied}dropped with probability {dropout}; flip {flip}"
         + (f"; text {text}" if text else ""),
+        *_without_prompts(plan),
         *(f"  warning: {line}" for line in prompts.warnings((r.prompt for r in plan.requests), plan.examples)),
         *_weight_lines(plan.photos),
         *_view_lines(sources),
@@ -132,6 +133,13 @@ def data_lines(plan: DataPlan, *, text: str = "") -> list[str]:
         *_held_out(plan),
         *_alike_lines(plan),
     ]
+
+
+def _without_prompts(plan: DataPlan) -> list[str]:
+    wanted = plan.config.validation
+    if plan.requests or not wanted.every_steps or wanted.prompts != "captions":
+        return []
+    return ["  warning: no samples are drawn: validation.prompts = 'captions', and no photo has a caption; give a list"]
 
 
 def _alike_lines(plan: DataPlan) -> list[str]:

@@ -62,7 +62,8 @@ class Drawing:
 
     def requests(self, config: Config, adapters: Sequence[tuple[Path, float]]) -> list[Asked]:
         """By prompt, then seed, then strength."""
-        side, steps = max(resolutions(config.data.resolution)), self.steps or config.validation.steps
+        side = config.validation.resolution or max(resolutions(config.data.resolution))
+        steps = self.steps or config.validation.steps
         with_ = tuple(path.name if strength == 1 else f"{path.name}:{strength:g}" for path, strength in adapters)
         return [
             Asked(

@@ -1,6 +1,9 @@
 """Whether this Python can run the program at all. The only file that may be imported where nothing is installed."""
 
 import importlib.util
+import shlex
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -19,15 +22,57 @@ def check(arguments):
     lacks = "has no {}".format(", ".join(missing)) if missing else "is older than {}.{}".format(*OLDEST)
     lines = [f"this Python ({sys.executable}, version {version}) {lacks}"]
     python = ROOT / ".venv" / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
-    command = "{} {}".format(python, " ".join(arguments))
+    command = _command([str(python), *arguments])
     if python.exists():
         lines.append(f"start it with the project's own: {command}")
     else:
-        lines.append("make the project's own first: bash {}".format(ROOT / "scripts" / "setup.sh"))
+        lines.append(f"make the project's own first: {_command(['bash', str(ROOT / 'scripts' / 'setup.sh')])}")
         lines.append(f"then: {command}")
     sys.exit(_told(lines))
+
+
+def torch_said():
+    """Lines: which PyTorch is installed, for what, and where there is a card that it cannot use the remedy."""
+    import torch
+
+    built = (
+        f"CUDA {torch.version.cuda}"
+        if torch.version.cuda
+        else f"ROCm {torch.version.hip}"
+        if torch.version.hip
+        else "the CPU"
+    )
+    if torch.cuda.is_available():
+        return [f"PyTorch {torch.__version__}, built for {built}; runs use {torch.cuda.get_device_name(0)}"]
+    lines = [f"PyTorch {torch.__version__}, built for {built}; runs use the CPU"]
+    if card := _nvidia_card():
+        remedy = (
+            f"it may need a newer driver for CUDA {torch.version.cuda}; update the driver"
+            if torch.version.cuda
+            else "it was built without CUDA; install PyTorch's CUDA build into .venv, with the command that pytorch.org names"
+        )
+        lines.append(f"warning: this machine has {card}, which it cannot use: {remedy}")
+    return lines
+
+
+def _nvidia_card():
+    """Its name, as the driver's own tool tells it; "" where there is none."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ""
+    asked = subprocess.run([tool, "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=False)
+    return (asked.stdout.splitlines() or [""])[0].strip() if asked.returncode == 0 else ""
+
+
+def _command(words):
+    """As it can be copied, also where a word has spaces."""
+    return subprocess.list2cmdline(words) if sys.platform == "win32" else shlex.join(words)
 
 
 def _told(lines):
     sys.stderr.write("error: {}\n".format("\n       ".join(lines)))
     return 2
+
+
+if __name__ == "__main__":
+    print("\n".join(torch_said()))

@@ -143,6 +143,18 @@ def make_folder(folder: Path, key: str | None = None) -> None:
         raise UserError(f"{key} = {str(folder)!r} cannot be made: {error.strerror}; give another folder") from error
 
 
+def check_folder(folder: Path, key: str) -> None:
+    """Raises UserError, as `make_folder` would, where it can be seen without making it that it cannot be made."""
+    there = next((parent for parent in (folder, *folder.absolute().parents) if parent.exists()), None)
+    if there is not None and not there.is_dir():
+        why = errno.EEXIST if there == folder else errno.ENOTDIR
+    elif there is not None and not os.access(there, os.W_OK | os.X_OK):
+        why = errno.EACCES
+    else:
+        return
+    raise UserError(f"{key} = {str(folder)!r} cannot be made: {os.strerror(why)}; give another folder")
+
+
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold a folder for this process alone, by a record lock on `path` in it, which ends with the process, however it ends.

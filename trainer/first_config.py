@@ -69,7 +69,7 @@ def write_first_config(photos: str, *, model: str | None, memory: int | None, fo
     text = tomlkit.dumps(document)
     head = (
         f"# Written by train.py --new {printable(photos)}, from configs/{preset.name}. Change what you like.\n"
-        f"# All other keys have their defaults; configs/{named.family.name}_dora_fp8.toml explains every key.\n"
+        "# All other keys have their defaults; docs/keys.md has every key.\n"
     )
     write_atomic(path, [head.encode(), text[text.index("\n[run]") :].encode()])
     return path
@@ -138,7 +138,7 @@ def _filled(preset: Path, *, name: str, photos: str, model: str, named: NamedMod
         source["trigger"].comment(told)
     if len(found) >= HELD_OUT_FROM:
         _set(document, "data", "held_out", len(found) // 10, "not trained on: their loss tells learning from memorising")
-    _set(document, "validation", "prompts", prompts(captions, trigger))
+    _set(document, "validation", "prompts", prompts(captions, trigger), "better: something that no photo shows")
     return document
 
 

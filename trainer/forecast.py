@@ -29,7 +29,7 @@ from trainer.types import Conditioning
 # Of an accelerator: its context (0.4 to 0.8 GiB on CUDA) with the libraries' workspaces, and a share for what the allocator
 # loses. Of a CPU: the code that its libraries read in and make as they compute, and what the allocator keeps.
 CONTEXT, SHARE = 0.8 * 2**30, 0.03
-COMPUTING, KEPT = 0.14 * 2**30, 0.04
+COMPUTING, KEPT = 0.135 * 2**30, 0.04
 # What a forked worker of the data loader takes for itself.
 WORKER = 2**25
 # The columns of a phase, in the order in which memory is taken.

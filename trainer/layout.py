@@ -67,6 +67,10 @@ class Layout:
         """Results of steps beyond `after`, which a resumed run makes anew."""
         return self.root / f"superseded-after-{folder_name(after)}{f'-{again}' if again > 1 else ''}"
 
+    def set_aside(self) -> list[Path]:
+        """The folders of `superseded` that are there."""
+        return sorted(self.root.glob("superseded-after-*"))
+
     def kept(self, name: str) -> list[int]:
         """Steps of the run `name` whose adapter is there: in a checkpoint, or in a file of its own."""
         file = re.compile(rf"{re.escape(name)}-(\d{{8}})(?:_\w+)?\.safetensors")

@@ -4,13 +4,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 
 from trainer.checkpoint.state import Progress
 from trainer.data.sampler import MicroBatch
 from trainer.errors import DataError, Interrupted, NonFiniteError, NotWritten, OutOfMemory, UserError
 from trainer.measured import Measured
 from trainer.memory import peak_bytes, reset_peak
+from trainer.phases import PACE_UNITS, pace_of
 from trainer.policies import NonFinite
 from trainer.processes import Processes
 from trainer.saving import Saves
@@ -22,9 +22,6 @@ from trainer.verdict import rates
 # What is said of a stop once there is a step to keep.
 SAVED = "stopping; a checkpoint is written"
 AFTER_STEP = "stopping after this step; a checkpoint is written"
-
-# The pace that is told is the median of so many last steps: the first one is slow, and so is one beside a checkpoint.
-PACES = 200
 
 # What may stand in the way of one process alone, by the number that the others hear of it.
 KINDS = (None, DataError, OutOfMemory, NotWritten, UserError)
@@ -43,8 +40,7 @@ class Loop:
     last, stop_after: steps; stop_after is at most last. save_every: steps between two checkpoints; 0 is never.
     after_step: as Artifacts.after_step. measured: writes the log.
     too_large: what to change where a step runs out of memory.
-    pending: what ends the run once all processes know of it. paces: seconds of the last steps, data included, samples and
-    checkpoints apart.
+    pending: what ends the run once all processes know of it. ends: when each of the last steps was done.
     """
 
     step: Step
@@ -62,7 +58,7 @@ class Loop:
     processes: Processes
     signals: Signals
     pending: Exception | None = field(default=None, init=False)
-    paces: deque[float] = field(default_factory=lambda: deque(maxlen=PACES), init=False)
+    ends: deque[float] = field(default_factory=lambda: deque(maxlen=PACE_UNITS), init=False)
 
     def run(self) -> bool:
         """Returns whether the last step was reached. However it ends, the last whole step is saved.
@@ -91,8 +87,8 @@ class Loop:
                 finally:
                     self.signals.promise = SAVED
                 ended = time.perf_counter()
-                self.paces.append(ended - begun)
-                self.measured.log.phase.pace = median(self.paces)
+                self.ends.append(ended)
+                self.measured.log.phase.pace = pace_of(list(self.ends)) or ended - begun
                 self._count(result, occurrences, ended - started)
                 if due(self.save_every, progress.step):
                     self.saves.save()
@@ -102,7 +98,7 @@ class Loop:
             self._agree()
             finished = progress.step >= self.last
             if not finished:
-                self.processes.say(f"stopped after step {progress.step} as asked; go on with --resume_from auto")
+                self.processes.say(f"stopped after step {progress.step} as asked (run.stop_after), which is saved")
             return finished
         except (Interrupted, NonFiniteError, OutOfMemory, DataError, NotWritten) as error:
             # Between two steps, or a step that changed nothing: what was trained is whole, and kept. All processes are here,

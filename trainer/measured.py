@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -17,7 +18,9 @@ from trainer.memory import is_out_of_memory
 from trainer.metrics import Metrics, read_lines
 from trainer.phases import Phases
 from trainer.processes import Processes
-from trainer.verdict import Course, mark_of
+from trainer.report import BLOCKS
+from trainer.terminal import width
+from trainer.verdict import Course, is_line, mark_of
 
 Fields = dict[str, Any]
 
@@ -55,7 +58,7 @@ class Measured:
 
     def begin(self, step: int) -> Exception | None:
         """Before the first step of this start, at `step`. Returns what ends the run."""
-        rows = read_lines(self.log.path)
+        rows = list(filter(is_line, read_lines(self.log.path)))
         self.course, before = Course(rows, self.levers), mark_of(rows)
         last = rows[-1] if rows and rows[-1]["step"] == step else None
         starts = [m for m in self.measures if m.due(0) and self._agreed(last is None or m.mark != before)]
@@ -89,7 +92,8 @@ class Measured:
         if isinstance(error, NonFiniteError) and self.course.diverged is not None:
             table = {"Effect": {"columns": ["what", "value"], "rows": [["verdict", "diverged"]]}}
             said = f"the training has diverged: at step {self.course.diverged} {self.course.what}"
-            self.processes.say(f"{outcome.render(table)}\nwarning: {said}; {self.course.remedy()}")
+            self.processes.say(f"warning: {said}; {self.course.remedy()}")
+            self.processes.say(outcome.render(table, width(sys.stdout)))
 
     def _measure(self, measures: Sequence[Measure]) -> tuple[Fields, Exception | None]:
         fields, failure = {}, None
@@ -135,5 +139,6 @@ class WeightChange:
             if not is_out_of_memory(error):
                 raise
             return {}, OutOfMemory(f"out of memory while the change of the weights was measured\n{error}\n{TOO_LARGE}")
+        moved = {name: block.largest if math.isfinite(block.largest) else None for name, block in blocks.items()}
         largest = outcome.largest([block.largest for block in blocks.values()])
-        return {"weight_change": largest if math.isfinite(largest) else None}, None
+        return {"weight_change": largest if math.isfinite(largest) else None, BLOCKS: moved}, None

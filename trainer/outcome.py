@@ -16,6 +16,7 @@ from trainer.files import Advance, unheard
 from trainer.kernels.dora_torch import TINY
 from trainer.phases import QUIET, Phases
 from trainer.tensorfile import TensorFile
+from trainer.terminal import broken
 
 
 @dataclass(frozen=True)
@@ -87,12 +88,21 @@ def read_back(path: Path, live: Mapping[str, torch.Tensor], advance: Advance = u
     return "equal"
 
 
-def render(sections: Mapping[str, Mapping[str, Any]]) -> str:
-    """The sections as aligned plain text."""
+def render(sections: Mapping[str, Mapping[str, Any]], columns: int) -> str:
+    """The sections as plain text in lines of at most `columns` characters: aligned, or where that is too wide, each row
+    in words. A word that is longer stays whole."""
     lines = []
     for title, section in sections.items():
-        table: Sequence[Sequence[Any]] = [section["columns"], *section["rows"]]
-        widths = [max(len(str(row[i])) for row in table) for i in range(len(section["columns"]))]
+        table = [[str(cell) for cell in row] for row in (section["columns"], *section["rows"])]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines.append(title)
-        lines += ["  " + "  ".join(str(cell).ljust(w) for cell, w in zip(row, widths, strict=True)) for row in table]
+        if sum(widths) + 2 * len(widths) <= columns:
+            aligned = ("".join(f"  {cell:<{w}}" for cell, w in zip(row, widths, strict=True)) for row in table)
+            lines += [line.rstrip() for line in aligned]
+            continue
+        head, *rows = table
+        for first, *others in rows:
+            lines += broken(f"  {first}", columns)
+            told = ", ".join(f"{name} {cell}" for name, cell in zip(head[1:], others, strict=True))
+            lines += broken(f"    {told}", columns)
     return "\n".join(lines)

@@ -1,30 +1,43 @@
 """Taking hold of a run's output folder."""
 
 import shutil
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from trainer import config as configs
 from trainer import files, metrics, resume
 from trainer.checkpoint import store
 from trainer.checkpoint.pieces import Pieces
+from trainer.checkpoint.state import Progress
 from trainer.config import Config
 from trainer.ema import snapshots
 from trainer.layout import Layout, folder_name, step_of
 from trainer.phases import Phases
 from trainer.processes import Processes
+from trainer.report import START, STOP, cause
+from trainer.trackers import TensorBoard, Tracker, WeightsAndBiases
 
 
 @contextmanager
 def opened(
-    config: Config, pieces: Pieces, *, step: int, resumed: Path | None, changed: bool, processes: Processes, phases: Phases
+    config: Config,
+    pieces: Pieces,
+    *,
+    step: int,
+    total: int,
+    resumed: Path | None,
+    changed: bool,
+    processes: Processes,
+    phases: Phases,
 ) -> Iterator[None]:
     """The output folder, held for this run alone: with the resolved config, and without what a killed start left behind.
 
-    After all that can refuse the run: a refused one leaves the output as it was. step: where the run stands. resumed: the
-    checkpoint that it goes on from. changed: with other values than are pinned there: a checkpoint that pins these takes its
-    place, so that the next start needs no --allow.
+    After all that can refuse the run: a refused one leaves the output as it was. step: where the run stands. total: its
+    length. resumed: the checkpoint that it goes on from. changed: with other values than are pinned there: a checkpoint that
+    pins these takes its place, so that the next start needs no --allow.
     """
     processes.wait(obey=True)  # all have read what may get another name now
     if not processes.is_main:
@@ -35,6 +48,7 @@ def opened(
     with files.locked(layout.lock):
         if phases.record is not None:
             phases.record.open(layout.phases)
+            phases.record.add(_moment(START, step) | {"total": total})
         files.make_folder(layout.checkpoints, "run.output_dir")
         files.remove_leftovers(layout.leftovers())
         for folder in layout.samples.glob(".step-????????.tmp"):
@@ -65,4 +79,28 @@ def opened(
                 shutil.rmtree(folder)
         snapshots.remove_after(layout.averages, step)
         processes.wait(obey=True)
-        yield
+        why: dict[str, str] = {}
+        try:
+            yield
+        except BaseException as error:
+            why = {"why": cause(error)}
+            raise
+        finally:
+            if phases.record is not None:
+                with suppress(OSError):  # what ended the run is told, and not that this could not be written
+                    phases.record.add(_moment(STOP, step) | why)
+
+
+def _moment(what: str, step: int) -> dict[str, Any]:
+    return {"phase": what, "started": round(time.time(), 3), "seconds": 0.0, "done": step, "unit": "step"}
+
+
+def open_trackers(config: Config, layout: Layout, progress: Progress, processes: Processes) -> list[Tracker]:
+    """What mirrors the log of the main process."""
+    trackers: list[Tracker] = []
+    if config.logging.tensorboard and processes.is_main:
+        trackers.append(TensorBoard(layout.tensorboard))
+    if config.logging.wandb and processes.is_main:
+        about, values = (config.run.name, progress.started), config.model_dump(mode="json", exclude_none=True)
+        trackers.append(WeightsAndBiases(layout.root, about=about, config=values, say=processes.say))
+    return trackers

@@ -13,7 +13,7 @@ from trainer.adapters import Rule, Target, match_targets
 from trainer.adapters.export import fused_modules
 from trainer.choices import chosen, refuse_averages, refuse_unread, refuse_unread_by_model
 from trainer.config import Config, SampleTable
-from trainer.data import buckets, held_out, looks, sampler, short_batches
+from trainer.data import buckets, held_out, looks, prompts, sampler, short_batches
 from trainer.data.examples import Example, examples
 from trainer.data.images import load_rgb
 from trainer.data.scan import refuse_damaged
@@ -28,6 +28,7 @@ from trainer.objectives import Objective
 from trainer.phases import QUIET, Phases
 from trainer.processes import Processes
 from trainer.storage import Storage
+from trainer.trackers import check_wandb
 from trainer.types import Link
 from trainer.validation import check_sizes
 
@@ -115,6 +116,8 @@ def open_source(config: Config) -> ModelSource:
 def make_plan(config: Config, source: ModelSource, *, processes: int, phases: Phases = QUIET) -> Plan:
     """Check everything that can be without weights. Raises UserError for what cannot work. config: as `resolve` gives."""
     family = source.family
+    if config.logging.wandb:
+        check_wandb()
     components = storage.storages(config, family)
     data = plan_data(config, family, processes=processes, phases=phases)
     objective = find_objective(config, source)
@@ -170,7 +173,7 @@ def plan_data(
         bucketed, batch_size=data.batch_size, accumulation=config.step.accumulation, processes=processes
     )
     kept = sized(apart)
-    requests = _requests(config)
+    requests = _requests(config, bucketed)
     check_sizes(requests, family.size_multiple)
     return DataPlan(
         config=config,
@@ -279,11 +282,13 @@ def refuse_idle_steps(config: Config, targets: Sequence[Target], max_steps: int)
         )
 
 
-def _requests(config: Config) -> tuple[SampleRequest, ...]:
-    wanted, size = config.validation, max(resolutions(config.data.resolution))
+def _requests(config: Config, trained: Sequence[Example]) -> tuple[SampleRequest, ...]:
+    wanted = config.validation
     if wanted.every_steps == 0:
         return ()
-    asked = (*(SampleTable(prompt=prompt) for prompt in wanted.prompts), *wanted.samples)
+    size = wanted.resolution or max(resolutions(config.data.resolution))
+    texts = prompts.of_captions(trained) if isinstance(wanted.prompts, str) else wanted.prompts
+    asked = (*(SampleTable(prompt=prompt) for prompt in texts), *wanted.samples)
     default = {"width": size, "height": size, "seed": wanted.seed, "steps": wanted.steps, "guidance": None}
     return tuple(SampleRequest(**default | sample.model_dump(exclude_none=True, exclude={"truth"})) for sample in asked)
 

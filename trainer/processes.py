@@ -47,10 +47,10 @@ class Processes:
 
             self._store = PrefixStore("trainer", _get_default_store())
 
-    def say(self, line: str) -> None:
-        """Print a line of the run, once."""
+    def say(self, text: str, *, whole: bool = False) -> None:
+        """Print what the run says, once. whole: as of terminal.write."""
         if self.is_main:
-            write(line)
+            write(text, whole=whole)
 
     def sum(self, tensor: torch.Tensor) -> None:
         """Over the processes, in place."""

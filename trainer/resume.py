@@ -23,7 +23,6 @@ from trainer.errors import UserError
 from trainer.layout import Layout
 from trainer.phases import QUIET, Phases
 from trainer.plan import Plan
-from trainer.processes import Processes
 from trainer.terminal import printable
 
 # A run may go on under a config that differs in these keys and in no others: none of them changes what a step computes.
@@ -58,10 +57,11 @@ def census(config: Config) -> Mapping[str, Piece]:
 
 
 def find_start(
-    config: Config, resume_from: str | None, allowed: Allowance, phases: Phases = QUIET
+    config: Config, resume_from: str | None, allowed: Allowance, phases: Phases = QUIET, *, planned: bool = False
 ) -> tuple[Saved | None, list[str]]:
-    """The checkpoint to go on from, or None for a fresh start; and what was passed over.
+    """The checkpoint to go on from, or None for a fresh start; and what is to be warned of.
 
+    planned: nothing will be written, so that this run's own checkpoints in the output directory are a warning.
     Raises UserError where the output directory holds another run, or where the config changed in what may not change.
     """
     layout = Layout(Path(config.run.output_dir))
@@ -89,10 +89,13 @@ def find_start(
         was, now = configs.read_resolved(layout.config), configs.tree(config)
         refuse_changes(was, now, output_dir, may_change=may_change, allowed=Allowance(resume_from=way))
     if steps:
-        raise UserError(
+        started = (
             f"{output_dir} already holds this run's checkpoints; "
             "add --resume_from auto to go on, or choose another run.output_dir"
         )
+        if not planned:
+            raise UserError(started)
+        return None, [*passed_over, started]
     return None, passed_over
 
 
@@ -346,7 +349,7 @@ def _difference(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) 
 
 
 def pin_environment(
-    processes: Processes, kernels: str, optimizer: str, *, deterministic: bool, say: Callable[[str], None]
+    device: torch.device, kernels: str, optimizer: str, *, processes: int, deterministic: bool, say: Callable[[str], None]
 ) -> Pin:
     """Libraries, device, kernels (by name) and the number of processes. optimizer: its name in the table.
 
@@ -366,14 +369,13 @@ def pin_environment(
                 "State and draws are the same; later steps may differ in their last bits"
             )
 
-    device = processes.device
     if device.type == "cuda":
         workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "by default")  # decides between cuBLAS's algorithms
         name = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, cuBLAS workspace {workspace}"
     else:
         name = f"{device.type} with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     versions = {library: _version(library) for library in dict.fromkeys((*LIBRARIES, optim.options.package_of(optimizer)))}
-    return Pin({**versions, "device": name, "kernels": kernels, "processes": processes.count}, check)
+    return Pin({**versions, "device": name, "kernels": kernels, "processes": processes}, check)
 
 
 def _version(library: str) -> str:

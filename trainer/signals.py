@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from trainer.errors import Interrupted
-from trainer.terminal import read_or_not
+from trainer.terminal import REST, moves, read_or_not
 
 # Not on Windows: the signal for a closed terminal, and the one for a checkpoint.
 HANGUP, SAVE = getattr(signal, "SIGHUP", None), getattr(signal, "SIGUSR1", None)
@@ -72,7 +72,7 @@ class Signals:
         self._writer.close()
 
     def _acknowledge(self) -> None:
-        start = "\n" if os.isatty(2) else ""  # below a progress bar
+        start = f"\r{REST}" if moves(sys.stderr) else ""  # in the place of the live line
         while True:
             for signum in self._reader.recv(64):
                 if signum == 0:

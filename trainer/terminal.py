@@ -1,18 +1,24 @@
 """What a run says to people.
 
 Who reads it may leave: a terminal closes, the other end of a pipe stops. The run goes on then, and what it says later is
-lost.
+lost. No line has control characters, wherever its words come from; only the live line of a terminal is moved by some.
 """
 
 import errno
 import os
 import sys
+import textwrap
+import time
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
 GONE = {errno.EIO, errno.EPIPE, errno.EBADF}
+
+WIDTH = 160  # the longest line, where there is no terminal or a wider one
+REST = "\x1b[K"  # deletes from the cursor to the end of the line
+PIPE_SECONDS = 0.1  # that a program at the other end of a pipe (tee) has to write to the same terminal
 
 
 @contextmanager
@@ -29,18 +35,87 @@ def read_or_not(stream: TextIO) -> Iterator[None]:
         os.close(null)
 
 
-def write(line: str, stream: TextIO | None = None) -> None:
-    """A line above whatever bars are shown; to stdout unless said otherwise."""
-    stream = stream or sys.stdout
-    with read_or_not(stream):
-        if sys.stderr.isatty():
-            from tqdm import tqdm
+def width(stream: TextIO) -> int:
+    """How many characters a line may have: as many as a terminal has columns, at most WIDTH."""
+    try:
+        columns = os.get_terminal_size(stream.fileno()).columns if stream.isatty() else WIDTH
+    except (OSError, ValueError):  # it is no file, or the terminal is gone
+        columns = WIDTH
+    return min(columns or 80, WIDTH)  # a terminal that nobody gave a size has none
 
+
+def moves(stream: TextIO) -> bool:
+    """Whether a line of it can be written over."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+class LiveLine:
+    """The line at the bottom of the terminal (stderr) that is written over again and again: what a run is busy with.
+
+    Neither tqdm nor rich: what such a line says is ours, since they cut a number in two where it does not fit, and what
+    remains is one carriage return. It is written over from its start, and what is left of the old one is deleted after it: so
+    it does not flicker.
+    """
+
+    text = ""
+    _hidden_until = 0.0
+
+    def show(self, text: str) -> None:
+        """What fits of it, in whole words: of a line that goes on to the next row, one would stay. "": nothing is shown."""
+        columns = max(1, width(sys.stderr) - 1)
+        text = broken(text, columns)[0][:columns]
+        if text != self.text and not (text and time.monotonic() < self._hidden_until):
+            self.text = text
             with read_or_not(sys.stderr):
-                tqdm.write(line, file=stream)
-        else:
-            print(line, file=stream)
-        stream.flush()
+                print(f"\r{text}{REST}", end="", file=sys.stderr, flush=True)
+
+    def hide(self) -> None:
+        """Nothing is shown until whoever reads stdout has had the time to write the same to the terminal (tee)."""
+        self.show("")
+        self._hidden_until = time.monotonic() + PIPE_SECONDS
+
+
+LIVE = LiveLine()  # a process has one terminal
+
+
+def write(text: str, stream: TextIO | None = None, *, whole: bool = False) -> None:
+    """One line or several, above the live one; to stdout unless said otherwise.
+
+    Lines that are too long are broken between words. A word that is longer than a line, as a path may be, stays whole.
+    whole: no line is broken, because it is there to be copied, or to be searched for by its words.
+    """
+    stream = stream or sys.stdout
+    lines = [printable(line) for line in text.split("\n")]
+    if not whole:
+        columns = width(stream)
+        lines = [part for line in lines for part in broken(line, columns)]
+    said = "\n".join(lines)
+    if LIVE.text and stream.isatty():
+        # In one piece: a terminal shows no state in between.
+        said = f"\r{REST}{said}\n{LIVE.text}"
+        end = ""
+    else:
+        LIVE.hide()
+        end = "\n"
+    with read_or_not(stream):
+        print(said, end=end, file=stream, flush=True)
+
+
+def broken(line: str, columns: int) -> list[str]:
+    """The line in parts of so many characters, the later ones further to the right."""
+    if len(line) <= columns:
+        return [line]
+    indent = line[: len(line) - len(line.lstrip())] + "    "
+    return textwrap.wrap(line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def fitted(fields: Sequence[tuple[int, str]], columns: int) -> str:
+    """As many of (rank, text) as fit side by side, each whole and in this order; those of the highest rank go first. What has
+    rank 0 stays in any case."""
+    shown = list(fields)
+    while len(line := ", ".join(text for _, text in shown)) > columns and any(rank for rank, _ in shown):
+        shown.remove(max(shown, key=lambda field: field[0]))
+    return line
 
 
 def printable(what: object) -> str:

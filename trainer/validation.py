@@ -18,6 +18,7 @@ import torch
 from trainer.errors import UserError
 from trainer.files import write_atomic
 from trainer.layout import plain_request
+from trainer.pictures import is_sound, pngs
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -80,11 +81,11 @@ def keep_truths(requests: Sequence[Any], truths: Sequence[Image | None], folder:
 
 
 def by_request(folder: Path) -> dict[str, Path]:
-    """What was asked for (the PNG's text "request") -> its file in the folder, in the files' order."""
+    """What was asked for (the PNG's text "request") -> its file in the folder, in the files' order. Damaged ones are none."""
     from PIL import Image
 
     found = {}
-    for path in sorted(folder.glob("*.png")):
+    for path in filter(is_sound, pngs(folder)):
         with Image.open(path) as image:
             if "request" in image.info:
                 found[image.info["request"]] = path

@@ -7,6 +7,7 @@ docs/watching.md has what the thresholds were taken from.
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -44,15 +45,43 @@ BAD: tuple[Kind, ...] = ("worse", "diverged", "nothing")
 
 @dataclass(frozen=True)
 class Verdict:
-    """kind: in a word. sentence: for people, with the remedy. step: where it diverged, or the best one; None: neither."""
+    """kind: in a word. sentence: for people, with the remedy. step: where it diverged, or the best one; None: neither.
+    sound: of one that has diverged the last step that surely has no part in it."""
 
     kind: Kind
     sentence: str
     step: int | None = None
+    sound: int = 0
 
     @property
     def bad(self) -> bool:
         return self.kind in BAD
+
+
+# What a line must have, and what it may have: numbers; of those that it may have, null is one, too.
+NEEDED = ("images", "lr")
+OPTIONAL = ("loss", "grad_norm", "d", "weight_change", "held_out_loss", "trained_loss")
+
+
+def is_line(found: object) -> bool:
+    """Whether something from a metrics.jsonl, which anybody may have changed, can be judged."""
+    if not isinstance(found, dict) or not isinstance(found.get("step"), int) or isinstance(found["step"], bool):
+        return False
+    start = found.get("at_start", {})
+    return (
+        isinstance(start, dict)
+        and all(is_number(found.get(name)) for name in NEEDED)
+        and is_number(found.get("highest_lr", 0))
+        and all(fields.get(name) is None or is_number(fields[name]) for fields in (found, start) for name in OPTIONAL)
+        and all(isinstance(fields.get(PHOTOS, ""), str) for fields in (found, start))
+    )
+
+
+def is_number(value: object) -> bool:
+    """Of those that JSON has, one that a float can hold."""
+    return isinstance(value, float) or (
+        isinstance(value, int) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    )
 
 
 class Course:
@@ -71,6 +100,7 @@ class Course:
         self.now: tuple[float, float] | None = None
         self.diverged: int | None = None
         self.what, self.before = "", 0  # before: the last step that has no part in it
+        self.sound = 0  # as of Verdict: weights are measured seldom, and may have left their range long before
         self._window: deque[tuple[int, float, float]] = deque()  # the last ones, of _within images
         self._within = 0
         self._before: list[tuple[int, float, float]] = []  # the first ones that have left the window, of _told images
@@ -90,14 +120,23 @@ class Course:
             self.rate_of = "the rate it found" if "d" in row else HIGHEST if "highest_lr" in row else LR
         if step == 1:
             self.first_rate = rate
-        return self.measured(step, row) or self._said(step, self._out_of_range(row, images))
+        if said := self.measured(step, row):
+            return said
+        if said := self._said(step, self._out_of_range(row, images)):
+            self.sound = self.before
+        return said
 
     def measured(self, step: int, fields: Line) -> str | None:
         """As `add`, of what was measured after a step whose line was there already."""
-        change = fields.get("weight_change", 0.0)
+        if "weight_change" not in fields:
+            return None
+        change = fields["weight_change"]
         if change is None:
             return self._said(step, "layers changed to no finite number")
-        return self._said(step, f"layers changed by up to {change:.0%} of their own weights" if change > TOO_FAR else "")
+        if change > TOO_FAR:
+            return self._said(step, f"layers changed by up to {change:.0%} of their own weights")
+        self.sound = step if self.diverged is None else self.sound
+        return None
 
     def _said(self, step: int, what: str) -> str | None:
         if not what or self.diverged is not None:
@@ -177,6 +216,10 @@ def judge(
     adapter can be taken; None: nobody knows.
     """
     course = Course(rows, levers)
+
+    def diverged(said: str) -> Verdict:
+        return Verdict("diverged", f"{said}; {course.remedy()}", course.diverged, course.sound)
+
     changes = [row["weight_change"] for row in rows if "weight_change" in row]
     change = _largest(blocks.values()) if blocks else _number(changes[-1]) if changes else None
     if change is not None and not change <= TOO_FAR:
@@ -184,24 +227,24 @@ def judge(
         worst = max(beyond, key=lambda name: math.inf if math.isnan(beyond[name]) else beyond[name], default="")
         if not math.isfinite(change):
             said = f"the training has diverged: {f'in {worst} ' if worst else ''}a layer changed to no finite number"
-            return Verdict("diverged", f"{said}; {course.remedy()}", course.diverged)
+            return diverged(said)
         said = f"a layer changed by {change:.0%} of its own weights"
         if blocks:
             many = f"in {len(beyond)} of {len(blocks)} blocks a layer"
             said = f"{many} changed by more than {TOO_FAR:.0%} of its own weights, in {worst} by {change:.0%}"
-        return Verdict("diverged", f"the training has probably diverged: {said}; {course.remedy()}", course.diverged)
+        return diverged(f"the training has probably diverged: {said}")
     for kind, field in (("held-out", "held_out_loss"), ("trained", "trained_loss")):
         if (told := _series(rows, field)) and told[-1][1] is None:
             said = f"at step {told[-1][0]} the loss of the {kind} photos is not finite"
-            return Verdict("diverged", f"the training has diverged: {said}; {course.remedy()}", course.diverged)
+            return diverged(f"the training has diverged: {said}")
     known = [(step, loss) for step, loss in _series(rows, "held_out_loss") if loss is not None]
     if len(known) > 1 and known[-1][1] > LOSS_TIMES * known[0][1]:
         said = f"the held-out loss rose from {known[0][1]:.4g} to {known[-1][1]:.4g}"
-        return Verdict("diverged", f"the training has diverged: {said}; {course.remedy()}", course.diverged)
+        return diverged(f"the training has diverged: {said}")
     if course.diverged is not None:
         since = f"at step {course.diverged} {course.what}"
         if above := _still_above(rows, known, course):
-            return Verdict("diverged", f"the training has diverged: {since}; {above}; {course.remedy()}", course.diverged)
+            return diverged(f"the training has diverged: {since}; {above}")
         said = f"the training came back: {since}; look at the samples; {course.remedy()}"
         return Verdict("recovered", said, course.diverged)
     if change is not None and change < TOO_LITTLE:

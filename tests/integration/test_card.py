@@ -38,6 +38,7 @@ def run(bench: Workbench, family: str = "sdxl", steps: int = 2, **more) -> Path:
 
 
 @pytest.mark.parametrize("family", ["sdxl", pytest.param("flux", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_the_code_of_a_card_draws(bench: Workbench, family: str) -> None:
     """In a process of its own, with the tiny model's folder in place of the name of the base."""
     folder = run(bench, family, export__trigger_phrase="sks bear")
@@ -58,6 +59,27 @@ def test_the_code_of_a_card_draws(bench: Workbench, family: str) -> None:
     with Image.open(folder / "drawn.png") as image:
         assert image.size == (64, 64) and len(image.getcolors(64 * 64)) > 1
     assert "    cp bear_comfyui.safetensors ComfyUI/models/loras/" in written
+
+
+@pytest.mark.slow
+def test_the_code_of_the_guide_draws(bench: Workbench) -> None:
+    """With the tiny model's folder and this run's in place of those that it names, and fewer steps."""
+    folder = run(bench)
+    first, weaker = re.findall(r"```python\n(.*?)```", (ROOT / "docs/guide/use.md").read_text(encoding="utf-8"), re.DOTALL)
+    for theirs, ours in {
+        "stabilityai/stable-diffusion-xl-base-1.0": str(bench.models / "sdxl"), "outputs/my_photos/adapters": str(folder),
+        "my_photos.safetensors": "bear.safetensors", '"cuda"': '"cpu"', "steps=30": "steps=1, width=64, height=64",
+        "image = pipe(": f"{weaker}image = pipe(",
+    }.items():  # fmt: skip
+        assert theirs in first, theirs
+        first = first.replace(theirs, ours)
+    done = subprocess.run(
+        [sys.executable, "-c", first], cwd=folder, capture_output=True, text=True, timeout=300,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    with Image.open(folder / "bear.png") as image:
+        assert image.size == (64, 64) and len(image.getcolors(64 * 64)) > 1
 
 
 def test_the_header_is_what_the_hub_reads(bench: Workbench) -> None:

@@ -485,7 +485,7 @@ def test_the_log_is_on_the_disk_before_the_checkpoint(bench: Bench) -> None:
     (base / ROOT.parent).mkdir(parents=True)
     system = System(base, watch=True)
     with system:
-        log = Metrics(base / ROOT.parent / "metrics.jsonl", tensorboard=None, total_steps=2, initial_step=0, enabled=True)
+        log = Metrics(base / ROOT.parent / "metrics.jsonl", total_steps=2, initial_step=0, enabled=True)
         saver = Saver(base / ROOT, keep_last=1, background=False, before=log.sync)
         for step in (1, 2):
             log.log({"step": step, "loss": 0.5, "lr": 1e-4})

@@ -38,7 +38,8 @@ def test_an_image_is_the_one_that_the_run_draws(bench: Workbench, kind: str, rul
     asked = {"prompt": "a bear", "seed": 3}
     config = bench.config(
         "sdxl", adapter__type=kind, adapter__rules=rules, optimizer__lr=1e-2, run__max_steps=2, validation__every_steps=2,
-        validation__steps=2, validation__samples=[asked, {**asked, "strength": 0.5}],
+        validation__steps=2, validation__samples=[asked, {**asked, "strength": 0.5}, {**asked, "width": 64}],
+        validation__resolution=32,
     )  # fmt: skip
     with built(config) as run:
         assert train_built(run)
@@ -51,6 +52,8 @@ def test_an_image_is_the_one_that_the_run_draws(bench: Workbench, kind: str, rul
     assert not torch.equal(pixels(theirs[0]), pixels(theirs[2]))
     from PIL import Image
 
+    sizes = [Image.open(path).size for path in (theirs[0], own / "00.png", theirs[0].with_name("02.png"))]
+    assert sizes == [(32, 32), (32, 32), (64, 32)], "what a sample names, then validation.resolution, then the data"
     with Image.open(theirs[1]) as of_run, Image.open(own / "01.png") as image:
         wanted, said = json.loads(of_run.info["request"]), json.loads(image.info["request"])
     assert said == wanted | {"model": config.model.path, "adapters": ["bear.safetensors"]}

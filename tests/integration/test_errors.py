@@ -14,17 +14,29 @@ from trainer import cli
 from trainer.tensorfile import TensorFile, write_tensors
 
 
-def refused(bench: Workbench, capsys, *expected: str, tree: dict | None = None, arguments: tuple[str, ...] = ()) -> None:
-    """The command line on `tree` exits with 2, says all of `expected` in one message, and leaves no output."""
+def refused(
+    bench: Workbench, capsys, *expected: str, tree: dict | None = None, arguments: tuple[str, ...] = (), plan: bool = True
+) -> None:
+    """The command line on `tree` exits with 2, says all of `expected` in one message, and leaves no output.
+
+    plan: so does --plan, in the same words. False: only the weights, or writing, are a reason to refuse.
+    """
     tree = tree if tree is not None else bench.tree()
     out = Path(tree["run"]["output_dir"])
 
     def left() -> list[Path] | None:
         return sorted(p for p in out.rglob("*") if "cache" not in p.parts) if out.exists() else None
 
-    before = left()
-    status = cli.main(["--config", str(bench.write(tree)), *arguments])
+    before, config = left(), str(bench.write(tree))
+    planned = cli.main(["--config", config, *arguments, "--plan"])
+    told = capsys.readouterr().err
+    assert before == left(), f"planning wrote: {left()}"
+    status = cli.main(["--config", config, *arguments])
     captured = capsys.readouterr()
+    if plan:
+        assert (planned, told.partition("error: ")[2]) == (2, captured.err.partition("error: ")[2])
+    else:
+        assert planned == 0, told
     assert status == 2, captured.err
     assert captured.err.count("error:") == 1 and "Traceback" not in captured.err
     for part in expected:
@@ -74,7 +86,8 @@ def broken_model(bench: Workbench, change: Callable[[Path], None], family: str =
         ("objective__timesteps", "cosmap", ("objective.timesteps = 'cosmap'", "sdxl")),
         ("model__zero_terminal_snr", True, ("model.prediction = 'epsilon'", "zero terminal SNR")),
         ("data__bucket_step", 72, ("data.bucket_step = 72",)),
-        ("run__output_dir", "/proc/nowhere", ("run.output_dir = '/proc/nowhere' cannot be made",)),
+        ("run__output_dir", "/dev/null/out", ("run.output_dir = '/dev/null/out' cannot be made: Not a directory",)),
+        ("data__cache_dir", "/dev/null", ("data.cache_dir = '/dev/null' cannot be made: File exists",)),
         ("run__device", "cuda", ("run.device = 'cuda'", "no CUDA device")),
         ("validation", {"every_steps": 1, "samples": [{"prompt": "x", "width": 63}]}, ("63x64", "multiple of 8")),
     ],
@@ -205,7 +218,12 @@ def test_output_directory_of_another_run(bench: Workbench, capsys) -> None:
     assert cli.main(["--config", str(bench.write(bench.tree(run__max_steps=1)))]) == 0
     out = bench.tmp / "out"
     refused(bench, capsys, "run.seed: 7 -> 8", tree=bench.tree(run__max_steps=1, run__seed=8))
-    refused(bench, capsys, "already holds this run's checkpoints", "--resume_from auto", tree=bench.tree(run__max_steps=1))
+    again = bench.tree(run__max_steps=1)
+    refused(bench, capsys, "already holds this run's checkpoints", "--resume_from auto", tree=again, plan=False)
+    # A plan writes nothing: it says the same as a warning.
+    assert cli.main(["--config", str(out / "config.toml"), "--plan"]) == 0
+    said = "".join(capsys.readouterr())
+    assert "warning: run.output_dir" in said and "already holds this run's checkpoints; add --resume_from auto" in said
     (out / "config.toml").unlink()
     refused(bench, capsys, "holds another run without a config.toml", tree=bench.tree(run__max_steps=1))
 

@@ -71,6 +71,7 @@ def test_its_config_trains_to_the_end_unchanged(bench: Workbench, monkeypatch, c
     said = capsys.readouterr().out
     assert said.splitlines()[-1] == f"start: python train.py --config {name}.toml --resume_from auto"
     assert "captions of 5 photos: " in said and "\nfits: " in said
+    assert len(re.findall(r"^data \d", said, re.MULTILINE)) == 1, "what it trains on is told once"
     assert (bench.tmp / "outputs" / name / "data_report.html").is_file()
     config = tomllib.loads((bench.tmp / f"{name}.toml").read_text())
     assert config["data"]["sources"][0].get("trigger") == trigger or trigger is None
@@ -86,6 +87,7 @@ def test_it_takes_the_config_of_a_cards_size_and_keeps_its_comments(bench: Workb
         assert new(bench, monkeypatch, photos, "--plan_memory", size) == 0
         text = (bench.tmp / "bear_photos.toml").read_text()
         assert f"from configs/{preset}.toml" in text.splitlines()[0]
+        assert '"] # better: something that no photo shows\n' in text, "no blanks of the preset's own comment before it"
         written, taken = configs.load("bear_photos.toml", []), configs.load(f"{preset}.toml", [])
         for table in ("model.components", "adapter", "optimizer", "memory", "step", "objective", "precision"):
             first, *rest = table.split(".")
@@ -122,6 +124,7 @@ def test_many_photos_hold_some_out(bench: Workbench, monkeypatch, capsys) -> Non
     capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_its_length_shows_each_photo_as_often_as_is_said(bench: Workbench, monkeypatch, capsys) -> None:
     """Photos of several shapes make short batches, and a folder's own repeats count."""
     for layout, repeats in ((captions_beside, 1), (kohya, 3)):
@@ -129,9 +132,7 @@ def test_its_length_shows_each_photo_as_often_as_is_said(bench: Workbench, monke
         assert new(bench, monkeypatch, photos) == 0
         name = LAYOUTS[layout][0]
         config = configs.load(f"{name}.toml", [])
-        (epochs,) = re.findall(
-            rf"; {config.run.max_steps} steps = ([\d.]+) epochs", capsys.readouterr().out.split("run ")[-1]
-        )
+        (epochs,) = re.findall(rf"; {config.run.max_steps} steps = ([\d.]+) epochs", capsys.readouterr().out)
         (times,) = re.findall(r"each about (\d+) times", (bench.tmp / f"{name}.toml").read_text())
         assert int(times) == round(float(epochs) * repeats)
         assert config.run.max_steps == first_config.STEPS[0] or abs(int(times) - first_config.VIEWS) <= 10

@@ -113,6 +113,7 @@ CELLS = {
 
 
 @pytest.mark.parametrize("cell", [c if c == "dora" else pytest.param(c, marks=pytest.mark.slow) for c in CELLS])
+@pytest.mark.slow
 def test_on_or_off_is_the_same_run(bench: Workbench, monkeypatch, cell: str) -> None:
     """With samples drawn or not, and stopped and resumed: the same bytes, the same log but for what was measured."""
     monkeypatch.setitem(OPTIMIZERS, "averaging", ENTRIES["averaging"])
@@ -131,6 +132,7 @@ def test_on_or_off_is_the_same_run(bench: Workbench, monkeypatch, cell: str) -> 
 
 
 @pytest.mark.parametrize("at", [2, *(pytest.param(step, marks=pytest.mark.slow) for step in (0, LENGTH))])
+@pytest.mark.slow
 def test_a_signal_while_it_is_measured(bench: Workbench, monkeypatch, capsys, at: int) -> None:
     """It is obeyed in the middle; the step's line stays, and the next start adds what it lacks."""
     whole = run(bench, "whole", **ON)

@@ -169,6 +169,7 @@ def test_model_variant(bench: Workbench, both: Path) -> None:
         pytest.param("flux", "black-forest-labs/FLUX.1-schnell", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_published_models_are_planned_without_a_network(bench: Workbench, family, hub_id, monkeypatch, capsys) -> None:
     import socket
 

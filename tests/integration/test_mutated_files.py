@@ -115,11 +115,7 @@ def pieces_of_a_run() -> dict[str, Any]:
             allowed=Allowance(),
         ),
         "environment": resume.pin_environment(
-            SimpleNamespace(device=torch.device("cpu"), count=1),
-            kernels="plain",
-            optimizer="adamw",
-            deterministic=False,
-            say=len,
+            torch.device("cpu"), kernels="plain", optimizer="adamw", processes=1, deterministic=False, say=len
         ),
         "model": resume.pin_model({"vae": "f" * 64, "tokenizers": "0" * 64}),
         "norms": dora_norms(),

@@ -20,6 +20,7 @@ MARKED = [pytest.param(half, marks=getattr(pytest.mark, half)) for half in ("slo
 
 
 @pytest.mark.parametrize("half", ["quick", *MARKED])
+@pytest.mark.slow
 def test_the_cases_pass_in_a_process_of_their_own(tmp_path: Path, half: str) -> None:
     command = [sys.executable, "-m", "pytest", "-rfEs", "-p", "no:cacheprovider", "--basetemp", str(tmp_path / "cases")]
     done = subprocess.run([*command, "-m", HALVES[half], str(CASES)], cwd=ROOT, capture_output=True, text=True)

@@ -16,7 +16,8 @@ def test_no_document_gives_a_dora_file_to_sd_scripts() -> None:
     """It has no DoRA code. Every line that names it says which kind of file it means."""
     lines = [
         (path.name, line)
-        for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
+        for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
+        if path.name != "other_trainers.md"  # the names of its keys
         for line in path.read_text(encoding="utf-8").splitlines()
         if "sd-scripts" in line
     ]
@@ -49,7 +50,7 @@ def test_the_reading_path_is_short_and_leads_to_files() -> None:
 
 
 def test_every_file_that_a_document_names_is_there() -> None:
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docker").glob("*.md")]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "docker").glob("*.md")]
     named = r"(?:`|`?(?:python|bash) )((?:trainer|scripts|tests|docs|configs|examples)/[\w./-]+\.\w+)"
     for page in pages:
         text = page.read_text(encoding="utf-8")
@@ -57,3 +58,13 @@ def test_every_file_that_a_document_names_is_there() -> None:
             assert "DATE" in name or (ROOT / name).exists(), f"{page.name} names {name}"
         for link in re.findall(r"\]\(([^)#:]+)\)", text):
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_every_row_of_a_table_has_the_cells_of_its_head() -> None:
+    """A bar in a cell is written `\\|`; else what is behind it is not shown."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "docker").glob("*.md")]
+    for page in pages:
+        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        for table in re.findall(r"^\|.*\n\|[-| :]+\n(?:\|.*\n?)*", text, re.MULTILINE):
+            counts = {len(re.findall(r"(?<!\\)\|", row)): row for row in table.splitlines()}
+            assert len(counts) == 1, f"{page.name}: {counts}"

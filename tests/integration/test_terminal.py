@@ -1,16 +1,58 @@
-"""Whoever reads what a run says may leave in the middle of it."""
+"""What a run says is right at any width and without a terminal, changes no byte, and whoever reads it may leave."""
 
 from __future__ import annotations
 
 import os
 import pty
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.harness import ROOT, Workbench, metrics_of
+from tests.terminal import in_terminal
+from trainer import cli
 from trainer.checkpoint import store
+
+DURATION = r"(\d\.\d s|\d\d s|\d+ min \d+ s|\d+ h \d+ min)"  # on a slow machine, too
+# Of the training's line, in order. None is ever cut.
+FIELDS = (
+    r"step \d+/30", r"epoch \d+", r"loss \d\.\d{4}", r"held-out \d\.\d{4}", r"lr \d\.\d\de-04", r"\d+(\.\d+)? images/s",
+    r"memory \d\.\d\d GiB", rf"{DURATION} left",
+    r"last (checkpoint step \d+|samples step \d+|held-out loss \d\.\d{4} \((best, )?step \d+\))",
+)  # fmt: skip
+TRAINING = re.compile(FIELDS[0] + "".join(f"(, {field})?" for field in FIELDS[1:]))
+AMOUNT = r"(\d+\.\d\d|\d+)( of (\d+\.\d\d|\d+))? [A-Za-z]+"
+RATE = r"(\d+\.\d\d GB/s|\d+\.\d [a-z]+/s|\d+\.\d s a [a-z]+)"
+OTHERS = re.compile(rf"[^:,]+: ({DURATION} so far|{AMOUNT}(, {RATE})?(, {DURATION} left)?)(, step \d+/30)?")
+
+SHOWN = {
+    "run__max_steps": 30, "checkpoint__every_steps": 10, "validation": {
+        "every_steps": 15, "prompts": ["a photo of sks plush bear"], "steps": 2, "loss_every_steps": 10,
+    },
+    "data__held_out": 1, "logging": {"tensorboard": True, "every_seconds": 1},
+}  # fmt: skip
+NOTHING = {
+    "run__max_steps": 30, "checkpoint__every_steps": 0, "data__held_out": 1, "logging": {"tensorboard": False},
+}  # fmt: skip
+
+
+# A machine may be so fast that no phase lasts long enough to be shown.
+EAGER = """
+import runpy, sys
+from trainer import phases
+phases.LONG_SECONDS = phases.LIVE_AFTER = 0.0
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def eager(arguments: list[str]) -> list[str]:
+    """The same command, of which each phase is shown, however short it is."""
+    return [arguments[0], "-c", EAGER, *arguments[1:]]
 
 
 def wait_for_a_step(output: Path) -> None:
@@ -19,6 +61,89 @@ def wait_for_a_step(output: Path) -> None:
     while not (log.exists() and log.read_bytes().count(b"\n")):
         assert time.monotonic() < until, "no step was made"
         time.sleep(0.02)
+
+
+def check_end(lines: list[str], output: Path, columns: int) -> None:
+    """The verdict, then the files to load, then the tables."""
+    text = "\n".join(lines)
+    places = [
+        next(i for i, line in enumerate(lines) if line.startswith(("verdict: ", "warning: "))),
+        lines.index(f'    pipe.load_lora_weights("{output}/adapters/bear.safetensors")'),
+        next(i for i, line in enumerate(lines) if line.startswith("adapter (comfyui): copy this file into ")),
+        lines.index(f"    {output}/adapters/bear_comfyui.safetensors"),
+        lines.index(f"report: {output}/report.html"),
+        lines.index("Did it take?"),
+        lines.index("Effect"),
+    ]
+    assert places == sorted(places), text
+    too_long = [line for line in lines if len(line) > columns and str(output) not in line]
+    assert [line for line in too_long if " " in line.strip()] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [60, 140])
+def test_a_terminal_has_one_live_line_with_whole_numbers_at_any_width(bench: Workbench, columns: int) -> None:
+    arguments, output = command(bench, **SHOWN)
+    screen = in_terminal(eager(arguments), columns)
+    assert all(len(state) < columns for state in screen.seen)
+    assert [state for state in screen.seen if not (TRAINING.fullmatch(state) or OTHERS.fullmatch(state))] == []
+    fullest = max((state for state in screen.seen if state.startswith("step ")), key=lambda state: state.count(","))
+    assert len(re.findall("|".join(f"(?:{field})" for field in FIELDS), fullest)) >= (4 if columns == 60 else 8)
+    assert not any(line.startswith("step ") for line in screen.lines), "a live line stayed"
+    check_end(screen.lines, output, columns)
+
+
+@pytest.mark.slow
+def test_what_is_shown_changes_no_byte_and_without_a_terminal_it_is_plain_lines(bench: Workbench) -> None:
+    """Everything shown, as it is written into a file, against nothing shown that nobody reads."""
+    arguments, shown = command(bench, **SHOWN, run__output_dir=str(bench.tmp / "shown"))
+    said = subprocess.run(eager(arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=True, cwd=ROOT).stdout
+    assert not re.search(rb"[\x00-\x09\x0b-\x1f\x7f]", said), "a control character"
+    lines = said.decode().splitlines()
+    assert any(TRAINING.fullmatch(line) for line in lines)
+    check_end(lines, shown, 160)
+    arguments, hidden = command(bench, **NOTHING, run__output_dir=str(bench.tmp / "hidden"))
+    subprocess.run(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True, cwd=ROOT)
+    for file in (
+        *(f"checkpoints/step-00000030/{name}.safetensors" for name in ("adapter", "optimizer")),
+        "adapters/bear.safetensors",
+        "adapters/bear_comfyui.safetensors",
+    ):
+        assert (shown / file).read_bytes() == (hidden / file).read_bytes(), file
+
+
+def test_a_stopped_run_says_what_it_left_and_the_command_that_goes_on(bench: Workbench, capsys) -> None:
+    (_, _, *arguments), output = command(bench, run__max_steps=4, checkpoint__every_steps=0)
+    assert cli.main([*arguments, "--set", "run.stop_after=2"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    stopped = said.index("stopped after step 2 as asked (run.stop_after), which is saved")
+    assert said.index(f"    {output}/adapters/bear_comfyui.safetensors") > stopped
+    assert said[-1] == f"go on: python train.py {' '.join(arguments)} --resume_from auto"
+
+
+LOUD = """
+import logging, sys, warnings
+from trainer.cli import quiet_libraries
+quiet_libraries()
+from tqdm import tqdm
+from huggingface_hub.utils import tqdm as hub_tqdm
+from transformers.utils import logging as transformers_logging
+for bar in (tqdm, hub_tqdm, transformers_logging.tqdm):
+    for _ in bar(range(3), desc="a library's bar"):
+        pass
+transformers_logging.get_logger("transformers.any").warning("could be faster")
+warnings.warn("will go away", FutureWarning)
+warnings.warn("the driver\\nis \\x1b[31mold", UserWarning)
+logging.getLogger("urllib3").warning("retrying\\r\\n")
+"""
+
+
+def test_what_libraries_say_is_plain_lines_without_their_bars(bench: Workbench) -> None:
+    (bench.tmp / "loud.py").write_text(LOUD)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, str(bench.tmp / "loud.py")], capture_output=True, text=True, env=environment)
+    assert done.stdout == "" and done.returncode == 0
+    assert done.stderr.splitlines() == ["warning: loud.py: the driver is \\x1b[31mold", "warning: urllib3: retrying"]
 
 
 def command(bench: Workbench, **overrides) -> tuple[list[str], Path]:

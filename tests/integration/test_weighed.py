@@ -38,6 +38,7 @@ def state(bench: Workbench, out: str, step: int) -> list[bytes]:
     return [(bench.tmp / out / "checkpoints" / f"step-{step:08d}" / name).read_bytes() for name in STATE]
 
 
+@pytest.mark.slow
 def test_white_masks_and_weights_of_one_change_no_byte(bench: Workbench) -> None:
     white, noise = with_masks(bench.tmp / "white", 255), with_masks(bench.tmp / "noise", None)
     states = {}
@@ -58,6 +59,7 @@ def test_white_masks_and_weights_of_one_change_no_byte(bench: Workbench) -> None
 
 
 @pytest.mark.parametrize("stops", [(3,), pytest.param((2, 5), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
 def test_stopped_and_resumed_with_every_such_key(bench: Workbench, stops: tuple[int, ...], capsys) -> None:
     sources = [
         {"path": with_masks(bench.tmp / "photos", None), "masks": "files", "unmasked_weight": 0.2, "loss_weight": 1.5},

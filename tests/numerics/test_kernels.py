@@ -676,6 +676,7 @@ def test_e4m3_is_read_by_its_bits_where_triton_has_no_conversion(fused, monkeypa
 
 @pytest.mark.skipif(INTERPRETED or not TRITON, reason="starts the interpreter's process, needs Triton")
 @pytest.mark.skipif((TRITON or "").startswith("3.6."), reason="its interpreter cannot loop with NumPy 2.4: int() of [1]")
+@pytest.mark.slow
 def test_on_the_interpreter(interpreter) -> None:
     process, output = interpreter
     assert process.wait(timeout=600) == 0, output.read_text()[-8000:]

@@ -119,7 +119,7 @@ def test_every_reason_is_of_a_key_that_there_is() -> None:
         ("optimizer.lr,optimizer.rl", "--allow optimizer.rl: unknown key; did you mean optimizer.lr?"),
         ("shedule", "--allow shedule: unknown key; did you mean schedule?"),
         ("dat", "--allow dat: unknown key; did you mean data?"),
-        ("everything", "--allow everything: unknown key; see configs/"),
+        ("everything", "--allow everything: unknown key; see docs/keys.md"),
         (" , ", "--allow names no key"),
     ],
 )

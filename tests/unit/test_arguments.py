@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 from trainer import arguments
@@ -46,3 +48,19 @@ def test_what_it_takes_goes_through() -> None:
         ["--config", "c", "--set", "a.b=1", "c.d=2", "--set", "e.f=3", "--plan", "--resume_from", "auto"]
     )
     assert chosen.overrides == [["a.b=1", "c.d=2"], ["e.f=3"]] and chosen.plan and chosen.resume_from == "auto"
+
+
+@pytest.mark.parametrize(
+    "typed, command",
+    [
+        ("--config run.toml", "--config run.toml"),
+        ("--config run.toml --resume_from auto", "--config run.toml"),
+        ("--resume_from=latest --config run.toml --allow data", "--config run.toml"),
+        ("--config run.toml --set run.stop_after=2", "--config run.toml"),
+        ("--config run.toml --set run.stop_after=2 run.seed=1", "--config run.toml --set run.seed=1"),
+        ("--set run.seed=1 --set=run.stop_after=2 --config run.toml", "--set run.seed=1 --config run.toml"),
+        ("--set run.stop_after=2 --config 'my run.toml'", "--config 'my run.toml'"),
+    ],
+)
+def test_the_command_line_that_goes_on_is_told(typed: str, command: str) -> None:
+    assert arguments.again(shlex.split(typed)) == f"python train.py {command} --resume_from auto"

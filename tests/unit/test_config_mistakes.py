@@ -1,9 +1,8 @@
-"""Sixty mistakes, and what is said of each: the key, the value, what to write."""
+"""Mistakes in a config, and what is said of each: the key, the value, what to write."""
 
 from __future__ import annotations
 
 import copy
-import inspect
 import re
 
 import pytest
@@ -18,6 +17,7 @@ MINIMAL = {
     "data": {"sources": [{"path": "photos"}]},
 }
 FP8 = 'write dtype = "fp8_e4m3" in [model.components.unet] (of Flux: transformer)'
+UNET = 'write a dtype, for example "fp8_e4m3", in [model.components.unet] (of Flux: transformer)'
 DTYPES = "'fp32', 'bf16', 'fp16', 'fp8_e4m3', 'fp8_e5m2', 'int8', 'int4', 'int2', 'nf4', 'fp4'"
 # Of a config: the key, with dots, its value, and the first line that is said.
 MISTAKES = [
@@ -46,13 +46,52 @@ MISTAKES = [
      "unknown table network; write adapter.type for type, adapter.rank for linear, adapter.alpha for linear_alpha"),
     ("train", {"batch_size": 1, "lr": 1e-4},
      "unknown table train; write data.batch_size for batch_size, optimizer.lr for lr"),
+    ("adapter.conv_dim", 4, "unknown key adapter.conv_dim; add a rule: [[adapter.rules]] with component = \"unet\", match = "
+     "\"*conv*\" and a rank"),
+    ("memory.blocks_to_swap", 8, "unknown key memory.blocks_to_swap; there is none: weights stay on the card; write fit in "
+     "[memory], or a smaller dtype in [model.components.unet]"),
+    ("objective.noising_bias", 0.5, "unknown key objective.noising_bias; did you mean objective.logit_mean?"),
+    ("model.clip_skip", 2, "unknown key model.clip_skip; leave it out: the last but one layer is read, as SDXL was trained"),
+    ("vae_batch_size", 4, "unknown key vae_batch_size; leave it out: photos are encoded one at a time"),
+    ("data.vae_batch_size", 4, "unknown key data.vae_batch_size; leave it out: photos are encoded one at a time"),
+    ("data.text_encoder_batch_size", 4, "unknown key data.text_encoder_batch_size; leave it out: captions are encoded "
+     "together where that changes no bit"),
+    # names that are spelt like a key that means something else
+    ("data.eval_batch_size", 4, "unknown key data.eval_batch_size; there is none: held-out photos pass in batches of "
+     "data.batch_size"),
+    ("objective.num_train_timesteps", 1000, "unknown key objective.num_train_timesteps; leave it out: the model's own noise "
+     "schedule is trained"),
+    ("data.caption_dropout_every_n_epochs", 2, "unknown key data.caption_dropout_every_n_epochs; there is none: "
+     "caption_dropout in [data] is a share of all appearances"),
+    ("data.keep_tokens_separator", "|||", "unknown key data.keep_tokens_separator; there is none: write "
+     "keep in [[data.sources]], a number of tags"),
+    ("memory.cpu_offload_checkpointing", True, "unknown key memory.cpu_offload_checkpointing; there is none: nothing is "
+     "moved to the host; write gradient_checkpointing = true in [memory]"),
+    ("optimizer.text_encoder_lr1", 1e-5, "unknown key optimizer.text_encoder_lr1; write lr in a rule of [[adapter.rules]] "
+     'with component = "text_encoder" or "text_encoder_2"'),
+    ("optimizer.d_coef", 2.0, "unknown key optimizer.d_coef; write it in optimizer.options, for an optimizer that takes it"),
+    ("validation.negative_prompt", "blur", "unknown key validation.negative_prompt; write negative in "
+     "[[validation.samples]]"),
+    ("validation.walk_seed", True, "unknown key validation.walk_seed; write seed in [[validation.samples]]"),
+    ("revision", "fp16", "unknown key revision; there is none: the newest commit of a hub id is taken; for another download "
+     "it, and write its folder in model.path"),
+    ("quantization", "int8", f"unknown key quantization; {UNET}"),
+    ("sample", {"guidance_scale": 4, "width": 512},
+     "unknown table sample; write validation.samples.0.width for width; for guidance_scale: write guidance in "
+     "[[validation.samples]]"),
+    ("logging.use_wandb", True, "unknown key logging.use_wandb; did you mean logging.wandb?"),
+    # of no key at all: the table's own name makes them no nearer
+    ("model.components.unet.highvram", True,
+     "unknown key model.components.unet.highvram; see docs/keys.md for the keys that there are"),
+    ("checkpoint.factor", 8, "unknown key checkpoint.factor; see docs/keys.md for the keys that there are"),
     # misspelt, or in another table
+    ("dtype", "nf4", "unknown key dtype; did you mean model.components.unet.dtype?"),
     ("run.epoch", 3, "unknown key run.epoch; did you mean run.epochs?"),
     ("optimzer", {"lr": 3}, "unknown key optimzer; did you mean optimizer?"),
     ("adapter.targts", "all", "unknown key adapter.targts; did you mean adapter.targets?"),
     ("run.lr", 1e-4, "unknown key run.lr; did you mean optimizer.lr?"),
     ("train.accumulation", 2, "unknown table train; write step.accumulation for accumulation"),
-    ("nothing.of_ours", 2, "unknown key nothing; see configs/ for the keys there are"),
+    ("nothing.of_ours", 2, "unknown key nothing; see docs/keys.md for the keys that there are"),
     # values of other trainers
     ("model.components.unet.dtype", "float8_e4m3fn",
      f"model.components.unet.dtype = 'float8_e4m3fn': did you mean 'fp8_e4m3'? The values are {DTYPES}"),
@@ -81,7 +120,7 @@ MISTAKES = [
     ("memory.gradient_checkpointing", "yes", "memory.gradient_checkpointing = 'yes': give true or false, or a whole number"),
     ("model.zero_terminal_snr", "yes", "model.zero_terminal_snr = 'yes': give 'auto', or true or false"),
     ("schedule.warmup", "10%", "schedule.warmup = '10%': give a number"),
-    ("validation.prompts", "a bear", "validation.prompts = 'a bear': give a list, for example [\"a bear\"]"),
+    ("validation.prompts", "a bear", "validation.prompts = 'a bear': give 'captions', or a list, for example [\"a bear\"]"),
     ("data.sources", {"path": "x"}, "data.sources = {'path': 'x'}: give a list of tables, [[data.sources]]"),
     ("adapter", "dora", "adapter = 'dora': give a table"),
     ("run.name", 7, "run.name = 7: give text in quotes"),
@@ -139,11 +178,13 @@ def test_a_value_of_another_trainer_stands_for_one_that_there_is() -> None:
     from trainer.models import FAMILIES
     from trainer.optim.table import OPTIMIZERS
 
-    def literals(table: type) -> set[str]:
-        return set(re.findall(r"'(\w+)'", " ".join(str(field.annotation) for field in table.model_fields.values())))
+    def values(node: object) -> set[str]:
+        """Of a JSON schema: all that an enum has."""
+        inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+        own = {*node.get("enum", ()), *([node["const"]] if "const" in node else [])} if isinstance(node, dict) else set()
+        return own.union(*map(values, inner))
 
-    named = re.findall(r"class (\w+Table)", inspect.getsource(configs.tables))
-    known = set().union(*(literals(getattr(configs.tables, name)) for name in named)) | {*OPTIMIZERS, *FAMILIES}
+    known = values(configs.Config.model_json_schema()) | {*OPTIMIZERS, *FAMILIES}
     assert not set(aliases.VALUES.values()) - known
 
 
@@ -152,3 +193,10 @@ def test_no_hint_repeats_the_mistake() -> None:
         with pytest.raises(UserError) if " is not known" not in said else pytest.MonkeyPatch.context():
             configs.parse(with_key(key, value))
         assert f"did you mean {key}?" not in said and f"did you mean {value!r}" not in said
+
+
+def test_a_config_that_is_not_there_is_answered_with_the_one_that_was_meant() -> None:
+    for name, remedy in (("sdxl_dora_fp.toml", "did you mean sdxl_dora_fp8.toml?"), ("bear.toml", "--new PHOTOS writes one")):
+        with pytest.raises(UserError) as refused:
+            configs.load(name, [])
+        assert str(refused.value).splitlines()[0].endswith(remedy)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,20 +15,23 @@ from trainer import environment
 
 
 def bare(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """train.py, where nothing is installed: without site-packages."""
+    """A program, where nothing is installed: without site-packages."""
     command = [sys.executable, "-I", "-S", "-c", "import runpy, sys; sys.path.insert(0, '.'); sys.argv = sys.argv[1:]; "
-               "runpy.run_path('train.py', run_name='__main__')", "train.py", *arguments]  # fmt: skip
+               "runpy.run_path(sys.argv[0], run_name='__main__')", *arguments]  # fmt: skip
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
-def test_a_python_without_the_libraries_is_told_where_they_are() -> None:
-    done = bare("--config", "tiny_sdxl.toml")
+@pytest.mark.parametrize(
+    "program", ["train.py", "scripts/adapter.py", "scripts/data.py", "scripts/sample.py", "scripts/watch.py"]
+)
+def test_a_python_without_the_libraries_is_told_where_they_are(program: str) -> None:
+    done = bare(program, "--config", "tiny_sdxl.toml")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     first, *rest = done.stderr.splitlines()
     assert first.startswith("error: this Python (") and first.endswith(
         "has no torch, diffusers, transformers, safetensors, pydantic"
     )
-    assert rest[-1].endswith("train.py --config tiny_sdxl.toml")
+    assert rest[-1].endswith(f" {program} --config tiny_sdxl.toml")
 
 
 @pytest.mark.parametrize("made", [False, True])
@@ -44,6 +49,22 @@ def test_it_names_the_environment_or_how_to_make_it(tmp_path: Path, monkeypatch,
     assert f"{python} train.py --plan" in said and ("scripts/setup.sh" in said) != made
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="words are split as a shell of Linux does")
+@pytest.mark.parametrize("made", [False, True])
+def test_its_commands_can_be_copied_where_there_are_spaces(tmp_path: Path, monkeypatch, capsys, made: bool) -> None:
+    folder = tmp_path / "my photos"
+    if made:
+        (folder / ".venv" / "bin").mkdir(parents=True)
+        (folder / ".venv" / "bin" / "python").touch()
+    monkeypatch.setattr(environment, "ROOT", folder)
+    monkeypatch.setattr(environment, "NEEDED", ("a_library_that_is_not_there",))
+    with pytest.raises(SystemExit):
+        environment.check(["train.py", "--new", "the bear's"])
+    *setup, started = [shlex.split(line.partition(": ")[2]) for line in capsys.readouterr().err.splitlines()[1:]]
+    assert started == [f"{folder}/.venv/bin/python", "train.py", "--new", "the bear's"]
+    assert setup == ([] if made else [["bash", f"{folder}/scripts/setup.sh"]])
+
+
 def test_an_old_python_is_named(monkeypatch, capsys) -> None:
     monkeypatch.setattr(environment, "OLDEST", (99, 0))
     with pytest.raises(SystemExit):
@@ -53,3 +74,36 @@ def test_an_old_python_is_named(monkeypatch, capsys) -> None:
 
 def test_here_everything_is() -> None:
     environment.check(["train.py"])
+
+
+CUDA = {"version.cuda": "13.0", "version.hip": None}
+CPU = {"version.cuda": None, "version.hip": None}
+
+
+@pytest.mark.parametrize(
+    ("built", "works", "card", "said"),
+    [
+        (CUDA, True, "H100", ["built for CUDA 13.0; runs use H100"]),
+        (CUDA, False, "", ["built for CUDA 13.0; runs use the CPU"]),
+        (
+            CUDA,
+            False,
+            "RTX 4090",
+            ["runs use the CPU", "this machine has RTX 4090, which it cannot use: .* update the driver"],
+        ),
+        (CPU, False, "", ["built for the CPU; runs use the CPU"]),
+        (CPU, False, "RTX 4090", ["runs use the CPU", "has RTX 4090, which it cannot use: .* install PyTorch's CUDA build"]),
+    ],
+)
+def test_which_pytorch_was_taken_is_said(monkeypatch, tmp_path: Path, built, works: bool, card: str, said: list[str]) -> None:
+    """nvidia-smi stands in the path as a script that names the card, or fails as it does without one."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\necho '{card or 'NVIDIA-SMI has failed'}'\nexit {0 if card else 9}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    for name, value in built.items():
+        monkeypatch.setattr(f"torch.{name}", value)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: works)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda place: card)
+    found = environment.torch_said()
+    assert len(found) == len(said) and all(re.search(pattern, line) for pattern, line in zip(said, found, strict=True)), found

@@ -13,6 +13,7 @@ import pytest
 from trainer.errors import DataError, NonFiniteError
 from trainer.measured import Measured
 from trainer.metrics import Metrics
+from trainer.trackers import TensorBoard
 
 
 def entry(step: int, loss: float) -> dict[str, Any]:
@@ -23,7 +24,7 @@ def start(folder: Path, losses: Sequence[float], first: int, last: int, error: E
     """One start of a run, of the steps from `first` to `last`: what it says. error: what ends it."""
     said: list[str] = []
     processes: Any = SimpleNamespace(say=said.append, largest=lambda *numbers: numbers, is_main=True)
-    log = Metrics(folder / "metrics.jsonl", tensorboard=None, total_steps=99, initial_step=first - 1, enabled=True)
+    log = Metrics(folder / "metrics.jsonl", total_steps=99, initial_step=first - 1, enabled=True)
     measured = Measured([], log, "optimizer.lr", processes)
     assert measured.begin(first - 1) is None
     for step in range(first, last + 1):
@@ -84,7 +85,7 @@ def test_tensorboard_shows_the_whole_line_that_a_later_start_added_to(tmp_path: 
 
     def metrics(before: int) -> Metrics:
         path = tmp_path / "metrics.jsonl"
-        return Metrics(path, tensorboard=tmp_path / "events", total_steps=3, initial_step=before, enabled=True)
+        return Metrics(path, trackers=[TensorBoard(tmp_path / "events")], total_steps=3, initial_step=before, enabled=True)
 
     first = metrics(0)
     for step in (1, 2):

@@ -23,7 +23,7 @@ from tests.harness import ROOT
 # What every room may use. These import nothing but one another.
 SHARED = {
     "aliases", "digests", "draws", "errors", "files", "kernels", "key_styles", "layout", "memory", "patterns", "phases",
-    "protocols", "signals", "tensorfile", "terminal", "tiles", "types",
+    "pictures", "protocols", "signals", "tensorfile", "terminal", "tiles", "types",
 }  # fmt: skip
 
 # Rooms that do one thing each: what they import besides the shared ones. All others wire these together.
@@ -34,15 +34,16 @@ WORKSHOPS: dict[str, set[str]] = {
     "config": set(),
     "data": set(),
     "ema": set(),
-    "metrics": set(),
+    "metrics": {"trackers"},
     "models": {"objectives"},
     "objectives": set(),
     "optim": set(),
     "precision": set(),
     "processes": set(),
     "quantization": set(),
-    "report": set(),
+    "report": {"config", "verdict"},
     "step": {"objectives"},
+    "trackers": set(),
     "validation": set(),
 }
 
@@ -54,6 +55,7 @@ ONLY_FOR: dict[str, set[str]] = {
         "allowance",
         "arguments",
         "assembly",
+        "beginning",
         "choices",
         "cli",
         "data_check",
@@ -65,6 +67,8 @@ ONLY_FOR: dict[str, set[str]] = {
         "optimization",
         "output",
         "plan",
+        "preview",
+        "report",
         "resume",
         "run",
         "storage",
@@ -95,6 +99,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "tomllib": ("config/*",),
     "transformers": ("models/*", "optim/*"),
     "triton": ("kernels/*_triton.py",),
+    "wandb": ("trackers.py",),
 }
 
 # Calls, by a pattern of how they are written.

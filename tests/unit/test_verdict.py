@@ -58,6 +58,20 @@ def test_a_gradient_norm_and_weights_that_left_their_range() -> None:
     assert "to no finite number" in warnings(rows)[0] and judge(rows).kind == "diverged"
 
 
+def test_the_last_step_that_is_surely_sound() -> None:
+    """None of a window of losses is one, and of steps between two looks at the weights none."""
+    losses = log([0.2] * 40 + [3.0] * 20)
+    assert (judge(losses).step, judge(losses).sound) == (41, 37), "the window is of steps 38 to 41"
+    losses[47]["weight_change"] = 0.5
+    assert judge(losses).sound == 37, "what came after it makes it no later one"
+    weights = log([0.2] * 40)
+    weights[15]["weight_change"], weights[31]["weight_change"] = 0.4, 1.2
+    assert (judge(weights).step, judge(weights).sound) == (32, 16)
+    assert judge(weights[:20], {"unet.mid_block": 3.0}).sound == 16, "seen at the end alone"
+    del weights[15]["weight_change"]
+    assert (judge(weights).step, judge(weights).sound) == (32, 0)
+
+
 def jitter(seed: int, batch: int, steps: int = 400) -> list[dict[str, Any]]:
     """Of epsilon, unweighted: by the time alone a photo's loss spans a factor of a hundred, as the pocket SDXL's does."""
     draw = random.Random(seed)

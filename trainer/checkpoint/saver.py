@@ -15,13 +15,21 @@ class Saver:
     background: write in a thread, which costs the training a snapshot and little else. The bytes are the same either way.
     step: the newest that is saved or being written; -1 before there is one.
     before: called in front of each write, where other files must be on the disk before the checkpoint that counts on them.
+    after: called with the step of each checkpoint that is on the disk, in the thread that wrote it.
     Whoever waits can `watch`: it gets every number of bytes that was written meanwhile.
     """
 
     def __init__(
-        self, root: Path, *, keep_last: int, background: bool, before: Callable[[], None] = lambda: None, step: int = -1
+        self,
+        root: Path,
+        *,
+        keep_last: int,
+        background: bool,
+        before: Callable[[], None] = lambda: None,
+        after: Callable[[int], object] = lambda step: None,
+        step: int = -1,
     ) -> None:
-        self.root, self.keep_last, self.background, self.before = root, keep_last, background, before
+        self.root, self.keep_last, self.background, self.before, self.after = root, keep_last, background, before, after
         self.step = self._before_this = step
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
@@ -73,6 +81,7 @@ class Saver:
         except store.NotReadBack:
             self.step = self._before_this
             raise
+        self.after(step)
 
     def join(self, watch: Advance = unheard) -> Exception | None:
         """Until nothing is being written; returns what `wait` would raise."""

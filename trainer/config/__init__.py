@@ -1,20 +1,12 @@
 """The TOML contract: tables.py has the keys, reading.py the way from a file to them, mistakes.py what is said of the rest."""
 
+from trainer.config.data_tables import DataTable, Resolutions
 from trainer.config.keys import flatten, generic, known_keys
+from trainer.config.kinds import Table, expand_home
 from trainer.config.mistakes import hint, near_miss
 from trainer.config.reading import dumps, load, parse, read_resolved, tree
-from trainer.config.tables import (
-    ComponentTable,
-    Config,
-    DataTable,
-    ObjectiveTable,
-    OptimizerTable,
-    Resolutions,
-    SampleTable,
-    ScheduleTable,
-    Table,
-    expand_home,
-)
+from trainer.config.tables import ComponentTable, Config, SampleTable
+from trainer.config.training_tables import ObjectiveTable, OptimizerTable, ScheduleTable
 
 __all__ = [
     "ComponentTable", "Config", "DataTable", "ObjectiveTable", "OptimizerTable", "Resolutions", "SampleTable",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from trainer.config.tables import Config, Table
+from trainer.config.kinds import Table
+from trainer.config.tables import Config
 
 
 def generic(key: str) -> str:

@@ -113,7 +113,7 @@ def _choices(item: Any) -> list[str]:
     return re.findall(r"'([^']*)'", item["ctx"]["expected"])
 
 
-# What a pattern of trainer/config/tables.py takes, by key.
+# What a pattern of the tables takes, by key.
 PATTERNS = {
     "run.name": "use letters, digits, '.', '_' and '-', a letter or digit first; files are named by it",
     "model.variant": "use letters, digits, '_' and '-', for example fp16",
@@ -130,13 +130,14 @@ def hint(key: str) -> str:
     """What to write in place of a key that there is not."""
     meant = near_miss(key)
     if meant is None:
-        return "see configs/ for the keys there are"
+        return "see docs/keys.md for the keys that there are"
     return meant if " " in meant else f"did you mean {meant}?"
 
 
 def _unknown_table(name: str, table: dict[str, Any]) -> str:
     """Of a table that there is not: where what stands in it belongs, as far as that can be said."""
-    found = {key: near_miss(key) for key in dict.fromkeys(key.rpartition(".")[2] for key in flatten(table))}
+    leaves = {key.rpartition(".")[2]: key for key in flatten(table)}
+    found = {leaf: aliases.key_for(f"{name}.{key}") or near_miss(leaf) for leaf, key in leaves.items()}
     keys = [f"{meant} for {key}" for key, meant in found.items() if meant is not None and " " not in meant]
     told = [f"for {key}: {meant}" for key, meant in found.items() if meant is not None and " " in meant]
     if near_miss(name) is not None or not keys + told:
@@ -149,12 +150,15 @@ def near_miss(key: str) -> str | None:
     table, _, leaf = key.rpartition(".")
     known = list(known_keys())
     siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == generic(table)}
-    elsewhere = [name for name in known if name.rpartition(".")[2] == leaf]  # the right key in the wrong table
-    alias = aliases.key_for(leaf)
+    elsewhere = [name for name in known if name.rpartition(".")[2] == leaf and "." in name]  # the key of another table
+    alias = aliases.key_for(key)
     if alias is not None and alias != key:
         return alias
-    if not elsewhere and (close := patterns.near(leaf, siblings)):
+    swapped = next((name for name in siblings if sorted(name) == sorted(leaf)), None)  # letters of a short name: rl for lr
+    if close := swapped or patterns.near(leaf, siblings, cutoff=0.85 if elsewhere else 0.6):
         return f"{table}.{close}" if table else close
-    # Of the whole name: the table may be the misspelt part.
-    close = patterns.near(generic(key), elsewhere or known, cutoff=0.0 if elsewhere else 0.75)
-    return close and close.replace("*", "0")
+    # Of the whole name: the table may be the misspelt part. The last part must be near, too: a table's names all begin alike.
+    spelt = patterns.near(leaf, [name.rpartition(".")[2] for name in known], cutoff=0.75)
+    alike = [name for name in known if name.rpartition(".")[2] == spelt]
+    close = patterns.near(generic(key), elsewhere or alike, cutoff=0.0 if elsewhere else 0.75)
+    return close and close.replace("components.*", "components.unet").replace("*", "0")

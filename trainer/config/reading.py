@@ -11,8 +11,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from trainer import patterns
 from trainer.config import mistakes
-from trainer.config.tables import Config, expand_home
+from trainer.config.kinds import expand_home
+from trainer.config.tables import Config
 from trainer.errors import UserError
 
 CONFIG_FOLDER = Path(__file__).resolve().parent.parent.parent / "configs"
@@ -29,8 +31,10 @@ def load(path: str, overrides: list[str]) -> Config:
     try:
         tree = tomllib.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
-        known = ", ".join(sorted(p.name for p in CONFIG_FOLDER.glob("*.toml")))
-        raise UserError(f"--config {path}: {error.strerror}. Files in configs/: {known}") from error
+        known = sorted(p.name for p in CONFIG_FOLDER.glob("*.toml"))
+        meant = patterns.near(file.name, known)
+        remedy = f"did you mean {meant}?" if meant else "python train.py --new PHOTOS writes one"
+        raise UserError(f"--config {path}: {error.strerror}; {remedy}\nin configs/: {', '.join(known)}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"--config {path}: not UTF-8 at byte {error.start}") from error
     except tomllib.TOMLDecodeError as error:

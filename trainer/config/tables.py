@@ -1,69 +1,39 @@
-"""Every key of the contract, its type, its default. The tree is frozen and strict."""
+"""Every key of the contract, its type, its default, what it does. The tree is frozen and strict.
+
+Those of the data are in data_tables.py, those of the training in training_tables.py. What stands below a key is its
+description: docs/keys.md is made of it (scripts/reference_pages.py).
+"""
 
 from __future__ import annotations
 
-import os
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from trainer.errors import UserError
-from trainer.files import parse_size
-
-Dtype = Literal["fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "int2", "nf4", "fp4"]
-Compute = Literal["fp32", "bf16", "fp16"]
-Count = Annotated[int, Field(ge=1)]
-Cadence = Annotated[int, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[float, Field(gt=0)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
-Strings = Annotated[tuple[str, ...], Field(strict=False)]
-Colour = Annotated[str, Field(pattern=r"^#[0-9a-fA-F]{6}$"), AfterValidator(str.lower)]
-
-
-def expand_home(path: str, given_as: str = "") -> str:
-    """`path` with a leading `~` or `~user` as that home folder. Raises UserError where there is no such home.
-
-    given_as: an argument of the command line, for the message; a key of the config is named by `parse`.
-    """
-    expanded = os.path.expanduser(path)
-    if expanded.startswith("~"):
-        prefix, home = f"{given_as} {path}: " if given_as else "", path.partition("/")[0]
-        raise UserError(f"{prefix}there is no home folder {home}; write ./{home} for a folder of that name here")
-    return expanded
-
-
-def check_size(text: str) -> str:
-    """Raises ValueError for what `parse_size` cannot read."""
-    parse_size(text)
-    return text
-
-
-def expand_source(path: str) -> str:
-    """As `expand_home`, also behind the `hf:` of a dataset."""
-    return "hf:" + expand_home(path[3:]) if path.startswith("hf:") else expand_home(path)
-
-
-# Every path that a config gives, so that nothing below this file knows of `~`.
-PathText = Annotated[str, AfterValidator(expand_home)]
-SizeText = Annotated[str, AfterValidator(check_size)]
-GivenPath = Annotated[str, Field(min_length=1), AfterValidator(expand_home)]
-
-
-class Table(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False, validate_default=False)
+from trainer.config.data_tables import DataTable
+from trainer.config.kinds import Cadence, Compute, Count, Dtype, GivenPath, PathText, Positive, Seed, Share, Strings, Table
+from trainer.config.training_tables import EmaTable, MemoryTable, ObjectiveTable, OptimizerTable, ScheduleTable, StepTable
 
 
 class RunTable(Table):
+    """What the run is called, where it writes, and how long it trains."""
+
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Names the adapter files. Letters, digits, `.`, `_` and `-`; a letter or digit first."""
     output_dir: GivenPath
+    """The folder that gets everything the run leaves."""
     seed: Seed = 0
+    """Every random draw follows from it."""
     max_steps: Count | None = None
+    """The number of updates. Give exactly one of this and `run.epochs`."""
     epochs: Count | None = None
+    """How often the data is gone through. Give exactly one of this and `run.max_steps`."""
     stop_after: Count | None = None
+    """Stop after this step as if interrupted: a checkpoint is written, and the exit status is 0."""
     deterministic: bool = False
+    """Make a resumed run on CUDA end in the same bytes, too. Slower. On a CPU it is always so."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute. `auto` is CUDA if there is a card, else the CPU."""
 
     @model_validator(mode="after")
     def _one_length(self) -> RunTable:
@@ -76,55 +46,106 @@ class RunTable(Table):
 
 
 class ComponentTable(Table):
+    """How one part of the model is stored and computed. NAME is its name in diffusers: `unet` (Flux: `transformer`),
+    `text_encoder`, `text_encoder_2` or `vae`."""
+
     dtype: Dtype | None = None
+    """How its weights are stored. Left out: as the file holds them if it is quantised; else bf16, and fp32 for the VAE."""
     backend: Literal["native", "quanto", "bitsandbytes"] | None = None
+    """Who quantises. Left out: `native` for float8, `quanto` for int8, int4 and int2, `bitsandbytes` for nf4 and fp4."""
     exclude: Strings = ()
+    """Layers that stay unquantised: patterns of their dotted names."""
     path: PathText | None = None
+    """Takes this part from elsewhere: a folder or a `.safetensors` file."""
     compute: Compute | None = None
+    """The number format that it computes in. Left out: `precision.compute`; a text encoder or VAE stored as fp32 computes in
+    fp32."""
 
 
 class ModelTable(Table):
+    """Which model is trained on."""
+
     family: str
+    """The model's architecture."""
     path: GivenPath
+    """A hub id, a diffusers folder, or one `.safetensors` file."""
     config: PathText | None = None
+    """A folder of configs, scheduler and tokenizers for a single file. Left out: the folder of the file's stem beside it,
+    else the embedded ones."""
     variant: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")] | None = None
+    """Which files of a folder or repository, where it has several sets: for example `fp16`. `none` takes the plain ones."""
     prediction: Literal["auto", "epsilon", "v"] = "auto"
+    """What the model predicts. `auto` reads it from the model's scheduler."""
     zero_terminal_snr: Literal["auto"] | bool = "auto"
+    """Whether the noise schedule ends in pure noise. `auto` reads it from the model's scheduler."""
     cache_dir: PathText | None = None
+    """Keeps converted weights there for the next start. Worth it for nf4 and fp4."""
     components: dict[str, ComponentTable] = {}
+    """One table for each part of the model: below."""
 
 
 class PrecisionTable(Table):
+    """The number formats of the computation."""
+
     compute: Compute = "bf16"
+    """The number format of activations. The adapter itself is always trained in fp32."""
     matmul: Literal["compute", "fp8"] = "compute"
+    """`fp8` multiplies in float8 where the denoiser is stored as fp8_e4m3 and the card can do it."""
     loss_scale: Annotated[float, Field(ge=1)] = 65536.0
+    """The first factor of the loss scaling. Read only where something computes in fp16."""
     loss_scale_growth_interval: Count = 2000
+    """Steps without an overflow before the factor doubles. Read only where something computes in fp16."""
 
 
 class RuleTable(Table):
+    """Another rank or rate for some layers. Where several rules match, later ones win."""
+
     component: str
+    """Which part of the model. Naming a text encoder adapts it, too."""
     match: str
+    """A pattern of the layers' dotted names."""
     rank: Count | None = None
+    """Their rank. Left out: `adapter.rank`."""
     alpha: Positive | None = None
+    """Their alpha. Left out: `adapter.alpha`, else the rank."""
     lr: Positive | None = None
+    """Their learning rate."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Their weight decay."""
     stop_step: Count | None = None
+    """The last step that trains them."""
 
 
 class AdapterTable(Table):
+    """The adapter."""
+
     type: Literal["lora", "dora"] = "lora"
+    """`dora` also learns the length of each weight row; `lora` does not."""
     rank: Count = 16
+    """The width of A and B. A higher rank can hold more and makes a larger file."""
     alpha: Positive | None = None
+    """The update is scaled by alpha / rank. Left out: the rank."""
     targets: str | Strings = "attention+mlp"
+    """Which layers of the denoiser: `attention`, `attention+mlp`, `linear`, `all` (convolutions, too), or a list of
+    patterns."""
     rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The chance that an element of an adapter's input is dropped. LoRA only."""
     rank_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The chance that one of a layer's ranks is dropped. LoRA only."""
     module_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The chance that a layer's whole update is dropped. LoRA only."""
     max_norm: Positive | None = None
+    """A limit of each layer's update ||s B A||."""
     init_from: PathText | None = None
+    """Start from this adapter file, or from a checkpoint's folder."""
     init_resize: bool = False
+    """Let the rank of `adapter.init_from` differ: grown without a change, or shrunk to the nearest."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
+    """`auto` is Triton on CUDA from compute capability 8.0 on, and plain PyTorch elsewhere."""
     rules: Annotated[tuple[RuleTable, ...], Field(strict=False)] = ()
+    """Exceptions for some layers: below."""
 
     @model_validator(mode="after")
     def _resize_needs_a_file(self) -> AdapterTable:
@@ -149,199 +170,43 @@ class AdapterTable(Table):
         return self
 
 
-def _different(resolutions: tuple[int, ...]) -> tuple[int, ...]:
-    if len(set(resolutions)) < len(resolutions):
-        raise ValueError("each resolution once; to show photos more often, raise repeats")
-    return resolutions
-
-
-Resolution = Annotated[int, Field(ge=16, multiple_of=8)]
-Resolutions = Resolution | Annotated[tuple[Resolution, ...], Field(strict=False, min_length=1), AfterValidator(_different)]
-
-
-Masks = Literal["none", "files", "alpha"]
-Unmasked = Annotated[float, Field(ge=0, lt=1)]  # at 1 a mask would change nothing
-
-
-class SourceTable(Table):
-    path: Annotated[str, AfterValidator(expand_source)]
-    repeats: Count = 1
-    captions: Literal["auto", "filename", "folder", "none"] = "auto"
-    image_column: str | None = None
-    caption_column: str | None = None
-    masks: Masks | None = None
-    unmasked_weight: Unmasked | None = None
-    loss_weight: Positive = 1.0
-    regularisation: bool = False
-    resolution: Resolutions | None = None
-    flip: bool | None = None
-    caption_dropout: Share | None = None
-    caption_lines: bool = False
-    wildcards: bool = False
-    separator: Annotated[str, Field(min_length=1)] = ", "
-    keep: Annotated[int, Field(ge=0)] = 0
-    tag_dropout: Share = 0.0
-    shuffle: bool = False
-    prefix: str = ""
-    suffix: str = ""
-    trigger: str = ""
-
-
-def _count_or_share(held_out: int | float) -> int | float:
-    if held_out < 0:
-        raise ValueError("give a count of photos, or a share of them below 1; 0 holds out none")
-    if isinstance(held_out, float) and held_out >= 1:
-        everything = "a share of 1.0 would hold out everything" if held_out == 1 else "a share must be below 1"
-        count = "1 holds out one photo" if held_out < 2 else f"{int(held_out)} holds out {int(held_out)} photos"
-        raise ValueError(f"{everything}; write 0.1 for a tenth, or a count without a point: {count}")
-    return held_out
-
-
-class DataTable(Table):
-    sources: Annotated[tuple[SourceTable, ...], Field(strict=False, min_length=1)]
-    resolution: Resolutions = 1024
-    batch_size: Count = 1
-    short_batches: Literal["keep", "merge"] = "keep"
-    held_out: Annotated[int | float, AfterValidator(_count_or_share)] = 0
-    num_workers: Annotated[int, Field(ge=0)] = 0
-    bucket_step: Annotated[int, Field(ge=8, multiple_of=8)] | None = None
-    enlarge: bool = False
-    background: Colour = "#ffffff"
-    masks: Masks = "none"
-    unmasked_weight: Unmasked = 0.0
-    crop_jitter: Annotated[float, Field(ge=0, le=0.5)] = 0.0
-    colour_jitter: Annotated[float, Field(ge=0, le=0.5)] = 0.0
-    image_variants: Annotated[int, Field(ge=2)] = 4
-    flip: bool = False
-    caption_dropout: Share = 0.05
-    caption_variants: Count = 8
-    strict_captions: bool = False
-    cache: Literal["disk", "memory", "none"] = "disk"
-    cache_limit: SizeText | None = None
-    cache_text: Literal["auto"] | bool = "auto"
-    text_length: Count | None = None
-    clip_chunks: Annotated[int, Field(ge=1, le=3)] = 1
-    cache_dir: PathText | None = None
-
-    @model_validator(mode="after")
-    def _a_subject(self) -> DataTable:
-        if all(source.regularisation for source in self.sources):
-            raise ValueError("data.sources: all have regularisation = true; at least one must hold the subject, without it")
-        return self
-
-
-def _a_range(t_range: tuple[float, float]) -> tuple[float, float]:
-    low, high = t_range
-    if not low < high:
-        raise ValueError("it leaves no timestep; give [low, high], shares of the way to noise, low below high")
-    return t_range
-
-
-class ObjectiveTable(Table):
-    loss: Literal["mse", "huber", "smooth_l1"] = "mse"
-    huber_c: Annotated[float, Field(gt=0, le=1)] = 0.1
-    huber_schedule: Literal["constant", "exponential", "snr"] = "snr"
-    weighting: Literal["none", "min_snr", "soft_min_snr", "debiased", "p2"] | None = None
-    min_snr_gamma: Positive | None = None
-    p2_gamma: Positive = 1.0
-    p2_k: Positive = 1.0
-    timesteps: Literal["auto", "uniform", "logit_normal", "sigmoid", "mode", "cosmap", "power"] = "auto"
-    shift: Literal["auto"] | Positive = "auto"
-    logit_mean: float = 0.0
-    logit_std: Positive = 1.0
-    mode_scale: Annotated[float, Field(ge=-1, le=1.75)] = 1.29
-    power: Positive = 1.0
-    t_range: Annotated[tuple[Share, Share], Field(strict=False), AfterValidator(_a_range)] = (0.0, 1.0)
-    stratified: bool = False
-    noise_offset: Annotated[float, Field(ge=0)] = 0.0
-    multires_noise_iterations: Annotated[int, Field(ge=0)] = 0
-    multires_noise_discount: Annotated[float, Field(gt=0, le=1)] = 0.3
-    input_perturbation: Annotated[float, Field(ge=0)] = 0.0
-    guidance: Annotated[float, Field(ge=0)] = 1.0
-
-    @model_validator(mode="after")
-    def _one_noise(self) -> ObjectiveTable:
-        if self.noise_offset and self.multires_noise_iterations:
-            raise ValueError(
-                f"objective.noise_offset = {self.noise_offset:g} and objective.multires_noise_iterations = "
-                f"{self.multires_noise_iterations} both add low frequencies to the noise; set one of them"
-            )
-        return self
-
-
-class StepTable(Table):
-    accumulation: Count = 1
-    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
-    non_finite: Literal["stop", "skip"] = "stop"
-    max_skipped: Count = 10
-
-
-class MemoryTable(Table):
-    gradient_checkpointing: bool | Count = False
-    fit: SizeText | None = None
-
-
-class OptimizerTable(Table):
-    name: str = "adamw"
-    lr: Positive = 1e-4
-    weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    betas: Annotated[tuple[Beta, ...], Field(strict=False, min_length=2, max_length=3)] | None = None
-    eps: Positive | None = None
-    min_8bit_size: Count = 4096
-    lora_plus: Positive = 1.0
-    text_encoder_lr: Positive | None = None
-    magnitude_lr: Positive | None = None
-    options: dict[str, Any] = {}  # trainer/optim/options.py knows the kinds
-
-
-def _steps_or_share(given: int | float) -> int | float:
-    if given < 0:
-        raise ValueError("give a number of steps, or a share of the schedule below 1; 0 is none")
-    if isinstance(given, float) and given >= 1:
-        steps = "1 is one step" if given < 2 else f"{int(given)} are {int(given)} steps"
-        raise ValueError(f"a share must be below 1; write 0.05 for a twentieth, or steps without a point: {steps}")
-    return given
-
-
-StepsOrShare = Annotated[int | float, AfterValidator(_steps_or_share)]
-
-
-class ScheduleTable(Table):
-    name: Literal["constant", "linear", "cosine", "cosine_restarts", "polynomial", "rex", "wsd"] = "constant"
-    warmup: StepsOrShare = 0.05
-    total_steps: Count | None = None
-    end: Share = 0.0
-    cycles: Count = 2
-    power: Positive = 2.0
-    decay: StepsOrShare = 0.2
-
-
-class EmaTable(Table):
-    kind: Literal["none", "constant", "power"] = "none"
-    decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
-    snapshot_every_steps: Cadence = 0
-
-
 class CheckpointTable(Table):
+    """What a run can be resumed from."""
+
     every_steps: Cadence = 500
+    """How often. The last step always writes one."""
     keep_last: Count = 3
+    """How many are kept. An older one goes only when the newest was read back and is valid."""
     background: bool = True
+    """Write while the training goes on. The bytes are the same."""
     on_failure: Literal["stop", "continue"] = "stop"
+    """What to do when a checkpoint cannot be written: stop the run, or go on without it."""
 
 
 class ExportTable(Table):
+    """The adapter files."""
+
     every_steps: Cadence = 0
+    """How often. 0 writes them only at the end. `NAME-STEP` files are never deleted."""
     formats: Annotated[tuple[Literal["diffusers", "comfyui"], ...], Field(strict=False, min_length=1)] = (
         "diffusers",
         "comfyui",
     )
+    """Which files are written."""
     dora_scale: Literal["comfyui_released", "magnitude"] = "comfyui_released"
+    """What `dora_scale` means in the ComfyUI file: as ComfyUI's releases read it, or the magnitude itself."""
     trigger_phrase: str = ""
+    """Goes into the file's header. Left empty: the triggers of the sources."""
     base_model: str = ""
+    """The base model's hub id, for the model card. Left empty: `model.path`, if that is one."""
     license: str = ""
+    """The adapter's licence, for example `"cc-by-4.0"`."""
     license_link: str = ""
+    """A link to a licence of another name than the hub knows."""
     on_stop: bool = True
+    """Write adapter files after a signal or `run.stop_after`, too, once the checkpoint is safe."""
     thumbnail: bool = False
+    """Put the step's first sample into the file's header. Its bytes then depend on the samples."""
 
     @model_validator(mode="after")
     def _a_link_of_a_licence(self) -> ExportTable:
@@ -351,24 +216,45 @@ class ExportTable(Table):
 
 
 class SampleTable(Table):
+    """One image that is drawn to watch the training. Give these, or `validation.prompts`."""
+
     prompt: str
+    """What to draw."""
     negative: str = ""
+    """What to keep out."""
     width: Count | None = None
+    """In pixels. Left out: the data's resolution."""
     height: Count | None = None
+    """In pixels. Left out: the data's resolution."""
     seed: Seed | None = None
+    """Left out: `validation.seed`."""
     steps: Count | None = None
+    """Left out: `validation.steps`."""
     guidance: float | None = None
+    """How closely the image follows the prompt. Left out: 5.0 for SDXL, 3.5 for Flux."""
     strength: Share = 1.0
+    """The adapter's strength."""
     truth: str | None = None
+    """A picture that the sample ought to look like. It stands beside it in the report."""
 
 
 class ValidationTable(Table):
+    """Samples and the held-out loss."""
+
     every_steps: Cadence = 500
+    """How often samples are drawn. 0 is never; otherwise also once before step 1."""
     loss_every_steps: Cadence = 0
-    prompts: Strings = ()
+    """How often the held-out loss is measured. 0 is never."""
+    prompts: Literal["captions"] | Strings = ()
+    """What to draw. "captions": two captions of the photos."""
+    resolution: Count | None = None
+    """Width and height in pixels of samples that name none; without it the largest of `data.resolution`."""
     samples: Annotated[tuple[SampleTable, ...], Field(strict=False)] = ()
+    """What to draw, with more choices: below."""
     seed: Seed = 0
+    """The seed of samples, and of the held-out loss's draws."""
     steps: Count = 20
+    """Sampling steps."""
 
     @model_validator(mode="after")
     def _one_list(self) -> ValidationTable:
@@ -378,7 +264,14 @@ class ValidationTable(Table):
 
 
 class LoggingTable(Table):
+    """Where a run reports to, beside its own files."""
+
     tensorboard: bool = True
+    """Write event files for TensorBoard."""
+    wandb: bool = False
+    """Send the numbers of metrics.jsonl to Weights & Biases, too (docs/watching.md)."""
+    every_seconds: Annotated[float, Field(ge=1)] = 10.0
+    """Seconds between two lines of progress, where there is no terminal (docs/watching.md)."""
 
 
 class Config(Table):

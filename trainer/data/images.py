@@ -2,10 +2,8 @@
 
 import functools
 import io
-import struct
 import sys
 import threading
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from PIL import ExifTags, Image, ImageChops, ImageCms, UnidentifiedImageError
 
 from trainer.data import jxl, plugins
 from trainer.data.kinds import IMAGES
+from trainer.pictures import DECODE_ERRORS as OF_DECODERS
 
 FORMATS = tuple(dict.fromkeys(IMAGES.values()))
 # Decoders that may run, whatever a file is named. Those of plug-ins run only on files that begin like theirs.
@@ -31,11 +30,7 @@ SRGB_LEVELS = 2
 # PIL's own guard is a global: above this value it warns, above twice the value it raises. `decode` refuses in between.
 Image.MAX_IMAGE_PIXELS = MAX_PIXELS
 
-# What Pillow's decoders raise on bytes that are not what their header claims, besides ValueError.
-DECODE_ERRORS = (
-    OSError, SyntaxError, EOFError, IndexError, KeyError, TypeError, OverflowError, RuntimeError, struct.error, zlib.error,
-    Image.DecompressionBombError, Image.DecompressionBombWarning,
-)  # fmt: skip
+DECODE_ERRORS = (*OF_DECODERS, Image.DecompressionBombError, Image.DecompressionBombWarning)
 
 # The transposition that undoes each EXIF orientation. PIL's ImageOps.exif_transpose does this too, but then rewrites
 # the EXIF block, which fails on malformed tags that do not matter here.

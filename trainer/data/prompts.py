@@ -1,4 +1,4 @@
-"""Compares the prompts of samples with the captions: an unrelated prompt does not show what was trained."""
+"""Prompts of samples: two out of the captions, and a look at those that no caption is like."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -22,6 +22,15 @@ COMMON = frozenset(
 def words(text: str) -> set[str]:
     """The words in lower case, without COMMON ones."""
     return set(_WORD.findall(text.casefold())) - COMMON
+
+
+def of_captions(examples: Sequence[Example]) -> list[str]:
+    """Two captions as they are trained on, the first and one of the middle; fewer where there are no others.
+
+    Those of regularisation images do not count.
+    """
+    told = [e.captions[0] for e in examples if not e.photo.source.regularisation and e.captions[0]]
+    return list(dict.fromkeys((told[0], told[len(told) // 2]))) if told else []
 
 
 def warnings(prompts: Iterable[str], examples: Sequence[Example]) -> list[str]:

@@ -1,37 +1,34 @@
-"""report.html: one self-contained page about a run, made only from what the run left on disk and its outcome table.
+"""report.html: one self-contained page about a run, made from what the run left on disk and what it tells of itself.
 
 The page loads nothing from anywhere (its own content security policy forbids it), so it can be opened from a file,
 mailed or printed. Light to import: PIL is imported when a page is written.
 """
 
-from collections.abc import Callable
+import signal
 from pathlib import Path
 
+from trainer.errors import Interrupted, PeerStopped
 from trainer.files import write_atomic
-from trainer.layout import Layout
-from trainer.report.page import Outcome, render, render_data
+from trainer.report.history import START, STOP
+from trainer.report.live import BLOCKS, CAUSES, LiveReport, first_page
+from trainer.report.page import render_data
+from trainer.report.tables import Sections
+
+__all__ = ["BLOCKS", "START", "STOP", "LiveReport", "cause", "first_page", "write_data_report"]
 
 
-def write_report(
-    layout: Layout,
-    *,
-    name: str,
-    outcome: Outcome | None,
-    data: Outcome | None = None,
-    check: Callable[[], None] = lambda: None,
-) -> Path:
-    """Write the run's report atomically, and return its path.
-
-    Reads its config, metrics, samples and adapter files; each of them may be missing.
-    `outcome` is the "Did it take?" table, or None when the run has not reached its end. data: of its data section.
-    check: called between its parts; may raise, which leaves the page as it was.
-    """
-    html = render(layout, name=name, outcome=outcome, data=data or {}, check=check)
-    check()
-    write_atomic(layout.report, [html.encode("utf-8", errors="replace")])
-    return layout.report
-
-
-def write_data_report(path: Path, *, name: str, data: Outcome) -> None:
+def write_data_report(path: Path, *, name: str, data: Sections) -> None:
     """Write data_report.html, a page about the data alone, atomically."""
     write_atomic(path, [render_data(name=name, data=data).encode("utf-8", errors="replace")])
+
+
+def cause(error: BaseException) -> str:
+    """What ended a run, in a few words, for who reads it from outside."""
+    match error:
+        case Interrupted():
+            return f"stopped by {signal.Signals(error.signum).name}"
+        case KeyboardInterrupt():
+            return "stopped at once"
+        case PeerStopped():
+            return "another process of the run has ended"
+    return next((words for kinds, words in CAUSES.items() if isinstance(error, kinds)), "an error")

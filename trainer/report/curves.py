@@ -1,4 +1,4 @@
-"""metrics.jsonl -> series -> inline SVG line charts.
+"""Series by step -> line charts: inline SVG for the lines, text beside it, so that letters keep their size at every width.
 
 A chart never holds more than POINTS * 2 raw points, however long the run was: each slice of the run keeps its lowest
 and its highest value, so a spike stays visible after thinning.
@@ -9,14 +9,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 
-POINTS = 400  # slices along the x axis; about one per CSS pixel and a half
-WIDTH, HEIGHT = 640, 250  # of the viewBox
-LEFT, RIGHT, TOP, BOTTOM = 62, 26, 12, 40  # margins around the plot, in viewBox units
+from trainer.report.history import NOTHING, Events, Series
+
+POINTS = 300  # slices along the x axis; about one per two CSS pixels
+SIDE = 1000  # of the viewBox, which is stretched to the plot
 LOG_ABOVE = 10.0  # a positive series spanning more than this ratio is easier to read on a logarithmic axis
 
 Point = tuple[float, float]
@@ -24,145 +24,16 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Curve:
-    """How one field of metrics.jsonl is drawn."""
+    """kind: "raw" is faint; "line0" to "line3" are told apart by colour and dashes."""
 
-    field: str
-    title: str
-    unit: str
-    smooth: bool = True
-    may_be_log: bool = False
-
-
-CURVES = (
-    Curve("loss", "Loss", "per-sample mean"),
-    Curve("lr", "Learning rate", "per update", smooth=False),
-    Curve("grad_norm", "Gradient norm", "before clipping", may_be_log=True),
-    Curve("seconds", "Time per step", "seconds", may_be_log=True),
-    Curve("loss_scale", "Loss scale", "factor", smooth=False, may_be_log=True),
-)
-NOT_CURVES = {"step", "epoch", "images", "time"}  # positions and totals: they only grow
-# Measured at fixed draws now and then, drawn together below: field -> what its line is called.
-HELD_OUT = {"held_out_loss": "held-out photos", "trained_loss": "trained photos"}
-QUARTERS = ("least noise", "second quarter", "third quarter", "most noise")
-
-
-@dataclass(frozen=True)
-class History:
-    """The rows of metrics.jsonl; `unreadable` counts lines that are not JSON objects with a step (a torn last line)."""
-
-    rows: tuple[dict, ...] = ()
-    unreadable: int = 0
-
-    def series(self, field: str) -> list[tuple[float, float | None]]:
-        """(step, value) for each row that has the field; None where the value is null or not finite.
-
-        What stands under "at_start" is of the step before.
-        """
-        return [(step, _finite(row[field])) for step, row in self._measured() if field in row]
-
-    def part(self, field: str, place: int) -> list[tuple[float, float | None]]:
-        """As `series`, of one value of a field that holds several."""
-        rows = ((step, row[field]) for step, row in self._measured() if isinstance(row.get(field), list))
-        return [(step, _finite(values[place])) for step, values in rows if place < len(values)]
-
-    def _measured(self) -> Iterator[tuple[float, dict]]:
-        for row in self.rows:
-            if isinstance(row.get("at_start"), dict):
-                yield row["step"] - 1, row["at_start"]
-            yield row["step"], row
-
-    def values(self, field: str) -> list[float]:
-        return [value for _, value in self.series(field) if value is not None]
-
-
-def read_metrics(path: Path) -> History:
-    """Read metrics.jsonl; a missing file gives no rows."""
-    if not path.exists():
-        return History()
-    rows, unreadable = [], 0
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                row = None
-            if isinstance(row, dict) and _finite(row.get("step")) is not None:
-                rows.append(row)
-            elif line.strip():
-                unreadable += 1
-    return History(tuple(rows), unreadable)
-
-
-def draw_all(metrics: History) -> list[str]:
-    """One <figure> for each field that has a value, the known ones first."""
-    known = [curve.field for curve in CURVES]
-    fields = dict.fromkeys(field for row in metrics.rows for field in row)
-    others = [
-        Curve(field, field.replace("_", " "), "", smooth=False, may_be_log=True)
-        for field in fields
-        if field not in known and field not in NOT_CURVES and field not in HELD_OUT and len(set(metrics.values(field))) > 1
-    ]
-    drawn = [draw(curve, metrics.series(curve.field)) for curve in (*CURVES, *others) if metrics.values(curve.field)]
-    return [figure for figure in (*drawn[:1], *draw_held_out(metrics), *drawn[1:]) if figure]
-
-
-def draw_held_out(metrics: History) -> list[str]:
-    """The losses at fixed draws beside the smoothed loss of the training; those of the held-out photos by quarter of time."""
-    measured = {name: series for field, name in HELD_OUT.items() if (series := metrics.series(field))}
-    if not measured:
-        return []
-    losses = metrics.series("loss")
-    window = smoothing_window(len(losses))
-    beside = {"loss of the training, moving average": smooth(losses, window)} if window else {}
-    field = next(field for field in HELD_OUT if metrics.series(field)).replace("_loss", "_quarters")
-    quarters = {name: metrics.part(field, place) for place, name in enumerate(QUARTERS)}
-    kind = next(iter(measured))
-    return [
-        draw_lines("Loss at fixed draws", "mean squared error", measured | beside),
-        draw_lines(f"Loss of {kind} by time", "mean squared error", {n: s for n, s in quarters.items() if s}),
-    ]
-
-
-def draw_lines(title: str, unit: str, lines: Mapping[str, Sequence[tuple[float, float | None]]]) -> str:
-    """One chart of several series, by name; "" where none has a value. A logarithmic axis where they are far apart."""
-    lines = {name: series for name, series in lines.items() if any(value is not None for _, value in series)}
-    if not lines:
-        return ""
-    values = [value for series in lines.values() for _, value in series if value is not None]
-    steps = [step for series in lines.values() for step, _ in series]
-    axes = Axes.over(steps, values, log=min(values) > 0 and max(values) / min(values) > LOG_ABOVE)
-    ends = {name: [value for _, value in series if value is not None] for name, series in lines.items()}
-    said = "; ".join(f"{name} from {own[0]:.4g} to {own[-1]:.4g}" for name, own in ends.items())
-    legend = "".join(f'<i class="line{place}"></i>{escape(name)}' for place, name in enumerate(lines))
-    drawn = [axes.lines(thin(series), f"line{place}") for place, series in enumerate(lines.values())]
-    summary = f"{title} over steps {min(steps):g} to {max(steps):g}: {said}"
-    return _figure(title, unit, f'<span class="legend">{legend}</span>', summary, axes, drawn)
-
-
-def draw(curve: Curve, series: Sequence[tuple[float, float | None]]) -> str:
-    """One chart: the raw values, their moving average over them, axes with ticks, and a text summary for readers."""
-    values = [value for _, value in series if value is not None]
-    low, high = min(values), max(values)
-    axes = Axes.over([step for step, _ in series], values, log=curve.may_be_log and low > 0 and high / low > LOG_ABOVE)
-    window = smoothing_window(len(values)) if curve.smooth else 0
-    legend = ""
-    if window:
-        legend = f'<span class="legend"><i class="raw"></i>each step<i class="mean"></i>moving average, {window} steps</span>'
-    summary = (
-        f"{curve.title} over steps {axes.first:g} to {axes.last:g}: first {values[0]:.4g}, last {values[-1]:.4g}, "
-        f"lowest {min(values):.4g}, highest {max(values):.4g}"
-    )
-    drawn = [axes.lines(thin(series), "raw" if window else "mean")]
-    if window:
-        # The last of each slice is enough for a curve that is smooth already.
-        smoothed = smooth(series, window)
-        drawn.append(axes.lines([part[-1] for part in _slices(smoothed)] if len(smoothed) > POINTS else smoothed, "mean"))
-    return _figure(curve.title, curve.unit, legend, summary, axes, drawn)
+    name: str
+    series: Series
+    kind: str
 
 
 @dataclass(frozen=True)
 class Axes:
-    """From values to places in the viewBox. Ticks enclose the values."""
+    """From values to places in the viewBox. Ticks enclose the values; those of a logarithmic axis lie between them."""
 
     first: float
     last: float
@@ -175,51 +46,111 @@ class Axes:
     @staticmethod
     def over(steps: Sequence[float], values: Sequence[float], *, log: bool) -> Axes:
         low, high, first, last = min(values), max(values), min(steps), max(steps)
-        y_ticks = _log_ticks(low, high) if log else _ticks(low, high, 5)
-        x_ticks = [tick for tick in _ticks(first, last, 8, whole=True) if first <= tick <= last]
+        y_ticks = log_ticks(low, high) if log else ticks(low, high, 4)
+        x_ticks = [tick for tick in ticks(first, last, 5, whole=True) if first <= tick <= last]
+        if log:  # ends at the values: a decade without any would take a third of the height
+            y_ticks = [tick for tick in y_ticks if low <= tick <= high]
+            return Axes(first, last, x_ticks, y_ticks, low, high, log)
         return Axes(first, last, x_ticks, y_ticks, min(low, y_ticks[0]), max(high, y_ticks[-1]), log)
 
     def x_of(self, step: float) -> float:
-        share = (step - self.first) / (self.last - self.first) if self.last > self.first else 0.5
-        return LEFT + share * (WIDTH - LEFT - RIGHT)
+        return SIDE * ((step - self.first) / (self.last - self.first) if self.last > self.first else 0.5)
 
     def y_of(self, value: float) -> float:
         low, high = self.low, self.high
         share = math.log(value / low) / math.log(high / low) if self.log else (value - low) / (high - low)
-        return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+        return SIDE * (1 - share)
 
-    def lines(self, points: Sequence[tuple[float, float | None]], kind: str) -> str:
-        drawn = []
-        for run in _unbroken(points):
-            placed = [(self.x_of(step), self.y_of(value)) for step, value in run]
-            if len(placed) == 1:
-                drawn.append(f'<circle class="{kind}" cx="{placed[0][0]:.1f}" cy="{placed[0][1]:.1f}" r="2.5"/>')
-            else:
-                text = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
-                drawn.append(f'<polyline class="{kind}" points="{text}"/>')
-        return "".join(drawn)
+    def path(self, curve: Curve) -> str:
+        """A gap where a value is missing. A lone value is a dot: a line of no length with round ends."""
+        parts, runs = [], _unbroken(thin(curve.series))
+        kind = curve.kind + (" dot" if all(len(run) == 1 for run in runs) else "")
+        for run in runs:
+            text = "L".join(f"{self.x_of(step):.1f} {self.y_of(value):.1f}" for step, value in run)
+            parts.append(f"M{text}" + ("h0" if len(run) == 1 else ""))
+        return f'<path class="{kind}" data-name="{escape(curve.name)}" d="{"".join(parts)}"/>'
 
 
-def _figure(title: str, unit: str, legend: str, summary: str, axes: Axes, drawn: Sequence[str]) -> str:
-    unit = f' <span class="unit">{escape(unit)}</span>' if unit else ""
+def draw(
+    title: str,
+    unit: str,
+    lines: Sequence[Curve],
+    *,
+    events: Events = NOTHING,
+    may_be_log: bool = True,
+    range_of: Series = (),
+    about: str = "",
+    wide: bool = False,
+) -> str:
+    """One chart; "" where no line has a value.
+
+    may_be_log: a logarithmic axis where values are far apart. range_of: a series whose steps the x axis spans, too.
+    about: one sentence below the title, for whoever meets such a chart for the first time. wide: with the rails of events.
+    """
+    lines = [line for line in lines if any(value is not None for _, value in line.series)]
+    if not lines:
+        return ""
+    values = [value for line in lines for _, value in line.series if value is not None]
+    steps = [step for line in lines for step in (line.series[0][0], line.series[-1][0])]
+    steps += [range_of[0][0], range_of[-1][0]] if range_of else []
+    steps += [mark.step for mark in events.marks if mark.step < min(steps)] if wide else []
+    axes = Axes.over(steps, values, log=may_be_log and min(values) > 0 and max(values) / min(values) > LOG_ABOVE)
+    ends = {line.name: [value for _, value in line.series if value is not None] for line in lines}
+    said = "; ".join(f"{name} from {own[0]:.4g} to {own[-1]:.4g}" for name, own in ends.items())
+    summary = f"{title} over steps {axes.first:g} to {axes.last:g}: {said}"
+    legend = (
+        "".join(f'<span><i class="{line.kind}"></i>{escape(line.name)}</span>' for line in lines) if len(lines) > 1 else ""
+    )
+    unit = ", ".join(filter(None, [unit, "logarithmic" if axes.log else ""]))
     parts = [
-        f'<figure class="chart"><figcaption><b>{escape(title)}</b>{unit}{legend}</figcaption>',
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(summary)}">',
-        f"<title>{escape(summary)}</title>",
+        f'<figure class="chart{" first" if wide else ""}"><figcaption><b>{escape(title)}</b>',
+        f' <span class="unit">{escape(unit)}</span>' if unit else "",
+        f'<span class="legend">{legend}</span>' if legend else "",
+        f'<span class="about">{escape(about)}</span>' if about else "",
+        "</figcaption>",
+        f'<div class="plot" data-axes="{escape(json.dumps([axes.first, axes.last, axes.low, axes.high, axes.log]))}">',
+        *_labels(axes),
+        f'<svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none" role="img" aria-label="{escape(summary)}">',
+        f'<path class="grid" d="{"".join(f"M0 {axes.y_of(tick):.1f}H{SIDE}" for tick in axes.y_ticks)}"/>',
+        *(_mark(axes, mark.step, mark.kind) for mark in events.marks if axes.first <= mark.step <= axes.last),
+        *(axes.path(line) for line in lines),
+        "</svg></div>",
+        _rails(axes, events) if wide else "",
+        "</figure>",
     ]
-    for tick in axes.y_ticks:
-        y = axes.y_of(tick)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{_label(tick, axes.y_ticks)}</text>')
-    base = HEIGHT - BOTTOM
-    for tick in axes.x_ticks:
-        x = axes.x_of(tick)
-        parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{base}" y2="{base + 4}"/>')
-        parts.append(f'<text x="{x:.1f}" y="{base + 17}" text-anchor="middle">{tick:,.0f}</text>')
-    parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>')
-    scale = "step (logarithmic y axis)" if axes.log else "step"
-    parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 5}" text-anchor="middle">{scale}</text>')
-    return "".join([*parts, *drawn, "</svg></figure>"])
+    return "".join(parts)
+
+
+def _labels(axes: Axes) -> list[str]:
+    said = [
+        f'<span class="y" style="top:{axes.y_of(tick) / SIDE:.2%}">{label(tick, axes.y_ticks)}</span>'
+        for tick in axes.y_ticks
+    ]
+    for place, tick in enumerate(axes.x_ticks):
+        odd = " odd" if place % 2 else ""
+        said.append(f'<span class="x{odd}" style="left:{axes.x_of(tick) / SIDE:.2%}">{tick:,.0f}</span>')
+    return said
+
+
+def _mark(axes: Axes, step: float, kind: str) -> str:
+    return f'<path class="mark {escape(kind)}" d="M{axes.x_of(step):.1f} 0V{SIDE}"/>'
+
+
+def _rails(axes: Axes, events: Events) -> str:
+    """Below the chart a row for each kind of event, a stroke for each; what is said of the marks stands below."""
+    rows = []
+    for name, steps in events.steps.items():
+        inside = [step for step in steps if axes.first <= step <= axes.last]
+        if not inside:
+            continue
+        # Strokes of one place are one.
+        places = dict.fromkeys(f"M{axes.x_of(step):.0f} 0V{SIDE}" for step in inside)
+        rows.append(
+            f'<div class="rail"><span>{escape(name)}</span><svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none" '
+            f'role="img" aria-label="{escape(name)}: {len(inside):,}"><path d="{"".join(places)}"/></svg></div>'
+        )
+    said = "".join(f'<li class="{escape(mark.kind)}">{escape(mark.said)}</li>' for mark in events.marks)
+    return "".join(rows) + (f'<ul class="marks">{said}</ul>' if said else "")
 
 
 def smoothing_window(count: int) -> int:
@@ -227,7 +158,7 @@ def smoothing_window(count: int) -> int:
     return 0 if count < 8 else max(2, min(200, count // 20))
 
 
-def smooth(series: Sequence[tuple[float, float | None]], window: int) -> list[Point]:
+def smooth(series: Series, window: int) -> list[Point]:
     """Exponential moving average with decay 1 - 1/window, corrected for its start from zero; it passes over gaps."""
     decay = 1 - 1 / window
     total = weight = 0.0
@@ -239,10 +170,15 @@ def smooth(series: Sequence[tuple[float, float | None]], window: int) -> list[Po
     return result
 
 
-def thin(series: Sequence[tuple[float, float | None]]) -> list[tuple[float, float | None]]:
+def last_of_slices(series: Series) -> Series:
+    """Enough for a curve that is smooth already."""
+    return [part[-1] for part in _slices(series)] if len(series) > POINTS else series
+
+
+def thin(series: Series) -> Series:
     """At most 2 * POINTS points: the lowest and highest of each slice, in order. A slice without values is a gap."""
     if len(series) <= 2 * POINTS:
-        return list(series)
+        return series
     kept: list[tuple[float, float | None]] = []
     for part in _slices(series):
         known = [point for point in part if point[1] is not None]
@@ -254,17 +190,29 @@ def thin(series: Sequence[tuple[float, float | None]]) -> list[tuple[float, floa
     return kept
 
 
-def _slices(series: Sequence[tuple[float, float | None]]) -> list[Sequence[tuple[float, float | None]]]:
+def broken(series: Series, where: Sequence[float]) -> Series:
+    """With a gap after each of these steps: what follows is another curve."""
+    if not where:
+        return series
+    parts = []
+    for (step, value), following in itertools.zip_longest(series, series[1:]):
+        parts.append((step, value))
+        if following and any(step <= cut < following[0] for cut in where):
+            parts.append((step, None))
+    return parts
+
+
+def _slices(series: Series) -> list[Series]:
     bounds = [index * len(series) // POINTS for index in range(POINTS + 1)]
     return [series[start:end] for start, end in itertools.pairwise(bounds)]
 
 
-def _unbroken(points: Sequence[tuple[float, float | None]]) -> list[list[Point]]:
+def _unbroken(points: Series) -> list[list[Point]]:
     runs = itertools.groupby(points, key=lambda point: point[1] is not None)
     return [list(run) for known, run in runs if known]
 
 
-def _ticks(low: float, high: float, count: int, whole: bool = False) -> list[float]:
+def ticks(low: float, high: float, count: int, whole: bool = False) -> list[float]:
     """Round tick values (1, 2 or 5 times a power of ten apart) that enclose [low, high]."""
     if high <= low:  # one step, or a constant such as a constant learning rate: frame it
         margin = abs(low) * 0.5 or 1.0
@@ -281,14 +229,15 @@ def _ticks(low: float, high: float, count: int, whole: bool = False) -> list[flo
     return [index * spacing for index in range(first, last + 1)]
 
 
-def _log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten that enclose [low, high], every second or third of them on a long axis."""
+def log_ticks(low: float, high: float) -> list[float]:
+    """Powers of ten around [low, high], every second or third of them on a long axis; 2 and 5 times them on a short one."""
     first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
-    every = max(1, math.ceil((last - first) / 6))
-    return [10.0**exponent for exponent in range(first, last + every, every)]
+    inside = math.floor(math.log10(high) + 1e-9) - math.ceil(math.log10(low) - 1e-9) + 1
+    every, factors = max(1, math.ceil((last - first) / 4)), {0: (1, 2, 5), 1: (1, 2, 5), 2: (1, 3)}.get(inside, (1,))
+    return [factor * 10.0**exponent for exponent in range(first, last + every, every) for factor in factors]
 
 
-def _label(tick: float, ticks: Sequence[float]) -> str:
+def label(tick: float, ticks: Sequence[float]) -> str:
     largest = max(abs(t) for t in ticks)
     if abs(tick) < largest * 1e-9:
         return "0"
@@ -298,6 +247,6 @@ def _label(tick: float, ticks: Sequence[float]) -> str:
     return f"{tick / 10.0**exponent:.3g}e{exponent}"
 
 
-def _finite(value: object) -> float | None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None
+def lines_of(parts: Mapping[str, Series]) -> list[Curve]:
+    """Each series by its name, in the colours in their order."""
+    return [Curve(name, series, f"line{place}") for place, (name, series) in enumerate(parts.items())]

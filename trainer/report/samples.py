@@ -1,7 +1,5 @@
 """The validation images of a run, ready to embed: one row for what was asked (prompt, size, seed...), one column a step."""
 
-import base64
-import io
 import json
 import re
 from collections import Counter
@@ -11,68 +9,96 @@ from pathlib import Path
 from typing import Any
 
 from trainer.layout import plain_request, step_of
+from trainer.pictures import is_sound, pngs
+from trainer.report.thumbnails import Picture, Thumbnails, data_uri, reduced
 
-EMBED_BYTES = 6 * 2**20  # as much as is embedded untouched; a larger set is embedded as thumbnails
-THUMBNAIL_PX = 512
-JPEG_QUALITY = 85
+SMALL = 128  # px
 THUMBNAIL = 256  # px: the side that ModelSpec recommends
+MOST_BETWEEN = 3000  # images of a page between the first and the newest ones; of more, some steps are left out
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """picture: as it is embedded. link: the file's path from the page. small: so few pixels that each is to be seen."""
+
+    picture: Picture
+    link: str
+    small: bool
 
 
 @dataclass
 class Row:
     """What was asked, and what came of it. detail: all but the prompt, in words.
 
-    images: step -> data URI.  links: step -> path from the page.  truth: both of what it ought to look like, if known.
+    files: by step. images: of these, the ones that the page holds. truth: what it ought to look like, if known.
     """
 
     prompt: str
     detail: str
-    images: dict[int, str] = field(default_factory=dict)
-    links: dict[int, str] = field(default_factory=dict)
-    truth: tuple[str, str] | None = None
+    files: dict[int, Path] = field(default_factory=dict)
+    images: dict[int, Embedded] = field(default_factory=dict)
+    truth: Embedded | None = None
+
+    @property
+    def ends(self) -> list[Path]:
+        """The first and the newest."""
+        return [self.files[step] for step in dict.fromkeys((min(self.files), max(self.files)))]
 
 
 @dataclass(frozen=True)
 class Samples:
-    """steps: the columns.  rows: in the order of the newest step; prompts that are no longer asked for come last.
-
-    are_thumbnails: the embedded images are reduced JPEGs, because the files together exceed EMBED_BYTES.
-    """
+    """steps: at which any was drawn. rows: in the order of the newest step; earlier prompts come last. unreadable: images
+    that are left out, since they cannot be read."""
 
     steps: tuple[int, ...] = ()
     rows: tuple[Row, ...] = ()
-    are_thumbnails: bool = False
+    unreadable: int = 0
 
 
-def read_samples(folder: Path, check: Callable[[], None] = lambda: None) -> Samples:
-    """Read FOLDER/step-00000000/*.png and FOLDER/truth/*.png.
+def read_samples(folder: Path, thumbnails: Thumbnails | None = None, check: Callable[[], None] = lambda: None) -> Samples:
+    """Read FOLDER/step-00000000/*.png and FOLDER/truth/*.png. thumbnails: those of earlier readings.
 
     An image belongs to the row of its PNG's text entry "request", whatever its file is called: a run may go on with other
     prompts. Without that entry it is the prompt, else the file's name, and the size that make the row.
     """
-    files = [(file, step) for file in sorted(folder.glob("*/*.png")) if (step := step_of(file.parent.name)) is not None]
-    truths = sorted(folder.glob("truth/*.png"))
-    shrink = sum(file.stat().st_size for file in (*(file for file, _ in files), *truths)) > EMBED_BYTES
+    thumbnails = thumbnails or Thumbnails()
+    found = [(file, step) for file in pngs(folder, "*/*.png") if (step := step_of(file.parent.name)) is not None]
+    files = []
     rows: dict[tuple[str, int], Row] = {}
     asked: Counter[tuple[str, int]] = Counter()
     place: dict[tuple[str, int], tuple[int, str]] = {}
-    for file, step in files:
+    for file, step in found:
         check()
-        prompt, request, size, uri = _embed(file, shrink)
-        what = request or f"{prompt or file.stem} {size}"
+        if (said := thumbnails.describe(file)) is None:
+            continue
+        files.append((file, step))
+        what = said.request or f"{said.prompt or file.stem} {said.size}"
         key = what, asked[what, step]  # what is asked twice has two rows
         asked[what, step] += 1
-        row = rows.setdefault(key, Row(prompt or file.stem, _detail(request)))
-        row.images[step], row.links[step] = uri, file.relative_to(folder.parent).as_posix()
+        row = rows.setdefault(key, Row(said.prompt or file.stem, _detail(said.request)))
+        row.files[step] = file
         place[key] = -step, file.stem
-    for file in truths:
-        check()
-        _, request, _, uri = _embed(file, shrink)
-        for (what, _), row in rows.items():
-            if plain_request(what) == request:
-                row.truth = uri, file.relative_to(folder.parent).as_posix()
-    steps = tuple(sorted({step for _, step in files}))
-    return Samples(steps, tuple(rows[key] for key in sorted(rows, key=place.__getitem__)), shrink)
+    truths = {said.request: file for file in pngs(folder, "truth/*.png") if (said := thumbnails.describe(file)) is not None}
+    known = {what: truths[plain_request(what)] for what, _ in rows if plain_request(what) in truths}
+    ends = [file for row in rows.values() for file in row.ends]
+    every = 1 + (len(files) - len(ends)) // MOST_BETWEEN
+    between = [file for row in rows.values() for file in [*row.files.values()][1:-1][::-every]]
+    pictures = thumbnails.of([*ends, *dict.fromkeys(known.values())], between, check)
+    broken = {file for file in (*ends, *between) if file not in pictures}  # below a sound head
+
+    def image(file: Path) -> Embedded | None:
+        said = thumbnails.describe(file)
+        if said is None or file not in pictures:
+            return None
+        return Embedded(pictures[file], file.relative_to(folder.parent).as_posix(), max(said.size) <= SMALL)
+
+    for (what, _), row in rows.items():
+        row.files = {step: file for step, file in row.files.items() if file not in broken}
+        row.images = {step: shown for step, file in sorted(row.files.items()) if (shown := image(file)) is not None}
+        row.truth = image(known[what]) if what in known else None
+    steps = tuple(sorted({step for file, step in files if file not in broken}))
+    shown = sorted((key for key, row in rows.items() if row.images), key=place.__getitem__)
+    return Samples(steps, tuple(rows[key] for key in shown), len(found) - len(files) + len(broken))
 
 
 def _detail(request: str | None) -> str:
@@ -80,25 +106,13 @@ def _detail(request: str | None) -> str:
     try:
         asked = json.loads(request or "")
         parts = [f"{asked['width']} x {asked['height']} px", f"seed {asked['seed']}", f"{asked['steps']} steps"]
-    except (ValueError, KeyError, TypeError):  # not written by this program
+        parts += [f"not: {asked['negative']}"] if asked.get("negative") else []
+        parts += [f"guidance {asked['guidance']:g}"] if asked.get("guidance") is not None else []
+        parts += [f"strength {asked['strength']:g}"] if not at_full_strength(asked) else []
+        parts += [f"average of the weights ({asked['weights']})"] if asked.get("weights") else []
+    except (ValueError, KeyError, TypeError, RecursionError):  # not written by this program
         return ""
-    parts += [f"not: {asked['negative']}"] if asked.get("negative") else []
-    parts += [f"guidance {asked['guidance']:g}"] if asked.get("guidance") is not None else []
-    parts += [f"strength {asked['strength']:g}"] if asked.get("strength", 1) != 1 else []
-    parts += [f"average of the weights ({asked['weights']})"] if asked.get("weights") else []
     return ", ".join(parts)
-
-
-def _embed(file: Path, shrink: bool) -> tuple[str | None, str | None, tuple[int, int], str]:
-    """(the prompt, the request, the size in pixels, a data URI) of one PNG."""
-    from PIL import Image
-
-    data, kind = file.read_bytes(), "png"
-    with Image.open(io.BytesIO(data)) as image:
-        prompt, request, size = image.info.get("prompt"), image.info.get("request"), image.size
-        if shrink:
-            data, kind = _reduced(image, THUMBNAIL_PX), "jpeg"
-    return prompt, request, size, _uri(data, kind)
 
 
 def asked_of(file: Path) -> dict[str, Any]:
@@ -122,27 +136,10 @@ def at_full_strength(asked: Mapping[str, Any]) -> bool:
 def first_sample(folder: Path, ending: str = "") -> Path | None:
     """The first sample of a step's folder that shows the adapter at full strength; None where none does. ending: "", or
     AVERAGE."""
-    files = (file for file in sorted(folder.glob("*.png")) if re.fullmatch(rf"\d+{ending}", file.stem))
-    return next((file for file in files if at_full_strength(asked_of(file))), None)
+    files = (file for file in pngs(folder) if re.fullmatch(rf"\d+{ending}", file.stem))
+    return next((file for file in files if is_sound(file) and at_full_strength(asked_of(file))), None)
 
 
 def thumbnail(file: Path, side: int) -> str:
     """An image as a JPEG of at most `side` pixels to a side, in a data URI."""
-    from PIL import Image
-
-    with Image.open(file) as image:
-        return _uri(_reduced(image, side), "jpeg")
-
-
-def _reduced(image, side: int) -> bytes:
-    """As a JPEG."""
-    from PIL import Image
-
-    image, buffer = image.convert("RGB"), io.BytesIO()
-    image.thumbnail((side, side), Image.Resampling.LANCZOS)
-    image.save(buffer, "JPEG", quality=JPEG_QUALITY)
-    return buffer.getvalue()
-
-
-def _uri(data: bytes, kind: str) -> str:
-    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+    return data_uri(reduced(file.read_bytes(), side), "jpeg")

@@ -187,6 +187,21 @@ def test_what_cannot_be_mapped_is_refused_with_its_keys(tmp_path: Path, case: st
         opened(tmp_path, tensors)
 
 
+@pytest.mark.parametrize(
+    ("files", "remedy"),
+    [
+        (["adapter.safetensors", "state.json"], r"is a folder; it is a checkpoint; .* scripts/adapter.py export \S+ FOLDER"),
+        (["b.safetensors", "a.safetensors"], "is a folder; give one of its files: a.safetensors, b.safetensors"),
+        (["a.txt"], "is a folder; it holds no .safetensors file"),
+    ],
+)
+def test_a_folder_is_told_from_a_file(tmp_path: Path, files: list[str], remedy: str) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    with pytest.raises(UserError, match=remedy):
+        open_adapter(tmp_path)
+
+
 def test_a_pickle_is_not_opened(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     path.write_bytes(b"\x80\x02.")

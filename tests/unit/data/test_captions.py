@@ -123,3 +123,13 @@ def test_triggers_are_those_of_the_subject() -> None:
         for index, (trigger, other) in enumerate([("b", False), ("", False), ("c", True), ("a", False), ("b", False)])
     ]
     assert captions.triggers([example(f"{s.index}.jpg", "text", source=s) for s in sources]) == ("b", "a")
+
+
+def test_prompts_out_of_captions_are_as_they_are_trained_on() -> None:
+    """Two that differ, of the subject's photos, with what is put before them."""
+    told = [example("a.jpg", "a log"), example("b.jpg", ""), example("c.jpg", "grass"), example("d.jpg", "a wall")]
+    assert prompts.of_captions(told) == ["a log", "grass"]
+    assert prompts.of_captions([example("a.jpg", "a log"), example("b.jpg", "a log")]) == ["a log"]
+    assert prompts.of_captions([example("a.jpg", "")]) == []
+    prior = example("p.jpg", "a dog", source=replace(SOURCE, regularisation=True))
+    assert prompts.of_captions([prior, example("b.jpg", "a log")]) == ["a log"]

@@ -8,14 +8,15 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image, PngImagePlugin
 
 from trainer import validation
 from trainer.layout import Layout
-from trainer.report import curves, write_report
-from trainer.report.samples import EMBED_BYTES, read_samples
+from trainer.report import LiveReport, curves, history, live, thumbnails
+from trainer.report.samples import read_samples
 
 NASTY = '<script>alert("x")</script> & co'
 OUTCOME = {
@@ -27,10 +28,16 @@ OUTCOME = {
 }
 
 
+def write_report(layout: Layout, *, name: str = "bear", outcome: dict | None = None, **more: Any) -> Path:
+    """The page of a run that has stopped, or with an outcome of one that has reached its end."""
+    report = LiveReport(layout, name=name, total=40, **more)
+    return report.stopped() if outcome is None else report.finished(outcome, {"unet.mid_block": 0.02})
+
+
 class Page(HTMLParser):
     """The tags of a page, its links and sources, and whether every opened tag was closed in order."""
 
-    VOID = frozenset({"meta", "img", "br", "line", "circle", "polyline"})
+    VOID = frozenset({"meta", "img", "br", "link", "wbr"})
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -69,6 +76,7 @@ def write_metrics(folder: Path, steps: int, **changes: object) -> None:
                 "grad_norm": 0.5,
                 "images": 2 * step,
                 "seconds": 0.1,
+                "time": 1.7e9 + step,
             }
             file.write(json.dumps(row | changes) + "\n")
 
@@ -104,28 +112,36 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_everything_from_outside_is_escaped(run: Path) -> None:
-    text, page = read(write_report(Layout(run), name=NASTY, outcome=OUTCOME))
-    assert not page.all("script") and "<script" not in text
-    assert page.text.count(NASTY) >= 5  # title, heading, outcome, prompt, config
+    data = {NASTY: {"columns": [NASTY], "rows": [[NASTY]], "notes": [NASTY]}}
+    told = {"lineage": {NASTY: NASTY}, "environment": {NASTY: NASTY}, "kicker": NASTY, "data_of": lambda: data}
+    text, page = read(write_report(Layout(run), name=NASTY, outcome=OUTCOME, **told))
+    assert len(page.all("script")) == 1 and text.count("<script") == 1
+    assert page.text.count(NASTY) >= 15  # title, kicker, heading, data, outcome, prompt, lineage, environment, config
 
 
-def test_nothing_is_loaded_from_elsewhere(run: Path) -> None:
-    text, page = read(write_report(Layout(run), name="bear", outcome=OUTCOME))
+def test_nothing_is_loaded_from_elsewhere_and_one_script_runs(run: Path) -> None:
+    text, page = read(write_report(Layout(run), outcome=OUTCOME))
     assert "http://" not in text and "https://" not in text and "url(" not in text and "@import" not in text
-    assert not [tag for tag, _ in page.tags if tag in {"link", "script", "iframe", "object", "embed", "base"}]
+    assert not [tag for tag, _ in page.tags if tag in {"iframe", "object", "embed", "base"}]
     assert all(attrs["src"].startswith("data:image/") for attrs in page.all("img"))
+    assert [attrs["href"] for attrs in page.all("link")] == ["data:,"], "a browser would ask a server for an icon"
     (policy,) = page.all("meta", **{"http-equiv": "Content-Security-Policy"})
-    assert policy["content"].startswith("default-src 'none'")
+    script = text.partition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    rules = [rule.strip() for rule in policy["content"].split(";")]
+    assert rules[0] == "default-src 'none'" and f"script-src 'sha256-{digest}'" in rules
 
 
-def test_every_sample_is_embedded_as_it_is(run: Path) -> None:
-    _, page = read(write_report(Layout(run), name="bear", outcome=None))
+def test_every_sample_is_embedded_once_as_it_is(run: Path) -> None:
+    _, page = read(write_report(Layout(run)))
     images = page.all("img")
-    files = sorted((run / "samples").glob("*/*.png"), key=lambda file: (file.stem, file.parent.name))
-    assert [base64.b64decode(attrs["src"].partition(",")[2]) for attrs in images] == [f.read_bytes() for f in files]
-    assert all(attrs["alt"] for attrs in images)
-    assert images[0]["alt"] == "00, before training" and images[-1]["alt"] == f"{NASTY}, step 40"
-    assert all((run / attrs["href"]).exists() for attrs in page.all("a"))
+    files = sorted((run / "samples").glob("*/*.png"))
+    assert sorted(base64.b64decode(attrs["src"].partition(",")[2]) for attrs in images) == sorted(
+        f.read_bytes() for f in files
+    )
+    steps = "before training", "step 40", "step 20"  # what lies between stands on the strip
+    assert [attrs["alt"] for attrs in images] == [f"{prompt}, {step}" for prompt in ("00", NASTY) for step in steps]
+    assert all((run / attrs["href"]).exists() for attrs in page.all("a") if not attrs["href"].startswith("#"))
 
 
 def test_an_image_stands_under_what_was_asked_for(tmp_path: Path) -> None:
@@ -141,7 +157,7 @@ def test_an_image_stands_under_what_was_asked_for(tmp_path: Path) -> None:
     for (step, index), (prompt, asked) in drawn.items():
         write_png(tmp_path / f"samples/step-{step}/{index}.png", prompt, **asked)
     samples = read_samples(tmp_path / "samples")
-    assert [(row.prompt, row.detail, sorted(row.links.items())) for row in samples.rows] == [
+    assert [(row.prompt, row.detail, [(s, image.link) for s, image in row.images.items()]) for row in samples.rows] == [
         ("a cat", "8 x 8 px, seed 1, 20 steps",
          [(0, "samples/step-00000000/01.png"), (2, "samples/step-00000002/00.png")]),
         ("a bear", "8 x 8 px, seed 2, 20 steps", [(2, "samples/step-00000002/01.png")]),
@@ -152,26 +168,42 @@ def test_an_image_stands_under_what_was_asked_for(tmp_path: Path) -> None:
     ]  # fmt: skip
     before, after = tmp_path / "samples/step-00000000", tmp_path / "samples/step-00000002"
     assert validation.compared(before, after, tmp_path) == [(before / "01.png", after / "00.png", None)]
-    text, page = read(write_report(Layout(tmp_path), name="bear", outcome=None))
-    assert text.count(">none</td>") == 4 and "8 x 8 px, seed 2, 20 steps" in page.text
+    text, page = read(write_report(Layout(tmp_path)))
+    present, _, gone = page.text.partition("1 prompt of earlier steps, not asked for any more")
+    assert present.count("a bear") == 3 and gone.count("a bear") == 1 and "8 x 8 px, seed 2, 20 steps" in present
 
 
-def test_a_large_set_of_samples_becomes_thumbnails(tmp_path: Path) -> None:
-    total = sum(len(write_png(tmp_path / f"samples/step-{s:08d}/00.png", None, 1500, noise=True)) for s in range(3))
-    assert total > EMBED_BYTES
-    text, page = read(write_report(Layout(tmp_path), name="bear", outcome=None))
-    assert len(page.all("img")) == 3 and len(text) < total / 3
-    assert all(attrs["src"].startswith("data:image/jpeg") for attrs in page.all("img"))
+def test_a_large_set_of_samples_stays_small_and_is_encoded_once(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(thumbnails, "EMBED_BYTES", budget := 250_000)
+    total = sum(len(write_png(tmp_path / f"samples/step-{s:08d}/00.png", None, 250, noise=True)) for s in range(3))
+    assert total > budget
+    made: list[int] = []
+    real = thumbnails.reduced
+    monkeypatch.setattr(thumbnails, "reduced", lambda data, side: made.append(side) or real(data, side))
+    report = LiveReport(Layout(tmp_path), name="bear", total=40)
+    report.write()
+    text, page = read(tmp_path / "report.html")
+    images = page.all("img")
+    assert len(images) == 3 and 3 <= len(made) <= 9, "noise may need a second and a third attempt"
+    assert all(attrs["src"].startswith("data:image/jpeg") for attrs in images)
+    tried = len(made)
+    report.write()
+    assert len(made) == tried
+    for step in range(3, 30):  # the budget is for all of them: each gets smaller
+        write_png(tmp_path / f"samples/step-{step:08d}/00.png", None, 250, noise=True)
+    report.write()
+    images = read(tmp_path / "report.html")[1].all("img")
+    assert len(images) == 30 and sum(len(attrs["src"]) for attrs in images) < 1.4 * budget
 
 
-@pytest.mark.parametrize(("steps", "raw", "mean"), [(2, 0, 2), (40, 40, 40), (800, 800, 400), (20_000, 800, 400)])
-def test_polylines_have_the_points_of_the_run(tmp_path: Path, steps: int, raw: int, mean: int) -> None:
+@pytest.mark.parametrize(("steps", "raw", "mean"), [(2, 0, 2), (40, 40, 40), (800, 600, 300), (20_000, 600, 300)])
+def test_lines_have_the_points_of_the_run(tmp_path: Path, steps: int, raw: int, mean: int) -> None:
     write_metrics(tmp_path, steps)
-    text, _ = read(write_report(Layout(tmp_path), name="bear", outcome=None))
+    text, _ = read(write_report(Layout(tmp_path)))
     chart = next(part for part in text.split("<figure") if "<b>Loss</b>" in part)
-    points = {kind: len(p.split()) for kind, p in re.findall(r'<polyline class="(\w+)" points="([^"]*)"', chart)}
-    assert points == ({"raw": raw} if raw else {}) | {"mean": mean}
-    assert "nan" not in chart.lower() and "inf" not in chart.lower()
+    points = {kind: p.count(" ") for kind, p in re.findall(r'<path class="(\w+)" data-name="[^"]*" d="([^"]*)"', chart)}
+    assert points == ({"raw": raw} if raw else {}) | {"line0": mean}
+    assert "nan" not in chart.lower().replace("name", "") and "inf" not in chart.lower()
 
 
 def test_thinning_keeps_a_spike() -> None:
@@ -180,9 +212,10 @@ def test_thinning_keeps_a_spike() -> None:
 
 
 def test_a_null_value_is_a_gap_and_a_lone_value_a_dot() -> None:
-    curve = curves.Curve("loss", "Loss", "", smooth=False)
-    svg = curves.draw(curve, [(1, 0.5), (2, None), (3, 0.4), (4, 0.3)])
-    assert svg.count("<polyline") == 1 and svg.count("<circle") == 1
+    svg = curves.draw("Loss", "", curves.lines_of({"loss": [(1, 0.5), (2, None), (3, 0.4), (4, 0.3)]}))
+    (drawn,) = re.findall(r' d="(M[^"]*)"/></svg>', svg)
+    dot, line = drawn[1:].split("M")
+    assert dot.endswith("h0") and dot.count(" ") == 1 and line.count(" ") == 2
 
 
 def test_the_moving_average_of_a_constant_is_the_constant() -> None:
@@ -190,60 +223,147 @@ def test_the_moving_average_of_a_constant_is_the_constant() -> None:
     assert [value for _, value in smoothed] == pytest.approx([2.0, 2.0])
 
 
-@pytest.mark.parametrize("values", [[0.0], [0.0, 0.0], [-1.0, 1.0], [1e-30, 1e30], [3.0, 3.0], [1e-12, 2e-12]])
+@pytest.mark.parametrize("values", [[0.0], [0.0, 0.0], [-1.0, 1.0], [1e-30, 1e30], [3.0, 3.0], [1e-12, 2e-12], [0.3, 4.0]])
 def test_any_range_of_values_can_be_drawn(values: list[float]) -> None:
-    svg = curves.draw(curves.Curve("x", "X", "", may_be_log=True), list(enumerate(values, 1)))
-    assert len(re.findall('class="grid"', svg)) in range(2, 12)
-    heights = [float(y) for y in re.findall(r'c?y1?="([-\d.]+)"', svg)]
-    assert all(0 <= y <= curves.HEIGHT for y in heights)
+    svg = curves.draw("X", "", curves.lines_of({"x": list(enumerate(values, 1))}))
+    assert svg.count('class="y"') in range(2, 12)
+    heights = [float(y) for y in re.findall(r"[ML][\d.]+ ([-\d.]+)", svg)]
+    assert heights and all(0 <= y <= curves.SIDE for y in heights)
+
+
+def test_peak_memory_is_drawn_and_told_in_gib(tmp_path: Path) -> None:
+    """No run on a CPU has it: the log of one on a GPU does. A step without it is a gap, no zero."""
+    write_metrics(tmp_path, 4)
+    peaks = [3.0, None, 7.5, 6.0]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for row, gib in zip(rows, peaks, strict=True):
+        row["peak_bytes"] = gib and int(gib * 2**30)
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text, page = read(write_report(Layout(tmp_path)))
+    (chart,) = (part for part in text.split("<figure") if "<b>Peak memory</b>" in part)
+    assert '<span class="unit">GiB</span>' in chart
+    assert "Peak memory over steps 1 to 4: peak memory from 3 to 6" in chart
+    ticks = [float(tick) for tick in re.findall(r'class="y"[^>]*>([\d.]+)<', chart)]
+    assert ticks[0] <= 3 and 7.5 <= ticks[-1] <= 10
+    (drawn,) = re.findall(r'data-name="peak memory" d="([^"]*)"', chart)
+    assert drawn.count("M") == 2 and drawn.count("L") == 1
+    assert re.search(r"<dt>Peak memory</dt><dd>7\.5 GiB</dd>", text), "the highest of all steps"
+    write_metrics(tmp_path, 4)
+    assert "Peak memory" not in read(write_report(Layout(tmp_path)))[0]
 
 
 def test_other_numeric_fields_are_drawn_when_they_vary(tmp_path: Path) -> None:
     rows = [{"step": s, "loss": 0.1, "loss_scale": 2.0**s, "vram_bytes": s, "constant": 1, "skipped": False} for s in (1, 2)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    text, _ = read(write_report(Layout(tmp_path), name="bear", outcome=None))
-    assert re.findall(r"<figcaption><b>([^<]*)</b>", text) == ["Loss", "Loss scale", "vram bytes"]
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(row | {"lr": 1, "images": s}) + "\n" for row in rows for s in [1])
+    )
+    text, _ = read(write_report(Layout(tmp_path)))
+    assert re.findall(r"<figcaption><b>([^<]*)</b>", text) == ["Loss", "Learning rate", "Loss scale", "Vram bytes"]
 
 
-def test_adapter_files_are_listed_with_size_and_hash(run: Path) -> None:
-    text, page = read(write_report(Layout(run), name="bear", outcome=None))
-    assert hashlib.sha256(b"x" * 2048).hexdigest() in text and "2.0 KiB" in page.text and "bear.safetensors" in page.text
+def test_adapter_files_are_listed_with_size_and_hash_and_hashed_once(run: Path, monkeypatch) -> None:
+    report, read_files, real = LiveReport(Layout(run), name="bear", total=40), [], live.hash_file
+    monkeypatch.setattr(live, "hash_file", lambda path, advance: read_files.append(path) or real(path, advance))
+    for content in (b"x" * 2048, b"x" * 2048, b"other"):
+        if content == b"other":
+            (run / "adapters/bear.safetensors").write_bytes(content)
+        report.write()
+        text, page = read(run / "report.html")
+        assert hashlib.sha256(content).hexdigest() in text and "bear.safetensors" in page.text
+    assert len(read_files) == 2
 
 
 def test_outcome_cells(run: Path) -> None:
-    text, page = read(write_report(Layout(run), name="bear", outcome=OUTCOME))
+    text, page = read(write_report(Layout(run), outcome=OUTCOME))
     assert "0.01235" in page.text and ">yes<" in text and ">-<" in text
 
 
 def test_a_run_that_has_done_nothing_gives_a_page(tmp_path: Path) -> None:
-    _, page = read(write_report(Layout(tmp_path), name="bear", outcome=None))
-    for sentence in ("recorded nothing yet", "No step has been", "no sample images", "No adapter file", "no config.toml"):
-        assert sentence in page.text
+    with LiveReport(Layout(tmp_path), name="bear", total=40):
+        _, page = read(tmp_path / "report.html")
+        for sentence in (
+            "Starting: 40 steps",
+            "Nothing is trained yet",
+            "No step has been",
+            "No sample is drawn",
+            "No adapter file",
+            "The photos are being looked at.",
+        ):
+            assert sentence in page.text
+        assert page.all("body")[0]["data-written"]
     assert [file.name for file in tmp_path.iterdir()] == ["report.html"]  # no temporary left
+    _, page = read(tmp_path / "report.html")
+    assert "Stopped at step 0 of 40" in page.text and "data-written" not in page.all("body")[0]
+    assert "The run ended before its photos were looked at." in page.text
 
 
-def test_a_torn_last_line_is_left_out_and_said(tmp_path: Path) -> None:
+def test_the_log_is_read_as_it_grows(tmp_path: Path) -> None:
     write_metrics(tmp_path, 3)
+    found = history.History(tmp_path / "metrics.jsonl")
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "lo')
-    _, page = read(write_report(Layout(tmp_path), name="bear", outcome=None))
-    assert "1 line(s) of metrics.jsonl could not be read" in page.text
+        file.flush()
+        assert (found.read().step, found.unreadable) == (3, 1)
+        _, page = read(write_report(Layout(tmp_path)))
+        assert "1 line(s) of metrics.jsonl could not be read" in page.text
+        file.write('ss": 2.5, "lr": 1e-4, "images": 8}\n[]\n')
+        file.flush()
+        assert (found.read().step, found.unreadable, found.last("loss")) == (4, 1, 2.5)
+    write_metrics(tmp_path, 2)  # cut, as by a resumed run
+    assert (found.read().step, found.unreadable, len(found.series("loss"))) == (2, 0, 2)
 
 
 def test_the_held_out_loss_is_drawn_from_step_0_on(tmp_path: Path) -> None:
-    def measured(held_out: float) -> dict:
+    def measured(held_out: float, mark: str = "a") -> dict:
         quarters = [4 * held_out, held_out, held_out / 4, held_out / 16]
-        return {"held_out_loss": held_out, "held_out_quarters": quarters, "trained_loss": 0.8, "trained_quarters": quarters}
+        told = {"held_out_loss": held_out, "held_out_quarters": quarters, "trained_loss": 0.8, "trained_quarters": quarters}
+        return told | {"measured_photos": mark}
 
-    rows = [{"step": step, "loss": 1 / step, "lr": 1e-4} for step in range(1, 21)]
+    rows: list[dict] = [{"step": step, "loss": 1 / step, "lr": 1e-4, "images": step} for step in range(1, 21)]
     rows[0] |= {"at_start": measured(0.9)}
     rows[9] |= measured(0.5)
-    rows[19] |= measured(0.6)
+    rows[10] |= {"at_start": measured(0.2, "b")}
+    rows[19] |= measured(0.6, "b")
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    _, page = read(write_report(Layout(tmp_path), name="bear", outcome=None))
-    said = [attrs["aria-label"] for attrs in page.all("svg")]
-    (losses,) = (text for text in said if text.startswith("Loss at fixed draws over steps 0 to 20"))
-    assert "held-out photos from 0.9 to 0.6; trained photos from 0.8 to 0.8; loss of the training" in losses
-    (quarters,) = (text for text in said if text.startswith("Loss of held-out photos by time"))
+    text, page = read(write_report(Layout(tmp_path)))
+    said = [attrs["aria-label"] or "" for attrs in page.all("svg")]
+    (losses,) = (told for told in said if told.startswith("Loss over steps 0 to 20"))
+    assert "each step from 1 to 0.05; moving average" in losses
+    assert "held-out photos from 0.9 to 0.6; trained photos, same draws from 0.8 to 0.8" in losses
+    (quarters,) = (told for told in said if told.startswith("Loss by timestep quarter"))
     assert "least noise from 3.6 to 2.4" in quarters and "most noise from 0.05625 to 0.0375" in quarters
-    assert not [text for text in said if text.startswith(("held out", "trained", "at start"))]
+    (drawn,) = re.findall(r'data-name="held-out photos" d="([^"]*)"', text)
+    assert drawn.count("M") == 2, "of other photos it is another curve"
+
+
+@pytest.mark.parametrize("side", [8, 1600], ids=["as they are", "reduced"])
+def test_images_that_cannot_be_read_are_left_out(tmp_path: Path, side: int) -> None:
+    """Cut below the head, within it, of no length, of another kind, and beside what says it is an image."""
+    for step in (0, 20, 40):
+        write_png(tmp_path / f"samples/step-{step:08d}/00.png", "a bear", side, noise=True, seed=1)
+    folder = tmp_path / "samples/step-00000040"
+    whole = (folder / "00.png").read_bytes()
+    for name, data in (("00", whole[:-40]), ("01", whole[:20]), ("02", b""), ("03", b"GIF89a"), ("._00", b"x")):
+        (folder / f"{name}.png").write_bytes(data)
+    write_png(tmp_path / "samples/truth/of.png", "a bear", seed=1)
+    (tmp_path / "samples/truth/of.png").write_bytes(b"x")
+    report = LiveReport(Layout(tmp_path), name="bear", total=40)
+    for _ in range(2):  # what was read of them is remembered
+        report.write()
+        _, page = read(tmp_path / "report.html")
+        assert "4 image(s) of samples/ could not be read and are left out." in page.text
+        assert [shot["data-step"] for shot in page.all("figure", **{"class": "shot"})] == ["0", "20"]
+
+
+def test_a_page_of_nothing_but_damaged_images_says_so(tmp_path: Path) -> None:
+    (tmp_path / "samples/step-00000000").mkdir(parents=True)
+    (tmp_path / "samples/step-00000000/00.png").write_bytes(b"x")
+    _, page = read(write_report(Layout(tmp_path)))
+    assert "1 image(s) of samples/ could not be read" in page.text and "No sample is drawn yet" not in page.text
+
+
+@pytest.mark.parametrize("asked", [{"guidance": "x"}, {"strength": []}, {"negative": {}, "guidance": [1]}])
+def test_a_request_that_makes_no_sense_is_shown_without_its_words(tmp_path: Path, asked: dict) -> None:
+    write_png(tmp_path / "samples/step-00000000/00.png", "a bear", seed=1, **asked)
+    _, page = read(write_report(Layout(tmp_path)))
+    assert "a bear" in page.text and "seed 1" not in page.text

@@ -1,0 +1,194 @@
+"""Write docs/keys.md and docs/other_trainers.md, from the config's tables and from trainer/aliases.py.
+
+    python scripts/reference_pages.py
+
+Each fact stands once: a key's type, range, default and meaning in the tables of trainer/config, which families read it
+in trainer/models, and the names of other trainers in trainer/aliases.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from trainer import aliases
+from trainer.choices import FAMILY_KEYS
+from trainer.config import Config
+from trainer.models import FAMILIES
+from trainer.optim import OPTIMIZERS
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+HEAD = "<!-- Written by scripts/reference_pages.py. Change what it reads, and run it again. -->\n\n"
+
+# Where a table is told in full.
+PAGES = {
+    "model": "models.md", "model.components.NAME": "precision.md", "precision": "precision.md",
+    "adapter": "adapter_options.md", "data": "data.md", "data.sources": "data.md", "objective": "objectives.md",
+    "memory": "memory.md",
+    "optimizer": "optimizers.md", "schedule": "optimizers.md", "ema": "ema.md", "checkpoint": "resume.md",
+    "export": "adapter_files.md", "validation": "watching.md",
+}  # fmt: skip
+# Keys whose values are the entries of a table elsewhere.
+VALUES = {"model.family": FAMILIES, "optimizer.name": OPTIMIZERS}
+NUMBERS = {"integer": "a whole number", "number": "a number"}
+
+
+INTRODUCTION = """# Every key
+
+A config is a TOML file of these tables. A key that you leave out has its default. Where that is "-", leaving it out is a
+choice of its own, which the description names. An unknown key, a wrong type and an impossible combination are refused before
+any weight is read.
+
+The last column says which model families read a key. A key that is set and that nothing reads is refused, too.
+
+Paths are relative to the working directory, and `~` is your home folder. Patterns are those of `fnmatch`, on the whole dotted
+name of a layer. The files in `configs/` show the keys in use.
+"""
+NAMES = """# Keys of other trainers
+
+You come from another trainer. Here is what its keys are called in this one, by subject. If you write the other name into a
+config, the message says the same. Where there is no such key here, the first column says why, or what to do instead.
+
+A name may stand in a table of the other trainer (`train.lr`). "-" means that we know of no such key there. The names follow
+the documentation and the sources of those trainers; not every key of theirs is here.
+
+[data.md](data.md#coming-from-another-trainer) has the layouts of their data sets. [conventions.md](conventions.md) says which
+numbers mean something else there: `alpha` above all.
+"""
+SPELT = """
+## Values
+
+A value may be spelt in another way, too. Case does not matter in this list, and `-` is read as `_`.
+
+| here | elsewhere |
+|---|---|"""
+
+
+def key_page() -> str:
+    schema = Config.model_json_schema()
+    lines = [INTRODUCTION.rstrip()]
+    for heading, name, table in _tables(schema):
+        lines += [f"\n## `{heading}`\n", _flat(table["description"])]
+        if name in PAGES:
+            lines[-1] += f" More: [{PAGES[name]}]({PAGES[name]})."
+        lines += ["\n| key | value | default | what it does | read by |", "|---|---|---|---|---|"]
+        for key, field in table["properties"].items():
+            full = f"{name}.{key}"
+            required = key in table.get("required", ())
+            lines.append(
+                _row(f"`{key}`", _value(full, field), _default(field, required), _flat(field["description"]), _read_by(full))
+            )
+    return HEAD + "\n".join(lines) + "\n"
+
+
+def names_page() -> str:
+    lines = [NAMES.rstrip()]
+    for subject, rows in aliases.NAMES.items():
+        lines += [f"\n## {subject}\n", _row("here", *aliases.TRAINERS), "|---" * (len(aliases.TRAINERS) + 1) + "|"]
+        for meant, *names in rows:
+            here = meant.replace("*", r"\*") if " " in meant else f"`{meant}`"
+            lines.append(_row(here, *(", ".join(f"`{name}`" for name in cell.split()) or "-" for cell in names)))
+    spelt: dict[str, list[str]] = {}
+    for other, ours in aliases.VALUES.items():
+        spelt.setdefault(ours, []).append(f"`{other}`")
+    lines += [SPELT, *(_row(f"`{ours}`", ", ".join(others)) for ours, others in spelt.items())]
+    return HEAD + "\n".join(lines) + "\n"
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _tables(schema: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(as it is written in TOML, its dotted name, its schema) of each table, in order; one in a list after its own."""
+    for name, field in schema["properties"].items():
+        table = _resolved(schema, field)
+        yield f"[{name}]", name, table
+        for key, inner in table["properties"].items():
+            if "items" in inner and "$ref" in inner["items"]:
+                yield f"[[{name}.{key}]]", f"{name}.{key}", _resolved(schema, inner["items"])
+            elif isinstance(entry := inner.get("additionalProperties"), dict):
+                yield f"[{name}.{key}.NAME]", f"{name}.{key}.NAME", _resolved(schema, entry)
+
+
+def _resolved(schema: dict[str, Any], field: dict[str, Any]) -> dict[str, Any]:
+    return schema["$defs"][field["$ref"].rpartition("/")[2]]
+
+
+def _value(key: str, field: dict[str, Any]) -> str:
+    """A key's type and range in words."""
+    if key in VALUES:
+        return ", ".join(f'`"{value}"`' for value in VALUES[key])
+    kinds = [kind for kind in field.get("anyOf", [field]) if kind.get("type") != "null"]
+    return ", or ".join(dict.fromkeys(map(_kind, kinds)))
+
+
+def _kind(kind: dict[str, Any]) -> str:
+    if "enum" in kind or "const" in kind:
+        return ", ".join(f'`"{value}"`' for value in kind.get("enum", [kind.get("const")]))
+    match kind["type"]:
+        case "boolean":
+            return "true or false"
+        case "string":
+            return 'a colour, `"#rrggbb"`' if kind.get("pattern", "").startswith("^#") else "text"
+        case "object":
+            return "a table"
+        case "array" if "$ref" in kind.get("items", {}):
+            return "a list of tables"
+        case "array" if "prefixItems" in kind:
+            return f"a list of {len(kind['prefixItems'])}: {_kind(kind['prefixItems'][0])} each"
+        case "array":
+            return f"a list: {_kind(kind['items'])} each"
+        case number:
+            return NUMBERS[number] + _range(kind)
+
+
+def _range(kind: dict[str, Any]) -> str:
+    low = f"from {kind['minimum']:g}" if "minimum" in kind else ""
+    low = f"above {kind['exclusiveMinimum']:g}" if "exclusiveMinimum" in kind else low
+    # The largest seed is the largest whole number that TOML holds.
+    bounded = kind.get("exclusiveMaximum", 0) < 2**62
+    high = f"below {kind['exclusiveMaximum']:g}" if "exclusiveMaximum" in kind and bounded else ""
+    high = f"to {kind['maximum']:g}" if "maximum" in kind else high
+    parts = [" ".join(filter(None, (low, high)))]
+    if "multipleOf" in kind:
+        parts.append(f"a multiple of {kind['multipleOf']:g}")
+    return "".join(f", {part}" for part in parts if part)
+
+
+def _default(field: dict[str, Any], required: bool) -> str:
+    if required:
+        return "required"
+    default = field["default"]
+    if default is None or (default in ([], {}) and "anyOf" not in field and _kind(field) in ("a list of tables", "a table")):
+        return "-"
+    return f"`{json.dumps(default)}`"
+
+
+def _read_by(key: str) -> str:
+    generic = key.replace("validation.samples.", "validation.samples.*.")
+    if generic not in FAMILY_KEYS:
+        return "all"
+    return ", ".join(f"`{name}`" for name, family in FAMILIES.items() if generic in family.reads)
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+WRITTEN = {"keys.md": key_page, "other_trainers.md": names_page}
+
+
+def main() -> int:
+    for name, page in WRITTEN.items():
+        (DOCS / name).write_text(page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

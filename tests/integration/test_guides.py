@@ -1,0 +1,96 @@
+"""The guides quote messages that the program prints, and name keys, configs and options that there are."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.harness import ROOT
+from trainer import config as configs
+from trainer.report.status import TITLES
+
+GUIDES = sorted((ROOT / "docs" / "guide").glob("*.md"))
+QUOTED = re.findall(r"^### (.+)$", (ROOT / "docs" / "guide" / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@cache
+def said(path: Path) -> tuple[str, ...]:
+    """The texts in a file of the program; what differs from case to case is "…"."""
+    texts = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.JoinedStr):
+            texts.append("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts.append(node.value)
+    return tuple(texts)
+
+
+def unsaid(message: str) -> list[str]:
+    """Parts of a quoted message that no file of the program has together with its other parts; [] where one has all."""
+    parts = [part.strip() for part in message.split("…") if re.search(r"\w\w", part)]
+    missing = [
+        [part for part in parts if not any(part in text for text in said(path))] for path in (ROOT / "trainer").rglob("*.py")
+    ]
+    return min(missing, key=len)
+
+
+@pytest.mark.parametrize("message", QUOTED)
+def test_a_quoted_message_is_one_of_the_programs(message: str) -> None:
+    assert not unsaid(message)
+
+
+def test_a_message_that_the_program_does_not_print_is_found() -> None:
+    assert len(QUOTED) >= 20
+    assert unsaid("model.path = … is nowhere to be seen") == ["is nowhere to be seen"]
+    assert unsaid("step …: the run is diverging: …; free space or mend the disk"), "parts of two files are no message"
+
+
+def keys_in(text: str) -> Iterator[str]:
+    tables = "|".join(key for key in configs.known_keys() if "." not in key)
+    files = r"(?!\.(?:toml|json|jsonl|md|html|png)\b)"  # report.html is a file, and config.toml
+    yield from re.findall(rf"(?<![\w./-])((?:{tables})(?:{files}\.\w+)+)", text)
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
+def test_what_a_guide_names_is_there(guide: Path) -> None:
+    text = guide.read_text(encoding="utf-8")
+    for key in keys_in(text):
+        name = configs.generic(key)
+        assert any(known == name or known.startswith(f"{name}.") for known in configs.known_keys()), key
+    for name in re.findall(r"`(\w+\.toml)`|--config (\w+\.toml)", text):
+        name = "".join(name)
+        assert name in ("my_photos.toml", "config.toml") or (ROOT / "configs" / name).is_file(), name
+    for option in re.findall(r"train\.py.* (--\w+)", text):
+        assert f'"{option}"' in (ROOT / "trainer" / "arguments.py").read_text(encoding="utf-8"), option
+
+
+def test_the_config_that_a_guide_shows_is_one() -> None:
+    text = (ROOT / "docs" / "guide" / "first_adapter.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    assert configs.parse(tomllib.loads(shown)).data.sources[0].trigger == "sks plush bear"
+
+
+def test_every_preset_is_named_where_one_is_chosen() -> None:
+    text = (ROOT / "docs" / "guide" / "preset.md").read_text(encoding="utf-8")
+    presets = {path.name for path in (ROOT / "configs").glob("*.toml") if not path.name.startswith("tiny_")}
+    assert not {name for name in presets if f"`{name}`" not in text}
+
+
+def test_a_key_that_there_is_not_is_found() -> None:
+    text = "set `data.resolutions` or `adapter.rank`, and look at config.toml and outputs/data.html"
+    assert list(keys_in(text)) == ["data.resolutions", "adapter.rank"]
+
+
+def test_the_verdicts_of_the_guide_are_those_of_the_page() -> None:
+    text = (ROOT / "docs" / "guide" / "report.md").read_text(encoding="utf-8")
+    table = text.partition("| it says |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| ([^|]*?) \|", table, re.MULTILINE) == [ended for _, ended in TITLES.values()]
+    (words,) = re.findall(r"The console has a word for\s+each: ([^.]*)\.", text)
+    assert re.findall(r"`(\w+)`", words) == list(TITLES)
+    assert f'"{TITLES["learned"][0]}"' in text and f'"{TITLES["unclear"][0]}"' in text

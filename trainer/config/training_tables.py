@@ -1,0 +1,159 @@
+"""The keys of the training: objective, step, memory, optimizer, schedule, average."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from trainer.config.kinds import Beta, Cadence, Count, CountOrShare, Positive, Share, SizeText, Table
+
+
+def _a_range(t_range: tuple[float, float]) -> tuple[float, float]:
+    low, high = t_range
+    if not low < high:
+        raise ValueError("it leaves no timestep; give [low, high], shares of the way to noise, low below high")
+    return t_range
+
+
+class ObjectiveTable(Table):
+    """What the model is asked to predict, and how much each error counts."""
+
+    loss: Literal["mse", "huber", "smooth_l1"] = "mse"
+    """How an error counts. `huber` and `smooth_l1` count outliers less."""
+    huber_c: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Errors far above it count linearly."""
+    huber_schedule: Literal["constant", "exponential", "snr"] = "snr"
+    """How `objective.huber_c` changes with the noise."""
+    weighting: Literal["none", "min_snr", "soft_min_snr", "debiased", "p2"] | None = None
+    """How much each amount of noise counts. Left out: `min_snr` if `objective.min_snr_gamma` is given, else `none`."""
+    min_snr_gamma: Positive | None = None
+    """The gamma of `min_snr` and `soft_min_snr`. 5 is usual, for models that predict noise."""
+    p2_gamma: Positive = 1.0
+    """The exponent of `p2`."""
+    p2_k: Positive = 1.0
+    """The constant of `p2`."""
+    timesteps: Literal["auto", "uniform", "logit_normal", "sigmoid", "mode", "cosmap", "power"] = "auto"
+    """Which amounts of noise are drawn. `auto` is `uniform` for SDXL, `logit_normal` for Flux."""
+    shift: Literal["auto"] | Positive = "auto"
+    """Moves the times towards noise. `auto` follows the resolution (3.16 at 1024 px); 1.0 is none."""
+    logit_mean: float = 0.0
+    """Of `logit_normal` and `sigmoid`: above 0 more noise."""
+    logit_std: Positive = 1.0
+    """Of `logit_normal` and `sigmoid`: the spread."""
+    mode_scale: Annotated[float, Field(ge=-1, le=1.75)] = 1.29
+    """Of `mode`: above 0 more of the middle, below 0 more of both ends."""
+    power: Positive = 1.0
+    """Of `power`: above 1 more noise."""
+    t_range: Annotated[tuple[Share, Share], Field(strict=False), AfterValidator(_a_range)] = (0.0, 1.0)
+    """Train only these times: shares of the way from the photo (0) to noise (1)."""
+    stratified: bool = False
+    """Spread the times of each update evenly: less noise in the gradient."""
+    noise_offset: Annotated[float, Field(ge=0)] = 0.0
+    """Shifts the noise of whole channels, for dark and light images. 0.05 is usual."""
+    multires_noise_iterations: Annotated[int, Field(ge=0)] = 0
+    """Adds noise of several sizes. 6 is usual; 0 adds none."""
+    multires_noise_discount: Annotated[float, Field(gt=0, le=1)] = 0.3
+    """The strength of each size, as against the size before it."""
+    input_perturbation: Annotated[float, Field(ge=0)] = 0.0
+    """More noise in what the model sees than in its target. 0.1 in its paper."""
+    guidance: Annotated[float, Field(ge=0)] = 1.0
+    """The guidance that the model is told in training. Samples have their own."""
+
+    @model_validator(mode="after")
+    def _one_noise(self) -> ObjectiveTable:
+        if self.noise_offset and self.multires_noise_iterations:
+            raise ValueError(
+                f"objective.noise_offset = {self.noise_offset:g} and objective.multires_noise_iterations = "
+                f"{self.multires_noise_iterations} both add low frequencies to the noise; set one of them"
+            )
+        return self
+
+
+class StepTable(Table):
+    """One update."""
+
+    accumulation: Count = 1
+    """Micro-batches to one update."""
+    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    """Gradients are clipped at this norm. 0 clips nothing."""
+    non_finite: Literal["stop", "skip"] = "stop"
+    """What to do at a value that is not finite: stop the run, or skip the update."""
+    max_skipped: Count = 10
+    """With `skip`: so many updates of the run. One more stops it."""
+
+
+class MemoryTable(Table):
+    """What is given up to need less memory."""
+
+    gradient_checkpointing: bool | Count = False
+    """Recompute blocks in the backward pass: none, all, or every n-th. Slower, same bytes."""
+    fit: SizeText | None = None
+    """Recompute as few blocks as fit into this much memory, for example `"12GiB"`."""
+
+
+class OptimizerTable(Table):
+    """How the adapter learns."""
+
+    name: str = "adamw"
+    """The optimizer."""
+    lr: Positive = 1e-4
+    """The learning rate."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Pulls weights towards zero. Never applied to a DoRA's magnitudes."""
+    betas: Annotated[tuple[Beta, ...], Field(strict=False, min_length=2, max_length=3)] | None = None
+    """The decay rates of the optimizer's averages. Left out: the library's own."""
+    eps: Positive | None = None
+    """A small number in the denominator. Left out: the library's own."""
+    min_8bit_size: Count = 4096
+    """A smaller group of parameters keeps its state in fp32. Read by the 8-bit optimizers."""
+    lora_plus: Positive = 1.0
+    """The rate of B, as a multiple of A's."""
+    text_encoder_lr: Positive | None = None
+    """The rate of text encoders, where a rule adapts one."""
+    magnitude_lr: Positive | None = None
+    """The rate of a DoRA's magnitudes."""
+    options: dict[str, Any] = {}  # trainer/optim/options.py knows the kinds
+    """What else the library's optimizer takes, by its own names."""
+
+
+def _steps_or_share(given: int | float) -> int | float:
+    if given < 0:
+        raise ValueError("give a number of steps, or a share of the schedule below 1; 0 is none")
+    if isinstance(given, float) and given >= 1:
+        steps = "1 is one step" if given < 2 else f"{int(given)} are {int(given)} steps"
+        raise ValueError(f"a share must be below 1; write 0.05 for a twentieth, or steps without a point: {steps}")
+    return given
+
+
+StepsOrShare = Annotated[int | float, AfterValidator(_steps_or_share), CountOrShare]
+
+
+class ScheduleTable(Table):
+    """How the learning rate changes."""
+
+    name: Literal["constant", "linear", "cosine", "cosine_restarts", "polynomial", "rex", "wsd"] = "constant"
+    """The shape of the schedule after the warm-up."""
+    warmup: StepsOrShare = 0.05
+    """How long the rate rises at the start: a number of steps, or a share of the schedule below 1."""
+    total_steps: Count | None = None
+    """The length of the schedule. Left out: the run's length at its first start, which is then frozen."""
+    end: Share = 0.0
+    """The rate at the end, as a share of the rate."""
+    cycles: Count = 2
+    """Of `cosine_restarts`: how many."""
+    power: Positive = 2.0
+    """Of `polynomial`: the exponent."""
+    decay: StepsOrShare = 0.2
+    """Of `wsd`: how long the fall at the end is, in steps or as a share."""
+
+
+class EmaTable(Table):
+    """An average of the weights over the updates, kept beside them."""
+
+    kind: Literal["none", "constant", "power"] = "none"
+    """`constant` averages with one decay. `power` lets you choose the length after the training."""
+    decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
+    """Of `constant`: the share of the average that stays at an update; in the first updates less."""
+    snapshot_every_steps: Cadence = 0
+    """Of `power`: how often averages are set aside. A twentieth of the run or less."""

@@ -1,0 +1,85 @@
+"""Which charts a run has, from its history."""
+
+from __future__ import annotations
+
+from trainer.report import curves
+from trainer.report.curves import Curve
+from trainer.report.history import NOTHING, Events, History, Series
+from trainer.verdict import PHOTOS
+
+HELD_OUT = {"held_out_loss": "held-out photos", "trained_loss": "trained photos, same draws"}
+QUARTERS = ("least noise", "second quarter", "third quarter", "most noise")
+# Positions, totals, and what has a chart of its own or a place elsewhere.
+NOT_CURVES = {"step", "epoch", "images", "time", "skipped", "images_per_second", *HELD_OUT}
+
+
+def draw_all(history: History, events: Events = NOTHING) -> list[str]:
+    """One <figure> for each that has a value, the loss first."""
+    marks = Events(events.marks)
+    whole = history.series("step")
+
+    def single(field: str, title: str, unit: str, about: str = "", *, smooth: bool = False, scale: float = 1.0) -> str:
+        series: Series = history.series(field)
+        if scale != 1.0:
+            series = [(step, None if value is None else value * scale) for step, value in series]
+        lines = smoothed(series) if smooth else [Curve(title.lower(), series, "line0")]
+        return curves.draw(title, unit, lines, events=marks, range_of=whole, about=about)
+
+    figures = [
+        _loss(history, events),
+        _quarters(history, marks),
+        single("grad_norm", "Gradient norm", "before clipping", "A rise that stays is a rate that is too high.", smooth=True),
+        curves.draw("Learning rate", "per update", _rates(history), events=marks, range_of=whole),
+        single("weight_change", "Change of the weights", "share of a layer's own", "Of the layer that moved most."),
+        single("peak_bytes", "Peak memory", "GiB", scale=2.0**-30),
+        single("seconds", "Time of a step", "seconds", smooth=True),
+        single("loss_scale", "Loss scale", "factor"),
+    ]
+    known = {"loss", "grad_norm", "lr", "highest_lr", "weight_change", "peak_bytes", "seconds", "loss_scale", *NOT_CURVES}
+    others = [field for field in history.fields if field not in known and len(set(history.values(field))) > 1]
+    figures += [single(field, field.replace("_", " ").capitalize(), "") for field in others]
+    return [figure for figure in figures if figure]
+
+
+def smoothed(series: Series) -> list[Curve]:
+    """The values, faint, with their moving average over them."""
+    window = curves.smoothing_window(len(series))
+    if not window:
+        return [Curve("each step", series, "line0")]
+    average = curves.last_of_slices(curves.smooth(series, window))
+    return [Curve("each step", series, "raw"), Curve(f"moving average, {window} steps", average, "line0")]
+
+
+def breaks(history: History) -> list[int]:
+    """The steps after which other photos or draws are measured than before."""
+    marks = [(row["step"], row["at_start"][PHOTOS]) for row in history.rows if PHOTOS in row.get("at_start", {})]
+    return [step - 1 for step, mark in marks[1:]]
+
+
+def _loss(history: History, events: Events) -> str:
+    cuts = breaks(history)
+    fixed = [
+        Curve(name, curves.broken(history.series(field), cuts), f"line{place}")
+        for place, (field, name) in enumerate(HELD_OUT.items(), 1)
+    ]
+    held_out = bool(history.series("held_out_loss"))
+    about = "The loss of a step jitters: other photos, noise and times each time."
+    if held_out:
+        about += " That of held-out photos does not. Where it rises while that of trained photos falls, photos are memorised."
+    lines = [*smoothed(history.series("loss")), *fixed]
+    return curves.draw("Loss", "", lines, events=events, about=about, wide=True)
+
+
+def _quarters(history: History, marks: Events) -> str:
+    field, whose = ("held_out", "held-out") if history.series("held_out_loss") else ("trained", "trained")
+    cuts = breaks(history)
+    parts = {name: curves.broken(history.part(f"{field}_quarters", place), cuts) for place, name in enumerate(QUARTERS)}
+    about = f"Of the {whose} photos. Details are decided at little noise, subjects and colours at much."
+    return curves.draw("Loss by timestep quarter", "", curves.lines_of(parts), events=marks, about=about)
+
+
+def _rates(history: History) -> list[Curve]:
+    named: dict[str, Series] = {"first group": history.series("lr")}
+    if highest := history.series("highest_lr"):
+        named["highest of a group"] = highest
+    return curves.lines_of(named)

@@ -1,0 +1,127 @@
+"""Images small enough for a page that holds all of them: encoded once, and remembered."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.pictures import is_sound, unreadable
+
+EMBED_BYTES = 5 * 2**20  # of all images of a page together, before base64 adds a third
+BYTES_PX = 0.3  # of a JPEG, as photos and drawings have them; noise takes twice as many
+JPEG_QUALITY = 85
+THREADS = 4
+# The sides in pixels that are tried: of what stands side by side, and of what lies between.
+SIDES = ((768, 768), (512, 512), (512, 384), (448, 256), (384, 192), (320, 128), (256, 96), (192, 64), (128, 48))
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image file as it is embedded. side: the longer one that it may have, in pixels; None: the file as it is."""
+
+    uri: str
+    side: int | None
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a PNG says of itself: its text entries, and its size in pixels."""
+
+    prompt: str | None
+    request: str | None
+    size: tuple[int, int]
+
+
+class Thumbnails:
+    """Of files that may change: one is read again when its time or size is another."""
+
+    def __init__(self) -> None:
+        self._made: dict[Path, tuple[tuple[int, int], Picture | None]] = {}
+        self._described: dict[Path, tuple[tuple[int, int], Description | None]] = {}
+
+    def describe(self, file: Path) -> Description | None:
+        """None: it cannot be opened."""
+        from PIL import Image
+
+        said = None
+        try:
+            stamp = _stamp(file)
+            if file in self._described and self._described[file][0] == stamp:
+                return self._described[file][1]
+            with Image.open(file, formats=("PNG",)) as image:
+                said = Description(image.info.get("prompt"), image.info.get("request"), image.size)
+        except FileNotFoundError:  # others have taken it away since
+            return None
+        except unreadable():
+            pass
+        self._described[file] = stamp, said
+        return said
+
+    def of(self, large: Sequence[Path], small: Sequence[Path], check: Callable[[], None]) -> dict[Path, Picture]:
+        """Of each file that can be decoded. large: those that are looked at first. check: called now and then; may raise."""
+        sizes = {file: file.stat().st_size for file in (*large, *small)}
+        if sum(sizes.values()) <= EMBED_BYTES:
+            return self._all(dict.fromkeys(sizes), check)
+        for sides in SIDES:
+            each = {file: side for files, side in zip((large, small), sides, strict=True) for file in files}
+            if sum(min(sizes[file], side * side * BYTES_PX) for file, side in each.items()) > EMBED_BYTES:
+                continue
+            found = self._all(each, check)
+            if sum(len(picture.uri) * 3 // 4 for picture in found.values()) <= EMBED_BYTES:
+                return found
+        return self._all(each, check)
+
+    def _all(self, wanted: Mapping[Path, int | None], check: Callable[[], None]) -> dict[Path, Picture]:
+        self._made = {file: made for file, made in self._made.items() if file in wanted}
+        lacking = {file: side for file, side in wanted.items() if not self._is_made(file, side)}
+        # Pillow computes without Python's lock.
+        with ThreadPoolExecutor(THREADS) as pool:
+            for file, made in zip(lacking, pool.map(self._make, lacking, lacking.values()), strict=True):
+                self._made[file] = made
+                check()
+        return {file: picture for file in wanted if (picture := self._made[file][1]) is not None}
+
+    def _is_made(self, file: Path, side: int | None) -> bool:
+        stamp, picture = self._made.get(file, (None, None))
+        return stamp == _stamp(file) and (picture is None or picture.side == side)
+
+    def _make(self, file: Path, side: int | None) -> tuple[tuple[int, int], Picture | None]:
+        stamp = _stamp(file)
+        if side is None:
+            if not is_sound(file):
+                return stamp, None
+            return stamp, Picture(data_uri(file.read_bytes(), "png"), None)
+        before = self._made.get(file)
+        if before is not None and before[0] == stamp and before[1] is not None and (before[1].side or 0) > side:
+            # A file of full size takes ten times as long.
+            data = base64.b64decode(before[1].uri.partition(",")[2])
+        else:
+            data = file.read_bytes()
+        try:
+            return stamp, Picture(data_uri(reduced(data, side), "jpeg"), side)
+        except unreadable():
+            return stamp, None
+
+
+def _stamp(file: Path) -> tuple[int, int]:
+    found = file.stat()
+    return found.st_mtime_ns, found.st_size
+
+
+def reduced(data: bytes, side: int) -> bytes:
+    """An image file's content as a JPEG of at most `side` pixels to a side."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(data)) as opened:
+        image, buffer = opened.convert("RGB"), io.BytesIO()
+    image.thumbnail((side, side), Image.Resampling.LANCZOS)
+    image.save(buffer, "JPEG", quality=JPEG_QUALITY)
+    return buffer.getvalue()
+
+
+def data_uri(data: bytes, kind: str) -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
