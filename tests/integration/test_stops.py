@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.harness import Workbench, metrics_of
-from trainer import cli, stopped
+from trainer import cli, signals, stopped
 from trainer.adapters import export
 from trainer.errors import PeerStopped
 from trainer.loop import Loop
@@ -94,10 +95,12 @@ def test_a_stop_ends_at_a_second_signal_and_when_its_time_is_over(bench: Workben
     """The checkpoint and the status are those of the first signal. Files and card stay those of one step, the earlier one,
     whichever file the work was cut off at."""
     out, at, check, phases = bench.tmp / "out", [], Phase.check, Phases.__call__
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)  # a machine's own speed has no part in it
     assert start(bench, "out", run__stop_after=1) == 0
     before = files(bench, "out")
     with monkeypatch.context() as patch:
         signalled(patch, 2)
+        patch.setattr(signals, "time", clock)
         if why == "time":
             patch.setattr(stopped, "SECONDS", 0.5)
 
@@ -105,7 +108,7 @@ def test_a_stop_ends_at_a_second_signal_and_when_its_time_is_over(bench: Workben
             if self.name == "exporting":
                 at.append(time.monotonic())
                 if why == "time":
-                    time.sleep(0.2)
+                    clock.now += 0.2
                 elif len(at) == LATE:
                     signal.raise_signal(signal.SIGHUP)
             check(self)
