@@ -64,9 +64,16 @@ class Runs:
             else:
                 yield from (child for child in sorted(folder.iterdir()) if child.is_dir() and _is_run(child))
 
-    def seen(self) -> list[Seen]:
+    def seen(self) -> tuple[list[Seen], dict[str, str]]:
+        """The runs, and of those whose files could not be read the reason, by name."""
+        seen, unread = [], {}
         with self._lock:
-            return [self._seen(name, layout) for name, layout in self.found().items()]
+            for name, layout in self.found().items():
+                try:
+                    seen.append(self._seen(name, layout))
+                except OSError as error:
+                    unread[name] = f"{error.strerror}: {error.filename}"
+        return seen, unread
 
     def _seen(self, name: str, layout: Layout) -> Seen:
         history, thumbnails = self._read.setdefault(layout.root, (History(layout.metrics), Thumbnails()))
@@ -102,7 +109,7 @@ class Handler(BaseHTTPRequestHandler):
         if not name:
             if len(named) == 1:
                 return self._to_report(*next(iter(named.items())))
-            return self._send(compare(self.runs.seen()).encode(errors="replace"))
+            return self._send(compare(*self.runs.seen()).encode(errors="replace"))
         if name not in named or "\0" in rest:
             return self._text(HTTPStatus.NOT_FOUND, "There is no such run.")
         if not rest:

@@ -289,6 +289,14 @@ def test_a_config_that_makes_no_sense_takes_no_page_away(runs: Path, browse) -> 
     assert "2 runs" in browse(runs).text("/")
 
 
+def test_a_run_whose_files_cannot_be_read_leaves_the_others_on_the_page(runs: Path, browse) -> None:
+    write_run(runs / "other", lr=1e-5, losses=[0.9], colour="green").metrics.unlink()
+    (runs / "other" / "metrics.jsonl").mkdir()
+    page = browse(runs).get("/")[2].decode()
+    assert "fast/report.html" in page and "other/report.html" not in page
+    assert f"other is left out. Its files could not be read: Is a directory: {runs / 'other' / 'metrics.jsonl'}." in page
+
+
 def test_images_that_cannot_be_read_are_left_out_and_counted(runs: Path, browse) -> None:
     folder = runs / "fast" / "samples" / "step-00000004"
     whole = (folder / "00.png").read_bytes()
@@ -328,9 +336,9 @@ def test_a_run_is_told_to_be_alive_by_the_rule_of_its_own_page(
     layout.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     entries = [{"phase": START, "done": 0, "started": 0.0, "total": 4}, *([{"phase": STOP} | told] if told else [])]
     layout.phases.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    (seen,) = Runs([tmp_path]).seen()
+    (seen,), _ = Runs([tmp_path]).seen()
     assert seen.state(now).kind == said.partition(" ")[0]
-    page = compare([seen], now)
+    page = compare([seen], {}, now)
     assert said in ("training", "stopped") or said in page
     assert ("at least one of them is training" in page) == (said == "training")
 
@@ -344,7 +352,7 @@ def test_a_resumed_run_is_alive_before_its_first_step_and_its_pause_is_no_silenc
     layout.phases.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     for written, now, kind in ((rows[:2], 5100, "training"), (rows, 5600, "training"), (rows, 5611, "stopped")):
         layout.metrics.write_text("".join(json.dumps(row) + "\n" for row in written))
-        (seen,) = Runs([tmp_path]).seen()
+        (seen,), _ = Runs([tmp_path]).seen()
         assert seen.state(now).kind == kind
 
 
@@ -352,7 +360,7 @@ def test_a_run_that_a_value_ended_which_is_not_finite_is_said_to_have_met_one(tm
     layout = write_run(tmp_path / "bear", lr=1e-4, losses=[0.5] * 3, colour="red")
     start, end = {"phase": START, "done": 0, "started": 0.0, "total": 4}, {"phase": STOP, "done": 0}
     layout.phases.write_text("".join(json.dumps(entry) + "\n" for entry in (start, end | {"why": cause(NonFiniteError())})))
-    page = compare(Runs([tmp_path]).seen(), 50)
+    page = compare(*Runs([tmp_path]).seen(), 50)
     assert "ended at step 3 of 4: a value was not finite" in page and "It met a value that is not finite" in page
 
 

@@ -73,12 +73,12 @@ class Seen:
         return [started, *(time for step, time in times if step > self.standing.begun and time is not None)]
 
 
-def compare(runs: Sequence[Seen], now: float | None = None) -> str:
-    """The page as text. now: Unix time; None: the present."""
+def compare(runs: Sequence[Seen], unread: Mapping[str, str], now: float | None = None) -> str:
+    """The page as text. unread: by name, why the files of a run could not be read. now: Unix time; None: the present."""
     now = time.time() if now is None else now
     alive = any(run.state(now).alive for run in runs)
     parts = {
-        "Runs": _table(runs, now),
+        "Runs": _table(runs, now) + _left_out(runs, unread),
         "Curves": _curves(runs),
         "Samples": _samples(runs),
         "What differs in their configs": _differences(runs),
@@ -121,13 +121,14 @@ def _table(runs: Sequence[Seen], now: float) -> str:
         said = f'<td class="said">{escape(judgement.title)}{best}</td>'
         cells = [f"<td>{swatch}<b>{link}</b></td>", f"<td>{escape(_state(run, state, now))}</td>", said]
         rows.append(cells + [f'<td class="number">{number}</td>' for number in _numbers(history)])
-    return grid([f'<th scope="col">{title}</th>' for title in head], rows) + _left_out(runs)
+    return grid([f'<th scope="col">{title}</th>' for title in head], rows)
 
 
-def _left_out(runs: Sequence[Seen]) -> str:
+def _left_out(runs: Sequence[Seen], unread: Mapping[str, str]) -> str:
     lines = {run.name: run.history.unreadable for run in runs if run.history.unreadable}
     said = [f"{name}: {many} line(s) of metrics.jsonl could not be read and are left out." for name, many in lines.items()]
     said += [f"{run.name}: {left_out(run.samples)}" for run in runs if run.samples.unreadable]
+    said += [f"{name} is left out. Its files could not be read: {why}." for name, why in unread.items()]
     return "".join(f'<p class="soft">{escape(text)}</p>' for text in said)
 
 
