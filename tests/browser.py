@@ -6,6 +6,7 @@ import base64
 import fcntl
 import json
 import os
+import select
 import shutil
 import subprocess
 import tempfile
@@ -21,6 +22,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next((found for name in NAMES if (found := shutil.which(name))), None)
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason=f"no Chromium is installed ({', '.join(NAMES)})")
 
+ANSWER_SECONDS = 120  # a page whose renderer has died answers never
 AUDIT = (Path(__file__).with_name("audit.js")).read_text(encoding="utf-8")
 KEYS = {"Escape": 27, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
 
@@ -107,7 +109,8 @@ class Browser:
 
         self.process = subprocess.Popen(
             [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run",
-             "--disable-background-networking", "--remote-debugging-pipe", f"--user-data-dir={self.folder.name}"],
+             "--disable-background-networking", "--disable-dev-shm-usage", "--remote-debugging-pipe",
+             f"--user-data-dir={self.folder.name}"],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, close_fds=False, preexec_fn=place,
         )  # fmt: skip
         for end in (theirs_in, theirs_out, *high):
@@ -122,7 +125,11 @@ class Browser:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._to.close()
         self.process.terminate()
-        self.process.wait(20)
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
         self._from.close()
         self.folder.cleanup()
 
@@ -141,6 +148,7 @@ class Browser:
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
+            assert select.select([self._from], [], [], ANSWER_SECONDS)[0], "Chromium does not answer"
             read = self._from.read(2**20)
             assert read, "Chromium has ended"
             self._rest += read

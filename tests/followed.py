@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.harness import ROOT
+from tests.timing import queued
 
 # Python imports it before anything else. The program is as it is; each phase says when it begins and ends. One may be made
 # slow, so that a signal meets it in its middle.
@@ -45,13 +46,17 @@ class Followed:
         """The time of the first line that begins so; waits for it."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
-            ended = self.process.poll() is not None
+            ended = self.has_ended()
             for at, line in list(self.said):
                 if line.startswith(start):
                     return at
-            assert not ended, f"the run ended with {self.process.returncode} without {start!r}:\n{self.text}"
+            assert not ended, f"the run ended with {self.process.wait()} without {start!r}:\n{self.text}"
             time.sleep(0.005)
         raise AssertionError(f"no {start!r} within {timeout} s:\n{self.text}")
+
+    def has_ended(self) -> bool:
+        """It can still be asked then what it waited for a core."""
+        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
     @property
     def text(self) -> str:
@@ -61,7 +66,7 @@ class Followed:
 @dataclass(frozen=True)
 class Obeyed:
     """Seconds from the signal: to its acknowledgement, to the end of what is seen to its end (a step and its checkpoint, else
-    0), from there to the end of the process."""
+    0), from there to the end of the process. Those in which the process waited for a core are not counted."""
 
     acknowledged: float
     seen_to_its_end: float
@@ -97,12 +102,15 @@ def stop_in(run: Followed, begins: str, signum: int, *, delay: float, saved: boo
     try:
         run.when(begins, timeout=timeout)
         time.sleep(delay)
-        sent = time.monotonic()
+        sent, waited = time.monotonic(), queued(pid := run.process.pid)
         run.process.send_signal(signum)
-        acknowledged = run.when(f"{signal.Signals(signum).name}: stopping", timeout=10) - sent
-        status = run.process.wait(timeout=timeout)
-        ended = time.monotonic()
+        acknowledged = run.when(f"{signal.Signals(signum).name}: stopping", timeout=10) - sent - (queued(pid) - waited)
+        while not run.has_ended():
+            assert time.monotonic() - sent < timeout, f"the run goes on:\n{run.text}"
+            time.sleep(0.005)
+        ended = time.monotonic() - (queued(pid) - waited)
+        wait_for = run.when("</saving", timeout=1) - sent if saved else 0.0
     finally:
         run.process.kill()
-    wait_for = run.when("</saving", timeout=1) - sent if saved else 0.0
+        status = run.process.wait()
     return Obeyed(acknowledged, wait_for, ended - sent - wait_for, status, run.text)

@@ -31,7 +31,7 @@ from trainer.models.loading import PUBLISHED, ModelSource
 from trainer.models.opening import open_model
 from trainer.optim.state import weights_for_use
 from trainer.optim.table import OPTIMIZERS
-from trainer.report.samples import THUMBNAIL, first_sample, thumbnail
+from trainer.pictures import THUMBNAIL, first_sample, thumbnail
 from trainer.tensorfile import TensorFile
 from trainer.types import Link, Recognised
 

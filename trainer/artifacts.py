@@ -25,10 +25,10 @@ from trainer.loop import due
 from trainer.memory import give_back, is_out_of_memory
 from trainer.metrics import read_lines
 from trainer.origin import Origin
+from trainer.pictures import THUMBNAIL, first_sample, thumbnail
 from trainer.policies import AVERAGES_TOO_LARGE, SAMPLES_TOO_LARGE
 from trainer.report import LiveReport
 from trainer.report.before_after import write_before_after
-from trainer.report.samples import THUMBNAIL, first_sample, thumbnail
 from trainer.terminal import width
 from trainer.verdict import is_line, judge
 

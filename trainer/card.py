@@ -14,9 +14,8 @@ from typing import Any
 from trainer.adapters.export import About, not_loaded_by_diffusers
 from trainer.files import Together
 from trainer.layout import AVERAGE, Layout
-from trainer.pictures import is_sound, pngs
+from trainer.pictures import asked_of, at_full_strength, is_sound, pngs
 from trainer.plan import Plan
-from trainer.report.samples import asked_of, at_full_strength
 
 PLACEHOLDER = "BASE_MODEL"
 PICTURE = re.compile(rf"\d+({AVERAGE})?\.png")  # of a run

@@ -35,7 +35,7 @@ class FileDigests:
         mark = [stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns]
         if key in self._known and self._known[key][0] == mark:
             return self._known[key][1]
-        with self.phases(f"hashing {path.name}", stat.st_size, "B") as phase:
+        with self.phases(f"hashing {path.stem}", stat.st_size, "B") as phase:
             digest = hash_file(path, phase.advance)
         self._known[key] = [mark, digest]
         if self.memory is not None and time.time_ns() - max(mark[2:]) > SETTLED_SECONDS * 10**9:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import json
+import re
 import struct
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+THUMBNAIL = 256  # px: the side that ModelSpec recommends
+JPEG_QUALITY = 85
 
 # What Pillow's decoders raise on bytes that are not what their header claims, besides ValueError and its own.
 DECODE_ERRORS = (
@@ -34,3 +43,48 @@ def is_sound(file: Path) -> bool:
     except unreadable():
         return False
     return True
+
+
+def asked_of(file: Path) -> dict[str, Any]:
+    """What a PNG that a run drew says of its request: at least "prompt"."""
+    from PIL import Image
+
+    with Image.open(file) as image:
+        prompt, request = image.info.get("prompt", ""), image.info.get("request", "{}")
+    try:
+        asked = json.loads(request)
+    except (ValueError, RecursionError):  # not written by this program
+        asked = {}
+    return (asked if isinstance(asked, dict) else {}) | {"prompt": prompt}
+
+
+def at_full_strength(asked: Mapping[str, Any]) -> bool:
+    """Whether it shows what the adapter does, and not a part of that or the model without it."""
+    return asked.get("strength", 1) == 1
+
+
+def first_sample(folder: Path, ending: str = "") -> Path | None:
+    """The first sample of a step's folder that shows the adapter at full strength; None where none does. ending: "", or
+    AVERAGE."""
+    files = (file for file in pngs(folder) if re.fullmatch(rf"\d+{ending}", file.stem))
+    return next((file for file in files if is_sound(file) and at_full_strength(asked_of(file))), None)
+
+
+def thumbnail(file: Path, side: int) -> str:
+    """An image as a JPEG of at most `side` pixels to a side, in a data URI."""
+    return data_uri(reduced(file.read_bytes(), side), "jpeg")
+
+
+def reduced(data: bytes, side: int) -> bytes:
+    """An image file's content as a JPEG of at most `side` pixels to a side."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(data)) as opened:
+        image, buffer = opened.convert("RGB"), io.BytesIO()
+    image.thumbnail((side, side), Image.Resampling.LANCZOS)
+    image.save(buffer, "JPEG", quality=JPEG_QUALITY)
+    return buffer.getvalue()
+
+
+def data_uri(data: bytes, kind: str) -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path, PurePosixPath
+from socketserver import TCPServer
 from urllib.parse import quote, unquote, urlsplit
 
 from trainer.errors import UserError
@@ -162,6 +163,10 @@ class Handler(BaseHTTPRequestHandler):
 
 class Server(ThreadingHTTPServer):
     daemon_threads = True
+
+    def server_bind(self) -> None:
+        """As of TCP: that of HTTP asks for the host's name, and a machine without a name server waits seconds for it."""
+        TCPServer.server_bind(self)
 
     def __init__(self, runs: Runs, port: int) -> None:
         try:

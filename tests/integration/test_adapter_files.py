@@ -400,8 +400,11 @@ def test_a_large_adapter_converts_in_seconds(tmp_path: Path) -> None:
         "sys.exit(status)"
     )
     command = [sys.executable, "-c", code, "convert", str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")]
-    done = subprocess.run([*command, "--to", "kohya"], cwd=ROOT, check=True, capture_output=True, text=True)
-    seconds, kilobytes = json.loads(done.stdout.splitlines()[-1])
-    size = (tmp_path / "a.safetensors").stat().st_size
+    size, told = (tmp_path / "a.safetensors").stat().st_size, []
+    for _ in range(3):  # what else a machine does makes it slower, and never faster: the least is what it takes
+        done = subprocess.run([*command, "--to", "kohya"], cwd=ROOT, check=True, capture_output=True, text=True)
+        told.append(json.loads(done.stdout.splitlines()[-1]))
+        (tmp_path / "b.safetensors").unlink()
+    seconds, kilobytes = min(taken for taken, _ in told), max(used for _, used in told)
     print(f"{size / 2**20:.0f} MiB, {seconds:.1f} s of CPU, {kilobytes / 2**20:.2f} GiB")
     assert seconds <= 5 and kilobytes * 1024 <= 2**30

@@ -16,8 +16,8 @@ from PIL import Image
 from tests.harness import ROOT, Workbench
 from trainer import card, cli
 from trainer.adapters.export import About
+from trainer.pictures import THUMBNAIL, thumbnail
 from trainer.plan import make_plan, open_source, resolve
-from trainer.report.samples import THUMBNAIL, thumbnail
 from trainer.tensorfile import TensorFile
 
 PROMPT = 'a "bear": on | a `beach` --- it\'s'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -103,6 +104,12 @@ def test_config_mistakes(bench: Workbench, capsys, key: str, value, expected) ->
     if key == "adapter__kernels":
         tree["run"]["device"] = "cpu"
     refused(bench, capsys, *expected, tree=tree)
+
+
+def test_a_folder_of_which_only_making_it_tells_that_it_cannot_be_made(bench: Workbench, capsys) -> None:
+    """Where nothing may be written in it, the plan tells it, too."""
+    tree, writable = bench.tree(run__output_dir="/proc/nowhere"), os.access("/proc", os.W_OK)
+    refused(bench, capsys, "run.output_dir = '/proc/nowhere' cannot be made", tree=tree, plan=not writable)
 
 
 @pytest.mark.parametrize(

@@ -471,9 +471,13 @@ def test_a_run_tells_its_pace_and_the_time_left(bench: Workbench, capsys, monkey
         monkeypatch.setattr(phases, "time", clock)
         capsys.readouterr()
         make_loop(replace(run, phases=Phases(show=True, every=1.0)), signals).run()
-    told = dict(re.findall(r"^step (\d+)/100, .*?, ([^,]+) left", capsys.readouterr().err, re.MULTILINE))
-    left = {"3": "3 min 14 s", "4": "3 min 12 s", "5": "3 min 10 s", "6": "3 min 8 s"}
-    assert {step: told.get(step) for step in left} == left
+    lines = capsys.readouterr().err.splitlines()
+    told = [re.sub(r", epoch .*, lr [^,]*|, memory [^,]*", "", line) for line in lines if line.startswith("step ")]
+    assert told[2:6] == [
+        f"step {made}/100, 0.5 images/s, {left} left"
+        for made, left in ((3, "3 min 14 s"), (4, "3 min 12 s"), (5, "3 min 10 s"), (6, "3 min 8 s"))
+    ]
+    assert lines[-1] == "training: 6 steps in 8 min 30 s, 2.0 s a step"
 
 
 @pytest.mark.parametrize(("name", "told"), [("adamw", True), ("lion", False), ("prodigy", False), ("adamw8bit", False)])

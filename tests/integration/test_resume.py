@@ -468,6 +468,8 @@ def test_an_abandoned_course_is_set_aside_whole(bench: Workbench, capsys) -> Non
         *(f"adapters/bear-0000000{step}.safetensors" for step in (2, 3)),
         *(f"samples/step-0000000{step}/00.png" for step in (0, 2)),
     }
+    page = (out / "report.html").read_text()
+    assert "Stopped at step 3 of 4" in page and 'data-step="2"' in page and 'data-step="4"' not in page
     assert (out / gone[0]).read_bytes() == first[gone[0]], "the same course, so the same bytes"
     del tree["run"]["stop_after"]
     capsys.readouterr()

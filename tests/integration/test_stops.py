@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import signal
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.harness import Workbench, metrics_of
+from tests.timing import own_time
 from trainer import cli, signals, stopped
 from trainer.adapters import export
 from trainer.errors import PeerStopped
@@ -106,7 +106,7 @@ def test_a_stop_ends_at_a_second_signal_and_when_its_time_is_over(bench: Workben
 
         def checked(self) -> None:
             if self.name == "exporting":
-                at.append(time.monotonic())
+                at.append(own_time())
                 if why == "time":
                     clock.now += 0.2
                 elif len(at) == LATE:
@@ -122,7 +122,7 @@ def test_a_stop_ends_at_a_second_signal_and_when_its_time_is_over(bench: Workben
         patch.setattr(Phases, "__call__", begun)
         assert start(bench, "out") == 143
     assert len(at) == {"second signal": LATE, "second signal while saving": 0, "time": 3}[why]
-    assert why != "time" or time.monotonic() - at[0] < 2
+    assert why != "time" or (own_time() - at[0] < 2 and clock.now == pytest.approx(0.6))
     said = capsys.readouterr()
     assert "a second signal, or too little time" in said.out and "after step 2, which is saved" in said.err
     assert "bear.safetensors, bear_comfyui.safetensors, bear_ema.safetensors" in said.out
@@ -186,6 +186,7 @@ def test_what_hinders_the_work_of_a_stop_leaves_the_status_of_the_signal(bench: 
     monkeypatch.setattr(export, "write_tensors", hindered)
     with monkeypatch.context() as patch:
         signalled(patch, 1)
+        patch.setattr(stopped, "SECONDS", 600.0)  # of a machine that is busy with something else, too
         assert start(bench, "out") == 143
     said = capsys.readouterr()
     assert told in said.out and "step 1 is saved, and" in said.out and "there are none" in said.out

@@ -38,6 +38,7 @@ def test_the_truth_stands_beside_the_samples(bench: Workbench) -> None:
     page = layout.report.read_text(encoding="utf-8")
     assert base64.b64encode(kept.read_bytes()).decode() in page
     assert page.count("the truth</figcaption>") == 1 and page.count('a bear 0, the truth"') == 1
+    assert "a bear 1, the truth" not in page
 
     # The picture: of each prompt the first and the last sample, enlarged pixel by pixel, and the truth.
     whole = Image.open(layout.before_after)

@@ -42,6 +42,15 @@ def test_a_log_gets_a_line_after_two_seconds_and_then_in_the_pace_that_was_asked
     ]
 
 
+def test_without_a_pace_it_is_every_ten_seconds(monkeypatch, capsys) -> None:
+    clock = Clock(monkeypatch)
+    with Phases(show=True)("encoding", total=30, unit="photo") as phase:
+        for _ in range(30):
+            clock.advance(phase, 1.0)
+    told = [line.partition(" of")[0] for line in capsys.readouterr().err.splitlines()]
+    assert told == ["encoding: 2", "encoding: 12", "encoding: 22", "encoding: 30 photos in 30 s, 1.0 photos/s"]
+
+
 def test_a_slow_piece_is_told_by_the_piece(monkeypatch, capsys) -> None:
     clock = Clock(monkeypatch)
     with Phases(show=True)("encoding photos", total=5, unit="photo") as phase:

@@ -136,6 +136,7 @@ def test_what_goes_to_a_pipe_and_back_to_the_terminal_has_a_row_of_its_own(tmp_p
         # tee writes to the terminal first. However slow it is here, the clock stands still for it.
         "            while log.read_text() != 'a line\\n':\n                time.sleep(0.01)\n"
     )
+    log.touch()
     screen = in_terminal(["sh", "-c", f"'{sys.executable}' '{script}' | tee '{log}'"], 60)
     assert screen.lines == ["a line"] and log.read_text() == "a line\n"
     shown = "\n".join(screen.seen)

@@ -116,8 +116,12 @@ class Portable:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    # isfinite knows no float8.
-    return bool(torch.isfinite(tensor.float() if tensor.dtype.itemsize == 1 else tensor).all())
+    # Of the smallest and the largest value, one of which is NaN where any is: isfinite of all bf16 values takes 20 times as
+    # long. Neither knows float8.
+    if tensor.numel() == 0:
+        return True
+    ends = torch.stack(torch.aminmax(tensor.float() if tensor.dtype.itemsize == 1 else tensor))
+    return bool(torch.isfinite(ends).all())
 
 
 def of_adapter(adapter: Adapter, norms: AllNorms, meaning: DoraScale, advance: Advance = unheard) -> Portable:

@@ -1,19 +1,16 @@
 """The validation images of a run, ready to embed: one row for what was asked (prompt, size, seed...), one column a step."""
 
 import json
-import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from trainer.layout import plain_request, step_of
-from trainer.pictures import is_sound, pngs
-from trainer.report.thumbnails import Picture, Thumbnails, data_uri, reduced
+from trainer.pictures import at_full_strength, pngs
+from trainer.report.thumbnails import Picture, Thumbnails
 
 SMALL = 128  # px
-THUMBNAIL = 256  # px: the side that ModelSpec recommends
 MOST_BETWEEN = 3000  # images of a page between the first and the newest ones; of more, some steps are left out
 
 
@@ -113,33 +110,3 @@ def _detail(request: str | None) -> str:
     except (ValueError, KeyError, TypeError, RecursionError):  # not written by this program
         return ""
     return ", ".join(parts)
-
-
-def asked_of(file: Path) -> dict[str, Any]:
-    """What a PNG that a run drew says of its request: at least "prompt"."""
-    from PIL import Image
-
-    with Image.open(file) as image:
-        prompt, request = image.info.get("prompt", ""), image.info.get("request", "{}")
-    try:
-        asked = json.loads(request)
-    except (ValueError, RecursionError):  # not written by this program
-        asked = {}
-    return (asked if isinstance(asked, dict) else {}) | {"prompt": prompt}
-
-
-def at_full_strength(asked: Mapping[str, Any]) -> bool:
-    """Whether it shows what the adapter does, and not a part of that or the model without it."""
-    return asked.get("strength", 1) == 1
-
-
-def first_sample(folder: Path, ending: str = "") -> Path | None:
-    """The first sample of a step's folder that shows the adapter at full strength; None where none does. ending: "", or
-    AVERAGE."""
-    files = (file for file in pngs(folder) if re.fullmatch(rf"\d+{ending}", file.stem))
-    return next((file for file in files if is_sound(file) and at_full_strength(asked_of(file))), None)
-
-
-def thumbnail(file: Path, side: int) -> str:
-    """An image as a JPEG of at most `side` pixels to a side, in a data URI."""
-    return data_uri(reduced(file.read_bytes(), side), "jpeg")

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.pictures import is_sound, unreadable
+from trainer.pictures import data_uri, is_sound, reduced, unreadable
 
 EMBED_BYTES = 5 * 2**20  # of all images of a page together, before base64 adds a third
 BYTES_PX = 0.3  # of a JPEG, as photos and drawings have them; noise takes twice as many
-JPEG_QUALITY = 85
 THREADS = 4
 # The sides in pixels that are tried: of what stands side by side, and of what lies between.
 SIDES = ((768, 768), (512, 512), (512, 384), (448, 256), (384, 192), (320, 128), (256, 96), (192, 64), (128, 48))
@@ -110,18 +108,3 @@ class Thumbnails:
 def _stamp(file: Path) -> tuple[int, int]:
     found = file.stat()
     return found.st_mtime_ns, found.st_size
-
-
-def reduced(data: bytes, side: int) -> bytes:
-    """An image file's content as a JPEG of at most `side` pixels to a side."""
-    from PIL import Image
-
-    with Image.open(io.BytesIO(data)) as opened:
-        image, buffer = opened.convert("RGB"), io.BytesIO()
-    image.thumbnail((side, side), Image.Resampling.LANCZOS)
-    image.save(buffer, "JPEG", quality=JPEG_QUALITY)
-    return buffer.getvalue()
-
-
-def data_uri(data: bytes, kind: str) -> str:
-    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"

@@ -12,6 +12,7 @@ import torch
 
 from tests.integration.test_mutated_files import hostile_files, put, tensor_mutant
 from trainer.adapter_files import OpenedAdapter, open_adapter
+from trainer.adapters.portable import is_finite
 from trainer.errors import UserError
 from trainer.tensorfile import serialize, write_tensors
 
@@ -304,3 +305,14 @@ def test_a_mutated_file_is_read_well_formed_or_refused(tmp_path: Path, count: in
                 assert (made.dtype, tuple(made.shape)) == (tensor.dtype, tensor.shape), number
     put(path, whole)
     assert len(open_adapter(path).portable.layers) == 2 and refused > count / 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("place", [0, 17, 63])
+def test_one_value_that_is_not_finite_is_found_wherever_it_stands(dtype: torch.dtype, place: int) -> None:
+    values = torch.linspace(-400, 400, 64).to(dtype)
+    assert is_finite(values) and is_finite(values[:0]) and is_finite(values.view(8, 8).t()) and is_finite(values[0])
+    for wrong in (math.nan, math.inf, -math.inf):
+        if not math.isfinite(float(torch.tensor(wrong).to(dtype))):
+            there = values.float().index_fill(0, torch.tensor([place]), wrong).to(dtype)
+            assert not is_finite(there) and not is_finite(there.view(8, 8).t()), wrong

@@ -270,6 +270,7 @@ def test_adapter_files_are_listed_with_size_and_hash_and_hashed_once(run: Path, 
         report.write()
         text, page = read(run / "report.html")
         assert hashlib.sha256(content).hexdigest() in text and "bear.safetensors" in page.text
+        assert ("5 B" if content == b"other" else "2.0 KiB") in page.text
     assert len(read_files) == 2
 
 
@@ -287,6 +288,7 @@ def test_a_run_that_has_done_nothing_gives_a_page(tmp_path: Path) -> None:
             "No step has been",
             "No sample is drawn",
             "No adapter file",
+            "There is no config.toml",
             "The photos are being looked at.",
         ):
             assert sentence in page.text
@@ -332,6 +334,7 @@ def test_the_held_out_loss_is_drawn_from_step_0_on(tmp_path: Path) -> None:
     assert "held-out photos from 0.9 to 0.6; trained photos, same draws from 0.8 to 0.8" in losses
     (quarters,) = (told for told in said if told.startswith("Loss by timestep quarter"))
     assert "least noise from 3.6 to 2.4" in quarters and "most noise from 0.05625 to 0.0375" in quarters
+    assert not [told for told in said if told.lower().startswith(("held out", "trained", "at start"))]
     (drawn,) = re.findall(r'data-name="held-out photos" d="([^"]*)"', text)
     assert drawn.count("M") == 2, "of other photos it is another curve"
 
