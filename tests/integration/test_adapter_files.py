@@ -182,6 +182,7 @@ def test_show_says_which_layers_are_not_there(outputs: Runs, models: Path, capsy
 
 
 @pytest.mark.parametrize("script_name", ["adapter.py", "inspect_checkpoint.py"])
+@pytest.mark.slow
 def test_a_reader_that_goes_away_ends_it_without_a_word(outputs: Runs, models: Path, script_name: str) -> None:
     """As `| head` does."""
     out = outputs("sdxl dora")

@@ -75,6 +75,7 @@ def test_rules_set_the_learning_rate(bench: Workbench) -> None:
 
 @pytest.mark.parametrize("compute", ["fp32", pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
 @pytest.mark.parametrize("family", ["sdxl", "flux"])
+@pytest.mark.slow
 def test_gradient_checkpointing_changes_no_gradient(bench: Workbench, family: str, compute: str) -> None:
     """Of adapters that have moved. In fp16 the blocks of Flux clip what they give."""
 

@@ -101,6 +101,7 @@ def test_a_step_takes_what_was_foretold(bench: Workbench, family: str, adapter: 
     ("family", "dtype", "backend"),
     [pytest.param(*cell, marks=() if cell[1] in ("nf4", "bf16") else pytest.mark.slow) for cell in CELLS],
 )
+@pytest.mark.slow
 def test_every_storage_is_planned(bench: Workbench, family: str, dtype: str, backend: str) -> None:
     name = DENOISER[family]
     plan = planned(
@@ -304,6 +305,7 @@ def test_advice_that_saves_next_to_nothing_is_left_out(state: int, on_cpu: bool,
     assert ("optimizer.name = 'adamw8bit'" in [change.what for change in chosen]) == told
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_the_host_of_an_accelerator_holds(bench: Workbench) -> None:
     """While weights are read, or in steps: whichever takes more. On a CPU the table has it all."""
 

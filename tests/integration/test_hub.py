@@ -132,6 +132,7 @@ def test_a_folder_without_variants_is_read_as_ever(bench: Workbench) -> None:
     assert single.chosen("unet") is None
 
 
+@pytest.mark.slow
 def test_the_plan_says_what_is_read_and_what_is_fetched(bench: Workbench, both: Path, monkeypatch, capsys) -> None:
     config = str(bench.write(bench.tree(model__path=ID, precision__compute="bf16")))
     with stand_in.serve({ID: both}) as served:

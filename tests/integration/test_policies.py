@@ -549,6 +549,7 @@ def test_sigint_sigterm_sigint_stops_at_once() -> None:
         (validation, "draw_samples", OSError(errno.ENOSPC, "No space left on device", "00.png"), 6),
     ],
 )
+@pytest.mark.slow
 def test_what_people_get_cannot_be_written(bench: Workbench, monkeypatch, capfd, module, name, error, status) -> None:
     """Between two checkpoints: the steps since the last one are kept."""
     due = {"checkpoint__every_steps": 100, "export__every_steps": 3, "validation__every_steps": 3, "validation__steps": 1}

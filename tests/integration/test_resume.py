@@ -376,6 +376,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("call", ["set_aside", "cut"])
 @pytest.mark.parametrize("given", ["step-00000002", pytest.param("superseded-step-00000002", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_kill_while_later_checkpoints_are_set_aside(bench: Workbench, monkeypatch, call: str, given: str) -> None:
     tree = run_tree(bench, "out", run__max_steps=4, checkpoint__every_steps=1, checkpoint__keep_last=9)
     train(tree)

@@ -152,6 +152,7 @@ def command(bench: Workbench, **overrides) -> tuple[list[str], Path]:
     return [sys.executable, str(ROOT / "train.py"), "--config", str(bench.write(tree))], Path(tree["run"]["output_dir"])
 
 
+@pytest.mark.slow
 def test_a_terminal_that_closes_ends_the_run_with_129_and_a_checkpoint(bench: Workbench) -> None:
     """The hang-up came, and the next line to the closed terminal was an error: status 1, and no checkpoint."""
     arguments, output = command(bench, run__max_steps=100_000, checkpoint__background=False)
@@ -168,6 +169,7 @@ def test_a_terminal_that_closes_ends_the_run_with_129_and_a_checkpoint(bench: Wo
     assert metrics_of(output)[-1]["step"] == step > 0
 
 
+@pytest.mark.slow
 def test_a_pipe_that_nobody_reads_any_more_stops_nothing(bench: Workbench) -> None:
     """As of `train.py | head` or a `tee` that was killed."""
     arguments, output = command(bench, run__max_steps=12, checkpoint__every_steps=4)

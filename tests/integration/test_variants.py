@@ -83,6 +83,7 @@ def wider(channels: int, name: str = "conv_in.weight") -> Callable[[dict[str, to
     [("edm_vpred.sigma_max", "CosXL"), ("edm_vpred.sigma_min", "CosXL"), ("edm_mean", "Playground 2.5"),
      ("edm_std", "Playground 2.5")],
 )  # fmt: skip
+@pytest.mark.slow
 def test_an_edm_checkpoint_is_refused_wherever_its_marker_is(
     bench: Workbench, capsys, monkeypatch, where, marker, model
 ) -> None:
@@ -239,6 +240,7 @@ LAYOUTS = {"sdxl": ["folder", "single file", "its own file", "embedded configs"]
 @pytest.mark.parametrize(
     ("family", "channels", "expected", "layout"), [(*kind, layout) for kind in KINDS for layout in LAYOUTS[kind[0]]]
 )
+@pytest.mark.slow
 def test_a_denoiser_that_reads_more_than_latents_is_refused(
     bench: Workbench, capsys, monkeypatch, family, channels, expected, layout
 ) -> None:
