@@ -52,9 +52,10 @@ def write_first_config(photos: str, *, model: str | None, memory: int | None, fo
     """
     phases = Phases(show=True)
     scanned = read_sources(configs.parse({**_MINIMAL, "data": {"sources": [{"path": photos}]}}).data, phases)
-    refuse_damaged(scanned)
     if not scanned.photos:
-        raise UserError(f"--new {photos}: no photos are there; give a folder that holds some")
+        why = "".join(f"\n  {problem}" for problem in scanned.damaged)
+        raise UserError(f"--new {photos}: no photos can be read there; give a folder that holds some{why}")
+    refuse_damaged(scanned)
     name = _name(photos)
     path = folder / f"{name}.toml"
     if path.exists():

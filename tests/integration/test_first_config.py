@@ -150,7 +150,9 @@ def test_what_cannot_be_used_leaves_no_config(bench: Workbench, monkeypatch, cap
     photos = captions_beside(bench.tmp)
     (bench.tmp / "empty").mkdir()
     for given, model, said in (
-        ("nowhere", POCKET, "nowhere"), ("empty", POCKET, "empty"),
+        ("nowhere", POCKET, "error: --new nowhere: no photos can be read there; give a folder that holds some\n"),
+        ("nowhere", POCKET, "nowhere: no such folder\n"),
+        ("empty", POCKET, "error: --new empty: no photos can be read there; give a folder that holds some\n"),
         (photos, "no/model/here", "'no/model/here' does not exist"),
     ):  # fmt: skip
         assert new(bench, monkeypatch, given, model=model) == 2
