@@ -178,6 +178,13 @@ def test_a_page_from_elsewhere_whose_name_leads_here_is_refused(runs: Path, brow
     assert browser.get("/", method="POST")[0] == 501
 
 
+def test_no_name_server_is_asked(runs: Path, monkeypatch) -> None:
+    """A machine without one would wait for it before the first page."""
+    monkeypatch.setattr(socket, "getfqdn", lambda *_: pytest.fail("asked for the host's name"))
+    with Server(Runs([runs]), 0) as server:
+        assert server.address.startswith("http://127.0.0.1:")
+
+
 def test_no_name_at_all_is_refused(runs: Path, browse) -> None:
     assert browse(runs).get("/", host="[")[0] == 403
 
