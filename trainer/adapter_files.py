@@ -124,12 +124,13 @@ def _of_source(source: ModelSource, label: str, *, here: bool = True) -> NamedMo
     return NamedModel(source.family, label, source.config, source if here else None)
 
 
-def models_at(path: str, recognise: Callable[..., Recognised]) -> list[NamedModel]:
-    """The model there, as every family that it may be of; UserError where it is of none. recognise: as of `open_model`."""
+def models_at(path: str, recognise: Callable[..., Recognised], **keys: Any) -> list[NamedModel]:
+    """The model there, as every family that it may be of; UserError where it is of none. recognise, keys: as of
+    `open_model`."""
     found, refusals = [], []
     for family in FAMILIES.values():
         try:
-            model = _of_source(open_model(family, path, recognise=recognise), path)
+            model = _of_source(open_model(family, path, recognise=recognise, **keys), path)
             model.config(family.denoiser)
             found.append(model)
         except UserError as error:

@@ -53,7 +53,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if others:
         parser.error(_unknown(others, parser))
     if chosen.new is not None:
-        for option, given in (("config", chosen.config), ("resume_from", chosen.resume_from), ("set", chosen.overrides)):
+        for option, given in (("config", chosen.config), ("resume_from", chosen.resume_from)):
             if given:
                 parser.error(f"--new and --{option} do not go together; change the config that --new writes")
     elif chosen.model is not None:

@@ -39,11 +39,12 @@ def main(arguments: list[str] | None = None) -> int:
         # Looking through the libraries' objects would be most of a collection, and of a plan a tenth.
         if not gc.get_freeze_count():
             gc.freeze()
+        overrides = [item for group in chosen.overrides for item in group]
         memory = None if chosen.plan_memory is None else size_of(chosen.plan_memory)
         if chosen.new is not None:
-            write_first(chosen.new, model=chosen.model, memory=memory)
+            write_first(chosen.new, model=chosen.model, memory=memory, overrides=overrides)
             return 0
-        loaded = config.load(chosen.config, [item for group in chosen.overrides for item in group])
+        loaded = config.load(chosen.config, overrides)
         resume_from = chosen.resume_from and config.expand_home(chosen.resume_from, "--resume_from")
         allowed = allowance.parse(chosen.allow, resume_from)
         if planned:
@@ -66,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def write_first(photos: str, *, model: str | None, memory: int | None) -> None:
+def write_first(photos: str, *, model: str | None, memory: int | None, overrides: list[str]) -> None:
     """Write a first config into the present folder; show what it trains on, its plan, and how to start it."""
     from trainer import config
     from trainer.data_check import report_data
@@ -74,7 +75,7 @@ def write_first(photos: str, *, model: str | None, memory: int | None) -> None:
     from trainer.first_config import write_first_config
     from trainer.preview import preview
 
-    path = write_first_config(photos, model=model, memory=memory, folder=Path())
+    path = write_first_config(photos, model=model, memory=memory, overrides=overrides, folder=Path())
     loaded = config.load(str(path), [])
     told = False
     try:

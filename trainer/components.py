@@ -39,10 +39,10 @@ def without_modules(plan: Plan, device: torch.device, tokenizers: dict[str, Any]
 
 
 def tokenizers_alone(source: ModelSource, options: Mapping[str, Any]) -> Model:
-    """Of a model that is only asked how many tokens a caption has. options: as `chosen` gives them."""
+    """The model without a weight or a plan, to be asked how many tokens a caption has. options: as `chosen` gives them."""
     return Model(
         modules={},
-        configs={},
+        configs={component.name: source.config(component.name) for component in source.family.components},
         tokenizers=load_tokenizers(source.family, source),
         scheduler={},
         compute={},

@@ -8,6 +8,7 @@ come from.
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import tomlkit
 from tomlkit import TOMLDocument
@@ -15,6 +16,7 @@ from tomlkit import TOMLDocument
 from trainer import config as configs
 from trainer import quantization
 from trainer.adapter_files import NamedModel, models_at
+from trainer.config import Config
 from trainer.config.reading import CONFIG_FOLDER
 from trainer.data.scan import refuse_damaged
 from trainer.data.sources import Photo
@@ -23,6 +25,7 @@ from trainer.devices import Memory, accelerator_of, check_device
 from trainer.errors import UserError
 from trainer.files import write_atomic
 from trainer.forecast import forecast
+from trainer.models import family_named
 from trainer.phases import Phases
 from trainer.plan import Plan, make_plan, open_source, resolve
 from trainer.terminal import printable
@@ -44,30 +47,38 @@ COMMON = frozenset(
 )
 
 
-def write_first_config(photos: str, *, model: str | None, memory: int | None, folder: Path) -> Path:
+def write_first_config(
+    photos: str, *, model: str | None, memory: int | None, overrides: Sequence[str] = (), folder: Path
+) -> Path:
     """Write NAME.toml into `folder`, and return its path. Reads the photos and the headers of the model's files.
 
-    model: as `model.path`; None takes MODEL. memory: bytes of the accelerator; None takes this machine's.
-    Raises UserError where the photos have problems, the model cannot be read, or NAME.toml is there.
+    model: as `model.path`; None takes MODEL. memory: bytes of the accelerator; None takes this machine's. overrides: as of
+    --set; what they say is in the file in place of what would be chosen here.
+    Raises UserError where the photos have problems, the model cannot be read, an override is wrong, or NAME.toml is there.
     """
     phases = Phases(show=True)
-    scanned = read_sources(configs.parse({**_MINIMAL, "data": {"sources": [{"path": photos}]}}).data, phases)
+    tree = _minimal(_name(photos), photos, model or MODEL)
+    given = _override(tree, overrides)
+    if model is not None and "model.path" in given:
+        raise UserError(f"--model {model} and --set model.path={tree['model'].get('path')} both name the model; give one")
+    config = configs.parse(tree)
+    scanned = read_sources(config.data, phases)
     if not scanned.photos:
         why = "".join(f"\n  {problem}" for problem in scanned.damaged)
         raise UserError(f"--new {photos}: no photos can be read there; give a folder that holds some{why}")
     refuse_damaged(scanned)
-    name = _name(photos)
-    path = folder / f"{name}.toml"
+    path = folder / f"{config.run.name}.toml"
     if path.exists():
         raise UserError(f"--new {photos}: {path} is there; train with it (--config {path}), or move it out of the way")
-    named = models_at(model or MODEL, quantization.recognise)[0]
+    named = _named(config, given)
     for preset in _presets(named, memory):
-        document = _filled(preset, name=name, photos=photos, model=model or MODEL, named=named, found=scanned.photos)
+        document = _filled(preset, photos=photos, config=config, named=named, found=scanned.photos)
+        _override(document, overrides)
         plan, fits = _planned(document, memory, phases)
         if fits:
             break
-    _set_length(document, plan)
-    text = tomlkit.dumps(document)
+    _set_length(document, plan, given)
+    text = re.sub(r"(?<!\n)\n(?=\[)", "\n\n", tomlkit.dumps(document))  # an empty line before a table that was added
     head = (
         f"# Written by train.py --new {printable(photos)}, from configs/{preset.name}. Change what you like.\n"
         "# All other keys have their defaults; docs/keys.md has every key.\n"
@@ -76,7 +87,42 @@ def write_first_config(photos: str, *, model: str | None, memory: int | None, fo
     return path
 
 
-_MINIMAL = {"run": {"name": "new", "output_dir": "outputs/new", "max_steps": 1}, "model": {"family": "new", "path": "new"}}
+def _minimal(name: str, photos: str, model: str) -> dict[str, Any]:
+    return {
+        "run": {"name": name, "output_dir": f"outputs/{name}", "max_steps": STEPS[0]},
+        "model": {"family": "new", "path": model},
+        "data": {"sources": [{"path": photos}]},
+    }
+
+
+def _override(tree: dict[str, Any], overrides: Sequence[str]) -> set[str]:
+    """Apply them, in place, and return their keys. In a document each has a comment in place of the preset's."""
+    keys = configs.override(tree, overrides)
+    run = tree["run"]
+    if isinstance(run, dict) and "run.epochs" in keys and "epochs" in run and "run.max_steps" not in keys:
+        del run["max_steps"]
+    for key in keys if isinstance(tree, TOMLDocument) else ():
+        item: Any = tree
+        for part in key.split("."):
+            item = item[int(part)] if isinstance(item, list) else item.get(part, {})
+        if isinstance(item, tomlkit.items.Item):
+            item.comment("as --set said")
+    return set(keys)
+
+
+def _named(config: Config, given: set[str]) -> NamedModel:
+    """The model of `config`; of `model.family`, where that is given."""
+    model = config.model
+    paths = {name: component.path for name, component in model.components.items() if component.path}
+    found = models_at(model.path, quantization.recognise, config=model.config, component_paths=paths, variant=model.variant)
+    if "model.family" not in given:
+        return found[0]
+    family_named(model.family)
+    fitting = [named for named in found if named.family.name == model.family]
+    if not fitting:
+        kinds = " or ".join(named.family.name for named in found)
+        raise UserError(f"model.family = {model.family!r}: the model at {model.path} is one of {kinds}; leave the key out")
+    return fitting[0]
 
 
 def _presets(named: NamedModel, memory: int | None) -> list[Path]:
@@ -105,27 +151,36 @@ def _planned(document: TOMLDocument, memory: int | None, phases: Phases) -> tupl
     return plan, forecast(plan, there.kernels, base=there.base).fits(there.size)
 
 
-def _set_length(document: TOMLDocument, plan: Plan) -> None:
-    """So many steps that each photo is shown VIEWS times, within STEPS. Batches of a bucket may be short: the plan knows."""
+def _set_length(document: TOMLDocument, plan: Plan, given: set[str]) -> None:
+    """So many steps that each photo is shown VIEWS times, within STEPS. Batches of a bucket may be short: the plan knows.
+
+    given: keys that stay as they are.
+    """
     an_epoch = sum(photo.repeats for photo in plan.photos) / len(plan.photos)  # times that a photo is shown
     least, most = STEPS
     steps = min(most, max(least, round(VIEWS / an_epoch * plan.steps_per_epoch) // 10 * 10))
-    times = round(steps / plan.steps_per_epoch * an_epoch)
-    _set(document, "run", "max_steps", steps, f"{len(plan.photos)} photos, each about {times} times")
-    every = max(1, steps // SAMPLED // 10 * 10)
-    _set(document, "validation", "every_steps", every)
-    if plan.held_out:
+    if given.isdisjoint(("run.max_steps", "run.epochs")):
+        times = round(steps / plan.steps_per_epoch * an_epoch)
+        _set(document, "run", "max_steps", steps, f"{len(plan.photos)} photos, each about {times} times")
+    else:
+        steps = plan.max_steps
+    every = max(1, steps // SAMPLED)
+    every -= every % 10 if every > 10 else 0
+    if "validation.every_steps" not in given:
+        _set(document, "validation", "every_steps", every)
+    if plan.held_out and "validation.loss_every_steps" not in given:
         _set(document, "validation", "loss_every_steps", every)
 
 
-def _filled(preset: Path, *, name: str, photos: str, model: str, named: NamedModel, found: Sequence[Photo]) -> TOMLDocument:
-    """The preset with what is known of these photos and this model."""
+def _filled(preset: Path, *, photos: str, config: Config, named: NamedModel, found: Sequence[Photo]) -> TOMLDocument:
+    """The preset with what is known of these photos and this model. config: what is given of it."""
     document = tomlkit.parse(preset.read_text(encoding="utf-8"))
-    captions = [photo.caption for photo in found if photo.caption]
-    trigger = common_phrase(captions) if captions else name.replace("_", " ")
+    captions, name = [photo.caption for photo in found if photo.caption], config.run.name
+    trigger = config.data.sources[0].trigger or (common_phrase(captions) if captions else name.replace("_", " "))
     _set(document, "run", "name", name)
     _set(document, "run", "output_dir", f"outputs/{name}")
-    _set(document, "model", "path", model)
+    if config.model.path != document["model"]["path"]:
+        _set(document, "model", "path", config.model.path)
     side = named.config("vae").get("sample_size", 1024)
     if side != 1024:
         _set(document, "data", "resolution", side, "what the model was made for")
@@ -144,8 +199,10 @@ def _filled(preset: Path, *, name: str, photos: str, model: str, named: NamedMod
 
 
 def _set(document: TOMLDocument, table: str, key: str, value: object, comment: str = "") -> None:
+    """With this comment, in place of one that was of another value."""
     found = document[table]
     found[key] = value
+    found[key].trivia.comment_ws = found[key].trivia.comment = ""
     if comment:
         found[key].comment(comment)
 

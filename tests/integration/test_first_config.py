@@ -7,6 +7,7 @@ import re
 import shutil
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -161,3 +162,52 @@ def test_what_cannot_be_used_leaves_no_config(bench: Workbench, monkeypatch, cap
     assert new(bench, monkeypatch, photos) == 2
     assert "broken.jpg" in capsys.readouterr().err
     assert not list(bench.tmp.glob("*.toml")) and not (bench.tmp / "outputs").exists()
+
+
+def test_what_is_set_stands_in_the_config(bench: Workbench, monkeypatch, capsys) -> None:
+    """In place of what is chosen here and of the preset's values, whose comments go."""
+    photos = captions_beside(bench.tmp)
+    weights = POCKET / "text_encoder"
+    asked = {
+        "model.path": str(POCKET), "model.components.unet.dtype": "bf16", "model.components.text_encoder.path": str(weights),
+        "run.epochs": 7, "run.name": "my_bear", "adapter.rank": 3, "adapter.targets": ["*.to_q"],
+        "objective.min_snr_gamma": None, "validation.every_steps": 0, "data.sources.0.trigger": "zwx toy",
+    }  # fmt: skip
+    keys = [f"{key}={'' if value is None else str(value).replace(chr(39), chr(34))}" for key, value in asked.items()]
+    monkeypatch.chdir(bench.tmp)
+    assert cli.main(["--new", photos, "--plan_memory", "8GiB", "--set", *keys]) == 0
+    text = (bench.tmp / "my_bear.toml").read_text()
+    tree = tomllib.loads(text)
+    for key, value in asked.items():
+        node: Any = tree
+        for part in key.split("."):
+            node = node[int(part)] if isinstance(node, list) else node.get(part)
+        assert node == value, key
+    assert "max_steps" not in tree["run"] and tree["run"]["output_dir"] == "outputs/my_bear"
+    assert text.count("# as --set said\n") == len(asked) - 1 and "half of what bf16 takes" not in text
+    assert "; 21 steps = 7 epochs" in capsys.readouterr().out
+
+
+def test_what_is_set_wrongly_is_refused_as_elsewhere(bench: Workbench, monkeypatch, capsys) -> None:
+    photos = captions_beside(bench.tmp)
+    config = bench.write(bench.tree())
+    for wrong, said in (
+        ("adapter.rnk=4", "did you mean adapter.rank?"),
+        ("adapter.rank=many", "adapter.rank = 'many'"),
+        ("rank", "--set 'rank': write it as table.key=VALUE"),
+        ("data.sources.3.repeats=2", "'3' is not an index into a list of 1"),
+    ):
+        assert cli.main(["--config", str(config), "--plan", "--set", wrong]) == 2
+        elsewhere = capsys.readouterr().err
+        assert said in elsewhere
+        assert new(bench, monkeypatch, photos, "--set", wrong) == 2
+        assert capsys.readouterr().err == elsewhere
+    for wrong, said in (
+        ("model.path=x", f"--model {POCKET} and --set model.path=x both name the model; give one"),
+        ("model.family=flux", f"model.family = 'flux': the model at {POCKET} is one of sdxl; leave the key out"),
+        ("model.components.te.dtype=fp32", "model.components.te is not a component of sdxl"),
+        ("model.components.vae.path=no/vae", "model.components.vae.path = 'no/vae' does not exist"),
+    ):
+        assert new(bench, monkeypatch, photos, "--set", wrong) == 2
+        assert said in capsys.readouterr().err
+    assert [path.name for path in bench.tmp.glob("*.toml")] == ["run.toml"]

@@ -29,7 +29,6 @@ MISTAKES = [
     (["--config", "c", "--dry-run"], "--dry-run is no option; write --plan"),
     (["--confg", "c"], "--confg is no option; write --config"),
     (["--config", "c", "--new", "photos"], "--new and --config do not go together; change the config that --new writes"),
-    (["--new", "photos", "--set", "a=1"], "--new and --set do not go together; change the config that --new writes"),
     (["--config", "c", "--model", "m"], "--model belongs to --new; write --set model.path=m"),
     (["--config", "c", "--foo"], "--foo is no option"),
 ]  # fmt: skip

@@ -4,12 +4,13 @@ from trainer.config.data_tables import DataTable, Resolutions
 from trainer.config.keys import flatten, generic, known_keys
 from trainer.config.kinds import Table, expand_home
 from trainer.config.mistakes import hint, near_miss
-from trainer.config.reading import dumps, load, parse, read_resolved, tree
+from trainer.config.reading import dumps, load, override, parse, read_resolved, tree
 from trainer.config.tables import ComponentTable, Config, SampleTable
 from trainer.config.training_tables import ObjectiveTable, OptimizerTable, ScheduleTable
 
 __all__ = [
     "ComponentTable", "Config", "DataTable", "ObjectiveTable", "OptimizerTable", "Resolutions", "SampleTable",
     "ScheduleTable", "Table",
-    "dumps", "expand_home", "flatten", "generic", "hint", "known_keys", "load", "near_miss", "parse", "read_resolved", "tree",
+    "dumps", "expand_home", "flatten", "generic", "hint", "known_keys", "load", "near_miss", "override", "parse",
+    "read_resolved", "tree",
 ]  # fmt: skip

@@ -6,6 +6,7 @@ What can be said without looking at a model is refused here, in the words of `mi
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,7 @@ def load(path: str, overrides: list[str]) -> Config:
         raise UserError(f"--config {path}: not UTF-8 at byte {error.start}") from error
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"--config {path}: not valid TOML: {error}") from error
-    for override in overrides:
-        _apply(tree, override)
+    override(tree, overrides)
     return parse(tree)
 
 
@@ -72,7 +72,15 @@ def tree(config: Config) -> dict[str, Any]:
     return config.model_dump(exclude_none=True, mode="json")
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
+def override(tree: dict[str, Any], overrides: Iterable[str]) -> list[str]:
+    """Apply `table.key=VALUE` overrides, as of --set, to a plain tree, in place. Returns their keys.
+
+    Raises UserError for one that is not written so, or that goes through a value. Whether there is such a key, `parse` says.
+    """
+    return [_apply(tree, one) for one in overrides]
+
+
+def _apply(tree: dict[str, Any], override: str) -> str:
     key, separator, text = override.partition("=")
     if not separator or not key.strip():
         raise UserError(f"--set {override!r}: write it as table.key=VALUE, for example --set run.seed=3")
@@ -92,6 +100,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         node.pop(last, None)
     else:
         node[last] = value
+    return key.strip()
 
 
 def _child(node: Any, part: str, override: str) -> Any:
