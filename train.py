@@ -3,7 +3,7 @@ import sys
 from trainer import environment
 
 if __name__ == "__main__":
-    environment.check(sys.argv)
+    environment.prepare(sys.argv)
     from trainer.cli import leave, main
 
     leave(main())

@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 from trainer import environment  # noqa: E402
 
 if __name__ == "__main__":
-    environment.check(sys.argv)
+    environment.prepare(sys.argv)
 
 from scripts.adapter import strength_of, whole_model  # noqa: E402
 from trainer.errors import DataError, NonFiniteError, OutOfMemory, UserError, ending  # noqa: E402

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 from trainer import environment  # noqa: E402
 
 if __name__ == "__main__":
-    environment.check(sys.argv)
+    environment.prepare(sys.argv)
 
 from trainer.errors import UserError, ending  # noqa: E402
 

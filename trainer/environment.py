@@ -1,6 +1,10 @@
-"""Whether this Python can run the program at all. The only file that may be imported where nothing is installed."""
+"""Whether this Python can run the program, and how its threads wait.
+
+The only file that may be imported where nothing is installed.
+"""
 
 import importlib.util
+import os
 import shlex
 import shutil
 import subprocess
@@ -11,6 +15,24 @@ OLDEST = (3, 11)
 # Those that nothing works without. Others are asked for where they are needed.
 NEEDED = ("torch", "diffusers", "transformers", "safetensors", "pydantic")
 ROOT = Path(__file__).resolve().parent.parent
+# Some 10 microseconds (libgomp takes 100,000 turns for a millisecond): enough for the next loop of the same step to begin.
+SPINS = "1000"
+
+
+def prepare(arguments):
+    """Call `wait_briefly`, then `check`. Every program calls it before it imports a library."""
+    wait_briefly()
+    check(arguments)
+
+
+def wait_briefly():
+    """Have OpenMP's threads give their core away soon while they wait, unless the user chose how they wait.
+
+    By default they first spin for 3 ms, on cores that the thread they wait for may need: beside other programs a step took
+    60 times as long (scripts/bench/busy.py). GNU's OpenMP, which PyTorch has, reads this once, when it is loaded.
+    """
+    if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
+        os.environ["GOMP_SPINCOUNT"] = SPINS
 
 
 def check(arguments):

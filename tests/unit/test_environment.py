@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -13,6 +14,8 @@ import pytest
 from tests.harness import ROOT
 from trainer import environment
 
+PROGRAMS = ("train.py", "scripts/adapter.py", "scripts/data.py", "scripts/sample.py", "scripts/watch.py")
+
 
 def bare(*arguments: str) -> subprocess.CompletedProcess[str]:
     """A program, where nothing is installed: without site-packages."""
@@ -21,9 +24,7 @@ def bare(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize(
-    "program", ["train.py", "scripts/adapter.py", "scripts/data.py", "scripts/sample.py", "scripts/watch.py"]
-)
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_a_python_without_the_libraries_is_told_where_they_are(program: str) -> None:
     done = bare(program, "--config", "tiny_sdxl.toml")
     assert done.returncode == 2 and "Traceback" not in done.stderr
@@ -107,3 +108,30 @@ def test_which_pytorch_was_taken_is_said(monkeypatch, tmp_path: Path, built, wor
     monkeypatch.setattr("torch.cuda.get_device_name", lambda place: card)
     found = environment.torch_said()
     assert len(found) == len(said) and all(re.search(pattern, line) for pattern, line in zip(said, found, strict=True)), found
+
+
+@pytest.mark.parametrize("chosen", [{}, {"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"}])
+def test_threads_wait_briefly_unless_the_user_chose(monkeypatch, chosen: dict[str, str]) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
+    environment.wait_briefly()
+    found = {name: os.environ[name] for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT") if name in os.environ}
+    assert found == (chosen or {"GOMP_SPINCOUNT": environment.SPINS})
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_program_chooses_before_a_library_is_loaded(program: str) -> None:
+    """GNU's OpenMP reads the environment once, when PyTorch is imported."""
+    code = (
+        "import os, runpy, sys\n"
+        "from trainer import environment\n"
+        "def stop(arguments):\n"
+        "    assert 'torch' not in sys.modules and os.environ['GOMP_SPINCOUNT'] == environment.SPINS\n"
+        "    sys.exit(77)\n"
+        "environment.check = stop\n"
+        f"runpy.run_path({program!r}, run_name='__main__')"
+    )
+    without = {key: value for key, value in os.environ.items() if key not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=without).returncode == 77
