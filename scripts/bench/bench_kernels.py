@@ -1,6 +1,7 @@
 """Time the fused kernels against their plain twins, eager and compiled, on the layers that carry the time.
 
     python scripts/bench/bench_kernels.py [--seconds 240] [--rank 16] [--storage fp8_e4m3,nf4,bf16] [--json FILE]
+    python scripts/bench/bench_kernels.py --casts     # on a CPU: how float8 weights are decoded there, beside torch's cast
 
 Medians of triton.testing.do_bench, which clears the L2 cache between calls; the arguments rotate besides. `GB/s` counts each
 input once and each output once, and `of copy` is its share of what a large device-to-device copy reaches in the same process.
@@ -119,13 +120,38 @@ def copy_rate() -> float:
     return 2 * source.nbytes / microseconds(target.copy_, [(source,)]) * 1e6
 
 
+def casts(rounds: int = 12) -> int:
+    """Best of alternating rounds: another load on the machine slows both."""
+    from trainer.kernels import dora_torch
+
+    n, k = 3072, 3072
+    codes = torch.randn(n, k).to(torch.float8_e4m3fn)
+    weight, out = StoredWeight(codes, (n, k), None, k, torch.ones(n), plain=True), torch.empty(n, k, dtype=torch.bfloat16)
+
+    def milliseconds(function: Callable[[], Any]) -> float:
+        start = time.perf_counter()
+        function()
+        return 1000 * (time.perf_counter() - start)
+
+    def ours() -> None:
+        dora_torch.upcast(weight, torch.bfloat16, None, out)
+
+    taken = [(milliseconds(ours), milliseconds(lambda: codes.to(torch.bfloat16))) for _ in range(rounds)]
+    decoded, cast = map(min, zip(*taken, strict=True))
+    print(f"{n} x {k} from float8 to bf16: {decoded:.1f} ms, torch's cast {cast:.1f} ms, {cast / decoded:.1f} times as long")
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=240, help="stop measuring after this time")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--storage", default="fp8_e4m3,nf4,bf16", help=f"comma-separated: {', '.join(STORAGES)}")
     parser.add_argument("--json", type=Path, help="write all figures there")
+    parser.add_argument("--casts", action="store_true", help="on a CPU: decoding float8 beside torch's cast of it")
     args = parser.parse_args()
+    if args.casts:
+        return casts()
     storages = args.storage.split(",")
     if unknown := set(storages) - set(STORAGES):
         parser.error(f"--storage does not know {', '.join(sorted(unknown))}; it knows {', '.join(STORAGES)}")

@@ -99,8 +99,8 @@ def test_a_share_that_is_a_whole_timestep_begins_with_it(first: int) -> None:
     assert chosen.time(torch.tensor([2.0**-53], dtype=torch.float64), 0).tolist() == [first]
 
 
-@pytest.mark.parametrize("ztsnr", [False, True])
-@pytest.mark.parametrize("prediction", ["epsilon", "v"])
+# Epsilon says nothing of a timestep without signal, and is refused there.
+@pytest.mark.parametrize(("prediction", "ztsnr"), [("epsilon", False), ("v", False), ("v", True)])
 @pytest.mark.parametrize(
     "weighting",
     [Weighting(), Weighting("min_snr"), Weighting("soft_min_snr"), Weighting("debiased"), Weighting("p2")],
@@ -109,8 +109,6 @@ def test_a_share_that_is_a_whole_timestep_begins_with_it(first: int) -> None:
 @pytest.mark.parametrize("loss", ["mse", "huber", "smooth_l1"])
 @pytest.mark.parametrize("schedule", ["constant", "exponential", "snr"])
 def test_losses_and_gradients_are_finite_at_the_ends_of_time(prediction, ztsnr, weighting, loss, schedule) -> None:
-    if ztsnr and prediction == "epsilon":
-        return
     chosen = diffusion(prediction, ztsnr, weighting=weighting, loss=Loss(loss, 0.1, schedule))
     time = torch.tensor([0, 0, T - 1, T - 1])
     latents, noise = torch.randn(2, 4, 4, 3, 3, generator=torch.Generator().manual_seed(1))

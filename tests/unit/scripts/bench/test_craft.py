@@ -39,9 +39,10 @@ raise SystemExit(replace(craft.BENCH, cells=(craft.DEFAULT, nothing, *craft.CHOI
 """
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_what_was_measured_before_a_kill_is_kept_and_nothing_differs_by_nothing(tmp_path: Path) -> None:
-    """The whole way, in short: killed after its first cell it goes on with the others, and the page has them all.
+    """The whole way, in short: killed after its first cell it goes on with the others, and the page has them all. The kill
+    alone, without a training, is in test_cells.py.
 
     A choice that changes nothing has the default's bits, also beside a default that it takes turns with.
     """
