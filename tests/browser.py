@@ -55,9 +55,9 @@ class Tab:
             if url.partition("#")[0] != self.page and not url.startswith("data:"):
                 self.requests.append(url[:200])
 
-    def open(self, path: Path, *, seconds: float = 60) -> float:
-        """Returns the seconds until the page was loaded."""
-        self.page = path.resolve().as_uri()
+    def open(self, page: Path | str, *, seconds: float = 60) -> float:
+        """page: a file, or an address. Returns the seconds until it was loaded."""
+        self.page = page.resolve().as_uri() if isinstance(page, Path) else page
         loads, began = self.loads, time.monotonic()
         self.send("Page.navigate", url=self.page)
         self.wait_for_load(loads, seconds)

@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
@@ -57,6 +58,18 @@ def write(path: Path, pieces: Iterable[memoryview | bytes], advance: Advance = u
         finally:
             os.close(descriptor)
     return digest.hexdigest(), count
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a file to be read that anybody may have put there. Raises OSError for what is no regular file: a pipe, say, would
+    be waited for without end."""
+    number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    kind = os.fstat(number).st_mode
+    if not stat.S_ISREG(kind):
+        os.close(number)
+        code = errno.EISDIR if stat.S_ISDIR(kind) else errno.EINVAL
+        raise OSError(code, os.strerror(code) if stat.S_ISDIR(kind) else "Not a regular file", str(path))
+    return open(number, "rb")
 
 
 def hash_file(path: Path, advance: Advance = unheard) -> str:

@@ -29,8 +29,8 @@ def unreadable() -> tuple[type[Exception], ...]:
 
 
 def pngs(folder: Path, pattern: str = "*.png") -> list[Path]:
-    """In order. Hidden ones are none: some systems leave "._00.png" beside "00.png"."""
-    return [file for file in sorted(folder.glob(pattern)) if not file.name.startswith(".")]
+    """In order. Hidden ones are none: some systems leave "._00.png" beside "00.png". Nor is a pipe, or a folder."""
+    return [file for file in sorted(folder.glob(pattern)) if not file.name.startswith(".") and file.is_file()]
 
 
 def is_sound(file: Path) -> bool:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import shutil
+import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path, PurePosixPath
 from socketserver import TCPServer
+from typing import IO
 from urllib.parse import quote, unquote, urlsplit
 
 from trainer.errors import UserError
+from trainer.files import open_regular
 from trainer.layout import Layout
 from trainer.report.compared import Seen, compare
 from trainer.report.history import History, read_standing
+from trainer.report.page import policy
 from trainer.report.samples import read_samples
 from trainer.report.settings import values
 from trainer.report.thumbnails import Thumbnails
@@ -35,6 +41,11 @@ KINDS = {
     ".md": "text/plain; charset=utf-8",
     ".safetensors": "application/octet-stream",
 }
+# A request has to be told within these seconds, and each piece of an answer to be taken.
+ASK_SECONDS, TAKE_SECONDS = 10.0, 30.0
+# A run's folder may come from anybody. What lies in it is shown as a page without an origin, which can read no other page of
+# this server; the only script that runs there is the report's own. An adapter file is a download.
+SANDBOX = "; sandbox allow-scripts allow-downloads"
 
 
 class Runs:
@@ -97,10 +108,38 @@ def _is_run(folder: Path) -> bool:
     return layout.config.exists() or layout.metrics.exists()
 
 
+class Until(io.RawIOBase):
+    """What a client sends within `seconds` of now, however slowly it does. Raises TimeoutError after that."""
+
+    def __init__(self, line: socket.socket, seconds: float) -> None:
+        self._line, self._end = line, time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._line.settimeout(left)
+        return self._line.recv_into(buffer)
+
+
 class Handler(BaseHTTPRequestHandler):
     """GET and HEAD: / is the comparison, or of one run its page; /NAME/... a file of the run NAME."""
 
     runs: Runs
+    rfile: io.BufferedIOBase = io.BytesIO()  # until `setup`
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self.rfile = io.BufferedReader(Until(self.connection, ASK_SECONDS))
+
+    def parse_request(self) -> bool:
+        parsed = super().parse_request()
+        self.connection.settimeout(TAKE_SECONDS)
+        return parsed
 
     def do_GET(self) -> None:
         if _host(self.headers.get("Host", "")) not in NAMES:
@@ -124,18 +163,15 @@ class Handler(BaseHTTPRequestHandler):
         if not path.is_relative_to(layout.root) or path.suffix not in KINDS or any(p.startswith(".") for p in asked.parts):
             return self._text(HTTPStatus.NOT_FOUND, "There is no such file.")
         try:
-            with path.open("rb") as file:
-                self._head(HTTPStatus.OK, KINDS[path.suffix], os.fstat(file.fileno()).st_size)
-                if self.command == "GET":
-                    shutil.copyfileobj(file, self.wfile)
-        except OSError:  # there is none, it is a folder, or no file can have such a name
+            file = open_regular(path)
+        except OSError:  # there is none, it is none that ends, or no file can have such a name
             gone = "The report is not written yet." if path == layout.report else "There is no such file."
-            self._text(HTTPStatus.NOT_FOUND, gone)
+            return self._text(HTTPStatus.NOT_FOUND, gone)
+        with file:
+            self._answer(HTTPStatus.OK, KINDS[path.suffix], file, os.fstat(file.fileno()).st_size, SANDBOX)
 
     def _send(self, page: bytes, status: HTTPStatus = HTTPStatus.OK, kind: str = KINDS[".html"]) -> None:
-        self._head(status, kind, len(page))
-        if self.command == "GET":
-            self.wfile.write(page)
+        self._answer(status, kind, io.BytesIO(page), len(page))
 
     def _text(self, status: HTTPStatus, text: str) -> None:
         self._send(f"{text}\n".encode(), status, KINDS[".md"])
@@ -146,16 +182,20 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", "0")
         self.end_headers()
 
-    def _head(self, status: HTTPStatus, kind: str, length: int) -> None:
+    def _answer(self, status: HTTPStatus, kind: str, body: IO[bytes], length: int, sandbox: str = "") -> None:
+        """In pieces: a slow line may take long for all of it."""
         self.send_response(status)
         for name, value in (
             ("Content-Type", kind),
             ("Content-Length", str(length)),
             ("Cache-Control", "no-store"),
             ("X-Content-Type-Options", "nosniff"),
+            ("Content-Security-Policy", f"{policy()}; frame-ancestors 'none'{sandbox}"),
         ):
             self.send_header(name, value)
         self.end_headers()
+        if self.command != "HEAD":
+            shutil.copyfileobj(body, self.wfile)
 
     def log_message(self, format: str, *arguments: object) -> None:
         """Nothing: each page asks again every few seconds."""

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,10 @@ import pytest
 
 from tests.browser import AUDIT, Browser, Tab, needs_chromium
 from tests.harness import ROOT
+from tests.unit.test_watching import write_run
+from trainer.layout import Layout
+from trainer.report import LiveReport
+from trainer.watching import Runs, Server
 
 pytestmark = [pytest.mark.slow, needs_chromium]
 
@@ -248,3 +253,29 @@ def test_one_timeline_is_shown(work: Path, shots: Path, tab: Tab) -> None:
     folded = tab.run("[...document.querySelectorAll('.gone h3')].map((title) => title.textContent)")
     assert "a bear, ink style" in folded and not [alt for alt in shown(tab) if "step 30" in alt]
     assert not tab.troubles and not tab.requests
+
+
+def test_a_page_that_is_served_keeps_its_reader_s_place_and_runs_no_other_script(tmp_path: Path, tab: Tab) -> None:
+    """Without an origin of its own: a folder that somebody sent reads no other run's files."""
+    for name in ("mine", "sent"):
+        write_run(tmp_path / name, lr=1e-4, losses=[0.9, 0.8], colour="red")
+        with LiveReport(Layout(tmp_path / name), name=name, total=2):
+            pass
+    sent = tmp_path / "sent" / "report.html"
+    sent.write_text(sent.read_text().replace("<script>", "<script>document.title = 'ran'</script><script>"))
+    with Server(Runs([tmp_path]), 0) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        tab.look(1000, "light")
+        tab.open(f"{server.address}mine/report.html")
+        tab.run("for (const part of document.querySelectorAll('#configuration details')) part.open = true; scrollTo(0, 300)")
+        tab.run("new Promise((done) => setTimeout(done, 500))")
+        loads = tab.loads
+        tab.send("Page.reload")
+        tab.wait_for_load(loads)
+        assert (tab.run("scrollY"), tab.run("origin")) == (300, "null")
+        assert tab.run("document.querySelector('#configuration details:last-of-type').open")
+        assert not tab.troubles
+        tab.open(f"{server.address}sent/report.html")
+        assert tab.run("document.title") == "sent - training report" and "Content Security Policy" in tab.troubles[0]
+        assert tab.run("fetch('/mine/config.toml').catch(() => 'refused')") == "refused"
+        server.shutdown()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import signal
 import socket
 import threading
@@ -15,11 +16,13 @@ import pytest
 from PIL import Image
 
 from scripts import watch
+from trainer import watching
 from trainer.errors import Interrupted, NonFiniteError, NotWritten, PeerStopped, UserError
 from trainer.layout import Layout
 from trainer.models.base import SampleRequest
 from trainer.report import START, STOP, cause
 from trainer.report.compared import compare
+from trainer.report.page import policy
 from trainer.validation import draw_samples
 from trainer.watching import Runs, Server
 
@@ -153,6 +156,66 @@ def test_nothing_outside_of_a_run_is_served(runs: Path, browse, path: str) -> No
         (runs / "fast" / name).write_bytes(b"secret")
     status, _, found = browse(runs).get(path)
     assert status == 404 and b"secret" not in found
+
+
+def test_what_lies_in_a_run_s_folder_has_no_origin_and_no_script_but_the_report_s(runs: Path, browse) -> None:
+    """Whoever made the folder: its pages can read no other page of the server."""
+    (runs / "fast" / "report.html").write_text("<script>fetch('/slow%20run/config.toml')</script>")
+    browser = browse(runs)
+    own = policy()
+    for path in ("/fast/report.html", "/fast/config.toml", "/fast/samples/step-00000004/00.png", "/fast/metrics.jsonl"):
+        rules = browser.get(path)[1]["content-security-policy"]
+        assert rules == f"{own}; frame-ancestors 'none'; sandbox allow-scripts allow-downloads", path
+    rules = browser.get("/")[1]["content-security-policy"]
+    assert rules == f"{own}; frame-ancestors 'none'", "the comparison is the server's own page"
+    for rules in (own, browser.text("/").partition('Policy" content="')[2].partition('"')[0]):
+        assert rules.startswith("default-src 'none'; base-uri 'none'; form-action 'none'; ") and "'unsafe-eval'" not in rules
+        assert rules.count("script-src 'sha256-") == 1 and "connect-src" not in rules
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /fast/", b"GET / HTTP/1.0\r\nHost: localhost\r\nX: "])
+def test_a_client_that_never_ends_its_request_holds_nothing(runs: Path, browse, monkeypatch, sent: bytes) -> None:
+    """However often it sends another byte."""
+    monkeypatch.setattr(watching, "ASK_SECONDS", 0.3)
+    with socket.create_connection(("127.0.0.1", browse(runs).port), 30) as line:
+        line.sendall(sent)
+        line.settimeout(0.02)
+        while True:
+            try:
+                line.sendall(b"a" if sent else b"")
+                if line.recv(1000) == b"":
+                    break
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                break
+
+
+def test_a_client_that_takes_no_answer_holds_nothing(runs: Path, browse, monkeypatch) -> None:
+    monkeypatch.setattr(watching, "TAKE_SECONDS", 0.2)
+    ended = threading.Event()
+    real = watching.Handler.finish
+    monkeypatch.setattr(watching.Handler, "finish", lambda self: (real(self), ended.set()))
+    with (runs / "fast" / "large.safetensors").open("wb") as file:
+        file.truncate(2**28)
+    with socket.create_connection(("127.0.0.1", browse(runs).port), 30) as line:
+        line.sendall(b"GET /fast/large.safetensors HTTP/1.0\r\nHost: localhost\r\n\r\n")
+        assert ended.wait(60), "the line is held for as long as the client likes"
+
+
+def test_a_pipe_is_no_file_of_a_run(runs: Path, browse) -> None:
+    """It would be waited for without end. A run is shown without it, or not at all."""
+    write_run(runs / "other", lr=1e-5, losses=[0.9], colour="green")
+    for name in ("x.png", "samples/step-00000004/x.png", "adapters.safetensors"):
+        os.mkfifo(runs / "fast" / name)
+    for name in ("config.toml", "phases.jsonl", "metrics.jsonl"):
+        (runs / "other" / name).unlink(missing_ok=True)
+        os.mkfifo(runs / "other" / name)
+    browser = browse(runs)
+    for path in ("/fast/x.png", "/fast/samples/step-00000004/x.png", "/fast/adapters.safetensors", "/other/config.toml"):
+        assert browser.get(path)[0] == 404
+    page = browser.text("/")
+    assert "fast, step 4" in page and f"could not be read: Not a regular file: {runs / 'other'}" in page
 
 
 def test_only_this_machine_can_ask(runs: Path) -> None:

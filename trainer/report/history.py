@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from trainer.files import open_regular
 from trainer.phases import PACE_UNITS, duration, pace_of
 from trainer.verdict import is_line, is_number
 
@@ -41,7 +42,7 @@ class History:
     def read(self) -> History:
         """All that is written by now; a missing file gives no rows."""
         try:
-            with open(self.path, "rb") as file:
+            with open_regular(self.path) as file:
                 found = os.fstat(file.fileno())
                 if self._file != found.st_ino or found.st_size < self._place:
                     self.rows, self._bad, self._place, self._file, self._columns = [], 0, 0, found.st_ino, {}
@@ -198,7 +199,12 @@ def _parsed(line: bytes) -> Any:
 def _moments(path: Path) -> Iterator[dict[str, Any]]:
     """The entries of a phases.jsonl that tell of a start or its end. A missing file has none, a damaged one those that are
     sound."""
-    for line in path.read_bytes().splitlines() if path.exists() else ():
+    try:
+        with open_regular(path) as file:
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        lines = []
+    for line in lines:
         if START.encode() not in line and STOP.encode() not in line:
             continue  # of a long run there are thousands
         entry = _parsed(line)

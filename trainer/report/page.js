@@ -4,22 +4,20 @@
   const make = (tag, kind, text) => Object.assign(document.createElement(tag), {className: kind || "", textContent: text || ""});
   const body = document.body.dataset;
 
-  // --- where the reader was: kept for as long as the tab is open, of a file, too
+  // --- where the reader was: kept in the tab's name, which also a page has that no storage is given, since it has no origin
   const mine = `report ${location.pathname}`;
   const key = (part) => {
     const place = part.closest("section") || document.body;
     return `${place.id}/${all(part.tagName, place).indexOf(part)}`;
   };
   let kept = {};
-  try { kept = JSON.parse(sessionStorage.getItem(mine)) || {}; } catch { /* the browser keeps nothing for pages */ }
+  try { kept = JSON.parse(window.name)[mine] || {}; } catch { /* another page's, or none */ }
   if (kept.open) for (const part of all("details")) if (key(part) in kept.open) part.open = kept.open[key(part)];
   const present = () => ({
     y: scrollY, step: chosen, open: Object.fromEntries(all("details").map((part) => [key(part), part.open])),
     strips: Object.fromEntries(all(".strip").map((strip) => [strip.parentNode.dataset.row, strip.scrollLeft])),
   });
-  const remember = () => {
-    try { sessionStorage.setItem(mine, JSON.stringify(present())); } catch { /* as above */ }
-  };
+  const remember = () => { window.name = JSON.stringify({[mine]: present()}); };
 
   // --- samples: the slider puts an image from the strip in the place of the newest one
   let chosen = kept.step === undefined ? null : kept.step;
@@ -146,6 +144,10 @@
     history.scrollRestoration = "manual";
     scrollTo(0, kept.y);
     addEventListener("load", () => scrollTo(0, kept.y));
+  }
+  let soon = 0;
+  for (const act of ["scroll", "toggle", "input"]) {  // a page without an origin that is being left keeps nothing any more
+    addEventListener(act, () => { clearTimeout(soon); soon = setTimeout(remember, 100); }, true);
   }
   addEventListener("pagehide", remember);
 

@@ -28,6 +28,7 @@ HERE = Path(__file__).parent
 PARTS = "Samples", "Curves", "Your data", "The adapter", "Configuration", "Lineage", "Environment"
 RELOAD_SECONDS = 15  # of a page whose run is alive
 NOT_SEEN = "The run ended before its photos were looked at.", "The photos are being looked at."
+INLINE = "'unsafe-inline'"  # a chart's labels have their places in their styles
 PREPARING_SECONDS = 3600  # a first start may fetch a model of many gigabytes
 
 # What a tone looks like beside its colour.
@@ -105,17 +106,21 @@ def _resources() -> tuple[str, str, str]:
     return style, script, base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
+def policy(*, scripted: bool = True) -> str:
+    """The content security policy of a page. It makes "loads nothing from elsewhere" a fact that the browser enforces. A
+    sample's full file lies beside it. scripted: whether page.js may run; nothing else may."""
+    script = f"; script-src 'sha256-{_resources()[2]}'" if scripted else ""
+    return f"default-src 'none'; base-uri 'none'; form-action 'none'; img-src data: file: 'self'; style-src {INLINE}{script}"
+
+
 def document(name: str, kind: str, body: str, told: str = "", *, scripted: bool = True) -> str:
     """told: attributes of the body, for the script."""
-    style, script, digest = _resources()
-    # The policy makes "loads nothing from elsewhere" a fact that the browser enforces. A sample's full file lies beside it.
-    policy = "default-src 'none'; img-src data: file: 'self'; style-src 'unsafe-inline'"
-    policy += f"; script-src 'sha256-{digest}'" if scripted else ""
+    style, script, _ = _resources()
     return f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta http-equiv="Content-Security-Policy" content="{policy(scripted=scripted)}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <link rel="icon" href="data:,">
 <title>{escape(name)} - {kind}</title>

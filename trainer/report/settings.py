@@ -15,7 +15,7 @@ from trainer.report.tables import folded, grid
 def values(path: Path) -> dict[str, Any]:
     """By full key, of a resolved config.toml; of a damaged or missing file none."""
     try:
-        return configs.flatten(configs.read_resolved(path)) if path.exists() else {}
+        return configs.flatten(configs.read_resolved(path)) if path.is_file() else {}
     except UserError:
         return {}
 
@@ -43,7 +43,7 @@ def changed_keys(path: Path) -> list[tuple[str, Any, Any]]:
 
 
 def configuration(path: Path) -> str:
-    if not path.exists():
+    if not path.is_file():
         return '<p class="soft">There is no config.toml in this folder.</p>'
     changed = changed_keys(path)
     differ = [
