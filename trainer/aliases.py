@@ -6,6 +6,7 @@ underscores. docs/other_trainers.md shows both, and scripts/reference_pages.py w
 
 from collections.abc import Collection
 
+# The last has the names that no program named here has, but that people write.
 TRAINERS = ("sd-scripts", "OneTrainer", "ai-toolkit", "SimpleTuner", "diffusers' scripts and others")
 
 UNET = 'write a dtype, for example "fp8_e4m3", in [model.components.unet] (of Flux: transformer)'
@@ -34,7 +35,7 @@ NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
          "pretrained_model_name_or_path pretrained_model model_name checkpoint_path base_model"),
         ("model.family", "", "model_type", "model.arch", "model_family", ""),
         ('write family = "flux" in [model]', "", "", "model.is_flux", "", ""),
-        ('write family = "sdxl" in [model]', "sdxl", "", "model.is_xl", "", ""),
+        ('write family = "sdxl" in [model]', "", "", "model.is_xl", "", "sdxl"),
         ("model.components.vae.path", "vae ae", "vae.model_name", "model.vae_path", "pretrained_vae_model_name_or_path", ""),
         ("model.components.text_encoder.path", "clip_l", "", "", "", ""),
         ("model.components.text_encoder_2.path", "t5xxl", "", "", "pretrained_t5_model_name_or_path", ""),
@@ -48,13 +49,15 @@ NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
          "fp8_base fp8_base_unet", "", "", "", ""),
         (UNET, "", "weight_dtype quantization", "model.quantize model.qtype", "base_model_precision quantize_via",
          "load_in_8bit load_in_4bit"),
-        (ENCODER, "", "", "model.quantize_te model.qtype_te", "text_encoder_1_precision text_encoder_2_precision", ""),
+        (ENCODER, "", "", "model.quantize_te model.qtype_te", "text_encoder_1_precision", "text_encoder_2_precision"),
         ("leave it out: the VAE is stored and computed in fp32 unless [model.components.vae] says otherwise",
          "no_half_vae", "", "model.vae_dtype", "vae_dtype", ""),
-        ("precision.compute", "mixed_precision", "train_dtype", "", "mixed_precision", "mixed_precision torch_dtype"),
+        ("precision.compute", "mixed_precision", "train_dtype", "train.dtype", "mixed_precision",
+         "mixed_precision torch_dtype"),
         ('write compute = "fp16" in [precision]', "", "", "", "", "fp16"),
         ('write compute = "bf16" in [precision]', "", "", "", "", "bf16"),
-        (IN_FP32, "full_bf16 full_fp16", "lora_weight_dtype fallback_train_dtype", "", "", ""),
+        (IN_FP32, "full_bf16 full_fp16", "lora_weight_dtype fallback_train_dtype stochastic_rounding", "",
+         "gradient_precision", ""),
         ("leave it out: the last but one layer is read, as SDXL was trained", "clip_skip",
          "text_encoder_layer_skip", "", "", ""),
         ("there is none: schnell is trained as it is", "", "", "model.assistant_lora_path", "flux_fast_schedule", ""),
@@ -65,10 +68,10 @@ NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
         ("run.device", "", "train_device", "device", "", ""),
     ),
     "The adapter": (
-        ("adapter.type", "", "peft_type", "network.type network_type", "lora_type", ""),
+        ("adapter.type", "", "peft_type", "network.type", "lora_type", "network_type"),
         (DORA, "dora_wd", "lora_decompose", "", "use_dora", "use_dora weight_decompose"),
-        ("adapter.rank", "network_dim network_rank", "lora_rank", "network.linear", "lora_rank",
-         "rank lora_r lora_dim dim r"),
+        ("adapter.rank", "network_dim", "lora_rank", "network.linear", "lora_rank",
+         "network_rank rank lora_r lora_dim dim r"),
         ("adapter.alpha", "network_alpha", "lora_alpha", "network.linear_alpha", "lora_alpha", "lora_alpha"),
         ('leave it out; write type = "lora" or type = "dora" in [adapter]', "network_module algo", "", "", "", ""),
         ("write its parts by their names here: rank_dropout, module_dropout and targets in [adapter]", "network_args", "",
@@ -79,8 +82,8 @@ NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
          "network.conv_alpha", "", ""),
         ("there is none: an adapter is a LoRA or a DoRA", "", "oft_block_size lokr_dim", "network.lokr_factor",
          "lycoris_config", ""),
-        ("there is none: the words of the model stay as they are", "token_string", "embedding additional_embeddings",
-         "embedding", "", "placeholder_token"),
+        ("there is none: the words of the model stay as they are", "", "embedding additional_embeddings",
+         "embedding", "", "token_string placeholder_token"),
         ("adapter.targets", "", "layer_filter layer_filter_preset layer_filter_regex",
          "only_if_contains ignore_if_contains", "flux_lora_target", "target_modules lora_layers"),
         ("adapter.dropout", "network_dropout", "dropout_probability", "network.dropout", "lora_dropout", "lora_dropout"),
@@ -92,9 +95,13 @@ NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
          "network_train_unet_only", "", "train.train_unet", "", ""),
         (ADAPTED, "network_train_text_encoder_only", "", "train.train_text_encoder", "",
          "train_text_encoder"),
-        ("write stop_step in a rule of [[adapter.rules]]", "stop_text_encoder_training", "stop_training_after", "", "", ""),
-        ("write lr in a rule of [[adapter.rules]]", "block_lr", "", "", "", ""),
-        (PER_ENCODER, "learning_rate_te1 learning_rate_te2", "", "", "", "text_encoder_lr1 text_encoder_lr2"),
+        ("write stop_step in a rule of [[adapter.rules]]", "", "stop_training_after", "", "", "stop_text_encoder_training"),
+        ("write rank in a rule of [[adapter.rules]]", "block_dims network_reg_dims", "", "", "", ""),
+        ("write lr in a rule of [[adapter.rules]]", "network_reg_lrs", "", "", "", "block_lr"),
+        ("write the blocks' patterns as adapter.targets", "train_blocks", "", "", "", ""),
+        ('add a rule: [[adapter.rules]] with component = "text_encoder_2" and match = "*"', "train_t5xxl", "", "", "", ""),
+        ("leave it out: a DoRA has a magnitude for each output", "", "lora_decompose_output_axis", "", "", ""),
+        (PER_ENCODER, "", "", "", "", "learning_rate_te1 learning_rate_te2 text_encoder_lr1 text_encoder_lr2"),
         ("there is none: biases and norms are not trained", "train_norm", "", "", "", "lora_bias"),
         ("there is none: A is drawn from the seed, and B begins at zero", "", "", "", "", "init_lora_weights"),
     ),
@@ -111,9 +118,10 @@ NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
          "prodigy_decouple prodigy_use_bias_correction prodigy_safeguard_warmup"),
         ("optimizer.weight_decay", "", "", "", "adam_weight_decay", "adam_weight_decay"),
         ("optimizer.eps", "", "", "", "adam_epsilon", "adam_epsilon"),
-        (BETAS, "", "", "", "optimizer_beta1 optimizer_beta2", "adam_beta1 adam_beta2"),
-        ("optimizer.lora_plus", "loraplus_lr_ratio", "", "", "", ""),
-        ("there is none: gradients are clipped before the update", "fused_backward_pass", "", "", "", ""),
+        (BETAS, "", "beta1 beta2", "", "optimizer_beta1 optimizer_beta2", "adam_beta1 adam_beta2"),
+        ("optimizer.lora_plus", "loraplus_lr_ratio loraplus_unet_lr_ratio", "", "", "", ""),
+        ("there is none: gradients are clipped before the update", "fused_backward_pass", "fused_back_pass", "", "", ""),
+        ("write max_grad_norm in [step]: gradients are clipped by their norm", "", "", "", "grad_clip_method", ""),
         ("schedule.name", "lr_scheduler", "learning_rate_scheduler", "train.lr_scheduler", "lr_scheduler",
          "lr_scheduler scheduler lr_scheduler_type"),
         ("write its parts by their names here: warmup, end, cycles, power, decay in [schedule]", "lr_scheduler_args",
@@ -146,8 +154,8 @@ NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
          "enable_group_offload ramtorch musubi_blocks_to_swap", "lowvram"),
         ("there is none: nothing is moved to the host; write gradient_checkpointing = true in [memory]",
          "cpu_offload_checkpointing", "", "", "", ""),
-        (ATTENTION, "xformers sdpa mem_eff_attn split_attn", "attention_mechanism", "train.xformers train.sdp",
-         "attention_mechanism", "enable_xformers_memory_efficient_attention"),
+        (ATTENTION, "xformers sdpa mem_eff_attn", "attention_mechanism", "train.xformers train.sdp",
+         "attention_mechanism", "enable_xformers_memory_efficient_attention split_attn"),
         ("leave it out: blocks are not compiled", "torch_compile", "compile", "", "dynamo_backend", ""),
         ("leave it out: fp32 is computed as fp32", "", "", "", "", "allow_tf32"),
         (PROCESSES, "", "multi_gpu", "", "", "num_processes"),
@@ -164,7 +172,7 @@ NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
         ("data.sources.0.repeats", "num_repeats", "repeats", "num_repeats", "repeats", "repeats"),
         ("data.resolution", "resolution", "resolution", "resolution", "resolution", "resolution image_size"),
         ('write path = "hf:NAME" in [[data.sources]]', "", "", "", "dataset_name", "dataset_name"),
-        ("add a second [[data.sources]] with regularisation = true", "reg_data_dir", "", "", "",
+        ("add a second [[data.sources]] with regularisation = true", "reg_data_dir", "", "train.diff_output_preservation", "",
          "class_data_dir with_prior_preservation"),
         ("there is none: regularisation images are not made; put them into a folder, and add a [[data.sources]] for it",
          "", "", "", "", "num_class_images class_prompt sample_batch_size prior_generation_precision"),
@@ -186,6 +194,7 @@ NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
         ("there is none: caption_dropout in [data] is a share of all appearances", "caption_dropout_every_n_epochs", "",
          "", "", ""),
         ("there is none: write keep in [[data.sources]], a number of tags", "keep_tokens_separator", "", "", "", ""),
+        ("there is none: tags are split at separator alone", "secondary_separator", "", "", "", ""),
         ("there is none: all tags are trained from the first step", "token_warmup_min token_warmup_step", "", "", "", ""),
         ("leave it out: .txt and .caption files beside a photo are both read", "caption_extension", "",
          "caption_ext", "", ""),
@@ -202,10 +211,11 @@ NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
         (SIZES, "min_bucket_reso max_bucket_reso", "", "", "resolution_type", ""),
         ("data.bucket_step", "bucket_reso_steps", "", "bucket_tolerance", "aspect_bucket_alignment", ""),
         ("leave it out: photos are enlarged only where data.enlarge = true", "bucket_no_upscale", "", "", "", ""),
-        ("data.cache", "cache_latents cache_latents_to_disk", "image_caching latent_caching",
-         "cache_latents cache_latents_to_disk", "", ""),
-        ("data.cache_text", "cache_text_encoder_outputs cache_text_encoder_outputs_to_disk", "text_caching",
-         "cache_text_embeddings unload_text_encoder", "", ""),
+        ("data.cache", "cache_latents cache_latents_to_disk", "latent_caching",
+         "cache_latents cache_latents_to_disk", "", "image_caching"),
+        ("data.cache_text", "cache_text_encoder_outputs cache_text_encoder_outputs_to_disk", "",
+         "cache_text_embeddings unload_text_encoder", "", "text_caching"),
+        ("leave it out: what a run encodes stays in data.cache_dir for the next one", "", "only_cache", "", "", ""),
         ("data.cache_dir", "", "cache_dir", "", "cache_dir_vae", ""),
         ("leave it out: photos are encoded one at a time", "vae_batch_size", "", "", "vae_batch_size", ""),
         ("leave it out: captions are encoded together where that changes no bit", "text_encoder_batch_size", "", "", "", ""),
@@ -216,9 +226,12 @@ NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
         ("there is none: a mask weighs the loss of every appearance",
          "", "unmasked_probability normalize_masked_area_loss masked_prior_preservation_weight",
          "inverted_mask_prior", "masked_loss_probability", ""),
-        ("data.num_workers", "max_data_loader_n_workers", "caching_threads", "num_workers", "", "dataloader_num_workers"),
+        ("data.num_workers", "max_data_loader_n_workers", "dataloader_threads", "num_workers", "",
+         "dataloader_num_workers caching_threads"),
         ("leave it out: workers read ahead where data.num_workers is above 0", "persistent_data_loader_workers",
-         "prefetch_next_batch", "", "dataloader_prefetch", ""),
+         "", "", "dataloader_prefetch", "prefetch_next_batch"),
+        ("leave it out: a small photo is trained in a smaller bucket, and scripts/data.py report lists it", "", "", "",
+         "minimum_image_size", ""),
     ),
     "The objective": (
         ("objective.loss", "loss_type", "", "train.loss_type", "loss_type", "loss_fn"),
@@ -256,6 +269,7 @@ NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
         ("objective.guidance", "guidance_scale", "", "", "flux_guidance_value", "guidance_scale"),
         ("leave it out: objective.guidance = 1.0 is the default", "", "", "train.bypass_guidance_embedding",
          "flux_guidance_mode", ""),
+        ("there is none: a step has one pass, without a negative prompt", "", "", "train.do_cfg", "", ""),
         ("leave it out: of Flux the velocity is trained, every time with equal weight",
          "model_prediction_type", "", "", "", ""),
         ("leave it out: Flux reads T5's tokens without a mask", "apply_t5_attn_mask", "", "model.attn_masking",
@@ -289,6 +303,8 @@ NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
         ("write one prompt for each image in [validation], or seeds in [[validation.samples]]", "", "", "", "",
          "num_validation_images"),
         (f"write negative {SAMPLE}", "", "", "sample.neg", "validation_negative_prompt", "negative_prompt"),
+        ("validation.samples.0.width", "", "", "sample.width", "", ""),
+        ("validation.samples.0.height", "", "", "sample.height", "", ""),
         (f"write guidance {SAMPLE}", "", "", "sample.guidance_scale", "validation_guidance", "cfg_scale cfg"),
         ("validation.resolution", "", "", "", "validation_resolution", ""),
         (f"write strength {SAMPLE}", "", "", "sample.network_multiplier", "", ""),
@@ -304,6 +320,7 @@ NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
         ('write kind = "constant" in [ema]', "", "", "ema_config.use_ema", "use_ema", "use_ema"),
         ("ema.decay", "", "ema_decay", "ema_config.ema_decay", "ema_decay", ""),
         ("leave it out: the average follows every update", "", "ema_update_step_interval", "", "ema_update_interval", ""),
+        ("logging.tensorboard", "", "tensorboard", "", "", ""),
         ("logging.tensorboard or logging.wandb", "log_with", "", "", "report_to", "report_to"),
         ("leave it out: logs go to run.output_dir", "logging_dir", "", "", "logging_dir", "logging_dir"),
         ("logging.wandb", "", "", "logging.use_wandb", "", ""),
@@ -320,18 +337,30 @@ NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
 }  # fmt: skip
 
 
+TABLED = ("dtype",)  # so common that it means the same only in its table
+
+
 def _keys() -> dict[str, str]:
     """By a name of another trainer, and by its last part, what it is here; of one that stands twice, its first place."""
     keys: dict[str, str] = {}
     for rows in NAMES.values():
         for meant, *names in rows:
             for name in " ".join(names).split():
-                for known in (name, name.rpartition(".")[2]):
+                last = name.rpartition(".")[2]
+                for known in (name, *(() if last in TABLED else (last,))):
                     keys.setdefault(known, meant)
     return keys
 
 
 KEYS = _keys()
+
+# Values of other trainers that a key has nothing for, as `plain` has them, and why.
+ABSENT = {
+    "adapter.type": dict.fromkeys(
+        ("lokr", "loha", "oft", "boft", "ia3", "dylora", "glora", "vera", "full"),
+        "there is none: an adapter is a LoRA or a DoRA",
+    )
+}
 
 VALUES = {
     "float32": "fp32", "float": "fp32", "no": "fp32", "bfloat16": "bf16", "bfloat": "bf16", "float16": "fp16", "half": "fp16",

@@ -123,6 +123,7 @@ def data_lines(plan: DataPlan, *, text: str = "") -> list[str]:
         f"  short batches: {_short_batches(plan)}",
         f"  captions: {captions} missing or empty; {varied}dropped with probability {dropout}; flip {flip}"
         + (f"; text {text}" if text else ""),
+        *_alone(subject),
         *_without_prompts(plan),
         *(f"  warning: {line}" for line in prompts.warnings((r.prompt for r in plan.requests), plan.examples)),
         *_weight_lines(plan.photos),
@@ -133,6 +134,12 @@ def data_lines(plan: DataPlan, *, text: str = "") -> list[str]:
         *_held_out(plan),
         *_alike_lines(plan),
     ]
+
+
+def _alone(photos: Sequence[Photo]) -> list[str]:
+    if len(photos) != 1:
+        return []
+    return ["  warning: this is one photo alone, and the adapter learns to draw just that picture; 10 to 30 are usual"]
 
 
 def _without_prompts(plan: DataPlan) -> list[str]:

@@ -56,6 +56,12 @@ MISTAKES = [
     ("data.vae_batch_size", 4, "unknown key data.vae_batch_size; leave it out: photos are encoded one at a time"),
     ("data.text_encoder_batch_size", 4, "unknown key data.text_encoder_batch_size; leave it out: captions are encoded "
      "together where that changes no bit"),
+    ("train.dtype", "bf16", "unknown table train; write precision.compute for dtype"),
+    ("beta1", 0.9, "unknown key beta1; write betas = [0.9, 0.999] in [optimizer]"),
+    ("adapter.block_dims", "4,8", "unknown key adapter.block_dims; write rank in a rule of [[adapter.rules]]"),
+    ("dataloader_threads", 2, "unknown key dataloader_threads; did you mean data.num_workers?"),
+    ("step.gradient_precision", "fp32", "unknown key step.gradient_precision; leave it out: an adapter is trained in fp32, "
+     "whatever precision.compute is"),
     # names that are spelt like a key that means something else
     ("data.eval_batch_size", 4, "unknown key data.eval_batch_size; there is none: held-out photos pass in batches of "
      "data.batch_size"),
@@ -105,10 +111,15 @@ MISTAKES = [
     ("optimizer.name", "AdamW", "optimizer.name = 'AdamW' is not known; did you mean 'adamw'?"),
     ("model.family", "SDXL", "model.family = 'SDXL' is not known; did you mean 'sdxl'?"),
     ("model.family", "flux1", "model.family = 'flux1' is not known; did you mean 'flux'?"),
+    ("adapter.type", "LoKr", "adapter.type = 'LoKr': there is none: an adapter is a LoRA or a DoRA; use one of "
+     "'lora', 'dora'"),
     ("run.device", "gpu", "run.device = 'gpu': did you mean 'cuda'? The values are 'auto', 'cpu', 'cuda'"),
     ("schedule.name", "cosine_with_restarts", "schedule.name = 'cosine_with_restarts': did you mean 'cosine_restarts'? "
      "The values are 'constant', 'linear', 'cosine', 'cosine_restarts', 'polynomial', 'rex', 'wsd'"),
     ("objective.loss", "l3", "objective.loss = 'l3': use one of 'mse', 'huber', 'smooth_l1'"),
+    # a path that Windows wrote, in double quotes: the test has what TOML makes of "C:\\new" and "D:\\train"
+    ("model.path", "C:\new", r"model.path = 'C:\new': in double quotes TOML reads \n as one character; write / or use single "
+     "quotes"),
     # types
     ("adapter.rank", "16", "adapter.rank = '16': write 16 without quotes"),
     ("adapter.rank", 16.0, "adapter.rank = 16.0: write 16 without a point"),
@@ -200,3 +211,43 @@ def test_a_config_that_is_not_there_is_answered_with_the_one_that_was_meant() ->
         with pytest.raises(UserError) as refused:
             configs.load(name, [])
         assert str(refused.value).splitlines()[0].endswith(remedy)
+
+
+# As the programs' own sources have them, and some that they have not, which people write all the same.
+REAL = {
+    "sd-scripts": "train_blocks train_t5xxl block_dims network_reg_dims network_reg_lrs loraplus_unet_lr_ratio "
+    "secondary_separator",
+    "OneTrainer": "dataloader_threads beta1 beta2 tensorboard stochastic_rounding fused_back_pass lora_decompose_output_axis "
+    "only_cache",
+    "ai-toolkit": "train.dtype sample.width sample.height train.diff_output_preservation train.do_cfg",
+    "SimpleTuner": "minimum_image_size grad_clip_method gradient_precision",
+}
+GUESSED = {
+    "sd-scripts": "sdxl network_rank token_string stop_text_encoder_training block_lr learning_rate_te1 learning_rate_te2 "
+    "split_attn",
+    "OneTrainer": "image_caching text_caching caching_threads prefetch_next_batch",
+    "ai-toolkit": "network_type",
+    "SimpleTuner": "text_encoder_2_precision",
+}
+
+
+@pytest.mark.parametrize("trainer", REAL)
+def test_a_name_stands_under_a_program_that_has_it(trainer: str) -> None:
+    column = aliases.TRAINERS.index(trainer)
+    listed = {name for rows in aliases.NAMES.values() for _, *names in rows for name in names[column].split()}
+    others = {name for rows in aliases.NAMES.values() for _, *names in rows for name in names[-1].split()}
+    assert set(REAL[trainer].split()) <= listed
+    assert not set(GUESSED[trainer].split()) & listed and set(GUESSED[trainer].split()) <= others
+
+
+@pytest.mark.parametrize(
+    ("line", "written"),
+    [(r'path = "C:\Users\me\model"', r"'C:\Users\me\model'"), (r'path = "D:\models"', r"'D:\models'"), ('path = "x', "")],
+)
+def test_a_windows_path_that_is_no_toml_is_told_how_to_be_written(tmp_path, line: str, written: str) -> None:
+    (tmp_path / "run.toml").write_text(f'[model]\nfamily = "sdxl"\n{line}\n')
+    with pytest.raises(UserError) as refused:
+        configs.load(str(tmp_path / "run.toml"), [])
+    first, *rest = str(refused.value).splitlines()
+    assert "not valid TOML" in first
+    assert rest == ([f"write that path with /, or in single quotes: {written}"] if written else [])

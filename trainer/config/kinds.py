@@ -26,11 +26,18 @@ CountOrShare = WithJsonSchema(
 Colour = Annotated[str, Field(pattern=r"^#[0-9a-fA-F]{6}$"), AfterValidator(str.lower)]
 
 
+# What becomes of a path that Windows wrote, in double quotes of TOML: "C:\new" is C:, the end of a line, ew.
+ESCAPES = {"\b": r"\b", "\t": r"\t", "\n": r"\n", "\f": r"\f", "\r": r"\r"}
+
+
 def expand_home(path: str, given_as: str = "") -> str:
     """`path` with a leading `~` or `~user` as that home folder. Raises UserError where there is no such home.
 
     given_as: an argument of the command line, for the message; a key of the config is named by `parse`.
     """
+    if found := [escape for character, escape in ESCAPES.items() if character in path]:
+        prefix = f"{given_as} {path!r}: " if given_as else ""
+        raise UserError(f"{prefix}in double quotes TOML reads {found[0]} as one character; write / or use single quotes")
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
         prefix, home = f"{given_as} {path}: " if given_as else "", path.partition("/")[0]

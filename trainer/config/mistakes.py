@@ -51,6 +51,8 @@ def _remedy(key: str, value: Any, items: Sequence[Any]) -> str:
         return "; ".join(dict.fromkeys(_in_words(key, item) for item in other))
     choices = [choice for item in items if item["type"] == "literal_error" for choice in _choices(item)]
     listed = ", ".join(map(repr, choices))
+    if isinstance(value, str) and (why := aliases.ABSENT.get(key, {}).get(aliases.plain(value))):
+        return f"{why}; use one of {listed}"
     if (meant := patterns.likely(value, choices)) is not None:
         return f"did you mean {meant!r}? The values are {listed}"
     kinds = [_kind(item) for item in items if item["type"] != "literal_error"]

@@ -5,6 +5,7 @@ What can be said without looking at a model is refused here, in the words of `mi
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,8 +30,10 @@ def load(path: str, overrides: list[str]) -> Config:
     file = Path(expand_home(path, "--config"))
     if not file.exists() and file.name == path and (CONFIG_FOLDER / path).exists():
         file = CONFIG_FOLDER / path
+    text = ""
     try:
-        tree = tomllib.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        tree = tomllib.loads(text)
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
         known = sorted(p.name for p in CONFIG_FOLDER.glob("*.toml"))
         meant = patterns.near(file.name, known)
@@ -39,9 +42,20 @@ def load(path: str, overrides: list[str]) -> Config:
     except UnicodeDecodeError as error:
         raise UserError(f"--config {path}: not UTF-8 at byte {error.start}") from error
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"--config {path}: not valid TOML: {error}") from error
+        raise UserError(f"--config {path}: not valid TOML: {error}{_backslash(text, error)}") from error
     override(tree, overrides)
     return parse(tree)
+
+
+def _backslash(text: str, error: tomllib.TOMLDecodeError) -> str:
+    r"""The remedy where the line of the error has a path as Windows writes it within double quotes; else "".
+
+    Within double quotes TOML takes \U and its like as the beginning of a character's number.
+    """
+    at = re.search(r"at line (\d+)", str(error))
+    line = text.splitlines()[int(at[1]) - 1] if at else ""
+    written = re.search(r'"([^"]*\\[^"]*)"', line)
+    return f"\nwrite that path with /, or in single quotes: '{written[1]}'" if written else ""
 
 
 def parse(tree: dict[str, Any]) -> Config:

@@ -353,7 +353,7 @@ def without_plugins(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("name", BEGINNINGS)
-def test_without_its_plug_in_an_image_is_left_out_with_the_remedy(name, without_plugins, tmp_path):
+def test_without_its_plug_in_an_image_is_refused_with_the_remedy(name, without_plugins, tmp_path):
     lacks = plugins.PLUGINS[IMAGES[Path(name).suffix.lower()]].lacks
     assert re.search(r"pip install pillow-\S+ \(.*GPL-.*\), or convert", lacks)
     (tmp_path / name).write_bytes(BEGINNINGS[name])
@@ -364,14 +364,18 @@ def test_without_its_plug_in_an_image_is_left_out_with_the_remedy(name, without_
     readable = ".avif, .bmp, .dib, .gif, .jfif, .jpe, .jpeg, .jpg, .png, .tif, .tiff, .webp"
     assert f"no images in it ({readable})" in said and lacks in said and len(said.splitlines()) == 2
     (tmp_path / "z.png").write_bytes(encoded(small_photo(), "PNG"))
-    scanned = scan([Source(0, str(tmp_path))])
-    assert [photo.sample for photo in scanned.photos] == ["0/z.png"]
     stem = Path(name).stem
-    assert dict(scanned.left_out) == {f"{tmp_path}/{name}": lacks, f"{tmp_path}/{stem}.txt": "its image is left out"}
     with tarfile.open(tmp_path / "all.tar", "w") as archive:
         for member in (name, f"{stem}.txt", "z.png"):
             archive.add(tmp_path / member, member)
-    assert dict(scan([Source(0, f"{tmp_path}/all.tar")]).left_out)[f"{tmp_path}/all.tar/{name}"] == lacks
+    for path, inside in ((tmp_path, ""), (tmp_path / "all.tar", "all.tar/")):  # one that is read does not train for all
+        with pytest.raises(UserError) as refused:
+            scan([Source(0, str(path))])
+        assert str(refused.value).splitlines()[1:] == [f"  {path}: 1 of its 2 photos ({inside}{name}): {lacks}"]
+    (tmp_path / "z.png").rename(tmp_path / f"{stem}.png")  # the same photo, as phones save it twice
+    scanned = scan([Source(0, str(tmp_path))])
+    assert [photo.sample for photo in scanned.photos] == [f"0/{stem}.png"] and scanned.photos[0].caption == "said"
+    assert dict(scanned.left_out)[f"{tmp_path}/{name}"] == lacks
 
 
 @pytest.mark.parametrize("name", BEGINNINGS)

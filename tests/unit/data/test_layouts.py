@@ -510,6 +510,32 @@ def test_two_tables_in_a_folder_are_refused_and_one_of_them_can_be_named(tmp_pat
     assert listing.left_out == [(f"{tmp_path}/metadata.jsonl", "not an image")]
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("captions.csv", "file_name,text\na.png,said\n", "metadata.csv"),
+        ("captions.jsonl", jsonl([{"file_name": "a.png", "text": "said"}]), "metadata.jsonl"),
+        ("prices.csv", "thing,price\nbear,3\n", ""),
+        ("broken.csv", 'file_name,text\n"a.png', ""),
+    ],
+)
+def test_a_table_of_another_name_is_told_to_be_renamed(tmp_path, name: str, text: str, told: str):
+    write(tmp_path, {"a.png": "x", name: text})
+    warnings = [note for note in listed(tmp_path).notes if note.startswith("warning: ")]
+    expected = f"warning: {tmp_path}/{name} is not read; rename it to {told}, and its rows give the captions"
+    assert warnings == ([expected] if told else [])
+    if told:
+        (tmp_path / name).rename(tmp_path / told)
+        assert captions_of(listed(tmp_path)) == {"a.png": "said"}
+
+
+def test_a_photo_in_place_of_a_folder_names_its_folder(tmp_path):
+    write(tmp_path, {"a.png": "x"})
+    assert problems(tmp_path / "a.png") == [
+        f"{tmp_path}/a.png: one photo; give the folder that holds your photos ({tmp_path})"
+    ]
+
+
 def test_a_table_says_which_images_and_its_text_goes_before_a_file(tmp_path):
     rows = [TABLE, {"file_name": "b.png", "text": None}, {"file_name": "c.png", "text": ""}]
     files = dict.fromkeys(["a.png", "a.txt", "b.png", "b.txt", "c.png", "c.txt", "d.png", "d.txt", "e.txt"], "x")

@@ -5,11 +5,11 @@ import sys
 from collections import Counter
 
 from trainer.data import plugins
-from trainer.data.kinds import CAPTIONS, MASK_ENDINGS, TABLES
+from trainer.data.kinds import CAPTIONS, IMAGES, MASK_ENDINGS, TABLES
 from trainer.data.layouts import kohya
 from trainer.data.layouts.beside import NO_IMAGE, Companions, readable, sort_out, why_no_photo
 from trainer.data.layouts.records import JsonCaption
-from trainer.data.layouts.table import FILE_NAMES, ImageTable, read_table
+from trainer.data.layouts.table import FILE_NAMES, ImageTable, looks_like_one, read_table
 from trainer.data.layouts.walk import Folder, Tree
 from trainer.data.sources import CaptionPlace, Found, Listing, Source
 from trainer.terminal import printable
@@ -30,6 +30,8 @@ def listing(source: Source) -> Listing:
         return Reading(source, Folder(path)).listing()
     if not os.path.exists(path):
         problem = "no such file" if is_table else "no such folder"
+    elif os.path.splitext(path)[1].lower() in IMAGES:
+        problem = f"one photo; give the folder that holds your photos ({printable(os.path.dirname(path) or '.')})"
     elif is_table:
         root, name = os.path.split(path)
         return Reading(source, Folder(root or "."), name).listing()
@@ -51,6 +53,7 @@ class Reading:
         self.kohya: Counter[tuple[str, int]] = Counter()  # images by folder's name and repeats
         self.tables: dict[str, ImageTable] = {}  # by folder
         self.other_files: Counter[str] = Counter()  # by suffix
+        self.undecodable: dict[str, list[str]] = {}  # images of which there is no readable one of the same name, by reason
 
     def listing(self) -> Listing:
         for folder, files in self.tree.walk(self._leave_out, self.problems):
@@ -60,6 +63,7 @@ class Reading:
             self.problems += table.problems
             self._refuse_rows(table)
         self._refuse_idle_columns()
+        self._refuse_undecodable()
         others = ", ".join(f"{count} {printable(suffix)}" for suffix, count in self.other_files.most_common(5))
         if not self.found and not self.problems:
             but = f"; it holds other files: {others}" if others else ""
@@ -105,6 +109,11 @@ class Reading:
         by_name = f'captions = "{self.source.captions}"'
         instead = by_name if self.source.captions != "auto" else f"{printable(table.name)} is used instead" if table else ""
         rest += captions.rest(unused, instead) + masks.rest(unused)
+        readable_stems = {os.path.splitext(image)[0] for image in contents.images}
+        for name in contents.unread:
+            stem, suffix = os.path.splitext(name)
+            if stem not in readable_stems and suffix.lower() in IMAGES:
+                self.undecodable.setdefault(plugins.lacking()[IMAGES[suffix.lower()]], []).append(folder + name)
         for name, why in sorted(rest):
             self.other_files[os.path.splitext(name)[1].lower() or "without a suffix"] += 1
             self._leave_out(folder + name, why)
@@ -166,6 +175,12 @@ class Reading:
                 f"{key}.caption_column = {self.source.caption_column!r} {none} and no .json captions; leave it out"
             )
 
+    def _refuse_undecodable(self) -> None:
+        """Report photos for which a plug-in is missing, where others of the source can be read: else a few train for all."""
+        for why, names in self.undecodable.items() if self.found else ():
+            few = ", ".join(map(printable, names[:3])) + (", ..." if len(names) > 3 else "")
+            self.problems.append(f"{self.title}: {len(names)} of its {len(names) + len(self.found)} photos ({few}): {why}")
+
     def _notes(self, others: str) -> list[str]:
         """Where captions were found, the tables, and the kohya folders."""
         taken = {origin: count for origin, count in sorted(self.origins.items()) if origin != NO_CAPTION}
@@ -179,11 +194,23 @@ class Reading:
                 f". Looked for {', '.join(CAPTIONS)} beside the images and for metadata; found {others or 'no other files'}. "
                 'captions = "filename" or "folder" uses names as captions; "none" trains without captions'
             )
+        if misnamed := self._misnamed_tables():
+            lines.append(f"warning: {misnamed}")
         for table in self.tables.values():
             column = f"column {table.caption_column}" if table.caption_column else "no caption column"
             lines.append(f"{printable(os.path.join(self.root, table.name))}: names the images, {column}")
         lines += [f"{printable(name)}: {repeats} repeats of {count} images" for (name, repeats), count in self.kohya.items()]
         return lines
+
+    def _misnamed_tables(self) -> str:
+        """What to rename, where there is no table of images, but files that look like one by their first row; else ""."""
+        if self.tables or self.only_table:
+            return ""
+        for path, _ in self.left_out:
+            suffix = os.path.splitext(path)[1].lower()
+            if suffix in TABLES and looks_like_one(path):
+                return f"{printable(path)} is not read; rename it to metadata{suffix}, and its rows give the captions"
+        return ""
 
 
 def folder_name(root: str, folder: str) -> str:

@@ -4,6 +4,7 @@ https://huggingface.co/docs/datasets/image_dataset#imagefolder
 """
 
 import csv
+import itertools
 import json
 import os
 import posixpath
@@ -34,6 +35,14 @@ class ImageTable:
     def folder(self) -> str:
         """The folder of the files that it may name, with a slash at its end; "" for the source's own."""
         return self.name[: self.name.rfind("/") + 1]
+
+
+def looks_like_one(path: str) -> bool:
+    """Whether the first row of a file has the column of image names. False where it cannot be read."""
+    try:
+        return any(IMAGE_COLUMN in row for _, row in itertools.islice(_rows(Path(path)), 1))
+    except (OSError, ValueError, csv.Error):
+        return False
 
 
 def read_table(root: str, name: str, source: Source) -> ImageTable:
