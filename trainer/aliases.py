@@ -25,6 +25,7 @@ PER_ENCODER = 'write lr in a rule of [[adapter.rules]] with component = "text_en
 PROCESSES = "leave it out: start the program with torchrun --nproc_per_node N train.py"
 PUSH = "leave it out: scripts/adapter.py push sends a run's files afterwards"
 SAMPLE = "in [[validation.samples]]"
+TABLED = ("dtype",)  # so common a name that it means the same only in its table
 
 # By subject: the key here, or a sentence (it has blanks) where that is not all; then the names of each of TRAINERS. A name
 # may have its table before it.
@@ -335,9 +336,6 @@ NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
         (PUSH, "huggingface_repo_id", "", "push_to_hub", "push_to_hub hub_model_id", "push_to_hub hub_model_id"),
     ),
 }  # fmt: skip
-
-
-TABLED = ("dtype",)  # so common that it means the same only in its table
 
 
 def _keys() -> dict[str, str]:
