@@ -24,6 +24,7 @@ RESUME = "leave it out: write --resume_from auto on the command line"
 PER_ENCODER = 'write lr in a rule of [[adapter.rules]] with component = "text_encoder" or "text_encoder_2"'
 PROCESSES = "leave it out: start the program with torchrun --nproc_per_node N train.py"
 PUSH = "leave it out: scripts/adapter.py push sends a run's files afterwards"
+OTHER_KIND = "there is none: an adapter is a LoRA or a DoRA"
 SAMPLE = "in [[validation.samples]]"
 TABLED = ("dtype",)  # so common a name that it means the same only in its table
 
@@ -81,7 +82,7 @@ NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
          "", ""),
         ('add a rule: [[adapter.rules]] with component = "unet", match = "*conv*" and an alpha', "conv_alpha", "",
          "network.conv_alpha", "", ""),
-        ("there is none: an adapter is a LoRA or a DoRA", "", "oft_block_size lokr_dim", "network.lokr_factor",
+        (OTHER_KIND, "", "oft_block_size lokr_dim", "network.lokr_factor",
          "lycoris_config", ""),
         ("there is none: the words of the model stay as they are", "", "embedding additional_embeddings",
          "embedding", "", "token_string placeholder_token"),
@@ -353,12 +354,7 @@ def _keys() -> dict[str, str]:
 KEYS = _keys()
 
 # Values of other trainers that a key has nothing for, as `plain` has them, and why.
-ABSENT = {
-    "adapter.type": dict.fromkeys(
-        ("lokr", "loha", "oft", "boft", "ia3", "dylora", "glora", "vera", "full"),
-        "there is none: an adapter is a LoRA or a DoRA",
-    )
-}
+ABSENT = {"adapter.type": dict.fromkeys("lokr loha oft boft ia3 dylora glora vera full".split(), OTHER_KIND)}
 
 VALUES = {
     "float32": "fp32", "float": "fp32", "no": "fp32", "bfloat16": "bf16", "bfloat": "bf16", "float16": "fp16", "half": "fp16",
