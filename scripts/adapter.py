@@ -45,21 +45,26 @@ def export(chosen: argparse.Namespace) -> None:
     """Write NAME.safetensors and NAME_comfyui.safetensors of a checkpoint, as its run would, and those of the average that it
     keeps. Reads no weight of the model."""
     from trainer.adapter_files import open_checkpoint
+    from trainer.adapters import sd_scripts
     from trainer.adapters.export import not_loaded_by_diffusers
     from trainer.layout import AVERAGE
     from trainer.posthoc import kept
+    from trainer.tensorfile import TensorFile
 
     opened = open_checkpoint(chosen.checkpoint, chosen.base)
     averaged = kept(opened)
-    for format, path in opened.export(chosen.folder, sample=opened.sample()).items():
+    written = opened.export(chosen.folder, sample=opened.sample())
+    for format, path in written.items():
         print(f"{format}: {path}")
     for sentence in not_loaded_by_diffusers(opened.layers):
         print(f"note: {sentence}")
+    if (comfyui := written.get("comfyui")) and (said := TensorFile(comfyui).metadata.get(sd_scripts.ENTRY)):
+        print(f"note: {sd_scripts.sentence(said)}")
     if averaged is None:
         return
-    written = averaged.export(chosen.folder, opened.about.name + AVERAGE, opened.sample(AVERAGE))
+    made = averaged.export(chosen.folder, opened.about.name + AVERAGE, opened.sample(AVERAGE))
     for format in opened.formats:
-        print(f"{format}, average: {written.get(format, NOT_WRITTEN)}")
+        print(f"{format}, average: {made.get(format, NOT_WRITTEN)}")
 
 
 def show(chosen: argparse.Namespace) -> None:
@@ -87,7 +92,13 @@ def convert(chosen: argparse.Namespace) -> None:
         raise UserError(f"--dora_scale belongs to --to comfyui; --to {chosen.to} has one meaning")
     opened = opened_file(chosen)
     done = converted(
-        opened, chosen.out, chosen.to, weight=base_weight(opened), rank=chosen.rank, dora_scale=chosen.dora_scale
+        opened,
+        chosen.out,
+        chosen.to,
+        weight=base_weight(opened),
+        rank=chosen.rank,
+        dora_scale=chosen.dora_scale,
+        for_sd_scripts=chosen.for_sd_scripts,
     )
     kind = "DoRA" if done.portable.dora else "LoRA"
     print(f"{chosen.to}: {chosen.out}: {kind} for {opened.model.family.name}, {len(done.portable.layers)} layers")
@@ -128,13 +139,14 @@ def extract(chosen: argparse.Namespace) -> None:
 def compare(chosen: argparse.Namespace) -> None:
     """Say how far apart two adapters are."""
     from trainer.adapter_files import open_checkpoint
+    from trainer.adapters.peft_config import is_peft_folder
     from trainer.comparison import compare
     from trainer.files import hash_file
     from trainer.models.base_weights import BaseWeights
 
     models, portables = models_of(chosen.base) if chosen.base else None, []
     for path in (chosen.a, chosen.b):
-        if path.is_dir():
+        if path.is_dir() and not is_peft_folder(path):
             portables.append(open_checkpoint(path).portable("magnitude"))
         else:
             portables.append(opened_at(path, models, chosen.family).portable)
@@ -228,7 +240,9 @@ def whole_model(path: str):
 
 
 def reads_a_file(command: argparse.ArgumentParser) -> None:
-    command.add_argument("file", metavar="FILE", type=Path, help="an adapter file (.safetensors)")
+    command.add_argument(
+        "file", metavar="FILE", type=Path, help="an adapter file (.safetensors), or a folder that PEFT saved"
+    )
     names_a_model(command)
 
 
@@ -260,6 +274,9 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--rank", type=int, metavar="R", help="of the approximation; default: each layer's own")
     command.add_argument(
         "--dora_scale", choices=("comfyui_released", "magnitude"), help="as export.dora_scale (docs/adapter_files.md)"
+    )
+    command.add_argument(
+        "--for_sd_scripts", action="store_true", help="without the layers that sd-scripts would drop without a message"
     )
     command = commands.add_parser("merge", help="a model with adapters in its weights")
     command.set_defaults(run=merge)

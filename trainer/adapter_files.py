@@ -17,6 +17,7 @@ from trainer.adapters import export
 from trainer.adapters.export import About
 from trainer.adapters.keys import Module, key_table, some
 from trainer.adapters.norms import read_norms
+from trainer.adapters.peft_config import WEIGHTS, is_peft_folder
 from trainer.adapters.portable import AllNorms, DoraScale, Portable, of_state
 from trainer.adapters.reading import ReadAdapter, read_adapter, stems_of
 from trainer.adapters.targets import Rates, Rule, Target, grouped, with_rates
@@ -174,11 +175,14 @@ class OpenedAdapter:
 
 
 def open_adapter(path: Path | str, models: list[NamedModel] | None = None, *, family: str | None = None) -> OpenedAdapter:
-    """models: that it may be for; None: the published ones, of all families or of `family`.
+    """path: of a file, or of a folder that PEFT saved. models: that it may be for; None: the published ones, of all families
+    or of `family`.
 
     Raises UserError where the file is of another kind, is for none of them, or may be for several families.
     """
     path = Path(path)
+    if path.is_dir() and is_peft_folder(path):
+        path /= WEIGHTS
     if path.is_dir():
         names = sorted(file.name for file in path.glob("*.safetensors"))
         if (path / STATE).exists():
@@ -314,6 +318,7 @@ class OpenedCheckpoint:
             rows=lambda name: shapes[name][0],
             norms=self.norms,
             dora_scale=self.dora_scale,
+            not_in_sd_scripts=self.model.family.not_in_sd_scripts,
             thumbnail=thumbnail(sample, THUMBNAIL) if sample else "",
         )
 

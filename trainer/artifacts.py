@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import optim, outcome, quantization, validation
-from trainer.adapters import Adapter, export
+from trainer.adapters import Adapter, export, sd_scripts
 from trainer.adapters.norms import Norms, products
 from trainer.adapters.portable import of_adapter
 from trainer.card import write_card
@@ -29,6 +29,7 @@ from trainer.pictures import THUMBNAIL, first_sample, thumbnail
 from trainer.policies import AVERAGES_TOO_LARGE, SAMPLES_TOO_LARGE
 from trainer.report import LiveReport
 from trainer.report.before_after import write_before_after
+from trainer.tensorfile import TensorFile
 from trainer.terminal import width
 from trainer.verdict import is_line, judge
 
@@ -171,6 +172,7 @@ class Artifacts:
                         rows=lambda name: components.layer(name).weight_shape[0],
                         norms=norms,
                         dora_scale=config.export.dora_scale,
+                        not_in_sd_scripts=plan.family.not_in_sd_scripts,
                         thumbnail=thumbnail(drawn, THUMBNAIL) if drawn else "",
                         advance=phase.advance,
                         write=write,
@@ -229,6 +231,8 @@ class Artifacts:
                 # Each a line of its own, to be copied.
                 say(f"adapter ({kind}): copy this file into ComfyUI/models/loras (Forge: models/Lora)")
                 say(f"    {path}", whole=True)
+                if said := TensorFile(path).metadata.get(sd_scripts.ENTRY):
+                    say(f"note: {sd_scripts.sentence(said)}")
             else:
                 say(f"adapter ({kind}): load it with")
                 say(f'    pipe.load_lora_weights("{path}")', whole=True)

@@ -8,12 +8,14 @@ from pathlib import Path
 import torch
 
 from trainer.adapter_files import NamedModel, OpenedAdapter
-from trainer.adapters import export
+from trainer.adapters import export, sd_scripts
 from trainer.adapters.export import DORA_SCALE_MEANING, METADATA_OF_KEYS
 from trainer.adapters.hashes import with_hash
+from trainer.adapters.keys import some
 from trainer.adapters.norms import RowNorms
 from trainer.adapters.portable import DoraScale, Factors, Portable, recipe
 from trainer.adapters.ranks import nearest, relative_error, with_factors
+from trainer.adapters.reading import NO_ALPHA
 from trainer.adapters.targets import lora_config
 from trainer.errors import UserError
 from trainer.tensorfile import Tensors, write_tensors
@@ -23,6 +25,7 @@ MEANINGS: Mapping[str, DoraScale] = {
     "diffusers": "magnitude", "kohya": "magnitude", "onetrainer": "magnitude", "comfyui": "comfyui_released",
 }  # fmt: skip
 FORMATS = (*MEANINGS, "lora")
+KOHYA = ("kohya", "comfyui", "lora")  # which sd-scripts reads, as far as they are LoRAs
 WeightOf = Callable[[str], torch.Tensor]  # full name of a layer -> W, fp32, of its own shape
 
 
@@ -42,17 +45,26 @@ def convert(
     weight: WeightOf | None = None,
     rank: int | None = None,
     dora_scale: DoraScale | None = None,
+    for_sd_scripts: bool = False,
 ) -> Converted:
     """Write `out`. weight: of the base model, where it was given. rank: of the approximation, for "lora".
 
+    for_sd_scripts: without the layers that it has no modules for.
     dora_scale: for "comfyui". Dtypes stay as they are. Raises UserError for what the format cannot hold, and
     where the base is needed and not given; NonFiniteError where a number is not finite.
     """
     portable, notes = opened.portable, []
+    if unscaled := opened.read.alphas[NO_ALPHA]:
+        notes.append(
+            f"{unscaled} modules have no alpha: their scale is taken for 1. PEFT's own files have it in adapter_config.json, "
+            "which belongs beside them"
+        )
     if to == "lora" and portable.dora:
         portable = approximated(portable, _needed(weight, "an approximation of a DoRA"), rank, notes)
     elif rank is not None:
         raise UserError(f"--rank belongs to --to lora of a DoRA, whose change has no rank of its own; {opened.path} to {to}")
+    if for_sd_scripts:
+        portable = _without_left_out(portable, opened, to, notes)
     if portable.dora:
         meaning = dora_scale or MEANINGS[to]
         if meaning != portable.meaning:
@@ -71,8 +83,25 @@ def write_as(
     tensors = tensors_of(portable, opened.model, to, weight, notes)
     notes += export.not_loaded_by_diffusers(portable.layers) if to == "diffusers" else []
     fields = _metadata(opened, portable, to)
+    if to in KOHYA and (said := sd_scripts.told(portable, opened.model.family.not_in_sd_scripts)):
+        fields[sd_scripts.ENTRY] = said
+        notes.append(sd_scripts.sentence(said))
     write_tensors(out, tensors, with_hash(tensors, fields))
     return Converted(portable, notes)
+
+
+def _without_left_out(portable: Portable, opened: OpenedAdapter, to: str, notes: list[str]) -> Portable:
+    if to not in KOHYA:
+        raise UserError(f"--for_sd_scripts belongs to --to {', '.join(KOHYA)}; --to {to} has other keys")
+    if portable.dora:
+        raise UserError(f"{opened.path} is a DoRA, which sd-scripts has not: take --to lora, which makes a LoRA of it")
+    patterns = opened.model.family.not_in_sd_scripts
+    names = sd_scripts.left_out(portable.layers, patterns)
+    if len(names) == len(portable.layers):
+        raise UserError(f"{opened.path} has no layer that sd-scripts builds a module for: {some(names)}")
+    if names:
+        notes.append(f"left out, as sd-scripts builds no module for them: {sd_scripts.told(portable, patterns)}")
+    return portable.with_layers({name: factors for name, factors in portable.layers.items() if name not in names})
 
 
 def _needed(weight: WeightOf | None, what: str) -> WeightOf:

@@ -19,6 +19,7 @@ from trainer.adapter_files import NamedModel, open_adapter, open_checkpoint
 from trainer.adapters import ADAPTER_NAME, Adapter
 from trainer.adapters.keys import some
 from trainer.adapters.norms import Norms, RowNorms, magnitude
+from trainer.adapters.peft_config import WEIGHTS, is_peft_folder
 from trainer.adapters.portable import Factors, Portable, is_finite, recipe
 from trainer.adapters.ranks import shrunk
 from trainer.checkpoint.pieces import Pieces
@@ -151,14 +152,15 @@ def open_start(plan: Plan, *, resumed: bool = False) -> Start:
     if path is None:
         return Start()
     place = Path(path)
-    held = place / "adapter.safetensors" if place.is_dir() else place
+    peft = is_peft_folder(place)
+    held = place / (WEIGHTS if peft else "adapter.safetensors") if place.is_dir() else place
     if resumed:
         return Start(path, hash_file(held) if held.is_file() else "")
     key = f"adapter.init_from = {path!r}"
     if not place.exists():
-        raise UserError(f"{key} does not exist; give an adapter file or a checkpoint's folder")
+        raise UserError(f"{key} does not exist; give an adapter file, a folder that PEFT saved, or a checkpoint's folder")
     try:
-        if place.is_dir():
+        if place.is_dir() and not peft:
             portable = open_checkpoint(place).portable("magnitude")
         else:
             model = NamedModel(plan.family, plan.config.model.path, plan.source.config, plan.source)

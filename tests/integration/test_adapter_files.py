@@ -19,6 +19,7 @@ from trainer import measured, outcome, quantization, resume
 from trainer.adapter_files import models_at, open_adapter, published
 from trainer.checkpoint.state import PIECES, Piece
 from trainer.errors import UserError
+from trainer.files import hash_file
 from trainer.plan import make_plan, open_source, resolve
 from trainer.start import Start, open_start
 from trainer.tensorfile import Recipe, TensorFile, write_tensors
@@ -359,18 +360,44 @@ def test_a_lora_starts_a_dora_that_does_what_it_does(outputs: Runs, bench: Workb
             assert bool(b.any())
 
 
+def test_a_run_starts_from_a_folder_that_peft_saved_at_its_strength(bench: Workbench) -> None:
+    """alpha / rank of its config, by the folder and by the file in it; the hash is the file's."""
+    folder, layer = bench.tmp / "peft", "transformer_blocks.0.attn.to_q"
+    width = models_at(str(bench.models / "flux"), quantization.recognise)[0].layers("transformer")[layer][1]
+    folder.mkdir()
+    own = {
+        f"base_model.model.{layer}.lora_{end}.weight": t
+        for end, t in (("A", torch.ones(4, width)), ("B", torch.ones(width, 4)))
+    }
+    write_tensors(folder / "adapter_model.safetensors", own)
+    fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_rslora": True, "target_modules": ["to_q"]}
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    for given in (folder, folder / "adapter_model.safetensors"):
+        start = started(starting(bench, "flux lora", given, adapter__rules=[]))
+        assert start.portable.layers[f"transformer.{layer}"].scaling == 8 / 4**0.5
+        assert start.sha256 == hash_file(folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(fields | {"init_lora_weights": "pissa"}))
+    assert "init_lora_weights = 'pissa'" in refusal(starting(bench, "flux lora", folder, adapter__rules=[]))
+
+
+def started(config) -> Start:
+    """What a start with it takes from adapter.init_from, before a weight is read."""
+    source = open_source(config)
+    return open_start(make_plan(resolve(config, source), source, processes=1))
+
+
 def refusal(config) -> str:
     """What a start with it is refused with, before a weight is read."""
-    source = open_source(config)
-    plan = make_plan(resolve(config, source), source, processes=1)
     with pytest.raises(UserError) as refused:
-        open_start(plan)
+        started(config)
     return str(refused.value)
 
 
 def test_a_start_that_does_not_fit_is_refused_before_weights_are_read(outputs: Runs, bench: Workbench) -> None:
     lora = outputs("flux lora") / "adapters" / "bear.safetensors"
-    assert "does not exist; give an adapter file or a checkpoint" in refusal(starting(bench, "flux lora", bench.tmp / "no"))
+    assert "does not exist; give an adapter file, a folder that PEFT saved, or a checkpoint" in refusal(
+        starting(bench, "flux lora", bench.tmp / "no")
+    )
     assert "is not a valid checkpoint" in refusal(starting(bench, "flux lora", bench.tmp))
     fewer = refusal(starting(bench, "flux lora", lora, adapter__targets=["*to_q"]))
     assert "has layers that this run does not adapt" in fewer and "widen adapter.targets" in fewer

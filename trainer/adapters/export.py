@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from trainer.adapters import sd_scripts
 from trainer.adapters.hashes import with_hash
 from trainer.adapters.portable import AllNorms, DoraScale, Factors, Portable, by_component, derived
 from trainer.adapters.targets import Target, lora_config
@@ -38,7 +39,7 @@ FORMATS = ("diffusers", "comfyui")
 # Header entries that are about a file's keys and bytes, and not about what was trained.
 METADATA_OF_KEYS = (
     "lora_adapter_metadata", "format", "modelspec.implementation",
-    "sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256",
+    "sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256", sd_scripts.ENTRY,
 )  # fmt: skip
 # Of kohya's programs, the module that a file with a DoRA is of. That of a LoRA is the family's.
 DORA_MODULE = "lycoris.kohya"
@@ -95,6 +96,7 @@ def write_files(
     rows: Callable[[str], int],
     norms: AllNorms,
     dora_scale: DoraScale,
+    not_in_sd_scripts: Sequence[str] = (),
     thumbnail: str = "",
     advance: Advance = unheard,
     write: Write = write_atomic,
@@ -104,6 +106,7 @@ def write_files(
     The rest as in `kohya_tensors`.
 
     portable: the adapter, with magnitudes of the meaning asked for. thumbnail: a small picture as a data URI.
+    not_in_sd_scripts: as a family has them.
     advance: counts layers made ready, of each file, and gets 0 for a piece of one that was written.
     Raises NonFiniteError where a tensor is not finite, NotTrained where no update has reached it, and writes nothing then.
     """
@@ -126,6 +129,7 @@ def write_files(
         else:
             tensors = kohya_tensors(adapter, modules=fused, prefixes=prefixes, rows=rows, norms=norms, advance=advance)
             fields = metadata(adapter, about, convention=f"{dora_scale}: {DORA_SCALE_MEANING[dora_scale]}")
+            fields |= {sd_scripts.ENTRY: said} if (said := sd_scripts.told(adapter, not_in_sd_scripts)) else {}
         fields |= {"modelspec.thumbnail": thumbnail} if thumbnail else {}
         write_tensors(path, tensors, with_hash(tensors, fields, advance), lambda count: advance(0), write)
     return written

@@ -2,7 +2,8 @@
 
 A module's tensors are A, B, and what else it has: `.alpha`, and of a DoRA `.lora_magnitude_vector` (the output axis, by
 PEFT's definition) or `.dora_scale` ([N, 1]: the output axis; [1, K]: the input axis). The scale is alpha / rank: alpha stands
-beside the module, or in diffusers' `lora_adapter_metadata`; without either the scale is 1.
+beside the module, in diffusers' `lora_adapter_metadata`, or in the config that PEFT saves beside the file (peft_config.py);
+without any of them the scale is 1.
 """
 
 import json
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainer.adapters.keys import KeyTable, Module, some, taken_apart
+from trainer.adapters.peft_config import PeftConfig, config_beside
 from trainer.adapters.portable import Axis, DoraScale, Factors, Portable, derived
 from trainer.adapters.splitting import split
 from trainer.errors import UserError
@@ -20,6 +22,8 @@ from trainer.tensorfile import Recipe, TensorFile
 
 Shapes = Mapping[str, tuple[int, ...]]
 METADATA = "lora_adapter_metadata"
+NO_ALPHA = "not given: the scale is 1"
+Said = PeftConfig | dict[str, dict[str, Any]]  # what a file's scales are: PEFT's config, or `_said_alphas`
 
 
 @dataclass
@@ -49,14 +53,14 @@ def read_adapter(
 
     advice: what a message about other shapes ends with.
 
-    Reads alphas, and the B of fused modules. Raises UserError where a module is not the model's, is there twice, lacks a
-    tensor or does not fit.
+    Reads alphas, the B of fused modules, and the config beside a file of PEFT's own. Raises UserError where a module is not
+    the model's, is there twice, lacks a tensor or does not fit.
     """
     unknown = sorted(stem for stem in stems if stem not in table)
     if unknown:
         keys = [key for stem in unknown for key in stems[stem].values()]
         raise UserError(f"{file.path} has keys of no layer that the model has: {some(keys)}")
-    said = _said_alphas(file)
+    said = config_beside(file.path, stems) or _said_alphas(file)
     result = ReadAdapter(Portable({}, _meaning(file), dict(file.metadata)))
     layers: dict[str, Factors] = {}
     by_layer: dict[str, str] = {}
@@ -94,7 +98,7 @@ def _meaning(file: TensorFile) -> DoraScale:
 
 
 def _module(
-    file: TensorFile, stem: str, keys: Mapping[str, str], module: Module, shape: tuple[int, ...], said: dict[str, Any],
+    file: TensorFile, stem: str, keys: Mapping[str, str], module: Module, shape: tuple[int, ...], said: Said,
     result: ReadAdapter, advice: str,
 ) -> Factors:  # fmt: skip
     """shape: of the module's weight."""
@@ -122,16 +126,21 @@ def _module(
             f"({rows} rows); the file is for a model of another size, or damaged{advice}"
         )
     a, b = _shaped(a, wanted_a), _shaped(b, wanted_b)
-    factors = Factors(a, b, *_alpha(file, keys, module, rank, said, result))
+    factors = Factors(a, b, *_alpha(file, keys, stem, module, rank, said, result))
     if m := keys.get("magnitude") or keys.get("dora_scale"):
         factors = replace(factors, **_magnitude(file, m, "magnitude" in keys, shape, wrong))
     return factors
 
 
 def _alpha(
-    file: TensorFile, keys: Mapping[str, str], module: Module, rank: int, said: dict[str, Any], result: ReadAdapter
+    file: TensorFile, keys: Mapping[str, str], stem: str, module: Module, rank: int, said: Said, result: ReadAdapter
 ) -> tuple[float, bool]:
     """(alpha, whether the scale is rsLoRA's)."""
+    if isinstance(said, PeftConfig):
+        if "alpha" in keys:
+            raise said.wrong(f"gives the alphas, and the file has {keys['alpha']!r}: which of them counts is not known")
+        result.alphas["in PEFT's adapter_config.json"] += 1
+        return said.alpha(stem, rank, dora="magnitude" in keys or "dora_scale" in keys), said.rslora
     if "alpha" in keys:
         entry = file.entries[keys["alpha"]]
         if math.prod(entry.shape) != 1:
@@ -147,7 +156,7 @@ def _alpha(
         pattern = next((p for p in config["patterns"] if p[0] == name or (not p[2] and name.endswith(f".{p[0]}"))), None)
         result.alphas["in the metadata"] += 1
         return config["alpha"] if pattern is None else pattern[1], config["rslora"]
-    result.alphas["not given: the scale is 1"] += 1
+    result.alphas[NO_ALPHA] += 1
     return float(rank), False
 
 

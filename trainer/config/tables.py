@@ -139,7 +139,7 @@ class AdapterTable(Table):
     max_norm: Positive | None = None
     """A limit of each layer's update ||s B A||."""
     init_from: PathText | None = None
-    """Start from this adapter file, or from a checkpoint's folder."""
+    """Start from this adapter file, from a folder that PEFT saved, or from a checkpoint's folder."""
     init_resize: bool = False
     """Let the rank of `adapter.init_from` differ: grown without a change, or shrunk to the nearest."""
     kernels: Literal["auto", "triton", "torch"] = "auto"

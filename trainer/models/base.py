@@ -168,6 +168,7 @@ class Family:
     no_gradient(component, config) -> fnmatch patterns of layers whose output never reaches the loss.
     kohya: component -> prefix of its keys in kohya files, where it is not the usual one.
     key_styles: of adapter files, beside the usual ones (`adapter_keys`).
+    not_in_sd_scripts: fnmatch patterns of full names of layers that sd-scripts builds no LoRA module for.
     metadata(the denoiser's config, what is predicted) -> what adapter files say of the family.
     """
 
@@ -200,6 +201,7 @@ class Family:
     no_gradient: Callable[[str, dict], tuple[str, ...]] = lambda component, config: ()
     kohya: Mapping[str, str] = field(default_factory=dict)
     key_styles: tuple[KeyStyle, ...] = ()
+    not_in_sd_scripts: tuple[str, ...] = ()
     metadata: Callable[[dict, str], dict[str, str]] = lambda config, prediction: {}
 
     def component(self, name: str) -> Component:

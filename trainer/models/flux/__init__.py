@@ -229,5 +229,7 @@ FAMILY = Family(
     },
     kohya={"text_encoder": "lora_te1_text_model", "text_encoder_2": "lora_te3"},
     key_styles=names.KEY_STYLES,
+    # networks/lora_flux.py: modules within the two kinds of blocks, the embedders, and the layers of CLIP and T5.
+    not_in_sd_scripts=("transformer.norm_out.*", "transformer.proj_out"),
     metadata=metadata,
 )  # fmt: skip

@@ -226,4 +226,8 @@ FAMILY = Family(
     no_gradient=no_gradient,
     # The names in kohya's files are the original CLIP's, and those of transformers for the second one.
     kohya={"text_encoder": "lora_te1_text_model"}, key_styles=names.KEY_STYLES, metadata=metadata,
+    # networks/lora.py: modules within Transformer2DModel, ResnetBlock2D and the two samplers, and within CLIP's layers.
+    not_in_sd_scripts=(
+        "unet.conv_in", "unet.conv_out", "unet.time_embedding.*", "unet.add_embedding.*", "text_encoder_2.text_projection",
+    ),
 )  # fmt: skip

@@ -1,0 +1,38 @@
+"""What sd-scripts leaves out of a LoRA file in kohya's keys: it builds modules for layers of some blocks alone, and drops the
+tensors of all others without a word. Which layers these are says the model family (`Family.not_in_sd_scripts`)."""
+
+from collections.abc import Collection, Iterable, Sequence
+from fnmatch import fnmatchcase
+
+from trainer.adapters.keys import some
+from trainer.adapters.portable import Factors, Portable
+
+ENTRY = "not_in_sd_scripts"  # of the header, of a LoRA that has such layers
+
+
+def left_out(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
+    """The layers, by full name, that sd-scripts has no module for. patterns: of fnmatch, on full names."""
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def squared_norm(factors: Factors) -> float:
+    """||s B A||^2, fp64, from products [R, R]."""
+    a, b = factors.a.make().double().flatten(1), factors.b.make().double().flatten(1)
+    return factors.scaling**2 * float(((a @ a.T) * (b.T @ b)).sum())
+
+
+def share(portable: Portable, names: Collection[str]) -> float:
+    """||s B A|| over the layers `names` beside that over all, each a root of a sum of squares; 0 where nothing changed."""
+    squares = {name: squared_norm(factors) for name, factors in portable.layers.items()}
+    return (sum(squares[name] for name in names) / (sum(squares.values()) or 1.0)) ** 0.5
+
+
+def told(portable: Portable, patterns: Sequence[str]) -> str:
+    """What a LoRA loses in sd-scripts, as one phrase; "" where it loses nothing, and of a DoRA, which is not for it."""
+    names = [] if portable.dora else left_out(portable.layers, patterns)
+    return f"{some(names)}: {share(portable, names):.0%} of the norm of the update" if names else ""
+
+
+def sentence(said: str) -> str:
+    """For people. said: the header's entry."""
+    return f"sd-scripts builds no module for some layers of the kohya file and drops them without a message: {said}"
