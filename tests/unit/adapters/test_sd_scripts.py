@@ -1,4 +1,4 @@
-"""Which layers of a LoRA sd-scripts drops, by its own rule over the library's modules; what files and conversions say of it."""
+"""The layers of a LoRA that sd-scripts drops, by its own rule over the library's modules; what files and conversions say."""
 
 from __future__ import annotations
 
