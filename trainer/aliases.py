@@ -354,7 +354,9 @@ def _keys() -> dict[str, str]:
 KEYS = _keys()
 
 # Values of other trainers that a key has nothing for, as `plain` has them, and why.
-ABSENT = {"adapter.type": dict.fromkeys("lokr loha oft boft ia3 dylora glora vera full".split(), OTHER_KIND)}
+ABSENT = {
+    "adapter.type": dict.fromkeys(["lokr", "loha", "oft", "boft", "ia3", "dylora", "glora", "vera", "full"], OTHER_KIND)
+}
 
 VALUES = {
     "float32": "fp32", "float": "fp32", "no": "fp32", "bfloat16": "bf16", "bfloat": "bf16", "float16": "fp16", "half": "fp16",
