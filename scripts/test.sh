@@ -10,5 +10,7 @@ fi
 bash scripts/setup.sh dev
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-# Side by side, but not on every core of a large machine: each worker makes tiny models of its own.
-exec .venv/bin/python -m pytest -n auto --maxprocesses 4 --dist worksteal "$@"
+# Side by side, a worker on each core and one thread in each: more of either wait for each other (tests/__init__.py). Not on
+# every core of a large machine: each worker makes tiny models of its own.
+export OMP_NUM_THREADS=1
+exec .venv/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal "$@"

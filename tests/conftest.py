@@ -5,26 +5,29 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
+from scripts import make_model
 from tests.harness import Workbench
 from trainer import signals, terminal
 
-ROOT = Path(__file__).resolve().parent.parent
-# One thread whatever the machine: byte equality is promised for one thread count, and the tests run side by side.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Two runs that are compared byte by byte started at the same time.
 os.environ.setdefault("SOURCE_DATE_EPOCH", "1735689600")
 
 # A machine that is busy with something else is no fault of a test.
 settings.register_profile("busy", deadline=None)
 settings.load_profile("busy")
+
+
+def pytest_configure() -> None:
+    """Fails at once where torch was loaded before tests/__init__.py was: workers with a pool of threads each wait for each
+    other, and bytes are compared between different counts."""
+    assert torch.get_num_threads() == 1, "torch was loaded before tests/__init__.py; start with OMP_NUM_THREADS=1"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -63,15 +66,10 @@ def a_test_leaves_the_signals_as_they_were() -> Iterator[None]:
 def models(tmp_path_factory) -> Path:
     """A folder with sdxl/ and flux/ (diffusers layout), sdxl.safetensors and flux.safetensors (single files)."""
     folder = tmp_path_factory.mktemp("models")
-    jobs = []
     for family in ("sdxl", "flux"):
         for layout, name in (("diffusers", family), ("single_file", f"{family}-one.safetensors")):
-            command = [sys.executable, "scripts/make_model.py", "--size", "tiny"]
-            command += ["--family", family, "--layout", layout]
-            jobs.append(subprocess.Popen([*command, str(folder / name)], cwd=ROOT, stderr=subprocess.PIPE, text=True))
-    for job in jobs:
-        _, errors = job.communicate(timeout=120)
-        assert job.returncode == 0, errors
+            wanted = ["--size", "tiny", "--family", family, "--layout", layout]
+            assert make_model.main([*wanted, str(folder / name)]) == 0
     return folder
 
 
