@@ -48,7 +48,7 @@ class Workbench:
                 "cache_dir": str(self.models / "cache"),
             },
             "schedule": {"warmup": 0},
-            "checkpoint": {"every_steps": 0},
+            "checkpoint": {"every_steps": 0, "every_minutes": 0},
             "validation": {"every_steps": 0},
             "logging": {"tensorboard": False},
         }

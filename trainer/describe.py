@@ -55,6 +55,11 @@ def describe(plan: Plan, *, sizes: bool, data: bool = True) -> str:
         f"clipping {config.step.max_grad_norm:g}; schedule {config.schedule.name}, warm-up {config.schedule.warmup:g}{end}"
     )
     lines += [f"  {line}" for line in optimization.told(config, plan.max_steps)]
+    if plan.max_steps > 1 and not plan.saves_before_the_end:
+        keys = ", ".join(
+            f"checkpoint.{key} = {getattr(config.checkpoint, key):g}" for key in ("every_steps", "every_minutes")
+        )
+        lines.append(f"note: only the end and a stop are saved ({keys}): a kill or a power cut loses all that was trained")
     return "\n".join(lines)
 
 

@@ -18,6 +18,7 @@ from trainer import quantization
 from trainer.adapter_files import NamedModel, models_at
 from trainer.config import Config
 from trainer.config.reading import CONFIG_FOLDER
+from trainer.config.tables import CheckpointTable
 from trainer.data.scan import refuse_damaged
 from trainer.data.sources import Photo
 from trainer.dataset import read_sources
@@ -34,6 +35,7 @@ MODEL = "stabilityai/stable-diffusion-xl-base-1.0"  # the one that most adapters
 VIEWS = 100  # of each photo in a run. A common start, not a measured one.
 STEPS = 200, 3000  # the shortest and the longest that is written without being asked for
 SAMPLED = 6  # times in a run
+SAVED = 5  # times in a run, at least
 HELD_OUT_FROM = 20  # photos; with fewer each is needed for the training
 SHARE = 0.9  # of the captions that have to hold a phrase before it is the subject's name
 WORDS = 5  # of a phrase at most
@@ -166,6 +168,9 @@ def _set_length(document: TOMLDocument, plan: Plan, given: set[str]) -> None:
         steps = plan.max_steps
     every = max(1, steps // SAMPLED)
     every -= every % 10 if every > 10 else 0
+    saved = CheckpointTable().every_steps
+    if "checkpoint.every_steps" not in given and steps < SAVED * saved:
+        _set(document, "checkpoint", "every_steps", max(1, steps // SAVED))
     if "validation.every_steps" not in given:
         _set(document, "validation", "every_steps", every)
     if plan.held_out and "validation.loss_every_steps" not in given:
@@ -200,7 +205,7 @@ def _filled(preset: Path, *, photos: str, config: Config, named: NamedModel, fou
 
 def _set(document: TOMLDocument, table: str, key: str, value: object, comment: str = "") -> None:
     """With this comment, in place of one that was of another value."""
-    found = document[table]
+    found = document.setdefault(table, tomlkit.table())
     found[key] = value
     found[key].trivia.comment_ws = found[key].trivia.comment = ""
     if comment:

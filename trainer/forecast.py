@@ -137,7 +137,7 @@ class Forecaster:
         checkpoint, start = self.checkpoint_bytes(), self.start_bytes()
         if on_cpu and start:
             training = [replace(phase, parts=phase.parts | {"adapter": phase.parts["adapter"] + start}) for phase in training]
-        if on_cpu and config.checkpoint.background and 0 < config.checkpoint.every_steps < self.plan.max_steps:
+        if on_cpu and config.checkpoint.background and self.plan.saves_before_the_end:
             # A copy that is written while the next steps are made.
             training = [replace(phase, parts=phase.parts | {"checkpoint": checkpoint}) for phase in training]
         cache = self.cache_bytes()

@@ -23,8 +23,10 @@ from trainer.verdict import rates
 SAVED = "stopping; a checkpoint is written"
 AFTER_STEP = "stopping after this step; a checkpoint is written"
 
-# What may stand in the way of one process alone, by the number that the others hear of it.
-KINDS = (None, DataError, OutOfMemory, NotWritten, UserError)
+# What may stand in the way of one process alone: the others hear of it by its place, from 1. All save the last whole step.
+ENDINGS = (DataError, OutOfMemory, NotWritten, UserError)
+# What asks for a checkpoint between two steps, the stronger last.
+BY_THE_CLOCK, BY_SIGNAL = 1, 2
 
 
 def due(every: int, step: int) -> bool:
@@ -63,7 +65,7 @@ class Loop:
     def run(self) -> bool:
         """Returns whether the last step was reached. However it ends, the last whole step is saved.
 
-        Raises Interrupted, NonFiniteError, OutOfMemory, DataError, NotWritten, OSError, KeyboardInterrupt.
+        Raises Interrupted, NonFiniteError, one of ENDINGS, OSError, KeyboardInterrupt.
         """
         progress, at_once = self.progress, False
         self.signals.promise = SAVED
@@ -100,7 +102,7 @@ class Loop:
             if not finished:
                 self.processes.say(f"stopped after step {progress.step} as asked (run.stop_after), which is saved")
             return finished
-        except (Interrupted, NonFiniteError, OutOfMemory, DataError, NotWritten) as error:
+        except (Interrupted, NonFiniteError, *ENDINGS) as error:
             # Between two steps, or a step that changed nothing: what was trained is whole, and kept. All processes are here,
             # and leave together: whoever ended first would have the launcher stop the one that saves.
             self.measured.end(error)
@@ -132,20 +134,20 @@ class Loop:
         Raises Interrupted for a signal, OSError for a checkpoint that could not be written, what is pending. Only what was
         agreed counts: a signal that comes in the meantime is told to the others before the next step.
         """
-        kind = KINDS.index(type(self.pending)) if self.pending else 0
-        signum, save, failed, kind = self.processes.largest(
-            self.signals.stop or 0, int(self.signals.save), int(self.saves.failed), kind
-        )
+        kind = next((place for place, ending in enumerate(ENDINGS, 1) if isinstance(self.pending, ending)), 0)
+        save = BY_SIGNAL if self.signals.save else BY_THE_CLOCK if self.processes.is_main and self.saves.overdue else 0
+        signum, save, failed, kind = self.processes.largest(self.signals.stop or 0, save, int(self.saves.failed), kind)
         if failed:
             self.saves.answer()
         if kind:
-            raise self.pending or KINDS[kind]("another process could not go on; its message says why")
+            raise self.pending or ENDINGS[kind - 1]("another process could not go on; its message says why")
         if signum:
             raise Interrupted(signum)
+        saved = self.saves.done
         if save:
-            self.signals.save = False
-            saved = self.saves.done
             self.saves.save()
+        if save == BY_SIGNAL:
+            self.signals.save = False
             self.processes.say(f"SIGUSR1: step {self.progress.step} is {'saved already' if saved else 'being saved'}")
 
     def _count(self, result: StepResult, occurrences: Sequence[Occurrence], seconds: float) -> None:

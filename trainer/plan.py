@@ -75,6 +75,12 @@ class Plan(DataPlan):
     cache_text: bool
 
     @property
+    def saves_before_the_end(self) -> bool:
+        """Whether a checkpoint is due before the last step."""
+        when = self.config.checkpoint
+        return self.max_steps > 1 and (when.every_minutes > 0 or 0 < when.every_steps < self.max_steps)
+
+    @property
     def scales_loss(self) -> bool:
         """Whether gradients pass through fp16: then the loss is scaled."""
         trained = {self.family.denoiser, *self.adapted}

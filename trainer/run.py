@@ -250,6 +250,7 @@ def make_loop(run: Run, signals: Signals) -> Loop:
         on_failure=config.checkpoint.on_failure,
         processes=peers,
         phases=run.phases,
+        every_minutes=config.checkpoint.every_minutes,
     )
     mine = (sampler.share(update, processes=peers.count, rank=peers.rank) for update in run.updates())
     return Loop(

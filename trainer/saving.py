@@ -1,8 +1,9 @@
 """When the present state becomes a checkpoint, and what comes of one that could not be written."""
 
 import errno
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from trainer.checkpoint.pieces import Pieces
@@ -13,11 +14,12 @@ from trainer.phases import Phases
 from trainer.processes import Processes
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Saves:
     """Hands the run's state to the saver. All processes call it at the same step; the main one writes.
 
     is_finite: whether the state is worth keeping; lr: what to lower where it is not.
+    every_minutes: after the last save, or the start, for `overdue`; 0 is never. clock: gives seconds.
     """
 
     pieces: Pieces
@@ -28,6 +30,17 @@ class Saves:
     on_failure: Literal["stop", "continue"]
     processes: Processes
     phases: Phases
+    every_minutes: float = 0.0
+    clock: Callable[[], float] = time.monotonic
+    _last: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._last = self.clock()
+
+    @property
+    def overdue(self) -> bool:
+        """Whether this process's clock asks for a save of the present step. Only one process's clock can count."""
+        return 0 < 60 * self.every_minutes <= self.clock() - self._last and not self.done
 
     @property
     def done(self) -> bool:
@@ -45,6 +58,7 @@ class Saves:
         Raises NonFiniteError, in all processes, where the state is not worth keeping; the checkpoints before it stand.
         """
         step, saver = self.progress.step, self.saver
+        self._last = self.clock()
         if step > saver.step and not self.is_finite():
             raise NonFiniteError(
                 f"step {step}: the adapter or the optimizer's state is not finite after the update; it is not saved, and the "

@@ -25,7 +25,7 @@ from trainer.adapters import export
 from trainer.checkpoint import state, store
 from trainer.components import Components
 from trainer.data import entries, loader
-from trainer.errors import DataError
+from trainer.errors import DataError, UserError
 from trainer.signals import Signals
 from trainer.step import Step, StepResult
 from trainer.tensorfile import TensorFile
@@ -306,6 +306,52 @@ def test_a_save_that_failed_is_made_again_at_the_end(bench: Workbench, monkeypat
     assert start(bench, tree(bench, **lenient)) == (143 if mended else 6)
     steps = store.steps(bench.tmp / "out" / "checkpoints")
     assert steps == [len(metrics_of(bench.tmp / "out"))] if mended else not steps
+
+
+def test_the_clock_saves_between_steps_and_changes_no_byte_of_the_training(bench: Workbench, capsys) -> None:
+    """Beside every_steps, the one restarting the other; keep_last counts both kinds; no other word between the processes."""
+    seen, asked = {}, {}
+    for out, minutes_a_step, every in (("none", 0.0, 0), ("some", 4.0, 4), ("all", 11.0, 0)):
+        config = tree(bench, out, checkpoint__every_minutes=10.0, checkpoint__every_steps=every, checkpoint__keep_last=2)
+        with built(configs.parse(config)) as run, Signals() as heard:
+            loop = runs.make_loop(run, heard)
+            loop.saves.clock = lambda run=run, pace=minutes_a_step: 60 * pace * run.progress.step
+            loop.saves._last = loop.saves.clock()
+            done = seen[out] = []
+            loop.saves.saver.after = done.append
+            largest, calls = run.processes.largest, []
+            run.processes.largest = lambda *numbers, calls=calls, largest=largest: calls.append(numbers) or largest(*numbers)
+            assert loop.run()
+            asked[out] = len(calls)
+    assert seen == {"none": [6], "some": [3, 4, 6], "all": [1, 2, 3, 4, 5, 6]}
+    assert [store.steps(bench.tmp / out / "checkpoints") for out in seen] == [[6], [4, 6], [5, 6]]
+    assert len({*asked.values()}) == 1
+    for out in ("some", "all"):
+        assert files_of(bench, out) == files_of(bench, "none")
+        assert metrics_of(bench.tmp / out) == metrics_of(bench.tmp / "none")
+    assert "SIGUSR1" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("minutes", "told"), [(0, True), (0.5, False)])
+def test_the_start_says_where_only_the_end_is_saved(bench: Workbench, capsys, minutes: float, told: bool) -> None:
+    path = str(bench.write(tree(bench, checkpoint__every_minutes=minutes, checkpoint__every_steps=0)))
+    assert cli.main(["--config", path, "--plan"]) == 0
+    note = "note: only the end and a stop are saved (checkpoint.every_steps = 0, checkpoint.every_minutes = 0)"
+    assert (note in " ".join(capsys.readouterr().out.split())) == told
+
+
+def test_adapter_files_that_the_user_has_to_mend_lose_no_step(bench: Workbench, monkeypatch, capsys) -> None:
+    def refused(*_, **more):
+        raise UserError("a header of 200 MB; shorten the captions")
+
+    config = tree(bench, export__every_steps=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "write_files", refused)
+        assert start(bench, config) == 2
+    assert "error: a header of 200 MB" in capsys.readouterr().err
+    assert store.steps(bench.tmp / "out" / "checkpoints") == [3]
+    assert start(bench, config) == start(bench, tree(bench, "whole")) == 0
+    assert files_of(bench, "out") == files_of(bench, "whole")
 
 
 def test_what_is_being_written_when_the_run_breaks_is_finished(bench: Workbench, monkeypatch) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import tomlkit
 
 from trainer import first_config
+from trainer.config.tables import CheckpointTable
 
 
 @pytest.mark.parametrize(
@@ -41,3 +45,15 @@ def test_prompts_are_captions_that_hold_the_trigger() -> None:
 )  # fmt: skip
 def test_a_run_is_named_after_its_folder(photos: str, name: str) -> None:
     assert first_config._name(photos) == name
+
+
+@pytest.mark.parametrize("photos", [1, 7, 20, 26, 200])
+def test_a_checkpoint_comes_at_least_every_fifth_of_the_run(photos: int) -> None:
+    plan = SimpleNamespace(photos=[SimpleNamespace(repeats=1)] * photos, steps_per_epoch=photos, held_out=())
+    for given in (set(), {"checkpoint.every_steps"}):
+        document = tomlkit.parse("[run]\n[validation]\n")
+        first_config._set_length(document, plan, given)
+        written = document.unwrap()
+        every = written.get("checkpoint", {}).get("every_steps", CheckpointTable().every_steps)
+        assert given or 0 < every <= written["run"]["max_steps"] / 5
+        assert not given or "checkpoint" not in written

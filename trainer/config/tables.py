@@ -174,7 +174,9 @@ class CheckpointTable(Table):
     """What a run can be resumed from."""
 
     every_steps: Cadence = 500
-    """How often. The last step always writes one."""
+    """How often. 0 is never. The last step always writes one."""
+    every_minutes: Annotated[float, Field(ge=0)] = 10.0
+    """Also so many minutes after the last one, when the step under way has ended. 0 is never."""
     keep_last: Count = 3
     """How many are kept. An older one goes only when the newest was read back and is valid."""
     background: bool = True
