@@ -111,3 +111,47 @@ def test_other_errors_pass() -> None:
 
     with pytest.raises(RuntimeError, match="shapes"):
         run(Peer([0.0] * 6), losses=broken)
+
+
+def alone(losses, parameters: list[torch.nn.Parameter], **more) -> Step:
+    """Of one process, by plain gradient descent, a group for each parameter. losses: of the parameters."""
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.SGD([{"params": [parameter], "lr": 0.5} for parameter in parameters])
+    return Step(
+        losses=lambda batch, update: batch.latents.mean((1, 2, 3)) * losses(),
+        optimizer=optimizer,
+        schedule=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n)),
+        after_update=lambda step: {},
+        sum=lambda tensor: None,
+        training=lambda step, index: contextlib.nullcontext(),
+        **{"scaler": torch.amp.GradScaler("cpu", enabled=False), "max_grad_norm": 1.0} | more,
+    )
+
+
+def test_all_groups_are_clipped_by_one_norm_and_the_schedule_goes_on() -> None:
+    one, other = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
+    step = alone(lambda: 3 * one.sum() + 4 * other.sum(), [one, other])
+    for number, rate in ((1, 0.5), (2, 0.25)):
+        before = torch.cat([one, other]).detach().clone()
+        result = step.run(number, [batch(OURS)], OURS)
+        assert result.grad_norm == 5 and result.lr == (rate, rate)
+        assert torch.allclose(torch.cat([one, other]).detach(), before - rate * torch.tensor([0.6, 0.8]))
+
+
+def test_every_sample_counts_alike_whatever_the_size_of_its_micro_batch() -> None:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    step = alone(lambda: weight.sum(), [weight], max_grad_norm=0.0)
+    parts = [batch(OURS), Batch(THEIRS[:1], torch.full((1, 1, 2, 2), 4.0), ("",), None, *[torch.tensor([[64, 96]])] * 3)]
+    step.run(1, parts, [*OURS, THEIRS[0]])
+    assert torch.allclose(weight.detach(), torch.tensor([-0.5 * (1 + 1 + 4) / 3]))
+
+
+def test_the_loss_scale_falls_to_1_and_no_lower() -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.5, backoff_factor=0.5)
+    step = alone(lambda: torch.sqrt(weight - 1).sum(), [weight], scaler=scaler)  # whose gradient is infinite there
+    first = step.run(1, [batch(OURS)], OURS)
+    assert not first.updated and not first.refused and scaler.get_scale() == 1.0
+    second = step.run(2, [batch(OURS)], OURS)
+    assert second.refused.startswith("the gradient is not finite") and scaler.get_scale() == 1.0 and weight == 1
