@@ -21,7 +21,6 @@ import argparse
 import hashlib
 import json
 import math
-import os
 import shutil
 import sys
 from collections import Counter
@@ -39,6 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from trainer.errors import UserError  # noqa: E402
+from trainer.files import appearing, leftovers_of, remove_leftovers  # noqa: E402
 from trainer.models import FAMILIES  # noqa: E402
 from trainer.models.names import join_parts  # noqa: E402
 from trainer.models.tokenizers import END, START, clip_vocabulary, embedded_merges  # noqa: E402
@@ -549,15 +549,11 @@ def make(
     in_folder = set(configs) - ((set(configs) if family == "sdxl" else {"transformer"}) if single else set())
 
     # Under another name until it is whole: what stands at OUT is always complete.
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    try:
+    remove_leftovers(leftovers_of(folder))
+    with appearing(folder) as temporary:
         write_texts(temporary, texts)
         for component in sorted(in_folder):
             write_component(temporary, component, index[component][1], weights[component], write)
-        os.rename(temporary, folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
     if single and family == "sdxl":
         write(out, sdxl_single_file(configs, weights, prediction))
     elif single:

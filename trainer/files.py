@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import glob
 import hashlib
 import json
 import os
@@ -104,8 +105,7 @@ class Together:
         """As `write_atomic`, but for the time of the rename."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Not by the process's number alone: two containers that share a folder may both be number 1.
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+        temporary = _temporary(path)
         self._named.append((temporary, path))
         return write(temporary, pieces, advance)
 
@@ -128,6 +128,29 @@ class Together:
             for temporary, _ in self._named:
                 with contextlib.suppress(OSError):  # the first failure is the one to tell
                     temporary.unlink()
+
+
+@contextlib.contextmanager
+def appearing(folder: Path) -> Iterator[Path]:
+    """A new folder to fill in a `with` block, which gets its name at its end, or is gone where the block raises. Of a kill it
+    leaves what `leftovers_of` gives."""
+    temporary = _temporary(folder)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        os.rename(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _temporary(path: Path) -> Path:
+    """A name to write under. Not by the process's number alone: two containers that share a folder may both be number 1."""
+    return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+
+
+def leftovers_of(path: Path) -> list[Path]:
+    """What writers of this file or folder have under another name: those at work, and those that were killed."""
+    return list(path.parent.glob(f".{glob.escape(path.name)}.*.tmp"))
 
 
 def make_folder(folder: Path, key: str | None = None) -> None:
@@ -157,12 +180,15 @@ def make_folder(folder: Path, key: str | None = None) -> None:
 
 
 def check_folder(folder: Path, key: str) -> None:
-    """Raises UserError, as `make_folder` would, where it can be seen without making it that it cannot be made."""
+    """Raises UserError, as `make_folder` would, where it can be seen without making it that it cannot be made; OSError where
+    the file system takes no writes at all."""
     there = next((parent for parent in (folder, *folder.absolute().parents) if parent.exists()), None)
     if there is not None and not there.is_dir():
         why = errno.EEXIST if there == folder else errno.ENOTDIR
     elif there is not None and not os.access(there, os.W_OK | os.X_OK):
         why = errno.EACCES
+        if hasattr(os, "statvfs") and os.statvfs(there).f_flag & os.ST_RDONLY:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(folder))
     else:
         return
     raise UserError(f"{key} = {str(folder)!r} cannot be made: {os.strerror(why)}; give another folder")
@@ -265,7 +291,8 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def remove_leftovers(temporaries: Iterable[Path], *, idle: float = 0) -> None:
-    """Delete those of `write_atomic`'s temporary files whose writers are gone. Not while this process writes there.
+    """Delete those of the temporaries of `write_atomic` and `appearing` whose writers are gone. Not while this process writes
+    there.
 
     idle: seconds since the last write, at least. More than 0 in a folder that other machines or containers may share: there
     a process's number says nothing.
@@ -276,8 +303,8 @@ def remove_leftovers(temporaries: Iterable[Path], *, idle: float = 0) -> None:
         if not owner or (int(owner[1]) != os.getpid() and _is_running(int(owner[1]))):
             continue
         try:
-            if time.time() - path.stat().st_mtime >= idle:
-                path.unlink()
+            if time.time() - path.lstat().st_mtime >= idle:
+                remove_folder(path)
         except FileNotFoundError:  # another start has removed it meanwhile
             continue
 
@@ -296,9 +323,13 @@ def _is_running(pid: int) -> bool:
 
 
 def remove_folder(folder: Path, *, ignore_errors: bool = False) -> None:
-    """Delete a folder that nobody else writes to; it may be gone in part already. Raises OSError, naming the folder."""
-    with naming(folder):
-        shutil.rmtree(folder, ignore_errors=ignore_errors)
+    """Delete a folder that nobody else writes to; it may be gone in part already. Of a file, and of a link to elsewhere, only
+    the name goes. Raises OSError, naming the folder."""
+    with naming(folder), contextlib.suppress(OSError) if ignore_errors else contextlib.nullcontext():
+        if folder.is_symlink() or not folder.is_dir():
+            folder.unlink()
+        else:
+            shutil.rmtree(folder, ignore_errors=ignore_errors)
 
 
 def parse_size(text: str) -> int:

@@ -12,10 +12,8 @@ is something else at any strength but 1. Sums are fp64; W is rounded once, when 
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +26,7 @@ from trainer.adapters.keys import some
 from trainer.adapters.portable import Factors, is_finite, recipe
 from trainer.conversion import dora_change
 from trainer.errors import NonFiniteError, UserError
-from trainer.files import hash_file, write_atomic
+from trainer.files import appearing, hash_file, leftovers_of, remove_leftovers, write_atomic
 from trainer.models.base_weights import BaseWeights
 from trainer.models.names import join_parts
 from trainer.models.whole_files import Placed, WholeFile, folder_files, single_file
@@ -124,6 +122,7 @@ def merge(
         )
     for each in adapters:
         each.opened.portable.check_finite()
+    remove_leftovers(leftovers_of(out))  # each the size of a model
     work = _Work(model, adapters, dtype, Merged(out))
     said = {"merged_adapters": json.dumps([each.described() for each in adapters], sort_keys=True)}
     files = {"": single_file(source)} if single else folder_files(source)
@@ -136,7 +135,7 @@ def merge(
             fields = {key: value for key, value in files[""].metadata.items() if key not in STALE}
             write_tensors(out, made[""], fields | said, phase.advance)
         else:
-            with _appearing(out) as folder:
+            with appearing(out) as folder:
                 _copy_configs(source.root, folder)
                 for path, tensors in made.items():
                     write_tensors(folder / path, tensors, {**files[path].metadata, **said}, phase.advance)
@@ -258,18 +257,6 @@ def _check_space(out: Path, needed: int) -> None:
         raise UserError(
             f"{out} needs {size_text(needed)}, and its disk has {size_text(free)} free; make room, or give another OUT"
         )
-
-
-@contextmanager
-def _appearing(folder: Path) -> Iterator[Path]:
-    """A folder to fill, which gets its name when all is in it."""
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        os.rename(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _copy_configs(root: Path, folder: Path) -> None:

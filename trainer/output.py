@@ -52,7 +52,7 @@ def opened(
         files.make_folder(layout.checkpoints, "run.output_dir")
         files.remove_leftovers(layout.leftovers())
         for folder in layout.samples.glob(".step-????????.tmp"):
-            shutil.rmtree(folder)
+            files.remove_folder(folder)
         named = store.settle(layout.checkpoints)
         files.write_atomic(layout.config, [configs.dumps(config).encode()])
         # In this order no kill in between loses what is resumed or a line of the log: first a checkpoint from elsewhere

@@ -101,6 +101,9 @@ def average(root: Path, length: float, *, step: int | None = None, folder: Path 
         epoch=newest.epoch,
         average=f"power function, length {length}, of {len(stored)} averages; error of the fit {found.error:.2%}",
     )
+    opened.instead(state, {}, about)  # of this adapter, or it is refused
+    if unknown := sorted(products.keys() - opened.norms.keys()):
+        raise UserError(f"{newest.file.path} is of another adapter: {opened.folder} has no DoRA over {unknown[0]!r}")
     made = opened.instead(state, _norms(opened, state, products), about)
     # The length with a letter for its point, so that going back to an earlier step sets the file aside with the others.
     stem = f"{about.name}-{step:08d}{AVERAGE}_{str(length).replace('.', 'p')}"

@@ -22,6 +22,7 @@ from trainer.tensorfile import Recipe, TensorFile
 
 Shapes = Mapping[str, tuple[int, ...]]
 METADATA = "lora_adapter_metadata"
+MOST_RANK = 2**14  # about the rows of the largest layers: beyond it a file of zeros would ask for all memory
 NO_ALPHA = "not given: the scale is 1"
 Said = PeftConfig | dict[str, dict[str, Any]]  # what a file's scales are: PEFT's config, or `_said_alphas`
 
@@ -117,6 +118,8 @@ def _module(
             raise wrong(f"holds {file.entries[key].dtype} in {key!r} where numbers are floating point")
     a, b = _stored(file, keys["a"]), _stored(file, keys["b"])
     rank, rows = (a.shape or (0,))[0], (b.shape or (0,))[0]
+    if max(rank, *b.shape[1:2]) > MOST_RANK:
+        raise wrong(f"has rank {max(rank, *b.shape[1:2])}, and {MOST_RANK} is the most that is read; the file is damaged")
     kernel = [1] * (len(shape) - 2)
     wanted_a, wanted_b = (rank, *shape[1:]), (shape[0], rank, *kernel)
     # 1x1 convolutions are kept as Linears by some, and the other way round.

@@ -9,6 +9,7 @@ import errno
 import filecmp
 import os
 import re
+import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from trainer.layout import Layout, folder_name, step_of
 from trainer.phases import QUIET, Phases
 
 MANIFEST = "manifest.json"
+READ = (".json", ".safetensors")  # ends of the names of what is read of a checkpoint
 _NEW = re.compile(r"\.step-(\d{8})\.new\.tmp")
 _TEMPORARY = re.compile(r"\.step-\d{8}\.(new|old)\.tmp")
 
@@ -100,6 +102,8 @@ def problem(folder: Path, phases: Phases = QUIET) -> str | None:
     """Why `folder` is not a valid checkpoint, or None. Reads every byte."""
     what = MANIFEST  # is being read
     try:
+        if not _is_file(folder / MANIFEST):
+            return f"{MANIFEST} is no file"
         text = (folder / MANIFEST).read_bytes()
         manifest = files.read_json(folder / MANIFEST)
         listed = {name: (str(item["sha256"]), int(item["bytes"])) for name, item in manifest["files"].items()}
@@ -109,8 +113,15 @@ def problem(folder: Path, phases: Phases = QUIET) -> str | None:
             return f"{MANIFEST} is damaged (not in the form it was written in)"
         if not listed:
             return f"{MANIFEST} lists no files"
+        there = sorted(path.name for path in folder.iterdir() if path.suffix in READ)
+        if unlisted := [name for name in there if name not in {MANIFEST, *listed}]:
+            return f"{MANIFEST} does not list {unlisted[0]!r}"
         for name, (_, size) in listed.items():
+            if {"/", "\\"} & set(name) or name in (".", "..", MANIFEST):
+                return f"{MANIFEST} lists {name!r}, which is no name of a file of a checkpoint"
             path, what = folder / name, f"{name} (listed in {MANIFEST})"
+            if not _is_file(path):
+                return f"{name} is no file"
             if path.stat().st_size != size:
                 return f"{name} has {path.stat().st_size} bytes, the manifest says {size}"
         with phases(f"checking {folder.name}", sum(size for _, size in listed.values()), "B") as phase:
@@ -127,6 +138,11 @@ def problem(folder: Path, phases: Phases = QUIET) -> str | None:
     return None
 
 
+def _is_file(path: Path) -> bool:
+    """Raises FileNotFoundError where nothing is there. What is neither file nor folder may keep its reader forever."""
+    return stat.S_ISREG(path.stat().st_mode)
+
+
 def steps(root: Path) -> list[int]:
     """Steps that have a folder, valid or not, ascending."""
     if not root.is_dir():
@@ -139,7 +155,9 @@ def unnamed(root: Path) -> dict[int, Path]:
     there = root.iterdir() if root.is_dir() else ()
     found = {int(named[1]): path for path in there if (named := _NEW.fullmatch(path.name))}
     return {
-        step: folder for step, folder in found.items() if not (root / folder_name(step)).exists() and problem(folder) is None
+        step: folder
+        for step, folder in found.items()
+        if not folder.is_symlink() and not (root / folder_name(step)).exists() and problem(folder) is None
     }
 
 

@@ -21,6 +21,9 @@ from trainer.data.threads import in_threads
 from trainer.errors import UserError
 from trainer.phases import QUIET, Phases
 
+# No text encoder reads a tenth of it, and a tokenizer takes seconds for a file that is no caption.
+LONGEST_CAPTION = 2**16
+
 
 def scan(sources: Sequence[Source], *, strict_captions: bool = False, phases: Phases = QUIET) -> Scanned:
     """Every photo of the sources, as `survey` reads them. Raises UserError if any has a problem."""
@@ -98,6 +101,8 @@ def _read(found: Found, *, strict_captions: bool) -> Photo | list[str]:
     elif found.mask is not None:
         notes = (*notes, 'its mask file is not used (masks is not "files")')
     caption = _read_caption(found, problems)
+    if caption and len(caption) > LONGEST_CAPTION:
+        problems.append(f"{shown}: its caption has {len(caption):,} characters; {LONGEST_CAPTION:,} are the most")
     if strict_captions and (why := strict_problem(found.source, caption)) and (caption is None or not problems):
         place = found.image if caption is None or isinstance(found.caption, str) else found.caption
         problems.append(f"{place}: {why}")

@@ -8,13 +8,15 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from trainer import files
-from trainer.ema.power import Profile
+from trainer.ema.power import Profile, gamma_of
 from trainer.ema.running import Averages
 from trainer.errors import UserError
 from trainer.files import Advance, unheard
@@ -23,6 +25,8 @@ from trainer.layout import snapshot_name, snapshot_step
 from trainer.tensorfile import TensorFile, serialize, write_tensors
 
 WA = ".wa"
+# Of the whole file, header included, which has UNKNOWN there while it is hashed.
+DIGEST, UNKNOWN = "sha256", "0" * 64
 
 
 def write(
@@ -44,7 +48,7 @@ def write(
         tensors |= {f"{name}|{key}": tensor for key, tensor in own.items()}
         tensors |= {f"{name}|{layer}{WA}": product for layer, product in products(own).items()}
     fields = {"step": str(step), "epoch": str(epoch), "updates": str(averages.updates)}
-    write_tensors(path, tensors, fields | {"sha256": _digest(serialize(tensors))}, advance)
+    write_tensors(path, tensors, fields | {DIGEST: digest_of(serialize(tensors, fields | {DIGEST: UNKNOWN}))}, advance)
     files.sync_folder(folder)
     reason = problem(path)
     if reason is not None:
@@ -52,10 +56,9 @@ def write(
     return path
 
 
-def _digest(pieces: Iterable[memoryview | bytes]) -> str:
-    """Of the tensors: everything behind the header."""
-    digest, pieces = hashlib.sha256(), iter(pieces)
-    next(pieces)
+def digest_of(pieces: Iterable[memoryview | bytes]) -> str:
+    """SHA-256 of a file that is given in pieces, with UNKNOWN where its digest will be."""
+    digest = hashlib.sha256()
     for piece in pieces:
         digest.update(piece)
     return digest.hexdigest()
@@ -65,16 +68,17 @@ def problem(path: Path) -> str | None:
     """Why the file is not what was written, or None. Reads every byte."""
     try:
         file = TensorFile(path)
-        start = min((entry.start for entry in file.entries.values()), default=0)
-        digest = hashlib.sha256()
-        with open(path, "rb", buffering=0) as opened:
-            opened.seek(start)
-            while piece := opened.read(files.CHUNK_BYTES):
-                digest.update(piece)
-        if digest.hexdigest() != file.metadata["sha256"]:
-            return "it does not match its SHA-256"
-        if not (int(file.metadata["step"]) == snapshot_step(path.name) and int(file.metadata["updates"]) > 0):
+        said = file.metadata[DIGEST]
+        with open(path, "rb") as opened:
+            header = opened.read(min((entry.start for entry in file.entries.values()), default=0))
+            rest = iter(partial(opened.read, files.CHUNK_BYTES), b"")
+            if digest_of(chain([header.replace(said.encode(), UNKNOWN.encode(), 1)], rest)) != said:
+                return "it does not match its SHA-256"
+        step, updates, _ = (int(file.metadata[key]) for key in ("step", "updates", "epoch"))
+        if step != snapshot_step(path.name) or updates <= 0:
             return "its step is not that of its name, or it is of no update"
+        for name in {key.partition("|")[0] for key in file.entries}:
+            gamma_of(float(name))
     except (UserError, OSError, KeyError, ValueError) as error:
         return f"it cannot be read ({error})"
     return None
@@ -102,9 +106,15 @@ class SetAside:
     profile: Profile
     epoch: int
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """By the tensors' names without the average's."""
+        own = f"{self.name}|"
+        return {key.removeprefix(own): entry.shape for key, entry in self.file.entries.items() if key.startswith(own)}
+
 
 def read(folder: Path, upto: int) -> list[SetAside]:
-    """Every average of the steps up to that one, in their order. Raises UserError where a file is damaged.
+    """Every average of the steps up to that one, in their order. Raises UserError where a file is damaged, or of another run.
 
     Of files between which every update was skipped, the last: they are the same averages.
     """
@@ -119,15 +129,17 @@ def read(folder: Path, upto: int) -> list[SetAside]:
         for name in sorted({key.partition("|")[0] for key in file.entries}):
             profile = Profile(float(name), int(file.metadata["updates"]))
             found[profile] = SetAside(file, name, profile, int(file.metadata["epoch"]))
+    kinds = [each.shapes for each in found.values()]
+    if odd := next((each for each, kind in zip(found.values(), kinds, strict=True) if kind != kinds[0]), None):
+        raise UserError(f"{odd.file.path} has other tensors than the first file: it is of another run; move it elsewhere")
     return list(found.values())
 
 
 def combined(stored: Sequence[SetAside], shares: Sequence[float]) -> dict[str, Tensor]:
     """Sum of share x average, by the names in the files, summed in fp64. A tensor of all files is read at a time."""
-    keys = sorted(key.partition("|")[2] for key in stored[0].file.entries if key.startswith(f"{stored[0].name}|"))
     sums = {}
-    for key in keys:
-        total = torch.zeros(stored[0].file.entries[f"{stored[0].name}|{key}"].shape, dtype=torch.float64)
+    for key, shape in sorted(stored[0].shapes.items()):
+        total = torch.zeros(shape, dtype=torch.float64)
         for each, share in zip(stored, shares, strict=True):
             total.add_(each.file.read(f"{each.name}|{key}").double(), alpha=share)
         sums[key] = total

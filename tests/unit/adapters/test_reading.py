@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from scripts.make_model import write_sparse
 from tests.integration.test_mutated_files import hostile_files, put, tensor_mutant
 from trainer.adapter_files import OpenedAdapter, open_adapter
 from trainer.adapters.portable import is_finite
 from trainer.errors import UserError
-from trainer.tensorfile import serialize, write_tensors
+from trainer.tensorfile import Recipe, TensorFile, serialize, write_tensors
 
 Q, PROJ = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q", "unet.conv_in"
 A, B = torch.arange(2 * 1280.0).view(2, 1280), torch.arange(1280 * 2.0).view(1280, 2)
@@ -186,6 +187,17 @@ def test_what_cannot_be_mapped_is_refused_with_its_keys(tmp_path: Path, case: st
     tensors, words = REFUSED[case]
     with pytest.raises(UserError, match=words):
         opened(tmp_path, tensors)
+
+
+def test_a_rank_that_no_layer_has_asks_for_no_memory(tmp_path: Path, monkeypatch) -> None:
+    """A header is a few bytes, and a file of holes as large as it likes."""
+    rank, kind = 10**6, torch.float8_e4m3fn
+    shapes = {"lora_down": (rank, 4, 3, 3), "lora_up": (320, rank, 1, 1)}
+    path = tmp_path / "a.safetensors"
+    write_sparse(path, {f"lora_unet_input_blocks_0_0.{n}.weight": Recipe(kind, s, lambda: 1 / 0) for n, s in shapes.items()})
+    monkeypatch.setattr(TensorFile, "read", lambda self, name, *a: 1 / 0)
+    with pytest.raises(UserError, match="'lora_unet_input_blocks_0_0' has rank 1000000, and 16384 is the most"):
+        open_adapter(path)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import stat
 
@@ -10,6 +12,7 @@ import pytest
 
 from trainer.checkpoint import store
 from trainer.errors import UserError
+from trainer.files import json_bytes
 
 FILES = {"adapter.safetensors": b"a" * 100, "state.json": b"{}"}
 
@@ -91,6 +94,74 @@ def test_what_is_set_aside_again_and_again_does_not_pile_up(tmp_path) -> None:
         store.save(tmp_path, 1, {"state.json": [b"another"]}, instead=True)
         assert names()[:2] == ["step-00000001", "step-00000002"]
     assert not list(tmp_path.glob(".*"))
+
+
+def relisted(folder, edit) -> None:
+    """Another manifest, in the form that is written."""
+    listed = json.loads((folder / store.MANIFEST).read_bytes())["files"]
+    edit(listed)
+    (folder / store.MANIFEST).write_bytes(json_bytes({"files": listed}))
+
+
+def outside(folder) -> None:
+    (folder.parent / "secret").write_bytes(b"a" * 100)
+    relisted(folder, lambda listed: listed.update({"../secret": listed["adapter.safetensors"]}))
+
+
+def absolute(folder) -> None:
+    relisted(folder, lambda listed: listed.update({str(folder / "adapter.safetensors"): listed["adapter.safetensors"]}))
+
+
+def pipe(folder) -> None:
+    nothing = {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}
+    os.mkfifo(folder / "pipe")
+    relisted(folder, lambda listed: listed.update(pipe=nothing))
+
+
+def pipe_for_a_manifest(folder) -> None:
+    (folder / store.MANIFEST).unlink()
+    os.mkfifo(folder / store.MANIFEST)
+
+
+def unlisted(folder) -> None:
+    relisted(folder, lambda listed: listed.pop("adapter.safetensors"))
+    (folder / "adapter.safetensors").write_bytes(b"b" * 100)
+
+
+EDITED = {
+    outside: "manifest.json lists '../secret', which is no name of a file",
+    absolute: "adapter.safetensors', which is no name of a file",
+    pipe: "pipe is no file",
+    pipe_for_a_manifest: "manifest.json is no file",
+    unlisted: "manifest.json does not list 'adapter.safetensors'",
+}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there are no pipes with names")
+@pytest.mark.parametrize("edit", EDITED, ids=lambda edit: edit.__name__)
+def test_a_checkpoint_that_was_edited_by_hand_is_not_valid(tmp_path, edit) -> None:
+    """And the one before is taken. What is no checkpoint's may lie beside its files."""
+    for step in (1, 2):
+        save(tmp_path, step)
+        (tmp_path / store.folder_name(step) / ".DS_Store").touch()
+    edit(tmp_path / "step-00000002")
+    folder, (passed,) = store.newest_valid(tmp_path)
+    assert folder.name == "step-00000001" and EDITED[edit] in passed
+
+
+@pytest.mark.parametrize("kind", ["a link to a checkpoint", "a link to nothing", "a file"])
+def test_what_has_a_leftovers_name_goes_and_nothing_it_leads_to(tmp_path, kind) -> None:
+    save(tmp_path, 1)
+    elsewhere = tmp_path.with_name("elsewhere")
+    save(elsewhere, 9)
+    odd = tmp_path / ".step-00000009.new.tmp"
+    for act in (lambda: store.settle(tmp_path), lambda: save(tmp_path, 9)):
+        odd.touch() if kind == "a file" else odd.symlink_to(elsewhere / ("step-00000009" if "checkpoint" in kind else "no"))
+        assert store.newest_valid(tmp_path)[0].name == "step-00000001"
+        act()
+        assert not odd.is_symlink() and not odd.exists() and not (tmp_path / "step-00000009").is_symlink()
+        assert store.problem(elsewhere / "step-00000009") is None
+    assert store.steps(tmp_path) == [1, 9]
 
 
 def test_files_and_folders_keep_the_umasks_mode(tmp_path) -> None:

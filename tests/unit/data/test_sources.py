@@ -19,7 +19,7 @@ from PIL import Image
 
 from trainer.data.examples import examples
 from trainer.data.images import MAX_PIXELS, decode, load_rgb
-from trainer.data.scan import scan
+from trainer.data.scan import LONGEST_CAPTION, scan
 from trainer.data.sources import Source
 from trainer.data.threads import MAX_THREADS, in_threads
 from trainer.errors import Interrupted, UserError
@@ -212,6 +212,15 @@ def test_strict_captions_name_what_is_missing_or_empty(tmp_path):
     assert len(scan([Source(0, str(tmp_path))]).photos) == 3
     with pytest.raises(UserError, match=r"(?s)2 problems.*b\.txt: the caption is empty.*c\.png: no caption for it"):
         scan([Source(0, str(tmp_path))], strict_captions=True)
+
+
+def test_a_caption_that_is_none_is_refused_before_a_tokenizer_meets_it(tmp_path):
+    """Ten megabytes of text take a tokenizer more than ten seconds."""
+    for name, length in (("a", LONGEST_CAPTION), ("b", LONGEST_CAPTION + 1)):
+        write(tmp_path, f"{name}.png", encoded(flat("RGB", "red"), "PNG"))
+        write(tmp_path, f"{name}.txt", "x" * length)
+    with pytest.raises(UserError, match=r"1 problem;.*\n.*b\.png: its caption has 65,537 characters; 65,536 are the most"):
+        scan([Source(0, str(tmp_path))])
 
 
 @pytest.mark.skipif(os.name == "nt", reason="file names are Unicode there")
