@@ -91,7 +91,7 @@ def test_torch_still_has_what_the_pretend_accelerator_is_made_of(name: str) -> N
     assert hasattr(backend_registration, name), f"torch {torch.__version__} has no {name}: tests/pretend.py needs another way"
 
 
-LARGEST = ("triton", "dora")
+LARGEST = ("sdxl", "triton", "dora")
 
 
 def kernels_of(kind: str) -> tuple[pytest.MarkDecorator, ...]:
@@ -102,10 +102,8 @@ def kernels_of(kind: str) -> tuple[pytest.MarkDecorator, ...]:
 @pytest.mark.parametrize(
     ("family", "kind", "adapter"),
     [
-        # Two of them in --all: the others take minutes each.
-        pytest.param(
-            *cell, marks=(pytest.mark.slow if cell[1:] == ("triton", "dora") else pytest.mark.proof, *kernels_of(cell[1]))
-        )
+        # One of them in --all: the others take minutes each.
+        pytest.param(*cell, marks=(*(() if cell == LARGEST else (pytest.mark.proof,)), *kernels_of(cell[1])))
         for cell in itertools.product(("sdxl", "flux"), ("torch", "triton"), ("lora", "dora"))
     ],
 )
@@ -134,13 +132,11 @@ def test_every_storage_is_among_the_cells() -> None:
 
 
 def storages() -> Iterator[Any]:
-    """Each over both families: one with the plain kernels, one with Triton's. nf4 of SDXL with both, in the quick suite."""
+    """Each over both families: one with the plain kernels, one with Triton's, which is in --all for nf4 alone."""
     for dtype, backend in CELLS:
-        quick = dtype == "nf4"
-        yield pytest.param("sdxl", dtype, backend, "torch", marks=() if quick else pytest.mark.slow)
-        yield pytest.param("flux", dtype, backend, "triton", marks=(pytest.mark.slow, *kernels_of("triton")))
-        if quick:
-            yield pytest.param("sdxl", dtype, backend, "triton", marks=kernels_of("triton"))
+        more = () if dtype == "nf4" else (pytest.mark.proof,)
+        yield pytest.param("sdxl", dtype, backend, "torch")
+        yield pytest.param("flux", dtype, backend, "triton", marks=(*more, *kernels_of("triton")))
 
 
 @pytest.mark.parametrize(("family", "dtype", "backend", "kind"), storages())
@@ -170,10 +166,13 @@ VARIANTS = {
 NOT_OF_FLUX = ("every convolution", "noise and weighting")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "variant"),
-    [(f, v) for f, v in itertools.product(("sdxl", "flux"), VARIANTS) if f == "sdxl" or v not in NOT_OF_FLUX],
+    [
+        pytest.param(family, variant, marks=() if family == "sdxl" else pytest.mark.proof)
+        for family, variant in itertools.product(("sdxl", "flux"), VARIANTS)
+        if family == "sdxl" or variant not in NOT_OF_FLUX
+    ],
 )
 def test_each_choice_at_the_published_widths(folder: Path, family: str, variant: str) -> None:
     with rehearsed(folder, family, size="short", **VARIANTS[variant]) as run:

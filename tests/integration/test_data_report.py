@@ -280,7 +280,7 @@ def test_a_run_s_report_has_the_same_section(bench: Workbench, photos: Path, tmp
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of memory is read there")
-@pytest.mark.parametrize("count", [500, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [500, pytest.param(100_000, marks=pytest.mark.proof)])
 def test_many_photos_take_little_time_and_memory(bench: Workbench, tmp_path: Path, count: int) -> None:
     """All photos are near duplicates, the worst case for grouping them and for listing the groups."""
 

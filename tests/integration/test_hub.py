@@ -16,7 +16,6 @@ import torch
 
 from tests import hub as stand_in
 from tests.harness import ROOT, Workbench
-from tests.timing import own_time, queued
 from trainer import cli
 from trainer.errors import Interrupted, UserError
 from trainer.models import FAMILIES, hub
@@ -318,16 +317,18 @@ def test_a_signal_ends_a_download_that_hangs(bench: Workbench, both: Path, monke
         served.use(monkeypatch, bench.tmp / "home")
         source = open_hub(bench)
         served.pause = 60.0
-        begun = own_time()
+        asked = []
 
         def check() -> None:
-            if own_time() - begun > 0.5:
+            """The signal comes once something is here; what follows hangs for a minute."""
+            asked.append(None)
+            if any(partials(bench.tmp / "home").values()):
                 raise Interrupted(signal.SIGTERM)
 
         with pytest.raises(Interrupted):
             fetch(source, check=check)
-        assert own_time() - begun < 0.5 + 2
-        assert max(partials(bench.tmp / "home").values()) > 0
+        assert len(asked) > 1, "asked while it waits"
+        assert not list((bench.tmp / "home").rglob("*.safetensors")), "the download went on to the end of a file"
 
 
 def test_other_bytes_than_the_hub_lists_are_refused(bench: Workbench, both: Path, monkeypatch) -> None:
@@ -390,12 +391,10 @@ def test_a_disk_that_fills_up_and_a_signal_at_the_true_command_line(bench: Workb
         while max(partials(home).values(), default=0) < limit + 2 * stand_in.PIECE_BYTES:
             time.sleep(0.02)
             assert process.poll() is None, process.communicate()
-        sent = time.monotonic() - queued(process.pid)
+        served.pause = 600.0  # what is under way will not come
         process.send_signal(signal.SIGTERM)
-        said = next(line for line in process.stderr if line.startswith("error: stopped by SIGTERM"))
-        assert time.monotonic() - queued(process.pid) - sent < 2, said  # then Python takes its libraries down
-        assert process.wait(timeout=60) == 143
-        assert "Traceback" not in process.stderr.read()
+        _, error = process.communicate(timeout=120)
+        assert process.returncode == 143 and "error: stopped by SIGTERM" in error and "Traceback" not in error
         assert max(start for _, path, start in served.asked if path == FP16) == limit, "goes on where the disk was full"
 
         served.pause = 0.0

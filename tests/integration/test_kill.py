@@ -1,8 +1,8 @@
 """A run that is killed again and again ends in the same bytes as one that never was: scripts/proofs/kill_test.py, in parts.
 
-The quick suite kills one run while photos are encoded, inside its first checkpoint, a later one and a pruning, while a
-sample is drawn and in a step. `slow` kills at the calls of a start and
-an end, `proof` has all 104 kills, and 200 signals.
+`slow` kills one run while photos are encoded, inside its first checkpoint and a later one, in a step and while the adapter
+files are written, and stops it by a signal in a step; `proof` has all 104 kills, 20 at the calls of a start and an end, and
+200 signals. What a kill at any call of a save leaves is in test_commit_protocol.py.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ def run(cell: Cell, moments: list[Moment], server: Server, models: Path, folder:
 
 @pytest.mark.slow
 def test_some_kills(server: Server, models: Path, tmp_path: Path) -> None:
-    places = ("caching", "first save", "step", "save", "drawing", "pruning")
-    run(Cell("flux", "dora", "adamw8bit", "int8", 2), kill_test.drawn(places, random.Random(0)), server, models, tmp_path)
+    moments = kill_test.drawn(("caching", "first save", "save", "finishing"), random.Random(0))
+    (stop,) = kill_test.drawn(("step",), random.Random(1), (signal.SIGTERM,))
+    moments.insert(2, stop)
+    run(Cell("flux", "dora", "adamw8bit", "int8", 2), moments, server, models, tmp_path)
 
 
 @pytest.mark.proof
@@ -49,7 +51,7 @@ def test_kills(cell: Cell, server: Server, models: Path, tmp_path: Path) -> None
     run(cell, kill_test.kills(random.Random(cell.name)), server, models, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_kills_at_the_calls_of_a_start_and_an_end(server: Server, models: Path, tmp_path: Path) -> None:
     """Every kind of call while photos and captions are encoded and while the adapter files are written, early and late."""
     moments = [
@@ -64,8 +66,7 @@ def test_kills_at_the_calls_of_a_start_and_an_end(server: Server, models: Path, 
 @pytest.mark.proof
 @every_cell
 def test_signals(cell: Cell, server: Server, models: Path, tmp_path: Path) -> None:
-    result = run(cell, kill_test.stops(200 // len(CELLS), random.Random(cell.name)), server, models, tmp_path)
-    assert result.slowest < kill_test.GRACE
+    run(cell, kill_test.stops(200 // len(CELLS), random.Random(cell.name)), server, models, tmp_path)
 
 
 def test_the_cells_cover_every_pair_of_levels() -> None:

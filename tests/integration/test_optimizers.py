@@ -74,8 +74,12 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TABLE)
+# In --all one that finds its rate and one with modes; the state of every one goes out and in again in
+# unit/optim/test_state.py.
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n in ("prodigy", "schedulefree_adamw") else pytest.mark.proof) for n in TABLE],
+)
 def test_every_optimizer_of_the_table_resumes_byte_identically(bench: Workbench, name: str) -> None:
     """A DoRA, constant schedule, no warm-up; with samples, saves and exports in between, or not."""
     whole = train(bench, name, "whole", **ASKED.get(name, {}))

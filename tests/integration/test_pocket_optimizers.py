@@ -20,8 +20,14 @@ def known(tmp_path_factory) -> tuple[Path, dict[str, float]]:
     return tmp_path_factory.mktemp("pocket") / "cache", {}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", optimizers.RATES)
+# One whose state is in 8 bits, one that finds its rate, one with modes; of all others the steps are those of their
+# libraries (unit/optim/test_table.py), and the rates are measured by scripts/bench/optimizers.py.
+SHORT = ("adamw8bit", "prodigy", "schedulefree_adamw")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SHORT else pytest.mark.proof) for name in optimizers.RATES]
+)
 def test_the_held_out_loss_falls(name: str, known: tuple[Path, dict[str, float]], tmp_path: Path, capsys) -> None:
     """In twelve steps, at the rate that docs/optimizers.md names first."""
     cache, measured = known

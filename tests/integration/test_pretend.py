@@ -15,12 +15,10 @@ import pytest
 from tests.harness import ROOT
 
 CASES = Path(__file__).with_name("pretend_cases.py")
-HALVES = {"quick": "not slow and not proof", "slow": "slow", "proof": "proof"}
-MARKED = [pytest.param(half, marks=getattr(pytest.mark, half)) for half in ("slow", "proof")]
+HALVES = {"slow": "not proof", "proof": "proof"}
 
 
-@pytest.mark.parametrize("half", ["quick", *MARKED])
-@pytest.mark.slow
+@pytest.mark.parametrize("half", [pytest.param(half, marks=getattr(pytest.mark, half)) for half in HALVES])
 def test_the_cases_pass_in_a_process_of_their_own(tmp_path: Path, half: str) -> None:
     command = [sys.executable, "-m", "pytest", "-rfEs", "-p", "no:cacheprovider", "--basetemp", str(tmp_path / "cases")]
     done = subprocess.run([*command, "-m", HALVES[half], str(CASES)], cwd=ROOT, capture_output=True, text=True)

@@ -1,7 +1,8 @@
 """Several processes and one: the same order, the same draws, the same decisions; losses differ by the order of a sum.
 
-Started by torch.distributed.run. Not by `accelerate launch --cpu`: without an MPI that starts one process, whatever
---num_processes says.
+Most are forks of a process that has imported the libraries, beside a store as the launcher has one. Two tests start them by
+torch.distributed.run, for what it does of its own. Not by `accelerate launch --cpu`: without an MPI that starts one process,
+whatever --num_processes says.
 """
 
 from __future__ import annotations
@@ -13,13 +14,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
+from scripts.proofs.forks import Order, Server
+from scripts.proofs.shared import STARTED
 from tests.harness import PHOTOS, ROOT, Workbench, built, metrics_of
+from trainer import cli
 from trainer import config as configs
-from trainer import processes
 from trainer.checkpoint import store
 from trainer.data import views
 from trainer.data.cache import latent_key
@@ -44,7 +50,91 @@ def tree(bench: Workbench, out: str, *, processes: int, **overrides) -> dict:
     )  # fmt: skip
 
 
-def two_processes(bench: Workbench, config: dict, *arguments: str, script: str = "train.py") -> subprocess.Popen:
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "SOURCE_DATE_EPOCH": STARTED, "CUDA_VISIBLE_DEVICES": ""}
+    with Server(ROOT, ["tests.integration.test_processes", "trainer.adapters.dora"], environment) as server:
+        yield server
+
+
+# What a patch of one of the processes may name.
+NAMES = """
+import os, signal, sys, time
+from datetime import timedelta
+import torch
+from trainer import assembly, processes, run as runs, validation
+from trainer.adapters import export
+from trainer.checkpoint import store
+from trainer.data import cache as caches, entries
+from trainer.errors import UserError
+from trainer.step import Step
+"""
+
+
+def live(rank: int, port: int, patch: str, arguments: list[str]) -> int:
+    """One of two processes, in a fork; returns its status. patch: a fault, as code that knows its `rank`."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+                   "TORCHELASTIC_RESTART_COUNT": "0"}  # fmt: skip
+    exec(NAMES + patch, {"rank": rank})
+    return cli.main(arguments)
+
+
+@dataclass
+class Both:
+    """Two processes of one run, and the store that outlives them."""
+
+    server: Server
+    folders: list[Path]
+    pids: list[int]
+    store: TCPStore
+
+    def wait(self) -> tuple[list[int], str]:
+        """Their statuses, and what they said."""
+        statuses: dict[int, int] = {}
+        deadline = time.monotonic() + 240
+        try:
+            while len(statuses) < 2:
+                assert time.monotonic() < deadline, f"they do not end; {self.said}"
+                for pid in self.pids:
+                    if pid not in statuses and (status := self.server.status(pid)) is not None:
+                        statuses[pid] = status
+                time.sleep(0.05)
+        finally:
+            for pid in self.pids:
+                if pid not in statuses:
+                    os.killpg(pid, signal.SIGKILL)
+        return [statuses[pid] for pid in self.pids], self.said
+
+    @property
+    def said(self) -> str:
+        return "\n".join((folder / "log").read_text() for folder in self.folders)
+
+
+def start_both(server: Server, bench: Workbench, config: dict, *arguments: str, patch: str = "") -> Both:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    path = bench.write(config, f"{Path(config['run']['output_dir']).name}.toml")
+    folders, pids = [], []
+    for rank in (0, 1):
+        folder = bench.tmp / f"{path.stem} of {rank}"
+        folder.mkdir()
+        given = {"rank": rank, "port": store.port, "patch": patch, "arguments": ["--config", str(path), *arguments]}
+        folders.append(folder)
+        pids.append(server.start(Order("tests.integration.test_processes:live", str(folder), given)))
+    return Both(server, folders, pids, store)
+
+
+def two_processes(
+    server: Server, bench: Workbench, config: dict, *arguments: str, patch: str = "", status: int | None = 0
+) -> str:
+    """They end with that status, None: with any but 0. Returns what they said."""
+    statuses, said = start_both(server, bench, config, *arguments, patch=patch).wait()
+    assert (0 not in statuses) if status is None else statuses == [status] * 2, f"{statuses}\n{said[-3000:]}"
+    return said
+
+
+def launched(bench: Workbench, config: dict, *arguments: str, script: str) -> subprocess.Popen:
+    """By torch.distributed.run, each a process of its own."""
     path = bench.write(config, f"{Path(config['run']['output_dir']).name}.toml")
     return subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", script,
@@ -52,12 +142,6 @@ def two_processes(bench: Workbench, config: dict, *arguments: str, script: str =
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-
-
-def finish(process: subprocess.Popen, *, status: int = 0) -> str:
-    _, errors = process.communicate(timeout=240)
-    assert (process.returncode != 0) == (status != 0), errors[-3000:]
-    return errors
 
 
 def assert_same_course(bench: Workbench, out: str, other: str) -> None:
@@ -71,12 +155,11 @@ def assert_same_course(bench: Workbench, out: str, other: str) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_and_one_take_turns(bench: Workbench) -> None:
+def test_two_processes_and_one_take_turns(server: Server, bench: Workbench) -> None:
     """1 -> 2 -> 1: every checkpoint goes on under the other number, with the losses of a run of one process."""
     train(configs.parse(tree(bench, "one", processes=1)), resume_from=None)
     train(configs.parse(tree(bench, "turns", processes=1, run__stop_after=2)), resume_from="auto")
-    said = two_processes(bench, tree(bench, "turns", processes=2, run__stop_after=4), "--resume_from", "auto")
-    finish(said)
+    two_processes(server, bench, tree(bench, "turns", processes=2, run__stop_after=4), "--resume_from", "auto")
     assert store.steps(bench.tmp / "turns" / "checkpoints")[-1] == 4
     train(configs.parse(tree(bench, "turns", processes=1)), resume_from="auto")
     assert_same_course(bench, "one", "turns")
@@ -113,11 +196,11 @@ def poison(bench: Workbench, sample: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_value_of_one_process_that_is_not_finite_is_skipped_by_both(bench: Workbench) -> None:
+def test_a_value_of_one_process_that_is_not_finite_is_skipped_by_both(server: Server, bench: Workbench) -> None:
     """No process waits for a reduction that the other does not come to."""
     poison(bench, "0/02.jpg")
     train(configs.parse(tree(bench, "one", processes=1, step__non_finite="skip")), resume_from=None)
-    finish(two_processes(bench, tree(bench, "two", processes=2, step__non_finite="skip")))
+    two_processes(server, bench, tree(bench, "two", processes=2, step__non_finite="skip"))
     one, two = (metrics_of(bench.tmp / out) for out in ("one", "two"))
     assert [e.get("non_finite") for e in one] == [e.get("non_finite") for e in two]
     assert [e["skipped"] for e in one].count(True) == 3 and not all(e["skipped"] for e in one)
@@ -130,11 +213,7 @@ def patched(bench: Workbench, patch: str) -> str:
     """train.py with a fault in it; each process says how it ended."""
     script = bench.tmp / "patched.py"
     script.write_text(
-        "import os, signal, sys, time\nfrom datetime import timedelta\nimport torch\nfrom trainer import cli, processes\n"
-        "from trainer import assembly, run as runs, validation\nfrom trainer.adapters import export\n"
-        "from trainer.checkpoint import store\nfrom trainer.data import cache as caches, entries\n"
-        "from trainer.errors import UserError\n"
-        "from trainer.step import Step\nrank = int(os.environ['RANK'])\n"
+        f"{NAMES}from trainer import cli\nrank = int(os.environ['RANK'])\n"
         + patch
         + "\nstatus = cli.main(sys.argv[1:])\nprint(f'rank {rank} status {status}', file=sys.stderr)\nsys.exit(status)\n"
     )
@@ -150,7 +229,7 @@ def spoilt(batch, **more):
     return torch.where(torch.tensor(bad), torch.nan, real(batch, **more))
 assembly.batch_losses = spoilt
 """,
-    # The main process alone asks for a checkpoint, and a slow disk outlasts the launcher's patience with the others.
+    # A process asks for a checkpoint, and later to stop.
     "usr1": """
 step = Step.run
 def asked(self, number, *more):
@@ -160,11 +239,6 @@ def asked(self, number, *more):
         signal.raise_signal(signal.SIGTERM)
     return step(self, number, *more)
 Step.run = asked
-save = store.save
-def slow(*arguments):
-    time.sleep(3)
-    return save(*arguments)
-store.save = slow
 """,
     # A checkpoint that the main process cannot write ends both, with status 6.
     "disk": """
@@ -177,12 +251,12 @@ store.save = full
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("patch", "status", "saved"), [("loss", 4, [2]), ("usr1", 143, [2, 4]), ("disk", 6, [])])
-def test_what_one_process_meets_with_both_answer(bench: Workbench, patch: str, status: int, saved: list[int]) -> None:
+def test_what_one_process_meets_with_both_answer(
+    server: Server, bench: Workbench, patch: str, status: int, saved: list[int]
+) -> None:
     every = {"disk": 2}.get(patch, 0)
     config = tree(bench, "two", processes=2, checkpoint__every_steps=every)
-    errors = finish(two_processes(bench, config, script=patched(bench, PATCHES[patch])), status=status)
-    for rank in (0, 1):
-        assert f"rank {rank} status {status}" in errors, errors[-3000:]
+    errors = two_processes(server, bench, config, patch=PATCHES[patch], status=status)
     assert store.steps(bench.tmp / "two" / "checkpoints") == saved
     assert "the loss of" in errors if patch == "loss" else "No space left" in errors if patch == "disk" else True
 
@@ -211,13 +285,13 @@ def made(out: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_what_the_main_process_does_alone_runs_into_no_time_out(bench: Workbench) -> None:
+def test_what_the_main_process_does_alone_runs_into_no_time_out(server: Server, bench: Workbench) -> None:
     sample = {"prompt": "a bear", "seed": 1, "steps": 2, "width": 64, "height": 64}
     more = {"validation__every_steps": 2, "validation__samples": [sample], "export__every_steps": 2,
             "checkpoint__background": False, "run__max_steps": 4}  # fmt: skip
     for out, patch in (("quick", ""), ("slow", "\n".join(f"slowly({m}, '{name}')" for name, m in ALONE_IN.items()))):
         config = tree(bench, out, processes=2, **more, data__cache_dir=str(bench.tmp / out / "cache"))
-        errors = finish(two_processes(bench, config, script=patched(bench, ALONE + patch)))
+        errors = two_processes(server, bench, config, patch=ALONE + patch)
         assert [f"slept before {name}" in errors for name in ALONE_IN] == [out == "slow"] * 4, errors
     quick, slow = made(bench.tmp / "quick"), made(bench.tmp / "slow")
     assert quick == slow
@@ -225,9 +299,10 @@ def test_what_the_main_process_does_alone_runs_into_no_time_out(bench: Workbench
     assert {name.split("/")[0] for name in quick} == kinds
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("resumed", [False, True])
-def test_a_process_without_a_micro_batch_in_fp16(bench: Workbench, resumed: bool) -> None:
+@pytest.mark.parametrize(
+    "resumed", [pytest.param(False, marks=pytest.mark.proof), pytest.param(True, marks=pytest.mark.slow)]
+)
+def test_a_process_without_a_micro_batch_in_fp16(server: Server, bench: Workbench, resumed: bool) -> None:
     """One photo, so the main process has every micro-batch, and the bytes are those of one process. It encodes for longer
     than a reduction waits."""
     photos = bench.tmp / "photos"
@@ -243,8 +318,8 @@ def test_a_process_without_a_micro_batch_in_fp16(bench: Workbench, resumed: bool
     if resumed:
         train(configs.parse(few("two", 1, run__stop_after=1)), resume_from=None)
     config = few("two", 2, data__cache_dir=str(bench.tmp / "its cache"))
-    script = patched(bench, ALONE + "slowly(caches, 'fill_latents')")
-    errors = finish(two_processes(bench, config, *(("--resume_from", "auto") if resumed else ()), script=script))
+    arguments = ("--resume_from", "auto") if resumed else ()
+    errors = two_processes(server, bench, config, *arguments, patch=ALONE + "slowly(caches, 'fill_latents')")
     assert "slept before fill_latents" in errors
     one, two = made(bench.tmp / "one"), made(bench.tmp / "two")
     assert two == one if not resumed else one.items() <= two.items()
@@ -302,28 +377,34 @@ else:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "statuses", "exits", "said"),
-    [("user", (2, 2), {"2"}, "error: photo 1 changed while it was read"),
-     ("full", (6, 6), {"6"}, "error: storage: [Errno 28] No space left on device: 'a cache entry'"),
-     ("other", (2, 2), {"2"}, "error: process 1 met with something of its own"),
-     ("killed", (143, None), {"-9"}, "error: stopped by SIGTERM before a step of this start was made"),
-     ("killed in a step", (None, None), {"-9"}, "error: another process is gone")],
+    ("fault", "status", "said"),
+    [("user", 2, "error: photo 1 changed while it was read"),
+     ("full", 6, "error: storage: [Errno 28] No space left on device: 'a cache entry'"),
+     ("other", 2, "error: process 1 met with something of its own"),
+     ("killed in a step", None, "error: another process is gone")],
 )  # fmt: skip
-def test_a_process_that_fails_alone_ends_both(bench: Workbench, fault: str, statuses, exits: set, said: str) -> None:
+def test_a_process_that_fails_alone_ends_both(server: Server, bench: Workbench, fault: str, status, said: str) -> None:
+    """By what it tells the other, before anybody's patience is over: that is ten minutes, and a test waits four."""
     config = tree(bench, "two", processes=2, data__cache_dir=str(bench.tmp / "its cache"))
-    script = patched(bench, FAILS[fault] + (WORKS_ON if "failed" in FAILS[fault] else ""))
-    started = time.monotonic()
-    errors = finish(two_processes(bench, config, script=script), status=1)
-    assert time.monotonic() - started < processes.PATIENCE_SECONDS, "ended by the launcher or by the other, not by patience"
-    for rank, status in enumerate(statuses):
-        assert status is None or f"rank {rank} status {status}\n" in errors, errors[-3000:]
+    patch = FAILS[fault] + (WORKS_ON if "failed" in FAILS[fault] else "")
+    errors = two_processes(server, bench, config, patch=patch, status=status)
     assert errors.count(said) == 1, errors[-3000:]
     if "killed" not in fault:
         failed = int(fault == "other")
         assert errors.count(f"error: process {failed} could not go on; its message says why") == 1, errors[-3000:]
-    reported = errors.partition("FAILED")[2]
-    first = reported.partition("Root Cause")[2]
-    assert set(re.findall(r"exitcode\s*: (-?\d+)", first)) == exits, reported
+    assert "trainer/run.py" not in errors, "a traceback"
+
+
+@pytest.mark.slow
+def test_the_launcher_ends_what_works_on_when_a_process_is_killed(bench: Workbench) -> None:
+    """It says of both how they ended: the one by its signal, the other in order."""
+    config = tree(bench, "two", processes=2, data__cache_dir=str(bench.tmp / "its cache"))
+    process = launched(bench, config, script=patched(bench, FAILS["killed"] + WORKS_ON))
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode != 0 and "rank 0 status 143\n" in errors, errors[-3000:]
+    assert errors.count("error: stopped by SIGTERM before a step of this start was made") == 1, errors[-3000:]
+    first = errors.partition("FAILED")[2].partition("Root Cause")[2]
+    assert set(re.findall(r"exitcode\s*: (-?\d+)", first)) == {"-9"}, errors[-3000:]
     assert "trainer/run.py" not in errors, "a traceback"
 
 
@@ -342,7 +423,7 @@ export.write_files = slow
 def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(bench: Workbench) -> None:
     """The main one writes the adapter files, slowly, and the other one waits: the launcher would end it otherwise."""
     config = tree(bench, "two", processes=2, run__max_steps=400, checkpoint__every_steps=0)
-    process = two_processes(bench, config, script=patched(bench, SLOW_FILES))
+    process = launched(bench, config, script=patched(bench, SLOW_FILES))
     log = bench.tmp / "two" / "metrics.jsonl"
     deadline = time.monotonic() + 90
     while not (log.exists() and log.read_text().count("\n") >= 3):

@@ -72,8 +72,8 @@ LIVE = "validation.every_steps=10", "validation.loss_every_steps=10", "checkpoin
 
 @pytest.fixture(scope="module")
 def finished(work: Path) -> Path:
-    """The page of a run that made its 60 steps."""
-    end(begin(work, "finished", "run.max_steps=60", *LIVE))
+    """The page of a run that made its 30 steps."""
+    end(begin(work, "finished", "run.max_steps=30", *LIVE))
     return work / "finished" / "report.html"
 
 
@@ -141,12 +141,12 @@ def test_the_page_of_a_pocket_run_while_it_runs(work: Path, shots: Path, tab: Ta
 
 def test_the_page_of_a_pocket_run_that_has_finished(finished: Path, shots: Path, tab: Tab) -> None:
     tab.open(finished)
-    assert "Finished: step 60 of 60" in text(tab, "#state")
+    assert "Finished: step 30 of 30" in text(tab, "#state")
     found = audit(tab, finished, shots, "finished")
     assert found["charts"]["Loss"] > 2 and found["charts"]["Change of the weights"] >= 2
     drawn = shown(tab)
-    assert len(drawn) == 6 * (7 + 1) and drawn[:3] == [
-        f"a bear, ink style, {what}" for what in ("before training", "step 60", "the truth")
+    assert len(drawn) == 6 * (4 + 1) and drawn[:3] == [
+        f"a bear, ink style, {what}" for what in ("before training", "step 30", "the truth")
     ]
     assert text(tab, ".tile b").count("%") >= 8
 
@@ -154,7 +154,7 @@ def test_the_page_of_a_pocket_run_that_has_finished(finished: Path, shots: Path,
 def test_the_slider_the_enlarged_image_and_the_values_of_a_chart(finished: Path, shots: Path, tab: Tab) -> None:
     tab.look(1200, "light")
     tab.open(finished)
-    assert text(tab, ".slider output") == "the newest, step 60"
+    assert text(tab, ".slider output") == "the newest, step 30"
     tab.run("document.getElementById('step').value = 2; document.getElementById('step').dispatchEvent(new Event('input'))")
     assert text(tab, ".slider output") == "step 20"
     assert [alt.rpartition(", ")[2] for alt in shown(tab)[:3]] == ["before training", "step 20", "the truth"]
@@ -171,7 +171,7 @@ def test_the_slider_the_enlarged_image_and_the_values_of_a_chart(finished: Path,
     frame = tab.run(f"(({{left, top, width}}) => [left + width / 2, top + 60])({where})")
     tab.send("Input.dispatchMouseEvent", type="mouseMoved", x=frame[0], y=frame[1])
     assert re.match(
-        r"step 30each step: [\d.e-]+moving average, \d+ steps: [\d.e-]+held-out photos: 0\.\d+", text(tab, ".tip")
+        r"step 1\deach step: [\d.e-]+moving average, \d+ steps: [\d.e-]+held-out photos: 0\.\d+", text(tab, ".tip")
     )
     tab.keep(shots / "values.png", whole=False)
     loads = tab.loads
@@ -192,6 +192,7 @@ def test_the_slider_the_enlarged_image_and_the_values_of_a_chart(finished: Path,
 RIGHT = 2e-3  # the rate of pocket_sdxl.toml
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("rate", [1000 * RIGHT, 100 * RIGHT, 1e-9])
 def test_a_run_far_off_the_right_rate_says_so(work: Path, shots: Path, tab: Tab, rate: float) -> None:
     out, name = work / f"rate-{rate:g}", f"rate-{rate:g}"
@@ -218,6 +219,7 @@ def test_a_run_far_off_the_right_rate_says_so(work: Path, shots: Path, tab: Tab,
     assert "being looked at" not in text(tab, "#your-data p")
 
 
+@pytest.mark.proof
 def test_a_run_that_learns_its_photos_by_heart_names_the_step_to_take(work: Path, shots: Path, tab: Tab) -> None:
     end(begin(work, "heart", "run.max_steps=90", "validation.every_steps=90", "validation.loss_every_steps=10",
               "checkpoint.every_steps=10", "checkpoint.keep_last=20"))  # fmt: skip

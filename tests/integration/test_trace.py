@@ -11,8 +11,9 @@ from scripts.bench import trace
 from trainer.trace import Trace
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["sdxl", "flux"])
+@pytest.mark.parametrize(
+    "family", [pytest.param("sdxl", marks=pytest.mark.slow), pytest.param("flux", marks=pytest.mark.proof)]
+)
 def test_a_dora_asks_little_more_than_a_lora(family: str) -> None:
     """Launches at most 1.1 times, bytes 1.15, FLOPs 1.02; the norms of all layers are made in few launches."""
     lora, dora = (trace.traced(family, "ours", adapter, "fp8_e4m3", recomputed=False) for adapter in ("lora", "dora"))
@@ -23,8 +24,10 @@ def test_a_dora_asks_little_more_than_a_lora(family: str) -> None:
     assert "trainer::adapted_norms" not in lora.operators
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("adapter", "most"), [("lora", 1.0), ("dora", 0.6)])
+@pytest.mark.parametrize(
+    ("adapter", "most"),
+    [pytest.param("lora", 1.0, marks=pytest.mark.proof), pytest.param("dora", 0.6, marks=pytest.mark.slow)],
+)
 def test_ours_asks_less_than_pefts(adapter: str, most: float) -> None:
     """Over the same bf16 base: launches and bytes."""
     ours, peft = (trace.traced("sdxl", who, adapter, "bf16", recomputed=False) for who in ("ours", "peft"))
