@@ -3,12 +3,15 @@
     python scripts/bench/data.py waits [--steps 100] [--json FILE]
     python scripts/bench/data.py first [--files 100000] [--json FILE]
     python scripts/bench/data.py plan [--files 100000] [--json FILE]
+    python scripts/bench/data.py report [--files 100000] [--json FILE]
 
 waits: tiny SDXL and Flux from a warm cache, with 0 and 2 workers, in one process. Of each update after the first ten the time
 that the loop waits for the batch, and the time of the step. Their share, waited / (waited + step), is to be at most 2 %.
 
 first: a folder of tiny JPEGs, each with its caption, data.cache = "none". Seconds until the photos are read, until the run is
 built, and until the first batch is there; and how many photos were encoded for it.
+
+report: processor seconds of scripts/data.py report where all photos look alike: ten times the photos, at most 15 times as long.
 """
 
 from __future__ import annotations
@@ -163,10 +166,27 @@ def plan(folder: Path, count: int) -> dict[str, Any]:
     return found
 
 
+def report(folder: Path, count: int) -> dict[str, Any]:
+    """Processor seconds of `scripts/data.py report` over `count` photos that look alike, and over a tenth of them."""
+    found: dict[str, Any] = {"files": count}
+    for name, photos in (("tenth", count // 10), ("all", count)):
+        write_photos(folder / name, photos)
+        command = [sys.executable, "scripts/data.py", "report", "--config", "pocket_sdxl.toml", "--out", str(folder / "out")]
+        for key in (f"data.sources.0.path={str(folder / name)!r}", "data.held_out=0"):
+            command += ["--set", key]
+        before, began = os.times(), time.perf_counter()
+        done = subprocess.run(command, cwd=ROOT, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
+        after, wall = os.times(), time.perf_counter() - began
+        assert done.returncode in (0, 3), done.stdout + done.stderr
+        used = after.children_user + after.children_system - before.children_user - before.children_system
+        found |= {f"{name}_processor_s": used, f"{name}_wall_s": wall}
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="part", required=True)
-    for part in ("waits", "first", "plan"):
+    for part in ("waits", "first", "plan", "report"):
         command = commands.add_parser(part)
         command.add_argument("--json", type=Path)
         if part == "waits":
@@ -195,6 +215,13 @@ def main() -> int:
             print(
                 f"--plan of sdxl_12gb.toml: {row['few_processor_s']:.1f} s of a processor over 5 photos, "
                 f"{row['many_processor_s']:.1f} s over {row['files']}"
+            )
+        elif chosen.part == "report":
+            row = report(folder, chosen.files)
+            result, met = about | row, row["all_processor_s"] < 15 * row["tenth_processor_s"]
+            print(
+                f"data.py report: {row['all_processor_s']:.1f} s of a processor over {row['files']} photos, "
+                f"{row['tenth_processor_s']:.1f} s over a tenth of them"
             )
         else:
             row = first(folder, chosen.files)

@@ -183,8 +183,10 @@ def test_show_says_which_layers_are_not_there(outputs: Runs, models: Path, capsy
     assert "LoRA for flux" in said and "not adapted of transformer" in said and "block-diagonal (" in said
 
 
-@pytest.mark.parametrize("script_name", ["adapter.py", "inspect_checkpoint.py"])
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "script_name",
+    [pytest.param("adapter.py", marks=pytest.mark.slow), pytest.param("inspect_checkpoint.py", marks=pytest.mark.proof)],
+)
 def test_a_reader_that_goes_away_ends_it_without_a_word(outputs: Runs, models: Path, script_name: str) -> None:
     """As `| head` does."""
     out = outputs("sdxl dora")

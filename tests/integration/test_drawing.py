@@ -94,7 +94,7 @@ def stock(folder: Path, file: Path | None, steps: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("model", "dora"), [("tiny", True), pytest.param("pocket", True, marks=pytest.mark.slow)], ids=["tiny", "pocket"]
+    ("model", "dora"), [("tiny", True), pytest.param("pocket", True, marks=pytest.mark.proof)], ids=["tiny", "pocket"]
 )
 def test_a_stock_pipeline_draws_the_same(models: Path, tmp_path: Path, model: str, dora: bool) -> None:
     """With the file, and as the merged model: no pixel is off by more than one of 255 levels, which is fp32's rounding."""

@@ -20,9 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.harness import DENOISER, PHOTOS, ROOT, Workbench, built, command_line, take_step
+from tests.harness import DENOISER, PHOTOS, ROOT, Workbench, built, take_step
 from tests.integration.test_full_size import sparse_model
-from trainer import advice, kernels, optim, phases, tiles
+from trainer import advice, cli, kernels, optim, phases, tiles
 from trainer import config as configs
 from trainer import loop as loops
 from trainer.components import Components
@@ -182,23 +182,25 @@ def plan_for_stubs(models, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_last_line_answers(bench: Workbench) -> None:
+def test_the_last_line_answers(bench: Workbench, capsys) -> None:
     """On any machine, status 0; a plan that fits says "not fit" nowhere, one that does not never says "fits" alone."""
     path = bench.write(bench.tree(data__batch_size=2, validation__every_steps=1, validation__prompts=["a"]))
-    large, small = (command_line("--config", str(path), "--plan_memory", size) for size in ("12GiB", "600MiB"))
-    assert large.returncode == small.returncode == 0, large.stderr + small.stderr
-    assert large.stdout.splitlines()[-1].startswith("fits: ") and "not fit" not in large.stdout
-    assert small.stdout.splitlines()[-1].startswith("does not fit: ")
-    assert not re.search(r"(?<!not )\bfits\b", small.stdout)
-    assert "memory.gradient_checkpointing = true: " in small.stdout
-    here = command_line("--config", str(path), "--plan")
-    assert here.returncode == 0 and here.stdout.splitlines()[-1].startswith("fits: ")
+    said = []
+    for how in (("--plan_memory", "12GiB"), ("--plan_memory", "600MiB"), ("--plan",)):
+        assert cli.main(["--config", str(path), *how]) == 0
+        said.append(capsys.readouterr().out)
+    large, small, here = said
+    assert large.splitlines()[-1].startswith("fits: ") and "not fit" not in large
+    assert small.splitlines()[-1].startswith("does not fit: ")
+    assert not re.search(r"(?<!not )\bfits\b", small)
+    assert "memory.gradient_checkpointing = true: " in small
+    assert here.splitlines()[-1].startswith("fits: ")
 
 
 @pytest.mark.parametrize("size", ["12", ""])
-def test_a_size_without_a_unit_is_refused(bench: Workbench, size: str) -> None:
-    done = command_line("--config", str(bench.write(bench.tree())), "--plan_memory", size)
-    assert done.returncode == 2 and f"--plan_memory {size!r}: write a number and its unit" in done.stderr
+def test_a_size_without_a_unit_is_refused(bench: Workbench, capsys, size: str) -> None:
+    assert cli.main(["--config", str(bench.write(bench.tree())), "--plan_memory", size]) == 2
+    assert f"--plan_memory {size!r}: write a number and its unit" in capsys.readouterr().err
     assert not (bench.tmp / "out").exists(), "nothing is trained"
 
 

@@ -17,10 +17,12 @@ import torch
 from tests import hub as stand_in
 from tests.harness import ROOT, Workbench
 from trainer import cli
+from trainer import config as configs
+from trainer.describe import describe
 from trainer.errors import Interrupted, UserError
 from trainer.models import FAMILIES, hub
 from trainer.phases import Phases, Record
-from trainer.plan import open_source
+from trainer.plan import make_plan, open_source, resolve
 from trainer.tensorfile import TensorFile
 
 ID = "someone/sdxl"
@@ -131,18 +133,21 @@ def test_a_folder_without_variants_is_read_as_ever(bench: Workbench) -> None:
     assert single.chosen("unet") is None
 
 
-@pytest.mark.slow
-def test_the_plan_says_what_is_read_and_what_is_fetched(bench: Workbench, both: Path, monkeypatch, capsys) -> None:
-    config = str(bench.write(bench.tree(model__path=ID, precision__compute="bf16")))
+def told(config) -> str:
+    """Of a plan, without the memory that it needs."""
+    source = open_source(config)
+    return describe(make_plan(resolve(config, source), source, processes=1), sizes=True)
+
+
+def test_the_plan_says_what_is_read_and_what_is_fetched(bench: Workbench, both: Path, monkeypatch) -> None:
+    keys = {"model__path": ID, "precision__compute": "bf16"}
     with stand_in.serve({ID: both}) as served:
         served.use(monkeypatch, bench.tmp / "home")
-        assert cli.main(["--config", config, "--plan"]) == 0
-        out = capsys.readouterr().out
+        out = told(bench.config(**keys))
         assert "reads the fp16 files, 3.8 MiB (enough for bf16; the plain ones have 7.5 MiB)" in out
         assert "reads the plain files, 0.3 MiB (fp32 is asked for)" in out
         assert "to be downloaded 4.6 MiB, into" in out and served.weights_sent() == []
-        assert cli.main(["--config", config, "--plan", "--set", 'model.variant="none"']) == 0
-        assert "reads the plain files, 7.5 MiB (model.variant = 'none')" in capsys.readouterr().out
+        assert "reads the plain files, 7.5 MiB (model.variant = 'none')" in told(bench.config(**keys, model__variant="none"))
 
 
 def test_model_variant(bench: Workbench, both: Path) -> None:
@@ -167,10 +172,9 @@ def test_model_variant(bench: Workbench, both: Path) -> None:
     [
         ("sdxl", "stabilityai/stable-diffusion-xl-base-1.0"),
         ("flux", "black-forest-labs/FLUX.1-dev"),
-        pytest.param("flux", "black-forest-labs/FLUX.1-schnell", marks=pytest.mark.slow),
+        ("flux", "black-forest-labs/FLUX.1-schnell"),
     ],
 )
-@pytest.mark.slow
 def test_published_models_are_planned_without_a_network(bench: Workbench, family, hub_id, monkeypatch, capsys) -> None:
     import socket
 
@@ -183,8 +187,7 @@ def test_published_models_are_planned_without_a_network(bench: Workbench, family
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(bench.tmp / "empty"))
     tree = bench.tree(family, model__path=hub_id)
-    assert cli.main(["--config", str(bench.write(tree)), "--plan"]) == 0
-    out = capsys.readouterr().out
+    out = told(configs.parse(tree))
     assert "configs as embedded: nothing was fetched" in out and "HF_HUB_OFFLINE" in out
     assert "weights in all" in out
     assert cli.main(["--config", str(bench.write(tree))]) == 2

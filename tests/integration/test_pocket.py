@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from scripts.pocket import card, data, flux, icons, make, sdxl, training, vae
 from tests.harness import DENOISER
+from trainer import cli
 
 TRAININGS = ("vae", "sdxl", "flux", "flux-guided")
-ROOT = Path(__file__).resolve().parents[2]
 SHAPES = (
     '<circle cx="16" cy="16" r="{}" fill="{}"/>',
     '<rect x="4" y="4" width="{}" height="20" fill="{}"/>',
@@ -56,7 +54,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["sdxl", "flux"])
-def test_the_folder_draws_and_trains(work: Path, family: str, tmp_path: Path) -> None:
+def test_the_folder_draws_and_trains(work: Path, family: str, tmp_path: Path, capsys) -> None:
     """In a stock pipeline, and in a run over it as float8, which exports and draws as well."""
     from diffusers import DiffusionPipeline
 
@@ -94,13 +92,14 @@ steps = 2
 prompts = ["a red apple"]
 """
     )
-    done = subprocess.run([sys.executable, "train.py", "--config", str(config)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "12 images x 1 repeats" in done.stdout and "0 missing" in done.stdout
+    capsys.readouterr()
+    assert cli.main(["--config", str(config)]) == 0
+    said = capsys.readouterr().out
+    assert "12 images x 1 repeats" in said and "0 missing" in said
     assert (tmp_path / "out" / "before_after.png").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_the_same_seed_gives_the_same_bytes_and_another_one_others(work: Path, tmp_path: Path) -> None:
     files = {}
     for name, seed in (("same", "0"), ("other", "1")):

@@ -10,7 +10,8 @@ import pytest
 from PIL import Image
 
 from tests.harness import ROOT
-from trainer.data.looks import BITS, COLOUR, FAR, SHARE, alike, look
+from trainer.data import looks
+from trainer.data.looks import BITS, COLOUR, FAR, NEIGHBOURS, SHARE, alike, look
 
 PHOTOS = sorted((ROOT / "examples").glob("*/0?.jpg"))
 
@@ -60,6 +61,16 @@ def test_grouping_agrees_with_comparing_all_pairs():
     expected = sorted({tuple(sorted(group)) for group in groups.values() if len(group) > 1})
     assert 20 < len(expected) < 60
     assert alike(prints) == [list(group) for group in expected]
+
+
+def test_a_thousand_times_the_same_are_not_compared_each_with_each(monkeypatch):
+    """Each with the next ones alone: ten times the prints are ten times the pairs."""
+    compared, real = [], looks._are_alike
+    monkeypatch.setattr(looks, "_are_alike", lambda *given: (compared.append(len(given[2])), real(*given))[1])
+    chosen = random.Random(5)
+    own = bytes(chosen.randbytes(BITS))
+    prints = [own + bytes([100 + number % COLOUR, number % 256, number // 256]) + bytes(25 - BITS) for number in range(3000)]
+    assert alike(prints) and 0 < sum(compared) <= (FAR + 1) * NEIGHBOURS * len(prints)
 
 
 def test_plain_images_are_told_apart_by_their_colours():
