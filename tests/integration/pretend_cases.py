@@ -91,24 +91,23 @@ def test_torch_still_has_what_the_pretend_accelerator_is_made_of(name: str) -> N
     assert hasattr(backend_registration, name), f"torch {torch.__version__} has no {name}: tests/pretend.py needs another way"
 
 
-LARGEST = ("sdxl", "triton", "dora")
-
-
 def kernels_of(kind: str) -> tuple[pytest.MarkDecorator, ...]:
     missing = pytest.mark.skipif(kind == "triton" and not TRITON, reason="needs Triton")
     return (missing,)
 
 
 @pytest.mark.parametrize(
-    ("family", "kind", "adapter"),
+    ("size", "family", "kind", "adapter"),
     [
-        # One of them in --all: the others take minutes each.
-        pytest.param(*cell, marks=(*(() if cell == LARGEST else (pytest.mark.proof,)), *kernels_of(cell[1])))
-        for cell in itertools.product(("sdxl", "flux"), ("torch", "triton"), ("lora", "dora"))
+        pytest.param("short", "sdxl", "torch", "dora"),
+        *(
+            pytest.param("full", *cell, marks=(pytest.mark.proof, *kernels_of(cell[1])))
+            for cell in itertools.product(("sdxl", "flux"), ("torch", "triton"), ("lora", "dora"))
+        ),
     ],
 )
-def test_a_run_at_full_size(folder: Path, family: str, kind: str, adapter: str) -> None:
-    with rehearsed(folder, family, size="full", triton=kind == "triton", adapter__type=adapter) as run:
+def test_a_run_from_its_first_photo_to_a_sample(folder: Path, size: str, family: str, kind: str, adapter: str) -> None:
+    with rehearsed(folder, family, size=size, triton=kind == "triton", adapter__type=adapter) as run:
         told, latents = run.encode_prompts(["a plush bear"]), run.encode_images(1024, 1024, 1)
         assert latents.shape == run.batch(1024, 1024, told, 1).latents.shape
         run.components.let_go(run.plan.family.text_encoders)

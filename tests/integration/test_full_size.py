@@ -137,9 +137,8 @@ def prove(family: str, *options: str, **environment: str) -> dict[str, Any]:
     return json.loads(out.read_text())["families"][family]
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param("sdxl", marks=pytest.mark.slow), pytest.param("flux", marks=pytest.mark.proof)]
-)
+@pytest.mark.proof
+@pytest.mark.parametrize("family", ["sdxl", "flux"])
 def test_the_published_widths_with_one_block_of_each_kind_are_trained_and_exported(tmp_path, family: str) -> None:
     """The proof's first training, of a smaller model: float8, DoRA, both adapter files, every phase accounted for."""
     options = ["--size", "short", "--cells", "float8 DoRA 64 px", "--out", str(tmp_path / "proof.json")]

@@ -24,10 +24,8 @@ def test_a_dora_asks_little_more_than_a_lora(family: str) -> None:
     assert "trainer::adapted_norms" not in lora.operators
 
 
-@pytest.mark.parametrize(
-    ("adapter", "most"),
-    [pytest.param("lora", 1.0, marks=pytest.mark.proof), pytest.param("dora", 0.6, marks=pytest.mark.slow)],
-)
+@pytest.mark.proof
+@pytest.mark.parametrize(("adapter", "most"), [("lora", 1.0), ("dora", 0.6)])
 def test_ours_asks_less_than_pefts(adapter: str, most: float) -> None:
     """Over the same bf16 base: launches and bytes."""
     ours, peft = (trace.traced("sdxl", who, adapter, "bf16", recomputed=False) for who in ("ours", "peft"))
