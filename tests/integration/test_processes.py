@@ -168,13 +168,14 @@ def test_two_processes_and_one_take_turns(server: Server, bench: Workbench) -> N
 def test_the_same_global_batch_in_other_micro_batches(bench: Workbench) -> None:
     """Five photos of one bucket, four to an update: the same samples in the same order however they are cut."""
     cuts = [(4, 1), (2, 2), (1, 4)]
+    more = {"run__max_steps": 4, "adapter__targets": ["up_blocks.1.attentions.*to_q"]}  # late layers: a short backward pass
     for batch_size, accumulation in cuts:
         out = f"{batch_size}-{accumulation}"
         # Dropout masks belong to micro-batches, so there is none here.
         overrides = {"data__bucket_step": 64, "data__batch_size": batch_size, "step__accumulation": accumulation}
-        config = tree(bench, out, processes=1, adapter__dropout=0.0, **overrides)
+        config = tree(bench, out, processes=1, adapter__dropout=0.0, **overrides, **more)
         train(configs.parse(config), resume_from=None)
-    assert [entry["images"] for entry in metrics_of(bench.tmp / "4-1")] == [4, 5, 9, 10, 14, 15]
+    assert [entry["images"] for entry in metrics_of(bench.tmp / "4-1")] == [4, 5, 9, 10]
     for batch_size, accumulation in cuts[1:]:
         assert_same_course(bench, "4-1", f"{batch_size}-{accumulation}")
 
