@@ -11,7 +11,8 @@ that the loop waits for the batch, and the time of the step. Their share, waited
 first: a folder of tiny JPEGs, each with its caption, data.cache = "none". Seconds until the photos are read, until the run is
 built, and until the first batch is there; and how many photos were encoded for it.
 
-report: processor seconds of scripts/data.py report where all photos look alike. Ten times the photos may take 15 times as long.
+report: processor seconds of scripts/data.py report where all photos look alike. Ten times the photos may take 15 times as
+long.
 """
 
 from __future__ import annotations
