@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.harness import PHOTOS, Workbench
-from trainer import cli
+from trainer import cli, preview
+from trainer.forecast import STEP, Forecast, Stage
 from trainer.tensorfile import TensorFile, write_tensors
 
 
@@ -43,6 +44,13 @@ def refused(
     for part in expected:
         assert part in captured.err, captured.err
     assert before == left(), f"half-written: {left()}"
+
+
+@pytest.fixture
+def no_forecast(monkeypatch) -> None:
+    """What a plan says of memory costs seconds and is tested in test_forecast.py."""
+    step = Stage(f"{STEP} 64x64, batch 2", {"weights": 2**20})
+    monkeypatch.setattr(preview, "forecast", lambda *_, **__: Forecast((step,), 0, 0))
 
 
 def broken_model(bench: Workbench, change: Callable[[Path], None], family: str = "sdxl") -> dict:
@@ -106,6 +114,7 @@ def test_config_mistakes(bench: Workbench, capsys, key: str, value, expected) ->
     refused(bench, capsys, *expected, tree=tree)
 
 
+@pytest.mark.usefixtures("no_forecast")
 def test_a_folder_of_which_only_making_it_tells_that_it_cannot_be_made(bench: Workbench, capsys) -> None:
     """Where nothing may be written in it, the plan tells it, too."""
     tree, writable = bench.tree(run__output_dir="/proc/nowhere"), os.access("/proc", os.W_OK)
@@ -221,6 +230,7 @@ def test_bad_data(bench: Workbench, capsys, files: dict, expected) -> None:
     refused(bench, capsys, *expected, tree=bench.tree(data__sources=[{"path": str(folder)}]))
 
 
+@pytest.mark.usefixtures("no_forecast")
 def test_output_directory_of_another_run(bench: Workbench, capsys) -> None:
     assert cli.main(["--config", str(bench.write(bench.tree(run__max_steps=1)))]) == 0
     out = bench.tmp / "out"
@@ -267,6 +277,7 @@ def test_messages_of_the_command_line_itself(bench: Workbench, capsys, monkeypat
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_plan_reads_no_weights_and_writes_nothing(bench: Workbench, capsys) -> None:
     """Every weight file's data is replaced by a hole of the same size: planning works all the same."""
 
