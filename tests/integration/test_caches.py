@@ -106,8 +106,7 @@ def sequence(bench: Workbench, kind: str, workers: int, processes: int) -> list[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "workers"), [(k, w) for k in ("memory", "none", "disk") for w in (0, 1, 4)])
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(("kind", "workers", "processes"), [("memory", 4, 1), ("none", 0, 2), ("disk", 1, 2)])
 def test_the_sequence_is_the_same(bench: Workbench, models: Path, kind: str, workers: int, processes: int) -> None:
     """(sample, bucket, crop, caption, timestep, noise), recorded where the step draws; and what the denoiser gets."""
     kept = models / "the sequence.json"

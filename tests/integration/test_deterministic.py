@@ -113,7 +113,7 @@ def child(family: str, models: Path, folder: Path) -> dict:
     return result
 
 
-@pytest.mark.parametrize("family", ["flux", pytest.param("sdxl", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["flux", "sdxl"])
 @pytest.mark.slow
 def test_both_families_train_and_end_in_the_same_bytes(models: Path, tmp_path: Path, family: str) -> None:
     """Whole, and stopped and resumed with NaN in fresh memory; nothing that a step does is refused here, or on CUDA."""

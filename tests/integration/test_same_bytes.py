@@ -15,7 +15,7 @@ needs_history = pytest.mark.skipif(
     not same_bytes.has(same_bytes.BEFORE),
     reason=f"this clone has no commit {same_bytes.BEFORE}; a shallow one gets it by: git fetch --unshallow",
 )
-SOME = ("sdxl-dora-fp8_e4m3-adamw-split-sample", "flux-lora-nf4-adamw8bit-mlp", "flux-dora-int8-adamw8bit-worker")
+SOME = ("sdxl-dora-fp8_e4m3-adamw-split-sample", "flux-dora-int8-adamw8bit-worker")
 
 
 def cells(*names: str) -> list[same_bytes.Cell]:
