@@ -455,8 +455,10 @@ def test_large_images_pass_the_vae_in_tiles(tmp_path, monkeypatch) -> None:
 @pytest.mark.parametrize(
     "cells",
     # The tiny Flux misses its limit in some runs (docs/memory.md).
-    [pytest.param("tiny SDXL", marks=pytest.mark.slow)]
-    + [pytest.param(cells, marks=pytest.mark.proof) for cells in ("pocket*", "tiny Flux", "unseen*", "SDXL*", "Flux*")],
+    [
+        pytest.param(cells, marks=pytest.mark.proof)
+        for cells in ("tiny SDXL", "pocket*", "tiny Flux", "unseen*", "SDXL*", "Flux*")
+    ],
 )
 def test_whole_processes_on_a_cpu_take_what_was_foretold(tmp_path, cells: str) -> None:
     command = [sys.executable, "scripts/proofs/memory_measured.py", "--cells", cells, "--keep", str(tmp_path)]
