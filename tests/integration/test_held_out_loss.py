@@ -241,9 +241,7 @@ def test_two_processes_share_it(bench: Workbench, monkeypatch) -> None:
         time.sleep(0.02)
     time.sleep(0.3)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    sent = time.monotonic()
     os.kill(int(children[-1]), signal.SIGTERM)
     process.communicate(timeout=60)
-    assert time.monotonic() - sent < 30
     (step,) = store.steps(bench.tmp / "stopped" / "checkpoints")
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == list(range(1, step + 1)) and step < 100

@@ -124,16 +124,14 @@ def start_both(server: Server, bench: Workbench, config: dict, *arguments: str, 
     return Both(server, folders, pids, store)
 
 
-def two_processes(
-    server: Server, bench: Workbench, config: dict, *arguments: str, patch: str = "", status: int | None = 0
-) -> str:
+def run_both(server: Server, bench: Workbench, config: dict, *arguments: str, patch: str = "", status: int | None = 0) -> str:
     """They end with that status, None: with any but 0. Returns what they said."""
     statuses, said = start_both(server, bench, config, *arguments, patch=patch).wait()
     assert (0 not in statuses) if status is None else statuses == [status] * 2, f"{statuses}\n{said[-3000:]}"
     return said
 
 
-def launched(bench: Workbench, config: dict, *arguments: str, script: str) -> subprocess.Popen:
+def two_processes(bench: Workbench, config: dict, *arguments: str, script: str = "train.py") -> subprocess.Popen:
     """By torch.distributed.run, each a process of its own."""
     path = bench.write(config, f"{Path(config['run']['output_dir']).name}.toml")
     return subprocess.Popen(
@@ -142,6 +140,11 @@ def launched(bench: Workbench, config: dict, *arguments: str, script: str) -> su
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
+
+
+def finish(process: subprocess.Popen) -> None:
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors[-3000:]
 
 
 def assert_same_course(bench: Workbench, out: str, other: str) -> None:
@@ -159,7 +162,7 @@ def test_two_processes_and_one_take_turns(server: Server, bench: Workbench) -> N
     """1 -> 2 -> 1: every checkpoint goes on under the other number, with the losses of a run of one process."""
     train(configs.parse(tree(bench, "one", processes=1)), resume_from=None)
     train(configs.parse(tree(bench, "turns", processes=1, run__stop_after=2)), resume_from="auto")
-    two_processes(server, bench, tree(bench, "turns", processes=2, run__stop_after=4), "--resume_from", "auto")
+    run_both(server, bench, tree(bench, "turns", processes=2, run__stop_after=4), "--resume_from", "auto")
     assert store.steps(bench.tmp / "turns" / "checkpoints")[-1] == 4
     train(configs.parse(tree(bench, "turns", processes=1)), resume_from="auto")
     assert_same_course(bench, "one", "turns")
@@ -201,7 +204,7 @@ def test_a_value_of_one_process_that_is_not_finite_is_skipped_by_both(server: Se
     """No process waits for a reduction that the other does not come to."""
     poison(bench, "0/02.jpg")
     train(configs.parse(tree(bench, "one", processes=1, step__non_finite="skip")), resume_from=None)
-    two_processes(server, bench, tree(bench, "two", processes=2, step__non_finite="skip"))
+    run_both(server, bench, tree(bench, "two", processes=2, step__non_finite="skip"))
     one, two = (metrics_of(bench.tmp / out) for out in ("one", "two"))
     assert [e.get("non_finite") for e in one] == [e.get("non_finite") for e in two]
     assert [e["skipped"] for e in one].count(True) == 3 and not all(e["skipped"] for e in one)
@@ -257,7 +260,7 @@ def test_what_one_process_meets_with_both_answer(
 ) -> None:
     every = {"disk": 2}.get(patch, 0)
     config = tree(bench, "two", processes=2, checkpoint__every_steps=every)
-    errors = two_processes(server, bench, config, patch=PATCHES[patch], status=status)
+    errors = run_both(server, bench, config, patch=PATCHES[patch], status=status)
     assert store.steps(bench.tmp / "two" / "checkpoints") == saved
     assert "the loss of" in errors if patch == "loss" else "No space left" in errors if patch == "disk" else True
 
@@ -292,7 +295,7 @@ def test_what_the_main_process_does_alone_runs_into_no_time_out(server: Server, 
             "checkpoint__background": False, "run__max_steps": 4}  # fmt: skip
     for out, patch in (("quick", ""), ("slow", "\n".join(f"slowly({m}, '{name}')" for name, m in ALONE_IN.items()))):
         config = tree(bench, out, processes=2, **more, data__cache_dir=str(bench.tmp / out / "cache"))
-        errors = two_processes(server, bench, config, patch=ALONE + patch)
+        errors = run_both(server, bench, config, patch=ALONE + patch)
         assert [f"slept before {name}" in errors for name in ALONE_IN] == [out == "slow"] * 4, errors
     quick, slow = made(bench.tmp / "quick"), made(bench.tmp / "slow")
     assert quick == slow
@@ -320,7 +323,7 @@ def test_a_process_without_a_micro_batch_in_fp16(server: Server, bench: Workbenc
         train(configs.parse(few("two", 1, run__stop_after=1)), resume_from=None)
     config = few("two", 2, data__cache_dir=str(bench.tmp / "its cache"))
     arguments = ("--resume_from", "auto") if resumed else ()
-    errors = two_processes(server, bench, config, *arguments, patch=ALONE + "slowly(caches, 'fill_latents')")
+    errors = run_both(server, bench, config, *arguments, patch=ALONE + "slowly(caches, 'fill_latents')")
     assert "slept before fill_latents" in errors
     one, two = made(bench.tmp / "one"), made(bench.tmp / "two")
     assert two == one if not resumed else one.items() <= two.items()
@@ -388,7 +391,7 @@ def test_a_process_that_fails_alone_ends_both(server: Server, bench: Workbench, 
     """By what it tells the other, before anybody's patience is over: that is ten minutes, and a test waits four."""
     config = tree(bench, "two", processes=2, data__cache_dir=str(bench.tmp / "its cache"))
     patch = FAILS[fault] + (WORKS_ON if "failed" in FAILS[fault] else "")
-    errors = two_processes(server, bench, config, patch=patch, status=status)
+    errors = run_both(server, bench, config, patch=patch, status=status)
     assert errors.count(said) == 1, errors[-3000:]
     if "killed" not in fault:
         failed = int(fault == "other")
@@ -400,7 +403,7 @@ def test_a_process_that_fails_alone_ends_both(server: Server, bench: Workbench, 
 def test_the_launcher_ends_what_works_on_when_a_process_is_killed(bench: Workbench) -> None:
     """It says of both how they ended: the one by its signal, the other in order."""
     config = tree(bench, "two", processes=2, data__cache_dir=str(bench.tmp / "its cache"))
-    process = launched(bench, config, script=patched(bench, FAILS["killed"] + WORKS_ON))
+    process = two_processes(bench, config, script=patched(bench, FAILS["killed"] + WORKS_ON))
     _, errors = process.communicate(timeout=240)
     assert process.returncode != 0 and "rank 0 status 143\n" in errors, errors[-3000:]
     assert errors.count("error: stopped by SIGTERM before a step of this start was made") == 1, errors[-3000:]
@@ -424,7 +427,7 @@ export.write_files = slow
 def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(bench: Workbench) -> None:
     """The main one writes the adapter files, slowly, and the other one waits: the launcher would end it otherwise."""
     config = tree(bench, "two", processes=2, run__max_steps=400, checkpoint__every_steps=0)
-    process = launched(bench, config, script=patched(bench, SLOW_FILES))
+    process = two_processes(bench, config, script=patched(bench, SLOW_FILES))
     log = bench.tmp / "two" / "metrics.jsonl"
     deadline = time.monotonic() + 90
     while not (log.exists() and log.read_text().count("\n") >= 3):
