@@ -42,6 +42,7 @@ class Hub:
     flip: bool = False
     ranges: bool = True
     url: str = ""
+    tags: dict[tuple[str, str], str] = field(default_factory=dict)
     earlier: dict[tuple[str, str], tuple[Path, dict[str, dict[str, Any]]]] = field(default_factory=dict)
     asked: list[tuple[str, str, int]] = field(default_factory=list)
 
@@ -57,11 +58,17 @@ class Hub:
         self.earlier[hub_id, self.commit(hub_id)] = self.repositories[hub_id], self.listings[hub_id]
         self.repositories[hub_id], self.listings[hub_id] = folder, _listing(folder)
 
-    def at(self, hub_id: str, revision: str | None) -> tuple[Path, dict[str, dict[str, Any]], str]:
-        """(folder, listing, commit)."""
+    def tag(self, hub_id: str, name: str) -> None:
+        """Give the newest commit a name."""
+        self.tags[hub_id, name] = self.commit(hub_id)
+
+    def at(self, hub_id: str, revision: str | None) -> tuple[Path, dict[str, dict[str, Any]], str] | None:
+        """(folder, listing, commit); None where there is no such branch, tag or commit."""
+        revision = self.tags.get((hub_id, revision), revision)
         if (hub_id, revision) in self.earlier:
             return *self.earlier[hub_id, revision], revision
-        return self.repositories[hub_id], self.listings[hub_id], self.commit(hub_id)
+        commit = self.commit(hub_id)
+        return (self.repositories[hub_id], self.listings[hub_id], commit) if revision in (None, "main", commit) else None
 
     def weights_sent(self) -> list[str]:
         """The weight files that were asked for, each once."""
@@ -139,18 +146,22 @@ class _Handler(BaseHTTPRequestHandler):
         self.answer()
 
     def answer(self) -> None:
-        path = unquote(urlparse(self.path).path)
+        path = urlparse(self.path).path
         if found := re.fullmatch(r"/api/models/([^/]+/[^/]+?)(?:/(revision|tree)/([^/]+))?", path):
-            hub_id, what, revision = found.groups()
+            hub_id, what, revision = (part and unquote(part) for part in found.groups())
             if hub_id not in self.hub.repositories:
                 return self.refuse(404, "RepoNotFound")
+            if self.hub.at(hub_id, revision) is None:
+                return self.refuse(404, "RevisionNotFound")
             return self.say(self.tree(hub_id, revision) if what == "tree" else self.info(hub_id, revision))
         if found := re.fullmatch(r"/([^/]+/[^/]+?)/resolve/([^/]+)/(.+)", path):
-            hub_id, revision, name = found.groups()
+            hub_id, revision, name = map(unquote, found.groups())
             if hub_id not in self.hub.repositories:
                 return self.refuse(404, "RepoNotFound")
             if self.hub.gated and self.headers.get("Authorization") != f"Bearer {self.hub.gated}":
                 return self.refuse(403 if "Authorization" in self.headers else 401, "GatedRepo")
+            if self.hub.at(hub_id, revision) is None:
+                return self.refuse(404, "RevisionNotFound")
             if name not in self.hub.at(hub_id, revision)[1]:
                 return self.refuse(404, "EntryNotFound")
             return self.file(hub_id, revision, name)

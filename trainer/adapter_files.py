@@ -28,7 +28,9 @@ from trainer.layout import Layout, folder_name
 from trainer.models import FAMILIES, family_named
 from trainer.models.base import Family
 from trainer.models.building import build
-from trainer.models.loading import PUBLISHED, ModelSource
+from trainer.models.config_files import PUBLISHED
+from trainer.models.kinds import OfAnotherFamily
+from trainer.models.loading import ModelSource
 from trainer.models.opening import open_model
 from trainer.optim.state import weights_for_use
 from trainer.optim.table import OPTIMIZERS
@@ -137,7 +139,7 @@ def models_at(path: str, recognise: Callable[..., Recognised], **keys: Any) -> l
         except UserError as error:
             refusals.append(error)
     if not found:
-        raise refusals[0]
+        raise next((refusal for refusal in refusals if not isinstance(refusal, OfAnotherFamily)), refusals[0])
     return found
 
 

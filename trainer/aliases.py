@@ -65,8 +65,7 @@ NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
         ("there is none: schnell is trained as it is", "", "", "model.assistant_lora_path", "flux_fast_schedule", ""),
         ("merge them first, with scripts/adapter.py merge", "base_weights base_weights_multiplier", "", "model.lora_path", "",
          ""),
-        ("there is none: the newest commit of a hub id is taken; for another download it, and write its folder in model.path",
-         "", "", "", "revision", "revision"),
+        ("model.revision", "", "", "", "revision", "revision"),
         ("run.device", "", "train_device", "device", "", ""),
     ),
     "The adapter": (

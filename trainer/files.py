@@ -345,6 +345,12 @@ def json_bytes(tree: Any) -> bytes:
     return (json.dumps(tree, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
+def refuse_irregular(path: Path) -> None:
+    """Refuse what is there and is neither a file nor a folder: a pipe or a device may be read without end."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise UserError(f"{path} is a pipe, a socket or a device; give a file")
+
+
 def read_json(path: Path) -> Any:
     """Raises UserError, naming the file, where it is missing, unreadable or no JSON that `json_bytes` could have written."""
     try:

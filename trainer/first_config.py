@@ -116,7 +116,14 @@ def _named(config: Config, given: set[str]) -> NamedModel:
     """The model of `config`; of `model.family`, where that is given."""
     model = config.model
     paths = {name: component.path for name, component in model.components.items() if component.path}
-    found = models_at(model.path, quantization.recognise, config=model.config, component_paths=paths, variant=model.variant)
+    found = models_at(
+        model.path,
+        quantization.recognise,
+        config=model.config,
+        component_paths=paths,
+        revision=model.revision,
+        variant=model.variant,
+    )
     if "model.family" not in given:
         return found[0]
     family_named(model.family)

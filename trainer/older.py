@@ -27,7 +27,7 @@ def origin_of(saved: Saved, base: str | None) -> dict[str, Any]:
     tree = saved.state("config")
     if base is not None:
         components = {name: _without(own, "path") for name, own in tree["model"]["components"].items()}
-        model = _without(tree["model"], "config", "variant")
+        model = _without(tree["model"], "config", "revision", "variant")
         tree |= {"model": {**model, "path": base, "components": components}}
     path = tree["model"]["path"]
     try:

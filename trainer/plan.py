@@ -22,6 +22,7 @@ from trainer.dataset import read_sources, resolutions, sources_of
 from trainer.errors import UserError
 from trainer.models import family_named
 from trainer.models.base import Family, SampleRequest
+from trainer.models.beside import complete
 from trainer.models.loading import ModelSource
 from trainer.models.opening import open_model
 from trainer.objectives import Objective
@@ -111,10 +112,13 @@ def open_source(config: Config) -> ModelSource:
         config.model.path,
         config=config.model.config,
         component_paths={name: c.path for name, c in config.model.components.items() if c.path},
+        revision=config.model.revision,
         variant=config.model.variant,
         stored={component.name: storage.asked_precision(config, component) for component in family.components},
         recognise=quantization.recognise,
     )
+    source.check_kind()
+    source = complete(source)
     refuse_unread_by_model(config, source)
     return source
 
@@ -203,6 +207,7 @@ def fetched(plan: Plan, peers: Processes, phases: Phases) -> Plan:
         return plan
     with peers.main_first():
         plan = replace(plan, source=plan.source.fetch(phases=phases))
+    plan.source.check_kind()
     for component in plan.components.values():
         storage.check(plan.source, component)
         storage.check_fetched(plan.source, component)
@@ -212,11 +217,7 @@ def fetched(plan: Plan, peers: Processes, phases: Phases) -> Plan:
 
 def find_objective(config: Config, source: ModelSource) -> Objective:
     """What is trained, of the config and of what the model says of itself. Raises UserError for a model of another kind."""
-    family = source.family
-    configs = {component.name: source.config(component.name) for component in family.components}
-    shape = source.shape(family.denoiser, family.input_layer)
-    family.check(configs, shape[1] if shape else configs[family.denoiser].get("in_channels"))
-    return family.objective(source.scheduler, source.markers, **chosen(config, family))
+    return source.family.objective(source.scheduler, source.markers, **chosen(config, source.family))
 
 
 def check_objective(config: Config, source: ModelSource, planned: Objective) -> None:

@@ -151,9 +151,7 @@ class Unread(Components):
         if self.source.fetched:
             return super().tokenizers()
         folders = {name: self.source.tokenizer_folder(name) for name in self.family.tokenizers}
-        return {
-            name: load_tokenizer(folder.parent, name) if folder.is_dir() else Unfetched() for name, folder in folders.items()
-        }
+        return {name: load_tokenizer(folder, name) if folder.is_dir() else Unfetched() for name, folder in folders.items()}
 
     def load(self, name: str) -> nn.Module:
         if name not in self.model.modules:

@@ -37,7 +37,8 @@ MAY_CHANGE = (
 # Where photos and model lie. It may change, too, where a checkpoint pins what lies there: `pin_data`, `pin_model`,
 # `pin_quantization`; what an adapter started from is pinned by the piece "start".
 PLACES = (
-    "model.path", "model.config", "model.variant", "model.components.*.path", "data.sources.*.path", "adapter.init_from",
+    "model.path", "model.config", "model.revision", "model.variant", "model.components.*.path", "data.sources.*.path",
+    "adapter.init_from",
 )  # fmt: skip
 
 # Names of photos that a refusal lists for each way to differ, and that the run's record keeps.

@@ -75,7 +75,10 @@ def resolve(config: Config, source: ModelSource) -> dict[str, ComponentTable]:
         # What only encodes is worth its fp32; the denoiser, all of a run's time, is not slowed down by how it is stored.
         exact = dtype == "fp32" and component.role != "denoiser"
         compute = given.compute or ("fp32" if exact else config.precision.compute)
-        resolved[component.name] = given.model_copy(update={"dtype": dtype, "backend": backend, "compute": compute})
+        update = {"dtype": dtype, "backend": backend, "compute": compute}
+        if component.name in source.found:
+            update["path"] = str(source.found[component.name])
+        resolved[component.name] = given.model_copy(update=update)
     return resolved
 
 

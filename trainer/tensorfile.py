@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from trainer.errors import UserError
-from trainer.files import CHUNK_BYTES, Advance, Write, unheard, write_atomic
+from trainer.files import CHUNK_BYTES, Advance, Write, refuse_irregular, unheard, write_atomic
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -47,6 +47,7 @@ class TensorFile:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
+        refuse_irregular(self.path)
         try:
             if stat.S_ISFIFO(self.path.stat().st_mode):  # to open one may never end
                 raise UserError(f"{self.path} is a pipe. Give the path of a .safetensors file.")
@@ -55,6 +56,10 @@ class TensorFile:
                 self.metadata, self.entries = _parse_header(self.path, file, total)
         except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
             raise UserError(f"cannot read {self.path}: {error.strerror}. Give the path of a .safetensors file.") from error
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: entry.shape for name, entry in self.entries.items()}
 
     def read(self, name: str, advance: Advance = unheard) -> torch.Tensor:
         """One tensor, in freshly allocated memory. Raises KeyError for an unknown name."""

@@ -46,7 +46,8 @@ from trainer.kernels import scratch  # noqa: E402
 from trainer.memory import checkpoint_blocks, find_blocks  # noqa: E402
 from trainer.models import family_named  # noqa: E402
 from trainer.models.base import Markers, Model  # noqa: E402
-from trainer.models.loading import PUBLISHED, ModelSource  # noqa: E402
+from trainer.models.config_files import PUBLISHED  # noqa: E402
+from trainer.models.loading import ModelSource  # noqa: E402
 from trainer.precision import prepare_device  # noqa: E402
 from trainer.protocols import Kernels  # noqa: E402
 from trainer.quantization import FORMATS, FrozenConv2d, FrozenLayer, FrozenLinear  # noqa: E402

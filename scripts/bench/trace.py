@@ -36,7 +36,9 @@ from scripts.bench import bench_step, plain_peft  # noqa: E402
 from tests import pretend  # noqa: E402
 from trainer import kernels, quantization  # noqa: E402
 from trainer.models import family_named  # noqa: E402
-from trainer.models.loading import PUBLISHED, ModelSource, build  # noqa: E402
+from trainer.models.building import build  # noqa: E402
+from trainer.models.config_files import PUBLISHED  # noqa: E402
+from trainer.models.loading import ModelSource  # noqa: E402
 from trainer.step import batch_losses  # noqa: E402
 from trainer.trace import Cost, Trace  # noqa: E402
 from trainer.types import Batch  # noqa: E402

@@ -18,7 +18,8 @@ from trainer import cli
 from trainer.errors import UserError
 from trainer.kernels import dora_torch
 from trainer.models import FAMILIES
-from trainer.models.loading import PUBLISHED, load_tokenizers
+from trainer.models.config_files import PUBLISHED
+from trainer.models.loading import load_tokenizers
 from trainer.models.names import join_parts
 from trainer.models.opening import open_model
 from trainer.quantization import FORMATS

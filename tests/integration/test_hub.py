@@ -105,6 +105,38 @@ def test_a_push_while_it_is_fetched_mixes_nothing(bench: Workbench, both: Path, 
     assert alone.fetched and alone.root == fetched.root
 
 
+def test_a_revision_pins_what_is_fetched(bench: Workbench, both: Path, monkeypatch) -> None:
+    """By a tag, a branch or a commit, also from the cache alone; a start without one gets the newest."""
+    other = shutil.copytree(both, bench.tmp / "pushed")
+    (other / "unet/config.json").write_text((other / "unet/config.json").read_text() + " ")
+    with stand_in.serve({ID: both}) as served:
+        served.use(monkeypatch, bench.tmp / "home")
+        served.tag(ID, "v1/first")
+        first = served.commit(ID)
+        served.push(ID, other)
+        for revision in ("v1/first", first):
+            pinned = fetch(open_hub(bench, model__revision=revision))
+            assert pinned.root.name == first
+            assert (pinned.root / "unet/config.json").read_bytes() == (both / "unet/config.json").read_bytes()
+        newest = fetch(open_hub(bench))
+        assert newest.root.name == served.commit(ID) != first
+        with pytest.raises(UserError, match=f"model.revision = 'v2': {ID} has no such branch, tag or commit"):
+            open_hub(bench, model__revision="v2")
+    for revision, commit in (("v1/first", first), (first, first), (None, newest.root.name)):  # the stand-in is gone
+        alone = open_hub(bench, model__revision=revision)
+        assert alone.fetched and alone.root.name == commit
+    digest = lambda path: path.read_bytes().hex()  # noqa: E731
+    assert newest.contents((), digest) == pinned.contents((), digest), "the same run: what the configs say is the same"
+
+
+def test_a_revision_of_what_is_no_repository_is_refused(bench: Workbench) -> None:
+    with pytest.raises(UserError, match=r"model.revision = 'v1' belongs to a hub id; model.path = .* is here, leave it out"):
+        open_hub(bench, str(bench.models / "sdxl"), model__revision="v1")
+    for wrong in ("../v1", "a//b", ".v1", ""):
+        with pytest.raises(UserError, match="model.revision = .*write a branch, a tag or a commit"):
+            bench.config(model__revision=wrong)
+
+
 def test_a_local_copy_gives_the_same_choice(bench: Workbench, both: Path, monkeypatch) -> None:
     local = shutil.copytree(both, bench.tmp / "copy")
     stand_in.split(local / FP16)

@@ -109,5 +109,5 @@ def test_a_tokenizer_with_code_of_its_own_is_refused_without_a_question(tmp_path
     (folder / "spiece.model").write_bytes(b"no sentencepiece model")
     monkeypatch.setattr("builtins.input", lambda *prompt: pytest.fail("a question was asked"))
     with pytest.raises(UserError, match="(?s)cannot be read: .*code of a model's own is never run"):
-        load_tokenizer(tmp_path, "tokenizer_2")
+        load_tokenizer(tmp_path / "tokenizer_2", "tokenizer_2")
     assert not (tmp_path / "ran").exists()

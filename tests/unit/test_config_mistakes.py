@@ -79,8 +79,7 @@ MISTAKES = [
     ("validation.negative_prompt", "blur", "unknown key validation.negative_prompt; write negative in "
      "[[validation.samples]]"),
     ("validation.walk_seed", True, "unknown key validation.walk_seed; write seed in [[validation.samples]]"),
-    ("revision", "fp16", "unknown key revision; there is none: the newest commit of a hub id is taken; for another download "
-     "it, and write its folder in model.path"),
+    ("revision", "main", "unknown key revision; did you mean model.revision?"),
     ("quantization", "int8", f"unknown key quantization; {UNET}"),
     ("sample", {"guidance_scale": 4, "width": 512},
      "unknown table sample; write validation.samples.0.width for width; for guidance_scale: write guidance in "

@@ -72,6 +72,8 @@ class ModelTable(Table):
     config: PathText | None = None
     """A folder of configs, scheduler and tokenizers for a single file. Left out: the folder of the file's stem beside it,
     else the embedded ones."""
+    revision: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*$")] | None = None
+    """Of a hub id: a branch, a tag or a commit. Left out: the newest commit."""
     variant: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")] | None = None
     """Which files of a folder or repository, where it has several sets: for example `fp16`. `none` takes the plain ones."""
     prediction: Literal["auto", "epsilon", "v"] = "auto"

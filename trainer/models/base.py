@@ -19,6 +19,7 @@ from trainer.objectives import Objective
 from trainer.types import Batch, Conditioning, Link
 
 COUNTED_AT_ONCE = 1000
+LATENT_SIDE = 8  # pixels to a side of one latent, in nearly every VAE
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Component:
       What they cannot say (activations, head counts, norm groups) is left out, and all of it where the names are others.
       Raises UserError for a shape that no config can be read from.
     prefixes: what stands before those names in a single file; without any of these, the names stand alone.
+    file: what a file of this component alone is usually called.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Component:
     defaults: ComponentConfig = field(default_factory=dict)
     infer: Callable[[Mapping[str, Shape], dict], dict] = lambda shapes, config: {}
     prefixes: tuple[str, ...] = ()
+    file: str = "FILE.safetensors"
 
     def prefix_in(self, names: Collection[str]) -> str | None:
         """What stands before the component's names in a single file with these; None where none of its prefixes does."""
@@ -181,7 +184,7 @@ class Family:
     encode_text: Callable[[Model, str, Sequence[str]], dict[str, torch.Tensor]]
     predict: Callable[[Model, torch.Tensor, torch.Tensor, Conditioning, Batch], torch.Tensor]
     sample: Callable[[Model, SampleRequest, Conditioning, Conditioning], Any]
-    latent_side: int = 8
+    latent_side: int = LATENT_SIDE
     reads: tuple[str, ...] = ()
     timesteps: tuple[str, ...] = ()
     tokenizers: Mapping[str, str] = field(default_factory=lambda: {"tokenizer": "text_encoder"})

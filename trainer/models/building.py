@@ -1,22 +1,27 @@
 """A component's module before its weights are read: built without memory, then with memory for its final form."""
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from trainer.models.base import Component
+from trainer.models.config_files import blamed_on
 from trainer.models.names import ComponentConfig, Shape
 
 
-def build(component: Component, config: ComponentConfig) -> nn.Module:
-    """In eval mode, its parameters on the meta device. What the module makes itself (position ids, rotary tables) is real."""
+def build(component: Component, config: ComponentConfig, where: Path | str = "") -> nn.Module:
+    """In eval mode, its parameters on the meta device. What the module makes itself (position ids, rotary tables) is real.
+
+    where: the config's file. Raises UserError for a config that the class does not take.
+    """
     from accelerate import init_empty_weights
 
     config = {key: value for key, value in config.items() if not key.startswith("_")}
     cls: Any = getattr(importlib.import_module(component.library), component.class_name)
-    with init_empty_weights(include_buffers=False):
+    with blamed_on(where or _usual(component), component, config), init_empty_weights(include_buffers=False):
         module = cls.from_config(config) if component.library == "diffusers" else cls(cls.config_class.from_dict(config))
     return module.eval().requires_grad_(False)
 
@@ -26,8 +31,13 @@ def allocate(module: nn.Module, device: torch.device) -> None:
     module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
 
 
-def shapes_of(component: Component, config: ComponentConfig) -> dict[str, Shape]:
-    """Of every tensor that the component's files have for its module, by the module's names."""
+def shapes_of(component: Component, config: ComponentConfig, where: Path | str = "") -> dict[str, Shape]:
+    """Of every tensor that the component's files have for its module, by the module's names. where, errors: as `build`."""
     if component.names is not None:
-        return component.names(config).shapes
-    return {name: tuple(tensor.shape) for name, tensor in build(component, config).state_dict().items()}
+        with blamed_on(where or _usual(component), component, config):
+            return component.names(config).shapes
+    return {name: tuple(tensor.shape) for name, tensor in build(component, config, where).state_dict().items()}
+
+
+def _usual(component: Component) -> str:
+    return f"{component.name}/config.json"

@@ -14,6 +14,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NoReturn
@@ -23,6 +24,7 @@ from trainer.errors import UserError
 from trainer.phases import QUIET, Phases
 from trainer.tensorfile import size_text
 
+MAIN = "main"  # the branch that is taken where no revision is asked for
 AT_ONCE = 4  # files
 PIECE_BYTES = 2**20  # of a partial file, read again to go on with its hash
 TIMEOUT = 10.0  # seconds without an answer
@@ -43,12 +45,14 @@ class HubFile:
 class Repository:
     """A model repository as the hub lists it now, or where it cannot be asked, as it lies in the cache.
 
-    snapshot: folder of its files on this machine, as far as they are here. unreachable: why the hub could not be asked.
+    snapshot: folder of its files on this machine, as far as they are here. revision: the branch, tag or commit that was asked
+    for. unreachable: why the hub could not be asked.
     """
 
     hub_id: str
     files: Mapping[str, HubFile]
     snapshot: Path
+    revision: str = MAIN
     unreachable: str | None = None
 
     def listing(self, folder: str) -> dict[str, int]:
@@ -99,7 +103,8 @@ class Repository:
             # Of this commit, whatever was pushed since it was listed. Only a branch's name is noted in the cache.
             commit = self.snapshot.name
             folder = Path(snapshot_download(self.hub_id, revision=commit, allow_patterns=list(names)))
-        files.write_atomic(self.blobs.parent / "refs" / "main", [commit.encode()])
+        if self.revision != commit:
+            files.write_atomic(self.blobs.parent / "refs" / self.revision, [commit.encode()])
         return folder
 
     def _download(self, names: Collection[str], phases: Phases) -> None:
@@ -259,31 +264,42 @@ class _Blob:
         return hashlib.sha1(b"blob %d\0" % self.file.bytes)  # git's name of a file
 
 
-def look(hub_id: str) -> Repository:
-    """What the hub lists, or what of it is in the cache. Raises UserError for a name that cannot be one."""
+def look(hub_id: str, revision: str | None = None) -> Repository:
+    """What the hub lists of a branch, tag or commit, or what of it is in the cache.
+
+    Raises UserError for a name that cannot be a repository's, and for a revision that the repository has not.
+    """
     from huggingface_hub import HfApi, constants, snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RevisionNotFoundError
     from huggingface_hub.file_download import repo_folder_name
     from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()  # they would stand between our own lines
     folder = Path(constants.HF_HUB_CACHE).expanduser() / repo_folder_name(repo_id=hub_id, repo_type="model")
+    opened = partial(Repository, hub_id, revision=revision or MAIN)
     try:
-        info = HfApi().model_info(hub_id, files_metadata=True, timeout=TIMEOUT)
+        info = HfApi().model_info(hub_id, revision=revision, files_metadata=True, timeout=TIMEOUT)
+    except RevisionNotFoundError as error:
+        raise UserError(
+            f"model.revision = {revision!r}: {hub_id} has no such branch, tag or commit; its page on the hub lists them "
+            "(Files, then the name of the branch)"
+        ) from error
     except HFValidationError as error:
         raise _refused(hub_id, _reason(error)) from error
     except (OSError, transport_error()) as error:
         reason = _reason(error)
     else:
         listed = {file.rfilename: HubFile(file.size, file.lfs.sha256 if file.lfs else file.blob_id) for file in info.siblings}
-        return Repository(hub_id, listed, folder / "snapshots" / info.sha)
+        return opened(listed, folder / "snapshots" / info.sha)
     try:
-        snapshot = Path(snapshot_download(hub_id, allow_patterns=["model_index.json"], local_files_only=True))
+        snapshot = Path(
+            snapshot_download(hub_id, revision=revision, allow_patterns=["model_index.json"], local_files_only=True)
+        )
     except LocalEntryNotFoundError:
-        return Repository(hub_id, {}, folder / "snapshots" / "none", unreachable=reason)
+        return opened({}, folder / "snapshots" / "none", unreachable=reason)
     found = (path for path in snapshot.rglob("*") if path.is_file())
     here = {path.relative_to(snapshot).as_posix(): HubFile(path.stat().st_size, None) for path in found}
-    return Repository(hub_id, here, snapshot, unreachable=reason)
+    return opened(here, snapshot, unreachable=reason)
 
 
 @contextmanager

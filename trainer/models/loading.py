@@ -20,13 +20,12 @@ from trainer.errors import UserError
 from trainer.models import hub, tokenizers, variants
 from trainer.models.base import Family, Markers
 from trainer.models.building import allocate, build, shapes_of
+from trainer.models.config_files import PUBLISHED, blamed_on, check_values, published_config, read_json, read_of, shards
 from trainer.models.weight_sets import PICKLES, WEIGHT_STEMS, Chosen, choose, weight_sets
 from trainer.models.weights import Read, Recognise, Weights, plan_reads
 from trainer.phases import QUIET, Phases
 from trainer.tensorfile import TensorFile
 from trainer.types import HeldWeight, Link
-
-PUBLISHED = Path(__file__).parent / "published"
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,7 @@ class ModelSource:
 
     root: diffusers folder, or the folder of configs of a single file. published: the published model's configs, for what the
     folder found beside a single file lacks; None where the folder was given.
+    found: those of `overrides` that nobody gave: they lie beside the single file (beside.complete).
     variant: as `model.variant` asks. stored: what a component is stored as, "fp32" also where it computes in fp32; by
     these two the files are chosen of a component that has several (weight_sets.choose).
     repository: of a hub id. fetched: False for a hub id whose weights are not all here. embedded: why its configs are the
@@ -47,6 +47,7 @@ class ModelSource:
     single_file: TensorFile | None = None
     published: Path | None = None
     overrides: Mapping[str, Path] = field(default_factory=dict)
+    found: Mapping[str, Path] = field(default_factory=dict)
     variant: str | None = None
     stored: Mapping[str, str] = field(default_factory=dict)
     repository: hub.Repository | None = None
@@ -72,7 +73,7 @@ class ModelSource:
 
     @cached_property
     def scheduler(self) -> dict[str, Any]:
-        return _read_json(self._beside("scheduler/scheduler_config.json"))
+        return read_json(self._beside("scheduler/scheduler_config.json"))
 
     @cached_property
     def markers(self) -> Markers:
@@ -88,17 +89,24 @@ class ModelSource:
 
     def config(self, name: str) -> dict[str, Any]:
         """config.json, with what it leaves out and the family reads; of a single file without one, as its shapes say."""
-        return {**self.family.component(name).defaults, **self._config(name)}
+        component, path = self.family.component(name), self.config_file(name)
+        config = {**component.defaults, **self._config(name)}
+        check_values(path, config, published_config(tuple(self.family.hub_ids.values()), name), component.defaults)
+        return config
+
+    def config_file(self, name: str) -> Path:
+        """The component's config.json, whether it is there or not. Raises UserError where a folder of its own has none."""
+        override = self.overrides.get(name)
+        if override is None or not override.is_dir():
+            return self._beside(f"{name}/config.json")
+        for folder in (override, override / name):
+            if (folder / "config.json").exists():
+                return folder / "config.json"
+        raise UserError(f"model.components.{name}.path = {str(override)!r}: no config.json there, nor in {name}/")
 
     def _config(self, name: str) -> dict[str, Any]:
-        override = self.overrides.get(name)
-        if override is not None and override.is_dir():
-            for folder in (override, override / name):
-                if (folder / "config.json").is_file():
-                    return _read_json(folder / "config.json")
-            raise UserError(f"model.components.{name}.path = {str(override)!r}: no config.json there, nor in {name}/")
-        path = self._beside(f"{name}/config.json")
-        config = _read_json(path)
+        override, path = self.overrides.get(name), self.config_file(name)
+        config = read_json(path)
         if PUBLISHED in path.parents and (file := TensorFile(override) if override else self.single_file) is not None:
             component = self.family.component(name)
             prefix = component.prefix_in(file.entries) or ""
@@ -110,7 +118,8 @@ class ModelSource:
                     "is told; use a model in diffusers' layout, or the 16-bit file"
                 )
             shapes = {key: entry.shape for key, entry in entries.items()}
-            config |= component.infer(shapes, config)
+            with blamed_on(file.path, component, {}):
+                config |= component.infer(shapes, config)
         return config
 
     @property
@@ -136,7 +145,7 @@ class ModelSource:
             files = self._choose(name, folder).files
             names = files.names
             if files.index is not None:
-                names = sorted(set(_read_json(folder / files.index)["weight_map"].values()))
+                names = shards(folder / files.index)
             return tuple(TensorFile(folder / file) for file in names), "", None
         if override is not None and override.suffix != ".safetensors":
             raise UserError(f"model.components.{name}.path = {str(override)!r} is neither a folder nor a .safetensors file")
@@ -164,6 +173,26 @@ class ModelSource:
         # A single file that holds the denoiser alone; the folder of its configs may hold the other components.
         apart = component.role != "denoiser" and component.prefix_in(self.single_file.entries) is None
         return own_folder if apart and any(own_folder.glob("*.safetensors")) else None
+
+    def lacks(self, name: str) -> bool:
+        """Whether the single file holds the component neither itself nor in the folder of its configs, and none is given."""
+        component = self.family.component(name)
+        if self.single_file is None or name in self.overrides or component.role == "denoiser":
+            return False
+        return self._folder(name) is None and component.prefix_in(self.single_file.entries) is None
+
+    def with_parts(self, found: Mapping[str, Path]) -> Self:
+        """This source with components from places that were found."""
+        shapes = {name: known for name, known in self._shapes.items() if name not in found}
+        parts = {**self.overrides, **found}
+        return replace(self, overrides=parts, found={**self.found, **found}, _opened={}, _shapes=shapes)
+
+    def check_kind(self) -> None:
+        """Raises UserError for a model of the family's architecture that is trained for something else, and for parts that
+        do not belong together, as far as they are here."""
+        configs = {component.name: self.config(component.name) for component in self.family.components}
+        shape = self.shape(self.family.denoiser, self.family.input_layer)
+        self.family.check(configs, shape[1] if shape else configs[self.family.denoiser].get("in_channels"))
 
     def chosen(self, name: str) -> Chosen | None:
         """Which of its folder's files are read; None in a single file, and where a hub's listing could not be had.
@@ -215,7 +244,7 @@ class ModelSource:
             return self
         if self.repository.unreachable is not None:
             raise self.repository.refusal()
-        names = [*config_files(self.family, self.repository), *self.weight_names()]
+        names = [*read_of(self.family, self.repository), *self.weight_names()]
         root = self.repository.fetch(names, phases=phases)
         return replace(self, root=root, fetched=True, embedded=None, _opened={}, _shapes={})
 
@@ -249,7 +278,7 @@ class ModelSource:
 
     def _expected(self, name: str) -> dict[str, tuple[int, ...]]:
         if name not in self._shapes:
-            self._shapes[name] = shapes_of(self.family.component(name), self.config(name))
+            self._shapes[name] = shapes_of(self.family.component(name), self.config(name), self.config_file(name))
         return self._shapes[name]
 
     def fingerprint(self, name: str, digest: Callable[[Path], str]) -> str:
@@ -292,22 +321,26 @@ class ModelSource:
         return digest.hexdigest()
 
     def tokenizer_folder(self, name: str) -> Path:
-        """A tokenizer lies beside the text encoder it belongs to: in the model, or beside the encoder's own path."""
-        override = self.overrides.get(self.family.tokenizers[name])
-        if override is not None:
-            for folder in (override / name, override.parent / name):
-                if folder.is_dir():
-                    return folder
-        return self._beside(name)
+        """A tokenizer lies beside the text encoder it belongs to: in the model, or beside the encoder's own path. Where that
+        has none, ComfyUI's own serves, in whose folder a file lies."""
+        encoder = self.family.tokenizers[name]
+        override, usual = self.overrides.get(encoder), self._beside(name)
+        places = [override / name, override.parent / name] if override is not None else []
+        first = next((place for place in places if place.is_dir()), usual)
+        file = override or (self.single_file and self.single_file.path)
+        if file is None or tokenizers.is_usable(first):
+            return first
+        encoder_class = self.family.component(encoder).class_name
+        return tokenizers.beside(file, name, encoder_class) or first
 
     def build(self, name: str) -> nn.Module:
         """The component in eval mode, its parameters on the meta device."""
-        return build(self.family.component(name), self.config(name))
+        return build(self.family.component(name), self.config(name), self.config_file(name))
 
     def check_tokenizers(self) -> None:
         """Refuse a model that lacks a tokenizer, as far as its files are here."""
         for name in self.family.tokenizers if self.fetched else ():
-            tokenizers.check_tokenizer(self.tokenizer_folder(name).parent, name)
+            tokenizers.check_tokenizer(self.tokenizer_folder(name), name)
 
     def verify(self, name: str) -> None:
         """Refuse a component whose files lack a tensor, have one too many or of another shape. Reads headers only."""
@@ -357,29 +390,10 @@ class ModelSource:
         return plan_reads(name, self.weights(name), self._expected(name), others=others, harmless=self.family.harmless)
 
 
-def config_files(family: Family, repository: hub.Repository) -> list[str]:
-    """Of a repository: all that is read besides weights."""
-    configs = ["model_index.json", *(f"{component.name}/config.json" for component in family.components)]
-    folders = ("scheduler/", *(f"{name}/" for name in family.tokenizers))
-    return [path for path in repository.files if path in configs or path.startswith(folders)]
-
-
 def _json_sha256(tree: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(
-            f"{path} does not exist; complete the model folder, or point model.config (or the component's path) to one"
-        ) from error
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
-    return tree
-
-
 def load_tokenizers(family: Family, source: ModelSource) -> dict[str, Any]:
     """Every tokenizer of the family, from the model's folder or, for a published model, the embedded one."""
-    return {name: tokenizers.load_tokenizer(source.tokenizer_folder(name).parent, name) for name in family.tokenizers}
+    return {name: tokenizers.load_tokenizer(source.tokenizer_folder(name), name) for name in family.tokenizers}

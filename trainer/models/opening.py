@@ -6,9 +6,10 @@ from functools import partial
 from pathlib import Path
 
 from trainer.errors import UserError
-from trainer.models import hub
+from trainer.models import hub, kinds
 from trainer.models.base import Family
-from trainer.models.loading import PUBLISHED, ModelSource, config_files
+from trainer.models.config_files import PUBLISHED, read_of
+from trainer.models.loading import ModelSource
 from trainer.models.weight_sets import PICKLES, PLAIN
 from trainer.models.weights import Recognise
 from trainer.tensorfile import TensorFile
@@ -21,6 +22,7 @@ def open_model(
     *,
     config: str | None = None,
     component_paths: Mapping[str, str] = {},
+    revision: str | None = None,
     variant: str | None = None,
     stored: Mapping[str, str] = {},
     recognise: Recognise = lambda entries: Recognised({}, frozenset()),
@@ -29,7 +31,8 @@ def open_model(
 
     config: a folder of component configs, scheduler and tokenizers for a single file; without it the folder of the
     file's stem beside it, else the embedded configs of the published models.
-    variant, stored: see ModelSource. recognise: finds the weights that a file holds quantised (quantization.recognise).
+    revision: a branch, tag or commit of a hub id. variant, stored: see ModelSource.
+    recognise: finds the weights that a file holds quantised (quantization.recognise).
     Of a hub id only configs and tokenizers are fetched; the embedded configs serve where a published model's cannot be had.
     """
     overrides = {name: Path(value) for name, value in component_paths.items()}
@@ -42,14 +45,20 @@ def open_model(
     opened = partial(ModelSource, family, recognise=recognise, overrides=overrides, variant=variant, stored=stored)
     if config and not local.is_file():
         raise UserError(f"model.config = {config!r} belongs to a single file; {path!r} brings its own configs, leave it out")
+    if revision and local.exists():
+        raise UserError(f"model.revision = {revision!r} belongs to a hub id; model.path = {path!r} is here, leave it out")
     if local.is_dir():
         if not (local / "model_index.json").is_file():
-            raise UserError(f"model.path = {path!r} is not a diffusers folder (no model_index.json)")
+            what = kinds.instead_of_a_model(local)
+            raise UserError(f"model.path = {path!r} is not a diffusers folder (no model_index.json); {what}")
+        kinds.refuse_other(f"model.path = {path!r}", family.name, kinds.kind_of_folder(local))
         source = opened(root=local)
     elif local.is_file():
         if local.suffix != ".safetensors":
-            raise UserError(f"model.path = {path!r} is not a .safetensors file")
+            instead = "; this program does not read GGUF: use the 16-bit or float8 file" if local.suffix == ".gguf" else ""
+            raise UserError(f"model.path = {path!r} is not a .safetensors file{instead}")
         file = TensorFile(local)
+        kinds.refuse_other(f"model.path = {path!r}", family.name, kinds.kind_of(file.shapes))
         root = Path(config) if config else local.with_suffix("")
         if config and not root.is_dir():
             raise UserError(f"model.config = {config!r} is not a folder")
@@ -67,25 +76,26 @@ def open_model(
             "asked for a name that begins with a folder here"
         )
     else:
-        source = _of_repository(opened, family, path)
+        source = _of_repository(opened, family, path, revision)
     if variant is not None:
         _check_variant(source, path)
     return source
 
 
-def _of_repository(opened: Callable[..., ModelSource], family: Family, path: str) -> ModelSource:
-    repository, embedded = hub.look(path), None
+def _of_repository(opened: Callable[..., ModelSource], family: Family, path: str, revision: str | None) -> ModelSource:
+    repository, embedded = hub.look(path, revision), None
     if repository.files and "model_index.json" not in repository.files:
         raise UserError(
             f"model.path = {path!r}: this repository is not in diffusers' layout (no model_index.json); download its "
             ".safetensors file, and give the file's path"
         )
     try:
-        root = repository.fetch(config_files(family, repository))
+        root = repository.fetch(read_of(family, repository))
     except UserError as error:
         if path not in family.hub_ids:
             raise
         root, embedded = PUBLISHED / family.hub_ids[path], str(error)
+    kinds.refuse_other(f"model.path = {path!r}", family.name, kinds.kind_of_folder(root))
     source = opened(root=root, repository=repository, fetched=False, embedded=embedded)
     unlisted = any(source.unlisted(component.name) for component in family.components)
     here = embedded is None and not unlisted and not repository.missing(source.weight_names())

@@ -1,19 +1,21 @@
 """Tokenizers: from a model's folder, or CLIP's from the merges embedded here (see published/NOTICE.md)."""
 
 import gzip
-import json
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
+from trainer.models.config_files import read_json
 
 EMBEDDED_MERGES = Path(__file__).parent / "published" / "clip_bpe_merges.txt.gz"
 START, END = "<|startoftext|>", "<|endoftext|>"
 CLIP_LENGTH = 77
 # Any one of these makes a folder a whole tokenizer; a tokenizer_config.json alone does not.
 VOCABULARIES = ("tokenizer.json", "vocab.json", "spiece.model")
+# Where ComfyUI keeps a tokenizer of its own, below its folder, by the encoder's class.
+COMFYUI = {"T5EncoderModel": "comfy/text_encoders/t5_tokenizer"}
 
 
 def byte_alphabet() -> list[str]:
@@ -65,10 +67,7 @@ def build_clip_tokenizer(folder: Path | None, pad_token: str = END) -> Any:
 
 def _config(folder: Path) -> dict[str, Any]:
     settings = folder / "tokenizer_config.json"
-    try:
-        return json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
-    except ValueError as error:
-        raise UserError(f"{settings} is not valid JSON: {error}") from error
+    return read_json(settings) if settings.is_file() else {}
 
 
 def _is_clip(config: dict[str, Any]) -> bool:
@@ -90,14 +89,29 @@ def reading(folder: Path) -> bytes:
     return b"the padding token is a word of the text" if _is_clip(config) and _padding(config) != END else b""
 
 
-def check_tokenizer(root: Path, name: str) -> bool:
-    """Whether `root`/`name` has a vocabulary of its own. Raises UserError where it needs one and has none.
+def _is_whole(folder: Path) -> bool:
+    return any((folder / file).is_file() for file in VOCABULARIES)
 
-    CLIP's is embedded; T5's sentencepiece model is not.
+
+def is_usable(folder: Path) -> bool:
+    """Whether a tokenizer can be made of it. CLIP's vocabulary is embedded; T5's sentencepiece model is not."""
+    return _is_whole(folder) or _is_clip(_config(folder))
+
+
+def beside(file: Path, name: str, encoder_class: str) -> Path | None:
+    """A usable one for an encoder or a whole model in `file`: beside it, or ComfyUI's own, in whose folder it lies."""
+    comfy = COMFYUI.get(encoder_class)
+    places = [file.parent / name, *(folder / comfy for folder in file.absolute().parents if comfy)]
+    return next((place for place in places if is_usable(place)), None)
+
+
+def check_tokenizer(folder: Path, name: str) -> bool:
+    """Whether the folder has a vocabulary of its own. Raises UserError where it needs one and has none.
+
+    name: of the model's tokenizer.
     """
-    folder = root / name
-    whole = any((folder / file).is_file() for file in VOCABULARIES)
-    if not whole and not _is_clip(_config(folder)):
+    whole = _is_whole(folder)
+    if not whole and not is_usable(folder):
         raise UserError(
             f"the model has no {name} ({folder} has none of {', '.join(VOCABULARIES)}), and only CLIP's tokenizer is "
             f"embedded: set model.config to a folder that has {name}/, as the model's repository on the hub has"
@@ -105,12 +119,12 @@ def check_tokenizer(root: Path, name: str) -> bool:
     return whole
 
 
-def load_tokenizer(root: Path, name: str) -> Any:
-    """The tokenizer in `root`/`name`; where that folder only says "CLIPTokenizer", the embedded vocabulary.
+def load_tokenizer(folder: Path, name: str) -> Any:
+    """The tokenizer in a folder; where that only says "CLIPTokenizer", the embedded vocabulary.
 
-    Raises UserError where there is neither.
+    name, errors: as of `check_tokenizer`.
     """
-    whole, folder = check_tokenizer(root, name), root / name
+    whole = check_tokenizer(folder, name)
     config = _config(folder)
     if _is_clip(config):
         return build_clip_tokenizer(folder) if whole else build_clip_tokenizer(None, _padding(config))

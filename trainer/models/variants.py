@@ -1,9 +1,11 @@
 """Models of a family's architecture that are trained for something else, refused by what they say of themselves."""
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from trainer.errors import UserError
+from trainer.models.base import LATENT_SIDE
 
 # Names of marker tensors. A prefix may stand before them.
 EDM_MARKERS = {"CosXL": ("edm_vpred.sigma_max", "edm_vpred.sigma_min"), "Playground 2.5": ("edm_mean", "edm_std")}
@@ -20,7 +22,7 @@ SCHEDULER_KINDS = {
 def check_scheduler(scheduler: Mapping[str, Any], family: str, allowed: Collection[str]) -> None:
     """Refuse a scheduler config whose class is not one of `allowed`."""
     name = scheduler.get("_class_name")
-    if name in allowed:
+    if isinstance(name, str) and name in allowed:
         return
     own = {start for start in SCHEDULER_KINDS for known in allowed if known.startswith(start)}
     kinds = (kind for start, kind in SCHEDULER_KINDS.items() if start not in own and str(name).startswith(start))
@@ -32,14 +34,24 @@ def check_scheduler(scheduler: Mapping[str, Any], family: str, allowed: Collecti
 
 
 def check_latents(
-    configs: Mapping[str, Mapping[str, Any]], inputs: int, *, denoiser: str, fold: int, kinds: Mapping[int, str]
+    configs: Mapping[str, Mapping[str, Any]],
+    inputs: int,
+    *,
+    denoiser: str,
+    fold: int,
+    kinds: Mapping[int, str],
+    texts: Mapping[str, Collection[tuple[str, str]]],
+    shifted: bool = False,
 ) -> None:
-    """Refuse a denoiser that does not read and predict just the VAE's latents, or these normalised channel by channel.
+    """Refuse a denoiser that does not read and predict just the VAE's latents, or these normalised channel by channel, or
+    that reads other numbers than the text encoders give.
 
     inputs: channels that its first layer reads. fold: of them for one of the VAE's (Flux packs 2 x 2). kinds: what models
-    are that read another number.
+    are that read another number. texts: by the denoiser's key, the text encoders' keys whose sum it is.
+    shifted: whether the latents are shifted, too.
     """
     vae = configs["vae"]
+    _check_vae(vae, shifted)
     latent = vae["latent_channels"]
     wanted = latent * fold
     outputs = configs[denoiser].get("out_channels") or wanted
@@ -56,6 +68,33 @@ def check_latents(
                 f"the vae's config.json has {key} = {vae[key]}: latents normalised channel by channel, as Playground 2.5 "
                 "(an EDM model) has them, are not trained here"
             )
+    for key, given in texts.items():
+        read, sizes = configs[denoiser].get(key), [configs[encoder].get(own) for encoder, own in given]
+        if isinstance(read, int) and None not in sizes and sum(sizes) != read:
+            raise UserError(
+                f"the {denoiser} reads {read} numbers of text ({key}), and {' and '.join(encoder for encoder, _ in given)} "
+                f"give {' + '.join(map(str, sizes))}: they do not belong together; use the text encoders of this model"
+            )
+
+
+def _check_vae(vae: Mapping[str, Any], shifted: bool) -> None:
+    """Refuse a VAE whose latents would be zero or infinite, or are of another size than masks and plan are made for."""
+    for key in ("scaling_factor", "shift_factor") if shifted else ("scaling_factor",):
+        value = vae.get(key, 1.0 if key == "scaling_factor" else None)  # the class has a scale of its own
+        usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not (usable and (value > 0 or key == "shift_factor")):
+            raise UserError(
+                f"the vae's config.json has {key} = {value!r:.80}: latents are made with it, so it is a number"
+                f"{' above 0' if key == 'scaling_factor' else ''}; restore the file, as the model's repository has it"
+            )
+    levels = len(vae["block_out_channels"])
+    if 2 ** (levels - 1) != LATENT_SIDE:
+        side = 2 ** (levels - 1)
+        raise UserError(
+            f"the vae's config.json has block_out_channels = {vae['block_out_channels']!r:.80}: {levels} levels give one "
+            f"latent for {side} x {side} pixels; use a VAE of {LATENT_SIDE.bit_length()} levels, "
+            f"for {LATENT_SIDE} x {LATENT_SIDE}"
+        )
 
 
 def edm_marker(names: Collection[str]) -> str | None:

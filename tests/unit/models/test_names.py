@@ -337,7 +337,7 @@ def test_unknown_rotary_division_is_refused():
 
 
 def test_embedded_clip_tokenizers():
-    first, second = (load_tokenizer(PUBLISHED / "sdxl", name) for name in ("tokenizer", "tokenizer_2"))
+    first, second = (load_tokenizer(PUBLISHED / "sdxl" / name, name) for name in ("tokenizer", "tokenizer_2"))
     ids = [49406, 320, 1125, 539, 320, 2368, 49407]  # as OpenAI's and the published tokenizers give them
     for tokenizer, padding in ((first, 49407), (second, 0)):
         assert len(tokenizer) == 49408
@@ -347,7 +347,7 @@ def test_embedded_clip_tokenizers():
 
 def test_missing_t5_tokenizer_names_the_remedy():
     with pytest.raises(UserError, match=r"model\.config .*tokenizer_2/"):
-        load_tokenizer(PUBLISHED / "flux-dev", "tokenizer_2")
+        load_tokenizer(PUBLISHED / "flux-dev/tokenizer_2", "tokenizer_2")
 
 
 def test_every_prefix_is_something_that_stands_before_a_name():

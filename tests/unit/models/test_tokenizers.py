@@ -13,7 +13,7 @@ from transformers import AddedToken, CLIPTokenizer
 from tests.harness import Workbench
 from trainer.data.cache import text_key
 from trainer.models import FAMILIES
-from trainer.models.loading import PUBLISHED
+from trainer.models.config_files import PUBLISHED
 from trainer.models.opening import open_model
 from trainer.models.shared.clip import clip_ids
 from trainer.models.tokenizers import END, START, byte_alphabet, clip_vocabulary, embedded_merges, load_tokenizer
@@ -78,12 +78,12 @@ def test_an_exclamation_mark_is_a_word_and_not_the_padding(bench: Workbench, lay
             target = folder
         else:
             (published_layout if layout.startswith("published") else one_file)(folder, target)
-    tokenizer = load_tokenizer(target.parent, "tokenizer_2")
+    tokenizer = load_tokenizer(target, "tokenizer_2")
     assert tokenizer.pad_token == "!" and tokenizer.pad_token_id == 0
     for caption, ids in zip(CAPTIONS, clip_ids(tokenizer, CAPTIONS).tolist(), strict=True):
         assert ids == byte_pair_ids(caption, merges, padding=0), caption
     assert clip_ids(tokenizer, ["!"]).tolist()[0][:4] == [tokenizer.bos_token_id, 256, tokenizer.eos_token_id, 0]
-    first = load_tokenizer((PUBLISHED if layout == "embedded" else bench.models) / "sdxl", "tokenizer")
+    first = load_tokenizer((PUBLISHED if layout == "embedded" else bench.models) / "sdxl/tokenizer", "tokenizer")
     for caption, ids in zip(CAPTIONS, clip_ids(first, CAPTIONS).tolist(), strict=True):
         assert ids == byte_pair_ids(caption, merges, padding=first.eos_token_id), caption
 
@@ -92,7 +92,7 @@ def test_a_folders_other_added_tokens_stay(bench: Workbench) -> None:
     tokenizer = CLIPTokenizer.from_pretrained(bench.models / "sdxl" / "tokenizer_2")
     tokenizer.add_tokens([AddedToken("<bear>")])
     tokenizer.save_pretrained(bench.tmp / "tokenizer_2")
-    ids = load_tokenizer(bench.tmp, "tokenizer_2")("a <bear>!").input_ids
+    ids = load_tokenizer(bench.tmp / "tokenizer_2", "tokenizer_2")("a <bear>!").input_ids
     assert ids[2:4] == [tokenizer.convert_tokens_to_ids("<bear>"), 256]
 
 

@@ -32,6 +32,20 @@ def abar(ztsnr: bool = False) -> list[float]:
     return products
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("beta_start", -5), ("beta_start", "x"), ("beta_end", 1), ("beta_end", float("nan")), ("beta_end", [0.1]),
+     ("num_train_timesteps", 10**12), ("num_train_timesteps", 0), ("num_train_timesteps", 10.5),
+     ("num_train_timesteps", True)],
+)  # fmt: skip
+def test_a_schedule_of_no_numbers_is_refused(key: str, value: Any) -> None:
+    """10^12 steps ended as too little memory, with advice on the batch size."""
+    with pytest.raises(
+        UserError, match=rf"scheduler_config\.json has {key} = .*{value if value != [0.1] else '0.1'}.* needed"
+    ):
+        Diffusion.from_scheduler({**BETAS, key: value}, prediction="v", zero_terminal_snr=False, published=BETAS)
+
+
 @pytest.mark.parametrize("ztsnr", [False, True])
 def test_the_noise_schedule_is_the_papers(ztsnr: bool) -> None:
     ours = diffusion("v", ztsnr).alphas_cumprod

@@ -28,6 +28,7 @@ INPUTS = {
     128: "a Control model (Canny or Depth: latents and the control image's)",
     384: "Flux Fill (latents, the masked image's and the mask)",
 }
+TEXTS = {"pooled_projection_dim": [("text_encoder", "hidden_size")], "joint_attention_dim": [("text_encoder_2", "d_model")]}
 
 
 def resolution_shift(tokens: int) -> float:
@@ -183,21 +184,21 @@ FAMILY = Family(
         # The prefixes are those of all-in-one files; a component's own file has none.
         Component(
             "text_encoder", "transformers", "CLIPTextModel", "text_encoder",
-            infer=clip.infer_clip, prefixes=("text_encoders.clip_l.transformer.",),
+            infer=clip.infer_clip, prefixes=("text_encoders.clip_l.transformer.",), file="clip_l.safetensors",
         ),
         Component(
             "text_encoder_2", "transformers", "T5EncoderModel", "text_encoder",
-            infer=names.infer_t5, prefixes=("text_encoders.t5xxl.transformer.",),
+            infer=names.infer_t5, prefixes=("text_encoders.t5xxl.transformer.",), file="t5xxl_fp16.safetensors",
         ),
         Component(
             "transformer", "diffusers", "FluxTransformer2DModel", "denoiser",
             sensitive=_OUTSIDE, names=names.transformer_names, defaults=names.DEFAULTS, infer=names.infer_transformer,
             prefixes=("model.diffusion_model.",),
         ),
-        vae.component("vae."),
+        vae.component("vae.", "ae.safetensors"),
     ),
     input_layer="x_embedder.weight",
-    check=partial(variants.check_latents, denoiser="transformer", fold=4, kinds=INPUTS),
+    check=partial(variants.check_latents, denoiser="transformer", fold=4, kinds=INPUTS, texts=TEXTS, shifted=True),
     reads=(
         *KEYS, "objective.mode_scale", "objective.shift", "objective.guidance", "data.text_length",
     ),

@@ -40,6 +40,7 @@ INPUTS = {
     8: "a model for editing images (latents and the image's, as InstructPix2Pix and CosXL-Edit)",
     9: "an inpainting model (latents, mask and the masked image's)",
 }
+TEXTS = {"cross_attention_dim": [("text_encoder", "hidden_size"), ("text_encoder_2", "hidden_size")]}
 
 
 def check_objective(scheduler: Mapping[str, Any], markers: Markers) -> None:
@@ -48,7 +49,7 @@ def check_objective(scheduler: Mapping[str, Any], markers: Markers) -> None:
         raise UserError(f"{markers.edm}: an EDM model, whose objective is not trained here; use one of SDXL's own kind")
     variants.check_scheduler(scheduler, "sdxl", SCHEDULERS)
     said = scheduler.get("prediction_type") or "epsilon"
-    if said not in PREDICTIONS:
+    if not isinstance(said, str) or said not in PREDICTIONS:
         raise UserError(
             f"the model's scheduler_config.json has prediction_type = {said!r}, which is not trained here; "
             f"use a model with {' or '.join(map(repr, PREDICTIONS))}"
@@ -186,18 +187,18 @@ FAMILY = Family(
         Component(
             "text_encoder", "transformers", "CLIPTextModel", "text_encoder",
             defaults=clip.CLIP_DEFAULTS, infer=clip.infer_clip,
-            prefixes=("conditioner.embedders.0.transformer.",),
+            prefixes=("conditioner.embedders.0.transformer.",), file="clip_l.safetensors",
         ),
         Component(
             "text_encoder_2", "transformers", "CLIPTextModelWithProjection", "text_encoder",
             sensitive=("text_projection",),
             names=clip.open_clip_names, defaults=clip.OPEN_CLIP_DEFAULTS, infer=clip.infer_open_clip,
-            prefixes=("conditioner.embedders.1.model.",),
+            prefixes=("conditioner.embedders.1.model.",), file="clip_g.safetensors",
         ),
-        vae.component("first_stage_model."),
+        vae.component("first_stage_model.", "sdxl_vae.safetensors"),
     ),
     input_layer="conv_in.weight",
-    check=partial(variants.check_latents, denoiser="unet", fold=1, kinds=INPUTS),
+    check=partial(variants.check_latents, denoiser="unet", fold=1, kinds=INPUTS, texts=TEXTS),
     reads=(
         "model.prediction", "model.zero_terminal_snr", *KEYS, "objective.weighting", "objective.min_snr_gamma",
         "objective.p2_gamma", "objective.p2_k", "objective.noise_offset", "objective.multires_noise_iterations",

@@ -106,6 +106,6 @@ def posterior_mean(module: Any, pixels: torch.Tensor) -> torch.Tensor:
     return for_size(module, pixels.shape[-1], pixels.shape[-2]).encode(pixels).latent_dist.mean.float()
 
 
-def component(prefix: str) -> Component:
-    """prefix: of its names in a single file."""
-    return Component("vae", "diffusers", "AutoencoderKL", "vae", ("*",), vae_names, DEFAULTS, infer_vae, prefixes=(prefix,))
+def component(prefix: str, file: str) -> Component:
+    """prefix: of its names in a single file. file: as of `Component`."""
+    return Component("vae", "diffusers", "AutoencoderKL", "vae", ("*",), vae_names, DEFAULTS, infer_vae, (prefix,), file)

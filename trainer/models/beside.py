@@ -1,0 +1,113 @@
+"""The parts that a single file lacks, found beside it: in its own folder, and where ComfyUI and others keep them.
+
+Names only say where to look. Whether a file is the part that is missing, its header decides.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from trainer.errors import UserError
+from trainer.models import tokenizers
+from trainer.models.kinds import kind_of
+from trainer.models.loading import ModelSource
+from trainer.tensorfile import TensorFile
+
+# Folders of encoders and VAEs, in lower case: ComfyUI's, and those of Forge. They lie beside the model's own, or above it.
+FOLDERS = ("text_encoders", "clip", "text_encoder", "vae")
+ABOVE = 3  # folders
+# Of files that lie among others: what their names are likely to say.
+LIKELY = re.compile(r"(^|[^a-z])(clip|te|text.?enc\w*|t5\w*|vae|ae)([^a-z]|$)", re.IGNORECASE)
+MOST = 200  # files whose headers are read
+
+
+def complete(source: ModelSource) -> ModelSource:
+    """The source with the parts that its single file lacks, each from the one place beside it that fits.
+
+    Raises one UserError for all parts, tokenizers among them, that are nowhere or could be more than one file.
+    """
+    missing = [component.name for component in source.family.components if source.lacks(component.name)]
+    if not missing:
+        return source
+    assert source.single_file is not None
+    path = source.single_file.path
+    beside, found, questions = list(_candidates(path)), {}, []
+    for name in missing:
+        own = path.parent / name  # of a whole repository of diffusers, beside the single file that it also holds
+        fitting = [own] if _fits(source, name, own) else [file for file in beside if _fits(source, name, file)]
+        if len(fitting) == 1:
+            found[name] = fitting[0]
+        else:
+            questions.append(_question(source, name, fitting))
+    source = source.with_parts(found)
+    for name in source.family.tokenizers:
+        try:
+            tokenizers.check_tokenizer(source.tokenizer_folder(name), name)
+        except UserError as error:
+            questions.append(str(error))
+    if questions:
+        there = ", ".join(component.name for component in source.family.components if component.name not in missing)
+        looked = ", ".join(str(folder) for folder in _folders(path))
+        raise UserError(
+            "\n".join(
+                [
+                    f"model.path = {str(path)!r} holds {there} alone, not {', '.join(missing)}; still to be given:",
+                    *questions,
+                    *(f"{name}: found, {place}" for name, place in found.items()),
+                    f"looked in {looked}; a key is given in the config, or as --set KEY=VALUE",
+                ]
+            )
+        )
+    return source
+
+
+def _question(source: ModelSource, name: str, fitting: list[Path]) -> str:
+    component = source.family.component(name)
+    key = f"model.components.{name}.path"
+    if not fitting:
+        return f'{name} ({component.class_name}): nothing beside it fits; {key} = "FOLDER/{component.file}"'
+    return f'{name}: {", ".join(map(str, fitting))} all fit; choose one, {key} = "{fitting[0].as_posix()}"'
+
+
+def _fits(source: ModelSource, name: str, place: Path) -> bool:
+    """Whether the component can be read from there, and goes with the denoiser. Reads headers only."""
+    if not (place.is_file() or (place / "config.json").is_file()):
+        return False
+    try:
+        if place.is_file():
+            kind = kind_of(TensorFile(place).shapes)
+            if kind is None or not kind.part or not source.family.component(name).class_name.startswith(kind.part):
+                return False
+        trial = source.with_parts({name: place})
+        trial.verify(name)
+        trial.check_kind()
+    except UserError:
+        return False
+    return True
+
+
+def _candidates(model: Path) -> Iterator[Path]:
+    """The files that may be parts, each once, in the order of `_folders`."""
+    seen = {model.resolve()}
+    for folder in _folders(model):
+        mixed = folder.resolve() == model.parent.resolve()
+        for file in sorted(folder.glob("*.safetensors") if mixed else folder.rglob("*.safetensors")):
+            if file.is_file() and file.resolve() not in seen and (not mixed or LIKELY.search(file.stem)):
+                if len(seen) > MOST:
+                    return
+                seen.add(file.resolve())
+                yield file
+
+
+def _folders(model: Path) -> list[Path]:
+    """The model's own first, then those of encoders and VAEs in it, beside it and above it."""
+    above = model.absolute().parent
+    levels = [above, *above.parents][: ABOVE + 1]
+    folders = [above, *(child for level in levels for child in _children(level) if child.name.lower() in FOLDERS)]
+    once = {folder.resolve(): folder for folder in reversed(folders)}
+    return [folder if model.is_absolute() else Path(os.path.relpath(folder)) for folder in reversed(once.values())]
+
+
+def _children(folder: Path) -> list[Path]:
+    return sorted(child for child in folder.iterdir() if child.is_dir()) if os.access(folder, os.R_OK | os.X_OK) else []
