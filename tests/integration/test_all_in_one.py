@@ -38,7 +38,7 @@ PREFIXES = {
 SIZES = {
     "transformer": {"num_attention_heads": 1, "num_layers": 2, "num_single_layers": 3, "joint_attention_dim": 64,
                     "pooled_projection_dim": 32},
-    "text_encoder": {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 1, "num_hidden_layers": 2,
+    "text_encoder": {"hidden_size": 32, "intermediate_size": 96, "num_attention_heads": 1, "num_hidden_layers": 2,
                      "vocab_size": 100},
     "text_encoder_2": {"d_ff": 96, "d_kv": 64, "d_model": 64, "num_heads": 2, "num_layers": 2, "vocab_size": 128},
     "vae": {"block_out_channels": [32, 32, 64, 64], "layers_per_block": 1},

@@ -42,10 +42,9 @@ def complete(source: ModelSource) -> ModelSource:
             questions.append(_question(source, name, fitting))
     source = source.with_parts(found)
     for name in source.family.tokenizers:
-        try:
-            tokenizers.check_tokenizer(source.tokenizer_folder(name), name)
-        except UserError as error:
-            questions.append(str(error))
+        if not tokenizers.is_usable(source.tokenizer_folder(name)):
+            place = source.overrides.get(source.family.tokenizers[name], path).parent / name
+            questions.append(f"{name}: none in {place}; copy that folder of the model's repository there")
     if questions:
         there = ", ".join(component.name for component in source.family.components if component.name not in missing)
         looked = ", ".join(str(folder) for folder in _folders(path))

@@ -327,11 +327,10 @@ class ModelSource:
         override, usual = self.overrides.get(encoder), self._beside(name)
         places = [override / name, override.parent / name] if override is not None else []
         first = next((place for place in places if place.is_dir()), usual)
-        file = override or (self.single_file and self.single_file.path)
-        if file is None or tokenizers.is_usable(first):
+        files = [file for file in (override, self.single_file and self.single_file.path) if file is not None]
+        if not files or tokenizers.is_usable(first):
             return first
-        encoder_class = self.family.component(encoder).class_name
-        return tokenizers.beside(file, name, encoder_class) or first
+        return tokenizers.beside(files, name, self.family.component(encoder).class_name) or first
 
     def build(self, name: str) -> nn.Module:
         """The component in eval mode, its parameters on the meta device."""

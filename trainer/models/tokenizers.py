@@ -98,10 +98,11 @@ def is_usable(folder: Path) -> bool:
     return _is_whole(folder) or _is_clip(_config(folder))
 
 
-def beside(file: Path, name: str, encoder_class: str) -> Path | None:
-    """A usable one for an encoder or a whole model in `file`: beside it, or ComfyUI's own, in whose folder it lies."""
+def beside(files: Sequence[Path], name: str, encoder_class: str) -> Path | None:
+    """A usable one for the encoder in one of these files: beside it, or ComfyUI's own, in whose folder it lies."""
     comfy = COMFYUI.get(encoder_class)
-    places = [file.parent / name, *(folder / comfy for folder in file.absolute().parents if comfy)]
+    places = [file.parent / name for file in files]
+    places += [folder / comfy for file in files for folder in file.absolute().parents if comfy]
     return next((place for place in places if is_usable(place)), None)
 
 
