@@ -40,6 +40,7 @@ def describe(plan: Plan, *, sizes: bool, data: bool = True) -> str:
         lines.append(f"  weights in all   {size_text(total)}")
     if plan.source.published_parts:
         lines.append(f"  of the published model's configs: {', '.join(plan.source.published_parts)}")
+    lines += [f"  found beside the model: {name}, {place}" for name, place in plan.source.found.items()]
     lines += _hub_lines(plan.source)
     lines += [*_adapter_lines(plan), f"objective {plan.objective.describe()}"]
     doubts = plan.objective.doubts()

@@ -6,7 +6,7 @@ come from.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,7 @@ def write_first_config(
         plan, fits = _planned(document, memory, phases)
         if fits:
             break
+    _set_found(document, plan.source.found)
     _set_length(document, plan, given)
     text = re.sub(r"(?<!\n)\n(?=\[)", "\n\n", tomlkit.dumps(document))  # an empty line before a table that was added
     head = (
@@ -158,6 +159,15 @@ def _planned(document: TOMLDocument, memory: int | None, phases: Phases) -> tupl
     there = accelerator_of(config, memory) if memory is not None else Memory.of(check_device(config), config)
     plan = make_plan(config, source, processes=1, phases=phases)
     return plan, forecast(plan, there.kernels, base=there.base).fits(there.size)
+
+
+def _set_found(document: TOMLDocument, found: Mapping[str, Path]) -> None:
+    """Where the parts lie that the model's single file lacks (trainer/models/beside.py)."""
+    for name, place in found.items():
+        components = document["model"].setdefault("components", tomlkit.table(is_super_table=True))
+        table = components.setdefault(name, tomlkit.table())
+        table["path"] = place.as_posix()
+        table["path"].comment("found beside the model")
 
 
 def _set_length(document: TOMLDocument, plan: Plan, given: set[str]) -> None:

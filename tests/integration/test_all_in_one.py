@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import tomllib
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.harness import Workbench, built, take_step
+from tests.harness import PHOTOS, Workbench, built, take_step
 from tests.integration.test_errors import refused
 from tests.unit.models.test_names import parameter_shapes
 from trainer import cli
+from trainer import config as configs
 from trainer.errors import UserError
 from trainer.kernels import dora_torch
 from trainer.models import FAMILIES
@@ -22,6 +24,7 @@ from trainer.models.config_files import PUBLISHED
 from trainer.models.loading import load_tokenizers
 from trainer.models.names import join_parts
 from trainer.models.opening import open_model
+from trainer.plan import open_source, resolve
 from trainer.quantization import FORMATS
 from trainer.storage import Storage
 from trainer.tensorfile import TensorFile, write_tensors
@@ -198,3 +201,32 @@ def test_a_block_that_is_missing_is_named_with_its_prefix(bench: Workbench) -> N
     write_tensors(path, tensors)
     with pytest.raises(UserError, match=r"'model\.diffusion_model\.single_blocks\.1\.linear2\.weight'.* is missing"):
         open_model(FLUX, str(path)).verify("transformer")
+
+
+def test_new_writes_where_each_part_lies(bench: Workbench, monkeypatch, capsys) -> None:
+    """Of ComfyUI's commonest Flux file, the transformer alone; the data report and the plan are over the same parts."""
+    monkeypatch.chdir(bench.tmp)
+    files = {"transformer": "unet/flux1-dev", "text_encoder": "clip/clip_l", "text_encoder_2": "clip/t5xxl", "vae": "vae/ae"}
+    for component, file in files.items():
+        config = published(component) | SIZES[component]
+        weights = random_weights(component, config)
+        tensors = {link.original: join_parts(link, [weights[p] for p in link.parts]) for link in links_of(component, config)}
+        write_tensors(bench.tmp / f"models/{file}.safetensors", tensors)
+    new = ["--new", str(PHOTOS), "--model", "models/unet/flux1-dev.safetensors", "--plan_memory", "24GB"]
+    new += ["--set", "data.resolution=64", "validation.every_steps=0"]
+    assert cli.main(new) == 2
+    assert "tokenizer_2: none in models/clip/tokenizer_2; copy that folder" in capsys.readouterr().err
+    assert not list(bench.tmp.glob("*.toml")), "a start that failed leaves no config"
+    shutil.copytree(bench.models / "flux/tokenizer_2", bench.tmp / "models/clip/tokenizer_2")
+    assert cli.main(new) == 0
+    assert "data report: " in capsys.readouterr().out
+    (written,) = bench.tmp.glob("*.toml")
+    assert 'path = "models/vae/ae.safetensors" # found beside the model\n' in written.read_text()
+    components = tomllib.loads(written.read_text())["model"]["components"]
+    wanted = {component: f"models/{file}.safetensors" for component, file in files.items() if component != "transformer"}
+    assert {name: table["path"] for name, table in components.items() if "path" in table} == wanted
+    assert open_source(configs.load(str(written), [])).found == {}
+    # A config without them finds the same, and the run's own config names what was found.
+    bare = configs.load(str(written), [f"model.components.{name}.path=" for name in wanted])
+    resolved = resolve(bare, open_source(bare)).model.components
+    assert {name: table.path for name, table in resolved.items() if table.path} == wanted

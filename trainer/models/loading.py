@@ -190,7 +190,8 @@ class ModelSource:
     def check_kind(self) -> None:
         """Raises UserError for a model of the family's architecture that is trained for something else, and for parts that
         do not belong together, as far as they are here."""
-        configs = {component.name: self.config(component.name) for component in self.family.components}
+        names = [component.name for component in self.family.components]
+        configs = {name: self.config(name) | {"_assumed": self.lacks(name)} for name in names}
         shape = self.shape(self.family.denoiser, self.family.input_layer)
         self.family.check(configs, shape[1] if shape else configs[self.family.denoiser].get("in_channels"))
 

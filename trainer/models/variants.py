@@ -48,7 +48,7 @@ def check_latents(
 
     inputs: channels that its first layer reads. fold: of them for one of the VAE's (Flux packs 2 x 2). kinds: what models
     are that read another number. texts: by the denoiser's key, the text encoders' keys whose sum it is.
-    shifted: whether the latents are shifted, too.
+    shifted: whether the latents are shifted, too. A config with `_assumed` stands for one that is not known yet.
     """
     vae = configs["vae"]
     _check_vae(vae, shifted)
@@ -70,7 +70,8 @@ def check_latents(
             )
     for key, given in texts.items():
         read, sizes = configs[denoiser].get(key), [configs[encoder].get(own) for encoder, own in given]
-        if isinstance(read, int) and None not in sizes and sum(sizes) != read:
+        known = not all(configs[encoder].get("_assumed") for encoder, _ in given)
+        if known and isinstance(read, int) and None not in sizes and sum(sizes) != read:
             raise UserError(
                 f"the {denoiser} reads {read} numbers of text ({key}), and {' and '.join(encoder for encoder, _ in given)} "
                 f"give {' + '.join(map(str, sizes))}: they do not belong together; use the text encoders of this model"
