@@ -6,9 +6,9 @@ allocator rounds and splits, the workspaces of cuBLAS and cuDNN.
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,49 @@ class Cost:
     flops: int = 0
 
 
-class Trace(TorchDispatchMode):
+class Remembering(TorchDispatchMode):
+    """Inside, an operator on meta tensors is asked of torch once for each form of its arguments: torch works many results out
+    in Python, which takes most of the time of a plan."""
+
+    # What operators gave, by them and the forms of their arguments: a form, or the place of the argument that they gave back.
+    # It depends on nothing else, so all traces of a process share it.
+    _results: ClassVar[dict[Any, Any]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; torch's guard against it would be half of the time of an operator."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        return self._call(func, args, kwargs or {})
+
+    def _call(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """func(*args, **kwargs)."""
+        if func.is_view:  # made without Python, and no memory
+            return func(*args, **kwargs)
+        try:
+            key = func, _forms(args, kwargs)
+            form = self._results.get(key)
+        except TypeError:  # it has values, or is nothing that can be looked up
+            return func(*args, **kwargs)
+        if form is not None:
+            return _tensors(args, kwargs)[form] if type(form) is int else _made(form)
+        out = func(*args, **kwargs)
+        given = _tensors(args, kwargs)
+        if func._schema.is_mutable:
+            # Without values an operator has nothing to write. One that changes a form is asked each time.
+            place = next((place for place, tensor in enumerate(given) if tensor is out), None)
+            if place is not None and (func, _forms(args, kwargs)) == key:
+                self._results[key] = place
+            return out
+        storages = {tensor.untyped_storage()._cdata for tensor in given}
+        made = out if isinstance(out, (tuple, list)) else (out,)
+        if all(r is None or (_is_meta(r) and r.untyped_storage()._cdata not in storages) for r in made):
+            self._results[key] = _form(out)
+        return out
+
+
+class Trace(Remembering):
     """Inside, every operator is counted.
 
     alive: bytes of the tensors that were made inside and still are, and of those that were `enter`ed. peak: the most there
@@ -52,7 +94,6 @@ class Trace(TorchDispatchMode):
         self.cost, self.by_name = Cost(), Counter[str]()
         self._known: dict[int, weakref.finalize] = {}
         self._kinds: dict[Any, tuple[bool, tuple[int, ...], Any]] = {}
-        self._results: dict[Any, Any] = {}
 
     def reset(self) -> None:
         """Begin a new span: the peak is what is alive, and nothing was called."""
@@ -89,32 +130,13 @@ class Trace(TorchDispatchMode):
             self._kinds[func] = not func.is_view and name not in _SILENT, changed, formula
         return self._kinds[func]
 
-    def _call(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """func(*args, **kwargs). Without values a result has the form that it had for arguments of the same forms: torch
-        works many of them out in Python, which takes half the time of a plan."""
-        if func._schema.is_mutable:
-            return func(*args, **kwargs)
-        try:
-            key = func, _form(args), _form(tuple(kwargs.items()))
-            form = self._results.get(key)
-        except TypeError:  # it has values, or is nothing that can be looked up
-            return func(*args, **kwargs)
-        if form is not None:
-            return _made(form)
-        out = func(*args, **kwargs)
-        results = out if isinstance(out, (tuple, list)) else (out,)
-        given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, tuple(kwargs.values())))}
-        if all(r is None or (_is_meta(r) and r.untyped_storage()._cdata not in given) for r in results):
-            self._results[key] = _form(out)
-        return out
-
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         out = self._call(func, args, kwargs)
         if func is torch.ops.prim.device.default:
             return out
         launches, changed, formula = self._kind(func)
-        made = [out] if isinstance(out, Tensor) else list(_tensors(out))
+        made = [out] if isinstance(out, Tensor) else _tensors(out)
         for tensor in made:
             self._enter(tensor)
         if not launches:
@@ -122,7 +144,7 @@ class Trace(TorchDispatchMode):
         self.by_name[func._schema.name] += 1
         cost = self.cost
         cost.launches += 1
-        cost.read += sum(map(_bytes, _tensors((args, tuple(kwargs.values())))))
+        cost.read += sum(map(_bytes, _tensors(args, kwargs)))
         written = {id(tensor): tensor for tensor in made}
         written |= {id(tensor): tensor for at in changed if at < len(args) for tensor in _tensors(args[at])}
         cost.written += sum(map(_bytes, written.values()))
@@ -131,43 +153,50 @@ class Trace(TorchDispatchMode):
         return out
 
 
-class _Form(NamedTuple):
-    """Of a meta tensor."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
 def _is_meta(value: Any) -> bool:
     return type(value) in (Tensor, nn.Parameter) and value.is_meta
 
 
-def _form(value: Any) -> Any:
-    """To be looked up: a meta tensor's form, each number with its type. Raises TypeError for a tensor with values."""
+def _forms(args: tuple, kwargs: dict[str, Any]) -> Any:
+    return (_form(args), *kwargs, _form(tuple(kwargs.values()))) if kwargs else _form(args)
+
+
+def _form(value: Any) -> tuple[Any, ...]:
+    """To be looked up: a meta tensor's (shape, stride, dtype), anything else with its type first, so that 1 is not 1.0.
+
+    Raises TypeError for a tensor with values.
+    """
+    kind = type(value)
+    if kind is Tensor or kind is nn.Parameter:
+        if value.is_meta:
+            return value.shape, value.stride(), value.dtype
+        raise TypeError("a tensor with values")
+    if kind is tuple or kind is list:
+        return kind, *[_form(each) for each in value]
     if isinstance(value, Tensor):
-        if not _is_meta(value):
-            raise TypeError("a tensor with values")
-        return _Form(value.shape, value.stride(), value.dtype)
-    if isinstance(value, (tuple, list)):
-        return type(value), *map(_form, value)
-    return type(value), value
+        raise TypeError("a tensor of another kind")
+    return kind, value
 
 
-def _made(form: Any) -> Any:
+def _made(form: tuple[Any, ...]) -> Any:
     """The other way round, of results."""
-    if isinstance(form, _Form):
-        return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="meta")
+    if isinstance(form[0], torch.Size):
+        return torch.empty_strided(form[0], form[1], dtype=form[2], device="meta")
     kind, *values = form
     return None if kind is type(None) else kind(map(_made, values))
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _tensors(each)
+def _tensors(*values: Any) -> list[Tensor]:
+    """Those in arguments or results, in order."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += _tensors(*value)
+        elif isinstance(value, dict):
+            found += _tensors(*value.values())
+    return found
 
 
 def _bytes(tensor: Tensor) -> int:

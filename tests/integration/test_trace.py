@@ -34,7 +34,8 @@ def test_ours_asks_less_than_pefts(adapter: str, most: float) -> None:
 
 
 def test_a_trace_without_values_looks_results_up() -> None:
-    """Forms, costs and peaks are those of a trace that asks torch each time: views, strides, several results, none."""
+    """Forms, costs and peaks are those of a trace that asks torch each time: views, strides, several results, none, what is
+    written in place, into a given tensor, or takes another form."""
 
     def work(trace: Trace) -> list:
         x = torch.randn(6, 8, 4, device="meta", requires_grad=True)
@@ -47,6 +48,13 @@ def test_a_trace_without_values_looks_results_up() -> None:
                     y.shape[1] * 4, 3, dtype=torch.bfloat16, device="meta"
                 )
                 y.add_(1).float().sum().backward()
+                out = torch.empty(2, 2, device="meta")
+                assert torch.mm(torch.ones(2, 3, device="meta"), torch.ones(3, 2, device="meta"), out=out[:, :]).shape == (
+                    2,
+                    2,
+                )
+                assert out.addmm_(out, out) is out and out.mul_(2) is out and out.resize_(3, 5) is out
+                found += [out, torch.add(out, 1, out=torch.empty(3, 5, device="meta").t().contiguous().t())]
                 found += [y.detach(), torch.unbind(y)[0], torch.topk(y, 2)[0], torch.div(y, 2), torch.div(y, 2.0)]
                 found += [torch.ones_like(y, dtype=torch.int64) * True, torch.ones_like(y, dtype=torch.int64) * 2.5]
         return [(each.shape, each.stride(), each.dtype) for each in found]
