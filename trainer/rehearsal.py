@@ -165,11 +165,12 @@ class Unread(Components):
     def let_go(self, names: Collection[str]) -> None:
         """Empty them: modules know each other in circles, and looking for those in all that the libraries made takes longer
         than the rest."""
-        for module in (
-            module for name in names if name in self.model.modules for module in self.model.modules.pop(name).modules()
-        ):
-            module._parameters.clear()
-            module._buffers.clear()
+        for name in names:
+            module = self.model.modules.pop(name, None)
+            for part in module.modules() if module is not None else ():
+                tensors = *part.named_parameters(recurse=False), *part.named_buffers(recurse=False)
+                for tensor, _ in tensors:
+                    delattr(part, tensor)
 
 
 class Rehearsal:
