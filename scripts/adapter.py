@@ -108,10 +108,16 @@ def convert(chosen: argparse.Namespace) -> None:
 
 def merge(chosen: argparse.Namespace) -> None:
     """Write the model with adapters in its weights."""
-    from trainer.adapter_files import open_adapter
+    from trainer.adapter_files import looks_like_an_adapter, open_adapter
     from trainer.merging import Applied, merge
     from trainer.phases import Phases
 
+    if looks_like_an_adapter(Path(chosen.model)):
+        *others, last = chosen.files
+        rest = " ".join([chosen.model, *others])
+        raise UserError(
+            f"{chosen.model} is an adapter file; the model comes first: adapter.py merge {last} {rest} {chosen.out}"
+        )
     model, adapters = whole_model(chosen.model), []
     for given in chosen.files:
         path, strength = strength_of(given)
@@ -205,8 +211,32 @@ def push(chosen: argparse.Namespace) -> None:
 
 
 def opened_file(chosen: argparse.Namespace):
-    """The adapter file of the arguments, by the names of the model that they give."""
-    return opened_at(chosen.file, models_of(chosen.base) if chosen.base else None, chosen.family)
+    """The adapter file of the arguments, by the names of the model that they give.
+
+    Where they give none and it fits no published model: by those of its run's model, if it lies where its run wrote it.
+    """
+    if chosen.base:
+        return opened_at(chosen.file, models_of(chosen.base), chosen.family)
+    try:
+        return opened_at(chosen.file, None, chosen.family)
+    except UserError:
+        if (base := base_of_run(chosen.file)) is None:
+            raise
+    opened = opened_at(chosen.file, models_of(base), chosen.family)
+    print(f"model: {base}, as config.toml of its run says")
+    return opened
+
+
+def base_of_run(path: Path) -> str | None:
+    """`model.path` of the run whose folder of adapter files holds `path`; None where it lies elsewhere."""
+    from trainer.layout import Layout
+
+    layout = Layout(path.absolute().parent.parent)
+    if path.absolute().parent != layout.adapters or not layout.config.is_file():
+        return None
+    from trainer.config.reading import read_resolved  # takes a second to import, and most files need no model
+
+    return read_resolved(layout.config).get("model", {}).get("path")
 
 
 def opened_at(path: Path, models, family: str | None):

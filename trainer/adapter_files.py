@@ -176,6 +176,16 @@ class OpenedAdapter:
         return list(dict.fromkeys(name.partition(".")[0] for name in self.portable.layers))
 
 
+def looks_like_an_adapter(path: Path) -> bool:
+    """Whether a .safetensors file has the tensors of a LoRA's or DoRA's layers, and so no model's. Reads its header."""
+    if path.suffix != ".safetensors" or not path.is_file():
+        return False
+    try:
+        return bool(stems_of(TensorFile(path)))
+    except UserError:
+        return False
+
+
 def open_adapter(path: Path | str, models: list[NamedModel] | None = None, *, family: str | None = None) -> OpenedAdapter:
     """path: of a file, or of a folder that PEFT saved. models: that it may be for; None: the published ones, of all families
     or of `family`.

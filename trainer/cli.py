@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from trainer import signals
 from trainer.arguments import again, parse
-from trainer.errors import PeerStopped, ending
+from trainer.errors import Interrupted, PeerStopped, ending
 from trainer.terminal import write
 
 
@@ -56,8 +56,9 @@ def main(arguments: list[str] | None = None) -> int:
         status, said = ending(error)
         if status == 1 and not isinstance(error, PeerStopped):
             raise
-        lines = said.splitlines() or [""]
-        said = "\n".join([f"error: {lines[0]}", *(f"       {line}" for line in lines[1:])])
+        if not isinstance(error, (Interrupted, KeyboardInterrupt)):  # to be stopped is no error
+            first, *rest = said.splitlines() or [""]
+            said = "\n".join([f"error: {first}", *(f"       {line}" for line in rest)])
         if alone and not planned and (status == 6 or status > 128):
             said += f"\n{going_on}"
         write(said, sys.stderr, whole=True)

@@ -43,7 +43,7 @@ def text(plan: DataPlan, said: captions.CaptionReport) -> str:
     problems = strict_problems(plan, said)
     strict = [f"  {sample}: {why}" for sample, why in problems[:ROWS]] + [f"  {line}" for line in _more(problems)]
     count = f"{len(problems)} problem{'' if len(problems) == 1 else 's'}"
-    refused = [f"strict mode (data.strict_captions = true) refuses these captions: {count}", *strict] if problems else []
+    refused = [f"data.strict_captions = true would refuse these captions: {count}", *strict] if problems else []
     return "\n".join([*data_lines(plan), str(said), *refused])
 
 

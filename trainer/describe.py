@@ -283,15 +283,14 @@ def describe_memory(found: Forecast, memory: int, smaller: Sequence[Change], *, 
     memory: of the device. smaller: what would need less, where it does not fit. updates: micro-batches in an update.
     """
     width = max(len(phase.name) for phase in found.phases)
-    parts = [part for part in PARTS if any(part in phase.parts for phase in found.phases)]
-    lines = [f"{'memory in GiB':<{width}}" + "".join(f"{part:>11}" for part in (*parts, "in all"))]
+    lines = ["memory, at the largest moment of each phase"]  # no table: a terminal may have 80 columns
     for phase in found.phases:
-        cells = [f"{phase.parts[part] / 2**30:>11.2f}" if part in phase.parts else f"{'-':>11}" for part in parts]
-        lines.append(f"{phase.name:<{width}}" + "".join(cells) + f"{phase.peak / 2**30:>11.2f}")
+        parts = ", ".join(f"{part} {size_text(phase.parts[part])}" for part in PARTS if phase.parts.get(part))
+        lines.append(f"  {phase.name:<{width}}  {size_text(phase.peak)}: {parts}")
     below = "libraries" if found.base else "the device's context"
     lines.append(
-        f"  saved: what the backward pass needs. Not in the table: {size_text(found.base + found.margin)}, an estimate, for "
-        f"{below} and for what the allocator loses"
+        f"  saved: what the backward pass needs. Not in these numbers: {size_text(found.base + found.margin)}, an estimate, "
+        f"for {below} and for what the allocator loses"
     )
     if found.host:
         told = ", ".join(f"{what} {size_text(size)}" for what, size in found.host.items())

@@ -1,17 +1,21 @@
 """What a run would do, and whether it fits into memory: `--plan`, `--plan_memory` and the end of `--new`."""
 
 import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
 
 from trainer.advice import changes
 from trainer.allowance import Allowance
-from trainer.beginning import begin
+from trainer.beginning import begin, cache_dir
 from trainer.config import Config
 from trainer.describe import describe, describe_memory
 from trainer.devices import Memory, accelerator_of, check_device
 from trainer.forecast import forecast
 from trainer.phases import Phases
 from trainer.plan import open_source, resolve
-from trainer.terminal import write
+from trainer.tensorfile import size_text
+from trainer.terminal import printable, write
 
 
 def preview(
@@ -48,3 +52,26 @@ def preview(
     found = forecast(plan, there.kernels, base=there.base)
     smaller = [] if found.fits(there.size) else changes(plan, there.kernels, found, there.size)
     write(describe_memory(found, there.size, smaller, updates=config.step.accumulation))
+    kept = min(config.checkpoint.keep_last, plan.max_steps) + 1  # the oldest goes when the newest is there
+    needs = {"run.output_dir": (Path(config.run.output_dir), kept * found.checkpoint)}
+    if config.data.cache == "disk":
+        needs["data.cache_dir"] = (cache_dir(config), found.cache)
+    for line in disk_warnings(needs):
+        write(line)
+
+
+def disk_warnings(needs: Mapping[str, tuple[Path, int]]) -> list[str]:
+    """A line for each disk that has less free space than will be written there. needs: (folder, bytes) by key."""
+    disks: dict[int, tuple[list[str], Path, int]] = {}
+    for key, (folder, size) in needs.items():
+        there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
+        keys, _, before = disks.get(there.stat().st_dev, ([], there, 0))
+        disks[there.stat().st_dev] = [*keys, key], there, before + size
+    lines = []
+    for keys, there, size in disks.values():
+        if (free := shutil.disk_usage(there).free) < size:
+            lines.append(
+                f"warning: {' and '.join(keys)} need about {size_text(size)}, and the disk of {printable(there)} has "
+                f"{size_text(free)} free; free some, give another folder, or lower checkpoint.keep_last"
+            )
+    return lines

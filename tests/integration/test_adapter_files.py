@@ -431,3 +431,22 @@ def test_a_conversion_reads_each_tensor_once(tmp_path: Path, monkeypatch) -> Non
     monkeypatch.setattr(TensorFile, "read", counted)
     assert script.main(["convert", str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors"), "--to", "kohya"]) == 0
     assert reads == dict.fromkeys(file, 1) and len(file) > 500
+
+
+def test_a_file_where_its_run_wrote_it_needs_no_base(outputs: Runs, tmp_path: Path, capsys) -> None:
+    """Its run's config.toml beside it names the model; elsewhere the message asks for it."""
+    file = outputs("flux lora") / "adapters" / "bear.safetensors"
+    capsys.readouterr()  # of the run
+    assert script.main(["show", str(file)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("model: ") and said[0].endswith("flux, as config.toml of its run says")
+    (tmp_path / "moved.safetensors").write_bytes(file.read_bytes())
+    assert script.main(["show", str(tmp_path / "moved.safetensors")]) == 2
+    assert "give it with --base" in capsys.readouterr().err
+
+
+def test_merge_tells_the_order_of_its_arguments(outputs: Runs, models: Path, tmp_path: Path, capsys) -> None:
+    file = outputs("flux lora") / "adapters" / "bear.safetensors"
+    assert script.main(["merge", str(file), str(models / "flux"), str(tmp_path / "out")]) == 2
+    right = f"adapter.py merge {models / 'flux'} {file} {tmp_path / 'out'}"
+    assert capsys.readouterr().err == f"error: {file} is an adapter file; the model comes first: {right}\n"

@@ -238,14 +238,14 @@ def test_lines_of_strict_mode_end_with_how_many_more_there_are(
     path = bench.write(bench.tree(data__sources=[{"path": str(photos)}]))
     reported(path, tmp_path / "out")
     said = capsys.readouterr().out
-    assert "refuses these captions: 3 problems\n  0/02.jpg: no caption" in said
+    assert "data.strict_captions = true would refuse these captions: 3 problems\n  0/02.jpg: no caption" in said
     assert said.partition("3 problems\n")[2].splitlines()[2] == "  and 1 more"
 
 
 def test_the_exit_status_says_what_strict_mode_would(bench: Workbench, tmp_path: Path, capsys) -> None:
     path, out = bench.write(bench.tree()), tmp_path / "out"
     assert reported(path, out)[0] == 0
-    assert "strict mode" not in capsys.readouterr().out
+    assert "strict_captions" not in capsys.readouterr().out
     assert data(["report", "--config", str(path), "--out", str(out), "--set", "data.sources.0.captions=none"]) == 0
     assert data(["report", "--config", str(path), "--out", str(out), "--set", "data.sources.0.captions=nonsense"]) == 2
     assert data(["report", "--config", str(path), "--out", str(out), "--set", f"data.sources.0.path={tmp_path / 'no'}"]) == 2

@@ -429,7 +429,7 @@ def test_a_disk_that_fills_up_and_a_signal_at_the_true_command_line(bench: Workb
         served.pause = 600.0  # what is under way will not come
         process.send_signal(signal.SIGTERM)
         _, error = process.communicate(timeout=120)
-        assert process.returncode == 143 and "error: stopped by SIGTERM" in error and "Traceback" not in error
+        assert process.returncode == 143 and "\nstopped by SIGTERM" in error and "Traceback" not in error
         assert max(start for _, path, start in served.asked if path == FP16) == limit, "goes on where the disk was full"
 
         served.pause = 0.0
