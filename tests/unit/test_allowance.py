@@ -108,7 +108,8 @@ def test_what_would_not_fit_stays_refused_with_the_reason(key: str, value: Any) 
 def test_every_reason_is_of_a_key_that_there_is() -> None:
     for pattern in NEVER:
         assert any(never(key) == NEVER[pattern] for key in configs.known_keys() if key.startswith(pattern.partition("*")[0]))
-    assert not never("optimizer.lr") and not never("adapter.dropout") and not never("adapter.rules.0.lr")
+    assert not never("optimizer.lr") and not never("adapter.rules.0.lr") and not never("adapter.rules.0.stop_step")
+    assert not any(never(f"adapter.{key}") for key in ("dropout", "rank_dropout", "module_dropout", "max_norm", "kernels"))
     assert never("adapter.rules.0.rank") and never("model.components.unet.dtype")
 
 

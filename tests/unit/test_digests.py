@@ -67,3 +67,12 @@ def test_a_damaged_memory_is_none(file: Path, tmp_path: Path, damage: bytes) -> 
     memory = tmp_path / "digests.json"
     memory.write_bytes(damage)
     assert FileDigests(memory).of(file) == sha(file)
+
+
+def test_what_a_kill_left_half_written_is_swept_up(file: Path, tmp_path: Path) -> None:
+    memory = tmp_path / "digests.json"
+    left, other = (tmp_path / f".{name}.json.{os.getpid()}.0a.tmp" for name in ("digests", "another"))
+    left.write_bytes(b"{")
+    other.write_bytes(b"{")
+    FileDigests(memory)
+    assert not left.exists() and other.exists()

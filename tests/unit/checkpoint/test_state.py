@@ -92,3 +92,31 @@ def test_a_checkpoint_of_the_layout_before_goes_on_without_what_came_later(tmp_p
         (tmp_path / "odd" / "state.json").write_bytes(files.json_bytes(other))
         with pytest.raises(UserError, match=f"lacks {missing}"):
             state.Saved(tmp_path / "odd")
+
+
+def test_progress_counts_and_says_what_changed() -> None:
+    progress = state.Progress(step=3, images=6, non_finite=0, total_steps=9, started="2025-01-01T00:00:00+00:00")
+    sound = progress.state_dict()
+    change = {"step": 2, "what": ["optimizer.lr: 1 -> 2"], "epoch": 1}
+    progress.load_state_dict(sound | {"step": 4, "changes": [change]})
+    assert progress.step == 4 and progress.began == (2, 1)
+    for odd in (
+        {"step": -1}, {"images": 1.0}, {"non_finite": True}, {"total_steps": 2**53}, {"started": "yesterday"},
+        {"changes": [change | {"step": 5}]}, {"changes": [change | {"epoch": -1}]}, {"changes": [change | {"what": "all"}]},
+        {"changes": [change | {"what": [1]}]},
+    ):  # fmt: skip
+        with pytest.raises(ValueError):
+            progress.load_state_dict(sound | {"step": 4} | odd)
+    assert progress.step == 4, "nothing of it was taken"
+
+
+@pytest.mark.parametrize("error", [KeyError("a"), TypeError("b"), ValueError("c"), AttributeError("d"), RecursionError("e")])
+def test_a_state_that_does_not_fit_is_the_users_to_mend(tmp_path, error: Exception) -> None:
+    saved = state.Saved(store.save(tmp_path, 1, state.pack(census())))
+
+    class Odd(Piece):
+        def load_state_dict(self, state) -> None:
+            raise error
+
+    with pytest.raises(UserError, match="the state of progress does not fit"):
+        saved.restore(progress=Odd())

@@ -10,6 +10,7 @@ import stat
 
 import pytest
 
+from trainer import files
 from trainer.checkpoint import store
 from trainer.errors import UserError
 from trainer.files import json_bytes
@@ -200,3 +201,40 @@ def test_file_systems_that_cannot_sync_a_folder_hold_checkpoints_too(tmp_path, m
         save(tmp_path / "new" / "checkpoints", step)
     store.prune(tmp_path / "new" / "checkpoints", 1)
     assert store.newest_valid(tmp_path / "new" / "checkpoints")[0].name == "step-00000002"
+
+
+def test_a_manifest_counts_only_in_the_form_it_was_written_in(tmp_path) -> None:
+    save(tmp_path, 1)
+    path = tmp_path / "step-00000001" / store.MANIFEST
+    sound = path.read_bytes()
+    assert store.problem(path.parent) is None
+    for odd, said in (
+        (b'{"files": {}}', "not in the form"), (files.json_bytes({"files": {}}), "lists no files"),
+        (sound + b" ", "not in the form"), (sound.replace(b'"bytes": 2', b'"bytes": 2.0'), "not in the form"),
+        (sound.replace(b'"bytes": 2', b'"bytes": 3'), "has 2 bytes, the manifest says 3"), (b"[]", "is damaged"),
+        (sound.replace(b"state.json", b"state\\tjson"), "not in the form"), (b"{", "is damaged"),
+    ):  # fmt: skip
+        path.write_bytes(odd)
+        assert said in str(store.problem(path.parent)), odd
+
+
+def test_what_was_only_set_aside_is_no_fresh_start(tmp_path) -> None:
+    save(tmp_path, 2)
+    store.set_aside(tmp_path, after=0)
+    with pytest.raises(
+        UserError, match="only checkpoints that were set aside; go on from one with --resume_from .*-00000002"
+    ):
+        store.find(tmp_path, "auto")
+
+
+def test_names_are_gone_from_the_disk_before_the_files_behind_them(tmp_path, monkeypatch) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    done = []
+    for name in ("sync_folder", "remove_folder"):
+        real = getattr(files, name)
+        monkeypatch.setattr(
+            files, name, lambda path, _real=real, _name=name, **more: (done.append(_name), _real(path, **more))
+        )
+    store.prune(tmp_path, 1)
+    assert done == ["sync_folder", "remove_folder", "remove_folder"] and store.steps(tmp_path) == [3]

@@ -15,6 +15,7 @@ from tests.optimizers import ENTRIES
 from trainer import optim
 from trainer.errors import UserError
 from trainer.optim import OPTIMIZERS, OptimizerState
+from trainer.optim.state import weights_for_use
 from trainer.optim.table import optimizer_named
 
 
@@ -303,3 +304,24 @@ def test_groups_that_cannot_be_one_are_refused() -> None:
     saved["group.0|momentum"] = saved["group.0|momentum"][:-1]
     with pytest.raises(UserError, match=r"optimizer state group.0\|momentum is not what 768 parameters need"):
         grouped("growing", EACH, TWO)[0].load_state_dict(saved)
+
+
+def test_weights_for_use_are_made_from_what_a_checkpoint_has() -> None:
+    """As the optimizer's own eval() makes them; of groups before their first update there are none."""
+    fresh, _ = trained("schedulefree_adamw", 0)
+    state, parameters = trained("schedulefree_adamw", 3)
+    names, beta = [["a", "b"], ["c"]], state.optimizer.param_groups[0]["betas"][0]
+
+    def now() -> dict[str, torch.Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in zip("abc", parameters, strict=True)}
+
+    before, kept = now(), state.state_dict()
+    assert weights_for_use(before, fresh.state_dict(), names, beta) == {}
+    made = weights_for_use(before, kept, names, beta)
+    with state.evaluating(lambda: None):
+        used = now()
+    for name, tensor in before.items():
+        assert torch.allclose(made[name], used[name], rtol=1e-5, atol=1e-7) and torch.equal(now()[name], tensor)
+    assert not torch.allclose(used["a"], before["a"], rtol=1e-3)
+    with pytest.raises(ValueError, match="optimizer state of"):
+        weights_for_use(before, kept, [["a"], ["c"]], beta)
