@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from scripts import adapter as script
 from trainer.adapter_files import published
 from trainer.adapters import export, sd_scripts
 from trainer.adapters.portable import Factors, Portable, recipe
+from trainer.artifacts import Artifacts
 from trainer.models.building import build
 from trainer.tensorfile import TensorFile, write_tensors
 
@@ -96,6 +98,11 @@ def test_the_header_of_the_kohya_file_says_it(tmp_path: Path, layers: str, dora:
     for format in export.FORMATS:
         one, other = (files[patterns][format].read_bytes() for patterns in (PATTERNS, ()))
         assert (one == other) == (not said or format == "diffusers")
+    heard: list[str] = []
+    processes = SimpleNamespace(say=lambda line, whole=False: heard.append(line))
+    run = SimpleNamespace(components=SimpleNamespace(processes=processes), adapter=SimpleNamespace(layers=made.layers))
+    Artifacts._say_where(run, files[PATTERNS])  # the end of a run
+    assert [line for line in heard if "sd-scripts" in line] == ([f"note: {sd_scripts.sentence(entry)}"] if said else [])
 
 
 def test_a_file_for_sd_scripts_alone_is_made_where_it_is_asked_for(tmp_path: Path, capsys) -> None:
