@@ -82,11 +82,13 @@ def config_beside(file: Path, stems: Collection[str]) -> PeftConfig | None:
 
 
 def _read(path: Path, layers: int) -> PeftConfig:
-    fields = read_json(path)
 
     def wrong(what: str) -> UserError:
         return UserError(f"{path} {what}")
 
+    if not path.is_file():  # to read a pipe may never end
+        raise wrong("is no file; take the folder as PEFT saved it")
+    fields = read_json(path)
     if not isinstance(fields, dict):
         raise wrong("is not a JSON object; take the folder as PEFT saved it")
     if (kind := fields.get("peft_type")) != "LORA":

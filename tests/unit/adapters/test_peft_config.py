@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,16 @@ def test_what_the_file_cannot_mean_is_refused_with_the_reason(plain: Path, field
             open_adapter(edited(plain, **fields))
     finally:
         config.write_bytes(before)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there are no pipes with names")
+@pytest.mark.parametrize(("content", "words"), [(None, "is no file"), (b"[]", "is not a JSON object"), (b"{", "is damaged")])
+def test_a_config_that_is_none_is_refused(tmp_path: Path, plain: Path, content: bytes | None, words: str) -> None:
+    (tmp_path / "adapter_model.safetensors").write_bytes((plain / "adapter_model.safetensors").read_bytes())
+    config = tmp_path / "adapter_config.json"
+    os.mkfifo(config) if content is None else config.write_bytes(content)
+    with pytest.raises(UserError, match=f"adapter_config.json {words}"):
+        open_adapter(tmp_path)
 
 
 def test_alphas_in_the_file_and_in_the_config_are_refused(tmp_path: Path, plain: Path) -> None:
