@@ -19,6 +19,7 @@ import torch
 
 from trainer import draws
 from trainer.components import Components
+from trainer.course import PHOTOS
 from trainer.data.examples import Example
 from trainer.data.loader import Reader
 from trainer.errors import DataError, Interrupted, OutOfMemory
@@ -29,7 +30,7 @@ from trainer.phases import Phases
 from trainer.plan import DataPlan
 from trainer.processes import Processes
 from trainer.types import Batch, Occurrence
-from trainer.verdict import PHOTOS
+from trainer.verdict import COPIES, COUNT
 
 QUARTERS = 4  # of the whole range of time: each has as many draws
 FEWEST = 32  # draws of each kind of photo, however few photos there are
@@ -38,6 +39,14 @@ FEWEST = 32  # draws of each kind of photo, however few photos there are
 def draws_of(photos: int) -> int:
     """Of each photo, where so many are measured: as many in each quarter of time."""
     return QUARTERS * math.ceil(FEWEST / (QUARTERS * photos)) if photos else 0
+
+
+def copies(plan: DataPlan) -> int:
+    """How many of the held-out photos that are measured have a near duplicate that is trained on."""
+    held_out = {example.photo.sample for example in plan.held_out}
+    measured = {example.photo.sample for example in plan.measured.get("held_out", ())}
+    groups = [{photo.sample for photo in group} for group in plan.alike]
+    return sum(len(group & measured) for group in groups if group - held_out)
 
 
 def at_once(plan: DataPlan) -> int:
@@ -94,8 +103,8 @@ def _repeated(batch: Batch, count: int) -> Batch:
 class HeldOutLoss:
     """A measure (trainer/measured.py): before the first step, every so many, and at the end. The processes share it.
 
-    measured: examples by kind. every, last: steps. seed: of the draws. errors: as `squared_errors` gives.
-    evaluating: as of Artifacts.
+    measured: examples by kind. every, last: steps. seed: of the draws. errors: as `squared_errors` gives. copies: how many of
+    the held-out photos have a near duplicate that is trained on. evaluating: as of Artifacts.
     """
 
     measured: Mapping[str, Sequence[Example]]
@@ -108,6 +117,7 @@ class HeldOutLoss:
     evaluating: Callable[[], AbstractContextManager[None]]
     processes: Processes
     phases: Phases
+    copies: int = 0
 
     @staticmethod
     def of(components: Components, reader: Reader, evaluating: Callable[[], AbstractContextManager[None]]) -> HeldOutLoss:
@@ -124,6 +134,7 @@ class HeldOutLoss:
             evaluating=evaluating,
             processes=components.processes,
             phases=components.phases,
+            copies=copies(plan),
         )
 
     @property
@@ -169,7 +180,11 @@ class HeldOutLoss:
         if self.processes.largest(int(stopped or failure is not None))[0]:
             return {}, failure
         self.processes.sum(found)
-        return {PHOTOS: self.mark} | _fields(kinds, found.tolist()), None
+        return {PHOTOS: self.mark} | self._counted() | _fields(kinds, found.tolist()), None
+
+    def _counted(self) -> Fields:
+        photos = len({example.photo.sample for example in self.measured.get("held_out", ())})
+        return {COUNT: photos, COPIES: self.copies} if photos else {}
 
     def _share(self) -> list[tuple[Example, range, int]]:
         """(example, numbers of its draws, the place of the first among all) of this process; cut alike for any number."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from trainer.checkpoint.state import Progress
+from trainer.course import rates
 from trainer.data.sampler import MicroBatch
 from trainer.errors import DataError, Interrupted, NonFiniteError, NotWritten, OutOfMemory, UserError
 from trainer.measured import Measured
@@ -17,7 +18,6 @@ from trainer.saving import Saves
 from trainer.signals import Signals
 from trainer.step import Step, StepResult
 from trainer.types import Batch, Occurrence
-from trainer.verdict import rates
 
 # What is said of a stop once there is a step to keep.
 SAVED = "stopping; a checkpoint is written"

@@ -13,6 +13,7 @@ import torch
 
 from trainer import outcome
 from trainer.adapters import Adapter
+from trainer.course import Course
 from trainer.errors import TOO_LARGE, Interrupted, NonFiniteError, OutOfMemory
 from trainer.memory import is_out_of_memory
 from trainer.metrics import Metrics, read_lines
@@ -20,7 +21,7 @@ from trainer.phases import Phases
 from trainer.processes import Processes
 from trainer.report import BLOCKS
 from trainer.terminal import width
-from trainer.verdict import Course, is_line, mark_of
+from trainer.verdict import is_line, largest, mark_of
 
 Fields = dict[str, Any]
 
@@ -140,5 +141,5 @@ class WeightChange:
                 raise
             return {}, OutOfMemory(f"out of memory while the change of the weights was measured\n{error}\n{TOO_LARGE}")
         moved = {name: block.largest if math.isfinite(block.largest) else None for name, block in blocks.items()}
-        largest = outcome.largest([block.largest for block in blocks.values()])
-        return {"weight_change": largest if math.isfinite(largest) else None, BLOCKS: moved}, None
+        most = largest([block.largest for block in blocks.values()])
+        return {"weight_change": most if math.isfinite(most) else None, BLOCKS: moved}, None

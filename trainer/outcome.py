@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -11,18 +11,24 @@ from typing import Any
 import torch
 
 from trainer.adapters import Adapter
-from trainer.adapters.change import StartFactors, change
+from trainer.adapters.change import LayerChange, StartFactors, change
 from trainer.files import Advance, unheard
 from trainer.kernels.dora_torch import TINY
 from trainer.phases import QUIET, Phases
 from trainer.tensorfile import TensorFile
 from trainer.terminal import broken
+from trainer.verdict import largest
+
+# Of the median layer's root mean square: a layer of smaller weights is measured against this share of it. Else a layer that
+# a model's makers left next to zero would speak for the whole run.
+FLOOR = 0.1
 
 
 @dataclass(frozen=True)
 class BlockChange:
-    """Of one block: how many layers, the largest and the median ||dW|| / ||W|| of a layer, the largest drift of a row's
-    magnitude, |m / m_0 - 1| (LoRA: 0). What the magnitudes do is in ||dW||, too (adapters/change.py)."""
+    """The change of one block: how many of its layers are measured, the largest and the median ||dW|| / ||W|| of a layer, the
+    largest drift of a row's magnitude, |m / m_0 - 1| (LoRA: 0). What the magnitudes do is in ||dW||, too
+    (adapters/change.py). Of a layer with very small weights ||W|| is FLOOR's."""
 
     layers: int
     largest: float
@@ -33,13 +39,24 @@ class BlockChange:
 def weight_change(
     adapter: Adapter, start: Mapping[str, torch.Tensor] | None = None, phases: Phases = QUIET
 ) -> dict[str, BlockChange]:
-    """By block. start: the weights that the run started from (Adapter.state_dict); None: it started anew."""
-    blocks: dict[str, list[tuple[float, float]]] = {}
+    """How far each block of an adapter has moved, by its name. start: the weights that the run started from
+    (Adapter.state_dict); None: it started anew.
+
+    A layer of zeros, which has no size to be compared with, is left out, unless its change is not finite.
+    """
+    layers: dict[str, tuple[LayerChange, int]] = {}
     with phases("measuring the adapter", total=len(adapter.layers), unit="layer") as phase:
         for name, layer in adapter.layers.items():
             found = change(layer, None if start is None else factors_of(start, name))
-            blocks.setdefault(block_of(name), []).append((found.moved / max(found.size, TINY), found.drift))
+            layers[name] = found, math.prod(layer.get_base_layer().weight_shape)
             phase.advance()
+    rms = [found.size / math.sqrt(numbers) for found, numbers in layers.values() if found.size > 0]
+    floor = FLOOR * median(rms) if rms else 0.0
+    blocks: dict[str, list[tuple[float, float]]] = {}
+    for name, (found, numbers) in layers.items():
+        if found.size != 0 or not math.isfinite(found.moved):
+            size = max(found.size, floor * math.sqrt(numbers), TINY)
+            blocks.setdefault(block_of(name), []).append((found.moved / size, found.drift))
     changes = {}
     for block, pairs in blocks.items():
         moves, drifts = zip(*pairs, strict=True)
@@ -51,11 +68,6 @@ def factors_of(state: Mapping[str, torch.Tensor], layer: str) -> StartFactors:
     """Of one layer of an Adapter.state_dict."""
     a, b = (state[f"{layer}.lora_{part}.weight"] for part in "AB")
     return StartFactors(a, b, state.get(f"{layer}.lora_magnitude_vector"))
-
-
-def largest(numbers: Sequence[float]) -> float:
-    """NaN where one of them is that; `max` would depend on their order."""
-    return math.nan if any(map(math.isnan, numbers)) else max(numbers)
 
 
 def change_table(changes: Mapping[str, BlockChange], *, dora: bool) -> dict[str, Any]:

@@ -9,35 +9,25 @@ from __future__ import annotations
 import math
 import sys
 from bisect import bisect_left, bisect_right
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean, median
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Literal
 
-Line = Mapping[str, Any]  # a line of metrics.jsonl
+from trainer.course import LOSS_TIMES, LR, PHOTOS, TOO_FAR, TOO_LITTLE, Course, Line, finite_or_nan
 
-# A loss or gradient norm is that of so many images at least, and of so many steps: fewer jitter by more than they tell.
-IMAGES, STEPS = 32, 3
-# What it is measured by, the level of the first images, is that of up to so many: one level serves a whole run.
-FIRST_IMAGES = 256
-# What is out of all range. Loss: the mean of such a window, in means of the first. Gradient norm: the medians.
-LOSS_TIMES, GRAD_TIMES = 4.0, 20.0
-# ||dW|| / ||W|| of the layer that moved most: above the first, what it had learnt is drowned; below the second, a picture
-# differs by no more than by the rounding of its computation. What a DoRA's magnitudes do is in it, as much as it does.
-TOO_FAR, TOO_LITTLE = 1.0, 5e-4
 # A fall of the held-out loss is learning, a rise from its lowest value is memorising: shares. Draws are fixed, so neither is
 # noise. Of the losses of steps, which jitter: standard errors of their ranks, for a fall, and for a rise after an alarm.
 FALLEN, RISEN, ERRORS, ABOVE = 0.01, 0.05, 3.5, 2.0
 
-# The field that tells on which photos, captions and draws a held-out loss was measured: of others it is another curve.
-PHOTOS = "measured_photos"
+# A held-out loss decides nothing that was measured less often, or on fewer photos.
+MEASUREMENTS, HELD_OUT_PHOTOS = 3, 4
+
+# How many photos are held out and measured, and how many of them have a near duplicate among those that are trained on.
+COUNT, COPIES = "held_out_photos", "held_out_copies"
+LOOK = "look at the samples, which no number replaces"
 
 TOLD = 10  # losses of steps: of fewer nothing can be said
-
-# What an update's size depends on, as a user knows it. Groups may have other rates than the first: see `rates`.
-LR = "optimizer.lr"
-HIGHEST = "the highest rate of a group (optimizer.lr times lora_plus, magnitude_lr, text_encoder_lr or a rule's lr)"
 
 Kind = Literal["learned", "memorising", "worse", "diverged", "recovered", "nothing", "unclear"]
 BAD: tuple[Kind, ...] = ("worse", "diverged", "nothing")
@@ -45,13 +35,19 @@ BAD: tuple[Kind, ...] = ("worse", "diverged", "nothing")
 
 @dataclass(frozen=True)
 class Verdict:
-    """kind: in a word. sentence: for people, with the remedy. step: where it diverged, or the best one; None: neither.
-    sound: of one that has diverged the last step that surely has no part in it."""
+    """What a run is called.
+
+    kind: in a word. sentence: for people, with the remedy. step: where it diverged, or the best one; None: neither.
+    sound: of one that has diverged the last step that surely has no part in it. measured: of one that has learned, the
+    beginning of the sentence, which says what was measured. doubt: whether something speaks against it.
+    """
 
     kind: Kind
     sentence: str
     step: int | None = None
     sound: int = 0
+    measured: str = ""
+    doubt: bool = False
 
     @property
     def bad(self) -> bool:
@@ -60,7 +56,7 @@ class Verdict:
 
 # What a line must have, and what it may have: numbers; of those that it may have, null is one, too.
 NEEDED = ("images", "lr")
-OPTIONAL = ("loss", "grad_norm", "d", "weight_change", "held_out_loss", "trained_loss")
+OPTIONAL = ("loss", "grad_norm", "d", "weight_change", "held_out_loss", "trained_loss", COUNT, COPIES)
 
 
 def is_line(found: object) -> bool:
@@ -84,132 +80,10 @@ def is_number(value: object) -> bool:
     )
 
 
-class Course:
-    """The lines of a run, one after another. diverged: the first step at which something left its range; what: what did.
-
-    The log of a branch begins in mid-run. Then nobody knows how many images its first line is of, nor the first rate.
-    levers: the keys that make the optimizer's updates larger or smaller.
-    """
-
-    def __init__(self, rows: Iterable[Line] = (), levers: str = LR) -> None:
-        self.levers, self.rate_of = levers, LR
-        self.rate, self.rate_step, self.scaled = 0.0, 0, False
-        self.first_rate: float | None = None
-        self.step, self.updates, self.images = 0, 0, 0
-        self.first: tuple[float, float] | None = None  # loss and gradient norm of the first images
-        self.now: tuple[float, float] | None = None
-        self.diverged: int | None = None
-        self.what, self.before = "", 0  # before: the last step that has no part in it
-        self.sound = 0  # as of Verdict: weights are measured seldom, and may have left their range long before
-        self._window: deque[tuple[int, float, float]] = deque()  # the last ones, of _within images
-        self._within = 0
-        self._before: list[tuple[int, float, float]] = []  # the first ones that have left the window, of _told images
-        self._told = 0
-        for row in rows:
-            self.add(row)
-
-    def add(self, row: Line) -> str | None:
-        """A sentence where this line is the first that is out of all range."""
-        step, images = row["step"], row["images"] - self.images if row["step"] == self.step + 1 else 0
-        self.step, self.images = step, row["images"]
-        self.updates += not row.get("skipped", False)
-        self.scaled = self.scaled or "loss_scale" in row
-        rate = row.get("highest_lr", row["lr"]) * (row.get("d") or 1.0)
-        if rate > self.rate:
-            self.rate, self.rate_step = rate, step
-            self.rate_of = "the rate it found" if "d" in row else HIGHEST if "highest_lr" in row else LR
-        if step == 1:
-            self.first_rate = rate
-        if said := self.measured(step, row):
-            return said
-        if said := self._said(step, self._out_of_range(row, images)):
-            self.sound = self.before
-        return said
-
-    def measured(self, step: int, fields: Line) -> str | None:
-        """As `add`, of what was measured after a step whose line was there already."""
-        if "weight_change" not in fields:
-            return None
-        change = fields["weight_change"]
-        if change is None:
-            return self._said(step, "layers changed to no finite number")
-        if change > TOO_FAR:
-            return self._said(step, f"layers changed by up to {change:.0%} of their own weights")
-        self.sound = step if self.diverged is None else self.sound
-        return None
-
-    def _said(self, step: int, what: str) -> str | None:
-        if not what or self.diverged is not None:
-            return None
-        self.diverged, self.what, self.before = step, what, step - len(self._window)
-        return f"step {step}: the run is diverging: {what}; {self.remedy()}"
-
-    def _out_of_range(self, row: Line, images: int) -> str:
-        loss, norm = row.get("loss"), row.get("grad_norm")
-        if loss is None or norm is None:
-            return ""  # the step is skipped: by the loss scaler, or told by the policy
-        self._window.append((images, loss, norm))
-        self._within += images
-        while len(self._window) > STEPS and self._within - self._window[0][0] >= IMAGES:
-            left = self._window.popleft()
-            self._within -= left[0]
-            if self._told < FIRST_IMAGES:
-                self._before.append(left)
-                self._told += left[0]
-                if self._told >= IMAGES and len(self._before) >= STEPS:
-                    self.first = _level(self._before)
-        if len(self._window) < STEPS or self._within < IMAGES:
-            return ""
-        self.now = _level(self._window)
-        self.first = self.first or self.now
-        named = zip(("loss", "gradient norm"), self.now, self.first, (LOSS_TIMES, GRAD_TIMES), strict=True)
-        for name, now, first, times in named:
-            if now > times * first > 0:
-                grown, steps = f"{now / first:.3g} times", len(self._window)
-                return f"the {name} of the last {steps} steps, {now:.3g}, is {grown} that of the first ones"
-        return ""
-
-    def remedy(self) -> str:
-        """The likely cause, in plain words, and what to do."""
-        more = []
-        if self.first_rate == self.rate:
-            more.append("a warm-up (schedule.warmup = 0.05)")
-        if self.scaled:
-            more.append("precision.compute = 'bf16' in place of fp16")
-        beside = f"; {' and '.join(more)} may help, too" if more else ""
-        return (
-            f"most often the learning rate is too high ({self._rate()}); start a new run with {self._lower()}, a tenth for a "
-            f"start{beside}"
-        )
-
-    def _rate(self) -> str:
-        return f"{self.rate_of} was {self.rate:.3g} at step {self.rate_step}"
-
-    def _lower(self) -> str:
-        return "a lower one" if self.levers == LR else f"a lower {self.levers}"
-
-    def blame(self) -> str:
-        """For a value that is not finite: what the steps before say of its cause; "" where there were none."""
-        if self.diverged is not None:
-            return f"the run has diverged since step {self.diverged}: {self.remedy()}"
-        if self.updates and self.rate:
-            before = "one update before it was" if self.updates == 1 else f"{self.updates} updates before it were"
-            return (
-                f"{before} finite: if these samples are sound, the learning rate may be too "
-                f"high ({self._rate()}); start a new run with {self._lower()}"
-            )
-        return ""
-
-
-def rates(lr: Sequence[float]) -> dict[str, float]:
-    """For a step's line, of the rates of all groups: the first, and the highest where that is another."""
-    return {"lr": lr[0]} | ({"highest_lr": max(lr)} if max(lr) > lr[0] else {})
-
-
 def judge(
     rows: Sequence[Line], blocks: Mapping[str, float] | None = None, levers: str = LR, kept: Iterable[int] | None = None
 ) -> Verdict:
-    """Of a run so far, or at its end.
+    """What a run is called, so far or at its end.
 
     rows: of metrics.jsonl, in order. blocks: by name, the largest ||dW|| / ||W|| of the adapter's blocks, from where the run
     started; None: not measured, then the last `weight_change` of the rows counts. levers: as of Course. kept: steps whose
@@ -218,36 +92,29 @@ def judge(
     course = Course(rows, levers)
 
     def diverged(said: str) -> Verdict:
-        return Verdict("diverged", f"{said}; {course.remedy()}", course.diverged, course.sound)
+        return Verdict("diverged", f"the training has {said}; {course.remedy()}", course.diverged, course.sound)
 
+    if said := _not_finite(rows, blocks):
+        return diverged(f"diverged: {said}")
     changes = [row["weight_change"] for row in rows if "weight_change" in row]
-    change = _largest(blocks.values()) if blocks else _number(changes[-1]) if changes else None
-    if change is not None and not change <= TOO_FAR:
-        beyond = {name: moved for name, moved in (blocks or {}).items() if not moved <= TOO_FAR}
-        worst = max(beyond, key=lambda name: math.inf if math.isnan(beyond[name]) else beyond[name], default="")
-        if not math.isfinite(change):
-            said = f"the training has diverged: {f'in {worst} ' if worst else ''}a layer changed to no finite number"
-            return diverged(said)
-        said = f"a layer changed by {change:.0%} of its own weights"
-        if blocks:
-            many = f"in {len(beyond)} of {len(blocks)} blocks a layer"
-            said = f"{many} changed by more than {TOO_FAR:.0%} of its own weights, in {worst} by {change:.0%}"
-        return diverged(f"the training has probably diverged: {said}")
-    for kind, field in (("held-out", "held_out_loss"), ("trained", "trained_loss")):
-        if (told := _series(rows, field)) and told[-1][1] is None:
-            said = f"at step {told[-1][0]} the loss of the {kind} photos is not finite"
-            return diverged(f"the training has diverged: {said}")
+    change = largest(blocks.values()) if blocks else changes[-1] if changes else None
+    far = change is not None and change > TOO_FAR
     known = [(step, loss) for step, loss in _series(rows, "held_out_loss") if loss is not None]
-    if len(known) > 1 and known[-1][1] > LOSS_TIMES * known[0][1]:
-        said = f"the held-out loss rose from {known[0][1]:.4g} to {known[-1][1]:.4g}"
-        return diverged(f"the training has diverged: {said}")
-    if course.diverged is not None:
+    few = _too_few(rows, known)
+    falls = len(known) > 1 and known[-1][1] < known[0][1]
+    decides = bool(known) and not few
+    if decides and known[-1][1] > LOSS_TIMES * known[0][1]:
+        return diverged(f"diverged: the held-out loss rose from {known[0][1]:.4g} to {known[-1][1]:.4g}")
+    if far and not decides and not falls:
+        return diverged(f"probably diverged: {_beyond(change or 0, blocks)}")
+    if course.diverged is not None and not (course.by_weights and (decides or falls)):
         since = f"at step {course.diverged} {course.what}"
         if above := _still_above(rows, known, course):
-            return diverged(f"the training has diverged: {since}; {above}")
+            return diverged(f"diverged: {since}; {above}")
         said = f"the training came back: {since}; look at the samples; {course.remedy()}"
         return Verdict("recovered", said, course.diverged)
-    if change is not None and change < TOO_LITTLE:
+    moved = decides and max(abs(loss / known[0][1] - 1) if known[0][1] else 0 for _, loss in known) > FALLEN
+    if change is not None and change < TOO_LITTLE and not moved:
         it = "it" if course.rate_of == levers else course.rate_of
         said = (
             f"nothing was learned: no layer changed by more than {max(change, 1e-5):.3%} of its own weights, less than a "
@@ -255,7 +122,54 @@ def judge(
         )
         return Verdict("nothing", said)
     changed = f" (layers changed by up to {change:.2%} of their own weights)" if change is not None else ""
-    return _by_held_out(rows, known, changed, levers, kept) if len(known) > 1 else _by_steps(rows, changed)
+    if not known:
+        return _by_steps(rows, changed)
+    if few:
+        found = Verdict("unclear", f"too few to tell: {few}{changed}; {LOOK}")
+    else:
+        found = _by_held_out(rows, known, changed, levers, kept)
+    leak = _leak(rows)
+    return replace(found, sentence=found.sentence + leak, doubt=found.doubt or far or bool(leak))
+
+
+def _not_finite(rows: Sequence[Line], blocks: Mapping[str, float] | None) -> str:
+    """In words, which weight or loss is not finite at the end; "" where none is."""
+    spoilt = [name for name, moved in (blocks or {}).items() if not math.isfinite(moved)]
+    changes = [finite_or_nan(row["weight_change"]) for row in rows if "weight_change" in row]
+    if spoilt or (not blocks and changes and not math.isfinite(changes[-1])):
+        return f"{f'in {spoilt[0]} ' if spoilt else ''}a layer changed to no finite number"
+    for kind in ("held-out", "trained"):
+        told = _series(rows, f"{kind.replace('-', '_')}_loss")
+        if told and not math.isfinite(finite_or_nan(told[-1][1])):
+            return f"at step {told[-1][0]} the loss of the {kind} photos is not finite"
+    # The loss scaler skips a step to find its scale, whose loss is none.
+    if rows and not rows[-1].get("skipped", False) and not math.isfinite(finite_or_nan(rows[-1].get("loss"))):
+        return f"the loss of step {rows[-1]['step']} is not finite"
+    return ""
+
+
+def _beyond(change: float, blocks: Mapping[str, float] | None) -> str:
+    """In words, which layers moved too far. change: of the one that moved most."""
+    if not blocks:
+        return f"a layer changed by {change:.0%} of its own weights"
+    beyond = {name: moved for name, moved in blocks.items() if moved > TOO_FAR}
+    worst = max(beyond, key=beyond.__getitem__)
+    many = f"in {len(beyond)} of {len(blocks)} blocks a layer"
+    return f"{many} changed by more than {TOO_FAR:.0%} of its own weights, in {worst} by {change:.0%}"
+
+
+def _too_few(rows: Sequence[Line], known: Sequence[tuple[int, float]]) -> str:
+    """In words, how little was held out or measured; "" where it is enough, or where nothing was."""
+    photos = _newest(rows, COUNT)
+    if not known or (len(known) >= MEASUREMENTS and (photos is None or photos >= HELD_OUT_PHOTOS)):
+        return ""
+    times = {1: "once", 2: "twice"}.get(len(known), f"{len(known)} times")
+    on = "" if photos is None else f" on {photos:g} photo{'' if photos == 1 else 's'}"
+    (_, start), (_, now) = known[0], known[-1]
+    said = f"the held-out loss was measured {times}{on}"
+    if len(known) > 1:
+        said += f", and went from {start:.4g} to {now:.4g}"
+    return f"{said}; {MEASUREMENTS} times and {HELD_OUT_PHOTOS} photos are the least that can tell (data.held_out)"
 
 
 def _still_above(rows: Sequence[Line], known: Sequence[tuple[int, float]], course: Course) -> str:
@@ -279,10 +193,22 @@ def _still_above(rows: Sequence[Line], known: Sequence[tuple[int, float]], cours
     return f"the loss since is {fmean(late):.4g}, above that of the first steps" if above else ""
 
 
+def _leak(rows: Sequence[Line]) -> str:
+    """What makes a held-out loss look better than it is; "" where nothing is known to."""
+    copies, photos = _newest(rows, COPIES), _newest(rows, COUNT)
+    if not copies:
+        return ""
+    of = f" of the {photos:g}" if photos else ""
+    return (
+        f"; but {copies:g}{of} held-out photos have a near duplicate among those that are trained on: where their loss "
+        "falls, that may be memorising"
+    )
+
+
 def _by_held_out(
     rows: Sequence[Line], known: Sequence[tuple[int, float]], changed: str, levers: str, kept: Iterable[int] | None
 ) -> Verdict:
-    """Of a run that has not diverged, and changed something or may have."""
+    """What a run is called that has not diverged, and changed something or may have."""
     trained = {step: value for step, value in _series(rows, "trained_loss") if value is not None}
     (first, start), (last, now), (best, lowest) = known[0], known[-1], min(known, key=lambda pair: pair[1])
     fell = lowest < start * (1 - FALLEN)
@@ -295,17 +221,26 @@ def _by_held_out(
             return Verdict("memorising", f"{said}; train with more photos or a lower {levers}")
         said = f"{was}, and rose to {now:.4g} since, while {by_heart}; {_take(best, last, kept)}"
         return Verdict("memorising", f"{said}; or train with more photos or a lower {levers}", best)
+    of = "the loss on photos it never saw"
     if now < start * (1 - FALLEN):
-        ended = "" if now == lowest else f", and is {now:.4g} at the end"
-        return Verdict("learned", f"{was}{ended}{changed}", best)
+        measured = f"{of} fell by {_share(1 - now / start)}"
+        ended = f" at step {last}" if now == lowest else f", and was {lowest:.4g} at step {best}"
+        said = f"{measured}, from {start:.4g} to {now:.4g}{ended}{changed}; {LOOK}"
+        return Verdict("learned", said, best, measured=measured)
     if fell:
         said = f"{was}, and has got worse since: {now:.4g} at step {last}{changed}; {_take(best, last, kept)}"
         return Verdict("worse", f"{said}; or start a new run with a lower {levers}", best)
     if now > start * (1 + FALLEN):
         said = f"the held-out loss rose from {start:.4g} to {now:.4g} and never fell: the adapter makes the model worse"
         return Verdict("worse", f"{said}{changed}; start a new run with a lower {levers}, a tenth for a start")
-    said = f"the held-out loss did not fall: it went from {start:.4g} to {now:.4g}{changed}; train longer or raise {levers}"
-    return Verdict("unclear", said)
+    by = f"fell by less than {_share(FALLEN)}" if now < start else f"rose by less than {_share(FALLEN)}"
+    went = f"{by}, from {start:.4g} to {now:.4g}" if now != start else f"is where it began, at {now:.4g}"
+    return Verdict("unclear", f"{of} {went}{changed}; train longer or raise {levers}")
+
+
+def _share(part: float) -> str:
+    """In percent: whole ones, below ten with two digits."""
+    return f"{100 * part:.0f} %" if part >= 0.0995 else f"{100 * part:.2g} %"
 
 
 def _take(best: int, last: int, kept: Iterable[int] | None) -> str:
@@ -323,8 +258,10 @@ def _by_steps(rows: Sequence[Line], changed: str) -> Verdict:
     losses = [row["loss"] for row in rows if row.get("loss") is not None]
     early, late = losses[: max(TOLD, len(losses) // 5)], losses[-max(TOLD, len(losses) // 3) :]
     if len(losses) >= 2 * TOLD and _fall(early, late) > ERRORS:
-        said = f"the loss of the steps fell from {fmean(early):.4g} to {fmean(late):.4g}{changed}"
-        return Verdict("learned", f"{said}; only held-out photos can tell whether it is more than memorising")
+        measured = f"the loss of the steps fell by {_share(1 - fmean(late) / fmean(early))}"
+        said = f"{measured}, from {fmean(early):.4g} to {fmean(late):.4g}{changed}; {LOOK}"
+        said += "; only held-out photos can tell whether it is more than memorising"
+        return Verdict("learned", said, measured=measured, doubt=True)
     return Verdict(
         "unclear",
         f"the loss of the steps jitters more than it fell{changed}; look at the samples, or set validation.loss_every_steps",
@@ -345,6 +282,11 @@ def _series(rows: Sequence[Line], field: str) -> list[tuple[int, float | None]]:
     return [(step, found[field]) for step, found in every if found.get(PHOTOS) == every[-1][1].get(PHOTOS)]
 
 
+def _newest(rows: Sequence[Line], field: str) -> float | None:
+    """What was told last under this name."""
+    return next((found[field] for _, found in reversed(list(_measured(rows))) if found.get(field) is not None), None)
+
+
 def mark_of(rows: Sequence[Line]) -> str | None:
     """On which photos was measured last (the field PHOTOS); None where nothing was."""
     return next((found[PHOTOS] for _, found in reversed(list(_measured(rows))) if PHOTOS in found), None)
@@ -357,16 +299,7 @@ def _measured(rows: Sequence[Line]) -> Iterator[tuple[int, Line]]:
         yield row["step"], row
 
 
-def _level(window: Collection[tuple[int, float, float]]) -> tuple[float, float]:
-    """Mean loss and median gradient norm of (images, loss, norm)."""
-    return fmean(loss for _, loss, _ in window), median(norm for *_, norm in window)
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
-def _largest(numbers: Iterable[float]) -> float:
-    """NaN where one of them is that; `max` would depend on their order."""
+def largest(numbers: Iterable[float]) -> float:
+    """The largest of some numbers, NaN where one of them is that, for `max` would depend on their order; of none 0."""
     numbers = list(numbers)
-    return math.nan if any(map(math.isnan, numbers)) else max(numbers)
+    return math.nan if any(map(math.isnan, numbers)) else max(numbers, default=0.0)

@@ -2,7 +2,7 @@
 
     python scripts/bench/divergence.py FOLDER [--steps 90] [--rates RATE ...] [--samples] [--set KEY=VALUE ...]
 
-Prints a row for each rate: the largest loss and gradient norm, as windows of trainer/verdict.py, in those of the first
+Prints a row for each rate: the largest loss and gradient norm, as windows of trainer/course.py, in those of the first
 window; how far the layer that moved most is from where it was; with --samples how far the images have moved, from the least
 to the most; when the run warned; what it was called in the end. Below the table stands what each run said of itself.
 """
@@ -19,8 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from trainer.course import Course
 from trainer.metrics import read_lines
-from trainer.verdict import Course
 
 ROOT = Path(__file__).resolve().parents[2]
 RIGHT = 2e-3  # of configs/pocket_sdxl.toml

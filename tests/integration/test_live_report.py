@@ -64,14 +64,15 @@ def test_the_page_goes_with_the_run(bench: Workbench, monkeypatch, capsys) -> No
         at_step(patch, lambda: signal.raise_signal(signal.SIGTERM))
         assert start(bench) == 143
     end = read_standing(phases)
-    assert told[0] == told[3] and (told[0].total, told[0].ended) == (4, False), "for who reads from outside"
+    assert told[0] == told[4] and (told[0].total, told[0].ended) == (4, False), "for who reads from outside"
     assert (end.total, end.ended, end.why) == (4, True, "stopped by SIGTERM")
     assert "Starting: 4 steps to make" in pages[0] and "No sample is drawn yet" in pages[0]
     assert "The photos are being looked at" in pages[0]
     # While the samples of a step are drawn, all else of it is there.
     assert "No sample is drawn yet" in pages[1] and "As they are cropped" in pages[1]
     assert "step 0" not in pages[2] and "before training" in pages[2]
-    assert "Training: step 2 of 4 (50%)" in pages[3] and "Too early to tell" in pages[3]
+    assert "Training: step 1 of 4 (25%)" in pages[3] and "No step had been made" in pages[2]
+    assert "Training: step 2 of 4 (50%)" in pages[4] and "Too early to tell" in pages[4]
     assert "Stopped at step 3 of 4. Go on with --resume_from auto." in pages[-1]
     assert re.search(
         r"Checkpoints: step 2, 3. To make the files of one: +python scripts/adapter.py export \S+/step-00000003", pages[-1]

@@ -17,7 +17,7 @@ from trainer.data.loader import Reader
 from trainer.metrics import read_lines
 
 STEPS = 30
-HELD_OUT = ("validation.loss_every_steps=15", "data.held_out=2", "data.batch_size=10")
+HELD_OUT = ("validation.loss_every_steps=15", "data.held_out=4", "data.batch_size=10")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -113,6 +115,30 @@ def test_a_small_row_or_one_of_zeros_does_not_speak_for_its_layer() -> None:
     right = dense(adapted)
     assert found.largest == pytest.approx(right.moved / right.size, rel=1e-6) and found.largest < 1e-3
     assert judge([], {"net.0": found.largest}).kind != "diverged"
+
+
+@pytest.mark.parametrize(("scale", "seen"), [(1.0, "its own"), (1e-5, "the floor"), (0.0, "left out")])
+def test_a_layer_next_to_zero_does_not_speak_for_the_run(scale: float, seen: str) -> None:
+    """It is measured against a tenth of the median layer's root mean square; one of zeros has no size."""
+    n, k = 48, 32
+    layers = nn.Sequential(*(FrozenLinear(k, n, bias=True, format=FORMATS["fp32"], compute_dtype=torch.float32,
+                                          kernels=dora_torch) for _ in range(5)))  # fmt: skip
+    for place, layer in enumerate(layers):
+        weight = torch.randn(n, k, generator=torch.Generator().manual_seed(place))
+        layer.load_weight(weight * (scale if place == 2 else 1.0))
+    adapter = with_adapter(layers, names=tuple("01234"), rank=2)
+    drawn(adapter, 1e-2, 0.0, 7)
+    found = {name: block.largest for name, block in outcome.weight_change(adapter).items()}
+    odd = next(name for name in adapter.layers if "2" in name)
+    assert (odd in found) == (scale > 0) and len(found) == 4 + (scale > 0)
+    if scale:
+        right = dense(adapter.layers[odd])
+        sizes = sorted(dense(layer).size for layer in adapter.layers.values())
+        size = right.size if seen == "its own" else 0.1 * sizes[2]
+        assert found[odd] == pytest.approx(right.moved / size, rel=1e-5)
+    with torch.no_grad():
+        adapter.layers[odd].lora_B[ADAPTER_NAME].weight[0, 0] = math.nan
+    assert math.isnan(outcome.weight_change(adapter)[odd].largest), "a value that is not finite is always seen"
 
 
 def test_what_a_row_scale_undoes_is_no_change() -> None:

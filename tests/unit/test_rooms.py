@@ -41,7 +41,7 @@ WORKSHOPS: dict[str, set[str]] = {
     "precision": set(),
     "processes": set(),
     "quantization": set(),
-    "report": {"config", "verdict"},
+    "report": {"config", "course", "verdict"},
     "step": {"objectives"},
     "trackers": set(),
     "validation": set(),

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer import verdict
-from trainer.verdict import Course, judge
+from trainer import course, verdict
+from trainer.course import Course
+from trainer.verdict import judge
 
 SMALL = {"unet.mid_block": 0.1}
 
@@ -185,7 +186,7 @@ def test_the_held_out_loss_decides_where_there_is_one() -> None:
     assert judge(measured([0.5, 0.51, 0.5], [0.5, 0.4, 0.3]), SMALL).kind == "unclear"
     found = judge(measured([0.5, 0.3, 0.4], [0.5, 0.3, 0.4]), SMALL)
     assert found.kind == "learned", "no gap: both rose"
-    assert "fell from 0.5 to 0.3 at step 10, and is 0.4 at the end" in found.sentence
+    assert "fell by 20 %, from 0.5 to 0.4, and was 0.3 at step 10" in found.sentence
 
 
 def test_what_ended_worse_than_it_began_learned_nothing() -> None:
@@ -227,13 +228,15 @@ def test_after_an_alarm_the_end_decides() -> None:
 
 
 def test_other_photos_make_another_curve() -> None:
-    rows = measured([0.5, 0.4, 0.6, 0.55], [0.5, 0.4, 0.6, 0.55])
+    losses = [0.5, 0.4, 0.6, 0.57, 0.55]
+    rows = measured(losses, losses)
     rows[0]["at_start"]["measured_photos"] = rows[9]["measured_photos"] = "a"
-    for row in rows[19], rows[29]:
+    for row in rows[19], rows[29], rows[39]:
         row["measured_photos"] = "b"
     found = judge(rows, SMALL)
     assert found.kind == "learned" and "from 0.6 to 0.55" in found.sentence
     assert verdict.mark_of(rows) == "b" and verdict.mark_of(rows[:15]) == "a" and verdict.mark_of([]) is None
+    assert "measured twice, and went from 0.6 to 0.57" in judge(rows[:35], SMALL).sentence
 
 
 def test_of_a_value_that_is_not_finite_the_rate_is_named() -> None:
@@ -245,6 +248,132 @@ def test_of_a_value_that_is_not_finite_the_rate_is_named() -> None:
     assert said.startswith("the run has diverged since step 9: most often the learning rate is too high (optimizer.lr was 2 ")
 
 
+SEEN = "the loss on photos it never saw"
+LOOK = "look at the samples"
+FEW = "too few to tell: the held-out loss was measured"
+RATE = "start a new run with a lower o"
+AGAIN = "are the least that can tell (data.held_out)"
+
+
+def constructed(
+    held_out: list[float | None] = (), trained: list[float | None] | None = None, *, photos: int = 6, copies: int = 0,
+    losses: list[float | None] | None = None, lr: float = 1e-4, norms: list[float] | None = None,
+    weights: dict[int, float | None] | None = None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The log of a run. held_out, trained: before the first step and after every tenth; weights: by step."""
+    rows = log(losses or [0.3] * max(40, 10 * (len(held_out) - 1)), lr=lr, norms=norms)
+    count = {"held_out_photos": photos, "held_out_copies": copies}
+    for place, loss in enumerate(held_out):
+        other = trained[place] if trained else loss
+        fields = {"held_out_loss": loss, "trained_loss": other, **count}
+        (rows[10 * place - 1] if place else rows[0].setdefault("at_start", {})).update(fields)
+    for step, change in (weights or {}).items():
+        rows[step - 1]["weight_change"] = change
+    return rows
+
+
+FALLS = [1.131, 0.9, 0.7, 0.6, 0.531]
+NAN = math.nan
+RUNS: dict[str, tuple[dict[str, Any], dict[str, float] | None, str, list[str]]] = {
+    # what it is: (its log, its blocks at the end, kind, parts of its sentence)
+    "a good one": ({"held_out": FALLS}, SMALL, "learned", [f"{SEEN} fell by 53 %, from 1.131 to 0.531 at step 40", LOOK]),
+    "lr 0": ({"held_out": [1.146] * 5, "lr": 0.0}, {"unet.a": 0.0}, "nothing", ["nothing was learned", "raise optimizer.lr"]),
+    "lr far too low": ({"held_out": [1.146, 1.146, 1.1459]}, {"unet.a": 1e-5}, "nothing", ["no layer changed by more than"]),
+    "lr too low": (
+        {"held_out": [1.146, 1.145, 1.141]}, SMALL, "unclear",
+        [f"{SEEN} fell by less than 1 %, from 1.146 to 1.141", "train longer or raise optimizer.lr"],
+    ),
+    "lr too high": ({"held_out": [1, 1.4, 2.2, 3.1]}, {"unet.a": 2.5}, "worse", ["rose from 1 to 3.1 and never fell", RATE]),
+    "lr far too high": ({"held_out": [1, 3, 9, 30]}, {"unet.a": 9.0}, "diverged", ["the held-out loss rose from 1 to 30"]),
+    "lr far too high, nothing held out": (
+        {"losses": [0.2] * 20 + [5.0] * 20}, {"unet.a": 0.5}, "diverged", ["at step 21 the loss of the last 4 steps", RATE],
+    ),
+    "a rise that passed": (
+        {"held_out": FALLS, "losses": [0.2] * 12 + [9.0] * 4 + [0.2] * 24}, SMALL, "recovered", ["came back", LOOK],
+    ),
+    "odd layer, small": (
+        {"held_out": FALLS, "weights": {16: 110.0, 32: 400.0}}, {"unet.a": 667.08, "unet.b": 0.1}, "learned",
+        [f"{SEEN} fell by 53 %", "layers changed by up to 66708.00% of their own weights", LOOK],
+    ),
+    "odd layer, nothing held out": ({}, {"unet.a": 667.08}, "diverged", ["has probably diverged: in 1 of 1 blocks", RATE]),
+    "a weight that is none": ({"held_out": FALLS}, {"unet.a": NAN}, "diverged", ["in unet.a a layer changed to no finite"]),
+    "weights that are none in mid-run": ({"held_out": FALLS, "weights": {32: None}}, None, "diverged", ["no finite number"]),
+    "a held-out loss that is none": ({"held_out": [*FALLS[:4], None]}, SMALL, "diverged", ["step 40 the loss of the held"]),
+    "a trained loss that is none": (
+        {"held_out": FALLS, "trained": [*FALLS[:4], None]}, SMALL, "diverged", ["at step 40 the loss of the trained"],
+    ),
+    "memorising": (
+        {"held_out": [1, 0.8, 0.9, 1.0], "trained": [1, 0.7, 0.4, 0.2]}, SMALL, "memorising",
+        ["fell from 1 to 0.8 at step 10, and rose to 1 since", "by heart", "take step 10"],
+    ),
+    "memorising from the start": (
+        {"held_out": [1, 1.1, 1.3], "trained": [1, 0.6, 0.3]}, SMALL, "memorising", ["and never fell, while the loss of"],
+    ),
+    "random captions": (
+        {"held_out": [1, 1.004, 0.999, 1.002], "trained": [1, 0.99, 0.985, 0.98]}, SMALL, "unclear",
+        [f"{SEEN} rose by less than 1 %, from 1 to 1.002"],
+    ),
+    "two photos held out": (
+        {"held_out": FALLS, "photos": 2}, SMALL, "unclear", [f"{FEW} 5 times on 2 photos, and went from 1.131 to", LOOK],
+    ),
+    "one photo held out, and weights far away": (
+        {"held_out": FALLS, "photos": 1}, {"unet.a": 3.0}, "unclear", [f"{FEW} 5 times on 1 photo, ", AGAIN, "300.00%"],
+    ),
+    "measured twice": ({"held_out": [1, 0.36]}, SMALL, "unclear", [f"{FEW} twice on 6 photos, and went from 1", AGAIN]),
+    "leaks": (
+        {"held_out": FALLS, "copies": 2}, SMALL, "learned",
+        [f"{SEEN} fell by 53 %", "2 of the 6 held-out photos have a near duplicate among those that are trained on"],
+    ),
+    "leaks among few": ({"held_out": FALLS, "photos": 3, "copies": 3}, SMALL, "unclear", [FEW, "3 of the 3 held-out photos"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_sentence_that_a_run_must_get(name: str) -> None:
+    history, blocks, kind, parts = RUNS[name]
+    found = judge(constructed(**history), blocks)
+    assert found.kind == kind, found.sentence
+    for part in parts:
+        assert part in found.sentence
+    assert ("diverged" in found.sentence) == (kind == "diverged") or kind == "recovered"
+    if found.measured:
+        assert found.sentence.startswith(found.measured) and LOOK in found.sentence
+
+
+def test_there_are_twenty_runs_and_each_kind_is_among_them() -> None:
+    from typing import get_args
+
+    assert len(RUNS) >= 20 and {kind for _, _, kind, _ in RUNS.values()} == set(get_args(verdict.Kind))
+
+
+@given(
+    st.lists(st.floats(0.01, 10), min_size=3, max_size=8), st.integers(1, 8), st.floats(1e-6, 1e3),
+    st.sampled_from([None, "weights", "held-out", "trained"]),
+)  # fmt: skip
+def test_what_is_not_finite_has_diverged_and_what_fell_at_every_measurement_has_not(losses, photos, change, spoilt) -> None:
+    losses = sorted(set(losses), reverse=True)
+    rows = constructed(losses, photos=photos, weights={16: change})
+    if spoilt == "weights":
+        rows[15]["weight_change"] = None
+    elif spoilt:
+        place = rows[10 * (len(losses) - 1) - 1] if len(losses) > 1 else rows[0]["at_start"]
+        place[f"{spoilt.replace('-', '_')}_loss"] = None
+    found = judge(rows)
+    if spoilt:
+        assert found.kind == "diverged"
+    elif len(losses) > 1:
+        assert found.kind != "diverged" and "diverged" not in found.sentence
+        if photos < 4 or len(losses) < 3:
+            assert found.kind in ("unclear", "nothing") and found.kind == "nothing" or "too few to tell" in found.sentence
+
+
+def test_weights_are_no_alarm_while_the_held_out_loss_falls() -> None:
+    rows = constructed(FALLS, weights={16: 3.0, 32: 300.0})
+    assert not warnings(rows)
+    (said,) = warnings(constructed([1, 1.2, 1.3, 1.4], weights={16: 3.0}))
+    assert said.startswith("step 16: the run is diverging: layers changed by up to 300% of their own weights")
+
+
 def test_every_kind_is_documented() -> None:
     from typing import get_args
 
@@ -253,9 +382,9 @@ def test_every_kind_is_documented() -> None:
     page = (ROOT / "docs" / "watching.md").read_text(encoding="utf-8")
     for kind in get_args(verdict.Kind):
         assert f"| `{kind}` |" in page, kind
-    for number in (verdict.LOSS_TIMES, verdict.GRAD_TIMES):
+    for number in (course.LOSS_TIMES, course.GRAD_TIMES):
         assert f"{number:g} times" in page
-    assert f"{verdict.TOO_LITTLE:.2%}".replace("%", " %") in page and f"{verdict.IMAGES} images" in page
+    assert f"{course.TOO_LITTLE:.2%}".replace("%", " %") in page and f"{course.IMAGES} images" in page
 
 
 PRODIGY = "optimizer.options.d0 or d_coef"
@@ -277,6 +406,6 @@ def test_the_rate_of_an_optimizer_that_finds_it_is_what_it_found_and_its_own_key
 
 def test_the_highest_rate_of_all_groups_is_what_is_blamed() -> None:
     """LoRA+ and rates of magnitudes are not those of the first group."""
-    assert verdict.rates((1e-3, 1e-3)) == {"lr": 1e-3} and verdict.rates((1e-3, 1.6e-2)) == {"lr": 1e-3, "highest_lr": 1.6e-2}
+    assert course.rates((1e-3, 1e-3)) == {"lr": 1e-3} and course.rates((1e-3, 1.6e-2)) == {"lr": 1e-3, "highest_lr": 1.6e-2}
     (said,) = warnings([row | {"highest_lr": 1.6e-2} for row in log([0.2] * 20 + [2.0] * 20, lr=1e-3)])
     assert "the highest rate of a group (optimizer.lr times lora_plus, magnitude_lr" in said and "was 0.016 at step 1" in said

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from trainer.course import PHOTOS
 from trainer.report import curves
 from trainer.report.curves import Curve
 from trainer.report.history import NOTHING, Events, History, Series
-from trainer.verdict import PHOTOS
 
 HELD_OUT = {"held_out_loss": "held-out photos", "trained_loss": "trained photos, same draws"}
 QUARTERS = ("least noise", "second quarter", "third quarter", "most noise")

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 from urllib.parse import quote
 
+from trainer.course import PHOTOS
 from trainer.errors import NonFiniteError
 from trainer.phases import duration
 from trainer.report import curves
@@ -21,7 +22,6 @@ from trainer.report.page import RELOAD_SECONDS, document
 from trainer.report.samples import Row, Samples
 from trainer.report.status import State, judged
 from trainer.report.tables import grid, section, size
-from trainer.verdict import PHOTOS
 
 DRAWN = 8  # lines of a chart that can still be told apart
 ALL = 1e15  # seconds: of a page that nobody expects to be written again

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+from functools import lru_cache
 from html import escape
 from urllib.parse import quote
 
+from trainer.pictures import data_uri, reduced
 from trainer.report.samples import Embedded, Row, Samples
+
+BESIDE, PEEK_PX = 3, 192  # pictures beside the verdict, and their longer side
 
 
 def gallery(samples: Samples) -> str:
@@ -14,15 +19,32 @@ def gallery(samples: Samples) -> str:
         none = '<p class="soft">No sample is drawn yet. validation.prompts and validation.every_steps ask for some.</p>'
         return note or none
     present, gone = [], []
-    newest = samples.steps[-1]
+    last = samples.steps[-1]
     for place, row in enumerate(samples.rows):
-        (present if newest in row.files else gone).append(_card(row, place))
+        (present if last in row.files else gone).append(_card(row, place))
     slider = f'<div class="slider" data-steps="{" ".join(map(str, samples.steps))}"></div>' if len(samples.steps) > 2 else ""
     parts = [slider, f'<div class="cards">{"".join(present)}</div>']
     if gone:
         count = f"{len(gone)} prompt{'' if len(gone) == 1 else 's'} of earlier steps, not asked for any more"
         parts.append(f'<details class="gone"><summary>{count}</summary><div class="cards">{"".join(gone)}</div></details>')
     return "".join([*parts, note])
+
+
+def newest(samples: Samples) -> str:
+    """The newest picture of the first few prompts, small, to stand beside the verdict."""
+    shown = []
+    for row in [row for row in samples.rows if samples.steps[-1] in row.images][:BESIDE]:
+        step, image = samples.steps[-1], row.images[samples.steps[-1]]
+        small, name = ' class="small"' if image.small else "", escape(f"{row.prompt}, {_name(step, image)}")
+        picture = f'<img src="{_peek(image.picture.uri)}" alt="{name}" title="{name}"{small}>'
+        shown.append(f'<figure><a href="#samples">{picture}</a></figure>')
+    said = _name(samples.steps[-1], None) if shown else ""
+    return f'<div class="beside"><div>{"".join(shown)}</div><p class="soft">Samples, {said}</p></div>' if shown else ""
+
+
+@lru_cache(maxsize=4 * BESIDE)
+def _peek(uri: str) -> str:
+    return data_uri(reduced(base64.b64decode(uri.partition(",")[2]), PEEK_PX), "jpeg")
 
 
 def left_out(samples: Samples) -> str:
@@ -46,7 +68,7 @@ def _card(row: Row, place: int) -> str:
     )
 
 
-def _name(step: int, _: Embedded) -> str:
+def _name(step: int, _: object) -> str:
     return f"step {step:,}" if step else "before training"
 
 

@@ -22,7 +22,7 @@ from trainer.report.tables import Sections, data
 from trainer.report.thumbnails import Thumbnails
 
 SHARE = 0.01  # of a run's time that writing may take, apart from what is asked for at its start and end
-EVERY_SECONDS = 60.0  # without anything to see but more steps
+EVERY_SECONDS = 15.0  # without anything to see but more steps: as often as the page loads itself again
 QUIET_SECONDS, QUIET_TIMES = 600.0, 4  # a run is silent for no longer: seconds, and in its longest silence so far
 
 # What a block of metrics.jsonl has of each block of the adapter.
@@ -100,7 +100,7 @@ class LiveReport:
         self._hashes: dict[Path, tuple[tuple[int, int], str]] = {}
         self._outcome: Sections | None = None
         self._blocks: Mapping[str, float] | None = None
-        self._news, self._failed = False, False
+        self._news, self._failed, self._stepped = False, False, False
         self._last, self._cost, self._silence = time.monotonic(), 0.0, 0.0
 
     def __enter__(self) -> LiveReport:
@@ -125,7 +125,9 @@ class LiveReport:
         self._news = self._news or news
         quiet = time.monotonic() - self._last
         self._silence = max(self._silence, quiet)
-        if quiet * SHARE >= self._cost and (self._news or quiet >= EVERY_SECONDS):
+        # The first step belongs to the start: a page that still says that none was made would be wrong for long.
+        first = not self._stepped and self._history.read().step > self.begun
+        if first or (quiet * SHARE >= self._cost and (self._news or quiet >= EVERY_SECONDS)):
             if self._data_html is None:
                 try:
                     self._data_html = data(self._make_data())
@@ -174,6 +176,7 @@ class LiveReport:
         began = time.monotonic()
         try:
             html = render(self.contents(check))
+            self._stepped = self._history.step > self.begun
             check()
             write_atomic(self.layout.report, [html.encode("utf-8", errors="replace")])
         finally:

@@ -6,7 +6,7 @@ import base64
 import hashlib
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
@@ -17,12 +17,12 @@ from urllib.parse import quote
 from trainer.layout import Layout, step_of
 from trainer.report import charts
 from trainer.report.blocks import heat_map
-from trainer.report.gallery import gallery
+from trainer.report.gallery import gallery, newest
 from trainer.report.history import Events, History
 from trainer.report.samples import Samples
 from trainer.report.settings import configuration
 from trainer.report.status import Judgement, State, figures
-from trainer.report.tables import Sections, facts, folded, grid, place, section, sections, size
+from trainer.report.tables import Sections, facts, folded, grid, place, section, sections, size, sorted_out
 
 HERE = Path(__file__).parent
 PARTS = "Samples", "Curves", "Your data", "The adapter", "Configuration", "Lineage", "Environment"
@@ -93,9 +93,14 @@ def render_first(*, name: str) -> str:
 
 
 def render_data(*, name: str, data: Sections) -> str:
-    """A page about a run's data alone."""
-    parts = [section(title, sections({"": part})) for title, part in data.items()]
-    head = f'<header><p class="kicker">Data report</p><h1>{escape(name)}</h1></header>'
+    """A page about a run's data alone: the photos, then what needs a look, then the counts and what the console said."""
+    pictured, care, plain = sorted_out(data)
+    ordered = pictured | care | plain
+    parts = []
+    for title, part in ordered.items():
+        inner = sections({"": part})
+        parts.append(section(title, folded("As the console says it", inner) if part.get("text") else inner))
+    head = f'<header><p class="kicker">Data report</p><h1>{escape(name)}</h1><nav>{_links(ordered)}</nav></header>'
     return document(name, "data report", "\n".join([head, "<main>", *parts, "</main>"]), scripted=False)
 
 
@@ -145,13 +150,14 @@ def _head(contents: PageContents) -> str:
         f'<header><p class="kicker">{escape(contents.kicker)}</p><h1>{escape(contents.name)}</h1>'
         f'<p class="state {state.kind}" id="state"><i></i><span>{escape(state.sentence(history))}</span></p>'
         f'<div class="bar" role="img" aria-label="{share:.0%} of the steps"><i style="width:{share:.2%}"></i></div>'
-        f'<div class="verdict {judgement.tone}"><h2><i>{SIGNS[judgement.tone]}</i>{escape(judgement.title)}</h2>'
-        f"{''.join(said)}</div>{facts(figures(history, contents.blocks[0]))}<nav>{_links()}</nav></header>"
+        f'<div class="verdict {judgement.tone}"><div>'
+        f"<h2><i>{SIGNS[judgement.tone]}</i><span>{escape(judgement.title)}</span></h2>{''.join(said)}</div>"
+        f"{newest(contents.samples)}</div>{facts(figures(history, contents.blocks[0]))}<nav>{_links(PARTS)}</nav></header>"
     )
 
 
-def _links() -> str:
-    return "".join(f'<a href="#{place(title)}">{title}</a>' for title in PARTS)
+def _links(titles: Iterable[str]) -> str:
+    return "".join(f'<a href="#{place(title)}">{escape(title)}</a>' for title in titles)
 
 
 def _curves(contents: PageContents) -> str:

@@ -12,11 +12,11 @@ from trainer.phases import duration
 from trainer.report import curves
 from trainer.report.history import History
 from trainer.report.tables import shown, size
-from trainer.verdict import BAD, Kind, Verdict, judge
+from trainer.verdict import BAD, LOOK, MEASUREMENTS, Kind, Verdict, judge
 
 # Title of a verdict: while the run goes on, and once it does not.
 TITLES: Mapping[Kind, tuple[str, str]] = {
-    "learned": ("It is learning", "It learned"),
+    "learned": ("The loss falls", "The loss fell"),
     "memorising": ("It is learning the photos by heart", "It learned the photos by heart"),
     "worse": ("It is getting worse", "It got worse"),
     "diverged": ("It has diverged", "It has diverged"),
@@ -89,26 +89,35 @@ def judged(
 ) -> Judgement:
     """In plain words. kept: steps whose adapter can be taken. levers, blocks: as of verdict.judge."""
     if not history.rows:
-        return Judgement("open", "Nothing is trained yet." if state.alive else "Nothing was trained.", "", "")
+        if not state.alive:
+            return Judgement("open", "No step was recorded.", "", "")
+        return Judgement("open", "Too early to tell.", "No step had been made when this page was written.", "")
     kept = sorted(kept)
     found = judge(history.rows, blocks, levers, kept)
     title = TITLES[found.kind][not state.alive]
     known = [(step, value) for step, value in history.series("held_out_loss") if value is not None]
-    if found.kind == "learned" and len(known) > 1 and found.step is not None:
-        if found.step == known[-1][0]:
-            title += ", and still improves" if state.alive else ", and was still improving"
-        else:
-            title += f", but no better since step {found.step:,}"
-    said, tone = (
-        _capital(TAKE.sub(lambda cut: ";" if cut[3] else "", found.sentence)),
-        KINDS.get(found.kind, "bad" if found.bad else "open"),
-    )
+    if found.kind == "learned":
+        # Whether it is good no number tells: what was measured is said, and nothing more.
+        title = _capital(found.measured)
+        if found.step is not None and found.step == known[-1][0]:
+            title += ", and still falls" if state.alive else ", and was still falling"
+        elif found.step is not None:
+            title += f", but was lowest at step {found.step:,}"
+    said = _said(found.sentence.removeprefix(found.measured).removeprefix(", "))
+    tone = KINDS.get(found.kind, "bad" if found.bad else "open")
+    if found.kind == "learned" and found.doubt:
+        tone = "care" if known else "open"
     if not state.finite and found.kind not in BAD:
         title, tone = NOT_FINITE, "bad"
-        said = "" if found.kind == "unclear" else said  # where the run ended is clear
+        said = "" if found.kind == "unclear" else _said(found.sentence)  # where the run ended is clear
     elif state.alive and found.kind in ("nothing", "unclear"):
         said, tone = _not_yet(found, history), "open"
     return Judgement(tone, f"{title}.", said and f"{said.rstrip('.')}.", _best(found, dict(known), kept, state, history))
+
+
+def _said(sentence: str) -> str:
+    """A verdict's sentence without the step to take, which has a line of its own."""
+    return _capital(TAKE.sub(lambda cut: ";" if cut[3] else "", sentence))
 
 
 def _not_yet(found: Verdict, history: History) -> str:
@@ -117,8 +126,10 @@ def _not_yet(found: Verdict, history: History) -> str:
     told = f": by step {moved[0]:,} no layer has changed by more than {moved[1]:.3%} of its own weights" if moved else ""
     if found.kind == "nothing":
         return f"The weights have hardly moved{told}"
-    if measured := len(history.values("held_out_loss")):
-        return "The held-out loss has not fallen yet" if measured > 1 else "The held-out loss was measured once so far"
+    if 0 < (measured := len(history.values("held_out_loss"))) < MEASUREMENTS:
+        return f"The held-out loss was measured {('once', 'twice')[measured - 1]} so far: too few to tell"
+    if measured:
+        return _capital(found.sentence.partition("; train longer")[0].partition(f"; {LOOK}")[0])
     return "The loss of the steps jitters more than it has fallen so far. The samples may tell more"
 
 

@@ -34,12 +34,18 @@ def sections(parts: Sections) -> str:
 
 
 def data(parts: Sections) -> str:
-    """Of a run's data: the photos, then what needs a look, then the rest, folded."""
+    """A run's data as HTML: the photos, then what needs a look, then the rest, folded."""
+    pictured, care, plain = sorted_out(parts)
+    rest = folded(f"More: {', '.join(title.lower() for title in plain)}", sections(plain)) if plain else ""
+    return sections(pictured) + sections(care) + rest
+
+
+def sorted_out(parts: Sections) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """(photos, what needs a look, the rest) of the sections about a run's data; what the console said comes last."""
     pictured = {title: part for title, part in parts.items() if part.get("pictures")}
     plain = {title: part for title, part in parts.items() if title in PLAIN}
     care = {title: part for title, part in parts.items() if title not in pictured and title not in plain}
-    rest = folded(f"More: {', '.join(title.lower() for title in plain)}", sections(plain)) if plain else ""
-    return sections(pictured) + sections(care) + rest
+    return pictured, care, dict(sorted(plain.items(), key=lambda pair: "text" in pair[1]))
 
 
 def facts(pairs: Mapping[str, str], kind: str = "facts") -> str:

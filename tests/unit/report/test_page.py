@@ -16,6 +16,7 @@ from PIL import Image, PngImagePlugin
 from trainer import validation
 from trainer.layout import Layout
 from trainer.report import LiveReport, curves, history, live, thumbnails
+from trainer.report.page import render_data
 from trainer.report.samples import read_samples
 
 NASTY = '<script>alert("x")</script> & co'
@@ -132,9 +133,28 @@ def test_nothing_is_loaded_from_elsewhere_and_one_script_runs(run: Path) -> None
     assert rules[0] == "default-src 'none'" and f"script-src 'sha256-{digest}'" in rules
 
 
+def test_a_data_report_opens_with_the_photos_and_ends_with_what_the_console_said() -> None:
+    picture = {"jpeg": b"", "title": "0/a.jpg", "lines": [], "details": []}
+    data = {
+        "Damaged": {"columns": ("file",), "rows": [("0/b.jpg",)]},
+        "In short": {"text": "data: 3 photos"},
+        "Buckets": {"columns": ("size",), "rows": [("64x64",)]},
+        "As they are cropped": {"pictures": [picture]},
+    }
+    text = render_data(name="bear", data=data)
+    titles = ["As they are cropped", "Damaged", "Buckets", "In short"]
+    assert re.findall(r"<h2>(.*?)</h2>", text) == titles == re.findall(r'<a href="#[\w-]+">(.*?)</a>', text)
+    last = text.partition("In short</h2>")[2]
+    assert last.startswith("<details><summary>As the console says it</summary><pre>data: 3 photos</pre></details></section>")
+    assert "<pre>" not in text.partition("<details")[0]
+
+
 def test_every_sample_is_embedded_once_as_it_is(run: Path) -> None:
     _, page = read(write_report(Layout(run)))
-    images = page.all("img")
+    beside = [attrs for attrs in page.all("img") if "title" in attrs]  # small copies of the newest, beside the verdict
+    assert all(attrs["src"].startswith("data:image/jpeg") and ", step 40" in attrs["title"] for attrs in beside)
+    assert page.html.index(beside[0]["src"]) < page.html.index('id="samples"') and 0 < len(beside) <= 3
+    images = [attrs for attrs in page.all("img") if attrs not in beside]
     files = sorted((run / "samples").glob("*/*.png"))
     assert sorted(base64.b64decode(attrs["src"].partition(",")[2]) for attrs in images) == sorted(
         f.read_bytes() for f in files
@@ -183,7 +203,7 @@ def test_a_large_set_of_samples_stays_small_and_is_encoded_once(tmp_path: Path, 
     report = LiveReport(Layout(tmp_path), name="bear", total=40)
     report.write()
     text, page = read(tmp_path / "report.html")
-    images = page.all("img")
+    images = [attrs for attrs in page.all("img") if "decoding" in attrs]  # the gallery's
     assert len(images) == 3 and 3 <= len(made) <= 9, "noise may need a second and a third attempt"
     assert all(attrs["src"].startswith("data:image/jpeg") for attrs in images)
     tried = len(made)
@@ -192,8 +212,23 @@ def test_a_large_set_of_samples_stays_small_and_is_encoded_once(tmp_path: Path, 
     for step in range(3, 30):  # the budget is for all of them: each gets smaller
         write_png(tmp_path / f"samples/step-{step:08d}/00.png", None, 250, noise=True)
     report.write()
-    images = read(tmp_path / "report.html")[1].all("img")
+    images = [attrs for attrs in read(tmp_path / "report.html")[1].all("img") if "decoding" in attrs]
     assert len(images) == 30 and sum(len(attrs["src"]) for attrs in images) < 1.4 * budget
+
+
+def test_the_first_step_of_a_start_is_on_the_page_at_once(tmp_path: Path, monkeypatch) -> None:
+    """However long writing takes. Later ones wait until they cost less than a hundredth of the time."""
+    monkeypatch.setattr(live, "SHARE", 0.0)
+    for begun in (0, 25):
+        report = LiveReport(Layout(tmp_path), name="bear", total=40, begun=begun)
+        with report:
+            for step in range(begun, begun + 3):
+                if step:
+                    write_metrics(tmp_path, step)
+                report.after_step(news=True)
+                said = read(tmp_path / "report.html")[1].text
+                assert (f"Training: step {begun + 1} of 40" in said) == (step > begun), step
+                assert step == begun or "No step had been made" not in said
 
 
 @pytest.mark.parametrize(("steps", "raw", "mean"), [(2, 0, 2), (40, 40, 40), (800, 600, 300), (20_000, 600, 300)])
@@ -284,7 +319,7 @@ def test_a_run_that_has_done_nothing_gives_a_page(tmp_path: Path) -> None:
         _, page = read(tmp_path / "report.html")
         for sentence in (
             "Starting: 40 steps",
-            "Nothing is trained yet",
+            "No step had been made when this page was written",
             "No step has been",
             "No sample is drawn",
             "No adapter file",

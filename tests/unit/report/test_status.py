@@ -42,18 +42,24 @@ def told(found: History, state: State, kept: Sequence[int] = ()) -> Judgement:
 
 def test_a_run_without_a_step(tmp_path: Path) -> None:
     empty = History(tmp_path / "metrics.jsonl").read()
-    assert told(empty, TRAINING) == Judgement("open", "Nothing is trained yet.", "", "")
-    assert told(empty, STOPPED) == Judgement("open", "Nothing was trained.", "", "")
+    early = Judgement("open", "Too early to tell.", "No step had been made when this page was written.", "")
+    assert told(empty, TRAINING) == early
+    assert told(empty, STOPPED) == Judgement("open", "No step was recorded.", "", "")
 
 
 @pytest.mark.parametrize(
     ("held_out", "at", "title", "said"),
     [
-        ({0: 0.5}, {}, "Too early to tell.", "The held-out loss was measured once so far."),
-        ({0: 0.5, 10: 0.5}, {}, "Too early to tell.", "The held-out loss has not fallen yet."),
+        ({0: 0.5}, {}, "Too early to tell.", "The held-out loss was measured once so far: too few to tell."),
+        ({0: 0.5, 10: 0.5}, {}, "Too early to tell.", "The held-out loss was measured twice so far: too few to tell."),
+        ({0: 1.146, 10: 1.15, 20: 1.141}, {}, "Too early to tell.",
+         "The loss on photos it never saw fell by less than 1 %, from 1.146 to 1.141."),
+        ({0: 0.5, 10: 0.4, 20: 0.1}, {"held_out_photos": {20: 2}}, "Too early to tell.",
+         "Too few to tell: the held-out loss was measured 3 times on 2 photos, and went from 0.5 to 0.1; 3 times and 4 "
+         "photos are the least that can tell (data.held_out)."),
         ({}, {}, "Too early to tell.",
          "The loss of the steps jitters more than it has fallen so far. The samples may tell more."),
-        ({0: 0.5, 10: 0.2}, {"weight_change": {16: 1e-5}}, "Nothing to see yet.",
+        ({0: 0.5, 10: 0.5}, {"weight_change": {16: 1e-5}}, "Nothing to see yet.",
          "The weights have hardly moved: by step 16 no layer has changed by more than 0.001% of its own weights."),
     ],
 )  # fmt: skip
@@ -67,14 +73,16 @@ def test_in_mid_run_a_remedy_would_come_too_early(tmp_path: Path, held_out, at, 
 @pytest.mark.parametrize(
     ("held_out", "kept", "state", "title", "best"),
     [
-        ({0: 0.5, 10: 0.4, 20: 0.3}, [], FINISHED, "It learned, and was still improving.",
+        ({0: 0.5, 10: 0.4, 20: 0.3}, [], FINISHED, "The loss on photos it never saw fell by 40 %, and was still falling.",
          "Best: step 20 (the last). There its held-out loss, 0.3, is the lowest of 3 that were measured."),
-        ({0: 0.5, 10: 0.4, 20: 0.3}, [10, 20], TRAINING, "It is learning, and still improves.",
+        ({0: 0.5, 10: 0.4, 20: 0.3}, [10, 20], TRAINING, "The loss on photos it never saw fell by 40 %, and still falls.",
          "Best so far: step 20. There its held-out loss, 0.3, is the lowest of 3 that were measured."),
-        ({0: 0.5, 10: 0.3, 20: 0.31}, [8, 16], STOPPED, "It learned, but no better since step 10.",
+        ({0: 0.5, 10: 0.3, 20: 0.31}, [8, 16], STOPPED,
+         "The loss on photos it never saw fell by 38 %, but was lowest at step 10.",
          "Best: step 10. There its held-out loss, 0.3, is the lowest of 3 that were measured. Its adapter is not kept; "
          "the nearest that is: step 8."),
-        ({0: 0.5, 10: 0.3, 20: 0.31}, [], STOPPED, "It learned, but no better since step 10.",
+        ({0: 0.5, 10: 0.3, 20: 0.31}, [], STOPPED,
+         "The loss on photos it never saw fell by 38 %, but was lowest at step 10.",
          "Best: step 10, where its held-out loss, 0.3, is the lowest of 3 that were measured. Its adapter is not kept; "
          "export.every_steps keeps some in a new run."),
         ({0: 0.5, 10: 0.3, 20: 0.4}, [10, 20], FINISHED, "It learned the photos by heart.",
@@ -92,10 +100,20 @@ def test_the_step_to_take_and_why(tmp_path: Path, held_out, kept, state: State, 
 
 
 def test_without_held_out_photos_the_samples_tell(tmp_path: Path) -> None:
-    found = history(tmp_path, 40, loss={step: 1 / step for step in range(1, 41)})
-    assert (
-        told(found, FINISHED, [20]).title == "It learned." and "only the samples can tell" in told(found, FINISHED, [20]).best
-    )
+    """No tick: they may be learned by heart."""
+    found = told(history(tmp_path, 40, loss={step: 1 / step for step in range(1, 41)}), FINISHED, [20])
+    assert (found.tone, found.title) == ("open", "The loss of the steps fell by 90 %.")
+    assert "only the samples can tell" in found.best
+
+
+@pytest.mark.parametrize(
+    ("at", "tone"), [({}, "good"), ({"weight_change": {16: 3.0}}, "care"), ({"held_out_copies": {20: 1}}, "care")]
+)
+def test_the_tick_says_what_was_measured_and_asks_to_look(tmp_path: Path, at: dict, tone: str) -> None:
+    found = told(history(tmp_path, 20, {0: 1.0, 10: 0.5, 20: 0.36}, **at), FINISHED, [20])
+    assert (found.tone, found.title) == (tone, "The loss on photos it never saw fell by 64 %, and was still falling.")
+    assert found.said.startswith("From 1 to 0.36 at step 20") and "look at the samples" in found.said
+    assert ("near duplicate" in found.said) == ("held_out_copies" in at)
 
 
 @pytest.mark.parametrize("kept, best", [([4, 8, 20], "Before it diverged: step 8 is kept."), ([20, 24], "")])
@@ -110,8 +128,8 @@ def test_a_value_that_is_not_finite_is_the_verdict(tmp_path: Path) -> None:
     """Beside it nobody wants to read that losses jitter; what had been learned until then still counts."""
     ended = State("ended", 40, why="a value was not finite", finite=False)
     assert told(history(tmp_path, 7, {0: 0.5}), ended) == Judgement("bad", "It met a value that is not finite.", "", "")
-    found = told(history(tmp_path, 20, {0: 0.5, 10: 0.3}), ended, [10])
-    assert found.title == "It met a value that is not finite." and "fell from 0.5 to 0.3" in found.said
+    found = told(history(tmp_path, 20, {0: 0.5, 5: 0.4, 10: 0.3}), ended, [10])
+    assert found.title == "It met a value that is not finite." and "fell by 40 %, from 0.5 to 0.3" in found.said
     assert found.best.startswith("Best: step 10.")
     found = told(history(tmp_path, 32, weight_change={32: None}), ended)
     assert found.title == "It has diverged." and "no finite number" in found.said
