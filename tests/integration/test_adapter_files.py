@@ -410,8 +410,9 @@ def test_a_start_that_does_not_fit_is_refused_before_weights_are_read(outputs: R
         bench.config("flux", adapter__init_resize=True)
 
 
-def test_a_conversion_reads_each_tensor_once(tmp_path: Path, monkeypatch) -> None:
-    """Of a whole file, the attention of Flux: what else it takes is measured by scripts/bench/adapter_files.py."""
+def test_a_conversion_reads_a_tensor_a_few_times(tmp_path: Path, monkeypatch) -> None:
+    """To check it and to write it, and to compare it with what the three layers of its module share: never as often as there
+    are layers. Of the attention of Flux; seconds and memory are measured by scripts/bench/adapter_files.py."""
     model = published("flux")[0]
     layers = [name for name in model.layers("transformer") if ".attn." in name]
     file = {
@@ -430,7 +431,7 @@ def test_a_conversion_reads_each_tensor_once(tmp_path: Path, monkeypatch) -> Non
 
     monkeypatch.setattr(TensorFile, "read", counted)
     assert script.main(["convert", str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors"), "--to", "kohya"]) == 0
-    assert reads == dict.fromkeys(file, 1) and len(file) > 500
+    assert reads.keys() == file.keys() and max(reads.values()) <= 2 + 3 and len(file) > 500
 
 
 def test_a_file_where_its_run_wrote_it_needs_no_base(outputs: Runs, tmp_path: Path, capsys) -> None:
