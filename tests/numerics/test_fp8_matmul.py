@@ -501,3 +501,20 @@ def test_a_compiled_layer_equals_the_eager_one_on_cuda(fused) -> None:
     for eager, compiled in zip(*results, strict=True):
         # Inductor may choose another float8 product; the codes are the same.
         assert error(compiled, eager.double()) < 4e-3
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, None])
+def test_a_card_that_refuses_the_product_multiplies_no_float8(monkeypatch, error: type[Exception] | None) -> None:
+    """torch's own checks raise one, cuBLAS the other."""
+
+    class Kernels:
+        name = "triton"
+
+        @staticmethod
+        def scaled_product(codes, ones, weight, dtype):
+            if error is not None:
+                raise error("no such product on this card")
+            return torch.full((16, 16), 16.0)
+
+    monkeypatch.setattr(kernels, "_is_cuda", lambda device, capability: True)
+    assert kernels.multiplies_float8(Kernels, torch.device("cpu")) == (error is None)

@@ -102,3 +102,7 @@ def test_layers_that_are_off_or_merged_are_not_refreshed() -> None:
     adapter.mark_stale()
     model(torch.randn(2, 6, 5, 5))
     assert [layer.stale for layer in (first, second, third)] == [True, True, False]
+
+
+def test_rates_of_a_checkpoint_without_the_later_keys_are_the_defaults() -> None:
+    assert Rates.read({"lr": 1e-3, "weight_decay": 0.1, "name": "adamw"}, ["te"]) == Rates(1e-3, 0.1, text_encoders=["te"])

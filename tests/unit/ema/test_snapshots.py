@@ -1,93 +1,57 @@
-"""Averages that a run set aside: any damage is seen, wherever it is in the file, and ends in one typed error."""
+"""Averages that were set aside, as files: found by their steps, each average once, and damage is seen."""
 
 from __future__ import annotations
 
-import json
-import random
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from trainer.ema import snapshots
-from trainer.ema.power import power_function
-from trainer.ema.running import Averages
+from trainer.ema import Averages, power_function, snapshots
 from trainer.errors import UserError
-from trainer.tensorfile import serialize
 
 
-def written(folder: Path, *, step: int = 4, shape: tuple[int, ...] = (3, 5)) -> Path:
-    torch.manual_seed(step)
-    parameters = {f"{layer}.lora_A.weight": nn.Parameter(torch.randn(shape)) for layer in "ab"}
-    averages = Averages(parameters, {"0.050": power_function(0.05), "0.100": power_function(0.1)}, lambda: None)
-    for _ in range(step // 2):
-        averages.update()
-    return snapshots.write(folder, step, 0, averages, lambda own: {})
+def set_aside(folder: Path, steps: int, skipped: tuple[int, ...] = ()) -> Averages:
+    parameter = nn.Parameter(torch.zeros(3))
+    kept = Averages(
+        {"net.lora_A.weight": parameter}, {"0.100": power_function(0.1), "0.050": power_function(0.05)}, lambda: None
+    )
+    for step in range(1, steps + 1):
+        if step not in skipped:
+            with torch.no_grad():
+                parameter.fill_(step)
+            kept.update()
+        snapshots.write(folder, step, 0, kept, lambda own: {"net": torch.ones(2, 1)})
+    return kept
 
 
-def test_every_flipped_bit_is_seen(tmp_path: Path) -> None:
-    """All of the header's, and a thousand of the rest."""
-    path = written(tmp_path)
-    good = path.read_bytes()
-    assert snapshots.problem(path) is None and len(snapshots.read(tmp_path, 4)) == 2
-    header = 8 + int.from_bytes(good[:8], "little")
-    rest = random.Random(0).sample(range(8 * header, 8 * len(good)), 500)
-    for bit in (*range(8 * header), *rest):
-        damaged = bytearray(good)
-        damaged[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(damaged)
-        assert snapshots.problem(path) is not None, (bit, good[max(0, bit // 8 - 20) : bit // 8 + 20])
-    with pytest.raises(UserError, match="step-00000004.safetensors is damaged: "):
-        snapshots.read(tmp_path, 4)
+def test_what_is_read_is_each_average_once_up_to_the_step(tmp_path: Path) -> None:
+    kept = set_aside(tmp_path, 5, skipped=(2, 5))
+    told = [(each.profile.updates, each.profile.length, each.file.path.name[:13]) for each in snapshots.read(tmp_path, 5)]
+    assert told == [
+        (updates, length, f"step-{step:08d}") for updates, step in ((1, 2), (2, 3), (3, 5)) for length in (0.05, 0.10)
+    ]
+    assert {each.profile.updates for each in snapshots.read(tmp_path, 3)} == {1, 2}
+    stored = snapshots.read(tmp_path, 5)
+    shares = [0.0, 0.0, 0.0, 0.0, 0.25, 0.75]
+    made = snapshots.combined(stored, shares)["net.lora_A.weight"]
+    expected = 0.25 * kept.of("0.050")["net.lora_A.weight"].double() + 0.75 * kept.of("0.100")["net.lora_A.weight"].double()
+    assert torch.allclose(made, expected, rtol=1e-12)
+    snapshots.remove_after(tmp_path, 3)
+    assert list(snapshots.steps(tmp_path)) == [1, 2, 3]
 
 
-def edited(good: bytes, edit) -> bytes:
-    """With another header, still a well-formed file."""
-    size = int.from_bytes(good[:8], "little")
-    header = json.loads(good[8 : 8 + size])
-    edit(header)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + good[8 + size :]
-
-
-def exchanged(header: dict) -> None:
-    one, other = header["0.050|a.lora_A.weight"], header["0.100|b.lora_A.weight"]
-    one["data_offsets"], other["data_offsets"] = other["data_offsets"], one["data_offsets"]
-
-
-EDITS = {
-    "updates": lambda header: header["__metadata__"].update(updates="1"),
-    "offsets exchanged": exchanged,
-    "an epoch less": lambda header: header["__metadata__"].pop("epoch"),
-    "no digest": lambda header: header["__metadata__"].pop("sha256"),
-    "another digest": lambda header: header["__metadata__"].update(sha256="0" * 64),
-    "an empty one": lambda header: header["__metadata__"].update(sha256=""),
-}
-
-
-@pytest.mark.parametrize("edit", EDITS)
-def test_a_header_that_was_edited_is_seen(tmp_path: Path, edit: str) -> None:
-    path = written(tmp_path)
-    path.write_bytes(edited(path.read_bytes(), EDITS[edit]))
+@pytest.mark.parametrize("place", [-1, 20])
+def test_damage_is_seen_and_written_again(tmp_path: Path, place: int) -> None:
+    kept = set_aside(tmp_path, 2)
+    path = snapshots.steps(tmp_path)[2]
+    sound = path.read_bytes()
+    damaged = bytearray(sound)
+    damaged[place] ^= 1
+    path.write_bytes(damaged)
     assert snapshots.problem(path) is not None
-
-
-@pytest.mark.parametrize(
-    ("name", "fields"), [("long|a", {}), ("0|a", {}), ("nan|a", {}), ("0.1|a", {"epoch": "x"}), ("0.1|a", {"updates": "0"})]
-)
-def test_what_no_run_writes_is_a_problem_and_no_exception(tmp_path: Path, name: str, fields: dict[str, str]) -> None:
-    """With the right digest."""
-    path, said = tmp_path / "step-00000004.safetensors", {"step": "4", "epoch": "0", "updates": "2"} | fields
-    tensors = {name: torch.ones(2)}
-    digest = snapshots.digest_of(serialize(tensors, said | {"sha256": "0" * 64}))
-    path.write_bytes(b"".join(serialize(tensors, said | {"sha256": digest})))
-    assert snapshots.problem(path) is not None
-
-
-def test_a_file_of_another_run_is_named(tmp_path: Path) -> None:
-    written(tmp_path, step=4)
-    written(tmp_path, step=6, shape=(2, 5))
-    with pytest.raises(UserError, match="step-00000006.safetensors has other tensors than the first file: .* another run"):
-        snapshots.read(tmp_path, 6)
+    with pytest.raises(UserError, match="is damaged"):
+        snapshots.read(tmp_path, 2)
+    snapshots.write(tmp_path, 2, 0, kept, lambda own: {"net": torch.ones(2, 1)})
+    assert path.read_bytes() == sound

@@ -11,6 +11,7 @@ import torch
 from trainer.errors import UserError
 from trainer.models.sdxl import BETAS
 from trainer.objectives import Diffusion, Loss, Noise, Times, Weighting
+from trainer.objectives.noise_schedule import noise_schedule
 
 T = 1000
 
@@ -158,3 +159,16 @@ def test_the_start_says_what_is_in_force() -> None:
     assert about == ["objective.weighting", "objective.noise_offset"]
     assert not diffusion("v", True).doubts() and not diffusion(weighting=Weighting("min_snr")).doubts()
     assert len(diffusion("v", True, noise=Noise(multires_noise_iterations=6)).doubts()) == 1
+
+
+def test_a_noise_schedule_that_is_not_said_or_not_of_its_kind_is_refused() -> None:
+    """A default would not be the one that the model was trained with."""
+    known = {"num_train_timesteps": 10, "beta_start": 0.001, "beta_end": 0.02, "beta_schedule": "linear"}
+    alphas = noise_schedule(known, published=known, zero_terminal_snr=False)
+    assert torch.allclose(alphas, (1 - torch.linspace(0.001, 0.02, 10, dtype=torch.float64)).cumprod(0))
+    for odd, said in (
+        ({"beta_start": None}, "has no beta_start"), ({"trained_betas": [0.1] * 10}, "has trained_betas"),
+        ({"beta_schedule": "squaredcos_cap_v2"}, "beta_schedule = 'squaredcos_cap_v2' is not supported"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=said):
+            noise_schedule(known | odd, published=known, zero_terminal_snr=False)

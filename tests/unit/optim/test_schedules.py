@@ -138,3 +138,12 @@ def test_a_share_is_the_number_that_is_written() -> None:
         for hundredths in range(100):
             assert steps_of(hundredths / 100, total) == hundredths * total // 100, (hundredths, total)
     assert all(steps_of(0.05, total) == int(0.05 * total) for total in range(1, 20_000))
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "cosine_restarts", "polynomial", "rex"])
+def test_one_that_is_all_warm_up_ends_at_its_end(name: str) -> None:
+    assert rates(name, 8, warmup=8, beyond=2, lr=1.0, end=0.25)[7:] == [7 / 8, 0.25, 0.25]
+
+
+def test_one_that_never_falls_stays_at_its_rate() -> None:
+    assert rates("wsd", 8, warmup=2, beyond=2, lr=1.0, decay=0, end=0.25)[2:] == [1.0] * 8

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from trainer.optim import OPTIMIZERS, build_optimizer, state_bytes
+from trainer.optim import OPTIMIZERS, build_optimizer, levers, state_bytes
 from trainer.optim.options import options_of
 
 # A and B of a Linear and of a convolution, and magnitudes: as an adapter has them.
@@ -179,3 +179,8 @@ def test_no_library_is_imported_before_it_is_asked_for() -> None:
     code = "import sys, trainer.optimization; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"bitsandbytes", "pytorch_optimizer", "schedulefree", "transformers"} & set(loaded)
+
+
+def test_what_makes_its_updates_larger_is_named() -> None:
+    assert levers("adamw") == "optimizer.lr"
+    assert levers("prodigy") == "optimizer.options.d0 or d_coef"
