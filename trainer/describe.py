@@ -104,12 +104,13 @@ def _adapter_parameters(shape: tuple[int, ...], rank: int, dora: bool) -> int:
 def data_lines(plan: DataPlan, *, text: str = "") -> list[str]:
     """The lines about the data. text: how the captions are encoded, if known."""
     data, accumulation = plan.config.data, plan.config.step.accumulation
-    images = sum(example.photo.repeats for example in plan.examples)
-    even = images / (data.batch_size * accumulation * plan.processes)
+    per_step = f"{data.batch_size} images or fewer of one shape" if data.batch_size > 1 else "1 image"
+    per_step += f", {accumulation} times" if accumulation > 1 else ""
+    per_step += f", in each of {plan.processes} processes" if plan.processes > 1 else ""
     shown = ", ".join(f"{w}x{h}: {n}" for (w, h), n in sorted(short_batches.appearances(plan.examples).items()))
     subject = [photo for photo in plan.photos if not photo.source.regularisation]
     prior = [photo for photo in plan.photos if photo.source.regularisation]
-    kept = f" + {len(prior)} regularisation images x {_repeats(prior)}" if prior else ""
+    kept = f" + {_count(prior, 'regularisation image')}{_times(prior)}" if prior else ""
     captions = sum(not photo.caption for photo in plan.photos)
     too_small = sum(example.small for example in plan.examples)
     instead = "enlarged" if data.enlarge else "trained in a smaller one (data.enlarge = true enlarges them)"
@@ -122,9 +123,8 @@ def data_lines(plan: DataPlan, *, text: str = "") -> list[str]:
     first, epoch = plan.began
     length = f"{plan.max_steps} steps = {epoch + (plan.max_steps - first) / plan.steps_per_epoch:.4g} epochs"
     return [
-        f"data {len(subject)} images x {_repeats(subject)} repeats{kept} / (batch {data.batch_size} x accumulation "
-        f"{accumulation} x {plan.processes} processes) = {even:g}, with bucket remainders {plan.steps_per_epoch} steps an "
-        f"epoch; {length}",
+        f"data {_count(subject, 'image')}{_times(subject)}{kept}: {plan.steps_per_epoch} "
+        f"{'step' if plan.steps_per_epoch == 1 else 'steps'} an epoch, each of {per_step}; {length}",
         f"  buckets (images an epoch) {shown}{small}",
         f"  short batches: {_short_batches(plan)}",
         f"  captions: {captions} missing or empty; {varied}dropped with probability {dropout}; flip {flip}"
@@ -217,8 +217,10 @@ def _held_out(plan: DataPlan) -> list[str]:
     return lines
 
 
-def _repeats(photos: Sequence[Photo]) -> str:
-    return "/".join(map(str, sorted({photo.repeats for photo in photos})))
+def _times(photos: Sequence[Photo]) -> str:
+    """How often each is there in an epoch; "" where that is once."""
+    repeats = sorted({photo.repeats for photo in photos})
+    return "" if repeats == [1] else f" x {'/'.join(map(str, repeats))} repeats"
 
 
 def _weight_lines(photos: Sequence[Photo]) -> list[str]:

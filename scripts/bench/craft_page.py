@@ -168,7 +168,7 @@ Measured {measured_on}. {seeds}
 - **Loss on known styles**: of the same subjects in the styles that the model was made with. With the default it is
   {forgotten} times what it was before the training. A lower figure forgets less.
 - **Step**: its time over that of the default, which took turns with it: the median of {turns} turns with one seed. The
-  default beside itself is at {control}.
+  default, timed in the same way against itself, gives {control}: so much of a figure is noise.
 - **State**: what the optimizer and an average keep for each trained parameter. The default keeps {own} bytes.
 
 {plot}

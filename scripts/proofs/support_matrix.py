@@ -6,7 +6,7 @@
 A cell is FAMILY/KIND/STORAGE/COMPUTE, "sdxl/dora/nf4-bitsandbytes/bf16". Denoiser and text encoders are stored in the format
 and both are adapted (every Linear and Conv2d that has a gradient path); the VAE is fp32. A cell is "ok" where
 
-- three steps of two micro-batches train, clipping bites in each, every loss is finite, and by the last step every adapter
+- three steps of two micro-batches train, each clips its gradients, every loss is finite, and by the last step every adapter
   tensor (A, B, and DoRA's magnitude) has had a gradient other than zero; in fp16 the loss scaler was at work;
 - the run, stopped after step 1 and resumed, ends in the bytes of the uninterrupted one: adapter and optimizer of the
   checkpoint, both adapter files (but for the date of the start), metrics (but for times);

@@ -41,7 +41,7 @@ def test_the_plan_tells_where_captions_come_from_and_what_is_left_out(bench: Wor
     assert main(["--config", str(path), "--plan"]) == 0
     said = capsys.readouterr().out
     for line in (
-        "data 5 images x 1/2 repeats / (batch 2 ",
+        "data 5 images x 1/2 repeats: ",
         "  captions: 1 missing or empty; ",
         f"  captions of {photos}: 1 from .caption, 2 from .txt, 1 from kohya's folder names; 1 images have none\n",
         "  2_sks bear: 2 repeats of 1 images\n",

@@ -95,7 +95,7 @@ prompts = ["a red apple"]
     capsys.readouterr()
     assert cli.main(["--config", str(config)]) == 0
     said = capsys.readouterr().out
-    assert "12 images x 1 repeats" in said and "0 missing" in said
+    assert "data 12 images: " in said and "0 missing" in said
     assert (tmp_path / "out" / "before_after.png").exists()
 
 

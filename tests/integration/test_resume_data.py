@@ -68,7 +68,7 @@ def test_stopped_and_resumed_with_every_key_of_the_data(bench: Workbench, kind: 
         more["data__cache_limit"] = "1MB"  # less than the run needs: it keeps that all the same
     train(run_tree(bench, "whole", **more))
     printed = capsys.readouterr().out
-    for said in ("held out, never trained on: 2 of 20", "short batches: none", "+ 5 regularisation images x 1",
+    for said in ("held out, never trained on: 2 of 20", "short batches: none", "+ 5 regularisation images",
                  "photos with a mask", "image variants: 2 of each photo"):  # fmt: skip
         assert said in printed, said
     assert ("the cache holds" in printed) == (kind == "disk")

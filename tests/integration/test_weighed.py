@@ -71,7 +71,7 @@ def test_stopped_and_resumed_with_every_such_key(bench: Workbench, stops: tuple[
     }  # fmt: skip
     train(run_tree(bench, "whole", **more))
     printed = capsys.readouterr().out
-    assert "data 5 images x 1 repeats + 5 regularisation images x 1 / (batch 2 x" in printed
+    assert "data 5 images + 5 regularisation images: " in printed
     assert f"{sources[0]['path']}: loss weight 1.5; 5 of 5 photos with a mask, unmasked parts weigh 0.2" in printed
     assert f"{sources[1]['path']}: loss weight 0.5, regularisation images" in printed
     assert "image variants: 3 of each photo" in printed
