@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -108,6 +109,14 @@ def test_several_runs_are_compared_from_their_files(runs: Path, browse) -> None:
     assert '<span class="unit">GiB</span>' in memory and "fast from 3.75 to 3; slow run from 3.75 to 3" in memory
     assert page.count('<td class="number">3.8 GiB</td>') == 2, "the highest of all steps"
     assert state_of(runs) == before, "it writes nothing"
+
+
+def test_runs_that_differ_in_their_seed_alone_are_one_group(runs: Path, browse) -> None:
+    twin = write_run(runs / "zz", lr=1e-4, losses=[0.9, 0.6, 0.5, 0.4], colour="blue")
+    twin.config.write_text(twin.config.read_text().replace("[run]", "[run]\nseed = 9"))
+    table = browse(runs).text("/").partition("<tbody>")[2].partition("</tbody>")[0]
+    assert table.count("2 runs that differ in their seed alone, held-out loss 0.15 to 0.2") == 1
+    assert re.findall(r'href="([^"]*)/report', table) == ["fast", "zz", "slow%20run"]
 
 
 def test_losses_of_other_photos_are_not_called_comparable(tmp_path: Path, browse) -> None:

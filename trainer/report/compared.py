@@ -111,8 +111,20 @@ def _table(runs: Sequence[Seen], now: float) -> str:
         "Time of a step",
         "Peak memory",
     ]
-    rows = []
-    for place, run in enumerate(runs):
+    rows, before = [], None
+    for place, run in sorted(enumerate(runs), key=lambda pair: _group(pair[1], runs)):
+        number, many = _group(run, runs)
+        if many > 1 and number != before:
+            ends = [
+                found[-1]
+                for other in runs
+                if _group(other, runs)[0] == number
+                if (found := other.history.values("held_out_loss"))
+            ]
+            band = f", held-out loss {min(ends):.4g} to {max(ends):.4g}" if ends else ""
+            said = f"{many} runs that differ in their seed alone{band}"
+            rows.append([f'<th colspan="{len(head)}" scope="rowgroup" class="soft">{said}</th>'])
+        before = number
         history, state = run.history, run.state(now)
         judgement = judged(history, state, kept=run.kept, levers="the learning rate")
         link = f'<a href="{escape(run.link)}report.html">{escape(run.name)}</a>'
@@ -121,7 +133,17 @@ def _table(runs: Sequence[Seen], now: float) -> str:
         said = f'<td class="said">{escape(judgement.title)}{best}</td>'
         cells = [f"<td>{swatch}<b>{link}</b></td>", f"<td>{escape(_state(run, state, now))}</td>", said]
         rows.append(cells + [f'<td class="number">{number}</td>' for number in _numbers(history)])
-    return grid([f'<th scope="col">{title}</th>' for title in head], rows)
+    return grid([f'<th scope="col">{title}</th>' for title in head], rows, ' class="runs"')
+
+
+def _group(run: Seen, runs: Sequence[Seen]) -> tuple[int, int]:
+    """(place of the first run that differs from this one in its seed alone, how many there are)."""
+
+    def told(seen: Seen) -> dict[str, Any]:
+        return {key: value for key, value in seen.config.items() if key not in {*OWN, "run.seed"}}
+
+    places = [place for place, other in enumerate(runs) if told(other) == told(run) and (told(run) or other is run)]
+    return places[0], len(places)
 
 
 def _left_out(runs: Sequence[Seen], unread: Mapping[str, str]) -> str:
