@@ -17,6 +17,7 @@ from typing import NoReturn
 from trainer import signals
 from trainer.arguments import again, parse
 from trainer.errors import Interrupted, PeerStopped, ending
+from trainer.heartbeat import WATCHING
 from trainer.terminal import write
 
 
@@ -107,6 +108,8 @@ def leave(status: int) -> NoReturn:
     """
     torch = sys.modules.get("torch")
     grouped = torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
+    # A group that lost a process cannot be ended in an orderly way.
+    grouped = grouped and WATCHING not in {thread.name for thread in threading.enumerate()}
     threads = [t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
     if grouped or threads or multiprocessing.active_children():
         sys.exit(status)

@@ -90,4 +90,4 @@ def _limits(cgroups: Path, root: Path) -> Iterator[int]:
 
 def start_processes(config: Config) -> Processes:
     """The processes of this run, on the devices that the config asks for."""
-    return processes.start(check_device(config))
+    return processes.start(check_device(config), lost_after=config.run.lost_after)

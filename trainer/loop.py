@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from trainer.checkpoint.state import Progress
 from trainer.course import rates
 from trainer.data.sampler import MicroBatch
-from trainer.errors import DataError, Interrupted, NonFiniteError, NotWritten, OutOfMemory, UserError
+from trainer.errors import DataError, Interrupted, NonFiniteError, NotWritten, OutOfMemory, PeerStopped, UserError
 from trainer.measured import Measured
 from trainer.memory import peak_bytes, reset_peak
 from trainer.phases import PACE_UNITS, pace_of
@@ -65,7 +65,7 @@ class Loop:
     def run(self) -> bool:
         """Returns whether the last step was reached. However it ends, the last whole step is saved.
 
-        Raises Interrupted, NonFiniteError, one of ENDINGS, OSError, KeyboardInterrupt.
+        Raises Interrupted, PeerStopped, NonFiniteError, one of ENDINGS, OSError, KeyboardInterrupt.
         """
         progress, at_once = self.progress, False
         self.signals.promise = SAVED
@@ -110,6 +110,10 @@ class Loop:
             if isinstance(error, Interrupted):
                 where = (f"after step {progress.step}, which is saved",) if progress.step else ()
                 raise Interrupted(error.signum, *where) from None
+            raise
+        except PeerStopped:
+            # In the middle of a step, perhaps: it changes nothing before its last reduction. Nobody waits for this process.
+            self.saves.save(final=True, alone=True)
             raise
         except KeyboardInterrupt:
             at_once = True

@@ -29,7 +29,7 @@ from trainer.terminal import printable
 # step.accumulation may as far as accumulation x processes stays (`pin_data`); the policy for values that are not finite
 # matters only where the run would have ended.
 MAY_CHANGE = (
-    "run.max_steps", "run.epochs", "run.stop_after", "run.output_dir", "model.cache_dir",
+    "run.max_steps", "run.epochs", "run.stop_after", "run.lost_after", "run.output_dir", "model.cache_dir",
     "data.cache", "data.cache_dir", "data.cache_limit", "data.num_workers", "memory.*", "step.accumulation",
     "step.non_finite", "step.max_skipped",
     "ema.snapshot_every_steps", "validation.*", "logging.*", "export.*", "checkpoint.*",

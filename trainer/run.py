@@ -239,6 +239,7 @@ def make_loop(run: Run, signals: Signals) -> Loop:
         background=config.checkpoint.background,
         before=log.sync,
         after=lambda step: run.phases.made(f"checkpoint step {step}"),
+        during=peers.undisturbed,
         step=progress.step,
     )
     saves = Saves(

@@ -52,8 +52,9 @@ class Saves:
         """Whether a checkpoint could not be written, which `answer` has not dealt with yet."""
         return self.saver.failed
 
-    def save(self, *, final: bool = False) -> None:
-        """Hand the present state to the saver, unless it has it. final: wait until it is on the disk.
+    def save(self, *, final: bool = False, alone: bool = False) -> None:
+        """Hand the present state to the saver, unless it has it. final: wait until it is on the disk. alone: no other process
+        is waited for.
 
         Raises NonFiniteError, in all processes, where the state is not worth keeping; the checkpoints before it stand.
         """
@@ -74,7 +75,7 @@ class Saves:
                 if final:
                     failure = saver.join(phase.advance)
                     self._answer(failure, goes_on=saver.step >= step)
-        if final or not saver.background:
+        if (final or not saver.background) and not alone:
             self.processes.wait()
 
     def answer(self) -> None:

@@ -1,7 +1,7 @@
 """Several processes and one: the same order, the same draws, the same decisions; losses differ by the order of a sum.
 
 Most are forks of a process that has imported the libraries, beside a store as the launcher has one. Two tests start them by
-torch.distributed.run, for what it does of its own. Not by `accelerate launch --cpu`: without an MPI that starts one process,
+torch.distributed.run, for what it does of its own; one without a launcher, for what happens where there is none. Not by `accelerate launch --cpu`: without an MPI that starts one process,
 whatever --num_processes says.
 """
 
@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -75,7 +76,7 @@ def live(rank: int, port: int, patch: str, arguments: list[str]) -> int:
     """One of two processes, in a fork; returns its status. patch: a fault, as code that knows its `rank`."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-                   "TORCHELASTIC_RESTART_COUNT": "0"}  # fmt: skip
+                   "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_RUN_ID": "none"}  # fmt: skip
     exec(NAMES + patch, {"rank": rank})
     return cli.main(arguments)
 
@@ -440,3 +441,62 @@ def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(bench: Workbenc
     assert step == len(metrics_of(bench.tmp / "two")) and step < 400
     assert TensorFile(bench.tmp / "two" / "adapters" / "bear.safetensors").metadata["ss_steps"] == str(step)
     assert all(f"rank {rank} status 143" in errors for rank in (0, 1)), errors[-3000:]
+
+
+# The one that is to be lost is killed, or stopped, while it encodes photos or trains; the other one goes on with its share.
+LOST = """
+victim, signum, at = int(os.environ['VICTIM']), int(os.environ['SIGNUM']), os.environ['AT']
+fill, step = caches.fill_latents, Step.run
+def encoding(*arguments, **more):
+    if at == 'encoding' and rank == victim:
+        os.kill(os.getpid(), signum)
+    return fill(*arguments, **more)
+def stepping(self, number, *more):
+    if at == 'step' and rank == victim and number == 3:
+        os.kill(os.getpid(), signum)
+    return step(self, number, *more)
+caches.fill_latents, Step.run = encoding, stepping
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("at", "victim", "signum"),
+    [("encoding", 1, signal.SIGKILL), ("encoding", 0, signal.SIGSTOP), ("step", 1, signal.SIGKILL), ("step", 1, signal.SIGSTOP)],
+)  # fmt: skip
+def test_without_a_launcher_a_lost_process_ends_the_other(bench: Workbench, at: str, victim: int, signum: int) -> None:
+    """Named, with status 143, nothing half-written; between two steps, or in a step, what was trained is saved."""
+    config = tree(
+        bench, "two", processes=2, data__cache_dir=str(bench.tmp / "its cache"), run__lost_after=5, checkpoint__every_steps=0
+    )
+    arguments = [patched(bench, LOST), "--config", str(bench.write(config)), "--resume_from", "auto"]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    fault = {"PYTHONPATH": str(ROOT), "VICTIM": str(victim), "SIGNUM": str(int(signum)), "AT": at}
+    pair = [
+        subprocess.Popen(
+            [sys.executable, *arguments], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            env=os.environ | shared | fault | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    try:
+        other = pair[1 - victim]
+        _, errors = other.communicate(timeout=300)
+    finally:
+        for process in pair:
+            process.kill()
+            process.wait()
+    assert other.returncode == 143, errors[-3000:]
+    main = ", the main one," if victim == 0 else ""
+    assert re.search(
+        rf"^error: process {victim} \(host \S+, pid {pair[victim].pid}\){main} (is gone|has given no sign)", errors, re.M
+    )
+    assert "Traceback" not in errors, errors[-3000:]
+    assert store.steps(bench.tmp / "two" / "checkpoints") == ([2] if at == "step" else [])
+    assert not [path for path in (bench.tmp / "two").rglob("*") if path.name.endswith(".tmp")]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

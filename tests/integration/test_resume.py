@@ -232,7 +232,7 @@ def test_what_may_change_changes_no_byte(bench: Workbench) -> None:
         bench, "parts", run__max_steps=4, data__num_workers=1, data__cache_dir=str(bench.tmp / "elsewhere"),
         data__cache_limit="1GB",
         memory__gradient_checkpointing=2, step__non_finite="skip", step__max_skipped=1, checkpoint__background=False,
-        checkpoint__every_steps=1, checkpoint__every_minutes=0.01, checkpoint__keep_last=1,
+        checkpoint__every_steps=1, checkpoint__every_minutes=0.01, checkpoint__keep_last=1, run__lost_after=9.0,
         model__cache_dir=str(bench.tmp / "converted"),
         export__every_steps=1, validation__every_steps=3, validation__steps=1, validation__prompts=["a bear"],
         logging__tensorboard=True,

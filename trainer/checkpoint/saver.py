@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from trainer.checkpoint import store
@@ -16,6 +17,7 @@ class Saver:
     step: the newest that is saved or being written; -1 before there is one.
     before: called in front of each write, where other files must be on the disk before the checkpoint that counts on them.
     after: called with the step of each checkpoint that is on the disk, in the thread that wrote it.
+    during: each write is in a block of it.
     Whoever waits can `watch`: it gets every number of bytes that was written meanwhile.
     """
 
@@ -27,9 +29,11 @@ class Saver:
         background: bool,
         before: Callable[[], None] = lambda: None,
         after: Callable[[int], object] = lambda step: None,
+        during: AbstractContextManager[object] | None = None,
         step: int = -1,
     ) -> None:
         self.root, self.keep_last, self.background, self.before, self.after = root, keep_last, background, before, after
+        self.during = during or nullcontext()
         self.step = self._before_this = step
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
@@ -46,7 +50,8 @@ class Saver:
 
         def write(advance: Advance) -> None:
             try:
-                self._write(step, contents, advance)
+                with self.during:
+                    self._write(step, contents, advance)
             except Exception as error:  # whatever it is: raised by `wait`
                 self._failure = self._failure or error
 

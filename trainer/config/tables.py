@@ -32,6 +32,9 @@ class RunTable(Table):
     """Stop after this step as if interrupted: a checkpoint is written, and the exit status is 0."""
     deterministic: bool = False
     """Make a resumed run on CUDA end in the same bytes, too. Slower. On a CPU it is always so."""
+    lost_after: Annotated[float, Field(ge=5)] = 60.0
+    """Seconds without a sign of life from one of several processes until the others end. With a launcher (`torchrun`,
+    `accelerate launch`) that watches itself, it is not read."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute. `auto` is CUDA if there is a card, else the CPU."""
 
