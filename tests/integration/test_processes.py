@@ -1,8 +1,8 @@
 """Several processes and one: the same order, the same draws, the same decisions; losses differ by the order of a sum.
 
 Most are forks of a process that has imported the libraries, beside a store as the launcher has one. Two tests start them by
-torch.distributed.run, for what it does of its own; one without a launcher, for what happens where there is none. Not by `accelerate launch --cpu`: without an MPI that starts one process,
-whatever --num_processes says.
+torch.distributed.run, for what it does of its own; one starts them without a launcher, for what happens then. Not by
+`accelerate launch --cpu`: without an MPI that starts one process, whatever --num_processes says.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def patched(bench: Workbench, patch: str) -> str:
     script.write_text(
         f"{NAMES}from trainer import cli\nrank = int(os.environ['RANK'])\n"
         + patch
-        + "\nstatus = cli.main(sys.argv[1:])\nprint(f'rank {rank} status {status}', file=sys.stderr)\nsys.exit(status)\n"
+        + "\nstatus = cli.main(sys.argv[1:])\nprint(f'rank {rank} status {status}', file=sys.stderr)\ncli.leave(status)\n"
     )
     return str(script)
 
@@ -462,7 +462,8 @@ caches.fill_latents, Step.run = encoding, stepping
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("at", "victim", "signum"),
-    [("encoding", 1, signal.SIGKILL), ("encoding", 0, signal.SIGSTOP), ("step", 1, signal.SIGKILL), ("step", 1, signal.SIGSTOP)],
+    [("encoding", 1, signal.SIGKILL), ("encoding", 0, signal.SIGSTOP), ("step", 1, signal.SIGKILL),
+     ("step", 1, signal.SIGSTOP)],
 )  # fmt: skip
 def test_without_a_launcher_a_lost_process_ends_the_other(bench: Workbench, at: str, victim: int, signum: int) -> None:
     """Named, with status 143, nothing half-written; between two steps, or in a step, what was trained is saved."""
