@@ -1,9 +1,11 @@
 """The tables of docs/memory.md: what runs need, by family, dtype, adapter, resolution and batch, and which cards have that.
 
     python scripts/memory_table.py --processes 2
+    python scripts/memory_table.py --readme
 
-It plans every cell at the published sizes, for a GPU, and writes the tables between the two markers of docs/memory.md. It
-reads no weights and needs no GPU. It takes 15 minutes of one core, which --processes shares out.
+It plans every cell at the published sizes, for a GPU, and writes the tables between the two markers of docs/memory.md, and
+the README's small table from them. It reads no weights and needs no GPU. It takes 15 minutes of one core, which --processes
+shares out. --readme plans nothing: it writes the README's table from the tables that stand in docs/memory.md.
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,7 +35,8 @@ from trainer.models import FAMILIES
 from trainer.plan import Plan, make_plan, open_source, resolve
 from trainer.rehearsal import without_values
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "memory.md"
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENT, README = ROOT / "docs" / "memory.md", ROOT / "README.md"
 BEGIN, END = "<!-- scripts/memory_table.py writes from here -->\n", "<!-- to here -->\n"
 CARDS = (8, 12, 16, 24, 48, 80)  # GiB
 DTYPES = ("bf16", "fp8_e4m3", "nf4")
@@ -126,20 +130,56 @@ def cell(size: int) -> str:
     return f"{size / 2**30:.1f}: {card}"
 
 
+NAMES = {"sdxl": "SDXL", "flux": "Flux", "bf16": "bf16", "fp8_e4m3": "float8", "nf4": "4-bit"}
+
+
+def readme_table(document: str) -> Iterator[str]:
+    """Lines of Markdown: what of docs/memory.md's tables (its whole text is `document`) each card has memory for.
+
+    A DoRA at batch 1. The largest photos come first, then the finest dtype of the base, then a step that recomputes nothing.
+    """
+    yield f"| card | {' | '.join(NAMES[family] for family in FAMILIES)} |"
+    yield "|---" * (1 + len(FAMILIES)) + "|"
+    for card in CARDS:
+        yield f"| {card} GB | {' | '.join(best(document, family, card) for family in FAMILIES)} |"
+
+
+def best(document: str, family: str, card: int) -> str:
+    """A cell of the README's table. card: GiB."""
+    table = document.partition(f"**{family}**\n")[2].partition("\n**")[0]
+    rows = {tuple(cells[:3]): cells[3:] for line in table.splitlines() if len(cells := re.split(r"\s*\|\s*", line)[1:-1]) > 3}
+    for side, dtype, recomputed in itertools.product(reversed(RESOLUTIONS), DTYPES, (False, True)):
+        size, _, least = rows[dtype, "dora", str(side)][COLUMNS.index((1, recomputed))].partition(": ")
+        if least != "none" and int(least.removesuffix(" GB")) <= card:
+            return f"{side} px, {NAMES[dtype]} base{', recomputed' * recomputed}: {size} GiB"
+    return "nothing fits"
+
+
+def between(text: str, lines: Iterable[str]) -> str:
+    """`text` with `lines` between its two markers."""
+    before, _, rest = text.partition(BEGIN)
+    return before + BEGIN + "\n" + "\n".join(lines) + "\n" + END + rest.partition(END)[2]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--readme", action="store_true")
     chosen = parser.parse_args()
+    if not chosen.readme:
+        DOCUMENT.write_text(between(DOCUMENT.read_text(), tables(planned(chosen.processes))))
+    README.write_text(between(README.read_text(), (*readme_table(DOCUMENT.read_text()), "")))
+    return 0
+
+
+def planned(processes: int) -> Needed:
+    """What every cell needs."""
     with (
         tempfile.TemporaryDirectory(prefix="memory-table-") as folder,
-        ProcessPoolExecutor(chosen.processes, mp_context=get_context("spawn")) as pool,
+        ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool,
     ):
         plan_of(MODELS[0], Path(folder))
-        found = dict(zip(MODELS, pool.map(partial(needed, folder=Path(folder)), MODELS), strict=True))
-    before, _, rest = DOCUMENT.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    DOCUMENT.write_text(before + BEGIN + "\n" + "\n".join(tables(found)) + "\n" + END + after)
-    return 0
+        return dict(zip(MODELS, pool.map(partial(needed, folder=Path(folder)), MODELS), strict=True))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ ATTRIBUTION = """# Attribution
 These icons were drawn from their SVG files at {size} x {size} pixels and laid on white. Those of the style "{new}" were
 changed further: every colour became a shade of one ink, on cream paper. The caption in each `.txt` file was written for this
 project.
-`docs/before_after.png`, and the contact sheets of the pocket models, show some of these icons.
+`docs/before_after.png`, `docs/pictures/` and the contact sheets of the pocket models show some of these icons.
 
 {table}
 

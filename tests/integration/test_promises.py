@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import tomllib
 
 import pytest
 import torch
+import yaml
 
+import trainer
 from tests.harness import ROOT
 from trainer.adapters import export
 from trainer.adapters.portable import Factors, Portable, recipe
@@ -58,7 +61,8 @@ def test_every_file_that_a_document_names_is_there() -> None:
         text = page.read_text(encoding="utf-8")
         for name in re.findall(named, text):
             assert "DATE" in name or (ROOT / name).exists(), f"{page.name} names {name}"
-        for link in re.findall(r"\]\(([^)#:]+)\)", text):
+        for link in re.findall(r"\]\(([^)#:]+)\)|\b(?:src|srcset|href)=\"([^\"#:]+)\"", text):
+            link = "".join(link)
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
 
 
@@ -70,3 +74,21 @@ def test_every_row_of_a_table_has_the_cells_of_its_head() -> None:
         for table in re.findall(r"^\|.*\n\|[-| :]+\n(?:\|.*\n?)*", text, re.MULTILINE):
             counts = {len(re.findall(r"(?<!\\)\|", row)): row for row in table.splitlines()}
             assert len(counts) == 1, f"{page.name}: {counts}"
+
+
+def test_the_citation_and_the_badges_say_what_the_package_says() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert cited["cff-version"] == "1.2.0" and cited["authors"] and cited["message"]
+    assert (cited["version"], cited["license"]) == (trainer.__version__, project["license"])
+    assert cited["title"].removeprefix("A reference") == project["description"].removeprefix("A reference fine-tuning")
+    says = {
+        "licence": project["license"],
+        "python": f"{project['requires-python'].removeprefix('>=')} or newer",
+        "version": trainer.__version__,
+    }
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name, value in says.items():
+        drawn = (ROOT / "docs" / "pictures" / f"{name}.svg").read_text(encoding="utf-8")
+        assert f"<title>{name}: {value}</title>" in drawn and f">{value}</text>" in drawn
+        assert f"![{name}: {value}](docs/pictures/{name}.svg)" in readme
