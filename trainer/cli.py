@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NoReturn
 
@@ -72,20 +73,29 @@ def main(arguments: list[str] | None = None) -> int:
 def write_first(photos: str, *, model: str | None, memory: int | None, overrides: list[str]) -> None:
     """Write a first config into the present folder; show what it trains on, its plan, and how to start it."""
     from trainer import config
-    from trainer.data_check import report_data
+    from trainer.data_check import data_page, report_data
     from trainer.errors import UserError
     from trainer.first_config import write_first_config
     from trainer.preview import preview
 
-    path = write_first_config(photos, model=model, memory=memory, overrides=overrides, folder=Path())
-    loaded = config.load(str(path), [])
     told = False
-    try:
-        report_data(loaded)
-        told = True
-    except UserError as error:  # its photos were read already: what is missing is of the model, perhaps not downloaded yet
-        write(f"warning: no data report: {error}", sys.stderr)
-    preview(loaded, memory, data=not told)
+
+    def show(loaded: config.Config, otherwise: str | None) -> bool:
+        nonlocal told
+        page = data_page(loaded)
+        if not told and not page.exists():
+            undo.callback(page.unlink, missing_ok=True)
+        try:
+            if not told:
+                report_data(loaded)
+            told = True
+        except UserError as error:  # its photos were read already: what is missing is of the model, perhaps not here yet
+            write(f"warning: no data report: {error}", sys.stderr)
+        return preview(loaded, memory, data=not told, otherwise=otherwise)
+
+    with ExitStack() as undo:
+        path = write_first_config(photos, model=model, memory=memory, overrides=overrides, folder=Path(), show=show)
+        undo.pop_all()
     write(f"config: {path}\nstart: python train.py --config {path} --resume_from auto")
 
 

@@ -17,6 +17,10 @@ from trainer.plan import open_source, plan_data, resolve
 from trainer.report import write_data_report
 
 
+def data_page(config: Config, out: Path | None = None) -> Path:
+    return (out or Path(config.run.output_dir)) / "data_report.html"
+
+
 def report_data(config: Config, out: Path | None = None) -> int:
     """Print it, and write data_report.html to `out`, else to run.output_dir.
 
@@ -42,7 +46,7 @@ def report_data(config: Config, out: Path | None = None) -> int:
     print(data_report.text(plan, said), flush=True)
     folder = out or Path(config.run.output_dir)
     make_folder(folder, "--out" if out else "run.output_dir")
-    page = folder / "data_report.html"
+    page = data_page(config, out)
     write_data_report(page, name=config.run.name, data=data_report.sections(plan, said, phases))
     print(f"data report: {page}", flush=True)
     refuse_damaged(scanned)

@@ -10,8 +10,10 @@ from trainer.advice import Change
 from trainer.data import prompts, sampler, short_batches
 from trainer.data.sources import Photo, Scanned, Source, noted
 from trainer.dataset import sources_of
+from trainer.devices import Speed
 from trainer.forecast import PARTS, STEP, Forecast
 from trainer.models.loading import ModelSource
+from trainer.phases import duration
 from trainer.plan import DataPlan, Plan
 from trainer.storage import weight_bytes
 from trainer.tensorfile import size_text
@@ -317,3 +319,18 @@ def describe_memory(found: Forecast, memory: int, smaller: Sequence[Change], *, 
         saved, total = total - change.after.total, change.after.total
         lines.append(f"  {change.what}: {size_text(saved)} less, {size_text(total)}{enough} ({change.price})")
     return "\n".join([*lines, f"does not fit: {needed}"])
+
+
+def describe_cpu(plan: Plan, found: Forecast, speed: Speed) -> str:
+    """How long a run takes without a GPU: an estimate from the operators of its step at the largest size."""
+    config, step = plan.config, next(phase for phase in found.phases if phase.name.startswith(STEP))
+    sizes = [(prod(example.bucket), example.photo.repeats) for example in plan.examples]
+    pixels = sum(size * repeats for size, repeats in sizes)
+    batches = config.step.accumulation
+    share = pixels / plan.steps_per_epoch / (batches * config.data.batch_size * max(size for size, _ in sizes))
+    seconds = batches * speed.seconds(step.cost, share)
+    why = "no GPU was found" if config.run.device != "cpu" else "run.device = 'cpu'"
+    return (
+        f"{why}: this would train on the CPU, about {duration(seconds)} a step, {duration(seconds * plan.max_steps)} for "
+        f"{plan.max_steps} steps, without samples (an estimate for a machine without other work)"
+    )

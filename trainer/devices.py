@@ -1,6 +1,7 @@
 """Where a run computes: the device of this process, and the processes beside it."""
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -13,6 +14,7 @@ from trainer.config import Config
 from trainer.errors import UserError
 from trainer.processes import Processes
 from trainer.protocols import Kernels
+from trainer.trace import Cost
 
 
 def check_device(config: Config) -> torch.device:
@@ -86,6 +88,44 @@ def _limits(cgroups: Path, root: Path) -> Iterator[int]:
             limit = file.read_text().strip() if file.is_file() else "max"
             if limit.isdigit():
                 yield int(limit)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a CPU does now, measured in less than a second. flops: a second, in products. moved: bytes a second. launch:
+    seconds of an operator that computes next to nothing."""
+
+    flops: float
+    moved: float
+    launch: float
+
+    def seconds(self, cost: Cost, share: float = 1.0) -> float:
+        """An estimate of these operators, with so large a share of their tensors."""
+        return cost.launches * self.launch + share * (cost.flops / self.flops + (cost.read + cost.written) / self.moved)
+
+
+def speed_of(dtype: torch.dtype) -> Speed:
+    """The speed of this process's CPU in products of that dtype, as if nothing else ran: one thread's processor time is
+    measured, and its products and copies counted for all threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        a, b = torch.ones(64, 1280, dtype=dtype), torch.ones(1280, 1280, dtype=dtype)
+        big, small = torch.ones(2**22), torch.ones(8)
+        product, copy, launch = map(_fastest, (lambda: a @ b, big.clone, lambda: small + small))
+    finally:
+        torch.set_num_threads(threads)
+    return Speed(2 * a.numel() * b.shape[1] * threads / product, 2 * big.nbytes * threads / copy, launch)
+
+
+def _fastest(work: Callable[[], object], span: float = 0.1) -> float:
+    """Seconds of this thread's processor time, at least twice: the first one also sets up what it needs."""
+    taken: list[float] = []
+    while len(taken) < 2 or sum(taken) < span:
+        start = time.thread_time()
+        work()
+        taken.append(time.thread_time() - start)
+    return max(min(taken), 1e-9)
 
 
 def start_processes(config: Config) -> Processes:

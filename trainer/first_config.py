@@ -6,7 +6,8 @@ come from.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,15 @@ from trainer.config.tables import CheckpointTable
 from trainer.data.scan import refuse_damaged
 from trainer.data.sources import Photo
 from trainer.dataset import read_sources
-from trainer.devices import Memory, accelerator_of, check_device
+from trainer.devices import Memory, check_device
 from trainer.errors import UserError
 from trainer.files import write_atomic
-from trainer.forecast import forecast
 from trainer.models import family_named
 from trainer.phases import Phases
-from trainer.plan import Plan, make_plan, open_source, resolve
+from trainer.plan import DataPlan, open_source, plan_data, resolve
 from trainer.terminal import printable
 
+Show = Callable[[Config, str | None], bool]
 MODEL = "stabilityai/stable-diffusion-xl-base-1.0"  # the one that most adapters are for
 VIEWS = 100  # of each photo in a run. A common start, not a measured one.
 STEPS = 200, 3000  # the shortest and the longest that is written without being asked for
@@ -50,12 +51,13 @@ COMMON = frozenset(
 
 
 def write_first_config(
-    photos: str, *, model: str | None, memory: int | None, overrides: Sequence[str] = (), folder: Path
+    photos: str, *, model: str | None, memory: int | None, overrides: Sequence[str] = (), folder: Path, show: Show
 ) -> Path:
     """Write NAME.toml into `folder`, and return its path. Reads the photos and the headers of the model's files.
 
     model: as `model.path`; None takes MODEL. memory: bytes of the accelerator; None takes this machine's. overrides: as of
-    --set; what they say is in the file in place of what would be chosen here.
+    --set; what they say is in the file in place of what would be chosen here. show(config, what is done where it does not
+    fit, None of the last) -> whether it fits: plans the config once it is written. Where it raises, nothing is left.
     Raises UserError where the photos have problems, the model cannot be read, an override is wrong, or NAME.toml is there.
     """
     phases = Phases(show=True)
@@ -73,20 +75,25 @@ def write_first_config(
     if path.exists():
         raise UserError(f"--new {photos}: {path} is there; train with it (--config {path}), or move it out of the way")
     named = _named(config, given)
-    for preset in _presets(named, memory):
-        document = _filled(preset, photos=photos, config=config, named=named, found=scanned.photos)
-        _override(document, overrides)
-        plan, fits = _planned(document, memory, phases)
-        if fits:
-            break
-    _set_found(document, plan.source.found)
-    _set_length(document, plan, given)
-    text = re.sub(r"(?<!\n)\n(?=\[)", "\n\n", tomlkit.dumps(document))  # an empty line before a table that was added
-    head = (
-        f"# Written by train.py --new {printable(photos)}, from configs/{preset.name}. Change what you like.\n"
-        "# All other keys have their defaults; docs/keys.md has every key.\n"
-    )
-    write_atomic(path, [head.encode(), text[text.index("\n[run]") :].encode()])
+    presets = _presets(named, memory)
+    with ExitStack() as undo:
+        undo.callback(path.unlink, missing_ok=True)
+        for place, preset in enumerate(presets):
+            document = _filled(preset, photos=photos, config=config, named=named, found=scanned.photos)
+            _override(document, overrides)
+            chosen = configs.parse(document.unwrap())
+            source = open_source(chosen)
+            _set_length(document, plan_data(resolve(chosen, source), source.family, processes=1, phases=phases), given)
+            text = re.sub(r"(?<!\n)\n(?=\[)", "\n\n", tomlkit.dumps(document))  # an empty line before an added table
+            head = (
+                f"# Written by train.py --new {printable(photos)}, from configs/{preset.name}. Change what you like.\n"
+                "# All other keys have their defaults; docs/keys.md has every key.\n"
+            )
+            write_atomic(path, [head.encode(), text[text.index("\n[run]") :].encode()])
+            smaller = f"configs/{presets[place + 1].name} is tried" if place + 1 < len(presets) else None
+            if show(configs.load(str(path), []), smaller):
+                break
+        undo.pop_all()
     return path
 
 
@@ -151,26 +158,7 @@ def _presets(named: NamedModel, memory: int | None) -> list[Path]:
     return [sizes[size] for size in sorted(sizes, reverse=True) if size * 2**30 <= memory * 1.05] or [sizes[min(sizes)]]
 
 
-def _planned(document: TOMLDocument, memory: int | None, phases: Phases) -> tuple[Plan, bool]:
-    """The plan, and whether it fits."""
-    config = configs.parse(document.unwrap())
-    source = open_source(config)
-    config = resolve(config, source)
-    there = accelerator_of(config, memory) if memory is not None else Memory.of(check_device(config), config)
-    plan = make_plan(config, source, processes=1, phases=phases)
-    return plan, forecast(plan, there.kernels, base=there.base).fits(there.size)
-
-
-def _set_found(document: TOMLDocument, found: Mapping[str, Path]) -> None:
-    """Where the parts lie that the model's single file lacks (trainer/models/beside.py)."""
-    for name, place in found.items():
-        components = document["model"].setdefault("components", tomlkit.table(is_super_table=True))
-        table = components.setdefault(name, tomlkit.table())
-        table["path"] = place.as_posix()
-        table["path"].comment("found beside the model")
-
-
-def _set_length(document: TOMLDocument, plan: Plan, given: set[str]) -> None:
+def _set_length(document: TOMLDocument, plan: DataPlan, given: set[str]) -> None:
     """So many steps that each photo is shown VIEWS times, within STEPS. Batches of a bucket may be short: the plan knows.
 
     given: keys that stay as they are.

@@ -9,8 +9,8 @@ from trainer.advice import changes
 from trainer.allowance import Allowance
 from trainer.beginning import begin, cache_dir
 from trainer.config import Config
-from trainer.describe import describe, describe_memory
-from trainer.devices import Memory, accelerator_of, check_device
+from trainer.describe import describe, describe_cpu, describe_memory
+from trainer.devices import Memory, accelerator_of, check_device, speed_of
 from trainer.forecast import forecast
 from trainer.phases import Phases
 from trainer.plan import open_source, resolve
@@ -25,11 +25,12 @@ def preview(
     data: bool = True,
     resume_from: str | None = None,
     allowed: Allowance | None = None,
-) -> None:
-    """Print what a run would do, and whether it fits into memory.
+    otherwise: str | None = None,
+) -> bool:
+    """Print what a run would do, and whether it fits into memory. Returns whether it does.
 
     memory: bytes of the accelerator that is planned for; None: of the device that this machine has. data: as of
-    `describe`.
+    `describe`. otherwise: what is done where it does not fit, said in place of what would make it smaller.
     """
     source = open_source(config)
     config = resolve(config, source)
@@ -50,7 +51,11 @@ def preview(
     ).plan
     write(describe(plan, sizes=True, data=data))
     found = forecast(plan, there.kernels, base=there.base)
-    smaller = [] if found.fits(there.size) else changes(plan, there.kernels, found, there.size)
+    fits = found.fits(there.size)
+    if not fits and otherwise is not None:
+        write(f"does not fit: {size_text(found.total)} of {size_text(there.size)} are needed; {otherwise}")
+        return False
+    smaller = [] if fits else changes(plan, there.kernels, found, there.size)
     write(describe_memory(found, there.size, smaller, updates=config.step.accumulation))
     kept = min(config.checkpoint.keep_last, plan.max_steps) + 1  # the oldest goes when the newest is there
     needs = {"run.output_dir": (Path(config.run.output_dir), kept * found.checkpoint)}
@@ -58,6 +63,9 @@ def preview(
         needs["data.cache_dir"] = (cache_dir(config), found.cache)
     for line in disk_warnings(needs):
         write(line)
+    if device is not None and device.type == "cpu":
+        write(describe_cpu(plan, found, speed_of(plan.components[plan.family.denoiser].compute)))
+    return fits
 
 
 def disk_warnings(needs: Mapping[str, tuple[Path, int]]) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from scripts import data as data_script
 from tests import hub as stand_in
 from tests.harness import PHOTOS, ROOT, Workbench
 from trainer import cli, first_config
@@ -211,3 +212,66 @@ def test_what_is_set_wrongly_is_refused_as_elsewhere(bench: Workbench, monkeypat
         assert new(bench, monkeypatch, photos, "--set", wrong) == 2
         assert said in capsys.readouterr().err
     assert [path.name for path in bench.tmp.glob("*.toml")] == ["run.toml"]
+
+
+@pytest.fixture(scope="module")
+def without_t5(models: Path, tmp_path_factory) -> Path:
+    """The tiny Flux, as a folder and as a file, without T5's tokenizer."""
+    folder = tmp_path_factory.mktemp("without_t5")
+    for name in ("flux", "flux-one"):
+        shutil.copytree(models / name, folder / name, ignore=shutil.ignore_patterns("tokenizer_2"))
+    shutil.copy(models / "flux-one.safetensors", folder / "flux-one.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["folder", "hub", "file"])
+@pytest.mark.parametrize(("family", "whole"), [("sdxl", True), ("flux", True), ("flux", False)])
+def test_every_family_is_planned_from_everywhere(
+    bench: Workbench, without_t5: Path, monkeypatch, capsys, family: str, kind: str, whole: bool
+) -> None:
+    """--new, --plan and data.py report. What lacks T5's tokenizer is refused by all three, and leaves nothing."""
+    models = bench.models if whole else without_t5
+    photos = captions_beside(bench.tmp)
+    monkeypatch.chdir(bench.tmp)
+    with stand_in.serve({f"someone/tiny-{family}": models / family}) as served:
+        served.use(monkeypatch, bench.tmp / "home")
+        model = {
+            "folder": str(models / family), "hub": f"someone/tiny-{family}", "file": str(models / f"{family}-one.safetensors")
+        }[kind]  # fmt: skip
+        status = cli.main(["--new", photos, "--model", model, "--plan_memory", "16GiB", "--set", "data.resolution=64"])
+        said = capsys.readouterr()
+        config = bench.tmp / "bear_photos.toml"
+        if whole:
+            assert status == 0, said.err
+            assert "captions of 5 photos: 0 missing" in said.out and "\nfits: " in said.out and config.is_file()
+        else:
+            assert status == 2 and "the model has no tokenizer_2" in said.err
+            assert not config.exists() and not list(bench.tmp.rglob("data_report.html"))
+            config = bench.write(bench.tree(family, model__path=model))
+        for command in (
+            lambda: cli.main(["--config", str(config), "--plan", "--plan_memory", "16GiB"]),
+            lambda: data_script.main(["report", "--config", str(config), "--out", str(bench.tmp / "report")]),
+        ):
+            status = command()
+            said = capsys.readouterr()
+            assert status == (0 if whole else 2), said.err
+            assert whole or "the model has no tokenizer_2" in said.err
+        assert (bench.tmp / "report" / "data_report.html").is_file() == whole
+
+
+@pytest.mark.parametrize("place", ["trainer.preview.describe", "trainer.preview.forecast"])
+def test_what_fails_later_leaves_no_file(bench: Workbench, monkeypatch, capsys, place: str) -> None:
+    """Also what is no mistake of the user; the same command line then works."""
+    photos = captions_beside(bench.tmp)
+
+    def fail(*_: Any, **__: Any) -> None:
+        assert tomllib.loads((bench.tmp / "bear_photos.toml").read_text())["run"]["name"] == "bear_photos"
+        raise KeyError("transformer")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(place, fail)
+        with pytest.raises(KeyError):
+            new(bench, broken, photos)
+    assert not [path for path in bench.tmp.rglob("*") if path.is_file() and "bear photos" not in path.parts]
+    assert new(bench, monkeypatch, photos, "--plan_memory", "8GiB") == 0
+    capsys.readouterr()

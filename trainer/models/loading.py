@@ -338,8 +338,9 @@ class ModelSource:
         return build(self.family.component(name), self.config(name), self.config_file(name))
 
     def check_tokenizers(self) -> None:
-        """Refuse a model that lacks a tokenizer, as far as its files are here."""
-        for name in self.family.tokenizers if self.fetched else ():
+        """Refuse a model that lacks a tokenizer. Of a hub id they are here with the configs, if it could be asked."""
+        asked = self.repository is None or (self.embedded is None and self.repository.unreachable is None)
+        for name in self.family.tokenizers if self.fetched or asked else ():
             tokenizers.check_tokenizer(self.tokenizer_folder(name), name)
 
     def verify(self, name: str) -> None:
