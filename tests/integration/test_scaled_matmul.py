@@ -37,27 +37,18 @@ def test_small_layers_keep_the_ordinary_product(bench: Workbench, capsys) -> Non
 
 @pytest.mark.parametrize("family", ["flux", pytest.param("sdxl", marks=pytest.mark.slow)])
 def test_a_run_that_multiplies_in_float8(bench: Workbench, capsys, monkeypatch, family: str) -> None:
-    """With the gate open: trains near the ordinary run but not on it, and resumes to the same bytes."""
+    """With the gate open: trains near the ordinary run but not on it. It keeps nothing that a resume could lose."""
     monkeypatch.setattr(kernels, "FP8_MIN_WEIGHTS", 1)
     monkeypatch.setattr(kernels, "FP8_MIN_ROWS", 1)
     config = command(
         bench, family, model__components={DENOISER[family]: {"dtype": "fp8_e4m3"}}, precision__compute="bf16",
-        adapter__type="dora", adapter__targets="attention+mlp", run__max_steps=2, run__stop_after=1,
+        adapter__type="dora", adapter__targets="attention+mlp", run__max_steps=2,
     )  # fmt: skip
-    starts = {
-        "straight": [["run.stop_after="]],
-        "stopped": [[], ["run.stop_after="]],
-        "ordinary": [["run.stop_after=", "precision.matmul=compute"]],
-    }
-    for out, all_changes in starts.items():
-        for changes in all_changes:
-            sets = [f"run.output_dir={bench.tmp / out}", *changes]
-            assert cli.main([*config, *(part for each in sets for part in ("--set", each))]) == 0
+    for matmul in ("compute", "fp8"):
+        sets = [f"run.output_dir={bench.tmp / matmul}", f"precision.matmul={matmul}"]
+        assert cli.main([*config, *(part for each in sets for part in ("--set", each))]) == 0
     assert "float8 Linears are wide enough to multiply in float8" in capsys.readouterr().out
-    files = [bench.tmp / out / "checkpoints" / "step-00000002" / "adapter.safetensors" for out in ("straight", "stopped")]
-    assert files[0].read_bytes() == files[1].read_bytes()
-    ours, ordinary = metrics_of(bench.tmp / "straight"), metrics_of(bench.tmp / "ordinary")
-    assert metrics_of(bench.tmp / "stopped") == ours
+    ours, ordinary = metrics_of(bench.tmp / "fp8"), metrics_of(bench.tmp / "compute")
     for one, other in zip(ours, ordinary, strict=True):
         assert one["loss"] != other["loss"]
         # Each product is off by some 4 %, at random; the loss of a few thousand pixels by far less.

@@ -5,7 +5,7 @@ form: the storage of every cell is planned, which refuses what cannot be before 
 what the plan says. Five cells in which denoiser and text encoders, all three adapted, are stored differently are trained,
 sampled and exported. Together they have every format of ALL_FORMATS, each in a compute dtype that is not its own, every
 compute dtype, and each family with each kind but SDXL with LoRA. SDXL's denoiser has fewer adapted layers there,
-convolutions among them. That stopped and resumed equals uninterrupted is shown in test_resume.py.
+convolutions among them. That stopped and resumed equals uninterrupted is shown in test_resume_pairs.py.
 """
 
 from __future__ import annotations

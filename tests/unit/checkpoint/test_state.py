@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import copy
 import json
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from trainer import files
+from trainer import files, optim
+from trainer.adapters import Target, inject
 from trainer.checkpoint import state, store
+from trainer.ema.running import Averages, constant
 from trainer.errors import UserError
+from trainer.kernels import dora_torch
+from trainer.precision import ScalerState
+from trainer.quantization import FORMATS, FrozenConv2d, FrozenLinear
 
 
 class Piece:
@@ -120,3 +127,78 @@ def test_a_state_that_does_not_fit_is_the_users_to_mend(tmp_path, error: Excepti
 
     with pytest.raises(UserError, match="the state of progress does not fit"):
         saved.restore(progress=Odd())
+
+
+# What has nothing to bring back: pins, which must be now what they were then, and what is made for people.
+COMPARED = {"config", "data", "environment", "model", "norms", "origin", "quantization"}
+
+
+def of_a_run(updates: int) -> dict[str, Any]:
+    """The pieces that a run goes on with, as trainer/run.py enters them, of a DoRA after so many updates."""
+    layer = FrozenLinear(12, 10, bias=True, format=FORMATS["fp8_e4m3"], compute_dtype=torch.float32, kernels=dora_torch)
+    layer.load_weight(torch.randn(10, 12, generator=torch.Generator().manual_seed(0)))
+    layer.bias.data.zero_()
+    adapter = inject(
+        {"net": nn.Sequential(layer)}, [Target("net", "0", 4, 8.0)], linear_class=FrozenLinear, conv_class=FrozenConv2d,
+        dora=True, rslora=False, dropout=0.0, seed=0,
+    )  # fmt: skip
+    named = adapter.named_parameters()
+    groups = [
+        {"params": [p for name, p in named.items() if name.endswith("vector") == magnitudes], "lr": 1e-2,
+         "weight_decay": 0.1, "magnitudes": magnitudes}
+        for magnitudes in (False, True)
+    ]  # fmt: skip
+    optimizer = optim.build_optimizer("adamw", groups, min_8bit_size=1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda n: 1 / (n + 1)] * 2)
+    pieces = {
+        "adapter": adapter,
+        "ema": Averages(named, {"constant": constant(0.5)}, adapter.mark_stale),
+        "optimizer": optim.OptimizerState(optimizer, "adamw"),
+        "progress": state.Progress(step=0, images=0, non_finite=0, total_steps=9, started="2025-01-01T00:00:00+00:00"),
+        "scaler": ScalerState(torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)),
+        "schedule": optim.ScheduleState(schedule),
+    }
+    for _ in range(updates):
+        update(pieces)
+    return pieces
+
+
+def update(pieces: dict[str, Any]) -> None:
+    optimizer, scaler, progress = pieces["optimizer"].optimizer, pieces["scaler"].scaler, pieces["progress"]
+    for parameter in pieces["adapter"].named_parameters().values():  # what fills up a flat group has no gradient
+        parameter.grad.copy_(scaler.scale(parameter.detach().sin() + 0.1))
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    pieces["ema"].update()
+    pieces["schedule"].schedule.step()
+    progress.step += 1
+    progress.images += 2
+    progress.changes.append({"step": progress.step, "what": ["photos"], "epoch": None})
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    def equal(a: Any, b: Any) -> bool:
+        return torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else bool(a == b)
+
+    return one.keys() == other.keys() and all(equal(value, other[key]) for key, value in one.items())
+
+
+def test_each_piece_of_a_run_comes_back_from_its_file_and_goes_on_from_there(tmp_path) -> None:
+    """After five updates, in which the loss scale rose once: the same state, and the same one after two more."""
+    census = state.PIECES | {"ema": state.Piece("ema", file="ema.safetensors", asked_by="ema.kind")}
+    one, other = of_a_run(5), of_a_run(0)
+    assert census.keys() == one.keys() | COMPARED, "a piece that nothing here brings back"
+    compared = []
+    pins = {name: state.Pin({"value": name}, lambda then, now: compared.append(then == now)) for name in COMPARED}
+    saved = state.Saved(store.save(tmp_path, 5, state.pack(one | pins, census)), census)
+    for name in one:
+        assert not same(dict(one[name].state_dict()), dict(other[name].state_dict())), f"{name}: nothing to bring back"
+    saved.restore(**other, **pins)
+    saved.finish()
+    assert compared == [True] * len(COMPARED)
+    for more in (0, 2):
+        for _ in range(more):
+            update(one), update(other)
+        for name in one:
+            assert same(dict(one[name].state_dict()), dict(other[name].state_dict())), (name, more)

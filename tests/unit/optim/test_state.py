@@ -51,7 +51,7 @@ def through_files(values: dict) -> dict:
     return {k: v.clone() if isinstance(v, torch.Tensor) else json.loads(json.dumps(v)) for k, v in values.items()}
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw8bit", *ENTRIES])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *ENTRIES])
 def test_what_is_restored_goes_on_as_what_was_saved(name: str) -> None:
     one, parameters = trained(name)
     other, fresh = trained(name, steps=0)
