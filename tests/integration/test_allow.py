@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from scripts.proofs.forks import Server
 from tests.harness import PHOTOS, Workbench, metrics_of
-from tests.integration.test_processes import assert_same_course, finish, two_processes
+from tests.integration import test_processes as processes
 from trainer import cli, files
 from trainer import config as configs
 from trainer.checkpoint import store
@@ -25,13 +26,13 @@ NEW = {"data__resolution": [64, 96], "data__bucket_step": 16, "data__short_batch
 
 
 def tree(bench: Workbench, out: str, **overrides: Any) -> dict[str, Any]:
-    """Nine steps on photos of the test's own: four an epoch, and three once they are changed."""
+    """Seven steps on photos of the test's own: four an epoch, and three once they are changed."""
     photos = bench.tmp / "photos"
     if not photos.exists():
         shutil.copytree(PHOTOS, photos)
     return bench.tree(
         **{
-            "run__output_dir": str(bench.tmp / out), "run__max_steps": 9, "adapter__targets": ["*attn1.to_q"],
+            "run__output_dir": str(bench.tmp / out), "run__max_steps": 7, "adapter__targets": ["*attn1.to_q"],
             "data__flip": True, "data__caption_dropout": 0.3, "data__sources": [{"path": str(photos)}],
             "optimizer__lr": 1e-2, "checkpoint__keep_last": 9, "checkpoint__every_steps": 1,
             "export__formats": ["diffusers"],
@@ -80,23 +81,21 @@ def test_other_photos(bench: Workbench, capsys) -> None:
     train(tree(bench, "whole"), "auto", "data")
     said = capsys.readouterr().out
     assert "changed after step 3, as --allow says; epoch 2 begins:\n  photos: 5 photos then, 5 now\n  added: 0/05.jpg" in said
-    # Stopped before its first step, and after two and three more, each time without --allow: the same bytes.
+    # Stopped before its first step, and after two more, each time without --allow: the same bytes.
     train(tree(bench, "out", run__stop_after=3), "auto", "data")
-    for stop in (5, 6, 9):
+    for stop in (5, 7):
         train(tree(bench, "out", run__stop_after=stop), "auto")
     whole = metrics_of(bench.tmp / "whole")
-    assert metrics_of(out) == whole and [line["step"] for line in whole] == list(range(1, 10))
-    assert [line["epoch"] for line in whole] == [1, 1, 1, 2, 2, 2, 3, 3, 3], (
-        "three steps of four, then whole epochs of the new"
-    )
-    for name in ("checkpoints/step-00000009/adapter.safetensors", "checkpoints/step-00000009/optimizer.safetensors",
-                 "checkpoints/step-00000009/data.safetensors", "adapters/bear.safetensors"):  # fmt: skip
+    assert metrics_of(out) == whole and [line["step"] for line in whole] == list(range(1, 8))
+    assert [line["epoch"] for line in whole] == [1, 1, 1, 2, 2, 2, 3], "three steps of four, then whole epochs of the new"
+    for name in ("checkpoints/step-00000007/adapter.safetensors", "checkpoints/step-00000007/optimizer.safetensors",
+                 "checkpoints/step-00000007/data.safetensors", "adapters/bear.safetensors"):  # fmt: skip
         assert (out / name).read_bytes() == (bench.tmp / "whole" / name).read_bytes(), name
     # The training went on from where it was: the checkpoint in the old one's place holds its tensors.
     for name in ("adapter.safetensors", "optimizer.safetensors"):
         assert (root / "step-00000003" / name).read_bytes() == (root / "superseded-step-00000003" / name).read_bytes()
     assert progress(root / "superseded-step-00000003")["changes"] == []
-    (change,) = progress(root / "step-00000009")["changes"]
+    (change,) = progress(root / "step-00000007")["changes"]
     assert (change["step"], change["epoch"]) == (3, 1)
     header = TensorFile(out / "adapters" / "bear.safetensors").metadata
     (told,) = json.loads(header["changed_in_mid_run"])
@@ -150,7 +149,7 @@ def test_other_settings(bench: Workbench, capsys) -> None:
     assert metrics_of(bench.tmp / "out") == whole
     rates = [line["lr"] for line in whole]
     assert rates[:3] == [1e-2] * 3
-    assert rates[3:] == pytest.approx([5e-3 * (1 - done / 20) for done in range(3, 9)]), "from the next step"
+    assert rates[3:] == pytest.approx([5e-3 * (1 - done / 20) for done in range(3, 7)]), "from the next step"
     capsys.readouterr()
     train(tree(bench, "out", **new), "auto", "optimizer")
     assert "--allow optimizer: nothing that needs it has changed" in capsys.readouterr().out
@@ -231,15 +230,19 @@ def test_the_command_line(bench: Workbench, capsys) -> None:
     assert store.steps(bench.tmp / "out" / "checkpoints") == [1, 2]
 
 
+server = processes.server
+
+
 @pytest.mark.slow
-def test_several_processes_agree(bench: Workbench) -> None:
+def test_several_processes_agree(server: Server, bench: Workbench) -> None:
     """Two processes end the epoch where one does, and one goes on from what they saved."""
     one, two = ({"step__accumulation": count, "run__max_steps": 5} for count in (2, 1))
     train(tree(bench, "one", run__stop_after=1, **one))
     shutil.copytree(bench.tmp / "one", bench.tmp / "two")
     change_photos(bench)
     train(tree(bench, "one", **one), "auto", "data")
-    finish(two_processes(bench, tree(bench, "two", run__stop_after=3, **two), "--resume_from", "auto", "--allow", "data"))
+    more = ["--resume_from", "auto", "--allow", "data"]
+    processes.run_both(server, bench, tree(bench, "two", run__stop_after=3, **two), *more)
     train(tree(bench, "two", **one), "auto")
-    assert_same_course(bench, "one", "two")
+    processes.assert_same_course(bench, "one", "two")
     assert [line["epoch"] for line in metrics_of(bench.tmp / "two")] == [1, 2, 2, 3, 3]

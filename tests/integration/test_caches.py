@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -11,11 +12,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from tests.harness import PHOTOS, ROOT, Workbench
+from trainer import cli, kernels, step
 from trainer import config as configs
-from trainer import kernels
 from trainer.components import Components
 from trainer.data import cache as caches
 from trainer.data import views
@@ -34,30 +36,39 @@ from trainer.types import Occurrence
 # --- the sequence of what the steps draw ------------------------------------------------------------------------------
 
 RECORDER = """
-import hashlib, json, os, sys
+import os, sys
 from pathlib import Path
+from tests.integration.test_caches import recorder
 from trainer import cli, step
 
-def digest(tensor):
-    return hashlib.sha256(tensor.contiguous().view(-1).view(__import__("torch").uint8).numpy().tobytes()).hexdigest()[:16]
-
-def recorded(batch, **more):
-    time, noise = draw(batch, **more)
-    told = {name: tensor for name, tensor in vars(batch).items() if hasattr(tensor, "shape")}
-    told |= {"conditioning " + name: tensor for name, tensor in batch.conditioning.tensors().items()}
-    told |= {"time": time, "noise": noise}
-    assert (batch.loss_weights is None) == ("loss_weights" not in told)
-    lines = []
-    for i, occurrence in enumerate(batch.occurrences):
-        where = [occurrence.epoch, occurrence.sample, occurrence.repeat, batch.captions[i]]
-        where += [batch.target_size[i].tolist(), batch.crop_top_left[i].tolist(), float(time[i])]
-        lines.append([*where, {name: digest(tensor[i]) for name, tensor in told.items()}])
-    with open(f"{os.environ['RECORD']}.{os.environ.get('RANK', '0')}", "a") as file:
-        print(json.dumps(lines), file=file)
-    return time, noise
-
-draw, step.draw_time_and_noise = step.draw_time_and_noise, recorded
+step.draw_time_and_noise = recorder(Path(f"{os.environ['RECORD']}.{os.environ.get('RANK', '0')}"))
+sys.exit(cli.main(sys.argv[1:]))
 """
+
+
+def recorder(record: Path):
+    """What takes the place of `step.draw_time_and_noise`, and adds a line for each micro-batch to `record`."""
+    draw = step.draw_time_and_noise
+
+    def digest(tensor: torch.Tensor) -> str:
+        return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+    def recorded(batch, **more):
+        time, noise = draw(batch, **more)
+        told = {name: tensor for name, tensor in vars(batch).items() if hasattr(tensor, "shape")}
+        told |= {"conditioning " + name: tensor for name, tensor in batch.conditioning.tensors().items()}
+        told |= {"time": time, "noise": noise}
+        assert (batch.loss_weights is None) == ("loss_weights" not in told)
+        lines = []
+        for i, occurrence in enumerate(batch.occurrences):
+            where = [occurrence.epoch, occurrence.sample, occurrence.repeat, batch.captions[i]]
+            where += [batch.target_size[i].tolist(), batch.crop_top_left[i].tolist(), float(time[i])]
+            lines.append([*where, {name: digest(tensor[i]) for name, tensor in told.items()}])
+        with record.open("a") as file:
+            print(json.dumps(lines), file=file)
+        return time, noise
+
+    return recorded
 
 
 def varied(bench: Workbench) -> Path:
@@ -91,22 +102,34 @@ def sequence(bench: Workbench, kind: str, workers: int, processes: int) -> list[
         data__cache=kind, data__num_workers=workers,
         data__cache_dir=str(bench.tmp / "cache"),
     )  # fmt: skip
-    script, record = bench.tmp / "recorded.py", bench.tmp / f"{name}.jsonl"
-    script.write_text(RECORDER + "sys.exit(cli.main(sys.argv[1:]))\n")
-    launch = [] if processes == 1 else ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--standalone"]
-    done = subprocess.run(
-        [sys.executable, *launch, str(script), "--config", str(bench.write(tree, f"{name}.toml"))],
-        cwd=ROOT, capture_output=True, text=True, timeout=500,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RECORD": str(record)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    script, record, path = bench.tmp / "recorded.py", bench.tmp / f"{name}.jsonl", bench.write(tree, f"{name}.toml")
+    if processes == 1:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(step, "draw_time_and_noise", recorder(Path(f"{record}.0")))
+            assert cli.main(["--config", str(path)]) == 0
+    else:
+        script.write_text(RECORDER)
+        launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--standalone"]
+        done = subprocess.run(
+            [sys.executable, *launch, str(script), "--config", str(path)],
+            cwd=ROOT, capture_output=True, text=True, timeout=500,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RECORD": str(record)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
     of_ranks = [[json.loads(line) for line in Path(f"{record}.{r}").read_text().splitlines()] for r in range(processes)]
     # Ten micro-batches to an epoch, two to an update: none is short.
     return [batch for together in zip(*of_ranks, strict=True) for batch in together]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "workers", "processes"), [("memory", 4, 1), ("none", 0, 2), ("disk", 1, 2)])
+@pytest.mark.parametrize(
+    ("kind", "workers", "processes"),
+    [
+        pytest.param("memory", 2, 1, marks=pytest.mark.slow),
+        pytest.param("none", 0, 1, marks=pytest.mark.slow),
+        pytest.param("none", 0, 2, marks=pytest.mark.proof),
+        pytest.param("disk", 1, 2, marks=pytest.mark.proof),
+    ],
+)
 def test_the_sequence_is_the_same(bench: Workbench, models: Path, kind: str, workers: int, processes: int) -> None:
     """(sample, bucket, crop, caption, timestep, noise), recorded where the step draws; and what the denoiser gets."""
     kept = models / "the sequence.json"

@@ -6,14 +6,14 @@ import json
 import os
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from scripts.proofs.forks import Server
 from tests.harness import Workbench, built, metrics_of
-from tests.integration.test_processes import finish, two_processes
+from tests.integration import test_processes as processes
 from tests.optimizers import ENTRIES
 from trainer import cli, draws, held_out_loss
 from trainer import config as configs
@@ -127,7 +127,7 @@ def test_on_or_off_is_the_same_run(bench: Workbench, monkeypatch, cell: str) -> 
         assert len({(bench.tmp / out / "adapters" / file).read_bytes() for out in ("on", "off")}) == 1, file
 
 
-@pytest.mark.parametrize("at", [2, *(pytest.param(step, marks=pytest.mark.slow) for step in (0, LENGTH))])
+@pytest.mark.parametrize("at", [2, 0, LENGTH])
 @pytest.mark.slow
 def test_a_signal_while_it_is_measured(bench: Workbench, monkeypatch, capsys, at: int) -> None:
     """It is obeyed in the middle; the step's line stays, and the next start adds what it lacks."""
@@ -205,39 +205,35 @@ def test_it_is_planned(bench: Workbench, monkeypatch) -> None:
 
 
 PAUSED = """
-import time
 from trainer.held_out_loss import HeldOutLoss
-real = HeldOutLoss._errors
+measured = HeldOutLoss._errors
 def slow(self, example, numbers):
     time.sleep(0.05)
-    return real(self, example, numbers)
+    return measured(self, example, numbers)
 HeldOutLoss._errors = slow
-from trainer.cli import main
-raise SystemExit(main())
 """
+server = processes.server
 
 
 @pytest.mark.slow
-def test_two_processes_share_it(bench: Workbench, monkeypatch) -> None:
+def test_two_processes_share_it(server: Server, bench: Workbench, monkeypatch) -> None:
     """The same numbers as of one, where the adapter is the same; a signal to one of them stops both in the middle."""
     monkeypatch.undo()  # processes of their own have all the draws
     one = run(bench, "one", **ON)
-    finish(two_processes(bench, tree(bench, "two", **ON)))
+    processes.run_both(server, bench, tree(bench, "two", **ON))
     two = metrics_of(bench.tmp / "two")
     assert two[0]["at_start"] == one[0]["at_start"]
     assert [entry["step"] for entry in two if entry.keys() >= FIELDS] == [2, 4, 5]
 
-    script = bench.tmp / "slow.py"
-    script.write_text(PAUSED)
     changes = ON | {"validation__loss_every_steps": 1, "run__max_steps": 100, "data__held_out": 2, "data__batch_size": 1}
-    process = two_processes(bench, tree(bench, "stopped", **changes), script=str(script))
+    both = processes.start_both(server, bench, tree(bench, "stopped", **changes), patch=PAUSED)
     log, deadline = bench.tmp / "stopped" / "metrics.jsonl", time.monotonic() + 90
     while not (log.exists() and log.read_text().count("\n") >= 2):
-        assert process.poll() is None and time.monotonic() < deadline
+        assert time.monotonic() < deadline, both.said
         time.sleep(0.02)
     time.sleep(0.3)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    os.kill(int(children[-1]), signal.SIGTERM)
-    process.communicate(timeout=60)
+    os.kill(both.pids[1], signal.SIGTERM)
+    statuses, said = both.wait()
+    assert statuses == [128 + signal.SIGTERM] * 2, said
     (step,) = store.steps(bench.tmp / "stopped" / "checkpoints")
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == list(range(1, step + 1)) and step < 100
