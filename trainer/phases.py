@@ -135,7 +135,8 @@ class Phase:
         rate = (self.done - self.before) / seconds if self.pace is None else 1 / self.pace
         if self.unit == "B":
             return f"{rate / 1e9:.2f} GB/s"
-        return f"{rate:.1f} {self.unit}s/s" if rate >= 1 else f"{1 / rate:.1f} s a {self.unit}"
+        a = "an" if self.unit[0] in "aeiou" else "a"
+        return f"{rate:.1f} {self.unit}s/s" if rate >= 1 else f"{1 / rate:.1f} s {a} {self.unit}"
 
 
 class Phases:
