@@ -25,7 +25,7 @@ from trainer.report.before_after import table  # noqa: E402
 SHOWN = ("fox", "panda")
 EXAMS = ROOT / "examples" / "icons" / "exams"
 SIDE = 256  # px of a large sample
-WIDTH, HEIGHT = 900, 675  # px of a window: its text can be read where the picture is shown at half of that
+WIDTH, HEIGHT = 960, 720  # px of a window: its text can be read where the picture is shown at half of that
 
 
 def large(run: Path, shown: Sequence[str] = SHOWN) -> Image.Image:
