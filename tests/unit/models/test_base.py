@@ -1,8 +1,11 @@
 """What a family has without saying so."""
 
+from types import SimpleNamespace
+
 import torch
 
-from trainer.models.base import collate
+from trainer.models import FAMILIES
+from trainer.models.base import SampleRequest, collate, draw
 from trainer.types import Conditioning
 
 
@@ -30,3 +33,25 @@ def test_a_shorter_caption_is_padded_and_the_mask_says_where() -> None:
 
 def test_a_mask_that_an_encoder_gave_is_kept_where_nothing_is_padded() -> None:
     assert collate([caption(3, mask=True)]).mask.tolist() == [[False, True, True]]
+
+
+def test_a_guidance_of_zero_is_one() -> None:
+    asked = []
+
+    class Pipeline:
+        def set_progress_bar_config(self, disable: bool) -> None: ...
+
+        def __call__(self, **given):
+            asked.append(given["guidance_scale"])
+            return SimpleNamespace(images=["an image"])
+
+    for guidance in (None, 0.0, 2.0):
+        assert draw(Pipeline(), SampleRequest("", "", 64, 64, 0, 1, guidance), 5.0) == "an image"
+    assert asked == [5.0, 0.0, 2.0]
+
+
+def test_flat_names_are_the_conventions_own_or_kohyas() -> None:
+    flux = FAMILIES["flux"]
+    assert flux.flat_prefix("transformer", "OneTrainer") == "lora_transformer"
+    assert flux.flat_prefix("transformer", "kohya with diffusers names") == "lora_unet"
+    assert flux.flat_prefix("text_encoder", "OneTrainer") == "lora_te1_text_model", "it has none of its own"
