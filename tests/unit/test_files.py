@@ -1,81 +1,109 @@
-"""Folders that appear when they are whole, what a killed writer leaves, and disks that take no writes.
-
-Faults of the disk, and kills: integration/test_commit_protocol.py.
-"""
+"""Files that are there whole or not at all. What faults of a whole save do: integration/test_commit_protocol.py."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
-import subprocess
-import sys
+import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from tests.harness import ROOT
 from trainer import files
-from trainer.errors import UserError, ending
+from trainer.errors import UserError
 
 
-def test_a_folder_appears_when_it_is_whole_or_not_at_all(tmp_path: Path) -> None:
-    with files.appearing(tmp_path / "new" / "a") as folder:
-        (folder / "x").write_bytes(b"x")
-        assert not (tmp_path / "new" / "a").exists()
-    assert (tmp_path / "new" / "a" / "x").read_bytes() == b"x"
-    with pytest.raises(KeyError), files.appearing(tmp_path / "b"):
-        raise KeyError
-    assert [path.name for path in tmp_path.iterdir()] == ["new"] and len(list((tmp_path / "new").iterdir())) == 1
+def test_a_short_write_is_gone_on_with_and_counted_once(tmp_path: Path, monkeypatch) -> None:
+    write, told = os.write, []
+    monkeypatch.setattr(os, "write", lambda descriptor, view: write(descriptor, view[:3]))
+    found = files.write(tmp_path / "a", [b"0123456789", b"", b"abc"], told.append)
+    monkeypatch.undo()
+    assert (tmp_path / "a").read_bytes() == b"0123456789abc" and sum(told) == 13
+    assert found == (hashlib.sha256(b"0123456789abc").hexdigest(), 13)
+    assert files.hash_file(tmp_path / "a") == found[0]
+    with pytest.raises(FileExistsError):
+        files.write(tmp_path / "a", [b""])
 
 
-def test_what_killed_writers_left_is_removed_and_never_in_the_way(tmp_path: Path) -> None:
-    """Folders and files, of processes that are gone and of this one's number, as every container's number may be 1. What a
-    living process writes stays, and so does what is another file's."""
-    code = (
-        "import os, sys; from pathlib import Path; from trainer import files; out = Path(sys.argv[1])\n"
-        "with files.appearing(out) as folder: (folder / 'half').touch(); os.kill(os.getpid(), 9)"
-    )
-    out = tmp_path / "a[1].b"
-    subprocess.run([sys.executable, "-c", code, str(out)], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
-    (killed,) = tmp_path.iterdir()
-    assert [path.name for path in killed.iterdir()] == ["half"]
-    mine = tmp_path / f".a[1].b.{os.getpid()}.0a.tmp"
-    mine.mkdir()
-    (mine / "weights").touch()
-    linked = tmp_path / f".a[1].b.{os.getpid()}.0b.tmp"
-    linked.symlink_to(mine)
-    living, other = tmp_path / f".a[1].b.{os.getppid()}.0c.tmp", tmp_path / f".a1.b.{os.getpid()}.0d.tmp"
-    living.touch()
-    other.touch()
-    with files.appearing(out):  # none of them is in its way
-        pass
-    files.remove_leftovers(files.leftovers_of(out))
-    assert {path.name for path in tmp_path.iterdir()} == {out.name, living.name, other.name}
+def test_files_that_belong_together_get_their_names_at_the_end_or_none_does(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "one").write_bytes(b"old")
+    (tmp_path / "gone").write_bytes(b"old")
+    with pytest.raises(RuntimeError), files.Together() as together:
+        together.write(tmp_path / "one", [b"new"])
+        together.write(tmp_path / "other", [b"new"])
+        raise RuntimeError
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"one": b"old", "gone": b"old"}
+    unlinked, unlink = [], Path.unlink
+    monkeypatch.setattr(Path, "unlink", lambda path, **more: (unlinked.append(path.name), unlink(path, **more)))
+    with files.Together() as together:
+        together.write(tmp_path / "one", [b"new"])
+        together.remove(tmp_path / "gone")
+        together.remove(tmp_path / "never there")
+        assert (tmp_path / "one").read_bytes() == b"old"
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == ["one"] and (tmp_path / "one").read_bytes() == b"new"
+    assert unlinked == ["gone", "never there"], "a temporary that got its name is not looked for again"
 
 
-def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path: Path) -> None:
-    kept, link = tmp_path / "kept", tmp_path / "link"
-    kept.mkdir()
-    (kept / "x").touch()
-    for ignore_errors in (False, True):
-        for target in (kept, tmp_path / "nowhere"):
-            link.symlink_to(target)
-            files.remove_folder(link, ignore_errors=ignore_errors)
-            assert not link.is_symlink() and (kept / "x").exists()
-    with pytest.raises(FileNotFoundError, match="link"):
-        files.remove_folder(link)
-    files.remove_folder(link, ignore_errors=True)
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EIO])
+def test_a_folder_that_knows_no_sync_is_none_to_complain_about(tmp_path: Path, monkeypatch, number: int) -> None:
+    def fails(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fails)
+    if number == errno.EIO:
+        with pytest.raises(OSError, match=str(tmp_path)):
+            files.sync_folder(tmp_path)
+    else:
+        files.sync_folder(tmp_path)
 
 
-@pytest.mark.parametrize("read_only", [True, False])
-def test_a_read_only_disk_is_storage_and_a_denied_folder_the_users(tmp_path: Path, monkeypatch, read_only: bool) -> None:
-    """Status 6 and 2. Both deny the write to whoever asks."""
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY if read_only else 0))
-    with pytest.raises(OSError if read_only else UserError) as refused:
-        files.check_folder(tmp_path / "out", "run.output_dir")
-    status, said = ending(refused.value)
-    assert status == (6 if read_only else 2) and str(tmp_path / "out") in said
-    assert ("Read-only file system" in said) == read_only
-    assert not read_only or refused.value.errno == errno.EROFS
+@pytest.mark.parametrize("text", [b"NaN", b"[1e999]", b'"\\ud800"', b"{", b"\xff", b"[" * 100_000])
+def test_what_could_not_be_written_is_not_read(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(text)
+    with pytest.raises(UserError, match="a.json is damaged: it is not JSON"):
+        files.read_json(path)
+    tree = {"b": [1, 2.5, None], "a": "\u00e9"}
+    path.write_bytes(files.json_bytes(tree))
+    assert files.read_json(path) == tree
+    with pytest.raises(ValueError):
+        files.json_bytes(float("nan"))
+
+
+def test_only_leftovers_whose_writers_are_gone_are_removed(tmp_path: Path) -> None:
+    gone = 2**22 + 1  # more than there are processes
+    ours, another, nobody, no_number = (
+        tmp_path / f".a.{who}.0f.tmp" for who in (os.getpid(), os.getppid(), gone, "x")
+    )  # fmt: skip
+    for path in (ours, another, nobody, no_number):
+        path.touch()
+    files.remove_leftovers(tmp_path.iterdir(), idle=60)
+    assert len(list(tmp_path.iterdir())) == 4, "written a moment ago, perhaps by another machine"
+    for path in (ours, another, nobody, no_number):
+        os.utime(path, (time.time() - 100,) * 2)
+    files.remove_leftovers(tmp_path.iterdir(), idle=60)
+    assert sorted(tmp_path.iterdir()) == sorted([another, no_number])
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("20GB", 20 * 10**9),
+        ("20GiB", 20 * 2**30),
+        ("1.5 MB", 1_500_000),
+        ("3kB", 3000),
+        ("3KiB", 3072),
+        ("7B", 7),
+        ("1TB", 10**12),
+    ],
+)
+def test_sizes_have_the_units_that_they_name(text: str, count: int) -> None:
+    assert files.parse_size(text) == count
+
+
+@pytest.mark.parametrize("text", ["20", "GB", "-1GB", "7iB", "1e3GB", "20 G"])
+def test_a_size_without_a_unit_is_none(text: str) -> None:
+    with pytest.raises(ValueError, match="write a number and its unit"):
+        files.parse_size(text)

@@ -96,6 +96,7 @@ def test_gates_and_fp16_keep_the_products_of_a_recomputed_block() -> None:
     assert FLUX.unread_beside(["transformer.transformer_blocks.0.attn.to_q"], half=False) == FLUX.unread != ()
     for adapted, half in (
         ([], True), (["text_encoder.encoder.layers.0.mlp.fc1"], False),
-        (["transformer.time_text_embed.timestep_embedder"], False), (["transformer.transformer_blocks.0.norm1.linear"], False),
+        (["transformer.time_text_embed.timestep_embedder"], False),
+        (["transformer.transformer_blocks.0.norm1.linear"], False),
     ):  # fmt: skip
         assert FLUX.unread_beside(adapted, half=half) == ()
