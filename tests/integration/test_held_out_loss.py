@@ -30,7 +30,10 @@ from trainer.types import Occurrence
 
 LENGTH = 5
 TARGETS = {"sdxl": ["*attn1.to_q", "conv_in"], "flux": ["*attn.to_q"]}
-FIELDS = {"held_out_loss", "held_out_quarters", "trained_loss", "trained_quarters", "measured_photos"}
+FIELDS = {
+    *("held_out_loss", "held_out_quarters", "trained_loss", "trained_quarters"),
+    *("measured_photos", "held_out_photos", "held_out_copies"),
+}
 ON = {"validation__loss_every_steps": 2}
 
 
