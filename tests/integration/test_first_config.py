@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
 from scripts import data as data_script
@@ -123,7 +124,10 @@ def test_many_photos_hold_some_out(bench: Workbench, monkeypatch, capsys) -> Non
     assert new(bench, monkeypatch, "many") == 0
     config = configs.load("many.toml", [])
     assert config.data.held_out == 2 and config.validation.loss_every_steps > 0
-    capsys.readouterr()
+    cpu = rf"no GPU was found: this would train on the CPU, about \S+ s a step, .+ for {config.run.max_steps} steps, "
+    found = len(re.findall(cpu, capsys.readouterr().out))
+    assert cli.main(["--config", "many.toml", "--plan"]) == 0
+    assert found == len(re.findall(cpu, capsys.readouterr().out)) == (not torch.cuda.is_available())
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""How much memory a machine, or the container in it, gives a process."""
+"""How much memory a machine, or the container in it, gives a process, and how long its CPU takes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from trainer import devices
 from trainer.devices import host_memory
+from trainer.trace import Cost
 
 GIB = 2**30
 MACHINE = 64 * GIB
@@ -50,3 +52,11 @@ def test_a_containers_limit_counts(tmp_path, monkeypatch, groups: str, limits: d
 
 def test_a_system_without_groups_gives_the_machines_memory(tmp_path) -> None:
     assert host_memory(tmp_path / "none", tmp_path) == psutil.virtual_memory().total
+
+
+def test_an_estimate_adds_launches_products_and_bytes() -> None:
+    """A smaller share of the tensors makes no launch cheaper."""
+    speed = devices.Speed(flops=1e9, moved=1e8, launch=1e-3)
+    cost = Cost(launches=500, read=10**8, written=10**8, flops=4 * 10**9)
+    assert speed.seconds(cost) == pytest.approx(0.5 + 4 + 2)
+    assert speed.seconds(cost, share=0.5) == pytest.approx(0.5 + 2 + 1)
