@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -114,10 +115,9 @@ def merge(chosen: argparse.Namespace) -> None:
 
     if looks_like_an_adapter(Path(chosen.model)):
         *others, last = chosen.files
-        rest = " ".join([chosen.model, *others])
-        raise UserError(
-            f"{chosen.model} is an adapter file; the model comes first: adapter.py merge {last} {rest} {chosen.out}"
-        )
+        right = shlex.join([last, chosen.model, *others, str(chosen.out)])
+        right = "MODEL ADAPTER OUT" if looks_like_an_adapter(Path(last)) else right
+        raise UserError(f"{chosen.model} is an adapter file; the model comes first: adapter.py merge {right}")
     model, adapters = whole_model(chosen.model), []
     for given in chosen.files:
         path, strength = strength_of(given)

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -75,6 +75,7 @@ def write_first(photos: str, *, model: str | None, memory: int | None, overrides
     from trainer import config
     from trainer.data_check import data_page, report_data
     from trainer.errors import UserError
+    from trainer.files import make_folder
     from trainer.first_config import write_first_config
     from trainer.preview import preview
 
@@ -83,6 +84,9 @@ def write_first(photos: str, *, model: str | None, memory: int | None, overrides
     def show(loaded: config.Config, otherwise: str | None) -> bool:
         nonlocal told
         page = data_page(loaded)
+        if not told and not page.parent.exists():
+            undo.callback(_remove_if_empty, page.parent)
+        make_folder(page.parent, "run.output_dir")
         if not told and not page.exists():
             undo.callback(page.unlink, missing_ok=True)
         try:
@@ -97,6 +101,11 @@ def write_first(photos: str, *, model: str | None, memory: int | None, overrides
         path = write_first_config(photos, model=model, memory=memory, overrides=overrides, folder=Path(), show=show)
         undo.pop_all()
     write(f"config: {path}\nstart: python train.py --config {path} --resume_from auto")
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def size_of(text: str) -> int:

@@ -6,7 +6,7 @@ come from.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,7 @@ def write_first_config(
             _override(document, overrides)
             chosen = configs.parse(document.unwrap())
             source = open_source(chosen)
+            _set_found(document, source.found)
             _set_length(document, plan_data(resolve(chosen, source), source.family, processes=1, phases=phases), given)
             text = re.sub(r"(?<!\n)\n(?=\[)", "\n\n", tomlkit.dumps(document))  # an empty line before an added table
             head = (
@@ -156,6 +157,15 @@ def _presets(named: NamedModel, memory: int | None) -> list[Path]:
         memory = Memory.of(check_device(config), config).size
     # A card of 12 GB tells of somewhat less.
     return [sizes[size] for size in sorted(sizes, reverse=True) if size * 2**30 <= memory * 1.05] or [sizes[min(sizes)]]
+
+
+def _set_found(document: TOMLDocument, found: Mapping[str, Path]) -> None:
+    """Where the parts lie that the model's single file lacks (trainer/models/beside.py)."""
+    for name, place in found.items():
+        components = document["model"].setdefault("components", tomlkit.table(is_super_table=True))
+        table = components.setdefault(name, tomlkit.table())
+        table["path"] = place.as_posix()
+        table["path"].comment("found beside the model")
 
 
 def _set_length(document: TOMLDocument, plan: DataPlan, given: set[str]) -> None:

@@ -55,8 +55,6 @@ def preview(
     if not fits and otherwise is not None:
         write(f"does not fit: {size_text(found.total)} of {size_text(there.size)} are needed; {otherwise}")
         return False
-    smaller = [] if fits else changes(plan, there.kernels, found, there.size)
-    write(describe_memory(found, there.size, smaller, updates=config.step.accumulation))
     kept = min(config.checkpoint.keep_last, plan.max_steps) + 1  # the oldest goes when the newest is there
     needs = {"run.output_dir": (Path(config.run.output_dir), kept * found.checkpoint)}
     if config.data.cache == "disk":
@@ -65,6 +63,8 @@ def preview(
         write(line)
     if device is not None and device.type == "cpu":
         write(describe_cpu(plan, found, speed_of(plan.components[plan.family.denoiser].compute)))
+    smaller = [] if fits else changes(plan, there.kernels, found, there.size)
+    write(describe_memory(found, there.size, smaller, updates=config.step.accumulation))  # ends with whether it fits
     return fits
 
 
@@ -80,6 +80,7 @@ def disk_warnings(needs: Mapping[str, tuple[Path, int]]) -> list[str]:
         if (free := shutil.disk_usage(there).free) < size:
             lines.append(
                 f"warning: {' and '.join(keys)} need about {size_text(size)}, and the disk of {printable(there)} has "
-                f"{size_text(free)} free; free some, give another folder, or lower checkpoint.keep_last"
+                f"{size_text(free)} free; free some, give another folder"
+                + (", or lower checkpoint.keep_last" if "run.output_dir" in keys else "")
             )
     return lines

@@ -101,12 +101,13 @@ def judge(
     far = change is not None and change > TOO_FAR
     known = [(step, loss) for step, loss in _series(rows, "held_out_loss") if loss is not None]
     few = _too_few(rows, known)
+    doubtful = f"; too few to tell by the held-out loss: {few}" if few else ""
     falls = len(known) > 1 and known[-1][1] < known[0][1]
     decides = bool(known) and not few
     if decides and known[-1][1] > LOSS_TIMES * known[0][1]:
         return diverged(f"diverged: the held-out loss rose from {known[0][1]:.4g} to {known[-1][1]:.4g}")
     if far and not decides and not falls:
-        return diverged(f"probably diverged: {_beyond(change or 0, blocks)}")
+        return diverged(f"probably diverged: {_beyond(change or 0, blocks)}{doubtful}")
     if course.diverged is not None and not (course.by_weights and (decides or falls)):
         since = f"at step {course.diverged} {course.what}"
         if above := _still_above(rows, known, course):
@@ -118,7 +119,7 @@ def judge(
         it = "it" if course.rate_of == levers else course.rate_of
         said = (
             f"nothing was learned: no layer changed by more than {max(change, 1e-5):.3%} of its own weights, less than a "
-            f"picture can show; train longer or raise {levers} ({it} was at most {course.rate:.3g})"
+            f"picture can show; train longer or raise {levers} ({it} was at most {course.rate:.3g}){doubtful}"
         )
         return Verdict("nothing", said)
     changed = f" (layers changed by up to {change:.2%} of their own weights)" if change is not None else ""
@@ -199,8 +200,9 @@ def _leak(rows: Sequence[Line]) -> str:
     if not copies:
         return ""
     of = f" of the {photos:g}" if photos else ""
+    have = "has" if copies == 1 else "have"
     return (
-        f"; but {copies:g}{of} held-out photos have a near duplicate among those that are trained on: where their loss "
+        f"; but {copies:g}{of} held-out photos {have} a near duplicate among those that are trained on: where their loss "
         "falls, that may be memorising"
     )
 

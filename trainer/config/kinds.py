@@ -35,9 +35,8 @@ def expand_home(path: str, given_as: str = "") -> str:
 
     given_as: an argument of the command line, for the message; a key of the config is named by `parse`.
     """
-    if found := [escape for character, escape in ESCAPES.items() if character in path]:
-        prefix = f"{given_as} {path!r}: " if given_as else ""
-        raise UserError(f"{prefix}in double quotes TOML reads {found[0]} as one character; write / or use single quotes")
+    if not given_as and (found := [escape for character, escape in ESCAPES.items() if character in path]):
+        raise UserError(f"in double quotes TOML reads {found[0]} as one character; write / or use single quotes")
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
         prefix, home = f"{given_as} {path}: " if given_as else "", path.partition("/")[0]
