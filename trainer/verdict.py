@@ -92,10 +92,10 @@ def judge(
     course = Course(rows, levers)
 
     def diverged(said: str) -> Verdict:
-        return Verdict("diverged", f"the training has {said}; {course.remedy()}", course.diverged, course.sound)
+        return Verdict("diverged", f"{said}; {course.remedy()}", course.diverged, course.sound)
 
     if said := _not_finite(rows, blocks):
-        return diverged(f"diverged: {said}")
+        return diverged(f"the training has diverged: {said}")
     changes = [row["weight_change"] for row in rows if "weight_change" in row]
     change = largest(blocks.values()) if blocks else changes[-1] if changes else None
     far = change is not None and change > TOO_FAR
@@ -105,13 +105,13 @@ def judge(
     falls = len(known) > 1 and known[-1][1] < known[0][1]
     decides = bool(known) and not few
     if decides and known[-1][1] > LOSS_TIMES * known[0][1]:
-        return diverged(f"diverged: the held-out loss rose from {known[0][1]:.4g} to {known[-1][1]:.4g}")
+        return diverged(f"the training has diverged: the held-out loss rose from {known[0][1]:.4g} to {known[-1][1]:.4g}")
     if far and not decides and not falls:
-        return diverged(f"probably diverged: {_beyond(change or 0, blocks)}{doubtful}")
+        return diverged(f"the training has probably diverged: {_beyond(change or 0, blocks)}{doubtful}")
     if course.diverged is not None and not (course.by_weights and (decides or falls)):
         since = f"at step {course.diverged} {course.what}"
         if above := _still_above(rows, known, course):
-            return diverged(f"diverged: {since}; {above}")
+            return diverged(f"the training has diverged: {since}; {above}")
         said = f"the training came back: {since}; look at the samples; {course.remedy()}"
         return Verdict("recovered", said, course.diverged)
     moved = decides and max(abs(loss / known[0][1] - 1) if known[0][1] else 0 for _, loss in known) > FALLEN

@@ -203,11 +203,6 @@ def test_a_reader_that_goes_away_ends_it_without_a_word(outputs: Runs, models: P
     assert (done.returncode, done.stderr) in ((141, ""), (-signal.SIGPIPE, ""))
 
 
-def test_a_file_of_another_size_asks_for_its_model(outputs: Runs, capsys) -> None:
-    assert script.main(["show", str(outputs("flux lora") / "adapters" / "bear.safetensors")]) == 2
-    assert "--base" in capsys.readouterr().err
-
-
 # --- adapter.init_from ------------------------------------------------------------------------------------------------
 
 
