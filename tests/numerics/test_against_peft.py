@@ -46,8 +46,14 @@ def cast(inputs: dict, dtype: torch.dtype) -> dict:
     }
 
 
-@pytest.mark.parametrize("family", ["sdxl", "flux"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("sdxl", "fp32"),
+        ("flux", "bf16"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("sdxl", "bf16"), ("flux", "fp32"))),
+    ],
+)
 def test_five_steps(bench: Workbench, family: str, dtype: str) -> None:
     from diffusers import FluxTransformer2DModel, UNet2DConditionModel
     from peft import LoraConfig, inject_adapter_in_model

@@ -305,13 +305,15 @@ def test_compose_at_initialisation_is_the_base(fused, dtype) -> None:
         assert torch.equal(out, (z.float() + bias).to(dtype))
 
 
-# What the gradient of m is read from. The interpreter is slow: there each two of shape, rank and this meet, not all three.
+# What the gradient of m is read from. The interpreter is slow: there not all of them meet, but each rank meets fp32 and one
+# of the 16-bit dtypes, and each of these all three.
 OF = ("z0", "output", "output with bias")
 GRADIENTS = [
     (shape, dtype, rank, layout, of)
     for row, (shape, dtype) in enumerate([*ACTIVATIONS, ((1, 70), torch.float32)])
     for column, (rank, layout) in enumerate(RANKS)
     for of in (OF[(row + column) % 3 :][:1] if INTERPRETED else OF)
+    if not INTERPRETED or row == 0 or (row < 3 and column % 2 == row % 2) or (row == 3 and column in (0, 5))
 ]
 
 

@@ -81,7 +81,7 @@ def test_where_tiles_overlap_the_value_lies_between_theirs(module: AutoencoderKL
     assert ((given[..., 6:8] >= low) & (given[..., 6:8] <= high)).all()
 
 
-@pytest.mark.parametrize("size", [128, 240])
+@pytest.mark.parametrize("size", [128, pytest.param(240, marks=pytest.mark.slow)])
 def test_tiles_change_less_than_the_vae_itself_loses(module: AutoencoderKL, size: int) -> None:
     """Their norms have another mean and variance. What that changes is smaller than what encoding and decoding lose."""
     pixels = photo(size)

@@ -152,6 +152,11 @@ class Source:
     def tree(self) -> ast.Module:
         return ast.parse(self.text)
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All of the tree's, which every rule looks at."""
+        return list(ast.walk(self.tree))
+
     @property
     def module(self) -> str:
         return ".".join(["trainer", *self.path.removesuffix(".py").split("/")]).removesuffix(".__init__")
@@ -168,7 +173,7 @@ class Source:
 
     def imports(self) -> Iterator[tuple[ast.stmt, str, str]]:
         """(statement, module, name taken from it or "") of every import, wherever it stands."""
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 yield from ((node, alias.name, "") for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
@@ -179,8 +184,8 @@ class Source:
 
     def constants(self) -> Iterator[ast.Constant]:
         """Every string but docstrings."""
-        prose = {id(node.value) for node in ast.walk(self.tree) if isinstance(node, ast.Expr) and is_string(node.value)}
-        yield from (node for node in ast.walk(self.tree) if is_string(node) and id(node) not in prose)
+        prose = {id(node.value) for node in self.nodes if isinstance(node, ast.Expr) and is_string(node.value)}
+        yield from (node for node in self.nodes if is_string(node) and id(node) not in prose)
 
 
 def is_string(node: ast.AST) -> bool:
@@ -268,7 +273,7 @@ def libraries(house: Sources) -> Iterator[str]:
 
 def calls(house: Sources) -> Iterator[str]:
     for source in house.values():
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.Call):
                 text = ast.unparse(node.func)
                 for pattern, rooms in CALLS.items():
@@ -281,7 +286,7 @@ def dtypes(house: Sources) -> Iterator[str]:
         if source.is_in(DTYPES_IN):
             continue
         named = [node for node in source.constants() if node.value in LOW_DTYPES]
-        named += [n for n in ast.walk(source.tree) if isinstance(n, ast.Attribute) and n.attr in LOW_DTYPES]
+        named += [n for n in source.nodes if isinstance(n, ast.Attribute) and n.attr in LOW_DTYPES]
         yield from (source.at(node, f"{ast.unparse(node)}: a dtype is chosen in precision.py") for node in named)
 
 
@@ -290,7 +295,7 @@ def families(house: Sources) -> Iterator[str]:
         if source.room in ("models", "aliases"):  # aliases: what other trainers call them
             continue
         words = [(node, node.value) for node in source.constants()]
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             name = getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "arg", None)
             name = name or (getattr(node, "name", None) if isinstance(node, (ast.ClassDef, ast.FunctionDef)) else None)
             words += [(node, name.lower())] if name else []
@@ -316,7 +321,7 @@ def private_names(house: Sources) -> Iterator[str]:
                     aliases.add(name)
                 if re.match(PRIVATE, name):
                     yield source.at(node, f"{module}.{name} is private to its file")
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.Attribute) and re.match(PRIVATE, node.attr):
                 of_file = isinstance(node.value, ast.Name) and node.value.id in aliases
                 if of_file or (node.attr in theirs and not is_self(node.value)):
@@ -324,7 +329,7 @@ def private_names(house: Sources) -> Iterator[str]:
 
 
 def private_members(source: Source) -> Iterator[str]:
-    for owner in (node for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)):
+    for owner in (node for node in source.nodes if isinstance(node, ast.ClassDef)):
         for node in ast.walk(owner):
             if isinstance(node, ast.FunctionDef):
                 name = node.name
@@ -359,9 +364,9 @@ def paths(house: Sources) -> Iterator[str]:
     for source in house.values():
         if source.path in ("layout.py", "aliases.py"):  # the second has other programs' words
             continue
-        keys = {id(key) for node in ast.walk(source.tree) if isinstance(node, ast.Dict) for key in node.keys}
-        keys |= {id(node.slice) for node in ast.walk(source.tree) if isinstance(node, ast.Subscript)}
-        ends = {id(part) for node in ast.walk(source.tree) if isinstance(node, ast.JoinedStr) for part in node.values[1:]}
+        keys = {id(key) for node in source.nodes if isinstance(node, ast.Dict) for key in node.keys}
+        keys |= {id(node.slice) for node in source.nodes if isinstance(node, ast.Subscript)}
+        ends = {id(part) for node in source.nodes if isinstance(node, ast.JoinedStr) for part in node.values[1:]}
         for node in source.constants():
             # What follows a value in an f-string ends a name, and is none.
             names = node.value.split("/")[id(node) in ends :]
@@ -380,7 +385,7 @@ def class_names(house: Sources) -> Iterator[str]:
     """A type that a module names by an assignment is no class, and must not be called as one either."""
     found, classes = defaultdict(list), set()
     for source in house.values():
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.ClassDef):
                 found[node.name].append(source.at(node, f"class {node.name} has a namesake"))
                 classes.add(node.name)
@@ -397,7 +402,7 @@ def attributes(house: Sources) -> Iterator[str]:
     A dataclass's constructor assigns what its body annotates; elsewhere an annotation is no value.
     """
     for source in house.values():
-        for owner in (node for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)):
+        for owner in (node for node in source.nodes if isinstance(node, ast.ClassDef)):
             given = [n for n in owner.body if isinstance(n, ast.Assign) or (isinstance(n, ast.AnnAssign) and n.value)]
             given += [node for node in owner.body if isinstance(node, ast.AnnAssign) and owner.decorator_list]
             born = {target_name(target) for node in given for target in stored(node)}
