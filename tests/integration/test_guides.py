@@ -97,4 +97,4 @@ def test_the_verdicts_of_the_guide_are_those_of_the_page() -> None:
         assert fell and not unsaid(of[0].lower() + of[1:]), title
     (words,) = re.findall(r"The console has a word for\s+each: ([^.]*)\.", text)
     assert re.findall(r"`(\w+)`", words) == list(TITLES)
-    assert f'"{TITLES["learned"][0]}"' in text and f'"{TITLES["unclear"][0]}"' in text
+    assert f'"{TITLES["worse"][0]}"' in text and f'"{TITLES["unclear"][0]}"' in text
