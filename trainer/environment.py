@@ -28,7 +28,7 @@ def prepare(arguments):
 def wait_briefly():
     """Have OpenMP's threads give their core away soon while they wait, unless the user chose how they wait.
 
-    By default they first spin for 3 ms, on cores that the thread they wait for may need: beside other programs a step took
+    By default they first spin for 3 ms, on cores that the thread they wait for may need: beside four loops a step took
     60 times as long (scripts/bench/busy.py). GNU's OpenMP, which PyTorch has, reads this once, when it is loaded.
     """
     if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
