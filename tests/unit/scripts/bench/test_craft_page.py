@@ -90,7 +90,10 @@ def test_the_page(tmp_path: Path) -> None:
     assert rows[better.name].endswith("| -50.0 % (-50.0 to -50.0) | lower | -50.0 % | 1.50 | 8.0 |")
     assert "| +50.0 % | one seed |" in rows[single.name]
     assert all("| not measured |" in rows[choice.name] for choice in OTHERS[2:] if choice.against == "default")
-    assert f"with 3 seeds, but {single.name} with 1: these" in text and "The\n  default beside itself is at 1.00." in text
+    assert (
+        f"with 3 seeds, but {single.name} with 1: these" in text
+        and "The\n  default, timed in the same way against itself, gives 1.00" in text
+    )
     assert (tmp_path / "benchmarks" / "craft-CPU-2026-01-02.json").is_file()
     assert (tmp_path / "craft" / "choices-dark.png").is_file()
 
