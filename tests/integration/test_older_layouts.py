@@ -90,8 +90,10 @@ def test_layout_5_says_what_it_needs_of_the_model(home: Path, models: Path, caps
     assert script.main([*command, "--base", str(models / "flux")]) == 2
     assert "give the model with --base" in capsys.readouterr().err
     other = shutil.copytree(models / "sdxl", home / "other")
-    config = json.loads((other / "text_encoder" / "config.json").read_text())
-    (other / "text_encoder" / "config.json").write_text(json.dumps(config | {"hidden_size": 2 * config["hidden_size"]}))
+    configs_of = [other / name / "config.json" for name in ("text_encoder", "text_encoder_2")]
+    first, second = (json.loads(path.read_text()) for path in configs_of)
+    for path, config, size in zip(configs_of, (first, second), (second["hidden_size"], first["hidden_size"]), strict=True):
+        path.write_text(json.dumps(config | {"hidden_size": size}))
     assert script.main([*command, "--base", str(other)]) == 2
     assert "text_encoder.encoder.layers.0.self_attn.q_proj is not as model.path" in capsys.readouterr().err
     assert script.main([*command, "--base", str(models / "sdxl")]) == 0

@@ -334,7 +334,7 @@ def test_the_clock_saves_between_steps_and_changes_no_byte_of_the_training(bench
     assert [store.steps(bench.tmp / out / "checkpoints") for out in seen] == [[6], [4, 6], [5, 6]]
     assert len({*asked.values()}) == 1
     for out in ("some", "all"):
-        assert files_of(bench, out) == files_of(bench, "none")
+        assert files_of(bench.tmp / out) == files_of(bench.tmp / "none")
         assert metrics_of(bench.tmp / out) == metrics_of(bench.tmp / "none")
     assert "SIGUSR1" not in capsys.readouterr().out
 
@@ -358,7 +358,7 @@ def test_adapter_files_that_the_user_has_to_mend_lose_no_step(bench: Workbench, 
     assert "error: a header of 200 MB" in capsys.readouterr().err
     assert store.steps(bench.tmp / "out" / "checkpoints") == [3]
     assert start(bench, config) == start(bench, tree(bench, "whole")) == 0
-    assert files_of(bench, "out") == files_of(bench, "whole")
+    assert files_of(bench.tmp / "out") == files_of(bench.tmp / "whole")
 
 
 def test_what_is_being_written_when_the_run_breaks_is_finished(bench: Workbench, monkeypatch) -> None:
