@@ -230,7 +230,7 @@ def test_a_thousand_corruptions_are_seen(tmp_path: Path, no_sync) -> None:
 
 def test_any_change_of_the_manifest_is_seen(tmp_path: Path, no_sync) -> None:
     """Every bit flipped, every byte gone, and what JSON would forgive put in at every place."""
-    folder = store.save(tmp_path, 1, {"state.json": [b"x"], "empty": []})
+    folder = store.save(tmp_path, 1, {"state.json": [b"x"], "adapter.safetensors": []})
     path = folder / store.MANIFEST
     whole = path.read_bytes()
     changes = [whole[:i] + bytes([whole[i] ^ 1 << bit]) + whole[i + 1 :] for i in range(len(whole)) for bit in range(8)]

@@ -19,6 +19,7 @@ from trainer.layout import Layout, folder_name, step_of
 from trainer.phases import QUIET, Phases
 
 MANIFEST = "manifest.json"
+NEEDED = ("adapter.safetensors", "state.json")  # in every checkpoint: what was trained, and what the run is
 READ = (".json", ".safetensors")  # ends of the names of what is read of a checkpoint
 _NEW = re.compile(r"\.step-(\d{8})\.new\.tmp")
 _TEMPORARY = re.compile(r"\.step-\d{8}\.(new|old)\.tmp")
@@ -113,6 +114,8 @@ def problem(folder: Path, phases: Phases = QUIET) -> str | None:
             return f"{MANIFEST} is damaged (not in the form it was written in)"
         if not listed:
             return f"{MANIFEST} lists no files"
+        if lost := [name for name in NEEDED if name not in listed]:
+            return f"{MANIFEST} does not list {lost[0]!r}, which every checkpoint has"
         there = sorted(path.name for path in folder.iterdir() if path.suffix in READ)
         if unlisted := [name for name in there if name not in {MANIFEST, *listed}]:
             return f"{MANIFEST} does not list {unlisted[0]!r}"

@@ -18,8 +18,8 @@ from trainer.files import json_bytes
 FILES = {"adapter.safetensors": b"a" * 100, "state.json": b"{}"}
 
 
-def save(root, step: int) -> None:
-    store.save(root, step, {name: [data] for name, data in FILES.items()})
+def save(root, step: int, state: bytes = FILES["state.json"], **how) -> None:
+    store.save(root, step, {name: [data] for name, data in (FILES | {"state.json": state}).items()}, **how)
 
 
 def test_newest_valid_and_prune(tmp_path) -> None:
@@ -44,7 +44,7 @@ def test_another_checkpoint_of_a_step_sets_the_first_aside(tmp_path, monkeypatch
     save(tmp_path, 3)
     first = {path.name: path.read_bytes() for path in (tmp_path / "step-00000003").iterdir()}
     for name in ("superseded-step-00000003", "superseded-step-00000003-2"):
-        store.save(tmp_path, 3, {"state.json": [name.encode()]}, instead=True)
+        save(tmp_path, 3, name.encode(), instead=True)
         assert store.problem(tmp_path / "step-00000003") is None
         assert (tmp_path / "step-00000003" / "state.json").read_bytes() == name.encode()
         assert store.problem(tmp_path / name) is None
@@ -60,7 +60,7 @@ def test_another_checkpoint_of_a_step_sets_the_first_aside(tmp_path, monkeypatch
 
     monkeypatch.setattr(os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        store.save(tmp_path, 3, {"state.json": [b"third"]}, instead=True)
+        save(tmp_path, 3, b"third", instead=True)
     assert store.problem(tmp_path / "superseded-step-00000003-3") is None
     found, (told,) = store.find(tmp_path, "auto")
     assert (found / "state.json").read_bytes() == b"third"
@@ -82,7 +82,7 @@ def test_what_is_set_aside_again_and_again_does_not_pile_up(tmp_path) -> None:
         assert len(store.set_aside(tmp_path, after=1)) == (2 if times == 0 else 0)
         assert names() == ["step-00000002", "step-00000003"], "the same bytes are there"
     for number in range(2, 13):
-        store.save(tmp_path, 3, {"state.json": [b"%d" % number]})
+        save(tmp_path, 3, b"%d" % number)
         assert [path.name for path in store.set_aside(tmp_path, after=1)] == [f"superseded-step-00000003-{number}"]
         assert names() == ["step-00000002", "step-00000003", f"step-00000003-{number}"]
     assert (tmp_path / "superseded-step-00000003-12" / "state.json").read_bytes() == b"12"
@@ -92,7 +92,7 @@ def test_what_is_set_aside_again_and_again_does_not_pile_up(tmp_path) -> None:
     assert [path.name for path in store.set_aside(tmp_path, after=1)] == ["superseded-step-00000002-2"]
     # In its own place: a copy is no other checkpoint.
     for _ in range(2):
-        store.save(tmp_path, 1, {"state.json": [b"another"]}, instead=True)
+        save(tmp_path, 1, b"another", instead=True)
         assert names()[:2] == ["step-00000001", "step-00000002"]
     assert not list(tmp_path.glob(".*"))
 
@@ -129,12 +129,24 @@ def unlisted(folder) -> None:
     (folder / "adapter.safetensors").write_bytes(b"b" * 100)
 
 
+def without_the_adapter(folder) -> None:
+    relisted(folder, lambda listed: listed.pop("adapter.safetensors"))
+    (folder / "adapter.safetensors").unlink()
+
+
+def without_the_state(folder) -> None:
+    relisted(folder, lambda listed: listed.pop("state.json"))
+    (folder / "state.json").unlink()
+
+
 EDITED = {
     outside: "manifest.json lists '../secret', which is no name of a file",
     absolute: "adapter.safetensors', which is no name of a file",
     pipe: "pipe is no file",
     pipe_for_a_manifest: "manifest.json is no file",
     unlisted: "manifest.json does not list 'adapter.safetensors'",
+    without_the_adapter: "manifest.json does not list 'adapter.safetensors', which every checkpoint has",
+    without_the_state: "manifest.json does not list 'state.json', which every checkpoint has",
 }
 
 

@@ -296,7 +296,8 @@ def test_a_run(inspect, checkpoint: Path) -> None:
     assert status == 2 and "auto goes on" not in printed
     assert errors == f"error: no checkpoint in {root} is valid; --resume_from auto refuses to start\n"
     rewritten = json.loads((root / "superseded-step-00000070-2" / "state.json").read_text()) | {"layout": 2}
-    store.save(root, 90, {"state.json": [files.json_bytes(rewritten)]})
+    adapter = (root / "step-00000060" / "adapter.safetensors").read_bytes()
+    store.save(root, 90, {"state.json": [files.json_bytes(rewritten)], "adapter.safetensors": [adapter]})
     status, printed, errors = inspect(root)
     assert status == 2 and "checkpoint layout 2, this version reads 5 to 6" in errors
     assert f"error: --resume_from auto refuses to go on from {root / 'step-00000090'}: " in errors
