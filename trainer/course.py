@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import fmean, median
-from typing import Any
+from typing import Any, TypeGuard
 
 Line = Mapping[str, Any]  # a line of metrics.jsonl
 
@@ -22,6 +22,8 @@ LOSS_TIMES, GRAD_TIMES = 4.0, 20.0
 TOO_FAR, TOO_LITTLE = 1.0, 5e-4
 # The field that tells on which photos, captions and draws a held-out loss was measured: of others it is another curve.
 PHOTOS = "measured_photos"
+# Losses at fixed draws: the field, and whose it is.
+FIXED = {"held_out_loss": "held-out", "trained_loss": "trained"}
 
 # What an update's size depends on, as a user knows it. Groups may have other rates than the first: see `rates`.
 LR = "optimizer.lr"
@@ -45,6 +47,8 @@ class Course:
         self.diverged: int | None = None
         self.what, self.before = "", 0  # before: the last step that has no part in it
         self.by_weights = False  # what left its range were the weights, and no loss or gradient
+        self.not_finite: tuple[int, str] | None = None  # the first step with a value that is none, and which it was
+        self.unusable: set[tuple[object, str]] = set()  # (which photos, field) that was none before any step changed it
         self._held_out: list[tuple[object, float]] = []  # (which photos, loss)
         self.sound = 0  # as of Verdict: weights are measured seldom, and may have left their range long before
         self._window: deque[tuple[int, float, float]] = deque()  # the last ones, of _within images
@@ -66,21 +70,27 @@ class Course:
             self.rate_of = "the rate it found" if "d" in row else HIGHEST if "highest_lr" in row else LR
         if step == 1:
             self.first_rate = rate
-        self._hear(row.get("at_start", {}))
+        self._hear_start(row.get("at_start", {}))
         if said := self.measured(step, row):
             return said
+        # A step that is left out has no loss: the loss scaler looks for its scale, or the policy left it out.
+        if "loss" in row and not row.get("skipped", False) and not is_finite(row["loss"]):
+            return self._met(step, "the loss of the step is not finite")
         if said := self._said(step, self._out_of_range(row, images)):
             self.sound = self.before
         return said
 
     def measured(self, step: int, fields: Line) -> str | None:
         """As `add`, of what was measured after a step whose line was there already."""
-        self._hear(fields)
+        for field, whose in FIXED.items():
+            if field in fields and (fields.get(PHOTOS), field) not in self.unusable and not is_finite(fields[field]):
+                return self._met(step, f"the loss of the {whose} photos is not finite")
+        if is_finite(loss := fields.get("held_out_loss")):
+            self._held_out.append((fields.get(PHOTOS), loss))
         if "weight_change" not in fields:
             return None
-        change = finite_or_nan(fields["weight_change"])
-        if not math.isfinite(change):
-            return self._said(step, "layers changed to no finite number")
+        if not is_finite(change := fields["weight_change"]):
+            return self._met(step, "layers changed to no finite number")
         if change > TOO_FAR:
             if self._held_out_falls():
                 return None
@@ -89,9 +99,16 @@ class Course:
         self.sound = step if self.diverged is None else self.sound
         return None
 
-    def _hear(self, fields: Line) -> None:
-        if (loss := fields.get("held_out_loss")) is not None and math.isfinite(loss):
+    def _hear_start(self, fields: Line) -> None:
+        """What is not finite before a step is no step's doing, but a photo's or the model's. Later it tells nothing."""
+        self.unusable |= {(fields.get(PHOTOS), field) for field in FIXED if field in fields and not is_finite(fields[field])}
+        if is_finite(loss := fields.get("held_out_loss")):
             self._held_out.append((fields.get(PHOTOS), loss))
+
+    def _met(self, step: int, what: str) -> str | None:
+        """As `_said`, of a value that is not finite."""
+        self.not_finite = self.not_finite or (step, what)
+        return self._said(step, what)
 
     def _held_out_falls(self) -> bool:
         losses = [loss for mark, loss in self._held_out if mark == self._held_out[-1][0]]
@@ -170,5 +187,10 @@ def _level(window: Collection[tuple[int, float, float]]) -> tuple[float, float]:
     return fmean(loss for _, loss, _ in window), median(norm for *_, norm in window)
 
 
-def finite_or_nan(value: float | None) -> float:
-    return math.nan if value is None else value
+def is_finite(value: float | None) -> TypeGuard[float]:
+    return value is not None and math.isfinite(value)
+
+
+def moved_by(change: float) -> str:
+    """||dW|| / ||W|| of the layer that moved most, in words that no rounding makes untrue."""
+    return "0%" if change == 0 else f"up to {change:.2%}" if change >= 1e-4 else "less than 0.01%"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal
 
-from trainer.course import LOSS_TIMES, LR, PHOTOS, TOO_FAR, TOO_LITTLE, Course, Line, finite_or_nan
+from trainer.course import FIXED, LOSS_TIMES, LR, PHOTOS, TOO_FAR, TOO_LITTLE, Course, Line, is_finite, moved_by
 
 # A fall of the held-out loss is learning, a rise from its lowest value is memorising: shares. Draws are fixed, so neither is
 # noise. Of the losses of steps, which jitter: standard errors of their ranks, for a fall, and for a rise after an alarm.
@@ -94,12 +94,13 @@ def judge(
     def diverged(said: str) -> Verdict:
         return Verdict("diverged", f"{said}; {course.remedy()}", course.diverged, course.sound)
 
-    if said := _not_finite(rows, blocks):
+    if said := _not_finite(rows, blocks, course):
         return diverged(f"the training has diverged: {said}")
     changes = [row["weight_change"] for row in rows if "weight_change" in row]
     change = largest(blocks.values()) if blocks else changes[-1] if changes else None
     far = change is not None and change > TOO_FAR
-    known = [(step, loss) for step, loss in _series(rows, "held_out_loss") if loss is not None]
+    useless = [field for field in FIXED if (mark_of(rows), field) in course.unusable]
+    known = [] if "held_out_loss" in useless else _finite(_series(rows, "held_out_loss"))
     few = _too_few(rows, known)
     doubtful = f"; too few to tell by the held-out loss: {few}" if few else ""
     falls = len(known) > 1 and known[-1][1] < known[0][1]
@@ -122,31 +123,39 @@ def judge(
             f"picture can show; train longer or raise {levers} ({it} was at most {course.rate:.3g}){doubtful}"
         )
         return Verdict("nothing", said)
-    changed = f" (layers changed by up to {change:.2%} of their own weights)" if change is not None else ""
+    changed = f" (layers changed by {moved_by(change)} of their own weights)" if change is not None else ""
     if not known:
-        return _by_steps(rows, changed)
-    if few:
+        found = _by_steps(rows, changed, bool(useless))
+    elif few:
         found = Verdict("unclear", f"too few to tell: {few}{changed}; {LOOK}")
     else:
-        found = _by_held_out(rows, known, changed, levers, kept)
-    leak = _leak(rows)
-    return replace(found, sentence=found.sentence + leak, doubt=found.doubt or far or bool(leak))
+        trained = {} if "trained_loss" in useless else dict(_finite(_series(rows, "trained_loss")))
+        found = _by_held_out(known, trained, changed, levers, kept)
+    beside = _leak(rows) + _useless(useless)
+    return replace(found, sentence=found.sentence + beside, doubt=found.doubt or far or bool(beside))
 
 
-def _not_finite(rows: Sequence[Line], blocks: Mapping[str, float] | None) -> str:
-    """In words, which weight or loss is not finite at the end; "" where none is."""
-    spoilt = [name for name, moved in (blocks or {}).items() if not math.isfinite(moved)]
-    changes = [finite_or_nan(row["weight_change"]) for row in rows if "weight_change" in row]
-    if spoilt or (not blocks and changes and not math.isfinite(changes[-1])):
-        return f"{f'in {spoilt[0]} ' if spoilt else ''}a layer changed to no finite number"
-    for kind in ("held-out", "trained"):
-        told = _series(rows, f"{kind.replace('-', '_')}_loss")
-        if told and not math.isfinite(finite_or_nan(told[-1][1])):
-            return f"at step {told[-1][0]} the loss of the {kind} photos is not finite"
-    # The loss scaler skips a step to find its scale, whose loss is none.
-    if rows and not rows[-1].get("skipped", False) and not math.isfinite(finite_or_nan(rows[-1].get("loss"))):
-        return f"the loss of step {rows[-1]['step']} is not finite"
-    return ""
+def _not_finite(rows: Sequence[Line], blocks: Mapping[str, float] | None, course: Course) -> str:
+    """In words, which weight or loss is not finite at the end, or was at any step; "" where none was."""
+    if spoilt := [name for name, moved in (blocks or {}).items() if not math.isfinite(moved)]:
+        return f"in {spoilt[0]} a layer changed to no finite number"
+    if course.not_finite is None:
+        return ""
+    step, what = course.not_finite
+    later = [(at, loss) for at, loss in _finite(_series(rows, "held_out_loss")) if at > step]
+    since = f", though the held-out loss of step {later[-1][0]} is: {later[-1][1]:.4g}" if later else ""
+    return f"at step {step} {what}{since}"
+
+
+def _useless(fields: Sequence[str]) -> str:
+    """Which losses tell nothing, and why; "" where all do. fields: of FIXED."""
+    if not fields:
+        return ""
+    whose = " and ".join(FIXED[field] for field in fields)
+    return (
+        f"; the loss of the {whose} photos tells nothing: it was not finite before any step changed it (look at these "
+        "photos, and at precision.compute)"
+    )
 
 
 def _beyond(change: float, blocks: Mapping[str, float] | None) -> str:
@@ -208,10 +217,9 @@ def _leak(rows: Sequence[Line]) -> str:
 
 
 def _by_held_out(
-    rows: Sequence[Line], known: Sequence[tuple[int, float]], changed: str, levers: str, kept: Iterable[int] | None
+    known: Sequence[tuple[int, float]], trained: Mapping[int, float], changed: str, levers: str, kept: Iterable[int] | None
 ) -> Verdict:
-    """What a run is called that has not diverged, and changed something or may have."""
-    trained = {step: value for step, value in _series(rows, "trained_loss") if value is not None}
+    """What a run is called that has not diverged, and changed something or may have. known, trained: losses by step."""
     (first, start), (last, now), (best, lowest) = known[0], known[-1], min(known, key=lambda pair: pair[1])
     fell = lowest < start * (1 - FALLEN)
     best = best if fell else first
@@ -255,8 +263,8 @@ def _take(best: int, last: int, kept: Iterable[int] | None) -> str:
     return f"take step {nearest}" + ("" if nearest == best else ", the nearest that is kept")
 
 
-def _by_steps(rows: Sequence[Line], changed: str) -> Verdict:
-    """As `_by_held_out`, where that was not measured."""
+def _by_steps(rows: Sequence[Line], changed: str, useless: bool) -> Verdict:
+    """As `_by_held_out`, where that was not measured. useless: it was, and tells nothing."""
     losses = [row["loss"] for row in rows if row.get("loss") is not None]
     early, late = losses[: max(TOLD, len(losses) // 5)], losses[-max(TOLD, len(losses) // 3) :]
     if len(losses) >= 2 * TOLD and _fall(early, late) > ERRORS:
@@ -264,6 +272,8 @@ def _by_steps(rows: Sequence[Line], changed: str) -> Verdict:
         said = f"{measured}, from {fmean(early):.4g} to {fmean(late):.4g}{changed}; {LOOK}"
         said += "; only held-out photos can tell whether it is more than memorising"
         return Verdict("learned", said, measured=measured, doubt=True)
+    if useless:
+        return Verdict("unclear", f"the loss of the steps jitters more than it fell{changed}; {LOOK}")
     return Verdict(
         "unclear",
         f"the loss of the steps jitters more than it fell{changed}; look at the samples, or set validation.loss_every_steps",
@@ -282,6 +292,10 @@ def _series(rows: Sequence[Line], field: str) -> list[tuple[int, float | None]]:
     """(step, value), of the photos that were measured last."""
     every = [(step, found) for step, found in _measured(rows) if field in found]
     return [(step, found[field]) for step, found in every if found.get(PHOTOS) == every[-1][1].get(PHOTOS)]
+
+
+def _finite(series: Iterable[tuple[int, float | None]]) -> list[tuple[int, float]]:
+    return [(step, value) for step, value in series if is_finite(value)]
 
 
 def _newest(rows: Sequence[Line], field: str) -> float | None:

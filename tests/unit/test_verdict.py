@@ -302,6 +302,28 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, float] | None, str, list[str]]] 
     "a trained loss that is none": (
         {"held_out": FALLS, "trained": [*FALLS[:4], None]}, SMALL, "diverged", ["at step 40 the loss of the trained"],
     ),
+    "a held-out loss that is none in mid-run": (
+        {"held_out": [1.131, 0.9, None, 0.6, 0.531]}, SMALL, "diverged",
+        ["at step 20 the loss of the held-out photos is not finite, though the held-out loss of step 40 is: 0.531;", RATE],
+    ),
+    "a trained loss that is none in mid-run": (
+        {"held_out": FALLS, "trained": [1, None, 1, 1, 1]}, SMALL, "diverged",
+        ["at step 10 the loss of the trained photos is not finite, though"],
+    ),
+    "weights that are none, and later are some": (
+        {"held_out": FALLS, "weights": {16: None, 32: 0.2}}, SMALL, "diverged", ["at step 16 layers changed to no finite"],
+    ),
+    "a held-out loss that never was one": (
+        {"held_out": [None] * 5, "trained": FALLS}, SMALL, "unclear",
+        ["jitters", "the loss of the held-out photos tells nothing: it was not finite before any step changed it"],
+    ),
+    "a trained loss that never was one": (
+        {"held_out": FALLS, "trained": [None, 1, None, 1, None]}, SMALL, "learned",
+        [f"{SEEN} fell by 53 %", "the loss of the trained photos tells nothing: it was not finite before"],
+    ),
+    "next to no change": (
+        {"held_out": FALLS}, {"unet.a": 3e-6}, "learned", [" (layers changed by less than 0.01% of their own weights)"],
+    ),
     "memorising": (
         {"held_out": [1, 0.8, 0.9, 1.0], "trained": [1, 0.7, 0.4, 0.2]}, SMALL, "memorising",
         ["fell from 1 to 0.8 at step 10, and rose to 1 since", "by heart", "take step 10"],
@@ -348,23 +370,39 @@ def test_there_are_twenty_runs_and_each_kind_is_among_them() -> None:
 
 @given(
     st.lists(st.floats(0.01, 10), min_size=3, max_size=8), st.integers(1, 8), st.floats(1e-6, 1e3),
-    st.sampled_from([None, "weights", "held-out", "trained"]),
+    st.sampled_from([None, "weights", "held-out", "trained"]), st.data(),
 )  # fmt: skip
-def test_what_is_not_finite_has_diverged_and_what_fell_at_every_measurement_has_not(losses, photos, change, spoilt) -> None:
+def test_what_is_not_finite_has_diverged_and_what_fell_at_every_measurement_has_not(
+    losses, photos, change, spoilt, data
+) -> None:
+    """At any measurement, but for the one before the first step: no step made that."""
     losses = sorted(set(losses), reverse=True)
+    after = data.draw(st.integers(0, len(losses) - 1), "measurement that is spoilt")
     rows = constructed(losses, photos=photos, weights={16: change})
     if spoilt == "weights":
         rows[15]["weight_change"] = None
     elif spoilt:
-        place = rows[10 * (len(losses) - 1) - 1] if len(losses) > 1 else rows[0]["at_start"]
+        place = rows[10 * after - 1] if after else rows[0]["at_start"]
         place[f"{spoilt.replace('-', '_')}_loss"] = None
     found = judge(rows)
-    if spoilt:
+    if spoilt == "weights" or (spoilt and after):
         assert found.kind == "diverged"
+    elif spoilt:  # before the first step
+        assert found.kind != "diverged" or change > course.TOO_FAR
     elif len(losses) > 1:
         assert found.kind != "diverged" and "diverged" not in found.sentence
         if photos < 4 or len(losses) < 3:
             assert found.kind in ("unclear", "nothing") and found.kind == "nothing" or "too few to tell" in found.sentence
+
+
+def test_a_measured_loss_that_is_none_is_an_alarm_and_what_came_after_it_is_not_sound() -> None:
+    rows = constructed([1.131, 0.9, None, 0.6, 0.531], weights={16: 0.1, 32: 0.2})
+    (said,) = warnings(rows)
+    assert said.startswith("step 20: the run is diverging: the loss of the held-out photos is not finite; most often")
+    assert (judge(rows).step, judge(rows).sound) == (20, 16)
+    (said,) = warnings([row | ({"loss": None} if row["step"] == 30 else {}) for row in constructed(FALLS)])
+    assert said.startswith("step 30: the run is diverging: the loss of the step is not finite")
+    assert not warnings([row | ({"loss": None, "skipped": True} if row["step"] == 30 else {}) for row in constructed(FALLS)])
 
 
 def test_weights_are_no_alarm_while_the_held_out_loss_falls() -> None:
@@ -409,3 +447,8 @@ def test_the_highest_rate_of_all_groups_is_what_is_blamed() -> None:
     assert course.rates((1e-3, 1e-3)) == {"lr": 1e-3} and course.rates((1e-3, 1.6e-2)) == {"lr": 1e-3, "highest_lr": 1.6e-2}
     (said,) = warnings([row | {"highest_lr": 1.6e-2} for row in log([0.2] * 20 + [2.0] * 20, lr=1e-3)])
     assert "the highest rate of a group (optimizer.lr times lora_plus, magnitude_lr" in said and "was 0.016 at step 1" in said
+
+
+def test_a_change_of_weights_is_said_as_no_less_and_no_more_than_it_is() -> None:
+    said = {0.0: "0%", 1e-12: "less than 0.01%", 9.9e-5: "less than 0.01%", 1e-4: "up to 0.01%", 0.065: "up to 6.50%"}
+    assert {change: course.moved_by(change) for change in said} == said

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 from urllib.parse import quote
 
-from trainer.course import PHOTOS
+from trainer.course import PHOTOS, moved_by
 from trainer.errors import NonFiniteError
 from trainer.phases import duration
 from trainer.report import curves
@@ -175,7 +175,7 @@ def _numbers(history: History) -> list[str]:
     return [
         f"{held_out[-1]:.4g}, lowest {min(held_out):.4g}" if held_out else "-",
         "-" if averaged is None else f"{averaged:.4g}",
-        "-" if change is None else f"{change:.2%}",
+        "-" if change is None else moved_by(change),
         f"{sorted(seconds)[len(seconds) // 2]:.3g} s" if seconds else "-",
         size(int(max(peaks))) if peaks else "-",
     ]

@@ -8,15 +8,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from trainer.course import moved_by
 from trainer.phases import duration
 from trainer.report import curves
 from trainer.report.history import History
 from trainer.report.tables import shown, size
 from trainer.verdict import BAD, LOOK, MEASUREMENTS, Kind, Verdict, judge
 
-# Title of a verdict: while the run goes on, and once it does not.
+# Title of a verdict: while the run goes on, and once it does not. That of "learned" says what was measured.
 TITLES: Mapping[Kind, tuple[str, str]] = {
-    "learned": ("The loss falls", "The loss fell"),
     "memorising": ("It is learning the photos by heart", "It learned the photos by heart"),
     "worse": ("It is getting worse", "It got worse"),
     "diverged": ("It has diverged", "It has diverged"),
@@ -94,7 +94,6 @@ def judged(
         return Judgement("open", "Too early to tell.", "No step had been made when this page was written.", "")
     kept = sorted(kept)
     found = judge(history.rows, blocks, levers, kept)
-    title = TITLES[found.kind][not state.alive]
     known = [(step, value) for step, value in history.series("held_out_loss") if value is not None]
     if found.kind == "learned":
         # Whether it is good no number tells: what was measured is said, and nothing more.
@@ -103,6 +102,8 @@ def judged(
             title += ", and still falls" if state.alive else ", and was still falling"
         elif found.step is not None:
             title += f", but was lowest at step {found.step:,}"
+    else:
+        title = TITLES[found.kind][not state.alive]
     said = _said(found.sentence.removeprefix(found.measured).removeprefix(", "))
     tone = KINDS.get(found.kind, "bad" if found.bad else "open")
     if found.kind == "learned" and found.doubt:
@@ -123,7 +124,11 @@ def _said(sentence: str) -> str:
 def _not_yet(found: Verdict, history: History) -> str:
     """In mid-run, where a remedy would come too early."""
     moved = history.newest("weight_change")
-    told = f": by step {moved[0]:,} no layer has changed by more than {moved[1]:.3%} of its own weights" if moved else ""
+    told = (
+        f": by step {moved[0]:,} no layer has changed by more than {max(moved[1], 1e-5):.3%} of its own weights"
+        if moved
+        else ""
+    )
     if found.kind == "nothing":
         return f"The weights have hardly moved{told}"
     if 0 < (measured := len(history.values("held_out_loss"))) < MEASUREMENTS:
@@ -170,7 +175,7 @@ def figures(history: History, blocks: Mapping[str, float | None]) -> dict[str, s
         found["Learning rate"] = f"{rate:.3g}"
     if blocks:
         moved = [change for change in blocks.values() if change is not None and math.isfinite(change)]
-        found["Weights changed by"] = f"up to {max(moved):.2%}" if len(moved) == len(blocks) else "no finite number"
+        found["Weights changed by"] = moved_by(max(moved)) if len(moved) == len(blocks) else "no finite number"
     if seconds := history.values("seconds"):
         last = sorted(seconds[-200:])
         found["Time of a step"] = f"{last[len(last) // 2]:.3g} s"
