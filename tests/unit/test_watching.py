@@ -11,6 +11,8 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -123,6 +125,58 @@ def test_losses_of_other_photos_are_not_called_comparable(tmp_path: Path, browse
     for name, mark in (("one", "a"), ("two", "b")):
         write_run(tmp_path / name, lr=1e-4, losses=[0.5, 0.4], colour="red", mark=mark)
     assert "not with one another" in browse(tmp_path).text("/")
+
+
+def seeds(root: Path, *curves: list[float]) -> None:
+    """Runs that differ in their seed alone. curves: the losses of each, twice those of held-out photos."""
+    for seed, losses in enumerate(curves):
+        layout = write_run(root / f"seed-{seed}", lr=1e-4, losses=losses, colour="red")
+        text = layout.config.read_text().replace("max_steps = 4\n", f"max_steps = 4\nseed = {seed}\n")
+        layout.config.write_text(text)
+
+
+def test_runs_of_other_seeds_are_one_line_in_a_band_from_the_lowest_to_the_highest(tmp_path: Path) -> None:
+    """The band's corners, read back from the chart, are the values; a run that is behind ends its part of it."""
+    seeds(tmp_path, [0.9, 0.8, 0.7, 0.2], [0.8, 0.9, 0.4, 0.6], [0.7, 0.4])
+    write_run(tmp_path / "z", lr=1e-3, losses=[0.5, 0.5], colour="red")
+    page = compare(*Runs([tmp_path]).seen(), 50)
+    assert page.count("3 runs that differ in their seed alone, held-out loss 0.1 to 0.3") == 1
+    assert page.count('<i class="swatch line0"></i>') == 3 and page.count('<i class="swatch line1"></i>') == 1
+    chart = page.partition("<b>Held-out loss</b>")[2].partition("</figure>")[0]
+    first, last, low, high, log = json.loads(unescape(re.search('data-axes="(.*?)"', chart)[1]))
+    assert not log
+
+    def corners(path: str) -> list[tuple[float, float]]:
+        points = re.findall(r"([\d.]+) ([\d.]+)", re.search(rf'<path class="{path}"[^>]* d="(.*?)"/>', chart)[1])
+        places = [(first + float(x) / 1000 * (last - first), high - float(y) / 1000 * (high - low)) for x, y in points]
+        return [(pytest.approx(step, abs=0.01), pytest.approx(value, abs=1e-3)) for step, value in places]
+
+    assert corners("band0") == [(1, 0.35), (2, 0.2), (3, 0.2), (4, 0.1), (4, 0.3), (3, 0.35), (2, 0.45), (1, 0.45)]
+    assert corners("line0") == [(1, 0.4), (2, 0.4), (3, 0.275), (4, 0.2)]
+    assert 'class="band1"' not in page and 'data-name="seed-0 (3 runs)"' in chart and 'data-name="z"' in chart
+    assert "are one line, their median, in a band" in page
+
+
+def test_runs_that_measure_other_photos_are_no_band(tmp_path: Path) -> None:
+    for name, mark in (("one", "a"), ("two", "b")):
+        write_run(tmp_path / name, lr=1e-4, losses=[0.5, 0.4], colour="red", mark=mark)
+    page = compare(*Runs([tmp_path]).seen(), 50)
+    assert "band" not in page.partition("<body")[2] and "seed alone" not in page
+
+
+def test_each_config_is_read_once_however_many_runs_there_are(tmp_path: Path) -> None:
+    """To find which runs differ in their seed alone; each with each would be 144 times."""
+
+    class Config(dict):
+        def items(self):
+            looks.append(self["run.name"])
+            return super().items()
+
+    looks: list[str] = []
+    seeds(tmp_path, *[[0.5, 0.4]] * 12)
+    seen = [replace(run, config=Config(run.config)) for run in Runs([tmp_path]).seen()[0]]
+    assert "12 runs that differ in their seed alone" in compare(seen, {}, 50)
+    assert sorted(looks) == sorted(run.name for run in seen)
 
 
 def test_what_is_written_later_is_seen(runs: Path, browse) -> None:

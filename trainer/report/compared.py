@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
@@ -76,10 +76,10 @@ class Seen:
 def compare(runs: Sequence[Seen], unread: Mapping[str, str], now: float | None = None) -> str:
     """The page as text. unread: by name, why the files of a run could not be read. now: Unix time; None: the present."""
     now = time.time() if now is None else now
-    alive = any(run.state(now).alive for run in runs)
+    alive, groups = any(run.state(now).alive for run in runs), _groups(runs)
     parts = {
-        "Runs": _table(runs, now) + _left_out(runs, unread),
-        "Curves": _curves(runs),
+        "Runs": _table(groups, now) + _left_out(runs, unread),
+        "Curves": _curves(groups),
         "Samples": _samples(runs),
         "What differs in their configs": _differences(runs),
     }
@@ -98,8 +98,20 @@ def compare(runs: Sequence[Seen], unread: Mapping[str, str], now: float | None =
     return document(title, "comparison", "\n".join(body), told)
 
 
-def _table(runs: Sequence[Seen], now: float) -> str:
-    if not runs:
+def _groups(runs: Sequence[Seen]) -> list[list[Seen]]:
+    """Runs that differ in their seed alone are one group, in the order of their first ones. One without a config is alone.
+
+    What they measure is the same, too: a seed changes no held-out photo, the data may.
+    """
+    groups: dict[Any, list[Seen]] = {}
+    for place, run in enumerate(runs):
+        told = frozenset((key, repr(value)) for key, value in run.config.items() if key not in {*OWN, "run.seed"})
+        groups.setdefault((told, _mark(run.history)) if told else place, []).append(run)
+    return list(groups.values())
+
+
+def _table(groups: Sequence[Sequence[Seen]], now: float) -> str:
+    if not groups:
         return '<p class="soft">No run has written anything here yet.</p>'
     head = [
         "Run",
@@ -111,39 +123,27 @@ def _table(runs: Sequence[Seen], now: float) -> str:
         "Time of a step",
         "Peak memory",
     ]
-    rows, before = [], None
-    for place, run in sorted(enumerate(runs), key=lambda pair: _group(pair[1], runs)):
-        number, many = _group(run, runs)
-        if many > 1 and number != before:
-            ends = [
-                found[-1]
-                for other in runs
-                if _group(other, runs)[0] == number
-                if (found := other.history.values("held_out_loss"))
-            ]
+    rows = []
+    for place, group in enumerate(groups):
+        if len(group) > 1:
+            ends = [found[-1] for run in group if (found := run.history.values("held_out_loss"))]
             band = f", held-out loss {min(ends):.4g} to {max(ends):.4g}" if ends else ""
-            said = f"{many} runs that differ in their seed alone{band}"
+            said = f"{len(group)} runs that differ in their seed alone{band}"
             rows.append([f'<th colspan="{len(head)}" scope="rowgroup" class="soft">{said}</th>'])
-        before = number
-        history, state = run.history, run.state(now)
-        judgement = judged(history, state, kept=run.kept, levers="the learning rate")
-        link = f'<a href="{escape(run.link)}report.html">{escape(run.name)}</a>'
-        swatch = f'<i class="swatch line{place}"></i>' if place < DRAWN else ""
-        best = f'<div class="soft">{escape(judgement.best)}</div>' if judgement.best else ""
-        said = f'<td class="said">{escape(judgement.title)}{best}</td>'
-        cells = [f"<td>{swatch}<b>{link}</b></td>", f"<td>{escape(_state(run, state, now))}</td>", said]
-        rows.append(cells + [f'<td class="number">{number}</td>' for number in _numbers(history)])
+        rows += [_row(run, f"line{place}" if place < DRAWN else "", now) for run in group]
     return grid([f'<th scope="col">{title}</th>' for title in head], rows, ' class="runs"')
 
 
-def _group(run: Seen, runs: Sequence[Seen]) -> tuple[int, int]:
-    """(place of the first run that differs from this one in its seed alone, how many there are)."""
-
-    def told(seen: Seen) -> dict[str, Any]:
-        return {key: value for key, value in seen.config.items() if key not in {*OWN, "run.seed"}}
-
-    places = [place for place, other in enumerate(runs) if told(other) == told(run) and (told(run) or other is run)]
-    return places[0], len(places)
+def _row(run: Seen, line: str, now: float) -> list[str]:
+    """line: as of Curve; "" where it has none."""
+    history, state = run.history, run.state(now)
+    judgement = judged(history, state, kept=run.kept, levers="the learning rate")
+    link = f'<a href="{escape(run.link)}report.html">{escape(run.name)}</a>'
+    swatch = f'<i class="swatch {line}"></i>' if line else ""
+    best = f'<div class="soft">{escape(judgement.best)}</div>' if judgement.best else ""
+    said = f'<td class="said">{escape(judgement.title)}{best}</td>'
+    cells = [f"<td>{swatch}<b>{link}</b></td>", f"<td>{escape(_state(run, state, now))}</td>", said]
+    return cells + [f'<td class="number">{number}</td>' for number in _numbers(history)]
 
 
 def _left_out(runs: Sequence[Seen], unread: Mapping[str, str]) -> str:
@@ -181,46 +181,61 @@ def _numbers(history: History) -> list[str]:
     ]
 
 
-def _curves(runs: Sequence[Seen]) -> str:
+def _curves(groups: Sequence[Sequence[Seen]]) -> str:
+    runs = [run for group in groups for run in group]
     steps: list[tuple[float, float | None]] = [(0, None), (max((run.history.step for run in runs), default=0), None)]
 
-    def chart(title: str, unit: str, series: Callable[[History], Series], about: str = "", *, wide: bool = False) -> str:
-        lines = [Curve(run.name, series(run.history), f"line{place}") for place, run in enumerate(runs[:DRAWN])]
+    def chart(
+        title: str, unit: str, field: str, about: str = "", *, smooth: bool = False, scale: float = 1.0, wide: bool = False
+    ) -> str:
+        def of(run: Seen) -> Series:
+            series = run.history.series(field)
+            window = curves.smoothing_window(len(series)) if smooth else 0
+            return curves.smooth(series, window) if window else [(step, value and value * scale) for step, value in series]
+
+        lines = []
+        for place, group in enumerate(groups[:DRAWN]):
+            found = [of(run) for run in group]
+            drawn = curves.spread(found) if len(group) > 1 else found
+            middle, *band = [curves.last_of_slices(series) for series in drawn] if smooth else drawn
+            name = f"{group[0].name} ({len(group)} runs)" if band else group[0].name
+            lines.append(Curve(name, middle, f"line{place}", band))
         return curves.draw(title, unit, [line for line in lines if line.series], about=about, range_of=steps, wide=wide)
 
-    def averaged(field: str) -> Callable[[History], Series]:
-        def of(history: History) -> Series:
-            series = history.series(field)
-            window = curves.smoothing_window(len(series))
-            return curves.last_of_slices(curves.smooth(series, window)) if window else series
-
-        return of
-
     drawn = [
-        chart("Held-out loss", "", lambda h: h.series("held_out_loss"), _held_out_about(runs), wide=True),
-        chart("Loss", "moving average", averaged("loss")),
-        chart("Gradient norm", "moving average, before clipping", averaged("grad_norm")),
-        chart("Learning rate", "per update", lambda h: h.series("lr")),
-        chart("Change of the weights", "share of a layer's own", lambda h: h.series("weight_change")),
-        chart("Time of a step", "seconds, moving average", averaged("seconds")),
-        chart("Peak memory", "GiB", lambda h: [(s, v and v * 2.0**-30) for s, v in h.series("peak_bytes")]),
+        chart("Held-out loss", "", "held_out_loss", _held_out_about(runs), wide=True),
+        chart("Loss", "moving average", "loss", smooth=True),
+        chart("Gradient norm", "moving average, before clipping", "grad_norm", smooth=True),
+        chart("Learning rate", "per update", "lr"),
+        chart("Change of the weights", "share of a layer's own", "weight_change"),
+        chart("Time of a step", "seconds, moving average", "seconds", smooth=True),
+        chart("Peak memory", "GiB", "peak_bytes", scale=2.0**-30),
     ]
-    found = "".join(drawn)
-    note = f'<p class="soft">The first {DRAWN} runs are drawn.</p>' if len(runs) > DRAWN else ""
-    return f'<div class="charts">{found}</div>{note}' if found else '<p class="soft">No step has been recorded yet.</p>'
+    if not any(drawn):
+        return '<p class="soft">No step has been recorded yet.</p>'
+    notes = []
+    if any(len(group) > 1 for group in groups[:DRAWN]):
+        notes.append(
+            "Runs that differ in their seed alone are one line, their median, in a band from the lowest to the highest."
+        )
+    if len(groups) > DRAWN:
+        notes.append(f"Only the first {DRAWN} lines are drawn.")
+    return f'<div class="charts">{"".join(drawn)}</div>' + "".join(f'<p class="soft">{note}</p>' for note in notes)
 
 
 def _held_out_about(runs: Sequence[Seen]) -> str:
     """A held-out loss tells runs apart only where they measure the same photos at the same draws."""
-    marks = {mark[1] for run in runs if (mark := _mark(run.history))}
+    marks = {mark for run in runs if (mark := _mark(run.history))}
     if len(marks) > 1:
         return "These runs measure other photos, captions or draws: compare each with itself, not with one another."
     return "The same photos, captions and draws in all of them: the lower the better."
 
 
-def _mark(history: History) -> tuple[int, Any] | None:
-    starts = ((row["step"], row["at_start"][PHOTOS]) for row in history.rows if PHOTOS in (row.get("at_start") or {}))
-    return history.newest(PHOTOS) or next(starts, None)
+def _mark(history: History) -> Any:
+    """On which photos was measured last; None where nothing was."""
+    starts = (row["at_start"][PHOTOS] for row in history.rows if PHOTOS in (row.get("at_start") or {}))
+    newest = history.newest(PHOTOS)
+    return newest[1] if newest else next(starts, None)
 
 
 def _samples(runs: Sequence[Seen]) -> str:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from statistics import median
 
 from trainer.report.history import NOTHING, Events, Series
 
@@ -24,11 +25,13 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Curve:
-    """kind: "raw" is faint; "line0" to "line3" are told apart by colour and dashes."""
+    """kind: "raw" is faint; "line0" to "line7" are told apart by colour and dashes. band: the lowest and the highest value by
+    step, of several series whose middle this one is; else empty."""
 
     name: str
     series: Series
     kind: str
+    band: Sequence[Series] = ()
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,14 @@ class Axes:
             parts.append(f"M{text}" + ("h0" if len(run) == 1 else ""))
         return f'<path class="{kind}" data-name="{escape(curve.name)}" d="{"".join(parts)}"/>'
 
+    def band(self, curve: Curve) -> str:
+        """The area between the lowest and the highest; "" of a curve that has none, or has one point."""
+        low, high = ([(s, v) for s, v in thin(series) if v is not None] for series in curve.band or ([], []))
+        if len(low) < 2:
+            return ""
+        text = "L".join(f"{self.x_of(step):.1f} {self.y_of(value):.1f}" for step, value in [*low, *reversed(high)])
+        return f'<path class="{curve.kind.replace("line", "band")}" d="M{text}"/>'
+
 
 def draw(
     title: str,
@@ -90,7 +101,7 @@ def draw(
     lines = [line for line in lines if any(value is not None for _, value in line.series)]
     if not lines:
         return ""
-    values = [value for line in lines for _, value in line.series if value is not None]
+    values = [value for line in lines for series in (line.series, *line.band) for _, value in series if value is not None]
     steps = [step for line in lines for step in (line.series[0][0], line.series[-1][0])]
     steps += [range_of[0][0], range_of[-1][0]] if range_of else []
     steps += [mark.step for mark in events.marks if mark.step < min(steps)] if wide else []
@@ -113,6 +124,7 @@ def draw(
         f'<svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none" role="img" aria-label="{escape(summary)}">',
         f'<path class="grid" d="{"".join(f"M0 {axes.y_of(tick):.1f}H{SIDE}" for tick in axes.y_ticks)}"/>',
         *(_mark(axes, mark.step, mark.kind) for mark in events.marks if axes.first <= mark.step <= axes.last),
+        *(axes.band(line) for line in lines),
         *(axes.path(line) for line in lines),
         "</svg></div>",
         _rails(axes, events) if wide else "",
@@ -168,6 +180,17 @@ def smooth(series: Series, window: int) -> list[Point]:
             total, weight = decay * total + (1 - decay) * value, decay * weight + (1 - decay)
             result.append((step, total / weight))
     return result
+
+
+def spread(many: Sequence[Series]) -> tuple[list[Point], list[Point], list[Point]]:
+    """(median, lowest, highest) by step, each of the series that have a value there."""
+    known: dict[float, list[float]] = {}
+    for step, value in itertools.chain.from_iterable(many):
+        if value is not None:
+            known.setdefault(step, []).append(value)
+    by_step = sorted(known.items())
+    middle, low, high = ([(step, of(values)) for step, values in by_step] for of in (median, min, max))
+    return middle, low, high
 
 
 def last_of_slices(series: Series) -> Series:
