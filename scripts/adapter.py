@@ -122,6 +122,8 @@ def merge(chosen: argparse.Namespace) -> None:
     for given in chosen.files:
         path, strength = strength_of(given)
         adapters.append(Applied(open_adapter(path, [model]), strength))
+    for doubt in (doubt for each in adapters for doubt in each.opened.doubts):
+        print(f"warning: {doubt}")
     made = merge(model, adapters, chosen.out, dtype=chosen.dtype, phases=Phases(show=True))
     print(f"merged: {made.path}: {len(made.layers)} layers of {model.family.name} changed")
     print(f"  {made.lost:.3%} of the change is lost by rounding to the file's dtype")
@@ -155,7 +157,10 @@ def compare(chosen: argparse.Namespace) -> None:
         if path.is_dir() and not is_peft_folder(path):
             portables.append(open_checkpoint(path).portable("magnitude"))
         else:
-            portables.append(opened_at(path, models, chosen.family).portable)
+            opened = opened_at(path, models, chosen.family)
+            portables.append(opened.portable)
+            for doubt in opened.doubts:
+                print(f"warning: {doubt}")
     if chosen.a.is_file() and chosen.b.is_file() and hash_file(chosen.a) == hash_file(chosen.b):
         print("the files are equal, byte for byte")
     weight = BaseWeights(models[0].source).weight if models else None

@@ -175,6 +175,11 @@ class OpenedAdapter:
     def components(self) -> list[str]:
         return list(dict.fromkeys(name.partition(".")[0] for name in self.portable.layers))
 
+    @property
+    def doubts(self) -> list[str]:
+        """What was assumed, because nothing says it, in sentences: whoever uses the file says them."""
+        return self.read.doubts(self.path)
+
 
 def looks_like_an_adapter(path: Path) -> bool:
     """Whether a .safetensors file has the tensors of a LoRA's or DoRA's layers, and so no model's. Reads its header."""

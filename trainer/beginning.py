@@ -67,7 +67,7 @@ def begin(
     start = open_start(plan, resumed=saved is not None)
     plan = fitted(plan, kernels, base=base)
     config = plan.config
-    for line in warnings:
+    for line in (*warnings, *start.doubts):
         say(f"warning: {line}")
     pieces = Pieces(saved, resume.census(config))
     pieces.enter("config", resume.pin_config(config, allowed=allowed))

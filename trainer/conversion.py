@@ -15,7 +15,6 @@ from trainer.adapters.keys import some
 from trainer.adapters.norms import RowNorms
 from trainer.adapters.portable import DoraScale, Factors, Portable, recipe
 from trainer.adapters.ranks import nearest, relative_error, with_factors
-from trainer.adapters.reading import NO_ALPHA
 from trainer.adapters.targets import lora_config
 from trainer.errors import UserError
 from trainer.tensorfile import Tensors, write_tensors
@@ -54,11 +53,6 @@ def convert(
     where the base is needed and not given; NonFiniteError where a number is not finite.
     """
     portable, notes = opened.portable, []
-    if unscaled := opened.read.alphas[NO_ALPHA]:
-        notes.append(
-            f"{unscaled} modules have no alpha: their scale is taken for 1. PEFT's own files have it in adapter_config.json, "
-            "which belongs beside them"
-        )
     if to == "lora" and portable.dora:
         portable = approximated(portable, _needed(weight, "an approximation of a DoRA"), rank, notes)
     elif rank is not None:
@@ -77,6 +71,7 @@ def write_as(
 ) -> Converted:
     """Write `portable`, made of what was opened, under the keys of the format. weight, errors: as in `convert`."""
     portable.check_finite()
+    notes += opened.doubts
     for form, count in opened.read.fused.items():
         how = "its parts of A and B" if form == "block-diagonal" else "its rows of B, and all of A"
         notes.append(f"{count} modules of several layers were {form}: each layer gets {how}, which is exact")

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from trainer import kernels, storage, validation
-from trainer.adapter_files import NamedModel, open_adapter
+from trainer.adapter_files import NamedModel, OpenedAdapter, open_adapter
 from trainer.adapters import Adapter
 from trainer.adapters.portable import Factors, Portable, derived
 from trainer.assembly import build_adapter
@@ -96,9 +96,13 @@ def draw(
         raise UserError(f"--negative {drawing.negative!r}: {source.family.name} has no negative prompt; leave it out")
     requests = drawing.requests(config, adapters)
     validation.check_sizes(requests, source.family.size_multiple)
-    portable, strength = together(adapters, NamedModel(source.family, config.model.path, source.config, source))
+    model = NamedModel(source.family, config.model.path, source.config, source)
+    opened = [(open_adapter(path, [model]), strength) for path, strength in adapters]
+    portable, strength = together(opened)
     plan = _plan(config, source, portable, requests)
     peers = start_processes(plan.config)
+    for doubt in (doubt for each, _ in opened for doubt in each.doubts):
+        peers.say(f"warning: {doubt}")
     chosen = kernels.choose(plan.config.adapter.kernels, peers.device)
     plan = fetched(plan, peers, phases)
     components = Components(plan, kernels=chosen, digests=FileDigests(phases=phases), processes=peers, phases=phases)
@@ -121,10 +125,12 @@ def draw(
     return [*files, _sheet(out, drawing, files)] if grid else files
 
 
-def together(adapters: Sequence[tuple[Path, float]], model: NamedModel) -> tuple[Portable | None, float]:
-    """(the adapters as one, None where there is none; the strength that it has). Raises UserError where they are not one."""
-    opened = [open_adapter(path, [model]) for path, _ in adapters]
-    for each in opened:
+def together(opened: Sequence[tuple[OpenedAdapter, float]]) -> tuple[Portable | None, float]:
+    """(the adapters as one, None where there is none; the strength that it has). Raises UserError where they are not one.
+
+    opened: (adapter, strength).
+    """
+    for each, _ in opened:
         for name, factors in each.portable.layers.items():
             if factors.magnitude is not None and (len(opened) > 1 or factors.axis == "input"):
                 what = "a DoRA beside others" if len(opened) > 1 else f"a DoRA of the input axis ({name})"
@@ -133,11 +139,11 @@ def together(adapters: Sequence[tuple[Path, float]], model: NamedModel) -> tuple
                     "merge), and draw with that"
                 )
     if len(opened) == 1:
-        return opened[0].portable, adapters[0][1]
+        return opened[0][0].portable, opened[0][1]
     if not opened:
         return None, 1.0
     layers: dict[str, list[tuple[Factors, float]]] = {}
-    for each, (_, strength) in zip(opened, adapters, strict=True):
+    for each, strength in opened:
         for name, factors in each.portable.layers.items():
             layers.setdefault(name, []).append((factors, strength))
     return Portable({name: _summed(parts) for name, parts in layers.items()}), 1.0

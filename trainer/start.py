@@ -37,6 +37,7 @@ class Start:
     adapter.safetensors; "" where it is gone. portable: what was read; None in a run that starts anew, or is resumed.
     weights: as Adapter.state_dict had them before the first step, on the CPU; what training changed is told from there. None
     in a run that starts anew. A checkpoint may be older than this: then they are those that the run was resumed with.
+    doubts: as of OpenedAdapter.
     """
 
     path: str = ""
@@ -44,6 +45,7 @@ class Start:
     portable: Portable | None = None
     lost: dict[str, float] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] | None = None
+    doubts: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -161,14 +163,15 @@ def open_start(plan: Plan, *, resumed: bool = False) -> Start:
         raise UserError(f"{key} does not exist; give an adapter file, a folder that PEFT saved, or a checkpoint's folder")
     try:
         if place.is_dir() and not peft:
-            portable = open_checkpoint(place).portable("magnitude")
+            portable, doubts = open_checkpoint(place).portable("magnitude"), []
         else:
             model = NamedModel(plan.family, plan.config.model.path, plan.source.config, plan.source)
-            portable = open_adapter(place, [model]).portable
+            opened = open_adapter(place, [model])
+            portable, doubts = opened.portable, opened.doubts
     except UserError as error:
         raise UserError(f"{key}: {error}") from error
     _check(key, portable, plan, dora=adapter.type == "dora", resize=adapter.init_resize)
-    return Start(path, hash_file(held), portable)
+    return Start(path, hash_file(held), portable, doubts=doubts)
 
 
 def _check(key: str, portable: Portable, plan: Plan, *, dora: bool, resize: bool) -> None:

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from scripts import adapter as script
+from scripts import sample
 from tests.harness import DENOISER, ROOT, Workbench, built, metrics_of, train_built
-from trainer import measured, outcome, quantization, resume
+from trainer import cli, measured, outcome, quantization, resume
 from trainer.adapter_files import models_at, open_adapter, published
 from trainer.checkpoint.state import PIECES, Piece
 from trainer.errors import UserError
@@ -376,6 +377,29 @@ def test_a_run_starts_from_a_folder_that_peft_saved_at_its_strength(bench: Workb
         assert start.sha256 == hash_file(folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps(fields | {"init_lora_weights": "pissa"}))
     assert "init_lora_weights = 'pissa'" in refusal(starting(bench, "flux lora", folder, adapter__rules=[]))
+
+
+def test_whatever_reads_a_file_without_an_alpha_says_so(bench: Workbench, capsys) -> None:
+    layer, flux, out = "transformer_blocks.0.attn.to_q", bench.models / "flux", bench.tmp / "of"
+    width = models_at(str(flux), quantization.recognise)[0].layers("transformer")[layer][1]
+    ends = (("A", torch.ones(4, width)), ("B", torch.ones(width, 4) / 100))
+    file = bench.tmp / "adapter_model.safetensors"
+    write_tensors(file, {f"base_model.model.{layer}.lora_{end}.weight": t for end, t in ends})
+    (doubt,) = started(starting(bench, "flux lora", file, adapter__rules=[])).doubts
+    assert doubt.startswith(
+        f"{file}: 1 of its modules have no alpha, so their scale is taken for 1; if PEFT saved the file, put"
+    )
+    config = bench.write(bench.tree("flux", adapter__init_from=str(file)))
+    drawn = ["--prompt", "a", "--steps", "1", "--width", "32", "--height", "32", "--out", f"{out}.drawn"]
+    for act, arguments in (
+        (cli.main, ["--config", config, "--plan"]), (sample.main, [flux, file, *drawn]),
+        (script.main, ["merge", flux, file, f"{out}.merged"]), (script.main, ["show", file, "--base", flux]),
+        (script.main, ["convert", file, f"{out}.safetensors", "--base", flux, "--to", "kohya"]),
+        (script.main, ["compare", file, file, "--base", flux]),
+        (script.main, ["resize", file, f"{out}.2.safetensors", "--base", flux, "--rank", "2"]),
+    ):  # fmt: skip
+        assert act([*map(str, arguments)]) == 0, arguments
+        assert doubt in " ".join(capsys.readouterr().out.split()), arguments
 
 
 def started(config) -> Start:

@@ -11,10 +11,11 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from trainer.adapters.keys import KeyTable, Module, some, taken_apart
-from trainer.adapters.peft_config import PeftConfig, config_beside
+from trainer.adapters.peft_config import CONFIG, PeftConfig, config_beside
 from trainer.adapters.portable import Axis, DoraScale, Factors, Portable, derived
 from trainer.adapters.splitting import split
 from trainer.errors import UserError
@@ -38,6 +39,15 @@ class ReadAdapter:
     fused: Counter[str] = field(default_factory=Counter)
     alphas: Counter[str] = field(default_factory=Counter)
     absent: list[str] = field(default_factory=list)
+
+    def doubts(self, path: Path) -> list[str]:
+        """What was assumed of the file at `path`, because nothing says it, in sentences."""
+        if not (unscaled := self.alphas[NO_ALPHA]):
+            return []
+        return [
+            f"{path}: {unscaled} of its modules have no alpha, so their scale is taken for 1; if PEFT saved the file, put "
+            f"its {CONFIG} beside it, which has the scale"
+        ]
 
 
 def stems_of(file: TensorFile) -> dict[str, dict[str, str]]:

@@ -124,7 +124,11 @@ def test_the_file_and_the_folder_are_one(tmp_path: Path, capsys) -> None:
     assert open_adapter(folder / "own.safetensors").portable.rslora
     (folder / "adapter_config.json").unlink()  # without it nothing says the scale, and that is said
     assert script.main(["convert", str(folder / "adapter_model.safetensors"), str(tmp_path / "2"), "--to", "kohya"]) == 0
-    assert "4 modules have no alpha: their scale is taken for 1. PEFT's own files have it in" in capsys.readouterr().out
+    (doubt,) = open_adapter(folder / "adapter_model.safetensors").doubts
+    assert doubt.startswith(
+        f"{folder / 'adapter_model.safetensors'}: 4 of its modules have no alpha, so their scale is taken for 1;"
+    )
+    assert "put its adapter_config.json beside it" in doubt and doubt in capsys.readouterr().out
 
 
 def edited(folder: Path, **fields: Any) -> Path:
