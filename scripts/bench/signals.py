@@ -193,6 +193,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="a full-size SDXL in diffusers' layout")
     parser.add_argument("--json", type=Path, metavar="FILE")
     chosen = parser.parse_args(arguments)
+    for signum in signals.STOP:
+        if signal.getsignal(signum) is signal.SIG_IGN:  # under nohup, and then the runs that are started ignore it, too
+            signal.signal(signum, signal.SIG_DFL)
     with tempfile.TemporaryDirectory(prefix="bench-signals-") as temporary:
         folder, model = Path(temporary), chosen.model
         if model is None:

@@ -21,6 +21,7 @@ from tests.harness import ROOT
 from tests.unit.test_watching import write_run
 from trainer.layout import Layout
 from trainer.report import LiveReport
+from trainer.report.compared import compare
 from trainer.watching import Runs, Server
 
 pytestmark = [pytest.mark.slow, needs_chromium]
@@ -281,3 +282,26 @@ def test_a_page_that_is_served_keeps_its_reader_s_place_and_runs_no_other_script
         assert tab.run("document.title") == "sent - training report" and "Content Security Policy" in tab.troubles[0]
         assert tab.run("fetch('/mine/config.toml').catch(() => 'refused')") == "refused"
         server.shutdown()
+
+
+def test_no_column_of_a_comparison_is_cut_at_1200_px(tmp_path: Path, shots: Path, tab: Tab) -> None:
+    """With long names, a long verdict and seeds in a group; its band is drawn."""
+    for seed in range(3):
+        layout = write_run(
+            tmp_path / f"a-plush-bear-on-a-shelf-{seed}", lr=1e-4, losses=[0.9, 0.7 + seed / 10, 0.5], colour="red"
+        )
+        layout.config.write_text(layout.config.read_text().replace("max_steps = 4", f"max_steps = 4\nseed = {seed}"))
+    write_run(tmp_path / "another-rate", lr=1e-3, losses=[0.9, 0.9, 123.456], colour="blue")
+    page = tmp_path / "compared.html"
+    page.write_text(compare(*Runs([tmp_path]).seen()))
+    tab.look(1200, "light")
+    tab.open(page)
+    tab.keep(shots / "compared.png")
+    cut = """[...document.querySelectorAll('.runs, .runs th, .runs td')].filter((cell) => {
+        const [own, frame] = [cell, cell.closest('.wide')].map((part) => part.getBoundingClientRect());
+        return own.right > frame.right + 0.5 || cell.scrollWidth > cell.clientWidth + 1;
+    }).map((cell) => cell.textContent)"""
+    assert not tab.run(cut)
+    assert tab.run("getComputedStyle(document.querySelector('.first path.band0')).fillOpacity") == "0.18"
+    found = tab.run(AUDIT)
+    assert not found["bad"] and found["scroll"] <= found["width"] and found["charts"]["Held-out loss"] == 3
