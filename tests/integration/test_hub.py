@@ -129,6 +129,15 @@ def test_a_revision_pins_what_is_fetched(bench: Workbench, both: Path, monkeypat
     assert newest.contents((), digest) == pinned.contents((), digest), "the same run: what the configs say is the same"
 
 
+def test_a_repository_without_a_default_branch_is_told_so(bench: Workbench, both: Path, monkeypatch) -> None:
+    with stand_in.serve({ID: both}) as served:
+        served.use(monkeypatch, bench.tmp / "home")
+        monkeypatch.setattr(served, "at", lambda hub_id, revision: None)
+        said = rf"model.path = '{ID}': the hub has no default branch \(main\) of it; name one .* with model.revision$"
+        with pytest.raises(UserError, match=said):
+            open_hub(bench)
+
+
 def test_a_revision_of_what_is_no_repository_is_refused(bench: Workbench) -> None:
     with pytest.raises(UserError, match=r"model.revision = 'v1' belongs to a hub id; model.path = .* is here, leave it out"):
         open_hub(bench, str(bench.models / "sdxl"), model__revision="v1")
@@ -260,14 +269,40 @@ def test_what_an_interrupted_download_left_is_no_model(bench: Workbench, both: P
             fetch(alone)
 
 
-def test_a_repository_of_another_layout_is_refused(bench: Workbench, models: Path, monkeypatch) -> None:
-    single = bench.tmp / "single"
-    single.mkdir()
-    shutil.copy(models / "sdxl-one.safetensors", single)
-    with stand_in.serve({ID: single}) as served:
+OTHERS = {
+    "someone/one-file": ({"model.safetensors": ""}, "it holds model.safetensors; download one, and give the file's path"),
+    "someone/llm": (
+        {"config.json": {"architectures": ["LlamaForCausalLM"]}, "model-00001-of-00002.safetensors": ""},
+        "it holds LlamaForCausalLM; give an SDXL model or a Flux model",
+    ),
+    "someone/lora": ({"pytorch_lora_weights.safetensors": ""}, "it holds an adapter; .*set adapter.init_from"),
+    "someone/peft": (
+        {"adapter_config.json": {"r": 4}, "adapter_model.safetensors": ""}, "it holds an adapter; .*set adapter.init_from",
+    ),
+    "someone/vae": (
+        {"config.json": {"_class_name": "AutoencoderKL"}, "diffusion_pytorch_model.safetensors": ""},
+        "it holds one part of a model, AutoencoderKL; give its folder in model.components",
+    ),
+    "someone/texts": ({"README.md": ""}, "it lacks model_index.json; give a whole diffusers folder"),
+}  # fmt: skip
+
+
+def test_a_repository_of_another_kind_is_named_for_what_it_is(bench: Workbench, monkeypatch) -> None:
+    """By what the hub lists, and its config.json; no weight is asked for. Of one behind a licence, by the names alone."""
+    for hub_id, (files, _) in OTHERS.items():
+        (bench.tmp / hub_id).mkdir(parents=True)
+        for name, held in files.items():
+            (bench.tmp / hub_id / name).write_text(json.dumps(held))
+    with stand_in.serve({hub_id: bench.tmp / hub_id for hub_id in OTHERS}) as served:
         served.use(monkeypatch, bench.tmp / "home")
-        with pytest.raises(UserError, match="not in diffusers' layout.*download its .safetensors file"):
-            open_hub(bench)
+        for hub_id, (_, said) in OTHERS.items():
+            with pytest.raises(UserError, match=f"{hub_id}': this repository is not in diffusers' layout .*; {said}"):
+                open_hub(bench, hub_id)
+        assert {name for _, name, _ in served.asked} == {"config.json"}
+        served.gated = "open-sesame"
+        served.use(monkeypatch, bench.tmp / "another")
+        with pytest.raises(UserError, match="it holds model-00001-of-00002.safetensors"):
+            open_hub(bench, "someone/llm")
 
 
 def test_a_gated_model_is_planned_and_not_trained(bench: Workbench, both: Path, monkeypatch) -> None:

@@ -119,6 +119,9 @@ MISTAKES = [
     # a path that Windows wrote, in double quotes: the test has what TOML makes of "C:\\new" and "D:\\train"
     ("model.path", "C:\new", r"model.path = 'C:\new': in double quotes TOML reads \n as one character; write / or use single "
      "quotes"),
+    ("checkpoint.every_minutes", -1.0, "checkpoint.every_minutes = -1.0: must be greater than or equal to 0"),
+    ("checkpoint.every_minutes", float("inf"), "checkpoint.every_minutes = inf: must be a finite number"),
+    ("checkpoint.every_minutes", float("nan"), "checkpoint.every_minutes = nan: must be a finite number"),
     # types
     ("adapter.rank", "16", "adapter.rank = '16': write 16 without quotes"),
     ("adapter.rank", 16.0, "adapter.rank = 16.0: write 16 without a point"),
@@ -250,3 +253,17 @@ def test_a_windows_path_that_is_no_toml_is_told_how_to_be_written(tmp_path, line
     first, *rest = str(refused.value).splitlines()
     assert "not valid TOML" in first
     assert rest == ([f"write that path with /, or in single quotes: {written}"] if written else [])
+
+
+@pytest.mark.parametrize("given", [r'"C:\Users\me\sdxl"', r'"D:\models"', r'["C:\Users\me"]', '"one" and "other"'])
+def test_a_value_of_set_that_is_no_toml_is_not_taken_with_its_quotes(given: str) -> None:
+    tree = copy.deepcopy(MINIMAL)
+    with pytest.raises(UserError, match="--set .*not valid TOML") as refused:
+        configs.override(tree, [f"model.path={given}"])
+    path = given.strip('[]"')
+    assert str(refused.value).endswith(f"write that path with /, or in single quotes: '{path}'") == ("\\" in given)
+    assert tree == MINIMAL
+    configs.override(tree, [f"model.path='{path}'"])
+    assert tree["model"]["path"] == path
+    configs.override(tree, [f"model.path={path}"])  # a bare word
+    assert tree["model"]["path"] == path

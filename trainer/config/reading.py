@@ -101,8 +101,11 @@ def _apply(tree: dict[str, Any], override: str) -> str:
     remove = not text.strip()
     try:
         value = None if remove else tomllib.loads(f"value = {text.strip()}")["value"]
-    except tomllib.TOMLDecodeError:
+    except tomllib.TOMLDecodeError as error:
         value = text.strip()  # a bare word is a string
+        remedy = _backslash(text, error)
+        if remedy or (len(value) > 1 and value[0] == value[-1] == '"'):
+            raise UserError(f"--set {override!r}: not valid TOML: {error}{remedy}") from error
     *tables, last = key.strip().split(".")
     node: Any = tree
     for part in tables:

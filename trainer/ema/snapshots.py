@@ -27,6 +27,7 @@ from trainer.tensorfile import TensorFile, serialize, write_tensors
 WA = ".wa"
 # Of the whole file, header included, which has UNKNOWN there while it is hashed.
 DIGEST, UNKNOWN = "sha256", "0" * 64
+OLDER = "it was written by an earlier version of this program, whose digest leaves out the header"
 
 
 def write(
@@ -73,7 +74,9 @@ def problem(path: Path) -> str | None:
             header = opened.read(min((entry.start for entry in file.entries.values()), default=0))
             rest = iter(partial(opened.read, files.CHUNK_BYTES), b"")
             if digest_of(chain([header.replace(said.encode(), UNKNOWN.encode(), 1)], rest)) != said:
-                return "it does not match its SHA-256"
+                opened.seek(len(header))
+                older = digest_of(iter(partial(opened.read, files.CHUNK_BYTES), b"")) == said
+                return OLDER if older else "it does not match its SHA-256"
         step, updates, _ = (int(file.metadata[key]) for key in ("step", "updates", "epoch"))
         if step != snapshot_step(path.name) or updates <= 0:
             return "its step is not that of its name, or it is of no update"
@@ -123,6 +126,11 @@ def read(folder: Path, upto: int) -> list[SetAside]:
         if step > upto:
             break
         reason = problem(path)
+        if reason == OLDER:
+            raise UserError(
+                f"{path} cannot be used: {reason}; make the average with that version, or move the file elsewhere to do "
+                "without it"
+            )
         if reason is not None:
             raise UserError(f"{path} is damaged: {reason}; restore it, or move it elsewhere to do without it")
         file = TensorFile(path)

@@ -280,6 +280,11 @@ def look(hub_id: str, revision: str | None = None) -> Repository:
     try:
         info = HfApi().model_info(hub_id, revision=revision, files_metadata=True, timeout=TIMEOUT)
     except RevisionNotFoundError as error:
+        if revision is None:
+            raise UserError(
+                f"model.path = {hub_id!r}: the hub has no default branch ({MAIN}) of it; name one of its branches, tags or "
+                "commits with model.revision"
+            ) from error
         raise UserError(
             f"model.revision = {revision!r}: {hub_id} has no such branch, tag or commit; its page on the hub lists them "
             "(Files, then the name of the branch)"

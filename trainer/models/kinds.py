@@ -4,9 +4,10 @@ A file is told by the names and shapes of the tensors in its header, a folder by
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trainer.errors import UserError
 from trainer.models.config_files import read_json
@@ -123,17 +124,20 @@ def refuse_other(key: str, family: str, kind: ModelKind | None) -> None:
     raise UserError(f"{key} is {kind.name}, which is not trained here; give {' or '.join(TRAINED.values())}")
 
 
-def instead_of_a_model(folder: Path) -> str:
-    """Of a folder without model_index.json: what it is, and the remedy."""
-    if (folder / "adapter_config.json").is_file() or (folder / "pytorch_lora_weights.safetensors").is_file():
+def instead_of_a_model(names: Collection[str], config: Callable[[], dict[str, Any]], *, on_the_hub: bool = False) -> str:
+    """Of a folder or a repository without model_index.json: what it is, and the remedy.
+
+    names: of its files. config: reads its config.json, where there is one.
+    """
+    if not {"adapter_config.json", "pytorch_lora_weights.safetensors"}.isdisjoint(names):
         return "it holds an adapter; give the model that it is for (to start a run from it, set adapter.init_from)"
-    config = folder / "config.json"
-    said = read_json(config) if config.is_file() else {}
+    said = config() if "config.json" in names else {}
     if named := said.get("_class_name"):
         return f"it holds one part of a model, {named}; give its folder in model.components.NAME.path, and the model here"
     if isinstance(named := said.get("architectures"), list) and named:
         return f"it holds {named[0]}; give {' or '.join(TRAINED.values())}"
-    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    files = sorted(name for name in names if name.endswith(".safetensors"))
     if files:
-        return f"it holds {', '.join(files[:3])}{' and more' if len(files) > 3 else ''}; give the path of the file"
+        remedy = "download one, and give the file's path" if on_the_hub else "give the path of the file"
+        return f"it holds {', '.join(files[:3])}{' and more' if len(files) > 3 else ''}; {remedy}"
     return "it lacks model_index.json; give a whole diffusers folder, a .safetensors file or a hub id"

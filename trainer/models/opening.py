@@ -1,14 +1,16 @@
 """From `model.path` to a ModelSource: a diffusers folder, a single file, or a hub id."""
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from trainer.errors import UserError
 from trainer.models import hub, kinds
 from trainer.models.base import Family
-from trainer.models.config_files import PUBLISHED, read_of
+from trainer.models.config_files import PUBLISHED, read_json, read_of
 from trainer.models.loading import ModelSource
 from trainer.models.weight_sets import PICKLES, PLAIN
 from trainer.models.weights import Recognise
@@ -49,7 +51,7 @@ def open_model(
         raise UserError(f"model.revision = {revision!r} belongs to a hub id; model.path = {path!r} is here, leave it out")
     if local.is_dir():
         if not (local / "model_index.json").is_file():
-            what = kinds.instead_of_a_model(local)
+            what = kinds.instead_of_a_model(os.listdir(local), lambda: read_json(local / "config.json"))
             raise UserError(f"model.path = {path!r} is not a diffusers folder (no model_index.json); {what}")
         kinds.refuse_other(f"model.path = {path!r}", family.name, kinds.kind_of_folder(local))
         source = opened(root=local)
@@ -85,10 +87,15 @@ def open_model(
 def _of_repository(opened: Callable[..., ModelSource], family: Family, path: str, revision: str | None) -> ModelSource:
     repository, embedded = hub.look(path, revision), None
     if repository.files and "model_index.json" not in repository.files:
-        raise UserError(
-            f"model.path = {path!r}: this repository is not in diffusers' layout (no model_index.json); download its "
-            ".safetensors file, and give the file's path"
-        )
+
+        def config() -> dict[str, Any]:
+            try:
+                return read_json(repository.fetch(["config.json"]) / "config.json")
+            except UserError:  # behind a licence, for one: to accept it would not help
+                return {}
+
+        what = kinds.instead_of_a_model(repository.files, config, on_the_hub=True)
+        raise UserError(f"model.path = {path!r}: this repository is not in diffusers' layout (no model_index.json); {what}")
     try:
         root = repository.fetch(read_of(family, repository))
     except UserError as error:

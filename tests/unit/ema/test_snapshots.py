@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 from trainer.ema import Averages, power_function, snapshots
 from trainer.errors import UserError
+from trainer.tensorfile import TensorFile, serialize, write_tensors
 
 
 def set_aside(folder: Path, steps: int, skipped: tuple[int, ...] = ()) -> Averages:
@@ -55,3 +57,21 @@ def test_damage_is_seen_and_written_again(tmp_path: Path, place: int) -> None:
         snapshots.read(tmp_path, 2)
     snapshots.write(tmp_path, 2, 0, kept, lambda own: {"net": torch.ones(2, 1)})
     assert path.read_bytes() == sound
+
+
+def test_a_file_of_an_earlier_version_is_named_for_what_it_is(tmp_path: Path) -> None:
+    """As commit 5ba361e wrote them: the digest is of the tensors alone. What is damaged besides is called so."""
+    kept = set_aside(tmp_path, 1)
+    path = snapshots.steps(tmp_path)[1]
+    file = TensorFile(path)
+    tensors = file.read_all()
+    _, *held = serialize(tensors)
+    write_tensors(path, tensors, file.metadata | {"sha256": hashlib.sha256(b"".join(held)).hexdigest()})
+    with pytest.raises(UserError, match="was written by an earlier version .*; make the average with that version, or move"):
+        snapshots.read(tmp_path, 1)
+    snapshots.write(tmp_path, 1, 0, kept, lambda own: {"net": torch.ones(2, 1)})
+    assert snapshots.problem(path) is None, "a run that comes there again writes it anew"
+    write_tensors(path, tensors, file.metadata | {"sha256": hashlib.sha256(b"".join(held)).hexdigest()})
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(UserError, match="is damaged: it does not match its SHA-256"):
+        snapshots.read(tmp_path, 1)
