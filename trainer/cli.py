@@ -44,7 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
         overrides = [item for group in chosen.overrides for item in group]
         memory = None if chosen.plan_memory is None else size_of(chosen.plan_memory)
         if chosen.new is not None:
-            write_first(chosen.new, model=chosen.model, memory=memory, overrides=overrides)
+            with signals.undoing():
+                write_first(chosen.new, model=chosen.model, memory=memory, overrides=overrides)
             return 0
         loaded = config.load(chosen.config, overrides)
         resume_from = chosen.resume_from and config.expand_home(chosen.resume_from, "--resume_from")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -279,3 +280,20 @@ def test_what_fails_later_leaves_no_file(bench: Workbench, monkeypatch, capsys, 
     assert not [path for path in bench.tmp.rglob("*") if path.is_file() and "bear photos" not in path.parts]
     assert new(bench, monkeypatch, photos, "--plan_memory", "8GiB") == 0
     capsys.readouterr()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_what_is_stopped_leaves_no_file(bench: Workbench, monkeypatch, capsys, signum: int) -> None:
+    photos, before = captions_beside(bench.tmp), signal.getsignal(signal.SIGTERM)
+
+    def stopped(*_: Any, **__: Any) -> None:
+        assert (bench.tmp / "bear_photos.toml").exists()
+        # Where nobody handles it, the process would be gone: as an error it is this test's alone.
+        assert signal.getsignal(signum) != signal.SIG_DFL
+        signal.raise_signal(signum)
+
+    monkeypatch.setattr("trainer.preview.describe", stopped)
+    assert new(bench, monkeypatch, photos) == 128 + signum
+    assert "--resume_from" not in capsys.readouterr().err
+    assert not [path for path in bench.tmp.rglob("*") if path.is_file() and "bear photos" not in path.parts]
+    assert signal.getsignal(signal.SIGTERM) == before
