@@ -33,6 +33,7 @@ class Tab:
 
     browser: Browser
     session: str
+    target: str
     troubles: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
     loads: int = 0
@@ -90,6 +91,9 @@ class Tab:
     def press(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):
             self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=KEYS[key])
+
+    def close(self) -> None:
+        self.browser.send("Target.closeTarget", targetId=self.target)
 
 
 class Browser:
@@ -158,7 +162,7 @@ class Browser:
     def tab(self) -> Tab:
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        tab = self._tabs[session] = Tab(self, session)
+        tab = self._tabs[session] = Tab(self, session, target)
         for domain in ("Page", "Runtime", "Log", "Network"):
             tab.send(f"{domain}.enable")
         return tab

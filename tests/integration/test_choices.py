@@ -16,9 +16,10 @@ from trainer import config as configs
 from trainer.adapters import Rule, match_targets
 from trainer.checkpoint import store
 from trainer.errors import UserError
-from trainer.memory import find_blocks
+from trainer.memory import checkpoint_blocks, find_blocks
 from trainer.models import flux
 from trainer.quantization import FrozenLinear
+from trainer.run import Run
 
 
 def run(bench: Workbench, tree: dict, *arguments: str) -> int:
@@ -73,75 +74,67 @@ def test_rules_set_the_learning_rate(bench: Workbench) -> None:
     assert any(".to_k." in name and "lora_A" in name for name in moved)
 
 
-@pytest.mark.parametrize(("family", "compute"), [("sdxl", "fp32"), ("sdxl", "bf16"), ("flux", "fp16")])
+def gradients(training: Run) -> dict[str, torch.Tensor]:
+    """Of the first batch, the adapter moved."""
+    parameters = training.adapter.named_parameters()
+    for parameter in parameters.values():
+        parameter.grad = None
+        torch.nn.init.constant_(parameter, 0.01)
+    training.adapter.mark_stale()
+    training.step.losses(training.reader[next(training.updates())[0]]).sum().backward()
+    return {name: parameter.grad.clone() for name, parameter in parameters.items()}
+
+
+def checkpoint_every(training: Run, every: bool | int) -> int:
+    """In place of what the run was built with. Returns how many blocks are recomputed."""
+    blocks = find_blocks(training.model.modules[training.family.denoiser], training.family.blocks)
+    for block in blocks.values():
+        block.__dict__.pop("forward", None)
+    return checkpoint_blocks(blocks, every, training.family.unread)
+
+
+# In fp16 the blocks of Flux clip what they give.
+@pytest.mark.parametrize(("family", "compute", "dtype"), [("sdxl", "bf16", "bf16"), ("flux", "fp16", "fp8_e4m3")])
 @pytest.mark.slow
-def test_gradient_checkpointing_changes_no_gradient(bench: Workbench, family: str, compute: str) -> None:
-    """Of adapters that have moved. In fp16 the blocks of Flux clip what they give."""
+def test_gradient_checkpointing_changes_no_gradient(
+    bench: Workbench, monkeypatch, family: str, compute: str, dtype: str
+) -> None:
+    """And a recomputation leaves out products that nothing reads."""
+    config = bench.config(
+        family, memory__gradient_checkpointing=2, adapter__type="dora", precision__compute=compute,
+        model__components={DENOISER[family]: {"dtype": dtype}},
+    )  # fmt: skip
+    with built(config) as training:
+        denoiser = training.model.modules[training.family.denoiser]
+        names = {module: name for name, module in denoiser.named_modules() if isinstance(module, FrozenLinear)}
+        counts: Counter = Counter()
+        product = FrozenLinear.product
 
-    def gradients(every) -> dict[str, torch.Tensor]:
-        out = str(bench.tmp / f"out-{every}")
-        config = bench.config(
-            family, memory__gradient_checkpointing=every, adapter__type="dora", run__output_dir=out,
-            data__cache_dir=str(bench.tmp / "cache"), precision__compute=compute,
-        )  # fmt: skip
-        with built(config) as training:
-            for parameter in training.adapter.named_parameters().values():
-                torch.nn.init.constant_(parameter, 0.01)
-            training.adapter.mark_stale()
-            denoiser = training.model.modules[training.family.denoiser]
-            blocks = find_blocks(denoiser, training.family.blocks)
-            wrapped = sum("forward" in block.__dict__ for block in blocks.values())
-            batch = training.reader[next(training.updates())[0]]
-            training.step.losses(batch).sum().backward()
-            counts[every] = wrapped
-            return {name: p.grad.clone() for name, p in training.adapter.named_parameters().items()}
+        def counted(self, x, weight):
+            if weight.shape == self.weight_shape:
+                counts[names[self]] += 1
+            return product(self, x, weight)
 
-    counts: dict = {}
-    plain, every, second = gradients(False), gradients(True), gradients(2)
-    assert counts[False] == 0 and counts[True] > 2 and counts[2] == -(-counts[True] // 2)
+        monkeypatch.setattr(FrozenLinear, "product", counted)
+        second = gradients(training)
+        asked = sum("forward" in block.__dict__ for block in find_blocks(denoiser, training.family.blocks).values())
+        wrapped, every, plain = {}, {}, {}
+        for kind, found in ((True, every), (False, plain)):
+            wrapped[kind] = checkpoint_every(training, kind)
+            counts.clear()
+            found |= gradients(training)
+            if kind:
+                recomputed = dict(counts)
+        patterns = training.family.unread
+    assert wrapped[False] == 0 and wrapped[True] > 2 and asked == -(-wrapped[True] // 2)
     assert all(torch.equal(plain[name], every[name]) and torch.equal(plain[name], second[name]) for name in plain)
     assert any(gradient.any() for gradient in plain.values())
-
-
-@pytest.mark.parametrize(("family", "dtype"), [("sdxl", "fp32"), ("flux", "fp8_e4m3")])
-def test_a_recomputation_leaves_out_products_that_nothing_reads(
-    bench: Workbench, monkeypatch, family: str, dtype: str
-) -> None:
-    def products(every: bool) -> tuple[dict[str, int], dict[str, torch.Tensor]]:
-        """How often each frozen Linear multiplied forward, and the gradients."""
-        counts: Counter = Counter()
-        config = bench.config(
-            family, memory__gradient_checkpointing=every, adapter__type="dora",
-            model__components={DENOISER[family]: {"dtype": dtype}}, run__output_dir=str(bench.tmp / f"out-{every}"),
-        )  # fmt: skip
-        product = FrozenLinear.product
-        with built(config) as training, monkeypatch.context() as patch:
-            denoiser = training.model.modules[training.family.denoiser]
-            names = {module: name for name, module in denoiser.named_modules() if isinstance(module, FrozenLinear)}
-            batch = training.reader[next(training.updates())[0]]
-            for parameter in training.adapter.named_parameters().values():
-                torch.nn.init.constant_(parameter, 0.01)
-            training.adapter.mark_stale()
-
-            def counted(self, x, weight):
-                if weight.shape == self.weight_shape:
-                    counts[names[self]] += 1
-                return product(self, x, weight)
-
-            patch.setattr(FrozenLinear, "product", counted)
-            training.step.losses(batch).sum().backward()
-            patterns.extend(training.family.unread)
-            return dict(counts), {name: p.grad.clone() for name, p in training.adapter.named_parameters().items()}
-
-    patterns: list[str] = []
-    (once, plain), (counts, recomputed) = products(False), products(True)
-    unread = {name for name in counts if any(fnmatchcase(name, pattern) for pattern in patterns)}
-    assert unread and all(count == 1 for count in once.values())
+    unread = {name for name in recomputed if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    assert unread and set(counts.values()) == {1}, "without it each product is made once"
     # The layers before them are read by the activation between the two.
-    before = {name for name in counts if name.endswith(("net.0.proj", "proj_mlp"))}
-    assert before and {counts[name] for name in before} == {2}
-    assert {counts[name] for name in unread} == {1}
-    assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
+    before = {name for name in recomputed if name.endswith(("net.0.proj", "proj_mlp"))}
+    assert before and {recomputed[name] for name in before} == {2}
+    assert {recomputed[name] for name in unread} == {1}
 
 
 @pytest.mark.parametrize("gate", ["text_encoder", "norm"])
@@ -150,20 +143,10 @@ def test_a_recomputation_keeps_the_products_that_trained_gates_multiply(bench: W
         "text_encoder": {"adapter__rules": [{"component": "text_encoder", "match": "*.q_proj"}]},
         "norm": {"adapter__targets": ["transformer_blocks.0.norm1.linear", "single_transformer_blocks.0.norm.linear"]},
     }[gate]
-
-    def gradients(every: bool) -> dict[str, torch.Tensor]:
-        config = bench.config(
-            "flux", memory__gradient_checkpointing=every, run__output_dir=str(bench.tmp / f"out-{every}"), **adapted
-        )
-        with built(config) as training:
-            parameters = training.adapter.named_parameters()
-            for parameter in parameters.values():
-                torch.nn.init.constant_(parameter, 0.01)
-            training.adapter.mark_stale()
-            training.step.losses(training.reader[next(training.updates())[0]]).sum().backward()
-            return {name: parameter.grad.clone() for name, parameter in parameters.items()}
-
-    plain, recomputed = gradients(False), gradients(True)
+    with built(bench.config("flux", memory__gradient_checkpointing=True, **adapted)) as training:
+        recomputed = gradients(training)
+        checkpoint_every(training, False)
+        plain = gradients(training)
     assert any(".norm" in name or name.startswith("text_encoder.") for name in plain)
     assert all(torch.isfinite(grad).all() and torch.equal(plain[name], grad) for name, grad in recomputed.items())
 

@@ -1,8 +1,8 @@
 """Several processes and one: the same order, the same draws, the same decisions; losses differ by the order of a sum.
 
-Most are forks of a process that has imported the libraries, beside a store as the launcher has one. Two tests start them by
-torch.distributed.run, for what it does of its own; one starts them without a launcher, for what happens then. Not by
-`accelerate launch --cpu`: without an MPI that starts one process, whatever --num_processes says.
+Nearly all are forks of a process that has imported the libraries, beside a store as the launcher has one, or without one. A
+test starts them by torch.distributed.run, for what it does of its own. Not by `accelerate launch --cpu`: without an MPI that
+starts one process, whatever --num_processes says.
 """
 
 from __future__ import annotations
@@ -72,23 +72,26 @@ from trainer.step import Step
 """
 
 
-def live(rank: int, port: int, patch: str, arguments: list[str]) -> int:
-    """One of two processes, in a fork; returns its status. patch: a fault, as code that knows its `rank`."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-                   "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_RUN_ID": "none"}  # fmt: skip
+def live(rank: int, port: int, patch: str, arguments: list[str], launched: bool) -> int:
+    """One of two processes, in a fork; returns its status. patch: a fault, as code that knows its `rank`. launched: as by
+    torch.distributed.run, whose store outlives them; else the first of them has the store."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                   "MASTER_PORT": str(port)}  # fmt: skip
+    if launched:
+        os.environ |= {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+                       "TORCHELASTIC_RUN_ID": "none"}  # fmt: skip
     exec(NAMES + patch, {"rank": rank})
     return cli.main(arguments)
 
 
 @dataclass
 class Both:
-    """Two processes of one run, and the store that outlives them."""
+    """Two processes of one run, and the launcher's store that outlives them."""
 
     server: Server
     folders: list[Path]
     pids: list[int]
-    store: TCPStore
+    store: TCPStore | None
 
     def wait(self) -> tuple[list[int], str]:
         """Their statuses, and what they said."""
@@ -112,14 +115,18 @@ class Both:
         return "\n".join((folder / "log").read_text() for folder in self.folders)
 
 
-def start_both(server: Server, bench: Workbench, config: dict, *arguments: str, patch: str = "") -> Both:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def start_both(
+    server: Server, bench: Workbench, config: dict, *arguments: str, patch: str = "", launched: bool = True
+) -> Both:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if launched else None
+    port = store.port if store else free_port()
     path = bench.write(config, f"{Path(config['run']['output_dir']).name}.toml")
     folders, pids = [], []
     for rank in (0, 1):
         folder = bench.tmp / f"{path.stem} of {rank}"
         folder.mkdir()
-        given = {"rank": rank, "port": store.port, "patch": patch, "arguments": ["--config", str(path), *arguments]}
+        given = {"rank": rank, "port": port, "patch": patch, "launched": launched}
+        given["arguments"] = ["--config", str(path), *arguments]
         folders.append(folder)
         pids.append(server.start(Order("tests.integration.test_processes:live", str(folder), given)))
     return Both(server, folders, pids, store)
@@ -425,27 +432,29 @@ export.write_files = slow
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(bench: Workbench) -> None:
-    """The main one writes the adapter files, slowly, and the other one waits: the launcher would end it otherwise."""
+def test_a_signal_to_one_of_two_processes_stops_both_at_one_step(server: Server, bench: Workbench) -> None:
+    """The main one writes the adapter files, slowly, and the other one waits: a launcher ends all that live when one has
+    ended."""
     config = tree(bench, "two", processes=2, run__max_steps=400, checkpoint__every_steps=0)
-    process = two_processes(bench, config, script=patched(bench, SLOW_FILES))
-    log = bench.tmp / "two" / "metrics.jsonl"
+    both = start_both(server, bench, config, patch=SLOW_FILES)
+    log, adapter = (bench.tmp / "two" / name for name in ("metrics.jsonl", "adapters/bear.safetensors"))
     deadline = time.monotonic() + 90
     while not (log.exists() and log.read_text().count("\n") >= 3):
-        assert process.poll() is None and time.monotonic() < deadline
+        assert time.monotonic() < deadline, both.said
         time.sleep(0.02)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    os.kill(int(children[-1]), signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
+    os.kill(both.pids[1], signal.SIGTERM)
+    while (status := server.status(both.pids[1])) is None:
+        assert time.monotonic() < deadline + 90, both.said
+        time.sleep(0.05)
+    assert adapter.exists(), "the main one is not waited for"
+    assert [server.wait(both.pids[0]), status] == [143, 143], both.said[-3000:]
     (step,) = store.steps(bench.tmp / "two" / "checkpoints")
     assert step == len(metrics_of(bench.tmp / "two")) and step < 400
-    assert TensorFile(bench.tmp / "two" / "adapters" / "bear.safetensors").metadata["ss_steps"] == str(step)
-    assert all(f"rank {rank} status 143" in errors for rank in (0, 1)), errors[-3000:]
+    assert TensorFile(adapter).metadata["ss_steps"] == str(step)
 
 
 # The one that is to be lost is killed, or stopped, while it encodes photos or trains; the other one goes on with its share.
 LOST = """
-victim, signum, at = int(os.environ['VICTIM']), int(os.environ['SIGNUM']), os.environ['AT']
 fill, step = caches.fill_latents, Step.run
 def encoding(*arguments, **more):
     if at == 'encoding' and rank == victim:
@@ -461,36 +470,27 @@ caches.fill_latents, Step.run = encoding, stepping
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("at", "victim", "signum"),
-    [("encoding", 1, signal.SIGKILL), ("encoding", 0, signal.SIGSTOP), ("step", 1, signal.SIGKILL),
-     ("step", 1, signal.SIGSTOP)],
-)  # fmt: skip
-def test_without_a_launcher_a_lost_process_ends_the_other(bench: Workbench, at: str, victim: int, signum: int) -> None:
+    ("at", "victim", "signum"), [("encoding", 0, signal.SIGSTOP), ("step", 1, signal.SIGKILL), ("step", 1, signal.SIGSTOP)]
+)
+def test_without_a_launcher_a_lost_process_ends_the_other(
+    server: Server, bench: Workbench, at: str, victim: int, signum: int
+) -> None:
     """Named, with status 143, nothing half-written; between two steps, or in a step, what was trained is saved."""
     config = tree(
         bench, "two", processes=2, data__cache_dir=str(bench.tmp / "its cache"), run__lost_after=5, checkpoint__every_steps=0
     )
-    arguments = [patched(bench, LOST), "--config", str(bench.write(config)), "--resume_from", "auto"]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    fault = {"PYTHONPATH": str(ROOT), "VICTIM": str(victim), "SIGNUM": str(int(signum)), "AT": at}
-    pair = [
-        subprocess.Popen(
-            [sys.executable, *arguments], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-            env=os.environ | shared | fault | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in (0, 1)
-    ]  # fmt: skip
+    patch = f"at, victim, signum = {at!r}, {victim}, {int(signum)}\n{LOST}"
+    both = start_both(server, bench, config, "--resume_from", "auto", patch=patch, launched=False)
     try:
-        other = pair[1 - victim]
-        _, errors = other.communicate(timeout=300)
+        status = server.wait(both.pids[1 - victim])
     finally:
-        for process in pair:
-            process.kill()
-            process.wait()
-    assert other.returncode == 143, errors[-3000:]
+        os.kill(both.pids[victim], signal.SIGKILL)  # a zombie still has its number
+    assert server.wait(both.pids[victim]) == -signal.SIGKILL
+    errors = (both.folders[1 - victim] / "log").read_text()
+    assert status == 143, errors[-3000:]
     main = ", the main one," if victim == 0 else ""
     assert re.search(
-        rf"^error: process {victim} \(host \S+, pid {pair[victim].pid}\){main} (is gone|has given no sign)", errors, re.M
+        rf"^error: process {victim} \(host \S+, pid {both.pids[victim]}\){main} (is gone|has given no sign)", errors, re.M
     )
     assert "Traceback" not in errors, errors[-3000:]
     assert store.steps(bench.tmp / "two" / "checkpoints") == ([2] if at == "step" else [])

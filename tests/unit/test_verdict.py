@@ -111,7 +111,7 @@ def spread(seed: int, batch: int, steps: int) -> list[dict[str, Any]]:
 
 
 # (seeds, alarms among them that are allowed): by a simulation of 1,000 runs each, at most one run in 1,000 has a false one
-SEEDS = [(1, 0), pytest.param(40, 1, marks=pytest.mark.slow)]
+SEEDS = [(1, 0), pytest.param(40, 1, marks=pytest.mark.proof)]
 
 
 @pytest.mark.parametrize(("seeds", "allowed"), SEEDS)

@@ -295,7 +295,7 @@ def whole_file() -> bytes:
     return b"".join(map(bytes, serialize({key: t.contiguous() for key, t in keys.items()}, metadata)))
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.proof)])
 def test_a_mutated_file_is_read_well_formed_or_refused(tmp_path: Path, count: int) -> None:
     """One UserError, that can be printed; what is read fits the model, whatever its header says."""
     whole, path, refused = whole_file(), tmp_path / "a.safetensors", 0

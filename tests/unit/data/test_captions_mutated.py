@@ -87,7 +87,7 @@ def mutated(rng: random.Random, data: bytes) -> tuple[str, bytes]:
     return done, {"empty": b"", "text": rng.randbytes(rng.randrange(1, 300)), "deep": b"[" * 100_000}.get(done, bytes(data))
 
 
-@pytest.mark.parametrize("count", [pytest.param(5000, marks=pytest.mark.slow), 250])
+@pytest.mark.parametrize("count", [pytest.param(5000, marks=pytest.mark.proof), 250])
 def test_each_is_named_or_read_for_what_it_says(tmp_path: Path, count: int) -> None:
     rng, files = random.Random(count), {}
     images = {name: encoded(Image.effect_noise((48, 32), 60).convert("RGB"), "PNG") for name in ("a.png", "b.png")}

@@ -151,7 +151,7 @@ def scanned(folder: Path, seconds: float) -> dict:
 
 # The time is for a machine that is busy otherwise; alone it takes a tenth.
 @pytest.mark.parametrize(
-    ("count", "seconds"), [pytest.param(10_000, 1800, marks=pytest.mark.slow), (150, 300)], ids=["all", "some"]
+    ("count", "seconds"), [pytest.param(10_000, 1800, marks=pytest.mark.proof), (150, 300)], ids=["all", "some"]
 )
 def test_each_is_named_or_read_as_it_is(tmp_path, count, seconds):
     rng, whole, large = random.Random(0), whole_images(), bombs()

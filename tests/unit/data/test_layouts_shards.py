@@ -210,7 +210,7 @@ MUTATED = (
 )  # of a header: name, size, kind; what follows
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [100, pytest.param(5000, marks=pytest.mark.proof)])
 def test_a_mutated_archive_is_read_or_refused(count, tmp_path):
     """The name of every member that is not refused lies in the archive; so do its bytes."""
     long = "é" * 120
