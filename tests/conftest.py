@@ -30,6 +30,12 @@ def pytest_configure() -> None:
     assert torch.get_num_threads() == 1, "torch was loaded before tests/__init__.py; start with OMP_NUM_THREADS=1"
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """A case that is marked as its whole test is: the other cases are so marked too, and were meant to be quick."""
+    marks = [mark.name for mark in item.iter_markers() if mark.name in ("slow", "proof", "gpu")]
+    assert len(marks) == len({*marks}), f"{item.nodeid}: the mark of the test is the mark of a case, too; leave out one"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def libraries_are_no_garbage() -> Iterator[None]:
     """A run collects garbage when it lets an encoder go; looking through the libraries' objects would be half its time."""

@@ -153,13 +153,13 @@ def test_a_list_that_is_not_read_is_refused_as_one() -> None:
     refuse_unread(config("flux", "objective.t_range", [0.0, 1.0]), deaf)
 
 
-@pytest.mark.parametrize(("embeds", "guidance"), [(True, 1.0), (True, 2.0), (False, 1.0), (False, 2.0)])
-def test_guidance_is_refused_where_the_model_has_no_embedding_of_it(embeds: bool, guidance: float) -> None:
-    source: Any = SimpleNamespace(family=FAMILIES["flux"], config=lambda name: {"guidance_embeds": embeds})
-    given = config("flux", "objective.guidance", guidance)
-    if embeds or guidance == 1.0:
-        refuse_unread_by_model(given, source)
-        return
+def test_guidance_is_refused_where_the_model_has_no_embedding_of_it() -> None:
+    def model(embeds: bool) -> Any:
+        return SimpleNamespace(family=FAMILIES["flux"], config=lambda name: {"guidance_embeds": embeds})
+
+    for embeds, guidance in ((True, 1.0), (True, 2.0), (False, 1.0)):
+        refuse_unread_by_model(config("flux", "objective.guidance", guidance), model(embeds))
+    given, source = config("flux", "objective.guidance", 2.0), model(embeds=False)
     shown = "objective.guidance = 2.0 has no effect on this model; leave it out (only models with a guidance embedding "
     of_a_sample = config("flux", "validation.samples.*.guidance", 3.0)
     with pytest.raises(UserError, match=r"^validation\.samples\.0\.guidance = 3\.0 has no effect on this model"):
