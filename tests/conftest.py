@@ -13,7 +13,9 @@ import torch
 from hypothesis import settings
 
 from scripts import make_model
-from tests.harness import Workbench
+from scripts.proofs.forks import Server
+from scripts.proofs.shared import STARTED
+from tests.harness import ROOT, Workbench
 from trainer import signals, terminal
 
 # Two runs that are compared byte by byte started at the same time.
@@ -66,6 +68,14 @@ def a_test_leaves_the_signals_as_they_were() -> Iterator[None]:
     before = [signal.getsignal(number) for number in numbers]
     yield
     assert [signal.getsignal(number) for number in numbers] == before, "this test, or what it calls, changed signal handlers"
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """A process that has imported the libraries, for runs that are forks of it (integration/test_processes.py)."""
+    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "SOURCE_DATE_EPOCH": STARTED, "CUDA_VISIBLE_DEVICES": ""}
+    with Server(ROOT, ["tests.integration.test_processes", "trainer.adapters.dora"], environment) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

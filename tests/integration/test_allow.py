@@ -230,9 +230,6 @@ def test_the_command_line(bench: Workbench, capsys) -> None:
     assert store.steps(bench.tmp / "out" / "checkpoints") == [1, 2]
 
 
-server = processes.server
-
-
 @pytest.mark.slow
 def test_several_processes_agree(server: Server, bench: Workbench) -> None:
     """Two processes end the epoch where one does, and one goes on from what they saved."""

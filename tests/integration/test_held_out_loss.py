@@ -130,12 +130,12 @@ def test_on_or_off_is_the_same_run(bench: Workbench, monkeypatch, cell: str) -> 
         assert len({(bench.tmp / out / "adapters" / file).read_bytes() for out in ("on", "off")}) == 1, file
 
 
-@pytest.mark.parametrize("at", [2, 0, LENGTH])
 @pytest.mark.slow
-def test_a_signal_while_it_is_measured(bench: Workbench, monkeypatch, capsys, at: int) -> None:
-    """It is obeyed in the middle; the step's line stays, and the next start adds what it lacks."""
+def test_a_signal_while_it_is_measured(bench: Workbench, monkeypatch, capsys) -> None:
+    """One start that is stopped at each of the measurements, before the first step, after the second and at the end. It is
+    obeyed in the middle; the step's line stays, and the next start adds what it lacks."""
     whole = run(bench, "whole", **ON)
-    path, place = str(bench.write(tree(bench, "parts", **ON))), {0: 0, 2: 1, LENGTH: 3}[at]
+    path = str(bench.write(tree(bench, "parts", **ON)))
     real, seen = Phases.__call__, []
 
     def interrupted(self, name: str, *more, **settings):
@@ -145,13 +145,16 @@ def test_a_signal_while_it_is_measured(bench: Workbench, monkeypatch, capsys, at
                 signal.raise_signal(signal.SIGTERM)
         return real(self, name, *more, **settings)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Phases, "__call__", interrupted)
-        assert cli.main(["--config", path, "--resume_from", "auto"]) == 143
-    assert len(seen) == place + 1 and "Traceback" not in capsys.readouterr().err, "it was measured again after the signal"
-    if at:
-        log = metrics_of(bench.tmp / "parts")
-        assert log[-1]["step"] == at and "held_out_loss" not in log[-1]
+    # The start after each measures again what was interrupted, then up to the next place.
+    for at, place in ((0, 0), (2, 1), (LENGTH, 2)):
+        seen.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(Phases, "__call__", interrupted)
+            assert cli.main(["--config", path, "--resume_from", "auto"]) == 143
+        assert len(seen) == place + 1 and "Traceback" not in capsys.readouterr().err, "it was measured again after the signal"
+        if at:
+            log = metrics_of(bench.tmp / "parts")
+            assert log[-1]["step"] == at and "held_out_loss" not in log[-1]
     assert cli.main(["--config", path, "--resume_from", "auto"]) == 0
     assert metrics_of(bench.tmp / "parts") == whole
     assert weights(bench, "parts") == weights(bench, "whole")
@@ -207,6 +210,7 @@ def test_it_is_planned(bench: Workbench, monkeypatch) -> None:
         assert trace.peak == pytest.approx(planned, rel=0.02)
 
 
+FEW = "from trainer import held_out_loss\nheld_out_loss.FEWEST = 8\n"
 PAUSED = """
 from trainer.held_out_loss import HeldOutLoss
 measured = HeldOutLoss._errors
@@ -215,21 +219,19 @@ def slow(self, example, numbers):
     return measured(self, example, numbers)
 HeldOutLoss._errors = slow
 """
-server = processes.server
 
 
 @pytest.mark.slow
-def test_two_processes_share_it(server: Server, bench: Workbench, monkeypatch) -> None:
+def test_two_processes_share_it(server: Server, bench: Workbench) -> None:
     """The same numbers as of one, where the adapter is the same; a signal to one of them stops both in the middle."""
-    monkeypatch.undo()  # processes of their own have all the draws
     one = run(bench, "one", **ON)
-    processes.run_both(server, bench, tree(bench, "two", **ON))
+    processes.run_both(server, bench, tree(bench, "two", **ON), patch=FEW)
     two = metrics_of(bench.tmp / "two")
     assert two[0]["at_start"] == one[0]["at_start"]
     assert [entry["step"] for entry in two if entry.keys() >= FIELDS] == [2, 4, 5]
 
     changes = ON | {"validation__loss_every_steps": 1, "run__max_steps": 100, "data__held_out": 2, "data__batch_size": 1}
-    both = processes.start_both(server, bench, tree(bench, "stopped", **changes), patch=PAUSED)
+    both = processes.start_both(server, bench, tree(bench, "stopped", **changes), patch=FEW + PAUSED)
     log, deadline = bench.tmp / "stopped" / "metrics.jsonl", time.monotonic() + 90
     while not (log.exists() and log.read_text().count("\n") >= 2):
         assert time.monotonic() < deadline, both.said

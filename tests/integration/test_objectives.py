@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from scripts.proofs.forks import Server
 from tests.harness import Workbench, metrics_of
 from tests.integration import test_processes as processes
 from tests.integration.test_errors import refused
@@ -58,10 +59,10 @@ def test_strata_are_those_of_the_global_batch(bench: Workbench) -> None:
 
 
 @pytest.mark.proof
-def test_two_processes_draw_what_one_does(bench: Workbench) -> None:
+def test_two_processes_draw_what_one_does(server: Server, bench: Workbench) -> None:
     more = {"objective": EVERYTHING["sdxl"], "adapter__dropout": 0.0}
     train_one(parse(processes.tree(bench, "one", processes=1, **more)), resume_from=None)
-    processes.finish(processes.two_processes(bench, processes.tree(bench, "two", processes=2, **more)))
+    processes.run_both(server, bench, processes.tree(bench, "two", processes=2, **more))
     processes.assert_same_course(bench, "one", "two")
 
 

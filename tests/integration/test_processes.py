@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +22,6 @@ import pytest
 from torch.distributed import TCPStore
 
 from scripts.proofs.forks import Order, Server
-from scripts.proofs.shared import STARTED
 from tests.harness import PHOTOS, ROOT, Workbench, built, metrics_of
 from trainer import cli
 from trainer import config as configs
@@ -49,13 +47,6 @@ def tree(bench: Workbench, out: str, *, processes: int, **overrides) -> dict:
             "data__cache_dir": str(bench.tmp / "cache"), "checkpoint__every_steps": 2,
         } | overrides
     )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "SOURCE_DATE_EPOCH": STARTED, "CUDA_VISIBLE_DEVICES": ""}
-    with Server(ROOT, ["tests.integration.test_processes", "trainer.adapters.dora"], environment) as server:
-        yield server
 
 
 # What a patch of one of the processes may name.
@@ -148,11 +139,6 @@ def two_processes(bench: Workbench, config: dict, *arguments: str, script: str =
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-
-
-def finish(process: subprocess.Popen) -> None:
-    _, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, errors[-3000:]
 
 
 def assert_same_course(bench: Workbench, out: str, other: str) -> None:

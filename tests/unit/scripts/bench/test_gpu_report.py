@@ -139,7 +139,7 @@ def test_the_bench_of_a_step_runs_on_tiny_models(report, tmp_path: Path) -> None
     assert len(report.step_lines(result)) >= 12 + 2
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_the_bench_of_determinism_runs_on_tiny_models(report, tmp_path: Path) -> None:
     path = tmp_path / "deterministic.json"
     command = [sys.executable, "scripts/bench/bench_deterministic.py", "--quick", "--rounds", "1", "--json", str(path)]
