@@ -90,11 +90,17 @@ def checkpoint_every(training: Run, every: bool | int) -> int:
     blocks = find_blocks(training.model.modules[training.family.denoiser], training.family.blocks)
     for block in blocks.values():
         block.__dict__.pop("forward", None)
-    return checkpoint_blocks(blocks, every, training.family.unread)
+    return checkpoint_blocks(blocks, every, unread(training))
+
+
+def unread(training: Run) -> tuple[str, ...]:
+    return tuple(training.family.unread_beside(training.adapter.layers, half=training.plan.scales_loss))
 
 
 # In fp16 the blocks of Flux clip what they give.
-@pytest.mark.parametrize(("family", "compute", "dtype"), [("sdxl", "bf16", "bf16"), ("flux", "fp16", "fp8_e4m3")])
+@pytest.mark.parametrize(
+    ("family", "compute", "dtype"), [("sdxl", "bf16", "bf16"), ("flux", "fp16", "bf16"), ("flux", "fp32", "fp8_e4m3")]
+)
 @pytest.mark.slow
 def test_gradient_checkpointing_changes_no_gradient(
     bench: Workbench, monkeypatch, family: str, compute: str, dtype: str
@@ -125,16 +131,16 @@ def test_gradient_checkpointing_changes_no_gradient(
             found |= gradients(training)
             if kind:
                 recomputed = dict(counts)
-        patterns = training.family.unread
+        patterns = unread(training)
     assert wrapped[False] == 0 and wrapped[True] > 2 and asked == -(-wrapped[True] // 2)
     assert all(torch.equal(plain[name], every[name]) and torch.equal(plain[name], second[name]) for name in plain)
     assert any(gradient.any() for gradient in plain.values())
-    unread = {name for name in recomputed if any(fnmatchcase(name, pattern) for pattern in patterns)}
-    assert unread and set(counts.values()) == {1}, "without it each product is made once"
+    not_read = {name for name in recomputed if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    assert bool(not_read) == (compute != "fp16") and set(counts.values()) == {1}, "without it each product is made once"
     # The layers before them are read by the activation between the two.
     before = {name for name in recomputed if name.endswith(("net.0.proj", "proj_mlp"))}
     assert before and {recomputed[name] for name in before} == {2}
-    assert {recomputed[name] for name in unread} == {1}
+    assert {recomputed[name] for name in not_read} <= {1}
 
 
 @pytest.mark.parametrize("gate", ["text_encoder", "norm"])

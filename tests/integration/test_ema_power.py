@@ -213,6 +213,12 @@ def test_no_gap_and_no_copy_after_stops_kills_and_ways_back(bench: Workbench) ->
 SMALL: dict[str, Any] = {"adapter__targets": ["conv_in"], "run__max_steps": 4, "ema__snapshot_every_steps": 2}
 
 
+@pytest.fixture(scope="module")
+def whole(models: Path, tmp_path_factory) -> Path:
+    """The folder of a run that met with nothing."""
+    return train(Workbench(models, tmp_path_factory.mktemp("whole")), "whole", **SMALL)
+
+
 @pytest.mark.parametrize(
     ("place", "error", "step"),
     [
@@ -223,7 +229,7 @@ SMALL: dict[str, Any] = {"adapter__targets": ["conv_in"], "run__max_steps": 4, "
     ids=["W A^T", "the file, at the end", "reading it back"],
 )
 def test_out_of_memory_where_averages_are_set_aside_loses_nothing(
-    bench: Workbench, monkeypatch, capsys, place: str, error: Exception, step: int
+    bench: Workbench, whole: Path, monkeypatch, capsys, place: str, error: Exception, step: int
 ) -> None:
     """In mid-run and at its end: the step is saved, the message has the remedy, the next start ends in the same bytes."""
     config, real = bench.write(tree(bench, "out", **SMALL)), pkgutil.resolve_name(place)
@@ -241,7 +247,6 @@ def test_out_of_memory_where_averages_are_set_aside_loses_nothing(
     assert "ema.snapshot_every_steps = 0" in said and "Traceback" not in said
     assert store.steps(bench.tmp / "out" / "checkpoints") == [step]
     assert cli.main(["--config", str(config), "--resume_from", "auto"]) == 0
-    whole = train(bench, "whole", **SMALL)
     last = [f"checkpoints/step-00000004/{piece}.safetensors" for piece in ("adapter", "ema", "optimizer")]
     assert names(bench.tmp / "out") == names(whole)
     for name in [*last, *(f"ema/{name}" for name in names(whole))]:

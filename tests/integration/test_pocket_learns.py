@@ -55,7 +55,7 @@ def test_what_it_is_asked_for_was_not_trained_on(family: str) -> None:
     assert demo.data.text_length == {"sdxl": None, "flux": flux.T5_LENGTH}[family]
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_third_of_the_demo_already_teaches(family: str, tmp_path: Path) -> None:
     """The short form: a third of its steps reach half of the fall that the whole is held to."""

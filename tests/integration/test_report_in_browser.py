@@ -19,7 +19,7 @@ import pytest
 from tests.browser import AUDIT, Browser, Tab, needs_chromium
 from tests.harness import ROOT, Workbench, command_line
 from tests.unit.test_watching import write_run
-from trainer import cli
+from trainer import cli, held_out_loss
 from trainer.layout import Layout
 from trainer.report import LiveReport, live
 from trainer.report.compared import compare
@@ -64,16 +64,16 @@ def tab(browser: Browser) -> Iterator[Tab]:
 
 @pytest.fixture(scope="module")
 def pages(models: Path, work: Path) -> Path:
-    """The folder of a run that was stopped after 10 of 30 steps, resumed with --allow to the end, and taken another way from
-    step 10 on, with other prompts; and its page at each of these places, and one of mid-run."""
+    """The folder of a run that was stopped after 6 of 18 steps, resumed with --allow to the end, and taken another way from
+    step 6 on, with other prompts; and its page at each of these places, and one of mid-run."""
     bench = Workbench(models, work)
     samples = [
         {"prompt": f"a {name}, ink style", "truth": str(ICONS / "exams" / f"{name}.png"), "guidance": 3.0}
         for name in SUBJECTS
     ]
     tree = bench.tree(
-        run__max_steps=30, data__sources=[{"path": str(ICONS / "lessons")}], data__held_out=4, validation__every_steps=10,
-        validation__loss_every_steps=10, validation__steps=1, validation__samples=samples, checkpoint__every_steps=10,
+        run__max_steps=18, data__sources=[{"path": str(ICONS / "lessons")}], data__held_out=4, validation__every_steps=6,
+        validation__loss_every_steps=6, validation__steps=1, validation__samples=samples, checkpoint__every_steps=6,
         adapter__targets=["*attn1*"],
     )  # fmt: skip
     page = Path(tree["run"]["output_dir"]) / "report.html"
@@ -84,21 +84,23 @@ def pages(models: Path, work: Path) -> Path:
 
     def write(self: LiveReport, *arguments: Any) -> None:
         real(self, *arguments)
-        if self.state.alive and "Training: step 20 of 30" in page.read_text():
-            shutil.copy(page, page.with_name("running.html"))
+        running = page.with_name("running.html")
+        if self.state.alive and not running.exists() and "Training: step 12 of 18" in page.read_text():
+            shutil.copy(page, running)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(live, "SHARE", 1e9)  # written as soon as there is anything new
+        patch.setattr(held_out_loss, "FEWEST", 8)
         real = LiveReport.write
         patch.setattr(LiveReport, "write", write)
-        tree["run"]["stop_after"] = 10
+        tree["run"]["stop_after"] = 6
         run("stopped")
         del tree["run"]["stop_after"]
         tree["optimizer"] = {"lr": 1e-3}
         run("finished", "--resume_from", "auto", "--allow", "optimizer.lr")
-        tree["run"]["stop_after"] = 20
+        tree["run"]["stop_after"] = 12
         tree["validation"]["samples"] = [{"prompt": f"a {name}, ink style", "guidance": 3.0} for name in ("key", "cat")]
-        run("ways", "--resume_from", str(page.parent / "checkpoints" / "step-00000010"))
+        run("ways", "--resume_from", str(page.parent / "checkpoints" / "step-00000006"))
     return page.parent
 
 
@@ -138,12 +140,12 @@ def test_the_page_of_a_run_while_it_runs(pages: Path, shots: Path, tab: Tab) -> 
     tab.look(1000, "light")
     tab.open(page)
     tab.run("scrollTo(0, 700); for (const part of document.querySelectorAll('#configuration details')) part.open = true")
-    assert text(tab, "#state").startswith("Training: step 20 of 30")
+    assert text(tab, "#state").startswith("Training: step 12 of 18")
     loads = tab.loads
     shutil.copy(pages / "finished.html", page)
     tab.wait_for_load(loads)
     assert tab.run("document.querySelector('#configuration details:last-of-type').open") and tab.run("scrollY") == 700
-    assert text(tab, "#state").startswith("Finished: step 30 of 30")
+    assert text(tab, "#state").startswith("Finished: step 18 of 18")
     # Killed: of a page that has not been written for too long the script says so.
     (pages / "old.html").write_text(re.sub(r'data-written="\d+"', 'data-written="1700000000"', text_of))
     tab.open(pages / "old.html")
@@ -152,12 +154,12 @@ def test_the_page_of_a_run_while_it_runs(pages: Path, shots: Path, tab: Tab) -> 
 
 def test_the_page_of_a_run_that_has_finished(pages: Path, shots: Path, tab: Tab) -> None:
     tab.open(pages / "finished.html")
-    assert "Finished: step 30 of 30" in text(tab, "#state")
+    assert "Finished: step 18 of 18" in text(tab, "#state")
     found = audit(tab, pages / "finished.html", shots, "finished", ALL_SEEN)
     assert found["charts"]["Loss"] > 2 and found["charts"]["Change of the weights"] == 1  # after 16, 32, 64, ... steps
     drawn = shown(tab)
     assert len(drawn) == len(SUBJECTS) * (4 + 1) and drawn[:3] == [
-        f"a bear, ink style, {what}" for what in ("before training", "step 30", "the truth")
+        f"a bear, ink style, {what}" for what in ("before training", "step 18", "the truth")
     ]
     assert text(tab, ".tile b").count("%") >= 1
 
@@ -167,14 +169,14 @@ def test_the_slider_the_enlarged_image_and_the_values_of_a_chart(pages: Path, sh
     shutil.copy(pages / "finished.html", finished)  # the files beside it are its own again
     tab.look(1200, "light")
     tab.open(finished)
-    assert text(tab, ".slider output") == "the newest, step 30"
+    assert text(tab, ".slider output") == "the newest, step 18"
     tab.run("document.getElementById('step').value = 2; document.getElementById('step').dispatchEvent(new Event('input'))")
-    assert text(tab, ".slider output") == "step 20"
-    assert [alt.rpartition(", ")[2] for alt in shown(tab)[:3]] == ["before training", "step 20", "the truth"]
+    assert text(tab, ".slider output") == "step 12"
+    assert [alt.rpartition(", ")[2] for alt in shown(tab)[:3]] == ["before training", "step 12", "the truth"]
     tab.run("document.querySelectorAll('.card')[1].querySelector('.shot a').click()")
     assert tab.run("document.querySelector('dialog').open") and "a bicycle, ink style, before training" in text(tab, "dialog")
     tab.keep(shots / "enlarged.png", whole=False)
-    for key, expected in (("ArrowRight", "a bicycle, ink style, step 10"), ("ArrowDown", "a fox, ink style, step 10")):
+    for key, expected in (("ArrowRight", "a bicycle, ink style, step 6"), ("ArrowDown", "a fox, ink style, step 6")):
         tab.press(key)
         assert expected in text(tab, "dialog")
     tab.press("Escape")
@@ -184,13 +186,13 @@ def test_the_slider_the_enlarged_image_and_the_values_of_a_chart(pages: Path, sh
     frame = tab.run(f"(({{left, top, width}}) => [left + width / 2, top + 60])({where})")
     tab.send("Input.dispatchMouseEvent", type="mouseMoved", x=frame[0], y=frame[1])
     assert re.match(
-        r"step 1\deach step: [\d.e-]+moving average, \d+ steps: [\d.e-]+held-out photos: \d\.\d+", text(tab, ".tip")
+        r"step \d+each step: [\d.e-]+moving average, \d+ steps: [\d.e-]+held-out photos: \d\.\d+", text(tab, ".tip")
     )
     tab.keep(shots / "values.png", whole=False)
     loads = tab.loads
     tab.send("Page.reload")
     tab.wait_for_load(loads)
-    assert text(tab, ".slider output") == "step 20", "a reload keeps the place"
+    assert text(tab, ".slider output") == "step 12", "a reload keeps the place"
     # A full file beside the page that is gone: the embedded image is enlarged.
     moved = finished.parent / "alone" / "report.html"
     moved.parent.mkdir(exist_ok=True)
@@ -254,19 +256,19 @@ def test_one_timeline_is_shown(pages: Path, shots: Path, tab: Tab) -> None:
     """Stopped, resumed with --allow, then another way from an earlier checkpoint, with other prompts."""
     tab.look(1000, "light")
     tab.open(pages / "stopped.html")
-    assert text(tab, "#state") == "Stopped at step 10 of 30. Go on with --resume_from auto."
+    assert text(tab, "#state") == "Stopped at step 6 of 18. Go on with --resume_from auto."
     tab.open(pages / "finished.html")
-    assert text(tab, ".marks li").startswith("resumed after step 10")
-    assert "changed after step 10: optimizer.lr: 0.0001 \N{RIGHTWARDS ARROW} 0.001" in text(tab, ".marks li")
+    assert text(tab, ".marks li").startswith("resumed after step 6")
+    assert "changed after step 6: optimizer.lr: 0.0001 \N{RIGHTWARDS ARROW} 0.001" in text(tab, ".marks li")
     assert tab.run("document.querySelectorAll('.first .mark').length") == 2
     audit(tab, pages / "ways.html", shots, "ways")
-    assert text(tab, "#state").startswith("Stopped at step 20 of 30")
-    assert "Results of steps after step-00000010 were set aside" in text(tab, "#lineage li")
+    assert text(tab, "#state").startswith("Stopped at step 12 of 18")
+    assert "Results of steps after step-00000006 were set aside" in text(tab, "#lineage li")
     assert tab.run("document.querySelectorAll('.marks li.resumed').length") == 1, "the start that was left is none of it"
     cards = tab.run("[...document.querySelectorAll('#samples > .cards h3')].map((title) => title.textContent)")
     assert cards == ["a key, ink style", "a cat, ink style"], "those that are asked for now"
     folded = tab.run("[...document.querySelectorAll('.gone h3')].map((title) => title.textContent)")
-    assert "a bear, ink style" in folded and not [alt for alt in shown(tab) if "step 30" in alt]
+    assert "a bear, ink style" in folded and not [alt for alt in shown(tab) if "step 18" in alt]
     assert not tab.troubles and not tab.requests
 
 

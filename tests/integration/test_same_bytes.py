@@ -61,7 +61,7 @@ def test_the_bytes_of_the_commit_before(tmp_path: Path, capsys) -> None:
     assert not failed, capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @needs_history
 def test_other_draws_are_noticed(tmp_path: Path, capsys) -> None:
     with worktree("HEAD", tmp_path / "changed") as code:

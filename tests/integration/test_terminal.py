@@ -20,23 +20,23 @@ from trainer.checkpoint import store
 DURATION = r"(\d\.\d s|\d\d s|\d+ min \d+ s|\d+ h \d+ min)"  # on a slow machine, too
 # Of the training's line, in order. None is ever cut.
 FIELDS = (
-    r"step \d+/30", r"epoch \d+", r"loss \d\.\d{4}", r"held-out \d\.\d{4}", r"lr \d\.\d\de-04", r"\d+(\.\d+)? images/s",
+    r"step \d+/12", r"epoch \d+", r"loss \d\.\d{4}", r"held-out \d\.\d{4}", r"lr \d\.\d\de-04", r"\d+(\.\d+)? images/s",
     r"memory \d\.\d\d GiB", rf"{DURATION} left",
     r"last (checkpoint step \d+|samples step \d+|held-out loss \d\.\d{4} \((best, )?step \d+\))",
 )  # fmt: skip
 TRAINING = re.compile(FIELDS[0] + "".join(f"(, {field})?" for field in FIELDS[1:]))
 AMOUNT = r"(\d+\.\d\d|\d+)( of (\d+\.\d\d|\d+))? [A-Za-z]+"
 RATE = r"(\d+\.\d\d GB/s|\d+\.\d [a-z]+/s|\d+\.\d s a [a-z]+)"
-OTHERS = re.compile(rf"[^:,]+: ({DURATION} so far|{AMOUNT}(, {RATE})?(, {DURATION} left)?)(, step \d+/30)?")
+OTHERS = re.compile(rf"[^:,]+: ({DURATION} so far|{AMOUNT}(, {RATE})?(, {DURATION} left)?)(, step \d+/12)?")
 
 SHOWN = {
-    "run__max_steps": 30, "checkpoint__every_steps": 10, "validation": {
-        "every_steps": 15, "prompts": ["a photo of sks plush bear"], "steps": 2, "loss_every_steps": 10,
+    "run__max_steps": 12, "checkpoint__every_steps": 4, "validation": {
+        "every_steps": 6, "prompts": ["a photo of sks plush bear"], "steps": 2, "loss_every_steps": 6,
     },
     "data__held_out": 1, "logging": {"tensorboard": True, "every_seconds": 1},
 }  # fmt: skip
 NOTHING = {
-    "run__max_steps": 30, "checkpoint__every_steps": 0, "data__held_out": 1, "logging": {"tensorboard": False},
+    "run__max_steps": 12, "checkpoint__every_steps": 0, "data__held_out": 1, "logging": {"tensorboard": False},
 }  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def test_what_is_shown_changes_no_byte_and_without_a_terminal_it_is_plain_lines(
     (_, _, *arguments), hidden = command(bench, **NOTHING, run__output_dir=str(bench.tmp / "hidden"))
     assert cli.main(arguments) == 0
     for file in (
-        *(f"checkpoints/step-00000030/{name}.safetensors" for name in ("adapter", "optimizer")),
+        *(f"checkpoints/step-00000012/{name}.safetensors" for name in ("adapter", "optimizer")),
         "adapters/bear.safetensors",
         "adapters/bear_comfyui.safetensors",
     ):

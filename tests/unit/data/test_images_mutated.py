@@ -1,4 +1,4 @@
-"""Ten thousand mutated images and captions: no hang, no crash, bounded memory; each is named before training, or read whole.
+"""Mutated images and captions: no hang, no crash, bounded memory; each is named before training, or read whole.
 
 The scan runs in a process of its own, so that a crash of a decoder would be seen as one.
 """
