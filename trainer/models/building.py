@@ -34,8 +34,11 @@ def allocate(module: nn.Module, device: torch.device) -> None:
 def shapes_of(component: Component, config: ComponentConfig, where: Path | str = "") -> dict[str, Shape]:
     """Of every tensor that the component's files have for its module, by the module's names. where, errors: as `build`."""
     if component.names is not None:
-        with blamed_on(where or _usual(component), component, config):
+        try:
             return component.names(config).shapes
+        except Exception:
+            build(component, config, where)  # raises UserError where the class does not take the config, either
+            raise  # it does: the mistake is in our table of names
     return {name: tuple(tensor.shape) for name, tensor in build(component, config, where).state_dict().items()}
 
 

@@ -14,7 +14,8 @@ from trainer.models.hub import Repository
 from trainer.models.names import ComponentConfig
 
 PUBLISHED = Path(__file__).parent / "published"
-# What the libraries, and the tables of names, raise where a value of a config makes no module.
+# What the libraries raise where a value of a config makes no module. They check few values: most fail as whatever computes
+# with them. So no code of ours but what infers a config from a file's shapes runs where these are taken for the file's.
 UNBUILDABLE = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip

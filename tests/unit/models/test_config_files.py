@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -92,8 +93,17 @@ def test_values_that_do_not_go_together_are_refused_with_their_file(tmp_path: Pa
     root = configs(tmp_path)
     path, source = root / "unet/config.json", opened(root)
     change(path, block_out_channels=[320, 640])
-    with pytest.raises(UserError, match=r"unet/config\.json describes no UNet2DConditionModel: zip"):
+    with pytest.raises(UserError, match=r"unet/config\.json describes no UNet2DConditionModel: Must provide the same"):
         shapes_of(source.family.component("unet"), source.config("unet"), path)
+
+
+def test_a_mistake_in_our_own_table_of_names_is_not_blamed_on_the_file(tmp_path: Path) -> None:
+    """Where the library's class takes the config, nothing is wrong with it."""
+    root = configs(tmp_path)
+    unet = opened(root).family.component("unet")
+    broken = dataclasses.replace(unet, names=lambda config: {}["a mistake"])
+    with pytest.raises(KeyError, match="a mistake"):
+        shapes_of(broken, opened(root).config("unet"), root / "unet/config.json")
 
 
 @pytest.mark.parametrize(
