@@ -12,6 +12,7 @@ from trainer.config import Config
 from trainer.describe import describe, describe_cpu, describe_memory
 from trainer.devices import Memory, accelerator_of, check_device, speed_of
 from trainer.forecast import forecast
+from trainer.layout import Layout
 from trainer.phases import Phases
 from trainer.plan import open_source, resolve
 from trainer.tensorfile import size_text
@@ -56,9 +57,10 @@ def preview(
         write(f"does not fit: {size_text(found.total)} of {size_text(there.size)} are needed; {otherwise}")
         return False
     kept = min(config.checkpoint.keep_last, plan.max_steps) + 1  # the oldest goes when the newest is there
-    needs = {"run.output_dir": (Path(config.run.output_dir), kept * found.checkpoint)}
+    output = Path(config.run.output_dir)
+    needs = {"run.output_dir": (output, to_write(kept * found.checkpoint, Layout(output).checkpoints))}
     if config.data.cache == "disk":
-        needs["data.cache_dir"] = (cache_dir(config), found.cache)
+        needs["data.cache_dir"] = (cache_dir(config), to_write(found.cache, cache_dir(config)))
     for line in disk_warnings(needs):
         write(line)
     if device is not None and device.type == "cpu":
@@ -66,6 +68,11 @@ def preview(
     smaller = [] if fits else changes(plan, there.kernels, found, there.size)
     write(describe_memory(found, there.size, smaller, updates=config.step.accumulation))  # ends with whether it fits
     return fits
+
+
+def to_write(size: int, folder: Path) -> int:
+    """What is left of `size` bytes that a folder will hold, after those that it holds already."""
+    return max(0, size - sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file()))
 
 
 def disk_warnings(needs: Mapping[str, tuple[Path, int]]) -> list[str]:

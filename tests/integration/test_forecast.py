@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -503,3 +504,16 @@ def test_adamw8bit_is_advised_in_place_of_adamw_alone(name: str, told: bool) -> 
     with patch.object(advice, "forecast", lambda *_, **__: found):
         chosen = advice.changes(replace(PLAN, config=config), dora_torch, found, 2**32)
     assert ("optimizer.name = 'adamw8bit'" in [change.what for change in chosen]) == told
+
+
+def test_a_plan_counts_what_is_still_to_be_written_to_the_disk(bench: Workbench, monkeypatch, capsys) -> None:
+    free = shutil.disk_usage(bench.tmp)._replace(free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    config = bench.write(bench.tree(data__cache="memory"))
+    for there in (False, True):
+        if there:  # as long as any checkpoints would be; it takes no room
+            (bench.tmp / "out" / "checkpoints").mkdir(parents=True)
+            with open(bench.tmp / "out" / "checkpoints" / "sparse", "wb") as file:
+                file.truncate(2**40)
+        assert cli.main(["--config", str(config), "--plan"]) == 0
+        assert ("warning: run.output_dir need about" in " ".join(capsys.readouterr().out.split())) != there

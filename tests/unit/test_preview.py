@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.preview import disk_warnings
+from trainer.preview import disk_warnings, to_write
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -27,3 +27,12 @@ def test_what_two_folders_of_one_disk_need_is_added_up(tmp_path: Path, monkeypat
     )
     for key, (folder, size) in needs.items():  # each alone would fit
         assert not disk_warnings({key: (folder, size)})
+
+
+def test_what_is_there_is_not_written_again(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    assert to_write(1000, folder) == 1000
+    (folder / "step-00000001").mkdir(parents=True)
+    (folder / "step-00000001" / "adapter.safetensors").write_bytes(b"a" * 300)
+    (folder / "odd").write_bytes(b"a" * 100)
+    assert to_write(1000, folder) == 600 and to_write(300, folder) == 0
