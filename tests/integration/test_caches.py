@@ -245,6 +245,7 @@ def change_a_weight(folder: Path, tensor: str) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.slow
 def test_exactly_what_changed_is_encoded_again(bench: Workbench, monkeypatch) -> None:
     photos = Path(shutil.copytree(PHOTOS, bench.tmp / "photos"))
     model = Path(shutil.copytree(bench.models / "sdxl", bench.tmp / "model"))

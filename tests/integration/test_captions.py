@@ -105,6 +105,7 @@ def test_more_chunks_reach_the_denoiser_and_are_kept_apart(bench: Workbench) -> 
     assert len(keys) == 4
 
 
+@pytest.mark.slow
 def test_what_people_are_told(bench: Workbench, capfd: pytest.CaptureFixture[str]) -> None:
     source = written(bench, f"a bear, {LONG}") | {"trigger": "sks"}
     folder = bench.tmp / "photos"

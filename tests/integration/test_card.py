@@ -73,6 +73,7 @@ def test_the_code_of_the_guide_draws(bench: Workbench, monkeypatch) -> None:
         assert image.size == (64, 64) and len(image.getcolors(64 * 64)) > 1
 
 
+@pytest.mark.slow
 def test_the_header_is_what_the_hub_reads(bench: Workbench) -> None:
     folder = run(
         bench, export__trigger_phrase="sks: bear", export__license="cc-by-4.0", ema__kind="constant", export__thumbnail=True

@@ -92,6 +92,7 @@ def test_whatever_changes_the_conversion_is_another_file(bench: Workbench) -> No
         assert converted.found == 0 and len(files(bench)) == count + 1, change
 
 
+@pytest.mark.slow
 def test_a_run_may_take_up_the_cache(bench: Workbench, capsys) -> None:
     """It changes no byte, so a resume may change it."""
     stored = {"transformer": {"dtype": "nf4"}, "text_encoder_2": {"dtype": "int8"}}

@@ -120,6 +120,7 @@ def test_without_the_models_tokenizers_it_plans_all_the_same(bench: Workbench, m
     assert configs.load("bear_photos.toml", []).model.family == "flux"
 
 
+@pytest.mark.slow
 def test_many_photos_hold_some_out(bench: Workbench, monkeypatch, capsys) -> None:
     (bench.tmp / "many").mkdir()
     for index in range(20):
@@ -221,6 +222,9 @@ def test_what_is_set_wrongly_is_refused_as_elsewhere(bench: Workbench, monkeypat
     assert [path.name for path in bench.tmp.glob("*.toml")] == ["run.toml"]
 
 
+TRIED_FIRST = (("sdxl", "file", True), ("flux", "folder", True), ("flux", "hub", False))
+
+
 @pytest.fixture(scope="module")
 def without_t5(models: Path, tmp_path_factory) -> Path:
     """The tiny Flux, as a folder and as a file, without T5's tokenizer."""
@@ -231,8 +235,15 @@ def without_t5(models: Path, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["folder", "hub", "file"])
-@pytest.mark.parametrize(("family", "whole"), [("sdxl", True), ("flux", True), ("flux", False)])
+@pytest.mark.parametrize(
+    ("family", "kind", "whole"),
+    # The quick suite has each family, each kind and each answer once.
+    [
+        pytest.param(family, kind, whole, marks=() if (family, kind, whole) in TRIED_FIRST else pytest.mark.slow)
+        for family, whole in (("sdxl", True), ("flux", True), ("flux", False))
+        for kind in ("folder", "hub", "file")
+    ],
+)
 def test_every_family_is_planned_from_everywhere(
     bench: Workbench, without_t5: Path, monkeypatch, capsys, family: str, kind: str, whole: bool
 ) -> None:

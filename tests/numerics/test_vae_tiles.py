@@ -49,6 +49,7 @@ def decode(module: AutoencoderKL, latents: torch.Tensor) -> torch.Tensor:
     return vae.for_size(module, 8 * latents.shape[-1], 8 * latents.shape[-2]).decode(latents).sample
 
 
+@pytest.mark.slow
 def test_without_norms_tiles_differ_from_the_whole_only_where_a_tiles_border_is_seen(module: AutoencoderKL) -> None:
     """A convolution sees as far as its kernel. So beyond the reach of all borders tiles give the whole's numbers."""
     for name, layer in list(module.named_modules()):
