@@ -55,7 +55,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.parametrize("family", ["sdxl", "flux"])
 def test_the_folder_draws_and_trains(work: Path, family: str, tmp_path: Path, capsys) -> None:
     """In a stock pipeline, and in a run over it as float8, which exports and draws as well."""
@@ -118,7 +118,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_one_others(work: Path, t
         assert any(not torch.equal(one[name], two[name]) for name in one if name.startswith("weights/")), part
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_another_seed_and_an_unfinished_autoencoder_are_refused(work: Path, tmp_path: Path, capsys) -> None:
     before = (work / "vae.safetensors").read_bytes()
     for part, read in (("vae", "vae"), ("sdxl", "vae"), ("flux-folder", "flux-guided")):
