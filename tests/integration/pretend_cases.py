@@ -110,7 +110,12 @@ def kernels_of(kind: str) -> tuple[pytest.MarkDecorator, ...]:
 )
 def test_a_run_from_its_first_photo_to_a_sample(folder: Path, size: str, family: str, kind: str, adapter: str) -> None:
     with rehearsed(
-        folder, family, size=size, triton=kind == "triton", adapter__type=adapter, adapter__targets="attention+mlp"
+        folder,
+        family,
+        size=size,
+        triton=kind == "triton",
+        adapter__type=adapter,
+        adapter__targets="attention+mlp" if size == "full" else FEW[family],
     ) as run:
         told, latents = run.encode_prompts(["a plush bear"]), run.encode_images(1024, 1024, 1)
         assert latents.shape == run.batch(1024, 1024, told, 1).latents.shape
