@@ -1,9 +1,9 @@
 import sys
 
-from trainer import environment
+from trainer.cli import environment
 
 if __name__ == "__main__":
     environment.prepare(sys.argv)
-    from trainer.cli import leave, main
+    from trainer.cli.main import leave, main
 
     leave(main())

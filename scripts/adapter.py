@@ -29,12 +29,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from trainer import environment  # noqa: E402
+from trainer.cli import environment  # noqa: E402
 
 if __name__ == "__main__":
     environment.prepare(sys.argv)
 
-from trainer.errors import DataError, NonFiniteError, UserError, ending  # noqa: E402
+from trainer.base.errors import DataError, NonFiniteError, UserError, ending  # noqa: E402
 
 NOT_WRITTEN = (
     "not written: this DoRA file needs the norms of the averaged weights, which a checkpoint does not have. The run writes "
@@ -45,12 +45,12 @@ NOT_WRITTEN = (
 def export(chosen: argparse.Namespace) -> None:
     """Write NAME.safetensors and NAME_comfyui.safetensors of a checkpoint, as its run would, and those of the average that it
     keeps. Reads no weight of the model."""
-    from trainer.adapter_files import open_checkpoint
+    from trainer.adapter_files.posthoc_ema import kept
+    from trainer.adapter_files.read import open_checkpoint
     from trainer.adapters import sd_scripts
     from trainer.adapters.export import not_loaded_by_diffusers
-    from trainer.layout import AVERAGE
-    from trainer.posthoc import kept
-    from trainer.tensorfile import TensorFile
+    from trainer.base.run_layout import AVERAGE
+    from trainer.base.tensorfile import TensorFile
 
     opened = open_checkpoint(chosen.checkpoint, chosen.base)
     averaged = kept(opened)
@@ -70,7 +70,7 @@ def export(chosen: argparse.Namespace) -> None:
 
 def show(chosen: argparse.Namespace) -> None:
     """Print what a file is: its kind, ranks, scales, norms and gaps."""
-    from trainer import adapter_report as report
+    from trainer.adapter_files import show as report
 
     opened = opened_file(chosen)
     weight, meaning = base_weight(opened), opened.portable.meaning
@@ -87,7 +87,7 @@ def show(chosen: argparse.Namespace) -> None:
 
 def convert(chosen: argparse.Namespace) -> None:
     """Write a file in another format, and say what changed on the way."""
-    from trainer.conversion import convert as converted
+    from trainer.adapter_files.convert import convert as converted
 
     if chosen.dora_scale and chosen.to != "comfyui":
         raise UserError(f"--dora_scale belongs to --to comfyui; --to {chosen.to} has one meaning")
@@ -109,9 +109,9 @@ def convert(chosen: argparse.Namespace) -> None:
 
 def merge(chosen: argparse.Namespace) -> None:
     """Write the model with adapters in its weights."""
-    from trainer.adapter_files import looks_like_an_adapter, open_adapter
-    from trainer.merging import Applied, merge
-    from trainer.phases import Phases
+    from trainer.adapter_files.merge import Applied, merge
+    from trainer.adapter_files.read import looks_like_an_adapter, open_adapter
+    from trainer.base.progress import Phases
 
     if looks_like_an_adapter(Path(chosen.model)):
         *others, last = chosen.files
@@ -131,8 +131,8 @@ def merge(chosen: argparse.Namespace) -> None:
 
 def extract(chosen: argparse.Namespace) -> None:
     """Write the LoRA that is nearest to the difference of two models."""
-    from trainer.phases import Phases
-    from trainer.resizing import extract
+    from trainer.adapter_files.resize import extract
+    from trainer.base.progress import Phases
 
     began = time.monotonic()
     tuned, base = (whole_model(path) for path in (chosen.tuned, chosen.model))
@@ -146,10 +146,10 @@ def extract(chosen: argparse.Namespace) -> None:
 
 def compare(chosen: argparse.Namespace) -> None:
     """Say how far apart two adapters are."""
-    from trainer.adapter_files import open_checkpoint
+    from trainer.adapter_files.compare import compare
+    from trainer.adapter_files.read import open_checkpoint
     from trainer.adapters.peft_config import is_peft_folder
-    from trainer.comparison import compare
-    from trainer.files import hash_file
+    from trainer.base.files import hash_file
     from trainer.models.base_weights import BaseWeights
 
     models, portables = models_of(chosen.base) if chosen.base else None, []
@@ -169,7 +169,7 @@ def compare(chosen: argparse.Namespace) -> None:
 
 def resize(chosen: argparse.Namespace) -> None:
     """Write a file with a lower rank, and say what is lost."""
-    from trainer.resizing import resize
+    from trainer.adapter_files.resize import resize
 
     opened = opened_file(chosen)
     done = resize(opened, chosen.out, chosen.rank, weight=base_weight(opened))
@@ -194,15 +194,15 @@ def strength_of(given: str) -> tuple[Path, float]:
 
 def ema(chosen: argparse.Namespace) -> None:
     """Write the adapter files of an average of any length, made of those that a run set aside (docs/ema.md)."""
-    from trainer.posthoc import average
+    from trainer.adapter_files.posthoc_ema import average
 
     print("\n".join(average(chosen.output, chosen.length, step=chosen.step, folder=chosen.folder).lines()))
 
 
 def push(chosen: argparse.Namespace) -> None:
     """Send a folder of adapter files and its model card to the Hugging Face hub."""
-    from trainer.phases import Phases
-    from trainer.publishing import push
+    from trainer.adapter_files.push import push
+    from trainer.base.progress import Phases
 
     models = models_of(chosen.base) if chosen.base else None
     phases = Phases(show=True)
@@ -234,7 +234,7 @@ def opened_file(chosen: argparse.Namespace):
 
 def base_of_run(path: Path) -> str | None:
     """`model.path` of the run whose folder of adapter files holds `path`; None where it lies elsewhere."""
-    from trainer.layout import Layout
+    from trainer.base.run_layout import Layout
 
     layout = Layout(path.absolute().parent.parent)
     if path.absolute().parent != layout.adapters or not layout.config.is_file():
@@ -245,14 +245,14 @@ def base_of_run(path: Path) -> str | None:
 
 
 def opened_at(path: Path, models, family: str | None):
-    from trainer.adapter_files import open_adapter
+    from trainer.adapter_files.read import open_adapter
 
     return open_adapter(path, models, family=family)
 
 
 def models_of(path: str):
     """The model there, as every family that it may be of."""
-    from trainer.adapter_files import models_at
+    from trainer.adapter_files.read import models_at
     from trainer.quantization import recognise
 
     return models_at(path, recognise)
@@ -268,7 +268,7 @@ def base_weight(opened):
 
 def whole_model(path: str):
     """The model there, with its weights."""
-    from trainer.adapter_files import whole_model_at
+    from trainer.adapter_files.read import whole_model_at
     from trainer.quantization import recognise
 
     return whole_model_at(path, recognise)

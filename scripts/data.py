@@ -17,20 +17,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from trainer import environment  # noqa: E402
+from trainer.cli import environment  # noqa: E402
 
 if __name__ == "__main__":
     environment.prepare(sys.argv)
 
-from trainer.errors import UserError, ending  # noqa: E402
-from trainer.files import parse_size  # noqa: E402
+from trainer.base.errors import UserError, ending  # noqa: E402
+from trainer.base.files import parse_size  # noqa: E402
 
 
 def report(chosen: argparse.Namespace) -> int:
-    """Print what a run of this config would train on, and write data_report.html (trainer/data_check.py)."""
+    """Print what a run of this config would train on, and write data_report.html (trainer/cli/check_data.py)."""
     from trainer import config
-    from trainer.cli import quiet_libraries
-    from trainer.data_check import report_data
+    from trainer.cli.check_data import report_data
+    from trainer.cli.main import quiet_libraries
 
     quiet_libraries()
     return (
@@ -45,9 +45,9 @@ def cache(chosen: argparse.Namespace) -> None:
 
     Without --prune, and with --dry_run, nothing is written.
     """
-    from trainer.data import pruning
-    from trainer.layout import Layout, in_use
-    from trainer.tensorfile import size_text
+    from trainer.base.run_layout import Layout, in_use
+    from trainer.base.tensorfile import size_text
+    from trainer.data.cache import pruning
 
     limit = given(parse_size, chosen.limit, "--limit")
     older_than = given(pruning.parse_age, chosen.older_than, "--older_than")
@@ -86,8 +86,8 @@ def cache(chosen: argparse.Namespace) -> None:
 
 
 def is_cache(folder: Path) -> bool:
-    from trainer.data import pruning
-    from trainer.layout import in_use
+    from trainer.base.run_layout import in_use
+    from trainer.data.cache import pruning
 
     return in_use(folder).exists() or next(pruning.entries(folder), None) is not None
 
@@ -104,7 +104,7 @@ def given(parse, text: str | None, argument: str):
 def folder_of(config_file: str, overrides: list[list[str]]) -> Path:
     """The cache of the runs that this config starts."""
     from trainer import config
-    from trainer.layout import Layout
+    from trainer.base.run_layout import Layout
 
     loaded = config.load(config_file, [item for group in overrides for item in group])
     return Path(loaded.data.cache_dir or Layout(Path(loaded.run.output_dir)).cache)

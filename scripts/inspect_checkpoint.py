@@ -25,12 +25,12 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from trainer import files  # noqa: E402
+from trainer.base import files  # noqa: E402
+from trainer.base.errors import UserError  # noqa: E402
+from trainer.base.tensorfile import NAMES, TensorFile  # noqa: E402
 from trainer.checkpoint import store  # noqa: E402
 from trainer.checkpoint.state import LAYOUT_VERSION, PIECES, QUANTIZATION, STATE, TENSOR_FILES, Piece, Saved  # noqa: E402
 from trainer.config import flatten  # noqa: E402
-from trainer.errors import UserError  # noqa: E402
-from trainer.tensorfile import NAMES, TensorFile  # noqa: E402
 
 Table = list[Sequence[object]]
 # Damage takes any form: a section that meets with it says so, and the others are shown.

@@ -37,13 +37,13 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from trainer.errors import UserError  # noqa: E402
-from trainer.files import appearing, leftovers_of, remove_leftovers  # noqa: E402
+from trainer.base.errors import UserError  # noqa: E402
+from trainer.base.files import appearing, leftovers_of, remove_leftovers  # noqa: E402
+from trainer.base.tensorfile import Recipe, Tensors, serialize, write_tensors  # noqa: E402
+from trainer.base.types import Link  # noqa: E402
 from trainer.models import FAMILIES  # noqa: E402
 from trainer.models.names import join_parts  # noqa: E402
 from trainer.models.tokenizers import END, START, clip_vocabulary, embedded_merges  # noqa: E402
-from trainer.tensorfile import Recipe, Tensors, serialize, write_tensors  # noqa: E402
-from trainer.types import Link  # noqa: E402
 
 PUBLISHED = ROOT / "trainer" / "models" / "published"
 MERGES = 1000

@@ -1,9 +1,9 @@
-"""Write docs/keys.md and docs/other_trainers.md, from the config's tables and from trainer/aliases.py.
+"""Write docs/keys.md and docs/other_trainers.md, from the config's tables and from trainer/base/other_trainers.py.
 
     python scripts/reference_pages.py
 
 Each fact stands once: a key's type, range, default and meaning in the tables of trainer/config, which families read it
-in trainer/models, and the names of other trainers in trainer/aliases.py.
+in trainer/models, and the names of other trainers in trainer/base/other_trainers.py.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from trainer import aliases
-from trainer.choices import FAMILY_KEYS
+from trainer.base import other_trainers
 from trainer.config import Config
 from trainer.models import FAMILIES
 from trainer.optim import OPTIMIZERS
+from trainer.plan.requirements import FAMILY_KEYS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 HEAD = "<!-- Written by scripts/reference_pages.py. Change what it reads, and run it again. -->\n\n"
@@ -88,13 +88,17 @@ def key_page() -> str:
 
 def names_page() -> str:
     lines = [NAMES.rstrip()]
-    for subject, rows in aliases.NAMES.items():
-        lines += [f"\n## {subject}\n", _row("here", *aliases.TRAINERS), "|---" * (len(aliases.TRAINERS) + 1) + "|"]
+    for subject, rows in other_trainers.NAMES.items():
+        lines += [
+            f"\n## {subject}\n",
+            _row("here", *other_trainers.TRAINERS),
+            "|---" * (len(other_trainers.TRAINERS) + 1) + "|",
+        ]
         for meant, *names in rows:
             here = meant.replace("*", r"\*") if " " in meant else f"`{meant}`"
             lines.append(_row(here, *(", ".join(f"`{name}`" for name in cell.split()) or "-" for cell in names)))
     spelt: dict[str, list[str]] = {}
-    for other, ours in aliases.VALUES.items():
+    for other, ours in other_trainers.VALUES.items():
         spelt.setdefault(ours, []).append(f"`{other}`")
     lines += [SPELT, *(_row(f"`{ours}`", ", ".join(others)) for ours, others in spelt.items())]
     return HEAD + "\n".join(lines) + "\n"

@@ -19,19 +19,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from trainer import environment  # noqa: E402
+from trainer.cli import environment  # noqa: E402
 
 if __name__ == "__main__":
     environment.prepare(sys.argv)
 
 from scripts.adapter import strength_of, whole_model  # noqa: E402
-from trainer.errors import DataError, NonFiniteError, OutOfMemory, UserError, ending  # noqa: E402
+from trainer.base.errors import DataError, NonFiniteError, OutOfMemory, UserError, ending  # noqa: E402
 
 
 def sample(chosen: argparse.Namespace) -> None:
-    from trainer.cli import quiet_libraries
-    from trainer.drawing import Drawing, draw
-    from trainer.phases import Phases
+    from trainer.artifacts.draw import Drawing, draw
+    from trainer.base.progress import Phases
+    from trainer.cli.main import quiet_libraries
 
     quiet_libraries()
     config = config_of(chosen)

@@ -21,6 +21,6 @@ want="$(cat pyproject.toml | sha256sum | cut -d' ' -f1) $(.venv/bin/python --ver
 if [ "$(cat "$stamp" 2>/dev/null)" != "$want" ]; then
   echo "installing into .venv (once; this can take some minutes)"
   .venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".${extra:+[$extra]}"
-  .venv/bin/python -m trainer.environment
+  .venv/bin/python -m trainer.cli.environment
   echo "$want" > "$stamp"
 fi

@@ -17,12 +17,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from trainer import environment  # noqa: E402
+from trainer.cli import environment  # noqa: E402
 
 if __name__ == "__main__":
     environment.prepare(sys.argv)
 
-from trainer.errors import UserError, ending  # noqa: E402
+from trainer.base.errors import UserError, ending  # noqa: E402
 
 PORT = 8642
 
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=PORT, help=f"of this machine's loopback; 0 takes a free one ({PORT})")
     chosen = parser.parse_args(arguments)
     try:
-        from trainer.watching import serve
+        from trainer.report.watch_server import serve
 
         serve(chosen.folders, chosen.port)
     except UserError as error:

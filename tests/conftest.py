@@ -12,11 +12,11 @@ import pytest
 import torch
 from hypothesis import settings
 
+from proofs.forks import Server
+from proofs.shared import STARTED
 from scripts import make_model
-from scripts.proofs.forks import Server
-from scripts.proofs.shared import STARTED
 from tests.harness import ROOT, Workbench
-from trainer import signals, terminal
+from trainer.base import console, signals
 
 # Two runs that are compared byte by byte started at the same time.
 os.environ.setdefault("SOURCE_DATE_EPOCH", "1735689600")
@@ -56,7 +56,7 @@ def a_checkpoint_is_asked_of_nobody() -> None:
 def a_line_is_as_long_as_what_it_says() -> None:
     """Where a long line is broken depends on how long the paths of a test are. tests/integration/test_terminal.py has the
     real width, of processes of their own."""
-    terminal.WIDTH = 1_000_000
+    console.WIDTH = 1_000_000
 
 
 @pytest.fixture(autouse=True)

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from trainer import config as configs
-from trainer import run as runs
-from trainer.data.sampler import MicroBatch
-from trainer.devices import start_processes
-from trainer.output import opened
-from trainer.plan import open_source, resolve
-from trainer.signals import Signals
-from trainer.step import StepResult
+from trainer.base.signals import Signals
+from trainer.data.batches.sampler import MicroBatch
+from trainer.engine.step import StepResult
+from trainer.plan.run_plan import open_source, resolve
+from trainer.run import run as runs
+from trainer.run.output_folder import opened
+from trainer.runtime.device import start_processes
 
 ROOT = Path(__file__).resolve().parent.parent
 PHOTOS = ROOT / "examples" / "bear_plushie"

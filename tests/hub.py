@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlparse
 import torch
 from huggingface_hub import close_session
 
-from trainer.tensorfile import TensorFile, write_tensors
+from trainer.base.tensorfile import TensorFile, write_tensors
 
 PIECE_BYTES = 16384
 

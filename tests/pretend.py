@@ -21,8 +21,8 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer import kernels
-from trainer.rehearsal import read_nothing, without_values
-from trainer.step import Step
+from trainer.engine.step import Step
+from trainer.memory_plan.dry_run import read_nothing, without_values
 
 # Private functions of torch, and the only ones. test_pretend.py says so when they are gone.
 REGISTER, MODULE = "_setup_privateuseone_for_python_backend", "_DummyBackendModule"

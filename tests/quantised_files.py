@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from tests.harness import DENOISER
-from trainer.tensorfile import TensorEntry, TensorFile, write_tensors
+from trainer.base.tensorfile import TensorEntry, TensorFile, write_tensors
 
 BITSANDBYTES = ("nf4", "nf4-double", "fp4", "int8")
 QUANTO = ("int8", "float8", "int4", "int2")

@@ -20,12 +20,12 @@ from tests.harness import DENOISER, PHOTOS
 from tests.integration.test_full_size import sparse_model
 from trainer import config as configs
 from trainer import kernels
-from trainer.plan import make_plan, open_source, resolve
+from trainer.base.types import Conditioning
+from trainer.engine.step import Step
+from trainer.memory_plan.dry_run import Rehearsal
+from trainer.plan.run_plan import make_plan, open_source, resolve
 from trainer.quantization import FORMATS
 from trainer.quantization.table import ALL_FORMATS
-from trainer.rehearsal import Rehearsal
-from trainer.step import Step
-from trainer.types import Conditioning
 
 # What is adapted where a run is not shown as a whole: each further layer of a kind only takes time.
 FEW = {"sdxl": ["*attn1.to_q", "*ff.net.2"], "flux": ["*attn.to_q", "*proj_out"]}

@@ -17,14 +17,17 @@ import torch
 from scripts import adapter as script
 from scripts import sample
 from tests.harness import DENOISER, ROOT, Workbench, built, metrics_of, train_built
-from trainer import cli, measured, outcome, quantization, resume
-from trainer.adapter_files import models_at, open_adapter, published
+from trainer import quantization
+from trainer.adapter_files.read import models_at, open_adapter, published
+from trainer.base.errors import UserError
+from trainer.base.files import hash_file
+from trainer.base.tensorfile import Recipe, TensorFile, write_tensors
 from trainer.checkpoint.state import PIECES, Piece
-from trainer.errors import UserError
-from trainer.files import hash_file
-from trainer.plan import make_plan, open_source, resolve
-from trainer.start import Start, open_start
-from trainer.tensorfile import Recipe, TensorFile, write_tensors
+from trainer.cli import main as cli
+from trainer.monitoring import measurements, weight_change
+from trainer.plan.run_plan import make_plan, open_source, resolve
+from trainer.resume import start_point
+from trainer.resume.initial_adapter import Start, open_start
 
 KINDS = {
     "sdxl int8 dora": ("sdxl", {"adapter__type": "dora", "model__components__unet": {"dtype": "int8"}}),
@@ -276,7 +279,7 @@ def test_what_training_changed_is_told_from_the_start(
     outputs: Runs, bench: Workbench, monkeypatch, capsys, kind: str
 ) -> None:
     """At a rate that changes nothing, nothing was learned, whatever the run started from; after a resume, too."""
-    monkeypatch.setattr(measured, "FIRST", 2)
+    monkeypatch.setattr(measurements, "FIRST", 2)
     source = outputs(kind) / "checkpoints" / "step-00000002"
     moved = {}
     for out, stops in (("whole", [3]), ("parts", [1, 3])):
@@ -284,7 +287,10 @@ def test_what_training_changed_is_told_from_the_start(
             changes = {"run__output_dir": str(bench.tmp / out), "run__stop_after": stop, "run__max_steps": 3}
             with built(starting(bench, kind, source, optimizer__lr=1e-9, **changes), "auto") as run:
                 assert train_built(run) == (stop == 3)
-                moved[out] = outcome.weight_change(run.adapter), outcome.weight_change(run.adapter, run.origin.start.weights)
+                moved[out] = (
+                    weight_change.weight_change(run.adapter),
+                    weight_change.weight_change(run.adapter, run.origin.start.weights),
+                )
         assert "warning: nothing was learned: " in capsys.readouterr().out
         report = (bench.tmp / out / "report.html").read_text()
         assert "changes are measured from the weights of adapter.init_from" in report
@@ -311,7 +317,7 @@ def test_a_checkpoint_from_before_the_start_was_kept_goes_on(outputs: Runs, benc
 
     with monkeypatch.context() as before:
         piece = Piece("start", asked_by="adapter.init_from")
-        before.setattr(resume, "census", lambda config: PIECES | {"start": piece})
+        before.setattr(start_point, "census", lambda config: PIECES | {"start": piece})
         before.setattr(Start, "state_dict", Start.lineage)
         with built(config(1)) as run:
             train_built(run)
@@ -431,7 +437,7 @@ def test_a_start_that_does_not_fit_is_refused_before_weights_are_read(outputs: R
 
 def test_a_conversion_reads_a_tensor_a_few_times(tmp_path: Path, monkeypatch) -> None:
     """To check it and to write it, and to compare it with what the three layers of its module share: never as often as there
-    are layers. Of the attention of Flux; seconds and memory are measured by scripts/bench/adapter_files.py."""
+    are layers. Of the attention of Flux; seconds and memory are measured by benchmarks/adapter_files.py."""
     model = published("flux")[0]
     layers = [name for name in model.layers("transformer") if ".attn." in name]
     file = {

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from tests.harness import Workbench, built, metrics_of, take_step
-from trainer import allowance
 from trainer import config as configs
-from trainer import run as runs
 from trainer.adapters.limits import drawn_rows
+from trainer.base.errors import UserError
+from trainer.base.tensorfile import TensorFile
 from trainer.checkpoint.state import Saved
-from trainer.errors import UserError
-from trainer.tensorfile import TensorFile
+from trainer.resume import allowed_changes
+from trainer.run import run as runs
 
 TARGETS = ["*attn1.to_q", "*attn1.to_k", "*attn1.to_v", "conv_in"]
 ENCODER = {"component": "text_encoder", "match": "*self_attn.q_proj"}
@@ -33,7 +33,7 @@ def tree(bench: Workbench, out: str, **more: Any) -> dict[str, Any]:
 
 
 def train(bench: Workbench, out: str, resume_from: str | None = None, allow: str | None = None, **more: Any) -> Path:
-    allowed = allowance.parse(allow, resume_from)
+    allowed = allowed_changes.parse(allow, resume_from)
     runs.train(configs.parse(tree(bench, out, **more)), resume_from=resume_from, allowed=allowed)
     step = more.get("run__stop_after", more.get("run__max_steps", 4))
     return bench.tmp / out / "checkpoints" / f"step-{step:08d}"

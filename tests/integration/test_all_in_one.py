@@ -15,20 +15,20 @@ import torch
 from tests.harness import PHOTOS, Workbench, built, take_step
 from tests.integration.test_errors import refused
 from tests.unit.models.test_names import parameter_shapes
-from trainer import cli
 from trainer import config as configs
-from trainer.errors import UserError
+from trainer.base.errors import UserError
+from trainer.base.tensorfile import TensorFile, write_tensors
+from trainer.base.types import Link
+from trainer.cli import main as cli
 from trainer.kernels import dora_torch
 from trainer.models import FAMILIES
 from trainer.models.config_files import PUBLISHED
 from trainer.models.loading import load_tokenizers
 from trainer.models.names import join_parts
 from trainer.models.opening import open_model
-from trainer.plan import open_source, resolve
+from trainer.plan.run_plan import open_source, resolve
+from trainer.plan.storage import Storage
 from trainer.quantization import FORMATS
-from trainer.storage import Storage
-from trainer.tensorfile import TensorFile, write_tensors
-from trainer.types import Link
 
 FLUX = FAMILIES["flux"]
 PREFIXES = {

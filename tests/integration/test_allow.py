@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 
-from scripts.proofs.forks import Server
+from proofs.forks import Server
 from tests.harness import PHOTOS, Workbench, metrics_of
 from tests.integration import test_processes as processes
-from trainer import cli, files
 from trainer import config as configs
+from trainer.base import files
+from trainer.base.errors import UserError
+from trainer.base.tensorfile import TensorFile
 from trainer.checkpoint import store
-from trainer.errors import UserError
-from trainer.plan import open_source
-from trainer.tensorfile import TensorFile
+from trainer.cli import main as cli
+from trainer.plan.run_plan import open_source
 
 NEW = {"data__resolution": [64, 96], "data__bucket_step": 16, "data__short_batches": "merge"}
 
@@ -41,9 +42,10 @@ def tree(bench: Workbench, out: str, **overrides: Any) -> dict[str, Any]:
 
 
 def train(tree: dict[str, Any], resume_from: str | None = None, allow: str | None = None) -> None:
-    from trainer import allowance, run
+    from trainer.resume import allowed_changes
+    from trainer.run import run
 
-    run.train(configs.parse(tree), resume_from=resume_from, allowed=allowance.parse(allow, resume_from))
+    run.train(configs.parse(tree), resume_from=resume_from, allowed=allowed_changes.parse(allow, resume_from))
 
 
 def change_photos(bench: Workbench) -> None:

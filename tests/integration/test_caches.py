@@ -16,22 +16,24 @@ import torch
 from PIL import Image
 
 from tests.harness import PHOTOS, ROOT, Workbench
-from trainer import cli, kernels, step
 from trainer import config as configs
-from trainer.components import Components
-from trainer.data import cache as caches
-from trainer.data import views
-from trainer.data.entries import Cache
-from trainer.dataset import open_cache
-from trainer.devices import start_processes
-from trainer.digests import FileDigests
-from trainer.encoding import encode
-from trainer.errors import UserError
-from trainer.layout import in_use
-from trainer.phases import QUIET
-from trainer.plan import make_plan, open_source, resolve
-from trainer.tensorfile import TensorFile
-from trainer.types import Occurrence
+from trainer import kernels
+from trainer.base.digests import FileDigests
+from trainer.base.errors import UserError
+from trainer.base.progress import QUIET
+from trainer.base.run_layout import in_use
+from trainer.base.tensorfile import TensorFile
+from trainer.base.types import Occurrence
+from trainer.cli import main as cli
+from trainer.data.cache import fill
+from trainer.data.cache.entries import Cache
+from trainer.data.images import views
+from trainer.engine import step
+from trainer.engine.components import Components
+from trainer.engine.encoding import encode
+from trainer.plan.data_sources import open_cache
+from trainer.plan.run_plan import make_plan, open_source, resolve
+from trainer.runtime.device import start_processes
 
 # --- the sequence of what the steps draw ------------------------------------------------------------------------------
 
@@ -39,7 +41,8 @@ RECORDER = """
 import os, sys
 from pathlib import Path
 from tests.integration.test_caches import recorder
-from trainer import cli, step
+from trainer.cli import main as cli
+from trainer.engine import step
 
 step.draw_time_and_noise = recorder(Path(f"{os.environ['RECORD']}.{os.environ.get('RANK', '0')}"))
 sys.exit(cli.main(sys.argv[1:]))
@@ -266,7 +269,7 @@ def test_exactly_what_changed_is_encoded_again(bench: Workbench, monkeypatch) ->
 
     assert made(bench, **use, data__resolution=128) == (count, 0)
     assert made(bench, **use, data__flip=True) == (count, 0)
-    monkeypatch.setattr(caches, "PREPROCESSING_VERSION", caches.PREPROCESSING_VERSION + 1)  # how pixels are cropped
+    monkeypatch.setattr(fill, "PREPROCESSING_VERSION", fill.PREPROCESSING_VERSION + 1)  # how pixels are cropped
     assert made(bench, **use) == (count, 0)
 
     change_a_weight(model / "vae", "encoder.conv_in.weight")
@@ -304,8 +307,8 @@ def _keys(bench: Workbench, use: dict) -> set[str]:
             return True
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.dataset.Cache", Asked)
-        patch.setattr("trainer.encoding.Cache", Asked)
+        patch.setattr("trainer.plan.data_sources.Cache", Asked)
+        patch.setattr("trainer.engine.encoding.Cache", Asked)
         encoded(bench, **use)
     return asked
 

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from tests.harness import PHOTOS, Workbench, built, metrics_of
-from trainer import cli, encoding
 from trainer import config as configs
-from trainer.data.cache import text_key
-from trainer.data.texts import TOGETHER
-from trainer.errors import UserError
-from trainer.run import train
-from trainer.tensorfile import TensorFile
+from trainer.base.errors import UserError
+from trainer.base.tensorfile import TensorFile
+from trainer.cli import main as cli
+from trainer.data.cache.fill import text_key
+from trainer.data.cache.texts import TOGETHER
+from trainer.engine import encoding
+from trainer.run.run import train
 
 EVERY_KEY = {
     "caption_dropout": 0.2, "caption_lines": True, "wildcards": True, "separator": ",", "keep": 1, "tag_dropout": 0.3,

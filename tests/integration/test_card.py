@@ -11,11 +11,12 @@ from huggingface_hub import ModelCard
 from PIL import Image
 
 from tests.harness import ROOT, Workbench
-from trainer import card, cli
 from trainer.adapters.export import About
-from trainer.pictures import THUMBNAIL, thumbnail
-from trainer.plan import make_plan, open_source, resolve
-from trainer.tensorfile import TensorFile
+from trainer.artifacts import model_card
+from trainer.base.pictures import THUMBNAIL, thumbnail
+from trainer.base.tensorfile import TensorFile
+from trainer.cli import main as cli
+from trainer.plan.run_plan import make_plan, open_source, resolve
 
 PROMPT = 'a "bear": on | a `beach` --- it\'s'
 
@@ -42,12 +43,12 @@ def test_the_code_of_a_card_draws(bench: Workbench, monkeypatch, family: str) ->
     written = (folder / "README.md").read_text()
     assert "stabilityai" not in written and "black-forest" not in written, "a local model has no known name"
     (code,) = re.findall(r"```python\n(.*?)```", written, re.DOTALL)
-    assert code.count(f'"{card.PLACEHOLDER}"') == 1 and "half of it" not in code
+    assert code.count(f'"{model_card.PLACEHOLDER}"') == 1 and "half of it" not in code
     assert (
         f"negative_prompt={'ugly | `bad`' if family == 'sdxl' else ''!r}" in code
         and 'torch.Generator("cpu").manual_seed(5)' in code
     )
-    code = code.replace(card.PLACEHOLDER, str(bench.models / family)).replace('"cuda"', '"cpu"')
+    code = code.replace(model_card.PLACEHOLDER, str(bench.models / family)).replace('"cuda"', '"cpu"')
     monkeypatch.chdir(folder)
     exec(code, {})
     with Image.open(folder / "drawn.png") as image:
@@ -116,14 +117,14 @@ def text_of(config) -> str:
         name="bear", started="2026-01-01T00:00:00+00:00", step=3, epoch=1, learning_rate=1e-4, train_images=5,
         resolution="64x64", tag_frequency=None, trigger_phrase="", seed=0, dora_base="", family={},
     )  # fmt: skip
-    return card.text(plan, about, {"diffusers": "bear.safetensors"}, [])
+    return model_card.text(plan, about, {"diffusers": "bear.safetensors"}, [])
 
 
 def test_the_base_is_what_was_trained_on(bench: Workbench) -> None:
     config, hub = bench.config(), SimpleNamespace(hub_id="somebody/their-xl")
 
     def base(config, **source) -> str | None:
-        return card.base_model(SimpleNamespace(config=config, source=SimpleNamespace(**source)))
+        return model_card.base_model(SimpleNamespace(config=config, source=SimpleNamespace(**source)))
 
     assert base(config, repository=None, overrides={}) is None
     assert base(config, repository=hub, overrides={}) == "somebody/their-xl"
@@ -149,4 +150,4 @@ def test_no_code_for_what_diffusers_does_not_load(bench: Workbench) -> None:
 
 @pytest.mark.parametrize(("said", "shown"), [("a bear", "`a bear`"), ("a `b`", "`` a `b` ``"), ("two\nlines", "`two lines`")])
 def test_a_text_is_one_span_of_code(said: str, shown: str) -> None:
-    assert card.code(said) == shown
+    assert model_card.code(said) == shown

@@ -11,15 +11,16 @@ import pytest
 import torch
 
 from tests.harness import DENOISER, PHOTOS, Workbench, built, metrics_of, take_step
-from trainer import cli, models
 from trainer import config as configs
+from trainer import models
 from trainer.adapters import Rule, match_targets
+from trainer.base.errors import UserError
+from trainer.base.memory import checkpoint_blocks, find_blocks
 from trainer.checkpoint import store
-from trainer.errors import UserError
-from trainer.memory import checkpoint_blocks, find_blocks
+from trainer.cli import main as cli
 from trainer.models import flux
 from trainer.quantization import FrozenLinear
-from trainer.run import Run
+from trainer.run.run import Run
 
 FEW = ["up_blocks.1.attentions.*attn1.to_q"]  # late layers: a short backward pass
 

@@ -29,10 +29,10 @@ from pathlib import Path
 
 import pytest
 
-from trainer import files
+from trainer.base import files
 from trainer.checkpoint import store
 from trainer.checkpoint.saver import Saver
-from trainer.metrics import Metrics
+from trainer.monitoring.metrics import Metrics
 
 CALLS = ("open", "write", "fsync", "close", "replace", "mkdir", "unlink", "rmdir")
 REAL = {name: getattr(os, name) for name in CALLS}

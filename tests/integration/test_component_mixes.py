@@ -9,8 +9,8 @@ import torch
 
 from tests.harness import DENOISER, Workbench, built, metrics_of
 from tests.integration.test_named_faults import checkpoint, gradients, jitter, launch, prepared, small, steps
-from trainer.plan import open_source, resolve
-from trainer.tensorfile import TensorFile
+from trainer.base.tensorfile import TensorFile
+from trainer.plan.run_plan import open_source, resolve
 
 
 @pytest.fixture(scope="module")

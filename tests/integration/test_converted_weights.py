@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tests.harness import Workbench, metrics_of
-from trainer import cli
+from trainer.base.tensorfile import TensorFile
+from trainer.cli import main as cli
 from trainer.kernels import decode, dora_torch
 from trainer.models import FAMILIES
 from trainer.models.opening import open_model
+from trainer.plan.storage import Storage
 from trainer.quantization import FORMATS, ConvertedWeights, Format, FrozenLayer, library, stored_as
-from trainer.storage import Storage
-from trainer.tensorfile import TensorFile
 
 
 def load(

@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness import ROOT, Workbench
 from trainer import config as configs
-from trainer import precision
-from trainer import run as runs
-from trainer.errors import UserError
-from trainer.step import Step, StepResult
+from trainer.base.errors import UserError
+from trainer.engine.step import Step, StepResult
+from trainer.run import run as runs
+from trainer.runtime import precision
 
 # What CUDA has only without a fixed order of sums, so that torch.use_deterministic_algorithms(True) refuses it there (its
 # docstring in torch 2.13): a CPU runs it and says nothing. cumsum and bincount: of floating-point numbers only.

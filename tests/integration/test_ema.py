@@ -15,15 +15,15 @@ from PIL import Image
 from scripts import adapter as script
 from tests.harness import Workbench, built, metrics_of, take_step, train_built
 from tests.optimizers import ENTRIES
-from trainer import allowance
 from trainer import config as configs
-from trainer import run as runs
-from trainer.errors import Interrupted, UserError
-from trainer.forecast import SAMPLES, forecast
+from trainer.base.errors import Interrupted, UserError
+from trainer.base.tensorfile import TensorFile
 from trainer.kernels import dora_torch
+from trainer.memory_plan.estimate import SAMPLES, forecast
 from trainer.optim import OPTIMIZERS
-from trainer.plan import make_plan, open_source, resolve
-from trainer.tensorfile import TensorFile
+from trainer.plan.run_plan import make_plan, open_source, resolve
+from trainer.resume import allowed_changes
+from trainer.run import run as runs
 
 WATCHED: dict[str, Any] = {
     "validation__every_steps": 2, "validation__prompts": ["a bear"], "validation__steps": 1, "export__every_steps": 2,
@@ -42,7 +42,7 @@ def tree(bench: Workbench, out: str, **more: Any) -> dict[str, Any]:
 
 def train(bench: Workbench, out: str, resume_from: str | None = None, allow: str | None = None, **more: Any) -> Path:
     """Returns the output folder."""
-    allowed = allowance.parse(allow, resume_from)
+    allowed = allowed_changes.parse(allow, resume_from)
     runs.train(configs.parse(tree(bench, out, **more)), resume_from=resume_from, allowed=allowed)
     return bench.tmp / out
 

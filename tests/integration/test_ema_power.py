@@ -13,19 +13,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import ema_errors
 from scripts import adapter
-from scripts.bench import ema_errors
 from tests.harness import ROOT, Workbench, built, metrics_of, take_step
-from trainer import cli
 from trainer import config as configs
-from trainer import run as runs
+from trainer.base.errors import UserError
+from trainer.base.tensorfile import TensorFile
+from trainer.base.types import StoredWeight
 from trainer.checkpoint import store
+from trainer.cli import main as cli
 from trainer.ema import power_function, snapshots
 from trainer.ema.power import LONGEST, SHORTEST, Profile, fit, gamma_of
-from trainer.errors import UserError
 from trainer.kernels import dora_torch
-from trainer.tensorfile import TensorFile
-from trainer.types import StoredWeight
+from trainer.run import run as runs
 
 POWER: dict[str, Any] = {"ema__kind": "power", "ema__snapshot_every_steps": 4}
 # Where there is a checkpoint at each step, the weights after each can be read.
@@ -222,7 +222,7 @@ def whole(models: Path, tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("place", "error", "step"),
     [
-        ("trainer.artifacts.products", torch.OutOfMemoryError("CUDA out of memory."), 2),
+        ("trainer.artifacts.exports.products", torch.OutOfMemoryError("CUDA out of memory."), 2),
         pytest.param("trainer.ema.snapshots.write_tensors", MemoryError("of the host"), 4, marks=pytest.mark.slow),
         pytest.param("trainer.ema.snapshots.problem", RuntimeError("can't allocate memory"), 2, marks=pytest.mark.slow),
     ],

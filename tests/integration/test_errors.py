@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.harness import PHOTOS, Workbench
-from trainer import cli, preview
-from trainer.forecast import STEP, Forecast, Stage
-from trainer.tensorfile import TensorFile, write_tensors
+from trainer.base.tensorfile import TensorFile, write_tensors
+from trainer.cli import main as cli
+from trainer.cli import plan_command
+from trainer.memory_plan.estimate import STEP, Forecast, Stage
 
 
 def refused(
@@ -50,7 +51,7 @@ def refused(
 def no_forecast(monkeypatch) -> None:
     """What a plan says of memory costs seconds and is tested in test_forecast.py."""
     step = Stage(f"{STEP} 64x64, batch 2", {"weights": 2**20})
-    monkeypatch.setattr(preview, "forecast", lambda *_, **__: Forecast((step,), 0, 0))
+    monkeypatch.setattr(plan_command, "forecast", lambda *_, **__: Forecast((step,), 0, 0))
 
 
 def broken_model(bench: Workbench, change: Callable[[Path], None], family: str = "sdxl") -> dict:

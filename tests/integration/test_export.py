@@ -9,8 +9,8 @@ import torch
 
 from scripts import adapter as script
 from tests.harness import DENOISER, Workbench, built, train_built
-from trainer import run as runs
-from trainer.tensorfile import TensorFile
+from trainer.base.tensorfile import TensorFile
+from trainer.run import run as runs
 
 CELLS = [  # storage does not reach the file: one family shows it
     ("sdxl", "dora", "bf16"), ("flux", "lora", "bf16"), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in

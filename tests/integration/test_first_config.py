@@ -17,8 +17,9 @@ from PIL import Image
 from scripts import data as data_script
 from tests import hub as stand_in
 from tests.harness import PHOTOS, ROOT, Workbench
-from trainer import cli, first_config
 from trainer import config as configs
+from trainer.cli import main as cli
+from trainer.cli import new_config
 
 POCKET = ROOT / "examples" / "pocket_sdxl"
 
@@ -69,7 +70,7 @@ def new(bench: Workbench, monkeypatch, photos: str, *more: str, model: Path | st
 def test_its_config_trains_to_the_end_unchanged(bench: Workbench, monkeypatch, capsys, layout) -> None:
     """Its length and the steps of its samples alone are set for the test, where --new chooses them. What is trained is the
     same of every layout (test_layouts.py), so one is, and the others are planned."""
-    monkeypatch.setattr(first_config, "STEPS", (5, 5))
+    monkeypatch.setattr(new_config, "STEPS", (5, 5))
     photos = layout(bench.tmp)
     name, trigger = LAYOUTS[layout]
     assert new(bench, monkeypatch, photos, "--set", "validation.steps=2") == 0
@@ -145,7 +146,7 @@ def test_its_length_shows_each_photo_as_often_as_is_said(bench: Workbench, monke
         (epochs,) = re.findall(rf"; {config.run.max_steps} steps = ([\d.]+) epochs", capsys.readouterr().out)
         (times,) = re.findall(r"each about (\d+) times", (bench.tmp / f"{name}.toml").read_text())
         assert int(times) == round(float(epochs) * repeats)
-        assert config.run.max_steps == first_config.STEPS[0] or abs(int(times) - first_config.VIEWS) <= 10
+        assert config.run.max_steps == new_config.STEPS[0] or abs(int(times) - new_config.VIEWS) <= 10
 
 
 def test_what_is_there_is_kept(bench: Workbench, monkeypatch, capsys) -> None:
@@ -277,7 +278,7 @@ def test_every_family_is_planned_from_everywhere(
         assert (bench.tmp / "report" / "data_report.html").is_file() == whole
 
 
-@pytest.mark.parametrize("place", ["trainer.preview.describe", "trainer.preview.forecast"])
+@pytest.mark.parametrize("place", ["trainer.cli.plan_command.describe", "trainer.cli.plan_command.forecast"])
 def test_what_fails_later_leaves_no_file(bench: Workbench, monkeypatch, capsys, place: str) -> None:
     """Also what is no mistake of the user; the same command line then works."""
     photos = captions_beside(bench.tmp)
@@ -305,7 +306,7 @@ def test_what_is_stopped_leaves_no_file(bench: Workbench, monkeypatch, capsys, s
         assert signal.getsignal(signum) != signal.SIG_DFL
         signal.raise_signal(signum)
 
-    monkeypatch.setattr("trainer.preview.describe", stopped)
+    monkeypatch.setattr("trainer.cli.plan_command.describe", stopped)
     assert new(bench, monkeypatch, photos) == 128 + signum
     assert "--resume_from" not in capsys.readouterr().err
     assert not [path for path in bench.tmp.rglob("*") if path.is_file() and "bear photos" not in path.parts]

@@ -23,25 +23,29 @@ from torch import nn
 
 from tests.harness import DENOISER, PHOTOS, ROOT, Workbench, built, take_step
 from tests.integration.test_full_size import sparse_model
-from trainer import advice, cli, kernels, optim, phases, tiles
 from trainer import config as configs
-from trainer import loop as loops
-from trainer.components import Components
-from trainer.describe import describe_memory
-from trainer.devices import start_processes
-from trainer.errors import UserError
-from trainer.forecast import CAPTIONS, SAMPLES, STEP, WORKER, Forecast, Stage, forecast
-from trainer.forecast import PHOTOS as ENCODING
+from trainer import kernels, optim
+from trainer.base import progress as phases
+from trainer.base import tiles
+from trainer.base.errors import UserError
+from trainer.base.progress import QUIET, Phases
+from trainer.base.signals import Signals
+from trainer.base.tensorfile import TensorFile
+from trainer.cli import main as cli
+from trainer.engine.components import Components
 from trainer.kernels import dora_torch, scratch
+from trainer.memory_plan import suggestions
+from trainer.memory_plan.describe import describe_memory
+from trainer.memory_plan.dry_run import Rehearsal, without_values
+from trainer.memory_plan.estimate import CAPTIONS, SAMPLES, STEP, WORKER, Forecast, Stage, forecast
+from trainer.memory_plan.estimate import PHOTOS as ENCODING
+from trainer.memory_plan.op_trace import Trace
 from trainer.models.base import SampleRequest
-from trainer.phases import QUIET, Phases
-from trainer.plan import Plan, make_plan, open_source, resolve
+from trainer.plan.run_plan import Plan, make_plan, open_source, resolve
 from trainer.quantization.table import ALL_FORMATS
-from trainer.rehearsal import Rehearsal, without_values
-from trainer.run import make_loop
-from trainer.signals import Signals
-from trainer.tensorfile import TensorFile
-from trainer.trace import Trace
+from trainer.run import loop as loops
+from trainer.run.run import make_loop
+from trainer.runtime.device import start_processes
 
 FEW = ["*attn1.to_q"]  # layers of SDXL: what is asked does not depend on how many are adapted
 CELLS = [(family, format.dtype_name, format.backend) for family in DENOISER for format in ALL_FORMATS]
@@ -158,7 +162,7 @@ def test_more_memory_never_turns_yes_into_no(found: Forecast, memory: int, more:
 def test_more_memory_never_means_more_recomputation(needs: list[int], memory: int, more: int) -> None:
     """needs: GiB by how many blocks are recomputed, fewer first; recomputing all never needs more than the others."""
     needs[-1] = min(needs)
-    places = {every: place for place, every in enumerate(advice.CHECKPOINTING)}
+    places = {every: place for place, every in enumerate(suggestions.CHECKPOINTING)}
 
     def stub(plan, kernels, *, base=None):
         size = needs[places[plan.config.memory.gradient_checkpointing]] * 2**30
@@ -167,12 +171,12 @@ def test_more_memory_never_means_more_recomputation(needs: list[int], memory: in
     def place(size: int) -> int:
         config = CONFIG.model_copy(update={"memory": CONFIG.memory.model_copy(update={"fit": f"{size}GiB"})})
         try:
-            fitted = advice.fitted(replace(PLAN, config=config), dora_torch, base=None)
+            fitted = suggestions.fitted(replace(PLAN, config=config), dora_torch, base=None)
         except UserError:
             return len(places)
         return places[fitted.config.memory.gradient_checkpointing]
 
-    with patch.object(advice, "forecast", stub), patch.object(advice, "changes", lambda *_: []):
+    with patch.object(suggestions, "forecast", stub), patch.object(suggestions, "changes", lambda *_: []):
         assert place(memory) >= place(memory + more)
 
 
@@ -210,8 +214,8 @@ def test_a_size_without_a_unit_is_refused(bench: Workbench, capsys, size: str) -
 @pytest.fixture
 def whatever_it_saves(monkeypatch) -> None:
     """Of tiny models every change saves next to nothing. It is advised all the same, from one byte on."""
-    monkeypatch.setattr(advice, "LEAST", 1)
-    monkeypatch.setattr(advice, "LEAST_SHARE", 0.0)
+    monkeypatch.setattr(suggestions, "LEAST", 1)
+    monkeypatch.setattr(suggestions, "LEAST_SHARE", 0.0)
 
 
 @pytest.mark.slow
@@ -221,7 +225,7 @@ def test_advice_is_what_the_changed_config_would_take(bench: Workbench) -> None:
     few = {"adapter__type": "dora", "adapter__targets": FEW, "precision__compute": "bf16"}
     plan = planned(bench, data__batch_size=4, **few)
     found = forecast(plan, dora_torch)
-    steps = advice.changes(plan, dora_torch, found, 0)
+    steps = suggestions.changes(plan, dora_torch, found, 0)
     totals = [found.total, *(change.after.total for change in steps)]
     assert totals == sorted(totals, reverse=True) and len(steps) >= 4
     keys: dict = {}
@@ -266,15 +270,15 @@ def test_advice_where_encoding_is_the_largest_phase(bench: Workbench, largest: s
         return plan, replace(found, phases=tuple(phase for phase in found.phases if phase.name.startswith(largest)))
 
     plan, found = encoding()
-    steps = {change.what: change for change in advice.changes(plan, dora_torch, found, 0)}
+    steps = {change.what: change for change in suggestions.changes(plan, dora_torch, found, 0)}
     assert what in steps
-    with patch.object(advice, "_ladder", lambda *given: [rung for rung in ladder(*given) if rung.what == what]):
-        (alone,) = advice.changes(plan, dora_torch, found, 0)
+    with patch.object(suggestions, "_ladder", lambda *given: [rung for rung in ladder(*given) if rung.what == what]):
+        (alone,) = suggestions.changes(plan, dora_torch, found, 0)
     _, anew = encoding(**keys)
     assert alone.after.largest.peak == pytest.approx(anew.largest.peak, rel=0.1)
 
 
-ladder = advice._ladder
+ladder = suggestions._ladder
 
 
 def test_a_change_that_helps_only_after_another_is_still_found() -> None:
@@ -286,9 +290,9 @@ def test_a_change_that_helps_only_after_another_is_still_found() -> None:
         return Forecast((step, Stage(f"{SAMPLES} 64x64", {"weights": 0, "transient": 80 * 2**30})), 0, 0)
 
     plan = replace(PLAN, requests=(SampleRequest("a", "", 64, 64, 0, 1, None),))
-    with patch.object(advice, "forecast", stub):
+    with patch.object(suggestions, "forecast", stub):
         found = stub(plan, None)
-        told = advice.changes(plan, dora_torch, found, 4 * 2**30)
+        told = suggestions.changes(plan, dora_torch, found, 4 * 2**30)
     assert [change.what.partition(" ")[0] for change in told] == ["validation.every_steps", "memory.gradient_checkpointing"]
     assert told[-1].after.fits(4 * 2**30)
 
@@ -302,9 +306,9 @@ def test_advice_that_saves_next_to_nothing_is_left_out(state: int, on_cpu: bool,
         step = Stage(f"{STEP} 64x64, batch 2", {"weights": 2**33, "optimizer": state, "saved": kept, "transient": 0})
         return Forecast((step,), 0, 0, base=2**28 if on_cpu else 0)
 
-    with patch.object(advice, "forecast", stub):
+    with patch.object(suggestions, "forecast", stub):
         found, memory = stub(PLAN, None), 2**32
-        chosen = advice.changes(PLAN, dora_torch, found, memory)
+        chosen = suggestions.changes(PLAN, dora_torch, found, memory)
     before = found.total
     for change in chosen:
         assert before - change.after.total >= max(2**20, 0.005 * (before - memory))
@@ -359,21 +363,21 @@ def attention_of(bench: Workbench) -> list:
 
 @pytest.mark.slow
 def test_memory_fit_chooses_and_changes_no_byte(bench: Workbench) -> None:
-    from trainer.run import train
+    from trainer.run.run import train
 
     def run(out: str, **more) -> bytes:
         train(bench.config(run__output_dir=str(bench.tmp / out), adapter__targets=FEW, **more), resume_from=None)
         return (bench.tmp / out / "adapters" / "bear.safetensors").read_bytes()
 
     plan = planned(bench, adapter__targets=FEW)
-    sizes = [forecast(advice.with_checkpointing(plan, every), dora_torch).largest.peak for every in (False, True)]
+    sizes = [forecast(suggestions.with_checkpointing(plan, every), dora_torch).largest.peak for every in (False, True)]
     assert sizes[1] < sizes[0]
 
     def small(plan, kernels, *, base=None):
         return forecast(plan, kernels)
 
     free = run("free")
-    with patch.object(advice, "forecast", small):
+    with patch.object(suggestions, "forecast", small):
         all_of_it = forecast(plan, dora_torch).total
         fitted = run("fitted", memory__fit=f"{(all_of_it - 1) // 1000}kB")
         assert configs.read_resolved(bench.tmp / "fitted" / "config.toml")["memory"]["gradient_checkpointing"] is not False
@@ -398,7 +402,7 @@ def peaks() -> list:
 
 @pytest.mark.parametrize("row", peaks())
 def test_the_peaks_that_a_gpu_measured(tmp_path_factory, row: dict) -> None:
-    """scripts/bench/bench_step.py on an H100: rank 16, every block recomputed, batch 1. The margin is not part of it."""
+    """benchmarks/bench_step.py on an H100: rank 16, every block recomputed, batch 1. The margin is not part of it."""
     family, (dtype, _, adapter) = row["model"].lower(), row["storage"].partition(" ")
     folder = tmp_path_factory.getbasetemp() / "full-size"
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -466,7 +470,7 @@ def test_large_images_pass_the_vae_in_tiles(tmp_path, monkeypatch) -> None:
     ],
 )
 def test_whole_processes_on_a_cpu_take_what_was_foretold(tmp_path, cells: str) -> None:
-    command = [sys.executable, "scripts/proofs/memory_measured.py", "--cells", cells, "--keep", str(tmp_path)]
+    command = [sys.executable, "proofs/memory_measured.py", "--cells", cells, "--keep", str(tmp_path)]
     done = subprocess.run([*command, "--out", str(tmp_path / "out.json")], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "measured above it" in done.stdout, done.stdout + done.stderr
 
@@ -501,8 +505,8 @@ def test_a_run_tells_its_pace_and_the_time_left(bench: Workbench, capsys, monkey
 def test_adamw8bit_is_advised_in_place_of_adamw_alone(name: str, told: bool) -> None:
     config = PLAN.config.model_copy(update={"optimizer": PLAN.config.optimizer.model_copy(update={"name": name})})
     found = Forecast((Stage(f"{STEP} 64x64, batch 2", {"weights": 2**33, "optimizer": 2**34}),), 0, 0)
-    with patch.object(advice, "forecast", lambda *_, **__: found):
-        chosen = advice.changes(replace(PLAN, config=config), dora_torch, found, 2**32)
+    with patch.object(suggestions, "forecast", lambda *_, **__: found):
+        chosen = suggestions.changes(replace(PLAN, config=config), dora_torch, found, 2**32)
     assert ("optimizer.name = 'adamw8bit'" in [change.what for change in chosen]) == told
 
 

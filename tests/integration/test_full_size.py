@@ -20,12 +20,12 @@ import torch
 from scripts import make_model as maker
 from tests.harness import ROOT, Workbench
 from tests.integration.test_mutated_files import changed_bytes
-from trainer.describe import describe
-from trainer.errors import UserError
+from trainer.base.errors import UserError
+from trainer.base.tensorfile import Recipe, TensorFile
 from trainer.models import FAMILIES
 from trainer.models.opening import open_model
-from trainer.plan import make_plan, open_source, resolve
-from trainer.tensorfile import Recipe, TensorFile
+from trainer.plan.describe import describe
+from trainer.plan.run_plan import make_plan, open_source, resolve
 
 PADDING = "spiece_model"  # of the names that a Flux file may have beside the weights, the first in the file
 GIGABYTE = 10**9
@@ -131,7 +131,7 @@ def means(header: bytes) -> object:
 def prove(family: str, *options: str, **environment: str) -> dict[str, Any]:
     """The proof's cells by name, once it has found that everything holds."""
     out = Path(options[options.index("--out") + 1])
-    command = [sys.executable, "scripts/proofs/full_size.py", "--family", family, *options]
+    command = [sys.executable, "proofs/full_size.py", "--family", family, *options]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(out.read_text())["families"][family]

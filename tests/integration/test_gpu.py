@@ -15,10 +15,11 @@ import torch
 from tests.harness import DENOISER, ROOT, Workbench, built
 from tests.numerics.test_step_oracle import GRADIENT_TOLERANCE
 from trainer import config as configs
-from trainer import kernels, precision
-from trainer import run as runs
+from trainer import kernels
 from trainer.checkpoint import state, store
 from trainer.optim import OPTIMIZERS
+from trainer.run import run as runs
+from trainer.runtime import precision
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICE = "cuda"

@@ -14,8 +14,8 @@ import pytest
 
 from tests.harness import ROOT
 from trainer import config as configs
+from trainer.monitoring.diagnosis import Kind
 from trainer.report.status import TITLES
-from trainer.verdict import Kind
 
 GUIDES = sorted((ROOT / "docs" / "guide").glob("*.md"))
 QUOTED = re.findall(r"^### (.+)$", (ROOT / "docs" / "guide" / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
@@ -69,7 +69,7 @@ def test_what_a_guide_names_is_there(guide: Path) -> None:
         name = "".join(name)
         assert name in ("my_photos.toml", "config.toml") or (ROOT / "configs" / name).is_file(), name
     for option in re.findall(r"train\.py.* (--\w+)", text):
-        assert f'"{option}"' in (ROOT / "trainer" / "arguments.py").read_text(encoding="utf-8"), option
+        assert f'"{option}"' in (ROOT / "trainer" / "cli" / "arguments.py").read_text(encoding="utf-8"), option
 
 
 def test_the_config_that_a_guide_shows_is_one() -> None:

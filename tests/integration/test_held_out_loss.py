@@ -11,22 +11,25 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.proofs.forks import Server
+from proofs.forks import Server
 from tests.harness import Workbench, built, metrics_of
 from tests.integration import test_processes as processes
 from tests.optimizers import ENTRIES
-from trainer import cli, draws, held_out_loss
 from trainer import config as configs
+from trainer.base import draws
+from trainer.base.progress import Phases
+from trainer.base.types import Occurrence
 from trainer.checkpoint import store
-from trainer.data.views import View
-from trainer.forecast import HELD_OUT, PHOTOS, forecast
+from trainer.cli import main as cli
+from trainer.data.images.views import View
+from trainer.engine import held_out_loss
 from trainer.kernels import dora_torch, scratch
+from trainer.memory_plan.estimate import HELD_OUT, PHOTOS, forecast
+from trainer.memory_plan.op_trace import Trace
 from trainer.optim import OPTIMIZERS
-from trainer.phases import Phases
-from trainer.plan import make_plan, open_source, resolve
-from trainer.run import train
-from trainer.trace import Trace
-from trainer.types import Occurrence
+from trainer.plan import fixed_draws
+from trainer.plan.run_plan import make_plan, open_source, resolve
+from trainer.run.run import train
 
 LENGTH = 5
 TARGETS = {"sdxl": ["*attn1.to_q", "conv_in"], "flux": ["*attn.to_q"]}
@@ -40,7 +43,7 @@ ON = {"validation__loss_every_steps": 2}
 @pytest.fixture(autouse=True)
 def few_draws(monkeypatch) -> None:
     """Two in each quarter: what is promised does not depend on how many there are."""
-    monkeypatch.setattr(held_out_loss, "FEWEST", 8)
+    monkeypatch.setattr(fixed_draws, "FEWEST", 8)
 
 
 def tree(bench: Workbench, out: str, family: str = "sdxl", **changes: Any) -> dict[str, Any]:
@@ -79,7 +82,7 @@ def test_it_is_the_plain_mean_squared_error_of_every_quarter(bench: Workbench, f
         found, failure = measure.measure()
         assert failure is None and measure.at_once == 2
         (example,) = made.plan.held_out
-        count = held_out_loss.FEWEST  # of one photo
+        count = fixed_draws.FEWEST  # of one photo
         quarters: list[list[float]] = [[], [], [], []]
         batch = measure.reader[(Occurrence(0, example.sample, 0),)]
         assert batch.captions == (example.photo.caption,)
@@ -210,9 +213,9 @@ def test_it_is_planned(bench: Workbench, monkeypatch) -> None:
         assert trace.peak == pytest.approx(planned, rel=0.02)
 
 
-FEW = "from trainer import held_out_loss\nheld_out_loss.FEWEST = 8\n"
+FEW = "from trainer.engine import held_out_loss\nheld_out_loss.FEWEST = 8\n"
 PAUSED = """
-from trainer.held_out_loss import HeldOutLoss
+from trainer.engine.held_out_loss import HeldOutLoss
 measured = HeldOutLoss._errors
 def slow(self, example, numbers):
     time.sleep(0.05)

@@ -16,14 +16,14 @@ import torch
 
 from tests import hub as stand_in
 from tests.harness import ROOT, Workbench
-from trainer import cli
 from trainer import config as configs
-from trainer.describe import describe
-from trainer.errors import Interrupted, UserError
+from trainer.base.errors import Interrupted, UserError
+from trainer.base.progress import Phases, Record
+from trainer.base.tensorfile import TensorFile
+from trainer.cli import main as cli
 from trainer.models import FAMILIES, hub
-from trainer.phases import Phases, Record
-from trainer.plan import make_plan, open_source, resolve
-from trainer.tensorfile import TensorFile
+from trainer.plan.describe import describe
+from trainer.plan.run_plan import make_plan, open_source, resolve
 
 ID = "someone/sdxl"
 UNET, FP16 = "unet/diffusion_pytorch_model.safetensors", "unet/diffusion_pytorch_model.fp16.safetensors"

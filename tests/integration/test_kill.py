@@ -1,4 +1,4 @@
-"""A run that is killed again and again ends in the same bytes as one that never was: scripts/proofs/kill_test.py, in parts.
+"""A run that is killed again and again ends in the same bytes as one that never was: proofs/kill_test.py, in parts.
 
 `slow` kills one run while photos are encoded, inside its first checkpoint and a later one, in a step and while the adapter
 files are written, and stops it by a signal in a step; `proof` has all 104 kills, 20 at the calls of a start and an end, and
@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.proofs import kill_test
-from scripts.proofs.forks import Server
-from scripts.proofs.kill_test import CELLS, LEVELS, SAVES, Cell, Moment, Result
+from proofs import kill_test
+from proofs.forks import Server
+from proofs.kill_test import CELLS, LEVELS, SAVES, Cell, Moment, Result
 
 every_cell = pytest.mark.parametrize("cell", [pytest.param(cell, id=cell.name) for cell in CELLS])
 

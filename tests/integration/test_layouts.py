@@ -10,13 +10,13 @@ import pytest
 
 from tests.harness import PHOTOS, Workbench
 from trainer import config as configs
-from trainer.allowance import Allowance
-from trainer.cli import main
+from trainer.base.errors import UserError
+from trainer.cli.main import main
 from trainer.data.identity import fingerprint
-from trainer.describe import describe
-from trainer.errors import UserError
-from trainer.plan import Plan, make_plan, open_source, resolve
-from trainer.resume import refuse_changes
+from trainer.plan.describe import describe
+from trainer.plan.run_plan import Plan, make_plan, open_source, resolve
+from trainer.resume.allowed_changes import Allowance
+from trainer.resume.pins import refuse_changes
 
 
 def planned(bench: Workbench, **overrides) -> Plan:

@@ -12,12 +12,15 @@ from pathlib import Path
 import pytest
 
 from tests.harness import Workbench
-from trainer import cli, report, run
-from trainer.artifacts import Artifacts
-from trainer.errors import NonFiniteError, UserError
-from trainer.loop import Loop
+from trainer import report
+from trainer.artifacts.exports import Artifacts
+from trainer.base.errors import NonFiniteError, UserError
+from trainer.cli import main as cli
+from trainer.monitoring import course
 from trainer.report import live
 from trainer.report.history import Standing, read_standing
+from trainer.run import run
+from trainer.run.loop import Loop
 
 
 def start(bench: Workbench, *arguments: str, **more) -> int:
@@ -208,4 +211,4 @@ def test_blocks_of_the_adapter_are_in_the_log(bench: Workbench) -> None:
     """So a page in mid-run has its heat map, and so has who reads from outside."""
     assert start(bench, run__max_steps=17, checkpoint__every_steps=0, validation__every_steps=0, run__stop_after=16) == 0
     last = json.loads(Path(bench.tmp / "out" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert max(last[report.BLOCKS].values()) == last["weight_change"] and "after step 16" in said(bench)
+    assert max(last[course.BLOCKS].values()) == last["weight_change"] and "after step 16" in said(bench)

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from tests.harness import DENOISER, ROOT, Workbench
-from trainer.errors import UserError
+from trainer.base.errors import UserError
+from trainer.base.tensorfile import TensorFile, write_tensors
 from trainer.kernels import dora_torch
 from trainer.models import FAMILIES
 from trainer.models.loading import load_tokenizers
 from trainer.models.opening import open_model
+from trainer.plan.storage import Storage
 from trainer.quantization import FORMATS
-from trainer.storage import Storage
-from trainer.tensorfile import TensorFile, write_tensors
 
 CPU = torch.device("cpu")
 
@@ -159,7 +159,7 @@ def test_record_is_deterministic_and_sees_every_bit(bench: Workbench) -> None:
 def test_peak_memory_of_loading_a_float8_component() -> None:
     """VmHWM stays below the final size + the largest tensor + 1 GiB, from a bf16 file of 2 GiB (the script checks)."""
     done = subprocess.run(
-        [sys.executable, "scripts/bench/bench_loading.py", "--rounds", "1"],
+        [sys.executable, "benchmarks/bench_loading.py", "--rounds", "1"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -20,13 +20,13 @@ from tests.harness import DENOISER
 from trainer.adapters import Adapter, Target, export, inject
 from trainer.adapters.norms import Norms, RowNorms, made_for, magnitude, read_norms
 from trainer.adapters.portable import of_adapter
-from trainer.errors import UserError
+from trainer.base.errors import UserError
+from trainer.base.tensorfile import Recipe, TensorFile, Tensors, serialize
+from trainer.base.types import Link
 from trainer.kernels import dora_torch
 from trainer.models import FAMILIES
 from trainer.models.opening import open_model
 from trainer.quantization import FORMATS, FrozenConv2d, FrozenLayer, FrozenLinear, freeze_layers
-from trainer.tensorfile import Recipe, TensorFile, Tensors, serialize
-from trainer.types import Link
 
 STOCK = {"sdxl": UNet2DConditionModel, "flux": FluxTransformer2DModel}
 LOW_BIT = ("fp8_e4m3", "fp8_e5m2", "int8", "int4", "int2", "nf4", "fp4")

@@ -14,9 +14,9 @@ from PIL import Image
 
 from scripts import adapter as script
 from tests.harness import PHOTOS, Workbench, built
-from trainer import cli
 from trainer.adapters.hashes import with_hash
-from trainer.tensorfile import TensorFile, write_tensors
+from trainer.base.tensorfile import TensorFile, write_tensors
+from trainer.cli import main as cli
 
 
 def kohyas_hashes(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> tuple[str, str]:

@@ -11,11 +11,13 @@ import torch
 
 from tests import hub
 from tests.harness import PHOTOS, Workbench, metrics_of
-from trainer import cli, quantization, resume
-from trainer.errors import UserError
+from trainer import quantization
+from trainer.base.errors import UserError
+from trainer.base.tensorfile import TensorFile, write_tensors
+from trainer.cli import main as cli
 from trainer.models import family_named
 from trainer.models.opening import open_model
-from trainer.tensorfile import TensorFile, write_tensors
+from trainer.resume import pins
 
 VAE, UNET = "vae/diffusion_pytorch_model.safetensors", "unet/diffusion_pytorch_model.safetensors"
 
@@ -162,12 +164,12 @@ def test_a_repository_whose_files_changed_is_told_of_its_earlier_snapshots() -> 
     snapshots = Path("hub/models--someone--sdxl/snapshots")
     record = {"unet.conv_in": {"format": "bf16", "library": "torch 2", "tensors": {}}}
     for pin, other in (
-        (resume.pin_model({"vae": "a"}, cached=("vae",), snapshots=snapshots), {"vae": "b"}),
-        (resume.pin_quantization(record, snapshots=snapshots), {}),
+        (pins.pin_model({"vae": "a"}, cached=("vae",), snapshots=snapshots), {"vae": "b"}),
+        (pins.pin_quantization(record, snapshots=snapshots), {}),
     ):
         with pytest.raises(
             UserError, match=f"earlier files may still be .*model.path to their snapshot folder in {snapshots}"
         ):
             pin.load_state_dict(other)
     with pytest.raises(UserError, match="other config.json of unet.*another run.output_dir.$"):
-        resume.pin_model({"unet": "a"}).load_state_dict({"unet": "b"})
+        pins.pin_model({"unet": "a"}).load_state_dict({"unet": "b"})

@@ -28,15 +28,17 @@ from torch import nn
 
 from tests.harness import ROOT
 from trainer import config as configs
-from trainer import optim, precision, resume
+from trainer import optim
 from trainer.adapters.norms import Norms
-from trainer.allowance import Allowance
+from trainer.base.errors import UserError
+from trainer.base.tensorfile import DTYPES, TensorFile, serialize, tensor_sha256, write_tensors
 from trainer.checkpoint import state, store
 from trainer.data.examples import Example
 from trainer.data.identity import photo_digests
 from trainer.data.sources import File, Photo, Source
-from trainer.errors import UserError
-from trainer.tensorfile import DTYPES, TensorFile, serialize, tensor_sha256, write_tensors
+from trainer.resume import pins
+from trainer.resume.allowed_changes import Allowance
+from trainer.runtime import precision
 
 MEMORY = 64 << 20
 SECONDS = 20
@@ -105,8 +107,8 @@ def pieces_of_a_run() -> dict[str, Any]:
     ]
     return {
         "adapter": Adapter(),
-        "config": resume.pin_config(configs.parse(config), allowed=Allowance()),
-        "data": resume.pin_data(
+        "config": pins.pin_config(configs.parse(config), allowed=Allowance()),
+        "data": pins.pin_data(
             digests={"photos": "d" * 64, "captions": "e" * 64},
             photos=photo_digests(photos),
             samples=5,
@@ -114,15 +116,15 @@ def pieces_of_a_run() -> dict[str, Any]:
             steps_per_epoch=3,
             allowed=Allowance(),
         ),
-        "environment": resume.pin_environment(
+        "environment": pins.pin_environment(
             torch.device("cpu"), kernels="plain", optimizer="adamw", processes=1, deterministic=False, say=len
         ),
-        "model": resume.pin_model({"vae": "f" * 64, "tokenizers": "0" * 64}),
+        "model": pins.pin_model({"vae": "f" * 64, "tokenizers": "0" * 64}),
         "norms": dora_norms(),
         "optimizer": optim.OptimizerState(optimizer, "adamw"),
         "origin": state.Pin({"about": {"name": "bear", "step": 1}, "alphas": [["unet.a", 2.0]]}, lambda *_: None),
         "progress": state.Progress(step=1, images=2, non_finite=0, total_steps=4, started="2025-01-01T00:00:00+00:00"),
-        "quantization": resume.pin_quantization(record),
+        "quantization": pins.pin_quantization(record),
         "scaler": precision.ScalerState(torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)),
         "schedule": optim.ScheduleState(schedule),
     }

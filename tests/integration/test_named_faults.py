@@ -1,7 +1,7 @@
 """Faults that named trainers shipped, each under the conditions in which it appeared there.
 
 Elsewhere: PEFT's merge over quanto, which changes nothing (numerics/test_adapted_layers.py), and the captions that
-diffusers' Flux cache pairs with the latents of another photo (unit/data/test_loader.py).
+diffusers' Flux cache pairs with the latents of another photo (unit/data/batches/test_loader.py).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness import DENOISER, Workbench, built, metrics_of, take_step
 from tests.integration.test_export import inputs_for
-from trainer import cli
 from trainer import config as configs
-from trainer import run as runs
 from trainer.adapters import ADAPTER_NAME, Target, inject
+from trainer.base.tensorfile import TensorFile, tensor_sha256, write_tensors
 from trainer.checkpoint import store
+from trainer.cli import main as cli
+from trainer.engine.step import StepResult
 from trainer.kernels import dora_torch
 from trainer.models import FAMILIES
 from trainer.quantization import ALL_FORMATS, FORMATS, FrozenConv2d, FrozenLinear
-from trainer.step import StepResult
-from trainer.tensorfile import TensorFile, tensor_sha256, write_tensors
+from trainer.run import run as runs
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # A few layers of each kind: what is tested does not grow with their number.

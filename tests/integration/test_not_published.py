@@ -7,12 +7,12 @@ import torch
 
 from scripts import adapter as script
 from tests.harness import Workbench, built, take_step
-from trainer import cli
 from trainer.adapters import export
-from trainer.artifacts import Artifacts
+from trainer.artifacts.exports import Artifacts
+from trainer.base.errors import UserError
+from trainer.base.run_layout import folder_name
 from trainer.checkpoint import store
-from trainer.errors import UserError
-from trainer.layout import folder_name
+from trainer.cli import main as cli
 
 
 def start(bench: Workbench, *arguments: str, **more) -> int:

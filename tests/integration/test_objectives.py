@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.proofs.forks import Server
+from proofs.forks import Server
 from tests.harness import Workbench, metrics_of
 from tests.integration import test_processes as processes
 from tests.integration.test_errors import refused
 from trainer.config import Config, parse
-from trainer.describe import describe
-from trainer.plan import make_plan, open_source, resolve
-from trainer.run import train as train_one
+from trainer.plan.describe import describe
+from trainer.plan.run_plan import make_plan, open_source, resolve
+from trainer.run.run import train as train_one
 
 COMMON = {"loss": "huber", "huber_c": 0.2, "t_range": [0.1, 0.95], "stratified": True, "input_perturbation": 0.1}
 EVERYTHING = {
@@ -70,7 +70,7 @@ def test_choices_that_cannot_work_are_refused_before_a_weight_is_read(bench: Wor
     def read(self, name):
         raise AssertionError(f"{name} of {self.path} was read")
 
-    monkeypatch.setattr("trainer.tensorfile.TensorFile.read", read)
+    monkeypatch.setattr("trainer.base.tensorfile.TensorFile.read", read)
     for family, choices, *said in (
         ("flux", {"min_snr_gamma": 5.0}, "objective.min_snr_gamma = 5.0 has no effect on flux"),
         ("flux", {"weighting": "debiased"}, "objective.weighting = 'debiased' has no effect on flux", "noise schedule"),

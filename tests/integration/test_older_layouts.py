@@ -14,8 +14,8 @@ from scripts import adapter as script
 from tests.harness import ROOT, built, train_built
 from tests.layouts.make import STOP, place, tree
 from trainer import config as configs
+from trainer.base.tensorfile import TensorFile
 from trainer.checkpoint import state
-from trainer.tensorfile import TensorFile
 
 FIXTURES = {int(path.name.partition(".")[0]): path for path in (ROOT / "tests" / "layouts").glob("*.tar.xz")}
 STEP = f"step-{STOP:08d}"

@@ -13,13 +13,13 @@ import torch
 from tests.harness import Workbench, built, metrics_of, train_built
 from tests.optimizers import ENTRIES, Averaging
 from trainer import config as configs
-from trainer import run as runs
-from trainer import validation
-from trainer.adapter_files import open_checkpoint
+from trainer.adapter_files.read import open_checkpoint
+from trainer.artifacts import sampling
+from trainer.base.tensorfile import TensorFile
 from trainer.checkpoint.state import Saved
 from trainer.optim import OPTIMIZERS
 from trainer.optim.libraries import Finds
-from trainer.tensorfile import TensorFile
+from trainer.run import run as runs
 
 LENGTH = 4
 TABLE = tuple(OPTIMIZERS)
@@ -129,7 +129,7 @@ def test_what_groups_keep_cannot_be_left_out(bench: Workbench, monkeypatch, name
 
 def test_samples_and_exports_have_the_weights_to_be_used(bench: Workbench, monkeypatch, capsys) -> None:
     monkeypatch.setitem(OPTIMIZERS, "averaging", ENTRIES["averaging"])
-    drawn, draw = [], validation.draw_samples
+    drawn, draw = [], sampling.draw_samples
     tree = bench.tree(
         run__max_steps=2, optimizer__name="averaging", optimizer__lr=1e-2, adapter__targets=["*attn1.to_q"],
         **WATCHED | {"export__every_steps": 1},
@@ -137,7 +137,7 @@ def test_samples_and_exports_have_the_weights_to_be_used(bench: Workbench, monke
     with built(configs.parse(tree)) as run:
         parameters = run.adapter.named_parameters()
         monkeypatch.setattr(
-            validation, "draw_samples",
+            sampling, "draw_samples",
             lambda *args, sample, **keys: draw(
                 *args, sample=lambda asked: [drawn.append([p.clone() for p in parameters.values()]), sample(asked)][1], **keys
             ),

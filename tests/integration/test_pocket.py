@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from scripts.pocket import card, data, draw, flux, icons, make, sdxl, training, vae
+from pocket import card, data, draw, flux, icons, make, sdxl, training, vae
 from tests.harness import DENOISER
-from trainer import cli
+from trainer.cli import main as cli
 
 TRAININGS = ("vae", "sdxl", "flux", "flux-guided")
 SHAPES = (

@@ -14,8 +14,8 @@ import pytest
 import torch
 from PIL import Image
 
-from scripts.bench import learning, learning_page
-from scripts.pocket import card, data, draw, flux, icons
+from benchmarks import learning, learning_page
+from pocket import card, data, draw, flux, icons
 from tests.harness import ROOT
 
 FAMILIES = ("sdxl", "flux")
@@ -99,7 +99,7 @@ def test_what_is_shipped_is_small(family: str) -> None:
 
 
 def start_cells(out: Path, *more: str) -> subprocess.Popen:
-    command = [sys.executable, str(ROOT / "scripts" / "bench" / "learning.py"), "--out", str(out), "--cells", "sdxl/peft-*"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "learning.py"), "--out", str(out), "--cells", "sdxl/peft-*"]
     return subprocess.Popen([*command, "--seeds", "1", "--steps", "2", "--jobs", "2", *more])
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench import lessons, optimizers
+from benchmarks import lessons, optimizers
 from tests.harness import built, take_step
 
 STEPS, DRAWS = 12, 1
@@ -21,7 +21,7 @@ def known(tmp_path_factory) -> tuple[Path, dict[str, float]]:
 
 
 # One whose state is in 8 bits, one that finds its rate, one with modes; of all others the steps are those of their
-# libraries (unit/optim/test_table.py), and the rates are measured by scripts/bench/optimizers.py.
+# libraries (unit/optim/test_table.py), and the rates are measured by benchmarks/optimizers.py.
 SHORT = ("adamw8bit", "prodigy", "schedulefree_adamw")
 
 

@@ -18,18 +18,22 @@ import pytest
 import torch
 
 from tests.harness import Workbench, built, metrics_of, take_step
-from trainer import assembly, cli, files, memory, signals, validation
 from trainer import config as configs
-from trainer import run as runs
 from trainer.adapters import export
+from trainer.artifacts import sampling
+from trainer.base import files, memory, signals
+from trainer.base.errors import DataError, UserError
+from trainer.base.signals import Signals
+from trainer.base.tensorfile import TensorFile
+from trainer.base.types import Batch
 from trainer.checkpoint import state, store
-from trainer.components import Components
-from trainer.data import entries, loader
-from trainer.errors import DataError, UserError
-from trainer.signals import Signals
-from trainer.step import Step, StepResult
-from trainer.tensorfile import TensorFile
-from trainer.types import Batch
+from trainer.cli import main as cli
+from trainer.data.batches import loader
+from trainer.data.cache import entries
+from trainer.engine import assembly
+from trainer.engine.components import Components
+from trainer.engine.step import Step, StepResult
+from trainer.run import run as runs
 
 LENGTH = 6  # two updates an epoch
 TARGETS = ["up_blocks.1.attentions.*attn1.to_q"]  # late layers: what is before them needs no backward pass
@@ -219,7 +223,7 @@ def test_out_of_memory_is_reported_and_what_was_trained_is_kept(bench: Workbench
 @pytest.mark.slow
 def test_out_of_memory_in_a_sample_keeps_what_was_trained(bench: Workbench, monkeypatch, capsys) -> None:
     samples = {"validation__every_steps": 4, "validation__prompts": ["a bear"], "validation__steps": 1}
-    draw = validation.draw_samples
+    draw = sampling.draw_samples
 
     def grow(requests, *, sample, folder, weights):
         if folder.name == "step-00000004":
@@ -227,7 +231,7 @@ def test_out_of_memory_in_a_sample_keeps_what_was_trained(bench: Workbench, monk
         draw(requests, sample=sample, folder=folder, weights=weights)
 
     with monkeypatch.context() as patch:
-        patch.setattr(validation, "draw_samples", grow)
+        patch.setattr(sampling, "draw_samples", grow)
         assert start(bench, tree(bench, **samples)) == 5
     said = capsys.readouterr().err
     assert "step 4: out of memory while samples were drawn" in said and "validation.every_steps = 0" in said
@@ -598,7 +602,7 @@ def test_sigint_sigterm_sigint_stops_at_once() -> None:
     ("module", "name", "error", "status"),
     [
         (export, "write_files", PermissionError(errno.EACCES, "Permission denied", "adapters"), 2),
-        (validation, "draw_samples", OSError(errno.ENOSPC, "No space left on device", "00.png"), 6),
+        (sampling, "draw_samples", OSError(errno.ENOSPC, "No space left on device", "00.png"), 6),
     ],
 )
 @pytest.mark.slow
@@ -631,7 +635,7 @@ def test_what_people_get_cannot_be_written(bench: Workbench, monkeypatch, capfd,
 @pytest.mark.parametrize("step", [0, 4, LENGTH])
 def test_a_signal_while_samples_are_drawn(bench: Workbench, whole: Path, monkeypatch, step: int) -> None:
     """It does not wait for the image: the samples are drawn by the next start, which changes nothing else."""
-    evaluations, find = [], validation.draw_samples
+    evaluations, find = [], sampling.draw_samples
 
     def watched(requests, *, sample, folder, weights):
         def interrupted(request):
@@ -645,7 +649,7 @@ def test_a_signal_while_samples_are_drawn(bench: Workbench, whole: Path, monkeyp
         return find(requests, sample=interrupted, folder=folder, weights=weights)
 
     with monkeypatch.context() as patch:
-        patch.setattr(validation, "draw_samples", watched)
+        patch.setattr(sampling, "draw_samples", watched)
         assert start(bench, tree(bench, **SAMPLES)) == 143
     assert evaluations[-1] == f"step-{step:08d}", "the image was finished"
     assert store.steps(bench.tmp / "out" / "checkpoints") == ([step] if step else [])

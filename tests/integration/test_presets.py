@@ -12,9 +12,9 @@ from scripts import memory_table
 from tests.harness import DENOISER, ROOT
 from trainer import config as configs
 from trainer import kernels
-from trainer.data.texts import TOGETHER
-from trainer.forecast import SAMPLES, STEP, forecast
-from trainer.plan import make_plan, open_source, resolve
+from trainer.data.cache.texts import TOGETHER
+from trainer.memory_plan.estimate import SAMPLES, STEP, forecast
+from trainer.plan.run_plan import make_plan, open_source, resolve
 
 PRESETS = sorted((ROOT / "configs").glob("*_*gb.toml"))
 

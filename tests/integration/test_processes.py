@@ -21,15 +21,15 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from scripts.proofs.forks import Order, Server
+from proofs.forks import Order, Server
 from tests.harness import PHOTOS, ROOT, Workbench, built, metrics_of
-from trainer import cli
 from trainer import config as configs
+from trainer.base.tensorfile import TensorFile
 from trainer.checkpoint import store
-from trainer.data import views
-from trainer.data.cache import latent_key
-from trainer.run import train
-from trainer.tensorfile import TensorFile
+from trainer.cli import main as cli
+from trainer.data.cache.fill import latent_key
+from trainer.data.images import views
+from trainer.run.run import train
 
 LENGTH = 6
 # The gradients of an update are summed in another order: fp32 rounding, a few steps of AdamW on.
@@ -54,12 +54,15 @@ NAMES = """
 import os, signal, sys, time
 from datetime import timedelta
 import torch
-from trainer import assembly, processes, run as runs, validation
+from trainer.engine import assembly
+from trainer.runtime import processes
+from trainer.run import run as runs
+from trainer.artifacts import sampling as validation
 from trainer.adapters import export
 from trainer.checkpoint import store
-from trainer.data import cache as caches, entries
-from trainer.errors import UserError
-from trainer.step import Step
+from trainer.data.cache import fill as caches, entries
+from trainer.base.errors import UserError
+from trainer.engine.step import Step
 """
 
 
@@ -211,7 +214,7 @@ def patched(bench: Workbench, patch: str) -> str:
     """train.py with a fault in it; each process says how it ended."""
     script = bench.tmp / "patched.py"
     script.write_text(
-        f"{NAMES}from trainer import cli\nrank = int(os.environ['RANK'])\n"
+        f"{NAMES}from trainer.cli import main as cli\nrank = int(os.environ['RANK'])\n"
         + patch
         + "\nstatus = cli.main(sys.argv[1:])\nprint(f'rank {rank} status {status}', file=sys.stderr)\ncli.leave(status)\n"
     )
@@ -390,7 +393,7 @@ def test_a_process_that_fails_alone_ends_both(server: Server, bench: Workbench, 
     if "killed" not in fault:
         failed = int(fault == "other")
         assert errors.count(f"error: process {failed} could not go on; its message says why") == 1, errors[-3000:]
-    assert "trainer/run.py" not in errors, "a traceback"
+    assert "trainer/run/run.py" not in errors, "a traceback"
 
 
 @pytest.mark.slow
@@ -403,11 +406,11 @@ def test_the_launcher_ends_what_works_on_when_a_process_is_killed(bench: Workben
     assert errors.count("stopped by SIGTERM before a step of this start was made") == 1, errors[-3000:]
     first = errors.partition("FAILED")[2].partition("Root Cause")[2]
     assert set(re.findall(r"exitcode\s*: (-?\d+)", first)) == {"-9"}, errors[-3000:]
-    assert "trainer/run.py" not in errors, "a traceback"
+    assert "trainer/run/run.py" not in errors, "a traceback"
 
 
 SLOW_FILES = """
-from trainer import stopped
+from trainer.artifacts import on_stop as stopped
 stopped.SECONDS = 600.0
 write = export.write_files
 def slow(*arguments, **more):

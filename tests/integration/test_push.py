@@ -10,8 +10,8 @@ import torch
 from scripts import adapter as script
 from tests import hub_uploads
 from tests.harness import Workbench
-from trainer import cli
-from trainer.tensorfile import write_tensors
+from trainer.base.tensorfile import write_tensors
+from trainer.cli import main as cli
 
 
 @pytest.fixture

@@ -18,12 +18,13 @@ import pytest
 
 from tests.browser import AUDIT, Browser, Tab, needs_chromium
 from tests.harness import ROOT, Workbench, command_line
-from tests.unit.test_watching import write_run
-from trainer import cli, held_out_loss
-from trainer.layout import Layout
+from tests.unit.report.test_watch_server import write_run
+from trainer.base.run_layout import Layout
+from trainer.cli import main as cli
+from trainer.plan import fixed_draws
 from trainer.report import LiveReport, live
 from trainer.report.compared import compare
-from trainer.watching import Runs, Server
+from trainer.report.watch_server import Runs, Server
 
 pytestmark = [pytest.mark.slow, needs_chromium]
 
@@ -90,7 +91,7 @@ def pages(models: Path, work: Path) -> Path:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(live, "SHARE", 1e9)  # written as soon as there is anything new
-        patch.setattr(held_out_loss, "FEWEST", 8)
+        patch.setattr(fixed_draws, "FEWEST", 8)
         real = LiveReport.write
         patch.setattr(LiveReport, "write", write)
         tree["run"]["stop_after"] = 6

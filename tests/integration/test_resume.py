@@ -12,11 +12,14 @@ import pytest
 import torch
 
 from tests.harness import ROOT, Workbench, built, metrics_of
-from trainer import cli, files, metrics, resume
 from trainer import config as configs
+from trainer.base import files
+from trainer.base.tensorfile import TensorFile
 from trainer.checkpoint import store
-from trainer.loop import Loop
-from trainer.tensorfile import TensorFile
+from trainer.cli import main as cli
+from trainer.monitoring import metrics
+from trainer.resume import pins
+from trainer.run.loop import Loop
 
 
 def run_tree(bench: Workbench, out: str, **overrides) -> dict:
@@ -31,7 +34,7 @@ def run_tree(bench: Workbench, out: str, **overrides) -> dict:
 
 
 def train(tree: dict, resume_from: str | None = None) -> None:
-    from trainer.run import train
+    from trainer.run.run import train
 
     train(configs.parse(tree), resume_from=resume_from)
 
@@ -92,7 +95,7 @@ def test_longer_run_continues_with_the_frozen_schedule(bench: Workbench) -> None
 @pytest.mark.slow
 def test_resume_at_every_step_of_three_epochs(bench: Workbench, monkeypatch) -> None:
     """As a user would: one start a step. Every draw, loss, rate and byte is that of the run that was never stopped."""
-    from trainer import step as steps
+    from trainer.engine import step as steps
 
     drawn: list[tuple] = []
     draw = steps.draw_time_and_noise
@@ -149,9 +152,9 @@ def test_what_may_change_changes_no_byte(bench: Workbench) -> None:
         "data.cache": "test_another_cache_changes_no_byte",
         "ema.snapshot_every_steps": "test_ema_power.py: test_no_gap_and_no_copy_after_stops_kills_and_ways_back",
     }  # fmt: skip
-    for pattern in {*resume.MAY_CHANGE} - {*elsewhere}:
+    for pattern in {*pins.MAY_CHANGE} - {*elsewhere}:
         assert any(fnmatchcase(key, pattern) for key in touched | {"run.stop_after"}), f"{pattern} is not shown"
-    assert all(any(fnmatchcase(key, pattern) for pattern in resume.MAY_CHANGE) for key in touched)
+    assert all(any(fnmatchcase(key, pattern) for pattern in pins.MAY_CHANGE) for key in touched)
     train(changed, "auto")
     name = "checkpoints/step-00000004/{}.safetensors"
     for file in (name.format("adapter"), name.format("optimizer"), "adapters/bear.safetensors"):
@@ -175,15 +178,15 @@ def test_another_environment_is_told_or_refused(bench: Workbench, monkeypatch, c
     tree = run_tree(bench, "out", run__max_steps=2, run__stop_after=1, step__accumulation=1)
     train(tree)
     del tree["run"]["stop_after"]
-    version = resume._version
-    monkeypatch.setattr(resume, "_version", lambda library: "2.0" if library == "torch" else version(library))
+    version = pins._version
+    monkeypatch.setattr(pins, "_version", lambda library: "2.0" if library == "torch" else version(library))
     train(tree, "auto")
     said = capsys.readouterr().out
     assert f"warning: another environment than the checkpoint's: torch: {torch.__version__.partition('+')[0]}" in said
     assert "-> 2.0. State and draws are the same" in said
 
     cpu = torch.device("cpu")
-    pin = resume.pin_environment(cpu, "torch", "adamw", processes=1, deterministic=True, say=pytest.fail)
+    pin = pins.pin_environment(cpu, "torch", "adamw", processes=1, deterministic=True, say=pytest.fail)
     pin.load_state_dict(dict(pin.value))
     with pytest.raises(ValueError, match=r"deterministic = true, and this is another .*: processes: 2 -> 1; restore it"):
         pin.load_state_dict({**pin.value, "processes": 2})
@@ -331,7 +334,7 @@ def test_an_export_that_was_cut_off_is_finished(bench: Workbench) -> None:
 LOCKED = """
 import sys
 from pathlib import Path
-from trainer import files
+from trainer.base import files
 with files.locked(Path(sys.argv[1])):
     print("locked", flush=True)
     sys.stdin.read()

@@ -21,10 +21,10 @@ from tests.harness import DENOISER, PHOTOS, Workbench, metrics_of
 from tests.integration.test_objectives import EVERYTHING
 from tests.integration.test_weighed import with_masks
 from trainer import config as configs
-from trainer import held_out_loss
-from trainer.errors import UserError
-from trainer.run import train
-from trainer.tensorfile import TensorFile
+from trainer.base.errors import UserError
+from trainer.base.tensorfile import TensorFile
+from trainer.plan import fixed_draws
+from trainer.run.run import train
 
 LENGTH = 5
 LAST = Path("checkpoints") / f"step-{LENGTH:08d}"
@@ -170,7 +170,7 @@ def start(bench: Workbench, out: str, family: str, keys: dict[str, Any], resume_
 
 @pytest.mark.parametrize("run", [run if run in QUICK else pytest.param(run, marks=pytest.mark.slow) for run in RUNS])
 def test_stopped_and_resumed_equals_uninterrupted(bench: Workbench, monkeypatch, run: str) -> None:
-    monkeypatch.setattr(held_out_loss, "FEWEST", 8)  # draws
+    monkeypatch.setattr(fixed_draws, "FEWEST", 8)  # draws
     levels, stop = levels_of(run), 1 + RUNS.index(run) % (LENGTH - 1)
     meanwhile = {} if levels["meanwhile"] == "nothing" else MEANWHILE
     family, keys = levels["family"], settings(bench, levels)

@@ -1,4 +1,4 @@
-"""This tree trains the bytes of the last commit before its rooms were rebuilt: scripts/proofs/same_bytes.py, some cells."""
+"""This tree trains the bytes of the last commit before its rooms were rebuilt: proofs/same_bytes.py, some cells."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.proofs import same_bytes
-from scripts.proofs.shared import worktree
-from trainer.tensorfile import write_tensors
+from proofs import same_bytes
+from proofs.shared import worktree
+from trainer.base.tensorfile import write_tensors
 
 needs_history = pytest.mark.skipif(
     not same_bytes.has(same_bytes.BEFORE),
@@ -65,7 +65,7 @@ def test_the_bytes_of_the_commit_before(tmp_path: Path, capsys) -> None:
 @needs_history
 def test_other_draws_are_noticed(tmp_path: Path, capsys) -> None:
     with worktree("HEAD", tmp_path / "changed") as code:
-        with open(code / "trainer" / "draws.py", "a") as draws:
+        with open(code / "trainer" / "base" / "draws.py", "a") as draws:
             draws.write("\n\nours = generator\n\n\ndef generator(seed, *keys):\n    return ours(seed + 1, *keys)\n")
         failed = same_bytes.prove(same_bytes.BEFORE, cells(SOME[1]), tmp_path, code=code)
     assert failed == [SOME[1]]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.harness import DENOISER, Workbench, metrics_of
-from trainer import cli, kernels
+from trainer import kernels
+from trainer.cli import main as cli
 
 
 def command(bench: Workbench, family: str, **more) -> list[str]:

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.harness import ROOT
-from trainer.errors import UserError
+from trainer.base.errors import UserError
 from trainer.models import FAMILIES
 from trainer.models.opening import open_model
 from trainer.models.tokenizers import load_tokenizer
 
-SOURCES = [ROOT / "train.py", *sorted((ROOT / "trainer").rglob("*.py")), *sorted((ROOT / "scripts").rglob("*.py"))]
+FOLDERS = ("trainer", "scripts", "benchmarks", "proofs", "pocket")
+SOURCES = [ROOT / "train.py", *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")))]
 PICKLES = [".bin", ".pt", ".pth", ".ckpt"]
 # Modules that run what they read.
 LOADERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.harness import Workbench, metrics_of
-from trainer import cli, signals
-from trainer.phases import Phase, Phases
+from trainer.base import signals
+from trainer.base.progress import Phase, Phases
+from trainer.cli import main as cli
 
 # Before the first step, after the last, and where a checkpoint is gone on from.
 STARTING = [

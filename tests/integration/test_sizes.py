@@ -6,9 +6,9 @@ import pytest
 
 from tests.harness import PHOTOS, Workbench
 from trainer import config as configs
-from trainer.describe import describe
-from trainer.errors import UserError
-from trainer.plan import Plan, make_plan, open_source, resolve
+from trainer.base.errors import UserError
+from trainer.plan.describe import describe
+from trainer.plan.run_plan import Plan, make_plan, open_source, resolve
 
 
 def planned(bench: Workbench, **overrides) -> Plan:

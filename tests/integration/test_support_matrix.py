@@ -1,6 +1,6 @@
 """Every storage format x compute dtype x adapter x family does what docs/support_matrix.md says.
 
-`proof` runs all cells, as scripts/proofs/support_matrix.py does: trained, stopped, resumed, sampled, exported. Its short
+`proof` runs all cells, as proofs/support_matrix.py does: trained, stopped, resumed, sampled, exported. Its short
 form: the storage of every cell is planned, which refuses what cannot be before a weight is read, and the page says of each
 what the plan says. Five cells in which denoiser and text encoders, all three adapted, are stored differently are trained,
 sampled and exported. Together they have every format of ALL_FORMATS, each in a compute dtype that is not its own, every
@@ -15,15 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from scripts.proofs import support_matrix as matrix
-from scripts.proofs.support_matrix import Cell
+from proofs import support_matrix as matrix
+from proofs.support_matrix import Cell
 from tests.harness import ROOT, Workbench
-from trainer import storage
 from trainer.adapters import Adapter
-from trainer.errors import UserError
+from trainer.base.errors import UserError
+from trainer.base.tensorfile import TensorFile
 from trainer.optim import OptimizerState
-from trainer.plan import open_source, resolve
-from trainer.tensorfile import TensorFile
+from trainer.plan import storage
+from trainer.plan.run_plan import open_source, resolve
 
 SOME_OF_THE_UNET = ("conv_in", "down_blocks.1.resnets.0.*", "mid_block.attentions.0.transformer_blocks.0.*")
 COVERING = (

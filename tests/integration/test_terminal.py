@@ -14,8 +14,8 @@ import pytest
 
 from tests.harness import ROOT, Workbench, metrics_of
 from tests.terminal import in_terminal
-from trainer import cli
 from trainer.checkpoint import store
+from trainer.cli import main as cli
 
 DURATION = r"(\d\.\d s|\d\d s|\d+ min \d+ s|\d+ h \d+ min)"  # on a slow machine, too
 # Of the training's line, in order. None is ever cut.
@@ -43,7 +43,7 @@ NOTHING = {
 # A machine may be so fast that no phase lasts long enough to be shown.
 EAGER = """
 import runpy, sys
-from trainer import phases
+from trainer.base import progress as phases
 phases.LONG_SECONDS = phases.LIVE_AFTER = 0.0
 sys.argv.pop(0)
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -122,7 +122,7 @@ def test_a_stopped_run_says_what_it_left_and_the_command_that_goes_on(bench: Wor
 
 LOUD = """
 import logging, sys, warnings
-from trainer.cli import quiet_libraries
+from trainer.cli.main import quiet_libraries
 quiet_libraries()
 from tqdm import tqdm
 from huggingface_hub.utils import tqdm as hub_tqdm

@@ -13,9 +13,10 @@ from PIL import Image
 from tests.harness import Workbench, built, metrics_of, take_step
 from tests.third_family import FAMILY
 from tests.third_family.make import make
-from trainer import cli, models
+from trainer import models
+from trainer.base.tensorfile import TensorFile
+from trainer.cli import main as cli
 from trainer.models.opening import open_model
-from trainer.tensorfile import TensorFile
 
 STEPS = 4
 

@@ -1,4 +1,4 @@
-"""What a step of DoRA asks of an accelerator at full size, beside LoRA's and beside PEFT's (scripts/bench/trace.py)."""
+"""What a step of DoRA asks of an accelerator at full size, beside LoRA's and beside PEFT's (benchmarks/trace.py)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from scripts.bench import trace
-from trainer.trace import Trace
+from benchmarks import trace
+from trainer.memory_plan.op_trace import Trace
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ import pytest
 from PIL import Image, ImageOps
 
 from tests.harness import PHOTOS, Workbench
-from trainer import cli, validation
-from trainer.layout import Layout
+from trainer.artifacts import sampling
+from trainer.artifacts.sampling import by_request, compared, draw_samples, keep_truths
+from trainer.base.run_layout import Layout
+from trainer.cli import main as cli
 from trainer.report import before_after
-from trainer.validation import by_request, compared, draw_samples, keep_truths
 
 PHOTO = sorted(Path(PHOTOS).glob("*.jpg"))[0]
 
@@ -98,7 +99,7 @@ def test_a_kill_right_after_the_last_samples_loses_no_truth(bench: Workbench, mo
         raise Killed
 
     with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(validation, "draw_samples", killed_after_it)
+        patched.setattr(sampling, "draw_samples", killed_after_it)
         run(bench, tree, "--resume_from", "auto")
     drawn = {path: path.stat().st_mtime_ns for path in layout.samples_of(2).iterdir()}
     assert run(bench, tree, "--resume_from", "auto") == 0

@@ -15,12 +15,12 @@ import torch
 
 from tests.harness import DENOISER, Workbench, built
 from tests.integration.test_errors import refused
-from trainer.errors import UserError
+from trainer.base.errors import UserError
+from trainer.base.tensorfile import TensorFile, write_tensors
 from trainer.models import FAMILIES, loading
 from trainer.models.base import Markers
 from trainer.models.sdxl import BETAS
-from trainer.plan import check_objective, open_source, resolve
-from trainer.tensorfile import TensorFile, write_tensors
+from trainer.plan.run_plan import check_objective, open_source, resolve
 
 CHOICES = dict(
     prediction="auto", zero_terminal_snr="auto", min_snr_gamma=None, timesteps="auto", shift="auto", logit_mean=0.0,
@@ -214,7 +214,7 @@ def test_fetched_files_that_say_another_objective_are_refused(bench: Workbench) 
     folder = copied(bench, "sdxl")
     config = bench.config(model__path=str(folder))
     before = open_source(config)
-    from trainer.plan import find_objective
+    from trainer.plan.run_plan import find_objective
 
     planned = find_objective(resolve(config, before), before)
     change_file(folder / "unet" / "diffusion_pytorch_model.safetensors", lambda t: t.update(v_pred=torch.zeros(0)))
@@ -283,6 +283,6 @@ def test_a_negative_prompt_is_refused_where_it_would_be_ignored(bench: Workbench
     expected = ("validation.samples.1.negative = 'blurred'", "has no effect on flux", "leave it out")
     refused_unread(bench, capsys, monkeypatch, *expected, tree=bench.tree("flux", validation=validation))
     tree = bench.tree("sdxl", validation=validation)
-    from trainer import cli
+    from trainer.cli import main as cli
 
     assert cli.main(["--config", str(bench.write(tree)), "--plan"]) == 0

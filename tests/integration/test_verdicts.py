@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.bench.divergence import RIGHT, run
+from benchmarks.divergence import RIGHT, run
 from tests.harness import Workbench, metrics_of
-from trainer import assembly, cli, verdict
-from trainer.data.loader import Reader
-from trainer.metrics import read_lines
+from trainer.cli import main as cli
+from trainer.data.batches.loader import Reader
+from trainer.engine import assembly
+from trainer.monitoring import diagnosis
+from trainer.monitoring.metrics import read_lines
 
 STEPS = 30
 HELD_OUT = ("validation.loss_every_steps=15", "data.held_out=4", "data.batch_size=10")
@@ -28,10 +30,10 @@ def test_a_run_is_called_what_it_is(tmp_path: Path, rate: float) -> None:
     report = tmp_path / f"rate-{rate:g}" / "report.html"
     if rate == RIGHT:
         assert found.verdict == "learned" and "warning: " not in found.said
-        assert verdict.judge(rows).kind == "learned", "from the log alone"
+        assert diagnosis.judge(rows).kind == "learned", "from the log alone"
     elif rate < RIGHT:
         assert found.verdict == "nothing" and found.warned is None and "warning: nothing was learned" in found.said
-        assert verdict.judge(rows).kind == "nothing", "from the log alone"
+        assert diagnosis.judge(rows).kind == "nothing", "from the log alone"
     else:
         assert re.search(rf"learning rate .* \(optimizer\.lr was {rate:.3g} at step", found.said)
         if found.verdict:
@@ -40,7 +42,7 @@ def test_a_run_is_called_what_it_is(tmp_path: Path, rate: float) -> None:
             assert rate == 1000 * RIGHT and "not finite" in found.said
         if found.verdict or found.warned:
             assert found.said.count("the run is diverging") == 1
-            assert verdict.judge(rows).kind == "diverged", "from the log alone"
+            assert diagnosis.judge(rows).kind == "diverged", "from the log alone"
 
 
 @pytest.mark.parametrize(("cause", "rate"), [("latents", 1e-4), ("loss", 10.0)])

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from tests.harness import Workbench
-from trainer import cli, trackers
-from trainer.metrics import read_lines
-from trainer.trackers import by_step
+from trainer.cli import main as cli
+from trainer.monitoring import trackers
+from trainer.monitoring.metrics import read_lines
+from trainer.monitoring.trackers import by_step
 
 pytest.importorskip("wandb", reason="the package wandb is an extra; dev has it")
 

@@ -12,10 +12,10 @@ from PIL import Image
 
 from tests.harness import PHOTOS, Workbench, built, metrics_of
 from tests.integration.test_resume import run_tree, train
-from trainer import draws
+from trainer.base import draws
+from trainer.base.errors import UserError
+from trainer.base.tensorfile import TensorFile
 from trainer.config import parse
-from trainer.errors import UserError
-from trainer.tensorfile import TensorFile
 
 STATE = ("adapter.safetensors", "optimizer.safetensors")
 

@@ -22,7 +22,7 @@ import tomli_w
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.proofs.shared import PHOTOS, STARTED, make_models, worktree  # noqa: E402
+from proofs.shared import PHOTOS, STARTED, make_models, worktree  # noqa: E402
 
 MODEL, STOP = "sdxl", 2
 BLOCK = "mid_block.attentions.0.transformer_blocks.0"

@@ -21,7 +21,7 @@ from trainer import optim
 from trainer.adapters import ADAPTER_NAME, Rates, Target, inject
 from trainer.adapters.dora import LARGE_BIAS
 from trainer.adapters.layers import SharedInput
-from trainer.errors import UserError
+from trainer.base.errors import UserError
 from trainer.kernels import choose, decode, dora_torch
 from trainer.kernels import scratch as scratch_module
 from trainer.quantization import ALL_FORMATS, FORMATS, Format, FrozenConv2d, FrozenLinear, freeze_layers

@@ -13,9 +13,9 @@ from diffusers.models.transformers.transformer_flux import FluxAttention
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from trainer import attention
-from trainer.memory import checkpoint_blocks, recomputing
-from trainer.rehearsal import META, without_values
+from trainer.base.memory import checkpoint_blocks, recomputing
+from trainer.memory_plan.dry_run import META, without_values
+from trainer.runtime import attention
 
 CPU = torch.device("cpu")
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests.harness import Workbench, built
+from trainer.base.types import Conditioning
 from trainer.models import FAMILIES, flux, sdxl
 from trainer.models.base import Model
 from trainer.models.shared import clip
-from trainer.types import Conditioning
 
 LENGTHS = (0, 1, 7, 74, 75, 76, 149, 150, 151, 225, 226, 300)
 

@@ -12,9 +12,9 @@ from torch import nn
 from tests.harness import Workbench, built, take_step
 from trainer.checkpoint import state
 from trainer.kernels import dora_torch
-from trainer.plan import open_source, resolve
+from trainer.plan.run_plan import open_source, resolve
 from trainer.quantization import ALL_FORMATS, FORMATS, Format, FrozenLayer, formats, formats_of, freeze_layers
-from trainer.resume import pin_quantization
+from trainer.resume.pins import pin_quantization
 
 QUANTISED = [f for f in ALL_FORMATS if f.quantised]
 # Whole and partial blocks, odd K, every group size of quanto: K <= 128: the row; 129: the row; then 32, 96, 128, 64.

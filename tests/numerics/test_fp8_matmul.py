@@ -24,9 +24,9 @@ from trainer import kernels
 from trainer.adapters import Target, inject
 from trainer.adapters.dora import Part
 from trainer.adapters.dora import adapted as adapted_layers
+from trainer.base.types import StoredWeight
 from trainer.kernels import decode, dora_torch
 from trainer.quantization import FORMATS, FrozenConv2d, FrozenLinear
-from trainer.types import StoredWeight
 
 ONE, BOTH, ANY = 1.05 * 0.0264, 1.05 * 0.0373, 0.02
 

@@ -9,8 +9,8 @@ import torch
 
 from tests.harness import DENOISER, Workbench, built
 from tests.integration.test_export import inputs_for
-from trainer.attention import few_tokens_in_fp32
 from trainer.kernels import dora_torch
+from trainer.runtime.attention import few_tokens_in_fp32
 
 # Of SDXL, whose hundreds of layers take seconds each time, what Flux has not: convolutions, in 16 bits and converted.
 CASES = [("flux", kind, dtype) for kind in ("lora", "dora") for dtype in ("fp32", "bf16", "fp16", "fp8_e4m3")]

@@ -21,9 +21,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from trainer.base.types import StoredWeight
 from trainer.kernels import dora_torch
-from trainer.precision import prepare_device
-from trainer.types import StoredWeight
+from trainer.runtime.precision import prepare_device
 
 ROOT = Path(__file__).resolve().parents[2]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -14,7 +14,7 @@ from PIL import Image
 from torch.func import functional_call
 
 from tests.harness import DENOISER, PHOTOS, Workbench, built
-from trainer import draws
+from trainer.base import draws
 
 SEED = 7
 # fp32 keeps 24 bits; rounding errors of some hundred layers add up like a random walk, and gradients pass each twice.

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.numerics.test_adapted_layers import LargestAllocation
+from trainer.base.types import StoredWeight
 from trainer.kernels import decode, dora_torch
 from trainer.quantization import ALL_FORMATS, FORMATS, FrozenLinear
-from trainer.types import StoredWeight
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 LOW_BIT = [format for format in ALL_FORMATS if getattr(format, "bits", None)]
@@ -123,7 +123,7 @@ class Casts(TorchDispatchMode):
 
 @pytest.mark.parametrize("codes_dtype", FLOAT8, ids=str)
 def test_torchs_cast_of_float8_is_not_used(codes_dtype: torch.dtype) -> None:
-    """It has a tenth of the rate of copies and shifts of integers (scripts/bench/bench_kernels.py --casts)."""
+    """It has a tenth of the rate of copies and shifts of integers (benchmarks/bench_kernels.py --casts)."""
     codes = finite_codes(codes_dtype)[:240].view(4, 60)
     for plain in (True, False):
         weight = StoredWeight(codes, (4, 60), block=60, scale=torch.ones(4), plain=plain)

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import nn
 
 from tests.harness import PHOTOS, ROOT
-from trainer import tiles
+from trainer.base import tiles
 from trainer.models.shared import vae
 
 TILE = 64  # pixels: a small one, for a small VAE

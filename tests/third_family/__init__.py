@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from trainer.base.types import Batch, Conditioning
 from trainer.models.base import Component, Family, Markers, Model, SampleRequest, collate
 from trainer.objectives import Objective
-from trainer.types import Batch, Conditioning
 
 TEMPLATE = "describe the picture : {}"
 

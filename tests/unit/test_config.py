@@ -11,9 +11,9 @@ import tomli_w
 
 from tests.harness import ROOT
 from trainer import config as configs
-from trainer import resume
-from trainer.allowance import Allowance
-from trainer.errors import UserError
+from trainer.base.errors import UserError
+from trainer.resume import pins
+from trainer.resume.allowed_changes import Allowance
 
 MINIMAL = {
     "run": {"name": "bear", "output_dir": "out", "max_steps": 4},
@@ -94,7 +94,7 @@ def test_shipped_configs_are_accepted_and_round_trip(path: Path) -> None:
     config = configs.load(path.name, [])
     again = configs.parse(tomllib.loads(configs.dumps(config)))
     assert again == config
-    resume.refuse_changes(tomllib.loads(configs.dumps(config)), configs.tree(config), "the written one", allowed=Allowance())
+    pins.refuse_changes(tomllib.loads(configs.dumps(config)), configs.tree(config), "the written one", allowed=Allowance())
 
 
 NO_SHARE = "a share must be below 1; write"

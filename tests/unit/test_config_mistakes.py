@@ -7,9 +7,10 @@ import re
 
 import pytest
 
-from trainer import aliases, cli
 from trainer import config as configs
-from trainer.errors import UserError
+from trainer.base import other_trainers
+from trainer.base.errors import UserError
+from trainer.cli import main as cli
 
 MINIMAL = {
     "run": {"name": "bear", "output_dir": "out", "max_steps": 1},
@@ -172,12 +173,12 @@ def test_a_mistake_is_told_with_what_to_write(tmp_path, capsys, key: str, value:
     assert capsys.readouterr().err.splitlines()[0] == f"error: {said}"
 
 
-@pytest.mark.parametrize("meant", sorted({meant for meant in aliases.KEYS.values() if " " not in meant}))
+@pytest.mark.parametrize("meant", sorted({meant for meant in other_trainers.KEYS.values() if " " not in meant}))
 def test_a_name_of_another_trainer_stands_for_a_key_that_there_is(meant: str) -> None:
     assert configs.generic(meant) in configs.known_keys()
 
 
-@pytest.mark.parametrize("sentence", sorted({meant for meant in aliases.KEYS.values() if " " in meant}))
+@pytest.mark.parametrize("sentence", sorted({meant for meant in other_trainers.KEYS.values() if " " in meant}))
 def test_a_sentence_names_keys_that_there_are(sentence: str) -> None:
     tables = {key.rpartition(".")[0] for key in configs.known_keys()}
     for named in re.findall(r"\[+([a-z_.]+)\]+", sentence):
@@ -198,7 +199,7 @@ def test_a_value_of_another_trainer_stands_for_one_that_there_is() -> None:
         return own.union(*map(values, inner))
 
     known = values(configs.Config.model_json_schema()) | {*OPTIMIZERS, *FAMILIES}
-    assert not set(aliases.VALUES.values()) - known
+    assert not set(other_trainers.VALUES.values()) - known
 
 
 def test_no_hint_repeats_the_mistake() -> None:
@@ -235,9 +236,9 @@ GUESSED = {
 
 @pytest.mark.parametrize("trainer", REAL)
 def test_a_name_stands_under_a_program_that_has_it(trainer: str) -> None:
-    column = aliases.TRAINERS.index(trainer)
-    listed = {name for rows in aliases.NAMES.values() for _, *names in rows for name in names[column].split()}
-    others = {name for rows in aliases.NAMES.values() for _, *names in rows for name in names[-1].split()}
+    column = other_trainers.TRAINERS.index(trainer)
+    listed = {name for rows in other_trainers.NAMES.values() for _, *names in rows for name in names[column].split()}
+    others = {name for rows in other_trainers.NAMES.values() for _, *names in rows for name in names[-1].split()}
     assert set(REAL[trainer].split()) <= listed
     assert not set(GUESSED[trainer].split()) & listed and set(GUESSED[trainer].split()) <= others
 

@@ -1,7 +1,7 @@
-"""The rules of the house: what belongs in which room of trainer/, and which room may import which.
+"""The rules of the house: what belongs in which room of trainer/, and which floor may import which.
 
-A room is a file or a folder of trainer/. The source is read, not run. An import counts wherever it stands: at the top of a
-file, inside a function, under `if TYPE_CHECKING`. Prose (comments and docstrings) may name anything.
+A room is a folder of trainer/, and stands on a floor. The source is read, not run. An import counts wherever it stands: at
+the top of a file, inside a function, under `if TYPE_CHECKING`. Prose (comments and docstrings) may name anything.
 """
 
 from __future__ import annotations
@@ -20,95 +20,107 @@ from tests.harness import ROOT
 
 # --- the rules, as data -----------------------------------------------------------------------------------------------
 
-# What every room may use. These import nothing but one another.
-SHARED = {
-    "aliases", "digests", "draws", "errors", "files", "kernels", "key_styles", "layout", "memory", "patterns", "phases",
-    "pictures", "protocols", "signals", "tensorfile", "terminal", "tiles", "types",
-}  # fmt: skip
+# The floors, the top one first. A room imports rooms of lower floors alone: those of one floor know nothing of one another.
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("cli",),
+    ("run",),
+    ("artifacts",),
+    ("memory_plan",),
+    ("engine",),
+    ("resume",),
+    ("adapter_files",),
+    ("plan",),
+    ("report",),
+    ("monitoring",),
+    ("runtime",),
+    # The workshops: they do one thing each, and what is above wires them together.
+    ("adapters", "checkpoint", "config", "data", "ema", "models", "optim", "quantization"),
+    ("kernels", "objectives"),
+    ("base",),
+)
 
-# Rooms that do one thing each: what they import besides the shared ones. All others wire these together.
-WORKSHOPS: dict[str, set[str]] = {
-    "adapters": set(),
-    "attention": set(),
-    "checkpoint": set(),
-    "config": set(),
-    "data": set(),
-    "ema": set(),
-    "heartbeat": set(),
-    "metrics": {"trackers"},
-    "models": {"objectives"},
-    "objectives": set(),
-    "optim": set(),
-    "precision": set(),
-    "processes": {"heartbeat"},
-    "quantization": set(),
-    "report": {"config", "course", "verdict"},
-    "step": {"objectives"},
-    "trackers": set(),
-    "validation": set(),
+# Within a room the same, of its folders and of the files beside them.
+INNER: dict[str, tuple[tuple[str, ...], ...]] = {
+    "data": (
+        ("batches",),
+        ("cache", "captions", "held_out", "identity", "scan"),
+        ("layouts",),
+        ("images",),
+        ("examples",),
+        ("buckets", "sources"),
+        ("caption_rules", "threads"),
+    )
 }
 
-# Of the others, who alone may import a room. The config does not leak below what resolves it and what starts a run.
-ONLY_FOR: dict[str, set[str]] = {
-    "cli": set(),
-    "run": {"cli"},
-    "config": {
-        "allowance",
-        "arguments",
-        "assembly",
-        "beginning",
-        "choices",
-        "cli",
-        "data_check",
-        "dataset",
-        "devices",
-        "drawing",
-        "first_config",
-        "older",
-        "optimization",
-        "output",
-        "plan",
-        "preview",
-        "report",
-        "resume",
-        "run",
-        "storage",
-    },
+# Files of a room, those of its inner folders apart.
+FILES = 20
+
+# Who alone may import a room. The config does not leak below what resolves it and what starts a run. A pattern is a file's
+# path below trainer/, here and below.
+ONLY_FOR: dict[str, tuple[str, ...]] = {
+    "config": (
+        "cli/*",
+        "run/output_folder.py",
+        "run/run.py",
+        "run/setup.py",
+        "artifacts/draw.py",
+        "adapter_files/older.py",
+        "resume/allowed_changes.py",
+        "resume/pins.py",
+        "resume/start_point.py",
+        "plan/*",
+        "report/settings.py",
+        "runtime/device.py",
+    )
 }
 
-# What a room must not know: the loop has neither a config nor a model family, and nor have those that it calls.
-KEPT_FROM: dict[str, set[str]] = {
-    room: {"config", "plan", "models", "components", "encoding", "resume"} for room in ("loop", "saving", "outcome")
+# What knows less than its floor allows: all that it may import besides its own room, kernels and base.
+KNOWS_ONLY: dict[str, set[str]] = {
+    "artifacts/sampling.py": set(),
+    "engine/step.py": {"objectives"},
+    "monitoring/metrics.py": set(),
+    "monitoring/trackers.py": set(),
+    "report/*": {"config", "monitoring"},
+    "runtime/attention.py": set(),
+    "runtime/heartbeat.py": set(),
+    "runtime/precision.py": set(),
+    "runtime/processes.py": set(),
 }
+
+# What a file must not know: the loop has neither a config nor a model family, and nor have those that it calls.
+KEPT_FROM: dict[str, tuple[str, ...]] = dict.fromkeys(
+    ("run/loop.py", "run/checkpointing.py", "monitoring/weight_change.py"),
+    ("config/*", "plan/*", "models/*", "resume/*", "engine/components.py", "engine/encoding.py"),
+)
 
 # Libraries that one room knows. A pattern is a file's path below trainer/.
 LIBRARIES: dict[str, tuple[str, ...]] = {
-    "accelerate": ("processes.py", "models/building.py"),
-    # rehearsal.py: for what the libraries read of tensors that have no values there.
-    "bitsandbytes": ("quantization/bitsandbytes.py", "optim/*", "rehearsal.py"),
+    "accelerate": ("runtime/processes.py", "models/building.py"),
+    # dry_run.py: for what the libraries read of tensors that have no values there.
+    "bitsandbytes": ("quantization/bitsandbytes.py", "optim/*", "memory_plan/dry_run.py"),
     "datasets": ("data/layouts/hf.py",),
-    "diffusers": ("models/*", "rehearsal.py"),
-    "huggingface_hub": ("models/*", "publishing.py"),
+    "diffusers": ("models/*", "memory_plan/dry_run.py"),
+    "huggingface_hub": ("models/*", "adapter_files/push.py"),
     "optimum": ("quantization/quanto.py",),
     "peft": ("adapters/*",),
     "pytorch_optimizer": ("optim/*",),
     "schedulefree": ("optim/*",),
-    "pillow_heif": ("data/plugins.py",),
-    "pillow_jxl": ("data/plugins.py",),
+    "pillow_heif": ("data/images/plugins.py",),
+    "pillow_jxl": ("data/images/plugins.py",),
     "safetensors": (),  # its own writer orders metadata at random: tensorfile.py reads and writes
     "tomli_w": ("config/*",),
     "tomllib": ("config/*",),
     "transformers": ("models/*", "optim/*"),
     "triton": ("kernels/*_triton.py",),
-    "wandb": ("trackers.py",),
+    "wandb": ("monitoring/trackers.py",),
 }
 
 # Calls, by a pattern of how they are written.
 CALLS: dict[str, tuple[str, ...]] = {
-    r"\bGradScaler": ("precision.py",),
-    r"\bautocast": ("precision.py",),
-    r"\.backward": ("step.py",),
-    r"optimizer\.step": ("step.py",),
+    r"\bGradScaler": ("runtime/precision.py",),
+    r"\bautocast": ("runtime/precision.py",),
+    r"\.backward": ("engine/step.py",),
+    r"optimizer\.step": ("engine/step.py",),
 }
 
 # Where a dtype below fp32 is chosen or read: the rooms of storage, and of bytes. Losses, draws and sums are fp32 everywhere.
@@ -117,8 +129,8 @@ LOW_DTYPES = {
     "int8", "int4", "int2", "nf4", "fp4",
 }  # fmt: skip
 DTYPES_IN = (
-    "precision.py", "storage.py", "quantization/*", "kernels/*", "tensorfile.py",
-    "config/*", "choices.py", "aliases.py",  # the words that a user may write
+    "runtime/precision.py", "plan/storage.py", "quantization/*", "kernels/*", "base/tensorfile.py",
+    "config/*", "plan/requirements.py", "base/other_trainers.py",  # the words that a user may write
     "models/weight_sets.py",  # the words that the hub's file names have
 )  # fmt: skip
 
@@ -137,6 +149,15 @@ TORCHS = {"_apply", "_parameters"}
 CLASS_NAME = r"[A-Z]+[a-z]"
 
 LINES = 400
+
+
+def levels(floors: tuple[tuple[str, ...], ...]) -> dict[str, int]:
+    """How far down each room is."""
+    return {room: level for level, floor in enumerate(floors) for room in floor}
+
+
+LEVELS = levels(FLOORS)
+INNER_LEVELS = {room: levels(floors) for room, floors in INNER.items()}
 
 # --- the source -------------------------------------------------------------------------------------------------------
 
@@ -222,20 +243,51 @@ def edges(house: Sources) -> Iterator[tuple[Source, ast.stmt, str]]:
 # --- the rules, one function each -------------------------------------------------------------------------------------
 
 
+def places(house: Sources) -> Iterator[str]:
+    """trainer/ holds folders, and each stands on a floor."""
+    for source in house.values():
+        if source.path == "__init__.py":
+            continue
+        if "/" not in source.path:
+            yield source.at(1, "trainer/ holds folders alone: move it into the one whose work it does")
+        elif source.room not in LEVELS:
+            yield source.at(1, f"{source.room} is on no floor")
+
+
+def crowds(house: Sources) -> Iterator[str]:
+    rooms = defaultdict(list)
+    for source in house.values():
+        rooms[source.path.rpartition("/")[0]].append(source)
+    for room, files in rooms.items():
+        if len(files) > FILES:
+            yield files[-1].at(1, f"{room} has {len(files)} files, more than {FILES}")
+
+
 def imports_between_rooms(house: Sources) -> Iterator[str]:
     for source, node, target in edges(house):
-        here, there = source.room, (target.split(".") + ["__init__"])[1]
-        if here == there:
-            continue
-        if here in SHARED and there not in SHARED:
-            yield source.at(node, f"{here} is shared by all rooms and must not import {there}")
-        elif here in WORKSHOPS and there not in SHARED | WORKSHOPS[here]:
-            allowed = ", ".join(sorted(WORKSHOPS[here])) or "nothing"
-            yield source.at(node, f"{here} must not import {there}: besides the shared rooms it knows {allowed}")
-        elif there in ONLY_FOR and here not in ONLY_FOR[there]:
-            yield source.at(node, f"{here} must not import {there}; {sorted(ONLY_FOR[there])} may")
-        elif there in KEPT_FROM.get(here, ()):
-            yield source.at(node, f"{here} must not know {there}")
+        here, there = source.room, (target.split(".") + [""])[1]
+        path = target.removeprefix("trainer.").replace(".", "/") + ".py"
+        if there and here != there:
+            if LEVELS.get(here, 0) >= LEVELS.get(there, -1):
+                yield source.at(node, f"{here} must not import {there}, which is no floor below it")
+            for pattern, known in KNOWS_ONLY.items():
+                if source.is_in((pattern,)) and there not in {*known, "kernels", "base"}:
+                    told = ", ".join(sorted({*known, "kernels", "base"}))
+                    yield source.at(node, f"{source.path} must not import {there}: it knows {told}")
+            if there in ONLY_FOR and not source.is_in(ONLY_FOR[there]):
+                yield source.at(node, f"{source.path} must not import {there}; {', '.join(ONLY_FOR[there])} may")
+        if any(fnmatchcase(path, pattern) for pattern in KEPT_FROM.get(source.path, ())):
+            yield source.at(node, f"{source.path} must not know {target}")
+
+
+def imports_within_rooms(house: Sources) -> Iterator[str]:
+    for source, node, target in edges(house):
+        inner = target.split(".")[2:3]
+        if source.room in INNER_LEVELS and f".{source.room}." in f"{target}." and inner and "/" in source.path:
+            levels = INNER_LEVELS[source.room]
+            here, there = source.path.split("/")[1].removesuffix(".py"), inner[0]
+            if here != there and levels.get(here, 0) >= levels.get(there, -1):
+                yield source.at(node, f"{here} must not import {there}, which is no floor of {source.room} below it")
 
 
 def circles(house: Sources) -> Iterator[str]:
@@ -287,12 +339,12 @@ def dtypes(house: Sources) -> Iterator[str]:
             continue
         named = [node for node in source.constants() if node.value in LOW_DTYPES]
         named += [n for n in source.nodes if isinstance(n, ast.Attribute) and n.attr in LOW_DTYPES]
-        yield from (source.at(node, f"{ast.unparse(node)}: a dtype is chosen in precision.py") for node in named)
+        yield from (source.at(node, f"{ast.unparse(node)}: a dtype is chosen in runtime/precision.py") for node in named)
 
 
 def families(house: Sources) -> Iterator[str]:
     for source in house.values():
-        if source.room in ("models", "aliases"):  # aliases: what other trainers call them
+        if source.room == "models" or source.path == "base/other_trainers.py":  # the second: what those call them
             continue
         words = [(node, node.value) for node in source.constants()]
         for node in source.nodes:
@@ -362,7 +414,7 @@ def second_names(house: Sources) -> Iterator[str]:
 def paths(house: Sources) -> Iterator[str]:
     """As a key of a dictionary such a word names data, no path."""
     for source in house.values():
-        if source.path in ("layout.py", "aliases.py"):  # the second has other programs' words
+        if source.path in ("base/run_layout.py", "base/other_trainers.py"):  # the second has other programs' words
             continue
         keys = {id(key) for node in source.nodes if isinstance(node, ast.Dict) for key in node.keys}
         keys |= {id(node.slice) for node in source.nodes if isinstance(node, ast.Subscript)}
@@ -371,7 +423,7 @@ def paths(house: Sources) -> Iterator[str]:
             # What follows a value in an f-string ends a name, and is none.
             names = node.value.split("/")[id(node) in ends :]
             if id(node) not in keys and any(PATHS.fullmatch(name) for name in names):
-                yield source.at(node, f"{node.value!r}: paths of the output folder stand in layout.py")
+                yield source.at(node, f"{node.value!r}: paths of the output folder stand in base/run_layout.py")
 
 
 def lengths(house: Sources) -> Iterator[str]:
@@ -435,7 +487,8 @@ def target_name(target: ast.expr) -> str:
 RULES: dict[str, Rule] = {
     rule.__name__: rule
     for rule in (
-        imports_between_rooms, circles, libraries, calls, dtypes, families, private_names, second_names, paths, lengths,
+        places, crowds, imports_between_rooms, imports_within_rooms, circles,
+        libraries, calls, dtypes, families, private_names, second_names, paths, lengths,
         class_names, attributes,
     )
 }  # fmt: skip
@@ -449,78 +502,99 @@ def test_the_house_keeps(rule: str, house: Sources) -> None:
 
 def test_every_room_of_the_rules_is_there(house: Sources) -> None:
     """A room under another name would be free of its rules."""
-    rooms = {source.room for source in house.values()}
-    named = {*SHARED, *WORKSHOPS, *ONLY_FOR, *KEPT_FROM}
-    assert named <= rooms, f"not in trainer/: {', '.join(sorted(named - rooms))}"
+    rooms = {source.room for source in house.values()} - {"__init__"}
+    assert {room for floor in FLOORS for room in floor} == rooms == LEVELS.keys() and len(LEVELS) == sum(map(len, FLOORS))
+    for room, floors in INNER.items():
+        inner = {source.path.split("/")[1].removesuffix(".py") for source in house.values() if source.room == room}
+        assert {each for floor in floors for each in floor} == inner - {"__init__"}, room
+    paths = {source.path for source in house.values()}
+    named = {*KNOWS_ONLY, *KEPT_FROM, *(p for patterns in (*ONLY_FOR.values(), *LIBRARIES.values()) for p in patterns)}
+    named |= {*DTYPES_IN, *(pattern for patterns in CALLS.values() for pattern in patterns)}
+    assert not {pattern for pattern in named if not any(fnmatchcase(path, pattern) for path in paths)}
 
 
 # What each rule is there to find: (rule, file, its text, the line).
 BREAKS = [
+    ("places", "page.py", "x = 1", 1),
+    ("places", "attic/page.py", "x = 1", 1),
+    ("crowds", "kernels/one_more.py", "x = 1", 1),
     ("imports_between_rooms", "models/flux.py", "from trainer.quantization import FORMATS", 1),
+    ("imports_between_rooms", "plan/run_plan.py", "def f():\n    import trainer.engine.step", 2),
+    ("imports_between_rooms", "plan/run_plan.py", "from trainer import engine", 1),
+    ("imports_between_rooms", "base/types.py", "from trainer.attic import page", 1),
+    ("imports_between_rooms", "report/page.py", "from trainer.runtime import device", 1),
+    ("imports_between_rooms", "run/loop.py", "from trainer.engine.components import Components", 1),
+    ("imports_within_rooms", "data/images/views.py", "from trainer.data.batches import sampler", 1),
+    ("imports_within_rooms", "data/sources.py", "def f():\n    from . import buckets", 2),
     ("imports_between_rooms", "quantization/cache.py", "from trainer.models.base import Family", 1),
     ("imports_between_rooms", "adapters/export.py", "import trainer.models.base", 1),
-    ("imports_between_rooms", "data/cache.py", "def encode():\n    from trainer import models", 2),
+    ("imports_between_rooms", "data/cache/fill.py", "def encode():\n    from trainer import models", 2),
     ("imports_between_rooms", "checkpoint/state.py", "if TYPE_CHECKING:\n    from trainer.adapters import Adapter", 2),
     ("imports_between_rooms", "checkpoint/state.py", "from ..data import cache", 1),
-    ("imports_between_rooms", "types.py", "from trainer.config import Config", 1),
+    ("imports_between_rooms", "base/types.py", "from trainer.config import Config", 1),
     ("imports_between_rooms", "models/base.py", "from trainer.config import Config", 1),
-    ("imports_between_rooms", "step.py", "from trainer.adapters import Adapter", 1),
-    ("imports_between_rooms", "encoding.py", "from trainer.config import Config", 1),
-    ("imports_between_rooms", "loop.py", "from trainer.models.base import Family", 1),
-    ("imports_between_rooms", "artifacts.py", "from trainer.run import Run", 1),
-    ("circles", "step.py", "import trainer.step", 1),
-    ("circles", "step.py", "from trainer.wall.page import PAGE", 1),
-    ("libraries", "plan.py", "import tomllib", 1),
+    ("imports_between_rooms", "engine/step.py", "from trainer.adapters import Adapter", 1),
+    ("imports_between_rooms", "engine/encoding.py", "from trainer.config import Config", 1),
+    ("imports_between_rooms", "run/loop.py", "from trainer.models.base import Family", 1),
+    ("imports_between_rooms", "artifacts/exports.py", "from trainer.run.run import Run", 1),
+    ("circles", "engine/step.py", "import trainer.engine.step", 1),
+    ("circles", "engine/step.py", "from trainer.engine.wall.page import PAGE", 1),
+    ("libraries", "plan/run_plan.py", "import tomllib", 1),
     ("libraries", "kernels/dora_torch.py", "import triton", 1),
     ("libraries", "kernels/__init__.py", "def choose():\n    from triton import knobs", 2),
     ("libraries", "adapters/export.py", "from safetensors.torch import save_file", 1),
-    ("libraries", "outcome.py", "import diffusers.models", 1),
-    ("libraries", "data/images.py", "import pillow_heif", 1),
-    ("calls", "loop.py", "loss.backward()", 1),
-    ("calls", "loop.py", "self.optimizer.step()", 1),
-    ("calls", "step.py", "with torch.autocast('cuda'):\n    pass", 1),
-    ("calls", "run.py", "scaler = torch.amp.GradScaler('cpu')", 1),
-    ("dtypes", "plan.py", "x = 1\ny = x.to(torch.bfloat16)", 2),
-    ("dtypes", "data/loader.py", "x.half()", 1),
-    ("dtypes", "run.py", "if dtype == 'fp16':\n    pass", 1),
-    ("dtypes", "plan.py", "x = ['int8', 'int4', 'int2',\n'nf4',\n'fp4']", 3),
-    ("families", "run.py", "if family.name == 'sdxl':\n    pass", 1),
+    ("libraries", "monitoring/weight_change.py", "import diffusers.models", 1),
+    ("libraries", "data/images/decode.py", "import pillow_heif", 1),
+    ("calls", "engine/loop.py", "loss.backward()", 1),
+    ("calls", "engine/loop.py", "self.optimizer.step()", 1),
+    ("calls", "engine/step.py", "with torch.autocast('cuda'):\n    pass", 1),
+    ("calls", "run/run.py", "scaler = torch.amp.GradScaler('cpu')", 1),
+    ("dtypes", "plan/run_plan.py", "x = 1\ny = x.to(torch.bfloat16)", 2),
+    ("dtypes", "data/batches/loader.py", "x.half()", 1),
+    ("dtypes", "run/run.py", "if dtype == 'fp16':\n    pass", 1),
+    ("dtypes", "plan/run_plan.py", "x = ['int8', 'int4', 'int2',\n'nf4',\n'fp4']", 3),
+    ("families", "run/run.py", "if family.name == 'sdxl':\n    pass", 1),
     ("families", "adapters/export.py", "from trainer.models import flux", 1),
-    ("families", "objectives.py", "def flux_shift():\n    pass", 1),
-    ("families", "objectives.py", "class FluxShift:\n    pass", 1),
-    ("families", "plan.py", "def shift(flux_only):\n    pass", 1),
-    ("families", "plan.py", "f(sdxl=1)", 1),
-    ("private_names", "models/flux.py", "from trainer.files import _hidden", 1),
-    ("private_names", "models/flux.py", "from trainer import files\nfiles._hidden()", 2),
+    ("families", "objectives/base.py", "def flux_shift():\n    pass", 1),
+    ("families", "objectives/base.py", "class FluxShift:\n    pass", 1),
+    ("families", "plan/run_plan.py", "def shift(flux_only):\n    pass", 1),
+    ("families", "plan/run_plan.py", "f(sdxl=1)", 1),
+    ("private_names", "models/flux.py", "from trainer.base.files import _hidden", 1),
+    ("private_names", "models/flux.py", "from trainer.base import files\nfiles._hidden()", 2),
     ("private_names", "models/flux.py", "def f(model):\n    return model._kept", 2),
     ("private_names", "models/flux.py", "def f(model):\n    model._told()", 2),
-    ("second_names", "loop.py", "from trainer.step import torch", 1),
-    ("paths", "resume.py", "folder = root / 'checkpoints'", 1),
+    ("second_names", "engine/loop.py", "from trainer.engine.step import torch", 1),
+    ("paths", "resume/pins.py", "folder = root / 'checkpoints'", 1),
     ("paths", "report/page.py", "link = f'adapters/{name}'", 1),
-    ("paths", "metrics.py", "open(root / 'metrics.jsonl')", 1),
-    ("paths", "metrics.py", "board = root / 'tensorboard'", 1),
-    ("paths", "data/cache.py", "folder = root / 'cache'", 1),
-    ("paths", "files.py", "lock = folder / '.lock'", 1),
-    ("paths", "resume.py", "folder = root / f'step-{step:08d}'", 1),
+    ("paths", "monitoring/metrics.py", "open(root / 'metrics.jsonl')", 1),
+    ("paths", "monitoring/metrics.py", "board = root / 'tensorboard'", 1),
+    ("paths", "data/cache/fill.py", "folder = root / 'cache'", 1),
+    ("paths", "base/files.py", "lock = folder / '.lock'", 1),
+    ("paths", "resume/pins.py", "folder = root / f'step-{step:08d}'", 1),
     ("paths", "report/page.py", "folder.glob('step-*/*.png')", 1),
-    ("lengths", "loop.py", "x = 1\n" * 401, 401),
-    ("class_names", "step.py", "class Loop:\n    pass", 1),
-    ("class_names", "step.py", "Loop = Mapping[str, int]", 1),
-    ("attributes", "metrics.py", "class A:\n    def open(self):\n        self.file = 1", 3),
-    ("attributes", "metrics.py", "class A:\n    def open(self):\n        self.a, (self.b, _) = 1, (2, 3)", 3),
-    ("attributes", "metrics.py", "class A:\n    file: int\n    def open(self):\n        self.file = 1", 4),
-    ("attributes", "metrics.py", "class A:\n    def open(self):\n        with f() as self.file:\n            pass", 3),
-    ("attributes", "metrics.py", "class A:\n    def open(self):\n        for self.file in f():\n            pass", 3),
-    ("attributes", "metrics.py", "class A:\n    def open(self):\n        setattr(self, 'file', 1)", 3),
+    ("lengths", "engine/loop.py", "x = 1\n" * 401, 401),
+    ("class_names", "engine/step.py", "class Loop:\n    pass", 1),
+    ("class_names", "engine/step.py", "Loop = Mapping[str, int]", 1),
+    ("attributes", "base/a.py", "class A:\n    def open(self):\n        self.file = 1", 3),
+    ("attributes", "base/a.py", "class A:\n    def open(self):\n        self.a, (self.b, _) = 1, (2, 3)", 3),
+    ("attributes", "base/a.py", "class A:\n    file: int\n    def open(self):\n        self.file = 1", 4),
+    ("attributes", "base/a.py", "class A:\n    def open(self):\n        with f() as self.file:\n            pass", 3),
+    ("attributes", "base/a.py", "class A:\n    def open(self):\n        for self.file in f():\n            pass", 3),
+    ("attributes", "base/a.py", "class A:\n    def open(self):\n        setattr(self, 'file', 1)", 3),
 ]  # fmt: skip
 AROUND = {
-    "step.py": "import torch\n\nclass Step:\n    pass",
-    "loop.py": "from trainer.step import Step\n\nclass Loop:\n    pass",
-    "files.py": "def _hidden():\n    pass",
+    "engine/step.py": "import torch\n\nclass Step:\n    pass",
+    "engine/loop.py": "from trainer.engine.step import Step\n\nclass Loop:\n    pass",
+    "base/files.py": "def _hidden():\n    pass",
     "models/base.py": "class Family:\n    pass\n\nclass Model:\n    _kept: int = 1\n\n    def _told(self):\n        pass",
-    "wall/__init__.py": "from trainer import saving",
-    "wall/page.py": "PAGE = 1",
-    "saving.py": "from trainer.step import Step",
+    "engine/wall/__init__.py": "from trainer.engine import saving",
+    "engine/wall/page.py": "PAGE = 1",
+    "engine/saving.py": "from trainer.engine.step import Step",
+    "data/batches/sampler.py": "",
+    "data/buckets.py": "",
+    "engine/__init__.py": "",
+    "models/__init__.py": "",
+    **{f"kernels/{number}.py": "" for number in range(FILES)},
 }
 
 
@@ -537,33 +611,38 @@ def test_every_rule_has_been_seen_to_find_something() -> None:
     assert {rule for rule, *_ in BREAKS} == RULES.keys()
 
 
-@pytest.mark.parametrize("late", ["from trainer.loop import Loop", "import trainer.loop", "from trainer import loop"])
+@pytest.mark.parametrize(
+    "late", ["from trainer.engine.loop import Loop", "import trainer.engine.loop", "from trainer.engine import loop"]
+)
 @pytest.mark.parametrize("place", ["", "def f():\n    ", "if TYPE_CHECKING:\n    "], ids=["top", "function", "types"])
 def test_a_circle_is_found_wherever_its_imports_stand(place: str, late: str) -> None:
-    rest = {"loop.py": "from trainer.saving import Saves", "saving.py": "import trainer.step"}
-    where = f"trainer/step.py:{2 if place else 1}: "
-    circle = "a circle of imports: trainer.step -> trainer.loop -> trainer.saving -> trainer.step"
-    assert where + circle in circles(sources({"step.py": place + late} | rest))
+    rest = {"engine/loop.py": "from trainer.engine.saving import Saves", "engine/saving.py": "import trainer.engine.step"}
+    where = f"trainer/engine/step.py:{2 if place else 1}: "
+    circle = "a circle of imports: trainer.engine.step -> trainer.engine.loop -> trainer.engine.saving -> trainer.engine.step"
+    assert where + circle in circles(sources({"engine/step.py": place + late} | rest))
 
 
 @pytest.mark.parametrize(
     ("rule", "path", "text"),
     [
-        ("imports_between_rooms", "run.py", "from trainer.models import base\nfrom trainer.config import Config"),
+        ("imports_between_rooms", "run/run.py", "from trainer.models import base\nfrom trainer.config import Config"),
         ("imports_between_rooms", "models/flux.py", "from trainer.models.base import Family\nfrom .base import Model"),
-        ("circles", "step.py", "from trainer.models.base import Family"),
+        ("circles", "engine/step.py", "from trainer.models.base import Family"),
+        ("imports_between_rooms", "artifacts/exports.py", "import trainer.engine.step\nfrom trainer import __version__"),
+        ("imports_within_rooms", "data/batches/loader.py", "from trainer.data import buckets\nfrom . import sampler"),
+        ("places", "kernels/one.py", ""),
         ("libraries", "config/read.py", "import tomllib"),
         ("libraries", "kernels/fp8_triton.py", "import triton"),
-        ("calls", "run.py", "def f(scaler: torch.amp.GradScaler): ctx.save_for_backward(schedule.step())"),
-        ("dtypes", "step.py", '"""In bf16."""\nx = torch.zeros(1, dtype=torch.float32)  # not fp16'),
-        ("families", "cli.py", '"""sdxl"""\nhelp = "Adapters for SDXL and Flux"  # flux'),
-        ("private_names", "step.py", "from trainer import __version__\nself._hidden = 1\nx._version"),
+        ("calls", "run/run.py", "def f(scaler: torch.amp.GradScaler): ctx.save_for_backward(schedule.step())"),
+        ("dtypes", "engine/step.py", '"""In bf16."""\nx = torch.zeros(1, dtype=torch.float32)  # not fp16'),
+        ("families", "cli/main.py", '"""sdxl"""\nhelp = "Adapters for SDXL and Flux"  # flux'),
+        ("private_names", "engine/step.py", "from trainer import __version__\nself._hidden = 1\nx._version"),
         ("private_names", "models/base.py", "class Model:\n def _told(self, other): return other._told()"),
-        ("second_names", "run.py", "from trainer.models.base import Model"),
-        ("paths", "resume.py", "pin = {'samples': 3}\npin['samples'] = 'more samples'\nlock = f'{digest}.lock'"),
-        ("class_names", "step.py", "Tensors = dict"),
-        ("attributes", "metrics.py", "@dataclass\nclass A:\n x: int\n def f(self): self.x = 1"),
-        ("attributes", "metrics.py", "class A:\n x: int = 1\n def __init__(self): self.y = 1\n def f(self): self.x = self.y"),
+        ("second_names", "run/run.py", "from trainer.models.base import Model"),
+        ("paths", "resume/pins.py", "pin = {'samples': 3}\npin['samples'] = 'more samples'\nlock = f'{digest}.lock'"),
+        ("class_names", "engine/step.py", "Tensors = dict"),
+        ("attributes", "base/a.py", "@dataclass\nclass A:\n x: int\n def f(self): self.x = 1"),
+        ("attributes", "base/a.py", "class A:\n x: int = 1\n def __init__(self): self.y = 1\n def f(self): self.x = self.y"),
     ],
 )  # fmt: skip
 def test_what_is_allowed_passes(rule: str, path: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""A room's tests are found without a search: unit/ mirrors trainer/ and scripts/, tests/README.md lists the rest."""
+"""A room's tests are found without a search: unit/ mirrors the program and its tools, tests/README.md lists the rest."""
 
 from __future__ import annotations
 
@@ -13,16 +13,22 @@ from tests.harness import ROOT
 TESTS = ROOT / "tests"
 # Of the trees as such, and of no room.
 OF_THE_WHOLE = {"test_rooms.py", "test_tests.py"}
+# Beside trainer/, whose rooms are folders of unit/ itself.
+TOOLS = ("scripts", "benchmarks", "proofs", "pocket")
+# Rooms whose tests are found by the room; of the others, by the file.
+WORKSHOPS = {
+    "adapters", "checkpoint", "config", "data", "ema", "kernels", "models", "objectives", "optim", "quantization", "report",
+}  # fmt: skip
 
 
 def orphans(unit: Path, root: Path) -> list[str]:
-    """Tests and folders of `unit` that no file or folder of `root`/trainer or `root`/scripts stands for."""
+    """Tests and folders of `unit` that no file or folder of `root`/trainer or of the tools stands for."""
     found = []
     for path in sorted(unit.rglob("*")):
         place = path.relative_to(unit)
         if "__pycache__" in place.parts or place.name == "__init__.py" or str(place) in OF_THE_WHOLE:
             continue
-        folder = root / (place if place.parts[0] == "scripts" else Path("trainer", place)).parent
+        folder = root / (place if place.parts[0] in TOOLS else Path("trainer", place)).parent
         if path.is_dir():
             there = (folder / place.name).is_dir()
         else:
@@ -37,18 +43,18 @@ def orphans(unit: Path, root: Path) -> list[str]:
 
 
 def test_the_tree_of_the_unit_tests_mirrors_the_programs() -> None:
-    assert not orphans(TESTS / "unit", ROOT), "no room of trainer/ or script has this name"
+    assert not orphans(TESTS / "unit", ROOT), "no room of trainer/ and no tool has this name"
 
 
 @pytest.mark.parametrize(
     ("path", "found"),
     [("test_step.py", False), ("test_wall_paper.py", False), ("data/test_cache.py", False),
-     ("data/test_cache_damage.py", False), ("scripts/proofs/test_kill_test.py", False), ("test_stop.py", True),
+     ("data/test_cache_damage.py", False), ("proofs/test_kill_test.py", False), ("test_stop.py", True),
      ("test_cache.py", True), ("data/test_step.py", True), ("data/helpers.py", True), ("date/__init__.py", True),
-     ("proofs/test_kill_test.py", True)],
+     ("scripts/test_kill_test.py", True)],
 )  # fmt: skip
 def test_a_test_without_a_room_is_found(tmp_path: Path, path: str, found: bool) -> None:
-    for file in ("trainer/step.py", "trainer/data/cache.py", "scripts/proofs/kill_test.py", "trainer/wall/__init__.py",
+    for file in ("trainer/step.py", "trainer/data/cache.py", "proofs/kill_test.py", "trainer/wall/__init__.py",
                  f"tests/unit/{path}"):  # fmt: skip
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
@@ -66,9 +72,12 @@ def test_the_readme_lists_every_file_by_what_it_promises(folder: str) -> None:
 def test_the_readme_leads_from_every_other_room_to_its_tests() -> None:
     text = (TESTS / "README.md").read_text(encoding="utf-8")
     section = text.partition("## Rooms without tests in `unit/`")[2].partition("\n## ")[0]
-    listed = dict(re.findall(r"^\| `(\w+)` \| (\S.*) \|$", section, re.MULTILINE))
-    rooms = {path.stem for path in (ROOT / "trainer").iterdir() if not path.name.startswith("__")}
-    tested = {path.stem.removeprefix("test_") for path in (TESTS / "unit").iterdir()}
+    listed = dict(re.findall(r"^\| `([\w/]+)` \| (\S.*) \|$", section, re.MULTILINE))
+    trainer, unit = ROOT / "trainer", TESTS / "unit"
+    files = {path.relative_to(trainer).with_suffix("") for path in trainer.glob("*/*.py") if path.stem != "__init__"}
+    rooms = {str(file) for file in files if file.parts[0] not in WORKSHOPS} | WORKSHOPS
+    tested = {str(path.relative_to(unit).with_suffix("")).replace("test_", "", 1) for path in unit.rglob("test_*.py")}
+    tested |= {path.name for path in unit.iterdir() if path.is_dir()}
     assert list(listed) == sorted(rooms - tested)
     for room, tests in listed.items():
         files = re.findall(r"`([^`]+)`", tests)

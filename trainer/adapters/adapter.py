@@ -6,11 +6,11 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import nn
 
-from trainer import draws
 from trainer.adapters.limits import drawn_rows, limit_norms
 from trainer.adapters.targets import Rates, Rule, Target, grouped, with_rates
-from trainer.errors import UserError
-from trainer.files import Advance, unheard
+from trainer.base import draws
+from trainer.base.errors import UserError
+from trainer.base.files import Advance, unheard
 
 ADAPTER_NAME = "default"
 

@@ -28,8 +28,8 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from trainer.base.protocols import BaseLayer
 from trainer.kernels.dora_torch import TINY
-from trainer.protocols import BaseLayer
 
 # How large a bias may be beside ||W||. y errs by its rounding, up to u (|g z| + |b|), u = 2^-8 in bf16. Behind a
 # normalisation the inputs' rms is about 1, so |g z| is about c, which training moves little from ||W||. One rounding has an

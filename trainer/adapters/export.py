@@ -23,10 +23,10 @@ from trainer.adapters import sd_scripts
 from trainer.adapters.hashes import with_hash
 from trainer.adapters.portable import AllNorms, DoraScale, Factors, Portable, by_component, derived
 from trainer.adapters.targets import Target, lora_config
-from trainer.errors import NotTrained, UserError
-from trainer.files import Advance, Write, unheard, write_atomic
-from trainer.tensorfile import Recipe, Tensors, write_tensors
-from trainer.types import Link
+from trainer.base.errors import NotTrained, UserError
+from trainer.base.files import Advance, Write, unheard, write_atomic
+from trainer.base.tensorfile import Recipe, Tensors, write_tensors
+from trainer.base.types import Link
 
 DORA_SCALE_MEANING = {
     "comfyui_released": "g * ||W||, g = m / ||W + sBA|| as trained: where the reader divides by ||W|| (ComfyUI's releases)",

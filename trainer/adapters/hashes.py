@@ -2,8 +2,8 @@
 
 import hashlib
 
-from trainer.files import Advance, unheard
-from trainer.tensorfile import Tensors, serialize
+from trainer.base.files import Advance, unheard
+from trainer.base.tensorfile import Tensors, serialize
 
 # The bytes of a file that kohya's old hash is of.
 LEGACY_HASHED = (0x100000, 0x110000)

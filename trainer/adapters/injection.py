@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from trainer import draws
 from trainer.adapters.adapter import ADAPTER_NAME, Adapter
 from trainer.adapters.targets import Target, lora_config
-from trainer.errors import UserError
-from trainer.files import Advance, unheard
+from trainer.base import draws
+from trainer.base.errors import UserError
+from trainer.base.files import Advance, unheard
 
 
 def inject(

@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from trainer.errors import UserError
-from trainer.key_styles import KeyStyle
-from trainer.types import Link
+from trainer.base.errors import UserError
+from trainer.base.key_styles import KeyStyle
+from trainer.base.types import Link
 
 # A name between A and weight is PEFT's adapter name ("default").
 _SUFFIXES = {

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trainer.adapters.dora import Part, Ready, adapted, divisor, is_drowned, scale_rows, together
 from trainer.adapters.limits import thinned
-from trainer.memory import known
+from trainer.base.memory import known
 
 
 class Values(nn.Module):

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from trainer import draws
 from trainer.adapters.dora import Part
+from trainer.base import draws
 
 
 def drawn_rows(

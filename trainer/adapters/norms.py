@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from trainer.adapters.adapter import Adapter
-from trainer.errors import UserError
-from trainer.files import Advance, unheard
+from trainer.base.errors import UserError
+from trainer.base.files import Advance, unheard
+from trainer.base.protocols import BaseLayer
 from trainer.kernels.decode import squares_and_product
 from trainer.kernels.dora_torch import TINY
-from trainer.protocols import BaseLayer
 
 # Sums of another device or thread count differ in their last bits.
 TOLERANCE = 1e-5

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.adapters.keys import some
-from trainer.errors import UserError
-from trainer.files import read_json
+from trainer.base.errors import UserError
+from trainer.base.files import read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every key that PEFT saves

@@ -22,9 +22,9 @@ import torch
 from trainer.adapters.adapter import Adapter
 from trainer.adapters.norms import RowNorms, magnitude, released_scale
 from trainer.adapters.targets import Target
-from trainer.errors import NonFiniteError
-from trainer.files import Advance, unheard
-from trainer.tensorfile import Recipe
+from trainer.base.errors import NonFiniteError
+from trainer.base.files import Advance, unheard
+from trainer.base.tensorfile import Recipe
 
 Axis = Literal["output", "input"]
 # ComfyUI's released versions divide dora_scale by ||W|| instead of ||W + sBA||; the label says what a file was made for.

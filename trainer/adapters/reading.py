@@ -18,8 +18,8 @@ from trainer.adapters.keys import KeyTable, Module, some, taken_apart
 from trainer.adapters.peft_config import CONFIG, PeftConfig, config_beside
 from trainer.adapters.portable import Axis, DoraScale, Factors, Portable, derived
 from trainer.adapters.splitting import split
-from trainer.errors import UserError
-from trainer.tensorfile import Recipe, TensorFile
+from trainer.base.errors import UserError
+from trainer.base.tensorfile import Recipe, TensorFile
 
 Shapes = Mapping[str, tuple[int, ...]]
 METADATA = "lora_adapter_metadata"

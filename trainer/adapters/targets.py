@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from trainer import patterns
-from trainer.errors import UserError
+from trainer.base import patterns
+from trainer.base.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+from trainer.base.files import Advance, unheard
 from trainer.checkpoint import store
 from trainer.checkpoint.store import Files
-from trainer.files import Advance, unheard
 
 
 class Saver:

@@ -13,10 +13,10 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from trainer import files
-from trainer.errors import UserError
-from trainer.phases import QUIET, Phases
-from trainer.tensorfile import TensorFile, serialize
+from trainer.base import files
+from trainer.base.errors import UserError
+from trainer.base.progress import QUIET, Phases
+from trainer.base.tensorfile import TensorFile, serialize
 
 LAYOUT_VERSION = 6  # of the files; raise it when a piece moves to another one, or there is a new one
 OLDEST_LAYOUT = 5  # that can still be read: what came later has nothing to restore

@@ -13,10 +13,10 @@ import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from trainer import files
-from trainer.errors import UserError
-from trainer.layout import Layout, folder_name, step_of
-from trainer.phases import QUIET, Phases
+from trainer.base import files
+from trainer.base.errors import UserError
+from trainer.base.progress import QUIET, Phases
+from trainer.base.run_layout import Layout, folder_name, step_of
 
 MANIFEST = "manifest.json"
 NEEDED = ("adapter.safetensors", "state.json")  # in every checkpoint: what was trained, and what the run is

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
-from trainer.errors import UserError
-from trainer.files import parse_size
+from trainer.base.errors import UserError
+from trainer.base.files import parse_size
 
 Dtype = Literal["fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "int2", "nf4", "fp4"]
 Compute = Literal["fp32", "bf16", "fp16"]

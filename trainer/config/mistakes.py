@@ -1,6 +1,7 @@
 """What is said of a mistake in a config: the key's full name, the offending value, the remedy.
 
-For a near miss that is the key or value that was probably meant, also where another trainer calls it so (trainer/aliases.py).
+For a near miss that is the key or value that was probably meant, also where another trainer calls it so
+(trainer/base/other_trainers.py).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from trainer import aliases, patterns
+from trainer.base import other_trainers, patterns
 from trainer.config.keys import flatten, generic, known_keys
 
 # What pydantic calls a type, in words.
@@ -51,7 +52,7 @@ def _remedy(key: str, value: Any, items: Sequence[Any]) -> str:
         return "; ".join(dict.fromkeys(_in_words(key, item) for item in other))
     choices = [choice for item in items if item["type"] == "literal_error" for choice in _choices(item)]
     listed = ", ".join(map(repr, choices))
-    if isinstance(value, str) and (why := aliases.ABSENT.get(key, {}).get(aliases.plain(value))):
+    if isinstance(value, str) and (why := other_trainers.ABSENT.get(key, {}).get(other_trainers.plain(value))):
         return f"{why}; use one of {listed}"
     if (meant := patterns.likely(value, choices)) is not None:
         return f"did you mean {meant!r}? The values are {listed}"
@@ -140,7 +141,7 @@ def hint(key: str) -> str:
 def _unknown_table(name: str, table: dict[str, Any]) -> str:
     """Of a table that there is not: where what stands in it belongs, as far as that can be said."""
     leaves = {key.rpartition(".")[2]: key for key in flatten(table)}
-    found = {leaf: aliases.key_for(f"{name}.{key}") or near_miss(leaf) for leaf, key in leaves.items()}
+    found = {leaf: other_trainers.key_for(f"{name}.{key}") or near_miss(leaf) for leaf, key in leaves.items()}
     keys = [f"{meant} for {key}" for key, meant in found.items() if meant is not None and " " not in meant]
     told = [f"for {key}: {meant}" for key, meant in found.items() if meant is not None and " " in meant]
     if near_miss(name) is not None or not keys + told:
@@ -149,12 +150,12 @@ def _unknown_table(name: str, table: dict[str, Any]) -> str:
 
 
 def near_miss(key: str) -> str | None:
-    """The known key that `key` was probably meant to be, or a sentence (trainer/aliases.py), or None."""
+    """The known key that `key` was probably meant to be, or a sentence (trainer/base/other_trainers.py), or None."""
     table, _, leaf = key.rpartition(".")
     known = list(known_keys())
     siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == generic(table)}
     elsewhere = [name for name in known if name.rpartition(".")[2] == leaf and "." in name]  # the key of another table
-    alias = aliases.key_for(key)
+    alias = other_trainers.key_for(key)
     if alias is not None and alias != key:
         return alias
     swapped = next((name for name in siblings if sorted(name) == sorted(leaf)), None)  # letters of a short name: rl for lr

@@ -13,11 +13,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trainer import patterns
+from trainer.base import patterns
+from trainer.base.errors import UserError
 from trainer.config import mistakes
 from trainer.config.kinds import expand_home
 from trainer.config.tables import Config
-from trainer.errors import UserError
 
 CONFIG_FOLDER = Path(__file__).resolve().parent.parent.parent / "configs"
 

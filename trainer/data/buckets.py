@@ -10,7 +10,7 @@ from functools import cache, lru_cache
 import torch
 from PIL import Image
 
-from trainer.errors import UserError
+from trainer.base.errors import UserError
 
 Bucket = tuple[int, int]  # (width, height) in pixels
 

@@ -8,7 +8,7 @@ epoch, nor the place of a source's folder change it.
 import re
 from dataclasses import dataclass
 
-from trainer import draws
+from trainer.base import draws
 
 WILDCARD = re.compile(r"\{([^{}|]*(?:\|[^{}|]*)+)\}")  # the innermost: without braces inside
 WORD = "[A-Za-z0-9_]"  # of scripts that put spaces between words

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trainer.base.errors import UserError
 from trainer.data.buckets import Bucket, bucket_of_shape, bucket_within, covers
 from trainer.data.sources import Photo
-from trainer.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,12 @@
-"""Photos that are kept out of the training, and those whose loss is measured at fixed draws (trainer/held_out_loss.py)."""
+"""Photos that are kept out of the training, and those whose loss is measured at fixed draws
+(trainer/engine/held_out_loss.py)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
+from trainer.base.errors import UserError
 from trainer.data.examples import Example
 from trainer.data.sources import Photo
-from trainer.errors import UserError
 
 # Of the photos whose loss is measured: the most of each kind, and how many trained ones where none is held out.
 MOST, ALONE = 32, 8

@@ -13,13 +13,14 @@ from functools import partial
 
 from PIL import Image
 
-from trainer.data import layouts, looks
-from trainer.data.images import decode, decode_mask
-from trainer.data.kinds import IMAGES
+from trainer.base.errors import UserError
+from trainer.base.progress import QUIET, Phases
+from trainer.data import layouts
+from trainer.data.images import near_duplicates
+from trainer.data.images.decode import decode, decode_mask
+from trainer.data.images.kinds import IMAGES
 from trainer.data.sources import Found, Listing, Photo, Scanned, Source
 from trainer.data.threads import in_threads
-from trainer.errors import UserError
-from trainer.phases import QUIET, Phases
 
 # No text encoder reads a tenth of it, and a tokenizer takes seconds for a file that is no caption.
 LONGEST_CAPTION = 2**16
@@ -84,7 +85,7 @@ def _read(found: Found, *, strict_captions: bool) -> Photo | list[str]:
         data = found.image.read()
         decoded = decode(data, background=found.source.background)
         notes = (*decoded.notes, *_misnamed(found.name, decoded.format))
-        look = looks.look(decoded.image)
+        look = near_duplicates.look(decoded.image)
     except OSError as error:
         problems.append(f"{shown}: cannot be read ({error.strerror})")
     except ValueError as error:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from trainer.base.console import printable
 from trainer.data.caption_rules import CaptionRules
-from trainer.terminal import printable
 
 MAX_BYTES = 2 << 30  # of one file: the largest photo that is read has 200 million pixels, of at most 8 bytes
 
@@ -144,8 +144,8 @@ class Photo:
     width, height: pixels, after the EXIF orientation is applied.
     caption: stripped text as it was found, "" if there is none.  has_caption: whether one was found (it may be empty).
     repeats: how often the photo appears in an epoch.  sha256: of the image's bytes.
-    choices: what decides its pixels besides those bytes (images.Decoded); usually empty.
-    look: its perceptual hash (looks.py).  caption_from: where the caption was found, for people; "" without one.
+    choices: what decides its pixels besides those bytes (decode.Decoded); usually empty.
+    look: its perceptual hash (near_duplicates.py).  caption_from: where the caption was found, for people; "" without one.
     mask, mask_sha256: the place of its mask, and the digest of the mask's bytes; None: it counts everywhere.
     notes: for people, about this photo.
     """

@@ -16,8 +16,8 @@ from math import sqrt
 import numpy as np
 import torch
 
+from trainer.base.errors import UserError
 from trainer.ema.running import NewShare
-from trainer.errors import UserError
 
 LONGEST = 12**-0.5  # sigma_rel of gamma = 0, the plain mean
 # Of gamma = 998. In a run of 10,000 updates it is over the last ten of them; what is shorter is the weights themselves.

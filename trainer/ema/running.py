@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.errors import UserError
-from trainer.memory import put_back
+from trainer.base.errors import UserError
+from trainer.base.memory import put_back
 
 # n, counted from 1 -> the share of the newest weights in the average after update n, at most 1; of the first one alone it
 # may be all.

@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainer import files
+from trainer.base import files
+from trainer.base.errors import UserError
+from trainer.base.files import Advance, unheard
+from trainer.base.run_layout import snapshot_name, snapshot_step
+from trainer.base.tensorfile import TensorFile, serialize, write_tensors
 from trainer.ema.power import Profile, gamma_of
 from trainer.ema.running import Averages
-from trainer.errors import UserError
-from trainer.files import Advance, unheard
 from trainer.kernels.dora_torch import adapted_norm_of, added_product
-from trainer.layout import snapshot_name, snapshot_step
-from trainer.tensorfile import TensorFile, serialize, write_tensors
 
 WA = ".wa"
 # Of the whole file, header included, which has UNKNOWN there while it is hashed.

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from trainer.base.types import StoredWeight
 from trainer.kernels.scratch import PIECE_BUFFER, SECOND_BUFFER, scratch
-from trainer.types import StoredWeight
 
 # Elements of a piece: on a CPU 2 MiB in fp32, which two cores share in their own caches; elsewhere 64 MiB, few launches.
 PIECE, DEVICE_PIECE = 1 << 19, 1 << 24

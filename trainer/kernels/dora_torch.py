@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from trainer.base.types import StoredWeight
 from trainer.kernels.decode import decoded, has_plain_codes, pieces, values, whole_rows, wide_dtype
 from trainer.kernels.scratch import PIECE_BUFFER, SECOND_BUFFER, scratch
-from trainer.types import StoredWeight
 
 __all__ = [
     "adapted_norms", "adapter_gradients", "compose", "has_plain_codes", "name", "quantize_rows", "row_squares",

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainer.base.types import StoredWeight
 from trainer.kernels.fp8_triton import quantize_rows, scaled_input_grad, scaled_product
 from trainer.kernels.norm_triton import adapted_norms
 from trainer.kernels.operators_triton import INTERPRETED, launch, operator
@@ -24,7 +25,6 @@ from trainer.kernels.upcast_triton import (
     sum_of_splits,
     upcast,
 )  # fmt: skip
-from trainer.types import StoredWeight
 
 __all__ = [
     "adapted_norms", "adapter_gradients", "compose", "has_plain_codes", "name", "quantize_rows", "row_squares",

@@ -10,14 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainer.base.types import StoredWeight
 from trainer.kernels.dora_torch import LARGEST, SCALE_FLOOR
 from trainer.kernels.operators_triton import INTERPRETED, launch, operator
 from trainer.kernels.scratch import scratch
 from trainer.kernels.upcast_triton import check_dtypes, flat, rounded
-from trainer.types import StoredWeight
 
 # Whether Hopper's tensor cores may sum a whole product in their own 22 bits or so, instead of handing partial sums to fp32
-# registers. Faster by a tenth on Flux's layers (H100): scripts/bench/bench_step.py times both.
+# registers. Faster by a tenth on Flux's layers (H100): benchmarks/bench_step.py times both.
 FAST_SUMS = False
 
 # A row up to this long stays in registers between its largest element and its codes; a longer one is read twice.

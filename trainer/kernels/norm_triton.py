@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainer.base.types import StoredWeight
 from trainer.kernels.dora_torch import NORM_FLOOR
 from trainer.kernels.operators_triton import launch, operator
 from trainer.kernels.upcast_triton import Weight, flat, rank_block, splits_of, sum_of_splits, weight_tile
-from trainer.types import StoredWeight
 
 # Programs that read one weight, at most: four for each of the 132 SMs of an H100 or H200.
 PROGRAMS = 528

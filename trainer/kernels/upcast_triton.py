@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainer.base.types import StoredWeight
 from trainer.kernels.operators_triton import INTERPRETED, launch, operator
-from trainer.types import StoredWeight
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 CODES = (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)

@@ -1,7 +1,7 @@
 """The model families, by name."""
 
-from trainer import patterns
-from trainer.errors import UserError
+from trainer.base import patterns
+from trainer.base.errors import UserError
 from trainer.models import flux, sdxl
 from trainer.models.base import Family
 

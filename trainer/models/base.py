@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from trainer.key_styles import KeyStyle
+from trainer.base.key_styles import KeyStyle
+from trainer.base.types import Batch, Conditioning, Link
 from trainer.models.names import ComponentConfig, Names, Shape
 from trainer.objectives import Objective
-from trainer.types import Batch, Conditioning, Link
 
 COUNTED_AT_ONCE = 1000
 LATENT_SIDE = 8  # pixels to a side of one latent, in nearly every VAE
@@ -149,7 +149,8 @@ class Family:
       names there, with gradients where the encoder has any.
     predict(model, noised fp32 [B, C, h, w], time [B], conditioning, batch) -> the objective's prediction [B, C, h, w].
     sample(model, request, conditioning, negative) -> PIL image.
-    reads: of the config keys that not every family reads (trainer/choices.py), those that this one does. `objective` gets
+    reads: of the config keys that not every family reads (trainer/plan/requirements.py), those that this one does.
+    `objective` gets
       their values by their last names, and so does Model.options.
     timesteps: what objective.timesteps may be, where it is read; the first is what "auto" is.
     tokenizers: the name of a tokenizer's folder -> the text encoder it belongs to.

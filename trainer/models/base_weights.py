@@ -2,8 +2,8 @@
 
 import torch
 
-from trainer.errors import UserError
-from trainer.files import Advance, unheard
+from trainer.base.errors import UserError
+from trainer.base.files import Advance, unheard
 from trainer.models.loading import ModelSource
 from trainer.models.weights import Read
 

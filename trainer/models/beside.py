@@ -8,11 +8,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainer.errors import UserError
+from trainer.base.errors import UserError
+from trainer.base.tensorfile import TensorFile
 from trainer.models import tokenizers
 from trainer.models.kinds import kind_of
 from trainer.models.loading import ModelSource
-from trainer.tensorfile import TensorFile
 
 # Folders of encoders and VAEs, in lower case: ComfyUI's, and those of Forge. They lie beside the model's own, or above it.
 FOLDERS = ("text_encoders", "clip", "text_encoder", "vae")

@@ -7,8 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import UserError
-from trainer.files import refuse_irregular
+from trainer.base.errors import UserError
+from trainer.base.files import refuse_irregular
 from trainer.models.base import Component, Family
 from trainer.models.hub import Repository
 from trainer.models.names import ComponentConfig

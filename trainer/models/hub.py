@@ -19,10 +19,10 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NoReturn
 
-from trainer import files
-from trainer.errors import UserError
-from trainer.phases import QUIET, Phases
-from trainer.tensorfile import size_text
+from trainer.base import files
+from trainer.base.errors import UserError
+from trainer.base.progress import QUIET, Phases
+from trainer.base.tensorfile import size_text
 
 MAIN = "main"  # the branch that is taken where no revision is asked for
 AT_ONCE = 4  # files

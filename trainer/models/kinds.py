@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import UserError
+from trainer.base.errors import UserError
 from trainer.models.config_files import read_json
 from trainer.models.names import Shape
 

@@ -16,16 +16,16 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from trainer.errors import UserError
+from trainer.base.errors import UserError
+from trainer.base.progress import QUIET, Phases
+from trainer.base.tensorfile import TensorFile
+from trainer.base.types import HeldWeight, Link
 from trainer.models import hub, tokenizers, variants
 from trainer.models.base import Family, Markers
 from trainer.models.building import allocate, build, shapes_of
 from trainer.models.config_files import PUBLISHED, blamed_on, check_values, published_config, read_json, read_of, shards
 from trainer.models.weight_sets import PICKLES, WEIGHT_STEMS, Chosen, choose, weight_sets
 from trainer.models.weights import Read, Recognise, Weights, plan_reads
-from trainer.phases import QUIET, Phases
-from trainer.tensorfile import TensorFile
-from trainer.types import HeldWeight, Link
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from trainer.types import Link
+from trainer.base.types import Link
 
 ComponentConfig = Mapping[str, Any]
 Shape = tuple[int, ...]

@@ -7,15 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import UserError
+from trainer.base.errors import UserError
+from trainer.base.tensorfile import TensorFile
+from trainer.base.types import Recognised
 from trainer.models import hub, kinds
 from trainer.models.base import Family
 from trainer.models.config_files import PUBLISHED, read_json, read_of
 from trainer.models.loading import ModelSource
 from trainer.models.weight_sets import PICKLES, PLAIN
 from trainer.models.weights import Recognise
-from trainer.tensorfile import TensorFile
-from trainer.types import Recognised
 
 
 def open_model(

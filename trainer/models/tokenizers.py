@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import UserError
+from trainer.base.errors import UserError
 from trainer.models.config_files import read_json
 
 EMBEDDED_MERGES = Path(__file__).parent / "published" / "clip_bpe_merges.txt.gz"

@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from trainer.errors import UserError
+from trainer.base.errors import UserError
 from trainer.models.base import LATENT_SIDE
 
 # Names of marker tensors. A prefix may stand before them.

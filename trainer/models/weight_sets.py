@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trainer.errors import UserError
-from trainer.tensorfile import size_text
+from trainer.base.errors import UserError
+from trainer.base.tensorfile import size_text
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 # Both libraries' names for a component's weights in a folder.

@@ -8,13 +8,13 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from trainer.errors import UserError
-from trainer.files import Advance, unheard
+from trainer.base.errors import UserError
+from trainer.base.files import Advance, unheard
+from trainer.base.progress import Phase
+from trainer.base.protocols import WeightOwner
+from trainer.base.tensorfile import NAMES, TensorEntry, TensorFile
+from trainer.base.types import HeldWeight, Link, Recognised
 from trainer.models.names import Shape, split_original
-from trainer.phases import Phase
-from trainer.protocols import WeightOwner
-from trainer.tensorfile import NAMES, TensorEntry, TensorFile
-from trainer.types import HeldWeight, Link, Recognised
 
 Recognise = Callable[[Mapping[str, TensorEntry]], Recognised]
 

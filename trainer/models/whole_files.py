@@ -10,12 +10,12 @@ from functools import partial
 
 import torch
 
+from trainer.base.tensorfile import Recipe, Tensors
+from trainer.base.types import Link
 from trainer.models.base import Component
 from trainer.models.loading import ModelSource
 from trainer.models.names import Shape
 from trainer.models.weights import Read, original_shape
-from trainer.tensorfile import Recipe, Tensors
-from trainer.types import Link
 
 MARKERS = {"v_pred": ("prediction_type", "v_prediction"), "ztsnr": ("rescale_betas_zero_snr", True)}
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from trainer.errors import UserError
+from trainer.base.errors import UserError
 from trainer.objectives.base import Objective
 from trainer.objectives.noise_schedule import noise_schedule
 from trainer.objectives.times import Times

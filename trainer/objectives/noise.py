@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from trainer import draws
+from trainer.base import draws
 
 Key = Sequence[int | str]
 

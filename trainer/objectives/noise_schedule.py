@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.errors import UserError
+from trainer.base.errors import UserError
 
 # What makes the noise schedule of a diffusers scheduler config.
 BETAS = ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule")

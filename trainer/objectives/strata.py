@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trainer import draws
+from trainer.base import draws
 from trainer.objectives.noise import Key
 
 

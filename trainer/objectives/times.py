@@ -20,7 +20,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from trainer.errors import UserError
+from trainer.base.errors import UserError
 
 # Of all times a distribution must draw so many in the range: what is further out is not one that anybody means.
 LEAST = 1e-6

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer import patterns
-from trainer.errors import UserError
+from trainer.base import patterns
+from trainer.base.errors import UserError
 from trainer.optim.table import build_optimizer, optimizer_named
 
 # Keywords of the libraries that are no options: what says them instead, or "" where the trainer does.

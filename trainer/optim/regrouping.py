@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trainer.errors import UserError
+from trainer.base.errors import UserError
 from trainer.optim.parameters import ALIGNMENT, padded
 from trainer.optim.table import Entry
 

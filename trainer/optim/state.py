@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.errors import UserError
-from trainer.memory import put_back
+from trainer.base.errors import UserError
+from trainer.base.memory import put_back
 from trainer.optim.parameters import padded
 from trainer.optim.regrouping import Regrouping
 from trainer.optim.table import OPTIMIZERS

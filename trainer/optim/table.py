@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from trainer import patterns
-from trainer.errors import UserError
+from trainer.base import patterns
+from trainer.base.errors import UserError
 from trainer.optim import libraries
 from trainer.optim.libraries import Finds, Groups, StateLayout
 from trainer.optim.parameters import flatten, matrices

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trainer.errors import UserError
-from trainer.files import remove_leftovers
-from trainer.phases import QUIET, Phases
+from trainer.base.errors import UserError
+from trainer.base.files import remove_leftovers
+from trainer.base.progress import QUIET, Phases
+from trainer.base.tensorfile import TensorFile, tensor_sha256, write_tensors
 from trainer.quantization.layers import FrozenLayer
-from trainer.tensorfile import TensorFile, tensor_sha256, write_tensors
 
 VERSION = 2  # raise it when a format converts to other bytes, lies in memory in another way, or more is kept
 NORMS = "original_norms"  # beside the payload's names

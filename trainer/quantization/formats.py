@@ -18,8 +18,8 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from trainer.base.types import StoredWeight
 from trainer.kernels.decode import pieces, values
-from trainer.types import StoredWeight
 
 # Weights are converted in pieces of about this many elements, so that the fp32 copies stay small beside the weight.
 PIECE_ELEMENTS = 1 << 22

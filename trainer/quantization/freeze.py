@@ -6,11 +6,11 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from trainer.protocols import Kernels
+from trainer.base.protocols import Kernels
+from trainer.base.types import HeldWeight
 from trainer.quantization.formats import Format
 from trainer.quantization.layers import FrozenConv2d, FrozenLayer, FrozenLinear
 from trainer.quantization.table import FORMATS, dense, formats_of
-from trainer.types import HeldWeight
 
 
 def freeze_layers(

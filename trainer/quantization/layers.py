@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from trainer.base.memory import recomputing
+from trainer.base.protocols import Kernels
+from trainer.base.types import HeldWeight, StoredWeight
 from trainer.kernels import scaled_matmul_pays
 from trainer.kernels.scratch import scratch
-from trainer.memory import recomputing
-from trainer.protocols import Kernels
 from trainer.quantization.formats import Format, relative_error
-from trainer.types import HeldWeight, StoredWeight
 
 
 class FrozenLayer(nn.Module):

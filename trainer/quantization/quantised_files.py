@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 
-from trainer.errors import UserError
+from trainer.base.errors import UserError
+from trainer.base.tensorfile import NAMES, TensorEntry
+from trainer.base.types import HeldWeight, Recognised
 from trainer.kernels import dora_torch
 from trainer.quantization import bitsandbytes, quanto
 from trainer.quantization.formats import pack
 from trainer.quantization.table import formats_of
-from trainer.tensorfile import NAMES, TensorEntry
-from trainer.types import HeldWeight, Recognised
 
 Entries = Mapping[str, TensorEntry]
 Tensors = Mapping[str, torch.Tensor]

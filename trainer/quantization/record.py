@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from trainer import kernels
-from trainer.phases import QUIET, Phases
+from trainer.base.progress import QUIET, Phases
+from trainer.base.tensorfile import NAMES, size_text, tensor_sha256
 from trainer.quantization.formats import Format
 from trainer.quantization.layers import FrozenLayer, FrozenLinear
-from trainer.tensorfile import NAMES, size_text, tensor_sha256
 
 # What computes the codes.
 DISTRIBUTIONS = {"native": "torch", "quanto": "optimum-quanto", "bitsandbytes": "bitsandbytes"}

@@ -7,10 +7,11 @@ mailed or printed. Light to import: PIL is imported when a page is written.
 import signal
 from pathlib import Path
 
-from trainer.errors import Interrupted, PeerStopped
-from trainer.files import write_atomic
+from trainer.base.errors import Interrupted, PeerStopped
+from trainer.base.files import write_atomic
+from trainer.monitoring.course import BLOCKS
 from trainer.report.history import START, STOP
-from trainer.report.live import BLOCKS, CAUSES, LiveReport, first_page
+from trainer.report.live import CAUSES, LiveReport, first_page
 from trainer.report.page import render_data
 from trainer.report.tables import Sections
 

@@ -4,8 +4,8 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.files import write_atomic
-from trainer.layout import AVERAGE, Layout
+from trainer.base.files import write_atomic
+from trainer.base.run_layout import AVERAGE, Layout
 
 SMALLEST, LARGEST = 160, 384  # px: the side of a picture in it
 MARGIN, LINE = 12, 20  # px

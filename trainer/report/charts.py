@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.course import PHOTOS
+from trainer.monitoring.course import PHOTOS
 from trainer.report import curves
 from trainer.report.curves import Curve
 from trainer.report.history import NOTHING, Events, History, Series

@@ -10,9 +10,9 @@ from itertools import pairwise
 from typing import Any
 from urllib.parse import quote
 
-from trainer.course import PHOTOS, moved_by
-from trainer.errors import NonFiniteError
-from trainer.phases import duration
+from trainer.base.errors import NonFiniteError
+from trainer.base.progress import duration
+from trainer.monitoring.course import PHOTOS, moved_by
 from trainer.report import curves
 from trainer.report.curves import Curve
 from trainer.report.gallery import left_out, shot

@@ -7,7 +7,7 @@ from functools import lru_cache
 from html import escape
 from urllib.parse import quote
 
-from trainer.pictures import data_uri, reduced
+from trainer.base.pictures import data_uri, reduced
 from trainer.report.samples import Embedded, Row, Samples
 
 BESIDE, PEEK_PX = 3, 192  # pictures beside the verdict, and their longer side

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trainer.files import open_regular
-from trainer.phases import PACE_UNITS, duration, pace_of
-from trainer.verdict import is_line, is_number
+from trainer.base.files import open_regular
+from trainer.base.progress import PACE_UNITS, duration, pace_of
+from trainer.monitoring.diagnosis import is_line, is_number
 
 # The entry of phases.jsonl that says where a start went on from, in its "done": steps.
 START = "start of the training"
@@ -27,7 +27,7 @@ Series = Sequence[tuple[float, float | None]]
 class History:
     """The rows of a metrics.jsonl. `read` goes on where it stopped, and anew where another file has taken its place.
 
-    unreadable: lines that the judge cannot take (verdict.is_line), and a last line that is torn.
+    unreadable: lines that the judge cannot take (diagnosis.is_line), and a last line that is torn.
     """
 
     def __init__(self, path: Path) -> None:
@@ -98,7 +98,7 @@ class History:
         return next(((row["step"], row[name]) for row in reversed(self.rows) if name in row), None)
 
     def pace(self, after: int = 0) -> float | None:
-        """Of the steps beyond `after`, as phases.pace_of."""
+        """Of the steps beyond `after`, as progress.pace_of."""
         last = self.rows[-PACE_UNITS:]
         return pace_of([row["time"] for row in last if row["step"] > after and _finite(row.get("time")) is not None])
 

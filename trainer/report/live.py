@@ -11,9 +11,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import DataError, Interrupted, NonFiniteError, NotWritten, OutOfMemory, ending
-from trainer.files import hash_file, write_atomic
-from trainer.layout import Layout
+from trainer.base.errors import DataError, Interrupted, NonFiniteError, NotWritten, OutOfMemory, ending
+from trainer.base.files import hash_file, write_atomic
+from trainer.base.run_layout import Layout
+from trainer.monitoring.course import BLOCKS
 from trainer.report.history import Events, History, marks_of, read_starts
 from trainer.report.page import PageContents, render, render_first
 from trainer.report.samples import read_samples
@@ -25,8 +26,6 @@ SHARE = 0.01  # of a run's time that writing may take, apart from what is asked 
 EVERY_SECONDS = 15.0  # without anything to see but more steps: as often as the page loads itself again
 QUIET_SECONDS, QUIET_TIMES = 600.0, 4  # a run is silent for no longer: seconds, and in its longest silence so far
 
-# What a block of metrics.jsonl has of each block of the adapter.
-BLOCKS = "weight_change_blocks"
 
 # What ends a run, in a few words.
 CAUSES: Mapping[Any, str] = {
@@ -69,8 +68,9 @@ def first_page(layout: Layout, *, name: str, enabled: bool) -> Iterator[None]:
 class LiveReport:
     """The page of one start of a run, in a `with` block: alive inside, and afterwards as what ended it says.
 
-    total: the run's steps. begun: those made before this start. levers: as of verdict.judge. kicker, lineage, environment: as
-    of page.PageContents. changes: as of checkpoint.state.Progress. data_of: makes the sections of the data; called once. say:
+    total: the run's steps. begun: those made before this start. levers: as of diagnosis.judge. kicker, lineage, environment:
+    as of page.PageContents. changes: as of checkpoint.state.Progress. data_of: makes the sections of the data; called once.
+    say:
     tells that a page could not be written. enabled: in the main process.
     """
 

@@ -14,7 +14,7 @@ from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
-from trainer.layout import Layout, step_of
+from trainer.base.run_layout import Layout, step_of
 from trainer.report import charts
 from trainer.report.blocks import heat_map
 from trainer.report.gallery import gallery, newest

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer.layout import plain_request, step_of
-from trainer.pictures import at_full_strength, pngs
+from trainer.base.pictures import at_full_strength, pngs
+from trainer.base.run_layout import plain_request, step_of
 from trainer.report.thumbnails import Picture, Thumbnails
 
 SMALL = 128  # px

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import config as configs
-from trainer.errors import UserError
+from trainer.base.errors import UserError
 from trainer.report.tables import folded, grid
 
 

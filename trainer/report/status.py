@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.course import moved_by
-from trainer.phases import duration
+from trainer.base.progress import duration
+from trainer.monitoring.course import moved_by
+from trainer.monitoring.diagnosis import BAD, LOOK, MEASUREMENTS, Kind, Verdict, judge
 from trainer.report import curves
 from trainer.report.history import History
 from trainer.report.tables import shown, size
-from trainer.verdict import BAD, LOOK, MEASUREMENTS, Kind, Verdict, judge
 
 # Title of a verdict: while the run goes on, and once it does not. That of "learned" says what was measured.
 TITLES: Mapping[Kind, tuple[str, str]] = {
@@ -87,7 +87,7 @@ class Judgement:
 def judged(
     history: History, state: State, *, kept: Iterable[int], levers: str, blocks: Mapping[str, float] | None = None
 ) -> Judgement:
-    """In plain words. kept: steps whose adapter can be taken. levers, blocks: as of verdict.judge."""
+    """In plain words. kept: steps whose adapter can be taken. levers, blocks: as of diagnosis.judge."""
     if not history.rows:
         if not state.alive:
             return Judgement("open", "No step was recorded.", "", "")

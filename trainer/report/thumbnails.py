@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.pictures import data_uri, is_sound, reduced, unreadable
+from trainer.base.pictures import data_uri, is_sound, reduced, unreadable
 
 EMBED_BYTES = 5 * 2**20  # of all images of a page together, before base64 adds a third
 BYTES_PX = 0.3  # of a JPEG, as photos and drawings have them; noise takes twice as many

@@ -8,7 +8,7 @@ import torch
 from tests.numerics.test_adapted_layers import network, with_adapter
 from trainer.adapters import ADAPTER_NAME, Rates, Target, inject
 from trainer.adapters.adapter import Adapter
-from trainer.errors import UserError
+from trainer.base.errors import UserError
 from trainer.quantization import FORMATS, FrozenConv2d, FrozenLinear
 
 

@@ -13,13 +13,13 @@ import torch
 from diffusers.loaders import lora_conversion_utils as theirs
 from diffusers.utils import convert_unet_state_dict_to_peft
 
-from trainer.adapter_files import NamedModel, open_adapter, published
+from trainer.adapter_files.convert import FORMATS, tensors_of
+from trainer.adapter_files.read import NamedModel, open_adapter, published
 from trainer.adapters.keys import key_table, taken_apart
 from trainer.adapters.portable import Factors, Portable, recipe
-from trainer.conversion import FORMATS, tensors_of
-from trainer.key_styles import KeyStyle
+from trainer.base.key_styles import KeyStyle
+from trainer.base.tensorfile import Recipe, write_tensors
 from trainer.models.building import build
-from trainer.tensorfile import Recipe, write_tensors
 
 LABELS = {"sdxl": "sdxl", "flux-dev": "flux", "flux-schnell": "flux"}
 

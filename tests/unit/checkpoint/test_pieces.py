@@ -11,14 +11,14 @@ import torch
 
 from tests.harness import Workbench
 from trainer import config as configs
-from trainer import resume
-from trainer import run as runs
 from trainer.adapters import Adapter
+from trainer.base.errors import UserError
 from trainer.checkpoint import state, store
 from trainer.checkpoint.pieces import Pieces
 from trainer.checkpoint.state import PIECES, Piece, Saved
 from trainer.config import reading
-from trainer.errors import UserError
+from trainer.resume import start_point
+from trainer.run import run as runs
 
 AVERAGE = Piece("average", file="average.safetensors", asked_by="average.decay")
 
@@ -67,7 +67,7 @@ def averaging(monkeypatch) -> None:
 
     build_adapter_alone = runs.build_adapter
     monkeypatch.setattr(reading, "Config", WithAverage)
-    monkeypatch.setattr(resume, "census", census)
+    monkeypatch.setattr(start_point, "census", census)
     monkeypatch.setattr(runs, "build_adapter", build_adapter)
 
 

@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from trainer import files, optim
+from trainer import optim
 from trainer.adapters import Target, inject
+from trainer.base import files
+from trainer.base.errors import UserError
 from trainer.checkpoint import state, store
 from trainer.ema.running import Averages, constant
-from trainer.errors import UserError
 from trainer.kernels import dora_torch
-from trainer.precision import ScalerState
 from trainer.quantization import FORMATS, FrozenConv2d, FrozenLinear
+from trainer.runtime.precision import ScalerState
 
 
 class Piece:
@@ -134,7 +135,7 @@ COMPARED = {"config", "data", "environment", "model", "norms", "origin", "quanti
 
 
 def of_a_run(updates: int) -> dict[str, Any]:
-    """The pieces that a run goes on with, as trainer/run.py enters them, of a DoRA after so many updates."""
+    """The pieces that a run goes on with, as trainer/run/run.py enters them, of a DoRA after so many updates."""
     layer = FrozenLinear(12, 10, bias=True, format=FORMATS["fp8_e4m3"], compute_dtype=torch.float32, kernels=dora_torch)
     layer.load_weight(torch.randn(10, 12, generator=torch.Generator().manual_seed(0)))
     layer.bias.data.zero_()

@@ -10,10 +10,10 @@ import stat
 
 import pytest
 
-from trainer import files
+from trainer.base import files
+from trainer.base.errors import UserError
+from trainer.base.files import json_bytes
 from trainer.checkpoint import store
-from trainer.errors import UserError
-from trainer.files import json_bytes
 
 FILES = {"adapter.safetensors": b"a" * 100, "state.json": b"{}"}
 

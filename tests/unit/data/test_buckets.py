@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from trainer.base.errors import UserError
 from trainer.data.buckets import RESIZE_FILTER, bucket_of_shape, bucket_step, bucket_within, covers, fit, place, to_pixels
-from trainer.data.images import load_rgb
-from trainer.errors import UserError
+from trainer.data.images.decode import load_rgb
 
 sides = st.integers(1, 4000)
 resolutions = st.integers(4, 80).map(lambda n: n * 16)

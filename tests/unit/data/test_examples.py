@@ -2,11 +2,11 @@
 
 import pytest
 
+from trainer.base.errors import UserError
 from trainer.config import DataTable
 from trainer.data.examples import examples
 from trainer.data.sources import File, Photo, Source
-from trainer.dataset import sources_of
-from trainer.errors import UserError
+from trainer.plan.data_sources import sources_of
 
 
 def photo(name: str, width: int, height: int, *resolutions: int, index: int = 0) -> Photo:

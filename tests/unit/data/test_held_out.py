@@ -7,10 +7,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from trainer.base.errors import UserError
 from trainer.data.examples import examples
 from trainer.data.held_out import ALONE, MOST, measured, split
 from trainer.data.sources import File, Photo, Source
-from trainer.errors import UserError
 
 SUBJECT, PRIOR = Source(index=0, path="photos"), Source(index=1, path="prior", regularisation=True)
 

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.harness import PHOTOS
+from trainer.base.errors import UserError
 from trainer.data import layouts
 from trainer.data.examples import examples
 from trainer.data.identity import fingerprint
 from trainer.data.scan import scan
 from trainer.data.sources import Listing, Source
-from trainer.errors import UserError
 
 STEMS = ("00", "01", "02", "03", "04")
 # As they stand in the files, written out: no reader of captions has made them.

@@ -14,10 +14,10 @@ import pytest
 from PIL import Image
 
 from trainer import config as configs
+from trainer.base.errors import UserError
 from trainer.data import layouts
 from trainer.data.scan import scan
 from trainer.data.sources import Listing, Source
-from trainer.errors import UserError
 
 
 def png(colour: int = 0) -> bytes:

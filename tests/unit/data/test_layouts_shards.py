@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from trainer.base.errors import UserError
 from trainer.data import layouts
 from trainer.data.layouts import tar
 from trainer.data.scan import scan
 from trainer.data.sources import MAX_BYTES, Listing, Source
-from trainer.errors import UserError
 
 
 def png(colour: int = 0) -> bytes:

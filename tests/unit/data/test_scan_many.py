@@ -1,5 +1,5 @@
 """A source of very many files: found, read, put into buckets, and the first batch of it, in bounded memory and in calls in
-proportion to its photos. How long that takes, scripts/bench/data.py says."""
+proportion to its photos. How long that takes, benchmarks/data.py says."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ SIZES = [(24, 16), (16, 24), (20, 20), (24, 20)]
 PROGRAM = """
 import json, sys, threading, tracemalloc
 import torch
-from trainer.data import sampler
+from trainer.data.batches import sampler
 from trainer.data.examples import examples
-from trainer.data.loader import Encoders, Reader, iterate
+from trainer.data.batches.loader import Encoders, Reader, iterate
 from trainer.data.scan import scan
 from trainer.data.sources import Source
 from trainer.models.base import collate
-from trainer.types import Conditioning
+from trainer.base.types import Conditioning
 
 def encode(pixels):
     return torch.nn.functional.avg_pool2d(pixels, 8)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from trainer.base.errors import UserError
 from trainer.ema import Averages, constant, power_function
-from trainer.errors import UserError
 
 
 def averages(changed=lambda: None, **weights) -> tuple[Averages, nn.Parameter]:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from trainer.base.errors import UserError
+from trainer.base.tensorfile import TensorFile, serialize, write_tensors
 from trainer.ema import Averages, power_function, snapshots
-from trainer.errors import UserError
-from trainer.tensorfile import TensorFile, serialize, write_tensors
 
 
 def set_aside(folder: Path, steps: int, skipped: tuple[int, ...] = ()) -> Averages:

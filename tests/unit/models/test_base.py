@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import torch
 
+from trainer.base.types import Conditioning
 from trainer.models import FAMILIES
 from trainer.models.base import SampleRequest, collate, draw
-from trainer.types import Conditioning
 
 
 def caption(length: int, *, mask: bool = False, pooled: bool = True) -> Conditioning:

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from scripts.make_model import clip_shapes, t5_shapes, write_sparse
-from trainer.errors import UserError
+from trainer.base.errors import UserError
+from trainer.base.tensorfile import Recipe
 from trainer.models import FAMILIES
 from trainer.models.beside import complete
 from trainer.models.config_files import PUBLISHED
@@ -22,7 +23,6 @@ from trainer.models.loading import ModelSource
 from trainer.models.names import Shape
 from trainer.models.opening import open_model
 from trainer.models.weights import original_shape
-from trainer.tensorfile import Recipe
 
 LABELS = {"sdxl": "sdxl", "flux": "flux-dev"}
 

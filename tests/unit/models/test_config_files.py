@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from trainer.errors import UserError
+from trainer.base.errors import UserError
+from trainer.base.tensorfile import TensorFile
+from trainer.base.types import Recognised
 from trainer.models import FAMILIES
 from trainer.models.building import shapes_of
 from trainer.models.config_files import PUBLISHED, read_json
 from trainer.models.loading import ModelSource
-from trainer.tensorfile import TensorFile
-from trainer.types import Recognised
 
 LABELS = {"sdxl": "sdxl", "flux": "flux-dev"}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.errors import UserError
+from trainer.base.errors import UserError
 from trainer.models import FAMILIES
 from trainer.models.base import Markers, Model
 from trainer.models.flux import encode_images, image_ids, keep_time_exact, pack, resolution_shift, t5_length, unpack

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.unit.models.test_beside import LABELS, put, shapes_of
-from trainer.errors import UserError
+from trainer.base.errors import UserError
 from trainer.models import FAMILIES
 from trainer.models.config_files import PUBLISHED
 from trainer.models.kinds import kind_of

@@ -15,12 +15,12 @@ from diffusers.loaders import single_file_utils
 
 from scripts import make_model as maker
 from tests.harness import ROOT
-from trainer.errors import UserError
+from trainer.base.errors import UserError
+from trainer.base.types import Link
 from trainer.models import FAMILIES
 from trainer.models.building import shapes_of
 from trainer.models.names import join_parts, split_original
 from trainer.models.tokenizers import load_tokenizer
-from trainer.types import Link
 
 PUBLISHED = ROOT / "trainer" / "models" / "published"
 # By class; of those that both families have, the one with a table.

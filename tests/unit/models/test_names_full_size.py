@@ -13,8 +13,8 @@ import transformers
 from diffusers.loaders import single_file_utils
 
 from tests.unit.models.test_names import COUNTS, LINKS, class_of, infer_config, parameter_shapes, published
+from trainer.base.types import Link
 from trainer.models.names import join_parts, split_original
-from trainer.types import Link
 
 ROW = 2**20  # more than any tensor has rows
 # What precedes a component's names in the file it is published in.

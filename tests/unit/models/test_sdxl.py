@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.errors import UserError
+from trainer.base.errors import UserError
+from trainer.base.types import Batch, Occurrence
 from trainer.models import FAMILIES
 from trainer.models.base import Markers, Model
 from trainer.models.sdxl import BETAS, count_tokens, encode_text, time_ids
-from trainer.types import Batch, Occurrence
 
 SDXL = FAMILIES["sdxl"]
 SCHEDULER = {"_class_name": "EulerDiscreteScheduler", "prediction_type": "epsilon"} | BETAS

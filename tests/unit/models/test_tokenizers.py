@@ -11,7 +11,7 @@ import pytest
 from transformers import AddedToken, CLIPTokenizer
 
 from tests.harness import Workbench
-from trainer.data.cache import text_key
+from trainer.data.cache.fill import text_key
 from trainer.models import FAMILIES
 from trainer.models.config_files import PUBLISHED
 from trainer.models.opening import open_model

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from trainer.errors import UserError
+from trainer.base.errors import UserError
 from trainer.models.weight_sets import choose, weight_sets
 
 GIB = 2**30

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.errors import UserError
+from trainer.base.errors import UserError
 from trainer.models.sdxl import BETAS
 from trainer.objectives import Diffusion, Loss, Noise, Times, Weighting
 from trainer.objectives.noise_schedule import noise_schedule

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.errors import UserError
+from trainer.base.errors import UserError
 from trainer.models.base import Markers
 from trainer.models.flux import objective, resolution_shift
 from trainer.objectives import Flow, Loss, Noise, Times

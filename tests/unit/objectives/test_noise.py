@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from trainer import draws
+from trainer.base import draws
 from trainer.objectives import Noise
 
 KEY = (0, "0/a.jpg", 1)

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.objectives.test_diffusion import diffusion
-from trainer import draws
-from trainer.errors import UserError
+from trainer.base import draws
+from trainer.base.errors import UserError
 from trainer.objectives import Flow, Times
 
 MEAN, STD, MODE, POWER = 0.3, 0.8, 1.1, 2.5

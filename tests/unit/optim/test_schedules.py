@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer import resume
+from trainer.base.errors import UserError
 from trainer.config import ScheduleTable
-from trainer.errors import UserError
 from trainer.optim import SCHEDULES, build_schedule, steps_of
+from trainer.resume import start_point
 
 KEYS: dict[str, Any] = {"cycles": 3, "power": 1.7, "decay": 12}
 
@@ -125,9 +125,9 @@ def test_a_fall_that_begins_in_the_warm_up_is_refused() -> None:
     with pytest.raises(
         UserError, match=r"schedule.decay = 0.8 and schedule.warmup = 30 are 80 \+ 30 steps, more than .* 100"
     ):
-        resume._schedule_length(ScheduleTable(name="wsd", warmup=30, decay=0.8), 100)
-    assert resume._schedule_length(ScheduleTable(name="wsd", warmup=20, decay=0.8), 100) == 100
-    assert resume._schedule_length(ScheduleTable(name="cosine", warmup=30, decay=0.8), 100) == 100, "it has no such fall"
+        start_point._schedule_length(ScheduleTable(name="wsd", warmup=30, decay=0.8), 100)
+    assert start_point._schedule_length(ScheduleTable(name="wsd", warmup=20, decay=0.8), 100) == 100
+    assert start_point._schedule_length(ScheduleTable(name="cosine", warmup=30, decay=0.8), 100) == 100, "it has no such fall"
     assert steps_of(0.8, 101) == 80 and steps_of(7, 100) == 7
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.optimizers import ENTRIES
 from trainer import optim
-from trainer.errors import UserError
+from trainer.base.errors import UserError
 from trainer.optim import OPTIMIZERS, OptimizerState
 from trainer.optim.state import weights_for_use
 from trainer.optim.table import optimizer_named
@@ -149,7 +149,7 @@ def test_a_group_that_stopped_before_its_first_update_is_restored_without_state(
     """Every step up to its stop_step was skipped, for a loss that was not finite."""
     (one, parameters), (other, _) = trained(name, steps=0), trained(name, steps=0)
     groups = one.optimizer.param_groups
-    one.optimizer.param_groups = [groups[0], groups[1] | {"params": []}]  # as trainer/step.py does it
+    one.optimizer.param_groups = [groups[0], groups[1] | {"params": []}]  # as trainer/engine/step.py does it
     step(one, parameters)
     one.optimizer.param_groups = groups
     saved = through_files(one.state_dict())

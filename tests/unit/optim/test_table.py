@@ -146,7 +146,7 @@ def test_what_the_plan_counts_is_what_is_kept(name: str, least: int) -> None:
 
 
 def test_muon_leaves_out_the_groups_that_a_step_leaves_out() -> None:
-    """As trainer/step.py does it where a rule has a stop_step."""
+    """As trainer/engine/step.py does it where a rule has a stop_step."""
     groups, parameters = adapter()
     optimizer = build_optimizer("muon", groups)
     for parameter in parameters:
@@ -176,7 +176,7 @@ def test_betas_and_eps_are_the_librarys_own(name: str) -> None:
 @pytest.mark.slow
 def test_no_library_is_imported_before_it_is_asked_for() -> None:
     """A run with one optimizer pays for no other's library."""
-    code = "import sys, trainer.optimization; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    code = "import sys, trainer.plan.optimizer_rules; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"bitsandbytes", "pytorch_optimizer", "schedulefree", "transformers"} & set(loaded)
 

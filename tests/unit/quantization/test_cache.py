@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.numerics.test_adapted_layers import network
+from trainer.base.tensorfile import TensorFile, write_tensors
 from trainer.quantization import FORMATS, ConvertedWeights
-from trainer.tensorfile import TensorFile, write_tensors
 
 LIBRARY = "a library 1.0"
 

@@ -14,11 +14,11 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from tests import quantised_files as files
-from trainer.errors import UserError
+from trainer.base.errors import UserError
+from trainer.base.tensorfile import TensorFile, tensor_sha256
+from trainer.base.types import HeldWeight
 from trainer.quantization import formats_of
 from trainer.quantization.quantised_files import recognise
-from trainer.tensorfile import TensorFile, tensor_sha256
-from trainer.types import HeldWeight
 
 Tensors = dict[str, torch.Tensor]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

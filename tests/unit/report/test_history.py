@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.unit.report.test_page import read, write_metrics, write_png
 from trainer import config as configs
-from trainer.layout import Layout
+from trainer.base.run_layout import Layout
 from trainer.report import START, STOP, LiveReport, curves, live
 from trainer.report.history import Events, Mark, Standing, marks_of, read_standing, read_starts
 from trainer.report.settings import changed_keys, configuration

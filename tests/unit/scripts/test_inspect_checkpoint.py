@@ -14,7 +14,7 @@ import torch
 
 from scripts import inspect_checkpoint
 from trainer import config as configs
-from trainer import files
+from trainer.base import files
 from trainer.checkpoint import state, store
 from trainer.checkpoint.state import Pin, Progress
 

@@ -17,9 +17,9 @@ from transformers import AutoTokenizer
 
 from scripts import make_model as script
 from tests.harness import ROOT
+from trainer.base.tensorfile import TensorFile
 from trainer.models import FAMILIES
 from trainer.models.opening import open_model
-from trainer.tensorfile import TensorFile
 
 SCRIPT = ROOT / "scripts" / "make_model.py"
 MEGABYTE = 1_000_000

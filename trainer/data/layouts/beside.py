@@ -4,9 +4,9 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from trainer.data import plugins
-from trainer.data.kinds import CAPTIONS, IMAGES, MASK_ENDINGS, UNREAD_IMAGES, VIDEOS
-from trainer.terminal import printable
+from trainer.base.console import printable
+from trainer.data.images import plugins
+from trainer.data.images.kinds import CAPTIONS, IMAGES, MASK_ENDINGS, UNREAD_IMAGES, VIDEOS
 
 NO_IMAGE = "not an image"
 

@@ -4,15 +4,15 @@ import os
 import sys
 from collections import Counter
 
-from trainer.data import plugins
-from trainer.data.kinds import CAPTIONS, IMAGES, MASK_ENDINGS, TABLES
+from trainer.base.console import printable
+from trainer.data.images import plugins
+from trainer.data.images.kinds import CAPTIONS, IMAGES, MASK_ENDINGS, TABLES
 from trainer.data.layouts import kohya
 from trainer.data.layouts.beside import NO_IMAGE, Companions, readable, sort_out, why_no_photo
 from trainer.data.layouts.records import JsonCaption
 from trainer.data.layouts.table import FILE_NAMES, ImageTable, looks_like_one, read_table
 from trainer.data.layouts.walk import Folder, Tree
 from trainer.data.sources import CaptionPlace, Found, Listing, Source
-from trainer.terminal import printable
 
 NO_CAPTION = "no caption"
 CAPTION_PLACES = f"{', '.join(CAPTIONS)} beside it, or a row of metadata"

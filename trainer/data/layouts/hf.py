@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.base.console import printable
 from trainer.data.layouts.records import FIELDS, caption_field, caption_in, shortened
 from trainer.data.sources import File, Found, Listing, Source
-from trainer.terminal import printable
 
 PREFIX = "hf:"
 # NAME, or with a configuration or a split: NAME:CONFIGURATION@SPLIT. The first spelling whose NAME is a path that exists

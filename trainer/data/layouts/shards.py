@@ -13,13 +13,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trainer.data.kinds import CAPTIONS, IMAGES, MASK_ENDINGS
+from trainer.base.console import printable
+from trainer.data.images.kinds import CAPTIONS, IMAGES, MASK_ENDINGS
 from trainer.data.layouts import tar
 from trainer.data.layouts.folder import Reading
 from trainer.data.layouts.table import FILE_NAMES
 from trainer.data.layouts.walk import LeaveOut
 from trainer.data.sources import MAX_BYTES, Listing, Source, too_large
-from trainer.terminal import printable
 
 ARCHIVE = re.compile(r".*\.(tar(\.\w+)?|tgz|tbz2?|txz|tzst)", re.IGNORECASE | re.DOTALL)
 BRACES = re.compile(r"\{([^{}]*)\}")

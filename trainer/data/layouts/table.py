@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.data.kinds import TABLES
+from trainer.base.console import printable
+from trainer.data.images.kinds import TABLES
 from trainer.data.layouts.records import caption_field, caption_in, shortened
 from trainer.data.sources import Source
-from trainer.terminal import printable
 
 FILE_NAMES = frozenset(f"metadata{suffix}" for suffix in TABLES)  # a folder's table has one of these names
 IMAGE_COLUMN = "file_name"

@@ -4,8 +4,8 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from trainer.base.console import printable
 from trainer.data.sources import File, Place
-from trainer.terminal import printable
 
 LeaveOut = Callable[[str, str], None]
 

@@ -11,14 +11,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from trainer.errors import UserError
+from trainer.base.errors import UserError
+from trainer.base.types import Batch, Conditioning
 from trainer.models import variants
 from trainer.models.base import Component, Family, Markers, Model, SampleRequest, count_prompt_tokens, draw
 from trainer.models.flux import names
 from trainer.models.names import ComponentConfig
 from trainer.models.shared import clip, vae
 from trainer.objectives import KEYS, Flow, Loss, Noise, Times, chosen
-from trainer.types import Batch, Conditioning
 
 DEFAULT_GUIDANCE = 3.5
 T5_LENGTH_DEV, T5_LENGTH_SCHNELL = 512, 256

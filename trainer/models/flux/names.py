@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from trainer.errors import UserError
-from trainer.key_styles import KeyStyle
+from trainer.base.errors import UserError
+from trainer.base.key_styles import KeyStyle
 from trainer.models.names import ComponentConfig, Names, Shape, how_many
 
 # What a config.json leaves out, as the class takes it.

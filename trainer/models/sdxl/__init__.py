@@ -12,13 +12,13 @@ from typing import Any, Literal
 
 import torch
 
-from trainer.errors import UserError
+from trainer.base.errors import UserError
+from trainer.base.types import Batch, Conditioning
 from trainer.models import variants
 from trainer.models.base import Component, Family, Markers, Model, SampleRequest, count_prompt_tokens, draw
 from trainer.models.sdxl import names
 from trainer.models.shared import clip, vae
 from trainer.objectives import KEYS, Diffusion, Loss, Noise, Times, Weighting, chosen
-from trainer.types import Batch, Conditioning
 
 DEFAULT_GUIDANCE = 5.0
 TOKENIZERS = {"tokenizer": "text_encoder", "tokenizer_2": "text_encoder_2"}

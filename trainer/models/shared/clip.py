@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from trainer.base.types import Conditioning
 from trainer.models.names import ComponentConfig, Names, Shape, how_many
-from trainer.types import Conditioning
 
 SHARED_INPUTS = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),)
 # What a config.json leaves out, as the classes take it.

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from trainer import tiles
+from trainer.base import tiles
 from trainer.models.base import Component
 from trainer.models.names import ComponentConfig, Names, Shape, how_many
 

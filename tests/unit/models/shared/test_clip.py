@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import torch
 
+from trainer.base.types import Conditioning
 from trainer.models.shared import clip
-from trainer.types import Conditioning
 
 
 def test_sequences_of_any_two_lengths_stand_side_by_side_each_repeated() -> None:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainer import tiles
+from trainer.base import tiles
 from trainer.models.shared import vae
 
 

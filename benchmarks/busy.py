@@ -1,0 +1,94 @@
+"""The demo beside other programs: what a step takes while N endless loops want the cores, as before and as now.
+
+    python benchmarks/busy.py [--loops 0 2 4] [--rounds 5] [--steps 30] [--json FILE]
+
+The two sides differ in how OpenMP's threads wait for one another (trainer/cli/environment.py): "spinning" is the default of
+GNU's OpenMP, "brief" is what the program chooses. They run in turns, each in a process of its own, on two cores.
+A run is the demo's, without its samples, for --steps steps; its figure is the median of its steps after the second. Printed
+are the medians of the rounds, now / before within a round, and each side over its own median without loops.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SIDES = {"spinning": {"GOMP_SPINCOUNT": "300000"}, "brief": {}}
+CHOSEN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")  # what a user may have set
+SKIPPED = 2  # steps of a run that are not counted: the first ones also fill caches
+LOOP = "while True: pass"
+
+
+@contextmanager
+def endless_loops(count: int) -> Iterator[None]:
+    """`count` processes that want a core each, with this process's priority."""
+    loops = [subprocess.Popen([sys.executable, "-c", LOOP]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def seconds_of_a_step(side: str, loops: int, steps: int) -> float:
+    """Train the demo's DoRA in a process of its own; the median seconds of its steps."""
+    with tempfile.TemporaryDirectory(prefix="busy-") as folder, endless_loops(loops):
+        command = [sys.executable, str(ROOT / "train.py"), "--config", "pocket_sdxl.toml"]
+        for key, value in {
+            "run.max_steps": steps, "run.output_dir": folder, "validation.every_steps": 0, "validation.samples": "[]",
+            "checkpoint.every_steps": 0, "run.device": "cpu",
+        }.items():  # fmt: skip
+            command += ["--set", f"{key}={value}"]
+        inherited = {key: value for key, value in os.environ.items() if key not in CHOSEN}
+        done = subprocess.run(command, cwd=ROOT, env=inherited | SIDES[side], capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"{' '.join(command)}\nended with status {done.returncode}:\n{done.stderr[-4000:]}")
+        log = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8")
+    return statistics.median([json.loads(line)["seconds"] for line in log.splitlines()][SKIPPED:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--loops", type=int, nargs="+", default=[0, 2, 4], help="with 0 first: the others are compared with it"
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--json", type=Path, help="write the figures of all rounds to this file")
+    args = parser.parse_args()
+    if args.steps <= SKIPPED or args.rounds < 1 or args.loops[0] != 0:
+        parser.error(f"give more than {SKIPPED} steps, at least one round, and 0 as the first number of loops")
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+
+    took: dict[int, dict[str, list[float]]] = {count: {side: [] for side in SIDES} for count in args.loops}
+    for number in range(args.rounds):
+        for count in args.loops:
+            for side in SIDES if number % 2 else reversed(SIDES):
+                took[count][side].append(seconds_of_a_step(side, count, args.steps))
+                print(f"round {number + 1}, {count} loops, {side}: {took[count][side][-1]:.3f} s a step", file=sys.stderr)
+    medians = {count: {side: statistics.median(of) for side, of in sides.items()} for count, sides in took.items()}
+    print("| loops | spinning | brief | brief / spinning | spinning / without loops | brief / without loops |")
+    print("|---|---|---|---|---|---|")
+    for count, of in medians.items():
+        within = statistics.median(b / a for a, b in zip(took[count]["spinning"], took[count]["brief"], strict=True))
+        over = " | ".join(f"{of[side] / medians[0][side]:.2f}" for side in SIDES)
+        print(f"| {count} | {of['spinning']:.3f} s | {of['brief']:.3f} s | {within:.3f} | {over} |")
+    if args.json:
+        about = {"date": datetime.now(UTC).date().isoformat(), "steps": args.steps, "cores": 2, "seconds of a step": took}
+        args.json.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""What one training step asks of an accelerator: operators launched, bytes read and written, FLOPs. Nothing is computed.
+
+    python benchmarks/trace.py                                  # SDXL and Flux at 1024 px: our DoRA and our LoRA
+    python benchmarks/trace.py --against peft                   # over one bf16 base: ours, and diffusers + PEFT
+    python benchmarks/trace.py --family sdxl --operators 20     # which operators, and how often
+
+A step: forward and backward of a rank-16 adapter on attention and MLP, clipping and AdamW, with the norms of DoRA that the
+next step needs; batch 1, bf16 compute, the published sizes, `kernels = "triton"`. The step's own code runs on tensors without
+values. What is counted is a fact of the code, on any machine.
+
+An operator that only renames memory is not a launch. An operator of ours counts once, as one of torch does, though some of
+either launch two or three kernels. Bytes are those of an operator's arguments and results, as if no cache held them.
+
+PEFT's step is that of benchmarks/plain_loop.py: fp32 adapters over a bf16 base, under autocast, with the casts of torch's
+autocast on a CPU, which are fewer than those on CUDA.
+
+The last column is an estimate, a roofline: max(FLOPs / rate, bytes / bandwidth) + launches x 5 us, of the card that --card
+names. It knows no cache, no fused operators of a library, and no launches that are made while another computes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from benchmarks import bench_step, plain_peft  # noqa: E402
+from tests import pretend  # noqa: E402
+from trainer import kernels, quantization  # noqa: E402
+from trainer.base.types import Batch  # noqa: E402
+from trainer.engine.step import batch_losses  # noqa: E402
+from trainer.memory_plan.op_trace import Cost, Trace  # noqa: E402
+from trainer.models import family_named  # noqa: E402
+from trainer.models.building import build  # noqa: E402
+from trainer.models.config_files import PUBLISHED  # noqa: E402
+from trainer.models.loading import ModelSource  # noqa: E402
+
+CPU = torch.device("cpu")
+RANK, PIXELS = bench_step.RANK, 1024
+LABELS = {"sdxl": "SDXL", "flux": "Flux"}
+PUBLISHED_AS = {"sdxl": "sdxl", "flux": "flux-dev"}
+TEXT_TOKENS = {"sdxl": 77, "flux": 512}
+LAUNCH = 5e-6  # seconds, of the host
+# Dense bf16 products a second, and bytes a second, as their makers state them.
+CARDS = {"H100 SXM": (989e12, 3.35e12), "A100 40GB": (312e12, 1.555e12), "RTX 4090": (165e12, 1.008e12)}
+
+
+@dataclass(frozen=True)
+class Row:
+    """storage: of the denoiser. who: "ours" or "peft"."""
+
+    family: str
+    who: str
+    adapter: str
+    storage: str
+    cost: Cost
+    operators: dict[str, int]
+
+    @property
+    def moved(self) -> int:
+        return self.cost.read + self.cost.written
+
+
+def traced(family: str, who: str, adapter: str, storage: str, *, recomputed: bool, pixels: int = PIXELS) -> Row:
+    """One step after a first one: the optimizer has its state, and DoRA's norms are due."""
+    source = ModelSource(family_named(family), PUBLISHED / PUBLISHED_AS[family], quantization.recognise)
+    batch = bench_step.batch_of(source, pixels, TEXT_TOKENS[family])
+    with pretend.accelerator(triton=True):  # for its tensors: they are of a CPU, as autocast knows no other here
+        step = OF[who](source, adapter, storage, recomputed)
+        step(batch)
+        with Trace() as trace:
+            step(batch)
+    return Row(family, who, adapter, storage, trace.cost, dict(trace.by_name.most_common()))
+
+
+def ours(source: ModelSource, adapter: str, storage: str, recomputed: bool) -> Callable[[Batch], object]:
+    bench = bench_step.Bench(
+        source, storage, CPU, dora=adapter == "dora", chosen=kernels.planned("triton"), recomputed=recomputed
+    )
+    return lambda batch: bench.step.run(1, [batch], batch.occurrences)
+
+
+def theirs(source: ModelSource, adapter: str, storage: str, recomputed: bool) -> Callable[[Batch], object]:
+    """The same layers, adapted by PEFT."""
+    family, dtype = source.family, plain_peft.DTYPES[storage]
+    frozen = bench_step.Bench(source, storage, CPU, dora=adapter == "dora", chosen=kernels.planned("torch"))
+    names = [name.removeprefix(f"{family.denoiser}.") for name in frozen.adapter.layers]
+    module = build(family.component(family.denoiser), source.config(family.denoiser)).to(dtype).to_empty(device=CPU)
+    family.adjust(family.denoiser, module)
+    parameters = plain_peft.adapt(module, names, rank=RANK, dora=adapter == "dora")
+    if recomputed:
+        module.enable_gradient_checkpointing()
+    module.train()  # else diffusers recomputes nothing
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+    model = replace(frozen.model, modules={family.denoiser: module})
+    predict = plain_peft.under_autocast(lambda *inputs: family.predict(model, *inputs), CPU, dtype)
+
+    def step(batch: Batch) -> None:
+        def loss() -> torch.Tensor:
+            return batch_losses(
+                batch, objective=frozen.objective, image_tokens=family.image_tokens, seed=0, device=CPU, predict=predict,
+                encode=lambda texts: batch.conditioning,
+            ).mean()  # fmt: skip
+
+        plain_peft.update(loss, optimizer, parameters, 1.0)
+
+    return step
+
+
+OF = {"ours": ours, "peft": theirs}
+
+
+def roofline(cost: Cost, card: str) -> float:
+    """Seconds, an estimate."""
+    rate, bandwidth = CARDS[card]
+    return max(cost.flops / rate, (cost.read + cost.written) / bandwidth) + cost.launches * LAUNCH
+
+
+def line(row: Row, card: str) -> str:
+    return (
+        f"{LABELS[row.family]:<5} {row.who:<5} {row.adapter:<5} {row.storage:<9} {row.cost.launches:>7,} "
+        f"{row.moved / 2**30:>8.1f} {row.cost.flops / 1e12:>8.2f} {roofline(row.cost, card):>8.3f}"
+    )
+
+
+def ratio(one: Row, other: Row) -> str:
+    launches, moved, flops = (
+        a / b
+        for a, b in ((one.cost.launches, other.cost.launches), (one.moved, other.moved), (one.cost.flops, other.cost.flops))
+    )
+    return (
+        f"{LABELS[one.family]}, {one.storage}: {one.who} {one.adapter} over {other.who} {other.adapter}: "
+        f"launches {launches:.2f}, bytes {moved:.2f}, FLOPs {flops:.3f}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", choices=sorted(LABELS), action="append", help="both")
+    parser.add_argument("--against", choices=["peft"])
+    parser.add_argument("--storage", default=None, help="of the denoiser: fp8_e4m3; bf16 with --against")
+    parser.add_argument("--pixels", type=int, default=PIXELS)
+    parser.add_argument("--recompute", action="store_true", help="every block, as memory.gradient_checkpointing = true")
+    parser.add_argument("--card", choices=sorted(CARDS), default="H100 SXM")
+    parser.add_argument("--operators", type=int, default=0, help="how many of each step to list")
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    storage = asked.storage or ("bf16" if asked.against else "fp8_e4m3")
+    if asked.against and storage not in ("bf16", "fp32"):
+        parser.error(f"--storage {storage}: PEFT's base is compared in bf16 or fp32")
+    rows = []
+    print(f"{'':<27} launches      GiB    TFLOP  seconds on an {asked.card}, an estimate")
+    for family in asked.family or sorted(LABELS, reverse=True):
+        found = {}
+        for who in ("ours", "peft") if asked.against else ("ours",):
+            for adapter in ("lora", "dora"):
+                row = traced(family, who, adapter, storage, recomputed=asked.recompute, pixels=asked.pixels)
+                found[who, adapter] = row
+                rows.append(row)
+                print(line(row, asked.card), flush=True)
+                for name, count in list(row.operators.items())[: asked.operators]:
+                    print(f"      {count:>7,} {name}")
+        print(ratio(found["ours", "dora"], found["ours", "lora"]))
+        if asked.against:
+            for adapter in ("lora", "dora"):
+                print(ratio(found["ours", adapter], found["peft", adapter]))
+    if asked.json:
+        asked.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

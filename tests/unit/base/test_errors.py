@@ -1,0 +1,42 @@
+"""With which status, and in which words, an exception ends the program."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from trainer.base.errors import (
+    DataError,
+    Interrupted,
+    NonFiniteError,
+    NotTrained,
+    NotWritten,
+    OutOfMemory,
+    PeerStopped,
+    UserError,
+    ending,
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (UserError("mend it"), 2, "mend it"), (NotTrained("no update"), 2, "no update"), (NonFiniteError("NaN"), 4, "NaN"),
+        (OutOfMemory("step 3"), 5, "step 3"), (DataError("a photo"), 6, "a photo"), (PeerStopped("gone", 143), 143, "gone"),
+        (Interrupted(15), 143, "stopped by SIGTERM before a step of this start was made; go on with --resume_from auto"),
+        (KeyboardInterrupt(), 130, "stopped at once"), (MemoryError(), 5, "out of memory: start a new run"),
+        (NotWritten(OSError(errno.ENOSPC, "full", "a.png")), 6, "storage: [Errno 28] full: 'a.png'; free space"),
+        (NotWritten(PermissionError(errno.EACCES, "denied", "a.png")), 2, "a.png: denied; give a path"),
+        (NotWritten("no disk"), 6, "no disk"), (OSError(errno.EIO, "broken"), 6, "storage: [Errno 5] broken"),
+        (PermissionError(errno.EACCES, "denied", "out"), 2, "out: denied; give a path that this user may write to"),
+        (NotADirectoryError(errno.ENOTDIR, "no folder", "out"), 2, "out: no folder; give a path"),
+        (FileExistsError(errno.EEXIST, "is there", "out"), 2, "out: is there; give a path"),
+        (IsADirectoryError(errno.EISDIR, "a folder", "out"), 2, "out: a folder; give a path"),
+        (RuntimeError("DataLoader worker (pid 3) is killed"), 6, "start again with --resume_from auto; a lower"),
+        (RuntimeError("shapes"), 1, "shapes"), (ValueError("who knows"), 1, "who knows"),
+    ],
+)  # fmt: skip
+def test_each_end_has_its_status(error: BaseException, status: int, said: str) -> None:
+    found = ending(error)
+    assert found[0] == status and said in found[1]

@@ -1,0 +1,109 @@
+"""Files that are there whole or not at all. What faults of a whole save do: integration/test_commit_protocol.py."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from trainer.base import files
+from trainer.base.errors import UserError
+
+
+def test_a_short_write_is_gone_on_with_and_counted_once(tmp_path: Path, monkeypatch) -> None:
+    write, told = os.write, []
+    monkeypatch.setattr(os, "write", lambda descriptor, view: write(descriptor, view[:3]))
+    found = files.write(tmp_path / "a", [b"0123456789", b"", b"abc"], told.append)
+    monkeypatch.undo()
+    assert (tmp_path / "a").read_bytes() == b"0123456789abc" and sum(told) == 13
+    assert found == (hashlib.sha256(b"0123456789abc").hexdigest(), 13)
+    assert files.hash_file(tmp_path / "a") == found[0]
+    with pytest.raises(FileExistsError):
+        files.write(tmp_path / "a", [b""])
+
+
+def test_files_that_belong_together_get_their_names_at_the_end_or_none_does(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "one").write_bytes(b"old")
+    (tmp_path / "gone").write_bytes(b"old")
+    with pytest.raises(RuntimeError), files.Together() as together:
+        together.write(tmp_path / "one", [b"new"])
+        together.write(tmp_path / "other", [b"new"])
+        raise RuntimeError
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"one": b"old", "gone": b"old"}
+    unlinked, unlink = [], Path.unlink
+    monkeypatch.setattr(Path, "unlink", lambda path, **more: (unlinked.append(path.name), unlink(path, **more)))
+    with files.Together() as together:
+        together.write(tmp_path / "one", [b"new"])
+        together.remove(tmp_path / "gone")
+        together.remove(tmp_path / "never there")
+        assert (tmp_path / "one").read_bytes() == b"old"
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == ["one"] and (tmp_path / "one").read_bytes() == b"new"
+    assert unlinked == ["gone", "never there"], "a temporary that got its name is not looked for again"
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EIO])
+def test_a_folder_that_knows_no_sync_is_none_to_complain_about(tmp_path: Path, monkeypatch, number: int) -> None:
+    def fails(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fails)
+    if number == errno.EIO:
+        with pytest.raises(OSError, match=str(tmp_path)):
+            files.sync_folder(tmp_path)
+    else:
+        files.sync_folder(tmp_path)
+
+
+@pytest.mark.parametrize("text", [b"NaN", b"[1e999]", b'"\\ud800"', b"{", b"\xff", b"[" * 100_000])
+def test_what_could_not_be_written_is_not_read(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(text)
+    with pytest.raises(UserError, match="a.json is damaged: it is not JSON"):
+        files.read_json(path)
+    tree = {"b": [1, 2.5, None], "a": "\u00e9"}
+    path.write_bytes(files.json_bytes(tree))
+    assert files.read_json(path) == tree
+    with pytest.raises(ValueError):
+        files.json_bytes(float("nan"))
+
+
+def test_only_leftovers_whose_writers_are_gone_are_removed(tmp_path: Path) -> None:
+    gone = 2**22 + 1  # more than there are processes
+    ours, another, nobody, no_number = (
+        tmp_path / f".a.{who}.0f.tmp" for who in (os.getpid(), os.getppid(), gone, "x")
+    )  # fmt: skip
+    for path in (ours, another, nobody, no_number):
+        path.touch()
+    files.remove_leftovers(tmp_path.iterdir(), idle=60)
+    assert len(list(tmp_path.iterdir())) == 4, "written a moment ago, perhaps by another machine"
+    for path in (ours, another, nobody, no_number):
+        os.utime(path, (time.time() - 100,) * 2)
+    files.remove_leftovers(tmp_path.iterdir(), idle=60)
+    assert sorted(tmp_path.iterdir()) == sorted([another, no_number])
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("20GB", 20 * 10**9),
+        ("20GiB", 20 * 2**30),
+        ("1.5 MB", 1_500_000),
+        ("3kB", 3000),
+        ("3KiB", 3072),
+        ("7B", 7),
+        ("1TB", 10**12),
+    ],
+)
+def test_sizes_have_the_units_that_they_name(text: str, count: int) -> None:
+    assert files.parse_size(text) == count
+
+
+@pytest.mark.parametrize("text", ["20", "GB", "-1GB", "7iB", "1e3GB", "20 G"])
+def test_a_size_without_a_unit_is_none(text: str) -> None:
+    with pytest.raises(ValueError, match="write a number and its unit"):
+        files.parse_size(text)

@@ -1,0 +1,120 @@
+"""The safetensors reader and writer against the reference library."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from scripts.make_model import write_sparse
+from trainer.base.errors import UserError
+from trainer.base.files import remove_leftovers
+from trainer.base.tensorfile import DTYPES, Recipe, TensorFile, tensor_sha256, write_tensors
+
+
+def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    g = torch.Generator().manual_seed(seed)
+    raw = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=g)
+    if dtype == torch.bool:
+        return raw[..., 0] > 127
+    return raw.view(dtype)[..., 0] if raw.numel() else torch.empty(shape, dtype=dtype)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit-equal: also for NaN and for float8, which has no comparison."""
+    return a.dtype == b.dtype and a.shape == b.shape and tensor_sha256(a) == tensor_sha256(b)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.dictionaries(
+        st.text(min_size=1, max_size=12).filter(lambda s: s != "__metadata__" and s.isprintable()),
+        st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 5), max_size=3), st.integers(0, 2**31)),
+        max_size=5,
+    )
+)
+def test_round_trip_both_ways_with_the_reference_library(tmp_path_factory, described) -> None:
+    folder = tmp_path_factory.mktemp("t")
+    tensors = {name: random_tensor(DTYPES[d], tuple(shape), seed) for name, (d, shape, seed) in described.items()}
+    write_tensors(folder / "ours", tensors, {"b": "2", "a": "ü"})
+    loaded = load_file(folder / "ours")
+    assert loaded.keys() == tensors.keys() and all(same(loaded[n], t) for n, t in tensors.items())
+    save_file(tensors, folder / "theirs")
+    file = TensorFile(folder / "theirs")
+    assert file.entries.keys() == tensors.keys() and all(same(file.read(n), t) for n, t in tensors.items())
+
+
+def test_same_input_same_bytes_and_the_umasks_mode(tmp_path) -> None:
+    tensors = {name: torch.randn(3) for name in "cab"}
+    before = os.umask(0o027)
+    try:
+        write_tensors(tmp_path / "1", tensors, {"x": "1", "y": "2"})
+    finally:
+        os.umask(before)
+    write_tensors(tmp_path / "2", dict(reversed(tensors.items())), {"y": "2", "x": "1"})
+    assert (tmp_path / "1").read_bytes() == (tmp_path / "2").read_bytes()
+    assert (tmp_path / "1").stat().st_mode & 0o777 == 0o640
+
+
+def test_tensors_made_while_writing_give_the_same_bytes_and_are_let_go(tmp_path) -> None:
+    tensors = {f"{i}": random_tensor(torch.bfloat16, (50, i), i) for i in range(6)}
+    alive: list[weakref.ref] = []
+    most = 0
+
+    def make(name: str) -> torch.Tensor:
+        nonlocal most
+        made = tensors[name].clone()
+        alive.append(weakref.ref(made.untyped_storage()))
+        most = max(most, sum(storage() is not None for storage in alive))
+        return made
+
+    recipes = {name: Recipe(t.dtype, tuple(t.shape), partial(make, name)) for name, t in tensors.items()}
+    assert write_tensors(tmp_path / "made", recipes) == write_tensors(tmp_path / "given", tensors)
+    assert (tmp_path / "made").read_bytes() == (tmp_path / "given").read_bytes()
+    assert len(alive) == 6 and most <= 2
+    wrong = Recipe(torch.bfloat16, (3,), lambda: torch.zeros(4, dtype=torch.bfloat16))
+    with pytest.raises(AssertionError, match="odd"):
+        write_tensors(tmp_path / "wrong", {"odd": wrong})
+    assert not (tmp_path / "wrong").exists()
+
+
+def test_what_cannot_be_read_is_named(tmp_path) -> None:
+    """Damaged contents: test_mutated_files."""
+    (tmp_path / "empty").touch()
+    for name, expected in (("absent", "cannot read"), (".", "cannot read"), ("empty", "has only 0 bytes")):
+        with pytest.raises(UserError, match=expected) as refused:
+            TensorFile(tmp_path / name)
+        assert str(tmp_path / name) in str(refused.value)
+
+
+def test_in_a_shared_folder_only_idle_temporaries_are_leftovers(tmp_path) -> None:
+    """Two containers have the same process number: what was written a moment ago may be the other's."""
+    mine, old = (tmp_path / f".x.{os.getpid()}.{tag}.tmp" for tag in ("0a", "0b"))
+    for path in (mine, old):
+        path.touch()
+    os.utime(old, (time.time() - 700,) * 2)
+    remove_leftovers(tmp_path.glob(".*.tmp"), idle=600)
+    assert mine.exists() and not old.exists()
+    remove_leftovers(tmp_path.glob(".*.tmp"))
+    assert not mine.exists()
+
+
+@pytest.mark.parametrize("gigabytes", [5, 24, 1000])
+def test_files_beyond_four_gigabytes(tmp_path, gigabytes) -> None:
+    large = gigabytes * 10**9
+    path = tmp_path / "large.safetensors"
+    shapes = {"large": (large // 2,), "last": (3,)}
+    write_sparse(path, {name: Recipe(torch.bfloat16, shape, lambda: torch.empty(0)) for name, shape in shapes.items()})
+    with open(path, "r+b") as file:
+        file.seek(-6, os.SEEK_END)
+        file.write(torch.tensor([1.5, -2.0, 3.0], dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes())
+    opened = TensorFile(path)
+    assert opened.entries["large"].bytes == large and opened.entries["large"].shape == (large // 2,)
+    assert opened.read("last").tolist() == [1.5, -2.0, 3.0]

@@ -1,0 +1,59 @@
+"""What a first config takes from captions and names."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import tomlkit
+
+from trainer.cli import new_config
+from trainer.config.tables import CheckpointTable
+
+
+@pytest.mark.parametrize(
+    ("captions", "phrase"),
+    [
+        (["a photo of sks plush bear on a rock", "a photo of sks plush bear on a road"], "sks plush bear"),
+        (["zwx candle with a lid, in the grass", "A photo of ZWX candle with a lid"], "zwx candle"),
+        (["an automobile, ink style", "a guitar, ink style"], "ink style"),
+        (["a photo of a dog", "a photo of a cat"], ""),
+        (["zib asleep", *["zib jumps"] * 8, "a red balloon"], "zib"),
+        (["zib asleep", *["zib jumps"] * 7, "a red balloon", "a beach"], ""),
+        (["Zib"], "Zib"),
+        ([], ""),
+    ],
+)
+def test_the_phrase_of_nearly_all_captions_is_found(captions: list[str], phrase: str) -> None:
+    assert new_config.common_phrase(captions) == phrase
+
+
+def test_prompts_are_captions_that_hold_the_trigger() -> None:
+    captions = ["sks bear on a rock", "on a road", "a beach with a SKS bear"]
+    assert new_config.prompts(captions, "sks bear") == ["sks bear on a rock", "sks bear, on a road"]
+    assert new_config.prompts(["a rock"], "") == ["a rock"]
+    assert new_config.prompts([], "my bear") == ["my bear"]
+
+
+@pytest.mark.parametrize(
+    ("photos", "name"),
+    [
+        ("data/My Photos/", "My_Photos"), ("/photos/10_sks dog", "sks_dog"), ("hf:someone/bears", "bears"),
+        ("photos.v2", "photos"),
+        ("shards-{000..003}.tar", "shards-_000_003"), ("/", "adapter"), ("äöü", "adapter"), ("2024", "2024"),
+    ],
+)  # fmt: skip
+def test_a_run_is_named_after_its_folder(photos: str, name: str) -> None:
+    assert new_config._name(photos) == name
+
+
+@pytest.mark.parametrize("photos", [1, 7, 20, 26, 200])
+def test_a_checkpoint_comes_at_least_every_fifth_of_the_run(photos: int) -> None:
+    plan = SimpleNamespace(photos=[SimpleNamespace(repeats=1)] * photos, steps_per_epoch=photos, held_out=())
+    for given in (set(), {"checkpoint.every_steps"}):
+        document = tomlkit.parse("[run]\n[validation]\n")
+        new_config._set_length(document, plan, given)
+        written = document.unwrap()
+        every = written.get("checkpoint", {}).get("every_steps", CheckpointTable().every_steps)
+        assert given or 0 < every <= written["run"]["max_steps"] / 5
+        assert not given or "checkpoint" not in written

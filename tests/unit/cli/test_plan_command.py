@@ -1,0 +1,38 @@
+"""What a plan says of disks."""
+
+from __future__ import annotations
+
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from trainer.cli.plan_command import disk_warnings, to_write
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.mark.parametrize(("free", "told"), [(2**30 + 2**29, True), (3 * 2**30, False)])
+def test_what_two_folders_of_one_disk_need_is_added_up(tmp_path: Path, monkeypatch, free: int, told: bool) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2**40, 2**40 - free, free))
+    needs = {"run.output_dir": (tmp_path / "not" / "yet", 2**30), "data.cache_dir": (tmp_path, 2**30)}
+    assert disk_warnings(needs) == (
+        [
+            f"warning: run.output_dir and data.cache_dir need about 2.00 GiB, and the disk of {tmp_path} has 1.50 GiB free; "
+            "free some, give another folder, or lower checkpoint.keep_last"
+        ]
+        if told
+        else []
+    )
+    for key, (folder, size) in needs.items():  # each alone would fit
+        assert not disk_warnings({key: (folder, size)})
+
+
+def test_what_is_there_is_not_written_again(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    assert to_write(1000, folder) == 1000
+    (folder / "step-00000001").mkdir(parents=True)
+    (folder / "step-00000001" / "adapter.safetensors").write_bytes(b"a" * 300)
+    (folder / "odd").write_bytes(b"a" * 100)
+    assert to_write(1000, folder) == 600 and to_write(300, folder) == 0

@@ -1,0 +1,56 @@
+"""When the clock asks for a checkpoint: so long after the last save of any kind, and never for a step that is saved."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+from trainer.base.progress import QUIET
+from trainer.run.checkpointing import Saves
+
+
+class Saver:
+    """Notes the steps that it is given."""
+
+    failed, background = False, True
+
+    def __init__(self) -> None:
+        self.step, self.steps = 0, []
+
+    def save(self, step: int, contents, watch) -> None:
+        self.step = step
+        self.steps.append(step)
+
+
+def saves(now: list[float], minutes: float) -> Saves:
+    return Saves(
+        pieces=SimpleNamespace(pack=dict), saver=Saver(), progress=SimpleNamespace(step=0), is_finite=lambda: True, lr=1.0,
+        on_failure="stop", processes=SimpleNamespace(is_main=True), phases=QUIET, every_minutes=minutes, clock=lambda: now[0],
+    )  # fmt: skip
+
+
+def test_no_save_is_longer_ago_than_asked_and_every_save_restarts_the_clock() -> None:
+    """Steps of all lengths, and other saves between them: after each step that the clock was looked at, at most that long
+    ago a step was saved; and the clock never asks earlier."""
+    drawn, now = random.Random(7), [100.0]
+    asked = saves(now, 10)
+    last, by_clock = now[0], 0
+    for step in range(1, 500):
+        now[0] += drawn.choice((1.0, 60.0, 599.0, 700.0))
+        asked.progress.step = step
+        assert asked.overdue == (now[0] - last >= 600)
+        if asked.overdue or drawn.random() < 0.1:
+            by_clock += asked.overdue
+            asked.save()
+            assert not asked.overdue and asked.saver.steps[-1] == step
+            last = now[0]
+    assert 50 < by_clock < len(asked.saver.steps)
+
+
+def test_the_clock_asks_for_no_step_that_is_saved_and_zero_is_never() -> None:
+    now = [0.0]
+    asked, never = saves(now, 0.5), saves(now, 0)
+    now[0] = 1e9  # samples before the first step took long: there is nothing to save yet
+    assert not asked.overdue and not never.overdue
+    asked.progress.step = never.progress.step = 1
+    assert asked.overdue and not never.overdue

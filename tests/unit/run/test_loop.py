@@ -1,0 +1,57 @@
+"""What the loop asks for and does between two steps."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from trainer.base.errors import DataError, NotTrained, NotWritten, OutOfMemory, UserError
+from trainer.run.loop import BY_SIGNAL, BY_THE_CLOCK, ENDINGS, Loop
+
+
+def between_steps(*, is_main: bool = True, pending: Exception | None = None, signalled: bool = False, others=(0, 0, 0, 0)):
+    """A loop between two steps whose clock asks for a save; what it asks the others for, what it saves and says. others: what
+    another process asks for."""
+    asked, saved, said = [], [], []
+
+    def largest(*numbers: int) -> list[int]:
+        asked.append(numbers)
+        return [max(pair) for pair in zip(numbers, others, strict=True)]
+
+    loop = SimpleNamespace(
+        pending=pending, progress=SimpleNamespace(step=3),
+        signals=SimpleNamespace(stop=None, save=signalled),
+        saves=SimpleNamespace(overdue=True, failed=False, done=False, save=lambda: saved.append(3)),
+        processes=SimpleNamespace(is_main=is_main, largest=largest, say=said.append),
+    )  # fmt: skip
+    return loop, asked, saved, said
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_the_main_process_s_clock_decides_and_all_save(is_main: bool) -> None:
+    loop, asked, saved, said = between_steps(is_main=is_main)
+    Loop._agree(loop)
+    assert asked == [(0, BY_THE_CLOCK if is_main else 0, 0, 0)] and saved == [3] * is_main and not said
+    loop, asked, saved, said = between_steps(is_main=is_main, others=(0, BY_THE_CLOCK, 0, 0))
+    Loop._agree(loop)
+    assert len(asked) == 1 and saved == [3] and not said
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_a_save_that_a_signal_asks_for_is_said_and_one_by_the_clock_is_not(here: bool) -> None:
+    loop, _, saved, said = between_steps(signalled=here, others=(0, 0 if here else BY_SIGNAL, 0, 0))
+    Loop._agree(loop)
+    assert saved == [3] and said == ["SIGUSR1: step 3 is being saved"] and not loop.signals.save
+
+
+@pytest.mark.parametrize("error", [DataError("x"), OutOfMemory("x"), NotWritten("x"), UserError("x"), NotTrained("x")])
+def test_what_one_process_met_with_is_raised_by_all_after_the_same_step(error: Exception) -> None:
+    loop, asked, _, _ = between_steps(pending=error)
+    with pytest.raises(type(error)) as here:
+        Loop._agree(loop)
+    assert here.value is error and asked[0][3] > 0
+    loop, _, _, _ = between_steps(others=asked[0])
+    with pytest.raises(ENDINGS, match="another process could not go on") as there:
+        Loop._agree(loop)
+    assert isinstance(error, type(there.value))

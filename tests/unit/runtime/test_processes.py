@@ -1,0 +1,126 @@
+"""Waiting for one another through a store: without a time-out, heedful of signals and of one that failed or is gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed import HashStore, distributed_c10d
+
+from trainer.base.errors import Interrupted, PeerStopped, UserError
+from trainer.base.signals import Signals
+from trainer.runtime import processes
+from trainer.runtime.processes import Processes
+
+
+@pytest.fixture
+def pair(monkeypatch) -> list[tuple[Processes, Signals]]:
+    """Two processes' views, over a store of this process; each is run in a thread."""
+    store = HashStore()
+    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # without a launcher a lost process would end this one
+    views = []
+    for rank in (0, 1):
+        view = Processes(
+            SimpleNamespace(device=torch.device("cpu"), num_processes=2, process_index=rank, is_main_process=rank == 0)
+        )
+        views.append((view, Signals()))
+    return views
+
+
+def side_by_side(pair, *works: Callable[[Processes, Signals], object]) -> list[object]:
+    """What each of the works gives or raises."""
+
+    def run(view: Processes, signals: Signals, work) -> object:
+        try:
+            with view.attending(signals):
+                return work(view, signals)
+        except (Interrupted, PeerStopped, UserError) as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(run, *member, work) for member, work in zip(pair, works, strict=True)]
+        return [job.result(timeout=30) for job in jobs]
+
+
+def test_the_main_process_goes_first_however_long_it_takes(pair) -> None:
+    order = []
+
+    def work(view: Processes, signals: Signals) -> None:
+        with view.main_first():
+            if view.is_main:
+                time.sleep(0.5)
+            order.append(view.rank)
+        view.wait()
+
+    assert side_by_side(pair, work, work) == [None, None]
+    assert order == [0, 1]
+
+
+def test_an_error_of_the_main_process_alone_ends_the_other_with_its_status(pair) -> None:
+    def main(view: Processes, signals: Signals) -> None:
+        with view.main_first():
+            raise UserError("a photo changed")
+
+    def other(view: Processes, signals: Signals) -> None:
+        with view.main_first():
+            pytest.fail("went on")
+
+    first, second = side_by_side(pair, main, other)
+    assert isinstance(first, UserError)
+    assert isinstance(second, PeerStopped) and second.status == 2 and "process 0" in str(second)
+
+
+def test_a_signal_to_the_one_that_waits_is_heard_by_the_one_that_works(pair) -> None:
+    def main(view: Processes, signals: Signals) -> None:
+        with view.main_first():
+            deadline = time.monotonic() + 10
+            while time.monotonic() < deadline:
+                view.check()
+                time.sleep(0.01)
+
+    def other(view: Processes, signals: Signals) -> None:
+        signals.stop = 15
+        view.wait()  # as in the loop, where both have to save before they stop
+
+    first, second = side_by_side(pair, main, other)
+    assert isinstance(first, Interrupted) and first.signum == 15
+    assert isinstance(second, PeerStopped) and second.status == 143
+
+
+def test_a_lost_process_ends_the_wait_for_it_and_the_work_beside_it(pair, monkeypatch) -> None:
+    """Found by signs of life, which test_heartbeat.py has."""
+    (main_view, signals), (_, _) = pair
+    with main_view.attending(signals):
+        main_view._heartbeat.look(2 * processes.LAUNCHED_SECONDS)  # without a sign
+        for work in (main_view.wait, main_view.check):
+            with pytest.raises(PeerStopped, match="process 1 has given no sign of life") as gone:
+                work()
+            assert gone.value.status == 143
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_connection_that_breaks_in_a_reduction_is_another_process_that_ended(pair, monkeypatch, told) -> None:
+    def broken(*_, **more) -> None:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:6054.")
+
+    def out_of_memory(*_, **more) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    (_, view), signals = (view for view, _ in pair), Signals()
+    with view.attending(signals):
+        view.check()  # it has just listened
+        if told:
+            pair[0][0]._tell("failed", {"rank": 0, "status": 5})
+        for reduction in (lambda: view.sum(torch.zeros(1)), lambda: view.largest(1)):
+            monkeypatch.setattr(torch.distributed, "all_reduce", broken)
+            with pytest.raises(PeerStopped, match="process 0 could not" if told else "another process is gone") as ended:
+                reduction()
+            assert ended.value.status == (5 if told else 1)
+            monkeypatch.setattr(torch.distributed, "all_reduce", out_of_memory)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                reduction()

@@ -1,0 +1,396 @@
+"""Adapter files and checkpoints, opened: which model they are for, and the internal form (adapters/portable.py).
+
+A file says by its keys what it is for. Where it is for a model of another size than the published ones, the model is named:
+its configs alone are read.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.adapters import export
+from trainer.adapters.export import About
+from trainer.adapters.keys import Module, key_table, some
+from trainer.adapters.norms import read_norms
+from trainer.adapters.peft_config import WEIGHTS, is_peft_folder
+from trainer.adapters.portable import AllNorms, DoraScale, Portable, of_state
+from trainer.adapters.reading import ReadAdapter, read_adapter, stems_of
+from trainer.adapters.targets import Rates, Rule, Target, grouped, with_rates
+from trainer.base.errors import UserError
+from trainer.base.pictures import THUMBNAIL, first_sample, thumbnail
+from trainer.base.run_layout import Layout, folder_name
+from trainer.base.tensorfile import TensorFile
+from trainer.base.types import Link, Recognised
+from trainer.checkpoint import store
+from trainer.checkpoint.state import STATE, Saved
+from trainer.models import FAMILIES, family_named
+from trainer.models.base import Family
+from trainer.models.building import build
+from trainer.models.config_files import PUBLISHED
+from trainer.models.kinds import OfAnotherFamily
+from trainer.models.loading import ModelSource
+from trainer.models.opening import open_model
+from trainer.optim.state import weights_for_use
+from trainer.optim.table import OPTIMIZERS
+
+PARTS = ("A.weight", "B.weight", "magnitude_vector")  # of a layer, in an adapter's order
+HINTS = ("modelspec.architecture", "ss_base_model_version")
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model as far as the names and shapes of its layers go.
+
+    label: of a published one, else where it lies. config(component) -> its config.json. source: where its weights are read;
+    None of a published one, of which only the configs are here.
+    """
+
+    family: Family
+    label: str
+    config: Callable[[str], Mapping[str, Any]]
+    source: ModelSource | None = None
+    _layers: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict, repr=False)
+    _tables: dict[tuple[str, ...], dict[str, Module]] = field(default_factory=dict, repr=False)
+
+    def layers(self, name: str) -> dict[str, tuple[int, ...]]:
+        """The weight shapes of a component's adaptable layers, by their names there, in order."""
+        if name not in self._layers:
+            self._layers[name] = self._found(name)
+        return self._layers[name]
+
+    def _found(self, name: str) -> dict[str, tuple[int, ...]]:
+        component, config = self.family.component(name), self.config(name)
+        if component.role == "denoiser" and component.names is not None:
+            # Faster than the module: its weights of two and four dimensions are the Linears and convolutions.
+            shapes = component.names(config).shapes
+            return {key.removesuffix(".weight"): shape for key, shape in shapes.items() if len(shape) > 1}
+        return {
+            layer: tuple(child.weight.shape)
+            for layer, child in build(component, config).named_modules()
+            if isinstance(child, nn.Linear) or (isinstance(child, nn.Conv2d) and child.groups == 1)
+        }
+
+    def full_layers(self, components: list[str]) -> dict[str, tuple[int, ...]]:
+        """By full name."""
+        return {f"{c}.{layer}": shape for c in components for layer, shape in self.layers(c).items()}
+
+    def modules(self, name: str) -> list[Link]:
+        """Of the original layout."""
+        return export.fused_modules(self.family.module_links(name, self.config(name)))
+
+    @property
+    def adaptable(self) -> list[str]:
+        return [self.family.denoiser, *self.family.text_encoders]
+
+    def named_in(self, stems: Mapping[str, object]) -> list[str]:
+        """The components that keys may be about: those whose prefixes stand before some."""
+        denoiser, styles = self.family.denoiser, self.family.adapter_keys
+        return [
+            name
+            for name in self.adaptable
+            if name == denoiser
+            or any(stem.startswith(style.prefix) for style in styles if style.component == name for stem in stems)
+        ]
+
+    def table(self, components: list[str]) -> dict[str, Module]:
+        """Every key's stem that these components may have."""
+        if (known := tuple(components)) not in self._tables:
+            styles = [style for style in self.family.adapter_keys if style.component in components]
+            layers, modules = ({c: of(c) for c in components} for of in (self.layers, self.modules))
+            self._tables[known] = key_table(styles, layers, modules)
+        return self._tables[known]
+
+    @cached_property
+    def hints(self) -> dict[str, str]:
+        """What this program writes of it into adapter files."""
+        return self.family.metadata(dict(self.config(self.family.denoiser)), "")
+
+
+@cache
+def published(family: str) -> tuple[NamedModel, ...]:
+    """The published models of a family, by its name, whose configs are embedded."""
+    own = family_named(family)
+    labels = dict.fromkeys(own.hub_ids.values())
+    return tuple(_of_source(_published_source(own, label), label, here=False) for label in labels)
+
+
+def _published_source(family: Family, label: str) -> ModelSource:
+    return ModelSource(family, root=PUBLISHED / label, recognise=lambda entries: Recognised({}, frozenset()))
+
+
+def _of_source(source: ModelSource, label: str, *, here: bool = True) -> NamedModel:
+    return NamedModel(source.family, label, source.config, source if here else None)
+
+
+def models_at(path: str, recognise: Callable[..., Recognised], **keys: Any) -> list[NamedModel]:
+    """The model there, as every family that it may be of; UserError where it is of none. recognise, keys: as of
+    `open_model`."""
+    found, refusals = [], []
+    for family in FAMILIES.values():
+        try:
+            model = _of_source(open_model(family, path, recognise=recognise, **keys), path)
+            model.config(family.denoiser)
+            found.append(model)
+        except UserError as error:
+            refusals.append(error)
+    if not found:
+        raise next((refusal for refusal in refusals if not isinstance(refusal, OfAnotherFamily)), refusals[0])
+    return found
+
+
+def whole_model_at(path: str, recognise: Callable[..., Recognised]) -> NamedModel:
+    """The model there, whose denoiser's weights are. Raises UserError where they are not. Reads headers only."""
+    refusals = []
+    for model in models_at(path, recognise):
+        assert model.source is not None
+        try:
+            if not model.source.is_here(model.family.denoiser):
+                raise UserError(f"the weights of {path} are not on this machine; give a folder or a .safetensors file")
+            model.source.verify(model.family.denoiser)
+            return model
+        except UserError as error:
+            refusals.append(error)
+    raise refusals[0]
+
+
+@dataclass(frozen=True)
+class OpenedAdapter:
+    """A file, read by the names of `model`. labels: of all models whose names and shapes it fits."""
+
+    path: Path
+    model: NamedModel
+    labels: tuple[str, ...]
+    read: ReadAdapter
+
+    @property
+    def portable(self) -> Portable:
+        return self.read.portable
+
+    @property
+    def components(self) -> list[str]:
+        return list(dict.fromkeys(name.partition(".")[0] for name in self.portable.layers))
+
+    @property
+    def doubts(self) -> list[str]:
+        """What was assumed, because nothing says it, in sentences: whoever uses the file says them."""
+        return self.read.doubts(self.path)
+
+
+def looks_like_an_adapter(path: Path) -> bool:
+    """Whether a .safetensors file has the tensors of a LoRA's or DoRA's layers, and so no model's. Reads its header."""
+    if path.suffix != ".safetensors" or not path.is_file():
+        return False
+    try:
+        return bool(stems_of(TensorFile(path)))
+    except UserError:
+        return False
+
+
+def open_adapter(path: Path | str, models: list[NamedModel] | None = None, *, family: str | None = None) -> OpenedAdapter:
+    """path: of a file, or of a folder that PEFT saved. models: that it may be for; None: the published ones, of all families
+    or of `family`.
+
+    Raises UserError where the file is of another kind, is for none of them, or may be for several families.
+    """
+    path = Path(path)
+    if path.is_dir() and is_peft_folder(path):
+        path /= WEIGHTS
+    if path.is_dir():
+        names = sorted(file.name for file in path.glob("*.safetensors"))
+        if (path / STATE).exists():
+            remedy = f"it is a checkpoint; make its adapter files first: python scripts/adapter.py export {path} FOLDER"
+        else:
+            remedy = f"give one of its files: {', '.join(names[:10])}" if names else "it holds no .safetensors file"
+        raise UserError(f"{path} is a folder; {remedy}")
+    if path.suffix != ".safetensors":
+        raise UserError(f"{path} is not a .safetensors file; adapters in other formats are not read, as they may run code")
+    file = TensorFile(path)
+    stems = stems_of(file)
+    if models is None:
+        families = [family_named(family).name] if family else FAMILIES
+        models = [model for each in families for model in published(each)]
+    elif family:
+        models = [model for model in models if model.family.name == family]
+    tables = {id(model): model.table(model.named_in(stems)) for model in models}
+    known = [model for model in models if tables[id(model)].keys() >= stems.keys()]
+    if not known:
+        raise _not_known(path, stems, models, tables)
+    fitting = [model for model in known if all(hint == file.metadata.get(key) for key, hint in _hints(model, file))] or known
+    named = {model.family.name for model in fitting}
+    if len(named) > 1:
+        raise UserError(
+            f"{path}: its keys are those of {' and '.join(sorted(named))} alike, and its metadata do not say which; "
+            "give --family"
+        )
+    model = fitting[0]
+    shapes = model.full_layers(model.named_in(stems))
+    read = read_adapter(file, stems, tables[id(model)], shapes, _advice(models))
+    used = {name: shapes[name] for name in read.portable.layers}
+    same = [m.label for m in fitting if used.items() <= m.full_layers(m.named_in(stems)).items()]
+    return OpenedAdapter(path, model, tuple(same), read)
+
+
+def _hints(model: NamedModel, file: TensorFile) -> list[tuple[str, str]]:
+    return [(key, model.hints[key]) for key in HINTS if key in model.hints and key in file.metadata]
+
+
+def _not_known(path: Path, stems: Mapping, models: list[NamedModel], tables: Mapping[int, Mapping]) -> UserError:
+    nearest = max(models, key=lambda model: len(stems.keys() & tables[id(model)].keys()))
+    unknown = sorted(stems.keys() - tables[id(nearest)].keys())
+    keys = [key for stem in unknown for key in stems[stem].values()]
+    if len(unknown) == len(stems):
+        labels = ", ".join(dict.fromkeys(model.label for model in models))
+        return UserError(f"{path}: its keys are those of no model that is known here ({labels}): {some(keys)}")
+    return UserError(
+        f"{path}: {len(stems) - len(unknown)} of its {len(stems)} modules are those of {nearest.label}, the others are not: "
+        f"{some(keys)}{_advice(models)}"
+    )
+
+
+def _advice(models: Sequence[NamedModel]) -> str:
+    """What helps where a file fits none of the models, and these are the published ones."""
+    return "; for a model of another size give it with --base" if all(model.source is None for model in models) else ""
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OpenedCheckpoint:
+    """What a checkpoint knows of its adapter and of the files that its run makes of it. Weights of the model are not read."""
+
+    folder: Path
+    about: About
+    model: NamedModel
+    dora_scale: DoraScale
+    thumbnail: bool
+    norms: AllNorms
+    rslora: bool
+    _state: Mapping[str, torch.Tensor] = field(repr=False)
+    _targets: list[Target] = field(repr=False)
+
+    def portable(self, meaning: DoraScale) -> Portable:
+        return of_state(self._state, self._targets, self.norms, meaning, rslora=self.rslora)
+
+    @property
+    def components(self) -> list[str]:
+        return list(dict.fromkeys(target.component for target in self._targets))
+
+    @property
+    def layers(self) -> list[str]:
+        """Those that are adapted, by full name."""
+        return [f"{target.component}.{target.name}" for target in self._targets]
+
+    def scaling(self, layer: str) -> float:
+        """alpha / rank of an adapted layer, by its full name (rsLoRA: alpha / sqrt(rank))."""
+        return next(t.scaling(self.rslora) for t in self._targets if f"{t.component}.{t.name}" == layer)
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Of the files that its norms suffice for: a DoRA's magnitudes may need the norms of the adapted weights."""
+        adapted = [
+            self.norms[layer] for target in self._targets if (layer := f"{target.component}.{target.name}") in self.norms
+        ]
+        of_weights = all(norms.adapted is not None for norms in adapted)
+        by_definition = of_weights or all(norms.original is None for norms in adapted)
+        enough: dict[DoraScale, bool] = {"comfyui_released": of_weights, "magnitude": by_definition}
+        meanings: dict[str, DoraScale] = {"diffusers": "magnitude", "comfyui": self.dora_scale}
+        return tuple(format for format, meaning in meanings.items() if enough[meaning])
+
+    def instead(self, state: Mapping[str, torch.Tensor], norms: AllNorms, about: About) -> "OpenedCheckpoint":
+        """With other weights of the same adapter. Raises UserError where they are of another."""
+        if state.keys() != self._state.keys() or any(state[name].shape != self._state[name].shape for name in state):
+            raise UserError(f"{self.folder} is of another adapter than these weights")
+        return replace(self, _state=state, norms=norms, about=about)
+
+    def sample(self, ending: str = "") -> Path | None:
+        """The first that the run drew at this step at full strength, where that lies beside its checkpoints, and where the
+        run's files have a thumbnail.
+
+        ending: "", or AVERAGE.
+        """
+        layout, step = Layout(self.folder.absolute().parent.parent), self.about.step
+        own = self.folder.absolute() == (layout.checkpoints / folder_name(step)).absolute()
+        return first_sample(layout.samples_of(step), ending) if own and self.thumbnail else None
+
+    def export(self, folder: Path, stem: str | None = None, sample: Path | None = None) -> dict[str, Path]:
+        """Write the files that the run itself would write at this step, byte for byte; returns them by format (`formats`).
+
+        stem: of the files' names; left out: the run's name. sample: for the thumbnail.
+        """
+        shapes = self.model.full_layers(self.components)
+        return export.write_files(
+            self.portable,
+            folder,
+            stem or self.about.name,
+            self.about,
+            formats=self.formats,
+            fused={name: self.model.modules(name) for name in self.components},
+            prefixes=self.model.family.kohya_prefix,
+            rows=lambda name: shapes[name][0],
+            norms=self.norms,
+            dora_scale=self.dora_scale,
+            not_in_sd_scripts=self.model.family.not_in_sd_scripts,
+            thumbnail=thumbnail(sample, THUMBNAIL) if sample else "",
+        )
+
+
+def open_checkpoint(folder: Path, base: str | None = None) -> OpenedCheckpoint:
+    """base: where the model of a checkpoint of layout 5 lies, if not at its config's `model.path`; of others None.
+
+    Raises UserError where it is not valid, or lacks what its files need.
+    """
+    reason = store.problem(folder)
+    if reason is not None:
+        raise UserError(f"{folder} is not a valid checkpoint: {reason}")
+    saved = Saved.whatever(folder)
+    if "origin" in saved.pieces:
+        if base is not None:
+            raise UserError(f"{folder} has in itself what its adapter files need of the model; leave out --base {base}")
+        origin = saved.state("origin")
+    else:
+        from trainer.adapter_files.older import origin_of  # the whole plan: no other checkpoint needs it
+
+        try:
+            origin = origin_of(saved, base)
+        except UserError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(f"{folder}: what it says of its run does not fit: {error!r:.500}") from error
+    config, norms = (saved.state(name) for name in ("config", "norms"))
+    state = saved.state("adapter")
+    try:
+        alphas = {str(name): float(alpha) for name, alpha in origin["alphas"]}
+        split = {name: name.partition(".") for name in alphas}
+        ranks = {name: len(state[f"{name}.lora_A.weight"]) for name in alphas}
+        targets = [Target(split[name][0], split[name][2], ranks[name], alpha) for name, alpha in alphas.items()]
+        about, configs = About(**origin["about"]), dict(origin["configs"])
+        model = NamedModel(family_named(origin["family"]), str(folder), configs.__getitem__)
+        optimizer = config["optimizer"]
+        if optimizer["name"] in OPTIMIZERS and OPTIMIZERS[optimizer["name"]].modes:
+            rated = with_rates(targets, [Rule(**rule) for rule in config["adapter"]["rules"]])
+            groups = grouped(
+                [name for layer in alphas for part in PARTS if (name := f"{layer}.lora_{part}") in state],
+                dict(zip(alphas, rated, strict=True)),
+                Rates.read(optimizer, model.family.text_encoders),
+            )
+            state |= weights_for_use(state, saved.state("optimizer"), list(groups.values()), optimizer["betas"][0])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{folder}: what it says of its adapter files does not fit: {error!r:.500}") from error
+    exported = config["export"]
+    return OpenedCheckpoint(
+        folder,
+        about,
+        model,
+        exported["dora_scale"],
+        exported.get("thumbnail", False),
+        read_norms(norms),
+        config["adapter"]["rslora"],
+        state,
+        targets,
+    )

@@ -1,0 +1,1 @@
+"""What a run leaves for people: samples, adapter files, the model card, the pages."""

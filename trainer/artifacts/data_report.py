@@ -1,0 +1,215 @@
+"""A run's data as tables and pictures, for report.html and for `scripts/data.py report`. The text is from describe.py."""
+
+import io
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+from trainer.base.console import printable
+from trainer.base.progress import QUIET, Phases
+from trainer.data.batches import sampler, short_batches
+from trainer.data.captions import captions
+from trainer.data.examples import Example
+from trainer.data.images.decode import decode
+from trainer.data.images.views import View
+from trainer.data.scan import strict_problem
+from trainer.data.sources import Photo, noted
+from trainer.data.threads import in_threads
+from trainer.plan.describe import data_lines
+from trainer.plan.run_plan import DataPlan
+
+Sections = dict[str, dict[str, Any]]  # as report/page.py takes them
+
+ROWS = 1000  # in a table of photos; files that were left out are all named
+PICTURES = 240
+PICTURE_PX, JPEG_QUALITY = 200, 80
+VARIANTS = 8  # of a caption beside its picture
+
+
+def strict_problems(plan: DataPlan, said: captions.CaptionReport) -> list[tuple[str, str]]:
+    """(photo, reason) of every caption that data.strict_captions = true refuses."""
+    photos = ((photo, photo.caption if photo.has_caption else None) for photo in plan.scanned.photos)
+    found = [(printable(photo.sample), why) for photo, caption in photos if (why := strict_problem(photo.source, caption))]
+    return found + [
+        (printable(sample), f"too long for {encoder}, which reads {said.tokens[encoder].limit} tokens")
+        for encoder, samples in said.truncated.items()
+        for sample in samples
+    ]
+
+
+def text(plan: DataPlan, said: captions.CaptionReport) -> str:
+    """What the start of a run prints about its data, and what strict mode would refuse."""
+    problems = strict_problems(plan, said)
+    strict = [f"  {sample}: {why}" for sample, why in problems[:ROWS]] + [f"  {line}" for line in _more(problems)]
+    count = f"{len(problems)} problem{'' if len(problems) == 1 else 's'}"
+    refused = [f"data.strict_captions = true would refuse these captions: {count}", *strict] if problems else []
+    return "\n".join([*data_lines(plan), str(said), *refused])
+
+
+def sections(plan: DataPlan, said: captions.CaptionReport, phases: Phases = QUIET) -> Sections:
+    """The sections of the page. said: of the same plan. Reads the pictured photos again."""
+    photos = {photo.sample: photo for photo in plan.scanned.photos}
+    notes = noted(plan.scanned.photos)
+    held_out = dict.fromkeys(example.photo.sample for example in plan.held_out)
+    found: Sections = {
+        "Damaged": {
+            "columns": ("file and reason",),
+            "rows": [(problem,) for problem in plan.scanned.damaged],
+            "notes": [
+                "A run is refused until these are repaired or removed. The rest of this page is about the other photos."
+            ],
+        },
+        "In short": {"text": "\n".join([*data_lines(plan), str(said)])},
+        "Buckets": _buckets(plan),
+        "Tokens of captions": _tokens(said),
+        "What strict mode would refuse": _table(("photo", "why"), strict_problems(plan, said)),
+        "Near duplicates": _table(
+            ("group", "photo", "pixels", "bytes", "used"), _alike_rows(plan.alike, set(held_out)), notes=_alike_notes(plan)
+        ),
+        "Smaller than the bucket of their shape": _table(("photo", "pixels", "trained at", "enlarged"), _small_rows(plan)),
+        "Held out": _table(("never trained on", "pixels"), ((printable(name), _pixels(photos[name])) for name in held_out)),
+        "Notes": _table(("photo", "note"), ((name, note) for note, names in notes.items() for name in names)),
+        "Left out": {
+            "columns": ("file", "why"),
+            "rows": [(printable(what), why) for what, why in plan.scanned.left_out],
+            "folded": True,
+        },
+        **_pictures(plan, said, phases),
+    }
+    return {title: section for title, section in found.items() if any(section.get(k) for k in ("text", "pictures", "rows"))}
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]], notes: Sequence[str] = ()) -> dict[str, Any]:
+    rows = list(rows)
+    return {"columns": columns, "rows": rows[:ROWS], "notes": [*notes, *_more(rows)], "folded": len(rows) > 20}
+
+
+def _more(rows: Sequence[Any]) -> list[str]:
+    return [f"and {len(rows) - ROWS:,} more"] if len(rows) > ROWS else []
+
+
+def _buckets(plan: DataPlan) -> dict[str, Any]:
+    size, merges = plan.config.data.batch_size, plan.config.data.short_batches == "merge"
+    counts, left = short_batches.appearances(plan.examples), short_batches.short(plan.examples, batch_size=size)
+    photos: dict[tuple[int, int], int] = {}
+    for example in plan.examples:
+        photos[example.bucket] = photos.get(example.bucket, 0) + 1
+    rows = [
+        (_by(bucket), photos[bucket], count, -(-count // size), size if merges else left.get(bucket, size))
+        for bucket, count in sorted(counts.items())
+    ]
+    every = sampler.batches_per_epoch(plan.examples, batch_size=size)
+    notes = [f"{every:,} batches an epoch, of {size} photos."]
+    if left and not merges:
+        below, factor = short_batches.would_fill(plan.examples, batch_size=size)
+        notes.append(
+            f"Batches that are not full: {len(left)}. They are filled by data.batch_size = {below}, by {factor} x the "
+            "repeats, or by data.short_batches = 'merge'."
+        )
+    return {
+        "columns": ("width x height", "photos", "images an epoch", "batches", "photos in the last batch"),
+        "rows": rows,
+        "notes": notes,
+    }
+
+
+def _tokens(said: captions.CaptionReport) -> dict[str, Any]:
+    rows = [
+        (encoder, own.limit, max(own.counts.values(), default=0), len(said.truncated[encoder]))
+        for encoder, own in said.tokens.items()
+    ]
+    return {"columns": ("text encoder", "reads at most", "longest caption", "photos whose caption is cut"), "rows": rows}
+
+
+def _alike_rows(groups: Sequence[Sequence[Photo]], held_out: set[str]) -> Iterator[tuple[Any, ...]]:
+    for number, group in enumerate(groups, 1):
+        copies = Counter(photo.sha256 for photo in group)
+        for photo in group:
+            again = "the same" if copies[photo.sha256] > 1 else "other"
+            used = "held out" if photo.sample in held_out else "trained on"
+            yield number, printable(photo.sample), _pixels(photo), again, used
+
+
+def _alike_notes(plan: DataPlan) -> list[str]:
+    if not plan.alike:
+        return []
+    return ["Duplicates count several times in the training. Keep one photo of each group, unless you want that."]
+
+
+def _small_rows(plan: DataPlan) -> Iterator[tuple[str, str, str, str]]:
+    for example in plan.examples:
+        if example.small:
+            (width, height), photo = example.bucket, example.photo
+            scale = max(width / photo.width, height / photo.height)
+            yield printable(example.sample), _pixels(photo), _by(example.bucket), f"{scale:.2f} x" if scale > 1 else "no"
+
+
+def _pictures(plan: DataPlan, said: captions.CaptionReport, phases: Phases) -> Sections:
+    """All photos, those that are held out apart; of more than PICTURES the first of each bucket."""
+    members: dict[tuple[bool, tuple[int, int]], list[Example]] = {}
+    for examples, held_out in ((plan.examples, False), (plan.held_out, True)):
+        for example in examples:
+            members.setdefault((held_out, example.bucket), []).append(example)
+    each = _share([len(mine) for mine in members.values()])
+    shown = [(example, held_out) for (held_out, _), mine in sorted(members.items()) for example in mine[:each]][:PICTURES]
+    trained, apart = [], []
+    with (
+        phases("drawing photos as they are cropped", len(shown), "photo") as phase,
+        closing(in_threads(partial(_picture, limits=said.tokens), [example for example, _ in shown])) as made,
+    ):
+        for (_, held_out), picture in zip(shown, made, strict=True):
+            (apart if held_out else trained).append(picture)
+            phase.advance()
+    left = len(plan.examples) + len(plan.held_out) - len(shown)
+    note = f"The first photos of each bucket are pictured, {len(shown):,} in all; {left:,} more are not pictured."
+    paths = [source.path for source in plan.config.data.sources]
+    named = "; ".join(f'{number}/ is "{printable(path)}"' for number, path in enumerate(paths))
+    notes = [f"A name begins with the number of its source: {named}.", *([note] if left else [])]
+    return {
+        "As they are cropped": {"pictures": trained, "notes": notes},
+        "Held out, as they would be cropped": {
+            "pictures": apart,
+            "notes": ["data.held_out keeps these out of the training. No step ever sees them."],
+        },
+    }
+
+
+def _share(sizes: Sequence[int]) -> int:
+    """How many photos of each group fit into PICTURES, at least one. Groups with fewer leave room for others."""
+    return max(1, max(each for each in range(PICTURES + 1) if sum(min(each, size) for size in sizes) <= PICTURES))
+
+
+def _picture(example: Example, *, limits: Mapping[str, captions.Tokens]) -> dict[str, Any]:
+    """A picture for report/page.py: a small JPEG (None if the photo can no longer be read) and the lines below it."""
+    photo, jpeg = example.photo, None
+    try:
+        image = decode(photo.image.read(), background=photo.source.background).image
+        fitted = View().show(image, example)
+        fitted.thumbnail((PICTURE_PX, PICTURE_PX))
+        buffer = io.BytesIO()
+        fitted.save(buffer, "JPEG", quality=JPEG_QUALITY)
+        jpeg = buffer.getvalue()
+    except (OSError, ValueError):
+        pass  # it could be read when the run began; the page says that it is gone
+    variants = list(dict.fromkeys(example.captions))
+    lines = []
+    for text in variants[:VARIANTS]:
+        counted = ", ".join(f"{encoder} {own.counts[text]} of {own.limit}" for encoder, own in limits.items())
+        lines += [text or "(no caption)", f"tokens: {counted}"] if counted else [text or "(no caption)"]
+    if len(variants) > VARIANTS:
+        lines.append(f"and {len(variants) - VARIANTS} more variants")
+    moved = ", the bucket of others (data.short_batches)" if example.merged else ""
+    about = f"{_pixels(photo)}, scaled and cropped to {_by(example.bucket)}{moved}"
+    origin = f"caption from {photo.caption_from}" if photo.caption_from else "no caption was found"
+    details = [about, origin, *photo.notes]
+    return {"jpeg": jpeg, "title": printable(example.sample), "lines": lines, "details": details}
+
+
+def _pixels(photo: Photo) -> str:
+    return _by((photo.width, photo.height))
+
+
+def _by(size: tuple[int, int]) -> str:
+    return f"{size[0]}x{size[1]}"

@@ -1,0 +1,320 @@
+"""What a run leaves for people: samples, adapter files, the "did it take?" table and the report."""
+
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trainer import optim, quantization
+from trainer.adapters import Adapter, export, sd_scripts
+from trainer.adapters.norms import Norms, products
+from trainer.adapters.portable import of_adapter
+from trainer.artifacts import sampling
+from trainer.artifacts.model_card import write_card
+from trainer.artifacts.provenance import Origin
+from trainer.base.console import width
+from trainer.base.errors import DataError, Interrupted, NotTrained, NotWritten, OutOfMemory, UserError
+from trainer.base.files import Together, Write, write_atomic
+from trainer.base.memory import give_back, is_out_of_memory
+from trainer.base.pictures import THUMBNAIL, first_sample, thumbnail
+from trainer.base.run_layout import Layout
+from trainer.base.tensorfile import TensorFile
+from trainer.checkpoint.state import Progress
+from trainer.data.batches.loader import Reader
+from trainer.ema import Averages, described, snapshots
+from trainer.engine.components import Components
+from trainer.engine.encoding import prompt_conditioning
+from trainer.engine.policies import AVERAGES_TOO_LARGE, SAMPLES_TOO_LARGE
+from trainer.monitoring import weight_change
+from trainer.monitoring.diagnosis import is_line, judge
+from trainer.monitoring.measurements import due
+from trainer.monitoring.metrics import read_lines
+from trainer.report import LiveReport
+from trainer.report.before_after import write_before_after
+
+
+@dataclass(frozen=True)
+class Artifacts:
+    """Made by the main process; the others wait.
+
+    weights: by the ending of what is made of them, "" or "_ema": inside, the adapter has the weights to be used, or their
+    average; afterwards it has, bit for bit, those that it trains with.
+    """
+
+    components: Components
+    reader: Reader
+    adapter: Adapter
+    norms: Norms
+    progress: Progress
+    origin: Origin
+    layout: Layout
+    weights: Mapping[str, Callable[[], AbstractContextManager[None]]]
+    averages: Averages
+    report: LiveReport
+
+    def after_step(self, *, again: bool = False) -> Exception | None:
+        """Export and draw what is due at the present step. again: what a start that was cut off may have made already.
+
+        Returns what kept this process from it and ends the run. It is not raised: all processes have to stop together.
+        """
+        plan, processes = self.components.plan, self.components.processes
+        config, step, failure = plan.config, self.progress.step, None
+        at_end, every = step == plan.max_steps, config.ema.snapshot_every_steps
+        shown = config.validation.every_steps, config.validation.loss_every_steps
+        news = again or any(due(n, step) for n in (*shown, config.checkpoint.every_steps, config.export.every_steps))
+        if self.averages.updates and every and (at_end or due(every, step)):
+            failure = self.set_aside() if processes.is_main else None
+            processes.wait()
+        if plan.requests and (step == 0 or at_end or due(config.validation.every_steps, step)):
+            self.report.after_step(news=news)  # what is new by now need not wait until they are drawn
+            if processes.is_main and not (again and self.layout.samples_of(step).exists()):
+                failure = failure or self.draw_samples()
+            processes.wait()
+        # After the samples, whose first one may be the files' thumbnail.
+        if failure is None and not at_end and due(config.export.every_steps, step):
+            stem = f"{config.run.name}-{step:08d}"
+            files = [f for ending in self.weights for f in export.file_names(stem + ending, config.export.formats).values()]
+            if not (again and all((self.layout.adapters / file).exists() for file in files)):
+                try:
+                    with Together() as together:
+                        self.export(stem, together.write)
+                except Interrupted:  # the next start makes them; all processes stop together
+                    pass
+                except NotTrained as error:
+                    processes.say(f"warning: {error}")
+                except UserError as error:
+                    failure = error
+                except OSError as error:
+                    failure = NotWritten(error)
+            processes.wait()
+        self.report.after_step(news=news)
+        return failure
+
+    def set_aside(self) -> Exception | None:
+        """Write the averages as they are now beside the earlier ones. Returns what ends the run."""
+        step, made = self.progress.step, partial(products, self.adapter)
+        epoch = self.components.plan.epoch_of(step)
+        # Seen to its end whatever signal comes, as a checkpoint is: the later ones go on from here.
+        with self.components.phases("setting averages aside", unit="B", obey=False) as phase:
+            try:
+                snapshots.write(self.layout.averages, step, epoch, self.averages, made, phase.advance)
+            except OSError as error:
+                return NotWritten(error)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                return OutOfMemory(f"step {step}: out of memory while averages were set aside\n{error}\n{AVERAGES_TOO_LARGE}")
+        return None
+
+    def draw_samples(self) -> Exception | None:
+        """Of the present step; a stop leaves them to the next start. Returns what ends the run."""
+        components, requests, step = self.components, self.components.plan.requests, self.progress.step
+        weights = self.weights if step else {"": self.weights[""]}  # before training the average is what is averaged
+
+        def sample(request):
+            # Around the encoding too: an adapted text encoder has a strength as well.
+            with self.adapter.at_strength(request.strength):
+                told = [prompt_conditioning(components, self.reader, text) for text in (request.prompt, request.negative)]
+                return components.family.sample(components.model, request, *told)
+
+        try:
+            # An image may take longer than a spot machine gives.
+            with (
+                components.phases(
+                    "drawing samples",
+                    len(weights) * sum(r.steps for r in requests),
+                    "evaluation",
+                    event=f"samples step {step}",
+                ) as phase,
+                phase.between_modules(),
+                components.load(components.family.denoiser).register_forward_hook(lambda *_: phase.advance()),
+            ):
+                # Before the samples: where these are, the next start takes the step's drawing for done.
+                sampling.keep_truths(requests, components.plan.truths, self.layout.truths)
+                sampling.draw_samples(requests, sample=sample, folder=self.layout.samples_of(step), weights=weights)
+            give_back()
+        except Interrupted:
+            return None
+        except DataError as error:
+            return error
+        except OSError as error:
+            return NotWritten(error)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return OutOfMemory(f"step {step}: out of memory while samples were drawn\n{error}\n{SAMPLES_TOO_LARGE}")
+        return None
+
+    def export(self, stem: str, write: Write = write_atomic) -> dict[str, Path]:
+        """Write the adapter's files, and those of its average; returns them by format, the average's by "FORMAT, average"."""
+        components, plan, config = self.components, self.components.plan, self.components.plan.config
+        if not components.processes.is_main:
+            return {}
+        about = self.origin.about()
+        count = len(self.adapter.layers) * (len(config.export.formats) + self.adapter.dora) * len(self.weights)
+        written = {}
+        with components.phases("exporting", count, "layer") as phase:
+            for ending, used in self.weights.items():
+                # Only where it is asked for: else the files' bytes would depend on whether samples are drawn.
+                drawn = config.export.thumbnail and first_sample(self.layout.samples_of(self.progress.step), ending)
+                with used():
+                    norms = self.norms.now(phase.advance)
+                    own = partial(of_adapter, self.adapter, norms, advance=lambda count: phase.check())
+                    made = export.write_files(
+                        own,
+                        self.layout.adapters,
+                        stem + ending,
+                        replace(about, average=described(config.ema.kind, config.ema.decay) if ending else ""),
+                        formats=config.export.formats,
+                        fused=plan.fused,
+                        prefixes=plan.family.kohya_prefix,
+                        rows=lambda name: components.layer(name).weight_shape[0],
+                        norms=norms,
+                        dora_scale=config.export.dora_scale,
+                        not_in_sd_scripts=plan.family.not_in_sd_scripts,
+                        thumbnail=thumbnail(drawn, THUMBNAIL) if drawn else "",
+                        advance=phase.advance,
+                        write=write,
+                    )
+                written |= {format + (", average" if ending else ""): path for format, path in made.items()}
+        return written
+
+    def export_newest(self) -> dict[str, Path]:
+        """As `export`, to the files that have no step in their names, with the model card: all of one step, or all as they
+        were. Files that an earlier stop or end left in a format that is not asked for any more are deleted."""
+        name, said = self.components.plan.config.run.name, ""
+        with Together() as together:
+            written = self.export(name, together.write)
+            for ending in self.weights if written else ():
+                for file in export.file_names(name + ending).values():
+                    if (path := self.layout.adapters / file) not in written.values():
+                        together.remove(path)
+            if written:
+                said = write_card(self.components.plan, self.origin.about(), self.layout, written, together)
+        if said:
+            self.components.processes.say(f"note: {said}")
+        return written
+
+    def leave_files(self) -> None:
+        """Where the training was stopped: the adapter files and their card as of this step. The next stop, or the end, writes
+        them anew."""
+        say, step = self.components.processes.say, self.progress.step
+        if not self.components.processes.is_main:
+            return
+        try:
+            written = self.export_newest()
+        except NotTrained as error:
+            say(f"warning: {error}")
+            return
+        say(f"left as of step {step}, the next stop or the end writes them anew:")
+        self._say_where(written)
+
+    def leave_report(self) -> None:
+        """As `leave_files`: the report."""
+        if self.components.processes.is_main:
+            with self.components.phases("writing the report") as phase:
+                path = self.report.stopped(phase.check)
+            self.components.processes.say(f"report as of step {self.progress.step}: {path}")
+
+    def earlier(self) -> list[str]:
+        """The names of adapter files and card that are there, without a step in their names."""
+        stems = [self.components.plan.config.run.name + ending for ending in self.weights]
+        names = [name for stem in stems for name in export.file_names(stem).values()]
+        return [name for name in (*names, self.layout.card.name) if (self.layout.adapters / name).exists()]
+
+    def _say_where(self, written: Mapping[str, Path]) -> None:
+        """The files to load, and where to put them. written: as `export` gives it."""
+        say = self.components.processes.say
+        for kind, path in written.items():
+            if kind.startswith("comfyui"):
+                # Each a line of its own, to be copied.
+                say(f"adapter ({kind}): copy this file into ComfyUI/models/loras (Forge: models/Lora)")
+                say(f"    {path}", whole=True)
+                if said := TensorFile(path).metadata.get(sd_scripts.ENTRY):
+                    say(f"note: {sd_scripts.sentence(said)}")
+            else:
+                say(f"adapter ({kind}): load it with")
+                say(f'    pipe.load_lora_weights("{path}")', whole=True)
+        for sentence in export.not_loaded_by_diffusers(self.adapter.layers) if "diffusers" in written else ():
+            self.components.processes.say(f"note: {sentence}")
+
+    def finish(self) -> None:
+        """At the end of the training: the adapter files, the "did it take?" table and the report.
+
+        Raises NotTrained, after all else is done, for an adapter that no update has reached.
+        """
+        plan, say, phases = self.components.plan, self.components.processes.say, self.components.phases
+        if not self.components.processes.is_main:
+            return
+        written, nothing = {}, None
+        try:
+            written = self.export_newest()
+        except NotTrained as error:
+            nothing = error
+        with self.weights[""]():
+            moved = weight_change.weight_change(self.adapter, self.origin.start.weights, phases)
+        levers, largest = optim.levers(plan.config.optimizer.name), {block: change.largest for block, change in moved.items()}
+        rows = list(filter(is_line, read_lines(self.layout.metrics)))
+        found = judge(rows, largest, levers, self.layout.kept(plan.config.run.name))
+        effects = [["verdict", found.kind], *self._effects(written)]
+        sections = {
+            "Did it take?": weight_change.change_table(moved, dora=self.adapter.dora)
+            | {"notes": [f"{'Warning' if found.bad else found.kind.capitalize()}: {found.sentence}."]},
+            "Effect": {"columns": ["what", "value"], "rows": effects},
+        }
+        if self.progress.changes:
+            changes = [
+                [change["step"], "-" if change["epoch"] is None else change["epoch"] + 1, line]
+                for change in self.progress.changes
+                for line in change["what"]
+            ]
+            sections["Changed in mid-run"] = {"columns": ["after step", "new epoch", "what"], "rows": changes}
+        if self.components.storage:
+            sections["Frozen weights"] = {
+                "columns": ["component", *quantization.REPORT_COLUMNS],
+                "rows": [[component, *stored.row()] for component, stored in self.components.storage.items()],
+            }
+        # Before what may fail: a full disk, say.
+        say(f"warning: {found.sentence}" if found.bad else f"verdict: {found.kind}: {found.sentence}")
+        self._say_where(written)
+        if (samples := self.layout.samples_of(self.progress.step)).exists():
+            say(f"samples: {samples}", whole=True)
+        if picture := write_before_after(self.layout, self._compared(), self.progress.step):
+            say(f"before and after: {picture}", whole=True)
+        with phases("writing the report") as phase:
+            report = self.report.finished(sections, largest, phase.check)
+        say(f"report: {report}", whole=True)
+        say(weight_change.render(sections, width(sys.stdout)))
+        if nothing is not None:
+            raise nothing
+
+    def _compared(self) -> list[tuple[Path, Path, Path | None]]:
+        layout = self.layout
+        return sampling.compared(layout.samples_of(0), layout.samples_of(self.progress.step), layout.truths)
+
+    def _effects(self, written: Mapping[str, Path]) -> list[list[Any]]:
+        """What changed besides the weights. written: as `export` gives it."""
+        step, rows = self.progress.step, []
+        for before, after, _ in self._compared():
+            moved = sampling.image_distance(before, after)
+            rows.append([f"sample {after.stem} moved by (relative L2 of pixels)", f"{moved:.3%}"])
+        for ending, used in self.weights.items():
+            of_average = ", average" if ending else ""
+            file = written.get(f"diffusers{of_average}")
+            if file is None:
+                continue
+            with self.components.phases("reading the adapter file back", file.stat().st_size, "B") as phase, used():
+                own = of_adapter(self.adapter, self.norms.now(), "magnitude", lambda count: phase.check())
+                live = {name: tensor.make() for name, tensor in export.diffusers_tensors(own).items()}
+                read = weight_change.read_back(file, live, phase.advance)
+            magnitudes = " (magnitudes: as made for the file's base)" if self.adapter.dora else ""
+            rows.append([f"exported file, read back, against the live adapter{of_average}{magnitudes}", read])
+        if self.origin.start.path:
+            rows.append(["changes are measured from the weights of adapter.init_from", self.origin.start.name])
+        if self.progress.non_finite:
+            skipped = f"{self.progress.non_finite} of {step}"
+            rows.append(["updates skipped because a value was not finite (see metrics.jsonl)", skipped])
+        return rows

@@ -1,0 +1,48 @@
+"""What a run that was stopped leaves beside its checkpoint (export.on_stop): adapter files and a report as of that step.
+
+The checkpoint is on the disk by then. So whoever does not wait for this work, and kills the process, loses nothing.
+"""
+
+from trainer.artifacts.exports import Artifacts
+from trainer.base.errors import Interrupted, PeerStopped
+from trainer.base.memory import is_out_of_memory
+from trainer.base.signals import Signals
+
+# Of the time that whoever stops a process gives it: ten seconds (docker stop) or more, of which the step under way and the
+# checkpoint have taken some.
+SECONDS = 5.0
+
+
+def leave_in_time(artifacts: Artifacts, signals: Signals) -> None:
+    """After a signal: within SECONDS and until a second signal, else not at all. Raises none of what may stand in the way:
+    the run ends by its signal, whatever else happens.
+
+    All processes call it; those that have nothing to write wait for the one that has.
+    """
+    processes, step = artifacts.components.processes, artifacts.progress.step
+    signals.promise = f"leaving at once; step {step} is saved"
+    earlier, why, files = artifacts.earlier(), None, False
+    try:
+        with signals.last_work(SECONDS):
+            artifacts.leave_files()
+            files = True
+            artifacts.leave_report()
+    except PeerStopped:
+        raise
+    except Interrupted:
+        why = "a second signal, or too little time"
+    except (OSError, MemoryError, RuntimeError, ValueError) as error:
+        # Of them are UserError and NonFiniteError, what torch says of memory, and what Pillow says of a picture.
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        why = f"out of memory: {said}" if is_out_of_memory(error) else said
+    if why is not None:
+        old = f"{', '.join(earlier)} are still those of an earlier step" if earlier else "there are none"
+        left = (
+            f"the adapter files are as of step {step}, the report is not"
+            if files
+            else f"no adapter files of this step, {old}"
+        )
+        processes.say(
+            f"{left} ({why}); step {step} is saved, and `python scripts/adapter.py export` makes the files of its checkpoint"
+        )
+    processes.wait()

@@ -1,0 +1,59 @@
+"""The report of a run that is built: what its page shows besides the files of the run."""
+
+import platform
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from trainer import __version__, optim
+from trainer.artifacts.data_report import sections
+from trainer.base.run_layout import Layout
+from trainer.checkpoint.state import Progress
+from trainer.engine.components import Components
+from trainer.engine.encoding import report_captions
+from trainer.report import LiveReport
+from trainer.resume.initial_adapter import Start
+
+
+def report_of(
+    components: Components, layout: Layout, progress: Progress, start: Start, *, contents: Mapping[str, str],
+    environment: Mapping[str, Any],
+) -> LiveReport:  # fmt: skip
+    """contents: digests by component, as ModelSource.contents. environment: as of pins.pin_environment."""
+    plan, processes = components.plan, components.processes
+    config, adapter = plan.config, plan.config.adapter
+    targets = adapter.targets if isinstance(adapter.targets, str) else "own targets"
+    sizes = f"rank {adapter.rank}" + ("" if adapter.alpha is None else f", alpha {adapter.alpha:g}")
+    kind = {"lora": "LoRA", "dora": "DoRA"}[adapter.type]
+    return LiveReport(
+        layout,
+        name=config.run.name,
+        total=plan.max_steps,
+        begun=progress.step,
+        levers=optim.levers(config.optimizer.name),
+        kicker=f"Training report: {kind} of {sizes}, {targets}, for {config.model.path}",
+        lineage=_lineage(components, progress, start, contents),
+        environment={
+            "trainer": __version__,
+            "Python": platform.python_version(),
+            "system": platform.platform(),
+            **{name: str(value) for name, value in environment.items()},
+        },
+        changes=progress.changes,
+        data_of=partial(_data, components),
+        say=processes.say,
+        enabled=processes.is_main,
+    )
+
+
+def _data(components: Components) -> dict[str, dict[str, Any]]:
+    return sections(components.plan, report_captions(components.plan, components.model), components.phases)
+
+
+def _lineage(components: Components, progress: Progress, start: Start, contents: Mapping[str, str]) -> dict[str, str]:
+    plan = components.plan
+    told = {"begun": progress.started.replace("T", " ").replace("+00:00", " UTC"), "base model": plan.config.model.path}
+    told |= {f"{name}, SHA-256": digest for name, digest in contents.items()}
+    if start.path:
+        told["adapter that it started from"] = f"{start.name}, SHA-256 {start.sha256}" if start.sha256 else start.name
+    return told

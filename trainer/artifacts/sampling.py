@@ -1,0 +1,113 @@
+"""Samples from fixed prompts and seeds. The trained weights are read where they are: nothing is converted or moved."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainer.base.files import write_atomic
+from trainer.base.pictures import is_sound, pngs
+from trainer.base.run_layout import plain_request
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+WithWeights = Mapping[str, Callable[[], AbstractContextManager[None]]]
+
+
+def draw_samples(
+    requests: Sequence[Any],
+    *,
+    sample: Callable[[Any], Any],
+    folder: Path,
+    weights: WithWeights = MappingProxyType({"": nullcontext}),
+) -> None:
+    """One PNG for every request, named by the request's index, with what was asked as text entries "prompt" and "request".
+
+    The folder appears when all are drawn. requests: dataclasses of JSON values.
+    sample: request -> PIL image; it may raise Interrupted, which leaves no folder.
+    weights: by an ending of the files' names, a context with the weights to draw with: "" and, of an average, "_ema", which
+    "request" tells too.
+    """
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        for ending, used in weights.items():
+            with used():
+                for index, request in enumerate(requests):
+                    with torch.no_grad():
+                        image = sample(request)
+                    (temporary / f"{index:02d}{ending}.png").write_bytes(_png(image, request, ending))
+        temporary.replace(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _png(image: Image, request: Any, ending: str = "") -> bytes:
+    from PIL.PngImagePlugin import PngInfo
+
+    described = PngInfo()
+    described.add_text("prompt", request.prompt)
+    asked = asdict(request) | ({"weights": ending.removeprefix("_")} if ending else {})
+    described.add_text("request", json.dumps(asked, sort_keys=True))
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG", pnginfo=described)
+    return buffer.getvalue()
+
+
+def keep_truths(requests: Sequence[Any], truths: Sequence[Image | None], folder: Path) -> None:
+    """Beside the samples, what they ought to look like: a PNG for every request whose truth is known, described as they are.
+
+    A file is named by its request: those of prompts that were asked for earlier stay.
+    """
+    for request, truth in zip(requests, truths, strict=True):
+        if truth is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            name = hashlib.sha256(json.dumps(asdict(request), sort_keys=True).encode()).hexdigest()[:16]
+            write_atomic(folder / f"{name}.png", [_png(truth, request)])
+
+
+def by_request(folder: Path) -> dict[str, Path]:
+    """What was asked for (the PNG's text "request") -> its file in the folder, in the files' order. Damaged ones are none."""
+    from PIL import Image
+
+    found = {}
+    for path in filter(is_sound, pngs(folder)):
+        with Image.open(path) as image:
+            if "request" in image.info:
+                found[image.info["request"]] = path
+    return found
+
+
+def compared(before: Path, after: Path, truths: Path) -> list[tuple[Path, Path, Path | None]]:
+    """Of every sample that was asked for in the same words, size, seed and all else: its files in the three folders.
+
+    One of an average has the same before and truth as that of the weights themselves.
+    """
+    first, known = by_request(before), by_request(truths)
+    drawn = [(plain_request(asked), path) for asked, path in by_request(after).items()]
+    return [(first[asked], path, known.get(asked)) for asked, path in drawn if asked in first]
+
+
+def image_distance(before: Path, after: Path) -> float:
+    """How far the adapter moved an image: the relative L2 distance of the pixels in [0, 1]."""
+    from PIL import Image
+
+    def pixels(path: Path) -> torch.Tensor:
+        image = Image.open(path).convert("RGB")
+        return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).float() / 255
+
+    a, b = pixels(before), pixels(after)
+    return float((b - a).norm() / a.norm().clamp_min(1e-12))

@@ -1,0 +1,43 @@
+"""SHA-256 of large files, remembered: a model's files are hashed at every start, and T5 alone has ten gigabytes."""
+
+import json
+import time
+from pathlib import Path
+
+from trainer.base.files import hash_file, remove_leftovers, write_atomic
+from trainer.base.progress import QUIET, Phases
+
+# A file that was written this recently may be written again without a newer time stamp.
+SETTLED_SECONDS = 2
+
+
+class FileDigests:
+    """Digests by path, each good as long as the file keeps its size, inode and times (of contents and of the inode).
+
+    memory: a JSON file that is read now and written with every new digest; None: they are remembered in this process only.
+    """
+
+    def __init__(self, memory: Path | None = None, phases: Phases = QUIET) -> None:
+        self.memory, self.phases = memory, phases
+        self._known: dict[str, list] = {}
+        if memory is not None:
+            remove_leftovers(memory.parent.glob(f".{memory.name}.*.tmp"))
+            try:
+                read = json.loads(memory.read_text(encoding="utf-8"))
+            except (FileNotFoundError, ValueError):  # missing or damaged: all is hashed again
+                read = {}
+            if isinstance(read, dict):
+                self._known = {key: value for key, value in read.items() if isinstance(value, list) and len(value) == 2}
+
+    def of(self, path: Path) -> str:
+        """The file's SHA-256, in hexadecimal."""
+        stat, key = path.stat(), str(path.resolve())
+        mark = [stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns]
+        if key in self._known and self._known[key][0] == mark:
+            return self._known[key][1]
+        with self.phases(f"hashing {path.stem}", stat.st_size, "B") as phase:
+            digest = hash_file(path, phase.advance)
+        self._known[key] = [mark, digest]
+        if self.memory is not None and time.time_ns() - max(mark[2:]) > SETTLED_SECONDS * 10**9:
+            write_atomic(self.memory, [json.dumps(self._known, indent=1, sort_keys=True).encode()])
+        return digest

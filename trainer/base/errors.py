@@ -1,0 +1,92 @@
+"""How a run can fail, and the exit status that tells it. Imports next to nothing, so that the command line starts at once."""
+
+import errno
+import signal
+
+STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG}
+
+
+class UserError(ValueError):
+    """Something the user can mend. The message names the offending value and the remedy."""
+
+    status = 2
+
+
+class NotTrained(UserError):
+    """No update has reached the adapter: every B is zero."""
+
+
+class NonFiniteError(RuntimeError):
+    """A latent, loss or gradient is NaN or infinite, and the policy is to stop or its limit is reached."""
+
+    status = 4
+
+
+class OutOfMemory(RuntimeError):
+    """A step did not fit; the message says what was computed and what would lower it."""
+
+    status = 5
+
+
+class DataError(RuntimeError):
+    """Data that was checked when the run started cannot be read any more, or what reads it died."""
+
+    status = 6
+
+
+class NotWritten(RuntimeError):
+    """Samples or adapter files could not be written, because of the OSError `reason`. What was trained is whole."""
+
+    def __init__(self, reason: OSError | str) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+class Interrupted(Exception):
+    """SIGTERM, SIGINT or SIGHUP arrived; `signum` says which, `where` what of the run is kept."""
+
+    def __init__(
+        self, signum: int, where: str = "before a step of this start was made", remedy: str = "go on with --resume_from auto"
+    ) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name} {where}; {remedy}")
+        self.signum, self.status = signum, 128 + signum
+
+
+class PeerStopped(RuntimeError):
+    """Another process of the run has ended or is gone, so this one ends too: with the same exit status, `status`."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+TOO_LARGE = (
+    "out of memory: start a new run (another run.output_dir) with a lower data.batch_size or data.resolution, "
+    "or with memory.gradient_checkpointing = true"
+)
+
+
+def ending(error: BaseException) -> tuple[int, str]:
+    """(exit status, what the user is told) where an exception ends the program; status 1 for what nobody foresaw."""
+    said = str(error)
+    match error:
+        case NotWritten():
+            return ending(error.reason) if isinstance(error.reason, OSError) else (6, said)
+        case UserError() | NonFiniteError() | OutOfMemory() | DataError() | Interrupted() | PeerStopped():
+            return error.status, said
+        case KeyboardInterrupt():
+            return 128 + signal.SIGINT, "stopped at once"
+        case PermissionError() | NotADirectoryError() | FileExistsError() | IsADirectoryError():
+            return 2, f"{error.filename}: {error.strerror}; give a path that this user may write to"
+        case MemoryError():
+            return 5, TOO_LARGE
+        case OSError() if error.errno in STORAGE_ERRORS:
+            return 6, f"storage: {error}; free space or mend the disk, then start again with --resume_from auto"
+        case RuntimeError() if said.startswith("DataLoader worker"):
+            # A worker's death is told by a signal, in the middle of whatever was done.
+            return 6, f"{said}\nstart again with --resume_from auto; a lower data.num_workers needs less memory"
+        case RuntimeError():
+            from trainer.base.memory import is_out_of_memory
+
+            return (5, f"{said}\n{TOO_LARGE}") if is_out_of_memory(error) else (1, said)
+    return 1, said

@@ -1,0 +1,364 @@
+"""Files that are there whole or not at all. What a checkpoint's safety rests on is here alone."""
+
+import contextlib
+import errno
+import glob
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import stat
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from trainer.base.errors import UserError
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows
+    fcntl = None
+
+
+# Is told every number of units (bytes, layers) that were done; may raise, which ends the work.
+Advance = Callable[[int], object]
+
+# As `write_atomic`, or `Together.write`.
+Write = Callable[[Path | str, Iterable[memoryview | bytes], Advance], tuple[str, int]]
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)  # a file system without record locks
+
+CHUNK_BYTES = 2**25  # of large files: read, hashed and written fast enough to hear of a signal in between
+
+
+def unheard(count: int) -> None:
+    """An Advance for work that nobody watches."""
+
+
+def write(path: Path, pieces: Iterable[memoryview | bytes], advance: Advance = unheard) -> tuple[str, int]:
+    """Write a new file and sync it; returns (sha256, bytes). The file's mode follows the umask.
+
+    Raises OSError, naming the file, and leaves what was written so far; FileExistsError where there is one already.
+    """
+    digest, count = hashlib.sha256(), 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+    with naming(path):
+        try:
+            for piece in pieces:
+                view = memoryview(piece)
+                while view:  # a short write is none: what is left follows, or the next call says why it cannot
+                    written = os.write(descriptor, view[:CHUNK_BYTES])
+                    digest.update(view[:written])
+                    count, view = count + written, view[written:]
+                    advance(written)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    return digest.hexdigest(), count
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a file to be read that anybody may have put there. Raises OSError for what is no regular file: a pipe, say, would
+    be waited for without end."""
+    number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    kind = os.fstat(number).st_mode
+    if not stat.S_ISREG(kind):
+        os.close(number)
+        code = errno.EISDIR if stat.S_ISDIR(kind) else errno.EINVAL
+        raise OSError(code, os.strerror(code) if stat.S_ISDIR(kind) else "Not a regular file", str(path))
+    return open(number, "rb")
+
+
+def hash_file(path: Path, advance: Advance = unheard) -> str:
+    """The file's SHA-256, in hexadecimal."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(min(CHUNK_BYTES, path.stat().st_size + 1)))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            advance(count)
+    return digest.hexdigest()
+
+
+def write_atomic(path: Path | str, pieces: Iterable[memoryview | bytes], advance: Advance = unheard) -> tuple[str, int]:
+    """Write `pieces` to `path` through a temporary file and a rename; returns (sha256, bytes).
+
+    An exception leaves neither the file nor the temporary.
+    """
+    with Together() as one:
+        return one.write(path, pieces, advance)
+
+
+class Together:
+    """Files that belong together, written one after another in a `with` block: all get their names at its end, or, where it
+    raises, none does, and those of before stay. Between two names nothing is written and no signal heard; only a kill there
+    leaves some of the old and some of the new."""
+
+    def __init__(self) -> None:
+        self._named: list[tuple[Path, Path]] = []
+        self._old: list[Path] = []
+
+    def write(self, path: Path | str, pieces: Iterable[memoryview | bytes], advance: Advance = unheard) -> tuple[str, int]:
+        """As `write_atomic`, but for the time of the rename."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = _temporary(path)
+        self._named.append((temporary, path))
+        return write(temporary, pieces, advance)
+
+    def remove(self, path: Path) -> None:
+        """A file that may be there, at the end of the block."""
+        self._old.append(path)
+
+    def __enter__(self) -> "Together":
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        try:
+            if kind is None:
+                while self._named:
+                    os.replace(*self._named[0])
+                    del self._named[0]
+                for path in self._old:
+                    path.unlink(missing_ok=True)
+        finally:
+            for temporary, _ in self._named:
+                with contextlib.suppress(OSError):  # the first failure is the one to tell
+                    temporary.unlink()
+
+
+@contextlib.contextmanager
+def appearing(folder: Path) -> Iterator[Path]:
+    """A new folder to fill in a `with` block, which gets its name at its end, or is gone where the block raises. Of a kill it
+    leaves what `leftovers_of` gives."""
+    temporary = _temporary(folder)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        os.rename(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _temporary(path: Path) -> Path:
+    """A name to write under. Not by the process's number alone: two containers that share a folder may both be number 1."""
+    return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+
+
+def leftovers_of(path: Path) -> list[Path]:
+    """What writers of this file or folder have under another name: those at work, and those that were killed."""
+    return list(path.parent.glob(f".{glob.escape(path.name)}.*.tmp"))
+
+
+def make_folder(folder: Path, key: str | None = None) -> None:
+    """Create a folder and what is missing above it, and see to it that a power failure cannot take its name away.
+
+    key: of the config, that names the folder. Raises UserError then where it cannot be made; a full or broken disk stays an
+    OSError.
+
+    What is there already may have been made by someone who was killed before the sync, or who never synced: the names above
+    are synced until the folder is there, its own always.
+    """
+    try:
+        if not folder.is_dir():
+            for parent in reversed(folder.parents):
+                if not parent.is_dir():
+                    parent.mkdir(exist_ok=True)
+                    sync_folder(parent.parent)
+                else:  # as far as it goes: folders that may not be read, and file systems without a sync, hold no new names
+                    with contextlib.suppress(OSError):
+                        sync_folder(parent.parent)
+            folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
+    except (FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError) as error:
+        if key is None:
+            raise
+        raise UserError(f"{key} = {str(folder)!r} cannot be made: {error.strerror}; give another folder") from error
+
+
+def check_folder(folder: Path, key: str) -> None:
+    """Raises UserError, as `make_folder` would, where it can be seen without making it that it cannot be made; OSError where
+    the file system takes no writes at all."""
+    there = next((parent for parent in (folder, *folder.absolute().parents) if parent.exists()), None)
+    if there is not None and not there.is_dir():
+        why = errno.EEXIST if there == folder else errno.ENOTDIR
+    elif there is not None and not os.access(there, os.W_OK | os.X_OK):
+        why = errno.EACCES
+        if hasattr(os, "statvfs") and os.statvfs(there).f_flag & os.ST_RDONLY:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(folder))
+    else:
+        return
+    raise UserError(f"{key} = {str(folder)!r} cannot be made: {os.strerror(why)}; give another folder")
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a folder for this process alone, by a record lock on `path` in it, which ends with the process, however it ends.
+
+    Raises UserError where another holds it. Nothing is held where there are no such locks (Windows, some network mounts).
+    A lock of this kind is not inherited: workers that outlive a killed run for a moment do not hold it.
+    """
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            raise UserError(
+                f"another run writes to {str(path.parent)!r}: wait for its end, or choose another run.output_dir"
+            ) from error
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def lock_byte(file: IO[bytes], byte: int) -> bool:
+    """Hold one byte of an open file, beside others who do, until it is closed or the process ends, however it ends.
+
+    Returns False where there are no such locks. They belong to the process: closing the path once more there ends them.
+    """
+    try:
+        fcntl.lockf(file, fcntl.LOCK_SH, 1, byte)
+    except AttributeError:  # Windows
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        return False
+    return True
+
+
+def first_locked(file: IO[bytes], before: int) -> int | None:
+    """The lowest byte below `before` that another process holds (`lock_byte`); None where none does."""
+
+    def is_locked(end: int) -> bool:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, end, 0)
+        except (BlockingIOError, PermissionError):
+            return True
+        fcntl.lockf(file, fcntl.LOCK_UN, end, 0)
+        return False
+
+    found = bisect_left(range(1, before + 1), True, key=is_locked)
+    return found if found < before else None
+
+
+def sync_tree(folder: Path) -> None:
+    """Make a folder of files durable, whoever wrote them."""
+    for path in folder.iterdir():
+        descriptor = os.open(path, os.O_RDWR)
+        with naming(path):
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+    sync_folder(folder)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable.
+
+    A no-op where folders cannot be opened (Windows), and on file systems that know no such sync (some network mounts).
+    """
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    with naming(folder):
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+                raise
+        finally:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError of a call on a descriptor does not say which file it was: this one does."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def remove_leftovers(temporaries: Iterable[Path], *, idle: float = 0) -> None:
+    """Delete those of the temporaries of `write_atomic` and `appearing` whose writers are gone. Not while this process writes
+    there.
+
+    idle: seconds since the last write, at least. More than 0 in a folder that other machines or containers may share: there
+    a process's number says nothing.
+    """
+    for path in temporaries:
+        owner = re.fullmatch(r"\..*\.(\d+)\.[0-9a-f]+\.tmp", path.name)
+        # Our own number may be that of a killed run: in a container every run has the same.
+        if not owner or (int(owner[1]) != os.getpid() and _is_running(int(owner[1]))):
+            continue
+        try:
+            if time.time() - path.lstat().st_mtime >= idle:
+                remove_folder(path)
+        except FileNotFoundError:  # another start has removed it meanwhile
+            continue
+
+
+def _is_running(pid: int) -> bool:
+    """Whether a process of this number exists here. Windows cannot ask without harm (signal 0 is Ctrl-C there)."""
+    if os.name == "nt":
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):  # someone else's; or no process number at all, so not for us to judge
+        return True
+    return True
+
+
+def remove_folder(folder: Path, *, ignore_errors: bool = False) -> None:
+    """Delete a folder that nobody else writes to; it may be gone in part already. Of a file, and of a link to elsewhere, only
+    the name goes. Raises OSError, naming the folder."""
+    with naming(folder), contextlib.suppress(OSError) if ignore_errors else contextlib.nullcontext():
+        if folder.is_symlink() or not folder.is_dir():
+            folder.unlink()
+        else:
+            shutil.rmtree(folder, ignore_errors=ignore_errors)
+
+
+def parse_size(text: str) -> int:
+    """Bytes, of a number with a unit: "20GB" is 20 * 10**9, "20GiB" is 20 * 2**30. Raises ValueError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]?)(i?)B", text.strip())
+    if found is None or (found[3] and not found[2]):
+        raise ValueError('write a number and its unit, for example "20GB" or "500MiB"')
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))
+
+
+def json_bytes(tree: Any) -> bytes:
+    """One form for every tree, so that equal trees are equal bytes. Raises ValueError for NaN and infinity."""
+    return (json.dumps(tree, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
+
+
+def refuse_irregular(path: Path) -> None:
+    """Refuse what is there and is neither a file nor a folder: a pipe or a device may be read without end."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise UserError(f"{path} is a pipe, a socket or a device; give a file")
+
+
+def read_json(path: Path) -> Any:
+    """Raises UserError, naming the file, where it is missing, unreadable or no JSON that `json_bytes` could have written."""
+    try:
+        tree = json.loads(path.read_bytes())
+        # The parser takes NaN, 1e999 and half of a surrogate pair; whoever writes or prints the tree would trip over them.
+        json.dumps(tree, allow_nan=False, ensure_ascii=False).encode()
+        return tree
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON; nested a thousand deep
+        raise UserError(f"{path} is damaged: it is not JSON ({error})") from error

@@ -1,0 +1,241 @@
+"""What a run is busy with, how far it is, and where it can be stopped: one object for every long piece of work.
+
+    with phases("loading unet", total=count, unit="B") as phase:
+        for tensor in tensors:
+            ...
+            phase.advance(tensor.nbytes)
+
+On a terminal one live line shows it; elsewhere a line every few seconds does. A phase that took long says so at its end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from trainer.base.console import LIVE, fitted, moves, width, write
+from trainer.base.files import naming
+
+LONG_SECONDS = 2.0  # a shorter phase leaves no line
+LINE_SECONDS = 10.0  # between two lines of a phase, where there is no terminal (logging.every_seconds)
+PACE_UNITS = 200  # the last ones, whose pace tells how long the rest will take
+LIVE_AFTER, LIVE_SECONDS = 0.5, 0.1  # a shorter phase is not seen on a terminal; between two looks of its line
+
+Fields = Sequence[tuple[int, str]]  # as of console.fitted
+
+
+def pace_of(ends: Sequence[float]) -> float | None:
+    """Seconds from one unit to the next, with all that is done between them, of the last PACE_UNITS. ends: when each was
+    done. None where that is not known: of one alone, whose beginning counts what came before it."""
+    last = ends[-PACE_UNITS:]
+    return (last[-1] - last[0]) / (len(last) - 1) if len(last) > 1 and last[-1] > last[0] else None
+
+
+class Phase:
+    """One piece of work under way. done: units so far, `before` of them in an earlier start. total: of how many, None where
+    that is not known. fields: what its lines say in place of how much is done, where who does the work knows more. pace:
+    seconds of a unit, where that one knows better than the average of all. around: the phase in which this one is.
+
+    advance, check: raise what the run's `check` raises (Interrupted) once it should stop.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        total: int | None,
+        unit: str,
+        *,
+        before: int = 0,
+        check: Callable[[], None],
+        show: bool,
+        every: float = LINE_SECONDS,
+        around: Phase | None = None,
+    ) -> None:
+        self.name, self.total, self.unit, self.before, self.done = name, total, unit, before, before
+        self.fields: Callable[[], Fields] | None = None
+        self.pace: float | None = None
+        self._check, self._around = check, around
+        self.began = time.monotonic()
+        self._live = show and moves(sys.stderr)
+        self._every = LIVE_SECONDS if self._live else every
+        self._next_line = self.began + (LIVE_AFTER if self._live else LONG_SECONDS) if show else float("inf")
+
+    def advance(self, count: int = 1) -> None:
+        """`count` more units are done."""
+        self.done += count
+        self.check()
+
+    def check(self) -> None:
+        """A place where the work can be stopped: at least one a second."""
+        now = time.monotonic()
+        if now >= self._next_line:
+            self._next_line = now + self._every
+            if self._live:
+                self._draw()
+            else:
+                write(fitted(self._said(), width(sys.stderr)), sys.stderr)
+        self._check()
+
+    def between_modules(self) -> AbstractContextManager[Any]:
+        """Inside the block every module of torch that is about to compute is such a place."""
+        from torch.nn.modules.module import register_module_forward_pre_hook
+
+        return register_module_forward_pre_hook(lambda module, arguments: self.check())
+
+    def close(self) -> None:
+        """On a terminal the line of the phase around this one comes back."""
+        if self._live and LIVE.text:
+            if self._around is None:
+                LIVE.show("")
+            else:
+                self._around._draw()
+
+    def _draw(self) -> None:
+        # The last column stays free: a terminal would go on to the next line.
+        LIVE.show(fitted(self._said(), width(sys.stderr) - 1))
+
+    def _said(self) -> Fields:
+        if self.fields is not None:
+            return self.fields()
+        first, *others = self._progress(time.monotonic() - self.began)
+        if self._around is not None and self._around.fields is not None:
+            others.append((3, self._around.fields()[0][1]))
+        return [(0, f"{self.name}: {first[1]}"), *others]
+
+    def outcome(self, seconds: float) -> str:
+        """What was done, in which time, at which rate."""
+        done = _amount(self.done - self.before, self.unit) if self.unit else "done"
+        return ", ".join(filter(None, [f"{done} in {duration(seconds)}", self._rate(seconds)]))
+
+    def _progress(self, seconds: float) -> Fields:
+        if not self.unit:
+            return [(0, f"{duration(seconds)} so far")]
+        done = _amount(self.done, self.unit)
+        if self.total is not None:
+            done = f"{done.partition(' ')[0]} of {_amount(self.total, self.unit)}"
+        fields = [(0, done), (2, self._rate(seconds)), (1, self.left())]
+        return [(rank, text) for rank, text in fields if text]
+
+    def left(self) -> str:
+        """How long it will take, in words; "" where that is not known."""
+        if self.total is None or not self.before < self.done < self.total:
+            return ""
+        pace = (time.monotonic() - self.began) / (self.done - self.before) if self.pace is None else self.pace
+        return f"{duration(pace * (self.total - self.done))} left"
+
+    def _rate(self, seconds: float) -> str:
+        if self.done == self.before or seconds <= 0:
+            return ""
+        rate = (self.done - self.before) / seconds if self.pace is None else 1 / self.pace
+        if self.unit == "B":
+            return f"{rate / 1e9:.2f} GB/s"
+        a = "an" if self.unit[0] in "aeiou" else "a"
+        return f"{rate:.1f} {self.unit}s/s" if rate >= 1 else f"{1 / rate:.1f} s {a} {self.unit}"
+
+
+class Phases:
+    """How the parts of a run announce what they do. Hand it down; `QUIET` is one that does nothing.
+
+    check: raises (Interrupted) once the run should stop; called wherever a phase can be stopped.
+    show: whether this process says what it does. every: seconds between two lines of a phase, where there is no terminal.
+    record: keeps every phase that has ended and had anything to do.
+    event: what was made last, for people.
+    """
+
+    def __init__(
+        self,
+        *,
+        check: Callable[[], None] = lambda: None,
+        show: bool = False,
+        every: float = LINE_SECONDS,
+        record: Record | None = None,
+    ) -> None:
+        self.check, self.show, self.every, self.record = check, show, every, record
+        self.event = ""
+        self._under_way: list[Phase] = []
+
+    def made(self, event: str) -> None:
+        self.event = event
+
+    @contextmanager
+    def __call__(
+        self,
+        name: str,
+        total: int | None = None,
+        unit: str = "",
+        *,
+        before: int = 0,
+        obey: bool = True,
+        keep: bool = True,
+        event: str = "",
+    ) -> Iterator[Phase]:
+        """A phase of `total` units ("B" for bytes, else a noun in the singular), `before` of them done in an earlier start.
+
+        obey False: it is seen to its end. keep False: it is shown, and not recorded. event: what has been made at its end.
+        """
+        started, finished = time.time(), False
+        check = self.check if obey else lambda: None
+        around = self._under_way[-1] if self._under_way else None
+        phase = Phase(name, total, unit, before=before, check=check, show=self.show, every=self.every, around=around)
+        self._under_way.append(phase)
+        try:
+            check()
+            yield phase
+            finished = True
+            self.event = event or self.event
+        finally:
+            seconds = time.monotonic() - phase.began
+            self._under_way.remove(phase)
+            phase.close()
+            if finished and self.show and seconds > LONG_SECONDS:
+                write(f"{name}: {phase.outcome(seconds)}", sys.stderr)
+            if self.record is not None and keep and total != 0:
+                times = {"started": round(started, 3), "seconds": round(seconds, 3)}
+                self.record.add({"phase": name, **times, "done": phase.done - before, "unit": unit})
+
+
+QUIET = Phases()
+
+
+class Record:
+    """phases.jsonl: what each phase of each start took. In memory until `open` is called: a refused run leaves nothing."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._lines: list[str] = []
+
+    def add(self, entry: dict[str, Any]) -> None:
+        self._lines.append(json.dumps(entry) + "\n")
+        if self._path is not None:
+            self.open(self._path)
+
+    def open(self, path: Path) -> None:
+        """Append to `path`, what came so far and all that comes."""
+        self._path = path
+        lines, self._lines = self._lines, []
+        with naming(path), path.open("a+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 1))
+            if file.read() not in (b"", b"\n"):
+                lines.insert(0, "\n")  # a killed run's last line is cut short
+            file.write("".join(lines).encode())
+
+
+def _amount(count: int, unit: str) -> str:
+    return f"{count / 1e9:.2f} GB" if unit == "B" else f"{count} {unit}{'' if count == 1 else 's'}"
+
+
+def duration(seconds: float) -> str:
+    """As people read it."""
+    if round(seconds) < 60:
+        return f"{seconds:.1f} s" if round(seconds, 1) < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min" if minutes < 48 * 60 else f"{minutes / 60 / 24:.1f} days"

@@ -1,0 +1,213 @@
+"""The one safetensors reader and the one safetensors writer.
+
+Written by hand because the library's writer orders metadata at random (three processes, three hashes), leaves temporary
+files behind when killed and ignores the umask, and its reader maps the file, so that mapped pages count as resident.
+Format: https://huggingface.co/docs/safetensors (8 bytes little-endian header length, JSON header, data).
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trainer.base.errors import UserError
+from trainer.base.files import CHUNK_BYTES, Advance, Write, refuse_irregular, unheard, write_atomic
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MAX_HEADER_BYTES = 100_000_000  # the limit of the format's reference implementation
+MAX_DIMENSIONS = 64  # numpy takes no more, and multiplying a million sizes would take hours
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor lies: `start` and `bytes` count from the beginning of the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    bytes: int
+
+
+class TensorFile:
+    """A safetensors file opened for reading tensor by tensor, without mapping it.
+
+    Raises UserError if the file is missing, truncated, or not a well-formed safetensors file.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        refuse_irregular(self.path)
+        try:
+            with open(self.path, "rb") as file:
+                total = os.fstat(file.fileno()).st_size
+                self.metadata, self.entries = _parse_header(self.path, file, total)
+        except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+            raise UserError(f"cannot read {self.path}: {error.strerror}. Give the path of a .safetensors file.") from error
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: entry.shape for name, entry in self.entries.items()}
+
+    def read(self, name: str, advance: Advance = unheard) -> torch.Tensor:
+        """One tensor, in freshly allocated memory. Raises KeyError for an unknown name."""
+        entry = self.entries[name]
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        if entry.bytes:
+            # A flat byte view works for every dtype, 0-d and float8 included.
+            view = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+            with open(self.path, "rb", buffering=0) as file:
+                file.seek(entry.start)
+                done = 0
+                while done < entry.bytes:
+                    count = file.readinto(view[done : done + CHUNK_BYTES])
+                    if not count:
+                        raise UserError(f"{self.path} ends inside tensor {name!r}; download or copy the file again.")
+                    done += count
+                    advance(count)
+        return tensor
+
+    def read_all(self, advance: Advance = unheard) -> dict[str, torch.Tensor]:
+        return {name: self.read(name, advance) for name in self.entries}
+
+
+def _parse_header(path: Path, file, total: int) -> tuple[dict[str, str], dict[str, TensorEntry]]:
+    def broken(what: str) -> UserError:
+        return UserError(f"{path} is not a complete safetensors file ({what}); download or copy it again.")
+
+    prefix = file.read(8)
+    if len(prefix) < 8:
+        raise broken(f"it has only {total} bytes")
+    length = int.from_bytes(prefix, "little")
+    if length > min(MAX_HEADER_BYTES, total - 8):
+        raise broken(f"its header claims {length} bytes, the file has {total}")
+    try:
+        header = json.loads(file.read(length))
+    except (ValueError, RecursionError) as error:  # bad UTF-8 or bad JSON; nested a thousand deep
+        raise broken("its header is not JSON") from error
+    if not isinstance(header, dict):
+        raise broken("its header is not a JSON object")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise broken("its metadata is not a map of strings")
+    try:  # JSON can escape half of a surrogate pair; no file could be written with such a name again
+        "".join([*header, *metadata, *metadata.values()]).encode()
+    except UnicodeEncodeError as error:
+        raise broken("its header has names that are not Unicode") from error
+    entries: dict[str, TensorEntry] = {}
+    spans: list[tuple[int, int]] = []
+    for name, item in header.items():
+        if isinstance(item, dict) and isinstance(item.get("dtype"), str) and item["dtype"] not in DTYPES:
+            raise UserError(
+                f"{path}: tensor {name!r} has dtype {item['dtype']!r}, which is not supported; use a 16-bit file "
+                f"(supported: {', '.join(DTYPES)})"
+            )
+        try:
+            dtype, shape, (start, end) = DTYPES[item["dtype"]], item["shape"], item["data_offsets"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise broken(f"the entry of tensor {name!r} is malformed or has an unknown dtype") from error
+        if not _is_shape(shape) or not _is_size(start) or not _is_size(end):
+            raise broken(f"the shape or the offsets of tensor {name!r} are not sizes")
+        if end - start != math.prod(shape) * dtype.itemsize or end > total - 8 - length:
+            raise broken(f"tensor {name!r} lies outside the file or has the wrong size")
+        entries[name] = TensorEntry(dtype, tuple(shape), 8 + length + start, end - start)
+        spans.append((start, end))
+    position = 0
+    for start, end in sorted(spans):
+        if start != position:
+            raise broken("its tensors overlap or leave holes")
+        position = end
+    if position != total - 8 - length:
+        raise broken(f"{total - 8 - length - position} bytes belong to no tensor")
+    return metadata, entries
+
+
+def _is_size(number: object) -> bool:
+    return type(number) is int and 0 <= number < 2**63
+
+
+def _is_shape(sizes: object) -> bool:
+    """Whether torch can hold a tensor of that shape, as far as its 64-bit strides go: sizes of zero count as one there."""
+    return (
+        isinstance(sizes, list)
+        and len(sizes) <= MAX_DIMENSIONS
+        and all(map(_is_size, sizes))
+        and math.prod(max(n, 1) for n in sizes) < 2**63
+    )
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A tensor that is made when it is written: `make` returns one of this dtype and shape.
+
+    So a file may be larger than the memory; of what is made, two tensors are held at most.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    make: Callable[[], torch.Tensor]
+
+
+Tensors = Mapping[str, torch.Tensor | Recipe]
+
+
+def serialize(tensors: Tensors, metadata: Mapping[str, str] | None = None) -> Iterator[memoryview]:
+    """The file's bytes in pieces: header first, then every tensor by name. Same input, same bytes."""
+    header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    # Wider dtypes first, then names: every tensor starts aligned, as in the reference writer.
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    position = 0
+    for name in order:
+        tensor = tensors[name]
+        shape, span = list(tensor.shape), [position, position + math.prod(tensor.shape) * tensor.dtype.itemsize]
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": shape, "data_offsets": span}
+        position = span[1]
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for name in order:
+        tensor = tensors[name]
+        if isinstance(tensor, Recipe):
+            described, tensor = tensor, tensor.make()
+            assert (tensor.dtype, tuple(tensor.shape)) == (described.dtype, described.shape), name
+        flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+        del tensor
+        if flat.numel():
+            yield memoryview(flat.view(torch.uint8).numpy())
+        del flat
+
+
+def write_tensors(
+    path: Path | str,
+    tensors: Tensors,
+    metadata: Mapping[str, str] | None = None,
+    advance: Advance = unheard,
+    write: Write = write_atomic,
+) -> tuple[str, int]:
+    """Write a safetensors file atomically; returns (sha256, bytes). Equal tensors and metadata give equal bytes."""
+    return write(path, serialize(tensors, metadata), advance)
+
+
+def tensor_sha256(tensor: torch.Tensor, advance: Advance = unheard) -> str:
+    """SHA-256 of a tensor's bytes, row-major."""
+    flat, digest = tensor.detach().to("cpu").contiguous().reshape(-1), hashlib.sha256()
+    left = memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b""
+    while left:
+        piece, left = left[:CHUNK_BYTES], left[CHUNK_BYTES:]
+        digest.update(piece)
+        advance(len(piece))
+    return digest.hexdigest()
+
+
+def size_text(count: int) -> str:
+    """A number of bytes as people read it."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"

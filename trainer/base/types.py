@@ -1,0 +1,169 @@
+"""What the rooms share as values: what a batch holds, and weights as they are stored. Their seams: protocols.py.
+
+Legend of the shape letters: B batch, C latent channels, H and W latent height and width, L tokens, D token width,
+P pooled width, M rows of an activation (tokens), K input features, N output features, R rank.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+
+from trainer.base.console import printable
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """What a denoiser is told besides the noised latents.
+
+    sequence: [B, L, D] token features.  mask: [B, L] bool, or None where the model attends to every token.
+    pooled: [B, P], or None.
+    """
+
+    sequence: torch.Tensor
+    mask: torch.Tensor | None = None
+    pooled: torch.Tensor | None = None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors by name, as they are cached on disk; `from_tensors` is the inverse."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> Self:
+        return cls(**tensors)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
+        return self.from_tensors({name: t.to(device, non_blocking=non_blocking) for name, t in self.tensors().items()})
+
+    def pin_memory(self) -> Self:
+        return self.from_tensors({name: t.pin_memory() for name, t in self.tensors().items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Occurrence:
+    """One appearance of a training image in an epoch: the key of every random draw made for it.
+
+    sample: the image's path relative to its source, prefixed by the source's index ("0/03.jpg").
+    """
+
+    epoch: int
+    sample: str
+    repeat: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch, all of one bucket, on the CPU until the step moves it.
+
+    latents: fp32 [B, C, H, W], already normalised by the family.
+    captions: the text each sample trains on ("" where the caption was dropped).
+    conditioning: cached encodings of `captions`, or None when they are encoded live.
+    original_size, crop_top_left, target_size: int64 [B, 2] as (height, width) or (top, left), in pixels.
+    loss_weights: fp32 [B, H, W], what the squared error of each latent is multiplied by; None: 1 everywhere.
+    """
+
+    occurrences: tuple[Occurrence, ...]
+    latents: torch.Tensor
+    captions: tuple[str, ...]
+    conditioning: Conditioning | None
+    original_size: torch.Tensor
+    crop_top_left: torch.Tensor
+    target_size: torch.Tensor
+    loss_weights: torch.Tensor | None = None
+
+    def pin_memory(self) -> Self:
+        """The same in page-locked memory: torch's loader asks for it."""
+        held = {name: value for name, value in vars(self).items() if isinstance(value, (torch.Tensor, Conditioning))}
+        return replace(self, **{name: value.pin_memory() for name, value in held.items()})
+
+    def describe(self) -> str:
+        """Its bucket and samples, for a message."""
+        height, width = self.target_size[0].tolist()
+        names = ", ".join(printable(occurrence.sample) for occurrence in self.occurrences)
+        return f"{len(self.occurrences)} photo(s) of {width}x{height} ({names})"
+
+
+@dataclass(frozen=True)
+class Link:
+    """One tensor of a model's original checkpoint, or one module, and what it becomes in the library's module.
+
+    original: full name, without the component's prefix, e.g. "double_blocks.0.img_attn.qkv.weight".
+    parts: full names of those whose rows, concatenated, are the original's rows.
+    op: "rows" (plain concatenation along dim 0; with one part a rename), "swap_halves" (the two halves of the rows
+    change places: shift and scale of Flux's last norm), "transpose" ([K, N] in the original, [N, K] in the module),
+    "squeeze" (a 1x1 convolution [N, K, 1, 1] in the original, a Linear [N, K] in the module).
+    """
+
+    original: str
+    parts: tuple[str, ...]
+    op: str = "rows"
+
+    @property
+    def swap(self) -> bool:
+        return self.op == "swap_halves"
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A frozen weight [N, K] (a convolution's kernel flattened) as it lies in memory, row by row.
+
+    Its value, in fp32: levels[code] * scale + offset.
+
+    codes: [N, K] of any float dtype, float8 or int8; or, with `bits` 4 or 2, uint8 [ceil(N * K * bits / 8)]: the codes of
+      consecutive elements, the first in the lowest bits.
+    scale: fp32, one for each `block` consecutive elements (block = K: one for each row); None: 1.
+    offset: fp32 like scale; None: 0.
+    levels: fp32 [2 ** bits], the number a code stands for; None: the code itself.
+    plain: whether float8 codes are known to be finite, with scales of an ordinary size (kernels/decode.has_plain_codes).
+    """
+
+    codes: torch.Tensor
+    shape: tuple[int, int]
+    bits: int | None = None
+    block: int = 0
+    scale: torch.Tensor | None = None
+    offset: torch.Tensor | None = None
+    levels: torch.Tensor | None = None
+    plain: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    def is_dense(self, dtype: torch.dtype) -> bool:
+        """Whether the codes are the weight in `dtype`, with nothing to convert."""
+        return self.codes.dtype == dtype and self.scale is None
+
+
+@dataclass(frozen=True)
+class HeldWeight:
+    """A weight that a file holds quantised already: several of its tensors that stand for one.
+
+    dtype, backend: the storage format, as in the config.
+    parts: names of the file's tensors, by the role under which `payload` takes them.
+    shape: the weight's; None where only the tensors' contents say it.
+    payload: (tensors by role, the weight's shape) -> the format's payload (quantization/formats.py): the file's codes bit
+      for bit, scales spread to one a row or block. Raises ValueError, saying what, where they disagree with the shape.
+    dequantize: (payload, shape) -> the weight, fp32.
+    """
+
+    dtype: str
+    backend: str
+    parts: Mapping[str, str]
+    shape: tuple[int, ...] | None
+    payload: Callable[[Mapping[str, torch.Tensor], tuple[int, ...]], dict[str, torch.Tensor]]
+    described: tuple[str, ...]
+    check: Callable[[Mapping[str, torch.Tensor], tuple[int, ...]], None]
+    dequantize: Callable[[Mapping[str, torch.Tensor], tuple[int, ...]], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """What a component's files hold quantised. weights: by the name that each would have unquantised.
+
+    other: names of tensors that belong to the convention but to no weight (markers, scales of activations).
+    """
+
+    weights: Mapping[str, HeldWeight]
+    other: frozenset[str]

@@ -1,0 +1,53 @@
+"""What a run of a config would train on, before it trains: `scripts/data.py report`, and a part of `train.py --new`."""
+
+import os
+from pathlib import Path
+
+from trainer.artifacts import data_report
+from trainer.base.errors import UserError
+from trainer.base.files import make_folder
+from trainer.base.progress import Phases
+from trainer.config import Config
+from trainer.data.scan import refuse_damaged
+from trainer.engine.components import tokenizers_alone
+from trainer.engine.encoding import report_captions
+from trainer.plan.data_sources import read_sources
+from trainer.plan.requirements import chosen
+from trainer.plan.run_plan import open_source, plan_data, resolve
+from trainer.report import write_data_report
+
+
+def data_page(config: Config, out: Path | None = None) -> Path:
+    return (out or Path(config.run.output_dir)) / "data_report.html"
+
+
+def report_data(config: Config, out: Path | None = None) -> int:
+    """Print it, and write data_report.html to `out`, else to run.output_dir.
+
+    Returns how many captions strict mode would refuse. Reads photos and tokenizers, no weights. If files are damaged, the
+    page names them and is about the other photos. Then raises the same UserError as a run.
+    """
+    # What strict mode refuses is reported here, not raised.
+    config = config.model_copy(update={"data": config.data.model_copy(update={"strict_captions": False})})
+    source = open_source(config)
+    config = resolve(config, source)
+    source.check_tokenizers()
+    phases = Phases(show=True)
+    scanned = read_sources(config.data, phases)
+    if not scanned.photos:
+        refuse_damaged(scanned)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        plan = plan_data(config, source.family, processes=processes, phases=phases, scanned=scanned)
+    except UserError:
+        refuse_damaged(scanned)
+        raise
+    said = report_captions(plan, tokenizers_alone(source, chosen(config, source.family)))
+    print(data_report.text(plan, said), flush=True)
+    folder = out or Path(config.run.output_dir)
+    make_folder(folder, "--out" if out else "run.output_dir")
+    page = data_page(config, out)
+    write_data_report(page, name=config.run.name, data=data_report.sections(plan, said, phases))
+    print(f"data report: {page}", flush=True)
+    refuse_damaged(scanned)
+    return len(data_report.strict_problems(plan, said))

@@ -1,0 +1,173 @@
+"""The command line: arguments in, exit status out.
+
+0 done; 2 user error; 4 non-finite values; 5 out of memory; 6 storage; 143 / 130 / 129 after SIGTERM / SIGINT / SIGHUP.
+"""
+
+import atexit
+import gc
+import logging
+import multiprocessing
+import os
+import sys
+import threading
+import warnings
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import NoReturn
+
+from trainer.base import signals
+from trainer.base.console import write
+from trainer.base.errors import Interrupted, PeerStopped, ending
+from trainer.cli.arguments import again, parse
+from trainer.runtime.heartbeat import WATCHING
+
+
+def main(arguments: list[str] | None = None) -> int:
+    chosen = parse(arguments)
+    planned = chosen.new is not None or chosen.plan or chosen.plan_memory is not None
+    # Where a launcher started several processes, only the user knows how.
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    going_on = f"go on: {again(sys.argv[1:] if arguments is None else arguments)}"
+    signals.hold_save()
+    quiet_libraries()
+    # Importing the libraries makes millions of objects and no garbage; collecting meanwhile takes a sixth of the time to
+    # the first step. run.train turns it on again.
+    gc.disable()
+    try:
+        from trainer import config
+        from trainer.cli.plan_command import preview
+        from trainer.resume import allowed_changes
+        from trainer.run.run import train
+
+        # Looking through the libraries' objects would be most of a collection, and of a plan a tenth.
+        if not gc.get_freeze_count():
+            gc.freeze()
+        overrides = [item for group in chosen.overrides for item in group]
+        memory = None if chosen.plan_memory is None else size_of(chosen.plan_memory)
+        if chosen.new is not None:
+            with signals.undoing():
+                write_first(chosen.new, model=chosen.model, memory=memory, overrides=overrides)
+            return 0
+        loaded = config.load(chosen.config, overrides)
+        resume_from = chosen.resume_from and config.expand_home(chosen.resume_from, "--resume_from")
+        allowed = allowed_changes.parse(chosen.allow, resume_from)
+        if planned:
+            preview(loaded, memory, resume_from=resume_from, allowed=allowed)
+        else:
+            if not train(loaded, resume_from=resume_from, allowed=allowed) and alone:
+                write(going_on, whole=True)
+    except (Exception, KeyboardInterrupt) as error:
+        status, said = ending(error)
+        if status == 1 and not isinstance(error, PeerStopped):
+            raise
+        if not isinstance(error, (Interrupted, KeyboardInterrupt)):  # to be stopped is no error
+            first, *rest = said.splitlines() or [""]
+            said = "\n".join([f"error: {first}", *(f"       {line}" for line in rest)])
+        if alone and not planned and (status == 6 or status > 128):
+            said += f"\n{going_on}"
+        write(said, sys.stderr, whole=True)
+        return status
+    finally:
+        gc.enable()
+    return 0
+
+
+def write_first(photos: str, *, model: str | None, memory: int | None, overrides: list[str]) -> None:
+    """Write a first config into the present folder; show what it trains on, its plan, and how to start it."""
+    from trainer import config
+    from trainer.base.errors import UserError
+    from trainer.base.files import make_folder
+    from trainer.cli.check_data import data_page, report_data
+    from trainer.cli.new_config import write_first_config
+    from trainer.cli.plan_command import preview
+
+    told = False
+
+    def show(loaded: config.Config, otherwise: str | None) -> bool:
+        nonlocal told
+        page = data_page(loaded)
+        if not told and not page.parent.exists():
+            undo.callback(_remove_if_empty, page.parent)
+        make_folder(page.parent, "run.output_dir")
+        if not told and not page.exists():
+            undo.callback(page.unlink, missing_ok=True)
+        try:
+            if not told:
+                report_data(loaded)
+            told = True
+        except UserError as error:  # its photos were read already: what is missing is of the model, perhaps not here yet
+            write(f"warning: no data report: {error}", sys.stderr)
+        return preview(loaded, memory, data=not told, otherwise=otherwise)
+
+    with ExitStack() as undo:
+        path = write_first_config(photos, model=model, memory=memory, overrides=overrides, folder=Path(), show=show)
+        undo.pop_all()
+    write(f"config: {path}\nstart: python train.py --config {path} --resume_from auto")
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def size_of(text: str) -> int:
+    """Of --plan_memory, in bytes. Raises UserError."""
+    from trainer.base.errors import UserError
+    from trainer.base.files import parse_size
+
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise UserError(f"--plan_memory {text!r}: {error}") from error
+
+
+def leave(status: int) -> NoReturn:
+    """End this process, for which there is nothing left to do; what libraries want done at the end is done.
+
+    The interpreter's own way out first takes millions of objects apart, which takes seconds: too long after a signal, when a
+    machine is about to be taken away. We use it only where threads, child processes or a process group must still be ended.
+    """
+    torch = sys.modules.get("torch")
+    grouped = torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
+    # A group that lost a process cannot be ended in an orderly way.
+    grouped = grouped and WATCHING not in {thread.name for thread in threading.enumerate()}
+    threads = [t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
+    if grouped or threads or multiprocessing.active_children():
+        sys.exit(status)
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):  # nobody reads it any more: the interpreter knows how that ends
+        sys.exit(status)
+    os._exit(status)
+
+
+def quiet_libraries() -> None:
+    """What libraries say becomes lines of ours, and their bars are off: ours tell of the same work.
+
+    Notices about what they could also do, or will do in a later version, are not the user's business; errors still show.
+    """
+    for library in ("TRANSFORMERS", "DIFFUSERS", "DATASETS", "HF_HUB"):
+        os.environ.setdefault(f"{library}_VERBOSITY", "error")
+    for bars in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS", "TQDM_DISABLE"):
+        os.environ.setdefault(bars, "1")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    logging.lastResort = _Told(logging.WARNING)
+    if not sys.warnoptions:  # python -W asks for them
+        for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
+            warnings.simplefilter("ignore", category)
+    warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step.*")
+    warnings.showwarning = _warned
+
+
+class _Told(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        write(f"{record.levelname.lower()}: {record.name}: {' '.join(record.getMessage().split())}", sys.stderr)
+
+
+def _warned(message: Warning | str, category: type[Warning], filename: str, lineno: int, file=None, line=None) -> None:
+    """As warnings.showwarning. The library is the folder below site-packages."""
+    _, installed, inside = filename.replace(os.sep, "/").rpartition("/site-packages/")
+    library = inside.partition("/")[0] if installed else Path(filename).name
+    write(f"warning: {library}: {' '.join(str(message).split())}", sys.stderr)

@@ -1,0 +1,95 @@
+"""What a run would do, and whether it fits into memory: `--plan`, `--plan_memory` and the end of `--new`."""
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from trainer.base.console import printable, write
+from trainer.base.progress import Phases
+from trainer.base.run_layout import Layout
+from trainer.base.tensorfile import size_text
+from trainer.config import Config
+from trainer.memory_plan.cpu_speed import speed_of
+from trainer.memory_plan.describe import describe_cpu, describe_memory
+from trainer.memory_plan.estimate import forecast
+from trainer.memory_plan.suggestions import changes
+from trainer.plan.describe import describe
+from trainer.plan.run_plan import open_source, resolve
+from trainer.resume.allowed_changes import Allowance
+from trainer.run.setup import begin, cache_dir
+from trainer.runtime.device import Memory, accelerator_of, check_device
+
+
+def preview(
+    config: Config,
+    memory: int | None = None,
+    *,
+    data: bool = True,
+    resume_from: str | None = None,
+    allowed: Allowance | None = None,
+    otherwise: str | None = None,
+) -> bool:
+    """Print what a run would do, and whether it fits into memory. Returns whether it does.
+
+    memory: bytes of the accelerator that is planned for; None: of the device that this machine has. data: as of
+    `describe`. otherwise: what is done where it does not fit, said in place of what would make it smaller.
+    """
+    source = open_source(config)
+    config = resolve(config, source)
+    device = check_device(config) if memory is None else None
+    there = accelerator_of(config, memory) if device is None else Memory.of(device, config)
+    plan = begin(
+        config,
+        source,
+        processes=int(os.environ.get("WORLD_SIZE", "1")),
+        device=device,
+        kernels=there.kernels,
+        base=there.base,
+        resume_from=resume_from,
+        allowed=allowed or Allowance(resume_from=resume_from or "auto"),
+        phases=Phases(show=True, every=config.logging.every_seconds),
+        say=write,
+        planned=True,
+    ).plan
+    write(describe(plan, sizes=True, data=data))
+    found = forecast(plan, there.kernels, base=there.base)
+    fits = found.fits(there.size)
+    if not fits and otherwise is not None:
+        write(f"does not fit: {size_text(found.total)} of {size_text(there.size)} are needed; {otherwise}")
+        return False
+    kept = min(config.checkpoint.keep_last, plan.max_steps) + 1  # the oldest goes when the newest is there
+    output = Path(config.run.output_dir)
+    needs = {"run.output_dir": (output, to_write(kept * found.checkpoint, Layout(output).checkpoints))}
+    if config.data.cache == "disk":
+        needs["data.cache_dir"] = (cache_dir(config), to_write(found.cache, cache_dir(config)))
+    for line in disk_warnings(needs):
+        write(line)
+    if device is not None and device.type == "cpu":
+        write(describe_cpu(plan, found, speed_of(plan.components[plan.family.denoiser].compute)))
+    smaller = [] if fits else changes(plan, there.kernels, found, there.size)
+    write(describe_memory(found, there.size, smaller, updates=config.step.accumulation))  # ends with whether it fits
+    return fits
+
+
+def to_write(size: int, folder: Path) -> int:
+    """What is left of `size` bytes that a folder will hold, after those that it holds already."""
+    return max(0, size - sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file()))
+
+
+def disk_warnings(needs: Mapping[str, tuple[Path, int]]) -> list[str]:
+    """A line for each disk that has less free space than will be written there. needs: (folder, bytes) by key."""
+    disks: dict[int, tuple[list[str], Path, int]] = {}
+    for key, (folder, size) in needs.items():
+        there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
+        keys, _, before = disks.get(there.stat().st_dev, ([], there, 0))
+        disks[there.stat().st_dev] = [*keys, key], there, before + size
+    lines = []
+    for keys, there, size in disks.values():
+        if (free := shutil.disk_usage(there).free) < size:
+            lines.append(
+                f"warning: {' and '.join(keys)} need about {size_text(size)}, and the disk of {printable(there)} has "
+                f"{size_text(free)} free; free some, give another folder"
+                + (", or lower checkpoint.keep_last" if "run.output_dir" in keys else "")
+            )
+    return lines

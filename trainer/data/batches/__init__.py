@@ -1,0 +1,1 @@
+"""The order of an epoch, and the batches that it is cut into."""

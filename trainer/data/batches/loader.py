@@ -1,0 +1,226 @@
+"""From occurrences to batches: reads the cache and applies the draws that belong to data (views, captions).
+
+Without a cache, photos are decoded here, also by workers, and encoded by the main process.
+"""
+
+import contextlib
+import itertools
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from trainer.base import signals
+from trainer.base.errors import DataError, UserError
+from trainer.base.types import Batch, Conditioning
+from trainer.data.batches.sampler import MicroBatch
+from trainer.data.batches.sent import Sent
+from trainer.data.cache.entries import Cache, MemoryCache
+from trainer.data.cache.fill import latent_key, latents_of, mask_key, pixels, text_key
+from trainer.data.captions import captions
+from trainer.data.examples import Example
+from trainer.data.images import masks, views
+from trainer.data.images.views import View
+from trainer.data.sources import Place
+
+
+@dataclass(frozen=True)
+class Encoders:
+    """The encoders for runs without a cache: `encode` of `fill_latents` and of `fill_text`."""
+
+    images: Callable[[torch.Tensor], torch.Tensor]
+    prompts: Callable[[list[str]], Conditioning]
+
+
+@dataclass(kw_only=True)
+class Reader:
+    """Makes the Batch of a micro-batch: `reader[occurrences]`. A pure function of its arguments and the cache.
+
+    examples: by sample. The cache must hold every view of them, and its mask.
+    latent_side: pixels to a side of one latent, as the masks were made for.
+    cache: None if nothing is cached; then `encoders` make what a batch needs, with the same bytes.
+    latent_fingerprint, text_fingerprint: as the cache was filled with; no text fingerprint means that captions are
+    encoded live and `Batch.conditioning` is None.
+    collate: stacks the conditioning of single captions.
+    """
+
+    examples: Mapping[str, Example]
+    cache: Cache | MemoryCache | None
+    seed: int
+    latent_side: int
+    latent_fingerprint: str
+    text_fingerprint: str | None
+    collate: Callable[[Sequence[Conditioning]], Conditioning]
+    encoders: Encoders | None = None
+
+    def __getitem__(self, occurrences: MicroBatch) -> Batch:
+        return self.finish(self.read(occurrences))
+
+    def read(self, occurrences: MicroBatch) -> Batch:
+        """The part of a batch that a worker can make: all of it with a cache. Without one, `latents` are still pixels."""
+        latents, texts, placements, weights = [], [], [], []
+        for occurrence in occurrences:
+            example = self.examples[occurrence.sample]
+            view = views.drawn(self.seed, occurrence, example)
+            if self.cache is None:
+                latents.append(_as_scanned(example.photo.image, lambda example=example, view=view: pixels(example, view)))
+            else:
+                latents.append(self.cache.get(latent_key(example, view, fingerprint=self.latent_fingerprint))["latents"])
+            placements.append(view.place(example))
+            weights.append(self.loss_weights(example, view))
+            texts.append(captions.drawn(self.seed, occurrence, example))
+        return Batch(
+            occurrences=occurrences,
+            latents=torch.stack(latents),
+            captions=tuple(texts),
+            conditioning=None if self.text_fingerprint is None or self.cache is None else self.conditioning(texts),
+            original_size=torch.tensor([p.original_size for p in placements], dtype=torch.int64),
+            crop_top_left=torch.tensor([p.crop_top_left for p in placements], dtype=torch.int64),
+            target_size=torch.tensor([p.target_size for p in placements], dtype=torch.int64),
+            loss_weights=_stacked(weights),
+        )
+
+    def loss_weights(self, example: Example, view: View) -> torch.Tensor | None:
+        """fp32 [h, w]: the weight of each latent by its mask, times its source's weight; None: 1 everywhere."""
+        photo, source, side = example.photo, example.photo.source, self.latent_side
+        if photo.mask is None and source.loss_weight == 1:
+            return None
+        if photo.mask is None:
+            width, height = example.bucket
+            return torch.full((height // side, width // side), source.loss_weight)
+        if self.cache is None:
+            mask = _as_scanned(photo.mask, lambda: masks.on_latents(example, view, side=side))
+        else:
+            mask = self.cache.get(mask_key(example, view, side=side))["mask"]
+        return (mask + (1 - mask) * source.unmasked_weight) * source.loss_weight
+
+    def finish(self, batch: Batch) -> Batch:
+        """Completes the batch of `read`. It may encode, so only the process with the encoders may call it."""
+        if self.cache is not None:
+            return batch
+        assert self.encoders is not None
+        return replace(
+            batch,
+            latents=torch.stack([latents_of(image, self.encoders.images) for image in batch.latents]),
+            conditioning=None if self.text_fingerprint is None else self.conditioning(batch.captions),
+        )
+
+    def conditioning(self, texts: Sequence[str]) -> Conditioning:
+        """The conditioning of these captions, stacked."""
+        if self.cache is None:
+            assert self.encoders is not None
+            return self.collate([self.encoders.prompts([text]).to("cpu") for text in texts])
+        keys = [text_key(text, fingerprint=self.text_fingerprint) for text in texts]
+        return self.collate([Conditioning.from_tensors(self.cache.get(key)) for key in keys])
+
+
+def _stacked(weights: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """None counts as 1 everywhere. The result is None if all are."""
+    shapes = {weight.shape for weight in weights if weight is not None}
+    if not shapes:
+        return None
+    (shape,) = shapes
+    return torch.stack([torch.ones(shape) if weight is None else weight for weight in weights])
+
+
+def _as_scanned(place: Place | None, read: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """`read()` of a file that must be as it was at the run's start. Raises DataError if it changed or is gone."""
+    try:
+        return read()
+    except (OSError, UserError) as error:
+        reason = getattr(error, "strerror", None) or "it changed since the run began"
+        raise DataError(f"{place} can no longer be read ({reason}); restore it") from error
+
+
+@dataclass(frozen=True)
+class _Reads(Dataset):
+    """The dataset that workers read."""
+
+    reader: Reader
+
+    def __getitem__(self, occurrences: MicroBatch) -> Sent:
+        return Sent.of(self.reader.read(occurrences))
+
+
+def iterate(
+    updates: Iterable[Sequence[MicroBatch]], reader: Reader, *, num_workers: int, pin: bool = False
+) -> Generator[list[Batch]]:
+    """One list of Batches per update, in order; `updates` holds this process's share of each (an empty one gives []).
+
+    Raises DataError if an entry can no longer be read, or if a worker died.
+
+    `updates` may be lazy and go on over many epochs: with workers it is read a few batches ahead, in this process. The
+    result does not depend on `num_workers`. Close the generator to end the workers early.
+    pin: workers read into page-locked memory, so that the copy to the GPU overlaps with computing.
+    """
+    if num_workers == 0:
+        for update in updates:
+            yield [reader[occurrences] for occurrences in update]
+        return
+    updates, ahead = itertools.tee(updates)
+    loader = DataLoader(
+        _Reads(replace(reader, encoders=None)),  # they stay in this process
+        sampler=(occurrences for update in ahead for occurrences in update),
+        batch_size=None,
+        num_workers=num_workers,
+        pin_memory=pin,
+        # A forked worker knows which cache entries are verified already.
+        multiprocessing_context="fork" if sys.platform == "linux" else None,
+        worker_init_fn=_start_worker,
+        generator=torch.Generator(),  # the loader draws a seed for its workers: not from torch's global generator
+    )
+    with _signals_blocked():
+        batches = iter(loader)
+    try:
+        for update in updates:
+            yield [reader.finish(_next(batches)) for _ in update]
+    finally:
+        del batches  # joins the workers
+
+
+def _next(batches: Iterator[Sent | Batch]) -> Batch:
+    """Raises DataError with the plain message of an error in a worker, and for a worker that died."""
+    try:
+        batch = next(batches)
+        return batch.batch() if isinstance(batch, Sent) else batch  # unpacked already where it was pinned
+    except RuntimeError as error:
+        if isinstance(error, DataError):
+            said = str(error).splitlines()[-1].partition(": ")[2]
+        elif str(error).startswith("DataLoader worker"):
+            said = f"{error}; if memory ran out, lower data.num_workers"
+        else:
+            raise
+        # The frames would keep the loader, and so its workers: they ignore signals, and the program waits for their end.
+        del batches
+        traceback.clear_frames(error.__traceback__)
+        raise DataError(said) from None
+
+
+def _start_worker(worker: int) -> None:
+    """Leave signals to the main process, which ends the current step first; share out the cache's memory.
+
+    Where `_signals_blocked` works, it has seen to the signals already.
+    """
+    for signum in signals.HANDLED:
+        signal.signal(signum, signal.SIG_IGN)
+    info = get_worker_info()
+    if info.dataset.reader.cache is not None:
+        info.dataset.reader.cache.share_memory(info.num_workers)
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Hold back a run's signals while workers start, who inherit it: no signal meets them before `_start_worker`."""
+    if not hasattr(signal, "pthread_sigmask") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals.HANDLED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,64 @@
+"""A batch on its way from a worker to the main process."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+import torch
+
+from trainer.base.types import Batch, Conditioning
+
+LARGE = 2**18  # bytes of a tensor: from here on sharing its memory is quicker than sending it
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A batch on its way from a worker: its large tensors in shared memory, the small ones as bytes.
+
+    torch itself shares the memory of each tensor, and the main process asks the worker for each of them. For the small ones
+    that takes longer than to read the batch (docs/figures.md).
+    """
+
+    packed: Any
+
+    @classmethod
+    def of(cls, batch: Batch) -> Self:
+        return cls(_packed(batch))
+
+    def batch(self) -> Batch:
+        return _unpacked(self.packed)
+
+    def pin_memory(self) -> Batch:
+        """torch's loader asks for it, in a thread of its own."""
+        return self.batch().pin_memory()
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """A tensor: its values, row by row."""
+
+    data: bytearray
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def _packed(value: Any) -> Any:
+    """The same with each small tensor as _Bytes. value: a Batch, or what one holds."""
+    if isinstance(value, torch.Tensor) and value.nbytes < LARGE:
+        flat = value.detach().contiguous().reshape(-1)
+        return _Bytes(bytearray(flat.view(torch.uint8).numpy()), value.dtype, tuple(value.shape))
+    return _within(value, _packed)
+
+
+def _unpacked(value: Any) -> Any:
+    """The inverse of `_packed`."""
+    if isinstance(value, _Bytes):
+        flat = torch.frombuffer(value.data, dtype=value.dtype) if value.data else torch.empty(0, dtype=value.dtype)
+        return flat.reshape(value.shape)
+    return _within(value, _unpacked)
+
+
+def _within(value: Any, change: Callable[[Any], Any]) -> Any:
+    if not isinstance(value, (Batch, Conditioning)):
+        return value
+    return replace(value, **{field.name: change(getattr(value, field.name)) for field in fields(value)})

@@ -1,0 +1,1 @@
+"""Encoded photos and captions, kept from one epoch and one run to the next."""

@@ -1,0 +1,247 @@
+"""Photos and captions become entries of a cache, each addressed by everything that went into it.
+
+A changed photo, caption, preprocessing or encoder has another key, so a stale entry is never read.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+
+import torch
+
+from trainer.base import tiles
+from trainer.base.console import printable
+from trainer.base.errors import UserError
+from trainer.base.progress import QUIET, Phases
+from trainer.base.types import Conditioning
+from trainer.data import buckets
+from trainer.data.cache.entries import Cache, MemoryCache, Tensors, finite
+from trainer.data.examples import Example
+from trainer.data.images import masks, views
+from trainer.data.images.decode import decode
+from trainer.data.images.views import View
+from trainer.data.threads import in_threads
+
+PREPROCESSING_VERSION = 1  # raise it when `decode.decode` or `buckets.fit` gives other pixels
+
+Entries = Iterator[tuple[str, Tensors, dict[str, str]]]  # key, entry, metadata of its file
+
+
+def _key(kind: str, **inputs: object) -> str:
+    text = json.dumps({"kind": kind, **inputs}, sort_keys=True)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def latent_key(example: Example, view: View, *, fingerprint: str) -> str:
+    """The key of the latents of one view. `fingerprint` stands for the image encoder, its weights and its dtypes.
+
+    Some inputs count only where they are not the default: choices (decode.Decoded), a crop that is not at the centre, changed
+    colours, tiles. So a photo keeps its key when such a key of the config is introduced.
+    """
+    photo = example.photo
+    return _key(
+        "latent",
+        image=photo.sha256,
+        bucket=list(example.bucket),
+        resize=f"cover {buckets.RESIZE_FILTER.name}, crop centre",
+        flip=view.flip,
+        version=PREPROCESSING_VERSION,
+        encoder=fingerprint,
+        **({"choices": list(photo.choices)} if photo.choices else {}),
+        **_crop(example, view),
+        **({"colours": list(view.colours)} if view.colours else {}),
+        **({"tiles": side} if (side := tiles.side(*example.bucket)) else {}),
+    )
+
+
+def mask_key(example: Example, view: View, *, side: int) -> str:
+    """The key of a mask as `masks.on_latents` gives it."""
+    photo = example.photo
+    return _key(
+        "mask",
+        mask=photo.mask_sha256,
+        lies_in=photo.source.masks,
+        bucket=list(example.bucket),
+        flip=view.flip,
+        side=side,
+        version=PREPROCESSING_VERSION,
+        **_crop(example, view),
+    )
+
+
+def _crop(example: Example, view: View) -> dict[str, list[int]]:
+    photo = example.photo
+    kept = buckets.place(photo.width, photo.height, example.bucket, crop=view.crop)
+    if kept == buckets.place(photo.width, photo.height, example.bucket):
+        return {}
+    return {"crop": [*kept.resized_size, *kept.crop_top_left]}
+
+
+def text_key(caption: str, *, fingerprint: str) -> str:
+    """The key of one caption's conditioning. `fingerprint` stands for tokenizers and text encoders together."""
+    return _key("text", caption=caption, encoder=fingerprint)
+
+
+def latents_wanted(examples: Sequence[Example], *, seed: int, fingerprint: str) -> dict[str, tuple[Example, View]]:
+    """By key, every view that may be drawn."""
+    wanted: dict[str, tuple[Example, View]] = {}
+    for example in examples:
+        for view in views.every(seed, example):
+            wanted.setdefault(latent_key(example, view, fingerprint=fingerprint), (example, view))
+    return wanted
+
+
+def masks_wanted(examples: Sequence[Example], *, seed: int, side: int) -> dict[str, tuple[Example, View]]:
+    """By key, every view whose mask may be drawn."""
+    wanted: dict[str, tuple[Example, View]] = {}
+    for example in examples:
+        if example.photo.mask is not None:
+            for view in views.every(seed, example):
+                wanted.setdefault(mask_key(example, view, side=side), (example, view))
+    return wanted
+
+
+def texts_wanted(captions: Iterable[str], *, fingerprint: str) -> dict[str, str]:
+    """By key, each caption and "", which stands for dropped ones."""
+    return {text_key(caption, fingerprint=fingerprint): caption for caption in (*captions, "")}
+
+
+def fill_latents(
+    cache: Cache | MemoryCache,
+    examples: Sequence[Example],
+    *,
+    seed: int,
+    fingerprint: str,
+    encode: Callable[[torch.Tensor], torch.Tensor],
+    on_non_finite: Callable[[str], None],
+    phases: Phases = QUIET,
+    mine: Callable[[str], bool] = lambda key: True,
+) -> int:
+    """Make the latents that are not cached yet, of every view; returns how many were made.
+
+    seed: the run's, which the views follow from.
+    `encode` maps pixels, fp32 [1, 3, H, W] in [-1, 1] on the CPU, to normalised latents [1, C, h, w]. It gets one photo
+    at a time, so that an entry does not depend on its neighbours: two at once give other bits, of every photo that was
+    measured (docs/data.md). Entries hold "latents", fp32 [C, h, w].
+    mine: which keys are looked at, and made.
+    `on_non_finite` is called with a description of every photo whose latents hold NaN or infinity, new or cached; if it
+    raises, the new ones are not kept.
+    Raises UserError if a photo changed after the scan.
+    """
+    wanted = latents_wanted(examples, seed=seed, fingerprint=fingerprint)
+
+    def made(todo: list[str]) -> Entries:
+        with closing(in_threads(lambda key: pixels(*wanted[key]), todo)) as decoded:
+            for key, pixels_3HW in zip(todo, decoded, strict=True):
+                yield key, {"latents": latents_of(pixels_3HW, encode)}, {"sample": wanted[key][0].sample}
+
+    described = {
+        key: f"the latents of {printable(example.sample)} ({example.photo.image})" for key, (example, _) in wanted.items()
+    }
+    return _fill(cache, described, made, dict.fromkeys(wanted, on_non_finite), phases, "photo", mine)
+
+
+def latents_of(pixels_3HW: torch.Tensor, encode: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """fp32 [C, h, w] on the CPU: those of one photo, encoded as `fill_latents` does."""
+    return encode(pixels_3HW.unsqueeze(0)).detach().to("cpu", torch.float32).squeeze(0)
+
+
+def fill_masks(
+    cache: Cache | MemoryCache,
+    examples: Sequence[Example],
+    *,
+    seed: int,
+    side: int,
+    phases: Phases = QUIET,
+    mine: Callable[[str], bool] = lambda key: True,
+) -> int:
+    """Make the masks that are not cached yet, of every view; returns how many were made.
+
+    seed: the run's. side: as of `masks.on_latents`. mine: as in `fill_latents`. Entries hold "mask", fp32 [h, w].
+    Raises UserError if a mask changed after the scan.
+    """
+    wanted = masks_wanted(examples, seed=seed, side=side)
+
+    def made(todo: list[str]) -> Entries:
+        with closing(in_threads(lambda key: masks.on_latents(*wanted[key], side=side), todo)) as found:
+            for key, mask in zip(todo, found, strict=True):
+                yield key, {"mask": mask}, {"sample": wanted[key][0].sample}
+
+    described = {
+        key: f"the mask of {printable(example.sample)} ({example.photo.mask})" for key, (example, _) in wanted.items()
+    }
+    return _fill(cache, described, made, dict.fromkeys(wanted, _never), phases, "mask", mine) if wanted else 0
+
+
+def _never(what: str) -> None:
+    raise AssertionError(f"{what} is not finite")
+
+
+def fill_text(
+    cache: Cache | MemoryCache,
+    captions: Iterable[str],
+    *,
+    prompts: Iterable[str] = (),
+    fingerprint: str,
+    encode: Callable[[list[str]], Iterator[tuple[str, Conditioning]]],
+    on_non_finite: Callable[[str], None],
+    on_black: Callable[[str], None] = lambda what: None,
+    phases: Phases = QUIET,
+    mine: Callable[[str], bool] = lambda key: True,
+) -> int:
+    """Make the conditioning that is not cached yet, of each text and of "" (dropped captions); returns how many were made.
+
+    prompts: texts of samples, that no step sees.
+    `encode` gives each of some texts with its conditioning, in any order (data/cache/texts.py).
+    Entries hold Conditioning.tensors() with a batch dimension of 1, in the dtypes that `encode` gives.
+    `on_non_finite` and `mine` as in `fill_latents`; `on_black` is called instead where only a prompt is not finite.
+    """
+    trained = texts_wanted(captions, fingerprint=fingerprint)
+    wanted = trained | texts_wanted(prompts, fingerprint=fingerprint)
+    described = {key: f"the text encodings of {text!r}" for key, text in wanted.items()}
+
+    def made(todo: list[str]) -> Entries:
+        keys = {wanted[key]: key for key in todo}
+        with closing(encode(list(keys))) as encoded:
+            for text, conditioning in encoded:
+                yield keys[text], conditioning.tensors(), {}
+
+    told = {key: on_non_finite if key in trained else on_black for key in wanted}
+    return _fill(cache, described, made, told, phases, "caption", mine)
+
+
+def _fill(
+    cache: Cache | MemoryCache,
+    described: Mapping[str, str],
+    made: Callable[[list[str]], Entries],
+    on_non_finite: Mapping[str, Callable[[str], None]],
+    phases: Phases,
+    unit: str,
+    mine: Callable[[str], bool],
+) -> int:
+    """described: what each key stands for. made: keys -> their entries, in any order. on_non_finite: by key, who is told."""
+    keys = [key for key in described if mine(key)]
+    todo = cache.missing(keys, phases)
+    with phases(f"encoding {unit}s", len(todo), unit) as phase, phase.between_modules(), closing(made(todo)) as entries:
+        for key, tensors, metadata in entries:
+            if not finite(tensors):
+                on_non_finite[key](described[key])
+            cache.put(key, tensors, metadata)
+            phase.advance()
+    new = frozenset(todo)
+    for key in keys:
+        if key not in new and not cache.is_finite(key):
+            on_non_finite[key](f"{described[key]}, {cache.origin(key)},")
+    return len(todo)
+
+
+def pixels(example: Example, view: View) -> torch.Tensor:
+    """fp32 [3, H, W] in [-1, 1]: what the image encoder gets. Raises UserError where the photo changed after the scan."""
+    photo = example.photo
+    data = photo.image.read()
+    # The key was made from the hash of the scan: other bytes must not be stored under it.
+    if hashlib.sha256(data).hexdigest() != photo.sha256:
+        raise UserError(f"{photo.image} changed while the run was starting; start again")
+    image = decode(data, background=photo.source.background).image
+    return buckets.to_pixels(view.show(image, example))

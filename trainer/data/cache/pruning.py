@@ -1,0 +1,175 @@
+"""Pruning of a cache's folder: deletes the least recently used entries, and none that a running process uses.
+
+An entry's time of modification is when a run last asked for it. A process that uses the folder locks one byte of a file. The
+byte's offset is the time when the process began, in milliseconds, and the lock ends with the process. So every entry that was
+asked for since the first running process began is in use, and a kill leaves nothing to clean up. All times are the file
+system's own.
+"""
+
+import contextlib
+import os
+import re
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from trainer.base import files
+from trainer.base.errors import UserError
+from trainer.base.run_layout import in_use
+
+AGES = {"h": 3600, "d": 86400, "w": 604800}
+NOBODY = 2**53  # milliseconds: after every use
+NO_LOCKS = "there are no file locks here, so it is unknown which entries a run uses"
+
+
+class Use:
+    """Marks the folder as used by this process until it ends. since: in milliseconds; None if there are no locks."""
+
+    def __init__(self, folder: Path) -> None:
+        path = in_use(folder)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            path.touch()
+            for mine in (path.parent, path):
+                share(mine, shared(folder))
+        self._file: IO[bytes] = open(path, "a+b", buffering=0)  # noqa: SIM115
+        os.utime(path)
+        since = _milliseconds(os.fstat(self._file.fileno()))
+        self.since = since if files.lock_byte(self._file, since) else None
+
+    def first(self) -> int | None:
+        """When the first running process that uses the folder began; None if there are no locks."""
+        if self.since is None:
+            return None
+        earlier = files.first_locked(self._file, self.since)
+        return self.since if earlier is None else earlier
+
+
+def shared(folder: Path) -> int:
+    """The bits of a folder's mode that let its group and others write there. New entries get them too."""
+    return folder.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def share(path: Path, bits: int) -> None:
+    """Give the rights of `shared` to a file or folder, if it belongs to this user."""
+    mode = path.stat().st_mode
+    wanted = mode | bits | bits << 1 | (bits >> 1 if stat.S_ISDIR(mode) else 0)
+    if wanted != mode:
+        with contextlib.suppress(PermissionError):  # another user's; `Cache.unprotected` reports it if needed
+            path.chmod(stat.S_IMODE(wanted))
+
+
+def look(folder: Path) -> int | None:
+    """Since when entries are in use, in milliseconds; None if that is unknown. Writes nothing."""
+    path = in_use(folder)
+    if not path.exists():
+        return NOBODY
+    try:
+        with open(path, "r+b", buffering=0) as file:
+            first = files.first_locked(file, NOBODY)
+    except (OSError, AttributeError):  # not ours to open, a read-only disk, no locks
+        return None
+    return NOBODY if first is None else first
+
+
+@dataclass(frozen=True)
+class Kept:
+    """An entry's file. used: when a run last asked for it, in milliseconds."""
+
+    path: Path
+    bytes: int
+    used: int
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What a folder held, and which entries were or would be deleted. in_use: how many are in use."""
+
+    found: tuple[Kept, ...]
+    deleted: tuple[Kept, ...]
+    in_use: int
+
+    @property
+    def left_bytes(self) -> int:
+        return size(self.found) - size(self.deleted)
+
+
+def size(entries: tuple[Kept, ...]) -> int:
+    return sum(entry.bytes for entry in entries)
+
+
+def date(entry: Kept) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used / 1000))
+
+
+def prune(
+    folder: Path, used_since: int, *, limit: int | None = None, older_than: float | None = None, dry_run: bool = False
+) -> Pruned:
+    """Delete entries not used for `older_than` seconds, then the least recently used ones until `limit` bytes are left.
+
+    used_since: in milliseconds; entries that were asked for since then stay. dry_run: delete nothing.
+    """
+    found = tuple(sorted(entries(folder), key=lambda entry: entry.used))
+    too_old = 0 if older_than is None else (time.time() - older_than) * 1000
+    excess = 0 if limit is None else size(found) - limit
+    deleted = []
+    idle = [entry for entry in found if entry.used < used_since]
+    for entry in idle:
+        if entry.used >= too_old and excess <= 0:
+            break
+        if dry_run or _remove(entry):
+            deleted.append(entry)
+            excess -= entry.bytes
+    return Pruned(found, tuple(deleted), len(found) - len(idle))
+
+
+def entries(folder: Path) -> Iterator[Kept]:
+    """All entries, in no order. Other processes may delete entries meanwhile."""
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as groups:
+        for group in groups:
+            if re.fullmatch("[0-9a-f]{2}", group.name) and group.is_dir():
+                with os.scandir(group) as names:
+                    for name in names:
+                        if re.fullmatch(r"[0-9a-f]{64}\.safetensors", name.name):
+                            with contextlib.suppress(FileNotFoundError):
+                                status = name.stat()
+                                yield Kept(Path(name.path), status.st_size, _milliseconds(status))
+
+
+def parse_age(text: str) -> float:
+    """Seconds in "12h", "30d" or "8w". Raises ValueError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([hdw])", text.strip())
+    if found is None:
+        raise ValueError('write a number of hours, days or weeks, for example "12h", "30d" or "8w"')
+    return float(found[1]) * AGES[found[2]]
+
+
+def require_locks(use: Use, what: str) -> int:
+    """Since when entries are in use. Raises UserError if that is unknown."""
+    first = use.first()
+    if first is None:
+        raise UserError(f"{what}: {NO_LOCKS}; delete the folder when no run uses it")
+    return first
+
+
+def _remove(entry: Kept) -> bool:
+    """Delete the entry, unless a run that just started has asked for it; returns whether it was deleted."""
+    aside = entry.path.with_name(f".{entry.path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")  # if killed: a leftover
+    try:
+        if _milliseconds(entry.path.stat()) != entry.used:
+            return False
+        os.replace(entry.path, aside)
+        if _milliseconds(aside.stat()) != entry.used:
+            os.replace(aside, entry.path)
+            return False
+        aside.unlink()
+    except FileNotFoundError:  # someone else deleted it
+        return False
+    return True
+
+
+def _milliseconds(status: os.stat_result) -> int:
+    return status.st_mtime_ns // 1_000_000

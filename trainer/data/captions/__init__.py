@@ -1,0 +1,1 @@
+"""Captions, and the prompts that are taken from them."""

@@ -1,0 +1,108 @@
+"""Which captions are missing, empty or too long, and which one an appearance trains on."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass, field
+
+from trainer.base import draws
+from trainer.base.console import printable
+from trainer.base.errors import UserError
+from trainer.base.types import Occurrence
+from trainer.data.examples import Example
+
+SHOWN = 3  # samples in a line
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Of a text encoder: limit: how many tokens it reads. counts: tokens by text. Both include the special tokens."""
+
+    limit: int
+    counts: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class CaptionReport:
+    """What the start of a run reports about captions: the samples concerned, by all variants of their captions.
+
+    missing: no caption was found.  empty: one was found, and a variant of it has no text.
+    truncated: by text encoder, with a variant of more tokens than it reads; the rest of it is not trained on.
+    tokens: by text encoder, of every variant.
+    """
+
+    photos: int
+    missing: tuple[str, ...]
+    empty: tuple[str, ...]
+    truncated: Mapping[str, tuple[str, ...]]
+    tokens: Mapping[str, Tokens] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """The counts, and a line with the first few samples of each."""
+        named = {"missing": self.missing, "empty": self.empty}
+        named |= {f"truncated by {encoder}": samples for encoder, samples in self.truncated.items()}
+        counts = ", ".join(f"{len(samples)} {what}" for what, samples in named.items())
+        lines = [f"captions of {self.photos} photos: {counts}"]
+        for what, samples in named.items():
+            if samples:
+                more = f" and {len(samples) - SHOWN} more" if len(samples) > SHOWN else ""
+                lines.append(f"  {what}: {', '.join(map(printable, samples[:SHOWN]))}{more}")
+        return "\n".join(lines)
+
+
+def report(examples: Iterable[Example], *, tokens: Mapping[str, Tokens] | None = None) -> CaptionReport:
+    """tokens: by text encoder, of every variant of the examples' captions."""
+    found = {example.photo.sample: example for example in examples}  # the same at every size
+    tokens = tokens or {}
+    too_long = {
+        encoder: {text for text, count in counted.counts.items() if count > counted.limit}
+        for encoder, counted in tokens.items()
+    }
+    return CaptionReport(
+        photos=len(found),
+        missing=tuple(sample for sample, example in found.items() if not example.photo.has_caption),
+        empty=tuple(sample for sample, e in found.items() if e.photo.has_caption and "" in e.captions),
+        truncated={
+            encoder: tuple(sample for sample, example in found.items() if not texts.isdisjoint(example.captions))
+            for encoder, texts in too_long.items()
+        },
+        tokens=tokens,
+    )
+
+
+def frequency(examples: Iterable[Example]) -> dict[str, int]:
+    """How many appearances in an epoch may show each caption, or each tag if the source splits captions into tags.
+
+    A caption with several variants counts for what any of them contains. Regularisation images do not count.
+    """
+    counts: Counter[str] = Counter()
+    for example in {e.photo.sample: e for e in examples if not e.photo.source.regularisation}.values():
+        rules, variants = example.photo.source.caption_rules, set(example.captions)
+        texts = {tag for text in variants for tag in rules.tags(text)} if rules.by_tags else variants
+        for text in texts:
+            counts[text] += example.photo.repeats
+    return dict(counts)
+
+
+def triggers(examples: Iterable[Example]) -> tuple[str, ...]:
+    """The triggers of the sources that show the subject, each once, in order."""
+    sources = dict.fromkeys(example.photo.source for example in examples)
+    return tuple(dict.fromkeys(s.caption_rules.trigger for s in sources if s.caption_rules.trigger and not s.regularisation))
+
+
+def refuse_truncated(captions: CaptionReport) -> None:
+    """Strict mode's check for length; `scan` makes those for missing and empty captions. Raises UserError."""
+    lines = [
+        f"  {printable(sample)}: too long for {name}" for name, samples in captions.truncated.items() for sample in samples
+    ]
+    if lines:
+        raise UserError("captions would be truncated; shorten these:\n" + "\n".join(lines))
+
+
+def drawn(seed: int, occurrence: Occurrence, example: Example) -> str:
+    """The caption that this appearance of the photo trains on: "" where it is dropped, else one of the example's."""
+    key = astuple(occurrence)
+    if draws.uniform(seed, "caption_dropout", *key) < example.photo.source.caption_dropout:
+        return ""
+    if len(example.captions) == 1:
+        return example.captions[0]
+    return example.captions[int(draws.uniform(seed, "caption", *key) * len(example.captions))]

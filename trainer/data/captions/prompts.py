@@ -1,0 +1,70 @@
+"""Prompts of samples: two out of the captions, and a look at those that no caption is like."""
+
+import re
+from collections.abc import Iterable, Sequence
+
+from trainer.data.caption_rules import holds
+from trainer.data.captions.captions import triggers
+from trainer.data.examples import Example
+
+# Scripts without spaces: every character counts as a word.
+_SINGLE = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\uac00-\ud7af"
+_WORD = re.compile(f"[{_SINGLE}]|[^\\W_{_SINGLE}]+")
+# Words that do not describe a picture's contents.
+COMMON = frozenset(
+    _WORD.findall(
+        "a an the this that these those of on in at by to for from with without and or but not no as is are was be it its "
+        "his her their my your our one two some any very photo photos photograph picture image"
+    )
+)
+
+
+def words(text: str) -> set[str]:
+    """The words in lower case, without COMMON ones."""
+    return set(_WORD.findall(text.casefold())) - COMMON
+
+
+def of_captions(examples: Sequence[Example]) -> list[str]:
+    """Two captions as they are trained on, the first and one of the middle; fewer where there are no others.
+
+    Those of regularisation images do not count.
+    """
+    told = [e.captions[0] for e in examples if not e.photo.source.regularisation and e.captions[0]]
+    return list(dict.fromkeys((told[0], told[len(told) // 2]))) if told else []
+
+
+def warnings(prompts: Iterable[str], examples: Sequence[Example]) -> list[str]:
+    """A line on the prompts that share no word with any variant of a caption, and one on those without a trigger.
+
+    Captions of regularisation images do not count: they are not of the subject.
+    A prompt without words gives no warning, and nor does a set whose captions have none.
+    """
+    asked = {prompt: words(prompt) for prompt in dict.fromkeys(prompts)}
+    known, wanted = False, set().union(*asked.values())
+    found: set[str] = set()
+    for text in {text for e in examples if not e.photo.source.regularisation for text in e.captions}:
+        own = words(text)
+        known = known or bool(own)
+        found |= own & wanted
+        if found == wanted and known:
+            break
+    strange = [prompt for prompt, own in asked.items() if known and own and not own & found]
+    names = triggers(examples)
+    without = [p for p in asked if names and p not in strange and not any(holds(p, name) for name in names)]
+    lines = []
+    if strange:
+        lines.append(
+            f"{_quoted(strange, 'shares', 'share')} no word with any caption or trigger: the samples will hardly show "
+            "what is trained"
+        )
+    if without:
+        lines.append(
+            f"{_quoted(without, 'has', 'have')} no trigger ({', '.join(names)}): the samples may not show what is trained"
+        )
+    return lines
+
+
+def _quoted(prompts: Sequence[str], one: str, several: str) -> str:
+    """The prompts with the verb: `one` of a single prompt, `several` of more."""
+    quoted = ", ".join(map(repr, prompts))
+    return f"the prompt {quoted} {one}" if len(prompts) == 1 else f"the prompts {quoted} {several}"

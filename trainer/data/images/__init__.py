@@ -1,0 +1,1 @@
+"""Photos and masks as pixels: decoded, compared, and seen in their views."""

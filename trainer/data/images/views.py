@@ -1,0 +1,72 @@
+"""Views of a photo: mirrored or not, its crop, its colours.
+
+A photo has a finite number of variants (`image_variants`), so that each can be encoded once. A view is a variant, mirrored or
+not. The view of an appearance is drawn by (seed, epoch, sample, repeat). A variant depends on (seed, sample, its number)
+alone.
+"""
+
+from dataclasses import astuple, dataclass, replace
+
+from PIL import Image, ImageEnhance
+
+from trainer.base import draws
+from trainer.base.types import Occurrence
+from trainer.data import buckets
+from trainer.data.buckets import CENTRE, Crop, Placement
+from trainer.data.examples import Example
+
+FLIP_PROBABILITY = 0.5
+ENHANCERS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """flip: mirrored, with its crop. crop: as in `buckets.place`. colours: a factor for each of ENHANCERS, or empty."""
+
+    flip: bool = False
+    crop: Crop = CENTRE
+    colours: tuple[float, ...] = ()
+
+    def place(self, example: Example) -> Placement:
+        photo = example.photo
+        return buckets.place(photo.width, photo.height, example.bucket, flip=self.flip, crop=self.crop)
+
+    def show(self, image: Image.Image, example: Example) -> Image.Image:
+        """The photo as it is trained."""
+        fitted, _ = buckets.fit(image, example.bucket, flip=self.flip, crop=self.crop)
+        for enhancer, factor in zip(ENHANCERS, self.colours, strict=False):
+            fitted = enhancer(fitted).enhance(factor)
+        return fitted
+
+
+def every(seed: int, example: Example) -> list[View]:
+    """All views that may be drawn."""
+    source = example.photo.source
+    upright = [_variant(seed, example, number) for number in range(source.image_variants if source.jitters else 1)]
+    return [replace(view, flip=flip) for view in upright for flip in ((False, True) if source.flip else (False,))]
+
+
+def drawn(seed: int, occurrence: Occurrence, example: Example) -> View:
+    """The view of this appearance, one of `every`."""
+    source, key = example.photo.source, astuple(occurrence)
+    number = int(draws.uniform(seed, "image_variant", *key) * source.image_variants) if source.jitters else 0
+    flip = source.flip and draws.uniform(seed, "flip", *key) < FLIP_PROBABILITY
+    return replace(_variant(seed, example, number), flip=flip)
+
+
+def _variant(seed: int, example: Example, number: int) -> View:
+    """Number 0 is the photo as it is. The others are drawn uniformly from the source's range."""
+    source = example.photo.source
+    if number == 0:
+        return View()
+
+    def within(jitter: float, purpose: str, axis: int) -> float:
+        return jitter * (2 * draws.uniform(seed, purpose, example.sample, number, axis) - 1)
+
+    crop, colours = CENTRE, ()
+    if source.crop_jitter:
+        zoom, right, down = (within(source.crop_jitter, "crop_jitter", axis) for axis in range(3))
+        crop = (1 + abs(zoom), right, down)
+    if source.colour_jitter:
+        colours = tuple(1 + within(source.colour_jitter, "colour_jitter", axis) for axis in range(len(ENHANCERS)))
+    return View(crop=crop, colours=colours)

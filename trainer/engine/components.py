@@ -1,0 +1,161 @@
+"""The loaded parts of the model: the one place that loads them, encodes with them, and lets them go."""
+
+import gc
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer import quantization
+from trainer.base.digests import FileDigests
+from trainer.base.files import make_folder
+from trainer.base.memory import give_back
+from trainer.base.progress import Phases
+from trainer.base.protocols import BaseLayer, Kernels
+from trainer.base.types import Conditioning
+from trainer.models.base import Model
+from trainer.models.loading import ModelSource, load_tokenizers
+from trainer.plan.requirements import chosen
+from trainer.plan.run_plan import Plan
+from trainer.plan.storage import held_as
+from trainer.quantization import ConvertedWeights
+from trainer.runtime.processes import Processes
+
+
+def without_modules(plan: Plan, device: torch.device, tokenizers: dict[str, Any]) -> Model:
+    """The plan's model without a weight."""
+    return Model(
+        modules={},
+        configs={component.name: plan.source.config(component.name) for component in plan.family.components},
+        tokenizers=tokenizers,
+        scheduler=plan.source.scheduler,
+        compute={name: storage.compute for name, storage in plan.components.items()},
+        device=device,
+        options={"objective": plan.objective, **chosen(plan.config, plan.family)},
+    )
+
+
+def tokenizers_alone(source: ModelSource, options: Mapping[str, Any]) -> Model:
+    """The model without a weight or a plan, to be asked how many tokens a caption has. options: as `chosen` gives them."""
+    return Model(
+        modules={},
+        configs={component.name: source.config(component.name) for component in source.family.components},
+        tokenizers=load_tokenizers(source.family, source),
+        scheduler={},
+        compute={},
+        device=torch.device("cpu"),
+        options=options,
+    )
+
+
+class Components:
+    """plan: its model's files are on this machine. digests: of those files, by their contents.
+
+    model: what the family's functions take. storage: of every component that was quantised here, how, for the report.
+    """
+
+    def __init__(self, plan: Plan, *, kernels: Kernels, digests: FileDigests, processes: Processes, phases: Phases) -> None:
+        self.plan, self.family, self.source = plan, plan.family, plan.source
+        self.kernels, self.digests, self.processes, self.phases = kernels, digests, processes, phases
+        self.storage: dict[str, quantization.Stored] = {}
+        self.model = without_modules(plan, processes.device, self.tokenizers())
+
+    def tokenizers(self) -> dict[str, Any]:
+        return load_tokenizers(self.family, self.source)
+
+    def load(self, name: str) -> torch.nn.Module:
+        """The component, read and quantised at its first use."""
+        if name in self.model.modules:
+            return self.model.modules[name]
+        storage, held = self.plan.components[name], self.source.held(name)
+        converted = self._converted(name) if storage.format.quantised and not held else None
+        module = self.model.modules[name] = self.source.load(
+            name,
+            swap=partial(storage.swap, held=held, kernels=self.kernels),
+            device=self.model.device,
+            fill=partial(converted.fill, phases=self.phases) if converted else lambda module: (),
+            phases=self.phases,
+        )
+        give_back()
+        if converted is not None and self.processes.is_main:
+            self.processes.say(f"{name}: {converted.found} of {converted.wanted} converted weights were in model.cache_dir")
+            converted.store(module, phases=self.phases)
+        in_file = held_as(self.source, name)
+        if in_file and not storage.format.quantised:
+            self.processes.say(f"{name}: held as {in_file[0]} in the model's file, widened to {storage.format.name}")
+        stored = quantization.stored_as(module)
+        if stored is not None:
+            self.storage[name] = stored
+            self.processes.say(f"{name}: {stored}")
+        if storage.scaled_matmul:
+            self.processes.say(f"{name}: {quantization.scaled_layers(module)}")
+        return module
+
+    def _converted(self, name: str) -> ConvertedWeights | None:
+        """The cache of a component's converted weights, where the config asks for one."""
+        folder = self.plan.config.model.cache_dir
+        if folder is None:
+            return None
+        make_folder(Path(folder), "model.cache_dir")
+        return ConvertedWeights(
+            Path(folder),
+            fingerprint=self.source.fingerprint(name, self.digests.of),
+            library=quantization.library(self.plan.components[name].format),
+        )
+
+    def let_go(self, names: Collection[str]) -> None:
+        """Give their memory back; what is used again is loaded again."""
+        if [name for name in names if self.model.modules.pop(name, None) is not None]:
+            gc.collect()
+            give_back()
+
+    def layer(self, name: str) -> BaseLayer:
+        """A frozen layer by its full name ("unet.conv_in"), under its adapter where it has one."""
+        component, _, layer = name.partition(".")
+        module = self.model.modules[component].get_submodule(layer)
+        return module.get_base_layer() if hasattr(module, "get_base_layer") else module
+
+    @torch.no_grad()
+    def encode_images(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Family.encode_images, under the VAE."""
+        self.load(self.family.vae)
+        return self.family.encode_images(self.model, pixels)
+
+    @contextmanager
+    def text_encoder(self, name: str) -> Iterator[Callable[[list[str]], Mapping[str, torch.Tensor]]]:
+        """Inside, it is in memory, for Family.encode_text without gradients."""
+
+        @torch.no_grad()
+        def encode(texts: list[str]) -> Mapping[str, torch.Tensor]:
+            self.load(name)
+            return self.family.encode_text(self.model, name, texts)
+
+        try:
+            yield encode
+        finally:
+            self.let_go([name])
+
+    @torch.no_grad()
+    def encode_prompts(self, texts: list[str]) -> Conditioning:
+        """Family.encode_prompts without gradients; all text encoders stay in memory."""
+        for name in self.family.text_encoders:
+            self.load(name)
+        return self.family.encode_prompts(self.model, texts)
+
+    def fingerprint(self, name: str) -> str:
+        """Of a component that encodes, for the cache of what it encodes: its files, and all that changes its numbers."""
+        storage = self.plan.components[name]
+        parts = [self.source.fingerprint(name, self.digests.of), storage.format.name, storage.compute, storage.keep]
+        if storage.format.quantised:
+            parts += [quantization.library(storage.format), self.model.device.type]
+        return ":".join(map(str, parts))
+
+    def text_fingerprint(self) -> str:
+        """Of all that captions pass through: the text encoders and the tokenizers."""
+        encoders = [self.fingerprint(name) for name in self.family.text_encoders]
+        counted = {name: (own[0], limit) for name, (own, limit) in self.family.count_tokens(self.model, [""]).items()}
+        tokenizers = [self.source.tokenizer_fingerprint, str(counted)]
+        return " ".join(encoders + tokenizers)

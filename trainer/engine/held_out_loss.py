@@ -1,0 +1,200 @@
+"""The loss of photos that are never trained on, beside that of as many that are, at fixed draws of time and noise.
+
+It is the plain one: the mean squared error of what the model predicts, every time, pixel and photo of equal weight. So it is
+comparable between runs that weigh or draw in other ways. The draws are the same every time, so it changes only where the
+adapter does. It changes nothing in the run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from hashlib import sha256
+from statistics import fmean
+
+import torch
+
+from trainer.base import draws
+from trainer.base.errors import DataError, Interrupted, OutOfMemory
+from trainer.base.files import json_bytes
+from trainer.base.memory import give_back, is_out_of_memory
+from trainer.base.progress import Phases
+from trainer.base.types import Batch, Occurrence
+from trainer.data.batches.loader import Reader
+from trainer.data.examples import Example
+from trainer.engine.components import Components
+from trainer.monitoring.course import PHOTOS
+from trainer.monitoring.diagnosis import COPIES, COUNT
+from trainer.monitoring.measurements import Fields
+from trainer.plan.fixed_draws import QUARTERS, at_once, copies, draws_of
+from trainer.runtime.processes import Processes
+
+
+def share_of_time(seed: int, sha256: str, number: int) -> float:
+    """In (0, 1): draw `number` of a photo lies in quarter `number` modulo 4."""
+    return (number % QUARTERS + draws.uniform(seed, "held_out_time", sha256, number)) / QUARTERS
+
+
+def squared_errors(components: Components) -> Callable[[Batch, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """(one photo, shares of time [n], noise fp32 [n, C, h, w]) -> fp32 [n]: the mean squared error of each prediction."""
+    family, model, objective = components.family, components.model, components.plan.objective
+
+    @torch.no_grad()
+    def measure(batch: Batch, shares: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        time, noise = objective.time_at(shares), noise.to(model.device)
+        told = batch.conditioning or family.encode_prompts(model, batch.captions)
+        batch = _repeated(replace(batch, conditioning=told.to(model.device)), len(shares))
+        latents = batch.latents.to(model.device)
+        noised = objective.noised(latents, noise, time)
+        prediction = family.predict(model, noised, time.to(model.device), batch.conditioning, batch)
+        return (prediction.float() - objective.target(latents, noise, time)).square().flatten(1).mean(1)
+
+    return measure
+
+
+def _repeated(batch: Batch, count: int) -> Batch:
+    """A batch of one photo, so many times."""
+
+    def times(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.repeat(count, *[1] * (tensor.dim() - 1))
+
+    told = {name: times(tensor) for name, tensor in batch.conditioning.tensors().items()}
+    return Batch(
+        occurrences=batch.occurrences * count,
+        latents=times(batch.latents),
+        captions=batch.captions * count,
+        conditioning=batch.conditioning.from_tensors(told),
+        original_size=times(batch.original_size),
+        crop_top_left=times(batch.crop_top_left),
+        target_size=times(batch.target_size),
+    )
+
+
+@dataclass(kw_only=True)
+class HeldOutLoss:
+    """A measure (trainer/monitoring/measurements.py): before the first step, every so many, and at the end. The processes
+    share it.
+
+    measured: examples by kind. every, last: steps. seed: of the draws. errors: as `squared_errors` gives. copies: how many of
+    the held-out photos have a near duplicate that is trained on. evaluating: as of Artifacts.
+    """
+
+    measured: Mapping[str, Sequence[Example]]
+    every: int
+    last: int
+    seed: int
+    at_once: int
+    reader: Reader
+    errors: Callable[[Batch, torch.Tensor, torch.Tensor], torch.Tensor]
+    evaluating: Callable[[], AbstractContextManager[None]]
+    processes: Processes
+    phases: Phases
+    copies: int = 0
+
+    @staticmethod
+    def of(components: Components, reader: Reader, evaluating: Callable[[], AbstractContextManager[None]]) -> HeldOutLoss:
+        plan, validation = components.plan, components.plan.config.validation
+        still = {example.sample: example for examples in plan.measured.values() for example in examples}
+        return HeldOutLoss(
+            measured=plan.measured,
+            every=validation.loss_every_steps,
+            last=plan.max_steps,
+            seed=validation.seed,
+            at_once=at_once(plan) if plan.measured else 1,
+            reader=replace(reader, examples=still),
+            errors=squared_errors(components),
+            evaluating=evaluating,
+            processes=components.processes,
+            phases=components.phases,
+            copies=copies(plan),
+        )
+
+    @property
+    def names(self) -> list[str]:
+        return [PHOTOS, *(_loss(kind) for kind in self.measured)]
+
+    @cached_property
+    def mark(self) -> str:
+        """Of photos, captions and draws."""
+        photos = {kind: [[e.photo.sha256, e.photo.caption] for e in examples] for kind, examples in self.measured.items()}
+        return sha256(json_bytes({"seed": self.seed, "photos": photos})).hexdigest()[:16]
+
+    def due(self, step: int) -> bool:
+        return self.every > 0 and (step % self.every == 0 or step == self.last)
+
+    def measure(self) -> tuple[Fields, Exception | None]:
+        kinds = [kind for kind, examples in self.measured.items() for _ in range(len(examples) * draws_of(len(examples)))]
+        found = torch.zeros(len(kinds), dtype=torch.float32, device=self.processes.device)
+        work, failure, stopped = self._share(), None, False
+        try:
+            with (
+                self.phases("held-out loss", sum(len(numbers) for _, numbers, _ in work), "draw") as phase,
+                phase.between_modules(),
+                self.evaluating(),
+            ):
+                for example, numbers, first in work:
+                    # Each number has its own place, and only one process fills it: the sum over them rounds nothing.
+                    found[first : first + len(numbers)] = self._errors(example, numbers)
+                    phase.advance(len(numbers))
+        except Interrupted:
+            stopped = True
+        except DataError as error:
+            failure = error
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = OutOfMemory(
+                f"out of memory while the held-out loss was measured\n{error}\ngo on with --resume_from auto and "
+                "validation.loss_every_steps = 0"
+            )
+        give_back()
+        # The others finish theirs, and hear of it here.
+        if self.processes.largest(int(stopped or failure is not None))[0]:
+            return {}, failure
+        self.processes.sum(found)
+        return {PHOTOS: self.mark} | self._counted() | _fields(kinds, found.tolist()), None
+
+    def _counted(self) -> Fields:
+        photos = len({example.photo.sample for example in self.measured.get("held_out", ())})
+        return {COUNT: photos, COPIES: self.copies} if photos else {}
+
+    def _share(self) -> list[tuple[Example, range, int]]:
+        """(example, numbers of its draws, the place of the first among all) of this process; cut alike for any number."""
+        work, place = [], 0
+        for examples in self.measured.values():
+            for example in examples:
+                numbers = range(draws_of(len(examples)))
+                pieces = (numbers[first : first + self.at_once] for first in numbers[:: self.at_once])
+                work += [(example, piece, place + piece.start) for piece in pieces]
+                place += len(numbers)
+        return work[self.processes.rank :: self.processes.count]
+
+    def _errors(self, example: Example, numbers: Sequence[int]) -> torch.Tensor:
+        batch, sha256 = self.reader[(Occurrence(0, example.sample, 0),)], example.photo.sha256
+        shares = torch.tensor([share_of_time(self.seed, sha256, number) for number in numbers], dtype=torch.float64)
+        noise = partial(draws.normal, batch.latents.shape[1:], self.seed, "held_out_noise", sha256)
+        return self.errors(batch, shares, torch.stack([noise(number) for number in numbers]))
+
+
+def _loss(kind: str) -> str:
+    return f"{kind}_loss"
+
+
+def _fields(kinds: Sequence[str], errors: Sequence[float]) -> Fields:
+    """Of each kind its loss, and its loss in each quarter of time, the one with the least noise (time 0) first.
+
+    None where one is not finite. The draws of a photo go round the quarters, and each photo has a multiple of four.
+    """
+    fields: Fields = {}
+    for kind in dict.fromkeys(kinds):
+        own = [error for error, its in zip(errors, kinds, strict=True) if its == kind]
+        fields[_loss(kind)] = _mean(own)
+        fields[f"{kind}_quarters"] = [_mean(own[quarter::QUARTERS]) for quarter in range(QUARTERS)]
+    return fields
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if all(map(math.isfinite, values)) else None

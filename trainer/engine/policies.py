@@ -1,0 +1,76 @@
+"""What a run does about a value that is not finite, and about too little memory."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from trainer.base.errors import NonFiniteError
+from trainer.checkpoint.state import Progress
+from trainer.plan.run_plan import Plan
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """step.non_finite and step.max_skipped. progress: counts the updates that were skipped. say: prints a line of the run."""
+
+    policy: Literal["stop", "skip"]
+    max_skipped: int
+    progress: Progress
+    say: Callable[[str], None]
+
+    def entry(self, what: str) -> None:
+        """An encoded photo or caption is not finite. Raises NonFiniteError, or says that updates with it are skipped."""
+        if self.policy == "stop":
+            raise NonFiniteError(
+                f"{what} are not finite; do one of these:\n"
+                "- look at the file\n"
+                "- look at the encoder's compute dtype\n"
+                "- leave out every update it is in: step.non_finite = 'skip'"
+            )
+        self.say(
+            f"warning: {what} are not finite; look at the file and at the encoder's compute dtype; every update it is in "
+            "will be skipped"
+        )
+
+    def update(self, what: str, *, cause: str = "") -> None:
+        """An update was refused. Raises NonFiniteError, or counts it as skipped. cause: a likely one, for people."""
+        done = self.progress.non_finite
+        likely = f"\n{cause}" if cause else ""
+        if self.policy == "stop":
+            raise NonFiniteError(
+                f"{what}{likely}\nlook at these samples and at the compute dtypes; with step.non_finite = 'skip' and "
+                "--resume_from auto the run goes on without such updates"
+            )
+        if done >= self.max_skipped:
+            raise NonFiniteError(
+                f"{what}{likely}\n{done} updates were skipped before it, and step.max_skipped = {self.max_skipped} allows no "
+                "more"
+            )
+        self.say(f"warning: {what}; the update is skipped ({done + 1} of at most {self.max_skipped})")
+        self.progress.non_finite += 1
+
+
+def what_would_fit(plan: Plan) -> str:
+    """After a step ran out of memory: what lowers its need; first what keeps the run."""
+    config, denoiser = plan.config, plan.family.denoiser
+    others = [
+        *([f"data.batch_size below {config.data.batch_size}"] if config.data.batch_size > 1 else []),
+        f"data.resolution below {max(each for example in plan.examples for each in example.photo.source.resolutions)}",
+        f"adapter.rank below {config.adapter.rank}",
+        f"a smaller model.components.{denoiser}.dtype than {plan.components[denoiser].format.name}",
+    ]
+    new_run = f"start a new run (another run.output_dir) with {', '.join(others)}"
+    if config.memory.gradient_checkpointing is True:
+        return new_run
+    return f"go on with --resume_from auto --set memory.gradient_checkpointing=true\nor {new_run}"
+
+
+SAMPLES_TOO_LARGE = (
+    "go on with --resume_from auto and smaller samples (width, height of validation.samples), or with "
+    "validation.every_steps = 0"
+)
+
+AVERAGES_TOO_LARGE = (
+    "go on with --resume_from auto, which sets them aside before its first step; or do without them from here on, with "
+    "ema.snapshot_every_steps = 0 beside it"
+)

@@ -1,0 +1,201 @@
+"""One optimizer step: micro-batches, backward, unscale, clip, update. Knows no model, no schedule of saves."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import astuple, dataclass, field
+from functools import cached_property
+
+import torch
+
+from trainer.base import draws
+from trainer.base.console import printable
+from trainer.base.errors import OutOfMemory
+from trainer.base.memory import is_out_of_memory, known
+from trainer.base.types import Batch, Conditioning, Occurrence
+from trainer.objectives import Objective, stratified
+
+
+def draw_time_and_noise(
+    batch: Batch, *, objective: Objective, tokens: int, seed: int, update: Sequence[Occurrence] = ()
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(time [B], noise fp32 like the latents), on the CPU, each a pure function of seed and occurrence.
+
+    update: the occurrences of the global batch, which stratified times depend on, too; left out: the batch alone.
+    """
+    keys = [astuple(occurrence) for occurrence in batch.occurrences]
+    u = torch.tensor([draws.uniform(seed, "timestep", *key) for key in keys], dtype=torch.float64)
+    if objective.stratified:
+        u = stratified(u, keys, [astuple(occurrence) for occurrence in update] or keys, seed)
+    noise = torch.stack([objective.noise.draw(batch.latents.shape[1:], seed, key) for key in keys])
+    return objective.time(u, tokens), noise
+
+
+def batch_losses(
+    batch: Batch,
+    *,
+    objective: Objective,
+    predict: Callable[[torch.Tensor, torch.Tensor, Conditioning, Batch], torch.Tensor],
+    encode: Callable[[Sequence[str]], Conditioning],
+    image_tokens: Callable[[int, int], int],
+    seed: int,
+    device: torch.device,
+    update: Sequence[Occurrence] = (),
+) -> torch.Tensor:
+    """fp32 [B]: the objective's loss of each sample. `encode` is used where the batch carries no conditioning."""
+    height, width = batch.target_size.tolist()[0]
+    tokens = image_tokens(height, width)
+    time, noise = draw_time_and_noise(batch, objective=objective, tokens=tokens, seed=seed, update=update)
+    # Page-locked memory (loader.iterate) is copied while the device computes; of other memory the copy is made at once.
+    latents, noise = batch.latents.to(device, non_blocking=True), noise.to(device)
+    more = objective.noise.perturbation(noise.shape[1:], seed, [astuple(occurrence) for occurrence in batch.occurrences])
+    seen = noise if more is None else noise + more.to(device)
+    if batch.conditioning is not None:
+        conditioning = batch.conditioning.to(device, non_blocking=True)
+    else:
+        conditioning = encode(batch.captions)
+    prediction = predict(objective.noised(latents, seen, time), time.to(device), conditioning, batch)
+    weights = batch.loss_weights.to(device, non_blocking=True) if batch.loss_weights is not None else None
+    return objective.losses(prediction, latents, noise, time, weights)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What an update did. lr: of each parameter group, as used.
+
+    loss: per-sample mean over the global batch; None where a sample's is not finite. grad_norm: before clipping; None where
+    there is none or it overflowed. updated: whether the parameters changed. refused: what was not finite and cannot be
+    answered by a lower loss scale, with the samples' names; "" otherwise. bad_latents: whether it was these alone, which no
+    update changes. told: further entries of the log.
+    """
+
+    loss: float | None
+    grad_norm: float | None
+    lr: tuple[float, ...]
+    updated: bool
+    loss_scale: float
+    refused: str = ""
+    bad_latents: bool = False
+    told: Mapping[str, float | None] = field(default_factory=dict)
+
+
+# What stands in a step's flags, one for each sample of the global batch.
+_LATENTS, _LOSS = 1, 2
+
+
+@dataclass(kw_only=True)
+class Step:
+    """Runs one update. Gradients are those of fp32 adapters, so unscaling an fp16 gradient cannot occur.
+
+    losses: (a micro-batch, the occurrences of its global batch) -> fp32 [B].
+    optimizer: its parameters have gradients (optim.build_optimizer).
+    after_update: called with the step when parameters changed (DoRA norms are marked stale there); gives what the log tells.
+    sum: sums a tensor over the processes, in place.
+    training: (step, micro-batch of this process) -> a context in which the adapter is as the step trains it (its dropouts).
+    A group of the optimizer with a "stop_step" is left alone, with all that is kept of it, after that step.
+    """
+
+    losses: Callable[[Batch, Sequence[Occurrence]], torch.Tensor]
+    optimizer: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LambdaLR
+    scaler: torch.amp.GradScaler
+    max_grad_norm: float
+    after_update: Callable[[int], Mapping[str, float | None]]
+    sum: Callable[[torch.Tensor], None]
+    training: Callable[[int, int], AbstractContextManager[None]]
+
+    @cached_property
+    def parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def run(self, step: int, batches: Sequence[Batch], occurrences: Sequence[Occurrence]) -> StepResult:
+        """One update from this process's micro-batches; `occurrences` are those of the global batch.
+
+        Whether anything changes is decided before anything does, by all processes alike: latents, losses or a gradient that
+        are not finite leave parameters, optimizer and schedule as they were.
+        Raises OutOfMemory in every process where one of them ran out of memory; nothing has changed then.
+        """
+        place = {occurrence: index for index, occurrence in enumerate(occurrences)}
+        device = self.parameters[0].device
+        total = torch.zeros((), dtype=torch.float32, device=device)
+        # Of each sample what was not finite: on the device, as nothing of it is read before the end.
+        flags = [torch.zeros_like(total)] * len(occurrences)
+        exhausted, bad_latents = "", False
+        for parameter in self.parameters:
+            parameter.grad.zero_()
+        for index, batch in enumerate(batches):
+            here = [place[occurrence] for occurrence in batch.occurrences]
+            finite = torch.isfinite(batch.latents).flatten(1).all(1)
+            if bad_latents or not known(finite.all(), True):
+                # There will be no update: the rest is only looked at, to name all of them at once.
+                bad_latents = True
+                for at in (at for at, good in zip(here, finite.tolist(), strict=True) if not good):
+                    flags[at] = torch.full_like(total, _LATENTS)
+                continue
+            try:
+                with self.training(step, index):
+                    losses = self.losses(batch, occurrences)
+                    loss = losses.sum() / len(occurrences)
+                    self.scaler.scale(loss).backward()
+                    total += loss.detach()
+                    wrong = _LOSS * (~torch.isfinite(losses.detach())).float()
+                    for at, flag in zip(here, wrong.unbind(), strict=True):
+                        flags[at] = flag
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                # Only its text is kept: the exception holds on to the activations.
+                exhausted = f"micro-batch {index + 1} of {len(batches)}: {batch.describe()}\n{error}"
+                break
+            finally:
+                losses = loss = None  # and so does a graph that was not walked back
+        told = torch.stack([total, torch.full_like(total, float(bool(exhausted))), *flags])
+        # Whatever happened here: a process that stopped on its own would leave the others waiting.
+        for tensor in (told, *(parameter.grad for parameter in self.parameters)):
+            self.sum(tensor)
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in self.parameters])
+        (total, out_of_memory, *flags), grad_norm, scale = self._read(told, norm)
+        lr = tuple(self.schedule.get_last_lr())
+        refused = []
+        for kind, name in ((_LATENTS, "latents"), (_LOSS, "loss")):
+            bad = sorted({printable(o.sample) for o, flag in zip(occurrences, flags, strict=True) if flag == kind})
+            if bad:
+                refused.append(f"the {name} of {', '.join(bad)} {'are' if kind == _LATENTS else 'is'} not finite")
+        if (out_of_memory or refused) and self.scaler.is_enabled():
+            self.scaler.update(new_scale=scale)  # forgets these gradients, and changes nothing else
+        if out_of_memory:
+            raise OutOfMemory(f"step {step}: out of memory in {exhausted or 'another process'}")
+        if refused:
+            return StepResult(None, None, lr, False, scale, "; ".join(refused), _LATENTS in flags and _LOSS not in flags)
+        finite, refused, told_more = math.isfinite(grad_norm), "", {}
+        if finite:
+            if self.max_grad_norm > 0:
+                torch.nn.utils.clip_grads_with_norm_(self.parameters, self.max_grad_norm, norm)
+            self._update(step)
+            self.schedule.step()
+            told_more = self.after_update(step)
+        elif not self.scaler.is_enabled() or scale <= 1:
+            refused = f"the gradient is not finite (samples {', '.join(sorted({printable(o.sample) for o in occurrences}))})"
+        if self.scaler.is_enabled():
+            # No lower than 1: there an overflow is the run's own, and a lower scale would only lose small gradients.
+            self.scaler.update()
+            if not finite and scale * self.scaler.get_backoff_factor() < 1:
+                self.scaler.update(new_scale=1.0)
+        return StepResult(total, grad_norm if finite else None, lr, finite, scale, refused, told=told_more)
+
+    def _update(self, step: int) -> None:
+        """Of the groups that are trained still: to an optimizer, weight decay and momentum are reasons to move, too."""
+        groups = self.optimizer.param_groups
+        try:
+            stopped = [group.get("stop_step", step) < step for group in groups]
+            self.optimizer.param_groups = [g | {"params": []} if off else g for g, off in zip(groups, stopped, strict=True)]
+            self.optimizer.step()
+        finally:
+            self.optimizer.param_groups = groups
+
+    def _read(self, told: torch.Tensor, norm: torch.Tensor) -> tuple[list[float], float, float]:
+        """(told, norm, the loss scale) as numbers: the one place of an update where the host waits for the device."""
+        *numbers, grad_norm = torch.cat([told, norm.to(told)[None]]).tolist()
+        return numbers, grad_norm, self.scaler.get_scale()

@@ -1,0 +1,349 @@
+"""How much memory a run will take, phase by phase, and whether it fits: its own code at full size, on tensors without values.
+
+What the tensors take is counted. What lies below them is estimated, as a margin: the device's context, the workspaces of its
+libraries, and what the allocator loses to rounding.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from math import prod
+from unittest.mock import patch
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from trainer import optim
+from trainer.base.protocols import Kernels
+from trainer.base.types import Conditioning
+from trainer.data.cache import fill
+from trainer.data.cache.texts import HELD_BYTES, at_once
+from trainer.data.examples import Example
+from trainer.engine.encoding import captions_of, prompts_of, together
+from trainer.memory_plan.dry_run import Rehearsal, without_values
+from trainer.memory_plan.op_trace import Cost, Trace
+from trainer.models.base import SampleRequest
+from trainer.plan import fixed_draws
+from trainer.plan.run_plan import Plan
+
+# Of an accelerator: its context (0.4 to 0.8 GiB on CUDA) with the libraries' workspaces, and a share for what the allocator
+# loses. Of a CPU: the code that its libraries read in and make as they compute, and what the allocator keeps.
+CONTEXT, SHARE = 0.8 * 2**30, 0.03
+COMPUTING, KEPT = 0.135 * 2**30, 0.04
+# What a forked worker of the data loader takes for itself.
+WORKER = 2**25
+# The columns of a phase, in the order in which memory is taken.
+PARTS = ("weights", "adapter", "gradients", "optimizer", "averages", "checkpoint", "saved", "transient")
+# How the names of phases begin.
+CAPTIONS, PHOTOS, STEP, SAMPLES = "encoding captions", "encoding photos", "a step at", "samples of"
+HELD_OUT = "held-out loss at"
+UPDATE = "the update"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """parts: bytes by PARTS, those that it has. loaded: weights of the components in memory, by name, in bytes.
+
+    cost: of a step, of one micro-batch.
+    """
+
+    name: str
+    parts: Mapping[str, int]
+    loaded: Mapping[str, int] = field(default_factory=dict)
+    cost: Cost = field(default_factory=Cost)
+
+    @property
+    def peak(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """phases: in the order of a run, each at its largest. cache, checkpoint, set_aside: bytes on the disk, of all entries, of
+    one checkpoint, of the averages that are set aside at one step. base: what the process itself takes where it computes on
+    the CPU, 0 of an accelerator. host: beside an accelerator, bytes of the host's memory by what takes them, at the largest
+    moment."""
+
+    phases: tuple[Stage, ...]
+    cache: int
+    checkpoint: int
+    base: int = 0
+    set_aside: int = 0
+    host: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def largest(self) -> Stage:
+        return max(self.phases, key=lambda phase: phase.peak)
+
+    @property
+    def margin(self) -> int:
+        below, share = (COMPUTING, KEPT) if self.base else (CONTEXT, SHARE)
+        return int(below + share * self.largest.peak)
+
+    @property
+    def total(self) -> int:
+        """The memory that a run needs."""
+        return self.base + self.largest.peak + self.margin
+
+    def fits(self, memory: int) -> bool:
+        return self.total <= memory
+
+
+def forecast(plan: Plan, kernels: Kernels, *, base: Callable[[], int] | None = None) -> Forecast:
+    """kernels: those of the device that is planned for. base: of a CPU, what the process itself takes; None: an accelerator.
+
+    It is asked at the end: the rehearsal loads the libraries that the run will load, and makes its modules. So is what the
+    program takes on the host of an accelerator.
+    """
+    with without_values(on_cpu=base is not None):
+        found = Forecaster(plan, kernels).forecast(on_cpu=base is not None)
+    if base is None:
+        return replace(found, host={"the program": psutil.Process().memory_info().rss} | found.host)
+    return replace(found, base=base())
+
+
+class Forecaster:
+    """The phases of a run, each on its own; inside `without_values`."""
+
+    def __init__(self, plan: Plan, kernels: Kernels) -> None:
+        self.plan, self.family = plan, plan.family
+        self.run, self.trace = Rehearsal(plan, kernels=kernels), Trace()
+        self.weights: dict[str, int] = {}
+        self.held: dict[str, int] = {}  # beside the weights
+        self.told: Conditioning | None = None  # of one caption
+        self.widest = 0  # elements of the largest weight
+        self.between = 0  # bytes that all captions have of all text encoders but the last
+
+    def forecast(self, *, on_cpu: bool) -> Forecast:
+        config, sizes = self.plan.config, _sizes(self.plan.examples)
+        measured = _sizes([example for examples in self.plan.measured.values() for example in examples])[:1]
+        stay = config.data.cache == "none"
+        encoding = [*self.captions(stay=stay), self.photos(*max([sizes[0], *measured], key=prod))]
+        if not stay:
+            self._let_go([self.family.vae])
+        self.prepare()
+        training = [self.step(*size, config.data.batch_size) for size in sizes]
+        if on_cpu:
+            training += self.update(max(training, key=lambda phase: phase.peak))
+        training += [self.held_out_loss(*size) for size in measured]
+        if stay:  # and encode beside what the steps have
+            there = {"weights": sum(self.weights.values())} | self.held
+            encoding = [
+                replace(phase, parts=there | {"transient": phase.parts["transient"]}, loaded=dict(self.weights))
+                for phase in encoding
+            ]
+        if self.plan.requests:
+            training.append(self.sample(max(self.plan.requests, key=lambda request: request.width * request.height)))
+        checkpoint, start = self.checkpoint_bytes(), self.start_bytes()
+        if on_cpu and start:
+            training = [replace(phase, parts=phase.parts | {"adapter": phase.parts["adapter"] + start}) for phase in training]
+        if on_cpu and config.checkpoint.background and self.plan.saves_before_the_end:
+            # A copy that is written while the next steps are made.
+            training = [replace(phase, parts=phase.parts | {"checkpoint": checkpoint}) for phase in training]
+        cache = self.cache_bytes()
+        host = {} if on_cpu else self.host(cache, checkpoint)
+        return Forecast((*encoding, *training), cache, checkpoint, set_aside=self.set_aside_bytes(), host=host)
+
+    # --- phases -------------------------------------------------------------------------------------------------------
+
+    def captions(self, *, stay: bool) -> Iterator[Stage]:
+        """As `encoding.encode`: with each text encoder, gone before the next, unless all stay."""
+        names = self.family.text_encoders if self.plan.cache_text else ()
+        texts = fill.texts_wanted((*captions_of(self.plan), *prompts_of(self.plan)), fingerprint="")
+        parts = []  # of one caption, of each encoder
+        for some in ([names] if names else []) if stay else [(name,) for name in names]:
+            self._load(*some)
+            with self._phase(f"{CAPTIONS} ({', '.join(some)})") as phases:
+                if stay:
+                    self.told = self.run.encode_prompts([self._longest()])
+                else:
+                    told = self.run.encode_text(*some, [self._longest()] * at_once(len(texts), together(self.plan)))
+            yield from phases
+            if not stay:
+                self._let_go(some)
+                parts.append({name: tensor[:1].clone() for name, tensor in told.items()})
+                del told
+        if parts:
+            self.told = self.family.join(parts)
+            self.between = len(texts) * sum(tensor.nbytes for part in parts[:-1] for tensor in part.values())
+
+    def photos(self, width: int, height: int) -> Stage:
+        self._load(self.family.vae)
+        with self._phase(f"{PHOTOS} of {width}x{height} ({self.family.vae})") as phases:
+            self.run.encode_images(width, height, 1)
+        return phases[0]
+
+    def prepare(self) -> None:
+        """For steps and samples, once photos were encoded."""
+        self._load(self.family.denoiser, *(() if self.plan.cache_text else self.family.text_encoders))
+        if self.plan.requests:
+            self._load(self.family.vae)
+        adapter, _, _, averages, step = self.run.trained
+        self.held["adapter"] = self.trace.enter(adapter.named_parameters().values())
+        self.held["adapter"] += self.trace.enter(t for layer in adapter.layers.values() for t in _own(layer))
+        self.held["gradients"] = self.trace.enter(parameter.grad for parameter in step.parameters)
+        if averages.tensors:
+            self.held["averages"] = self.trace.enter(averages.tensors)
+        self.held["optimizer"] = optim.state_bytes(self.plan.config.optimizer.name, step.optimizer)
+
+    def step(self, width: int, height: int, count: int) -> Stage:
+        """One over a micro-batch of so many images, after what an update made stale is made anew, for all layers at once."""
+        from trainer.adapters.layers import refresh  # it loads PEFT, which takes a second
+
+        (adapter, *_, step), conditioning = self.run.trained, self._prompts(count) if self.plan.cache_text else None
+        losses, saved = step.losses, 0
+
+        def noting(*inputs):
+            nonlocal saved
+            before = self.trace.alive
+            found = losses(*inputs)
+            saved = self.trace.alive - before
+            return found
+
+        with patch.object(step, "losses", noting), self._phase(f"{STEP} {width}x{height}, batch {count}") as phases:
+            adapter.mark_stale()
+            refresh(adapter.layers.values())
+            self.trace.cost = Cost()  # once for an update, however many micro-batches it has
+            self.run.step([self.run.batch(width, height, conditioning, count)])
+        (phase,) = phases
+        return replace(phase, parts=phase.parts | {"saved": saved, "transient": phase.parts["transient"] - saved})
+
+    def update(self, step: Stage) -> Iterator[Stage]:
+        """Of an optimizer that has no kernel for a CPU. The allocator still has what the step freed, in smaller pieces."""
+        name, parameters = self.plan.config.optimizer.name, self.run.trained[-1].parameters
+        scratch = optim.OPTIMIZERS[name].cpu_scratch * max(parameter.numel() for parameter in parameters)
+        if scratch:
+            freed = step.parts["saved"] + step.parts["transient"]
+            parts = {part: size for part, size in step.parts.items() if part != "saved"}
+            yield Stage(f"{UPDATE} by {name}", parts | {"transient": freed + scratch}, step.loaded)
+
+    def held_out_loss(self, width: int, height: int) -> Stage:
+        """Of as many draws as are computed at once."""
+        count = fixed_draws.at_once(self.plan)
+        told = self._prompts(1) if self.plan.cache_text else None
+        with self._phase(f"{HELD_OUT} {width}x{height}, batch {count}") as phases:
+            self.run.held_out_loss(self.run.batch(width, height, told, 1), count)
+        return phases[0]
+
+    def sample(self, request: SampleRequest) -> Stage:
+        told, (adapter, _, _, averages, _) = self._prompts(1), self.run.trained
+        with self._phase(f"{SAMPLES} {request.width}x{request.height}") as phases, ExitStack() as stack:
+            # While an average is drawn with, the weights that train lie beside it.
+            if averages.weights:
+                stack.enter_context(averages.used())
+            stack.enter_context(adapter.at_strength(request.strength))
+            self.run.sample(replace(request, steps=1), told, told)
+        return phases[0]
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[list[Stage]]:
+        """Traces what happens inside, and gives the phase that it was."""
+        done: list[Stage] = []
+        self.trace.reset()
+        with self.trace:
+            yield done
+        weights = sum(self.weights.values())
+        # The buffers that steps share (kernels/scratch.py) are still there in the phases after the first step.
+        transient = self.trace.peak - weights - sum(size for part, size in self.held.items() if part != "optimizer")
+        parts = {"weights": weights} | self.held | {"transient": transient}
+        done.append(Stage(name, parts, dict(self.weights), self.trace.cost))
+
+    # --- what is in memory --------------------------------------------------------------------------------------------
+
+    def _load(self, *names: str) -> None:
+        for name in names:
+            if name not in self.weights:
+                module = self.run.components.load(name)
+                self.weights[name] = self.trace.enter(_tensors(module))
+                self.widest = max(self.widest, *map(_weight, module.modules()))
+
+    def _let_go(self, names: Sequence[str]) -> None:
+        self.run.components.let_go(names)
+        for name in names:
+            self.weights.pop(name, None)
+
+    def _prompts(self, count: int) -> Conditioning:
+        """What steps and samples get of the cache, or of encoders that are there for it."""
+        if self.told is None:
+            there = set(self.weights)
+            self.told = self.run.encode_prompts([self._longest()])
+            self.run.components.let_go([name for name in self.family.text_encoders if name not in there])
+        return self.family.collate([self.told] * count)
+
+    def _caption_bytes(self) -> int:
+        """Of the conditioning of one."""
+        return sum(tensor.nbytes for tensor in self._prompts(1).tensors().values())
+
+    def _longest(self) -> str:
+        """Of the captions: what is encoded may be the longer for it (data.clip_chunks)."""
+        return max((text for example in self.plan.encoded for text in example.captions), key=len, default="")
+
+    # --- sizes --------------------------------------------------------------------------------------------------------
+
+    def cache_bytes(self) -> int:
+        """Of latents and texts that a run over these photos needs."""
+        if self.plan.config.data.cache == "none":
+            return 0
+        examples, seed = self.plan.encoded, self.plan.config.run.seed
+        views = fill.latents_wanted(examples, seed=seed, fingerprint="").values()
+        total = sum(4 * self.run.channels * prod(example.bucket) // self.family.latent_side**2 for example, _ in views)
+        if self.plan.cache_text:
+            texts = fill.texts_wanted(captions_of(self.plan), fingerprint="")
+            total += len(texts) * self._caption_bytes()
+        return total
+
+    def set_aside_bytes(self) -> int:
+        """Of a DoRA with W A^T of each average, which is as large as B."""
+        if not self.plan.config.ema.snapshot_every_steps:
+            return 0
+        adapter, _, _, averages, _ = self.run.trained
+        products = sum(p.nbytes for name, p in adapter.named_parameters().items() if adapter.dora and ".lora_B." in name)
+        return self.held["averages"] + products * len(averages.weights)
+
+    def host(self, cache: int, checkpoint: int) -> dict[str, int]:
+        """What a run takes beside the program itself on an accelerator's host: while it loads and encodes, or in steps."""
+        data = self.plan.config.data
+        kept = {"the cache": cache} if data.cache == "memory" else {}
+        kept["the weights of adapter.init_from"] = self.start_bytes()
+        starting = {"a weight on its way": 4 * self.widest}  # of a file in fp32; they come one by one
+        starting["captions between text encoders"] = min(HELD_BYTES, self.between)
+        stepping = {"a checkpoint that is written": checkpoint, "workers": WORKER * data.num_workers}
+        if self.plan.config.optimizer.name.startswith("paged"):  # it may be on either side
+            stepping["pages of the optimizer"] = self.held["optimizer"]
+        largest = max(starting, stepping, key=lambda moment: sum(moment.values()))
+        return {what: size for what, size in (kept | largest).items() if size}
+
+    def checkpoint_bytes(self) -> int:
+        kept = self.held["optimizer"] + self.held.get("averages", 0) + self.start_bytes()
+        return self._parameter_bytes() + kept
+
+    def start_bytes(self) -> int:
+        """Of the weights that a run with adapter.init_from keeps of its start."""
+        return self._parameter_bytes() if self.plan.config.adapter.init_from else 0
+
+    def _parameter_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self.run.trained[0].named_parameters().values())
+
+
+def _sizes(examples: Sequence[Example]) -> list[tuple[int, int]]:
+    """(width, height) of the largest bucket, and of the smallest where that is another."""
+    sizes = sorted({example.bucket for example in examples}, key=lambda size: (prod(size), size))
+    return list(dict.fromkeys((sizes[-1], sizes[0]))) if sizes else []
+
+
+def _own(layer: nn.Module) -> Iterator[Tensor]:
+    """The tensors of an adapted layer that its frozen layer has not."""
+    base = {id(tensor) for tensor in _tensors(layer.get_base_layer())}
+    return (tensor for tensor in _tensors(layer) if id(tensor) not in base)
+
+
+def _weight(module: nn.Module) -> int:
+    """Elements of its own largest tensor, as the model's file has it."""
+    if isinstance(shape := getattr(module, "weight_shape", None), torch.Size):
+        return shape.numel()
+    return max((parameter.numel() for parameter in module.parameters(recurse=False)), default=0)
+
+
+def _tensors(module: nn.Module) -> Iterable[Tensor]:
+    return (*module.parameters(), *module.buffers())

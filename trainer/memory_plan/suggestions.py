@@ -1,0 +1,216 @@
+"""What makes a run smaller that does not fit: keys, what each saves, and its price. And the keys of memory.fit."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from math import prod
+
+import torch
+
+from trainer.base import tiles
+from trainer.base.errors import UserError
+from trainer.base.files import parse_size
+from trainer.base.protocols import Kernels
+from trainer.base.tensorfile import size_text
+from trainer.memory_plan.estimate import PHOTOS, SAMPLES, STEP, Forecast, Stage, forecast
+from trainer.plan.run_plan import Plan
+from trainer.plan.storage import held_as, weight_bytes
+from trainer.runtime.precision import SMALLER_DTYPES, SMALLER_VAE, compute_dtype
+
+ACTIVATIONS = ("saved", "transient")  # parts of a phase
+# Of memory.gradient_checkpointing, the fastest first: none, every fourth block, ..., all. They change no byte of a run.
+CHECKPOINTING: tuple[bool | int, ...] = (False, 4, 3, 2, True)
+# A change counts that saves so many bytes, and such a share of what is missing.
+LEAST, LEAST_SHARE = 2**20, 0.005
+
+
+@dataclass(frozen=True)
+class Change:
+    """after: the forecast with this change and those before it."""
+
+    what: str
+    price: str
+    after: Forecast
+
+
+@dataclass(frozen=True)
+class _Rung:
+    """change: of a forecast, whatever was changed before."""
+
+    what: str
+    price: str
+    change: Callable[[Forecast], Forecast]
+
+
+def changes(plan: Plan, kernels: Kernels, found: Forecast, memory: int) -> list[Change]:
+    """The cheapest that saves enough to count, again and again, until the run is small enough or nothing does.
+
+    Weights, recomputation and the VAE's dtype are counted anew; of fewer images or smaller ones the share is taken.
+    """
+    chosen, left = [], list(_ladder(plan, kernels, found))
+    while not found.fits(memory):
+        # One that saves nothing now may do so later: what was the largest phase is not, once it was made smaller.
+        for rung in left:
+            after = rung.change(found)
+            if found.total - after.total >= max(LEAST, LEAST_SHARE * (found.total - memory)):
+                break
+        else:
+            break
+        left.remove(rung)
+        chosen.append(Change(rung.what, rung.price, after))
+        found = after
+    return chosen
+
+
+def _ladder(plan: Plan, kernels: Kernels, found: Forecast) -> Iterator[_Rung]:
+    """found: of the plan as it is."""
+    config, family = plan.config, plan.family
+    base = (lambda: found.base) if found.base else None
+    if family.blocks and config.memory.gradient_checkpointing is not True:
+        yield _Rung(
+            "memory.gradient_checkpointing = true",
+            "every step takes about a third longer; no byte changes",
+            _as_counted(found, lambda: forecast(with_checkpointing(plan, True), kernels, base=base), (STEP,)),
+        )
+    if plan.requests:
+        yield _Rung(
+            "validation.every_steps = 0, or smaller samples",
+            "no pictures while it trains; the adapter is the same",
+            lambda found: replace(found, phases=tuple(p for p in found.phases if not p.name.startswith(SAMPLES))),
+        )
+    count = config.data.batch_size
+    if count > 1:
+        yield _Rung(
+            f"data.batch_size = 1, step.accumulation = {count * config.step.accumulation}",
+            "the same images in an update, one after the other: slower, and another run",
+            lambda found: _scaled(found, STEP, 1 / count),
+        )
+    compute = {component: plan.components[component].compute for component in (family.vae, family.denoiser)}
+    if compute == {family.vae: torch.float32, family.denoiser: compute_dtype(SMALLER_VAE)}:
+        smaller = replace(plan.components[family.vae].stored_as(SMALLER_VAE), compute=compute_dtype(SMALLER_VAE))
+        changed = replace(plan, components={**plan.components, family.vae: smaller})
+        yield _Rung(
+            f"model.components.{family.vae}.dtype = {SMALLER_VAE!r}",
+            "photos are encoded in 16 bits: another run",
+            _as_counted(found, lambda: forecast(changed, kernels, base=base), (PHOTOS, SAMPLES), family.vae),
+        )
+    for name in family.text_encoders:
+        yield from _smaller(plan, name, f"captions are read by {name} in 8 or 4 bits: another run")
+    # On a CPU bitsandbytes decodes the whole state: its update takes more for a moment than fp32 takes all the time.
+    # In place of another optimizer than AdamW it would train otherwise.
+    if config.optimizer.name == "adamw" and not found.base:
+        yield _Rung(
+            "optimizer.name = 'adamw8bit'",
+            "the optimizer's state is rounded to 8 bits: another run",
+            lambda found: replace(found, phases=tuple(_in_8_bit(phase) for phase in found.phases)),
+        )
+    yield from _smaller(plan, family.denoiser, "the frozen weights are rounded, see docs/precision.md: another run")
+    largest = max(each for example in plan.examples for each in example.photo.source.resolutions)
+    if largest > 512:
+        # The VAE takes a large photo in tiles: what it needs is that of one.
+        encoded = max(min(prod(example.bucket), (tiles.side(*example.bucket) or 2**31) ** 2) for example in plan.examples)
+        yield _Rung(
+            "data.resolution = 512",
+            "the photos are trained at half the size or less: another run",
+            lambda found: _scaled(_scaled(found, STEP, (512 / largest) ** 2), PHOTOS, 512**2 / encoded),
+        )
+
+
+def _smaller(plan: Plan, name: str, price: str) -> Iterator[_Rung]:
+    """The component in each smaller dtype than its own. What a file holds quantised stays as it is."""
+    if held_as(plan.source, name) is not None:
+        return
+    component = plan.components[name]
+    now = weight_bytes(plan.source, component, held={})
+    for dtype in SMALLER_DTYPES:
+        there = weight_bytes(plan.source, component.stored_as(dtype), held={})
+        if there < now:
+            change = partial(_with_weights, name=name, size=there)
+            yield _Rung(f"model.components.{name}.dtype = {dtype!r}", price, change)
+
+
+def _part(phase: Stage, part: str, size: int) -> Stage:
+    return replace(phase, parts=phase.parts | {part: size}) if part in phase.parts else phase
+
+
+def _in_8_bit(phase: Stage) -> Stage:
+    """With AdamW's two states in a byte each for every trained number, as many as there are fp32 gradients."""
+    return _part(phase, "optimizer", min(phase.parts.get("optimizer", 0), phase.parts.get("gradients", 0) // 2))
+
+
+def _with_weights(found: Forecast, name: str, size: int) -> Forecast:
+    """With that component in so many bytes, wherever it is in memory."""
+    phases = []
+    for phase in found.phases:
+        if phase.loaded.get(name, 0) > size:
+            weights = phase.parts["weights"] - phase.loaded[name] + size
+            phase = replace(_part(phase, "weights", weights), loaded={**phase.loaded, name: size})
+        phases.append(phase)
+    return replace(found, phases=tuple(phases))
+
+
+def _scaled(found: Forecast, phases: str, share: float) -> Forecast:
+    """With that share of the activations, in the phases whose names begin so."""
+    scaled = (
+        replace(phase, parts=phase.parts | {p: int(share * phase.parts[p]) for p in ACTIVATIONS if p in phase.parts})
+        if phase.name.startswith(phases)
+        else phase
+        for phase in found.phases
+    )
+    return replace(found, phases=tuple(scaled))
+
+
+def _as_counted(
+    before: Forecast, recount: Callable[[], Forecast], phases: tuple[str, ...], component: str | None = None
+) -> Callable[[Forecast], Forecast]:
+    """A change that was counted anew: its share of the activations in these phases, and its weights of the component."""
+
+    @cache
+    def counted() -> Mapping[str, Stage]:
+        return {phase.name: phase for phase in recount().phases}
+
+    def change(found: Forecast) -> Forecast:
+        earlier = {phase.name: phase for phase in before.phases}
+        changed = []
+        for phase in found.phases:
+            if phase.name.startswith(phases):
+                old, new = earlier[phase.name].parts, counted()[phase.name].parts
+                shares = {p: int(phase.parts[p] * new[p] / old[p]) for p in ACTIVATIONS if old.get(p)}
+                phase = replace(phase, parts=phase.parts | shares)
+            changed.append(phase)
+        after = replace(found, phases=tuple(changed))
+        if component is not None:
+            size = min(stage.loaded[component] for stage in counted().values() if component in stage.loaded)
+            after = _with_weights(after, component, size)
+        return after
+
+    return change
+
+
+def with_checkpointing(plan: Plan, every: bool | int) -> Plan:
+    memory = plan.config.memory.model_copy(update={"gradient_checkpointing": every})
+    return replace(plan, config=plan.config.model_copy(update={"memory": memory}))
+
+
+def fitted(plan: Plan, kernels: Kernels, *, base: Callable[[], int] | None) -> Plan:
+    """The plan with the keys that memory.fit chooses: the fastest that need no more memory, of those that change no byte.
+
+    Raises UserError where none of them is small enough.
+    """
+    if plan.config.memory.fit is None:
+        return plan
+    memory, family = parse_size(plan.config.memory.fit), plan.family
+    choices = CHECKPOINTING if family.blocks else (False,)
+    smallest = with_checkpointing(plan, choices[-1])
+    least = forecast(smallest, kernels, base=base)
+    if not least.fits(memory):
+        advice = "".join(f"\n- {change.what} ({change.price})" for change in changes(smallest, kernels, least, memory))
+        raise UserError(
+            f"memory.fit = {plan.config.memory.fit!r}: with every block recomputed the run needs {size_text(least.total)}, "
+            f"in {least.largest.name}; raise memory.fit, or{advice or ' choose smaller photos'}"
+        )
+    for every in choices[:-1]:
+        tried = with_checkpointing(plan, every)
+        if forecast(tried, kernels, base=base).fits(memory):
+            return tried
+    return smallest

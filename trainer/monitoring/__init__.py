@@ -1,0 +1,1 @@
+"""The numbers of a run: written, mirrored, watched, and judged."""

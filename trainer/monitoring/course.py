@@ -1,0 +1,199 @@
+"""How a run goes, line by line: the first step at which a loss, a gradient norm or the weights left their range, and why."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from statistics import fmean, median
+from typing import Any, TypeGuard
+
+# What a block of metrics.jsonl has of each block of the adapter.
+BLOCKS = "weight_change_blocks"
+
+Line = Mapping[str, Any]  # a line of metrics.jsonl
+
+# A loss or gradient norm is that of so many images at least, and of so many steps: fewer jitter by more than they tell.
+IMAGES, STEPS = 32, 3
+# What it is measured by, the level of the first images, is that of up to so many: one level serves a whole run.
+FIRST_IMAGES = 256
+# What is out of all range. Loss: the mean of such a window, in means of the first. Gradient norm: the medians.
+LOSS_TIMES, GRAD_TIMES = 4.0, 20.0
+# ||dW|| / ||W|| of the layer that moved most (weight_change.weight_change): above the first, what it had learnt is drowned;
+# below the second, a picture differs by no more than by the rounding of its computation. What a DoRA's magnitudes do is in
+# it, as much as it does. Where a held-out loss can decide, it does, and this is a note.
+TOO_FAR, TOO_LITTLE = 1.0, 5e-4
+# The field that tells on which photos, captions and draws a held-out loss was measured: of others it is another curve.
+PHOTOS = "measured_photos"
+# Losses at fixed draws: the field, and whose it is.
+FIXED = {"held_out_loss": "held-out", "trained_loss": "trained"}
+
+# What an update's size depends on, as a user knows it. Groups may have other rates than the first: see `rates`.
+LR = "optimizer.lr"
+HIGHEST = "the highest rate of a group (optimizer.lr times lora_plus, magnitude_lr, text_encoder_lr or a rule's lr)"
+
+
+class Course:
+    """The lines of a run, one after another. diverged: the first step at which something left its range; what: what did.
+
+    The log of a branch begins in mid-run. Then nobody knows how many images its first line is of, nor the first rate.
+    levers: the keys that make the optimizer's updates larger or smaller.
+    """
+
+    def __init__(self, rows: Iterable[Line] = (), levers: str = LR) -> None:
+        self.levers, self.rate_of = levers, LR
+        self.rate, self.rate_step, self.scaled = 0.0, 0, False
+        self.first_rate: float | None = None
+        self.step, self.updates, self.images = 0, 0, 0
+        self.first: tuple[float, float] | None = None  # loss and gradient norm of the first images
+        self.now: tuple[float, float] | None = None
+        self.diverged: int | None = None
+        self.what, self.before = "", 0  # before: the last step that has no part in it
+        self.by_weights = False  # what left its range were the weights, and no loss or gradient
+        self.not_finite: tuple[int, str] | None = None  # the first step with a value that is none, and which it was
+        self.unusable: set[tuple[object, str]] = set()  # (which photos, field) that was none before any step changed it
+        self._held_out: list[tuple[object, float]] = []  # (which photos, loss)
+        self.sound = 0  # as of Verdict: weights are measured seldom, and may have left their range long before
+        self._window: deque[tuple[int, float, float]] = deque()  # the last ones, of _within images
+        self._within = 0
+        self._before: list[tuple[int, float, float]] = []  # the first ones that have left the window, of _told images
+        self._told = 0
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: Line) -> str | None:
+        """A sentence where this line is the first that is out of all range."""
+        step, images = row["step"], row["images"] - self.images if row["step"] == self.step + 1 else 0
+        self.step, self.images = step, row["images"]
+        self.updates += not row.get("skipped", False)
+        self.scaled = self.scaled or "loss_scale" in row
+        rate = row.get("highest_lr", row["lr"]) * (row.get("d") or 1.0)
+        if rate > self.rate:
+            self.rate, self.rate_step = rate, step
+            self.rate_of = "the rate it found" if "d" in row else HIGHEST if "highest_lr" in row else LR
+        if step == 1:
+            self.first_rate = rate
+        self._hear_start(row.get("at_start", {}))
+        if said := self.measured(step, row):
+            return said
+        # A step that is left out has no loss: the loss scaler looks for its scale, or the policy left it out.
+        if "loss" in row and not row.get("skipped", False) and not is_finite(row["loss"]):
+            return self._met(step, "the loss of the step is not finite")
+        if said := self._said(step, self._out_of_range(row, images)):
+            self.sound = self.before
+        return said
+
+    def measured(self, step: int, fields: Line) -> str | None:
+        """As `add`, of what was measured after a step whose line was there already."""
+        for field, whose in FIXED.items():
+            if field in fields and (fields.get(PHOTOS), field) not in self.unusable and not is_finite(fields[field]):
+                return self._met(step, f"the loss of the {whose} photos is not finite")
+        if is_finite(loss := fields.get("held_out_loss")):
+            self._held_out.append((fields.get(PHOTOS), loss))
+        if "weight_change" not in fields:
+            return None
+        if not is_finite(change := fields["weight_change"]):
+            return self._met(step, "layers changed to no finite number")
+        if change > TOO_FAR:
+            if self._held_out_falls():
+                return None
+            self.by_weights = self.diverged is None or self.by_weights
+            return self._said(step, f"layers changed by up to {change:.0%} of their own weights")
+        self.sound = step if self.diverged is None else self.sound
+        return None
+
+    def _hear_start(self, fields: Line) -> None:
+        """What is not finite before a step is no step's doing, but a photo's or the model's. Later it tells nothing."""
+        self.unusable |= {(fields.get(PHOTOS), field) for field in FIXED if field in fields and not is_finite(fields[field])}
+        if is_finite(loss := fields.get("held_out_loss")):
+            self._held_out.append((fields.get(PHOTOS), loss))
+
+    def _met(self, step: int, what: str) -> str | None:
+        """As `_said`, of a value that is not finite."""
+        self.not_finite = self.not_finite or (step, what)
+        return self._said(step, what)
+
+    def _held_out_falls(self) -> bool:
+        losses = [loss for mark, loss in self._held_out if mark == self._held_out[-1][0]]
+        return len(losses) > 1 and losses[-1] < losses[0]
+
+    def _said(self, step: int, what: str) -> str | None:
+        if not what or self.diverged is not None:
+            return None
+        self.diverged, self.what, self.before = step, what, step - len(self._window)
+        return f"step {step}: the run is diverging: {what}; {self.remedy()}"
+
+    def _out_of_range(self, row: Line, images: int) -> str:
+        loss, norm = row.get("loss"), row.get("grad_norm")
+        if loss is None or norm is None:
+            return ""  # the step is skipped: by the loss scaler, or told by the policy
+        self._window.append((images, loss, norm))
+        self._within += images
+        while len(self._window) > STEPS and self._within - self._window[0][0] >= IMAGES:
+            left = self._window.popleft()
+            self._within -= left[0]
+            if self._told < FIRST_IMAGES:
+                self._before.append(left)
+                self._told += left[0]
+                if self._told >= IMAGES and len(self._before) >= STEPS:
+                    self.first = _level(self._before)
+        if len(self._window) < STEPS or self._within < IMAGES:
+            return ""
+        self.now = _level(self._window)
+        self.first = self.first or self.now
+        named = zip(("loss", "gradient norm"), self.now, self.first, (LOSS_TIMES, GRAD_TIMES), strict=True)
+        for name, now, first, times in named:
+            if now > times * first > 0:
+                grown, steps = f"{now / first:.3g} times", len(self._window)
+                return f"the {name} of the last {steps} steps, {now:.3g}, is {grown} that of the first ones"
+        return ""
+
+    def remedy(self) -> str:
+        """The likely cause, in plain words, and what to do."""
+        more = []
+        if self.first_rate == self.rate:
+            more.append("a warm-up (schedule.warmup = 0.05)")
+        if self.scaled:
+            more.append("precision.compute = 'bf16' in place of fp16")
+        beside = f"; {' and '.join(more)} may help, too" if more else ""
+        return (
+            f"most often the learning rate is too high ({self._rate()}); start a new run with {self._lower()}, a tenth for a "
+            f"start{beside}"
+        )
+
+    def _rate(self) -> str:
+        return f"{self.rate_of} was {self.rate:.3g} at step {self.rate_step}"
+
+    def _lower(self) -> str:
+        return "a lower one" if self.levers == LR else f"a lower {self.levers}"
+
+    def blame(self) -> str:
+        """For a value that is not finite: what the steps before say of its cause; "" where there were none."""
+        if self.diverged is not None:
+            return f"the run has diverged since step {self.diverged}: {self.remedy()}"
+        if self.updates and self.rate:
+            before = "one update before it was" if self.updates == 1 else f"{self.updates} updates before it were"
+            return (
+                f"{before} finite: if these samples are sound, the learning rate may be too "
+                f"high ({self._rate()}); start a new run with {self._lower()}"
+            )
+        return ""
+
+
+def rates(lr: Sequence[float]) -> dict[str, float]:
+    """For a step's line, of the rates of all groups: the first, and the highest where that is another."""
+    return {"lr": lr[0]} | ({"highest_lr": max(lr)} if max(lr) > lr[0] else {})
+
+
+def _level(window: Collection[tuple[int, float, float]]) -> tuple[float, float]:
+    """Mean loss and median gradient norm of (images, loss, norm)."""
+    return fmean(loss for _, loss, _ in window), median(norm for *_, norm in window)
+
+
+def is_finite(value: float | None) -> TypeGuard[float]:
+    return value is not None and math.isfinite(value)
+
+
+def moved_by(change: float) -> str:
+    """||dW|| / ||W|| of the layer that moved most, in words that no rounding makes untrue."""
+    return "0%" if change == 0 else f"up to {change:.2%}" if change >= 1e-4 else "less than 0.01%"

@@ -1,0 +1,321 @@
+"""Did it learn, diverge, or do nothing? In one place, from the lines of metrics.jsonl and from how far the weights moved.
+
+Everything here is a pure function of these. So it says the same after a resume, while a run is alive, and from outside.
+docs/watching.md has what the thresholds were taken from.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Literal
+
+from trainer.monitoring.course import FIXED, LOSS_TIMES, LR, PHOTOS, TOO_FAR, TOO_LITTLE, Course, Line, is_finite, moved_by
+
+# A fall of the held-out loss is learning, a rise from its lowest value is memorising: shares. Draws are fixed, so neither is
+# noise. Of the losses of steps, which jitter: standard errors of their ranks, for a fall, and for a rise after an alarm.
+FALLEN, RISEN, ERRORS, ABOVE = 0.01, 0.05, 3.5, 2.0
+
+# A held-out loss decides nothing that was measured less often, or on fewer photos.
+MEASUREMENTS, HELD_OUT_PHOTOS = 3, 4
+
+# How many photos are held out and measured, and how many of them have a near duplicate among those that are trained on.
+COUNT, COPIES = "held_out_photos", "held_out_copies"
+LOOK = "look at the samples, which no number replaces"
+
+TOLD = 10  # losses of steps: of fewer nothing can be said
+
+Kind = Literal["learned", "memorising", "worse", "diverged", "recovered", "nothing", "unclear"]
+BAD: tuple[Kind, ...] = ("worse", "diverged", "nothing")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a run is called.
+
+    kind: in a word. sentence: for people, with the remedy. step: where it diverged, or the best one; None: neither.
+    sound: of one that has diverged the last step that surely has no part in it. measured: of one that has learned, the
+    beginning of the sentence, which says what was measured. doubt: whether something speaks against it.
+    """
+
+    kind: Kind
+    sentence: str
+    step: int | None = None
+    sound: int = 0
+    measured: str = ""
+    doubt: bool = False
+
+    @property
+    def bad(self) -> bool:
+        return self.kind in BAD
+
+
+# What a line must have, and what it may have: numbers; of those that it may have, null is one, too.
+NEEDED = ("images", "lr")
+OPTIONAL = ("loss", "grad_norm", "d", "weight_change", "held_out_loss", "trained_loss", COUNT, COPIES)
+
+
+def is_line(found: object) -> bool:
+    """Whether something from a metrics.jsonl, which anybody may have changed, can be judged."""
+    if not isinstance(found, dict) or not isinstance(found.get("step"), int) or isinstance(found["step"], bool):
+        return False
+    start = found.get("at_start", {})
+    return (
+        isinstance(start, dict)
+        and all(is_number(found.get(name)) for name in NEEDED)
+        and is_number(found.get("highest_lr", 0))
+        and all(fields.get(name) is None or is_number(fields[name]) for fields in (found, start) for name in OPTIONAL)
+        and all(isinstance(fields.get(PHOTOS, ""), str) for fields in (found, start))
+    )
+
+
+def is_number(value: object) -> bool:
+    """Of those that JSON has, one that a float can hold."""
+    return isinstance(value, float) or (
+        isinstance(value, int) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    )
+
+
+def judge(
+    rows: Sequence[Line], blocks: Mapping[str, float] | None = None, levers: str = LR, kept: Iterable[int] | None = None
+) -> Verdict:
+    """What a run is called, so far or at its end.
+
+    rows: of metrics.jsonl, in order. blocks: by name, the largest ||dW|| / ||W|| of the adapter's blocks, from where the run
+    started; None: not measured, then the last `weight_change` of the rows counts. levers: as of Course. kept: steps whose
+    adapter can be taken; None: nobody knows.
+    """
+    course = Course(rows, levers)
+
+    def diverged(said: str) -> Verdict:
+        return Verdict("diverged", f"{said}; {course.remedy()}", course.diverged, course.sound)
+
+    if said := _not_finite(rows, blocks, course):
+        return diverged(f"the training has diverged: {said}")
+    changes = [row["weight_change"] for row in rows if "weight_change" in row]
+    change = largest(blocks.values()) if blocks else changes[-1] if changes else None
+    far = change is not None and change > TOO_FAR
+    useless = [field for field in FIXED if (mark_of(rows), field) in course.unusable]
+    known = [] if "held_out_loss" in useless else _finite(_series(rows, "held_out_loss"))
+    few = _too_few(rows, known)
+    doubtful = f"; too few to tell by the held-out loss: {few}" if few else ""
+    falls = len(known) > 1 and known[-1][1] < known[0][1]
+    decides = bool(known) and not few
+    if decides and known[-1][1] > LOSS_TIMES * known[0][1]:
+        return diverged(f"the training has diverged: the held-out loss rose from {known[0][1]:.4g} to {known[-1][1]:.4g}")
+    if far and not decides and not falls:
+        return diverged(f"the training has probably diverged: {_beyond(change or 0, blocks)}{doubtful}")
+    if course.diverged is not None and not (course.by_weights and (decides or falls)):
+        since = f"at step {course.diverged} {course.what}"
+        if above := _still_above(rows, known, course):
+            return diverged(f"the training has diverged: {since}; {above}")
+        said = f"the training came back: {since}; look at the samples; {course.remedy()}"
+        return Verdict("recovered", said, course.diverged)
+    moved = decides and max(abs(loss / known[0][1] - 1) if known[0][1] else 0 for _, loss in known) > FALLEN
+    if change is not None and change < TOO_LITTLE and not moved:
+        it = "it" if course.rate_of == levers else course.rate_of
+        said = (
+            f"nothing was learned: no layer changed by more than {max(change, 1e-5):.3%} of its own weights, less than a "
+            f"picture can show; train longer or raise {levers} ({it} was at most {course.rate:.3g}){doubtful}"
+        )
+        return Verdict("nothing", said)
+    changed = f" (layers changed by {moved_by(change)} of their own weights)" if change is not None else ""
+    if not known:
+        found = _by_steps(rows, changed, bool(useless))
+    elif few:
+        found = Verdict("unclear", f"too few to tell: {few}{changed}; {LOOK}")
+    else:
+        trained = {} if "trained_loss" in useless else dict(_finite(_series(rows, "trained_loss")))
+        found = _by_held_out(known, trained, changed, levers, kept)
+    beside = _leak(rows) + _useless(useless)
+    return replace(found, sentence=found.sentence + beside, doubt=found.doubt or far or bool(beside))
+
+
+def _not_finite(rows: Sequence[Line], blocks: Mapping[str, float] | None, course: Course) -> str:
+    """In words, which weight or loss is not finite at the end, or was at any step; "" where none was."""
+    if spoilt := [name for name, moved in (blocks or {}).items() if not math.isfinite(moved)]:
+        return f"in {spoilt[0]} a layer changed to no finite number"
+    if course.not_finite is None:
+        return ""
+    step, what = course.not_finite
+    later = [(at, loss) for at, loss in _finite(_series(rows, "held_out_loss")) if at > step]
+    since = f", though the held-out loss of step {later[-1][0]} is: {later[-1][1]:.4g}" if later else ""
+    return f"at step {step} {what}{since}"
+
+
+def _useless(fields: Sequence[str]) -> str:
+    """Which losses tell nothing, and why; "" where all do. fields: of FIXED."""
+    if not fields:
+        return ""
+    whose = " and ".join(FIXED[field] for field in fields)
+    return (
+        f"; the loss of the {whose} photos tells nothing: it was not finite before any step changed it (look at these "
+        "photos, and at precision.compute)"
+    )
+
+
+def _beyond(change: float, blocks: Mapping[str, float] | None) -> str:
+    """In words, which layers moved too far. change: of the one that moved most."""
+    if not blocks:
+        return f"a layer changed by {change:.0%} of its own weights"
+    beyond = {name: moved for name, moved in blocks.items() if moved > TOO_FAR}
+    worst = max(beyond, key=beyond.__getitem__)
+    many = f"in {len(beyond)} of {len(blocks)} blocks a layer"
+    return f"{many} changed by more than {TOO_FAR:.0%} of its own weights, in {worst} by {change:.0%}"
+
+
+def _too_few(rows: Sequence[Line], known: Sequence[tuple[int, float]]) -> str:
+    """In words, how little was held out or measured; "" where it is enough, or where nothing was."""
+    photos = _newest(rows, COUNT)
+    if not known or (len(known) >= MEASUREMENTS and (photos is None or photos >= HELD_OUT_PHOTOS)):
+        return ""
+    times = {1: "once", 2: "twice"}.get(len(known), f"{len(known)} times")
+    on = "" if photos is None else f" on {photos:g} photo{'' if photos == 1 else 's'}"
+    (_, start), (_, now) = known[0], known[-1]
+    said = f"the held-out loss was measured {times}{on}"
+    if len(known) > 1:
+        said += f", and went from {start:.4g} to {now:.4g}"
+    return f"{said}; {MEASUREMENTS} times and {HELD_OUT_PHOTOS} photos are the least that can tell (data.held_out)"
+
+
+def _still_above(rows: Sequence[Line], known: Sequence[tuple[int, float]], course: Course) -> str:
+    """After an alarm, in words, what tells that the run has not come back; "" where it has.
+
+    By the held-out loss, where it was measured after the alarm. Else by the ranks of the last third of the losses over those
+    before the alarm; by the means where these are too few. One window alone may be low, or high, by chance.
+    """
+    if len(known) > 1 and known[-1][0] > (course.diverged or 0):
+        (_, start), (last, now) = known[0], known[-1]
+        return f"the held-out loss of step {last} is {now:.4g}, that of the start {start:.4g}" if now > start else ""
+    losses = [(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]
+    early = [loss for step, loss in losses if step <= course.before][: max(TOLD, len(losses) // 5)]
+    late = [loss for step, loss in losses[-max(TOLD, len(losses) // 3) :] if step > (course.diverged or 0)]
+    if not late:
+        return "and then the log ends"
+    if min(len(early), len(late)) >= TOLD:
+        above = _fall(early, late) < -ABOVE
+    else:
+        above = course.first is not None and fmean(late) > course.first[0]
+    return f"the loss since is {fmean(late):.4g}, above that of the first steps" if above else ""
+
+
+def _leak(rows: Sequence[Line]) -> str:
+    """What makes a held-out loss look better than it is; "" where nothing is known to."""
+    copies, photos = _newest(rows, COPIES), _newest(rows, COUNT)
+    if not copies:
+        return ""
+    of = f" of the {photos:g}" if photos else ""
+    have = "has" if copies == 1 else "have"
+    return (
+        f"; but {copies:g}{of} held-out photos {have} a near duplicate among those that are trained on: where their loss "
+        "falls, that may be memorising"
+    )
+
+
+def _by_held_out(
+    known: Sequence[tuple[int, float]], trained: Mapping[int, float], changed: str, levers: str, kept: Iterable[int] | None
+) -> Verdict:
+    """What a run is called that has not diverged, and changed something or may have. known, trained: losses by step."""
+    (first, start), (last, now), (best, lowest) = known[0], known[-1], min(known, key=lambda pair: pair[1])
+    fell = lowest < start * (1 - FALLEN)
+    best = best if fell else first
+    was = f"the held-out loss fell from {start:.4g} to {lowest:.4g} at step {best}"
+    by_heart = "the loss of the trained photos falls on: the adapter learns the photos by heart"
+    if now > lowest * (1 + RISEN) and trained.get(last, math.inf) < trained.get(best, -math.inf):
+        if not fell:
+            said = f"the held-out loss rose from {start:.4g} to {now:.4g} and never fell, while {by_heart}"
+            return Verdict("memorising", f"{said}; train with more photos or a lower {levers}")
+        said = f"{was}, and rose to {now:.4g} since, while {by_heart}; {_take(best, last, kept)}"
+        return Verdict("memorising", f"{said}; or train with more photos or a lower {levers}", best)
+    of = "the loss on photos it never saw"
+    if now < start * (1 - FALLEN):
+        measured = f"{of} fell by {_share(1 - now / start)}"
+        ended = f" at step {last}" if now == lowest else f", and was {lowest:.4g} at step {best}"
+        said = f"{measured}, from {start:.4g} to {now:.4g}{ended}{changed}; {LOOK}"
+        return Verdict("learned", said, best, measured=measured)
+    if fell:
+        said = f"{was}, and has got worse since: {now:.4g} at step {last}{changed}; {_take(best, last, kept)}"
+        return Verdict("worse", f"{said}; or start a new run with a lower {levers}", best)
+    if now > start * (1 + FALLEN):
+        said = f"the held-out loss rose from {start:.4g} to {now:.4g} and never fell: the adapter makes the model worse"
+        return Verdict("worse", f"{said}{changed}; start a new run with a lower {levers}, a tenth for a start")
+    by = f"fell by less than {_share(FALLEN)}" if now < start else f"rose by less than {_share(FALLEN)}"
+    went = f"{by}, from {start:.4g} to {now:.4g}" if now != start else f"is where it began, at {now:.4g}"
+    return Verdict("unclear", f"{of} {went}{changed}; train longer or raise {levers}")
+
+
+def _share(part: float) -> str:
+    """In percent: whole ones, below ten with two digits."""
+    return f"{100 * part:.0f} %" if part >= 0.0995 else f"{100 * part:.2g} %"
+
+
+def _take(best: int, last: int, kept: Iterable[int] | None) -> str:
+    """The step to take, of those that are kept."""
+    if kept is None:
+        return f"take step {best}"
+    nearest = min((step for step in kept if step != last), key=lambda step: (abs(step - best), step), default=None)
+    if nearest is None:
+        return "no earlier step is kept: set export.every_steps in a new run"
+    return f"take step {nearest}" + ("" if nearest == best else ", the nearest that is kept")
+
+
+def _by_steps(rows: Sequence[Line], changed: str, useless: bool) -> Verdict:
+    """As `_by_held_out`, where that was not measured. useless: it was, and tells nothing."""
+    losses = [row["loss"] for row in rows if row.get("loss") is not None]
+    early, late = losses[: max(TOLD, len(losses) // 5)], losses[-max(TOLD, len(losses) // 3) :]
+    if len(losses) >= 2 * TOLD and _fall(early, late) > ERRORS:
+        measured = f"the loss of the steps fell by {_share(1 - fmean(late) / fmean(early))}"
+        said = f"{measured}, from {fmean(early):.4g} to {fmean(late):.4g}{changed}; {LOOK}"
+        said += "; only held-out photos can tell whether it is more than memorising"
+        return Verdict("learned", said, measured=measured, doubt=True)
+    if useless:
+        return Verdict("unclear", f"the loss of the steps jitters more than it fell{changed}; {LOOK}")
+    return Verdict(
+        "unclear",
+        f"the loss of the steps jitters more than it fell{changed}; look at the samples, or set validation.loss_every_steps",
+    )
+
+
+def _fall(early: Sequence[float], late: Sequence[float]) -> float:
+    """In standard errors, how far the late losses rank below the early ones (Mann and Whitney 1947, On a Test of Whether one
+    of Two Random Variables is Stochastically Larger than the Other). Whatever their distribution: it is a skewed one."""
+    ordered, n, m = sorted(late), len(early), len(late)
+    above = sum((bisect_left(ordered, loss) + bisect_right(ordered, loss)) / 2 for loss in early)
+    return (above - n * m / 2) / math.sqrt(n * m * (n + m + 1) / 12)
+
+
+def _series(rows: Sequence[Line], field: str) -> list[tuple[int, float | None]]:
+    """(step, value), of the photos that were measured last."""
+    every = [(step, found) for step, found in _measured(rows) if field in found]
+    return [(step, found[field]) for step, found in every if found.get(PHOTOS) == every[-1][1].get(PHOTOS)]
+
+
+def _finite(series: Iterable[tuple[int, float | None]]) -> list[tuple[int, float]]:
+    return [(step, value) for step, value in series if is_finite(value)]
+
+
+def _newest(rows: Sequence[Line], field: str) -> float | None:
+    """What was told last under this name."""
+    return next((found[field] for _, found in reversed(list(_measured(rows))) if found.get(field) is not None), None)
+
+
+def mark_of(rows: Sequence[Line]) -> str | None:
+    """On which photos was measured last (the field PHOTOS); None where nothing was."""
+    return next((found[PHOTOS] for _, found in reversed(list(_measured(rows))) if PHOTOS in found), None)
+
+
+def _measured(rows: Sequence[Line]) -> Iterator[tuple[int, Line]]:
+    """(step, what was measured after it); what a line has "at_start" is of the step before it."""
+    for row in rows:
+        yield row["step"] - 1, row.get("at_start", {})
+        yield row["step"], row
+
+
+def largest(numbers: Iterable[float]) -> float:
+    """The largest of some numbers, NaN where one of them is that, for `max` would depend on their order; of none 0."""
+    numbers = list(numbers)
+    return math.nan if any(map(math.isnan, numbers)) else max(numbers, default=0.0)

@@ -1,0 +1,156 @@
+"""metrics.jsonl, what mirrors it, and the progress of the training."""
+
+import json
+import os
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import psutil
+
+from trainer.base.files import naming, write_atomic
+from trainer.base.progress import QUIET, Fields, Phases
+from trainer.monitoring.trackers import Tracker
+
+SMOOTHED = 20  # steps over which the loss that is shown is averaged, and whose images a second are shown
+
+
+def cut(path: Path, step: int) -> None:
+    """Drop the lines after `step` (and a half-written one), so that a resumed run appends without a gap or a repeat."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            break  # a kill cut this line short; it is the last
+        if not line.endswith(b"\n") or not isinstance(entry, dict) or entry.get("step", step + 1) > step:
+            break
+        kept.append(line)
+    write_atomic(path, kept)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """What `Metrics` has written there, up to a line that a kill cut short; nothing where there is no file."""
+    entries = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            entries.append(json.loads(line))
+        except ValueError:
+            break
+    return entries
+
+
+def _memory(entry: dict[str, Any]) -> int:
+    """Bytes: the step's peak on its device; where that is not counted, what this process has of the machine's memory."""
+    return entry["peak_bytes"] if "peak_bytes" in entry else psutil.Process().memory_info().rss
+
+
+def _line(entry: dict[str, Any]) -> bytes:
+    return (json.dumps(entry, allow_nan=False) + "\n").encode()
+
+
+class Metrics:
+    """Writes one JSON object a step, flushed, and mirrors its numbers to the trackers and the phase "training".
+
+    They are closed with it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        trackers: Sequence[Tracker] = (),
+        total_steps: int,
+        initial_step: int,
+        enabled: bool,
+        phases: Phases = QUIET,
+    ) -> None:
+        self.path, self.trackers = path, trackers
+        self.file = path.open("a", encoding="utf-8") if enabled else None
+        self._open = ExitStack()
+        # It is shown, no more: the loop looks at signals between two steps, and the log itself tells what they took.
+        training = phases("training", total_steps, "step", before=initial_step, obey=False, keep=False)
+        self.phase, self._phases = self._open.enter_context(training), phases
+        self._last: deque[dict[str, Any]] = deque(maxlen=SMOOTHED)
+        self._held_out: list[float] = []
+        for entry in read_lines(path) if enabled else ():
+            self._follow(entry)
+
+    def log(self, entry: dict[str, Any]) -> None:
+        if self.file is None:
+            return
+        with naming(self.path):
+            self.file.write(_line(entry).decode())
+            self.file.flush()
+        self._mirror(entry)
+        self._follow(entry)
+        self.phase.fields = partial(self._fields, entry)
+        self.phase.advance()
+
+    def _follow(self, entry: dict[str, Any]) -> None:
+        """What the lines for people say of more than one step."""
+        self._last.append(entry)
+        self._measured(entry["step"] - 1, entry.get("at_start", {}))
+        self._measured(entry["step"], entry)
+
+    def _measured(self, step: int, fields: dict[str, Any]) -> None:
+        if (held_out := fields.get("held_out_loss")) is not None:
+            best = "best, " if held_out < min(self._held_out, default=held_out) else ""
+            self._held_out.append(held_out)
+            self._phases.made(f"held-out loss {held_out:.4f} ({best}step {step})")
+
+    def _fields(self, entry: dict[str, Any]) -> Fields:
+        """How the training stands; what a narrow terminal leaves out first has the highest rank."""
+        losses = [line["loss"] for line in self._last if line["loss"] is not None]
+        rates = [line["images_per_second"] for line in self._last if "images_per_second" in line]
+        fields = [
+            (0, f"step {entry['step']}/{self.phase.total}"),
+            (5, f"epoch {entry['epoch']}" if "epoch" in entry else ""),
+            (1, f"loss {fmean(losses):.4f}" if losses else "loss none"),
+            (3, f"held-out {self._held_out[-1]:.4f}" if self._held_out else ""),
+            (6, f"lr {entry['lr']:.2e}"),
+            (7, f"{median(rates):.3g} images/s" if rates else ""),
+            (8, f"memory {_memory(entry) / 2**30:.2f} GiB"),
+            (2, self.phase.left()),
+            (4, f"last {self._phases.event}" if self._phases.event else ""),
+        ]
+        return [(rank, text) for rank, text in fields if text]
+
+    def add(self, fields: dict[str, Any]) -> None:
+        """To the last line: what a stop kept from it."""
+        if self.file is None or not fields:
+            return
+        *lines, last = self._lines()
+        entry = json.loads(last) | fields
+        self.file.close()
+        write_atomic(self.path, [*lines, _line(entry)])
+        self.file = self.path.open("a", encoding="utf-8")
+        # The whole line: a tracker may hide what an earlier start logged of this step.
+        self._mirror({name: value for name, value in entry.items() if name != "at_start"})
+        self._measured(entry["step"], fields)
+
+    def _lines(self) -> list[bytes]:
+        return self.path.read_bytes().splitlines(keepends=True)
+
+    def _mirror(self, entry: dict[str, Any]) -> None:
+        for tracker in self.trackers:
+            tracker.add(entry)
+
+    def sync(self) -> None:
+        """Put what was logged on the disk: no checkpoint may outlive the lines before it."""
+        if self.file is not None:
+            with naming(self.path):
+                os.fsync(self.file.fileno())
+
+    def close(self) -> None:
+        self._open.close()
+        for tracker in self.trackers:
+            tracker.close()
+        if self.file is not None:
+            self.file.close()

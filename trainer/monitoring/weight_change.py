@@ -1,0 +1,120 @@
+"""Did it take? What the adapter changed, by block, after training."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from trainer.adapters import Adapter
+from trainer.adapters.change import LayerChange, StartFactors, change
+from trainer.base.console import broken
+from trainer.base.files import Advance, unheard
+from trainer.base.progress import QUIET, Phases
+from trainer.base.tensorfile import TensorFile
+from trainer.kernels.dora_torch import TINY
+from trainer.monitoring.diagnosis import largest
+
+# Of the median layer's root mean square: a layer of smaller weights is measured against this share of it. Else a layer that
+# a model's makers left next to zero would speak for the whole run.
+FLOOR = 0.1
+
+
+@dataclass(frozen=True)
+class BlockChange:
+    """The change of one block: how many of its layers are measured, the largest and the median ||dW|| / ||W|| of a layer, the
+    largest drift of a row's magnitude, |m / m_0 - 1| (LoRA: 0). What the magnitudes do is in ||dW||, too
+    (adapters/change.py). Of a layer with very small weights ||W|| is FLOOR's."""
+
+    layers: int
+    largest: float
+    median: float
+    drift: float
+
+
+def weight_change(
+    adapter: Adapter, start: Mapping[str, torch.Tensor] | None = None, phases: Phases = QUIET
+) -> dict[str, BlockChange]:
+    """How far each block of an adapter has moved, by its name. start: the weights that the run started from
+    (Adapter.state_dict); None: it started anew.
+
+    A layer of zeros, which has no size to be compared with, is left out, unless its change is not finite.
+    """
+    layers: dict[str, tuple[LayerChange, int]] = {}
+    with phases("measuring the adapter", total=len(adapter.layers), unit="layer") as phase:
+        for name, layer in adapter.layers.items():
+            found = change(layer, None if start is None else factors_of(start, name))
+            layers[name] = found, math.prod(layer.get_base_layer().weight_shape)
+            phase.advance()
+    rms = [found.size / math.sqrt(numbers) for found, numbers in layers.values() if found.size > 0]
+    floor = FLOOR * median(rms) if rms else 0.0
+    blocks: dict[str, list[tuple[float, float]]] = {}
+    for name, (found, numbers) in layers.items():
+        if found.size != 0 or not math.isfinite(found.moved):
+            size = max(found.size, floor * math.sqrt(numbers), TINY)
+            blocks.setdefault(block_of(name), []).append((found.moved / size, found.drift))
+    changes = {}
+    for block, pairs in blocks.items():
+        moves, drifts = zip(*pairs, strict=True)
+        changes[block] = BlockChange(len(pairs), largest(moves), median(moves), largest(drifts))
+    return changes
+
+
+def factors_of(state: Mapping[str, torch.Tensor], layer: str) -> StartFactors:
+    """Of one layer of an Adapter.state_dict."""
+    a, b = (state[f"{layer}.lora_{part}.weight"] for part in "AB")
+    return StartFactors(a, b, state.get(f"{layer}.lora_magnitude_vector"))
+
+
+def change_table(changes: Mapping[str, BlockChange], *, dora: bool) -> dict[str, Any]:
+    """The section "Did it take?"."""
+    columns = ["block", "layers", "largest ||dW||/||W||", "median"] + (["drift of a row's magnitude"] if dora else [])
+    rows = [
+        [block, c.layers, f"{c.largest:.3%}", f"{c.median:.3%}"] + ([f"{c.drift:.3%}"] if dora else [])
+        for block, c in changes.items()
+    ]
+    return {"columns": columns, "rows": rows}
+
+
+def block_of(layer: str) -> str:
+    """The layer's name up to the first index that follows a container of blocks: 'unet.down_blocks.1'."""
+    match = re.match(r"(.*?(?:blocks|layers|block)\.\d+|.*?mid_block)\.", layer)
+    return match[1] if match else layer
+
+
+def read_back(path: Path, live: Mapping[str, torch.Tensor], advance: Advance = unheard) -> str:
+    """'equal' where the exported file, read back, holds the live tensors bit for bit; else the first difference.
+
+    advance: gets every number of bytes that was read; may raise.
+    """
+    file = TensorFile(path)
+    if file.entries.keys() != live.keys():
+        return f"keys differ: {sorted(file.entries.keys() ^ live.keys())[0]}"
+    for name, tensor in live.items():
+        if not torch.equal(file.read(name, advance), tensor.cpu()):
+            return f"{name} differs"
+    return "equal"
+
+
+def render(sections: Mapping[str, Mapping[str, Any]], columns: int) -> str:
+    """The sections as plain text in lines of at most `columns` characters: aligned, or where that is too wide, each row
+    in words. A word that is longer stays whole."""
+    lines = []
+    for title, section in sections.items():
+        table = [[str(cell) for cell in row] for row in (section["columns"], *section["rows"])]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines.append(title)
+        if sum(widths) + 2 * len(widths) <= columns:
+            aligned = ("".join(f"  {cell:<{w}}" for cell, w in zip(row, widths, strict=True)) for row in table)
+            lines += [line.rstrip() for line in aligned]
+            continue
+        head, *rows = table
+        for first, *others in rows:
+            lines += broken(f"  {first}", columns)
+            told = ", ".join(f"{name} {cell}" for name, cell in zip(head[1:], others, strict=True))
+            lines += broken(f"    {told}", columns)
+    return "\n".join(lines)

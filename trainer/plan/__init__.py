@@ -1,0 +1,1 @@
+"""What a config asks for, found out and checked before a weight is read."""

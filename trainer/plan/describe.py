@@ -1,0 +1,278 @@
+"""How a plan is printed: at the start of a run, and by --plan."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+from trainer.base.console import printable
+from trainer.base.tensorfile import size_text
+from trainer.data.batches import sampler, short_batches
+from trainer.data.captions import prompts
+from trainer.data.sources import Photo, Scanned, Source, noted
+from trainer.models.loading import ModelSource
+from trainer.plan import fixed_draws, optimizer_rules
+from trainer.plan.data_sources import sources_of
+from trainer.plan.run_plan import DataPlan, Plan
+from trainer.plan.storage import weight_bytes
+
+SHOWN = 20  # names in one line
+
+
+def describe(plan: Plan, *, sizes: bool, data: bool = True) -> str:
+    """The start print. sizes: also build every component on the meta device to count its bytes. data: with the photos."""
+    config = plan.config
+    lines = [f"run {config.run.name} -> {config.run.output_dir}", f"model {plan.family.name} from {config.model.path}"]
+    total, width = 0, max(len(component.format.name) for component in plan.components.values())
+    for name, component in plan.components.items():
+        compute = str(component.compute).removeprefix("torch.")
+        line = f"  {name:<15} stored {component.format.name:<{width}} computes {compute}"
+        if sizes:
+            count = weight_bytes(plan.source, component, held=plan.source.held(name))
+            total += count
+            line += f"  {size_text(count)}"
+        chosen = plan.source.chosen(name)
+        if chosen is not None and chosen.why:
+            line += f"; reads the {chosen.files} ({chosen.why})"
+        lines.append(line)
+    if sizes:
+        lines.append(f"  weights in all   {size_text(total)}")
+    if plan.source.published_parts:
+        lines.append(f"  of the published model's configs: {', '.join(plan.source.published_parts)}")
+    lines += [f"  found beside the model: {name}, {place}" for name, place in plan.source.found.items()]
+    lines += _hub_lines(plan.source)
+    lines += [*_adapter_lines(plan), f"objective {plan.objective.describe()}"]
+    doubts = plan.objective.doubts()
+    if plan.objective.stratified and config.data.batch_size * config.step.accumulation * plan.processes == 1:
+        doubts.append(
+            "objective.stratified has no effect on updates of one photo; raise data.batch_size or step.accumulation"
+        )
+    lines += [f"warning: {doubt}" for doubt in doubts]
+    lines += data_lines(plan, text=_text(plan)) if data else []
+    group, end = config.optimizer, f", ending at {config.schedule.end:g} of the rate" if config.schedule.end else ""
+    lines.append(
+        f"optimizer {group.name}, lr {group.lr:g}, weight decay {group.weight_decay:g} (none on magnitudes), "
+        f"clipping {config.step.max_grad_norm:g}; schedule {config.schedule.name}, warm-up {config.schedule.warmup:g}{end}"
+    )
+    lines += [f"  {line}" for line in optimizer_rules.told(config, plan.max_steps)]
+    if plan.max_steps > 1 and not plan.saves_before_the_end:
+        keys = ", ".join(
+            f"checkpoint.{key} = {getattr(config.checkpoint, key):g}" for key in ("every_steps", "every_minutes")
+        )
+        lines.append(f"note: only the end and a stop are saved ({keys}): a kill or a power cut loses all that was trained")
+    return "\n".join(lines)
+
+
+def _hub_lines(source: ModelSource) -> list[str]:
+    """What of a hub id is not here yet."""
+    if source.fetched:
+        return []
+    lines = []
+    if source.embedded:
+        lines.append(f"  configs as embedded: nothing was fetched ({source.embedded})")
+    count = source.to_fetch()
+    if count:
+        lines.append(f"  to be downloaded {size_text(count)}, into {source.repository.blobs.parent}")
+    return lines
+
+
+def _adapter_lines(plan: Plan) -> list[str]:
+    adapter = plan.config.adapter
+    lines = []
+    for component in plan.adapted:
+        mine = [t for t in plan.targets if t.component == component]
+        dora = adapter.type == "dora"
+        count = sum(_adapter_parameters(plan.shapes[t.component, t.name], t.rank, dora) for t in mine)
+        kinds = Counter((t.rank, t.alpha, t.scaling(adapter.rslora), t.lr, t.stop_step) for t in mine)
+        lines.append(f"adapter {adapter.type} on {component}: {len(mine)} layers, {count:,} trainable parameters (fp32)")
+        for (rank, alpha, scaling, lr, stop), layers in sorted(kinds.items(), key=str):
+            rate = f", lr {lr:g}" if lr is not None else ""
+            stops = f", trained up to step {stop}" if stop is not None else ""
+            formula = "alpha / sqrt(rank)" if adapter.rslora else "alpha / rank"
+            lines.append(f"  {layers} layers: rank {rank}, alpha {alpha:g}, {formula} = {scaling:g}{rate}{stops}")
+    if plan.skipped:
+        lines.append(f"  skipped, without a gradient path: {len(plan.skipped)} layers ({plan.skipped[0]}, ...)")
+    return lines
+
+
+def _adapter_parameters(shape: tuple[int, ...], rank: int, dora: bool) -> int:
+    rows, columns = shape[0], prod(shape[1:])
+    return rank * (rows + columns) + (rows if dora else 0)
+
+
+def data_lines(plan: DataPlan, *, text: str = "") -> list[str]:
+    """The lines about the data. text: how the captions are encoded, if known."""
+    data, accumulation = plan.config.data, plan.config.step.accumulation
+    per_step = f"{data.batch_size} images or fewer of one shape" if data.batch_size > 1 else "1 image"
+    per_step += f", {accumulation} times" if accumulation > 1 else ""
+    per_step += f", in each of {plan.processes} processes" if plan.processes > 1 else ""
+    shown = ", ".join(f"{w}x{h}: {n}" for (w, h), n in sorted(short_batches.appearances(plan.examples).items()))
+    subject = [photo for photo in plan.photos if not photo.source.regularisation]
+    prior = [photo for photo in plan.photos if photo.source.regularisation]
+    kept = f" + {_count(prior, 'regularisation image')}{_times(prior)}" if prior else ""
+    captions = sum(not photo.caption for photo in plan.photos)
+    too_small = sum(example.small for example in plan.examples)
+    instead = "enlarged" if data.enlarge else "trained in a smaller one (data.enlarge = true enlarges them)"
+    small = f"; {too_small} smaller than the bucket of their shape: {instead}" if too_small else ""
+    sources = sources_of(data)
+    variants = max(len(example.captions) for example in plan.examples)
+    varied = f"up to {variants} variants of each; " if variants > 1 else ""
+    dropout = "/".join(f"{rate:g}" for rate in sorted({source.caption_dropout for source in sources}))
+    flip = "/".join(sorted({"on" if source.flip else "off" for source in sources}, reverse=True))
+    first, epoch = plan.began
+    length = f"{plan.max_steps} steps = {epoch + (plan.max_steps - first) / plan.steps_per_epoch:.4g} epochs"
+    return [
+        f"data {_count(subject, 'image')}{_times(subject)}{kept}: {plan.steps_per_epoch} "
+        f"{'step' if plan.steps_per_epoch == 1 else 'steps'} an epoch, each of {per_step}; {length}",
+        f"  buckets (images an epoch) {shown}{small}",
+        f"  short batches: {_short_batches(plan)}",
+        f"  captions: {captions} missing or empty; {varied}dropped with probability {dropout}; flip {flip}"
+        + (f"; text {text}" if text else ""),
+        *_alone(subject),
+        *_without_prompts(plan),
+        *(f"  warning: {line}" for line in prompts.warnings((r.prompt for r in plan.requests), plan.examples)),
+        *_weight_lines(plan.photos),
+        *_view_lines(sources),
+        *(f"  {line}" for line in plan.scanned.notes),
+        *(f"  {line}" for line in _grouped(noted(plan.photos), "photo")),
+        *_left_out_lines(plan.scanned),
+        *_held_out(plan),
+        *_alike_lines(plan),
+    ]
+
+
+def _alone(photos: Sequence[Photo]) -> list[str]:
+    if len(photos) != 1:
+        return []
+    return ["  warning: this is one photo alone, and the adapter learns to draw just that picture; 10 to 30 are usual"]
+
+
+def _without_prompts(plan: DataPlan) -> list[str]:
+    wanted = plan.config.validation
+    if plan.requests or not wanted.every_steps or wanted.prompts != "captions":
+        return []
+    return ["  warning: no samples are drawn: validation.prompts = 'captions', and no photo has a caption; give a list"]
+
+
+def _alike_lines(plan: DataPlan) -> list[str]:
+    """How many photos are near duplicates, and a warning if one of them is held out and another trained on."""
+    if not plan.alike:
+        return []
+    lines = [f"  near duplicates: {_groups(plan.alike)}"]
+    held_out = {example.photo.sample for example in plan.held_out}
+    across = [group for group in plan.alike if len({photo.sample in held_out for photo in group}) == 2]
+    if across:
+        lines.append(f"  warning: near duplicates on both sides of data.held_out: {_groups(across)}")
+    return lines
+
+
+def _groups(groups: Sequence[Sequence[Photo]]) -> str:
+    """The counts, and the first three groups with up to three names each."""
+    shown = [
+        " = ".join([printable(photo.sample) for photo in group[:3]] + (["..."] if len(group) > 3 else []))
+        for group in groups[:3]
+    ]
+    more = "; ..." if len(groups) > 3 else ""
+    count = f"{len(groups)} group{'' if len(groups) == 1 else 's'}"
+    return f"{sum(map(len, groups))} photos in {count} ({'; '.join(shown)}{more})"
+
+
+def _short_batches(plan: DataPlan) -> str:
+    """How many short batches there are, and what would fill them."""
+    batch_size, examples = plan.config.data.batch_size, plan.examples
+    count = sampler.batches_per_epoch(examples, batch_size=batch_size)
+    left = short_batches.short(examples, batch_size=batch_size)
+    again = sum(batch_size - size for size in left.values())
+    if plan.config.data.short_batches == "merge":
+        moved = sum(example.merged for example in examples)
+        return f"none of {count} an epoch; merged: {moved} moved to another bucket, {again} more appearances"
+    if not left:
+        return f"none of {count} an epoch"
+    which = ", ".join(f"{w}x{h}: {size} of {batch_size}" for (w, h), size in left.items())
+    below, factor = short_batches.would_fill(examples, batch_size=batch_size)
+    return (
+        f"{len(left)} of {count} an epoch ({which}); filled by data.batch_size = {below}, by {factor} x the repeats, or by "
+        "data.short_batches = 'merge'"
+    )
+
+
+def _held_out(plan: DataPlan) -> list[str]:
+    names = list(dict.fromkeys(example.photo.sample for example in plan.held_out))
+    lines = []
+    if names:
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        shown = ", ".join(map(printable, names[:SHOWN])) + more
+        lines = [f"  held out, never trained on: {len(names)} of {len(plan.scanned.photos)} photos: {shown}"]
+    if plan.measured:
+        counts = " and ".join(f"{len(examples)} {kind.replace('_', '-')}" for kind, examples in plan.measured.items())
+        lines.append(
+            f"  loss at fixed draws of {counts} photos: {fixed_draws.forwards(plan)} images pass the denoiser before "
+            f"the first step, every {plan.config.validation.loss_every_steps} steps and at the end"
+        )
+        if not names:
+            lines.append(
+                "  warning: no photo is held out, so this loss cannot show memorising; data.held_out = 0.1 holds out a tenth"
+            )
+    return lines
+
+
+def _times(photos: Sequence[Photo]) -> str:
+    """How often each is there in an epoch; "" where that is once."""
+    repeats = sorted({photo.repeats for photo in photos})
+    return "" if repeats == [1] else f" x {'/'.join(map(str, repeats))} repeats"
+
+
+def _weight_lines(photos: Sequence[Photo]) -> list[str]:
+    """A line for each source with masks or another loss weight."""
+    found: dict[int, list[Photo]] = {}
+    for photo in photos:
+        found.setdefault(photo.source.index, []).append(photo)
+    lines = []
+    for mine in found.values():
+        source, said = mine[0].source, []
+        if source.regularisation or source.loss_weight != 1:
+            said.append(f"loss weight {source.loss_weight:g}" + (", regularisation images" if source.regularisation else ""))
+        if source.masks != "none":
+            masked = sum(photo.mask is not None for photo in mine)
+            said.append(f"{masked} of {len(mine)} photos with a mask, unmasked parts weigh {source.unmasked_weight:g}")
+        if said:
+            lines.append(f"  {printable(source.path)}: {'; '.join(said)}")
+    return lines
+
+
+def _view_lines(sources: Sequence[Source]) -> list[str]:
+    one = sources[0]
+    if not one.jitters:
+        return []
+    return [
+        f"  image variants: {one.image_variants} of each photo, the first unchanged, the others with crop jitter "
+        f"{one.crop_jitter:g} and colour jitter {one.colour_jitter:g}"
+    ]
+
+
+def _left_out_lines(scanned: Scanned) -> list[str]:
+    if not scanned.left_out:
+        return []
+    by_reason: dict[str, list[str]] = {}
+    for what, why in scanned.left_out:
+        by_reason.setdefault(why, []).append(printable(what))
+    return [f"  left out: {_count(scanned.left_out, 'file')}", *(f"    {line}" for line in _grouped(by_reason, "file"))]
+
+
+def _grouped(groups: Mapping[str, Sequence[str]], noun: str) -> list[str]:
+    """A line for each group, the largest first, with the first three names of it."""
+    lines = []
+    for said, names in sorted(groups.items(), key=lambda group: -len(group[1])):
+        more = ", ..." if len(names) > 3 else ""
+        lines.append(f"{_count(names, noun)}: {said} ({', '.join(names[:3])}{more})")
+    return lines
+
+
+def _text(plan: Plan) -> str:
+    if not plan.cache_text:
+        return "encoded live"
+    return "encoded when it is drawn" if plan.config.data.cache == "none" else "cached"
+
+
+def _count(things: Sequence[Any], noun: str) -> str:
+    return f"{len(things)} {noun}{'' if len(things) == 1 else 's'}"

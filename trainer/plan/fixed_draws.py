@@ -1,0 +1,32 @@
+"""The fixed draws at which the held-out loss is measured: how many, of which photos."""
+
+import math
+
+from trainer.plan.run_plan import DataPlan
+
+QUARTERS = 4  # of the whole range of time: each has as many draws
+
+FEWEST = 32  # draws of each kind of photo, however few photos there are
+
+
+def draws_of(photos: int) -> int:
+    """Of each photo, where so many are measured: as many in each quarter of time."""
+    return QUARTERS * math.ceil(FEWEST / (QUARTERS * photos)) if photos else 0
+
+
+def copies(plan: DataPlan) -> int:
+    """How many of the held-out photos that are measured have a near duplicate that is trained on."""
+    held_out = {example.photo.sample for example in plan.held_out}
+    measured = {example.photo.sample for example in plan.measured.get("held_out", ())}
+    groups = [{photo.sample for photo in group} for group in plan.alike]
+    return sum(len(group & measured) for group in groups if group - held_out)
+
+
+def at_once(plan: DataPlan) -> int:
+    """Draws of one photo that are computed together: never more than a step's images, whose backward takes more memory."""
+    return min(plan.config.data.batch_size, max(draws_of(len(examples)) for examples in plan.measured.values()))
+
+
+def forwards(plan: DataPlan) -> int:
+    """Images that pass the denoiser each time."""
+    return sum(len(examples) * draws_of(len(examples)) for examples in plan.measured.values())

@@ -1,0 +1,200 @@
+"""The keys of [optimizer] and [schedule] together: what is left to the library, what is refused, what is warned of."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from trainer.base.errors import UserError
+from trainer.config import Config, OptimizerTable
+from trainer.optim import options
+from trainer.optim.table import Entry, optimizer_named
+
+
+def resolve(table: OptimizerTable) -> OptimizerTable:
+    """With the library's betas and eps and the table's presets written out."""
+    entry = optimizer_named(table.name)
+    return table.model_copy(
+        update={
+            "betas": table.betas or entry.betas,
+            "eps": table.eps or entry.eps,
+            "options": {**entry.presets, **table.options},
+        }
+    )
+
+
+# In fewer steps an optimizer that finds its rate may not come to it: from Prodigy's default the pocket SDXL learned next to
+# nothing in 30 (docs/optimizers.md). This one is a guess.
+SHORT = 300
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """What some optimizers do not go with.
+
+    concerns: which, by their entries. what: of such an entry, for the table of docs/optimizers.md.
+    refusal: what is said of a config of such an optimizer; "" where nothing is in its way.
+    """
+
+    concerns: Callable[[Entry], bool]
+    what: Callable[[Entry], str]
+    refusal: Callable[[Config, Entry], str]
+
+
+def check(config: Config) -> None:
+    """Raises UserError for what the optimizer does not take, and for what cannot work together."""
+    chosen, entry = config.optimizer, optimizer_named(config.optimizer.name)
+    for exclusion in EXCLUSIONS:
+        if exclusion.concerns(entry) and (refusal := exclusion.refusal(config, entry)):
+            raise UserError(refusal)
+    options.check(chosen.name, betas=chosen.betas, eps=chosen.eps, options=chosen.options)
+
+
+def does_not_go_with(name: str) -> list[str]:
+    """What `check` refuses beside an optimizer, in Markdown."""
+    entry = optimizer_named(name)
+    return [exclusion.what(entry) for exclusion in EXCLUSIONS if exclusion.concerns(entry)]
+
+
+def _finds(entry: Entry) -> bool:
+    return entry.finds is not None
+
+
+def _modes(entry: Entry) -> bool:
+    return entry.modes
+
+
+def _unlike_a_factor(config: Config, entry: Entry) -> str:
+    chosen, (low, high) = config.optimizer, entry.finds.lr  # type: ignore[union-attr]
+    if low <= chosen.lr <= high:
+        return ""
+    return (
+        f"optimizer.lr = {chosen.lr:g}: {chosen.name} finds the rate itself, and this is a factor of it; set "
+        "optimizer.lr = 1.0 (its own default), or a value near it"
+    )
+
+
+def _differing_rates(config: Config, entry: Entry) -> str:
+    differing = ", ".join(_other_rates(config))
+    one = f"{config.optimizer.name} takes one rate, which it finds for all parameters together"
+    return f"{one}; leave out {differing}" if differing else ""
+
+
+def _stopping(config: Config, entry: Entry) -> str:
+    rules = ", ".join(f"adapter.rules[{i}].stop_step" for i, r in enumerate(config.adapter.rules) if r.stop_step is not None)
+    one = f"{config.optimizer.name} estimates one rate over all parameters to the end"
+    return f"{one}; leave out {rules}" if rules else ""
+
+
+def _falling(config: Config, entry: Entry) -> str:
+    name, allowed = config.schedule.name, entry.schedules or ()
+    if name in allowed:
+        return ""
+    return (
+        f"schedule.name = {name!r} with optimizer.name = {config.optimizer.name!r}: its average takes the place of a falling "
+        "rate; under both the weights would stand still too early; set schedule.name = "
+        f"{' or '.join(map(repr, allowed))} (a warm-up is fine)"
+    )
+
+
+def _averaged(config: Config, entry: Entry) -> str:
+    if config.ema.kind == "none":
+        return ""
+    return (
+        f"ema.kind = {config.ema.kind!r} cannot be combined with optimizer.name = {config.optimizer.name!r}: its weights for "
+        "use are an average already, and those it trains with are not meant for use; set ema.kind = 'none', or choose "
+        "another optimizer"
+    )
+
+
+def _limited(config: Config, entry: Entry) -> str:
+    if config.adapter.max_norm is None:
+        return ""
+    return (
+        f"adapter.max_norm = {config.adapter.max_norm:g} cannot be combined with optimizer.name = {config.optimizer.name!r}: "
+        "it would scale the weights that train, and neither those for use nor the sequence they are averaged from; leave it "
+        "out, or choose another optimizer"
+    )
+
+
+def _without(key: str) -> Exclusion:
+    """Of a library that has no such keyword."""
+
+    def refusal(config: Config, entry: Entry) -> str:
+        value = getattr(config.optimizer, key)
+        value = list(value) if isinstance(value, tuple) else value
+        unread = f"optimizer.{key} = {value!r} has no effect with optimizer.name = {config.optimizer.name!r}; leave it out"
+        return "" if value is None else unread
+
+    return Exclusion(lambda entry: getattr(entry, key) is None, lambda entry: f"`optimizer.{key}`", refusal)
+
+
+EXCLUSIONS = (
+    Exclusion(
+        _finds,
+        lambda entry: f"`lr` outside {entry.finds.lr[0]:g} to {entry.finds.lr[1]:g}",
+        _unlike_a_factor,  # type: ignore
+    ),
+    Exclusion(
+        _finds,
+        lambda entry: "`lora_plus`, `text_encoder_lr`, `magnitude_lr` or a rule's `lr` that differ: it takes one rate",
+        _differing_rates,
+    ),
+    Exclusion(_finds, lambda entry: "a rule's `stop_step`", _stopping),
+    Exclusion(
+        lambda entry: entry.schedules is not None,
+        lambda entry: f"schedules other than {' and '.join(entry.schedules or ())}",
+        _falling,
+    ),
+    Exclusion(_modes, lambda entry: "EMA: it keeps an average itself", _averaged),
+    Exclusion(_modes, lambda entry: "`adapter.max_norm`: it would scale one of two sequences", _limited),
+    _without("betas"),
+    _without("eps"),
+)
+
+
+def _other_rates(config: Config) -> Iterator[str]:
+    chosen = config.optimizer
+    if chosen.lora_plus != 1:
+        yield f"optimizer.lora_plus = {chosen.lora_plus:g}"
+    for key in ("text_encoder_lr", "magnitude_lr"):
+        rate = getattr(chosen, key)
+        if rate is not None and rate != chosen.lr:
+            yield f"optimizer.{key} = {rate:g}"
+    for index, rule in enumerate(config.adapter.rules):
+        if rule.lr is not None and rule.lr != chosen.lr:
+            yield f"adapter.rules[{index}].lr = {rule.lr:g}"
+
+
+def told(config: Config, steps: int) -> list[str]:
+    """For the start print: rates and options beyond the usual, and warnings. config: as `resolve` gives. steps: in all."""
+    chosen = config.optimizer
+    rates = [f"{key} {rate:g}" for key in ("text_encoder_lr", "magnitude_lr") if (rate := getattr(chosen, key)) is not None]
+    rates += [f"lora_plus {chosen.lora_plus:g} (B's rate over A's)"] if chosen.lora_plus != 1 else []
+    options = [f"{key} = {value!r}" for key, value in chosen.options.items()]
+    return [
+        *(", ".join(each) for each in (rates, options) if each),
+        *(f"warning: {line}" for line in warnings(config, steps)),
+    ]
+
+
+def warnings(config: Config, steps: int) -> list[str]:
+    """Of what works together, and badly. config: as `resolve` gives."""
+    chosen, entry = config.optimizer, optimizer_named(config.optimizer.name)
+    lines, finds = [], entry.finds
+    if finds and not chosen.options.get(finds.guard):
+        low = "schedule.warmup" if config.schedule.warmup else ""
+        low = low or ("schedule.name = 'cosine_restarts'" if config.schedule.name == "cosine_restarts" else "")
+        if low:
+            lines.append(
+                f"{low} with optimizer.options.{finds.guard} = false: the estimate of {chosen.name} divides by the low "
+                "rates and grows too far; set it to true"
+            )
+    if finds and finds.start not in chosen.options and steps < SHORT:
+        lines.append(
+            f"a run of {steps} steps: {chosen.name} finds its rate from optimizer.options.{finds.start} on, whose default is "
+            "so low that it may hardly have grown by the end; raise it, for example to 1e-4"
+        )
+    if entry.paged and (config.run.device == "cpu" or not torch.cuda.is_available()):
+        lines.append(f"{chosen.name} pages its state only on CUDA; on a CPU it is {chosen.name.removeprefix('paged_')}")
+    return lines

@@ -1,0 +1,216 @@
+"""The config keys that not every run reads: one that is set and not read is refused, for it would be ignored."""
+
+from collections.abc import Mapping
+from functools import reduce
+from operator import getitem
+from typing import Any
+
+from trainer import config as configs
+from trainer import objectives
+from trainer.base.errors import UserError
+from trainer.config import Config, DataTable, ObjectiveTable
+from trainer.models.base import Family
+from trainer.models.loading import ModelSource
+from trainer.optim import OPTIMIZERS, SCHEDULES
+
+# By the key, the models that read it.
+FAMILY_KEYS = {
+    "model.prediction": "models that predict either noise or v",
+    "model.zero_terminal_snr": "models with a noise schedule that may end at zero SNR",
+    **dict.fromkeys(objectives.KEYS, "diffusion and flow matching models"),
+    **dict.fromkeys(("objective.shift", "objective.mode_scale"), "flow matching models"),
+    **dict.fromkeys(
+        (
+            "objective.weighting", "objective.min_snr_gamma", "objective.p2_gamma", "objective.p2_k",
+            "objective.noise_offset", "objective.multires_noise_iterations", "objective.multires_noise_discount",
+        ),
+        "diffusion models with a noise schedule",
+    ),
+    "objective.guidance": "models with a guidance embedding",
+    "data.clip_chunks": "models whose denoiser reads the tokens of a CLIP encoder",
+    "data.text_length": "models with a text encoder whose length can be chosen",
+    "validation.samples.*.negative": "models that are sampled with a negative prompt",
+}  # fmt: skip
+
+
+# By the key, the timesteps that it belongs to.
+TIMESTEPS_OF = {
+    key: [name for name, reads in objectives.TIMES_READ.items() if key in reads]
+    for key in dict.fromkeys(key for reads in objectives.TIMES_READ.values() for key in reads)
+}
+
+
+def refuse_unread(config: Config, family: Family) -> None:
+    """Raises UserError, a line for each key that is set and not read: by the family, or beside the other keys."""
+    absent = FAMILY_KEYS.keys() - set(family.reads)
+    by_family = {key: f"on {family.name}; leave it out (only {FAMILY_KEYS[key]} read it)" for key in absent}
+    if not any(rule.component in family.text_encoders for rule in config.adapter.rules):
+        by_family["optimizer.text_encoder_lr"] = "where no rule of the adapter names a text encoder; leave it out, or add one"
+    if not family.blocks:
+        by_family["memory.gradient_checkpointing"] = f"on {family.name}, which names no blocks to recompute; leave it out"
+    named = config.objective.timesteps
+    if named != "auto" and "objective.timesteps" not in absent and named not in family.timesteps:
+        raise UserError(
+            f"objective.timesteps = {named!r} is not for {family.name}; use {', '.join(map(repr, family.timesteps))}"
+        )
+    _refuse(config, unread_beside_others(config) | _unread_of_objective(config.objective, family) | by_family)
+
+
+def unread_beside_others(config: Config) -> dict[str, str]:
+    """By the key: with what other choice it has no effect, and the remedy."""
+    components, unread = config.model.components, {}
+    if "fp16" not in {config.precision.compute, *(component.compute for component in components.values())}:
+        remedy = "in a run that computes nothing in fp16; leave it out, or set precision.compute = 'fp16'"
+        unread |= {"precision.loss_scale": remedy, "precision.loss_scale_growth_interval": remedy}
+    if config.step.non_finite == "stop":
+        unread["step.max_skipped"] = "with step.non_finite = 'stop'; leave it out, or set step.non_finite = 'skip'"
+    if config.adapter.type == "lora":
+        unread["export.dora_scale"] = "with adapter.type = 'lora'; leave it out, or set adapter.type = 'dora'"
+    elif "comfyui" not in config.export.formats:
+        unread["export.dora_scale"] = "without the ComfyUI file; leave it out, or add 'comfyui' to export.formats"
+    unread |= _unread_of_optimizer(config)
+    unread |= _unread_of_schedule(config.schedule.name)
+    if config.ema.kind != "constant":
+        unread["ema.decay"] = f"with ema.kind = {config.ema.kind!r}; leave it out, or set ema.kind = 'constant'"
+    if config.ema.kind != "power":
+        unread["ema.snapshot_every_steps"] = f"with ema.kind = {config.ema.kind!r}; leave it out, or set ema.kind = 'power'"
+    if config.data.batch_size == 1:
+        unread["data.short_batches"] = "with data.batch_size = 1; leave it out, or raise data.batch_size"
+    for key in ("flip", "caption_dropout", "masks", "unmasked_weight"):
+        if all(getattr(source, key) is not None for source in config.data.sources):
+            unread[f"data.{key}"] = f"beside sources that all set {key} themselves; leave it out"
+    if config.data.cache != "disk":
+        unread["data.cache_limit"] = f"with data.cache = {config.data.cache!r}; leave it out, or set data.cache = 'disk'"
+    if config.data.cache == "none" and config.data.cache_text is True:
+        unread["data.cache_text"] = "with data.cache = 'none'; leave it out, or set data.cache = 'memory'"
+    unread |= _unread_of_images(config.data)
+    for name, component in components.items():
+        if component.dtype in ("fp32", "bf16", "fp16"):
+            unread[f"model.components.{name}.exclude.0"] = (
+                f"with dtype = {component.dtype!r}, which quantises nothing; leave it out"
+            )
+    for index, source in enumerate(config.data.sources):
+        by_tags = source.shuffle or source.tag_dropout > 0
+        if not by_tags:
+            unread[f"data.sources.{index}.keep"] = "without shuffle or tag_dropout in that source; leave it out, or set one"
+        if not by_tags and not source.trigger:
+            remedy = "without shuffle, tag_dropout or trigger in that source; leave it out, or set one"
+            unread[f"data.sources.{index}.separator"] = remedy
+        if source.captions != "auto":
+            key = f"data.sources.{index}.caption_column"
+            unread[key] = f"with captions = {source.captions!r}; leave it out, or set captions = 'auto'"
+    if not any(source.shuffle or source.tag_dropout or source.wildcards for source in config.data.sources):
+        unread["data.caption_variants"] = (
+            "where no source has shuffle, tag_dropout or wildcards; leave it out, or set one of them in a source"
+        )
+    for index, sample in enumerate(config.validation.samples):
+        if sample.guidance is not None and sample.guidance <= 1:
+            key = f"validation.samples.{index}.negative"
+            unread[key] = f"with guidance = {sample.guidance:g}; leave it out, or raise guidance above 1"
+    return unread
+
+
+def _unread_of_optimizer(config: Config) -> dict[str, str]:
+    unread, name = {}, config.optimizer.name
+    if name in OPTIMIZERS and OPTIMIZERS[name].apart and config.adapter.type == "lora":
+        # The library's own value is what the resolved config has.
+        changed = [key for key in ("betas", "eps") if getattr(config.optimizer, key) != getattr(OPTIMIZERS[name], key)]
+        remedy = f"with optimizer.name = {name!r} and adapter.type = 'lora': they are of magnitudes alone; leave it out"
+        unread |= {f"optimizer.{key}": remedy for key in changed}
+    if name in OPTIMIZERS and not OPTIMIZERS[name].eight_bit:
+        others = " or ".join(other for other, entry in OPTIMIZERS.items() if entry.eight_bit)
+        unread["optimizer.min_8bit_size"] = f"with optimizer.name = {name!r}; leave it out, or choose {others}"
+    if config.adapter.type == "lora":
+        unread["optimizer.magnitude_lr"] = "with adapter.type = 'lora'; leave it out, or set adapter.type = 'dora'"
+    return unread
+
+
+def _unread_of_schedule(name: str) -> dict[str, str]:
+    """Of a schedule of that name: what another one reads."""
+    unread = {}
+    for key in dict.fromkeys(key for descent in SCHEDULES.values() for key in descent.reads):
+        if key not in SCHEDULES[name].reads:
+            others = ", ".join(repr(other) for other, descent in SCHEDULES.items() if key in descent.reads)
+            unread[f"schedule.{key}"] = f"with schedule.name = {name!r}; leave it out, or choose {others}"
+    return unread
+
+
+def refuse_averages(config: Config) -> None:
+    """Raises UserError for an [ema] that sets nothing aside to make averages of."""
+    if config.ema.kind == "power" and not config.ema.snapshot_every_steps:
+        raise UserError(
+            "ema.kind = 'power' needs ema.snapshot_every_steps: other averages are made of what is set aside; take a "
+            "twentieth of the run or less, or set ema.kind = 'constant'"
+        )
+
+
+def _unread_of_objective(objective: ObjectiveTable, family: Family) -> dict[str, str]:
+    unread = {}
+    timesteps = family.timesteps[0] if objective.timesteps == "auto" and family.timesteps else objective.timesteps
+    for key, names in TIMESTEPS_OF.items():
+        if timesteps not in names:
+            unread[f"objective.{key}"] = (
+                f"with {timesteps} timesteps; leave it out, or set objective.timesteps = {names[0]!r}"
+            )
+    if objective.loss == "mse":
+        remedy = "with objective.loss = 'mse'; leave it out, or set objective.loss = 'huber'"
+        unread |= {"objective.huber_c": remedy, "objective.huber_schedule": remedy}
+    weighting = objective.weighting
+    if weighting not in (None, "min_snr", "soft_min_snr"):
+        unread["objective.min_snr_gamma"] = f"with objective.weighting = {weighting!r}; leave it out, or choose 'min_snr'"
+    if weighting != "p2":
+        remedy = "without objective.weighting = 'p2'; leave it out, or set that"
+        unread |= {"objective.p2_gamma": remedy, "objective.p2_k": remedy}
+    if not objective.multires_noise_iterations:
+        unread["objective.multires_noise_discount"] = (
+            "without multi-resolution noise; leave it out, or set objective.multires_noise_iterations, for example to 6"
+        )
+    return unread
+
+
+def _unread_of_images(data: DataTable) -> dict[str, str]:
+    unread = {}
+    masks = [data.masks if source.masks is None else source.masks for source in data.sources]
+    remedy = "without masks; leave it out, or set masks = 'files' or 'alpha'"
+    if set(masks) == {"none"}:
+        unread["data.unmasked_weight"] = remedy
+    unread |= {f"data.sources.{index}.unmasked_weight": remedy for index, kind in enumerate(masks) if kind == "none"}
+    if not data.crop_jitter and not data.colour_jitter:
+        unread["data.image_variants"] = "without jitter; leave it out, or set data.crop_jitter or data.colour_jitter"
+    return unread
+
+
+def refuse_unread_by_model(config: Config, source: ModelSource) -> None:
+    """As `refuse_unread`, of the keys that only some models of the family read, by what their configs say."""
+    embedded = "objective.guidance"
+    if embedded in source.family.reads and not source.config(source.family.denoiser).get("guidance_embeds"):
+        remedy = f"on this model; leave it out (only {FAMILY_KEYS[embedded]} read it)"
+        _refuse(config, {embedded: remedy, "validation.samples.*.guidance": remedy})
+
+
+def _refuse(config: Config, unread: Mapping[str, str]) -> None:
+    """unread: by the key (of all entries of a list, "*", or of one), where it has no effect, and the remedy.
+
+    A default that is written out is no mistake.
+    """
+    defaults = configs.known_keys()
+    lines = []
+    tree = configs.tree(config)
+    for key, value in configs.flatten(tree).items():
+        name = configs.generic(key)
+        whole, _, last = name.rpartition(".")
+        if last == "*" and whole in unread:  # one of a list's values, all of which are one choice
+            key, name = key.rpartition(".")[0], whole
+            value = reduce(getitem, key.split("."), tree)
+        effect = unread.get(key, unread.get(name))
+        default = defaults.get(name)
+        if effect is not None and value != (list(default) if isinstance(default, tuple) else default):
+            lines.append(f"{key} = {value!r} has no effect {effect}")
+    if lines:
+        raise UserError("\n".join(dict.fromkeys(lines)))
+
+
+def chosen(config: Config, family: Family) -> dict[str, Any]:
+    """The values of the keys that the family reads, by their last names; of each sample's own keys none."""
+    single = [key.split(".") for key in family.reads if "*" not in key]
+    return {path[-1]: reduce(getattr, path, config) for path in single}

@@ -1,0 +1,333 @@
+"""What a run resolves before it reads a weight: components, targets, data, length. Printed at the start and by --plan."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+from PIL import Image, ImageOps
+from torch import nn
+
+from trainer import quantization
+from trainer.adapters import Rule, Target, match_targets
+from trainer.adapters.export import fused_modules
+from trainer.base import patterns
+from trainer.base.errors import UserError
+from trainer.base.progress import QUIET, Phases
+from trainer.base.types import Link
+from trainer.config import Config, SampleTable
+from trainer.data import buckets, held_out
+from trainer.data.batches import sampler, short_batches
+from trainer.data.captions import prompts
+from trainer.data.examples import Example, examples
+from trainer.data.images import near_duplicates
+from trainer.data.images.decode import load_rgb
+from trainer.data.scan import refuse_damaged
+from trainer.data.sources import Photo, Scanned
+from trainer.models import family_named
+from trainer.models.base import Family, SampleRequest
+from trainer.models.beside import complete
+from trainer.models.loading import ModelSource
+from trainer.models.opening import open_model
+from trainer.monitoring.trackers import check_wandb
+from trainer.objectives import Objective
+from trainer.plan import optimizer_rules, storage
+from trainer.plan.data_sources import read_sources, resolutions, sources_of
+from trainer.plan.requirements import chosen, refuse_averages, refuse_unread, refuse_unread_by_model
+from trainer.plan.storage import Storage
+from trainer.runtime import precision
+from trainer.runtime.processes import Processes
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataPlan:
+    """What is known of a run's data before anything of it is encoded."""
+
+    config: Config
+    family: Family
+    scanned: Scanned
+    photos: tuple[Photo, ...]  # that are trained on
+    examples: tuple[Example, ...]  # these, at the sizes they are trained at
+    held_out: tuple[Example, ...]  # what is never trained on, at the sizes it would be
+    measured: Mapping[str, tuple[Example, ...]]  # whose loss is measured at fixed draws, by kind (held_out.measured)
+    alike: tuple[tuple[Photo, ...], ...]  # groups of near duplicates, trained on or held out
+    requests: tuple[SampleRequest, ...]
+    processes: int
+    steps_per_epoch: int
+    max_steps: int
+    began: tuple[int, int] = (0, 0)  # of the run's Progress
+
+    @property
+    def encoded(self) -> tuple[Example, ...]:
+        """Every example whose latents and captions a run reads."""
+        return (*self.examples, *(example for examples in self.measured.values() for example in examples))
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch in which step `step` was made, both from 1."""
+        return sampler.epoch_of(step, steps_per_epoch=self.steps_per_epoch, began=self.began)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(DataPlan):
+    """Everything that is known before weights are read."""
+
+    source: ModelSource
+    components: dict[str, Storage]
+    objective: Objective
+    targets: tuple[Target, ...]
+    shapes: dict[tuple[str, str], tuple[int, ...]]
+    skipped: tuple[str, ...]
+    truths: tuple[Image.Image | None, ...]  # of the requests, at their sizes
+    cache_text: bool
+
+    @property
+    def saves_before_the_end(self) -> bool:
+        """Whether a checkpoint is due before the last step."""
+        when = self.config.checkpoint
+        return self.max_steps > 1 and (when.every_minutes > 0 or 0 < when.every_steps < self.max_steps)
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients pass through fp16: then the loss is scaled."""
+        trained = {self.family.denoiser, *self.adapted}
+        return precision.needs_scaling(self.components[name].compute for name in trained)
+
+    @property
+    def adapted(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(target.component for target in self.targets))
+
+    @property
+    def fused(self) -> dict[str, list[Link]]:
+        """Layers that the original layout fuses, by adapted component."""
+        return {name: fused_modules(self.family.module_links(name, self.source.config(name))) for name in self.adapted}
+
+
+def open_source(config: Config) -> ModelSource:
+    """The model's configs and file headers. Of a hub id, the configs at first; `fetched` gets the rest."""
+    family = family_named(config.model.family)
+    refuse_unread(config, family)
+    optimizer_rules.check(config)
+    refuse_averages(config)
+    names = [component.name for component in family.components]
+    for name in config.model.components:
+        if name not in names:
+            raise UserError(f"model.components.{name} is not a component of {family.name}; {patterns.meant(name, names)}")
+    source = open_model(
+        family,
+        config.model.path,
+        config=config.model.config,
+        component_paths={name: c.path for name, c in config.model.components.items() if c.path},
+        revision=config.model.revision,
+        variant=config.model.variant,
+        stored={component.name: storage.asked_precision(config, component) for component in family.components},
+        recognise=quantization.recognise,
+    )
+    source.check_kind()
+    source = complete(source)
+    refuse_unread_by_model(config, source)
+    return source
+
+
+def make_plan(config: Config, source: ModelSource, *, processes: int, phases: Phases = QUIET) -> Plan:
+    """Check everything that can be without weights. Raises UserError for what cannot work. config: as `resolve` gives."""
+    family = source.family
+    if config.logging.wandb:
+        check_wandb()
+    components = storage.storages(config, family)
+    data = plan_data(config, family, processes=processes, phases=phases)
+    objective = find_objective(config, source)
+    source.check_tokenizers()
+    for component in components.values():
+        storage.check(source, component)
+    targets, shapes, skipped = find_targets(config, family, source)
+    refuse_idle_steps(config, targets, data.max_steps)
+    adapted_encoders = {t.component for t in targets} - {family.denoiser}
+    cache_text = not adapted_encoders if config.data.cache_text == "auto" else config.data.cache_text
+    if cache_text and adapted_encoders:
+        raise UserError(
+            f"data.cache_text = true cannot be combined with adapting {', '.join(sorted(adapted_encoders))}: "
+            "cached encodings would not follow the training; leave it out"
+        )
+    return Plan(
+        **vars(data),
+        source=source,
+        components=components,
+        objective=objective,
+        targets=targets,
+        shapes=shapes,
+        skipped=skipped,
+        truths=_truths(config, data.requests),
+        cache_text=cache_text,
+    )
+
+
+def plan_data(
+    config: Config, family: Family, *, processes: int, phases: Phases = QUIET, scanned: Scanned | None = None
+) -> DataPlan:
+    """Read the photos, and decide at which sizes and how often they are trained. config: as `resolve` gives.
+
+    scanned: read already, whatever is damaged: then the plan is that of the sound photos.
+    Raises UserError for what cannot work.
+    """
+    data = config.data
+    if scanned is None:
+        scanned = read_sources(data, phases)
+        refuse_damaged(scanned)
+    for resolution in {each for source in sources_of(data) for each in source.resolutions}:
+        if data.bucket_step % family.size_multiple or resolution < data.bucket_step:
+            raise UserError(
+                f"data.bucket_step = {data.bucket_step} does not suit {family.name} at data.resolution = {resolution}; "
+                f"use a multiple of {family.size_multiple} that is at most the resolution"
+            )
+    photos, apart = held_out.split(scanned.photos, data.held_out)
+    sized = partial(examples, step=data.bucket_step, enlarge=data.enlarge, seed=config.run.seed)
+    bucketed = sized(photos)
+    if data.short_batches == "merge":
+        bucketed = short_batches.merged(bucketed, batch_size=data.batch_size, enlarge=data.enlarge)
+    steps_per_epoch = sampler.steps_per_epoch(
+        bucketed, batch_size=data.batch_size, accumulation=config.step.accumulation, processes=processes
+    )
+    kept = sized(apart)
+    requests = _requests(config, bucketed)
+    check_sizes(requests, family.size_multiple)
+    return DataPlan(
+        config=config,
+        family=family,
+        scanned=scanned,
+        photos=photos,
+        examples=bucketed,
+        held_out=kept,
+        measured=held_out.measured(bucketed, kept) if config.validation.loss_every_steps else {},
+        alike=near_duplicates.groups(scanned.photos),
+        requests=requests,
+        processes=processes,
+        steps_per_epoch=steps_per_epoch,
+        max_steps=config.run.max_steps or config.run.epochs * steps_per_epoch,
+    )
+
+
+def fetched(plan: Plan, peers: Processes, phases: Phases) -> Plan:
+    """The plan with a hub id's weights on this machine. Raises UserError where they are not what their configs said."""
+    if plan.source.repository is None:
+        return plan
+    with peers.main_first():
+        plan = replace(plan, source=plan.source.fetch(phases=phases))
+    plan.source.check_kind()
+    for component in plan.components.values():
+        storage.check(plan.source, component)
+        storage.check_fetched(plan.source, component)
+    check_objective(plan.config, plan.source, plan.objective)
+    return plan
+
+
+def find_objective(config: Config, source: ModelSource) -> Objective:
+    """What is trained, of the config and of what the model says of itself. Raises UserError for a model of another kind."""
+    return source.family.objective(source.scheduler, source.markers, **chosen(config, source.family))
+
+
+def check_objective(config: Config, source: ModelSource, planned: Objective) -> None:
+    """After a hub id's weights were fetched: refuse what its configs had not said of them."""
+    found = find_objective(config, source).describe()
+    if found != planned.describe():
+        raise UserError(
+            f"model.path = {config.model.path!r}: the fetched files say {found}, its scheduler's config "
+            f"{planned.describe()}; set model.prediction and model.zero_terminal_snr"
+        )
+
+
+def resolve(config: Config, source: ModelSource) -> Config:
+    """`config` with what the model and the libraries decide written out: every component's dtypes and backend, the bucket
+    step, the optimizer's own keys."""
+    smallest = min(each for source in sources_of(config.data) for each in source.resolutions)
+    step = config.data.bucket_step or buckets.bucket_step(smallest)
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"components": storage.resolve(config, source)}),
+            "data": config.data.model_copy(update={"bucket_step": step}),
+            "optimizer": optimizer_rules.resolve(config.optimizer),
+        }
+    )
+
+
+def find_targets(
+    config: Config, family: Family, source: ModelSource
+) -> tuple[tuple[Target, ...], dict[tuple[str, str], tuple[int, ...]], tuple[str, ...]]:
+    """(what is adapted, weight shapes of the adaptable layers, layers skipped for want of a gradient path)."""
+    named = [family.denoiser, *(r.component for r in config.adapter.rules if r.component in family.text_encoders)]
+    layers: dict[str, list[str]] = {}
+    shapes: dict[tuple[str, str], tuple[int, ...]] = {}
+    skipped = []
+    for name in dict.fromkeys(named):
+        dead = family.no_gradient(name, source.config(name))
+        layers[name] = []
+        for layer, child in source.build(name).named_modules():
+            if isinstance(child, nn.Linear) or (isinstance(child, nn.Conv2d) and child.groups == 1):
+                if any(fnmatchcase(layer, pattern) for pattern in dead):
+                    skipped.append(f"{name}.{layer}")
+                else:
+                    layers[name].append(layer)
+                    shapes[name, layer] = tuple(child.weight.shape)
+    for name in family.text_encoders:
+        layers.setdefault(name, [])
+    targets = match_targets(
+        layers,
+        denoiser=family.denoiser,
+        targets=config.adapter.targets,
+        presets=family.presets,
+        rules=[Rule(**rule.model_dump()) for rule in config.adapter.rules],
+        rank=config.adapter.rank,
+        alpha=config.adapter.alpha,
+    )
+    adapted = {target.component for target in targets}
+    return targets, shapes, tuple(name for name in skipped if name.partition(".")[0] in adapted)
+
+
+def refuse_idle_steps(config: Config, targets: Sequence[Target], max_steps: int) -> None:
+    """Raises UserError where every layer stops before the run does: a later loss would have no gradient."""
+    stops = [target.stop_step for target in targets]
+    if all(stop is not None and stop < max_steps for stop in stops):
+        run = config.run
+        asked = f"run.max_steps = {max_steps}" if run.max_steps else f"run.epochs = {run.epochs} is {max_steps} steps"
+        raise UserError(
+            f"adapter.rules: every adapted layer stops by step {max(stop or 0 for stop in stops)}, and {asked}: nothing "
+            "would be trained after that; leave out a stop_step, or lower the run's length"
+        )
+
+
+def _requests(config: Config, trained: Sequence[Example]) -> tuple[SampleRequest, ...]:
+    wanted = config.validation
+    if wanted.every_steps == 0:
+        return ()
+    size = wanted.resolution or max(resolutions(config.data.resolution))
+    texts = prompts.of_captions(trained) if isinstance(wanted.prompts, str) else wanted.prompts
+    asked = (*(SampleTable(prompt=prompt) for prompt in texts), *wanted.samples)
+    default = {"width": size, "height": size, "seed": wanted.seed, "steps": wanted.steps, "guidance": None}
+    return tuple(SampleRequest(**default | sample.model_dump(exclude_none=True, exclude={"truth"})) for sample in asked)
+
+
+def _truths(config: Config, requests: tuple[SampleRequest, ...]) -> tuple[Image.Image | None, ...]:
+    """What the samples ought to look like, scaled to cover their sizes and cropped; None where it is not known."""
+    truths: list[Image.Image | None] = [None] * len(requests)
+    for index, (sample, request) in enumerate(zip(config.validation.samples, requests, strict=False)):
+        if sample.truth is not None:
+            try:
+                picture = load_rgb(sample.truth)
+            except (OSError, ValueError) as error:
+                reason = getattr(error, "strerror", None) or str(error)
+                raise UserError(
+                    f"validation.samples[{index}].truth = {sample.truth!r}: {reason}; give an image file, or leave it out"
+                ) from error
+            truths[index] = ImageOps.fit(picture, (request.width, request.height), Image.Resampling.LANCZOS)
+    return tuple(truths)
+
+
+def check_sizes(requests: Sequence[Any], multiple: int) -> None:
+    """Raises UserError where a sample's size is not a multiple of what the model needs."""
+    for index, request in enumerate(requests):
+        if request.width % multiple or request.height % multiple:
+            raise UserError(
+                f"validation sample {index}: {request.width}x{request.height} is not a multiple of {multiple}; "
+                f"use {round(request.width / multiple) * multiple or multiple}x"
+                f"{round(request.height / multiple) * multiple or multiple}"
+            )

@@ -1,0 +1,181 @@
+"""What each component of the model is stored as, and what it computes in, from the config and the model's files."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from trainer import quantization
+from trainer.base import patterns
+from trainer.base.errors import UserError
+from trainer.base.protocols import Kernels
+from trainer.base.types import HeldWeight
+from trainer.config import ComponentTable, Config
+from trainer.kernels import dora_torch
+from trainer.models.base import Component, Family
+from trainer.models.loading import ModelSource
+from trainer.quantization import Format, formats_of
+from trainer.runtime import precision
+
+DEFAULT_STORAGE = {"denoiser": "bf16", "text_encoder": "bf16", "vae": "fp32"}
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How one component of the model is stored, and in which dtype it computes.
+
+    exclude, sensitive: the config's and the family's patterns of layers that are not quantised.
+    scaled_matmul: multiply float8 Linears as float8.
+    """
+
+    name: str
+    format: Format
+    compute: torch.dtype
+    exclude: tuple[str, ...] = ()
+    sensitive: tuple[str, ...] = ()
+    scaled_matmul: bool = False
+
+    @property
+    def keep(self) -> tuple[str, ...]:
+        return (*self.sensitive, *self.exclude)
+
+    def stored_as(self, dtype: str) -> "Storage":
+        """The same component in another dtype of the config, by its first backend."""
+        return replace(self, format=next(iter(formats_of(dtype).values())))
+
+    def swap(self, module: nn.Module, *, kernels: Kernels, held: Mapping[str, HeldWeight | torch.dtype] = {}) -> None:
+        """Freeze the layers of a module on the meta device. held: what the model's files hold (ModelSource.held)."""
+        quantization.freeze_layers(
+            module,
+            format=self.format,
+            compute=self.compute,
+            unquantised=self.format.dtype or torch.bfloat16,  # layers that are not: 16 bit where the component is
+            keep=self.keep,
+            keep_fp32=tuple(getattr(module, "_keep_in_fp32_modules", None) or ()),
+            kernels=kernels,
+            held=held,
+            scaled_matmul=self.scaled_matmul,
+        )
+        precision.keep_activations(module, self.compute)
+
+
+def asked_precision(config: Config, component: Component) -> str:
+    """What a component is stored as, before its files are looked at; "fp32" also where it computes in fp32."""
+    given = config.model.components.get(component.name, ComponentTable())
+    stored = given.dtype or DEFAULT_STORAGE[component.role]
+    return "fp32" if (given.compute or config.precision.compute) == "fp32" else stored
+
+
+def resolve(config: Config, source: ModelSource) -> dict[str, ComponentTable]:
+    """Every component's table with what was left out: dtype, backend and compute dtype. Raises UserError."""
+    resolved = {}
+    for component in source.family.components:
+        given = config.model.components.get(component.name, ComponentTable())
+        dtype, backend = _storage(given, component, held_as(source, component.name))
+        # What only encodes is worth its fp32; the denoiser, all of a run's time, is not slowed down by how it is stored.
+        exact = dtype == "fp32" and component.role != "denoiser"
+        compute = given.compute or ("fp32" if exact else config.precision.compute)
+        update = {"dtype": dtype, "backend": backend, "compute": compute}
+        if component.name in source.found:
+            update["path"] = str(source.found[component.name])
+        resolved[component.name] = given.model_copy(update=update)
+    return resolved
+
+
+def held_as(source: ModelSource, name: str) -> tuple[str, str] | None:
+    """(dtype, backend) of a component whose files hold quantised weights; before they are fetched, what its config says."""
+    if not source.is_here(name):
+        return quantization.declared(source.config(name))
+    kinds = {(h.dtype, h.backend) for h in source.held(name).values() if not isinstance(h, torch.dtype)}
+    if len(kinds) > 1:
+        shown = " and ".join(f"{dtype} ({backend})" for dtype, backend in sorted(kinds))
+        raise UserError(f"component {name!r} holds weights quantised in more than one way: {shown}; use a file of one way")
+    return next(iter(kinds), None)
+
+
+def _storage(given: ComponentTable, component: Component, held: tuple[str, str] | None) -> tuple[str, str]:
+    """(dtype, backend) of a component, from what the config gives and what its files hold. Raises UserError."""
+    key = f"model.components.{component.name}"
+    quantises = component.role != "vae"
+    dtype = given.dtype or (held[0] if held and quantises else DEFAULT_STORAGE[component.role])
+    if held and dtype == held[0]:
+        backends = [held[1]]
+    else:
+        backends = list(formats_of(dtype))
+        if held and formats_of(dtype)[backends[0]].quantised and quantises:
+            raise UserError(
+                f"{key}.dtype = {dtype!r}: the model's file holds this component as {held[0]} ({held[1]}) already, and to "
+                f"quantise it again would add a second error; leave dtype out to take it as it is, or use the 16-bit file"
+            )
+    if given.backend not in (None, *backends):
+        raise UserError(
+            f"{key}.backend = {given.backend!r} has no dtype = {dtype!r}; "
+            f"use {' or '.join(map(repr, backends))} (left out: {backends[0]!r})"
+        )
+    return dtype, given.backend or backends[0]
+
+
+def storages(config: Config, family: Family) -> dict[str, Storage]:
+    plans = {}
+    for component in family.components:
+        chosen = config.model.components[component.name]
+        format = formats_of(chosen.dtype)[chosen.backend]
+        if component.role == "vae" and format.quantised:
+            raise UserError(
+                f"model.components.{component.name}.dtype = {chosen.dtype!r}: the VAE is not quantised (its convolutions "
+                "are a few hundred MB, and errors show in every image); use fp32, bf16 or fp16"
+            )
+        compute = precision.compute_dtype(chosen.compute)
+        scaled = config.precision.matmul == "fp8" and component.role == "denoiser"
+        if scaled and (chosen.dtype, chosen.compute) != ("fp8_e4m3", "bf16"):
+            raise UserError(
+                f"precision.matmul = 'fp8' multiplies a denoiser that is stored as fp8_e4m3 and computes in bf16; "
+                f"model.components.{component.name} has dtype = {chosen.dtype!r} and compute = {chosen.compute!r}. Change "
+                "these, or set precision.matmul = 'compute'"
+            )
+        plans[component.name] = Storage(component.name, format, compute, chosen.exclude, component.sensitive, scaled)
+    return plans
+
+
+def weight_bytes(source: ModelSource, component: Storage, *, held: Mapping[str, HeldWeight | torch.dtype]) -> int:
+    """Of a component's weights in memory. held: what its files hold quantised and is taken as it is (ModelSource.held)."""
+    module = source.build(component.name)
+    component.swap(module, kernels=dora_torch, held=held)  # nothing is computed
+    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in module.state_dict().values())
+
+
+def check(source: ModelSource, component: Storage) -> None:
+    """Refuse files that lack a tensor, and an `exclude` of no layer, or of what they hold quantised. Reads headers only."""
+    name, key = component.name, f"model.components.{component.name}.exclude"
+    here = source.is_here(name)
+    if here:
+        source.verify(name)
+    held = source.held(name) if here and component.format.quantised else {}
+    for layer, weight in held.items():
+        for pattern in component.exclude:
+            if not isinstance(weight, torch.dtype) and fnmatchcase(layer, pattern):
+                raise UserError(
+                    f"{key}: {pattern!r} matches {layer}, which the model's file holds as {weight.dtype} already; "
+                    "take the pattern out, or use the 16-bit file"
+                )
+    modules = source.build(name).named_modules() if component.exclude else ()
+    names = [layer for layer, module in modules if isinstance(module, (nn.Linear, nn.Conv2d))]
+    for pattern in component.exclude:
+        if not any(fnmatchcase(layer, pattern) for layer in names):
+            raise UserError(
+                f"{key}: the pattern {pattern!r} matches no layer (patterns are fnmatch on the whole dotted name); "
+                f"{patterns.advice(pattern, names)}"
+            )
+
+
+def check_fetched(source: ModelSource, component: Storage) -> None:
+    """After a hub id's weights were fetched: refuse what its config.json had not said of them."""
+    held = held_as(source, component.name)
+    if held and component.format.quantised and held != (component.format.dtype_name, component.format.backend):
+        raise UserError(
+            f"model.components.{component.name}: the fetched files hold it as {held[0]} ({held[1]}), which their config.json "
+            f"does not say, and it was to be stored as {component.format.name}; set its dtype = {held[0]!r} and "
+            f"backend = {held[1]!r}, or use the 16-bit model"
+        )

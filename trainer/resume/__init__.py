@@ -1,0 +1,1 @@
+"""Where a run starts, and what must not have changed since it stopped."""

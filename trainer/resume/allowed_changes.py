@@ -1,0 +1,88 @@
+"""--allow: what a run is pinned to and may have another value from its next step on; and what never can."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from trainer import config as configs
+from trainer.base.errors import UserError
+from trainer.optim import OPTIMIZERS
+
+# By pattern, why a key never can; where the first pattern that matches has no reason, the key can.
+SHAPE, MODEL = "the saved adapter would not fit, or would mean another change", "the adapter was trained on that model"
+NEVER = {
+    "adapter.dropout": "",
+    "adapter.kernels": "",
+    "adapter.max_norm": "",
+    "adapter.module_dropout": "",
+    "adapter.rank_dropout": "",
+    "adapter.rules.*.lr": "",
+    "adapter.rules.*.stop_step": "",
+    "adapter.rules.*.weight_decay": "",
+    "adapter.*": SHAPE,
+    "model.*": MODEL,
+    "precision.*": "the saved state was computed so",
+    "ema.kind": "an average is of all updates of a run",
+    "optimizer.name": "its saved state would not fit",
+    "optimizer.min_8bit_size": "its saved state would not fit",
+    "optimizer.options*": "its saved state follows from them",
+    "data.cache_text": "which text encoders are loaded, and compared with the checkpoint's, follows from it",
+}
+# With another value of these, other photos come next: the present epoch ends.
+ORDER = ("run.seed", "data.batch_size", "data.short_batches")
+PHOTOS, SHARE = "data", "step.accumulation"  # what allows other photos, and another number of micro-batches
+
+
+@dataclass
+class Allowance:
+    """keys: as --allow gives them: keys or tables. resume_from: as given, or "" where a checkpoint cannot help.
+
+    changed: what they were needed for: key -> a line that says from what to what. steps_per_epoch: at the checkpoint.
+    """
+
+    keys: tuple[str, ...] = ()
+    resume_from: str = "auto"
+    changed: dict[str, str] = field(default_factory=dict)
+    steps_per_epoch: int = 0
+
+    @property
+    def ends_epoch(self) -> bool:
+        return any(key in ORDER or key in (PHOTOS, SHARE) for key in self.changed)
+
+    def permits(self, key: str) -> bool:
+        return any(key == given or key.startswith(f"{given}.") for given in self.keys)
+
+    def way(self, needed: Iterable[str]) -> str:
+        """The arguments that allow these keys."""
+        given = {PHOTOS if key.startswith(f"{PHOTOS}.") else _whole(key) for key in needed}
+        return f"--resume_from {self.resume_from} --allow {','.join(sorted({*self.keys, *given}))}"
+
+
+def parse(allow: str | None, resume_from: str | None) -> Allowance:
+    """Of the command line's texts. Raises UserError for a key that there is not, and where nothing is resumed."""
+    if allow is None:
+        return Allowance(resume_from=resume_from or "auto")
+    if resume_from is None:
+        raise UserError(f"--allow {allow}: it goes with --resume_from; a fresh start takes the config as it is")
+    keys = tuple(dict.fromkeys(key.strip() for key in allow.split(",") if key.strip()))
+    if not keys:
+        raise UserError("--allow names no key; write it as --allow optimizer.lr,schedule")
+    known = configs.known_keys()
+    for key in keys:
+        if configs.generic(key) not in known and not any(name.startswith(f"{configs.generic(key)}.") for name in known):
+            raise UserError(f"--allow {key}: unknown key; {configs.hint(key)}")
+    return Allowance(keys, resume_from)
+
+
+def never(key: str, optimizer: str | None = None) -> str:
+    """Why this key of the config can never change in mid-run; "" where it can. optimizer: the name of the run's."""
+    if fnmatchcase(key, "optimizer.betas*") and optimizer in OPTIMIZERS and OPTIMIZERS[optimizer].modes:
+        return "the weights for use follow from them and from what was trained so far"
+    return next((reason for pattern, reason in NEVER.items() if fnmatchcase(key, pattern)), "")
+
+
+def _whole(key: str) -> str:
+    """The key itself, where `flatten` added the place in its list."""
+    return key if configs.generic(key) in configs.known_keys() else key.rpartition(".")[0]

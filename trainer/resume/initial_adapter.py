@@ -1,0 +1,207 @@
+"""adapter.init_from: a run that starts from the weights of another adapter, with a fresh optimizer.
+
+The file or checkpoint is checked against the plan by its header. Its weights come in after the run's own first draw, so what
+it does not have (layers, ranks beyond its own) starts as in any run: A drawn, B zero.
+
+    LoRA      s B A is the file's: B is multiplied by the quotient of the scales, which is 1 where they agree
+    DoRA      m gives the file's g (W + s B A) over this run's W, by what the file's magnitudes mean (norms.py, inverted)
+    LoRA file in a DoRA run    m = ||W + s B A||: g = 1, so that the first step sees what the file gives
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.adapter_files.read import NamedModel, open_adapter, open_checkpoint
+from trainer.adapters import ADAPTER_NAME, Adapter
+from trainer.adapters.keys import some
+from trainer.adapters.norms import Norms, RowNorms, magnitude
+from trainer.adapters.peft_config import WEIGHTS, is_peft_folder
+from trainer.adapters.portable import Factors, Portable, is_finite, recipe
+from trainer.adapters.ranks import shrunk
+from trainer.base.errors import UserError
+from trainer.base.files import hash_file
+from trainer.checkpoint.pieces import Pieces
+from trainer.kernels.dora_torch import TINY
+from trainer.plan.run_plan import Plan
+
+
+@dataclass
+class Start:
+    """A piece of the checkpoint: which file a run started from, and with which weights. A resumed run needs the file no more.
+
+    path: as adapter.init_from gives it; "" in a run that starts anew. sha256: of the file, of a checkpoint its
+    adapter.safetensors; "" where it is gone. portable: what was read; None in a run that starts anew, or is resumed.
+    weights: as Adapter.state_dict had them before the first step, on the CPU; what training changed is told from there. None
+    in a run that starts anew. A checkpoint may be older than this: then they are those that the run was resumed with.
+    doubts: as of OpenedAdapter.
+    """
+
+    path: str = ""
+    sha256: str = ""
+    portable: Portable | None = None
+    lost: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, torch.Tensor] | None = None
+    doubts: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return Path(self.path).name
+
+    def lineage(self) -> dict[str, str]:
+        return {"file": self.name, "sha256": self.sha256} if self.path else {}
+
+    def enter(self, pieces: Pieces) -> None:
+        """As the piece "start", of a run that has one."""
+        if self.path:
+            pieces.enter("start", self)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return self.lineage() | (self.weights or {})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises UserError where another file lies there now."""
+        self.weights = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)} or None
+        then = str(state["sha256"])
+        if self.sha256 and self.sha256 != then:
+            raise UserError(
+                f"adapter.init_from = {self.path!r} is not the file that the run started from (SHA-256 {self.sha256[:12]}, "
+                f"then {then[:12]}); restore it, or remove it: the checkpoint has its weights"
+            )
+        self.path, self.sha256 = str(state["file"]), then
+
+    def apply(self, adapter: Adapter, norms: Norms, say: Callable[[str], object]) -> None:
+        """Put what was read into the adapter, say what came in, and keep it as `weights`.
+
+        Raises UserError for a value that is not finite, and for kept weights that are of another adapter.
+        """
+        if self.portable is not None:
+            self._put_in(self.portable, adapter, norms, say)
+        if not self.path:
+            return
+        now = adapter.state_dict()
+        if self.weights is None:
+            self.weights = {name: tensor.to("cpu", copy=True) for name, tensor in now.items()}
+        for name in sorted(now.keys() | self.weights.keys()):
+            kinds = [(t.dtype, tuple(t.shape)) if t is not None else None for t in (self.weights.get(name), now.get(name))]
+            if kinds[0] != kinds[1]:
+                raise UserError(f"the weights that the run started from do not fit it: {name} was {kinds[0]}, is {kinds[1]}")
+
+    def _put_in(self, portable: Portable, adapter: Adapter, norms: Norms, say: Callable[[str], object]) -> None:
+        for name, factors in portable.layers.items():
+            for kind, tensor in factors.tensors().items():
+                if not is_finite(tensor.make()):
+                    raise UserError(f"adapter.init_from = {self.path!r}: {kind} of {name} is not finite; take another file")
+            self._copy(adapter, name, factors)
+        adapter.mark_stale()
+        if adapter.dora:
+            now = norms.now()
+            for name, factors in portable.layers.items():
+                self._set_magnitude(adapter, name, factors, now[name])
+            adapter.mark_stale()
+        fresh = len(adapter.layers) - len(portable.layers)
+        said = f"starting from {self.path}: {len(portable.layers)} layers"
+        if fresh:
+            said += f"; {fresh} others are not in it and start anew"
+        if self.lost:
+            worst = max(self.lost, key=lambda name: self.lost[name])
+            said += f"; {len(self.lost)} were shrunk, losing {self.lost[worst]:.2%} of their change at most ({worst})"
+        say(said)
+
+    @torch.no_grad()
+    def _copy(self, adapter: Adapter, name: str, factors: Factors) -> None:
+        target, layer = adapter.targets[name], adapter.layers[name]
+        if factors.rank > target.rank:
+            factors, self.lost[name] = shrunk(_in_fp32(factors), target.rank)
+        a, b = layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight
+        ratio = factors.scaling / target.scaling(adapter.rslora)
+        made = factors.b.make().float()
+        a[: factors.rank] = factors.a.make().float()
+        b.zero_()
+        b[:, : factors.rank] = made if ratio == 1 else made * ratio
+
+    @torch.no_grad()
+    def _set_magnitude(self, adapter: Adapter, name: str, factors: Factors, norms: RowNorms) -> None:
+        layer = adapter.layers[name]
+        m, c = layer.lora_magnitude_vector[ADAPTER_NAME].weight, norms.adapted
+        assert self.portable is not None and c is not None
+        if factors.magnitude is None:
+            m.copy_(c)
+            return
+        told = factors.magnitude.make().float()
+        if self.portable.meaning == "comfyui_released":  # g ||W16||
+            m.copy_(torch.where(norms.reader > 0, told * c / norms.reader.clamp_min(TINY), told))
+            return
+        a, b = (factor.cpu() for factor in layer.factors(ADAPTER_NAME))
+        whole = magnitude(c, a, b, adapter.targets[name].scaling(adapter.rslora), norms)  # of g = 1
+        m.copy_(told if norms.original is None else torch.where(whole > 0, told * c / whole.clamp_min(TINY), told))
+
+
+def _in_fp32(factors: Factors) -> Factors:
+    a, b = (recipe(tensor.make().float()) for tensor in (factors.a, factors.b))
+    return replace(factors, a=a, b=b)
+
+
+def open_start(plan: Plan, *, resumed: bool = False) -> Start:
+    """What adapter.init_from names, checked against the plan. Reads headers and scales.
+
+    resumed: it is not read, and need not be there. Raises UserError for what does not fit.
+    """
+    adapter, path = plan.config.adapter, plan.config.adapter.init_from
+    if path is None:
+        return Start()
+    place = Path(path)
+    peft = is_peft_folder(place)
+    held = place / (WEIGHTS if peft else "adapter.safetensors") if place.is_dir() else place
+    if resumed:
+        return Start(path, hash_file(held) if held.is_file() else "")
+    key = f"adapter.init_from = {path!r}"
+    if not place.exists():
+        raise UserError(f"{key} does not exist; give an adapter file, a folder that PEFT saved, or a checkpoint's folder")
+    try:
+        if place.is_dir() and not peft:
+            portable, doubts = open_checkpoint(place).portable("magnitude"), []
+        else:
+            model = NamedModel(plan.family, plan.config.model.path, plan.source.config, plan.source)
+            opened = open_adapter(place, [model])
+            portable, doubts = opened.portable, opened.doubts
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from error
+    _check(key, portable, plan, dora=adapter.type == "dora", resize=adapter.init_resize)
+    return Start(path, hash_file(held), portable, doubts=doubts)
+
+
+def _check(key: str, portable: Portable, plan: Plan, *, dora: bool, resize: bool) -> None:
+    targets = {f"{target.component}.{target.name}": target for target in plan.targets}
+    beyond = [name for name in portable.layers if name not in targets]
+    if beyond:
+        raise UserError(
+            f"{key} has layers that this run does not adapt, and they would be lost: {some(beyond)}; "
+            "widen adapter.targets or adapter.rules"
+        )
+    if portable.dora and not dora:
+        raise UserError(
+            f"{key} is a DoRA and adapter.type = 'lora'; set adapter.type = 'dora', or make a LoRA of it: "
+            "python scripts/adapter.py convert --to lora"
+        )
+    for name, factors in portable.layers.items():
+        target = targets[name]
+        shape = plan.shapes[target.component, target.name]
+        if factors.weight_shape != tuple(shape):
+            raise UserError(
+                f"{key}: {name} is for a weight {list(factors.weight_shape)}, the model's is {list(shape)}; "
+                "it was trained over another model"
+            )
+        if factors.axis == "input" and factors.magnitude is not None:
+            raise UserError(
+                f"{key}: the magnitude of {name} is of the input axis, here it is of the output axis; make a LoRA of it: "
+                "python scripts/adapter.py convert --to lora"
+            )
+        if factors.rank != target.rank and not resize:
+            raise UserError(
+                f"{key}: {name} has rank {factors.rank}, this run {target.rank}; set adapter.rank (or a rule's) to it, or "
+                "adapter.init_resize = true to grow it without a change, or to shrink it to the nearest of that rank"
+            )

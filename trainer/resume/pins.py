@@ -1,0 +1,248 @@
+"""What must not have changed since a run stopped. The table for people is in docs/resume.md."""
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from fnmatch import fnmatchcase
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer import config as configs
+from trainer import optim
+from trainer.base.console import printable
+from trainer.base.errors import UserError
+from trainer.checkpoint.state import Pin
+from trainer.config import Config
+from trainer.data import identity
+from trainer.resume.allowed_changes import PHOTOS, SHARE, Allowance, never
+
+# A run may go on under a config that differs in these keys and in no others: none of them changes what a step computes.
+# step.accumulation may as far as accumulation x processes stays (`pin_data`); the policy for values that are not finite
+# matters only where the run would have ended.
+MAY_CHANGE = (
+    "run.max_steps", "run.epochs", "run.stop_after", "run.lost_after", "run.output_dir", "model.cache_dir",
+    "data.cache", "data.cache_dir", "data.cache_limit", "data.num_workers", "memory.*", "step.accumulation",
+    "step.non_finite", "step.max_skipped",
+    "ema.snapshot_every_steps", "validation.*", "logging.*", "export.*", "checkpoint.*",
+)  # fmt: skip
+
+# Where photos and model lie. It may change, too, where a checkpoint pins what lies there: `pin_data`, `pin_model`,
+# `pin_quantization`; what an adapter started from is pinned by the piece "start".
+PLACES = (
+    "model.path", "model.config", "model.revision", "model.variant", "model.components.*.path", "data.sources.*.path",
+    "adapter.init_from",
+)  # fmt: skip
+
+# Names of photos that a refusal lists for each way to differ, and that the run's record keeps.
+LISTED, NOTED = 500, 20
+
+# What else the bytes of a step depend on.
+LIBRARIES = ("torch", "triton", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes")
+
+
+def pin_config(config: Config, what: str = "the checkpoint", *, allowed: Allowance) -> Pin:
+    """The resolved config: it may differ in MAY_CHANGE and PLACES, and in what is `allowed`."""
+    return Pin(configs.tree(config), lambda saved, now: refuse_changes(saved, now, what, allowed=allowed))
+
+
+def refuse_changes(
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    what: str,
+    *,
+    may_change: tuple[str, ...] = (*MAY_CHANGE, *PLACES),
+    allowed: Allowance,
+) -> None:
+    """Note in `allowed` what it permits. Raises UserError for all else that differs, with the way to permit it."""
+    old, new = configs.flatten(saved), configs.flatten(now)
+    # A key that there was not yet: its default is what the run did without it.
+    defaults = {key: list(value) if isinstance(value, tuple) else value for key, value in configs.known_keys().items()}
+    for key in {_whole(key) for key in new} - {_whole(key) for key in old}:
+        if (default := defaults.get(configs.generic(key))) is not None:
+            old |= configs.flatten({key: default})
+    refused, lost = {}, {}
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key) == new.get(key) or any(fnmatchcase(key, pattern) for pattern in may_change):
+            continue
+        line = f"{key}: {old.get(key, 'absent')!r} -> {new.get(key, 'absent')!r}"
+        if reason := never(key, new.get("optimizer.name")):
+            lost[key] = f"{line} (never: {reason})"
+        elif allowed.permits(key):
+            allowed.changed[key] = line
+        else:
+            refused[key] = line
+    if not refused and not lost:
+        return
+    listing = "\n".join([*lost.values(), *refused.values()])
+    ways = ["restore these keys", "choose another run.output_dir"]
+    if refused and allowed.resume_from:
+        only = f"what may change ({', '.join(refused)})" if lost else "them"
+        ways.insert(1, f"go on with {only} from the next step: {allowed.way(refused)}")
+    raise UserError(f"{what} belongs to a run with another config:\n{listing}\n{', or '.join(ways)}")
+
+
+def _whole(key: str) -> str:
+    """The key of a list, of that of one of its values."""
+    table, _, last = key.rpartition(".")
+    return table if last.isdigit() else key
+
+
+def pin_data(
+    *,
+    digests: Mapping[str, str],
+    photos: Mapping[str, torch.Tensor],
+    samples: int,
+    micro_batches: int,
+    steps_per_epoch: int,
+    allowed: Allowance,
+) -> Pin:
+    """Other photos or another global batch would show every later step other samples.
+
+    digests: of all that decides what a step sees, by name; photos: of every photo, to name those that changed
+    (identity.py). micro_batches: in an update, over all processes. steps_per_epoch: tells where in its epoch a run stood.
+    """
+    counts = {"samples": samples, "micro_batches": micro_batches, "steps_per_epoch": steps_per_epoch}
+
+    def check(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        then = {name: saved[name] for name in counts}
+        if not all(type(count) is int and 0 < count < 2**53 for count in then.values()):
+            raise ValueError(f"counts are {then}")
+        allowed.steps_per_epoch = then["steps_per_epoch"]
+        changed = sorted(n for n in digests.keys() | saved["digests"].keys() if saved["digests"].get(n) != digests.get(n))
+        if changed:
+            found = identity.differences({n: t for n, t in saved.items() if isinstance(t, torch.Tensor)}, photos)
+            _other_photos(found, changed, f"{then['samples']} photos then, {samples} now", allowed)
+        if then["micro_batches"] != micro_batches:
+            was = then["micro_batches"]
+            if not allowed.permits(SHARE):
+                raise UserError(
+                    f"an update had {was} micro-batches (step.accumulation x processes), now it has {micro_batches}; change "
+                    "step.accumulation or the number of processes to match, or end the present epoch here and go on with "
+                    f"as many: {allowed.way([SHARE])}"
+                )
+            allowed.changed[SHARE] = f"micro-batches in an update: {was} -> {micro_batches}"
+
+    return Pin({"digests": digests, **counts, **photos}, check)
+
+
+def _other_photos(found: Mapping[str, list[str]], changed: list[str], counts: str, allowed: Allowance) -> None:
+    """found: how photos differ -> which. changed: what differs of all of them together."""
+    # Where only their settings differ, the keys that were allowed to change say why.
+    of_files = found.keys() & {"added", "removed", "other contents", "other captions"}
+    if allowed.permits(PHOTOS) or (not of_files and any(key.startswith(f"{PHOTOS}.") for key in allowed.changed)):
+        shown = {how: _some(names, NOTED) for how, names in found.items()} or {"other": changed}
+        lines = [f"{how}: {', '.join(names)}" for how, names in shown.items()]
+        allowed.changed[PHOTOS] = "\n".join([f"photos: {counts}", *lines])
+        return
+    listed = [f"{how}: {name}" for how, names in found.items() for name in _some(names, LISTED)]
+    listing = "\n".join(listed or [f"other {', other '.join(changed)}"])
+    raise UserError(
+        f"the data are not those of the checkpoint ({counts}):\n{listing}\nrestore them, or end the present epoch here and "
+        f"start a new one over these: {allowed.way([PHOTOS])}, or start a new run (another run.output_dir)"
+    )
+
+
+def _some(names: list[str], count: int) -> list[str]:
+    """The first of them, to be said."""
+    names, rest = [printable(name) for name in names[:count]], len(names) - count
+    return names if rest <= 0 else [*names, f"and {rest} more"]
+
+
+def pin_model(digests: Mapping[str, str], *, cached: Collection[str] = (), snapshots: Path | None = None) -> Pin:
+    """digests: of what the model's files decide besides the tensors in `pin_quantization` (ModelSource.contents).
+
+    cached: components whose digest is of their files too. snapshots: of a hub id, the cache's folder of them.
+    """
+    words = {"scheduler": "scheduler_config.json", "markers": "marker tensors of the objective", "tokenizers": "tokenizers"}
+    words |= {name: f"{name} (its files or its config.json)" for name in cached}
+
+    def check(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        """Refuse to go on with another encoder, configuration or objective, naming each that differs."""
+        changed = sorted(name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name))
+        if changed:
+            told = [words.get(name, f"config.json of {name}") for name in changed]
+            raise UserError(
+                f"the model is not that of the checkpoint: other {', other '.join(told)} (by contents, wherever they lie); "
+                "restore it, or start a new run (another run.output_dir)" + _earlier(snapshots)
+            )
+
+    return Pin(digests, check)
+
+
+def _earlier(snapshots: Path | None) -> str:
+    if snapshots is None:
+        return ""
+    return f"\nthe earlier files may still be in the hub's cache: set model.path to their snapshot folder in {snapshots}"
+
+
+def pin_quantization(record: Mapping[str, Any], *, snapshots: Path | None = None) -> Pin:
+    """record: every frozen tensor's format and SHA-256 (quantization/record.py). snapshots: as of `pin_model`."""
+
+    def check(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        """Refuse to go on over a base that is not bit-equal to the saved one, naming the first layer that differs."""
+        for name in sorted(saved.keys() | now.keys()):
+            how = _difference(saved.get(name), now.get(name))
+            if how:
+                raise UserError(
+                    f"the checkpoint's frozen base differs: {name} {how}; restore it, or start a new run"
+                    + _earlier(snapshots)
+                )
+
+    return Pin(record, check)
+
+
+def _difference(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> str:
+    """Of one tensor's record, in words; "" for none. Another version of a library is none, where it gives the same bytes."""
+    if now is None:
+        return "is not there now"
+    if saved is None:
+        return "was not there then"
+    # The error is measured, not compared: its sums depend on the device.
+    odd = {key for key in saved.keys() | now.keys() if saved.get(key) != now.get(key)} - {"library", "relative_error"}
+    if not odd:
+        return ""
+    if "format" in odd:
+        return f"is stored as {saved.get('format')} in the checkpoint, as {now.get('format')} now"
+    then, today = saved.get("library"), now.get("library")
+    if then == today:
+        return "has other bytes now: the model's file changed"
+    return f"has other bytes now: the model's file or the library changed ({then} then, {today} now)"
+
+
+def pin_environment(
+    device: torch.device, kernels: str, optimizer: str, *, processes: int, deterministic: bool, say: Callable[[str], None]
+) -> Pin:
+    """Libraries, device, kernels (by name) and the number of processes. optimizer: its name in the table.
+
+    Where they differ, later steps may differ in their last bits: said, and refused under `run.deterministic`.
+    """
+
+    def check(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        changed = [f"{name}: {saved.get(name)} -> {value}" for name, value in now.items() if saved.get(name) != value]
+        if changed and deterministic:
+            raise UserError(
+                f"run.deterministic = true, and this is another environment than the checkpoint's: {'; '.join(changed)}; "
+                "restore it, or start a new run"
+            )
+        if changed:
+            say(
+                f"warning: another environment than the checkpoint's: {'; '.join(changed)}. "
+                "State and draws are the same; later steps may differ in their last bits"
+            )
+
+    if device.type == "cuda":
+        workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "by default")  # decides between cuBLAS's algorithms
+        name = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, cuBLAS workspace {workspace}"
+    else:
+        name = f"{device.type} with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    versions = {library: _version(library) for library in dict.fromkeys((*LIBRARIES, optim.options.package_of(optimizer)))}
+    return Pin({**versions, "device": name, "kernels": kernels, "processes": processes}, check)
+
+
+def _version(library: str) -> str:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:  # triton comes with CUDA builds of torch only
+        return "not installed"

@@ -1,0 +1,154 @@
+"""Where a run starts: fresh, or from the newest valid checkpoint."""
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from trainer import config as configs
+from trainer import optim
+from trainer.base import files
+from trainer.base.errors import UserError
+from trainer.base.progress import QUIET, Phases
+from trainer.base.run_layout import Layout
+from trainer.checkpoint import store
+from trainer.checkpoint.state import PIECES, Piece, Progress, Saved
+from trainer.config import Config, ScheduleTable
+from trainer.data.batches import sampler
+from trainer.plan.run_plan import Plan
+from trainer.resume.allowed_changes import Allowance
+from trainer.resume.pins import MAY_CHANGE, PLACES, pin_config, refuse_changes
+
+
+def census(config: Config) -> Mapping[str, Piece]:
+    """The pieces of a checkpoint of this run: what every run has, and what a key of the config asks for."""
+    optional = {
+        "ema": config.ema.kind != "none" and Piece("ema", file="ema.safetensors", asked_by="ema.kind"),
+        "start": config.adapter.init_from and Piece("start", file="start.safetensors", asked_by="adapter.init_from"),
+    }
+    return PIECES | {name: piece for name, piece in optional.items() if piece}
+
+
+def find_start(
+    config: Config, resume_from: str | None, allowed: Allowance, phases: Phases = QUIET, *, planned: bool = False
+) -> tuple[Saved | None, list[str]]:
+    """The checkpoint to go on from, or None for a fresh start; and what is to be warned of.
+
+    planned: nothing will be written, so that this run's own checkpoints in the output directory are a warning.
+    Raises UserError where the output directory holds another run, or where the config changed in what may not change.
+    """
+    layout = Layout(Path(config.run.output_dir))
+    output_dir = f"run.output_dir = {str(layout.root)!r}"
+    if layout.root.exists() and not layout.root.is_dir():
+        raise UserError(f"{output_dir} is a file; give a folder")
+    folder, passed_over = store.find(layout.checkpoints, resume_from, phases)
+    steps = store.steps(layout.checkpoints) or store.unnamed(layout.checkpoints)
+    results = steps or layout.adapters.exists()
+    if folder is not None:
+        saved = Saved(folder, census(config), phases)
+        saved.restore(config=pin_config(config, f"the checkpoint {folder}", allowed=allowed))
+        if folder.resolve().parent != layout.checkpoints.resolve() and results:
+            raise UserError(
+                f"--resume_from {folder}: {output_dir} already holds a run; "
+                "go on there with --resume_from auto, or choose another run.output_dir to branch off from that checkpoint"
+            )
+        return saved, passed_over
+    if results and not layout.config.exists():
+        raise UserError(f"{output_dir} holds another run without a config.toml; choose another")
+    if results:
+        # A start that ended before its first checkpoint left nothing to protect: a mended config replaces it. Adapter files
+        # without a checkpoint are of this run as far as the config tells: nothing pins what lay at its places.
+        may_change, way = ((*MAY_CHANGE, *PLACES), "auto") if steps else (MAY_CHANGE, "")
+        was, now = configs.read_resolved(layout.config), configs.tree(config)
+        refuse_changes(was, now, output_dir, may_change=may_change, allowed=Allowance(resume_from=way))
+    if steps:
+        started = (
+            f"{output_dir} already holds this run's checkpoints; "
+            "add --resume_from auto to go on, or choose another run.output_dir"
+        )
+        if not planned:
+            raise UserError(started)
+        return None, [*passed_over, started]
+    return None, passed_over
+
+
+def set_aside_results(layout: Layout, *, name: str, after: int) -> Path | None:
+    """Move what the steps beyond `after` left into a folder of their own: the run goes on without them.
+
+    The log is copied, to be cut. Nothing is deleted. Returns the folder, or None where there was nothing.
+    """
+    later = layout.later_results(name, after)
+    if not later:
+        return None
+    again = 1
+    while (folder := layout.superseded(after, again)).exists():
+        again += 1
+    for path in later:
+        moved = folder / path.relative_to(layout.root)
+        moved.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(path, moved)
+    if layout.metrics.exists():
+        files.write_atomic(folder / layout.metrics.name, [layout.metrics.read_bytes()])
+    return folder
+
+
+def first_progress(plan: Plan) -> Progress:
+    """Where a fresh run stands. Raises UserError for a warm-up that its schedule, which is frozen here, would never end."""
+    # A date for reproducible files: https://reproducible-builds.org/specs/source-date-epoch/
+    clock = int(os.environ.get("SOURCE_DATE_EPOCH") or time.time())
+    started = datetime.fromtimestamp(clock, UTC).isoformat(timespec="seconds")
+    length = _schedule_length(plan.config.schedule, plan.max_steps)
+    return Progress(step=0, images=0, non_finite=0, total_steps=length, started=started)
+
+
+def _schedule_length(schedule: ScheduleTable, max_steps: int) -> int:
+    length = schedule.total_steps or max_steps
+    longer = "lower it, or set schedule.total_steps to the length that the run will have in the end"
+    warmup, decay = (optim.steps_of(given, length) for given in (schedule.warmup, schedule.decay))
+    if warmup > length:
+        raise UserError(
+            f"schedule.warmup = {schedule.warmup} steps is longer than the schedule of {length} steps: the rate would "
+            f"never reach optimizer.lr; {longer}"
+        )
+    if "decay" in optim.SCHEDULES[schedule.name].reads and warmup + decay > length:
+        raise UserError(
+            f"schedule.decay = {schedule.decay} and schedule.warmup = {schedule.warmup} are {decay} + {warmup} steps, more "
+            f"than the schedule's {length}: the fall would begin before the warm-up's end; {longer}"
+        )
+    return length
+
+
+def go_on(plan: Plan, progress: Progress, allowed: Allowance, say: Callable[[str], None]) -> Plan:
+    """The plan of the run as it stands. What --allow changed is noted in its progress, and ends the epoch where it must."""
+    if allowed.changed:
+        epoch = None
+        if allowed.ends_epoch:
+            epoch, index = sampler.update_at(progress.step, steps_per_epoch=allowed.steps_per_epoch, began=progress.began)
+            epoch += index > 0
+        lines = [line for text in allowed.changed.values() for line in text.splitlines()]
+        progress.changes.append({"step": progress.step, "epoch": epoch, "what": lines})
+        new = "" if epoch is None else f"; epoch {epoch + 1} begins"
+        say("\n  ".join([f"changed after step {progress.step}, as --allow says{new}:", *lines]))
+    elif allowed.keys:
+        say(f"--allow {','.join(allowed.keys)}: nothing that needs it has changed")
+    config = plan.config
+    began, epoch = progress.began
+    if config.run.epochs is not None:
+        # Of the epochs that are left, with the photos that are trained now.
+        plan = replace(plan, max_steps=began + max(0, config.run.epochs - epoch) * plan.steps_per_epoch)
+    if "schedule.total_steps" in allowed.changed:
+        progress.total_steps = _schedule_length(config.schedule, plan.max_steps)
+    elif any(key.startswith("schedule.") for key in allowed.changed):
+        _schedule_length(config.schedule.model_copy(update={"total_steps": progress.total_steps}), plan.max_steps)
+    return replace(plan, began=progress.began)
+
+
+def check_length(plan: Plan, progress: Progress, folder: Path) -> None:
+    """Refuse to go on from a checkpoint beyond the run's end. Raises UserError."""
+    if plan.max_steps < progress.step:
+        raise UserError(
+            f"the run's length is {plan.max_steps} steps, but {folder} is at step {progress.step}; "
+            "raise run.max_steps or run.epochs"
+        )

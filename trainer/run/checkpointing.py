@@ -1,0 +1,101 @@
+"""When the present state becomes a checkpoint, and what comes of one that could not be written."""
+
+import errno
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trainer.base.errors import NonFiniteError
+from trainer.base.progress import Phases
+from trainer.checkpoint.pieces import Pieces
+from trainer.checkpoint.saver import Saver
+from trainer.checkpoint.state import Progress
+from trainer.runtime.processes import Processes
+
+
+@dataclass(kw_only=True)
+class Saves:
+    """Hands the run's state to the saver. All processes call it at the same step; the main one writes.
+
+    is_finite: whether the state is worth keeping; lr: what to lower where it is not.
+    every_minutes: after the last save, or the start, for `overdue`; 0 is never. clock: gives seconds.
+    """
+
+    pieces: Pieces
+    saver: Saver
+    progress: Progress
+    is_finite: Callable[[], bool]
+    lr: float
+    on_failure: Literal["stop", "continue"]
+    processes: Processes
+    phases: Phases
+    every_minutes: float = 0.0
+    clock: Callable[[], float] = time.monotonic
+    _last: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._last = self.clock()
+
+    @property
+    def overdue(self) -> bool:
+        """Whether this process's clock asks for a save of the present step. Only one process's clock can count."""
+        return 0 < 60 * self.every_minutes <= self.clock() - self._last and not self.done
+
+    @property
+    def done(self) -> bool:
+        """Whether the present step is saved, or being saved."""
+        return self.saver.step == self.progress.step
+
+    @property
+    def failed(self) -> bool:
+        """Whether a checkpoint could not be written, which `answer` has not dealt with yet."""
+        return self.saver.failed
+
+    def save(self, *, final: bool = False, alone: bool = False) -> None:
+        """Hand the present state to the saver, unless it has it. final: wait until it is on the disk. alone: no other process
+        is waited for.
+
+        Raises NonFiniteError, in all processes, where the state is not worth keeping; the checkpoints before it stand.
+        """
+        step, saver = self.progress.step, self.saver
+        self._last = self.clock()
+        if step > saver.step and not self.is_finite():
+            raise NonFiniteError(
+                f"step {step}: the adapter or the optimizer's state is not finite after the update; it is not saved, and the "
+                f"checkpoints before it stand\nstart a new run with a lower optimizer.lr than {self.lr:g}"
+            )
+        if self.processes.is_main:
+            # Seen to its end whatever signal comes. Beside the training it is not waited for, and shows nothing.
+            with self.phases(f"saving step {step}", unit="B", obey=False) as phase:
+                if final and (failure := saver.join(phase.advance)) is not None:
+                    self.processes.say(f"warning: an earlier checkpoint could not be written ({failure})")
+                if step > saver.step:
+                    saver.save(step, self.pieces.pack(), phase.advance)
+                if final:
+                    failure = saver.join(phase.advance)
+                    self._answer(failure, goes_on=saver.step >= step)
+        if (final or not saver.background) and not alone:
+            self.processes.wait()
+
+    def answer(self) -> None:
+        """Once any process has `failed`: raises OSError, or says that the training goes on."""
+        failure = self.saver.join()
+        if not self.processes.is_main:
+            failure = OSError(errno.EIO, "the main process could not write a checkpoint")
+        self._answer(failure, goes_on=self.on_failure == "continue")
+
+    def _answer(self, failure: Exception | None, *, goes_on: bool) -> None:
+        """goes_on: also after an OSError; where the last step of a run is on the disk, all is well."""
+        if failure is None:
+            return
+        if not (goes_on and isinstance(failure, OSError)):
+            raise failure
+        self.processes.say(
+            f"warning: a checkpoint could not be written, or older ones not deleted ({failure}); training goes on"
+        )
+
+    def close(self) -> None:
+        """At the end of the run, however it came: what is being written is written."""
+        if (failure := self.saver.join()) is not None:
+            self.processes.say(f"warning: a checkpoint could not be written: {failure}")

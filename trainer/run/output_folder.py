@@ -1,0 +1,108 @@
+"""Taking hold of a run's output folder."""
+
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from trainer import config as configs
+from trainer.base import files
+from trainer.base.progress import Phases
+from trainer.base.run_layout import Layout, folder_name, step_of
+from trainer.checkpoint import store
+from trainer.checkpoint.pieces import Pieces
+from trainer.checkpoint.state import Progress
+from trainer.config import Config
+from trainer.ema import snapshots
+from trainer.monitoring import metrics
+from trainer.monitoring.trackers import TensorBoard, Tracker, WeightsAndBiases
+from trainer.report import START, STOP, cause
+from trainer.resume import start_point
+from trainer.runtime.processes import Processes
+
+
+@contextmanager
+def opened(
+    config: Config,
+    pieces: Pieces,
+    *,
+    step: int,
+    total: int,
+    resumed: Path | None,
+    changed: bool,
+    processes: Processes,
+    phases: Phases,
+) -> Iterator[None]:
+    """The output folder, held for this run alone: with the resolved config, and without what a killed start left behind.
+
+    After all that can refuse the run: a refused one leaves the output as it was. step: where the run stands. total: its
+    length. resumed: the checkpoint that it goes on from. changed: with other values than are pinned there: a checkpoint that
+    pins these takes its place, so that the next start needs no --allow.
+    """
+    processes.wait(obey=True)  # all have read what may get another name now
+    if not processes.is_main:
+        processes.wait(obey=True)
+        yield
+        return
+    layout = Layout(Path(config.run.output_dir))
+    with files.locked(layout.lock):
+        if phases.record is not None:
+            phases.record.open(layout.phases)
+            phases.record.add(_moment(START, step) | {"total": total})
+        files.make_folder(layout.checkpoints, "run.output_dir")
+        files.remove_leftovers(layout.leftovers())
+        for folder in layout.samples.glob(".step-????????.tmp"):
+            files.remove_folder(folder)
+        named = store.settle(layout.checkpoints)
+        files.write_atomic(layout.config, [configs.dumps(config).encode()])
+        # In this order no kill in between loses what is resumed or a line of the log: first a checkpoint from elsewhere
+        # becomes the run's own, then what later steps left goes aside, then later checkpoints lose their names, by which
+        # the next start would know of them, then the log loses their lines.
+        own = layout.checkpoints / folder_name(step)
+        if resumed is not None and (changed or named.get(resumed, resumed).resolve() != own.resolve()):
+            store.save(layout.checkpoints, step, pieces.pack(), instead=True)
+        if store.steps(layout.checkpoints)[-1:] > [step]:
+            aside = start_point.set_aside_results(layout, name=config.run.name, after=step)
+            if aside is not None:
+                processes.say(
+                    f"warning: samples, adapter files and the log of later steps are set aside in {aside}; "
+                    "delete it when you do not want them back"
+                )
+        for moved in store.set_aside(layout.checkpoints, after=step):
+            processes.say(f"warning: a later checkpoint is set aside as {moved}; delete it when you need no way back")
+        metrics.cut(layout.metrics, step)
+        # Of steps that a killed start made after its last checkpoint, perhaps with other prompts: they are made again.
+        # So are their adapter files, each in the place of the old one.
+        for folder in layout.samples.glob("*"):
+            own_step = step_of(folder.name)
+            if own_step is not None and (own_step > step or step == 0):
+                shutil.rmtree(folder)
+        snapshots.remove_after(layout.averages, step)
+        processes.wait(obey=True)
+        why: dict[str, str] = {}
+        try:
+            yield
+        except BaseException as error:
+            why = {"why": cause(error)}
+            raise
+        finally:
+            if phases.record is not None:
+                with suppress(OSError):  # what ended the run is told, and not that this could not be written
+                    phases.record.add(_moment(STOP, step) | why)
+
+
+def _moment(what: str, step: int) -> dict[str, Any]:
+    return {"phase": what, "started": round(time.time(), 3), "seconds": 0.0, "done": step, "unit": "step"}
+
+
+def open_trackers(config: Config, layout: Layout, progress: Progress, processes: Processes) -> list[Tracker]:
+    """What mirrors the log of the main process."""
+    trackers: list[Tracker] = []
+    if config.logging.tensorboard and processes.is_main:
+        trackers.append(TensorBoard(layout.tensorboard))
+    if config.logging.wandb and processes.is_main:
+        about, values = (config.run.name, progress.started), config.model_dump(mode="json", exclude_none=True)
+        trackers.append(WeightsAndBiases(layout.root, about=about, config=values, say=processes.say))
+    return trackers

@@ -1,0 +1,106 @@
+"""What a start settles before it needs a weight: where it begins, its plan, and that both fit together.
+
+`--plan` ends here. So it refuses what the training would refuse, in the same words. Only what would keep a run from being
+written over is a warning there: a plan writes nothing.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trainer.base import files
+from trainer.base.progress import Phases
+from trainer.base.protocols import Kernels
+from trainer.base.run_layout import Layout
+from trainer.checkpoint.pieces import Pieces
+from trainer.checkpoint.state import Pin, Progress, Saved
+from trainer.config import Config
+from trainer.data import identity
+from trainer.engine.components import tokenizers_alone
+from trainer.engine.encoding import report_captions
+from trainer.memory_plan.suggestions import fitted
+from trainer.models.loading import ModelSource
+from trainer.plan.requirements import chosen
+from trainer.plan.run_plan import Plan, make_plan
+from trainer.resume import pins, start_point
+from trainer.resume.allowed_changes import Allowance
+from trainer.resume.initial_adapter import Start, open_start
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """saved: the checkpoint that the run goes on from. pieces: those that need no weight are entered. environment: as of
+    `pin_environment`; None where the device need not be here."""
+
+    plan: Plan
+    layout: Layout
+    saved: Saved | None
+    pieces: Pieces
+    progress: Progress
+    start: Start
+    environment: Pin | None
+
+
+def begin(
+    config: Config,
+    source: ModelSource,
+    *,
+    processes: int,
+    device: torch.device | None,
+    kernels: Kernels,
+    base: Callable[[], int] | None,
+    resume_from: str | None,
+    allowed: Allowance,
+    phases: Phases,
+    say: Callable[[str], None],
+    planned: bool = False,
+) -> Beginning:
+    """Reads photos, headers and the checkpoint to go on from; writes nothing. config: as `resolve` gives. device: None where
+    it need not be here. base: as of `fitted`. planned: as of `start_point.find_start`.
+
+    Raises UserError for what can be refused without weights.
+    """
+    saved, warnings = start_point.find_start(config, resume_from, allowed, phases, planned=planned)
+    plan = make_plan(config, source, processes=processes, phases=phases)
+    start = open_start(plan, resumed=saved is not None)
+    plan = fitted(plan, kernels, base=base)
+    config = plan.config
+    for line in (*warnings, *start.doubts):
+        say(f"warning: {line}")
+    pieces = Pieces(saved, start_point.census(config))
+    pieces.enter("config", pins.pin_config(config, allowed=allowed))
+    progress = pieces.enter("progress", start_point.first_progress(plan))
+    start.enter(pieces)
+    photos = pins.pin_data(
+        digests=identity.fingerprint(plan.examples),
+        photos=identity.photo_digests(plan.examples),
+        samples=len(plan.photos),
+        micro_batches=config.step.accumulation * plan.processes,
+        steps_per_epoch=plan.steps_per_epoch,
+        allowed=allowed,
+    )
+    pieces.enter("data", photos)
+    plan = start_point.go_on(plan, progress, allowed, say)
+    environment = None
+    if device is not None:
+        deterministic, optimizer = config.run.deterministic, config.optimizer.name
+        pin = pins.pin_environment(device, kernels.name, optimizer, processes=processes, deterministic=deterministic, say=say)
+        environment = pieces.enter("environment", pin)
+    if saved is not None:
+        start_point.check_length(plan, progress, saved.folder)
+    if config.data.strict_captions and source.fetched:
+        report_captions(plan, tokenizers_alone(source, chosen(config, source.family)))
+    layout = Layout(Path(config.run.output_dir))
+    files.check_folder(layout.root, "run.output_dir")
+    files.check_folder(cache_dir(config), "data.cache_dir")
+    if layout.lock.exists() and os.access(layout.lock, os.W_OK):
+        with files.locked(layout.lock):
+            pass
+    return Beginning(plan, layout, saved, pieces, progress, start, environment)
+
+
+def cache_dir(config: Config) -> Path:
+    return Path(config.data.cache_dir or Layout(Path(config.run.output_dir)).cache)

@@ -1,0 +1,1 @@
+"""Where and in what a run computes: device, processes, precision, attention."""

@@ -1,0 +1,94 @@
+"""Where a run computes: the device of this process, and the processes beside it."""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import psutil
+import torch
+
+from trainer import kernels
+from trainer.base.errors import UserError
+from trainer.base.protocols import Kernels
+from trainer.config import Config
+from trainer.runtime import precision, processes
+from trainer.runtime.processes import Processes
+
+
+def check_device(config: Config) -> torch.device:
+    """The device that this process of a run would have. config: as `resolve` gives.
+
+    Sets up torch for it. Raises UserError where this machine lacks what the config asks for.
+    """
+    if config.run.deterministic:
+        precision.be_deterministic()
+    if config.run.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("run.device = 'cuda', but no CUDA device is visible; check nvidia-smi, or use 'auto'")
+    on_cpu = config.run.device == "cpu" or not torch.cuda.is_available()
+    # As accelerate gives them out: not the first for all.
+    device = torch.device("cpu") if on_cpu else torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    precision.prepare_device(device, {component.compute for component in config.model.components.values()})
+    chosen = kernels.choose(config.adapter.kernels, device)
+    precision.check_scaled_matmul(config.precision.matmul, chosen, device)
+    return device
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of the device that a run is planned for. size: bytes. base: as `base_of` gives. kernels: the run's."""
+
+    size: int
+    base: Callable[[], int] | None
+    kernels: Kernels
+
+    @staticmethod
+    def of(device: torch.device, config: Config) -> "Memory":
+        """What is here."""
+        chosen = kernels.choose(config.adapter.kernels, device)
+        if device.type == "cuda":
+            return Memory(torch.cuda.get_device_properties(device).total_memory, base_of(device), chosen)
+        return Memory(host_memory(), base_of(device), chosen)
+
+
+def accelerator_of(config: Config, memory: int) -> Memory:
+    """An accelerator of so many bytes, on any machine."""
+    return Memory(memory, None, kernels.planned(config.adapter.kernels))
+
+
+def base_of(device: torch.device) -> Callable[[], int] | None:
+    """On a CPU, what tells how many bytes this process takes; None for an accelerator."""
+    return (lambda: psutil.Process().memory_info().rss) if device.type == "cpu" else None
+
+
+# Where Linux tells the control groups of a process, and their limits.
+CGROUPS, CGROUP_ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+
+
+def host_memory(cgroups: Path = CGROUPS, root: Path = CGROUP_ROOT) -> int:
+    """Bytes of memory that this process may use: the machine's, or a container's limit where that is less."""
+    return min([psutil.virtual_memory().total, *_limits(cgroups, root)])
+
+
+def _limits(cgroups: Path, root: Path) -> Iterator[int]:
+    """Of the control groups that this process is in, and of those around them; version 2 and version 1."""
+    for line in cgroups.read_text().splitlines() if cgroups.is_file() else ():
+        _, controllers, place = line.split(":", 2)
+        if controllers == "":
+            top, name = root, "memory.max"
+        elif "memory" in controllers.split(","):
+            top, name = root / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        # A container sees its own group at the root, under whatever name it has outside.
+        group = PurePosixPath(place.lstrip("/"))
+        for folder in (group, *group.parents):
+            file = top / folder / name
+            limit = file.read_text().strip() if file.is_file() else "max"
+            if limit.isdigit():
+                yield int(limit)
+
+
+def start_processes(config: Config) -> Processes:
+    """The processes of this run, on the devices that the config asks for."""
+    return processes.start(check_device(config), lost_after=config.run.lost_after)

@@ -1,0 +1,147 @@
+"""Whether the other processes of a run are alive. Each gives signs of life, apart from all that they compute together.
+
+A process may be killed or stopped, or its machine cut off, while the others wait for it in a way that nothing ends: in a
+reduction of NCCL, or for an answer of the store that the main process holds. So a thread of its own watches, and ends this
+process if need be.
+"""
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from trainer.base.errors import PeerStopped
+
+STATUS = 143  # of a process that ends because another one is lost
+WATCHING = "watching the others"  # the thread's name. Where it outlives the run, a process is lost.
+MOST_SECONDS = 2.0  # between two signs of life
+OVER = "over"
+
+
+class Store(Protocol):
+    """What is asked of torch.distributed's."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+
+
+class Heartbeat:
+    """This process's signs of life, and those of the others.
+
+    store: a connection of its own, as a call that waits holds up all others. broken: what the store raises once the process
+    that holds it, rank 0, is gone. lost_after: seconds from the last sign of life of a process until the others have ended.
+    end: ends this process at once, with a message; None where a launcher does that.
+
+    A process is lost once it gave no sign for four fifths of lost_after. The rest is for the main thread, which hears of it
+    in `answer`. Where it does not, it is held by something that will not come back, and the thread here ends the process.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rank: int,
+        count: int,
+        lost_after: float,
+        broken: type[Exception],
+        end: Callable[[str], object] | None,
+    ) -> None:
+        self._store, self._rank, self._others = store, rank, [other for other in range(count) if other != rank]
+        self._lost_after, self._broken, self._end = lost_after, broken, end
+        self._pause = min(MOST_SECONDS, lost_after / 20)
+        self._beats: dict[int, dict[str, Any]] = {}  # the last sign of each
+        self._known: dict[int, dict[str, Any] | None] = {}  # as of the last look
+        self._silent = dict.fromkeys(self._others, 0.0)
+        self._gone = False  # the store
+        self._lost, self._found, self._heard, self._over = "", threading.Event(), threading.Event(), threading.Event()
+        self.undisturbed = threading.Lock()  # whoever holds it is not ended here
+        self._threads = [
+            threading.Thread(target=work, name=name, daemon=True)
+            for name, work in (("signs of life", self._exchange), (WATCHING, self._watch))
+        ]
+
+    def __enter__(self) -> "Heartbeat":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nobody waits for this process any more: the others do not miss it. Where one is lost, the thread still sees to it
+        that this process ends."""
+        self._over.set()
+        for thread in self._threads if not self._found.is_set() else ():
+            thread.join(self._lost_after)  # the store may never answer
+
+    def answer(self) -> None:
+        """Raises PeerStopped, with its rank, host and process number, once a process is lost."""
+        if self._found.is_set():
+            self._heard.set()
+            raise PeerStopped(self._lost, STATUS)
+
+    def wait(self) -> None:
+        """After a connection broke: until it is known which process is lost; as `answer`. It may be none."""
+        self._found.wait(self._lost_after)
+        self.answer()
+
+    def exchange(self, sign: int | str) -> None:
+        """Give a sign of life, and take those of the others."""
+        beat = {"sign": sign, "host": socket.gethostname(), "pid": os.getpid()}
+        self._store.set(f"beat/{self._rank}", json.dumps(beat))
+        for other in self._others:
+            if self._store.check([f"beat/{other}"]):
+                self._beats[other] = json.loads(self._store.get(f"beat/{other}"))
+
+    def look(self, seconds: float) -> None:
+        """What is known after a pause of so many seconds. Not by the clock: whoever was stopped itself for an hour has not
+        listened meanwhile."""
+        for other in self._others:
+            beat = self._beats.get(other)
+            same = beat == self._known.get(other) and not (beat and beat["sign"] == OVER)
+            self._silent[other] = self._silent[other] + seconds if same else 0.0
+            self._known[other] = beat
+        limit = 0.8 * self._lost_after
+        # Where the store does not answer, all are silent, and it is the main process that is lost: the lowest rank.
+        lost = [other for other, silent in self._silent.items() if silent >= limit - 2 * seconds]
+        key = " (run.lost_after)" if self._end else ""
+        if any(silent >= limit for silent in self._silent.values()):
+            self._find(min(lost), f"has given no sign of life for {self._lost_after:g} s{key}")
+        elif self._gone and (self._known.get(0) or {}).get("sign") != OVER:
+            # The main process may have ended for the sake of one that was lost: the others have missed it as long.
+            missed = [other for other, silent in self._silent.items() if silent >= limit / 2]
+            self._find(min(missed, default=0), "is gone")
+
+    def _find(self, rank: int, what: str) -> None:
+        beat = self._beats.get(rank)
+        where = f" (host {beat['host']}, pid {beat['pid']})" if beat else ""
+        main = ", the main one," if rank == 0 else ""
+        self._lost = f"process {rank}{where}{main} {what}; start all processes again with --resume_from auto"
+        self._found.set()
+
+    def _exchange(self) -> None:
+        count = 0
+        try:
+            while not self._over.wait(self._pause if count else 0):
+                count += 1
+                self.exchange(count)
+            self.exchange(OVER)
+        except self._broken:  # told by whoever watches
+            self._gone = True
+
+    def _watch(self) -> None:
+        while not self._found.is_set():
+            if self._over.wait(self._pause):
+                return
+            self.look(self._pause)
+        if self._end is None:
+            return
+        # The main thread looks at `answer` in every wait and between two pieces of all work. Not in a reduction of NCCL,
+        # which waits for the lost process on the device, nor while it waits for a store that was stopped: no exception gets
+        # there. So the process is ended from here. A checkpoint that is being written is finished first.
+        if self._heard.wait(2 * self._pause):
+            time.sleep(self._lost_after)  # it goes, and saves what it can: unless that waits for the lost process, too
+        self.undisturbed.acquire(timeout=self._lost_after)
+        self._end(self._lost)

@@ -1,0 +1,168 @@
+"""Every decision about dtypes: how a component is stored, what it computes in, loss scaling, what a device can do.
+
+Nothing runs under autocast. Each frozen layer casts its input and its stored weight to its component's compute dtype at
+the point of use (quantization/layers.py), so every storage x compute pair means the same on every device; plain autocast
+fails for four of the nine pairs of fp32, bf16 and fp16.
+"""
+
+import os
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.base.errors import UserError
+from trainer.base.protocols import Kernels
+from trainer.kernels import multiplies_float8
+
+COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# What a run that does not fit is advised to store frozen weights in: of 8 and of 4 bits, those that cost least learning.
+SMALLER_DTYPES = ("fp8_e4m3", "nf4")
+SMALLER_VAE = "bf16"  # and the VAE; in fp16 the stock one overflows
+
+
+def compute_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a compute dtype's config name. Raises UserError for any other name."""
+    if name not in COMPUTE_DTYPES:
+        raise UserError(f"compute dtype {name!r} is not known; use one of {', '.join(COMPUTE_DTYPES)}")
+    return COMPUTE_DTYPES[name]
+
+
+def prepare_device(device: torch.device, compute: set[str]) -> None:
+    """Make fp32 mean fp32, and refuse a compute dtype that the device would only emulate. CPU runs all (fp16 slowly)."""
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+    # Else cuBLAS adds up the parts of a product that it divided along K in 16 bits: on an H100 dB was off by 30 times the
+    # bound of a sum in fp32.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    # With cuDNN's attention, torch's first choice on Hopper, the gradients of Flux were not finite in bf16, and at full size
+    # a step read outside its memory (torch 2.11, cuDNN 9.19, H100; SDXL was well). Flash attention takes its place.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if device.type == "cuda" and "bf16" in compute and torch.cuda.get_device_capability(device) < (8, 0):
+        raise UserError(
+            f"precision.compute = 'bf16' needs an Ampere or newer GPU, this is {torch.cuda.get_device_name(device)}; "
+            "set precision.compute = 'fp16'"
+        )
+
+
+def check_scaled_matmul(matmul: str, kernels: Kernels, device: torch.device) -> None:
+    """Refuse float8 products on a GPU that would only imitate them. A CPU computes them too, without gain."""
+    if matmul == "fp8" and device.type == "cuda" and not multiplies_float8(kernels, device):
+        raise UserError(
+            f"precision.matmul = 'fp8': with the {kernels.name} kernels {torch.cuda.get_device_name(device)} does not "
+            "multiply float8 by rows (compute capability 8.9 or newer and adapter.kernels = 'auto' do); use 'compute'"
+        )
+
+
+def keep_activations(module: nn.Module, compute: torch.dtype) -> None:
+    """Make every remaining parameter holder of `module` (norms, embeddings) hand on `compute` activations.
+
+    Linear and Conv2d cast for themselves. The fused norms of torch compute their statistics in fp32 whatever the input's
+    dtype, but on CUDA they want weight and input of one dtype: their fp32 parameters are cast at use. Any other holder of
+    floating-point parameters computes as its library wrote it and its output is cast.
+    """
+
+    def cast(child: nn.Module, args, output):
+        return output.to(compute) if isinstance(output, torch.Tensor) and output.is_floating_point() else output
+
+    for child in module.modules():
+        if isinstance(child, (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)):
+            if child.weight is not None:
+                child.__class__ = _cast_norm(type(child))
+        elif compute != torch.float32 and any(p.is_floating_point() for p in child.parameters(recurse=False)):
+            child.register_forward_hook(cast)
+
+
+@cache
+def _cast_norm(norm_class: type) -> type:
+    """A subclass of a torch norm whose parameters are cast to the input's dtype at use."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = _cast_parameters(self, x.dtype)
+        if isinstance(self, nn.RMSNorm):
+            return nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps)
+        if isinstance(self, nn.GroupNorm):
+            return nn.functional.group_norm(x, self.num_groups, weight, bias, self.eps)
+        return nn.functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+    return type(norm_class.__name__, (norm_class,), {"forward": forward})
+
+
+def _cast_parameters(norm: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A frozen norm's weight and bias in `dtype`, cast once and kept beside the fp32 parameters."""
+    kept = norm.__dict__.get("_cast_parameters")
+    if kept is None or kept[0].dtype != dtype or kept[0].device != norm.weight.device:
+        bias = getattr(norm, "bias", None)
+        kept = norm.weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
+        norm.__dict__["_cast_parameters"] = kept
+    return kept
+
+
+# The sizes of cuBLAS's workspace for which NVIDIA promises equal bits, and torch documents them.
+CUBLAS_WORKSPACES = (":4096:8", ":16:8")
+
+
+def be_deterministic() -> None:
+    """Let torch use algorithms alone that give the same bytes on the same card and versions. Before the first use of CUDA.
+
+    An operation without one raises RuntimeError: there is no fall-back. Our own kernels have one order of sums each, no
+    atomics and nothing tuned at run time. Raises UserError for a CUBLAS_WORKSPACE_CONFIG that promises nothing.
+    """
+    # Read by cuBLAS when it is first used. Torch from 2.10 on no longer checks it, so a wrong one would go unnoticed.
+    workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACES[0])
+    if workspace not in CUBLAS_WORKSPACES:
+        raise UserError(
+            f"run.deterministic = true, but the environment has CUBLAS_WORKSPACE_CONFIG = {workspace!r}; unset it, or use "
+            + " or ".join(map(repr, CUBLAS_WORKSPACES))
+        )
+    # Not `warn_only`: under that, the backward passes of flash and memory-efficient attention stay as they are, with atomics.
+    torch.use_deterministic_algorithms(True)
+    # Else every new tensor is filled with NaN, a pass over its memory, to show reads of what was never written. The tests
+    # look for those (test_deterministic.py).
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.backends.cudnn.benchmark = False
+    # The one attention whose backward torch does not make deterministic (2.11 to 2.13). It leaves it out under the first
+    # flag by itself; a later version that lets it in would have to be shown first. The others: flash and memory-efficient
+    # attention order their sums under that flag, plain attention is products and a softmax.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+class ScalerState:
+    """A loss scaler as a piece of the checkpoint: nothing where it is off."""
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self.scaler = scaler
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ValueError where the state is not of a scaler that is on or off like this one, and set as this one is."""
+        now = self.scaler.state_dict()
+        settings = now.keys() - {"scale", "_growth_tracker"}
+        kinds, wanted = ({key: type(value) for key, value in each.items()} for each in (state, now))
+        if kinds != wanted or any(state[key] != now[key] for key in settings):
+            raise ValueError(f"{state}, not like {now}")
+        if state:
+            fp32 = torch.finfo(torch.float32)
+            in_range = fp32.tiny <= state["scale"] <= fp32.max
+            if not in_range or not 0 <= state["_growth_tracker"] <= state["growth_interval"]:
+                raise ValueError(f"{state}")
+            self.scaler.load_state_dict(state)
+
+
+def needs_scaling(compute: Iterable[torch.dtype]) -> bool:
+    """Whether the loss is scaled. compute: of the components that gradients pass through."""
+    return torch.float16 in compute
+
+
+def loss_scaler(enabled: bool, device: torch.device, *, initial_scale: float, growth_interval: int) -> torch.amp.GradScaler:
+    """torch's GradScaler; enabled where gradients pass through fp16. Those it unscales are of fp32 adapters, always."""
+    scaler = torch.amp.GradScaler(device.type, init_scale=initial_scale, growth_interval=growth_interval, enabled=enabled)
+    # It makes its tensors when it first scales a loss; a process without a micro-batch in its first step has none to scale,
+    # and unscales the gradients of the others.
+    scaler.scale(torch.zeros((), device=device))
+    return scaler

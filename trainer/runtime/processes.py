@@ -1,0 +1,237 @@
+"""What the processes of a run say to one another. The only file that knows torch.distributed; accelerate starts it.
+
+Reductions go through the process group. Waiting does not: while one process downloads, encodes, draws or saves, the others
+ask the group's store now and then. So nobody's time-out counts that work, signals are heard meanwhile, and a process that
+fails alone takes the others with it, with its exit status. One that is killed or stopped is missed by its signs of life.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+
+import torch
+
+from trainer.base.console import write
+from trainer.base.errors import PeerStopped, ending
+from trainer.base.signals import Signals
+from trainer.runtime.heartbeat import STATUS, Heartbeat
+
+# Of a reduction: longer than processes can differ in one step (reading, a larger bucket, one micro-batch more). It does not
+# serve to find a process that died: the connection breaks then, the launcher ends the others, and signs of life are missed.
+REDUCTION_TIMEOUT = timedelta(hours=24)
+ASK_SECONDS = 0.25  # between two looks at the store
+# A process without a sign of life for so long is lost, where a launcher has started it: the launcher tells of a death on its
+# machine at once, so this serves for one on another, where minutes cost little. A live process can be silent, too: in a
+# debugger, while it swaps, or where it holds Python's lock and waits for a file of a server that does not answer.
+LAUNCHED_SECONDS = 600.0
+
+
+class Processes:
+    """This process among its equals: device, count, rank. Methods are called by all of them in the same order.
+
+    `check` may be called at any time. lost_after: seconds without a sign of life, where no launcher watches.
+    """
+
+    def __init__(self, accelerator, lost_after: float = LAUNCHED_SECONDS) -> None:
+        self.device: torch.device = accelerator.device
+        self.count: int = accelerator.num_processes
+        self.rank: int = accelerator.process_index
+        self.is_main: bool = accelerator.is_main_process
+        self._signals = Signals()
+        self._store, self._meetings, self._asked = None, 0, 0.0
+        self._launched, self._lost_after, self._heartbeat = True, lost_after, None
+        if self.count > 1:
+            from torch.distributed import PrefixStore, is_torchelastic_launched
+            from torch.distributed.distributed_c10d import _get_default_store
+
+            self._store = PrefixStore("trainer", _get_default_store())
+            self._launched = is_torchelastic_launched()
+
+    def say(self, text: str, *, whole: bool = False) -> None:
+        """Print what the run says, once. whole: as of console.write."""
+        if self.is_main:
+            write(text, whole=whole)
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Over the processes, in place."""
+        if self.count > 1:
+            self._reduce(tensor, torch.distributed.ReduceOp.SUM)
+
+    def largest(self, *numbers: int) -> list[int]:
+        """The largest of each number in any process: what all of them agree on."""
+        if self.count == 1:
+            return list(numbers)
+        agreed = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        self._reduce(agreed, torch.distributed.ReduceOp.MAX)
+        return agreed.tolist()
+
+    def total(self, *numbers: int) -> list[int]:
+        """The sum of each number over the processes."""
+        summed = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        self.sum(summed)
+        return summed.tolist()
+
+    def takes(self, key: str) -> bool:
+        """Whether a piece of work is this process's share. key: its digest, in hexadecimal, so that shares are even."""
+        return int(key[:16], 16) % self.count == self.rank
+
+    @contextmanager
+    def attending(self, signals: Signals) -> Iterator[None]:
+        """In the block the processes hear of each other's signals, of one that leaves the block with an exception, and of one
+        that is lost."""
+        self._signals = signals
+        if self._store is None:
+            yield
+            return
+        self._heartbeat = Heartbeat(
+            self._store.clone(),
+            rank=self.rank,
+            count=self.count,
+            lost_after=LAUNCHED_SECONDS if self._launched else self._lost_after,
+            broken=torch.distributed.DistError,
+            end=None if self._launched else _end,
+        )
+        with self._heartbeat:
+            try:
+                yield
+            except BaseException as error:
+                if not isinstance(error, PeerStopped):
+                    self._tell("failed", {"rank": self.rank, "status": ending(error)[0]})
+                raise
+
+    @property
+    def undisturbed(self) -> AbstractContextManager[object]:
+        """In the block this process is not ended because another one is lost."""
+        return self._heartbeat.undisturbed if self._heartbeat else nullcontext()
+
+    def check(self) -> None:
+        """Raises Interrupted once any process was asked to stop, PeerStopped once one has failed."""
+        self._listen()
+        self._signals.check()
+
+    def wait(self, *, obey: bool = False) -> None:
+        """Until every process is here, however long that takes. obey: a stop is raised as Interrupted meanwhile.
+
+        Raises PeerStopped where a process failed or is gone.
+        """
+        if self._store is not None:
+            self._meetings += 1
+            self._tell(f"{self._meetings}/{self.rank}", True)
+            self._await([f"{self._meetings}/{rank}" for rank in range(self.count)], self.check if obey else self._listen)
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """The main process goes through the block before the others. Raises what `check` raises."""
+        if self._store is None:
+            yield
+            return
+        self._meetings += 1
+        if not self.is_main:
+            self._await([f"{self._meetings}/0"], self.check)
+        yield
+        if self.is_main:
+            self._tell(f"{self._meetings}/0", True)
+
+    def _listen(self) -> None:
+        """Tell the others of a signal, and hear of theirs. Raises PeerStopped."""
+        if self._heartbeat is not None:
+            self._heartbeat.answer()
+        now = time.monotonic()
+        if self._store is None or now < self._asked + ASK_SECONDS:
+            return
+        self._asked = now
+        with self._reached():
+            if self._signals.stop is not None:
+                self._tell("stop", self._signals.stop)
+            elif self._store.check(["stop"]):
+                self._signals.stop = json.loads(self._store.get("stop"))
+            if self._store.check(["failed"]):
+                failed = json.loads(self._store.get("failed"))
+                raise PeerStopped(f"process {failed['rank']} could not go on; its message says why", failed["status"])
+
+    def _await(self, keys: list[str], check: Callable[[], None]) -> None:
+        """Until all the keys are there."""
+        pause = 0.001
+        while True:
+            with self._reached():
+                there = self._store.check(keys)
+            if there:
+                return
+            check()
+            time.sleep(pause)
+            pause = min(2 * pause, ASK_SECONDS)
+
+    def _tell(self, key: str, value: object) -> None:
+        with self._reached():
+            self._store.set(key, json.dumps(value))
+
+    def _reduce(self, tensor: torch.Tensor, operation) -> None:
+        """In place. It ends with the connection to a process that ended: in gloo at once, in NCCL mostly by the launcher.
+
+        Raises PeerStopped.
+        """
+        try:
+            work = torch.distributed.all_reduce(tensor, operation, async_op=True)
+            while not _waited(work, tensor.device):
+                if self._heartbeat is not None:
+                    self._heartbeat.answer()
+        except RuntimeError as error:
+            if isinstance(error, PeerStopped):
+                raise
+            # Neither has a class of its own for it. gloo: "Connection closed by peer", "Connection reset by peer".
+            if "by peer" not in str(error) and "ncclRemoteError" not in str(error):
+                raise
+            self._asked = 0.0
+            self._listen()  # it may have said why
+            raise self._gone(f"another process is gone ({error})") from error
+
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        """The store ends with the process that holds it, the main one where no launcher does."""
+        try:
+            yield
+        except torch.distributed.DistError as error:
+            raise self._gone(f"the main process is gone ({error})") from error
+
+    def _gone(self, what: str) -> PeerStopped:
+        """After a connection broke. Where no launcher ends this process now, it waits to hear which one is lost: that is
+        raised."""
+        if self._launched or self._heartbeat is None:
+            return PeerStopped(what, 1)
+        self._heartbeat.wait()
+        return PeerStopped(what, STATUS)
+
+
+def _waited(work, device: torch.device) -> bool:
+    """Whether a reduction is done: of gloo after a while, since this process hears of nothing meanwhile. For NCCL's, which
+    is done on the device, nothing waits here."""
+    if device.type != "cpu":
+        work.wait()
+        return True
+    try:
+        work.wait(timedelta(seconds=ASK_SECONDS))
+    except RuntimeError:
+        if work.is_completed():
+            raise
+        return False  # "Operation timed out": only the wait
+    return True
+
+
+def _end(message: str) -> None:
+    """End this process from any thread. Libraries want to end the process group in an orderly way, which would wait."""
+    write(f"error: {message}", sys.stderr, whole=True)
+    os._exit(STATUS)
+
+
+def start(device: torch.device, *, lost_after: float) -> Processes:
+    """accelerate's view of devices and processes. It computes nothing for us: mixed precision is ours."""
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs
+
+    # Said in so many words: without a GPU and without `cpu=True`, accelerate makes every process a lone main process.
+    patient = InitProcessGroupKwargs(timeout=REDUCTION_TIMEOUT)
+    return Processes(Accelerator(cpu=device.type == "cpu", mixed_precision="no", kwargs_handlers=[patient]), lost_after)
