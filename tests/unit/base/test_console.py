@@ -125,14 +125,15 @@ def test_what_goes_to_a_pipe_and_back_to_the_terminal_has_a_row_of_its_own(tmp_p
     """`train.py ... | tee log`: tee writes to the terminal, too, a moment later and below nothing that is shown."""
     script, log = tmp_path / "piped.py", tmp_path / "log"
     script.write_text(
-        "import time\nfrom pathlib import Path\nfrom types import SimpleNamespace\nfrom trainer import phases, terminal\n"
+        "import time\nfrom pathlib import Path\nfrom types import SimpleNamespace\n"
+        "from trainer.base import console, progress\n"
         "now, log = 1000.0, Path(__file__).with_name('log')\n"
-        "phases.time = terminal.time = SimpleNamespace(time=time.time, monotonic=lambda: now)\n"
-        "phases.LIVE_AFTER, phases.LONG_SECONDS, terminal.PIPE_SECONDS = 0, 60, 0.5\n"
-        "with phases.Phases(show=True)('loading', total=12, unit='layer') as phase:\n"
+        "progress.time = console.time = SimpleNamespace(time=time.time, monotonic=lambda: now)\n"
+        "progress.LIVE_AFTER, progress.LONG_SECONDS, console.PIPE_SECONDS = 0, 60, 0.5\n"
+        "with progress.Phases(show=True)('loading', total=12, unit='layer') as phase:\n"
         "    for layer in range(12):\n"
         "        now += 0.12\n        phase.advance()\n"
-        "        if layer == 3:\n            terminal.write('a line')\n"
+        "        if layer == 3:\n            console.write('a line')\n"
         # tee writes to the terminal first. However slow it is here, the clock stands still for it.
         "            while log.read_text() != 'a line\\n':\n                time.sleep(0.01)\n"
     )

@@ -128,10 +128,10 @@ def test_a_phase_that_is_cut_off_claims_no_end(monkeypatch, capsys) -> None:
 def test_a_terminal_shows_one_line_that_leaves_nothing_but_the_last(tmp_path: Path, columns: int, shown: str) -> None:
     script = tmp_path / "line.py"
     script.write_text(
-        "import time\nfrom types import SimpleNamespace\nfrom trainer import phases\n"
+        "import time\nfrom types import SimpleNamespace\nfrom trainer.base import progress\n"
         "now = 1000.0\n"
-        "phases.time = SimpleNamespace(time=time.time, monotonic=lambda: now)\n"
-        "with phases.Phases(show=True)('loading unet', total=4, unit='layer') as phase:\n"
+        "progress.time = SimpleNamespace(time=time.time, monotonic=lambda: now)\n"
+        "with progress.Phases(show=True)('loading unet', total=4, unit='layer') as phase:\n"
         "    for _ in range(4):\n        now += 0.6\n        phase.advance()\n"
     )
     said = in_terminal([sys.executable, str(script)], columns)
