@@ -213,7 +213,7 @@ def test_it_is_planned(bench: Workbench, monkeypatch) -> None:
         assert trace.peak == pytest.approx(planned, rel=0.02)
 
 
-FEW = "from trainer.engine import held_out_loss\nheld_out_loss.FEWEST = 8\n"
+FEW = "from trainer.plan import fixed_draws\nfixed_draws.FEWEST = 8\n"
 PAUSED = """
 from trainer.engine.held_out_loss import HeldOutLoss
 measured = HeldOutLoss._errors
