@@ -297,6 +297,9 @@ class FrozenConv2d(FrozenLayer):
         return dx if add_to is None else add_to.add_(dx)
 
     def product_weight_grad(self, dy, x, weight_shape):
+        if x.device.type == "cpu" and self.kernel_size == (1, 1) and self.stride != (1, 1):
+            # Of such a kernel with a stride, torch 2.13 takes channels-last pixels wrongly, and writes beyond its memory.
+            x = x.clone(memory_format=torch.contiguous_format)
         return torch.nn.grad.conv2d_weight(x, weight_shape, dy, *self.geometry)
 
     def collapsed(self, x):
