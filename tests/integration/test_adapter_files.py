@@ -248,6 +248,7 @@ def test_a_run_starts_where_another_was(outputs: Runs, bench: Workbench, kind: s
     assert far(other, saved) <= 2
 
 
+@pytest.mark.slow
 def test_a_run_from_a_file_is_a_run_from_its_checkpoint_and_needs_it_once(
     outputs: Runs, bench: Workbench, tmp_path: Path
 ) -> None:
@@ -385,6 +386,7 @@ def test_a_run_starts_from_a_folder_that_peft_saved_at_its_strength(bench: Workb
     assert "init_lora_weights = 'pissa'" in refusal(starting(bench, "flux lora", folder, adapter__rules=[]))
 
 
+@pytest.mark.slow
 def test_whatever_reads_a_file_without_an_alpha_says_so(bench: Workbench, capsys) -> None:
     layer, flux, out = "transformer_blocks.0.attn.to_q", bench.models / "flux", bench.tmp / "of"
     width = models_at(str(flux), quantization.recognise)[0].layers("transformer")[layer][1]

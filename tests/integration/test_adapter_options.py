@@ -56,6 +56,7 @@ def test_what_is_written_out_and_off_changes_no_byte(bench: Workbench) -> None:
     assert one.keys() == other.keys() and all(torch.allclose(one[name], other[name], rtol=1e-6, atol=1e-9) for name in one)
 
 
+@pytest.mark.slow
 def test_the_expected_update_is_the_whole_one() -> None:
     """Exactly: over every outcome of a layer of rank 3, weighed with its probability; and the draws have these shares."""
     p, q = 0.3, 0.25

@@ -110,6 +110,7 @@ def tiny_configs(models: Path) -> dict[str, dict]:
     return {c: json.loads((models / "flux" / c / "config.json").read_text()) for c in PREFIXES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "pruned"),
     [("flux-dev", {}), ("flux-dev", {"num_layers": 1, "num_single_layers": 12}), ("flux-schnell", {"num_single_layers": 1})],
@@ -172,6 +173,7 @@ def test_the_folder_beside_the_file_may_hold_the_missing_tokenizer_alone(bench: 
     assert ids["tokenizer"][0] == 49406 and ids["tokenizer_2"][-1] == 1
 
 
+@pytest.mark.slow
 def test_a_folder_of_configs_that_was_given_is_taken_as_it_is(bench: Workbench, capsys) -> None:
     """The published configs stand for what the folder found beside a file lacks, and for no other's; the plan says so."""
     path, beside = bench.tmp / "one.safetensors", bench.tmp / "one"
@@ -203,6 +205,7 @@ def test_a_block_that_is_missing_is_named_with_its_prefix(bench: Workbench) -> N
         open_model(FLUX, str(path)).verify("transformer")
 
 
+@pytest.mark.slow
 def test_new_writes_where_each_part_lies(bench: Workbench, monkeypatch, capsys) -> None:
     """Of ComfyUI's commonest Flux file, the transformer alone; the data report and the plan are over the same parts."""
     monkeypatch.chdir(bench.tmp)

@@ -60,6 +60,7 @@ def progress(folder: Path) -> dict[str, Any]:
     return files.read_json(folder / "state.json")["pieces"]["progress"]["state"]
 
 
+@pytest.mark.slow
 def test_other_photos(bench: Workbench, capsys) -> None:
     train(tree(bench, "out", run__stop_after=3))
     out, root = bench.tmp / "out", bench.tmp / "out" / "checkpoints"
@@ -110,6 +111,7 @@ class Killed(BaseException):
     """Nothing of the run sees it, as nothing sees SIGKILL."""
 
 
+@pytest.mark.slow
 def test_a_kill_while_the_checkpoint_is_replaced(bench: Workbench, monkeypatch, capsys) -> None:
     """The next start goes on from the step that was reached, and needs no --allow; starts that are repeated add no copies."""
     train(tree(bench, "out", run__stop_after=3, optimizer__lr=5e-3))

@@ -158,6 +158,7 @@ def test_the_sequence_is_the_same(bench: Workbench, models: Path, kind: str, wor
     assert bool(files) == (kind == "disk"), "nothing is written, but where it is asked for"
 
 
+@pytest.mark.slow
 def test_every_cache_gives_the_same_batches(bench: Workbench) -> None:
     """The short form of the above, without steps: what the readers give, from the tiny models' own encoders."""
     batches = []
@@ -204,6 +205,7 @@ def made(bench: Workbench, **overrides) -> tuple[int, int]:
     return int(counts[1]), int(counts[2])
 
 
+@pytest.mark.slow
 def test_exactly_the_masks_and_crops_that_changed_are_made_again(bench: Workbench) -> None:
     photos = varied(bench)
     two = [{"path": str(photos)}, {"path": str(PHOTOS)}]

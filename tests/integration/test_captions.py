@@ -56,6 +56,7 @@ def test_captions_and_prompts_of_differing_chunks_go_together(bench: Workbench) 
     assert (bench.tmp / "out" / "samples" / "step-00000002" / "00.png").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cached", [True, False])
 def test_every_step_sees_forms_of_its_captions(bench: Workbench, cached: bool) -> None:
     source = written(bench, "bear, {sun|rain}, sea, sand") | EVERY_KEY
@@ -128,6 +129,7 @@ def test_what_people_are_told(bench: Workbench, capfd: pytest.CaptureFixture[str
     assert "  missing: 0/00.jpg\n  truncated by text_encoder: 0/02.jpg, 0/03.jpg, 0/04.jpg\n" in told
 
 
+@pytest.mark.slow
 def test_adapter_files_say_tags_and_triggers(bench: Workbench) -> None:
     source = written(bench, "bear, sun") | {"trigger": "sks", "shuffle": True, "repeats": 2}
     train(configs.parse(tree(bench, "out", source, run__max_steps=1)), resume_from=None)

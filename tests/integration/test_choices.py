@@ -184,6 +184,7 @@ def test_changed_photos_are_refused_on_resume(bench: Workbench, capsys) -> None:
     assert "--resume_from auto --allow data" in said
 
 
+@pytest.mark.slow
 def test_resume_from_an_older_folder_sets_the_later_ones_aside(bench: Workbench) -> None:
     tree = bench.tree(run__max_steps=3, checkpoint__every_steps=1, adapter__targets=FEW)
     assert run(bench, tree) == 0

@@ -428,6 +428,7 @@ def bench(tmp_path: Path, monkeypatch) -> Bench:
     return Bench(tmp_path)
 
 
+@pytest.mark.slow
 @every_scenario
 def test_power_lost_or_killed_at_any_moment(bench: Bench, name: str) -> None:
     scenario = SCENARIOS[name]
@@ -447,6 +448,7 @@ def test_no_sync_can_be_left_out(bench: Bench, name: str) -> None:
             assert next(bench.complaints(scenario, system, Folder.after_power_loss), None), f"idle: {what} {path}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["the first", "keep_last = 1", "over a damaged one", "with leftovers"])
 @pytest.mark.parametrize("again", [False, True], ids=["goes on", "saves the same step again"])
 def test_killed_and_started_and_power_lost(bench: Bench, name: str, again: bool) -> None:
@@ -521,6 +523,7 @@ def check_after_failure(bench: Bench, scenario: Scenario, base: Path) -> None:
     assert len(left) <= scenario.keep_last and not [name for name in left if name.startswith(".")]
 
 
+@pytest.mark.slow
 @every_scenario
 def test_any_call_may_fail(bench: Bench, name: str) -> None:
     scenario, code = SCENARIOS[name], errno.EIO
@@ -539,6 +542,7 @@ def test_any_call_may_fail(bench: Bench, name: str) -> None:
         check_after_failure(bench, scenario, system.base)
 
 
+@pytest.mark.slow
 @every_scenario
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=["a full disk", "a dead disk"])
 def test_all_calls_fail_from_one_on(bench: Bench, name: str, code: int) -> None:

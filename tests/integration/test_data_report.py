@@ -115,6 +115,7 @@ def test_no_name_of_a_file_or_of_a_member_reaches_the_terminal_as_it_is(bench: W
     assert status == 3 and all(written.out.count(f"{letter}\\n  error: all") > 1 for letter in "xyn")
 
 
+@pytest.mark.slow
 def test_the_report_names_everything_and_agrees_with_the_plan(
     bench: Workbench, photos: Path, tmp_path: Path, capsys, monkeypatch
 ) -> None:
@@ -265,6 +266,7 @@ def test_a_copy_of_a_held_out_photo_is_reported(bench: Workbench, photos: Path, 
     assert "held out" in page.text and "Held out" in page.text
 
 
+@pytest.mark.slow
 def test_a_run_s_report_has_the_same_section(bench: Workbench, photos: Path, tmp_path: Path, capsys) -> None:
     tree = bench.tree(data__sources=[{"path": str(photos)}], run__max_steps=1, validation__every_steps=0)
     path = bench.write(tree)

@@ -93,6 +93,7 @@ def stock(folder: Path, file: Path | None, steps: int) -> torch.Tensor:
     return pixels(pipe("a cat", negative_prompt="", generator=generator, **sizes).images[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "dora"), [("tiny", True), pytest.param("pocket", True, marks=pytest.mark.proof)], ids=["tiny", "pocket"]
 )

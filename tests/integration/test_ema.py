@@ -116,6 +116,7 @@ def test_a_run_with_an_average_trains_the_bytes_of_one_without(bench: Workbench)
     assert drawn == {f"step-0000000{n}": ["00.png", "00_ema.png"][: 1 + bool(n)] for n in (0, 2, 4, 5)}
 
 
+@pytest.mark.slow
 def test_files_and_samples_of_the_average_are_made_with_it(bench: Workbench, capsys) -> None:
     """DoRA's norms too: the file is what the live adapter gives with the average in place."""
     with built(configs.parse(tree(bench, "out", **CONSTANT | WATCHED))) as run:
@@ -150,6 +151,7 @@ def test_files_and_samples_of_the_average_are_made_with_it(bench: Workbench, cap
     assert "average of the weights (ema)" in page
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "formats"),
     [

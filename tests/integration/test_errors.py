@@ -61,6 +61,7 @@ def broken_model(bench: Workbench, change: Callable[[Path], None], family: str =
     return bench.tree(family, model__path=str(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
@@ -115,6 +116,7 @@ def test_config_mistakes(bench: Workbench, capsys, key: str, value, expected) ->
     refused(bench, capsys, *expected, tree=tree)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_forecast")
 def test_a_folder_of_which_only_making_it_tells_that_it_cannot_be_made(bench: Workbench, capsys) -> None:
     """Where nothing may be written in it, the plan tells it, too."""
@@ -231,6 +233,7 @@ def test_bad_data(bench: Workbench, capsys, files: dict, expected) -> None:
     refused(bench, capsys, *expected, tree=bench.tree(data__sources=[{"path": str(folder)}]))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_forecast")
 def test_output_directory_of_another_run(bench: Workbench, capsys) -> None:
     assert cli.main(["--config", str(bench.write(bench.tree(run__max_steps=1)))]) == 0
@@ -246,6 +249,7 @@ def test_output_directory_of_another_run(bench: Workbench, capsys) -> None:
     refused(bench, capsys, "holds another run without a config.toml", tree=bench.tree(run__max_steps=1))
 
 
+@pytest.mark.slow
 def test_resume_under_a_changed_config(bench: Workbench, capsys) -> None:
     assert cli.main(["--config", str(bench.write(bench.tree(run__max_steps=2, run__stop_after=1)))]) == 0
     resume = ("--resume_from", "auto")
@@ -259,6 +263,7 @@ def test_resume_under_a_changed_config(bench: Workbench, capsys) -> None:
     assert (bench.tmp / "out" / "adapters" / "bear-00000002.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_resume_where_every_checkpoint_is_invalid(bench: Workbench, capsys) -> None:
     tree = bench.tree(run__max_steps=1)
     assert cli.main(["--config", str(bench.write(tree))]) == 0

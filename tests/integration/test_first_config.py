@@ -174,6 +174,7 @@ def test_what_cannot_be_used_leaves_no_config(bench: Workbench, monkeypatch, cap
     assert not list(bench.tmp.glob("*.toml")) and not (bench.tmp / "outputs").exists()
 
 
+@pytest.mark.slow
 def test_what_is_set_stands_in_the_config(bench: Workbench, monkeypatch, capsys) -> None:
     """In place of what is chosen here and of the preset's values, whose comments go."""
     photos = captions_beside(bench.tmp)
@@ -278,6 +279,7 @@ def test_every_family_is_planned_from_everywhere(
         assert (bench.tmp / "report" / "data_report.html").is_file() == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["trainer.cli.plan_command.describe", "trainer.cli.plan_command.forecast"])
 def test_what_fails_later_leaves_no_file(bench: Workbench, monkeypatch, capsys, place: str) -> None:
     """Also what is no mistake of the user; the same command line then works."""
@@ -296,6 +298,7 @@ def test_what_fails_later_leaves_no_file(bench: Workbench, monkeypatch, capsys, 
     capsys.readouterr()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_what_is_stopped_leaves_no_file(bench: Workbench, monkeypatch, capsys, signum: int) -> None:
     photos, before = captions_beside(bench.tmp), signal.getsignal(signal.SIGTERM)

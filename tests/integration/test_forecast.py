@@ -297,6 +297,7 @@ def test_a_change_that_helps_only_after_another_is_still_found() -> None:
     assert told[-1].after.fits(4 * 2**30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("state", "on_cpu", "told"), [(2**34, False, True), (2**34, True, False), (2**24, False, False)])
 def test_advice_that_saves_next_to_nothing_is_left_out(state: int, on_cpu: bool, told: bool) -> None:
     """Each line saves 1 MiB and half a percent of what is missing; on a CPU none names AdamW8bit, whose update needs more."""
@@ -475,6 +476,7 @@ def test_whole_processes_on_a_cpu_take_what_was_foretold(tmp_path, cells: str) -
     assert done.returncode == 0 and "measured above it" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_tells_its_pace_and_the_time_left(bench: Workbench, capsys, monkeypatch) -> None:
     """The first step takes minutes, as where kernels are made, and the others seconds: it counts once."""
     now = 0.0
@@ -501,6 +503,7 @@ def test_a_run_tells_its_pace_and_the_time_left(bench: Workbench, capsys, monkey
     assert lines[-1] == "training: 6 steps in 8 min 30 s, 2.0 s a step"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "told"), [("adamw", True), ("lion", False), ("prodigy", False), ("adamw8bit", False)])
 def test_adamw8bit_is_advised_in_place_of_adamw_alone(name: str, told: bool) -> None:
     config = PLAN.config.model_copy(update={"optimizer": PLAN.config.optimizer.model_copy(update={"name": name})})
@@ -510,6 +513,7 @@ def test_adamw8bit_is_advised_in_place_of_adamw_alone(name: str, told: bool) -> 
     assert ("optimizer.name = 'adamw8bit'" in [change.what for change in chosen]) == told
 
 
+@pytest.mark.slow
 def test_a_plan_counts_what_is_still_to_be_written_to_the_disk(bench: Workbench, monkeypatch, capsys) -> None:
     free = shutil.disk_usage(bench.tmp)._replace(free=0)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free)

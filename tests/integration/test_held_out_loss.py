@@ -163,6 +163,7 @@ def test_a_signal_while_it_is_measured(bench: Workbench, monkeypatch, capsys) ->
     assert weights(bench, "parts") == weights(bench, "whole")
 
 
+@pytest.mark.slow
 def test_without_held_out_photos_the_trained_ones_are_measured(bench: Workbench, capsys) -> None:
     log = run(bench, "out", data__held_out=0, **ON)
     assert "no photo is held out, so this loss cannot show memorising" in capsys.readouterr().out

@@ -208,6 +208,7 @@ def test_model_variant(bench: Workbench, both: Path) -> None:
 # ------------------------------------------------------------------------------------------------------- without a network
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family, hub_id",
     [

@@ -30,6 +30,7 @@ def photos(tmp_path: Path) -> Path:
     return shutil.copytree(PHOTOS, tmp_path / "photos", ignore=shutil.ignore_patterns("*.md"))
 
 
+@pytest.mark.slow
 def test_the_plan_tells_where_captions_come_from_and_what_is_left_out(bench: Workbench, photos: Path, capsys) -> None:
     (photos / "03.txt").rename(photos / "03.CAPTION")
     (photos / "04.txt").rename(photos / "four.txt")

@@ -49,6 +49,7 @@ def at_step(monkeypatch, act, step: int = 3) -> None:
     monkeypatch.setattr(Loop, "_count", count)
 
 
+@pytest.mark.slow
 def test_the_page_goes_with_the_run(bench: Workbench, monkeypatch, capsys) -> None:
     """Before the first sample, in the middle, at a signal, resumed with --allow, and at the end."""
     monkeypatch.setattr(live, "SHARE", 1e9)
@@ -93,6 +94,7 @@ def test_the_page_goes_with_the_run(bench: Workbench, monkeypatch, capsys) -> No
     assert "resumed after step 2" in pages[-1] and "after step 3" not in pages[-1].replace("Stopped at step 3", "")
 
 
+@pytest.mark.slow
 def test_a_page_is_there_while_the_model_is_read_and_gone_where_the_run_is_refused(bench: Workbench, monkeypatch) -> None:
     real, seen = run.load_trained, []
 
@@ -113,6 +115,7 @@ def test_a_page_is_there_while_the_model_is_read_and_gone_where_the_run_is_refus
     assert said(bench) == page
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["memory", "not finite", "nobody foresaw"])
 def test_what_ends_a_run_is_on_its_page(bench: Workbench, monkeypatch, what: str) -> None:
     errors = {
@@ -140,6 +143,7 @@ def test_what_ends_a_run_is_on_its_page(bench: Workbench, monkeypatch, what: str
         assert "Ended at step 3 of 4: an error." in said(bench) and "said last: &lt;b&gt;division" in said(bench)
 
 
+@pytest.mark.slow
 def test_a_page_that_cannot_be_written_ends_no_training(bench: Workbench, monkeypatch, capsys) -> None:
     monkeypatch.setattr(live, "SHARE", 1e9)
     real, calls = live.write_atomic, []
@@ -156,6 +160,7 @@ def test_a_page_that_cannot_be_written_ends_no_training(bench: Workbench, monkey
     assert "Finished: step 4 of 4" in said(bench)
 
 
+@pytest.mark.slow
 def test_damaged_files_of_a_run_do_not_end_it(bench: Workbench, monkeypatch, capsys) -> None:
     """Neither what was drawn before, nor the newest samples, of which thumbnail, card and the picture are made."""
     real = Artifacts.finish
@@ -207,6 +212,7 @@ def test_a_run_without_its_report_has_the_same_bytes(bench: Workbench, monkeypat
     assert (bench.tmp / "shown" / "report.html").exists() and not (bench.tmp / "hidden" / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_blocks_of_the_adapter_are_in_the_log(bench: Workbench) -> None:
     """So a page in mid-run has its heat map, and so has who reads from outside."""
     assert start(bench, run__max_steps=17, checkpoint__every_steps=0, validation__every_steps=0, run__stop_after=16) == 0

@@ -34,6 +34,7 @@ def state_of(source, name: str, dtype: str = "fp32") -> dict[str, torch.Tensor]:
     return module.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["sdxl", "flux"])
 def test_single_file_equals_folder_equals_stock(bench: Workbench, family: str) -> None:
     import diffusers
@@ -87,6 +88,7 @@ def _configs_only(bench: Workbench) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_v_prediction_markers_of_a_single_file(bench: Workbench) -> None:
     path = bench.tmp / "v.safetensors"
     command = [sys.executable, "scripts/make_model.py", "--size", "tiny", "--family", "sdxl", "--layout", "single_file"]

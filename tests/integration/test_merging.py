@@ -131,6 +131,7 @@ def test_merged_weights_are_those_of_comfyuis_formulas(models: Path, tmp_path: P
     assert [(each["file"], each["strength"]) for each in said] == [(path.name, strength) for path, _, strength in files]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 def test_merged_weights_are_those_that_diffusers_fuses(models: Path, tmp_path: Path, dora: bool) -> None:
     """PEFT's own arithmetic, in fp64: Linear, convolution and both text encoders. A stock pipeline reads the folder."""
@@ -172,6 +173,7 @@ def same_model(family: str, one: BaseWeights, other: BaseWeights, components: li
             assert torch.equal(one.tensor(component, name), other.tensor(component, name)), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["sdxl", "flux"])
 def test_every_layout_holds_the_same_merged_model(models: Path, tmp_path: Path, family: str) -> None:
     """A folder, the single file, and one file made of the folder; modules that the original layout fuses as well."""
@@ -193,6 +195,7 @@ def test_every_layout_holds_the_same_merged_model(models: Path, tmp_path: Path, 
     assert {n: (e.dtype, e.shape) for n, e in now.items()} == {n: (e.dtype, e.shape) for n, e in kept.items()}
 
 
+@pytest.mark.slow
 def test_scaled_float8_is_comfyuis(models: Path, tmp_path: Path) -> None:
     """One scale a Linear of the denoiser, max |W| / 448; read back here as what it is. The VAE stays fp32."""
     file = diffusers_file(models, "sdxl", tmp_path / "a.safetensors", dora=False)
@@ -256,6 +259,7 @@ def products(path: Path) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.slow
 def test_an_adapter_comes_out_of_the_model_again(models: Path, tmp_path: Path, capsys) -> None:
     """Merged in fp32, at its rank: to 1e-3 of the change. At a lower rank what is lost is the tail, and is printed."""
     file, merged = diffusers_file(models, "sdxl", tmp_path / "a.safetensors", dora=False), tmp_path / "merged"

@@ -8,6 +8,7 @@ import io
 import json
 from pathlib import Path
 
+import pytest
 import safetensors.torch
 import torch
 from PIL import Image
@@ -95,6 +96,7 @@ def test_a_converted_file_says_whose_module_it_is_for(tmp_path: Path) -> None:
     assert told(flat, "diffusers")["modelspec.implementation"] == "diffusers"
 
 
+@pytest.mark.slow
 def test_the_files_do_not_depend_on_samples_unless_they_show_one(bench: Workbench) -> None:
     sample = {"prompt": "a bear", "width": 64, "height": 64, "steps": 1}
 
@@ -109,6 +111,7 @@ def test_the_files_do_not_depend_on_samples_unless_they_show_one(bench: Workbenc
     assert made("shown", validation__every_steps=1, validation__samples=[sample], export__thumbnail=True) != without
 
 
+@pytest.mark.slow
 def test_the_header_of_a_runs_files(bench: Workbench, monkeypatch) -> None:
     """Stopped after each step, a run leaves the bytes of one that was not, thumbnails included; so does the checkpoint."""
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")  # 2023-11-14 22:13:20

@@ -98,6 +98,7 @@ def contents_of(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+@pytest.mark.slow
 def test_changed_contents_are_refused_by_name(bench: Workbench, capsys) -> None:
     put_down(bench)
     model, photos = bench.tmp / "model", bench.tmp / "photos"
@@ -129,6 +130,7 @@ def test_changed_contents_are_refused_by_name(bench: Workbench, capsys) -> None:
     assert train(bench, stopped_tree(bench), "--resume_from", "auto") == 0
 
 
+@pytest.mark.slow
 def test_adapter_files_without_a_checkpoint_are_of_the_places_that_the_config_says(bench: Workbench, capsys) -> None:
     """Nothing pins contents there, so a fresh start over other photos must not mix its files with theirs."""
     put_down(bench)

@@ -204,6 +204,7 @@ def listing(root: Path) -> list[tuple[str, int, int]]:
     return [(str(path), path.lstat().st_size, path.lstat().st_mtime_ns) for path in sorted(root.rglob("*"))]
 
 
+@pytest.mark.slow
 def test_a_thousand_corruptions_are_seen(tmp_path: Path, no_sync) -> None:
     """The checkpoint before is taken, the damaged one named with the file, and nothing is deleted."""
     rng, contents = random.Random(10), state.pack(pieces_of_a_run())
@@ -502,6 +503,7 @@ def main(count: int, folder: Path) -> None:
     print(json.dumps({"read": read, "refused": refused}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.proof)])
 def test_mutants_load_well_formed_or_are_refused(tmp_path: Path, count: int) -> None:
     done = subprocess.run(

@@ -119,6 +119,7 @@ def gradients(run: runs.Run, batch) -> dict[str, torch.Tensor]:
 # --- sd-scripts 1078 --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "dtype", "compute"), [("sdxl", "fp8_e4m3", "bf16"), ("flux", "fp8_e5m2", "fp16")])
 def test_sd_scripts_1078_state_is_saved_over_a_float8_base(bench: Workbench, cache, family, dtype, compute) -> None:
     """`fp8_base` with `save_state` ended in the writer of its checkpoint: KeyError: torch.float8_e4m3fn."""
@@ -232,6 +233,7 @@ class NoFloat8Arithmetic(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 def test_diffsynth_450_a_float8_component_with_convolutions(bench: Workbench, cache) -> None:
     """A float8 convolution reached cuDNN: getCudnnDataTypeFromScalarType() not supported for Float8_e4m3fn."""
     components = {name: {"dtype": "fp8_e4m3"} for name in ("unet", "text_encoder", "text_encoder_2")}
@@ -288,6 +290,7 @@ def flux_over_quanto(bench: Workbench, cache: str, out: str, **overrides) -> dic
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_simpletuner_751_flux_over_quanto_resumes(bench: Workbench, cache) -> None:
     """A resume ended in KeyError 'time_text_embed.timestep_embedder.linear_1.weight._data'."""
     tree = flux_over_quanto(bench, cache, "out")
@@ -332,6 +335,7 @@ def stopped(stopped_run, bench: Workbench, capsys) -> Iterator[Stopped]:
     (folder / "unchanged").rename(folder / "model")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layer", "start"), [("single_transformer_blocks.0.proj_mlp", None), ("single_transformer_blocks.0.proj_mlp", 1),
                          (LINEAR_751, None)],

@@ -20,6 +20,7 @@ def start(bench: Workbench, *arguments: str, **more) -> int:
     return cli.main(["--config", str(config), *arguments])
 
 
+@pytest.mark.slow
 def test_an_adapter_that_no_update_reached_is_not_published(bench: Workbench, capsys) -> None:
     """At this rate every update is less than the smallest fp32 number, so that every B stays zero."""
     out = bench.tmp / "out"

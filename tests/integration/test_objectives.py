@@ -66,6 +66,7 @@ def test_two_processes_draw_what_one_does(server: Server, bench: Workbench) -> N
     processes.assert_same_course(bench, "one", "two")
 
 
+@pytest.mark.slow
 def test_choices_that_cannot_work_are_refused_before_a_weight_is_read(bench: Workbench, capsys, monkeypatch) -> None:
     def read(self, name):
         raise AssertionError(f"{name} of {self.path} was read")

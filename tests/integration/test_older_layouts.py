@@ -102,6 +102,7 @@ def test_layout_5_says_what_it_needs_of_the_model(home: Path, models: Path, caps
     assert "leave out --base" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", FIXTURES)
 def test_its_run_goes_on(home: Path, layout: int) -> None:
     """From its weights, over the same photos and frozen bits, to the end."""

@@ -47,6 +47,7 @@ def same(one: Path, other: Path) -> None:
         assert Saved(one).pieces[piece] == Saved(other).pieces[piece]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENTRIES)
 def test_stopped_and_resumed_equals_uninterrupted(bench: Workbench, monkeypatch, name: str) -> None:
     """Also where samples were drawn and files exported in between, or not."""
@@ -92,6 +93,7 @@ def test_every_optimizer_of_the_table_resumes_byte_identically(bench: Workbench,
     assert ("betas" in text) == (OPTIMIZERS[name].betas is not None)
 
 
+@pytest.mark.slow
 def test_the_log_has_the_rate_that_an_optimizer_finds_and_the_highest_of_all_groups(bench: Workbench, monkeypatch) -> None:
     monkeypatch.setitem(OPTIMIZERS, "growing", replace(ENTRIES["growing"], finds=Finds(start="d", factor="k", guard="")))
     checkpoint = train(bench, "growing", "found", run__max_steps=2, run__stop_after=2, optimizer__lr=1.0, schedule__warmup=0)
@@ -103,6 +105,7 @@ def test_the_log_has_the_rate_that_an_optimizer_finds_and_the_highest_of_all_gro
     assert row["highest_lr"] == pytest.approx(16 * row["lr"]) and "d" not in row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_a_schedule_free_checkpoint_is_exported_as_its_run_did(bench: Workbench, kind: str) -> None:
     """It holds the weights that train. Groups of differing rates, so that each has to be found in its place."""
@@ -117,6 +120,7 @@ def test_a_schedule_free_checkpoint_is_exported_as_its_run_did(bench: Workbench,
         assert path.read_bytes() == (bench.tmp / "out" / "adapters" / path.name).read_bytes(), path.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["growing", "averaging"])
 def test_what_groups_keep_cannot_be_left_out(bench: Workbench, monkeypatch, name: str) -> None:
     left_out = ENTRIES[name].group_keys[0]

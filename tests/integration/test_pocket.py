@@ -143,6 +143,7 @@ class Eyes(torch.nn.Module):
         return SimpleNamespace(latent_dist=SimpleNamespace(mean=values[..., :8, :8]))
 
 
+@pytest.mark.slow
 def test_trainings_get_no_picture_that_is_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the pictures themselves: those that each training gets are the allowed ones, each under its own caption."""
     styles = list(icons.SETS)

@@ -98,6 +98,7 @@ class _Overflow(torch.autograd.Function):
 # --- values that are not finite -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(
     bench: Workbench, whole: Path, monkeypatch, capsys
 ) -> None:
@@ -115,6 +116,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(
     assert metrics_of(bench.tmp / "out") == metrics_of(whole)
 
 
+@pytest.mark.slow
 def test_skipped_updates_change_nothing_are_logged_and_counted_over_restarts(bench: Workbench, monkeypatch, capsys) -> None:
     around_losses(monkeypatch, spoil("0/02.jpg", epoch=None))
     skip = {"step__non_finite": "skip"}
@@ -150,6 +152,7 @@ def test_the_limit_of_skipped_updates_holds_over_restarts(bench: Workbench, monk
     assert start(bench, tree(bench, **limited | {"step__max_skipped": 3})) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [None, 1.0, 8.0])
 def test_an_overflow_is_the_scalers_business_above_scale_1_only(bench: Workbench, monkeypatch, scale) -> None:
     """The loss is finite, the gradient is not."""
@@ -168,6 +171,7 @@ def test_an_overflow_is_the_scalers_business_above_scale_1_only(bench: Workbench
         assert not any(run.step.optimizer.state.values()) and run.step.schedule.last_epoch == 0
 
 
+@pytest.mark.slow
 def test_latents_that_are_not_finite(bench: Workbench, monkeypatch, capsys) -> None:
     """Refused with the photo's name, or kept out of every update; and never taken for sound by a later start."""
     own = {"data__cache_dir": str(bench.tmp / "cache")}
@@ -195,6 +199,7 @@ def test_latents_that_are_not_finite(bench: Workbench, monkeypatch, capsys) -> N
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_reported_and_what_was_trained_is_kept(bench: Workbench, whole: Path, monkeypatch, capsys) -> None:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
     seen: list[Batch] = []
@@ -319,6 +324,7 @@ def test_a_save_that_failed_is_made_again_at_the_end(bench: Workbench, monkeypat
     assert steps == [len(metrics_of(bench.tmp / "out"))] if mended else not steps
 
 
+@pytest.mark.slow
 def test_the_clock_saves_between_steps_and_changes_no_byte_of_the_training(bench: Workbench, capsys) -> None:
     """Beside every_steps, the one restarting the other; keep_last counts both kinds; no other word between the processes."""
     seen, asked = {}, {}
@@ -343,6 +349,7 @@ def test_the_clock_saves_between_steps_and_changes_no_byte_of_the_training(bench
     assert "SIGUSR1" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("minutes", "told"), [(0, True), (0.5, False)])
 def test_the_start_says_where_only_the_end_is_saved(bench: Workbench, capsys, minutes: float, told: bool) -> None:
     path = str(bench.write(tree(bench, checkpoint__every_minutes=minutes, checkpoint__every_steps=0)))
@@ -351,6 +358,7 @@ def test_the_start_says_where_only_the_end_is_saved(bench: Workbench, capsys, mi
     assert (note in " ".join(capsys.readouterr().out.split())) == told
 
 
+@pytest.mark.slow
 def test_adapter_files_that_the_user_has_to_mend_lose_no_step(bench: Workbench, monkeypatch, capsys) -> None:
     def refused(*_, **more):
         raise UserError("a header of 200 MB; shorten the captions")
@@ -365,6 +373,7 @@ def test_adapter_files_that_the_user_has_to_mend_lose_no_step(bench: Workbench, 
     assert files_of(bench.tmp / "out") == files_of(bench.tmp / "whole")
 
 
+@pytest.mark.slow
 def test_what_is_being_written_when_the_run_breaks_is_finished(bench: Workbench, monkeypatch) -> None:
     write, seen = files.write, []
 
@@ -434,6 +443,7 @@ def signal_at(monkeypatch, micro_batch: int, *signums: int) -> None:
     around_losses(monkeypatch, change)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(signals.SAVE is None, reason="there is no SIGUSR1 on Windows")
 def test_sigusr1_saves_now_and_the_run_goes_on(bench: Workbench, whole: Path, monkeypatch) -> None:
     with monkeypatch.context() as patch:
@@ -453,6 +463,7 @@ def test_sigusr1_before_there_is_anything_to_save_does_no_harm() -> None:
         signal.signal(signals.SAVE, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", signals.STOP)
 def test_a_signal_ends_the_step_and_saves(bench: Workbench, monkeypatch, capsys, signum: int) -> None:
     with monkeypatch.context() as patch:
@@ -464,6 +475,7 @@ def test_a_signal_ends_the_step_and_saves(bench: Workbench, monkeypatch, capsys,
     assert expected in capsys.readouterr().err.splitlines()
 
 
+@pytest.mark.slow
 def test_a_second_sigint_stops_at_once(bench: Workbench, whole: Path, monkeypatch, capsys) -> None:
     with monkeypatch.context() as patch:
         signal_at(patch, 5, signal.SIGINT, signal.SIGINT)

@@ -165,6 +165,7 @@ def test_two_processes_and_one_take_turns(server: Server, bench: Workbench) -> N
     assert_same_course(bench, "one", "turns")
 
 
+@pytest.mark.slow
 def test_the_same_global_batch_in_other_micro_batches(bench: Workbench) -> None:
     """Five photos of one bucket, four to an update: the same samples in the same order however they are cut."""
     cuts = [(4, 1), (2, 2), (1, 4)]
@@ -180,6 +181,7 @@ def test_the_same_global_batch_in_other_micro_batches(bench: Workbench) -> None:
         assert_same_course(bench, "4-1", f"{batch_size}-{accumulation}")
 
 
+@pytest.mark.slow
 def test_another_global_batch_is_refused(bench: Workbench) -> None:
     train(configs.parse(tree(bench, "out", processes=1, run__stop_after=1)), resume_from="auto")
     with pytest.raises(ValueError, match="an update had 4 micro-batches .step.accumulation x processes., now it has 2"):

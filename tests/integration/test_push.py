@@ -153,6 +153,7 @@ def test_what_is_no_adapter_is_not_sent(folder: Path, monkeypatch, capsys, name:
         assert f"{name}.safetensors" in said and "nothing was sent" in said and not hub.repositories
 
 
+@pytest.mark.slow
 def test_only_adapters_of_a_run_are_sent(bench: Workbench, monkeypatch, capsys) -> None:
     """Its checkpoint and its model are refused; its adapter files are of another size than the published models."""
     tree = bench.tree(run__max_steps=1, adapter__targets=["*attn1.to_q"], optimizer__lr=1e-2, schedule__warmup=0)

@@ -109,6 +109,7 @@ def test_a_quantised_model_is_taken_as_it_is(bench: Workbench, name: str, monkey
     assert all(torch.equal(exported.read(key).flatten(), tensor.flatten()) for key, tensor in trained.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("new", [False, True])
 def test_fused_tensors_of_a_float8_file_keep_their_codes(bench: Workbench, new: bool) -> None:
     """q, k and v share one tensor and one scale in the file: each takes its rows of the codes, and the scale."""
@@ -193,12 +194,14 @@ def test_damaged_parts_of_a_quantised_weight_are_named(bench: Workbench, capsys)
     assert "transformer_blocks.0.attn.to_q.weight" in error and str(file) in error and "quant_state" in error
 
 
+@pytest.mark.slow
 def test_plan_counts_the_payload(bench: Workbench, capsys) -> None:
     folder = files.bitsandbytes_folder(bench.models / "flux", bench.tmp / "nf4", "nf4", ["transformer"])
     assert cli.main(["--config", str(bench.write(tree_for(bench, "flux", folder))), "--plan"]) == 0
     assert "transformer     stored nf4 (bitsandbytes)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_local_component_of_a_hub_model_is_known_when_planning(bench: Workbench, monkeypatch, capsys) -> None:
     """Only configs of a hub id are there then, but the file of `path` is: it decides, and is checked like any other."""
     file = files.comfy_file(bench.models / "flux-one.safetensors", bench.tmp / "c.safetensors", new=False)

@@ -43,6 +43,7 @@ def adapter_bytes(bench: Workbench, out: str) -> bytes:
     return (bench.tmp / out / "adapters" / "bear.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_metrics_are_cut_to_the_checkpoint(bench: Workbench) -> None:
     """A run killed after its last checkpoint repeats the steps in between: no gap, no repeat, no half line."""
     tree = run_tree(bench, "out", run__stop_after=1, step__accumulation=1)
@@ -82,6 +83,7 @@ def test_resume_finished_run_only_writes_the_adapter_again(bench: Workbench) -> 
     assert adapter_bytes(bench, "out") == first
 
 
+@pytest.mark.slow
 def test_longer_run_continues_with_the_frozen_schedule(bench: Workbench) -> None:
     tree = run_tree(bench, "out", run__max_steps=2, step__accumulation=1)
     train(tree)
@@ -174,6 +176,7 @@ def test_another_cache_changes_no_byte(bench: Workbench) -> None:
         assert (bench.tmp / "parts" / file).read_bytes() == (bench.tmp / "whole" / file).read_bytes(), file
 
 
+@pytest.mark.slow
 def test_another_environment_is_told_or_refused(bench: Workbench, monkeypatch, capsys) -> None:
     tree = run_tree(bench, "out", run__max_steps=2, run__stop_after=1, step__accumulation=1)
     train(tree)
@@ -192,6 +195,7 @@ def test_another_environment_is_told_or_refused(bench: Workbench, monkeypatch, c
         pin.load_state_dict({**pin.value, "processes": 2})
 
 
+@pytest.mark.slow
 def test_command_line_statuses(bench: Workbench, monkeypatch, capsys) -> None:
     path = bench.write(run_tree(bench, "out", run__max_steps=2))
     assert cli.main(["--config", str(path), "--resume_from", "latest"]) == 2
@@ -213,6 +217,7 @@ def test_command_line_statuses(bench: Workbench, monkeypatch, capsys) -> None:
     assert not list((bench.tmp / "out" / "checkpoints").iterdir()), "a leftover"
 
 
+@pytest.mark.slow
 def test_non_finite_gradient_stops_before_the_update(bench: Workbench) -> None:
     with built(configs.parse(run_tree(bench, "out"))) as run:
         update = next(run.updates())
@@ -307,6 +312,7 @@ def test_a_kill_while_later_checkpoints_are_set_aside(bench: Workbench, monkeypa
     assert store.problem(root / store.folder_name(4)) is None
 
 
+@pytest.mark.slow
 def test_only_what_was_set_aside_is_no_fresh_start(bench: Workbench) -> None:
     tree = run_tree(bench, "out", run__max_steps=1)
     train(tree)
@@ -320,6 +326,7 @@ def test_only_what_was_set_aside_is_no_fresh_start(bench: Workbench) -> None:
             train(tree, str(folder))
 
 
+@pytest.mark.slow
 def test_an_export_that_was_cut_off_is_finished(bench: Workbench) -> None:
     tree = run_tree(bench, "out", run__max_steps=2, run__stop_after=1, export__every_steps=1)
     train(tree)
@@ -341,6 +348,7 @@ with files.locked(Path(sys.argv[1])):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no record locks on Windows")
 def test_a_second_run_in_the_same_folder_is_refused(bench: Workbench, capsys) -> None:
     """The lock is another process's; it ends with that, and a later run finds none."""

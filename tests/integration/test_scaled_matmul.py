@@ -25,6 +25,7 @@ def test_refused_where_the_denoiser_cannot(bench: Workbench, capsys, dtype: str,
     assert not (bench.tmp / "out").exists()
 
 
+@pytest.mark.slow
 def test_small_layers_keep_the_ordinary_product(bench: Workbench, capsys) -> None:
     """Said at the start; the run is then the same as without, byte for byte."""
     stored = {"transformer": {"dtype": "fp8_e4m3"}}

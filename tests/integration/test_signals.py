@@ -36,6 +36,7 @@ def signalled(monkeypatch, phase: str, signum: int) -> list[str]:
     return begun
 
 
+@pytest.mark.slow
 def test_a_signal_in_each_phase_is_obeyed_in_it(bench: Workbench, monkeypatch, capsys) -> None:
     tree = bench.tree(
         run__max_steps=1, adapter__targets=["*attn1.to_q"], adapter__type="dora", data__cache_dir=str(bench.tmp / "cache"),
@@ -62,6 +63,7 @@ def test_a_signal_in_each_phase_is_obeyed_in_it(bench: Workbench, monkeypatch, c
     assert len(metrics_of(out)) == 1
 
 
+@pytest.mark.slow
 def test_inside_a_phase_each_piece_is_a_place_to_stop_at(bench: Workbench, monkeypatch, capsys) -> None:
     """The signal comes after the first piece, not where the phase begins; nothing half-written is left."""
     tree = bench.tree(

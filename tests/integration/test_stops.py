@@ -49,6 +49,7 @@ def signalled(patch, step: int, signum: int = signal.SIGTERM) -> None:
     patch.setattr(Loop, "_count", count)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_leaves_files_and_ends_as_one_that_never_was(bench: Workbench, monkeypatch, capsys) -> None:
     out = bench.tmp / "parts"
     assert start(bench, "whole", export__formats=["diffusers"]) == 0
@@ -206,6 +207,7 @@ def test_a_peer_that_has_stopped_is_not_hidden(bench: Workbench, monkeypatch) ->
     assert start(bench, "out") == 7
 
 
+@pytest.mark.slow
 def test_nobodys_own_files_are_touched(bench: Workbench, capsys) -> None:
     """By a start of a run that is finished: a changed card, a picture beside the samples, a file of another tool's."""
     settings = {"ema__kind": "none", "run__max_steps": 1}

@@ -57,6 +57,7 @@ def run(third: Workbench, tree: dict, *arguments: str) -> int:
     return cli.main(["--config", str(third.write(tree)), *arguments])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "choices",
     [

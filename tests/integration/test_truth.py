@@ -28,6 +28,7 @@ def tree_with(bench: Workbench, *truths: str | None) -> dict:
     return bench.tree(run__max_steps=2, validation__every_steps=1, validation__steps=1, validation__samples=samples)
 
 
+@pytest.mark.slow
 def test_the_truth_stands_beside_the_samples(bench: Workbench) -> None:
     assert run(bench, tree_with(bench, str(PHOTO), None)) == 0
     layout = Layout(bench.tmp / "out")
@@ -70,6 +71,7 @@ def test_a_truth_that_cannot_be_read_is_refused_first(bench: Workbench, capsys, 
     assert not (bench.tmp / "out").exists()
 
 
+@pytest.mark.slow
 def test_other_prompts_keep_the_truths_of_the_earlier_ones(bench: Workbench) -> None:
     tree = tree_with(bench, str(PHOTO))
     tree["run"]["stop_after"] = 1
@@ -86,6 +88,7 @@ class Killed(BaseException):
     """Nothing of the run sees it, as nothing sees SIGKILL."""
 
 
+@pytest.mark.slow
 def test_a_kill_right_after_the_last_samples_loses_no_truth(bench: Workbench, monkeypatch) -> None:
     """The next start finds the samples and draws none, so the truths have to be there by then."""
     tree = tree_with(bench, None)

@@ -107,6 +107,7 @@ def test_an_edm_checkpoint_is_refused_wherever_its_marker_is(
     refused_unread(bench, capsys, monkeypatch, f"{path} holds '{name}' ({model})", "an EDM model", tree=tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "changes", "expected"),
     [
@@ -136,6 +137,7 @@ def test_a_scheduler_of_another_objective_is_refused(bench, capsys, monkeypatch,
     refused_unread(bench, capsys, monkeypatch, "scheduler_config.json", *expected, tree=tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["sdxl", "flux"])
 @pytest.mark.parametrize("key", ["latents_mean", "latents_std"])
 def test_a_vae_of_normalised_channels_is_refused(bench: Workbench, capsys, monkeypatch, family, key) -> None:
@@ -278,6 +280,7 @@ def test_a_denoiser_that_predicts_more_than_latents_is_refused(bench: Workbench,
 # --- samples ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_negative_prompt_is_refused_where_it_would_be_ignored(bench: Workbench, capsys, monkeypatch) -> None:
     validation = {"every_steps": 1, "samples": [{"prompt": "a bear"}, {"prompt": "a bear", "negative": "blurred"}]}
     expected = ("validation.samples.1.negative = 'blurred'", "has no effect on flux", "leave it out")

@@ -45,6 +45,7 @@ def test_a_run_is_called_what_it_is(tmp_path: Path, rate: float) -> None:
             assert diagnosis.judge(rows).kind == "diverged", "from the log alone"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cause", "rate"), [("latents", 1e-4), ("loss", 10.0)])
 def test_a_value_that_is_not_finite_ends_a_run_with_its_likely_cause(
     bench: Workbench, monkeypatch, capsys, cause: str, rate: float
@@ -72,6 +73,7 @@ def test_a_value_that_is_not_finite_ends_a_run_with_its_likely_cause(
         assert "  verdict  " not in said.out and "learning rate" not in said.err
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_says_so_once_also_when_it_is_resumed(bench: Workbench, capsys) -> None:
     """By its weights, which are looked at after step 16; a stop there leaves the line as it would be."""
     changes = {"run__max_steps": 18, "optimizer__lr": 10.0, "adapter__targets": ["*attn1.to_q"]}
