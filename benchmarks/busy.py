@@ -1,22 +1,25 @@
 """The demo beside other programs: what a step takes while N endless loops want the cores, as before and as now.
 
-    python benchmarks/busy.py [--loops 0 2 4] [--rounds 5] [--steps 30] [--json FILE]
+    python benchmarks/busy.py [--loops 0 2 4] [--rounds 5] [--steps 30] [--limit 90] [--json FILE]
 
 The two sides differ in how OpenMP's threads wait for one another (trainer/cli/environment.py): "spinning" is the default of
 GNU's OpenMP, "brief" is what the program chooses. They run in turns, each in a process of its own, on two cores.
-A run is the demo's, without its samples, for --steps steps; its figure is the median of its steps after the second. Printed
-are the medians of the rounds, now / before within a round, and each side over its own median without loops.
+A run is the demo's, without its samples; its figure is the median of --steps steps beside the loops, or of those that were
+done within --limit seconds. Printed are the medians of the rounds, now / before within a round, and each side over its own
+median without loops.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -25,7 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SIDES = {"spinning": {"GOMP_SPINCOUNT": "300000"}, "brief": {}}
 CHOSEN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")  # what a user may have set
-SKIPPED = 2  # steps of a run that are not counted: the first ones also fill caches
+SKIPPED = 2  # steps before the loops begin: the first ones also fill caches
 LOOP = "while True: pass"
 
 
@@ -41,21 +44,46 @@ def endless_loops(count: int) -> Iterator[None]:
             loop.wait()
 
 
-def seconds_of_a_step(side: str, loops: int, steps: int) -> float:
-    """Train the demo's DoRA in a process of its own; the median seconds of its steps."""
-    with tempfile.TemporaryDirectory(prefix="busy-") as folder, endless_loops(loops):
+def seconds_of_a_step(side: str, loops: int, steps: int, limit: float) -> float:
+    """Train the demo's DoRA in a process of its own; the median seconds of its steps beside the loops.
+
+    The loops begin once SKIPPED steps are done, and one more step is not counted. After `limit` seconds beside them the run
+    is ended: the figure is then of the steps that were done, or the limit itself, less than the truth, where none was.
+    """
+    with tempfile.TemporaryDirectory(prefix="busy-") as folder:
         command = [sys.executable, str(ROOT / "train.py"), "--config", "pocket_sdxl.toml"]
         for key, value in {
-            "run.max_steps": steps, "run.output_dir": folder, "validation.every_steps": 0, "validation.samples": "[]",
-            "checkpoint.every_steps": 0, "run.device": "cpu",
+            "run.max_steps": SKIPPED + 1 + steps, "run.output_dir": folder, "validation.every_steps": 0,
+            "validation.samples": "[]", "checkpoint.every_steps": 0, "checkpoint.every_minutes": 0, "run.device": "cpu",
         }.items():  # fmt: skip
             command += ["--set", f"{key}={value}"]
         inherited = {key: value for key, value in os.environ.items() if key not in CHOSEN}
-        done = subprocess.run(command, cwd=ROOT, env=inherited | SIDES[side], capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(f"{' '.join(command)}\nended with status {done.returncode}:\n{done.stderr[-4000:]}")
-        log = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8")
-    return statistics.median([json.loads(line)["seconds"] for line in log.splitlines()][SKIPPED:])
+        log, said = Path(folder) / "metrics.jsonl", Path(folder) / "said.txt"
+        with said.open("w") as out:
+            run = subprocess.Popen(command, cwd=ROOT, env=inherited | SIDES[side], stdout=out, stderr=out)
+        try:
+            waited(run, log, SKIPPED, limit=math.inf)
+            with endless_loops(loops):
+                waited(run, log, SKIPPED + 1 + steps, limit=limit)
+        finally:
+            run.kill()
+            run.wait()
+        taken = [json.loads(line)["seconds"] for line in lines_of(log)]
+        if len(taken) < SKIPPED:
+            sys.exit(f"{' '.join(command)}\nended before its steps:\n{said.read_text()[-4000:]}")
+    return statistics.median(taken[SKIPPED + 1 :] or [limit])
+
+
+def waited(run: subprocess.Popen[bytes], log: Path, steps: int, *, limit: float) -> None:
+    """Return once the log has so many steps, the run has ended, or `limit` seconds have passed."""
+    end = time.monotonic() + limit
+    while len(lines_of(log)) < steps and run.poll() is None and time.monotonic() < end:
+        time.sleep(0.2)
+
+
+def lines_of(log: Path) -> list[str]:
+    """The whole lines of a file that may still be written, or not be there yet."""
+    return log.read_text(encoding="utf-8").rpartition("\n")[0].splitlines() if log.exists() else []
 
 
 def main() -> None:
@@ -65,10 +93,11 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--limit", type=float, default=90, help="seconds of a run beside the loops")
     parser.add_argument("--json", type=Path, help="write the figures of all rounds to this file")
     args = parser.parse_args()
-    if args.steps <= SKIPPED or args.rounds < 1 or args.loops[0] != 0:
-        parser.error(f"give more than {SKIPPED} steps, at least one round, and 0 as the first number of loops")
+    if args.steps < 1 or args.limit <= 0 or args.rounds < 1 or args.loops[0] != 0:
+        parser.error("give at least one step and one round, some seconds, and 0 as the first number of loops")
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
 
@@ -76,7 +105,7 @@ def main() -> None:
     for number in range(args.rounds):
         for count in args.loops:
             for side in SIDES if number % 2 else reversed(SIDES):
-                took[count][side].append(seconds_of_a_step(side, count, args.steps))
+                took[count][side].append(seconds_of_a_step(side, count, args.steps, args.limit))
                 print(f"round {number + 1}, {count} loops, {side}: {took[count][side][-1]:.3f} s a step", file=sys.stderr)
     medians = {count: {side: statistics.median(of) for side, of in sides.items()} for count, sides in took.items()}
     print("| loops | spinning | brief | brief / spinning | spinning / without loops | brief / without loops |")

@@ -151,8 +151,8 @@ def reach(results: Results, shown: Sequence[Choice]) -> tuple[float, float]:
 PAGE = """# What the choices do
 
 Optimizers, schedules, objectives, averages and adapter options, measured where the truth is known. The demo
-(`configs/pocket_sdxl.toml`) teaches a small SDXL a style from 12 icons in {steps} steps. One choice is changed at a time,
-and the learning rate with it where the choice needs another one.
+(`configs/pocket_sdxl.toml`) teaches a small SDXL a style from 12 icons in {steps} steps, here in
+bf16 as on a card. One choice is changed at a time, and the learning rate with it where the choice needs another one.
 
     python benchmarks/craft.py --out outputs/craft --jobs 2
     python benchmarks/craft_page.py outputs/craft

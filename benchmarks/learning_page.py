@@ -216,7 +216,7 @@ PAGE = """# What an adapter learns
 
 A pocket model is taught a style that it never saw. The truth is known, so learning is measured on what was not trained
 on. The training is that of `configs/pocket_sdxl.toml` and `configs/pocket_flux.toml`: a DoRA of rank 16 over a float8 base,
-{steps} steps on 12 icons. One factor at a time is changed. {seeds}
+computed in bf16 as on a card, {steps} steps on 12 icons. One factor at a time is changed. {seeds}
 
     python benchmarks/learning.py --out outputs/learning
     python benchmarks/learning_page.py outputs/learning

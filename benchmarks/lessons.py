@@ -53,7 +53,7 @@ def config(
     known: Sequence[str] = TRAINED,
     drawn: bool = False,
 ) -> configs.Config:
-    """The demo's own config with the exams and known styles beside the lessons, and what is changed.
+    """The demo's own config, in bf16, with the exams and known styles beside the lessons, and what is changed.
 
     changes: config keys, dots as `__`. steps: None for the demo's. drawn: whether the exams will be drawn.
     """
@@ -63,6 +63,7 @@ def config(
         "run__output_dir": str(out),
         "run__seed": seed,
         "run__max_steps": steps or tree["run"]["max_steps"],
+        "precision__compute": "bf16",  # as on a card; the demo's fp32 is for CPUs without such instructions
         "model__path": str(ROOT / tree["model"]["path"]),
         "data__cache_dir": str(cache),
         "data__sources": [

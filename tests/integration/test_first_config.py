@@ -107,6 +107,22 @@ def test_it_takes_the_config_of_a_cards_size_and_keeps_its_comments(bench: Workb
     capsys.readouterr()
 
 
+@pytest.mark.parametrize(
+    ("slow", "memory", "given", "compute"),
+    [(True, None, [], "fp32"), (False, None, [], "bf16"), (True, 8 * 2**30, [], "bf16"), (True, None, ["fp16"], "fp16")],
+    ids=["slow", "fast", "for a card", "asked for"],
+)
+def test_on_a_cpu_without_16_bits_it_computes_in_fp32(bench: Workbench, monkeypatch, slow, memory, given, compute) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(new_config, "slow_in", lambda dtype: slow and dtype == torch.bfloat16)
+    path = new_config.write_first_config(
+        captions_beside(bench.tmp), model=str(POCKET), memory=memory, folder=bench.tmp, show=lambda *_: True,
+        overrides=[f"precision.compute={each}" for each in given],
+    )  # fmt: skip
+    assert configs.load(str(path), []).precision.compute == compute
+    assert path.read_text().count("# this CPU is slow in bf16") == (compute == "fp32")
+
+
 @pytest.mark.slow
 def test_without_the_models_tokenizers_it_plans_all_the_same(bench: Workbench, monkeypatch, capsys) -> None:
     """The published Flux, of which the configs are embedded, where the hub has nothing."""

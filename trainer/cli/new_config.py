@@ -26,10 +26,12 @@ from trainer.config.reading import CONFIG_FOLDER
 from trainer.config.tables import CheckpointTable
 from trainer.data.scan import refuse_damaged
 from trainer.data.sources import Photo
+from trainer.memory_plan.cpu_speed import slow_in
 from trainer.models import family_named
 from trainer.plan.data_sources import read_sources
 from trainer.plan.run_plan import DataPlan, open_source, plan_data, resolve
 from trainer.runtime.device import Memory, check_device
+from trainer.runtime.precision import COMPUTE_DTYPES
 
 Show = Callable[[Config, str | None], bool]
 MODEL = "stabilityai/stable-diffusion-xl-base-1.0"  # the one that most adapters are for
@@ -75,11 +77,14 @@ def write_first_config(
     if path.exists():
         raise UserError(f"--new {photos}: {path} is there; train with it (--config {path}), or move it out of the way")
     named = _named(config, given)
-    presets = _presets(named, memory)
+    device = check_device(config) if memory is None else None
+    presets = _presets(named, Memory.of(device, config).size if device is not None else memory)
     with ExitStack() as undo:
         undo.callback(path.unlink, missing_ok=True)
         for place, preset in enumerate(presets):
             document = _filled(preset, photos=photos, config=config, named=named, found=scanned.photos)
+            if device is not None and device.type == "cpu" and "precision.compute" not in given:
+                _set_compute(document)
             _override(document, overrides)
             chosen = configs.parse(document.unwrap())
             source = open_source(chosen)
@@ -143,7 +148,7 @@ def _named(config: Config, given: set[str]) -> NamedModel:
     return fitting[0]
 
 
-def _presets(named: NamedModel, memory: int | None) -> list[Path]:
+def _presets(named: NamedModel, memory: int) -> list[Path]:
     """The family's configs for cards of a size, those that memory allows, the largest first; else the smallest alone."""
     sizes = {}
     for path in CONFIG_FOLDER.glob(f"{named.family.name}_*gb.toml"):
@@ -152,9 +157,6 @@ def _presets(named: NamedModel, memory: int | None) -> list[Path]:
         sizes[int(size[1])] = path
     if not sizes:
         raise UserError(f"--new: configs/ has none for {named.family.name}; begin with a copy of another config")
-    if memory is None:
-        config = configs.load(str(sizes[min(sizes)]), [])
-        memory = Memory.of(check_device(config), config).size
     # A card of 12 GB tells of somewhat less.
     return [sizes[size] for size in sorted(sizes, reverse=True) if size * 2**30 <= memory * 1.05] or [sizes[min(sizes)]]
 
@@ -166,6 +168,13 @@ def _set_found(document: TOMLDocument, found: Mapping[str, Path]) -> None:
         table = components.setdefault(name, tomlkit.table())
         table["path"] = place.as_posix()
         table["path"].comment("found beside the model")
+
+
+def _set_compute(document: TOMLDocument) -> None:
+    """fp32, where this CPU is slow in the preset's format."""
+    compute = configs.parse(document.unwrap()).precision.compute
+    if slow_in(COMPUTE_DTYPES[compute]):
+        _set(document, "precision", "compute", "fp32", f"this CPU is slow in {compute}")
 
 
 def _set_length(document: TOMLDocument, plan: DataPlan, given: set[str]) -> None:

@@ -10,7 +10,7 @@ from trainer.base.progress import Phases
 from trainer.base.run_layout import Layout
 from trainer.base.tensorfile import size_text
 from trainer.config import Config
-from trainer.memory_plan.cpu_speed import speed_of
+from trainer.memory_plan.cpu_speed import slow_in, speed_of
 from trainer.memory_plan.describe import describe_cpu, describe_memory
 from trainer.memory_plan.estimate import forecast
 from trainer.memory_plan.suggestions import changes
@@ -66,7 +66,8 @@ def preview(
     for line in disk_warnings(needs):
         write(line)
     if device is not None and device.type == "cpu":
-        write(describe_cpu(plan, found, speed_of(plan.components[plan.family.denoiser].compute)))
+        compute = plan.components[plan.family.denoiser].compute
+        write(describe_cpu(plan, found, speed_of(compute), slow=slow_in(compute)))
     smaller = [] if fits else changes(plan, there.kernels, found, there.size)
     write(describe_memory(found, there.size, smaller, updates=config.step.accumulation))  # ends with whether it fits
     return fits

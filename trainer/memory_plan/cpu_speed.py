@@ -44,6 +44,12 @@ def speed_of(dtype: torch.dtype) -> Speed:
     return Speed(4 * x.numel() * len(w) * threads / products, 2 * big.nbytes * threads / copy, AROUND * launch)
 
 
+def slow_in(dtype: torch.dtype) -> bool:
+    """Whether this CPU takes more than twice as long for products of that dtype as in fp32: many have no instructions for
+    16 bits."""
+    return 2 * speed_of(dtype).flops < speed_of(torch.float32).flops
+
+
 def _fastest(work: Callable[[], object], span: float = 0.1) -> float:
     """Seconds of this thread's processor time, at least twice: the first one also sets up what it needs."""
     taken: list[float] = []

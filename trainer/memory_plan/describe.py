@@ -51,8 +51,9 @@ def describe_memory(found: Forecast, memory: int, smaller: Sequence[Change], *, 
     return "\n".join([*lines, f"does not fit: {needed}"])
 
 
-def describe_cpu(plan: Plan, found: Forecast, speed: Speed) -> str:
-    """How long a run takes without a GPU: an estimate from the operators of its step at the largest size."""
+def describe_cpu(plan: Plan, found: Forecast, speed: Speed, *, slow: bool) -> str:
+    """How long a run takes without a GPU: an estimate from the operators of its step at the largest size. slow: whether
+    this CPU would take much less time in fp32 (trainer/memory_plan/cpu_speed.py)."""
     config, step = plan.config, next(phase for phase in found.phases if phase.name.startswith(STEP))
     sizes = [(prod(example.bucket), example.photo.repeats) for example in plan.examples]
     pixels = sum(size * repeats for size, repeats in sizes)
@@ -63,4 +64,5 @@ def describe_cpu(plan: Plan, found: Forecast, speed: Speed) -> str:
     return (
         f"{why}: this would train on the CPU, about {duration(seconds)} a step, {duration(seconds * plan.max_steps)} for "
         f"{plan.max_steps} steps, without samples (an estimate for a machine without other work)"
+        + ("\nthis CPU is slow in 16 bits: --set precision.compute=fp32 takes less time and more memory" if slow else "")
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from trainer.memory_plan import cpu_speed
 from trainer.memory_plan.op_trace import Cost
@@ -14,3 +15,10 @@ def test_an_estimate_adds_launches_products_and_bytes() -> None:
     cost = Cost(launches=500, read=10**8, written=10**8, flops=4 * 10**9)
     assert speed.seconds(cost) == pytest.approx(0.5 + 4 + 2)
     assert speed.seconds(cost, share=0.5) == pytest.approx(0.5 + 2 + 1)
+
+
+@pytest.mark.parametrize(("ratio", "slow"), [(0.1, True), (0.49, True), (0.51, False), (1.0, False), (4.0, False)])
+def test_a_cpu_is_slow_in_a_format_below_half_of_its_rate_in_fp32(monkeypatch, ratio: float, slow: bool) -> None:
+    rates = {torch.bfloat16: ratio * 1e11, torch.float32: 1e11}
+    monkeypatch.setattr(cpu_speed, "speed_of", lambda dtype: cpu_speed.Speed(rates[dtype], 1e10, 1e-5))
+    assert cpu_speed.slow_in(torch.bfloat16) == slow and not cpu_speed.slow_in(torch.float32)
