@@ -3,7 +3,7 @@
     python benchmarks/busy.py [--loops 0 2 4] [--rounds 5] [--steps 30] [--limit 90] [--json FILE]
 
 The two sides differ in how OpenMP's threads wait for one another (trainer/cli/environment.py): "spinning" is the default of
-GNU's OpenMP, "brief" is what the program chooses. They run in turns, each in a process of its own, on two cores.
+GNU's OpenMP, "chosen" is what the program chooses. They run in turns, each in a process of its own, on two cores.
 A run is the demo's, without its samples; its figure is the median of --steps steps beside the loops, or of those that were
 done within --limit seconds. Printed are the medians of the rounds, now / before within a round, and each side over its own
 median without loops.
@@ -15,29 +15,37 @@ import argparse
 import json
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SIDES = {"spinning": {"GOMP_SPINCOUNT": "300000"}, "brief": {}}
+SIDES = {"spinning": {"GOMP_SPINCOUNT": "300000"}, "chosen": {}}
 CHOSEN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")  # what a user may have set
 SKIPPED = 2  # steps before the loops begin: the first ones also fill caches
 LOOP = "while True: pass"
 
 
 @contextmanager
-def endless_loops(count: int) -> Iterator[None]:
-    """`count` processes that want a core each, with this process's priority."""
+def endless_loops(count: int) -> Iterator[Callable[[], None]]:
+    """`count` processes that want a core each, with this process's priority, once what is given is called."""
     loops = [subprocess.Popen([sys.executable, "-c", LOOP]) for _ in range(count)]
+    for loop in loops:
+        loop.send_signal(signal.SIGSTOP)
+
+    def begin() -> None:
+        for loop in loops:
+            loop.send_signal(signal.SIGCONT)
+
     try:
-        yield
+        yield begin
     finally:
         for loop in loops:
             loop.kill()
@@ -47,8 +55,9 @@ def endless_loops(count: int) -> Iterator[None]:
 def seconds_of_a_step(side: str, loops: int, steps: int, limit: float) -> float:
     """Train the demo's DoRA in a process of its own; the median seconds of its steps beside the loops.
 
-    The loops begin once SKIPPED steps are done, and one more step is not counted. After `limit` seconds beside them the run
-    is ended: the figure is then of the steps that were done, or the limit itself, less than the truth, where none was.
+    The loops are there from its start, since it chooses by them; spinning, they begin after SKIPPED steps, since a start
+    beside four takes minutes. One more step is not counted. After `limit` seconds beside them the run is ended: the figure is
+    then of the steps that were done, or the limit itself, less than the truth, where none was.
     """
     with tempfile.TemporaryDirectory(prefix="busy-") as folder:
         command = [sys.executable, str(ROOT / "train.py"), "--config", "pocket_sdxl.toml"]
@@ -59,15 +68,17 @@ def seconds_of_a_step(side: str, loops: int, steps: int, limit: float) -> float:
             command += ["--set", f"{key}={value}"]
         inherited = {key: value for key, value in os.environ.items() if key not in CHOSEN}
         log, said = Path(folder) / "metrics.jsonl", Path(folder) / "said.txt"
-        with said.open("w") as out:
+        with endless_loops(loops) as begin, said.open("w") as out:
+            if side == "chosen":
+                begin()
             run = subprocess.Popen(command, cwd=ROOT, env=inherited | SIDES[side], stdout=out, stderr=out)
-        try:
-            waited(run, log, SKIPPED, limit=math.inf)
-            with endless_loops(loops):
+            try:
+                waited(run, log, SKIPPED, limit=math.inf)
+                begin()
                 waited(run, log, SKIPPED + 1 + steps, limit=limit)
-        finally:
-            run.kill()
-            run.wait()
+            finally:
+                run.kill()
+                run.wait()
         taken = [json.loads(line)["seconds"] for line in lines_of(log)]
         if len(taken) < SKIPPED:
             sys.exit(f"{' '.join(command)}\nended before its steps:\n{said.read_text()[-4000:]}")
@@ -108,10 +119,10 @@ def main() -> None:
                 took[count][side].append(seconds_of_a_step(side, count, args.steps, args.limit))
                 print(f"round {number + 1}, {count} loops, {side}: {took[count][side][-1]:.3f} s a step", file=sys.stderr)
     medians = {count: {side: statistics.median(of) for side, of in sides.items()} for count, sides in took.items()}
-    print("| loops | spinning | brief | brief / spinning | spinning / without loops | brief / without loops |")
+    print("| loops | spinning | chosen | chosen / spinning | spinning / without loops | chosen / without loops |")
     print("|---|---|---|---|---|---|")
     for count, of in medians.items():
-        within = statistics.median(b / a for a, b in zip(took[count]["spinning"], took[count]["brief"], strict=True))
+        within = statistics.median(b / a for a, b in zip(took[count]["spinning"], took[count]["chosen"], strict=True))
         over = " | ".join(f"{of[side] / medians[0][side]:.2f}" for side in SIDES)
         print(f"| {count} | {of['spinning']:.3f} s | {of['brief']:.3f} s | {within:.3f} | {over} |")
     if args.json:

@@ -114,6 +114,7 @@ def test_it_takes_the_config_of_a_cards_size_and_keeps_its_comments(bench: Workb
 )
 def test_on_a_cpu_without_16_bits_it_computes_in_fp32(bench: Workbench, monkeypatch, slow, memory, given, compute) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.chdir(bench.tmp)
     monkeypatch.setattr(new_config, "slow_in", lambda dtype: slow and dtype == torch.bfloat16)
     path = new_config.write_first_config(
         captions_beside(bench.tmp), model=str(POCKET), memory=memory, folder=bench.tmp, show=lambda *_: True,

@@ -9,30 +9,46 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 OLDEST = (3, 11)
 # Those that nothing works without. Others are asked for where they are needed.
 NEEDED = ("torch", "diffusers", "transformers", "safetensors", "pydantic")
 ROOT = Path(__file__).resolve().parents[2]
-# Some 10 microseconds (libgomp takes 100,000 turns for a millisecond): enough for the next loop of the same step to begin.
-SPINS = "1000"
+# How often a waiting thread of GNU's OpenMP looks for work before it gives its core away; 100,000 times take a millisecond.
+ALONE, BESIDE_OTHERS = "10000", "0"
+LOAD = "/proc/loadavg"  # where Linux tells how many programs want a core now
 
 
 def prepare(arguments):
-    """Call `wait_briefly`, then `check`. Every program calls it before it imports a library."""
-    wait_briefly()
+    """Call `choose_waiting`, then `check`. Every program calls it before it imports a library."""
+    choose_waiting()
     check(arguments)
 
 
-def wait_briefly():
-    """Have OpenMP's threads give their core away soon while they wait, unless the user chose how they wait.
+def choose_waiting():
+    """Choose how long OpenMP's threads look for work before they give their core away, unless the user chose that.
 
-    By default they first spin for 3 ms, on cores that the thread they wait for may need: beside four loops a step took
-    60 times as long (benchmarks/busy.py). GNU's OpenMP, which PyTorch has, reads this once, when it is loaded.
+    Its default is 3 ms, on cores that the thread they wait for may need: beside four endless loops no step ended within
+    100 s (benchmarks/busy.py). On a free machine to give the core away at once makes a step longer by a third. PyTorch's
+    OpenMP reads this once, when it is loaded.
     """
     if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
-        os.environ["GOMP_SPINCOUNT"] = SPINS
+        os.environ["GOMP_SPINCOUNT"] = BESIDE_OTHERS if _others_run() else ALONE
+
+
+def _others_run():
+    """Whether another program wants a core, three times in a row; False where the system does not tell."""
+    try:
+        for _ in range(3):
+            with open(LOAD) as told:
+                if int(told.read().split()[3].split("/")[0]) < 2:  # this program is one
+                    return False
+            time.sleep(0.001)
+    except OSError:
+        return False
+    return True
 
 
 def check(arguments):

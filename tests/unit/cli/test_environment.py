@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shlex
@@ -111,14 +112,29 @@ def test_which_pytorch_was_taken_is_said(monkeypatch, tmp_path: Path, built, wor
 
 
 @pytest.mark.parametrize("chosen", [{}, {"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"}])
-def test_threads_wait_briefly_unless_the_user_chose(monkeypatch, chosen: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("running", "spins"), [("1", environment.ALONE), ("2", environment.BESIDE_OTHERS), (None, environment.ALONE)]
+)
+def test_threads_wait_as_others_run_unless_the_user_chose(
+    tmp_path: Path, monkeypatch, chosen: dict[str, str], running: str | None, spins: str
+) -> None:
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in chosen.items():
         monkeypatch.setenv(name, value)
-    environment.wait_briefly()
+    monkeypatch.setattr(environment, "LOAD", str(tmp_path / "loadavg"))
+    if running is not None:
+        (tmp_path / "loadavg").write_text(f"9.00 0.00 0.00 {running}/95 3\n")
+    environment.choose_waiting()
     found = {name: os.environ[name] for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT") if name in os.environ}
-    assert found == (chosen or {"GOMP_SPINCOUNT": environment.SPINS})
+    assert found == (chosen or {"GOMP_SPINCOUNT": spins})
+
+
+def test_a_program_that_runs_for_a_moment_alone_is_none(tmp_path: Path, monkeypatch) -> None:
+    """Only what wants a core each time counts."""
+    counts = iter(["2/95", "1/95"])
+    monkeypatch.setattr(environment, "open", lambda path: io.StringIO(f"9.00 0.00 0.00 {next(counts)} 3"), raising=False)
+    assert not environment._others_run() and next(counts, None) is None
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -128,7 +144,8 @@ def test_every_program_chooses_before_a_library_is_loaded(program: str) -> None:
         "import os, runpy, sys\n"
         "from trainer.cli import environment\n"
         "def stop(arguments):\n"
-        "    assert 'torch' not in sys.modules and os.environ['GOMP_SPINCOUNT'] == environment.SPINS\n"
+        "    assert 'torch' not in sys.modules\n"
+        "    assert os.environ['GOMP_SPINCOUNT'] in (environment.ALONE, environment.BESIDE_OTHERS)\n"
         "    sys.exit(77)\n"
         "environment.check = stop\n"
         f"runpy.run_path({program!r}, run_name='__main__')"
