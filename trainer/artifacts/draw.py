@@ -219,7 +219,7 @@ def _loaded(components: Components, portable: Portable | None, say: Callable[[st
     if portable is None:
         for module in components.model.modules.values():
             module.eval()
-        few_tokens_in_fp32(components.model.modules[family.denoiser], components.model.device)
+        few_tokens_in_fp32(components.model.modules[family.denoiser], family.attention, components.model.device)
         return None
     adapter, norms = build_adapter(plan, components, Pieces(None))
     Start("the adapter", "", portable).apply(adapter, norms, lambda line: None)

@@ -63,7 +63,7 @@ def build_adapter(plan: Plan, components: Components, pieces: Pieces) -> tuple[A
     blocks = find_blocks(modules[family.denoiser], family.blocks)
     adapter.refresh_before(adapted)
     unread = family.unread_beside(adapter.layers, half=plan.scales_loss)
-    few_tokens_in_fp32(modules[family.denoiser], components.model.device)
+    few_tokens_in_fp32(modules[family.denoiser], family.attention, components.model.device)
     recomputed = checkpoint_blocks(blocks, config.memory.gradient_checkpointing, unread)
     if recomputed:
         peers.say(f"gradient checkpointing: {recomputed} blocks are recomputed in the backward pass")

@@ -32,7 +32,7 @@ from trainer.models.base import SampleRequest
 from trainer.models.tokenizers import load_tokenizer
 from trainer.plan.run_plan import Plan
 from trainer.resume import start_point
-from trainer.runtime import attention
+from trainer.runtime.attention import few_tokens_in_fp32
 from trainer.runtime.processes import Processes
 
 META = torch.device("meta")
@@ -54,7 +54,6 @@ def without_values(*, on_cpu: bool = False) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, value in (
             (scratch, "_buffers", {}),
-            (attention, "DEVICE", META.type if on_cpu else attention.DEVICE),
             (Step, "_read", read_nothing(finite=False)),
             (Tensor, "cpu", _stay(Tensor.cpu)),
             # On the meta device torch would take attention apart, whose scores alone would be gigabytes.
@@ -178,13 +177,14 @@ class Unread(Components):
 class Rehearsal:
     """A run's parts, and what it does with them. Everything happens inside `without_values`.
 
-    kernels: those that it would choose. device: where the run computes. host: where its data comes from.
+    kernels: those that it would choose. device: where the run computes. on_cpu: whether that stands for a CPU.
+    host: where its data comes from.
     """
 
-    def __init__(self, plan: Plan, *, kernels: Kernels, device: torch.device = META) -> None:
+    def __init__(self, plan: Plan, *, kernels: Kernels, device: torch.device = META, on_cpu: bool = False) -> None:
         alone = SimpleNamespace(device=device, num_processes=1, process_index=0, is_main_process=False)
         processes = Processes(alone)
-        self.plan, self.device = plan, device
+        self.plan, self.device, self.on_cpu = plan, device, on_cpu
         self.host = device if device == META else torch.device("cpu")
         self.channels = 0  # of latents: known once images were encoded
         self.components = Unread(plan, kernels=kernels, digests=None, processes=processes, phases=QUIET)  # type: ignore[arg-type]
@@ -215,6 +215,8 @@ class Rehearsal:
         for name in (plan.family.denoiser, *(() if plan.cache_text else plan.family.text_encoders)):
             self.components.load(name)
         adapter, norms = build_adapter(plan, self.components, pieces)
+        if self.on_cpu:
+            few_tokens_in_fp32(self.components.load(plan.family.denoiser), plan.family.attention, torch.device("cpu"))
         optimizer, averages, step = build_step(self.components, adapter, pieces, start_point.first_progress(plan), then=None)
         adapter.refresh()
         return adapter, norms, optimizer, averages, step

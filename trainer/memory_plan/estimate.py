@@ -97,7 +97,7 @@ def forecast(plan: Plan, kernels: Kernels, *, base: Callable[[], int] | None = N
     program takes on the host of an accelerator.
     """
     with without_values(on_cpu=base is not None):
-        found = Forecaster(plan, kernels).forecast(on_cpu=base is not None)
+        found = Forecaster(plan, kernels, on_cpu=base is not None).forecast()
     if base is None:
         return replace(found, host={"the program": psutil.Process().memory_info().rss} | found.host)
     return replace(found, base=base())
@@ -106,16 +106,16 @@ def forecast(plan: Plan, kernels: Kernels, *, base: Callable[[], int] | None = N
 class Forecaster:
     """The phases of a run, each on its own; inside `without_values`."""
 
-    def __init__(self, plan: Plan, kernels: Kernels) -> None:
-        self.plan, self.family = plan, plan.family
-        self.run, self.trace = Rehearsal(plan, kernels=kernels), Trace()
+    def __init__(self, plan: Plan, kernels: Kernels, *, on_cpu: bool = False) -> None:
+        self.plan, self.family, self.on_cpu = plan, plan.family, on_cpu
+        self.run, self.trace = Rehearsal(plan, kernels=kernels, on_cpu=on_cpu), Trace()
         self.weights: dict[str, int] = {}
         self.held: dict[str, int] = {}  # beside the weights
         self.told: Conditioning | None = None  # of one caption
         self.widest = 0  # elements of the largest weight
         self.between = 0  # bytes that all captions have of all text encoders but the last
 
-    def forecast(self, *, on_cpu: bool) -> Forecast:
+    def forecast(self) -> Forecast:
         config, sizes = self.plan.config, _sizes(self.plan.examples)
         measured = _sizes([example for examples in self.plan.measured.values() for example in examples])[:1]
         stay = config.data.cache == "none"
@@ -124,7 +124,7 @@ class Forecaster:
             self._let_go([self.family.vae])
         self.prepare()
         training = [self.step(*size, config.data.batch_size) for size in sizes]
-        if on_cpu:
+        if self.on_cpu:
             training += self.update(max(training, key=lambda phase: phase.peak))
         training += [self.held_out_loss(*size) for size in measured]
         if stay:  # and encode beside what the steps have
@@ -136,13 +136,13 @@ class Forecaster:
         if self.plan.requests:
             training.append(self.sample(max(self.plan.requests, key=lambda request: request.width * request.height)))
         checkpoint, start = self.checkpoint_bytes(), self.start_bytes()
-        if on_cpu and start:
+        if self.on_cpu and start:
             training = [replace(phase, parts=phase.parts | {"adapter": phase.parts["adapter"] + start}) for phase in training]
-        if on_cpu and config.checkpoint.background and self.plan.saves_before_the_end:
+        if self.on_cpu and config.checkpoint.background and self.plan.saves_before_the_end:
             # A copy that is written while the next steps are made.
             training = [replace(phase, parts=phase.parts | {"checkpoint": checkpoint}) for phase in training]
         cache = self.cache_bytes()
-        host = {} if on_cpu else self.host(cache, checkpoint)
+        host = {} if self.on_cpu else self.host(cache, checkpoint)
         return Forecast((*encoding, *training), cache, checkpoint, set_aside=self.set_aside_bytes(), host=host)
 
     # --- phases -------------------------------------------------------------------------------------------------------

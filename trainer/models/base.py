@@ -163,6 +163,8 @@ class Family:
     count_tokens(model, captions) -> for every tokenizer (tokens of each caption, tokens it may have).
     join(what each text encoder gave, in their order) -> the conditioning.
     collate(conditionings of one caption each) -> theirs together.
+    attention(an attention layer of the denoiser, attend) -> a processor of diffusers for it that calls
+      attend(query, key, value, mask) as torch's scaled_dot_product_attention; None: the layer keeps its own.
     adjust(component, module) -> changes, in place, what the library's forward gets wrong for training.
     blocks: fnmatch patterns of the denoiser's blocks, the unit of gradient checkpointing.
     unread: fnmatch patterns of Linears in them whose output is only added, or multiplied by what needs no gradient. Nothing
@@ -197,6 +199,7 @@ class Family:
     count_tokens: Callable[[Model, Sequence[str]], dict[str, tuple[list[int], int]]] = count_prompt_tokens
     join: Callable[[Sequence[Mapping[str, torch.Tensor]]], Conditioning] = join
     collate: Callable[[Sequence[Conditioning]], Conditioning] = collate
+    attention: Callable[[nn.Module, Callable[..., torch.Tensor]], Any] = lambda layer, attend: None
     adjust: Callable[[str, nn.Module], None] = lambda component, module: None
     blocks: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()

@@ -6,7 +6,6 @@ accelerator computes as torch has it.
 """
 
 from collections.abc import Callable
-from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -14,48 +13,31 @@ from torch import nn
 
 # Queries up to which fp32 was the faster at every head size, forward and backward.
 FEW = 128
-DEVICE = "cpu"  # A rehearsal of a CPU has another (dry_run.without_values).
 
 
-def few_tokens_in_fp32(denoiser: nn.Module, device: torch.device) -> None:
-    """Make the attention layers of a denoiser compute so, in place: for training, for samples, and in a recomputation.
+def few_tokens_in_fp32(denoiser: nn.Module, processor: Callable[[nn.Module, Callable], Any], device: torch.device) -> None:
+    """Give the attention layers of a denoiser on a CPU a processor that computes so: for training, for samples, and in a
+    recomputation.
 
-    They are the modules with a processor, as diffusers has them. These call torch's attention by its name, which stands for
-    another function while their forward runs. device: of the denoiser. Nothing is done for one that is no CPU.
+    processor: as `Family.attention` of the models. device: where the denoiser computes; on any but a CPU nothing is done.
     """
-    if device.type != DEVICE:
+    if device.type != "cpu":
         return
     for layer in denoiser.modules():
-        if hasattr(layer, "get_processor"):
-            layer.forward = _replacing(layer.forward)
-
-
-def _replacing(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(forward)
-    def replacing(*args: Any, **keys: Any) -> Any:
-        theirs = nn.functional.scaled_dot_product_attention
-        nn.functional.scaled_dot_product_attention = partial(attention, theirs)
-        try:
-            return forward(*args, **keys)
-        finally:
-            nn.functional.scaled_dot_product_attention = theirs
-
-    return replacing
+        if hasattr(layer, "set_processor") and (ours := processor(layer, attention)) is not None:
+            layer.set_processor(ours)
 
 
 def attention(
-    theirs: Callable[..., torch.Tensor],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    *args: Any,
-    **keys: Any,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, **keys: Any
 ) -> torch.Tensor:
-    """theirs: torch's scaled_dot_product_attention, whose other arguments these are. [..., tokens, head size], in the query's
-    dtype: of up to FEW queries in 16 bits it is computed in fp32 and rounded once."""
+    """torch's scaled_dot_product_attention of [..., tokens, head size], in the query's dtype.
+
+    Of up to FEW queries in 16 bits it is computed in fp32 and rounded once.
+    """
+    theirs = nn.functional.scaled_dot_product_attention
     if query.shape[-2] > FEW or query.itemsize != 2:
-        return theirs(query, key, value, attn_mask, *args, **keys)
+        return theirs(query, key, value, attn_mask, **keys)
     if attn_mask is not None and attn_mask.is_floating_point():
         attn_mask = attn_mask.float()
-    return theirs(query.float(), key.float(), value.float(), attn_mask, *args, **keys).to(query.dtype)
+    return theirs(query.float(), key.float(), value.float(), attn_mask, **keys).to(query.dtype)

@@ -15,7 +15,7 @@ from trainer.base.errors import UserError
 from trainer.base.types import Batch, Conditioning
 from trainer.models import variants
 from trainer.models.base import Component, Family, Markers, Model, SampleRequest, count_prompt_tokens, draw
-from trainer.models.flux import names
+from trainer.models.flux import attention, names
 from trainer.models.names import ComponentConfig
 from trainer.models.shared import clip, vae
 from trainer.objectives import KEYS, Flow, Loss, Noise, Times, chosen
@@ -214,6 +214,7 @@ FAMILY = Family(
     encode_text=encode_text,
     count_tokens=count_tokens,
     predict=predict,
+    attention=attention.processor,
     sample=sample,
     adjust=lambda component, module: keep_time_exact(module) if component == "transformer" else None,
     blocks=("transformer_blocks.*", "single_transformer_blocks.*"),

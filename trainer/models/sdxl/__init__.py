@@ -16,7 +16,7 @@ from trainer.base.errors import UserError
 from trainer.base.types import Batch, Conditioning
 from trainer.models import variants
 from trainer.models.base import Component, Family, Markers, Model, SampleRequest, count_prompt_tokens, draw
-from trainer.models.sdxl import names
+from trainer.models.sdxl import attention, names
 from trainer.models.shared import clip, vae
 from trainer.objectives import KEYS, Diffusion, Loss, Noise, Times, Weighting, chosen
 
@@ -218,6 +218,7 @@ FAMILY = Family(
     count_tokens=count_tokens,
     collate=clip.collate,
     predict=predict, sample=sample,
+    attention=attention.processor,
     blocks=("*resnets.*", "*.transformer_blocks.*"), unread=("*.ff.net.2",),
     shared_inputs={
         "unet": (("attn1.to_q", "attn1.to_k", "attn1.to_v"), ("attn2.to_k", "attn2.to_v")),
