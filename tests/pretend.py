@@ -8,21 +8,24 @@ kernels and their time, the allocator.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache, partial
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial, wraps
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from bitsandbytes import functional
+from diffusers import EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.image_processor import VaeImageProcessor
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer import kernels
 from trainer.engine.step import Step
-from trainer.memory_plan.dry_run import read_nothing, without_values
+from trainer.memory_plan.dry_run import without_values
 
 # Private functions of torch, and the only ones. test_pretend.py says so when they are gone.
 REGISTER, MODULE = "_setup_privateuseone_for_python_backend", "_DummyBackendModule"
@@ -57,6 +60,8 @@ def accelerator(triton: bool) -> Iterator[torch.device]:
 
     with (
         without_values(),
+        Answers(),
+        tables_with_values(),
         FakeTensorMode(allow_non_fake_inputs=True),
         # In one thread: what fails in the thread of a device written in Python ends the process, and says nothing.
         torch.autograd.set_multithreading_enabled(False),
@@ -65,9 +70,63 @@ def accelerator(triton: bool) -> Iterator[torch.device]:
         patch.object(nn.Module, "_apply", _apply),
         patch.object(VaeImageProcessor, "postprocess", lambda processor, image, **_: [image]),
         patch.object(kernels, "_is_cuda", suits_too),
-        patch.object(Step, "_read", read_nothing(finite=True)),
     ):
         yield pretended
+
+
+class Updating(Step):
+    """A step whose numbers all went well, so that there is an update."""
+
+    def read(self, told: torch.Tensor, norm: torch.Tensor) -> tuple[list[float], float, float]:
+        return [1.0] + [0.0] * (len(told) - 1), 1.0, 2.0**16
+
+
+class Answers(TorchFunctionMode):
+    """Inside, every question about a tensor without values is answered with no, without a look at it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is torch.Tensor.__bool__ and isinstance(args[0], FakeTensor):
+            return False
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def tables_with_values() -> Iterator[None]:
+    """Inside, libraries read tables that they make: a sampler's noise levels, the codes of an 8-bit optimizer."""
+    reading = {
+        EulerDiscreteScheduler: ("__init__", "scale_model_input", "step"),
+        FlowMatchEulerDiscreteScheduler: ("__init__", "step"),
+    }
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (functional, "create_dynamic_map", _with_values(functional.create_dynamic_map)),
+            *((each, name, _with_values(getattr(each, name))) for each, names in reading.items() for name in names),
+            *((each, "set_timesteps", _timed(each.set_timesteps)) for each in reading),
+        ):
+            stack.enter_context(patch.object(owner, name, value))
+        yield
+
+
+def _with_values(method: Callable) -> Callable:
+    @wraps(method)
+    def wrapped(*arguments: Any, **keys: Any) -> Any:
+        with unset_fake_temporarily():
+            return method(*arguments, **keys)
+
+    return wrapped
+
+
+def _timed(set_timesteps: Callable[..., None]) -> Callable[..., None]:
+    """A sampler's method. The noise levels of its steps keep their values; the times that the model sees have none."""
+
+    @wraps(set_timesteps)
+    def wrapped(sampler: Any, *arguments: Any, device: Any = None, **keys: Any) -> None:
+        with unset_fake_temporarily():
+            set_timesteps(sampler, *arguments, device="cpu", **keys)
+            sampler.set_begin_index(0)
+        sampler.timesteps = torch.empty_like(sampler.timesteps, device=device)
+
+    return wrapped
 
 
 def _apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
@@ -86,7 +145,23 @@ def _apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurs
     return module
 
 
-class NoWaiting(TorchDispatchMode):
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Inside, a copy from the device to the CPU raises Waited, and so does a question about a tensor there."""
+    with NoQuestions(), NoCopies():
+        yield
+
+
+class NoQuestions(TorchFunctionMode):
+    """Inside, bool() of a tensor on the device raises Waited."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is torch.Tensor.__bool__ and args[0].device.type == NAME:
+            raise Waited("a tensor on the device is asked a question")
+        return func(*args, **(kwargs or {}))
+
+
+class NoCopies(TorchDispatchMode):
     """Inside, a copy from the device to the CPU raises Waited. Other reads of a value raise without it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:

@@ -21,7 +21,6 @@ from tests.integration.test_full_size import sparse_model
 from trainer import config as configs
 from trainer import kernels
 from trainer.base.types import Conditioning
-from trainer.engine.step import Step
 from trainer.memory_plan.dry_run import Rehearsal
 from trainer.plan.run_plan import make_plan, open_source, resolve
 from trainer.quantization import FORMATS
@@ -62,7 +61,7 @@ def rehearsed(folder: Path, family: str, *, size: str, triton: bool = False, **c
     source = open_source(config)
     plan = make_plan(resolve(config, source), source, processes=1)
     with pretend.accelerator(triton) as device:
-        yield Rehearsal(plan, device=device, kernels=kernels.choose(config.adapter.kernels, device))
+        yield Rehearsal(plan, device=device, kernels=kernels.choose(config.adapter.kernels, device), step=pretend.Updating)
 
 
 def micro_batches(run: Rehearsal, *sizes: tuple[int, int]):
@@ -73,7 +72,7 @@ def micro_batches(run: Rehearsal, *sizes: tuple[int, int]):
 
 def update(run: Rehearsal, *sizes: tuple[int, int], broken: Callable[[], None] = lambda: None) -> None:
     """One update, in which the host waits for the device once. broken: what is called right before it."""
-    reads, read = [], Step._read
+    reads, read = [], pretend.Updating.read
 
     def counted(step, told, norm):
         reads.append(told.device)
@@ -82,7 +81,7 @@ def update(run: Rehearsal, *sizes: tuple[int, int], broken: Callable[[], None] =
     batches = micro_batches(run, *sizes)
     run.trained  # noqa: B018
     broken()
-    with patch.object(Step, "_read", counted), pretend.NoWaiting():
+    with patch.object(pretend.Updating, "read", counted), pretend.no_waiting():
         result = run.step(batches)
     assert result.updated
     assert reads == [run.device], "loss and flags are read once, from the device"
@@ -196,16 +195,17 @@ def test_a_tensor_left_on_the_cpu_is_found(folder: Path, monkeypatch) -> None:
         update(run, (512, 512), broken=lambda: monkeypatch.setattr(Conditioning, "to", lambda self, device, **_: self))
 
 
-@pytest.mark.parametrize("read", ["item", "cpu"])
+@pytest.mark.parametrize("read", ["item", "cpu", "bool"])
 def test_a_read_in_the_middle_of_a_step_is_found(folder: Path, monkeypatch, read: str) -> None:
-    """The loss is read before the backward: as `.item()`, or as a copy."""
+    """The loss is read before the backward: as `.item()`, as a copy, or by a question."""
     from trainer.objectives import base as module
 
     plain = module.sample_losses
 
     def reading(*arguments, **keys):
         losses = plain(*arguments, **keys)
-        losses.sum().item() if read == "item" else losses.cpu()
+        loss = losses.sum()
+        {"item": loss.item, "cpu": loss.cpu, "bool": loss.isnan().__bool__}[read]()
         return losses
 
     monkeypatch.setattr(module, "sample_losses", reading)

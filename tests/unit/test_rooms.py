@@ -96,10 +96,9 @@ KEPT_FROM: dict[str, tuple[str, ...]] = dict.fromkeys(
 # Libraries that one room knows. A pattern is a file's path below trainer/.
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "accelerate": ("runtime/processes.py", "models/building.py"),
-    # dry_run.py: for what the libraries read of tensors that have no values there.
-    "bitsandbytes": ("quantization/bitsandbytes.py", "optim/*", "memory_plan/dry_run.py"),
+    "bitsandbytes": ("quantization/bitsandbytes.py", "optim/*"),
     "datasets": ("data/layouts/hf.py",),
-    "diffusers": ("models/*", "memory_plan/dry_run.py"),
+    "diffusers": ("models/*",),
     "huggingface_hub": ("models/*", "adapter_files/push.py"),
     "optimum": ("quantization/quanto.py",),
     "peft": ("adapters/*",),

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from trainer.adapters.dora import Part, Ready, adapted, divisor, is_drowned, scale_rows, together
 from trainer.adapters.limits import thinned
-from trainer.base.memory import known
 
 
 class Values(nn.Module):
@@ -85,7 +84,7 @@ class AdaptedLayer(nn.Module, LoraLayer):
                 self.register_buffer("base_norm_sq", base_norm_sq, persistent=False)
                 self.register_buffer("norm", torch.empty_like(base_norm_sq), persistent=False)
                 drowned = is_drowned(base_norm_sq, base.bias_N)
-                z_rows = drowned.nonzero().flatten() if known(drowned.any(), False) else None
+                z_rows = drowned.nonzero().flatten() if drowned.any() else None
                 self.register_buffer("z_rows", z_rows, persistent=False)
             self.lora_magnitude_vector[adapter_name] = Values(self.current_norm(adapter_name))
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)

@@ -9,7 +9,6 @@ from functools import wraps
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 
@@ -68,11 +67,6 @@ def _recomputing() -> Iterator[None]:
 def recomputing() -> bool:
     """Whether a checkpointed block runs again, for what its backward pass reads."""
     return _depth > 0
-
-
-def known(answer: torch.Tensor, assumed: bool) -> bool:
-    """bool(answer); `assumed` of a tensor without values, in a rehearsal."""
-    return assumed if answer.is_meta or isinstance(answer, FakeTensor) else bool(answer)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 from trainer.base import draws
 from trainer.base.console import printable
 from trainer.base.errors import OutOfMemory
-from trainer.base.memory import is_out_of_memory, known
+from trainer.base.memory import is_out_of_memory
 from trainer.base.types import Batch, Conditioning, Occurrence
 from trainer.objectives import Objective, stratified
 
@@ -125,11 +125,11 @@ class Step:
             parameter.grad.zero_()
         for index, batch in enumerate(batches):
             here = [place[occurrence] for occurrence in batch.occurrences]
-            finite = torch.isfinite(batch.latents).flatten(1).all(1)
-            if bad_latents or not known(finite.all(), True):
+            broken = ~torch.isfinite(batch.latents).flatten(1).all(1)
+            if bad_latents or broken.any():
                 # There will be no update: the rest is only looked at, to name all of them at once.
                 bad_latents = True
-                for at in (at for at, good in zip(here, finite.tolist(), strict=True) if not good):
+                for at in (at for at, bad in zip(here, broken.tolist(), strict=True) if bad):
                     flags[at] = torch.full_like(total, _LATENTS)
                 continue
             try:
@@ -156,7 +156,7 @@ class Step:
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in self.parameters])
-        (total, out_of_memory, *flags), grad_norm, scale = self._read(told, norm)
+        (total, out_of_memory, *flags), grad_norm, scale = self.read(told, norm)
         lr = tuple(self.schedule.get_last_lr())
         refused = []
         for kind, name in ((_LATENTS, "latents"), (_LOSS, "loss")):
@@ -195,7 +195,7 @@ class Step:
         finally:
             self.optimizer.param_groups = groups
 
-    def _read(self, told: torch.Tensor, norm: torch.Tensor) -> tuple[list[float], float, float]:
+    def read(self, told: torch.Tensor, norm: torch.Tensor) -> tuple[list[float], float, float]:
         """(told, norm, the loss scale) as numbers: the one place of an update where the host waits for the device."""
         *numbers, grad_norm = torch.cat([told, norm.to(told)[None]]).tolist()
         return numbers, grad_norm, self.scaler.get_scale()

@@ -1,5 +1,7 @@
 """Reused buffers for tensors that live for a single matrix product, or for one piece of a weight."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 
 import torch
@@ -23,3 +25,14 @@ def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, wh
         _buffers.pop(key, None)
         _buffers[key] = torch.empty(size, dtype=dtype, device=device)
     return _buffers[key][:size].view(shape)
+
+
+@contextmanager
+def own_buffers() -> Iterator[None]:
+    """Inside, every buffer is made anew; afterwards those from before are back."""
+    global _buffers
+    before, _buffers = _buffers, {}
+    try:
+        yield
+    finally:
+        _buffers = before

@@ -1,22 +1,25 @@
 """A run's own code on tensors without values: at full size it costs seconds, and next to no memory.
 
-They are torch's meta tensors. Tests use the same on an accelerator that is not there, with fake tensors (tests/pretend.py).
+They are torch's meta tensors, under a mode of torch (`WithoutValues`): no function of a library is replaced. Tests use the
+same on an accelerator that is not there, with fake tensors (tests/pretend.py).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields, replace
 from functools import cached_property, partial, wraps
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
 
 from trainer import optim
 from trainer.adapters import Adapter
 from trainer.adapters.norms import Norms
+from trainer.base.memory import find_blocks, recomputing
 from trainer.base.progress import QUIET
 from trainer.base.protocols import Kernels
 from trainer.base.types import Batch, Conditioning, Occurrence
@@ -38,103 +41,75 @@ from trainer.runtime.processes import Processes
 META = torch.device("meta")
 
 
+class WithoutValues(TorchFunctionMode):
+    """Inside, torch's functions that read a tensor's values do without them, for meta tensors.
+
+    Every question is answered with no, and a search finds the first place: nothing is out of the ordinary. A copy to the
+    CPU is the tensor itself, and a picture is black. Attention, and on an accelerator RMSNorm, are one operator each.
+    """
+
+    def __init__(self, *, on_cpu: bool) -> None:
+        super().__init__()
+        self.instead: dict[Callable, Callable[..., Any]] = {
+            Tensor.__bool__: lambda tensor: False,
+            Tensor.nonzero: lambda tensor: torch.zeros(1, tensor.dim(), dtype=torch.int64),
+            Tensor.cpu: lambda tensor: tensor,
+            Tensor.to: _stay,
+            Tensor.numpy: lambda tensor, **keys: torch.zeros(tensor.shape, dtype=tensor.dtype).numpy(**keys),
+            nn.functional.scaled_dot_product_attention: _whole,
+        }
+        if not on_cpu:
+            self.instead[nn.functional.rms_norm] = _fused
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        instead = self.instead.get(func)
+        if instead is not None and (args[0] if args else kwargs["query"]).is_meta:
+            func = instead
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def without_values(*, on_cpu: bool = False) -> Iterator[None]:
     """Inside, what reads a value where a run has to does without: meta tensors go through everything below.
 
     on_cpu: operators as a CPU has them, else as a GPU.
-
-    A step makes its gradients, and finds them not finite: there is no update (`forecast` looks at the optimizer apart).
     """
-    from bitsandbytes import functional
-    from diffusers import EulerDiscreteScheduler as Euler
-    from diffusers import FlowMatchEulerDiscreteScheduler as FlowEuler
-
-    reading = {Euler: ("__init__", "scale_model_input", "step"), FlowEuler: ("__init__", "step")}
-    with ExitStack() as stack:
-        for owner, name, value in (
-            (scratch, "_buffers", {}),
-            (Step, "_read", read_nothing(finite=False)),
-            (Tensor, "cpu", _stay(Tensor.cpu)),
-            # On the meta device torch would take attention apart, whose scores alone would be gigabytes.
-            (nn.functional, "scaled_dot_product_attention", _whole(nn.functional.scaled_dot_product_attention)),
-            (nn.functional, "rms_norm", nn.functional.rms_norm if on_cpu else _fused(nn.functional.rms_norm)),
-            (functional, "create_dynamic_map", _with_values(functional.create_dynamic_map)),
-            (Tensor, "numpy", _zeros(Tensor.numpy)),
-            *((each, name, _with_values(getattr(each, name))) for each, names in reading.items() for name in names),
-            *((each, "set_timesteps", _timed(each.set_timesteps)) for each in reading),
-        ):
-            stack.enter_context(patch.object(owner, name, value))
+    with scratch.own_buffers(), WithoutValues(on_cpu=on_cpu):
         yield
 
 
-def read_nothing(*, finite: bool) -> Callable[..., tuple[list[float], float, float]]:
-    """What a step reads (Step._read): that all went well, but for the gradient where it is not `finite`."""
-
-    def read(step: Step, told: Tensor, norm: Tensor) -> tuple[list[float], float, float]:
-        return [1.0] + [0.0] * (len(told) - 1), 1.0 if finite else torch.inf, 2.0**16
-
-    return read
-
-
-def _stay(cpu: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    return lambda tensor: tensor if tensor.is_meta else cpu(tensor)
+def _stay(tensor: Tensor, *given: Any, **keys: Any) -> Tensor:
+    """`Tensor.to`, which leaves the tensor where it is when it should come to the CPU."""
+    device = keys.get("device", given[0] if given and isinstance(given[0], (str, torch.device)) else None)
+    if device is None or torch.device(device).type != "cpu":
+        return tensor.to(*given, **keys)
+    dtype = keys.get("dtype", next((each for each in given if isinstance(each, torch.dtype)), tensor.dtype))
+    return tensor.to(dtype)
 
 
-def _zeros(numpy: Callable[..., Any]) -> Callable[..., Any]:
-    """Of the picture at the end of a sample."""
-    return lambda tensor, **keys: numpy(torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor, **keys)
+def _whole(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Attention as one operator that keeps its output and a row of sums, as the fused ones of GPUs do.
+
+    On the meta device torch would take it apart, and its scores alone would be gigabytes.
+    """
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return fused(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 
-def _whole(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Attention as one operator that keeps its output and a row of sums, as the fused ones of GPUs do."""
-
-    def whole(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    ) -> Tensor:  # fmt: skip
-        if not query.is_meta:
-            return attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return fused(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
-
-    return whole
-
-
-def _fused(rms_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _fused(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     """RMSNorm as GPUs have it: one operator that keeps its input and a sum for each row. Without values torch would take it
     apart, and keep two fp32 copies of the input. A layer norm keeps the same, and stands in for it."""
-
-    def fused(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-        if not x.is_meta:
-            return rms_norm(x, shape, weight, eps)
-        return nn.functional.layer_norm(x, shape, weight, None, eps or 0.0)
-
-    return fused
+    return nn.functional.layer_norm(x, shape, weight, None, eps or 0.0)
 
 
-def _with_values(method: Callable) -> Callable:
-    """Of what reads a table that it makes: a sampler's noise levels, the codes of an 8-bit optimizer. These have values."""
+class DryStep(Step):
+    """A step that makes its gradients and finds them not finite, so that there is no update."""
 
-    @wraps(method)
-    def wrapped(*arguments: Any, **keys: Any) -> Any:
-        with unset_fake_temporarily():
-            return method(*arguments, **keys)
-
-    return wrapped
-
-
-def _timed(set_timesteps: Callable[..., None]) -> Callable[..., None]:
-    """A sampler's method. The noise levels of its steps keep their values; the times that the model sees have none."""
-
-    @wraps(set_timesteps)
-    def wrapped(sampler: Any, *arguments: Any, device: Any = None, **keys: Any) -> None:
-        with unset_fake_temporarily():
-            set_timesteps(sampler, *arguments, device="cpu", **keys)
-            sampler.set_begin_index(0)
-        sampler.timesteps = torch.empty_like(sampler.timesteps, device=device)
-
-    return wrapped
+    def read(self, told: Tensor, norm: Tensor) -> tuple[list[float], float, float]:
+        return [1.0] + [0.0] * (len(told) - 1), torch.inf, 2.0**16
 
 
 class Unfetched:
@@ -147,7 +122,14 @@ class Unfetched:
 
 
 class Unread(Components):
-    """Components whose weights have the form that they would have in memory, and no values: no file of weights is opened."""
+    """Components whose weights have the form that they would have in memory, and no values: no file of weights is opened.
+
+    on_cpu: whether their operators are a CPU's.
+    """
+
+    def __init__(self, *given: Any, on_cpu: bool, **keys: Any) -> None:
+        super().__init__(*given, **keys)
+        self.on_cpu = on_cpu
 
     def tokenizers(self) -> dict[str, Any]:
         if self.source.fetched:
@@ -161,7 +143,20 @@ class Unread(Components):
             swap = partial(storage.swap, held=held, kernels=self.kernels)
             module = self.source.empty(name, swap=swap, device=self.model.device)
             self.model.modules[name] = self.source.finished(name, module)
+            if name == self.family.denoiser:
+                for block in find_blocks(module, self.family.blocks).values():
+                    block.forward = self.with_its_own_mode(block.forward)
         return self.model.modules[name]
+
+    def with_its_own_mode(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A block's forward. torch turns modes off in a backward pass: a block that is recomputed there has its own."""
+
+        @wraps(forward)
+        def wrapped(*arguments: Any, **keys: Any) -> Any:
+            with WithoutValues(on_cpu=self.on_cpu) if recomputing() else nullcontext():
+                return forward(*arguments, **keys)
+
+        return wrapped
 
     def let_go(self, names: Collection[str]) -> None:
         """Empty them: modules know each other in circles, and looking for those in all that the libraries made takes longer
@@ -178,16 +173,19 @@ class Rehearsal:
     """A run's parts, and what it does with them. Everything happens inside `without_values`.
 
     kernels: those that it would choose. device: where the run computes. on_cpu: whether that stands for a CPU.
-    host: where its data comes from.
+    host: where its data comes from. step: the class of its step.
     """
 
-    def __init__(self, plan: Plan, *, kernels: Kernels, device: torch.device = META, on_cpu: bool = False) -> None:
+    def __init__(
+        self, plan: Plan, *, kernels: Kernels, device: torch.device = META, on_cpu: bool = False, step: type[Step] = DryStep
+    ) -> None:
         alone = SimpleNamespace(device=device, num_processes=1, process_index=0, is_main_process=False)
         processes = Processes(alone)
-        self.plan, self.device, self.on_cpu = plan, device, on_cpu
+        self.plan, self.device, self.on_cpu, self.step_class = plan, device, on_cpu, step
         self.host = device if device == META else torch.device("cpu")
         self.channels = 0  # of latents: known once images were encoded
-        self.components = Unread(plan, kernels=kernels, digests=None, processes=processes, phases=QUIET)  # type: ignore[arg-type]
+        given = {"kernels": kernels, "digests": None, "processes": processes, "phases": QUIET}
+        self.components = Unread(plan, on_cpu=on_cpu, **given)  # type: ignore[arg-type]
 
     def encode_prompts(self, texts: Sequence[str]) -> Conditioning:
         """As they come from the cache: on the host."""
@@ -219,7 +217,8 @@ class Rehearsal:
             few_tokens_in_fp32(self.components.load(plan.family.denoiser), plan.family.attention, torch.device("cpu"))
         optimizer, averages, step = build_step(self.components, adapter, pieces, start_point.first_progress(plan), then=None)
         adapter.refresh()
-        return adapter, norms, optimizer, averages, step
+        given = {each.name: getattr(step, each.name) for each in fields(step)}
+        return adapter, norms, optimizer, averages, self.step_class(**given)
 
     def batch(self, width: int, height: int, conditioning: Conditioning | None, count: int, first: int = 0) -> Batch:
         """A micro-batch of one bucket, once images were encoded.
@@ -240,9 +239,9 @@ class Rehearsal:
             target_size=size,
         )
 
-    def step(self, batches: Sequence[Batch]) -> StepResult:
-        """One update from these micro-batches."""
-        step = self.trained[-1]
+    def step(self, batches: Sequence[Batch], losses: Callable[..., Tensor] | None = None) -> StepResult:
+        """One update from these micro-batches. losses: in place of the step's own."""
+        step = self.trained[-1] if losses is None else replace(self.trained[-1], losses=losses)
         return step.run(1, batches, [occurrence for batch in batches for occurrence in batch.occurrences])
 
     def held_out_loss(self, batch: Batch, count: int) -> None:

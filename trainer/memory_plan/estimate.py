@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
-from unittest.mock import patch
 
 import psutil
 import torch
@@ -201,11 +200,11 @@ class Forecaster:
             saved = self.trace.alive - before
             return found
 
-        with patch.object(step, "losses", noting), self._phase(f"{STEP} {width}x{height}, batch {count}") as phases:
+        with self._phase(f"{STEP} {width}x{height}, batch {count}") as phases:
             adapter.mark_stale()
             refresh(adapter.layers.values())
             self.trace.cost = Cost()  # once for an update, however many micro-batches it has
-            self.run.step([self.run.batch(width, height, conditioning, count)])
+            self.run.step([self.run.batch(width, height, conditioning, count)], noting)
         (phase,) = phases
         return replace(phase, parts=phase.parts | {"saved": saved, "transient": phase.parts["transient"] - saved})
 
