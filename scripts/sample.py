@@ -31,7 +31,7 @@ from trainer.base.errors import DataError, NonFiniteError, OutOfMemory, UserErro
 def sample(chosen: argparse.Namespace) -> None:
     from trainer.artifacts.draw import Drawing, draw
     from trainer.base.progress import Phases
-    from trainer.cli.main import quiet_libraries
+    from trainer.runtime.libraries import quiet_libraries
 
     quiet_libraries()
     config = config_of(chosen)

@@ -122,7 +122,7 @@ def test_a_stopped_run_says_what_it_left_and_the_command_that_goes_on(bench: Wor
 
 LOUD = """
 import logging, sys, warnings
-from trainer.cli.main import quiet_libraries
+from trainer.runtime.libraries import quiet_libraries
 quiet_libraries()
 from tqdm import tqdm
 from huggingface_hub.utils import tqdm as hub_tqdm

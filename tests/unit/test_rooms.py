@@ -114,6 +114,16 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "wandb": ("monitoring/trackers.py",),
 }
 
+# The one room that may set what belongs to another library, Python's own included. And what nobody may use: a mock replaces
+# what a library does for the whole process.
+SETS_ATTRIBUTES = ("runtime/*",)
+# But for settings that a library offers as an attribute and in no other way, set where they hold for workers, too.
+SETTINGS = {
+    "data/images/decode.py": {"Image.MAX_IMAGE_PIXELS"},
+    "data/images/plugins.py": {"JpegXLImagePlugin.DECODE_THREADS"},
+}
+NEVER = ("unittest", "mock")
+
 # Calls, by a pattern of how they are written.
 CALLS: dict[str, tuple[str, ...]] = {
     r"\bGradScaler": ("runtime/precision.py",),
@@ -322,6 +332,45 @@ def libraries(house: Sources) -> Iterator[str]:
                 yield source.at(node, f"{name} belongs in {' or '.join(LIBRARIES[name]) or 'no room'}")
 
 
+def mocks(house: Sources) -> Iterator[str]:
+    for source in house.values():
+        for node, module, _ in source.imports():
+            if module.partition(".")[0] in NEVER:
+                yield source.at(node, f"{module} is for tests: no room replaces what another does")
+
+
+def foreign_attributes(house: Sources) -> Iterator[str]:
+    """An attribute of an imported module or class is set, or taken away, by `=`, `del`, setattr or delattr.
+
+    What a name stands for is looked up in the whole file: a variable with the name of an import counts as that import.
+    """
+    for source in house.values():
+        if source.is_in(SETS_ATTRIBUTES):
+            continue
+        foreign = set()
+        for statement in (node for node in source.nodes if isinstance(node, (ast.Import, ast.ImportFrom))):
+            for alias in statement.names:
+                module = alias.name if isinstance(statement, ast.Import) else "." * statement.level + (statement.module or "")
+                if module.partition(".")[0] not in ("", "trainer"):
+                    foreign.add(alias.asname or alias.name.partition(".")[0])
+        for node in source.nodes:
+            if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+                owner = node.value
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+                owner = node.args[0]
+            else:
+                continue
+            if root(owner) in foreign and ast.unparse(node) not in SETTINGS.get(source.path, ()):
+                yield source.at(node, f"{ast.unparse(owner)} belongs to a library: its attributes are set in runtime/ alone")
+
+
+def root(node: ast.expr) -> str:
+    """The name that a chain of attributes begins with, or ""."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
 def calls(house: Sources) -> Iterator[str]:
     for source in house.values():
         for node in source.nodes:
@@ -487,7 +536,7 @@ RULES: dict[str, Rule] = {
     rule.__name__: rule
     for rule in (
         places, crowds, imports_between_rooms, imports_within_rooms, circles,
-        libraries, calls, dtypes, families, private_names, second_names, paths, lengths,
+        libraries, mocks, foreign_attributes, calls, dtypes, families, private_names, second_names, paths, lengths,
         class_names, attributes,
     )
 }  # fmt: skip
@@ -508,7 +557,7 @@ def test_every_room_of_the_rules_is_there(house: Sources) -> None:
         assert {each for floor in floors for each in floor} == inner - {"__init__"}, room
     paths = {source.path for source in house.values()}
     named = {*KNOWS_ONLY, *KEPT_FROM, *(p for patterns in (*ONLY_FOR.values(), *LIBRARIES.values()) for p in patterns)}
-    named |= {*DTYPES_IN, *(pattern for patterns in CALLS.values() for pattern in patterns)}
+    named |= {*SETS_ATTRIBUTES, *SETTINGS, *DTYPES_IN, *(pattern for patterns in CALLS.values() for pattern in patterns)}
     assert not {pattern for pattern in named if not any(fnmatchcase(path, pattern) for path in paths)}
 
 
@@ -544,6 +593,15 @@ BREAKS = [
     ("libraries", "adapters/export.py", "from safetensors.torch import save_file", 1),
     ("libraries", "monitoring/weight_change.py", "import diffusers.models", 1),
     ("libraries", "data/images/decode.py", "import pillow_heif", 1),
+    ("mocks", "plan/run_plan.py", "from unittest.mock import patch", 1),
+    ("mocks", "runtime/device.py", "def f():\n    import unittest", 2),
+    ("foreign_attributes", "engine/loop.py", "import torch\ntorch.backends.cudnn.benchmark = True", 2),
+    ("foreign_attributes", "engine/loop.py", "from torch import Tensor\nTensor.cpu = None", 2),
+    ("foreign_attributes", "engine/loop.py", "from torch.nn import functional as f\ndef g():\n    f.a, x = 1, 2", 3),
+    ("foreign_attributes", "engine/loop.py", "def g():\n    from torch import nn\n    setattr(nn.Linear, name, 1)", 3),
+    ("foreign_attributes", "engine/loop.py", "import logging\nlogging.lastResort = None", 2),
+    ("foreign_attributes", "engine/loop.py", "import torch.nn as nn\ndel nn.Linear.bias", 2),
+    ("foreign_attributes", "engine/loop.py", "import torch\ntorch.x += 1", 2),
     ("calls", "engine/loop.py", "loss.backward()", 1),
     ("calls", "engine/loop.py", "self.optimizer.step()", 1),
     ("calls", "engine/step.py", "with torch.autocast('cuda'):\n    pass", 1),
@@ -632,6 +690,10 @@ def test_a_circle_is_found_wherever_its_imports_stand(place: str, late: str) -> 
         ("places", "kernels/one.py", ""),
         ("libraries", "config/read.py", "import tomllib"),
         ("libraries", "kernels/fp8_triton.py", "import triton"),
+        ("mocks", "run/run.py", "from trainer.unittest import mock"),
+        ("foreign_attributes", "runtime/device.py", "import torch\ntorch.backends.cudnn.benchmark = True"),
+        ("foreign_attributes", "run/run.py", "import os\nos.environ['A'] = '1'\nx = os.stat('.')\nx.y = torch.z"),
+        ("foreign_attributes", "run/run.py", "from trainer.base import signals\nsignals.promise = 1\nself.torch = 1"),
         ("calls", "run/run.py", "def f(scaler: torch.amp.GradScaler): ctx.save_for_backward(schedule.step())"),
         ("dtypes", "engine/step.py", '"""In bf16."""\nx = torch.zeros(1, dtype=torch.float32)  # not fp16'),
         ("families", "cli/main.py", '"""sdxl"""\nhelp = "Adapters for SDXL and Flux"  # flux'),
