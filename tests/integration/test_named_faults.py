@@ -31,6 +31,7 @@ from trainer.kernels import dora_torch
 from trainer.models import FAMILIES
 from trainer.quantization import ALL_FORMATS, FORMATS, FrozenConv2d, FrozenLinear
 from trainer.run import run as runs
+from trainer.runtime.jobs import Position
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # A few layers of each kind: what is tested does not grow with their number.
@@ -413,7 +414,7 @@ def test_diffusers_7330_validation_leaves_the_adapter_as_it_is(bench: Workbench,
 
         before, values = state(), {name: (p.detach().clone(), p.grad.clone()) for name, p in named.items()}
         frozen = {name: t.dtype for name, t in run.model.modules[DENOISER[family]].state_dict().items()}
-        run.artifacts().draw_samples()
+        run.artifacts().draw_samples(Position(run.progress.step, run.plan.max_steps))
         assert all(run.adapter.named_parameters()[name] is named[name] for name in named)
         assert state() == before
         for name, (value, grad) in values.items():
@@ -602,7 +603,7 @@ def test_bitsandbytes_nf4_gradients_are_the_same_after_a_validation(bench: Workb
         jitter(run)
         batch = run.reader[next(run.updates())[0]]
         before = gradients(run, batch)
-        run.artifacts().draw_samples()
+        run.artifacts().draw_samples(Position(run.progress.step, run.plan.max_steps))
         after = gradients(run, batch)
         assert all(gradient.norm() > 0 for gradient in before.values())
         assert all(torch.equal(after[name], gradient) for name, gradient in before.items())

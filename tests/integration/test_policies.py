@@ -34,6 +34,7 @@ from trainer.engine import assembly
 from trainer.engine.components import Components
 from trainer.engine.step import Step, StepResult
 from trainer.run import run as runs
+from trainer.runtime.jobs import Job, Position
 
 LENGTH = 6  # two updates an epoch
 TARGETS = ["up_blocks.1.attentions.*attn1.to_q"]  # late layers: what is before them needs no backward pass
@@ -608,6 +609,28 @@ def test_sigint_sigterm_sigint_stops_at_once() -> None:
         signal.raise_signal(signal.SIGTERM)
         assert arrived.stop == signal.SIGINT
         signal.raise_signal(signal.SIGINT)
+
+
+def test_a_new_activity_is_a_job_and_one_line(bench: Workbench, whole: Path, monkeypatch, capsys) -> None:
+    """It writes a file every 5 steps, and fails once: the run ends as the table of endings says, with the last whole step
+    saved. The next start makes what is missing, and no byte of the training is another."""
+    folder, failures = bench.tmp / "notes", [OSError(errno.ENOSPC, "No space left on device", "note")]
+
+    def note(at: Position) -> None:
+        if failures and at.step == 5:
+            raise failures.pop()
+        (folder / f"{at.step}").write_text("seen" if at.fresh else "found")
+
+    def jobs_of(run: runs.Run, real=runs.jobs_of) -> tuple[Job, ...]:
+        return *real(run), Job(name="a note was written", due=lambda at: at.due(5), run=note, remedy="write none")
+
+    folder.mkdir()
+    monkeypatch.setattr(runs, "jobs_of", jobs_of)
+    assert start(bench, tree(bench)) == 6 and "No space left on device" in capsys.readouterr().err
+    assert store.steps(bench.tmp / "out" / "checkpoints") == [5] and not list(folder.iterdir())
+    assert start(bench, tree(bench)) == 0
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {"5": "found"}
+    assert files_of(bench.tmp / "out") == files_of(whole)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from trainer.artifacts import sampling
 from trainer.artifacts.model_card import write_card
 from trainer.artifacts.provenance import Origin
 from trainer.base.console import width
-from trainer.base.errors import DataError, Interrupted, NotTrained, NotWritten, OutOfMemory, UserError
+from trainer.base.errors import NotTrained
 from trainer.base.files import Together, Write, write_atomic
-from trainer.base.memory import give_back, is_out_of_memory
+from trainer.base.memory import give_back
 from trainer.base.pictures import THUMBNAIL, first_sample, thumbnail
 from trainer.base.run_layout import Layout
 from trainer.base.tensorfile import TensorFile
@@ -27,13 +27,12 @@ from trainer.data.batches.loader import Reader
 from trainer.ema import Averages, described, snapshots
 from trainer.engine.components import Components
 from trainer.engine.encoding import prompt_conditioning
-from trainer.engine.policies import AVERAGES_TOO_LARGE, SAMPLES_TOO_LARGE
 from trainer.monitoring import weight_change
 from trainer.monitoring.diagnosis import is_line, judge
-from trainer.monitoring.measurements import due
 from trainer.monitoring.metrics import read_lines
 from trainer.report import LiveReport
 from trainer.report.before_after import write_before_after
+from trainer.runtime.jobs import Position
 
 
 @dataclass(frozen=True)
@@ -55,64 +54,27 @@ class Artifacts:
     averages: Averages
     report: LiveReport
 
-    def after_step(self, *, again: bool = False) -> Exception | None:
-        """Export and draw what is due at the present step. again: what a start that was cut off may have made already.
+    def show(self, at: Position) -> None:
+        """Have the report written again, where it is time and there is something new to see."""
+        config = self.components.plan.config
+        shown = config.validation.every_steps, config.validation.loss_every_steps, config.checkpoint.every_steps
+        self.report.after_step(news=not at.fresh or any(map(at.due, (*shown, config.export.every_steps))))
 
-        Returns what kept this process from it and ends the run. It is not raised: all processes have to stop together.
-        """
-        plan, processes = self.components.plan, self.components.processes
-        config, step, failure = plan.config, self.progress.step, None
-        at_end, every = step == plan.max_steps, config.ema.snapshot_every_steps
-        shown = config.validation.every_steps, config.validation.loss_every_steps
-        news = again or any(due(n, step) for n in (*shown, config.checkpoint.every_steps, config.export.every_steps))
-        if self.averages.updates and every and (at_end or due(every, step)):
-            failure = self.set_aside() if processes.is_main else None
-            processes.wait()
-        if plan.requests and (step == 0 or at_end or due(config.validation.every_steps, step)):
-            self.report.after_step(news=news)  # what is new by now need not wait until they are drawn
-            if processes.is_main and not (again and self.layout.samples_of(step).exists()):
-                failure = failure or self.draw_samples()
-            processes.wait()
-        # After the samples, whose first one may be the files' thumbnail.
-        if failure is None and not at_end and due(config.export.every_steps, step):
-            stem = f"{config.run.name}-{step:08d}"
-            files = [f for ending in self.weights for f in export.file_names(stem + ending, config.export.formats).values()]
-            if not (again and all((self.layout.adapters / file).exists() for file in files)):
-                try:
-                    with Together() as together:
-                        self.export(stem, together.write)
-                except Interrupted:  # the next start makes them; all processes stop together
-                    pass
-                except NotTrained as error:
-                    processes.say(f"warning: {error}")
-                except UserError as error:
-                    failure = error
-                except OSError as error:
-                    failure = NotWritten(error)
-            processes.wait()
-        self.report.after_step(news=news)
-        return failure
-
-    def set_aside(self) -> Exception | None:
-        """Write the averages as they are now beside the earlier ones. Returns what ends the run."""
+    def set_aside(self) -> None:
+        """Write the averages as they are now beside the earlier ones."""
         step, made = self.progress.step, partial(products, self.adapter)
         epoch = self.components.plan.epoch_of(step)
         # Seen to its end whatever signal comes, as a checkpoint is: the later ones go on from here.
         with self.components.phases("setting averages aside", unit="B", obey=False) as phase:
-            try:
-                snapshots.write(self.layout.averages, step, epoch, self.averages, made, phase.advance)
-            except OSError as error:
-                return NotWritten(error)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                return OutOfMemory(f"step {step}: out of memory while averages were set aside\n{error}\n{AVERAGES_TOO_LARGE}")
-        return None
+            snapshots.write(self.layout.averages, step, epoch, self.averages, made, phase.advance)
 
-    def draw_samples(self) -> Exception | None:
-        """Of the present step; a stop leaves them to the next start. Returns what ends the run."""
-        components, requests, step = self.components, self.components.plan.requests, self.progress.step
-        weights = self.weights if step else {"": self.weights[""]}  # before training the average is what is averaged
+    def draw_samples(self, at: Position) -> None:
+        """Draw the step's samples, unless an earlier start did. A stop leaves them to the next start."""
+        self.show(at)  # what is new by now need not wait until they are drawn
+        components, requests, folder = self.components, self.components.plan.requests, self.layout.samples_of(at.step)
+        if not at.fresh and folder.exists():
+            return
+        weights = self.weights if at.step else {"": self.weights[""]}  # before training the average is what is averaged
 
         def sample(request):
             # Around the encoding too: an adapted text encoder has a strength as well.
@@ -120,33 +82,30 @@ class Artifacts:
                 told = [prompt_conditioning(components, self.reader, text) for text in (request.prompt, request.negative)]
                 return components.family.sample(components.model, request, *told)
 
+        evaluations = len(weights) * sum(request.steps for request in requests)
+        # An image may take longer than a spot machine gives.
+        with (
+            components.phases("drawing samples", evaluations, "evaluation", event=f"samples step {at.step}") as phase,
+            phase.between_modules(),
+            components.load(components.family.denoiser).register_forward_hook(lambda *_: phase.advance()),
+        ):
+            # Before the samples: where these are, the next start takes the step's drawing for done.
+            sampling.keep_truths(requests, components.plan.truths, self.layout.truths)
+            sampling.draw_samples(requests, sample=sample, folder=folder, weights=weights)
+        give_back()
+
+    def export_step(self, at: Position) -> None:
+        """Write the adapter files that have the step in their names, unless an earlier start did."""
+        config = self.components.plan.config
+        stem = f"{config.run.name}-{at.step:08d}"
+        files = [f for ending in self.weights for f in export.file_names(stem + ending, config.export.formats).values()]
+        if not at.fresh and all((self.layout.adapters / file).exists() for file in files):
+            return
         try:
-            # An image may take longer than a spot machine gives.
-            with (
-                components.phases(
-                    "drawing samples",
-                    len(weights) * sum(r.steps for r in requests),
-                    "evaluation",
-                    event=f"samples step {step}",
-                ) as phase,
-                phase.between_modules(),
-                components.load(components.family.denoiser).register_forward_hook(lambda *_: phase.advance()),
-            ):
-                # Before the samples: where these are, the next start takes the step's drawing for done.
-                sampling.keep_truths(requests, components.plan.truths, self.layout.truths)
-                sampling.draw_samples(requests, sample=sample, folder=self.layout.samples_of(step), weights=weights)
-            give_back()
-        except Interrupted:
-            return None
-        except DataError as error:
-            return error
-        except OSError as error:
-            return NotWritten(error)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return OutOfMemory(f"step {step}: out of memory while samples were drawn\n{error}\n{SAMPLES_TOO_LARGE}")
-        return None
+            with Together() as together:
+                self.export(stem, together.write)
+        except NotTrained as error:
+            self.components.processes.say(f"warning: {error}")
 
     def export(self, stem: str, write: Write = write_atomic) -> dict[str, Path]:
         """Write the adapter's files, and those of its average; returns them by format, the average's by "FORMAT, average"."""

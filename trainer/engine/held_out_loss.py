@@ -18,9 +18,8 @@ from statistics import fmean
 import torch
 
 from trainer.base import draws
-from trainer.base.errors import DataError, Interrupted, OutOfMemory
 from trainer.base.files import json_bytes
-from trainer.base.memory import give_back, is_out_of_memory
+from trainer.base.memory import give_back
 from trainer.base.progress import Phases
 from trainer.base.types import Batch, Occurrence
 from trainer.data.batches.loader import Reader
@@ -28,8 +27,8 @@ from trainer.data.examples import Example
 from trainer.engine.components import Components
 from trainer.monitoring.course import PHOTOS
 from trainer.monitoring.diagnosis import COPIES, COUNT
-from trainer.monitoring.measurements import Fields
 from trainer.plan.fixed_draws import QUARTERS, at_once, copies, draws_of
+from trainer.runtime.jobs import Fields
 from trainer.runtime.processes import Processes
 
 
@@ -75,16 +74,13 @@ def _repeated(batch: Batch, count: int) -> Batch:
 
 @dataclass(kw_only=True)
 class HeldOutLoss:
-    """A measure (trainer/monitoring/measurements.py): before the first step, every so many, and at the end. The processes
-    share it.
+    """Measures the loss at its fixed draws, of which each process takes a share.
 
-    measured: examples by kind. every, last: steps. seed: of the draws. errors: as `squared_errors` gives. copies: how many of
-    the held-out photos have a near duplicate that is trained on. evaluating: as of Artifacts.
+    measured: examples by kind. seed: of the draws. errors: as `squared_errors` gives. copies: how many of the held-out photos
+    have a near duplicate that is trained on. evaluating: a context in which the adapter has the weights to be used.
     """
 
     measured: Mapping[str, Sequence[Example]]
-    every: int
-    last: int
     seed: int
     at_once: int
     reader: Reader
@@ -100,8 +96,6 @@ class HeldOutLoss:
         still = {example.sample: example for examples in plan.measured.values() for example in examples}
         return HeldOutLoss(
             measured=plan.measured,
-            every=validation.loss_every_steps,
-            last=plan.max_steps,
             seed=validation.seed,
             at_once=at_once(plan) if plan.measured else 1,
             reader=replace(reader, examples=still),
@@ -114,6 +108,7 @@ class HeldOutLoss:
 
     @property
     def names(self) -> list[str]:
+        """The fields that are always there after a measurement."""
         return [PHOTOS, *(_loss(kind) for kind in self.measured)]
 
     @cached_property
@@ -122,13 +117,12 @@ class HeldOutLoss:
         photos = {kind: [[e.photo.sha256, e.photo.caption] for e in examples] for kind, examples in self.measured.items()}
         return sha256(json_bytes({"seed": self.seed, "photos": photos})).hexdigest()[:16]
 
-    def due(self, step: int) -> bool:
-        return self.every > 0 and (step % self.every == 0 or step == self.last)
-
-    def measure(self) -> tuple[Fields, Exception | None]:
+    def measure(self) -> Fields:
+        """Fields of the log; none where another process was kept from its share. Raises what kept this one from its own, once
+        the others know."""
         kinds = [kind for kind, examples in self.measured.items() for _ in range(len(examples) * draws_of(len(examples)))]
         found = torch.zeros(len(kinds), dtype=torch.float32, device=self.processes.device)
-        work, failure, stopped = self._share(), None, False
+        work, cut_off = self._share(), 1
         try:
             with (
                 self.phases("held-out loss", sum(len(numbers) for _, numbers, _ in work), "draw") as phase,
@@ -139,23 +133,15 @@ class HeldOutLoss:
                     # Each number has its own place, and only one process fills it: the sum over them rounds nothing.
                     found[first : first + len(numbers)] = self._errors(example, numbers)
                     phase.advance(len(numbers))
-        except Interrupted:
-            stopped = True
-        except DataError as error:
-            failure = error
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            failure = OutOfMemory(
-                f"out of memory while the held-out loss was measured\n{error}\ngo on with --resume_from auto and "
-                "validation.loss_every_steps = 0"
-            )
-        give_back()
-        # The others finish theirs, and hear of it here.
-        if self.processes.largest(int(stopped or failure is not None))[0]:
-            return {}, failure
+            cut_off = 0
+        finally:
+            give_back()
+            # The others finish theirs, and hear of it here.
+            (cut_off,) = self.processes.largest(cut_off)
+        if cut_off:
+            return {}
         self.processes.sum(found)
-        return {PHOTOS: self.mark} | self._counted() | _fields(kinds, found.tolist()), None
+        return {PHOTOS: self.mark} | self._counted() | _fields(kinds, found.tolist())
 
     def _counted(self) -> Fields:
         photos = len({example.photo.sample for example in self.measured.get("held_out", ())})

@@ -63,14 +63,3 @@ def what_would_fit(plan: Plan) -> str:
     if config.memory.gradient_checkpointing is True:
         return new_run
     return f"go on with --resume_from auto --set memory.gradient_checkpointing=true\nor {new_run}"
-
-
-SAMPLES_TOO_LARGE = (
-    "go on with --resume_from auto and smaller samples (width, height of validation.samples), or with "
-    "validation.every_steps = 0"
-)
-
-AVERAGES_TOO_LARGE = (
-    "go on with --resume_from auto, which sets them aside before its first step; or do without them from here on, with "
-    "ema.snapshot_every_steps = 0 beside it"
-)

@@ -4,40 +4,24 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from trainer.adapters import Adapter
 from trainer.base.console import width
-from trainer.base.errors import TOO_LARGE, Interrupted, NonFiniteError, OutOfMemory
-from trainer.base.memory import is_out_of_memory
+from trainer.base.errors import NonFiniteError
 from trainer.base.progress import Phases
 from trainer.monitoring import weight_change
 from trainer.monitoring.course import BLOCKS, Course
 from trainer.monitoring.diagnosis import is_line, largest, mark_of
 from trainer.monitoring.metrics import Metrics, read_lines
+from trainer.runtime.jobs import Fields, Job, Position, run_jobs
 from trainer.runtime.processes import Processes
-
-Fields = dict[str, Any]
 
 # The first step after which the change of the weights is measured; then at twice as many, and so on.
 FIRST = 16
-
-
-class Measure(Protocol):
-    """names: the fields that it gives. mark: tells on what it measures, and stands in the field PHOTOS; None: on what never
-    changes. measure: (fields, what ends the run); no fields where a stop cut it off."""
-
-    @property
-    def names(self) -> Sequence[str]: ...
-    @property
-    def mark(self) -> str | None: ...
-    def due(self, step: int) -> bool: ...
-    def measure(self) -> tuple[Fields, Exception | None]: ...
 
 
 @dataclass
@@ -47,39 +31,42 @@ class Measured:
     The line of step N has what holds after step N. The first line of a log has what held before it, too, under "at_start"; so
     has the first one of a start that measures on other photos. A stop is obeyed in the middle. Then the line is written
     without, and the next start, which stands at that step, adds what it lacks.
+
+    jobs: those that give fields.
     """
 
-    measures: Sequence[Measure]
+    jobs: Sequence[Job]
     log: Metrics
     levers: str
     processes: Processes
     at_start: Fields = field(default_factory=dict, init=False)
     course: Course = field(default_factory=Course, init=False)
 
-    def begin(self, step: int) -> Exception | None:
-        """Before the first step of this start, at `step`. Returns what ends the run."""
+    def begin(self, at: Position) -> Exception | None:
+        """Before the first step of this start. Returns what ends the run."""
         rows = list(filter(is_line, read_lines(self.log.path)))
         self.course, before = Course(rows, self.levers), mark_of(rows)
-        last = rows[-1] if rows and rows[-1]["step"] == step else None
-        starts = [m for m in self.measures if m.due(0) and self._agreed(last is None or m.mark != before)]
-        if before and any(m.mark != before for m in starts):
+        last = rows[-1] if rows and rows[-1]["step"] == at.step else None
+        first = replace(at, step=0)
+        starts = [job for job in self.jobs if job.due(first) and self._agreed(last is None or job.mark != before)]
+        if before and any(job.mark != before for job in starts):
             self.processes.say(
                 "warning: other photos, captions or draws are measured than before: the held-out loss begins a new curve here"
             )
-        self.at_start, failure = self._measure(starts)
+        self.at_start, failure = run_jobs(starts, first, self.processes)
         lacking = [
-            m for m in self.measures
-            if m not in starts and m.due(step) and self._agreed(last is not None and not last.keys() >= set(m.names))
+            job for job in self.jobs
+            if job not in starts and job.due(at) and self._agreed(last is not None and not last.keys() >= set(job.fields))
         ]  # fmt: skip
-        fields, failed = self._measure(lacking)
+        fields, failed = run_jobs(lacking, at, self.processes)
         self.log.add(fields)
-        if warning := self.course.measured(step, fields):
+        if warning := self.course.measured(at.step, fields):
             self.processes.say(f"warning: {warning}")
         return failure or failed
 
-    def step(self, entry: Fields) -> Exception | None:
-        """Write the line of a step. Returns what ends the run."""
-        fields, failure = self._measure([m for m in self.measures if m.due(entry["step"])])
+    def step(self, entry: Fields, at: Position) -> Exception | None:
+        """Write the line of the step that was made. Returns what ends the run."""
+        fields, failure = run_jobs(self.jobs, at, self.processes)
         if self.at_start:
             fields["at_start"], self.at_start = self.at_start, {}
         self.log.log(entry | fields)
@@ -95,55 +82,20 @@ class Measured:
             self.processes.say(f"warning: {said}; {self.course.remedy()}")
             self.processes.say(weight_change.render(table, width(sys.stdout)))
 
-    def _measure(self, measures: Sequence[Measure]) -> tuple[Fields, Exception | None]:
-        fields, failure = {}, None
-        for measure in measures:
-            found, failed = measure.measure()
-            fields, failure = fields | found, failure or failed
-        return fields, failure
-
     def _agreed(self, here: bool) -> bool:
         """As the main process finds, which writes the log."""
         return bool(self.processes.largest(int(here and self.processes.is_main))[0])
 
 
-@dataclass(frozen=True)
-class WeightChange:
-    """How far the layer that moved most is from where it was: ||dW|| / ||W||. Rarely: every weight is read. By the main
-    process; the others go on.
-
-    start: as of weight_change.weight_change.
-    """
-
-    adapter: Adapter
-    start: Mapping[str, torch.Tensor] | None
-    evaluating: Callable[[], AbstractContextManager[None]]
-    processes: Processes
-    phases: Phases
-    names: Sequence[str] = ("weight_change",)
-    mark: None = None
-
-    def due(self, step: int) -> bool:
-        """16, 32, 64, ..."""
-        return step >= FIRST and step & (step - 1) == 0
-
-    def measure(self) -> tuple[Fields, Exception | None]:
-        if not self.processes.is_main:
-            return {}, None
-        try:
-            with self.evaluating():
-                blocks = weight_change.weight_change(self.adapter, self.start, self.phases)
-        except Interrupted:
-            return {}, None
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return {}, OutOfMemory(f"out of memory while the change of the weights was measured\n{error}\n{TOO_LARGE}")
-        moved = {name: block.largest if math.isfinite(block.largest) else None for name, block in blocks.items()}
-        most = largest([block.largest for block in blocks.values()])
-        return {"weight_change": most if math.isfinite(most) else None, BLOCKS: moved}, None
+def change_due(at: Position) -> bool:
+    """Whether the change of the weights is measured here: after 16, 32, 64, ... steps, as every weight is read."""
+    return at.step >= FIRST and at.step & (at.step - 1) == 0
 
 
-def due(every: int, step: int) -> bool:
-    """every: a number of steps; 0 is never."""
-    return every > 0 and step > 0 and step % every == 0
+def change_fields(adapter: Adapter, start: Mapping[str, torch.Tensor] | None, phases: Phases) -> Fields:
+    """Fields of the log: how far the layer that moved most is from where it was, ||dW|| / ||W||, and that of each block; None
+    where one is not finite. start: as of weight_change.weight_change."""
+    blocks = weight_change.weight_change(adapter, start, phases)
+    moved = {name: block.largest if math.isfinite(block.largest) else None for name, block in blocks.items()}
+    most = largest([block.largest for block in blocks.values()])
+    return {"weight_change": most if math.isfinite(most) else None, BLOCKS: moved}

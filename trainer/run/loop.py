@@ -2,10 +2,10 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from trainer.base.errors import DataError, Interrupted, NonFiniteError, NotWritten, OutOfMemory, PeerStopped, UserError
+from trainer.base.errors import DataError, Interrupted, OutOfMemory, PeerStopped
 from trainer.base.memory import peak_bytes, reset_peak
 from trainer.base.progress import PACE_UNITS, pace_of
 from trainer.base.signals import Signals
@@ -15,16 +15,15 @@ from trainer.data.batches.sampler import MicroBatch
 from trainer.engine.policies import NonFinite
 from trainer.engine.step import Step, StepResult
 from trainer.monitoring.course import rates
-from trainer.monitoring.measurements import Measured, due
+from trainer.monitoring.measurements import Measured
 from trainer.run.checkpointing import Saves
+from trainer.runtime.jobs import ENDINGS, Job, Position, run_jobs
 from trainer.runtime.processes import Processes
 
 # What is said of a stop once there is a step to keep.
 SAVED = "stopping; a checkpoint is written"
 AFTER_STEP = "stopping after this step; a checkpoint is written"
 
-# What may stand in the way of one process alone: the others hear of it by its place, from 1. All save the last whole step.
-ENDINGS = (DataError, OutOfMemory, NotWritten, UserError)
 # What asks for a checkpoint between two steps, the stronger last.
 BY_THE_CLOCK, BY_SIGNAL = 1, 2
 
@@ -35,7 +34,7 @@ class Loop:
 
     updates: the micro-batches of every update still to come. batches: this process's share of each, read; it is closed here.
     last, stop_after: steps; stop_after is at most last. save_every: steps between two checkpoints; 0 is never.
-    after_step: as Artifacts.after_step. measured: writes the log.
+    jobs: what is done after a step's checkpoint. measured: writes the log, before it.
     too_large: what to change where a step runs out of memory.
     pending: what ends the run once all processes know of it. ends: when each of the last steps was done.
     """
@@ -48,7 +47,7 @@ class Loop:
     stop_after: int
     save_every: int
     saves: Saves
-    after_step: Callable[..., Exception | None]
+    jobs: Sequence[Job]
     measured: Measured
     non_finite: NonFinite
     too_large: str
@@ -60,13 +59,13 @@ class Loop:
     def run(self) -> bool:
         """Returns whether the last step was reached. However it ends, the last whole step is saved.
 
-        Raises Interrupted, PeerStopped, NonFiniteError, one of ENDINGS, OSError, KeyboardInterrupt.
+        Raises Interrupted, PeerStopped, one of ENDINGS, OSError, KeyboardInterrupt.
         """
-        progress, at_once = self.progress, False
+        progress, at_once, at = self.progress, False, self._position(fresh=False)
         self.signals.promise = SAVED
         try:
-            self.pending = self.after_step(again=True)  # step 0, or what a stop cut off
-            self.pending = self.measured.begin(progress.step) or self.pending
+            _, self.pending = run_jobs(self.jobs, at, self.processes)  # of step 0, or what a stop cut off
+            self.pending = self.measured.begin(at) or self.pending
             for update in self.updates:
                 if progress.step >= self.stop_after:
                     break
@@ -87,17 +86,18 @@ class Loop:
                 self.ends.append(ended)
                 self.measured.log.phase.pace = pace_of(list(self.ends)) or ended - begun
                 self._count(result, occurrences, ended - started)
-                if due(self.save_every, progress.step):
+                at = self._position()
+                if at.due(self.save_every):
                     self.saves.save()
                 if progress.step == self.stop_after:
                     self.saves.save(final=True)
-                self.pending = self.after_step() or self.pending
+                self.pending = run_jobs(self.jobs, at, self.processes)[1] or self.pending
             self._agree()
             finished = progress.step >= self.last
             if not finished:
                 self.processes.say(f"stopped after step {progress.step} as asked (run.stop_after), which is saved")
             return finished
-        except (Interrupted, NonFiniteError, *ENDINGS) as error:
+        except (Interrupted, *ENDINGS) as error:
             # Between two steps, or a step that changed nothing: what was trained is whole, and kept. All processes are here,
             # and leave together: whoever ended first would have the launcher stop the one that saves.
             self.measured.end(error)
@@ -118,6 +118,9 @@ class Loop:
             if not at_once:
                 self.saves.close()
             self.measured.log.close()
+
+    def _position(self, *, fresh: bool = True) -> Position:
+        return Position(self.progress.step, self.last, fresh)
 
     def _read(self) -> list[Batch]:
         """The next update's micro-batches of this process; an error waits until `_agree` tells all processes of it."""
@@ -177,4 +180,4 @@ class Loop:
         peak = peak_bytes(self.processes.device)
         if peak is not None:
             entry["peak_bytes"] = peak
-        self.pending = self.measured.step(entry)
+        self.pending = self.measured.step(entry, self._position())

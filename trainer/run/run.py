@@ -19,7 +19,7 @@ from trainer.artifacts.provenance import Origin
 from trainer.artifacts.run_report import report_of
 from trainer.base import files
 from trainer.base.digests import FileDigests
-from trainer.base.errors import Interrupted
+from trainer.base.errors import TOO_LARGE, Interrupted
 from trainer.base.memory import give_back
 from trainer.base.progress import QUIET, Phases, Record
 from trainer.base.run_layout import AVERAGE, Layout
@@ -39,7 +39,7 @@ from trainer.engine.step import Step
 from trainer.models.base import Family, Model
 from trainer.models.loading import ModelSource
 from trainer.monitoring import metrics
-from trainer.monitoring.measurements import Measured, WeightChange
+from trainer.monitoring.measurements import Measured, change_due, change_fields
 from trainer.monitoring.trackers import sign_in
 from trainer.plan.data_sources import open_cache
 from trainer.plan.describe import describe
@@ -52,6 +52,7 @@ from trainer.run.loop import Loop
 from trainer.run.output_folder import open_trackers, opened
 from trainer.run.setup import begin, cache_dir
 from trainer.runtime.device import base_of, start_processes
+from trainer.runtime.jobs import Fields, Job, Position
 from trainer.runtime.processes import Processes
 
 
@@ -222,6 +223,59 @@ def build(
     )
 
 
+# --- what is done between two steps -----------------------------------------------------------------------------------
+
+
+def jobs_of(run: Run) -> tuple[Job, ...]:
+    """What the run does beside training, in this order; those that give fields before the checkpoint of the step."""
+    config, artifacts, go_on = run.plan.config, run.artifacts(), "go on with --resume_from auto"
+    held_out = HeldOutLoss.of(run.components, run.reader, run.evaluating)
+
+    def change(at: Position) -> Fields:
+        with run.evaluating():
+            return change_fields(run.adapter, run.origin.start.weights, run.phases)
+
+    return (
+        Job(
+            name="the held-out loss was measured",
+            due=lambda at: at.due(config.validation.loss_every_steps, ends=True),
+            run=lambda at: held_out.measure(),
+            remedy=f"{go_on} and validation.loss_every_steps = 0",
+            shared=True,
+            fields=held_out.names,
+            mark=held_out.mark,
+        ),
+        Job(
+            name="the change of the weights was measured",
+            due=change_due,
+            run=change,
+            remedy=TOO_LARGE,
+            fields=("weight_change",),
+        ),
+        Job(
+            name="averages were set aside",
+            due=lambda at: run.averages.updates > 0 and at.due(config.ema.snapshot_every_steps, ends=True),
+            run=lambda at: artifacts.set_aside(),
+            remedy=f"{go_on}, which sets them aside before its first step; or do without them from here on, with "
+            "ema.snapshot_every_steps = 0 beside it",
+        ),
+        Job(
+            name="samples were drawn",
+            due=lambda at: bool(run.plan.requests) and at.due(config.validation.every_steps, ends=True),
+            run=artifacts.draw_samples,
+            remedy=f"{go_on} and smaller samples (width, height of validation.samples), or with validation.every_steps = 0",
+        ),
+        # After the samples, whose first one may be the files' thumbnail. Those of the last step come with the end.
+        Job(
+            name="adapter files were written",
+            due=lambda at: not at.at_end and at.due(config.export.every_steps),
+            run=artifacts.export_step,
+            remedy=f"{go_on} and export.every_steps = 0",
+        ),
+        Job(name="the report was written", due=lambda at: True, run=artifacts.show, remedy=TOO_LARGE, shared=True),
+    )
+
+
 # --- output, loop, end ------------------------------------------------------------------------------------------------
 
 
@@ -245,6 +299,7 @@ def make_loop(run: Run, signals: Signals) -> Loop:
         during=peers.undisturbed,
         step=progress.step,
     )
+    jobs = jobs_of(run)
     saves = Saves(
         pieces=run.pieces,
         saver=saver,
@@ -266,16 +321,8 @@ def make_loop(run: Run, signals: Signals) -> Loop:
         stop_after=min(config.run.stop_after or plan.max_steps, plan.max_steps),
         save_every=config.checkpoint.every_steps,
         saves=saves,
-        after_step=run.artifacts().after_step,
-        measured=Measured(
-            [
-                HeldOutLoss.of(run.components, run.reader, run.evaluating),
-                WeightChange(run.adapter, run.origin.start.weights, run.evaluating, peers, run.phases),
-            ],
-            log,
-            optim.levers(config.optimizer.name),
-            peers,
-        ),
+        jobs=[job for job in jobs if not job.fields],
+        measured=Measured([job for job in jobs if job.fields], log, optim.levers(config.optimizer.name), peers),
         non_finite=run.non_finite,
         too_large=what_would_fit(plan),
         processes=peers,

@@ -14,6 +14,7 @@ from trainer.base.errors import DataError, NonFiniteError
 from trainer.monitoring.measurements import Measured
 from trainer.monitoring.metrics import Metrics
 from trainer.monitoring.trackers import TensorBoard
+from trainer.runtime.jobs import Position
 
 
 def entry(step: int, loss: float) -> dict[str, Any]:
@@ -26,9 +27,9 @@ def start(folder: Path, losses: Sequence[float], first: int, last: int, error: E
     processes: Any = SimpleNamespace(say=said.append, largest=lambda *numbers: numbers, is_main=True)
     log = Metrics(folder / "metrics.jsonl", total_steps=99, initial_step=first - 1, enabled=True)
     measured = Measured([], log, "optimizer.lr", processes)
-    assert measured.begin(first - 1) is None
+    assert measured.begin(Position(first - 1, 99, fresh=False)) is None
     for step in range(first, last + 1):
-        assert measured.step(entry(step, losses[step - 1])) is None
+        assert measured.step(entry(step, losses[step - 1]), Position(step, 99)) is None
     if error is not None:
         measured.end(error)
     log.close()

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from trainer.base.errors import DataError, NotTrained, NotWritten, OutOfMemory, UserError
-from trainer.run.loop import BY_SIGNAL, BY_THE_CLOCK, ENDINGS, Loop
+from trainer.run.loop import BY_SIGNAL, BY_THE_CLOCK, Loop
+from trainer.runtime.jobs import ENDINGS
 
 
 def between_steps(*, is_main: bool = True, pending: Exception | None = None, signalled: bool = False, others=(0, 0, 0, 0)):

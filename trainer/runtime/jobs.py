@@ -1,0 +1,98 @@
+"""What a run does between two steps beside training: jobs, when each is due, and how one ends the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.base.errors import DataError, Interrupted, NonFiniteError, NotWritten, OutOfMemory, UserError
+from trainer.base.memory import give_back, is_out_of_memory
+from trainer.runtime.processes import Processes
+
+Fields = dict[str, Any]  # of a step's line of the log
+
+# The table of endings: what may stand in the way of one process between two steps. `guarded` makes one of them of whatever a
+# job meets with; the other processes hear of it by its place, from 1, and raise the same; all save the last whole step.
+ENDINGS = (DataError, OutOfMemory, NotWritten, UserError, NonFiniteError)
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands between two steps. step: made so far, 0 before the first. last: of the whole run.
+
+    fresh: whether this start made the step. Where it only found it, an earlier start may have done what is due there.
+    """
+
+    step: int
+    last: int
+    fresh: bool = True
+
+    @property
+    def at_end(self) -> bool:
+        return self.step == self.last
+
+    def due(self, every: int, *, ends: bool = False) -> bool:
+        """Whether what is asked for every so many steps is due here; 0 is never. ends: before the first step and after the
+        last one, too."""
+        if ends and self.step in (0, self.last):
+            return every > 0
+        return every > 0 and self.step > 0 and self.step % every == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One activity of a run.
+
+    name: what is done, as it follows "out of memory while": "samples were drawn". due: alike in all processes.
+    run: does it; returns fields for the step's line of the log, or None. remedy: what to change where memory runs out.
+    shared: whether every process takes part, and none waits. Otherwise the main process does it, and the others wait for it.
+    fields: names of what it gives. Such a job runs before the step's line is written, the others after its checkpoint.
+    mark: tells on what it measures, and stands in the line; None: on what never changes.
+    """
+
+    name: str
+    due: Callable[[Position], bool]
+    run: Callable[[Position], Fields | None]
+    remedy: str
+    shared: bool = False
+    fields: Sequence[str] = ()
+    mark: str | None = None
+
+
+def guarded(job: Job, at: Position) -> tuple[Fields, Exception | None]:
+    """Run a job: (its fields, one of ENDINGS that ends the run). The ending is not raised: all processes stop together.
+
+    A stop cuts the job off, and is obeyed between two steps; the next start makes what is missing.
+    """
+    try:
+        return job.run(at) or {}, None
+    except Interrupted:
+        return {}, None
+    except ENDINGS as error:
+        return {}, error
+    except OSError as error:
+        return {}, NotWritten(error)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        # Only its text is kept: the exception holds on to what was computed.
+        failure = OutOfMemory(f"step {at.step}: out of memory while {job.name}\n{error}\n{job.remedy}")
+    give_back()
+    return {}, failure
+
+
+def run_jobs(jobs: Iterable[Job], at: Position, processes: Processes) -> tuple[Fields, Exception | None]:
+    """Run those that are due, in their order: (the fields of all, what ends the run). All processes call it alike.
+
+    After a failure of the main process its own jobs are left out; those that all processes share are not.
+    """
+    fields: Fields = {}
+    failure = None
+    for job in (job for job in jobs if job.due(at)):
+        if job.shared or (processes.is_main and failure is None):
+            found, failed = guarded(job, at)
+            fields, failure = fields | found, failure or failed
+        if not job.shared:
+            processes.wait()
+    return fields, failure
