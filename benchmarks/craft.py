@@ -124,9 +124,9 @@ def opponent(cache: Path, steps: int | None) -> Run:
 
 def state_bytes(run: Run) -> int:
     """Of what the optimizer keeps, and of an average."""
-    states = run.optimizer.optimizer.state.values()
+    states = run.state.optimizer.optimizer.state.values()
     kept = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
-    return sum(tensor.nbytes for tensor in [*kept, *run.averages.tensors])
+    return sum(tensor.nbytes for tensor in [*kept, *run.state.averages.tensors])
 
 
 def measure(choice: Choice, seed: int, cache: Path, steps: int | None = None) -> cells.Result:

@@ -14,7 +14,6 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
-from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -91,8 +90,7 @@ class Examiner:
         """predict: None for the run's own."""
         self.run = run
         self.predict = predict or (lambda *inputs: run.family.predict(run.model, *inputs))
-        evaluating = partial(run.optimizer.evaluating, run.adapter.mark_stale)
-        self.used = run.averages.used if run.averages.weights else evaluating
+        self.used = list(run.state.weights_for_use().values())[-1]  # the average, where there is one
         # The plain loss, whatever the run weighs.
         self.objective = run.plan.objective.plain()
 

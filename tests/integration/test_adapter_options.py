@@ -193,7 +193,7 @@ def test_a_stopped_part_moves_no_more(bench: Workbench, optimizer: str) -> None:
         seen = []
         for step, update in zip(range(1, 5), run.updates(), strict=False):
             assert take_step(run, step, update).updated
-            kept = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in run.optimizer.state_dict().items()}
+            kept = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in run.state.optimizer.state_dict().items()}
             seen.append(({name: p.detach().clone() for name, p in named.items()}, kept))
         groups = run.step.optimizer.param_groups
         stopped = [i for i, group in enumerate(groups) if "stop_step" in group]

@@ -79,8 +79,8 @@ def test_the_average_is_that_of_the_formula_and_only_made_by_updates_that_change
                 continue
             assert take_step(run, step, update).updated
             weights.append({name: p.detach().clone() for name, p in run.adapter.named_parameters().items()})
-        assert run.averages.updates == 4
-        right, found = by_formula(weights, 0.5), run.averages.of("constant")
+        assert run.state.averages.updates == 4
+        right, found = by_formula(weights, 0.5), run.state.averages.of("constant")
         assert found.keys() == right.keys() == run.adapter.named_parameters().keys()
         moved = 0.0
         for name, average in right.items():
@@ -126,7 +126,7 @@ def test_files_and_samples_of_the_average_are_made_with_it(bench: Workbench, cap
         assert len(re.findall(r"against the live adapter.* equal", said)) == 2
         assert all(f"adapter ({kind}, average): " in said for kind in ("diffusers", "comfyui"))
         assert "sample 00_ema moved by" in said
-        average = run.averages.of("constant")
+        average = run.state.averages.of("constant")
         exported = TensorFile(bench.tmp / "out" / "adapters" / "bear_ema.safetensors")
         for name, tensor in average.items():
             assert torch.equal(exported.read(name).flatten(), tensor.flatten()), name
@@ -186,7 +186,7 @@ def test_whatever_ends_a_sample_of_the_average_the_weights_come_back(bench: Work
             take_step(run, step, update)
             run.progress.step = step
         before = {name: p.detach().clone() for name, p in run.adapter.named_parameters().items()}
-        kept = {name: t.clone() for name, t in run.averages.of("constant").items()}
+        kept = {name: t.clone() for name, t in run.state.averages.of("constant").items()}
         seen = []
 
         def sample(*arguments):
@@ -200,7 +200,7 @@ def test_whatever_ends_a_sample_of_the_average_the_weights_come_back(bench: Work
             run.artifacts().draw_samples(Position(2, 4))
         for name, parameter in run.adapter.named_parameters().items():
             assert torch.equal(parameter, before[name]) and torch.equal(seen[0][name], before[name])
-            assert torch.equal(seen[1][name], kept[name]) and torch.equal(run.averages.of("constant")[name], kept[name])
+            assert torch.equal(seen[1][name], kept[name]) and torch.equal(run.state.averages.of("constant")[name], kept[name])
         assert all(layer.stale for layer in run.adapter.layers.values())
         assert not (bench.tmp / "out" / "samples" / "step-00000002").exists()
 
@@ -246,7 +246,7 @@ def test_the_plan_counts_it(bench: Workbench) -> None:
         source = open_source(config)
         found.append(forecast(make_plan(resolve(config, source), source, processes=1), dora_torch))
     with built(configs.parse(tree(bench, "out", **CONSTANT))) as run:
-        size = sum(tensor.nbytes for tensor in run.averages.tensors)
+        size = sum(tensor.nbytes for tensor in run.state.averages.tensors)
         assert size == sum(p.nbytes for p in run.adapter.named_parameters().values())
     plain, averaged = found
     assert averaged.checkpoint - plain.checkpoint == size

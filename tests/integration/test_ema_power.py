@@ -145,7 +145,7 @@ def test_what_a_skipped_step_sets_aside_twice_counts_once(bench: Workbench, monk
         ]
         found = fit([each.profile for each in stored], Profile(0.10, 2))
         made = snapshots.combined(stored, found.shares)
-        for name, average in run.averages.of("0.100").items():
+        for name, average in run.state.averages.of("0.100").items():
             assert torch.allclose(made[name], average.double(), rtol=1e-6, atol=1e-9), name
 
 

@@ -55,7 +55,7 @@ def test_an_adapter_that_is_not_finite_is_not_published(bench: Workbench, monkey
 
     def export(self, stem: str, *more):
         """Between the last checkpoint, which would refuse it, and the files."""
-        layer = next(iter(self.adapter.layers.values()))
+        layer = next(iter(self.state.adapter.layers.values()))
         with torch.no_grad():
             layer.lora_B["default"].weight[-1, -1] = value
         return real(self, stem, *more)

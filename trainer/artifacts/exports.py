@@ -1,16 +1,15 @@
 """What a run leaves for people: samples, adapter files, the "did it take?" table and the report."""
 
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trainer import optim, quantization
-from trainer.adapters import Adapter, export, sd_scripts
-from trainer.adapters.norms import Norms, products
+from trainer.adapters import export, sd_scripts
+from trainer.adapters.norms import products
 from trainer.adapters.portable import of_adapter
 from trainer.artifacts import sampling
 from trainer.artifacts.model_card import write_card
@@ -20,11 +19,11 @@ from trainer.base.errors import NotTrained
 from trainer.base.files import Together, Write, write_atomic
 from trainer.base.memory import give_back
 from trainer.base.pictures import THUMBNAIL, first_sample, thumbnail
-from trainer.base.run_layout import Layout
+from trainer.base.run_layout import AVERAGE, Layout
 from trainer.base.tensorfile import TensorFile
-from trainer.checkpoint.state import Progress
 from trainer.data.batches.loader import Reader
-from trainer.ema import Averages, described, snapshots
+from trainer.ema import described, snapshots
+from trainer.engine.assembly import TrainState
 from trainer.engine.components import Components
 from trainer.engine.encoding import prompt_conditioning
 from trainer.monitoring import weight_change
@@ -37,21 +36,13 @@ from trainer.runtime.jobs import Position
 
 @dataclass(frozen=True)
 class Artifacts:
-    """Made by the main process; the others wait.
-
-    weights: by the ending of what is made of them, "" or "_ema": inside, the adapter has the weights to be used, or their
-    average; afterwards it has, bit for bit, those that it trains with.
-    """
+    """Made by the main process; the others wait."""
 
     components: Components
     reader: Reader
-    adapter: Adapter
-    norms: Norms
-    progress: Progress
+    state: TrainState
     origin: Origin
     layout: Layout
-    weights: Mapping[str, Callable[[], AbstractContextManager[None]]]
-    averages: Averages
     report: LiveReport
 
     def show(self, at: Position) -> None:
@@ -62,11 +53,11 @@ class Artifacts:
 
     def set_aside(self) -> None:
         """Write the averages as they are now beside the earlier ones."""
-        step, made = self.progress.step, partial(products, self.adapter)
+        step, made = self.state.progress.step, partial(products, self.state.adapter)
         epoch = self.components.plan.epoch_of(step)
         # Seen to its end whatever signal comes, as a checkpoint is: the later ones go on from here.
         with self.components.phases("setting averages aside", unit="B", obey=False) as phase:
-            snapshots.write(self.layout.averages, step, epoch, self.averages, made, phase.advance)
+            snapshots.write(self.layout.averages, step, epoch, self.state.averages, made, phase.advance)
 
     def draw_samples(self, at: Position) -> None:
         """Draw the step's samples, unless an earlier start did. A stop leaves them to the next start."""
@@ -74,11 +65,13 @@ class Artifacts:
         components, requests, folder = self.components, self.components.plan.requests, self.layout.samples_of(at.step)
         if not at.fresh and folder.exists():
             return
-        weights = self.weights if at.step else {"": self.weights[""]}  # before training the average is what is averaged
+        weights = self.state.weights_for_use()
+        if at.step == 0:
+            weights.pop(AVERAGE, None)  # nothing is averaged yet
 
         def sample(request):
             # Around the encoding too: an adapted text encoder has a strength as well.
-            with self.adapter.at_strength(request.strength):
+            with self.state.adapter.at_strength(request.strength):
                 told = [prompt_conditioning(components, self.reader, text) for text in (request.prompt, request.negative)]
                 return components.family.sample(components.model, request, *told)
 
@@ -98,7 +91,8 @@ class Artifacts:
         """Write the adapter files that have the step in their names, unless an earlier start did."""
         config = self.components.plan.config
         stem = f"{config.run.name}-{at.step:08d}"
-        files = [f for ending in self.weights for f in export.file_names(stem + ending, config.export.formats).values()]
+        stems = [stem + ending for ending in self.state.weights_for_use()]
+        files = [file for each in stems for file in export.file_names(each, config.export.formats).values()]
         if not at.fresh and all((self.layout.adapters / file).exists() for file in files):
             return
         try:
@@ -109,19 +103,20 @@ class Artifacts:
 
     def export(self, stem: str, write: Write = write_atomic) -> dict[str, Path]:
         """Write the adapter's files, and those of its average; returns them by format, the average's by "FORMAT, average"."""
-        components, plan, config = self.components, self.components.plan, self.components.plan.config
+        components, plan, config, state = self.components, self.components.plan, self.components.plan.config, self.state
         if not components.processes.is_main:
             return {}
         about = self.origin.about()
-        count = len(self.adapter.layers) * (len(config.export.formats) + self.adapter.dora) * len(self.weights)
+        adapter, weights, samples = state.adapter, state.weights_for_use(), self.layout.samples_of(state.progress.step)
+        count = len(adapter.layers) * (len(config.export.formats) + adapter.dora) * len(weights)
         written = {}
         with components.phases("exporting", count, "layer") as phase:
-            for ending, used in self.weights.items():
+            for ending, used in weights.items():
                 # Only where it is asked for: else the files' bytes would depend on whether samples are drawn.
-                drawn = config.export.thumbnail and first_sample(self.layout.samples_of(self.progress.step), ending)
+                drawn = config.export.thumbnail and first_sample(samples, ending)
                 with used():
-                    norms = self.norms.now(phase.advance)
-                    own = partial(of_adapter, self.adapter, norms, advance=lambda count: phase.check())
+                    norms = state.norms.now(phase.advance)
+                    own = partial(of_adapter, adapter, norms, advance=lambda count: phase.check())
                     made = export.write_files(
                         own,
                         self.layout.adapters,
@@ -147,7 +142,7 @@ class Artifacts:
         name, said = self.components.plan.config.run.name, ""
         with Together() as together:
             written = self.export(name, together.write)
-            for ending in self.weights if written else ():
+            for ending in self.state.weights_for_use() if written else ():
                 for file in export.file_names(name + ending).values():
                     if (path := self.layout.adapters / file) not in written.values():
                         together.remove(path)
@@ -160,7 +155,7 @@ class Artifacts:
     def leave_files(self) -> None:
         """Where the training was stopped: the adapter files and their card as of this step. The next stop, or the end, writes
         them anew."""
-        say, step = self.components.processes.say, self.progress.step
+        say, step = self.components.processes.say, self.state.progress.step
         if not self.components.processes.is_main:
             return
         try:
@@ -176,11 +171,11 @@ class Artifacts:
         if self.components.processes.is_main:
             with self.components.phases("writing the report") as phase:
                 path = self.report.stopped(phase.check)
-            self.components.processes.say(f"report as of step {self.progress.step}: {path}")
+            self.components.processes.say(f"report as of step {self.state.progress.step}: {path}")
 
     def earlier(self) -> list[str]:
         """The names of adapter files and card that are there, without a step in their names."""
-        stems = [self.components.plan.config.run.name + ending for ending in self.weights]
+        stems = [self.components.plan.config.run.name + ending for ending in self.state.weights_for_use()]
         names = [name for stem in stems for name in export.file_names(stem).values()]
         return [name for name in (*names, self.layout.card.name) if (self.layout.adapters / name).exists()]
 
@@ -197,7 +192,7 @@ class Artifacts:
             else:
                 say(f"adapter ({kind}): load it with")
                 say(f'    pipe.load_lora_weights("{path}")', whole=True)
-        for sentence in export.not_loaded_by_diffusers(self.adapter.layers) if "diffusers" in written else ():
+        for sentence in export.not_loaded_by_diffusers(self.state.adapter.layers) if "diffusers" in written else ():
             self.components.processes.say(f"note: {sentence}")
 
     def finish(self) -> None:
@@ -213,21 +208,21 @@ class Artifacts:
             written = self.export_newest()
         except NotTrained as error:
             nothing = error
-        with self.weights[""]():
-            moved = weight_change.weight_change(self.adapter, self.origin.start.weights, phases)
+        with self.state.evaluating():
+            moved = weight_change.weight_change(self.state.adapter, self.origin.start.weights, phases)
         levers, largest = optim.levers(plan.config.optimizer.name), {block: change.largest for block, change in moved.items()}
         rows = list(filter(is_line, read_lines(self.layout.metrics)))
         found = judge(rows, largest, levers, self.layout.kept(plan.config.run.name))
         effects = [["verdict", found.kind], *self._effects(written)]
         sections = {
-            "Did it take?": weight_change.change_table(moved, dora=self.adapter.dora)
+            "Did it take?": weight_change.change_table(moved, dora=self.state.adapter.dora)
             | {"notes": [f"{'Warning' if found.bad else found.kind.capitalize()}: {found.sentence}."]},
             "Effect": {"columns": ["what", "value"], "rows": effects},
         }
-        if self.progress.changes:
+        if self.state.progress.changes:
             changes = [
                 [change["step"], "-" if change["epoch"] is None else change["epoch"] + 1, line]
-                for change in self.progress.changes
+                for change in self.state.progress.changes
                 for line in change["what"]
             ]
             sections["Changed in mid-run"] = {"columns": ["after step", "new epoch", "what"], "rows": changes}
@@ -239,9 +234,9 @@ class Artifacts:
         # Before what may fail: a full disk, say.
         say(f"warning: {found.sentence}" if found.bad else f"verdict: {found.kind}: {found.sentence}")
         self._say_where(written)
-        if (samples := self.layout.samples_of(self.progress.step)).exists():
+        if (samples := self.layout.samples_of(self.state.progress.step)).exists():
             say(f"samples: {samples}", whole=True)
-        if picture := write_before_after(self.layout, self._compared(), self.progress.step):
+        if picture := write_before_after(self.layout, self._compared(), self.state.progress.step):
             say(f"before and after: {picture}", whole=True)
         with phases("writing the report") as phase:
             report = self.report.finished(sections, largest, phase.check)
@@ -252,28 +247,28 @@ class Artifacts:
 
     def _compared(self) -> list[tuple[Path, Path, Path | None]]:
         layout = self.layout
-        return sampling.compared(layout.samples_of(0), layout.samples_of(self.progress.step), layout.truths)
+        return sampling.compared(layout.samples_of(0), layout.samples_of(self.state.progress.step), layout.truths)
 
     def _effects(self, written: Mapping[str, Path]) -> list[list[Any]]:
         """What changed besides the weights. written: as `export` gives it."""
-        step, rows = self.progress.step, []
+        step, rows = self.state.progress.step, []
         for before, after, _ in self._compared():
             moved = sampling.image_distance(before, after)
             rows.append([f"sample {after.stem} moved by (relative L2 of pixels)", f"{moved:.3%}"])
-        for ending, used in self.weights.items():
+        for ending, used in self.state.weights_for_use().items():
             of_average = ", average" if ending else ""
             file = written.get(f"diffusers{of_average}")
             if file is None:
                 continue
             with self.components.phases("reading the adapter file back", file.stat().st_size, "B") as phase, used():
-                own = of_adapter(self.adapter, self.norms.now(), "magnitude", lambda count: phase.check())
+                own = of_adapter(self.state.adapter, self.state.norms.now(), "magnitude", lambda count: phase.check())
                 live = {name: tensor.make() for name, tensor in export.diffusers_tensors(own).items()}
                 read = weight_change.read_back(file, live, phase.advance)
-            magnitudes = " (magnitudes: as made for the file's base)" if self.adapter.dora else ""
+            magnitudes = " (magnitudes: as made for the file's base)" if self.state.adapter.dora else ""
             rows.append([f"exported file, read back, against the live adapter{of_average}{magnitudes}", read])
         if self.origin.start.path:
             rows.append(["changes are measured from the weights of adapter.init_from", self.origin.start.name])
-        if self.progress.non_finite:
-            skipped = f"{self.progress.non_finite} of {step}"
+        if self.state.progress.non_finite:
+            skipped = f"{self.state.progress.non_finite} of {step}"
             rows.append(["updates skipped because a value was not finite (see metrics.jsonl)", skipped])
         return rows

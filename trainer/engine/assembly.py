@@ -1,12 +1,18 @@
 """What a step computes with, put together: the loaded parts of the model, the adapter in their layers, optimizer and step."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from trainer import ema, optim, quantization
 from trainer.adapters import Adapter, Rates, Rule, export, inject
 from trainer.adapters.norms import Norms, made_for
 from trainer.base.memory import checkpoint_blocks, find_blocks
+from trainer.base.run_layout import AVERAGE
+from trainer.base.types import Batch, Occurrence
 from trainer.checkpoint.pieces import Pieces
 from trainer.checkpoint.state import Progress
 from trainer.engine.components import Components
@@ -17,6 +23,25 @@ from trainer.quantization import FrozenConv2d, FrozenLinear
 from trainer.resume import pins
 from trainer.runtime import precision
 from trainer.runtime.attention import few_tokens_in_fp32
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """What the steps of a run change. progress: counts them."""
+
+    adapter: Adapter
+    norms: Norms
+    optimizer: optim.OptimizerState
+    averages: ema.Averages
+    progress: Progress
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Inside, the adapter has the weights to be used; afterwards, bit for bit those it trains with."""
+        return self.optimizer.evaluating(self.adapter.mark_stale)
+
+    def weights_for_use(self) -> dict[str, Callable[[], AbstractContextManager[None]]]:
+        """By how the names end of what is made with them: "", `evaluating`, and "_ema", the same with their first average."""
+        return {"": self.evaluating} | ({AVERAGE: self.averages.used} if self.averages.weights else {})
 
 
 def load_trained(components: Components, pieces: Pieces) -> None:
@@ -71,35 +96,21 @@ def build_adapter(plan: Plan, components: Components, pieces: Pieces) -> tuple[A
 
 
 def build_step(
-    components: Components, adapter: Adapter, pieces: Pieces, progress: Progress, *, then: Mapping[str, Any] | None
-) -> tuple[optim.OptimizerState, ema.Averages, Step]:
-    """(the optimizer's state, the averages, the step): the optimizer, its schedule, the loss scaler and the averages of [ema]
-    are entered as pieces.
+    components: Components,
+    adapter: Adapter,
+    norms: Norms,
+    pieces: Pieces,
+    progress: Progress,
+    *,
+    then: Mapping[str, Any] | None,
+) -> tuple[TrainState, Step]:
+    """(what the steps change, the step). Enters the optimizer, its schedule, the loss scaler and the averages as pieces.
 
     then: the checkpoint's config, where --allow changed it.
     """
-    plan, family, model, peers = components.plan, components.family, components.model, components.processes
-    config, seed, options = plan.config, plan.config.run.seed, plan.config.adapter
-    training = adapter.training(seed, rank_dropout=options.rank_dropout, module_dropout=options.module_dropout)
-    chosen, falls = config.optimizer, config.schedule
-    optimizer = optim.build_optimizer(
-        chosen.name,
-        adapter.parameter_groups(Rates.read(chosen.model_dump(), family.text_encoders)),
-        betas=chosen.betas,
-        eps=chosen.eps,
-        min_8bit_size=chosen.min_8bit_size,
-        options=chosen.options,
-    )
-    schedule = optim.build_schedule(
-        falls.name,
-        optimizer,
-        total_steps=progress.total_steps,
-        warmup=optim.steps_of(falls.warmup, progress.total_steps),
-        end=falls.end,
-        cycles=falls.cycles,
-        power=falls.power,
-        decay=optim.steps_of(falls.decay, progress.total_steps),
-    )
+    plan, peers = components.plan, components.processes
+    config = plan.config
+    optimizer, schedule = _optimizer(plan, adapter, progress)
     scaler = precision.loss_scaler(
         plan.scales_loss,
         peers.device,
@@ -107,7 +118,7 @@ def build_step(
         growth_interval=config.precision.loss_scale_growth_interval,
     )
     regrouping = None if then is None else _regrouping(plan, then, adapter)
-    state = pieces.enter("optimizer", optim.OptimizerState(optimizer, chosen.name, regrouping))
+    kept = pieces.enter("optimizer", optim.OptimizerState(optimizer, config.optimizer.name, regrouping))
     pieces.enter("schedule", optim.ScheduleState(schedule, anew=then is not None))
     pieces.enter("scaler", precision.ScalerState(scaler))
     averages = ema.Averages(
@@ -115,27 +126,19 @@ def build_step(
     )
     if averages.weights:
         pieces.enter("ema", averages)
+    state = TrainState(adapter, norms, kept, averages, progress)
+    norms.used = state.evaluating
+    options = config.adapter
+    training = adapter.training(config.run.seed, rank_dropout=options.rank_dropout, module_dropout=options.module_dropout)
 
     def after_update(step: int) -> dict[str, float | None]:
         told = {} if options.max_norm is None else {"layers_limited": adapter.limit_norms(options.max_norm, step)}
         adapter.mark_stale()
         averages.update()
-        return told | state.told()
-
-    def losses(batch, update=()):
-        return batch_losses(
-            batch,
-            objective=plan.objective,
-            predict=lambda *inputs: family.predict(model, *inputs),
-            encode=lambda texts: family.encode_prompts(model, texts),
-            image_tokens=family.image_tokens,
-            seed=seed,
-            device=peers.device,
-            update=update,
-        )
+        return told | kept.told()
 
     step = Step(
-        losses=losses,
+        losses=_losses(components),
         optimizer=optimizer,
         schedule=schedule,
         scaler=scaler,
@@ -145,7 +148,50 @@ def build_step(
         # By the micro-batch's place in the update, whichever process has it.
         training=lambda step, index: training(step, index * peers.count + peers.rank),
     )
-    return state, averages, step
+    return state, step
+
+
+def _optimizer(plan: Plan, adapter: Adapter, progress: Progress) -> tuple[torch.optim.Optimizer, Any]:
+    """(the optimizer of the adapter's parameters, its schedule)."""
+    chosen, falls, total = plan.config.optimizer, plan.config.schedule, progress.total_steps
+    optimizer = optim.build_optimizer(
+        chosen.name,
+        adapter.parameter_groups(Rates.read(chosen.model_dump(), plan.family.text_encoders)),
+        betas=chosen.betas,
+        eps=chosen.eps,
+        min_8bit_size=chosen.min_8bit_size,
+        options=chosen.options,
+    )
+    schedule = optim.build_schedule(
+        falls.name,
+        optimizer,
+        total_steps=total,
+        warmup=optim.steps_of(falls.warmup, total),
+        end=falls.end,
+        cycles=falls.cycles,
+        power=falls.power,
+        decay=optim.steps_of(falls.decay, total),
+    )
+    return optimizer, schedule
+
+
+def _losses(components: Components) -> Callable[[Batch, Sequence[Occurrence]], torch.Tensor]:
+    """(a micro-batch, the occurrences of its global batch) -> fp32 [B], as Step takes it."""
+    plan, family, model = components.plan, components.family, components.model
+
+    def losses(batch: Batch, update: Sequence[Occurrence] = ()) -> torch.Tensor:
+        return batch_losses(
+            batch,
+            objective=plan.objective,
+            predict=lambda *inputs: family.predict(model, *inputs),
+            encode=lambda texts: family.encode_prompts(model, texts),
+            image_tokens=family.image_tokens,
+            seed=plan.config.run.seed,
+            device=components.processes.device,
+            update=update,
+        )
+
+    return losses
 
 
 def _regrouping(plan: Plan, then: Mapping[str, Any], adapter: Adapter) -> optim.Regrouping:

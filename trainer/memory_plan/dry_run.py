@@ -215,10 +215,11 @@ class Rehearsal:
         adapter, norms = build_adapter(plan, self.components, pieces)
         if self.on_cpu:
             few_tokens_in_fp32(self.components.load(plan.family.denoiser), plan.family.attention, torch.device("cpu"))
-        optimizer, averages, step = build_step(self.components, adapter, pieces, start_point.first_progress(plan), then=None)
+        progress = start_point.first_progress(plan)
+        state, step = build_step(self.components, adapter, norms, pieces, progress, then=None)
         adapter.refresh()
         given = {each.name: getattr(step, each.name) for each in fields(step)}
-        return adapter, norms, optimizer, averages, self.step_class(**given)
+        return adapter, norms, state.optimizer, state.averages, self.step_class(**given)
 
     def batch(self, width: int, height: int, conditioning: Conditioning | None, count: int, first: int = 0) -> Batch:
         """A micro-batch of one bucket, once images were encoded.

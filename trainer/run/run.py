@@ -5,14 +5,12 @@ config -> model family -> quantise -> adapters -> data -> step -> checkpoint -> 
 
 import gc
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from trainer import kernels, optim
 from trainer.adapters import Adapter
-from trainer.adapters.norms import Norms, made_for
+from trainer.adapters.norms import made_for
 from trainer.artifacts.exports import Artifacts
 from trainer.artifacts.on_stop import leave_in_time
 from trainer.artifacts.provenance import Origin
@@ -22,15 +20,14 @@ from trainer.base.digests import FileDigests
 from trainer.base.errors import TOO_LARGE, Interrupted
 from trainer.base.memory import give_back
 from trainer.base.progress import QUIET, Phases, Record
-from trainer.base.run_layout import AVERAGE, Layout
+from trainer.base.run_layout import Layout
 from trainer.base.signals import Signals
 from trainer.checkpoint.pieces import Pieces
 from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.state import Progress
 from trainer.config import Config
 from trainer.data.batches import loader, sampler
-from trainer.ema import Averages
-from trainer.engine.assembly import build_adapter, build_step, load_trained
+from trainer.engine.assembly import TrainState, build_adapter, build_step, load_trained
 from trainer.engine.components import Components
 from trainer.engine.encoding import encode, report_captions
 from trainer.engine.held_out_loss import HeldOutLoss
@@ -97,17 +94,21 @@ class Run:
     resumed: Path | None
     changed: bool
     pieces: Pieces
-    progress: Progress
     components: Components
     reader: loader.Reader
-    adapter: Adapter
-    norms: Norms
     origin: Origin
-    optimizer: optim.OptimizerState
-    averages: Averages
+    state: TrainState
     step: Step
     non_finite: NonFinite
     report: LiveReport
+
+    @property
+    def adapter(self) -> Adapter:
+        return self.state.adapter
+
+    @property
+    def progress(self) -> Progress:
+        return self.state.progress
 
     @property
     def family(self) -> Family:
@@ -131,14 +132,8 @@ class Run:
             began=self.plan.began,
         )
 
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Inside, the adapter has the weights to be used; afterwards, bit for bit those it trains with."""
-        return self.optimizer.evaluating(self.adapter.mark_stale)
-
     def artifacts(self) -> Artifacts:
-        weights = {"": self.evaluating} | ({AVERAGE: self.averages.used} if self.averages.weights else {})
-        about = self.adapter, self.norms, self.progress, self.origin, self.layout
-        return Artifacts(self.components, self.reader, *about, weights, self.averages, self.report)
+        return Artifacts(self.components, self.reader, self.state, self.origin, self.layout, self.report)
 
 
 def build(
@@ -194,8 +189,7 @@ def build(
     start.apply(adapter, norms, peers.say)
     origin = pieces.enter("origin", Origin(plan, progress, adapter, made_for(norms.held), start))
     then = saved.state("config") if saved is not None and allowed.changed else None
-    optimizer, averages, step = build_step(components, adapter, pieces, progress, then=then)
-    norms.used = partial(optimizer.evaluating, adapter.mark_stale)
+    state, step = build_step(components, adapter, norms, pieces, progress, then=then)
     pieces.complete()
     if adapter.dora:  # else they would be made in the first step, which a stop has to wait for
         with phases("norms of the adapted layers", len(adapter.layers), "layer") as phase:
@@ -209,14 +203,10 @@ def build(
         resumed=saved.folder if saved else None,
         changed=bool(allowed.changed),
         pieces=pieces,
-        progress=progress,
         components=components,
         reader=reader,
-        adapter=adapter,
-        norms=norms,
         origin=origin,
-        optimizer=optimizer,
-        averages=averages,
+        state=state,
         step=step,
         non_finite=non_finite,
         report=report_of(components, layout, progress, start, contents=contents, environment=begun.environment.value),
@@ -229,10 +219,10 @@ def build(
 def jobs_of(run: Run) -> tuple[Job, ...]:
     """What the run does beside training, in this order; those that give fields before the checkpoint of the step."""
     config, artifacts, go_on = run.plan.config, run.artifacts(), "go on with --resume_from auto"
-    held_out = HeldOutLoss.of(run.components, run.reader, run.evaluating)
+    held_out = HeldOutLoss.of(run.components, run.reader, run.state.evaluating)
 
     def change(at: Position) -> Fields:
-        with run.evaluating():
+        with run.state.evaluating():
             return change_fields(run.adapter, run.origin.start.weights, run.phases)
 
     return (
@@ -254,7 +244,7 @@ def jobs_of(run: Run) -> tuple[Job, ...]:
         ),
         Job(
             name="averages were set aside",
-            due=lambda at: run.averages.updates > 0 and at.due(config.ema.snapshot_every_steps, ends=True),
+            due=lambda at: run.state.averages.updates > 0 and at.due(config.ema.snapshot_every_steps, ends=True),
             run=lambda at: artifacts.set_aside(),
             remedy=f"{go_on}, which sets them aside before its first step; or do without them from here on, with "
             "ema.snapshot_every_steps = 0 beside it",
@@ -304,7 +294,7 @@ def make_loop(run: Run, signals: Signals) -> Loop:
         pieces=run.pieces,
         saver=saver,
         progress=progress,
-        is_finite=run.optimizer.is_finite,
+        is_finite=run.state.optimizer.is_finite,
         lr=config.optimizer.lr,
         on_failure=config.checkpoint.on_failure,
         processes=peers,
