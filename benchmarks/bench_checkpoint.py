@@ -98,7 +98,7 @@ def work(folder: Path, way: str, steps: int, every: int) -> None:
 
     def in_turns(read: Callable) -> Callable:
         def call(loop: Loop) -> Any:
-            if started is None or loop.progress.step % every == every // 2:
+            if started is None or loop.state.progress.step % every == every // 2:
                 pause(loop)
             return read(loop)
 

@@ -105,7 +105,7 @@ def of_config(choice: Choice, seed: int, folder: Path, cache: Path, steps: int |
 
 def timed(run: Run, number: int, update: Sequence[MicroBatch]) -> tuple[float | None, float]:
     """Take a step. Returns (its loss, seconds): the processor's on a CPU, as others use it too; the clock's on a device."""
-    on_cpu = run.processes.device.type == "cpu"
+    on_cpu = run.context.processes.device.type == "cpu"
     started = time.process_time() if on_cpu else lessons.now(run)
     loss = take_step(run, number, update).loss
     return loss, (time.process_time() if on_cpu else lessons.now(run)) - started

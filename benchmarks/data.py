@@ -40,8 +40,10 @@ from scripts.make_model import make  # noqa: E402
 from tests.harness import built  # noqa: E402
 from trainer import config as configs  # noqa: E402
 from trainer.base.progress import Phases, Record  # noqa: E402
+from trainer.base.run_layout import Layout  # noqa: E402
 from trainer.base.signals import Signals  # noqa: E402
 from trainer.run import run as runs  # noqa: E402
+from trainer.runtime.context import RunContext  # noqa: E402
 
 LIMIT = 0.02
 FIRST_STEPS = 10  # of a run, not counted: workers start, libraries warm up
@@ -76,9 +78,9 @@ def waits(folder: Path, family: str, workers: int, steps: int) -> dict[str, Any]
     waited: list[float] = []
     with built(settled) as run, Signals() as signals:
         loop = runs.make_loop(run, signals)
-        loop.batches = timed(loop.batches, waited.append)
+        loop.data = timed(loop.data, waited.append)
         loop.run()
-    log = [json.loads(line) for line in run.layout.metrics.read_text().splitlines()]
+    log = [json.loads(line) for line in run.context.layout.metrics.read_text().splitlines()]
     computed = [entry["seconds"] for entry in log][FIRST_STEPS:]
     waited = waited[FIRST_STEPS : FIRST_STEPS + steps]
     assert len(computed) == len(waited) == steps
@@ -127,7 +129,8 @@ def first(folder: Path, count: int) -> dict[str, Any]:
     source = runs.open_source(chosen)
     chosen = runs.resolve(chosen, source)
     peers = runs.start_processes(chosen)
-    run = runs.build(chosen, source, peers, resume_from=None, phases=Phases(show=True, record=record))
+    context = RunContext(peers, Phases(show=True, record=record), Layout(Path(chosen.run.output_dir)))
+    run = runs.build(chosen, source, context, resume_from=None)
     ready = time.perf_counter()
     encode = run.components.encode_images
     run.reader.encoders = type(run.reader.encoders)(

@@ -134,13 +134,13 @@ def updates(run: Run) -> Iterator[list[sampler.MicroBatch]]:
 
 def now(run: Run) -> float:
     """Seconds, once the device has done what it was given."""
-    if run.processes.device.type == "cuda":
-        torch.cuda.synchronize(run.processes.device)
+    if run.context.processes.device.type == "cuda":
+        torch.cuda.synchronize(run.context.processes.device)
     return time.perf_counter()
 
 
 def machine(run: Run) -> dict[str, Any]:
-    device, installed = run.processes.device, {each.name: each.version for each in distributions()}
+    device, installed = run.context.processes.device, {each.name: each.version for each in distributions()}
     return {
         "date": date.today().isoformat(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {platform.machine()}",

@@ -56,13 +56,13 @@ def run_losses(run: Run, batch: Any, predict: Callable[..., torch.Tensor], objec
         encode=lambda texts: run.family.encode_prompts(run.model, texts),
         image_tokens=run.family.image_tokens,
         seed=seed,
-        device=run.processes.device,
+        device=run.context.processes.device,
     )
 
 
 def beside(run: Run, base: str = "bf16") -> tuple[Callable[[int, Sequence[Any]], None], Callable[..., Tensor]]:
     """(a step, predict) of a plain diffusers + PEFT loop with a run's model, data, adapter and optimizer. base: its dtype."""
-    chosen, family, device, dtype = run.plan.config, run.family, run.processes.device, DTYPES[base]
+    chosen, family, device, dtype = run.plan.config, run.family, run.context.processes.device, DTYPES[base]
     torch.manual_seed(chosen.run.seed)
     denoiser = type(run.model.modules[family.denoiser])
     module = denoiser.from_pretrained(chosen.model.path, subfolder=family.denoiser, torch_dtype=dtype).to(device)

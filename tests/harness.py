@@ -16,10 +16,7 @@ from trainer import config as configs
 from trainer.base.signals import Signals
 from trainer.data.batches.sampler import MicroBatch
 from trainer.engine.step import StepResult
-from trainer.plan.run_plan import open_source, resolve
 from trainer.run import run as runs
-from trainer.run.output_folder import opened
-from trainer.runtime.device import start_processes
 
 ROOT = Path(__file__).resolve().parent.parent
 PHOTOS = ROOT / "examples" / "bear_plushie"
@@ -74,14 +71,8 @@ class Workbench:
 @contextmanager
 def built(config: configs.Config, resume_from: str | None = None) -> Iterator[runs.Run]:
     """What train.py builds before its loop, with the output folder opened; nothing trained yet."""
-    source = open_source(config)
-    config = resolve(config, source)
-    peers = start_processes(config)
-    with Signals():
-        run = runs.build(config, source, peers, resume_from=resume_from)
-        about = {"step": run.progress.step, "total": run.plan.max_steps, "resumed": run.resumed, "changed": run.changed}
-        with opened(config, run.pieces, **about, processes=peers, phases=run.phases):
-            yield run
+    with runs.prepared(config, resume_from=resume_from) as (run, _):
+        yield run
 
 
 def train_built(run: runs.Run) -> bool:

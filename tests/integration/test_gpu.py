@@ -40,7 +40,7 @@ def gradients(config) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for name, parameter in run.adapter.named_parameters().items():
-                jitter = torch.randn(parameter.shape, generator=generator).to(run.processes.device)
+                jitter = torch.randn(parameter.shape, generator=generator).to(run.context.processes.device)
                 if name.endswith("lora_B.weight"):
                     parameter.add_(0.05 * jitter)
                 elif name.endswith("magnitude_vector"):

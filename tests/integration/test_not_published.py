@@ -74,6 +74,6 @@ def test_a_checkpoint_that_is_not_finite_gives_no_file(bench: Workbench, capsys)
         with torch.no_grad():
             next(iter(run.adapter.layers.values())).lora_A["default"].weight[0, 0] = float("nan")
         run.progress.step = 1
-        store.save(run.layout.checkpoints, 1, run.pieces.pack())
+        store.save(run.context.layout.checkpoints, 1, run.pieces.pack())
     assert script.main(["export", str(bench.tmp / "out" / "checkpoints" / folder_name(1)), str(bench.tmp / "made")]) == 4
     assert "the adapter's A of unet." in capsys.readouterr().err and not (bench.tmp / "made").exists()

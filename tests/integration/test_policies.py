@@ -337,8 +337,8 @@ def test_the_clock_saves_between_steps_and_changes_no_byte_of_the_training(bench
             loop.saves._last = loop.saves.clock()
             done = seen[out] = []
             loop.saves.saver.after = done.append
-            largest, calls = run.processes.largest, []
-            run.processes.largest = lambda *numbers, calls=calls, largest=largest: calls.append(numbers) or largest(*numbers)
+            peers, calls = run.context.processes, []
+            peers.largest = lambda *numbers, calls=calls, real=peers.largest: calls.append(numbers) or real(*numbers)
             assert loop.run()
             asked[out] = len(calls)
     assert seen == {"none": [6], "some": [3, 4, 6], "all": [1, 2, 3, 4, 5, 6]}
@@ -551,7 +551,7 @@ def test_peak_bytes_is_of_one_step(bench: Workbench, monkeypatch) -> None:
     entries = []
     with built(configs.parse(tree(bench, run__max_steps=3))) as run, Signals() as signals:
         loop = runs.make_loop(run, signals)
-        loop.processes.device, loop.measured.log.log = torch.device("cuda"), entries.append
+        loop.context.processes.device, loop.measured.log.log = torch.device("cuda"), entries.append
         loop.step = SimpleNamespace(
             run=lambda step, *_: used.__setitem__(0, used[0] + 10) or StepResult(1.0, 1.0, (0.1,), True, 1.0),
             scaler=run.step.scaler,

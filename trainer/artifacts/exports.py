@@ -19,7 +19,7 @@ from trainer.base.errors import NotTrained
 from trainer.base.files import Together, Write, write_atomic
 from trainer.base.memory import give_back
 from trainer.base.pictures import THUMBNAIL, first_sample, thumbnail
-from trainer.base.run_layout import AVERAGE, Layout
+from trainer.base.run_layout import AVERAGE
 from trainer.base.tensorfile import TensorFile
 from trainer.data.batches.loader import Reader
 from trainer.ema import described, snapshots
@@ -31,6 +31,7 @@ from trainer.monitoring.diagnosis import is_line, judge
 from trainer.monitoring.metrics import read_lines
 from trainer.report import LiveReport
 from trainer.report.before_after import write_before_after
+from trainer.runtime.context import RunContext
 from trainer.runtime.jobs import Position
 
 
@@ -42,7 +43,7 @@ class Artifacts:
     reader: Reader
     state: TrainState
     origin: Origin
-    layout: Layout
+    context: RunContext
     report: LiveReport
 
     def show(self, at: Position) -> None:
@@ -56,13 +57,13 @@ class Artifacts:
         step, made = self.state.progress.step, partial(products, self.state.adapter)
         epoch = self.components.plan.epoch_of(step)
         # Seen to its end whatever signal comes, as a checkpoint is: the later ones go on from here.
-        with self.components.phases("setting averages aside", unit="B", obey=False) as phase:
-            snapshots.write(self.layout.averages, step, epoch, self.state.averages, made, phase.advance)
+        with self.context.phases("setting averages aside", unit="B", obey=False) as phase:
+            snapshots.write(self.context.layout.averages, step, epoch, self.state.averages, made, phase.advance)
 
     def draw_samples(self, at: Position) -> None:
         """Draw the step's samples, unless an earlier start did. A stop leaves them to the next start."""
         self.show(at)  # what is new by now need not wait until they are drawn
-        components, requests, folder = self.components, self.components.plan.requests, self.layout.samples_of(at.step)
+        components, requests, folder = self.components, self.components.plan.requests, self.context.layout.samples_of(at.step)
         if not at.fresh and folder.exists():
             return
         weights = self.state.weights_for_use()
@@ -78,12 +79,12 @@ class Artifacts:
         evaluations = len(weights) * sum(request.steps for request in requests)
         # An image may take longer than a spot machine gives.
         with (
-            components.phases("drawing samples", evaluations, "evaluation", event=f"samples step {at.step}") as phase,
+            self.context.phases("drawing samples", evaluations, "evaluation", event=f"samples step {at.step}") as phase,
             phase.between_modules(),
             components.load(components.family.denoiser).register_forward_hook(lambda *_: phase.advance()),
         ):
             # Before the samples: where these are, the next start takes the step's drawing for done.
-            sampling.keep_truths(requests, components.plan.truths, self.layout.truths)
+            sampling.keep_truths(requests, components.plan.truths, self.context.layout.truths)
             sampling.draw_samples(requests, sample=sample, folder=folder, weights=weights)
         give_back()
 
@@ -93,33 +94,33 @@ class Artifacts:
         stem = f"{config.run.name}-{at.step:08d}"
         stems = [stem + ending for ending in self.state.weights_for_use()]
         files = [file for each in stems for file in export.file_names(each, config.export.formats).values()]
-        if not at.fresh and all((self.layout.adapters / file).exists() for file in files):
+        if not at.fresh and all((self.context.layout.adapters / file).exists() for file in files):
             return
         try:
             with Together() as together:
                 self.export(stem, together.write)
         except NotTrained as error:
-            self.components.processes.say(f"warning: {error}")
+            self.context.processes.say(f"warning: {error}")
 
     def export(self, stem: str, write: Write = write_atomic) -> dict[str, Path]:
         """Write the adapter's files, and those of its average; returns them by format, the average's by "FORMAT, average"."""
         components, plan, config, state = self.components, self.components.plan, self.components.plan.config, self.state
-        if not components.processes.is_main:
+        if not self.context.processes.is_main:
             return {}
         about = self.origin.about()
-        adapter, weights, samples = state.adapter, state.weights_for_use(), self.layout.samples_of(state.progress.step)
+        adapter, weights, layout = state.adapter, state.weights_for_use(), self.context.layout
         count = len(adapter.layers) * (len(config.export.formats) + adapter.dora) * len(weights)
         written = {}
-        with components.phases("exporting", count, "layer") as phase:
+        with self.context.phases("exporting", count, "layer") as phase:
             for ending, used in weights.items():
                 # Only where it is asked for: else the files' bytes would depend on whether samples are drawn.
-                drawn = config.export.thumbnail and first_sample(samples, ending)
+                drawn = config.export.thumbnail and first_sample(layout.samples_of(state.progress.step), ending)
                 with used():
                     norms = state.norms.now(phase.advance)
                     own = partial(of_adapter, adapter, norms, advance=lambda count: phase.check())
                     made = export.write_files(
                         own,
-                        self.layout.adapters,
+                        layout.adapters,
                         stem + ending,
                         replace(about, average=described(config.ema.kind, config.ema.decay) if ending else ""),
                         formats=config.export.formats,
@@ -144,19 +145,19 @@ class Artifacts:
             written = self.export(name, together.write)
             for ending in self.state.weights_for_use() if written else ():
                 for file in export.file_names(name + ending).values():
-                    if (path := self.layout.adapters / file) not in written.values():
+                    if (path := self.context.layout.adapters / file) not in written.values():
                         together.remove(path)
             if written:
-                said = write_card(self.components.plan, self.origin.about(), self.layout, written, together)
+                said = write_card(self.components.plan, self.origin.about(), self.context.layout, written, together)
         if said:
-            self.components.processes.say(f"note: {said}")
+            self.context.processes.say(f"note: {said}")
         return written
 
     def leave_files(self) -> None:
         """Where the training was stopped: the adapter files and their card as of this step. The next stop, or the end, writes
         them anew."""
-        say, step = self.components.processes.say, self.state.progress.step
-        if not self.components.processes.is_main:
+        say, step = self.context.processes.say, self.state.progress.step
+        if not self.context.processes.is_main:
             return
         try:
             written = self.export_newest()
@@ -168,20 +169,20 @@ class Artifacts:
 
     def leave_report(self) -> None:
         """As `leave_files`: the report."""
-        if self.components.processes.is_main:
-            with self.components.phases("writing the report") as phase:
+        if self.context.processes.is_main:
+            with self.context.phases("writing the report") as phase:
                 path = self.report.stopped(phase.check)
-            self.components.processes.say(f"report as of step {self.state.progress.step}: {path}")
+            self.context.processes.say(f"report as of step {self.state.progress.step}: {path}")
 
     def earlier(self) -> list[str]:
         """The names of adapter files and card that are there, without a step in their names."""
         stems = [self.components.plan.config.run.name + ending for ending in self.state.weights_for_use()]
         names = [name for stem in stems for name in export.file_names(stem).values()]
-        return [name for name in (*names, self.layout.card.name) if (self.layout.adapters / name).exists()]
+        return [name for name in (*names, self.context.layout.card.name) if (self.context.layout.adapters / name).exists()]
 
     def _say_where(self, written: Mapping[str, Path]) -> None:
         """The files to load, and where to put them. written: as `export` gives it."""
-        say = self.components.processes.say
+        say = self.context.processes.say
         for kind, path in written.items():
             if kind.startswith("comfyui"):
                 # Each a line of its own, to be copied.
@@ -193,15 +194,15 @@ class Artifacts:
                 say(f"adapter ({kind}): load it with")
                 say(f'    pipe.load_lora_weights("{path}")', whole=True)
         for sentence in export.not_loaded_by_diffusers(self.state.adapter.layers) if "diffusers" in written else ():
-            self.components.processes.say(f"note: {sentence}")
+            self.context.processes.say(f"note: {sentence}")
 
     def finish(self) -> None:
         """At the end of the training: the adapter files, the "did it take?" table and the report.
 
         Raises NotTrained, after all else is done, for an adapter that no update has reached.
         """
-        plan, say, phases = self.components.plan, self.components.processes.say, self.components.phases
-        if not self.components.processes.is_main:
+        plan, say, phases = self.components.plan, self.context.processes.say, self.context.phases
+        if not self.context.processes.is_main:
             return
         written, nothing = {}, None
         try:
@@ -211,8 +212,8 @@ class Artifacts:
         with self.state.evaluating():
             moved = weight_change.weight_change(self.state.adapter, self.origin.start.weights, phases)
         levers, largest = optim.levers(plan.config.optimizer.name), {block: change.largest for block, change in moved.items()}
-        rows = list(filter(is_line, read_lines(self.layout.metrics)))
-        found = judge(rows, largest, levers, self.layout.kept(plan.config.run.name))
+        rows = list(filter(is_line, read_lines(self.context.layout.metrics)))
+        found = judge(rows, largest, levers, self.context.layout.kept(plan.config.run.name))
         effects = [["verdict", found.kind], *self._effects(written)]
         sections = {
             "Did it take?": weight_change.change_table(moved, dora=self.state.adapter.dora)
@@ -234,9 +235,9 @@ class Artifacts:
         # Before what may fail: a full disk, say.
         say(f"warning: {found.sentence}" if found.bad else f"verdict: {found.kind}: {found.sentence}")
         self._say_where(written)
-        if (samples := self.layout.samples_of(self.state.progress.step)).exists():
+        if (samples := self.context.layout.samples_of(self.state.progress.step)).exists():
             say(f"samples: {samples}", whole=True)
-        if picture := write_before_after(self.layout, self._compared(), self.state.progress.step):
+        if picture := write_before_after(self.context.layout, self._compared(), self.state.progress.step):
             say(f"before and after: {picture}", whole=True)
         with phases("writing the report") as phase:
             report = self.report.finished(sections, largest, phase.check)
@@ -246,7 +247,7 @@ class Artifacts:
             raise nothing
 
     def _compared(self) -> list[tuple[Path, Path, Path | None]]:
-        layout = self.layout
+        layout = self.context.layout
         return sampling.compared(layout.samples_of(0), layout.samples_of(self.state.progress.step), layout.truths)
 
     def _effects(self, written: Mapping[str, Path]) -> list[list[Any]]:
@@ -260,7 +261,7 @@ class Artifacts:
             file = written.get(f"diffusers{of_average}")
             if file is None:
                 continue
-            with self.components.phases("reading the adapter file back", file.stat().st_size, "B") as phase, used():
+            with self.context.phases("reading the adapter file back", file.stat().st_size, "B") as phase, used():
                 own = of_adapter(self.state.adapter, self.state.norms.now(), "magnitude", lambda count: phase.check())
                 live = {name: tensor.make() for name, tensor in export.diffusers_tensors(own).items()}
                 read = weight_change.read_back(file, live, phase.advance)

@@ -19,7 +19,7 @@ def leave_in_time(artifacts: Artifacts, signals: Signals) -> None:
 
     All processes call it; those that have nothing to write wait for the one that has.
     """
-    processes, step = artifacts.components.processes, artifacts.state.progress.step
+    processes, step = artifacts.context.processes, artifacts.state.progress.step
     signals.promise = f"leaving at once; step {step} is saved"
     earlier, why, files = artifacts.earlier(), None, False
     try:

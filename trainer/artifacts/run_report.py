@@ -7,26 +7,26 @@ from typing import Any
 
 from trainer import __version__, optim
 from trainer.artifacts.data_report import sections
-from trainer.base.run_layout import Layout
 from trainer.checkpoint.state import Progress
 from trainer.engine.components import Components
 from trainer.engine.encoding import report_captions
 from trainer.report import LiveReport
 from trainer.resume.initial_adapter import Start
+from trainer.runtime.context import RunContext
 
 
 def report_of(
-    components: Components, layout: Layout, progress: Progress, start: Start, *, contents: Mapping[str, str],
+    components: Components, context: RunContext, progress: Progress, start: Start, *, contents: Mapping[str, str],
     environment: Mapping[str, Any],
 ) -> LiveReport:  # fmt: skip
     """contents: digests by component, as ModelSource.contents. environment: as of pins.pin_environment."""
-    plan, processes = components.plan, components.processes
+    plan, processes = components.plan, context.processes
     config, adapter = plan.config, plan.config.adapter
     targets = adapter.targets if isinstance(adapter.targets, str) else "own targets"
     sizes = f"rank {adapter.rank}" + ("" if adapter.alpha is None else f", alpha {adapter.alpha:g}")
     kind = {"lora": "LoRA", "dora": "DoRA"}[adapter.type]
     return LiveReport(
-        layout,
+        context.layout,
         name=config.run.name,
         total=plan.max_steps,
         begun=progress.step,

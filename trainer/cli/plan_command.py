@@ -42,10 +42,8 @@ def preview(
     plan = begin(
         config,
         source,
+        there,
         processes=int(os.environ.get("WORLD_SIZE", "1")),
-        device=device,
-        kernels=there.kernels,
-        base=there.base,
         resume_from=resume_from,
         allowed=allowed or Allowance(resume_from=resume_from or "auto"),
         phases=Phases(show=True, every=config.logging.every_seconds),

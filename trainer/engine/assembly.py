@@ -16,6 +16,7 @@ from trainer.base.types import Batch, Occurrence
 from trainer.checkpoint.pieces import Pieces
 from trainer.checkpoint.state import Progress
 from trainer.engine.components import Components
+from trainer.engine.policies import what_would_fit
 from trainer.engine.step import Step, batch_losses
 from trainer.plan.run_plan import Plan
 from trainer.plan.storage import held_as
@@ -147,6 +148,7 @@ def build_step(
         sum=peers.sum,
         # By the micro-batch's place in the update, whichever process has it.
         training=lambda step, index: training(step, index * peers.count + peers.rank),
+        too_large=what_would_fit(plan),
     )
     return state, step
 

@@ -92,6 +92,7 @@ class Step:
     after_update: called with the step when parameters changed (DoRA norms are marked stale there); gives what the log tells.
     sum: sums a tensor over the processes, in place.
     training: (step, micro-batch of this process) -> a context in which the adapter is as the step trains it (its dropouts).
+    too_large: what to change where it runs out of memory.
     A group of the optimizer with a "stop_step" is left alone, with all that is kept of it, after that step.
     """
 
@@ -103,6 +104,7 @@ class Step:
     after_update: Callable[[int], Mapping[str, float | None]]
     sum: Callable[[torch.Tensor], None]
     training: Callable[[int, int], AbstractContextManager[None]]
+    too_large: str = ""
 
     @cached_property
     def parameters(self) -> list[torch.Tensor]:
@@ -166,7 +168,7 @@ class Step:
         if (out_of_memory or refused) and self.scaler.is_enabled():
             self.scaler.update(new_scale=scale)  # forgets these gradients, and changes nothing else
         if out_of_memory:
-            raise OutOfMemory(f"step {step}: out of memory in {exhausted or 'another process'}")
+            raise OutOfMemory(f"step {step}: out of memory in {exhausted or 'another process'}\n{self.too_large}".rstrip())
         if refused:
             return StepResult(None, None, lr, False, scale, "; ".join(refused), _LATENTS in flags and _LOSS not in flags)
         finite, refused, told_more = math.isfinite(grad_norm), "", {}

@@ -7,19 +7,18 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trainer.base.errors import NonFiniteError
-from trainer.base.progress import Phases
 from trainer.checkpoint.pieces import Pieces
 from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.state import Progress
-from trainer.runtime.processes import Processes
+from trainer.runtime.context import RunContext
 
 
 @dataclass(kw_only=True)
 class Saves:
     """Hands the run's state to the saver. All processes call it at the same step; the main one writes.
 
-    is_finite: whether the state is worth keeping; lr: what to lower where it is not.
-    every_minutes: after the last save, or the start, for `overdue`; 0 is never. clock: gives seconds.
+    is_finite: whether the state is worth keeping; lr: what to lower where it is not. every_steps: between two checkpoints.
+    every_minutes: after the last save, or the start, for `overdue`. 0 is never. clock: gives seconds.
     """
 
     pieces: Pieces
@@ -28,8 +27,8 @@ class Saves:
     is_finite: Callable[[], bool]
     lr: float
     on_failure: Literal["stop", "continue"]
-    processes: Processes
-    phases: Phases
+    context: RunContext
+    every_steps: int = 0
     every_minutes: float = 0.0
     clock: Callable[[], float] = time.monotonic
     _last: float = field(init=False)
@@ -65,23 +64,23 @@ class Saves:
                 f"step {step}: the adapter or the optimizer's state is not finite after the update; it is not saved, and the "
                 f"checkpoints before it stand\nstart a new run with a lower optimizer.lr than {self.lr:g}"
             )
-        if self.processes.is_main:
+        if self.context.processes.is_main:
             # Seen to its end whatever signal comes. Beside the training it is not waited for, and shows nothing.
-            with self.phases(f"saving step {step}", unit="B", obey=False) as phase:
+            with self.context.phases(f"saving step {step}", unit="B", obey=False) as phase:
                 if final and (failure := saver.join(phase.advance)) is not None:
-                    self.processes.say(f"warning: an earlier checkpoint could not be written ({failure})")
+                    self.context.processes.say(f"warning: an earlier checkpoint could not be written ({failure})")
                 if step > saver.step:
                     saver.save(step, self.pieces.pack(), phase.advance)
                 if final:
                     failure = saver.join(phase.advance)
                     self._answer(failure, goes_on=saver.step >= step)
         if (final or not saver.background) and not alone:
-            self.processes.wait()
+            self.context.processes.wait()
 
     def answer(self) -> None:
         """Once any process has `failed`: raises OSError, or says that the training goes on."""
         failure = self.saver.join()
-        if not self.processes.is_main:
+        if not self.context.processes.is_main:
             failure = OSError(errno.EIO, "the main process could not write a checkpoint")
         self._answer(failure, goes_on=self.on_failure == "continue")
 
@@ -91,11 +90,11 @@ class Saves:
             return
         if not (goes_on and isinstance(failure, OSError)):
             raise failure
-        self.processes.say(
+        self.context.processes.say(
             f"warning: a checkpoint could not be written, or older ones not deleted ({failure}); training goes on"
         )
 
     def close(self) -> None:
         """At the end of the run, however it came: what is being written is written."""
         if (failure := self.saver.join()) is not None:
-            self.processes.say(f"warning: a checkpoint could not be written: {failure}")
+            self.context.processes.say(f"warning: a checkpoint could not be written: {failure}")

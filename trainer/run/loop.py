@@ -2,23 +2,23 @@
 
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
-from trainer.base.errors import DataError, Interrupted, OutOfMemory, PeerStopped
+from trainer.base.errors import DataError, Interrupted, PeerStopped
 from trainer.base.memory import peak_bytes, reset_peak
 from trainer.base.progress import PACE_UNITS, pace_of
 from trainer.base.signals import Signals
 from trainer.base.types import Batch, Occurrence
-from trainer.checkpoint.state import Progress
 from trainer.data.batches.sampler import MicroBatch
+from trainer.engine.assembly import TrainState
 from trainer.engine.policies import NonFinite
 from trainer.engine.step import Step, StepResult
 from trainer.monitoring.course import rates
 from trainer.monitoring.measurements import Measured
 from trainer.run.checkpointing import Saves
+from trainer.runtime.context import RunContext
 from trainer.runtime.jobs import ENDINGS, Job, Position, run_jobs
-from trainer.runtime.processes import Processes
 
 # What is said of a stop once there is a step to keep.
 SAVED = "stopping; a checkpoint is written"
@@ -32,70 +32,37 @@ BY_THE_CLOCK, BY_SIGNAL = 1, 2
 class Loop:
     """Steps until the end, `stop_after`, a signal, or what ends a run. All processes go through it side by side.
 
-    updates: the micro-batches of every update still to come. batches: this process's share of each, read; it is closed here.
-    last, stop_after: steps; stop_after is at most last. save_every: steps between two checkpoints; 0 is never.
-    jobs: what is done after a step's checkpoint. measured: writes the log, before it.
-    too_large: what to change where a step runs out of memory.
-    pending: what ends the run once all processes know of it. ends: when each of the last steps was done.
+    data: the micro-batches of every update still to come, and this process's share of them, read; it is closed here.
+    last, stop_after: steps; stop_after is at most last. measured: writes the log. jobs: what is done after a checkpoint.
+    pending: what ends the run once all processes know of it.
     """
 
     step: Step
-    updates: Iterator[Sequence[MicroBatch]]
-    batches: Generator[list[Batch]]
-    progress: Progress
+    data: Generator[tuple[Sequence[MicroBatch], list[Batch]]]
+    state: TrainState
     last: int
     stop_after: int
-    save_every: int
     saves: Saves
     jobs: Sequence[Job]
     measured: Measured
     non_finite: NonFinite
-    too_large: str
-    processes: Processes
+    context: RunContext
     signals: Signals
     pending: Exception | None = field(default=None, init=False)
-    ends: deque[float] = field(default_factory=lambda: deque(maxlen=PACE_UNITS), init=False)
 
     def run(self) -> bool:
         """Returns whether the last step was reached. However it ends, the last whole step is saved.
 
         Raises Interrupted, PeerStopped, one of ENDINGS, OSError, KeyboardInterrupt.
         """
-        progress, at_once, at = self.progress, False, self._position(fresh=False)
+        progress, at_once = self.state.progress, False
         self.signals.promise = SAVED
         try:
-            _, self.pending = run_jobs(self.jobs, at, self.processes)  # of step 0, or what a stop cut off
-            self.pending = self.measured.begin(at) or self.pending
-            for update in self.updates:
-                if progress.step >= self.stop_after:
-                    break
-                begun = time.perf_counter()
-                batches = self._read()
-                self._agree()
-                occurrences = [occurrence for micro_batch in update for occurrence in micro_batch]
-                started = time.perf_counter()
-                reset_peak(self.processes.device)
-                self.signals.promise = AFTER_STEP
-                try:
-                    result = self.step.run(progress.step + 1, batches, occurrences)
-                except OutOfMemory as error:
-                    raise OutOfMemory(f"{error}\n{self.too_large}") from None
-                finally:
-                    self.signals.promise = SAVED
-                ended = time.perf_counter()
-                self.ends.append(ended)
-                self.measured.log.phase.pace = pace_of(list(self.ends)) or ended - begun
-                self._count(result, occurrences, ended - started)
-                at = self._position()
-                if at.due(self.save_every):
-                    self.saves.save()
-                if progress.step == self.stop_after:
-                    self.saves.save(final=True)
-                self.pending = run_jobs(self.jobs, at, self.processes)[1] or self.pending
-            self._agree()
+            self._steps()
             finished = progress.step >= self.last
             if not finished:
-                self.processes.say(f"stopped after step {progress.step} as asked (run.stop_after), which is saved")
+                said = f"stopped after step {progress.step} as asked (run.stop_after), which is saved"
+                self.context.processes.say(said)
             return finished
         except (Interrupted, *ENDINGS) as error:
             # Between two steps, or a step that changed nothing: what was trained is whole, and kept. All processes are here,
@@ -114,21 +81,50 @@ class Loop:
             at_once = True
             raise
         finally:
-            self.batches.close()
+            self.data.close()
             if not at_once:
                 self.saves.close()
             self.measured.log.close()
 
-    def _position(self, *, fresh: bool = True) -> Position:
-        return Position(self.progress.step, self.last, fresh)
+    def _steps(self) -> None:
+        processes, progress, at = self.context.processes, self.state.progress, self._position(fresh=False)
+        ends: deque[float] = deque(maxlen=PACE_UNITS)  # when each of the last steps was done
+        _, self.pending = run_jobs(self.jobs, at, processes)  # of step 0, or what a stop cut off
+        self.pending = self.measured.begin(at) or self.pending
+        while progress.step < self.stop_after:
+            begun = time.perf_counter()
+            update, batches = self._read()
+            self._agree()
+            occurrences = [occurrence for micro_batch in update for occurrence in micro_batch]
+            started = time.perf_counter()
+            reset_peak(processes.device)
+            self.signals.promise = AFTER_STEP
+            try:
+                result = self.step.run(progress.step + 1, batches, occurrences)
+            finally:
+                self.signals.promise = SAVED
+            ended = time.perf_counter()
+            ends.append(ended)
+            self.measured.log.phase.pace = pace_of(list(ends)) or ended - begun
+            self._count(result, occurrences, ended - started)
+            at = self._position()
+            if at.due(self.saves.every_steps):
+                self.saves.save()
+            if progress.step == self.stop_after:
+                self.saves.save(final=True)
+            self.pending = run_jobs(self.jobs, at, processes)[1] or self.pending
+        self._agree()
 
-    def _read(self) -> list[Batch]:
-        """The next update's micro-batches of this process; an error waits until `_agree` tells all processes of it."""
+    def _position(self, *, fresh: bool = True) -> Position:
+        return Position(self.state.progress.step, self.last, fresh)
+
+    def _read(self) -> tuple[Sequence[MicroBatch], list[Batch]]:
+        """The next update; an error waits until `_agree` tells all processes of it."""
         try:
-            return next(self.batches)
+            return next(self.data)
         except DataError as error:
             self.pending = error
-            return []
+            return [], []
 
     def _agree(self) -> None:
         """Do between two steps what any process was asked to do or met with, in all of them at the same step.
@@ -136,9 +132,10 @@ class Loop:
         Raises Interrupted for a signal, OSError for a checkpoint that could not be written, what is pending. Only what was
         agreed counts: a signal that comes in the meantime is told to the others before the next step.
         """
+        processes, step = self.context.processes, self.state.progress.step
         kind = next((place for place, ending in enumerate(ENDINGS, 1) if isinstance(self.pending, ending)), 0)
-        save = BY_SIGNAL if self.signals.save else BY_THE_CLOCK if self.processes.is_main and self.saves.overdue else 0
-        signum, save, failed, kind = self.processes.largest(self.signals.stop or 0, save, int(self.saves.failed), kind)
+        save = BY_SIGNAL if self.signals.save else BY_THE_CLOCK if processes.is_main and self.saves.overdue else 0
+        signum, save, failed, kind = processes.largest(self.signals.stop or 0, save, int(self.saves.failed), kind)
         if failed:
             self.saves.answer()
         if kind:
@@ -150,11 +147,11 @@ class Loop:
             self.saves.save()
         if save == BY_SIGNAL:
             self.signals.save = False
-            self.processes.say(f"SIGUSR1: step {self.progress.step} is {'saved already' if saved else 'being saved'}")
+            processes.say(f"SIGUSR1: step {step} is {'saved already' if saved else 'being saved'}")
 
     def _count(self, result: StepResult, occurrences: Sequence[Occurrence], seconds: float) -> None:
         """Note that a step was made, and its line in the log."""
-        progress = self.progress
+        progress = self.state.progress
         if result.refused:
             cause = "" if result.bad_latents else self.measured.course.blame()
             self.non_finite.update(f"step {progress.step + 1}: {result.refused}; the adapter is unchanged", cause=cause)
@@ -177,7 +174,7 @@ class Loop:
             entry["loss_scale"] = result.loss_scale
         if result.refused:
             entry["non_finite"] = result.refused
-        peak = peak_bytes(self.processes.device)
+        peak = peak_bytes(self.context.processes.device)
         if peak is not None:
             entry["peak_bytes"] = peak
         self.pending = self.measured.step(entry, self._position())

@@ -9,8 +9,7 @@ from typing import Any
 
 from trainer import config as configs
 from trainer.base import files
-from trainer.base.progress import Phases
-from trainer.base.run_layout import Layout, folder_name, step_of
+from trainer.base.run_layout import folder_name, step_of
 from trainer.checkpoint import store
 from trainer.checkpoint.pieces import Pieces
 from trainer.checkpoint.state import Progress
@@ -20,20 +19,12 @@ from trainer.monitoring import metrics
 from trainer.monitoring.trackers import TensorBoard, Tracker, WeightsAndBiases
 from trainer.report import START, STOP, cause
 from trainer.resume import start_point
-from trainer.runtime.processes import Processes
+from trainer.runtime.context import RunContext
 
 
 @contextmanager
 def opened(
-    config: Config,
-    pieces: Pieces,
-    *,
-    step: int,
-    total: int,
-    resumed: Path | None,
-    changed: bool,
-    processes: Processes,
-    phases: Phases,
+    config: Config, pieces: Pieces, context: RunContext, *, step: int, total: int, resumed: Path | None, changed: bool
 ) -> Iterator[None]:
     """The output folder, held for this run alone: with the resolved config, and without what a killed start left behind.
 
@@ -41,12 +32,12 @@ def opened(
     length. resumed: the checkpoint that it goes on from. changed: with other values than are pinned there: a checkpoint that
     pins these takes its place, so that the next start needs no --allow.
     """
+    processes, phases, layout = context.processes, context.phases, context.layout
     processes.wait(obey=True)  # all have read what may get another name now
     if not processes.is_main:
         processes.wait(obey=True)
         yield
         return
-    layout = Layout(Path(config.run.output_dir))
     with files.locked(layout.lock):
         if phases.record is not None:
             phases.record.open(layout.phases)
@@ -97,8 +88,9 @@ def _moment(what: str, step: int) -> dict[str, Any]:
     return {"phase": what, "started": round(time.time(), 3), "seconds": 0.0, "done": step, "unit": "step"}
 
 
-def open_trackers(config: Config, layout: Layout, progress: Progress, processes: Processes) -> list[Tracker]:
+def open_trackers(config: Config, context: RunContext, progress: Progress) -> list[Tracker]:
     """What mirrors the log of the main process."""
+    processes, layout = context.processes, context.layout
     trackers: list[Tracker] = []
     if config.logging.tensorboard and processes.is_main:
         trackers.append(TensorBoard(layout.tensorboard))

@@ -4,11 +4,12 @@ config -> model family -> quantise -> adapters -> data -> step -> checkpoint -> 
 """
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer import kernels, optim
+from trainer import optim
 from trainer.adapters import Adapter
 from trainer.adapters.norms import made_for
 from trainer.artifacts.exports import Artifacts
@@ -19,9 +20,11 @@ from trainer.base import files
 from trainer.base.digests import FileDigests
 from trainer.base.errors import TOO_LARGE, Interrupted
 from trainer.base.memory import give_back
-from trainer.base.progress import QUIET, Phases, Record
+from trainer.base.progress import Phases, Record
+from trainer.base.protocols import Kernels
 from trainer.base.run_layout import Layout
 from trainer.base.signals import Signals
+from trainer.base.types import Batch
 from trainer.checkpoint.pieces import Pieces
 from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.state import Progress
@@ -31,7 +34,7 @@ from trainer.engine.assembly import TrainState, build_adapter, build_step, load_
 from trainer.engine.components import Components
 from trainer.engine.encoding import encode, report_captions
 from trainer.engine.held_out_loss import HeldOutLoss
-from trainer.engine.policies import NonFinite, what_would_fit
+from trainer.engine.policies import NonFinite
 from trainer.engine.step import Step
 from trainer.models.base import Family, Model
 from trainer.models.loading import ModelSource
@@ -47,15 +50,30 @@ from trainer.resume.allowed_changes import Allowance
 from trainer.run.checkpointing import Saves
 from trainer.run.loop import Loop
 from trainer.run.output_folder import open_trackers, opened
-from trainer.run.setup import begin, cache_dir
-from trainer.runtime.device import base_of, start_processes
+from trainer.run.setup import Beginning, begin, cache_dir
+from trainer.runtime.context import RunContext
+from trainer.runtime.device import Memory, start_processes
 from trainer.runtime.jobs import Fields, Job, Position
-from trainer.runtime.processes import Processes
 
 
 def train(config: Config, *, resume_from: str | None, allowed: Allowance | None = None) -> bool:
     """Train to the end, to `run.stop_after`, or until a signal. Returns whether the end was reached. Raises what main.py
     turns into exit statuses."""
+    with prepared(config, resume_from=resume_from, allowed=allowed) as (run, signals), run.report:
+        try:
+            finished = make_loop(run, signals).run()
+        except Interrupted:
+            if run.plan.config.export.on_stop and run.progress.step:
+                leave_in_time(run.artifacts(), signals)
+            raise
+        if finished or run.plan.config.export.on_stop:
+            close(run, signals, finished=finished)
+        return finished
+
+
+@contextmanager
+def prepared(config: Config, *, resume_from: str | None, allowed: Allowance | None = None) -> Iterator[tuple["Run", Signals]]:
+    """Inside, a run whose output is open, and the signals that it hears. Nothing is trained yet."""
     source = open_source(config)
     config = resolve(config, source)
     # Before the signal handlers: a process that waits for its peers has nothing to lose and should just end.
@@ -63,21 +81,13 @@ def train(config: Config, *, resume_from: str | None, allowed: Allowance | None 
     with Signals() as signals, peers.attending(signals):
         record = Record() if peers.is_main else None
         phases = Phases(check=peers.check, show=peers.is_main, every=config.logging.every_seconds, record=record)
-        with first_page(Layout(Path(config.run.output_dir)), name=config.run.name, enabled=peers.is_main):
-            run = build(config, source, peers, resume_from=resume_from, allowed=allowed, phases=phases)
+        context = RunContext(peers, phases, Layout(Path(config.run.output_dir)))
+        with first_page(context.layout, name=config.run.name, enabled=peers.is_main):
+            run = build(config, source, context, resume_from=resume_from, allowed=allowed)
         gc.enable()  # off since the process started (main.py)
-        config, step, resumed, changed = run.plan.config, run.progress.step, run.resumed, run.changed
-        about = {"step": step, "total": run.plan.max_steps, "resumed": resumed, "changed": changed}
-        with opened(config, run.pieces, **about, processes=peers, phases=phases), run.report:
-            try:
-                finished = make_loop(run, signals).run()
-            except Interrupted:
-                if config.export.on_stop and run.progress.step:
-                    leave_in_time(run.artifacts(), signals)
-                raise
-            if finished or config.export.on_stop:
-                close(run, signals, finished=finished)
-            return finished
+        about = {"step": run.progress.step, "total": run.plan.max_steps, "resumed": run.resumed, "changed": run.changed}
+        with opened(run.plan.config, run.pieces, context, **about):
+            yield run, signals
 
 
 @dataclass(frozen=True)
@@ -88,9 +98,7 @@ class Run:
     """
 
     plan: Plan
-    processes: Processes
-    phases: Phases
-    layout: Layout
+    context: RunContext
     resumed: Path | None
     changed: bool
     pieces: Pieces
@@ -126,80 +134,54 @@ class Run:
             seed=config.run.seed,
             batch_size=config.data.batch_size,
             accumulation=config.step.accumulation,
-            processes=self.processes.count,
+            processes=self.context.processes.count,
             after=self.progress.step,
             fill=config.data.short_batches == "merge",
             began=self.plan.began,
         )
 
+    def data(self) -> Generator[tuple[list[sampler.MicroBatch], list[Batch]]]:
+        """Every update, and this process's share of it, read."""
+        peers = self.context.processes
+        mine = (sampler.share(update, processes=peers.count, rank=peers.rank) for update in self.updates())
+        workers, pin = self.plan.config.data.num_workers, peers.device.type == "cuda"
+        with closing(loader.iterate(mine, self.reader, num_workers=workers, pin=pin)) as batches:
+            yield from zip(self.updates(), batches, strict=True)
+
     def artifacts(self) -> Artifacts:
-        return Artifacts(self.components, self.reader, self.state, self.origin, self.layout, self.report)
+        return Artifacts(self.components, self.reader, self.state, self.origin, self.context, self.report)
 
 
 def build(
-    config: Config,
-    source: ModelSource,
-    peers: Processes,
-    *,
-    resume_from: str | None,
-    allowed: Allowance | None = None,
-    phases: Phases = QUIET,
+    config: Config, source: ModelSource, context: RunContext, *, resume_from: str | None, allowed: Allowance | None = None
 ) -> Run:
     """Everything up to the first step. config: as `resolve` gives. Reads the checkpoint to go on from; writes only caches.
     Raises UserError for all that can be refused without a step."""
     allowed = allowed or Allowance(resume_from=resume_from or "auto")
-    chosen = kernels.choose(config.adapter.kernels, peers.device)
+    peers, phases = context.processes, context.phases
+    there = Memory.of(peers.device, config)
     asked = " (adapter.kernels = 'auto')" if config.adapter.kernels == "auto" else ""
-    peers.say(f"device {peers.device}, {peers.count} process(es); kernels: {chosen.name}{asked}")
-    begun = begin(
-        config,
-        source,
-        processes=peers.count,
-        device=peers.device,
-        kernels=chosen,
-        base=base_of(peers.device),
-        resume_from=resume_from,
-        allowed=allowed,
-        phases=phases,
-        say=peers.say,
-    )
-    assert begun.environment is not None
-    layout, saved, pieces, progress, start = begun.layout, begun.saved, begun.pieces, begun.progress, begun.start
+    peers.say(f"device {peers.device}, {peers.count} process(es); kernels: {there.kernels.name}{asked}")
+    how = {"resume_from": resume_from, "allowed": allowed, "phases": phases, "say": peers.say}
+    begun = begin(config, source, there, processes=peers.count, **how)
     peers.say(describe(begun.plan, sizes=False))
-    plan = fetched(begun.plan, peers, phases)
-    config = plan.config
+    plan, pieces, saved = fetched(begun.plan, peers, phases), begun.pieces, begun.saved
     if saved is not None:
-        peers.say(f"resuming {saved.folder} at step {progress.step}")
+        peers.say(f"resuming {saved.folder} at step {begun.progress.step}")
     if peers.is_main:
-        if config.logging.wandb:
+        if plan.config.logging.wandb:
             sign_in()
-        files.make_folder(layout.root, "run.output_dir")
-    non_finite = NonFinite(config.step.non_finite, config.step.max_skipped, progress, peers.say)
-    cache = cache_dir(config)
-    files.make_folder(cache, "data.cache_dir")
-    digests = FileDigests(cache / "digests.json", phases)
-    components = Components(plan, kernels=chosen, digests=digests, processes=peers, phases=phases)
-    peers.say(str(report_captions(plan, components.model)))
-    cached = (plan.family.vae, *(plan.family.text_encoders if plan.cache_text else ()))
-    contents, snapshots = plan.source.contents(cached, components.digests.of), plan.source.snapshots
-    pieces.enter("model", pins.pin_model(contents, cached=cached, snapshots=snapshots))
-    reader = encode(components, open_cache(config.data, cache), on_non_finite=non_finite.entry)
-    load_trained(components, pieces)
-    adapter, norms = build_adapter(plan, components, pieces)
-    start.apply(adapter, norms, peers.say)
-    origin = pieces.enter("origin", Origin(plan, progress, adapter, made_for(norms.held), start))
-    then = saved.state("config") if saved is not None and allowed.changed else None
-    state, step = build_step(components, adapter, norms, pieces, progress, then=then)
+        files.make_folder(context.layout.root, "run.output_dir")
+    non_finite = NonFinite(plan.config.step.non_finite, plan.config.step.max_skipped, begun.progress, peers.say)
+    components, contents = build_components(plan, there.kernels, context, pieces)
+    reader = encode(components, open_cache(plan.config.data, cache_dir(plan.config)), on_non_finite=non_finite.entry)
+    state, origin, step = build_state(components, begun, allowed)
     pieces.complete()
-    if adapter.dora:  # else they would be made in the first step, which a stop has to wait for
-        with phases("norms of the adapted layers", len(adapter.layers), "layer") as phase:
-            adapter.refresh(phase.advance)
     give_back()
+    assert begun.environment is not None
     return Run(
         plan=plan,
-        processes=peers,
-        phases=phases,
-        layout=layout,
+        context=context,
         resumed=saved.folder if saved else None,
         changed=bool(allowed.changed),
         pieces=pieces,
@@ -209,8 +191,41 @@ def build(
         state=state,
         step=step,
         non_finite=non_finite,
-        report=report_of(components, layout, progress, start, contents=contents, environment=begun.environment.value),
+        report=report_of(
+            components, context, begun.progress, begun.start, contents=contents, environment=begun.environment.value
+        ),
     )
+
+
+def build_components(
+    plan: Plan, kernels: Kernels, context: RunContext, pieces: Pieces
+) -> tuple[Components, Mapping[str, str]]:
+    """(the model, of which nothing is loaded yet; digests of its files by component). Enters the files as a piece."""
+    cache, peers = cache_dir(plan.config), context.processes
+    files.make_folder(cache, "data.cache_dir")
+    digests = FileDigests(cache / "digests.json", context.phases)
+    components = Components(plan, kernels=kernels, digests=digests, processes=peers, phases=context.phases)
+    peers.say(str(report_captions(plan, components.model)))
+    cached = (plan.family.vae, *(plan.family.text_encoders if plan.cache_text else ()))
+    contents = plan.source.contents(cached, digests.of)
+    pieces.enter("model", pins.pin_model(contents, cached=cached, snapshots=plan.source.snapshots))
+    return components, contents
+
+
+def build_state(components: Components, begun: Beginning, allowed: Allowance) -> tuple[TrainState, Origin, Step]:
+    """(what the steps change, what adapter files say of the run, the step). Loads what is trained; enters the rest of the
+    pieces."""
+    plan, pieces, start, progress = components.plan, begun.pieces, begun.start, begun.progress
+    load_trained(components, pieces)
+    adapter, norms = build_adapter(plan, components, pieces)
+    start.apply(adapter, norms, components.processes.say)
+    origin = pieces.enter("origin", Origin(plan, progress, adapter, made_for(norms.held), start))
+    then = begun.saved.state("config") if begun.saved is not None and allowed.changed else None
+    state, step = build_step(components, adapter, norms, pieces, progress, then=then)
+    if adapter.dora:  # else they would be made in the first step, which a stop has to wait for
+        with components.phases("norms of the adapted layers", len(adapter.layers), "layer") as phase:
+            adapter.refresh(phase.advance)
+    return state, origin, step
 
 
 # --- what is done between two steps -----------------------------------------------------------------------------------
@@ -223,7 +238,7 @@ def jobs_of(run: Run) -> tuple[Job, ...]:
 
     def change(at: Position) -> Fields:
         with run.state.evaluating():
-            return change_fields(run.adapter, run.origin.start.weights, run.phases)
+            return change_fields(run.adapter, run.origin.start.weights, run.context.phases)
 
     return (
         Job(
@@ -271,51 +286,47 @@ def jobs_of(run: Run) -> tuple[Job, ...]:
 
 def make_loop(run: Run, signals: Signals) -> Loop:
     """The steps of a run whose output is open."""
-    plan, config, progress, peers = run.plan, run.plan.config, run.progress, run.processes
+    plan, config, state, context = run.plan, run.plan.config, run.state, run.context
+    peers, layout, jobs = context.processes, context.layout, jobs_of(run)
     log = metrics.Metrics(
-        run.layout.metrics,
-        trackers=open_trackers(config, run.layout, progress, peers),
+        layout.metrics,
+        trackers=open_trackers(config, context, state.progress),
         total_steps=plan.max_steps,
-        initial_step=progress.step,
+        initial_step=state.progress.step,
         enabled=peers.is_main,
-        phases=run.phases,
+        phases=context.phases,
     )
     saver = Saver(
-        run.layout.checkpoints,
+        layout.checkpoints,
         keep_last=config.checkpoint.keep_last,
         background=config.checkpoint.background,
         before=log.sync,
-        after=lambda step: run.phases.made(f"checkpoint step {step}"),
+        after=lambda step: context.phases.made(f"checkpoint step {step}"),
         during=peers.undisturbed,
-        step=progress.step,
+        step=state.progress.step,
     )
-    jobs = jobs_of(run)
     saves = Saves(
         pieces=run.pieces,
         saver=saver,
-        progress=progress,
-        is_finite=run.state.optimizer.is_finite,
+        progress=state.progress,
+        is_finite=state.optimizer.is_finite,
         lr=config.optimizer.lr,
         on_failure=config.checkpoint.on_failure,
-        processes=peers,
-        phases=run.phases,
+        context=context,
+        every_steps=config.checkpoint.every_steps,
         every_minutes=config.checkpoint.every_minutes,
     )
-    mine = (sampler.share(update, processes=peers.count, rank=peers.rank) for update in run.updates())
     return Loop(
         step=run.step,
-        updates=run.updates(),
-        batches=loader.iterate(mine, run.reader, num_workers=config.data.num_workers, pin=peers.device.type == "cuda"),
-        progress=progress,
+        data=run.data(),
+        state=state,
         last=plan.max_steps,
         stop_after=min(config.run.stop_after or plan.max_steps, plan.max_steps),
-        save_every=config.checkpoint.every_steps,
         saves=saves,
         jobs=[job for job in jobs if not job.fields],
         measured=Measured([job for job in jobs if job.fields], log, optim.levers(config.optimizer.name), peers),
         non_finite=run.non_finite,
-        too_large=what_would_fit(plan),
-        processes=peers,
+        context=context,
         signals=signals,
     )
 

@@ -9,11 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from trainer.base import files
 from trainer.base.progress import Phases
-from trainer.base.protocols import Kernels
 from trainer.base.run_layout import Layout
 from trainer.checkpoint.pieces import Pieces
 from trainer.checkpoint.state import Pin, Progress, Saved
@@ -28,6 +25,7 @@ from trainer.plan.run_plan import Plan, make_plan
 from trainer.resume import pins, start_point
 from trainer.resume.allowed_changes import Allowance
 from trainer.resume.initial_adapter import Start, open_start
+from trainer.runtime.device import Memory
 
 
 @dataclass(frozen=True)
@@ -47,26 +45,24 @@ class Beginning:
 def begin(
     config: Config,
     source: ModelSource,
+    there: Memory,
     *,
     processes: int,
-    device: torch.device | None,
-    kernels: Kernels,
-    base: Callable[[], int] | None,
     resume_from: str | None,
     allowed: Allowance,
     phases: Phases,
     say: Callable[[str], None],
     planned: bool = False,
 ) -> Beginning:
-    """Reads photos, headers and the checkpoint to go on from; writes nothing. config: as `resolve` gives. device: None where
-    it need not be here. base: as of `fitted`. planned: as of `start_point.find_start`.
+    """Reads photos, headers and the checkpoint to go on from; writes nothing. config: as `resolve` gives. there: where it
+    computes. planned: as of `start_point.find_start`.
 
     Raises UserError for what can be refused without weights.
     """
     saved, warnings = start_point.find_start(config, resume_from, allowed, phases, planned=planned)
     plan = make_plan(config, source, processes=processes, phases=phases)
     start = open_start(plan, resumed=saved is not None)
-    plan = fitted(plan, kernels, base=base)
+    plan = fitted(plan, there.kernels, base=there.base)
     config = plan.config
     for line in (*warnings, *start.doubts):
         say(f"warning: {line}")
@@ -85,9 +81,11 @@ def begin(
     pieces.enter("data", photos)
     plan = start_point.go_on(plan, progress, allowed, say)
     environment = None
-    if device is not None:
+    if there.device is not None:
         deterministic, optimizer = config.run.deterministic, config.optimizer.name
-        pin = pins.pin_environment(device, kernels.name, optimizer, processes=processes, deterministic=deterministic, say=say)
+        pin = pins.pin_environment(
+            there.device, there.kernels.name, optimizer, processes=processes, deterministic=deterministic, say=say
+        )
         environment = pieces.enter("environment", pin)
     if saved is not None:
         start_point.check_length(plan, progress, saved.folder)

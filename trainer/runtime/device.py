@@ -36,19 +36,23 @@ def check_device(config: Config) -> torch.device:
 
 @dataclass(frozen=True)
 class Memory:
-    """Of the device that a run is planned for. size: bytes. base: as `base_of` gives. kernels: the run's."""
+    """Of the device that a run is planned for. size: bytes. base: as `base_of` gives. kernels: the run's.
+
+    device: None where it need not be here.
+    """
 
     size: int
     base: Callable[[], int] | None
     kernels: Kernels
+    device: torch.device | None = None
 
     @staticmethod
     def of(device: torch.device, config: Config) -> "Memory":
         """What is here."""
         chosen = kernels.choose(config.adapter.kernels, device)
         if device.type == "cuda":
-            return Memory(torch.cuda.get_device_properties(device).total_memory, base_of(device), chosen)
-        return Memory(host_memory(), base_of(device), chosen)
+            return Memory(torch.cuda.get_device_properties(device).total_memory, base_of(device), chosen, device)
+        return Memory(host_memory(), base_of(device), chosen, device)
 
 
 def accelerator_of(config: Config, memory: int) -> Memory:

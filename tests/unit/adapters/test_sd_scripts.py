@@ -101,7 +101,7 @@ def test_the_header_of_the_kohya_file_says_it(tmp_path: Path, layers: str, dora:
     heard: list[str] = []
     processes = SimpleNamespace(say=lambda line, whole=False: heard.append(line))
     state = SimpleNamespace(adapter=SimpleNamespace(layers=made.layers))
-    run = SimpleNamespace(components=SimpleNamespace(processes=processes), state=state)
+    run = SimpleNamespace(context=SimpleNamespace(processes=processes), state=state)
     Artifacts._say_where(run, files[PATTERNS])  # the end of a run
     assert [line for line in heard if "sd-scripts" in line] == ([f"note: {sd_scripts.sentence(entry)}"] if said else [])
 

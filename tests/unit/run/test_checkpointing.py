@@ -23,9 +23,10 @@ class Saver:
 
 
 def saves(now: list[float], minutes: float) -> Saves:
+    context = SimpleNamespace(processes=SimpleNamespace(is_main=True), phases=QUIET)
     return Saves(
         pieces=SimpleNamespace(pack=dict), saver=Saver(), progress=SimpleNamespace(step=0), is_finite=lambda: True, lr=1.0,
-        on_failure="stop", processes=SimpleNamespace(is_main=True), phases=QUIET, every_minutes=minutes, clock=lambda: now[0],
+        on_failure="stop", context=context, every_minutes=minutes, clock=lambda: now[0],
     )  # fmt: skip
 
 

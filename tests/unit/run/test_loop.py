@@ -21,10 +21,10 @@ def between_steps(*, is_main: bool = True, pending: Exception | None = None, sig
         return [max(pair) for pair in zip(numbers, others, strict=True)]
 
     loop = SimpleNamespace(
-        pending=pending, progress=SimpleNamespace(step=3),
+        pending=pending, state=SimpleNamespace(progress=SimpleNamespace(step=3)),
         signals=SimpleNamespace(stop=None, save=signalled),
         saves=SimpleNamespace(overdue=True, failed=False, done=False, save=lambda: saved.append(3)),
-        processes=SimpleNamespace(is_main=is_main, largest=largest, say=said.append),
+        context=SimpleNamespace(processes=SimpleNamespace(is_main=is_main, largest=largest, say=said.append)),
     )  # fmt: skip
     return loop, asked, saved, said
 
