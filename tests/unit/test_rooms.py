@@ -158,6 +158,37 @@ TORCHS = {"_apply", "_parameters"}
 CLASS_NAME = r"[A-Z]+[a-z]"
 
 LINES = 400
+# Of a function its lines and arguments, of a dataclass its fields. Kernels have as many arguments as they have tensors.
+FUNCTION_LINES, ARGUMENTS, FIELDS = 60, 7, 12
+# What is larger as it stands. The list only gets shorter.
+LARGE = {
+    "adapters/export.py:About",
+    "adapters/export.py:write_files",
+    "adapters/injection.py:inject",
+    "adapters/reading.py:_module",
+    "base/progress.py:Phase.__init__",
+    "base/protocols.py:Kernels.adapter_gradients",
+    "data/batches/sampler.py:all_updates",
+    "data/cache/fill.py:fill_latents",
+    "data/cache/fill.py:fill_text",
+    "data/sources.py:Photo",
+    "data/sources.py:Source",
+    "engine/step.py:Step.run",
+    "engine/step.py:batch_losses",
+    "memory_plan/dry_run.py:_whole.whole",
+    "models/base.py:Family",
+    "models/loading.py:ModelSource",
+    "models/opening.py:open_model",
+    "models/sdxl/names.py:unet_names",
+    "optim/table.py:Entry",
+    "plan/run_plan.py:DataPlan",
+    "quantization/freeze.py:freeze_layers",
+    "quantization/layers.py:FrozenConv2d.__init__",
+    "report/curves.py:draw",
+    "report/live.py:LiveReport.__init__",
+    "report/page.py:PageContents",
+    "run/setup.py:begin",
+}
 
 
 def levels(floors: tuple[tuple[str, ...], ...]) -> dict[str, int]:
@@ -481,6 +512,43 @@ def lengths(house: Sources) -> Iterator[str]:
             yield source.at(count, f"{count} lines, more than {LINES}")
 
 
+def sizes(house: Sources) -> Iterator[str]:
+    """A function's lines and arguments, without self; a dataclass's fields."""
+    for source, node, name in definitions(house):
+        if f"{source.path}:{name}" not in LARGE:
+            yield from (source.at(node, f"{name} has {said}") for said in too_large(node))
+
+
+def definitions(house: Sources) -> Iterator[tuple[Source, ast.FunctionDef | ast.ClassDef, str]]:
+    """(source, function or class, its name with those of the classes and functions around it)."""
+    for source in house.values():
+        if source.room == "kernels":
+            continue
+        left: list[tuple[ast.AST, str]] = [(source.tree, "")]
+        while left:
+            parent, around = left.pop()
+            for node in ast.iter_child_nodes(parent):
+                name = around
+                if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                    name = f"{around}.{node.name}".removeprefix(".")
+                    yield source, node, name
+                left.append((node, name))
+
+
+def too_large(node: ast.FunctionDef | ast.ClassDef) -> Iterator[str]:
+    if isinstance(node, ast.FunctionDef):
+        given = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+        counts = {
+            "lines": (node.end_lineno - node.lineno + 1, FUNCTION_LINES),
+            "arguments": (len([name for name in given if name not in ("self", "cls")]), ARGUMENTS),
+        }
+    else:
+        fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+        is_data = any("dataclass" in ast.unparse(each) for each in node.decorator_list)
+        counts = {"fields": (len(fields) * is_data, FIELDS)}
+    yield from (f"{count} {what}, more than {most}" for what, (count, most) in counts.items() if count > most)
+
+
 def class_names(house: Sources) -> Iterator[str]:
     """A type that a module names by an assignment is no class, and must not be called as one either."""
     found, classes = defaultdict(list), set()
@@ -537,6 +605,7 @@ RULES: dict[str, Rule] = {
     for rule in (
         places, crowds, imports_between_rooms, imports_within_rooms, circles,
         libraries, mocks, foreign_attributes, calls, dtypes, families, private_names, second_names, paths, lengths,
+        sizes,
         class_names, attributes,
     )
 }  # fmt: skip
@@ -559,6 +628,10 @@ def test_every_room_of_the_rules_is_there(house: Sources) -> None:
     named = {*KNOWS_ONLY, *KEPT_FROM, *(p for patterns in (*ONLY_FOR.values(), *LIBRARIES.values()) for p in patterns)}
     named |= {*SETS_ATTRIBUTES, *SETTINGS, *DTYPES_IN, *(pattern for patterns in CALLS.values() for pattern in patterns)}
     assert not {pattern for pattern in named if not any(fnmatchcase(path, pattern) for path in paths)}
+
+
+def test_what_is_large_as_it_stands_is_so_still(house: Sources) -> None:
+    assert {f"{s.path}:{name}" for s, node, name in definitions(house) if list(too_large(node))} == LARGE
 
 
 # What each rule is there to find: (rule, file, its text, the line).
@@ -630,6 +703,9 @@ BREAKS = [
     ("paths", "resume/pins.py", "folder = root / f'step-{step:08d}'", 1),
     ("paths", "report/page.py", "folder.glob('step-*/*.png')", 1),
     ("lengths", "engine/loop.py", "x = 1\n" * 401, 401),
+    ("sizes", "engine/loop.py", "def f():\n" + "    x = 1\n" * 60, 1),
+    ("sizes", "engine/loop.py", "class A:\n    def f(self, a, b, c, d, *, e, f, g, h):\n        pass", 2),
+    ("sizes", "engine/loop.py", "@dataclass\nclass A:\n" + "".join(f"    f{n}: int\n" for n in range(13)), 2),
     ("class_names", "engine/step.py", "class Loop:\n    pass", 1),
     ("class_names", "engine/step.py", "Loop = Mapping[str, int]", 1),
     ("attributes", "base/a.py", "class A:\n    def open(self):\n        self.file = 1", 3),
@@ -701,6 +777,9 @@ def test_a_circle_is_found_wherever_its_imports_stand(place: str, late: str) -> 
         ("private_names", "models/base.py", "class Model:\n def _told(self, other): return other._told()"),
         ("second_names", "run/run.py", "from trainer.models.base import Model"),
         ("paths", "resume/pins.py", "pin = {'samples': 3}\npin['samples'] = 'more samples'\nlock = f'{digest}.lock'"),
+        ("sizes", "engine/loop.py", "def f(a, b, c, d, e, f, g):\n" + "    x = 1\n" * 59),
+        ("sizes", "engine/loop.py", "class A:\n" + "".join(f"    f{n}: int\n" for n in range(13))),
+        ("sizes", "kernels/dora_torch.py", "def f(a, b, c, d, e, f, g, h):\n    pass"),
         ("class_names", "engine/step.py", "Tensors = dict"),
         ("attributes", "base/a.py", "@dataclass\nclass A:\n x: int\n def f(self): self.x = 1"),
         ("attributes", "base/a.py", "class A:\n x: int = 1\n def __init__(self): self.y = 1\n def f(self): self.x = self.y"),
