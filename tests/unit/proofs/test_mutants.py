@@ -27,7 +27,6 @@ FEWER = {
     "plan",
     "resume",
     "run",
-    "runtime",
 }
 
 
