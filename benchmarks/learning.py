@@ -136,7 +136,7 @@ def measure(
             predict = None
         examiner = Examiner(run, predict)
         for micro_batch in next(updates(run)):  # what is compiled at its first use; the step sets gradients to zero
-            run_losses(run, run.reader[micro_batch], examiner.predict, run.plan.objective, seed).mean().backward()
+            run_losses(run, run.reader[micro_batch], examiner.predict, run.plan.model.objective, seed).mean().backward()
         key = cell, draws, tuple(known)
         if key not in untrained:
             untrained[key] = losses(examiner, draws), distances(run, drawn(run)) if cell.draws else None

@@ -92,7 +92,7 @@ class Examiner:
         self.predict = predict or (lambda *inputs: run.family.predict(run.model, *inputs))
         self.used = list(run.state.weights_for_use().values())[-1]  # the average, where there is one
         # The plain loss, whatever the run weighs.
-        self.objective = run.plan.objective.plain()
+        self.objective = run.plan.model.objective.plain()
 
     def samples(self, source: int) -> list[str]:
         """The photos of a source, by its place in the config."""

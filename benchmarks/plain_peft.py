@@ -86,7 +86,7 @@ def beside(run: Run, base: str = "bf16") -> tuple[Callable[[int, Sequence[Any]],
     def step(number: int, micro_batches: Sequence[Any]) -> None:
         (micro_batch,) = micro_batches
         batch = run.reader[micro_batch]
-        loss = lambda: run_losses(run, batch, predict, run.plan.objective, chosen.run.seed).mean()  # noqa: E731
+        loss = lambda: run_losses(run, batch, predict, run.plan.model.objective, chosen.run.seed).mean()  # noqa: E731
         update(loss, optimizer, parameters, chosen.step.max_grad_norm)
         schedule.step()
 

@@ -66,7 +66,7 @@ def rehearsed(folder: Path, family: str, *, size: str, triton: bool = False, **c
 
 def micro_batches(run: Rehearsal, *sizes: tuple[int, int]):
     run.encode_images(*sizes[0], 1)
-    told = run.encode_prompts(["a plush bear"]) if run.plan.cache_text else None
+    told = run.encode_prompts(["a plush bear"]) if run.plan.model.cache_text else None
     return [run.batch(width, height, told, 1, first=index) for index, (width, height) in enumerate(sizes)]
 
 
@@ -126,7 +126,7 @@ def test_a_run_from_its_first_photo_to_a_sample(folder: Path, size: str, family:
         tensors = [*adapter_now.state_dict().values()]
         assert {tensor.device for tensor in tensors} == {run.device} and len(tensors) == (
             3 if adapter == "dora" else 2
-        ) * len(run.plan.targets)
+        ) * len(run.plan.model.targets)
         assert optimizer.state_dict()
 
 

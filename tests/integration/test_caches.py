@@ -192,9 +192,9 @@ def encoded(bench: Workbench, model: Path | None = None, **overrides):
     # Each start hashes the model's files itself.
     digests = FileDigests(bench.tmp / f"digests-{os.urandom(4).hex()}.json", QUIET)
     components = Components(
-        plan, kernels=kernels.choose("auto", peers.device), digests=digests, processes=peers, phases=QUIET
+        plan.model, kernels=kernels.choose("auto", peers.device), digests=digests, processes=peers, phases=QUIET
     )
-    reader = encode(components, open_cache(config.data, folder), on_non_finite=pytest.fail)
+    reader = encode(plan, components, open_cache(config.data, folder), on_non_finite=pytest.fail)
     return [line for line in said if "cache" in line], reader
 
 

@@ -124,7 +124,7 @@ def test_the_base_is_what_was_trained_on(bench: Workbench) -> None:
     config, hub = bench.config(), SimpleNamespace(hub_id="somebody/their-xl")
 
     def base(config, **source) -> str | None:
-        return model_card.base_model(SimpleNamespace(config=config, source=SimpleNamespace(**source)))
+        return model_card.base_model(SimpleNamespace(config=config, model=SimpleNamespace(source=SimpleNamespace(**source))))
 
     assert base(config, repository=None, overrides={}) is None
     assert base(config, repository=hub, overrides={}) == "somebody/their-xl"

@@ -98,7 +98,7 @@ def checkpoint_every(training: Run, every: bool | int) -> int:
 
 
 def unread(training: Run) -> tuple[str, ...]:
-    return tuple(training.family.unread_beside(training.adapter.layers, half=training.plan.scales_loss))
+    return tuple(training.family.unread_beside(training.adapter.layers, half=training.plan.model.scales_loss))
 
 
 # In fp16 the blocks of Flux clip what they give.

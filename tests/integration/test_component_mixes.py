@@ -146,7 +146,7 @@ def test_an_fp32_encoder_beside_a_float8_denoiser_computes_in_fp32(bench: Workbe
             bench, cache, family, model__components=components, precision__compute="bf16", data__cache_text=False,
             run__output_dir=str(bench.tmp / f"{dtype}{len(more)}"),
         ) as run, torch.no_grad():  # fmt: skip
-            assert run.plan.components[DENOISER[family]].compute == torch.bfloat16
+            assert run.plan.model.storage[DENOISER[family]].compute == torch.bfloat16
             found = run.family.encode_prompts(run.model, [CAPTION])
             for name in encoders:
                 tokenizer = run.model.tokenizers[name.replace("text_encoder", "tokenizer")]

@@ -67,7 +67,7 @@ def dequantised_state(run: runs.Run) -> dict[str, torch.Tensor]:
     """The base as the run holds it, fp32, under the stock model's names."""
     state = {}
     module = run.model.modules[run.family.denoiser]
-    for name in run.plan.source.build(run.family.denoiser).state_dict():
+    for name in run.plan.model.source.build(run.family.denoiser).state_dict():
         owner, _, leaf = name.rpartition(".")
         layer = module.get_submodule(owner) if owner else module
         layer = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer

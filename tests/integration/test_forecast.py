@@ -120,7 +120,9 @@ def test_every_storage_is_planned(bench: Workbench, family: str, dtype: str, bac
     }  # fmt: skip
     assert all(size >= 0 for phase in found.phases for size in phase.parts.values())
     step = next(phase for phase in found.phases if phase.name.startswith(STEP))
-    components = Components(plan, kernels=dora_torch, digests=None, processes=start_processes(plan.config), phases=QUIET)
+    components = Components(
+        plan.model, kernels=dora_torch, digests=None, processes=start_processes(plan.config), phases=QUIET
+    )
     module = components.load(name)
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*module.parameters(), *module.buffers())}
     assert step.loaded == {name: sum(held.values())} and step.parts["weights"] == sum(held.values())

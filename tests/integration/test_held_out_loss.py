@@ -78,7 +78,7 @@ def without(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_it_is_the_plain_mean_squared_error_of_every_quarter(bench: Workbench, family: str, more: dict) -> None:
     """By the papers' formulas in fp64, of the photos as they are, with their own captions."""
     with built(configs.parse(tree(bench, "out", family, **ON, **more))) as made:
-        measure = held_out_loss.HeldOutLoss.of(made.components, made.reader, made.state.evaluating)
+        measure = held_out_loss.HeldOutLoss.of(made.plan, made.components, made.reader, made.state.evaluating)
         found = measure.measure()
         assert measure.at_once == 2
         (example,) = made.plan.held_out
@@ -200,7 +200,7 @@ def test_it_is_planned(bench: Workbench, monkeypatch) -> None:
     trace = Trace()
     monkeypatch.setattr(scratch, "_buffers", {})  # those of an earlier test may be larger
     with built(config) as made:
-        measure = held_out_loss.HeldOutLoss.of(made.components, made.reader, made.state.evaluating)
+        measure = held_out_loss.HeldOutLoss.of(made.plan, made.components, made.reader, made.state.evaluating)
         example = plan.measured["held_out"][0]
         batch = measure.reader[(Occurrence(0, example.sample, 0),)]
         given = batch, torch.tensor([0.1, 0.9]), torch.randn(2, *batch.latents.shape[1:])

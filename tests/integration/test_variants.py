@@ -207,7 +207,7 @@ def test_a_marker_in_the_denoisers_own_file_says_v_prediction(bench: Workbench) 
     change_file(path, lambda t: t.update({"v_pred": torch.zeros(0), "model.diffusion_model.ztsnr": torch.zeros(0)}))
     config = bench.config(model__components={"unet": {"path": str(path)}})
     with built(config) as run:
-        assert run.plan.objective.prediction == "v" and run.plan.objective.alphas_cumprod[-1] == 0
+        assert run.plan.model.objective.prediction == "v" and run.plan.model.objective.alphas_cumprod[-1] == 0
     vae_alone = bench.config(model__components={"vae": {"path": str(path)}})
     assert open_source(vae_alone).markers == Markers(), "they say nothing of another file's unet"
 

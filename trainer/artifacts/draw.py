@@ -25,14 +25,13 @@ from trainer.base.types import Conditioning
 from trainer.checkpoint.pieces import Pieces
 from trainer.config import Config
 from trainer.data.cache.texts import one_after_another
-from trainer.data.sources import Scanned
 from trainer.engine.assembly import build_adapter
 from trainer.engine.components import Components
 from trainer.models.base import SampleRequest
 from trainer.models.loading import ModelSource
 from trainer.plan import run_plan, storage
 from trainer.plan.data_sources import resolutions
-from trainer.plan.run_plan import Plan, fetched, find_objective, open_source, resolve
+from trainer.plan.run_plan import ModelPlan, fetched, find_objective, open_source, resolve
 from trainer.report.before_after import scaled, table
 from trainer.resume.initial_adapter import Start
 from trainer.runtime.attention import few_tokens_in_fp32
@@ -101,7 +100,7 @@ def draw(
     model = NamedModel(source.family, config.model.path, source.config, source)
     opened = [(open_adapter(path, [model]), strength) for path, strength in adapters]
     portable, strength = together(opened)
-    plan = _plan(config, source, portable, requests)
+    plan = _plan(config, source, portable)
     peers = start_processes(plan.config)
     for doubt in (doubt for each, _ in opened for doubt in each.doubts):
         peers.say(f"warning: {doubt}")
@@ -166,8 +165,8 @@ def _summed(parts: Sequence[tuple[Factors, float]]) -> Factors:
     return Factors(derived(wide_a, shape_a, a), derived(wide_b, shape_b, b), float(rank))
 
 
-def _plan(config: Config, source: ModelSource, portable: Portable | None, requests: Sequence[Asked]) -> Plan:
-    """Of a run without photos. Its adapter is what was read."""
+def _plan(config: Config, source: ModelSource, portable: Portable | None) -> ModelPlan:
+    """Its adapter is what was read."""
     family = source.family
     targets = tuple(portable.targets) if portable else ()
     options = {"type": "dora" if portable and portable.dora else "lora", "rslora": bool(portable and portable.rslora)}
@@ -177,26 +176,12 @@ def _plan(config: Config, source: ModelSource, portable: Portable | None, reques
     source.check_tokenizers()
     for component in stored.values():
         storage.check(source, component)
-    return Plan(
+    return ModelPlan(
         config=config,
-        family=family,
-        scanned=Scanned(()),
-        photos=(),
-        examples=(),
-        held_out=(),
-        measured={},
-        alike=(),
-        requests=tuple(requests),
-        processes=1,
-        steps_per_epoch=0,
-        max_steps=0,
         source=source,
-        components=stored,
+        storage=stored,
         objective=find_objective(config, source),
         targets=targets,
-        shapes={},
-        skipped=(),
-        truths=(None,) * len(requests),
         cache_text=not any(target.component in family.text_encoders for target in targets),
     )
 
@@ -221,7 +206,7 @@ def _loaded(components: Components, portable: Portable | None, say: Callable[[st
             module.eval()
         few_tokens_in_fp32(components.model.modules[family.denoiser], family.attention, components.model.device)
         return None
-    adapter, norms = build_adapter(plan, components, Pieces(None))
+    adapter, norms = build_adapter(components, Pieces(None))
     Start("the adapter", "", portable).apply(adapter, norms, lambda line: None)
     return adapter
 

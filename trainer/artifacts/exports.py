@@ -29,6 +29,7 @@ from trainer.engine.encoding import prompt_conditioning
 from trainer.monitoring import weight_change
 from trainer.monitoring.diagnosis import is_line, judge
 from trainer.monitoring.metrics import read_lines
+from trainer.plan.run_plan import Plan
 from trainer.report import LiveReport
 from trainer.report.before_after import write_before_after
 from trainer.runtime.context import RunContext
@@ -39,6 +40,7 @@ from trainer.runtime.jobs import Position
 class Artifacts:
     """Made by the main process; the others wait."""
 
+    plan: Plan
     components: Components
     reader: Reader
     state: TrainState
@@ -48,14 +50,14 @@ class Artifacts:
 
     def show(self, at: Position) -> None:
         """Have the report written again, where it is time and there is something new to see."""
-        config = self.components.plan.config
+        config = self.plan.config
         shown = config.validation.every_steps, config.validation.loss_every_steps, config.checkpoint.every_steps
         self.report.after_step(news=not at.fresh or any(map(at.due, (*shown, config.export.every_steps))))
 
     def set_aside(self) -> None:
         """Write the averages as they are now beside the earlier ones."""
         step, made = self.state.progress.step, partial(products, self.state.adapter)
-        epoch = self.components.plan.epoch_of(step)
+        epoch = self.plan.epoch_of(step)
         # Seen to its end whatever signal comes, as a checkpoint is: the later ones go on from here.
         with self.context.phases("setting averages aside", unit="B", obey=False) as phase:
             snapshots.write(self.context.layout.averages, step, epoch, self.state.averages, made, phase.advance)
@@ -63,7 +65,7 @@ class Artifacts:
     def draw_samples(self, at: Position) -> None:
         """Draw the step's samples, unless an earlier start did. A stop leaves them to the next start."""
         self.show(at)  # what is new by now need not wait until they are drawn
-        components, requests, folder = self.components, self.components.plan.requests, self.context.layout.samples_of(at.step)
+        components, requests, folder = self.components, self.plan.requests, self.context.layout.samples_of(at.step)
         if not at.fresh and folder.exists():
             return
         weights = self.state.weights_for_use()
@@ -84,13 +86,13 @@ class Artifacts:
             components.load(components.family.denoiser).register_forward_hook(lambda *_: phase.advance()),
         ):
             # Before the samples: where these are, the next start takes the step's drawing for done.
-            sampling.keep_truths(requests, components.plan.truths, self.context.layout.truths)
+            sampling.keep_truths(requests, self.plan.truths, self.context.layout.truths)
             sampling.draw_samples(requests, sample=sample, folder=folder, weights=weights)
         give_back()
 
     def export_step(self, at: Position) -> None:
         """Write the adapter files that have the step in their names, unless an earlier start did."""
-        config = self.components.plan.config
+        config = self.plan.config
         stem = f"{config.run.name}-{at.step:08d}"
         stems = [stem + ending for ending in self.state.weights_for_use()]
         files = [file for each in stems for file in export.file_names(each, config.export.formats).values()]
@@ -104,7 +106,7 @@ class Artifacts:
 
     def export(self, stem: str, write: Write = write_atomic) -> dict[str, Path]:
         """Write the adapter's files, and those of its average; returns them by format, the average's by "FORMAT, average"."""
-        components, plan, config, state = self.components, self.components.plan, self.components.plan.config, self.state
+        components, plan, config, state = self.components, self.plan, self.plan.config, self.state
         if not self.context.processes.is_main:
             return {}
         about = self.origin.about()
@@ -124,7 +126,7 @@ class Artifacts:
                         stem + ending,
                         replace(about, average=described(config.ema.kind, config.ema.decay) if ending else ""),
                         formats=config.export.formats,
-                        fused=plan.fused,
+                        fused=plan.model.fused,
                         prefixes=plan.family.kohya_prefix,
                         rows=lambda name: components.layer(name).weight_shape[0],
                         norms=norms,
@@ -140,7 +142,7 @@ class Artifacts:
     def export_newest(self) -> dict[str, Path]:
         """As `export`, to the files that have no step in their names, with the model card: all of one step, or all as they
         were. Files that an earlier stop or end left in a format that is not asked for any more are deleted."""
-        name, said = self.components.plan.config.run.name, ""
+        name, said = self.plan.config.run.name, ""
         with Together() as together:
             written = self.export(name, together.write)
             for ending in self.state.weights_for_use() if written else ():
@@ -148,7 +150,7 @@ class Artifacts:
                     if (path := self.context.layout.adapters / file) not in written.values():
                         together.remove(path)
             if written:
-                said = write_card(self.components.plan, self.origin.about(), self.context.layout, written, together)
+                said = write_card(self.plan, self.origin.about(), self.context.layout, written, together)
         if said:
             self.context.processes.say(f"note: {said}")
         return written
@@ -176,7 +178,7 @@ class Artifacts:
 
     def earlier(self) -> list[str]:
         """The names of adapter files and card that are there, without a step in their names."""
-        stems = [self.components.plan.config.run.name + ending for ending in self.state.weights_for_use()]
+        stems = [self.plan.config.run.name + ending for ending in self.state.weights_for_use()]
         names = [name for stem in stems for name in export.file_names(stem).values()]
         return [name for name in (*names, self.context.layout.card.name) if (self.context.layout.adapters / name).exists()]
 
@@ -201,7 +203,7 @@ class Artifacts:
 
         Raises NotTrained, after all else is done, for an adapter that no update has reached.
         """
-        plan, say, phases = self.components.plan, self.context.processes.say, self.context.phases
+        plan, say, phases = self.plan, self.context.processes.say, self.context.phases
         if not self.context.processes.is_main:
             return
         written, nothing = {}, None

@@ -58,8 +58,8 @@ def base_model(plan: Plan) -> str | None:
     """
     if plan.config.export.base_model:
         return plan.config.export.base_model
-    repository = plan.source.repository
-    return repository.hub_id if repository is not None and not plan.source.overrides else None
+    repository = plan.model.source.repository
+    return repository.hub_id if repository is not None and not plan.model.source.overrides else None
 
 
 def text(plan: Plan, about: About, files: Mapping[str, str], samples: Sequence[Path]) -> str:
@@ -132,7 +132,7 @@ def _what(plan: Plan, about: About) -> str:
 
 
 def _predicts_v(plan: Plan) -> bool:
-    return getattr(plan.objective, "prediction", None) == "v"
+    return getattr(plan.model.objective, "prediction", None) == "v"
 
 
 def _samples(drawn: Mapping[str, Mapping[str, Any]]) -> str:
@@ -150,7 +150,7 @@ def _samples(drawn: Mapping[str, Mapping[str, Any]]) -> str:
 def _diffusers(plan: Plan, about: About, files: Mapping[str, str], drawn: Mapping[str, Mapping[str, Any]]) -> str:
     if "diffusers" not in files:
         return ""
-    unread = not_loaded_by_diffusers(f"{target.component}.{target.name}" for target in plan.targets)
+    unread = not_loaded_by_diffusers(f"{target.component}.{target.name}" for target in plan.model.targets)
     if unread:
         return "\n\n".join(["## Use it in diffusers", *(f"{sentence[0].upper()}{sentence[1:]}." for sentence in unread)])
     request = next((request for request in plan.requests if request.strength == 1), None)
@@ -168,7 +168,7 @@ def _diffusers(plan: Plan, about: About, files: Mapping[str, str], drawn: Mappin
     ]  # fmt: skip
     if _predicts_v(plan):
         settings = ['prediction_type="v_prediction"']
-        if getattr(plan.objective, "zero_terminal_snr", False):
+        if getattr(plan.model.objective, "zero_terminal_snr", False):
             settings += ["rescale_betas_zero_snr=True", 'timestep_spacing="trailing"']
         lines.append(f"pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, {', '.join(settings)})")
     lines.append(f'pipe.load_lora_weights(".", weight_name="{files["diffusers"]}")')
@@ -214,15 +214,15 @@ def _files(files: Mapping[str, str]) -> str:
 def _trained(plan: Plan, about: About) -> str:
     config, photos = plan.config, [photo for photo in plan.photos if not photo.source.regularisation]
     priors = len(plan.photos) - len(photos)
-    ranks, alphas = ({getattr(target, key) for target in plan.targets} for key in ("rank", "alpha"))
-    stored = {name: plan.components[name].format.dtype_name for name in plan.adapted}
+    ranks, alphas = ({getattr(target, key) for target in plan.model.targets} for key in ("rank", "alpha"))
+    stored = {name: plan.model.storage[name].format.dtype_name for name in plan.model.adapted}
     rows = {
         "photos": f"{len(photos)}, shown {about.train_images} times an epoch"
         + (f"; {priors} regularisation images" if priors else ""),
         "resolution": about.resolution,
         "steps": f"{about.step}, the last one in epoch {about.epoch}",
         "images in a step": config.data.batch_size * config.step.accumulation * plan.processes,
-        "adapted layers": f"{len(plan.targets)}, of rank {_range(ranks)} and alpha {_range(alphas)}",
+        "adapted layers": f"{len(plan.model.targets)}, of rank {_range(ranks)} and alpha {_range(alphas)}",
         "base stored as": ", ".join(f"{name} {dtype}" for name, dtype in stored.items()),
         "computed in": config.precision.compute,
         "optimizer": f"{config.optimizer.name}, rate {about.learning_rate:g}, schedule {config.schedule.name}",

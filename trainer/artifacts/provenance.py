@@ -50,7 +50,7 @@ class Origin:
         """As of the present step."""
         plan, config, family = self.plan, self.plan.config, self.plan.family
         sizes = {resolution for photo in plan.photos for resolution in photo.source.resolutions}
-        prediction = getattr(plan.objective, "prediction", "velocity")
+        prediction = getattr(plan.model.objective, "prediction", "velocity")
         return About(
             name=config.run.name,
             started=self.progress.started,
@@ -65,7 +65,7 @@ class Origin:
             dora_base=self.made_for,
             changes=self.progress.changes,
             started_from=self.start.lineage(),
-            family=family.metadata(plan.source.config(family.denoiser), prediction),
+            family=family.metadata(plan.model.source.config(family.denoiser), prediction),
             training=self._training,
             licence=config.export.license,
         )
@@ -82,7 +82,7 @@ class Origin:
         of_encoders = rate if config.optimizer.text_encoder_lr is None else config.optimizer.text_encoder_lr
         warmup = optim.steps_of(schedule.warmup, self.progress.total_steps)
         rates: tuple[set, set] = set(), set()  # of the denoiser, of the encoders
-        for target in plan.targets:
+        for target in plan.model.targets:
             encodes = target.component != plan.family.denoiser
             rates[encodes].add(target.lr if target.lr is not None else (of_encoders if encodes else rate))
         began = datetime.fromisoformat(self.progress.started).replace(hour=0, minute=0, second=0, microsecond=0)
@@ -128,7 +128,7 @@ class Origin:
         return {
             "about": asdict(self.about()),
             "family": plan.family.name,
-            "configs": {name: plan.source.config(name) for name in plan.adapted},
+            "configs": {name: plan.model.source.config(name) for name in plan.model.adapted},
             "alphas": [[name, target.alpha] for name, target in self.adapter.targets.items()],
         }
 

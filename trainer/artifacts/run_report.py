@@ -10,17 +10,18 @@ from trainer.artifacts.data_report import sections
 from trainer.checkpoint.state import Progress
 from trainer.engine.components import Components
 from trainer.engine.encoding import report_captions
+from trainer.plan.run_plan import Plan
 from trainer.report import LiveReport
 from trainer.resume.initial_adapter import Start
 from trainer.runtime.context import RunContext
 
 
 def report_of(
-    components: Components, context: RunContext, progress: Progress, start: Start, *, contents: Mapping[str, str],
+    plan: Plan, components: Components, context: RunContext, progress: Progress, start: Start, *, contents: Mapping[str, str],
     environment: Mapping[str, Any],
 ) -> LiveReport:  # fmt: skip
     """contents: digests by component, as ModelSource.contents. environment: as of pins.pin_environment."""
-    plan, processes = components.plan, context.processes
+    processes = context.processes
     config, adapter = plan.config, plan.config.adapter
     targets = adapter.targets if isinstance(adapter.targets, str) else "own targets"
     sizes = f"rank {adapter.rank}" + ("" if adapter.alpha is None else f", alpha {adapter.alpha:g}")
@@ -32,7 +33,7 @@ def report_of(
         begun=progress.step,
         levers=optim.levers(config.optimizer.name),
         kicker=f"Training report: {kind} of {sizes}, {targets}, for {config.model.path}",
-        lineage=_lineage(components, progress, start, contents),
+        lineage=_lineage(plan, progress, start, contents),
         environment={
             "trainer": __version__,
             "Python": platform.python_version(),
@@ -40,18 +41,17 @@ def report_of(
             **{name: str(value) for name, value in environment.items()},
         },
         changes=progress.changes,
-        data_of=partial(_data, components),
+        data_of=partial(_data, plan, components),
         say=processes.say,
         enabled=processes.is_main,
     )
 
 
-def _data(components: Components) -> dict[str, dict[str, Any]]:
-    return sections(components.plan, report_captions(components.plan, components.model), components.phases)
+def _data(plan: Plan, components: Components) -> dict[str, dict[str, Any]]:
+    return sections(plan, report_captions(plan, components.model), components.phases)
 
 
-def _lineage(components: Components, progress: Progress, start: Start, contents: Mapping[str, str]) -> dict[str, str]:
-    plan = components.plan
+def _lineage(plan: Plan, progress: Progress, start: Start, contents: Mapping[str, str]) -> dict[str, str]:
     told = {"begun": progress.started.replace("T", " ").replace("+00:00", " UTC"), "base model": plan.config.model.path}
     told |= {f"{name}, SHA-256": digest for name, digest in contents.items()}
     if start.path:

@@ -64,7 +64,7 @@ def preview(
     for line in disk_warnings(needs):
         write(line)
     if device is not None and device.type == "cpu":
-        compute = plan.components[plan.family.denoiser].compute
+        compute = plan.model.storage[plan.family.denoiser].compute
         write(describe_cpu(plan, found, speed_of(compute), slow=slow_in(compute)))
     smaller = [] if fits else changes(plan, there.kernels, found, there.size)
     write(describe_memory(found, there.size, smaller, updates=config.step.accumulation))  # ends with whether it fits

@@ -16,9 +16,8 @@ from trainer.base.types import Batch, Occurrence
 from trainer.checkpoint.pieces import Pieces
 from trainer.checkpoint.state import Progress
 from trainer.engine.components import Components
-from trainer.engine.policies import what_would_fit
 from trainer.engine.step import Step, batch_losses
-from trainer.plan.run_plan import Plan
+from trainer.plan.run_plan import ModelPlan, Plan
 from trainer.plan.storage import held_as
 from trainer.quantization import FrozenConv2d, FrozenLinear
 from trainer.resume import pins
@@ -45,19 +44,19 @@ class TrainState:
         return {"": self.evaluating} | ({AVERAGE: self.averages.used} if self.averages.weights else {})
 
 
-def load_trained(components: Components, pieces: Pieces) -> None:
+def load_trained(plan: Plan, components: Components, pieces: Pieces) -> None:
     """Load what the steps compute with, and pin the bytes of its frozen tensors."""
-    plan = components.plan
-    trained = (plan.family.denoiser, *(() if plan.cache_text else plan.family.text_encoders))
+    trained = (plan.family.denoiser, *(() if plan.model.cache_text else plan.family.text_encoders))
     modules = [(name, components.load(name)) for name in trained]
     if plan.requests:
         components.load(plan.family.vae)  # only to draw samples: its bytes decide nothing of a step
     record = quantization.record(modules, components.phases)
-    pieces.enter("quantization", pins.pin_quantization(record, snapshots=plan.source.snapshots))
+    pieces.enter("quantization", pins.pin_quantization(record, snapshots=plan.model.source.snapshots))
 
 
-def build_adapter(plan: Plan, components: Components, pieces: Pieces) -> tuple[Adapter, Norms]:
+def build_adapter(components: Components, pieces: Pieces) -> tuple[Adapter, Norms]:
     """(the adapter in its layers, the norms that its files need)."""
+    plan = components.plan
     config, family, modules = plan.config, plan.family, components.model.modules
     peers, phases = components.processes, components.phases
     adapted = {name: modules[name] for name in plan.adapted}
@@ -104,10 +103,11 @@ def build_step(
     progress: Progress,
     *,
     then: Mapping[str, Any] | None,
+    too_large: str = "",
 ) -> tuple[TrainState, Step]:
     """(what the steps change, the step). Enters the optimizer, its schedule, the loss scaler and the averages as pieces.
 
-    then: the checkpoint's config, where --allow changed it.
+    then: the checkpoint's config, where --allow changed it. too_large: as of Step.
     """
     plan, peers = components.plan, components.processes
     config = plan.config
@@ -148,12 +148,12 @@ def build_step(
         sum=peers.sum,
         # By the micro-batch's place in the update, whichever process has it.
         training=lambda step, index: training(step, index * peers.count + peers.rank),
-        too_large=what_would_fit(plan),
+        too_large=too_large,
     )
     return state, step
 
 
-def _optimizer(plan: Plan, adapter: Adapter, progress: Progress) -> tuple[torch.optim.Optimizer, Any]:
+def _optimizer(plan: ModelPlan, adapter: Adapter, progress: Progress) -> tuple[torch.optim.Optimizer, Any]:
     """(the optimizer of the adapter's parameters, its schedule)."""
     chosen, falls, total = plan.config.optimizer, plan.config.schedule, progress.total_steps
     optimizer = optim.build_optimizer(
@@ -196,7 +196,7 @@ def _losses(components: Components) -> Callable[[Batch, Sequence[Occurrence]], t
     return losses
 
 
-def _regrouping(plan: Plan, then: Mapping[str, Any], adapter: Adapter) -> optim.Regrouping:
+def _regrouping(plan: ModelPlan, then: Mapping[str, Any], adapter: Adapter) -> optim.Regrouping:
     """Where the rates of a rule or of the optimizer changed, so did the groups that they make."""
     rules, encoders = [Rule(**rule) for rule in then["adapter"]["rules"]], plan.family.text_encoders
     return optim.Regrouping(

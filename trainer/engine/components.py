@@ -19,20 +19,20 @@ from trainer.base.types import Conditioning
 from trainer.models.base import Model
 from trainer.models.loading import ModelSource, load_tokenizers
 from trainer.plan.requirements import chosen
-from trainer.plan.run_plan import Plan
+from trainer.plan.run_plan import ModelPlan
 from trainer.plan.storage import held_as
 from trainer.quantization import ConvertedWeights
 from trainer.runtime.processes import Processes
 
 
-def without_modules(plan: Plan, device: torch.device, tokenizers: dict[str, Any]) -> Model:
+def without_modules(plan: ModelPlan, device: torch.device, tokenizers: dict[str, Any]) -> Model:
     """The plan's model without a weight."""
     return Model(
         modules={},
         configs={component.name: plan.source.config(component.name) for component in plan.family.components},
         tokenizers=tokenizers,
         scheduler=plan.source.scheduler,
-        compute={name: storage.compute for name, storage in plan.components.items()},
+        compute={name: storage.compute for name, storage in plan.storage.items()},
         device=device,
         options={"objective": plan.objective, **chosen(plan.config, plan.family)},
     )
@@ -57,7 +57,9 @@ class Components:
     model: what the family's functions take. storage: of every component that was quantised here, how, for the report.
     """
 
-    def __init__(self, plan: Plan, *, kernels: Kernels, digests: FileDigests, processes: Processes, phases: Phases) -> None:
+    def __init__(
+        self, plan: ModelPlan, *, kernels: Kernels, digests: FileDigests, processes: Processes, phases: Phases
+    ) -> None:
         self.plan, self.family, self.source = plan, plan.family, plan.source
         self.kernels, self.digests, self.processes, self.phases = kernels, digests, processes, phases
         self.storage: dict[str, quantization.Stored] = {}
@@ -70,7 +72,7 @@ class Components:
         """The component, read and quantised at its first use."""
         if name in self.model.modules:
             return self.model.modules[name]
-        storage, held = self.plan.components[name], self.source.held(name)
+        storage, held = self.plan.storage[name], self.source.held(name)
         converted = self._converted(name) if storage.format.quantised and not held else None
         module = self.model.modules[name] = self.source.load(
             name,
@@ -103,7 +105,7 @@ class Components:
         return ConvertedWeights(
             Path(folder),
             fingerprint=self.source.fingerprint(name, self.digests.of),
-            library=quantization.library(self.plan.components[name].format),
+            library=quantization.library(self.plan.storage[name].format),
         )
 
     def let_go(self, names: Collection[str]) -> None:
@@ -147,7 +149,7 @@ class Components:
 
     def fingerprint(self, name: str) -> str:
         """Of a component that encodes, for the cache of what it encodes: its files, and all that changes its numbers."""
-        storage = self.plan.components[name]
+        storage = self.plan.storage[name]
         parts = [self.source.fingerprint(name, self.digests.of), storage.format.name, storage.compute, storage.keep]
         if storage.format.quantised:
             parts += [quantization.library(storage.format), self.model.device.type]

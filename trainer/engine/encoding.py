@@ -16,17 +16,19 @@ from trainer.plan.run_plan import DataPlan, Plan
 from trainer.runtime import precision
 
 
-def encode(components: Components, cache: Cache | MemoryCache | None, *, on_non_finite: Callable[[str], None]) -> Reader:
+def encode(
+    plan: Plan, components: Components, cache: Cache | MemoryCache | None, *, on_non_finite: Callable[[str], None]
+) -> Reader:
     """Fill the cache; load an encoder only for what is missing, and let it go before the next. Without a cache all stay.
 
     Each process encodes its share into a cache on disk, then looks at the others': it makes what does not lie on its own
     disk. Into its own memory each process encodes all.
     on_non_finite: told of every photo and caption whose encoding is not finite; where it raises, that is not kept.
     """
-    plan, family, processes = components.plan, components.family, components.processes
-    encoders = (family.vae, *(family.text_encoders if plan.cache_text else ()))
+    family, processes = components.family, components.processes
+    encoders = (family.vae, *(family.text_encoders if plan.model.cache_text else ()))
     latents = components.fingerprint(family.vae)
-    texts = components.text_fingerprint() if plan.cache_text else None
+    texts = components.text_fingerprint() if plan.model.cache_text else None
     live = None
     if cache is None:
         live = Encoders(components.encode_images, components.encode_prompts)
@@ -43,11 +45,11 @@ def encode(components: Components, cache: Cache | MemoryCache | None, *, on_non_
         if isinstance(cache, Cache) and cache.unprotected:
             processes.say(f"warning: {cache.unprotected}")
         if isinstance(cache, Cache) and processes.count > 1:
-            made = _fill(components, cache, on_non_finite, latents, texts, processes.takes)
+            made = _fill(plan, components, cache, on_non_finite, latents, texts, processes.takes)
             processes.wait(obey=True)
-            _fill(components, cache, on_non_finite, latents, texts, lambda key: not processes.takes(key))
+            _fill(plan, components, cache, on_non_finite, latents, texts, lambda key: not processes.takes(key))
         else:
-            made = _fill(components, cache, on_non_finite, latents, texts, lambda key: True)
+            made = _fill(plan, components, cache, on_non_finite, latents, texts, lambda key: True)
         counts = processes.total(*made) if isinstance(cache, Cache) else made
         masks = f", {counts[2]} masks" if any(example.photo.mask is not None for example in plan.examples) else ""
         processes.say(f"cache: {counts[0]} latents{masks} and {counts[1]} texts encoded, the rest was there")
@@ -67,6 +69,7 @@ def encode(components: Components, cache: Cache | MemoryCache | None, *, on_non_
 
 
 def _fill(
+    plan: Plan,
     components: Components,
     cache: Cache | MemoryCache,
     on_non_finite: Callable[[str], None],
@@ -75,7 +78,7 @@ def _fill(
     mine: Callable[[str], bool],
 ) -> tuple[int, int, int]:
     """How many (latents, texts, masks) were made. latents, texts: the encoders' fingerprints. mine: keys to look at."""
-    plan, processes, phases = components.plan, components.processes, components.phases
+    processes, phases = components.processes, components.phases
     seed = plan.config.run.seed
 
     def black(what: str) -> None:
@@ -120,7 +123,7 @@ def together(plan: Plan) -> int:
     """How many captions may be encoded at once: of so many, where that gives the same bytes."""
     # T5 in fp16 clamps all captions of a batch once one of them overflows; captions of fewer chunks than others are repeated
     # beside them.
-    half = precision.needs_scaling(plan.components[name].compute for name in plan.family.text_encoders)
+    half = precision.needs_scaling(plan.model.storage[name].compute for name in plan.family.text_encoders)
     return 1 if plan.config.data.clip_chunks > 1 or half else TOGETHER
 
 

@@ -28,6 +28,7 @@ from trainer.engine.components import Components
 from trainer.monitoring.course import PHOTOS
 from trainer.monitoring.diagnosis import COPIES, COUNT
 from trainer.plan.fixed_draws import QUARTERS, at_once, copies, draws_of
+from trainer.plan.run_plan import Plan
 from trainer.runtime.jobs import Fields
 from trainer.runtime.processes import Processes
 
@@ -91,12 +92,13 @@ class HeldOutLoss:
     copies: int = 0
 
     @staticmethod
-    def of(components: Components, reader: Reader, evaluating: Callable[[], AbstractContextManager[None]]) -> HeldOutLoss:
-        plan, validation = components.plan, components.plan.config.validation
+    def of(
+        plan: Plan, components: Components, reader: Reader, evaluating: Callable[[], AbstractContextManager[None]]
+    ) -> HeldOutLoss:
         still = {example.sample: example for examples in plan.measured.values() for example in examples}
         return HeldOutLoss(
             measured=plan.measured,
-            seed=validation.seed,
+            seed=plan.config.validation.seed,
             at_once=at_once(plan) if plan.measured else 1,
             reader=replace(reader, examples=still),
             errors=squared_errors(components),

@@ -57,7 +57,7 @@ def what_would_fit(plan: Plan) -> str:
         *([f"data.batch_size below {config.data.batch_size}"] if config.data.batch_size > 1 else []),
         f"data.resolution below {max(each for example in plan.examples for each in example.photo.source.resolutions)}",
         f"adapter.rank below {config.adapter.rank}",
-        f"a smaller model.components.{denoiser}.dtype than {plan.components[denoiser].format.name}",
+        f"a smaller model.components.{denoiser}.dtype than {plan.model.storage[denoiser].format.name}",
     ]
     new_run = f"start a new run (another run.output_dir) with {', '.join(others)}"
     if config.memory.gradient_checkpointing is True:

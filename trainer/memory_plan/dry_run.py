@@ -139,7 +139,7 @@ class Unread(Components):
 
     def load(self, name: str) -> nn.Module:
         if name not in self.model.modules:
-            storage, held = self.plan.components[name], self.source.held(name)
+            storage, held = self.plan.storage[name], self.source.held(name)
             swap = partial(storage.swap, held=held, kernels=self.kernels)
             module = self.source.empty(name, swap=swap, device=self.model.device)
             self.model.modules[name] = self.source.finished(name, module)
@@ -185,7 +185,7 @@ class Rehearsal:
         self.host = device if device == META else torch.device("cpu")
         self.channels = 0  # of latents: known once images were encoded
         given = {"kernels": kernels, "digests": None, "processes": processes, "phases": QUIET}
-        self.components = Unread(plan, on_cpu=on_cpu, **given)  # type: ignore[arg-type]
+        self.components = Unread(plan.model, on_cpu=on_cpu, **given)  # type: ignore[arg-type]
 
     def encode_prompts(self, texts: Sequence[str]) -> Conditioning:
         """As they come from the cache: on the host."""
@@ -210,9 +210,9 @@ class Rehearsal:
 
     def _build(self) -> tuple[Adapter, Norms, optim.OptimizerState, Averages, Step]:
         plan, pieces = self.plan, Pieces(None, start_point.census(self.plan.config))
-        for name in (plan.family.denoiser, *(() if plan.cache_text else plan.family.text_encoders)):
+        for name in (plan.family.denoiser, *(() if plan.model.cache_text else plan.family.text_encoders)):
             self.components.load(name)
-        adapter, norms = build_adapter(plan, self.components, pieces)
+        adapter, norms = build_adapter(self.components, pieces)
         if self.on_cpu:
             few_tokens_in_fp32(self.components.load(plan.family.denoiser), plan.family.attention, torch.device("cpu"))
         progress = start_point.first_progress(plan)

@@ -148,7 +148,7 @@ class Forecaster:
 
     def captions(self, *, stay: bool) -> Iterator[Stage]:
         """As `encoding.encode`: with each text encoder, gone before the next, unless all stay."""
-        names = self.family.text_encoders if self.plan.cache_text else ()
+        names = self.family.text_encoders if self.plan.model.cache_text else ()
         texts = fill.texts_wanted((*captions_of(self.plan), *prompts_of(self.plan)), fingerprint="")
         parts = []  # of one caption, of each encoder
         for some in ([names] if names else []) if stay else [(name,) for name in names]:
@@ -175,7 +175,7 @@ class Forecaster:
 
     def prepare(self) -> None:
         """For steps and samples, once photos were encoded."""
-        self._load(self.family.denoiser, *(() if self.plan.cache_text else self.family.text_encoders))
+        self._load(self.family.denoiser, *(() if self.plan.model.cache_text else self.family.text_encoders))
         if self.plan.requests:
             self._load(self.family.vae)
         adapter, _, _, averages, step = self.run.trained
@@ -190,7 +190,7 @@ class Forecaster:
         """One over a micro-batch of so many images, after what an update made stale is made anew, for all layers at once."""
         from trainer.adapters.layers import refresh  # it loads PEFT, which takes a second
 
-        (adapter, *_, step), conditioning = self.run.trained, self._prompts(count) if self.plan.cache_text else None
+        (adapter, *_, step), conditioning = self.run.trained, self._prompts(count) if self.plan.model.cache_text else None
         losses, saved = step.losses, 0
 
         def noting(*inputs):
@@ -220,7 +220,7 @@ class Forecaster:
     def held_out_loss(self, width: int, height: int) -> Stage:
         """Of as many draws as are computed at once."""
         count = fixed_draws.at_once(self.plan)
-        told = self._prompts(1) if self.plan.cache_text else None
+        told = self._prompts(1) if self.plan.model.cache_text else None
         with self._phase(f"{HELD_OUT} {width}x{height}, batch {count}") as phases:
             self.run.held_out_loss(self.run.batch(width, height, told, 1), count)
         return phases[0]
@@ -287,7 +287,7 @@ class Forecaster:
         examples, seed = self.plan.encoded, self.plan.config.run.seed
         views = fill.latents_wanted(examples, seed=seed, fingerprint="").values()
         total = sum(4 * self.run.channels * prod(example.bucket) // self.family.latent_side**2 for example, _ in views)
-        if self.plan.cache_text:
+        if self.plan.model.cache_text:
             texts = fill.texts_wanted(captions_of(self.plan), fingerprint="")
             total += len(texts) * self._caption_bytes()
         return total

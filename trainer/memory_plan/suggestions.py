@@ -85,10 +85,11 @@ def _ladder(plan: Plan, kernels: Kernels, found: Forecast) -> Iterator[_Rung]:
             "the same images in an update, one after the other: slower, and another run",
             lambda found: _scaled(found, STEP, 1 / count),
         )
-    compute = {component: plan.components[component].compute for component in (family.vae, family.denoiser)}
+    compute = {component: plan.model.storage[component].compute for component in (family.vae, family.denoiser)}
     if compute == {family.vae: torch.float32, family.denoiser: compute_dtype(SMALLER_VAE)}:
-        smaller = replace(plan.components[family.vae].stored_as(SMALLER_VAE), compute=compute_dtype(SMALLER_VAE))
-        changed = replace(plan, components={**plan.components, family.vae: smaller})
+        smaller = replace(plan.model.storage[family.vae].stored_as(SMALLER_VAE), compute=compute_dtype(SMALLER_VAE))
+        stored = {**plan.model.storage, family.vae: smaller}
+        changed = replace(plan, model=replace(plan.model, storage=stored))
         yield _Rung(
             f"model.components.{family.vae}.dtype = {SMALLER_VAE!r}",
             "photos are encoded in 16 bits: another run",
@@ -118,12 +119,12 @@ def _ladder(plan: Plan, kernels: Kernels, found: Forecast) -> Iterator[_Rung]:
 
 def _smaller(plan: Plan, name: str, price: str) -> Iterator[_Rung]:
     """The component in each smaller dtype than its own. What a file holds quantised stays as it is."""
-    if held_as(plan.source, name) is not None:
+    if held_as(plan.model.source, name) is not None:
         return
-    component = plan.components[name]
-    now = weight_bytes(plan.source, component, held={})
+    component = plan.model.storage[name]
+    now = weight_bytes(plan.model.source, component, held={})
     for dtype in SMALLER_DTYPES:
-        there = weight_bytes(plan.source, component.stored_as(dtype), held={})
+        there = weight_bytes(plan.model.source, component.stored_as(dtype), held={})
         if there < now:
             change = partial(_with_weights, name=name, size=there)
             yield _Rung(f"model.components.{name}.dtype = {dtype!r}", price, change)
@@ -189,7 +190,7 @@ def _as_counted(
 
 def with_checkpointing(plan: Plan, every: bool | int) -> Plan:
     memory = plan.config.memory.model_copy(update={"gradient_checkpointing": every})
-    return replace(plan, config=plan.config.model_copy(update={"memory": memory}))
+    return plan.with_config(plan.config.model_copy(update={"memory": memory}))
 
 
 def fitted(plan: Plan, kernels: Kernels, *, base: Callable[[], int] | None) -> Plan:

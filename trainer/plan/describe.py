@@ -23,27 +23,27 @@ def describe(plan: Plan, *, sizes: bool, data: bool = True) -> str:
     """The start print. sizes: also build every component on the meta device to count its bytes. data: with the photos."""
     config = plan.config
     lines = [f"run {config.run.name} -> {config.run.output_dir}", f"model {plan.family.name} from {config.model.path}"]
-    total, width = 0, max(len(component.format.name) for component in plan.components.values())
-    for name, component in plan.components.items():
+    total, width = 0, max(len(component.format.name) for component in plan.model.storage.values())
+    for name, component in plan.model.storage.items():
         compute = str(component.compute).removeprefix("torch.")
         line = f"  {name:<15} stored {component.format.name:<{width}} computes {compute}"
         if sizes:
-            count = weight_bytes(plan.source, component, held=plan.source.held(name))
+            count = weight_bytes(plan.model.source, component, held=plan.model.source.held(name))
             total += count
             line += f"  {size_text(count)}"
-        chosen = plan.source.chosen(name)
+        chosen = plan.model.source.chosen(name)
         if chosen is not None and chosen.why:
             line += f"; reads the {chosen.files} ({chosen.why})"
         lines.append(line)
     if sizes:
         lines.append(f"  weights in all   {size_text(total)}")
-    if plan.source.published_parts:
-        lines.append(f"  of the published model's configs: {', '.join(plan.source.published_parts)}")
-    lines += [f"  found beside the model: {name}, {place}" for name, place in plan.source.found.items()]
-    lines += _hub_lines(plan.source)
-    lines += [*_adapter_lines(plan), f"objective {plan.objective.describe()}"]
-    doubts = plan.objective.doubts()
-    if plan.objective.stratified and config.data.batch_size * config.step.accumulation * plan.processes == 1:
+    if plan.model.source.published_parts:
+        lines.append(f"  of the published model's configs: {', '.join(plan.model.source.published_parts)}")
+    lines += [f"  found beside the model: {name}, {place}" for name, place in plan.model.source.found.items()]
+    lines += _hub_lines(plan.model.source)
+    lines += [*_adapter_lines(plan), f"objective {plan.model.objective.describe()}"]
+    doubts = plan.model.objective.doubts()
+    if plan.model.objective.stratified and config.data.batch_size * config.step.accumulation * plan.processes == 1:
         doubts.append(
             "objective.stratified has no effect on updates of one photo; raise data.batch_size or step.accumulation"
         )
@@ -79,8 +79,8 @@ def _hub_lines(source: ModelSource) -> list[str]:
 def _adapter_lines(plan: Plan) -> list[str]:
     adapter = plan.config.adapter
     lines = []
-    for component in plan.adapted:
-        mine = [t for t in plan.targets if t.component == component]
+    for component in plan.model.adapted:
+        mine = [t for t in plan.model.targets if t.component == component]
         dora = adapter.type == "dora"
         count = sum(_adapter_parameters(plan.shapes[t.component, t.name], t.rank, dora) for t in mine)
         kinds = Counter((t.rank, t.alpha, t.scaling(adapter.rslora), t.lr, t.stop_step) for t in mine)
@@ -269,7 +269,7 @@ def _grouped(groups: Mapping[str, Sequence[str]], noun: str) -> list[str]:
 
 
 def _text(plan: Plan) -> str:
-    if not plan.cache_text:
+    if not plan.model.cache_text:
         return "encoded live"
     return "encoded when it is drawn" if plan.config.data.cache == "none" else "cached"
 

@@ -69,38 +69,59 @@ class DataPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(DataPlan):
-    """Everything that is known before weights are read."""
+class ModelPlan:
+    """What is known of the model and its adapter before weights are read: all that loading and drawing take.
 
+    config: as `resolve` gives. storage: by component. cache_text: whether the encoders are gone once captions are encoded.
+    """
+
+    config: Config
     source: ModelSource
-    components: dict[str, Storage]
+    storage: Mapping[str, Storage]
     objective: Objective
     targets: tuple[Target, ...]
-    shapes: dict[tuple[str, str], tuple[int, ...]]
-    skipped: tuple[str, ...]
-    truths: tuple[Image.Image | None, ...]  # of the requests, at their sizes
     cache_text: bool
 
     @property
-    def saves_before_the_end(self) -> bool:
-        """Whether a checkpoint is due before the last step."""
-        when = self.config.checkpoint
-        return self.max_steps > 1 and (when.every_minutes > 0 or 0 < when.every_steps < self.max_steps)
-
-    @property
-    def scales_loss(self) -> bool:
-        """Whether gradients pass through fp16: then the loss is scaled."""
-        trained = {self.family.denoiser, *self.adapted}
-        return precision.needs_scaling(self.components[name].compute for name in trained)
+    def family(self) -> Family:
+        return self.source.family
 
     @property
     def adapted(self) -> tuple[str, ...]:
+        """The components that have an adapted layer."""
         return tuple(dict.fromkeys(target.component for target in self.targets))
 
     @property
     def fused(self) -> dict[str, list[Link]]:
         """Layers that the original layout fuses, by adapted component."""
         return {name: fused_modules(self.family.module_links(name, self.source.config(name))) for name in self.adapted}
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients pass through fp16: then the loss is scaled."""
+        return precision.needs_scaling(self.storage[name].compute for name in {self.family.denoiser, *self.adapted})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(DataPlan):
+    """Everything that is known before weights are read. model: has the same config."""
+
+    model: ModelPlan
+    shapes: dict[tuple[str, str], tuple[int, ...]]
+    skipped: tuple[str, ...]
+    truths: tuple[Image.Image | None, ...]  # of the requests, at their sizes
+
+    def __post_init__(self) -> None:
+        assert self.config is self.model.config
+
+    def with_config(self, config: Config) -> "Plan":
+        return replace(self, config=config, model=replace(self.model, config=config))
+
+    @property
+    def saves_before_the_end(self) -> bool:
+        """Whether a checkpoint is due before the last step."""
+        when = self.config.checkpoint
+        return self.max_steps > 1 and (when.every_minutes > 0 or 0 < when.every_steps < self.max_steps)
 
 
 def open_source(config: Config) -> ModelSource:
@@ -151,14 +172,12 @@ def make_plan(config: Config, source: ModelSource, *, processes: int, phases: Ph
         )
     return Plan(
         **vars(data),
-        source=source,
-        components=components,
-        objective=objective,
-        targets=targets,
+        model=ModelPlan(
+            config=config, source=source, storage=components, objective=objective, targets=targets, cache_text=cache_text
+        ),
         shapes=shapes,
         skipped=skipped,
         truths=_truths(config, data.requests),
-        cache_text=cache_text,
     )
 
 
@@ -207,14 +226,14 @@ def plan_data(
     )
 
 
-def fetched(plan: Plan, peers: Processes, phases: Phases) -> Plan:
+def fetched(plan: ModelPlan, peers: Processes, phases: Phases) -> ModelPlan:
     """The plan with a hub id's weights on this machine. Raises UserError where they are not what their configs said."""
     if plan.source.repository is None:
         return plan
     with peers.main_first():
         plan = replace(plan, source=plan.source.fetch(phases=phases))
     plan.source.check_kind()
-    for component in plan.components.values():
+    for component in plan.storage.values():
         storage.check(plan.source, component)
         storage.check_fetched(plan.source, component)
     check_objective(plan.config, plan.source, plan.objective)

@@ -165,7 +165,7 @@ def open_start(plan: Plan, *, resumed: bool = False) -> Start:
         if place.is_dir() and not peft:
             portable, doubts = open_checkpoint(place).portable("magnitude"), []
         else:
-            model = NamedModel(plan.family, plan.config.model.path, plan.source.config, plan.source)
+            model = NamedModel(plan.family, plan.config.model.path, plan.model.source.config, plan.model.source)
             opened = open_adapter(place, [model])
             portable, doubts = opened.portable, opened.doubts
     except UserError as error:
@@ -175,7 +175,7 @@ def open_start(plan: Plan, *, resumed: bool = False) -> Start:
 
 
 def _check(key: str, portable: Portable, plan: Plan, *, dora: bool, resize: bool) -> None:
-    targets = {f"{target.component}.{target.name}": target for target in plan.targets}
+    targets = {f"{target.component}.{target.name}": target for target in plan.model.targets}
     beyond = [name for name in portable.layers if name not in targets]
     if beyond:
         raise UserError(

@@ -6,7 +6,7 @@ config -> model family -> quantise -> adapters -> data -> step -> checkpoint -> 
 import gc
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainer import optim
@@ -34,7 +34,7 @@ from trainer.engine.assembly import TrainState, build_adapter, build_step, load_
 from trainer.engine.components import Components
 from trainer.engine.encoding import encode, report_captions
 from trainer.engine.held_out_loss import HeldOutLoss
-from trainer.engine.policies import NonFinite
+from trainer.engine.policies import NonFinite, what_would_fit
 from trainer.engine.step import Step
 from trainer.models.base import Family, Model
 from trainer.models.loading import ModelSource
@@ -149,7 +149,7 @@ class Run:
             yield from zip(self.updates(), batches, strict=True)
 
     def artifacts(self) -> Artifacts:
-        return Artifacts(self.components, self.reader, self.state, self.origin, self.context, self.report)
+        return Artifacts(self.plan, self.components, self.reader, self.state, self.origin, self.context, self.report)
 
 
 def build(
@@ -165,7 +165,8 @@ def build(
     how = {"resume_from": resume_from, "allowed": allowed, "phases": phases, "say": peers.say}
     begun = begin(config, source, there, processes=peers.count, **how)
     peers.say(describe(begun.plan, sizes=False))
-    plan, pieces, saved = fetched(begun.plan, peers, phases), begun.pieces, begun.saved
+    plan = replace(begun.plan, model=fetched(begun.plan.model, peers, phases))
+    pieces, saved = begun.pieces, begun.saved
     if saved is not None:
         peers.say(f"resuming {saved.folder} at step {begun.progress.step}")
     if peers.is_main:
@@ -174,8 +175,8 @@ def build(
         files.make_folder(context.layout.root, "run.output_dir")
     non_finite = NonFinite(plan.config.step.non_finite, plan.config.step.max_skipped, begun.progress, peers.say)
     components, contents = build_components(plan, there.kernels, context, pieces)
-    reader = encode(components, open_cache(plan.config.data, cache_dir(plan.config)), on_non_finite=non_finite.entry)
-    state, origin, step = build_state(components, begun, allowed)
+    reader = encode(plan, components, open_cache(plan.config.data, cache_dir(plan.config)), on_non_finite=non_finite.entry)
+    state, origin, step = build_state(plan, components, begun, allowed)
     pieces.complete()
     give_back()
     assert begun.environment is not None
@@ -192,7 +193,7 @@ def build(
         step=step,
         non_finite=non_finite,
         report=report_of(
-            components, context, begun.progress, begun.start, contents=contents, environment=begun.environment.value
+            plan, components, context, begun.progress, begun.start, contents=contents, environment=begun.environment.value
         ),
     )
 
@@ -204,24 +205,24 @@ def build_components(
     cache, peers = cache_dir(plan.config), context.processes
     files.make_folder(cache, "data.cache_dir")
     digests = FileDigests(cache / "digests.json", context.phases)
-    components = Components(plan, kernels=kernels, digests=digests, processes=peers, phases=context.phases)
+    components = Components(plan.model, kernels=kernels, digests=digests, processes=peers, phases=context.phases)
     peers.say(str(report_captions(plan, components.model)))
-    cached = (plan.family.vae, *(plan.family.text_encoders if plan.cache_text else ()))
-    contents = plan.source.contents(cached, digests.of)
-    pieces.enter("model", pins.pin_model(contents, cached=cached, snapshots=plan.source.snapshots))
+    cached = (plan.family.vae, *(plan.family.text_encoders if plan.model.cache_text else ()))
+    contents = plan.model.source.contents(cached, digests.of)
+    pieces.enter("model", pins.pin_model(contents, cached=cached, snapshots=plan.model.source.snapshots))
     return components, contents
 
 
-def build_state(components: Components, begun: Beginning, allowed: Allowance) -> tuple[TrainState, Origin, Step]:
+def build_state(plan: Plan, components: Components, begun: Beginning, allowed: Allowance) -> tuple[TrainState, Origin, Step]:
     """(what the steps change, what adapter files say of the run, the step). Loads what is trained; enters the rest of the
     pieces."""
-    plan, pieces, start, progress = components.plan, begun.pieces, begun.start, begun.progress
-    load_trained(components, pieces)
-    adapter, norms = build_adapter(plan, components, pieces)
+    pieces, start, progress = begun.pieces, begun.start, begun.progress
+    load_trained(plan, components, pieces)
+    adapter, norms = build_adapter(components, pieces)
     start.apply(adapter, norms, components.processes.say)
     origin = pieces.enter("origin", Origin(plan, progress, adapter, made_for(norms.held), start))
     then = begun.saved.state("config") if begun.saved is not None and allowed.changed else None
-    state, step = build_step(components, adapter, norms, pieces, progress, then=then)
+    state, step = build_step(components, adapter, norms, pieces, progress, then=then, too_large=what_would_fit(plan))
     if adapter.dora:  # else they would be made in the first step, which a stop has to wait for
         with components.phases("norms of the adapted layers", len(adapter.layers), "layer") as phase:
             adapter.refresh(phase.advance)
@@ -234,7 +235,7 @@ def build_state(components: Components, begun: Beginning, allowed: Allowance) ->
 def jobs_of(run: Run) -> tuple[Job, ...]:
     """What the run does beside training, in this order; those that give fields before the checkpoint of the step."""
     config, artifacts, go_on = run.plan.config, run.artifacts(), "go on with --resume_from auto"
-    held_out = HeldOutLoss.of(run.components, run.reader, run.state.evaluating)
+    held_out = HeldOutLoss.of(run.plan, run.components, run.reader, run.state.evaluating)
 
     def change(at: Position) -> Fields:
         with run.state.evaluating():

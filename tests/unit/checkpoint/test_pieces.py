@@ -58,10 +58,10 @@ def averaging(monkeypatch) -> None:
     def census(config: configs.Config) -> Mapping[str, Piece]:
         return PIECES | ({AVERAGE.name: AVERAGE} if config.average else {})
 
-    def build_adapter(plan, components, pieces, *rest):
-        adapter, *others = build_adapter_alone(plan, components, pieces, *rest)
-        if plan.config.average:
-            average, mark_stale = (pieces.enter("average", Average(adapter, plan.config.average.decay)), adapter.mark_stale)
+    def build_adapter(components, pieces):
+        adapter, *others = build_adapter_alone(components, pieces)
+        if wanted := components.plan.config.average:
+            average, mark_stale = (pieces.enter("average", Average(adapter, wanted.decay)), adapter.mark_stale)
             monkeypatch.setattr(adapter, "mark_stale", lambda: [mark_stale(), average.update()])
         return adapter, *others
 
