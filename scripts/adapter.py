@@ -52,7 +52,7 @@ def export(chosen: argparse.Namespace) -> None:
     from trainer.base.run_layout import AVERAGE
     from trainer.base.tensorfile import TensorFile
 
-    opened = open_checkpoint(chosen.checkpoint, chosen.base)
+    opened = open_checkpoint(chosen.checkpoint)
     averaged = kept(opened)
     written = opened.export(chosen.folder, sample=opened.sample())
     for format, path in written.items():
@@ -293,7 +293,6 @@ def main(arguments: list[str] | None = None) -> int:
     command.set_defaults(run=export)
     command.add_argument("checkpoint", metavar="CKPT", type=Path, help="a checkpoint's folder")
     command.add_argument("folder", metavar="OUT_FOLDER", type=Path, help="where the files go")
-    command.add_argument("--base", metavar="MODEL", help="of a checkpoint of layout 5: its model, if that has moved")
     command = commands.add_parser("show", help="what a file is")
     command.set_defaults(run=show)
     reads_a_file(command)

@@ -29,7 +29,7 @@ from trainer.base import files  # noqa: E402
 from trainer.base.errors import UserError  # noqa: E402
 from trainer.base.tensorfile import NAMES, TensorFile  # noqa: E402
 from trainer.checkpoint import store  # noqa: E402
-from trainer.checkpoint.state import LAYOUT_VERSION, PIECES, QUANTIZATION, STATE, TENSOR_FILES, Piece, Saved  # noqa: E402
+from trainer.checkpoint.state import LAYOUT_VERSION, QUANTIZATION, STATE, TENSOR_FILES, Piece, Saved, own_census  # noqa: E402
 from trainer.config import flatten  # noqa: E402
 
 Table = list[Sequence[object]]
@@ -97,21 +97,12 @@ def pieces_of(folder: Path) -> tuple[object, dict[str, Any]]:
     return tree.get("layout"), pieces if isinstance(pieces, dict) else {}
 
 
-def census(pieces: Mapping[str, Any]) -> dict[str, Piece]:
-    """What every run has, and the optional pieces that the checkpoint itself lists: its config asked for these."""
-    asked = {name: piece for name, piece in pieces.items() if isinstance(piece, dict) and piece.get("asked_by")}
-    return {
-        name: Piece(name, piece.get("version"), str(piece.get("file") or ""), str(piece["asked_by"]))
-        for name, piece in asked.items()
-    } | PIECES
-
-
 def problem(folder: Path) -> str | None:
     """Why a run cannot go on from `folder`, or None: other bytes than its manifest says, or another version's."""
     reason = store.problem(folder)
     if reason is None:
         try:
-            Saved(folder, census(pieces_of(folder)[1]))
+            Saved.whatever(folder)
         except UserError as error:
             reason = str(error).removeprefix(f"{folder} ").removeprefix(f"{folder}: ")
     return reason
@@ -155,7 +146,7 @@ def inspect_checkpoint(folder: Path) -> str | None:
     print(plain(folder))
     print("valid: every byte is as its manifest says" if reason is None else f"NOT VALID: {plain(reason)}")
     written, pieces = pieces_of(folder)
-    known = census(pieces)
+    known = own_census(pieces)
 
     def state(name: str) -> dict[str, Any]:
         piece = pieces.get(name)

@@ -22,11 +22,9 @@ from trainer.adapter_files.read import models_at, open_adapter, published
 from trainer.base.errors import UserError
 from trainer.base.files import hash_file
 from trainer.base.tensorfile import Recipe, TensorFile, write_tensors
-from trainer.checkpoint.state import PIECES, Piece
 from trainer.cli import main as cli
 from trainer.monitoring import measurements, weight_change
 from trainer.plan.run_plan import make_plan, open_source, resolve
-from trainer.resume import start_point
 from trainer.resume.initial_adapter import Start, open_start
 
 KINDS = {
@@ -306,29 +304,6 @@ def test_what_training_changed_is_told_from_the_start(
     assert tensors(kept / "start.safetensors").keys() == tensors(kept / "adapter.safetensors").keys()
     assert far(tensors(kept / "start.safetensors"), tensors(source / "adapter.safetensors")) == 0
     assert not list(source.glob("start*")), "a run that starts anew has none"
-
-
-@pytest.mark.slow
-def test_a_checkpoint_from_before_the_start_was_kept_goes_on(outputs: Runs, bench: Workbench, monkeypatch) -> None:
-    """It is measured from where it goes on, and so is every later start of it."""
-    source = outputs("flux lora") / "checkpoints" / "step-00000002"
-
-    def config(stop: int):
-        return starting(bench, "flux lora", source, run__max_steps=3, run__stop_after=stop)
-
-    with monkeypatch.context() as before:
-        piece = Piece("start", asked_by="adapter.init_from")
-        before.setattr(start_point, "census", lambda config: PIECES | {"start": piece})
-        before.setattr(Start, "state_dict", Start.lineage)
-        with built(config(1)) as run:
-            train_built(run)
-    saved = bench.tmp / "out" / "checkpoints"
-    assert not (saved / "step-00000001" / "start.safetensors").exists()
-    for stop in (2, 3):
-        with built(config(stop), "auto") as run:
-            train_built(run)
-        kept = tensors(saved / f"step-0000000{stop}" / "start.safetensors")
-        assert far(kept, tensors(saved / "step-00000001" / "adapter.safetensors")) == 0
 
 
 def test_a_start_may_have_another_rank_where_that_is_asked_for(outputs: Runs, bench: Workbench) -> None:

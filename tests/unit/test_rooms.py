@@ -64,7 +64,6 @@ ONLY_FOR: dict[str, tuple[str, ...]] = {
         "run/run.py",
         "run/setup.py",
         "artifacts/draw.py",
-        "adapter_files/older.py",
         "resume/allowed_changes.py",
         "resume/pins.py",
         "resume/start_point.py",

@@ -340,30 +340,13 @@ class OpenedCheckpoint:
         )
 
 
-def open_checkpoint(folder: Path, base: str | None = None) -> OpenedCheckpoint:
-    """base: where the model of a checkpoint of layout 5 lies, if not at its config's `model.path`; of others None.
-
-    Raises UserError where it is not valid, or lacks what its files need.
-    """
+def open_checkpoint(folder: Path) -> OpenedCheckpoint:
+    """The checkpoint in `folder`. Raises UserError where it is not valid, or lacks what its files need."""
     reason = store.problem(folder)
     if reason is not None:
         raise UserError(f"{folder} is not a valid checkpoint: {reason}")
     saved = Saved.whatever(folder)
-    if "origin" in saved.pieces:
-        if base is not None:
-            raise UserError(f"{folder} has in itself what its adapter files need of the model; leave out --base {base}")
-        origin = saved.state("origin")
-    else:
-        from trainer.adapter_files.older import origin_of  # the whole plan: no other checkpoint needs it
-
-        try:
-            origin = origin_of(saved, base)
-        except UserError:
-            raise
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"{folder}: what it says of its run does not fit: {error!r:.500}") from error
-    config, norms = (saved.state(name) for name in ("config", "norms"))
-    state = saved.state("adapter")
+    config, norms, origin, state = (saved.state(name) for name in ("config", "norms", "origin", "adapter"))
     try:
         alphas = {str(name): float(alpha) for name, alpha in origin["alphas"]}
         split = {name: name.partition(".") for name in alphas}

@@ -18,8 +18,8 @@ from trainer.base.errors import UserError
 from trainer.base.progress import QUIET, Phases
 from trainer.base.tensorfile import TensorFile, serialize
 
-LAYOUT_VERSION = 6  # of the files; raise it when a piece moves to another one, or there is a new one
-OLDEST_LAYOUT = 5  # that can still be read: what came later has nothing to restore
+# Of the files, and the only one that is read; raise it when a piece moves to another file, or there is a new one.
+LAYOUT_VERSION = 6
 
 
 @dataclass(frozen=True)
@@ -27,21 +27,19 @@ class Piece:
     """One entry of the census. version: of its content; raise it when its state_dict changes its meaning.
 
     file: where its tensors go; "" for a piece without any. asked_by: the config key that asks for an optional piece; "" for
-    one that every run has. since: the layout that it came with; a checkpoint of an earlier one goes on without it.
+    one that every run has.
     """
 
     name: str
     version: int = 1
     file: str = ""
     asked_by: str = ""
-    since: int = 0
 
 
 TENSOR_FILES = {name: f"{name}.safetensors" for name in ("adapter", "data", "norms", "optimizer")}
-WITHOUT_TENSORS = ("config", "environment", "model", "progress", "quantization", "scaler", "schedule")
+WITHOUT_TENSORS = ("config", "environment", "model", "origin", "progress", "quantization", "scaler", "schedule")
 # The census: what every run has. Pieces that a config asks for come beside them (`Pieces`).
 PIECES = {name: Piece(name, file=TENSOR_FILES.get(name, "")) for name in (*TENSOR_FILES, *WITHOUT_TENSORS)}
-PIECES["origin"] = Piece("origin", since=6)
 STATE, QUANTIZATION = "state.json", "quantization.json"
 
 
@@ -142,6 +140,16 @@ def pack(providers: Mapping[str, Provider], census: Mapping[str, Piece] = PIECES
     return contents
 
 
+def own_census(listed: Mapping[str, Any]) -> dict[str, Piece]:
+    """What every run has, and the optional pieces that a checkpoint itself lists (`pieces` of its state.json)."""
+    optional = {
+        name: Piece(name, piece.get("version"), str(piece.get("file", "")), piece["asked_by"])
+        for name, piece in listed.items()
+        if isinstance(piece, dict) and isinstance(piece.get("asked_by"), str)
+    }
+    return optional | PIECES
+
+
 class Saved:
     """A verified checkpoint, read piece by piece. Each goes back to what it came from; `finish` sees to it that all did.
 
@@ -152,16 +160,15 @@ class Saved:
         self.folder, self.census, self.phases = folder, census, phases
         tree = files.read_json(folder / STATE)
         layout = tree.get("layout") if isinstance(tree, dict) else None
-        if type(layout) is not int or not OLDEST_LAYOUT <= layout <= LAYOUT_VERSION:
+        if type(layout) is not int or layout != LAYOUT_VERSION:
             raise UserError(
-                f"{folder} has checkpoint layout {short(layout)}, this version reads {OLDEST_LAYOUT} to {LAYOUT_VERSION}; "
+                f"{folder} has checkpoint layout {short(layout)}, this version reads layout {LAYOUT_VERSION}; "
                 "go on with the version that wrote it"
             )
         self.pieces = tree.get("pieces")
         if not isinstance(self.pieces, dict) or not all(isinstance(piece, dict) for piece in self.pieces.values()):
             raise UserError(f"{folder / STATE} is damaged: it lists no pieces")
-        self.later = {name for name, piece in self.census.items() if piece.since > layout}  # not in this layout
-        odd = sorted(self.pieces.keys() ^ (self.census.keys() - self.later))
+        odd = sorted(self.pieces.keys() ^ self.census.keys())
         if odd:
             raise UserError(f"{folder} {self._disagreement(odd[0])}")
         for name, piece in self.pieces.items():
@@ -177,12 +184,7 @@ class Saved:
         """With the optional pieces that it has itself, whatever config asked for them: to read it, not to go on from it."""
         tree = files.read_json(folder / STATE)
         listed = tree.get("pieces") if isinstance(tree, dict) else None
-        optional = {
-            name: Piece(name, piece.get("version"), str(piece.get("file", "")), piece["asked_by"])
-            for name, piece in (listed if isinstance(listed, dict) else {}).items()
-            if isinstance(piece, dict) and isinstance(piece.get("asked_by"), str)
-        }
-        return cls(folder, {**optional, **PIECES})
+        return cls(folder, own_census(listed if isinstance(listed, dict) else {}))
 
     def _disagreement(self, name: str) -> str:
         """What is wrong with a piece that only one of checkpoint and census has."""
@@ -203,8 +205,7 @@ class Saved:
         state = files.read_json(self.folder / QUANTIZATION) if name == "quantization" else piece.get("state")
         if not isinstance(state, dict):
             raise UserError(f"{self.folder}: the state of {name} is not there or not a table")
-        # An optional piece says itself where its tensors are: one from before there were any has none.
-        if self.census[name].file and piece.get("file") != "":
+        if self.census[name].file:
             file = TensorFile(self.folder / self.census[name].file)
             listed = piece.get("tensors")
             if sorted(file.entries) != listed:
@@ -217,10 +218,8 @@ class Saved:
         return state
 
     def restore(self, **providers: Provider) -> None:
-        """Give pieces back, but for those that came after this layout. Raises UserError where one does not fit this run."""
+        """Give pieces back. Raises UserError where one does not fit this run."""
         for name, provider in providers.items():
-            if name in self.later:
-                continue
             try:
                 provider.load_state_dict(self.state(name))
             except UserError:

@@ -36,7 +36,7 @@ class Start:
     path: as adapter.init_from gives it; "" in a run that starts anew. sha256: of the file, of a checkpoint its
     adapter.safetensors; "" where it is gone. portable: what was read; None in a run that starts anew, or is resumed.
     weights: as Adapter.state_dict had them before the first step, on the CPU; what training changed is told from there. None
-    in a run that starts anew. A checkpoint may be older than this: then they are those that the run was resumed with.
+    in a run that starts anew.
     doubts: as of OpenedAdapter.
     """
 
@@ -64,7 +64,7 @@ class Start:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises UserError where another file lies there now."""
-        self.weights = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)} or None
+        self.weights = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
         then = str(state["sha256"])
         if self.sha256 and self.sha256 != then:
             raise UserError(

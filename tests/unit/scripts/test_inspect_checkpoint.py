@@ -204,7 +204,7 @@ def test_what_only_reading_finds(inspect, checkpoint: Path) -> None:
         return files.json_bytes(tree)
 
     for change, expected in (
-        (lambda t: t.update(layout=2), "checkpoint layout 2, this version reads 5 to 6"),
+        (lambda t: t.update(layout=2), "checkpoint layout 2, this version reads layout 6"),
         (lambda t: t["pieces"].pop("scaler"), "lacks scaler"),
         (lambda t: t["pieces"]["data"].update(version=9), "data has version 9, this version reads 1"),
         (lambda t: t["pieces"]["progress"].update(state=[]), "state.json has no progress"),
@@ -299,7 +299,7 @@ def test_a_run(inspect, checkpoint: Path) -> None:
     adapter = (root / "step-00000060" / "adapter.safetensors").read_bytes()
     store.save(root, 90, {"state.json": [files.json_bytes(rewritten)], "adapter.safetensors": [adapter]})
     status, printed, errors = inspect(root)
-    assert status == 2 and "checkpoint layout 2, this version reads 5 to 6" in errors
+    assert status == 2 and "checkpoint layout 2, this version reads layout 6" in errors
     assert f"error: --resume_from auto refuses to go on from {root / 'step-00000090'}: " in errors
 
 
