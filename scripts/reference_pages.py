@@ -1,9 +1,9 @@
-"""Write docs/keys.md and docs/other_trainers.md, from the config's tables and from trainer/base/other_trainers.py.
+"""Write docs/keys.md and docs/other_trainers.md, from the config's tables and from trainer/base/other_trainers.json.
 
     python scripts/reference_pages.py
 
 Each fact stands once: a key's type, range, default and meaning in the tables of trainer/config, which families read it
-in trainer/models, and the names of other trainers in trainer/base/other_trainers.py.
+in trainer/models, and the names of other trainers in trainer/base/other_trainers.json.
 """
 
 from __future__ import annotations
@@ -88,20 +88,19 @@ def key_page() -> str:
 
 def names_page() -> str:
     lines = [NAMES.rstrip()]
-    for subject, rows in other_trainers.NAMES.items():
-        lines += [
-            f"\n## {subject}\n",
-            _row("here", *other_trainers.TRAINERS),
-            "|---" * (len(other_trainers.TRAINERS) + 1) + "|",
-        ]
-        for meant, *names in rows:
+    tables = other_trainers.tables()
+    for subject, rows in tables.names.items():
+        lines += [f"\n## {subject}\n", _row("here", *tables.trainers), "|---" * (len(tables.trainers) + 1) + "|"]
+        for row in rows:
+            meant = row["here"]
             here = meant.replace("*", r"\*") if " " in meant else f"`{meant}`"
-            lines.append(_row(here, *(", ".join(f"`{name}`" for name in cell.split()) or "-" for cell in names)))
-    spelt: dict[str, list[str]] = {}
-    for other, ours in other_trainers.VALUES.items():
-        spelt.setdefault(ours, []).append(f"`{other}`")
-    lines += [SPELT, *(_row(f"`{ours}`", ", ".join(others)) for ours, others in spelt.items())]
+            lines.append(_row(here, *(_quoted(row.get(trainer, "")) or "-" for trainer in tables.trainers)))
+    lines += [SPELT, *(_row(f"`{ours}`", _quoted(others)) for ours, others in tables.values.items())]
     return HEAD + "\n".join(lines) + "\n"
+
+
+def _quoted(names: str) -> str:
+    return ", ".join(f"`{name}`" for name in names.split())
 
 
 def _row(*cells: str) -> str:

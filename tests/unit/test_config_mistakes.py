@@ -173,12 +173,12 @@ def test_a_mistake_is_told_with_what_to_write(tmp_path, capsys, key: str, value:
     assert capsys.readouterr().err.splitlines()[0] == f"error: {said}"
 
 
-@pytest.mark.parametrize("meant", sorted({meant for meant in other_trainers.KEYS.values() if " " not in meant}))
+@pytest.mark.parametrize("meant", sorted({meant for meant in other_trainers.tables().keys.values() if " " not in meant}))
 def test_a_name_of_another_trainer_stands_for_a_key_that_there_is(meant: str) -> None:
     assert configs.generic(meant) in configs.known_keys()
 
 
-@pytest.mark.parametrize("sentence", sorted({meant for meant in other_trainers.KEYS.values() if " " in meant}))
+@pytest.mark.parametrize("sentence", sorted({meant for meant in other_trainers.tables().keys.values() if " " in meant}))
 def test_a_sentence_names_keys_that_there_are(sentence: str) -> None:
     tables = {key.rpartition(".")[0] for key in configs.known_keys()}
     for named in re.findall(r"\[+([a-z_.]+)\]+", sentence):
@@ -199,7 +199,7 @@ def test_a_value_of_another_trainer_stands_for_one_that_there_is() -> None:
         return own.union(*map(values, inner))
 
     known = values(configs.Config.model_json_schema()) | {*OPTIMIZERS, *FAMILIES}
-    assert not set(other_trainers.VALUES.values()) - known
+    assert not set(other_trainers.tables().values) - known
 
 
 def test_no_hint_repeats_the_mistake() -> None:
@@ -214,6 +214,26 @@ def test_a_config_that_is_not_there_is_answered_with_the_one_that_was_meant() ->
         with pytest.raises(UserError) as refused:
             configs.load(name, [])
         assert str(refused.value).splitlines()[0].endswith(remedy)
+
+
+def test_the_names_of_other_trainers_are_read_for_a_mistake_alone(monkeypatch, capsys) -> None:
+    def tables():
+        raise AssertionError("read")
+
+    monkeypatch.setattr(other_trainers, "tables", tables)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0 and "--config" in capsys.readouterr().out
+    configs.parse(with_key("adapter.rank", 8))
+    with pytest.raises(AssertionError, match="read"):
+        configs.parse(with_key("adapter.network_dim", 8))
+
+
+def test_every_row_of_other_trainers_names_is_of_trainers_that_there_are() -> None:
+    tables = other_trainers.tables()
+    for row in (row for rows in tables.names.values() for row in rows):
+        assert row["here"] and row.keys() > {"here"} and row.keys() <= {"here", *tables.trainers}
+        assert all(value == " ".join(value.split()) for value in row.values())
 
 
 # As the programs' own sources have them, and some that they have not, which people write all the same.
@@ -236,9 +256,10 @@ GUESSED = {
 
 @pytest.mark.parametrize("trainer", REAL)
 def test_a_name_stands_under_a_program_that_has_it(trainer: str) -> None:
-    column = other_trainers.TRAINERS.index(trainer)
-    listed = {name for rows in other_trainers.NAMES.values() for _, *names in rows for name in names[column].split()}
-    others = {name for rows in other_trainers.NAMES.values() for _, *names in rows for name in names[-1].split()}
+    tables = other_trainers.tables()
+    *_, others_of = tables.trainers
+    rows = [row for rows in tables.names.values() for row in rows]
+    listed, others = ({name for row in rows for name in row.get(column, "").split()} for column in (trainer, others_of))
     assert set(REAL[trainer].split()) <= listed
     assert not set(GUESSED[trainer].split()) & listed and set(GUESSED[trainer].split()) <= others
 

@@ -138,7 +138,7 @@ LOW_DTYPES = {
 }  # fmt: skip
 DTYPES_IN = (
     "runtime/precision.py", "plan/storage.py", "quantization/*", "kernels/*", "base/tensorfile.py",
-    "config/*", "plan/requirements.py", "base/other_trainers.py",  # the words that a user may write
+    "config/*", "plan/requirements.py",  # the words that a user may write
     "models/weight_sets.py",  # the words that the hub's file names have
 )  # fmt: skip
 
@@ -422,7 +422,7 @@ def dtypes(house: Sources) -> Iterator[str]:
 
 def families(house: Sources) -> Iterator[str]:
     for source in house.values():
-        if source.room == "models" or source.path == "base/other_trainers.py":  # the second: what those call them
+        if source.room == "models":
             continue
         words = [(node, node.value) for node in source.constants()]
         for node in source.nodes:
@@ -492,7 +492,7 @@ def second_names(house: Sources) -> Iterator[str]:
 def paths(house: Sources) -> Iterator[str]:
     """As a key of a dictionary such a word names data, no path."""
     for source in house.values():
-        if source.path in ("base/run_layout.py", "base/other_trainers.py"):  # the second has other programs' words
+        if source.path == "base/run_layout.py":
             continue
         keys = {id(key) for node in source.nodes if isinstance(node, ast.Dict) for key in node.keys}
         keys |= {id(node.slice) for node in source.nodes if isinstance(node, ast.Subscript)}

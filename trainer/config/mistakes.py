@@ -1,7 +1,7 @@
 """What is said of a mistake in a config: the key's full name, the offending value, the remedy.
 
 For a near miss that is the key or value that was probably meant, also where another trainer calls it so
-(trainer/base/other_trainers.py).
+(trainer/base/other_trainers.json).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _remedy(key: str, value: Any, items: Sequence[Any]) -> str:
         return "; ".join(dict.fromkeys(_in_words(key, item) for item in other))
     choices = [choice for item in items if item["type"] == "literal_error" for choice in _choices(item)]
     listed = ", ".join(map(repr, choices))
-    if isinstance(value, str) and (why := other_trainers.ABSENT.get(key, {}).get(other_trainers.plain(value))):
+    if why := other_trainers.why_absent(key, value):
         return f"{why}; use one of {listed}"
     if (meant := patterns.likely(value, choices)) is not None:
         return f"did you mean {meant!r}? The values are {listed}"
@@ -150,7 +150,7 @@ def _unknown_table(name: str, table: dict[str, Any]) -> str:
 
 
 def near_miss(key: str) -> str | None:
-    """The known key that `key` was probably meant to be, or a sentence (trainer/base/other_trainers.py), or None."""
+    """The known key that `key` was probably meant to be, or a sentence (trainer/base/other_trainers.json), or None."""
     table, _, leaf = key.rpartition(".")
     known = list(known_keys())
     siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == generic(table)}
