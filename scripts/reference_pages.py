@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trainer.base import other_trainers
-from trainer.config import Config
+from trainer.config import Config, choices, fields
 from trainer.models import FAMILIES
 from trainer.optim import OPTIMIZERS
 from trainer.plan.requirements import FAMILY_KEYS
@@ -71,6 +71,7 @@ A value may be spelt in another way, too. Case does not matter in this list, and
 
 def key_page() -> str:
     schema = Config.model_json_schema()
+    needed = {_plain(key): choices(field) for key, field in fields()}
     lines = [INTRODUCTION.rstrip()]
     for heading, name, table in _tables(schema):
         lines += [f"\n## `{heading}`\n", _flat(table["description"])]
@@ -80,9 +81,8 @@ def key_page() -> str:
         for key, field in table["properties"].items():
             full = f"{name}.{key}"
             required = key in table.get("required", ())
-            lines.append(
-                _row(f"`{key}`", _value(full, field), _default(field, required), _flat(field["description"]), _read_by(full))
-            )
+            what = " ".join([_flat(field["description"]), *(f"Read only with {choice}." for choice in needed[_plain(full)])])
+            lines.append(_row(f"`{key}`", _value(full, field), _default(field, required), what, _read_by(full)))
     return HEAD + "\n".join(lines) + "\n"
 
 
@@ -171,6 +171,11 @@ def _default(field: dict[str, Any], required: bool) -> str:
     if default is None or (default in ([], {}) and "anyOf" not in field and _kind(field) in ("a list of tables", "a table")):
         return "-"
     return f"`{json.dumps(default)}`"
+
+
+def _plain(key: str) -> str:
+    """A key of the contract without what stands for an entry of a list, or for a part of the model."""
+    return key.replace(".*", "").replace(".NAME", "")
 
 
 def _read_by(key: str) -> str:

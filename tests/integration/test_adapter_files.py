@@ -408,8 +408,6 @@ def test_a_start_that_does_not_fit_is_refused_before_weights_are_read(outputs: R
     assert "has layers that this run does not adapt" in fewer and "widen adapter.targets" in fewer
     other = refusal(starting(bench, "sdxl dora", lora))
     assert "of its 14 modules are those of" in other and "'transformer." in other and "--base" not in other
-    with pytest.raises(UserError, match="adapter.init_resize = true belongs to adapter.init_from"):
-        bench.config("flux", adapter__init_resize=True)
 
 
 def test_a_conversion_reads_a_tensor_a_few_times(tmp_path: Path, monkeypatch) -> None:

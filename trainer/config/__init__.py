@@ -1,7 +1,7 @@
 """The TOML contract: tables.py has the keys, reading.py the way from a file to them, mistakes.py what is said of the rest."""
 
 from trainer.config.data_tables import DataTable, Resolutions
-from trainer.config.keys import flatten, generic, known_keys
+from trainer.config.keys import choices, fields, flatten, generic, known_keys, unread
 from trainer.config.kinds import Table, expand_home
 from trainer.config.mistakes import hint, near_miss
 from trainer.config.reading import dumps, load, override, parse, read_resolved, tree
@@ -11,6 +11,6 @@ from trainer.config.training_tables import ObjectiveTable, OptimizerTable, Sched
 __all__ = [
     "ComponentTable", "Config", "DataTable", "ObjectiveTable", "OptimizerTable", "Resolutions", "SampleTable",
     "ScheduleTable", "Table",
-    "dumps", "expand_home", "flatten", "generic", "hint", "known_keys", "load", "near_miss", "override", "parse",
-    "read_resolved", "tree",
+    "choices", "dumps", "expand_home", "fields", "flatten", "generic", "hint", "known_keys", "load", "near_miss", "override",
+    "parse", "read_resolved", "tree", "unread",
 ]  # fmt: skip

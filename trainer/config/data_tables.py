@@ -6,7 +6,18 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from trainer.config.kinds import Colour, Count, CountOrShare, PathText, Positive, Share, SizeText, Table, expand_source
+from trainer.config.kinds import (
+    Colour,
+    Count,
+    CountOrShare,
+    PathText,
+    Positive,
+    ReadWith,
+    Share,
+    SizeText,
+    Table,
+    expand_source,
+)  # fmt: skip
 
 
 def _different(resolutions: tuple[int, ...]) -> tuple[int, ...]:
@@ -32,7 +43,7 @@ class SourceTable(Table):
     """Where captions come from. `auto`: metadata, else files beside the photos, else kohya's folder names."""
     image_column: str | None = None
     """The column of images in metadata or a dataset. Left out: `file_name`, or the dataset's image column."""
-    caption_column: str | None = None
+    caption_column: Annotated[str | None, ReadWith("captions", ("auto",))] = None
     """The column of captions, or the field in `.json` files. Left out: `caption`, else `text`, else `prompt`."""
     masks: Masks | None = None
     """As `data.masks`, for this source."""
@@ -52,9 +63,9 @@ class SourceTable(Table):
     """Every line of a caption file is a caption of its own. Each appearance draws one."""
     wildcards: bool = False
     """`{red|blue}` in a caption becomes one of the two."""
-    separator: Annotated[str, Field(min_length=1)] = ", "
+    separator: Annotated[str, Field(min_length=1), ReadWith("shuffle tag_dropout trigger")] = ", "
     """The text between tags, and after the trigger."""
-    keep: Annotated[int, Field(ge=0)] = 0
+    keep: Annotated[int, Field(ge=0), ReadWith("shuffle tag_dropout")] = 0
     """The number of first tags that are neither dropped nor moved."""
     tag_dropout: Share = 0.0
     """The chance that a tag is dropped."""
@@ -87,8 +98,8 @@ class DataTable(Table):
     """Photos are cut to about this many pixels, squared. A list trains every photo at each size."""
     batch_size: Count = 1
     """Photos in a batch, for each process."""
-    short_batches: Literal["keep", "merge"] = "keep"
-    """`merge` fills the last batch of each bucket. It needs a batch size above 1."""
+    short_batches: Annotated[Literal["keep", "merge"], ReadWith("data.batch_size", above=1)] = "keep"
+    """`merge` fills the last batch of each bucket."""
     held_out: Annotated[int | float, AfterValidator(_count_or_share), CountOrShare] = 0
     """Photos that are not trained on, to tell learning from memorising: a count, or a share below 1."""
     num_workers: Annotated[int, Field(ge=0)] = 0
@@ -107,8 +118,8 @@ class DataTable(Table):
     """How far a crop may move and zoom, as a share of its sides."""
     colour_jitter: Annotated[float, Field(ge=0, le=0.5)] = 0.0
     """How far brightness, contrast and saturation may vary, as a share."""
-    image_variants: Annotated[int, Field(ge=2)] = 4
-    """The number of variants of each photo, with jitter. The first is unchanged."""
+    image_variants: Annotated[int, Field(ge=2), ReadWith("data.crop_jitter data.colour_jitter")] = 4
+    """The number of variants of each photo. The first is unchanged."""
     flip: bool = False
     """Mirror a photo with a chance of one half, drawn for each appearance. Leave it off for faces and text."""
     caption_dropout: Share = 0.05
@@ -119,7 +130,7 @@ class DataTable(Table):
     """Refuse captions that are missing, empty or too long."""
     cache: Literal["disk", "memory", "none"] = "disk"
     """Where encoded photos and captions are kept."""
-    cache_limit: SizeText | None = None
+    cache_limit: Annotated[SizeText | None, ReadWith("data.cache", ("disk",))] = None
     """The most that the cache on disk may take, for example `"20GB"`. The least recently used entries are deleted."""
     cache_text: Literal["auto"] | bool = "auto"
     """Keep the captions' encodings. `auto` does so unless a text encoder is adapted."""

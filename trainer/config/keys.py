@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import reduce
 from typing import Any, get_args
 
-from trainer.config.kinds import Table
+from pydantic.fields import FieldInfo
+
+from trainer.config.kinds import ReadWith, Table
 from trainer.config.tables import Config
 
 
@@ -16,15 +20,41 @@ def generic(key: str) -> str:
     return ".".join(parts)
 
 
-def known_keys(table: type[Table] | None = None, prefix: str = "") -> dict[str, Any]:
-    """Every key of the contract (or of one table in it), as `generic` writes it, and its default."""
-    keys = {}
-    for name, field in (table or Config).model_fields.items():
-        keys[prefix + name] = field.default
+def known_keys() -> dict[str, Any]:
+    """Every key of the contract, as `generic` writes it, and its default."""
+    return {key: field.default for key, field in fields()}
+
+
+def fields(table: type[Table] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every key of the contract (or of one table in it), as `generic` writes it, and what the tables say of it."""
+    for name, field in table.model_fields.items():
+        yield prefix + name, field
         for nested in _tables_in(field.annotation):
             repeated = nested is not field.annotation
-            keys |= known_keys(nested, f"{prefix}{name}." + ("*." if repeated else ""))
-    return keys
+            yield from fields(nested, f"{prefix}{name}." + ("*." if repeated else ""))
+
+
+def choices(field: FieldInfo) -> list[ReadWith]:
+    """What a key needs beside it, all of it, to be read."""
+    return [each for each in field.metadata if isinstance(each, ReadWith)]
+
+
+def unread(config: Config) -> dict[str, str]:
+    """Every key that lacks a choice beside it, set or not: by its full name, beside what it has no effect, and the remedy."""
+    return dict(_unread(config, "", config))
+
+
+def _unread(table: Table, prefix: str, config: Config) -> Iterator[tuple[str, str]]:
+    def value(key: str) -> Any:
+        return reduce(getattr, key.split("."), config if "." in key else table)
+
+    for name, field in type(table).model_fields.items():
+        yield from ((prefix + name, lack) for choice in choices(field)[::-1] if (lack := choice.without(value)) is not None)
+        inner = getattr(table, name)
+        items = inner.items() if isinstance(inner, dict) else enumerate(inner) if isinstance(inner, tuple) else ()
+        for key, item in [("", inner), *((f"{key}.", item) for key, item in items)]:
+            if isinstance(item, Table):
+                yield from _unread(item, f"{prefix}{name}.{key}", config)
 
 
 def _tables_in(annotation: Any) -> list[type[Table]]:

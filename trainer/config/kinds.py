@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
@@ -19,6 +21,7 @@ Positive = Annotated[float, Field(gt=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
+QUANTISED = tuple(dtype for dtype in get_args(Dtype) if dtype not in get_args(Compute))
 # For the page of all keys: a count, or a share. A check says what is wrong with others.
 CountOrShare = WithJsonSchema(
     {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "number", "minimum": 0, "exclusiveMaximum": 1}]}
@@ -59,6 +62,43 @@ def expand_source(path: str) -> str:
 PathText = Annotated[str, AfterValidator(expand_home)]
 SizeText = Annotated[str, AfterValidator(check_size)]
 GivenPath = Annotated[str, Field(min_length=1), AfterValidator(expand_home)]
+
+
+@dataclass(frozen=True)
+class ReadWith:
+    """The annotation of a key that is read only beside a choice: set without it, the key would be ignored, and is refused.
+
+    keys: of the choice, parted by blanks, of which one is enough; one without a dot is of the same table. values: one of them
+    is the choice (None: to leave the key out; of a list: to have it there). above: a number above it is, too. With neither it
+    is whatever is neither empty nor 0 nor false.
+    """
+
+    keys: str
+    values: tuple[Any, ...] = ()
+    above: float | None = None
+
+    def without(self, value: Callable[[str], Any]) -> str | None:
+        """Beside what the key has no effect, and the remedy; None where it is read. value: of a key as in `keys`."""
+        key, found = self.keys, [value(key) for key in self.keys.split()]
+        beside = f"without {key}" if found[0] is None else f"with {key} = {found[0]!r}"
+        if self.above is not None:
+            read = found[0] in self.values or found[0] > self.above
+            return None if read else f"{beside}; leave it out, or raise {key} above {self.above:g}"
+        if not self.values:
+            one = " one of them" if " " in key else " it"
+            return None if any(found) else f"without {' or '.join(key.split())}; leave it out, or set{one}"
+        if isinstance(found[0], tuple):
+            have = not {*found[0]}.isdisjoint(self.values)
+            return None if have else f"without {self.values[0]!r} in {key}; leave it out, or add it there"
+        return None if found[0] in self.values else f"{beside}; leave it out, or set {key} = {self.values[0]!r}"
+
+    def __str__(self) -> str:
+        """The choice, in Markdown."""
+        said = " or ".join(f"`{key}`" for key in self.keys.split())
+        *most, last = [f"`{value}`" for value in self.values if value is not None] or [""]
+        said += f" above {self.above:g}" if self.above is not None else ""
+        said += f" = {' or '.join(filter(None, (', '.join(most), last)))}" if last else ""
+        return f"{said}, or where that is left out" if None in self.values else said
 
 
 class Table(BaseModel):

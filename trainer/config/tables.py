@@ -11,7 +11,21 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from trainer.config.data_tables import DataTable
-from trainer.config.kinds import Cadence, Compute, Count, Dtype, GivenPath, PathText, Positive, Seed, Share, Strings, Table
+from trainer.config.kinds import (
+    QUANTISED,
+    Cadence,
+    Compute,
+    Count,
+    Dtype,
+    GivenPath,
+    PathText,
+    Positive,
+    ReadWith,
+    Seed,
+    Share,
+    Strings,
+    Table,
+)  # fmt: skip
 from trainer.config.training_tables import EmaTable, MemoryTable, ObjectiveTable, OptimizerTable, ScheduleTable, StepTable
 
 
@@ -56,7 +70,7 @@ class ComponentTable(Table):
     """How its weights are stored. Left out: as the file holds them if it is quantised; else bf16, and fp32 for the VAE."""
     backend: Literal["native", "quanto", "bitsandbytes"] | None = None
     """Who quantises. Left out: `native` for float8, `quanto` for int8, int4 and int2, `bitsandbytes` for nf4 and fp4."""
-    exclude: Strings = ()
+    exclude: Annotated[Strings, ReadWith("dtype", (*QUANTISED, None))] = ()
     """Layers that stay unquantised: patterns of their dotted names."""
     path: PathText | None = None
     """Takes this part from elsewhere: a folder or a `.safetensors` file."""
@@ -145,18 +159,12 @@ class AdapterTable(Table):
     """A limit of each layer's update ||s B A||."""
     init_from: PathText | None = None
     """Start from this adapter file, from a folder that PEFT saved, or from a checkpoint's folder."""
-    init_resize: bool = False
+    init_resize: Annotated[bool, ReadWith("adapter.init_from")] = False
     """Let the rank of `adapter.init_from` differ: grown without a change, or shrunk to the nearest."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
     """`auto` is Triton on CUDA from compute capability 8.0 on, and plain PyTorch elsewhere."""
     rules: Annotated[tuple[RuleTable, ...], Field(strict=False)] = ()
     """Exceptions for some layers: below."""
-
-    @model_validator(mode="after")
-    def _resize_needs_a_file(self) -> AdapterTable:
-        if self.init_resize and self.init_from is None:
-            raise ValueError("adapter.init_resize = true belongs to adapter.init_from; leave it out, or name a file there")
-        return self
 
     @model_validator(mode="after")
     def _dropout_is_lora_only(self) -> AdapterTable:
@@ -200,7 +208,11 @@ class ExportTable(Table):
         "comfyui",
     )
     """Which files are written."""
-    dora_scale: Literal["comfyui_released", "magnitude"] = "comfyui_released"
+    dora_scale: Annotated[
+        Literal["comfyui_released", "magnitude"],
+        ReadWith("adapter.type", ("dora",)),
+        ReadWith("export.formats", ("comfyui",)),
+    ] = "comfyui_released"
     """What `dora_scale` means in the ComfyUI file: as ComfyUI's releases read it, or the magnitude itself."""
     trigger_phrase: str = ""
     """Goes into the file's header. Left empty: the triggers of the sources."""
@@ -208,18 +220,12 @@ class ExportTable(Table):
     """The base model's hub id, for the model card. Left empty: `model.path`, if that is one."""
     license: str = ""
     """The adapter's licence, for example `"cc-by-4.0"`."""
-    license_link: str = ""
+    license_link: Annotated[str, ReadWith("export.license")] = ""
     """A link to a licence of another name than the hub knows."""
     on_stop: bool = True
     """Write adapter files after a signal or `run.stop_after`, too, once the checkpoint is safe."""
     thumbnail: bool = False
     """Put the step's first sample into the file's header. Its bytes then depend on the samples."""
-
-    @model_validator(mode="after")
-    def _a_link_of_a_licence(self) -> ExportTable:
-        if self.license_link and not self.license:
-            raise ValueError("export.license_link belongs to export.license, the licence's name; give both, or neither")
-        return self
 
 
 class SampleTable(Table):
@@ -227,7 +233,7 @@ class SampleTable(Table):
 
     prompt: str
     """What to draw."""
-    negative: str = ""
+    negative: Annotated[str, ReadWith("guidance", (None,), above=1)] = ""
     """What to keep out."""
     width: Count | None = None
     """In pixels. Left out: the data's resolution."""

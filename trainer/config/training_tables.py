@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from trainer.config.kinds import Beta, Cadence, Count, CountOrShare, Positive, Share, SizeText, Table
+from trainer.config.kinds import Beta, Cadence, Count, CountOrShare, Positive, ReadWith, Share, SizeText, Table
 
 
 def _a_range(t_range: tuple[float, float]) -> tuple[float, float]:
@@ -16,23 +16,26 @@ def _a_range(t_range: tuple[float, float]) -> tuple[float, float]:
     return t_range
 
 
+ROBUST = ReadWith("objective.loss", ("huber", "smooth_l1"))
+
+
 class ObjectiveTable(Table):
     """What the model is asked to predict, and how much each error counts."""
 
     loss: Literal["mse", "huber", "smooth_l1"] = "mse"
     """How an error counts. `huber` and `smooth_l1` count outliers less."""
-    huber_c: Annotated[float, Field(gt=0, le=1)] = 0.1
+    huber_c: Annotated[float, Field(gt=0, le=1), ROBUST] = 0.1
     """Errors far above it count linearly."""
-    huber_schedule: Literal["constant", "exponential", "snr"] = "snr"
+    huber_schedule: Annotated[Literal["constant", "exponential", "snr"], ROBUST] = "snr"
     """How `objective.huber_c` changes with the noise."""
     weighting: Literal["none", "min_snr", "soft_min_snr", "debiased", "p2"] | None = None
     """How much each amount of noise counts. Left out: `min_snr` if `objective.min_snr_gamma` is given, else `none`."""
-    min_snr_gamma: Positive | None = None
-    """The gamma of `min_snr` and `soft_min_snr`. 5 is usual, for models that predict noise."""
-    p2_gamma: Positive = 1.0
-    """The exponent of `p2`."""
-    p2_k: Positive = 1.0
-    """The constant of `p2`."""
+    min_snr_gamma: Annotated[Positive | None, ReadWith("objective.weighting", ("min_snr", "soft_min_snr", None))] = None
+    """The gamma. 5 is usual, for models that predict noise."""
+    p2_gamma: Annotated[Positive, ReadWith("objective.weighting", ("p2",))] = 1.0
+    """The exponent."""
+    p2_k: Annotated[Positive, ReadWith("objective.weighting", ("p2",))] = 1.0
+    """The constant."""
     timesteps: Literal["auto", "uniform", "logit_normal", "sigmoid", "mode", "cosmap", "power"] = "auto"
     """Which amounts of noise are drawn. `auto` is `uniform` for SDXL, `logit_normal` for Flux."""
     shift: Literal["auto"] | Positive = "auto"
@@ -53,7 +56,7 @@ class ObjectiveTable(Table):
     """Shifts the noise of whole channels, for dark and light images. 0.05 is usual."""
     multires_noise_iterations: Annotated[int, Field(ge=0)] = 0
     """Adds noise of several sizes. 6 is usual; 0 adds none."""
-    multires_noise_discount: Annotated[float, Field(gt=0, le=1)] = 0.3
+    multires_noise_discount: Annotated[float, Field(gt=0, le=1), ReadWith("objective.multires_noise_iterations")] = 0.3
     """The strength of each size, as against the size before it."""
     input_perturbation: Annotated[float, Field(ge=0)] = 0.0
     """More noise in what the model sees than in its target. 0.1 in its paper."""
@@ -79,8 +82,8 @@ class StepTable(Table):
     """Gradients are clipped at this norm. 0 clips nothing."""
     non_finite: Literal["stop", "skip"] = "stop"
     """What to do at a value that is not finite: stop the run, or skip the update."""
-    max_skipped: Count = 10
-    """With `skip`: so many updates of the run. One more stops it."""
+    max_skipped: Annotated[Count, ReadWith("step.non_finite", ("skip",))] = 10
+    """So many updates of the run are skipped. One more stops it."""
 
 
 class MemoryTable(Table):
@@ -111,7 +114,7 @@ class OptimizerTable(Table):
     """The rate of B, as a multiple of A's."""
     text_encoder_lr: Positive | None = None
     """The rate of text encoders, where a rule adapts one."""
-    magnitude_lr: Positive | None = None
+    magnitude_lr: Annotated[Positive | None, ReadWith("adapter.type", ("dora",))] = None
     """The rate of a DoRA's magnitudes."""
     options: dict[str, Any] = {}  # trainer/optim/options.py knows the kinds
     """What else the library's optimizer takes, by its own names."""
@@ -129,6 +132,9 @@ def _steps_or_share(given: int | float) -> int | float:
 StepsOrShare = Annotated[int | float, AfterValidator(_steps_or_share), CountOrShare]
 
 
+FALLING = ("linear", "cosine", "cosine_restarts", "polynomial", "rex", "wsd")
+
+
 class ScheduleTable(Table):
     """How the learning rate changes."""
 
@@ -138,14 +144,14 @@ class ScheduleTable(Table):
     """How long the rate rises at the start: a number of steps, or a share of the schedule below 1."""
     total_steps: Count | None = None
     """The length of the schedule. Left out: the run's length at its first start, which is then frozen."""
-    end: Share = 0.0
+    end: Annotated[Share, ReadWith("schedule.name", FALLING)] = 0.0
     """The rate at the end, as a share of the rate."""
-    cycles: Count = 2
-    """Of `cosine_restarts`: how many."""
-    power: Positive = 2.0
-    """Of `polynomial`: the exponent."""
-    decay: StepsOrShare = 0.2
-    """Of `wsd`: how long the fall at the end is, in steps or as a share."""
+    cycles: Annotated[Count, ReadWith("schedule.name", ("cosine_restarts",))] = 2
+    """How many."""
+    power: Annotated[Positive, ReadWith("schedule.name", ("polynomial",))] = 2.0
+    """The exponent."""
+    decay: Annotated[StepsOrShare, ReadWith("schedule.name", ("wsd",))] = 0.2
+    """How long the fall at the end is, in steps or as a share."""
 
 
 class EmaTable(Table):
@@ -153,7 +159,7 @@ class EmaTable(Table):
 
     kind: Literal["none", "constant", "power"] = "none"
     """`constant` averages with one decay. `power` lets you choose the length after the training."""
-    decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
-    """Of `constant`: the share of the average that stays at an update; in the first updates less."""
-    snapshot_every_steps: Cadence = 0
-    """Of `power`: how often averages are set aside. A twentieth of the run or less."""
+    decay: Annotated[float, Field(gt=0, lt=1), ReadWith("ema.kind", ("constant",))] = 0.999
+    """The share of the average that stays at an update; in the first updates less."""
+    snapshot_every_steps: Annotated[Cadence, ReadWith("ema.kind", ("power",))] = 0
+    """How often averages are set aside. A twentieth of the run or less."""

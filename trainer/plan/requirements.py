@@ -11,7 +11,7 @@ from trainer.base.errors import UserError
 from trainer.config import Config, DataTable, ObjectiveTable
 from trainer.models.base import Family
 from trainer.models.loading import ModelSource
-from trainer.optim import OPTIMIZERS, SCHEDULES
+from trainer.optim import OPTIMIZERS
 
 # By the key, the models that read it.
 FAMILY_KEYS = {
@@ -58,55 +58,21 @@ def refuse_unread(config: Config, family: Family) -> None:
 
 def unread_beside_others(config: Config) -> dict[str, str]:
     """By the key: with what other choice it has no effect, and the remedy."""
-    components, unread = config.model.components, {}
+    components, unread = config.model.components, configs.unread(config)
     if "fp16" not in {config.precision.compute, *(component.compute for component in components.values())}:
         remedy = "in a run that computes nothing in fp16; leave it out, or set precision.compute = 'fp16'"
         unread |= {"precision.loss_scale": remedy, "precision.loss_scale_growth_interval": remedy}
-    if config.step.non_finite == "stop":
-        unread["step.max_skipped"] = "with step.non_finite = 'stop'; leave it out, or set step.non_finite = 'skip'"
-    if config.adapter.type == "lora":
-        unread["export.dora_scale"] = "with adapter.type = 'lora'; leave it out, or set adapter.type = 'dora'"
-    elif "comfyui" not in config.export.formats:
-        unread["export.dora_scale"] = "without the ComfyUI file; leave it out, or add 'comfyui' to export.formats"
     unread |= _unread_of_optimizer(config)
-    unread |= _unread_of_schedule(config.schedule.name)
-    if config.ema.kind != "constant":
-        unread["ema.decay"] = f"with ema.kind = {config.ema.kind!r}; leave it out, or set ema.kind = 'constant'"
-    if config.ema.kind != "power":
-        unread["ema.snapshot_every_steps"] = f"with ema.kind = {config.ema.kind!r}; leave it out, or set ema.kind = 'power'"
-    if config.data.batch_size == 1:
-        unread["data.short_batches"] = "with data.batch_size = 1; leave it out, or raise data.batch_size"
     for key in ("flip", "caption_dropout", "masks", "unmasked_weight"):
         if all(getattr(source, key) is not None for source in config.data.sources):
             unread[f"data.{key}"] = f"beside sources that all set {key} themselves; leave it out"
-    if config.data.cache != "disk":
-        unread["data.cache_limit"] = f"with data.cache = {config.data.cache!r}; leave it out, or set data.cache = 'disk'"
     if config.data.cache == "none" and config.data.cache_text is True:
         unread["data.cache_text"] = "with data.cache = 'none'; leave it out, or set data.cache = 'memory'"
     unread |= _unread_of_images(config.data)
-    for name, component in components.items():
-        if component.dtype in ("fp32", "bf16", "fp16"):
-            unread[f"model.components.{name}.exclude.0"] = (
-                f"with dtype = {component.dtype!r}, which quantises nothing; leave it out"
-            )
-    for index, source in enumerate(config.data.sources):
-        by_tags = source.shuffle or source.tag_dropout > 0
-        if not by_tags:
-            unread[f"data.sources.{index}.keep"] = "without shuffle or tag_dropout in that source; leave it out, or set one"
-        if not by_tags and not source.trigger:
-            remedy = "without shuffle, tag_dropout or trigger in that source; leave it out, or set one"
-            unread[f"data.sources.{index}.separator"] = remedy
-        if source.captions != "auto":
-            key = f"data.sources.{index}.caption_column"
-            unread[key] = f"with captions = {source.captions!r}; leave it out, or set captions = 'auto'"
     if not any(source.shuffle or source.tag_dropout or source.wildcards for source in config.data.sources):
         unread["data.caption_variants"] = (
             "where no source has shuffle, tag_dropout or wildcards; leave it out, or set one of them in a source"
         )
-    for index, sample in enumerate(config.validation.samples):
-        if sample.guidance is not None and sample.guidance <= 1:
-            key = f"validation.samples.{index}.negative"
-            unread[key] = f"with guidance = {sample.guidance:g}; leave it out, or raise guidance above 1"
     return unread
 
 
@@ -120,18 +86,6 @@ def _unread_of_optimizer(config: Config) -> dict[str, str]:
     if name in OPTIMIZERS and not OPTIMIZERS[name].eight_bit:
         others = " or ".join(other for other, entry in OPTIMIZERS.items() if entry.eight_bit)
         unread["optimizer.min_8bit_size"] = f"with optimizer.name = {name!r}; leave it out, or choose {others}"
-    if config.adapter.type == "lora":
-        unread["optimizer.magnitude_lr"] = "with adapter.type = 'lora'; leave it out, or set adapter.type = 'dora'"
-    return unread
-
-
-def _unread_of_schedule(name: str) -> dict[str, str]:
-    """Of a schedule of that name: what another one reads."""
-    unread = {}
-    for key in dict.fromkeys(key for descent in SCHEDULES.values() for key in descent.reads):
-        if key not in SCHEDULES[name].reads:
-            others = ", ".join(repr(other) for other, descent in SCHEDULES.items() if key in descent.reads)
-            unread[f"schedule.{key}"] = f"with schedule.name = {name!r}; leave it out, or choose {others}"
     return unread
 
 
@@ -152,19 +106,6 @@ def _unread_of_objective(objective: ObjectiveTable, family: Family) -> dict[str,
             unread[f"objective.{key}"] = (
                 f"with {timesteps} timesteps; leave it out, or set objective.timesteps = {names[0]!r}"
             )
-    if objective.loss == "mse":
-        remedy = "with objective.loss = 'mse'; leave it out, or set objective.loss = 'huber'"
-        unread |= {"objective.huber_c": remedy, "objective.huber_schedule": remedy}
-    weighting = objective.weighting
-    if weighting not in (None, "min_snr", "soft_min_snr"):
-        unread["objective.min_snr_gamma"] = f"with objective.weighting = {weighting!r}; leave it out, or choose 'min_snr'"
-    if weighting != "p2":
-        remedy = "without objective.weighting = 'p2'; leave it out, or set that"
-        unread |= {"objective.p2_gamma": remedy, "objective.p2_k": remedy}
-    if not objective.multires_noise_iterations:
-        unread["objective.multires_noise_discount"] = (
-            "without multi-resolution noise; leave it out, or set objective.multires_noise_iterations, for example to 6"
-        )
     return unread
 
 
@@ -175,8 +116,6 @@ def _unread_of_images(data: DataTable) -> dict[str, str]:
     if set(masks) == {"none"}:
         unread["data.unmasked_weight"] = remedy
     unread |= {f"data.sources.{index}.unmasked_weight": remedy for index, kind in enumerate(masks) if kind == "none"}
-    if not data.crop_jitter and not data.colour_jitter:
-        unread["data.image_variants"] = "without jitter; leave it out, or set data.crop_jitter or data.colour_jitter"
     return unread
 
 
@@ -198,9 +137,9 @@ def _refuse(config: Config, unread: Mapping[str, str]) -> None:
     tree = configs.tree(config)
     for key, value in configs.flatten(tree).items():
         name = configs.generic(key)
-        whole, _, last = name.rpartition(".")
-        if last == "*" and whole in unread:  # one of a list's values, all of which are one choice
-            key, name = key.rpartition(".")[0], whole
+        whole, _, last = key.rpartition(".")
+        if last.isdigit() and {whole, configs.generic(whole)} & unread.keys():  # one of a list's values, which are one choice
+            key, name = whole, configs.generic(whole)
             value = reduce(getitem, key.split("."), tree)
         effect = unread.get(key, unread.get(name))
         default = defaults.get(name)

@@ -10,10 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from trainer import config as configs
 from trainer.base.errors import UserError
+from trainer.config import ScheduleTable
 from trainer.models import FAMILIES
+from trainer.optim import SCHEDULES
 from trainer.plan.requirements import FAMILY_KEYS, chosen, refuse_unread, refuse_unread_by_model
 
 SET = {
@@ -200,6 +203,12 @@ BESIDE = [
     ("objective.p2_k", 2.0, {"objective.weighting": "min_snr"}, {"objective.weighting": "p2"}),
     ("objective.p2_gamma", 0.5, {}, {"objective.weighting": "p2"}),
     ("objective.multires_noise_discount", 0.4, {}, {"objective.multires_noise_iterations": 6}),
+    ("adapter.init_resize", True, {}, {"adapter.init_from": "a.safetensors"}),
+    ("export.license_link", "https://a.example", {}, {"export.license": "mine"}),
+    ("optimizer.magnitude_lr", 1e-3, {"adapter.type": "lora"}, {"adapter.type": "dora"}),
+    ("ema.decay", 0.9, {"ema.kind": "power"}, {"ema.kind": "constant"}),
+    ("ema.snapshot_every_steps", 4, {}, {"ema.kind": "power"}),
+    ("data.cache_limit", "1GB", {"data.cache": "memory"}, {}),
     ("validation.samples.0.negative", "fur", {"validation.samples.0.guidance": 1.0}, {"validation.samples.0.guidance": 4.0}),
 ]  # fmt: skip
 
@@ -211,6 +220,43 @@ def test_a_key_that_another_choice_makes_idle_is_refused(key: str, value: object
         UserError, match=f"^{re.escape(key)}(\\.0)? = .* has no effect (with|without|in|beside|where) .*; leave it out"
     ):
         refuse_unread(config("sdxl", more={key: value} | beside), FAMILIES["sdxl"])
+
+
+REMEDIES = [
+    ("step.max_skipped", 3, {}, "with step.non_finite = 'stop'; leave it out, or set step.non_finite = 'skip'"),
+    ("objective.p2_k", 2.0, {}, "without objective.weighting; leave it out, or set objective.weighting = 'p2'"),
+    ("data.sources.0.keep", 2, {}, "without shuffle or tag_dropout; leave it out, or set one of them"),
+    ("adapter.init_resize", True, {}, "without adapter.init_from; leave it out, or set it"),
+    ("data.short_batches", "merge", {}, "with data.batch_size = 1; leave it out, or raise data.batch_size above 1"),
+    ("model.components.unet.exclude", ["*"], {"model.components.unet.dtype": "bf16"},
+     "with dtype = 'bf16'; leave it out, or set dtype = 'fp8_e4m3'"),
+    ("export.dora_scale", "magnitude", {"adapter.type": "dora", "export.formats": ["diffusers"]},
+     "without 'comfyui' in export.formats; leave it out, or add it there"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value", "beside", "said"), REMEDIES)
+def test_an_idle_key_is_told_with_what_would_make_it_read(key: str, value: object, beside: dict, said: str) -> None:
+    with pytest.raises(UserError, match=f"^{re.escape(f'{key} = {value!r} has no effect {said}')}$"):
+        refuse_unread(config("sdxl", more={key: value} | beside), FAMILIES["sdxl"])
+
+
+def test_a_choice_names_keys_and_values_that_there_are() -> None:
+    """What an annotation asks for is a key of its table or of the contract, which may have each of the values."""
+    known = dict(configs.fields())
+    for key, field in known.items():
+        for choice in configs.choices(field):
+            for named in choice.keys.split():
+                other = known[named if "." in named else f"{key.rpartition('.')[0]}.{named}"]
+                taken = TypeAdapter(other.annotation)
+                for value in choice.values:
+                    taken.validate_python((value,) if isinstance(other.default, tuple) else value)  # else ValidationError
+
+
+def test_the_keys_of_a_schedule_are_read_with_the_schedules_that_read_them() -> None:
+    for key in ScheduleTable.model_fields.keys() & {key for descent in SCHEDULES.values() for key in descent.reads}:
+        (choice,) = configs.choices(ScheduleTable.model_fields[key])
+        assert set(choice.values) == {name for name, descent in SCHEDULES.items() if key in descent.reads}
 
 
 def test_recomputing_is_refused_for_a_family_that_names_no_blocks() -> None:
