@@ -172,7 +172,7 @@ def test_show_says_what_a_file_is(outputs: Runs, models: Path, tmp_path: Path, c
     assert script.main(["show", str(path), "--base", str(models / "sdxl"), "--plot", str(plot)]) == 0
     said = capsys.readouterr().out
     for words in ("DoRA for sdxl", "keys: kohya (", "rank: 4 (", "; beside the module", "output (",
-                  "ComfyUI's releases (the reader divides by ||W||)", "every layer of unet is adapted",
+                  "where the reader divides by ||W|| (ComfyUI's releases)", "every layer of unet is adapted",
                   "ss_output_name: bear", "||sBA|| / ||W|| by block", "unet.down_blocks.0"):  # fmt: skip
         assert words in said, (words, said)
     assert plot.read_bytes().startswith(b"\x89PNG")

@@ -217,7 +217,7 @@ def test_a_start_that_never_saved_is_replaced_by_a_mended_config(bench: Workbenc
     (out / "config.toml").write_text(configs.dumps(bench.config(run__seed=99)))
     (out / "metrics.jsonl").write_text('{"step": 1}\n')
     (out / "samples" / "step-00000000").mkdir(parents=True)
-    (out / "samples" / ".step-00000000.tmp").mkdir()
+    (out / "samples" / ".step-00000000.17.0a1b2c3d.tmp").mkdir()
     (out / f".config.toml.{2**22 + 1}.0a1b2c3d.tmp").touch()  # no process has that number
     (out / ".mine.tmp").touch()
     assert run(bench, tree, "--resume_from", "auto") == 0

@@ -12,6 +12,7 @@ import torch
 from trainer.adapter_files.convert import WeightOf, adapted, dora_change
 from trainer.adapters.portable import Factors, Portable
 from trainer.adapters.ranks import product_norm
+from trainer.base.console import shortlist
 from trainer.base.errors import UserError
 from trainer.monitoring.weight_change import block_of
 
@@ -64,8 +65,7 @@ class Comparison:
             said.append("they have no layer in common")
         for which, names in (("A", self.only_a), ("B", self.only_b)):
             if names:
-                more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-                said.append(f"only {which} has {len(names)} layers: {', '.join(names[:SHOWN])}{more}")
+                said.append(f"only {which} has {len(names)} layers: {shortlist(names, SHOWN)}")
         return said
 
 

@@ -4,7 +4,6 @@ What is sent: its adapter files, README.md, and the pictures in images/. Tokens 
 or what `hf auth login` left).
 """
 
-import hashlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +11,9 @@ from typing import Any
 
 from trainer.adapter_files.read import NamedModel, open_adapter
 from trainer.adapters.portable import is_finite
-from trainer.base.errors import NonFiniteError, UserError
+from trainer.base.errors import NonFiniteError, UserError, one_line
 from trainer.base.progress import QUIET, Phases
-from trainer.models.hub import transport_error
+from trainer.models.hub import git_blob, transport_error
 
 CARD = "README.md"
 
@@ -122,8 +121,9 @@ def push(
 def _keep_card(api: Any, repository: str, card: Path) -> None:
     """Raises UserError where another card is in the repository than this one."""
     data = card.read_bytes()
-    blob = hashlib.sha1(b"blob %d\0%b" % (len(data), data)).hexdigest()  # by which git, and so the hub, knows a file
-    if any(there.blob_id != blob for there in api.get_paths_info(repository, [CARD])):
+    blob = git_blob(len(data))
+    blob.update(data)
+    if any(there.blob_id != blob.hexdigest() for there in api.get_paths_info(repository, [CARD])):
         raise UserError(
             f"{repository!r} has another {CARD} than {card}, perhaps edited there; nothing was sent. --replace_card "
             f"replaces it, and without {CARD} in the folder it stays"
@@ -141,5 +141,4 @@ def _reason(error: Exception) -> str:
         return "the hub does not know who asks; log in with `hf auth login`, or set HF_TOKEN to a token that may write"
     if status in (403, 404):
         return f"the token may not write there ({status}); take one with write access, and a name under your own account"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines) if lines else type(error).__name__
+    return one_line(error)

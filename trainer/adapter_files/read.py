@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from trainer.adapters import export
 from trainer.adapters.export import About
@@ -20,7 +19,7 @@ from trainer.adapters.norms import read_norms
 from trainer.adapters.peft_config import WEIGHTS, is_peft_folder
 from trainer.adapters.portable import AllNorms, DoraScale, Portable, of_state
 from trainer.adapters.reading import ReadAdapter, read_adapter, stems_of
-from trainer.adapters.targets import Rates, Rule, Target, grouped, with_rates
+from trainer.adapters.targets import Rates, Rule, Target, adaptable_layers, grouped, with_rates
 from trainer.base.errors import UserError
 from trainer.base.pictures import THUMBNAIL, first_sample, thumbnail
 from trainer.base.run_layout import Layout, folder_name
@@ -69,11 +68,7 @@ class NamedModel:
             # Faster than the module: its weights of two and four dimensions are the Linears and convolutions.
             shapes = component.names(config).shapes
             return {key.removesuffix(".weight"): shape for key, shape in shapes.items() if len(shape) > 1}
-        return {
-            layer: tuple(child.weight.shape)
-            for layer, child in build(component, config).named_modules()
-            if isinstance(child, nn.Linear) or (isinstance(child, nn.Conv2d) and child.groups == 1)
-        }
+        return adaptable_layers(build(component, config))
 
     def full_layers(self, components: list[str]) -> dict[str, tuple[int, ...]]:
         """By full name."""

@@ -12,6 +12,7 @@ from trainer.adapter_files.read import NamedModel, OpenedAdapter
 from trainer.adapters.portable import Factors, Portable, recipe
 from trainer.adapters.ranks import nearest, relative_error, shrunk, with_factors
 from trainer.adapters.reading import ReadAdapter
+from trainer.base.console import shortlist
 from trainer.base.errors import UserError
 from trainer.base.progress import QUIET, Phases
 from trainer.models.base_weights import BaseWeights
@@ -62,7 +63,7 @@ class Extracted:
             f"({self.lost:.4g} of {self.change:.4g}: the singular values' tail), {self.tails[worst]:.2%} at most ({worst})"
         ]
         if self.beside:
-            names = ", ".join(self.beside[:6]) + (f" and {len(self.beside) - 6} more" if len(self.beside) > 6 else "")
+            names = shortlist(self.beside, 6)
             said.append(f"left out, because a LoRA has no place for them: {len(self.beside)} other tensors differ: {names}")
         return said + self.converted.notes
 

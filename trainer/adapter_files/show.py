@@ -9,13 +9,11 @@ import torch
 
 from trainer.adapter_files.convert import WeightOf, gain
 from trainer.adapter_files.read import OpenedAdapter
+from trainer.adapters.export import DORA_SCALE_MEANING
 from trainer.adapters.portable import DoraScale, Factors, is_finite
+from trainer.base.console import shortlist
 from trainer.monitoring.weight_change import block_of
 
-MEANINGS = {
-    "magnitude": "by DoRA's definition (the reader divides by ||W + sBA||)",
-    "comfyui_released": "for ComfyUI's releases (the reader divides by ||W||)",
-}
 SHOWN = 12  # lines of a list
 
 
@@ -70,7 +68,7 @@ def lines(opened: OpenedAdapter, layers: list[LayerReport]) -> list[str]:
     said += [f"  {doubt}" for doubt in opened.doubts]
     if portable.dora:
         axes = Counter(factors.axis for factors in portable.layers.values() if factors.magnitude is not None)
-        said.append(f"  magnitudes: {_counted(axes, 'layers')} axis; {MEANINGS[portable.meaning]}")
+        said.append(f"  magnitudes: {_counted(axes, 'layers')} axis; {DORA_SCALE_MEANING[portable.meaning]}")
     if read.fused:
         said.append(f"  modules of several layers: {_counted(read.fused, 'modules')}")
     if read.absent:
@@ -116,8 +114,7 @@ def _counted(counts: Mapping[object, int], what: str) -> str:
     if len(counts) == 1:
         return f"{next(iter(counts))} ({next(iter(counts.values()))} {what})"
     ordered = sorted(counts.items(), key=lambda item: -item[1])
-    shown = ", ".join(f"{key} ({count})" for key, count in ordered[:SHOWN])
-    return shown + (f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else "")
+    return shortlist([f"{key} ({count})" for key, count in ordered], SHOWN)
 
 
 def _kinds(names: Iterable[str]) -> str:
@@ -127,10 +124,7 @@ def _kinds(names: Iterable[str]) -> str:
 
 
 def _listed(title: str, names: list[str]) -> list[str]:
-    if not names:
-        return []
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return [f"{title}: {len(names)} layers: {', '.join(names[:SHOWN])}{more}"]
+    return [f"{title}: {len(names)} layers: {shortlist(names, SHOWN)}"] if names else []
 
 
 def _plain(value: str) -> str:

@@ -2,6 +2,6 @@
 
 from trainer.adapters.adapter import ADAPTER_NAME, Adapter
 from trainer.adapters.injection import inject
-from trainer.adapters.targets import Rates, Rule, Target, match_targets
+from trainer.adapters.targets import Rates, Rule, Target, adaptable_layers, match_targets
 
-__all__ = ["ADAPTER_NAME", "Adapter", "Rates", "Rule", "Target", "inject", "match_targets"]
+__all__ = ["ADAPTER_NAME", "Adapter", "Rates", "Rule", "Target", "adaptable_layers", "inject", "match_targets"]

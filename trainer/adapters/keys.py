@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from trainer.base.console import shortlist
 from trainer.base.errors import UserError
 from trainer.base.key_styles import KeyStyle
 from trainer.base.types import Link
@@ -116,5 +117,4 @@ def _modern(stem: str) -> str:
 
 def some(names: Sequence[str]) -> str:
     """The first of them, and how many there are."""
-    shown = ", ".join(repr(name) if name.isprintable() else ascii(name) for name in (n[:200] for n in names[:NAMED]))
-    return shown if len(names) <= NAMED else f"{shown} and {len(names) - NAMED} more"
+    return shortlist([repr(name[:200]) for name in names], NAMED)

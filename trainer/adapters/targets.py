@@ -7,8 +7,19 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+from torch import nn
+
 from trainer.base import patterns
 from trainer.base.errors import UserError
+
+
+def adaptable_layers(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The weight shapes of the layers that can have an adapter, by name, in module order: Linear, and Conv2d of one group."""
+    return {
+        name: tuple(layer.weight.shape)
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and layer.groups == 1)
+    }
 
 
 @dataclass(frozen=True)

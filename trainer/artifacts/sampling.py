@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer.base.files import write_atomic
+from trainer.base.files import appearing, write_atomic
 from trainer.base.pictures import is_sound, pngs
 from trainer.base.run_layout import plain_request
 
@@ -40,19 +39,13 @@ def draw_samples(
     weights: by an ending of the files' names, a context with the weights to draw with: "" and, of an average, "_ema", which
     "request" tells too.
     """
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
+    with appearing(folder) as temporary:
         for ending, used in weights.items():
             with used():
                 for index, request in enumerate(requests):
                     with torch.no_grad():
                         image = sample(request)
                     (temporary / f"{index:02d}{ending}.png").write_bytes(_png(image, request, ending))
-        temporary.replace(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _png(image: Image, request: Any, ending: str = "") -> bytes:

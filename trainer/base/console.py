@@ -129,6 +129,12 @@ def printable(what: object) -> str:
     return "".join(each if _plain(each) else _escaped(each) for each in text)
 
 
+def shortlist(names: Sequence[str], most: int) -> str:
+    """The first `most` of the names in one line, printable, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(printable, names[:most])) + more
+
+
 def _plain(character: str) -> bool:
     return character.isprintable() or unicodedata.category(character) == "Zs"  # spaces of any width
 

@@ -6,6 +6,11 @@ import signal
 STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG}
 
 
+def one_line(error: BaseException) -> str:
+    """What the error says in one line, or its kind where it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 class UserError(ValueError):
     """Something the user can mend. The message names the offending value and the remedy."""
 

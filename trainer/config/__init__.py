@@ -1,7 +1,7 @@
 """The TOML contract: tables.py has the keys, reading.py the way from a file to them, mistakes.py what is said of the rest."""
 
 from trainer.config.data_tables import DataTable, Resolutions
-from trainer.config.keys import choices, fields, flatten, generic, known_keys, unread
+from trainer.config.keys import choices, fields, flatten, generic, known_keys, unread, whole
 from trainer.config.kinds import Table, expand_home
 from trainer.config.mistakes import hint, near_miss
 from trainer.config.reading import dumps, load, override, parse, read_resolved, tree
@@ -12,5 +12,5 @@ __all__ = [
     "ComponentTable", "Config", "DataTable", "ObjectiveTable", "OptimizerTable", "Resolutions", "SampleTable",
     "ScheduleTable", "Table",
     "choices", "dumps", "expand_home", "fields", "flatten", "generic", "hint", "known_keys", "load", "near_miss", "override",
-    "parse", "read_resolved", "tree", "unread",
+    "parse", "read_resolved", "tree", "unread", "whole",
 ]  # fmt: skip

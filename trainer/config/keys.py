@@ -20,9 +20,15 @@ def generic(key: str) -> str:
     return ".".join(parts)
 
 
+def whole(key: str) -> str:
+    """The key of a list, of that of one of its values; every other key as it is."""
+    table, _, last = key.rpartition(".")
+    return table if last.isdigit() else key
+
+
 def known_keys() -> dict[str, Any]:
-    """Every key of the contract, as `generic` writes it, and its default."""
-    return {key: field.default for key, field in fields()}
+    """Every key of the contract, as `generic` writes it, and its default as TOML has it."""
+    return {key: list(field.default) if isinstance(field.default, tuple) else field.default for key, field in fields()}
 
 
 def fields(table: type[Table] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

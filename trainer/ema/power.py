@@ -39,10 +39,6 @@ def gamma_of(length: float) -> float:
     return float(np.roots([1, 7, 16 - square, 12 - square]).real.max())
 
 
-def length_of(gamma: float) -> float:
-    return sqrt((gamma + 1) / ((gamma + 2) ** 2 * (gamma + 3)))
-
-
 def power_function(length: float) -> NewShare:
     exponent = gamma_of(length) + 1
     return lambda n: 1 - (1 - 1 / n) ** exponent

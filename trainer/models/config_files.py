@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trainer.base.errors import UserError
+from trainer.base.errors import UserError, one_line
 from trainer.base.files import refuse_irregular
 from trainer.models.base import Component, Family
 from trainer.models.hub import Repository
@@ -29,7 +29,7 @@ def blamed_on(where: Path | str, component: Component, config: ComponentConfig) 
     except UserError:
         raise
     except UNBUILDABLE as error:
-        said = " ".join((str(error) or type(error).__name__).split())[:300]
+        said = one_line(error)[:300]
         named = [f"{key} = {value!r}" for key, value in config.items() if isinstance(value, str) and value and value in said]
         what = f"{where} describes no {component.class_name}{f' ({named[0]})' if named else ''}"
         raise UserError(f"{what}: {said}; restore the file, as the model's repository has it") from error

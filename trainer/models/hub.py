@@ -261,7 +261,12 @@ class _Blob:
     def _new_digest(self):
         if len(self.file.hash) == 64:
             return hashlib.sha256()
-        return hashlib.sha1(b"blob %d\0" % self.file.bytes)  # git's name of a file
+        return git_blob(self.file.bytes)
+
+
+def git_blob(size: int):
+    """The digest, to be fed with the content, by which git and so the hub knows a small file of `size` bytes."""
+    return hashlib.sha1(b"blob %d\0" % size)
 
 
 def look(hub_id: str, revision: str | None = None) -> Repository:

@@ -1,10 +1,12 @@
 """From the config to the photos of a run, and to the cache of their encodings."""
 
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from trainer.base.files import parse_size
 from trainer.base.progress import Phases
-from trainer.config import DataTable, Resolutions
+from trainer.config import DataTable, Resolutions, Table
 from trainer.data.cache.entries import Cache, MemoryCache
 from trainer.data.caption_rules import CaptionRules
 from trainer.data.scan import survey
@@ -13,44 +15,23 @@ from trainer.data.sources import Scanned, Source
 
 def sources_of(data: DataTable) -> tuple[Source, ...]:
     """The sources of the config; a key that a source does not set comes from [data]."""
-
-    def own(value, otherwise):
-        return otherwise if value is None else value
-
     return tuple(
         Source(
             index=index,
-            path=table.path,
-            repeats=table.repeats,
-            captions=table.captions,
-            image_column=table.image_column,
-            caption_column=table.caption_column,
-            flip=own(table.flip, data.flip),
-            caption_dropout=own(table.caption_dropout, data.caption_dropout),
-            resolutions=resolutions(own(table.resolution, data.resolution)),
-            background=data.background,
+            resolutions=resolutions(table.resolution or data.resolution),
             caption_rules=CaptionRules(
-                lines=table.caption_lines,
-                wildcards=table.wildcards,
-                separator=table.separator,
-                keep=table.keep,
-                tag_dropout=table.tag_dropout,
-                shuffle=table.shuffle,
-                prefix=table.prefix,
-                suffix=table.suffix,
-                trigger=table.trigger,
-                variants=data.caption_variants,
+                lines=table.caption_lines, variants=data.caption_variants, **_of_the_same_name(CaptionRules, table)
             ),
-            crop_jitter=data.crop_jitter,
-            colour_jitter=data.colour_jitter,
-            image_variants=data.image_variants,
-            masks=own(table.masks, data.masks),
-            unmasked_weight=own(table.unmasked_weight, data.unmasked_weight),
-            loss_weight=table.loss_weight,
-            regularisation=table.regularisation,
+            **_of_the_same_name(Source, table, data),
         )
         for index, table in enumerate(data.sources)
     )
+
+
+def _of_the_same_name(made: type, *tables: Table) -> dict[str, Any]:
+    """What the tables, the first before the second, set of a dataclass's fields."""
+    given = {field.name: [getattr(table, field.name, None) for table in tables] for field in fields(made)}
+    return {name: value for name, values in given.items() for value in values[::-1] if value is not None}
 
 
 def resolutions(given: Resolutions) -> tuple[int, ...]:

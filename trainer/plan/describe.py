@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from trainer.base.console import printable
+from trainer.base.console import printable, shortlist
 from trainer.base.tensorfile import size_text
 from trainer.data.batches import sampler, short_batches
 from trainer.data.captions import prompts
@@ -200,9 +200,8 @@ def _held_out(plan: DataPlan) -> list[str]:
     names = list(dict.fromkeys(example.photo.sample for example in plan.held_out))
     lines = []
     if names:
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        shown = ", ".join(map(printable, names[:SHOWN])) + more
-        lines = [f"  held out, never trained on: {len(names)} of {len(plan.scanned.photos)} photos: {shown}"]
+        photos = f"{len(names)} of {len(plan.scanned.photos)} photos"
+        lines = [f"  held out, never trained on: {photos}: {shortlist(names, SHOWN)}"]
     if plan.measured:
         counts = " and ".join(f"{len(examples)} {kind.replace('_', '-')}" for kind, examples in plan.measured.items())
         lines.append(

@@ -136,14 +136,12 @@ def _refuse(config: Config, unread: Mapping[str, str]) -> None:
     lines = []
     tree = configs.tree(config)
     for key, value in configs.flatten(tree).items():
-        name = configs.generic(key)
-        whole, _, last = key.rpartition(".")
-        if last.isdigit() and {whole, configs.generic(whole)} & unread.keys():  # one of a list's values, which are one choice
+        name, whole = configs.generic(key), configs.whole(key)
+        if whole != key and {whole, configs.generic(whole)} & unread.keys():  # one of a list's values, which are one choice
             key, name = whole, configs.generic(whole)
             value = reduce(getitem, key.split("."), tree)
         effect = unread.get(key, unread.get(name))
-        default = defaults.get(name)
-        if effect is not None and value != (list(default) if isinstance(default, tuple) else default):
+        if effect is not None and value != defaults.get(name):
             lines.append(f"{key} = {value!r} has no effect {effect}")
     if lines:
         raise UserError("\n".join(dict.fromkeys(lines)))

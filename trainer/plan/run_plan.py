@@ -7,10 +7,9 @@ from functools import partial
 from typing import Any
 
 from PIL import Image, ImageOps
-from torch import nn
 
 from trainer import quantization
-from trainer.adapters import Rule, Target, match_targets
+from trainer.adapters import Rule, Target, adaptable_layers, match_targets
 from trainer.adapters.export import fused_modules
 from trainer.base import patterns
 from trainer.base.errors import UserError
@@ -280,13 +279,12 @@ def find_targets(
     for name in dict.fromkeys(named):
         dead = family.no_gradient(name, source.config(name))
         layers[name] = []
-        for layer, child in source.build(name).named_modules():
-            if isinstance(child, nn.Linear) or (isinstance(child, nn.Conv2d) and child.groups == 1):
-                if any(fnmatchcase(layer, pattern) for pattern in dead):
-                    skipped.append(f"{name}.{layer}")
-                else:
-                    layers[name].append(layer)
-                    shapes[name, layer] = tuple(child.weight.shape)
+        for layer, shape in adaptable_layers(source.build(name)).items():
+            if any(fnmatchcase(layer, pattern) for pattern in dead):
+                skipped.append(f"{name}.{layer}")
+            else:
+                layers[name].append(layer)
+                shapes[name, layer] = shape
     for name in family.text_encoders:
         layers.setdefault(name, [])
     targets = match_targets(

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from trainer import kernels
+from trainer.base.console import shortlist
 from trainer.base.progress import QUIET, Phases
 from trainer.base.tensorfile import NAMES, size_text, tensor_sha256
 from trainer.quantization.formats import Format
@@ -37,8 +38,7 @@ class Stored:
 
     def __str__(self) -> str:
         kind, layers, before, count, error = self.row()
-        more = f" and {len(self.kept) - 3} more" if len(self.kept) > 3 else ""
-        kept = f"; not quantised: {', '.join(self.kept[:3])}{more}" if self.kept else ""
+        kept = f"; not quantised: {shortlist(self.kept, 3)}" if self.kept else ""
         return f"{layers} layers stored as {kind}, {before} -> {count}, relative error {error}{kept}"
 
     def row(self) -> list[object]:

@@ -26,11 +26,10 @@ def changed_keys(path: Path) -> list[tuple[str, Any, Any]]:
     A damaged or missing file has none.
     """
     given = values(path)
-    defaults = {key: list(value) if isinstance(value, tuple) else value for key, value in configs.known_keys().items()}
-    plain = {key: value for key, value in defaults.items() if isinstance(value, (str, int, float, bool, list))}
+    plain = {key: value for key, value in configs.known_keys().items() if isinstance(value, (str, int, float, bool, list))}
     found: list[tuple[str, Any, Any]] = []
     for key, value in given.items():
-        whole = key.rpartition(".")[0] if key.rpartition(".")[2].isdigit() else key
+        whole = configs.whole(key)
         default = plain.get(configs.generic(whole))
         if whole != key:
             at = int(key.rpartition(".")[2])

@@ -11,7 +11,7 @@ import torch
 
 from trainer import config as configs
 from trainer import optim
-from trainer.base.console import printable
+from trainer.base.console import printable, shortlist
 from trainer.base.errors import UserError
 from trainer.checkpoint.state import Pin
 from trainer.config import Config
@@ -58,8 +58,8 @@ def refuse_changes(
     """Note in `allowed` what it permits. Raises UserError for all else that differs, with the way to permit it."""
     old, new = configs.flatten(saved), configs.flatten(now)
     # A key that there was not yet: its default is what the run did without it.
-    defaults = {key: list(value) if isinstance(value, tuple) else value for key, value in configs.known_keys().items()}
-    for key in {_whole(key) for key in new} - {_whole(key) for key in old}:
+    defaults = configs.known_keys()
+    for key in set(map(configs.whole, new)) - set(map(configs.whole, old)):
         if (default := defaults.get(configs.generic(key))) is not None:
             old |= configs.flatten({key: default})
     refused, lost = {}, {}
@@ -81,12 +81,6 @@ def refuse_changes(
         only = f"what may change ({', '.join(refused)})" if lost else "them"
         ways.insert(1, f"go on with {only} from the next step: {allowed.way(refused)}")
     raise UserError(f"{what} belongs to a run with another config:\n{listing}\n{', or '.join(ways)}")
-
-
-def _whole(key: str) -> str:
-    """The key of a list, of that of one of its values."""
-    table, _, last = key.rpartition(".")
-    return table if last.isdigit() else key
 
 
 def pin_data(
@@ -132,8 +126,7 @@ def _other_photos(found: Mapping[str, list[str]], changed: list[str], counts: st
     # Where only their settings differ, the keys that were allowed to change say why.
     of_files = found.keys() & {"added", "removed", "other contents", "other captions"}
     if allowed.permits(PHOTOS) or (not of_files and any(key.startswith(f"{PHOTOS}.") for key in allowed.changed)):
-        shown = {how: _some(names, NOTED) for how, names in found.items()} or {"other": changed}
-        lines = [f"{how}: {', '.join(names)}" for how, names in shown.items()]
+        lines = [f"{how}: {shortlist(names, NOTED)}" for how, names in found.items()] or [f"other: {', '.join(changed)}"]
         allowed.changed[PHOTOS] = "\n".join([f"photos: {counts}", *lines])
         return
     listed = [f"{how}: {name}" for how, names in found.items() for name in _some(names, LISTED)]

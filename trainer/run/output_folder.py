@@ -44,7 +44,7 @@ def opened(
             phases.record.add(_moment(START, step) | {"total": total})
         files.make_folder(layout.checkpoints, "run.output_dir")
         files.remove_leftovers(layout.leftovers())
-        for folder in layout.samples.glob(".step-????????.tmp"):
+        for folder in layout.samples.glob(".step-*.tmp"):
             files.remove_folder(folder)
         named = store.settle(layout.checkpoints)
         files.write_atomic(layout.config, [configs.dumps(config).encode()])

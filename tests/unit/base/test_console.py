@@ -143,3 +143,14 @@ def test_what_goes_to_a_pipe_and_back_to_the_terminal_has_a_row_of_its_own(tmp_p
     shown = "\n".join(screen.seen)
     assert "4 of 12" in shown and "9 of 12" in shown, "nothing was shown before or afterwards"
     assert not re.search("[5-8] of 12", shown), "tee had no time"
+
+
+@given(st.lists(st.text("abc", min_size=1), min_size=1, max_size=8), st.integers(1, 5))
+def test_a_shortlist_accounts_for_every_name(names: list[str], most: int) -> None:
+    shown, _, rest = console.shortlist(names, most).partition(" and ")
+    assert shown.split(", ") == names[:most]
+    assert len(names[:most]) + int(rest.removesuffix(" more") or 0) == len(names)
+
+
+def test_a_shortlist_is_one_line_whatever_a_name_holds() -> None:
+    assert console.shortlist(["a\nb", "\x1b[2J"], 2) == "a\\nb, \\x1b[2J"

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, field
 
 from trainer.base import draws
-from trainer.base.console import printable
+from trainer.base.console import printable, shortlist
 from trainer.base.errors import UserError
 from trainer.base.types import Occurrence
 from trainer.data.examples import Example
@@ -44,8 +44,7 @@ class CaptionReport:
         lines = [f"captions of {self.photos} photos: {counts}"]
         for what, samples in named.items():
             if samples:
-                more = f" and {len(samples) - SHOWN} more" if len(samples) > SHOWN else ""
-                lines.append(f"  {what}: {', '.join(map(printable, samples[:SHOWN]))}{more}")
+                lines.append(f"  {what}: {shortlist(samples, SHOWN)}")
         return "\n".join(lines)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from PIL import ExifTags, Image, ImageChops, ImageCms, UnidentifiedImageError
 
+from trainer.base.errors import one_line
 from trainer.base.pictures import DECODE_ERRORS as OF_DECODERS
 from trainer.data.images import jxl, plugins
 from trainer.data.images.kinds import IMAGES
@@ -133,7 +134,7 @@ def _loaded(data: bytes) -> Iterator[Image.Image]:
 
 def _said(error: Exception) -> str:
     """The message in one line: those of some decoders have several."""
-    return " ".join(str(error).partition(". Please build")[0].split()) or type(error).__name__
+    return one_line(error).partition(". Please build")[0]
 
 
 def _refuse_large(width: int, height: int) -> None:

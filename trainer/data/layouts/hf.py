@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.base.console import printable
+from trainer.base.errors import one_line
 from trainer.data.layouts.records import FIELDS, caption_field, caption_in, shortened
 from trainer.data.sources import File, Found, Listing, Source
 
@@ -165,7 +166,7 @@ def _load(name: str, configuration: str | None) -> Any:
 
 def _said(error: BaseException) -> str:
     """The message in one line, with the cause if the library only says that something went wrong."""
-    said = printable(" ".join(str(error).split()))
+    said = printable(one_line(error))
     cause = error.__cause__ or error.__context__
     more = f": {_said(cause)}" if cause is not None and said.startswith("An error occurred while generating") else ""
     return f"{type(error).__name__}: {said}{more}"
