@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+import runpy
+from importlib import resources
 
 import pytest
 
@@ -227,6 +229,8 @@ def test_the_names_of_other_trainers_are_read_for_a_mistake_alone(monkeypatch, c
     configs.parse(with_key("adapter.rank", 8))
     with pytest.raises(AssertionError, match="read"):
         configs.parse(with_key("adapter.network_dim", 8))
+    monkeypatch.setattr(resources, "files", lambda package: tables())
+    runpy.run_path(other_trainers.__file__)  # nor when it is imported
 
 
 def test_every_row_of_other_trainers_names_is_of_trainers_that_there_are() -> None:
