@@ -174,7 +174,7 @@ LARGE = {
     "data/sources.py:Source",
     "engine/step.py:Step.run",
     "engine/step.py:batch_losses",
-    "memory_plan/dry_run.py:_whole.whole",
+    "memory_plan/dry_run.py:_whole",
     "models/base.py:Family",
     "models/loading.py:ModelSource",
     "models/opening.py:open_model",
