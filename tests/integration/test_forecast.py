@@ -173,7 +173,7 @@ def test_more_memory_never_means_more_recomputation(needs: list[int], memory: in
     def place(size: int) -> int:
         config = CONFIG.model_copy(update={"memory": CONFIG.memory.model_copy(update={"fit": f"{size}GiB"})})
         try:
-            fitted = suggestions.fitted(replace(PLAN, config=config), dora_torch, base=None)
+            fitted = suggestions.fitted(PLAN.with_config(config), dora_torch, base=None)
         except UserError:
             return len(places)
         return places[fitted.config.memory.gradient_checkpointing]
@@ -511,7 +511,7 @@ def test_adamw8bit_is_advised_in_place_of_adamw_alone(name: str, told: bool) -> 
     config = PLAN.config.model_copy(update={"optimizer": PLAN.config.optimizer.model_copy(update={"name": name})})
     found = Forecast((Stage(f"{STEP} 64x64, batch 2", {"weights": 2**33, "optimizer": 2**34}),), 0, 0)
     with patch.object(suggestions, "forecast", lambda *_, **__: found):
-        chosen = suggestions.changes(replace(PLAN, config=config), dora_torch, found, 2**32)
+        chosen = suggestions.changes(PLAN.with_config(config), dora_torch, found, 2**32)
     assert ("optimizer.name = 'adamw8bit'" in [change.what for change in chosen]) == told
 
 

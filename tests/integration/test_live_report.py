@@ -43,7 +43,7 @@ def at_step(monkeypatch, act, step: int = 3) -> None:
 
     def count(self, *arguments) -> None:
         real(self, *arguments)
-        if self.progress.step == step:
+        if self.state.progress.step == step:
             act()
 
     monkeypatch.setattr(Loop, "_count", count)

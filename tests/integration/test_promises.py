@@ -51,7 +51,7 @@ def test_the_reading_path_is_short_and_leads_to_files() -> None:
     counted = sum(len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in path)
     said = int(re.search(r"They have about (\d+) lines", text)[1])
     assert abs(counted - said) <= 50, f"{counted} lines: CONTRIBUTING.md says {said}"
-    assert counted <= 2600
+    assert counted <= 3000
 
 
 def test_every_file_that_a_document_names_is_there() -> None:

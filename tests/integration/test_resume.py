@@ -271,7 +271,7 @@ def test_a_run_from_elsewhere_has_a_checkpoint_of_its_own_at_once(bench: Workben
     branch = run_tree(bench, "branch", run__max_steps=4, adapter__targets=["*attn1.to_q"])
     with monkeypatch.context() as patch:
         if end == "signal":
-            patch.setattr(Loop, "_read", lambda self: signal.raise_signal(signal.SIGTERM))
+            patch.setattr(Loop, "_read", lambda self: (signal.raise_signal(signal.SIGTERM), ([], []))[1])
             assert cli.main(["--config", str(bench.write(branch)), "--resume_from", f"{source}/"]) == 143
         else:
             branch["run"]["stop_after"] = 2

@@ -43,7 +43,7 @@ def signalled(patch, step: int, signum: int = signal.SIGTERM) -> None:
 
     def count(self, *arguments) -> None:
         real(self, *arguments)
-        if self.progress.step == step:
+        if self.state.progress.step == step:
             signal.raise_signal(signum)
 
     patch.setattr(Loop, "_count", count)
