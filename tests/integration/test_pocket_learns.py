@@ -29,7 +29,8 @@ def show(capsys: pytest.CaptureFixture, line: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_demo_is_what_is_measured(family: str) -> None:
-    """The default cell trains with the demo's config: only where it reads and writes, and what it draws, is another."""
+    """The default cell trains with the demo's config: only where it reads and writes, and what it draws, is another, and
+    it computes as on a card."""
     from trainer import config as configs
 
     chosen = learning.config(DEMO[family], 0, Path("out"), Path("cache"), None)
@@ -37,6 +38,8 @@ def test_the_demo_is_what_is_measured(family: str) -> None:
     measured, demo = configs.flatten(configs.tree(chosen)), configs.flatten(configs.tree(shipped))
     differing = {key for key in measured.keys() | demo.keys() if measured.get(key) != demo.get(key)}
     free = {"run.output_dir", "model.path", "data.cache_dir", "logging.tensorboard", "checkpoint.every_steps"}
+    assert (chosen.precision.compute, shipped.precision.compute) == ("bf16", "fp32")
+    free.add("precision.compute")
     assert {key for key in differing - free if not key.startswith(("data.sources", "validation."))} == set()
     assert chosen.data.sources[0].path == str(ROOT / shipped.data.sources[0].path)
 
