@@ -34,18 +34,16 @@ LOOP = "while True: pass"
 
 
 @contextmanager
-def endless_loops(count: int) -> Iterator[Callable[[], None]]:
-    """`count` processes that want a core each, with this process's priority, once what is given is called."""
+def endless_loops(count: int) -> Iterator[Callable[[signal.Signals], None]]:
+    """`count` processes that want a core each, with this process's priority; what is given sends each a signal."""
     loops = [subprocess.Popen([sys.executable, "-c", LOOP]) for _ in range(count)]
-    for loop in loops:
-        loop.send_signal(signal.SIGSTOP)
 
-    def begin() -> None:
+    def signalled(signum: signal.Signals) -> None:
         for loop in loops:
-            loop.send_signal(signal.SIGCONT)
+            loop.send_signal(signum)
 
     try:
-        yield begin
+        yield signalled
     finally:
         for loop in loops:
             loop.kill()
@@ -55,9 +53,9 @@ def endless_loops(count: int) -> Iterator[Callable[[], None]]:
 def seconds_of_a_step(side: str, loops: int, steps: int, limit: float) -> float:
     """Train the demo's DoRA in a process of its own; the median seconds of its steps beside the loops.
 
-    The loops are there from its start, since it chooses by them; spinning, they begin after SKIPPED steps, since a start
-    beside four takes minutes. One more step is not counted. After `limit` seconds beside them the run is ended: the figure is
-    then of the steps that were done, or the limit itself, less than the truth, where none was.
+    The loops run for the program's first second, since it chooses by them, and again after SKIPPED steps: a start beside
+    four, spinning, takes minutes. One more step is not counted. After `limit` seconds beside them the run is ended: the figure
+    is then of the steps that were done, or the limit itself, less than the truth, where none was.
     """
     with tempfile.TemporaryDirectory(prefix="busy-") as folder:
         command = [sys.executable, str(ROOT / "train.py"), "--config", "pocket_sdxl.toml"]
@@ -68,13 +66,13 @@ def seconds_of_a_step(side: str, loops: int, steps: int, limit: float) -> float:
             command += ["--set", f"{key}={value}"]
         inherited = {key: value for key, value in os.environ.items() if key not in CHOSEN}
         log, said = Path(folder) / "metrics.jsonl", Path(folder) / "said.txt"
-        with endless_loops(loops) as begin, said.open("w") as out:
-            if side == "chosen":
-                begin()
+        with endless_loops(loops) as all_of_them, said.open("w") as out:
             run = subprocess.Popen(command, cwd=ROOT, env=inherited | SIDES[side], stdout=out, stderr=out)
             try:
+                time.sleep(1)
+                all_of_them(signal.SIGSTOP)
                 waited(run, log, SKIPPED, limit=math.inf)
-                begin()
+                all_of_them(signal.SIGCONT)
                 waited(run, log, SKIPPED + 1 + steps, limit=limit)
             finally:
                 run.kill()
