@@ -37,6 +37,7 @@ LOOP = "while True: pass"
 def endless_loops(count: int) -> Iterator[Callable[[signal.Signals], None]]:
     """`count` processes that want a core each, with this process's priority; what is given sends each a signal."""
     loops = [subprocess.Popen([sys.executable, "-c", LOOP]) for _ in range(count)]
+    time.sleep(0.5)  # they have begun
 
     def signalled(signum: signal.Signals) -> None:
         for loop in loops:
@@ -54,8 +55,8 @@ def seconds_of_a_step(side: str, loops: int, steps: int, limit: float) -> float:
     """Train the demo's DoRA in a process of its own; the median seconds of its steps beside the loops.
 
     The loops run for the program's first second, since it chooses by them, and again after SKIPPED steps: a start beside
-    four, spinning, takes minutes. One more step is not counted. After `limit` seconds beside them the run is ended: the figure
-    is then of the steps that were done, or the limit itself, less than the truth, where none was.
+    four, spinning, takes minutes. One more step is not counted. After `limit` seconds beside them the run is ended: the
+    figure is then of the steps that were done, or the limit itself, less than the truth, where none was.
     """
     with tempfile.TemporaryDirectory(prefix="busy-") as folder:
         command = [sys.executable, str(ROOT / "train.py"), "--config", "pocket_sdxl.toml"]
