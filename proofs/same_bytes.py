@@ -2,6 +2,7 @@
 
     python proofs/same_bytes.py                          # against the last commit that changed them
     python proofs/same_bytes.py COMMIT --cells 'flux-*'
+    python proofs/same_bytes.py COMMIT --metadata-but KEY    # that entry of a file's metadata is not compared; repeatable
 
 A cell is one config. Each tree trains it with its own `train.py --config`: four steps on a tiny model, stopped after the
 second and resumed. Then these files must be equal, byte for byte: adapter.safetensors and optimizer.safetensors of every
@@ -103,7 +104,7 @@ def config(cell: Cell, model: Path, cache: Path) -> dict[str, Any]:
         "data.sources": [{"path": str(PHOTOS)}], "data.cache_dir": str(cache),
         "optimizer.name": cell.optimizer, "optimizer.lr": 1e-2,
         "schedule.name": "cosine", "schedule.warmup": 0.3,
-        "checkpoint.every_steps": 1, "checkpoint.keep_last": STEPS,
+        "precision.compute": "bf16", "checkpoint.every_steps": 1, "checkpoint.keep_last": STEPS,
         "validation.every_steps": 0, "logging.tensorboard": False,
     }  # fmt: skip
     if cell.family == "flux":
@@ -176,8 +177,20 @@ def left(out: Path) -> dict[str, Path]:
     return {str(path.relative_to(out)): path for pattern in patterns for path in sorted(out.glob(pattern)) if path.is_file()}
 
 
-def difference(ours: Path, theirs: Path) -> str | None:
-    """What differs first between two files; None where they have the same bytes."""
+def without(path: Path, but: Sequence[str]) -> tuple[dict[str, Any], bytes]:
+    """A safetensors file's header, its metadata without the entries named in `but`; and the bytes that follow it."""
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    metadata = {key: value for key, value in header.pop("__metadata__", {}).items() if key not in but}
+    return {"__metadata__": list(metadata.items()), "tensors": list(header.items())}, content[end:]
+
+
+def difference(ours: Path, theirs: Path, but: Sequence[str] = ()) -> str | None:
+    """What differs first between two files; None where they have the same bytes.
+
+    but: metadata entries of safetensors files that may differ, or be in one of them only.
+    """
     if ours.read_bytes() == theirs.read_bytes():
         return None
     if ours.suffix != ".safetensors":
@@ -196,12 +209,15 @@ def difference(ours: Path, theirs: Path) -> str | None:
         if bits[0] is not None and (bits[0] != bits[1]).any():
             gap = (mine.double() - other.double()).abs().max()
             return f"tensor {name} differs, by {float(gap):.3g} at most"
-    if odd := sorted(key for key in a.metadata.keys() | b.metadata if a.metadata.get(key) != b.metadata.get(key)):
-        return f"metadata {odd[0]!r} is {a.metadata.get(odd[0])!r} and {b.metadata.get(odd[0])!r}"
+    odd = {key for key in a.metadata.keys() | b.metadata if a.metadata.get(key) != b.metadata.get(key)} - set(but)
+    if odd:
+        return "; ".join(f"metadata {key!r} is {a.metadata.get(key)!r} and {b.metadata.get(key)!r}" for key in sorted(odd))
+    if without(ours, but) == without(theirs, but):
+        return None
     return "the tensors and the metadata are equal, their order in the file is not"
 
 
-def compare(cell: Cell, then: Path, now: Path) -> tuple[int, list[str]]:
+def compare(cell: Cell, then: Path, now: Path, but: Sequence[str] = ()) -> tuple[int, list[str]]:
     """(how many files are equal, what is not). Raises Failed where a run left too little to be compared."""
     ours, theirs = left(now), left(then)
     least = 2 * STEPS + 2 + 2 * ("validation.prompts" in cell.more)
@@ -212,7 +228,7 @@ def compare(cell: Cell, then: Path, now: Path) -> tuple[int, list[str]]:
         raise Failed("the adapter did not change from the first step to the last")
     told = [f"{name} is in one of the trees only" for name in sorted(ours.keys() ^ theirs.keys())]
     shared = sorted(ours.keys() & theirs.keys())
-    differences = {name: difference(ours[name], theirs[name]) for name in shared}
+    differences = {name: difference(ours[name], theirs[name], but) for name in shared}
     told += [f"{name}: {what}" for name, what in differences.items() if what]
     return sum(what is None for what in differences.values()), told
 
@@ -223,8 +239,13 @@ def has(commit: str) -> bool:
     return found.returncode == 0
 
 
-def prove(commit: str, cells: Sequence[Cell], folder: Path, *, fresh: bool = False, code: Path = ROOT) -> list[str]:
-    """Compare the cells between `commit` and the tree `code`, print a row for each; returns the names of those that fail."""
+def prove(
+    commit: str, cells: Sequence[Cell], folder: Path, *, fresh: bool = False, code: Path = ROOT, but: Sequence[str] = ()
+) -> list[str]:
+    """Compare the cells between `commit` and the tree `code`, print a row for each; returns the names of those that fail.
+
+    but: metadata entries that are not compared.
+    """
     failed = []
     with ExitStack() as stack:
         earlier = stack.enter_context(worktree(commit, folder / "code"))
@@ -239,7 +260,7 @@ def prove(commit: str, cells: Sequence[Cell], folder: Path, *, fresh: bool = Fal
         for cell in cells:
             began = time.monotonic()
             try:
-                equal, told = compare(cell, *run_cell(cell, sides, models))
+                equal, told = compare(cell, *run_cell(cell, sides, models), but)
             except Failed as error:
                 equal, told = 0, [str(error)]
             print(f"{cell.name:<48}{equal:>12}{len(told):>11}{time.monotonic() - began:>9.1f}", flush=True)
@@ -254,6 +275,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("commit", nargs="?", default=BEFORE, help="left out: %(default)s")
     parser.add_argument("--cells", metavar="PATTERN", default="*", help="fnmatch on the cells' names")
     parser.add_argument("--fresh", action="store_true", help="a new interpreter for every start")
+    parser.add_argument(
+        "--metadata-but", metavar="KEY", action="append", default=[], help="leave this metadata entry out; repeatable"
+    )
     options = parser.parse_args(arguments)
     cells = [cell for cell in CELLS if fnmatchcase(cell.name, options.cells)]
     if not cells:
@@ -263,9 +287,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no worktree stays
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="same-bytes-") as folder:
-        failed = prove(options.commit, cells, Path(folder), fresh=options.fresh)
+        failed = prove(options.commit, cells, Path(folder), fresh=options.fresh, but=options.metadata_but)
+    but = "".join(f", metadata {key!r} not compared" for key in options.metadata_but)
     outcome = f"not the same bytes as {options.commit}: {', '.join(failed)}" if failed else f"the bytes of {options.commit}"
-    print(f"\n{len(cells) - len(failed)} of {len(cells)} cells: {outcome}; {time.monotonic() - began:.0f} s")
+    print(f"\n{len(cells) - len(failed)} of {len(cells)} cells: {outcome}{but}; {time.monotonic() - began:.0f} s")
     return int(bool(failed))
 
 

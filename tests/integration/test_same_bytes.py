@@ -54,6 +54,28 @@ def test_a_difference_is_named(tmp_path: Path) -> None:
     assert "and torch.float32 (6,)" in str(told(tensors | {"b": torch.arange(6.0)}, {"k": "v"}))
 
 
+def test_only_the_named_metadata_may_differ(tmp_path: Path) -> None:
+    one, other = tmp_path / "one.safetensors", tmp_path / "other.safetensors"
+    tensors = {"a": torch.arange(4.0)}
+    write_tensors(one, tensors, {"k": "v", "more": "x"})
+
+    def told(changed: dict[str, torch.Tensor], metadata: dict[str, str]) -> str | None:
+        write_tensors(other, changed, metadata)
+        return same_bytes.difference(one, other, ("more", "note"))
+
+    assert told(tensors, {"k": "v", "note": "longer than the other header"}) is None
+    assert told(tensors, {"k": "w", "more": "y"}) == "metadata 'k' is 'v' and 'w'"
+    assert told(tensors, {"k": "v", "odd": "y"}) == "metadata 'odd' is None and 'y'"
+    assert told({"a": torch.arange(4.0) + 1}, {"k": "v", "more": "x"}) == "tensor a differs, by 1 at most"
+    # The same entries in another order are other bytes.
+    content = one.read_bytes()
+    other.write_bytes(content.replace(b'"k":"v","more":"x"', b'"more":"x","k":"v"'))
+    assert (
+        same_bytes.difference(one, other, ("note",))
+        == "the tensors and the metadata are equal, their order in the file is not"
+    )
+
+
 @pytest.mark.slow
 @needs_history
 def test_the_bytes_of_the_commit_before(tmp_path: Path, capsys) -> None:
