@@ -1,9 +1,9 @@
-"""Write docs/keys.md and docs/other_trainers.md, from the config's tables and from trainer/base/other_trainers.json.
+"""Write docs/keys.md, docs/other_trainers.md and docs/pictures/floors.svg, from what the program has.
 
     python scripts/reference_pages.py
 
 Each fact stands once: a key's type, range, default and meaning in the tables of trainer/config, which families read it
-in trainer/models, and the names of other trainers in trainer/base/other_trainers.json.
+in trainer/models, the names of other trainers in trainer/base/other_trainers.json, who imports whom in the files of trainer/.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from scripts.floors import drawing
 from trainer.base import other_trainers
 from trainer.config import Config, choices, fields
 from trainer.models import FAMILIES
@@ -189,7 +190,7 @@ def _flat(text: str) -> str:
     return " ".join(text.split())
 
 
-WRITTEN = {"keys.md": key_page, "other_trainers.md": names_page}
+WRITTEN = {"keys.md": key_page, "other_trainers.md": names_page, "pictures/floors.svg": drawing}
 
 
 def main() -> int:

@@ -16,28 +16,10 @@ from functools import cached_property
 
 import pytest
 
+from scripts.floors import FLOORS, drawing
 from tests.harness import ROOT
 
-# --- the rules, as data -----------------------------------------------------------------------------------------------
-
-# The floors, the top one first. A room imports rooms of lower floors alone: those of one floor know nothing of one another.
-FLOORS: tuple[tuple[str, ...], ...] = (
-    ("cli",),
-    ("run",),
-    ("artifacts",),
-    ("memory_plan",),
-    ("engine",),
-    ("resume",),
-    ("adapter_files",),
-    ("plan",),
-    ("report",),
-    ("monitoring",),
-    ("runtime",),
-    # The workshops: they do one thing each, and what is above wires them together.
-    ("adapters", "checkpoint", "config", "data", "ema", "models", "optim", "quantization"),
-    ("kernels", "objectives"),
-    ("base",),
-)
+# --- the rules, as data; the floors are in scripts/floors.py, which draws them ----------------------------------------
 
 # Within a room the same, of its folders and of the files beside them.
 INNER: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -627,6 +609,15 @@ def test_every_room_of_the_rules_is_there(house: Sources) -> None:
     named = {*KNOWS_ONLY, *KEPT_FROM, *(p for patterns in (*ONLY_FOR.values(), *LIBRARIES.values()) for p in patterns)}
     named |= {*SETS_ATTRIBUTES, *SETTINGS, *DTYPES_IN, *(pattern for patterns in CALLS.values() for pattern in patterns)}
     assert not {pattern for pattern in named if not any(fnmatchcase(path, pattern) for path in paths)}
+
+
+def test_the_drawing_has_every_import_between_rooms(house: Sources) -> None:
+    parts = [(source.room, target.split(".")) for source, _, target in edges(house)]
+    between = {(room, part[1]) for room, part in parts if part[1:] and part[1] != room and room != "__init__"}
+    drawn = (ROOT / "docs" / "pictures" / "floors.svg").read_text(encoding="utf-8")
+    assert drawn == drawing(), "run scripts/reference_pages.py"
+    assert set(re.findall("<title>([a-z_]+) imports ([a-z_]+)</title>", drawn)) == between
+    assert re.findall(">([a-z_]+)</text>", drawn) == [room for floor in FLOORS for room in floor]
 
 
 def test_what_is_large_as_it_stands_is_so_still(house: Sources) -> None:
