@@ -452,3 +452,11 @@ def test_the_highest_rate_of_all_groups_is_what_is_blamed() -> None:
 def test_a_change_of_weights_is_said_as_no_less_and_no_more_than_it_is() -> None:
     said = {0.0: "0%", 1e-12: "less than 0.01%", 9.9e-5: "less than 0.01%", 1e-4: "up to 0.01%", 0.065: "up to 6.50%"}
     assert {change: course.moved_by(change) for change in said} == said
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_number_that_is_not_finite_is_the_largest_wherever_it_stands(place: int) -> None:
+    numbers = [0.5, 0.25]
+    numbers.insert(place, math.nan)
+    assert math.isnan(diagnosis.largest(numbers))
+    assert (diagnosis.largest([0.25, 0.5]), diagnosis.largest([])) == (0.5, 0.0)

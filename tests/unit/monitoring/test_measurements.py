@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trainer.base.errors import DataError, NonFiniteError
-from trainer.monitoring.measurements import Measured
+from trainer.monitoring.measurements import Measured, change_due
 from trainer.monitoring.metrics import Metrics
 from trainer.monitoring.trackers import TensorBoard
 from trainer.runtime.jobs import Position
@@ -107,3 +107,8 @@ def test_tensorboard_shows_the_whole_line_that_a_later_start_added_to(tmp_path: 
     assert shown.keys() == expected.keys()
     for name, curve in expected.items():
         assert shown[name] == pytest.approx(curve), name
+
+
+def test_the_weights_are_measured_after_twice_as_many_steps_each_time() -> None:
+    """Every weight is read: a run of any length does so few times."""
+    assert [step for step in range(1000) if change_due(Position(step, 1000))] == [16, 32, 64, 128, 256, 512]

@@ -1,4 +1,4 @@
-"""A log is cut where a run goes on from."""
+"""A log is written line by line, and cut where a run goes on from."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.monitoring.metrics import cut, read_lines
+from trainer.monitoring.metrics import Metrics, cut, read_lines
 
 LINES = [json.dumps({"step": step, "loss": 1 / step}) for step in range(1, 6)]
 
@@ -30,3 +30,13 @@ def test_what_a_kill_cut_short_or_nobody_wrote_ends_it(tmp_path: Path, odd: str)
     path.write_text(whole + odd)
     cut(path, 5)
     assert path.read_text() == whole
+
+
+def test_each_line_is_in_the_file_when_its_step_is_over(tmp_path: Path) -> None:
+    """Whoever watches the run reads it there, and a kill loses none of them."""
+    path = tmp_path / "metrics.jsonl"
+    log = Metrics(path, total_steps=5, initial_step=0, enabled=True)
+    for step, line in enumerate(LINES, 1):
+        log.log(json.loads(line) | {"lr": 1e-4})
+        assert [entry["step"] for entry in read_lines(path)] == list(range(1, step + 1))
+    log.close()

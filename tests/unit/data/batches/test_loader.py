@@ -288,11 +288,10 @@ def test_workers_leave_signals_to_the_main_process(dataset):
 def test_a_missing_entry_is_named(dataset, num_workers, tmp_path):
     lost = reader(dataset)
     lost.cache = Cache(tmp_path)
-    with (
-        contextlib.closing(iterate(updates(dataset), lost, num_workers=num_workers)) as batches,
-        pytest.raises(DataError, match=r"\.safetensors"),
-    ):
+    batches = iterate(updates(dataset), lost, num_workers=num_workers)
+    with pytest.raises(DataError, match=r"\.safetensors") as told:
         next(batches)
+    assert not multiprocessing.active_children(), f"whoever holds {told!r} would wait for its workers without end"
 
 
 def test_workers_share_the_memory_of_the_cache(dataset):
