@@ -620,6 +620,18 @@ def test_the_drawing_has_every_import_between_rooms(house: Sources) -> None:
     assert re.findall(">([a-z_]+)</text>", drawn) == [room for floor in FLOORS for room in floor]
 
 
+def test_the_reading_path_goes_from_the_command_to_the_files_in_an_afternoon() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    path = re.findall(r"^\| `(train[^`]*\.py)`", text, re.MULTILINE)
+    lines = sum(len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in path)
+    told = re.search(r"They have about (\d),(\d00) lines", text)
+    assert told and int(told[1] + told[2]) == round(lines, -2) and lines <= 3000, lines
+    story = ["train.py", *(f"trainer/{file}" for file in (
+        "cli/main.py", "run/run.py", "run/loop.py", "engine/step.py", "checkpoint/store.py", "adapters/export.py"
+    ))]  # fmt: skip
+    assert [file for file in path if file in story] == story
+
+
 def test_what_is_large_as_it_stands_is_so_still(house: Sources) -> None:
     assert {f"{s.path}:{name}" for s, node, name in definitions(house) if list(too_large(node))} == LARGE
 
