@@ -18,6 +18,7 @@ from scripts import data as data_script
 from tests import hub as stand_in
 from tests.harness import PHOTOS, ROOT, Workbench
 from trainer import config as configs
+from trainer.base import console
 from trainer.cli import main as cli
 from trainer.cli import new_config
 
@@ -105,6 +106,26 @@ def test_it_takes_the_config_of_a_cards_size_and_keeps_its_comments(bench: Workb
         (bench.tmp / "bear_photos.toml").unlink()
     assert "# every block is recomputed" in text
     capsys.readouterr()
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_lines_are_broken_between_words_and_the_command_can_be_copied(bench: Workbench, monkeypatch, capsys, columns) -> None:
+    """Of --new and of data.py report."""
+    photos = captions_beside(bench.tmp)
+    (bench.tmp / photos / "00.txt").write_text("a bear of many words, " * 40)
+    monkeypatch.setattr(console, "width", lambda stream: columns)
+    model = bench.models / "sdxl"
+    assert new(bench, monkeypatch, photos, "--plan_memory", "80GiB", model=model) == 0
+    *said, config, start = capsys.readouterr().out.splitlines()
+    assert (config, start) == (
+        "config: bear_photos.toml", "start: python train.py --config bear_photos.toml --resume_from auto"
+    )  # fmt: skip
+    assert data_script.main(["report", "--config", "bear_photos.toml", "--out", str(bench.tmp / "report")]) == 3
+    said += capsys.readouterr().out.splitlines()
+    assert [line for line in said if "data_report.html" in line] == [
+        "data report: outputs/bear_photos/data_report.html", f"data report: {bench.tmp}/report/data_report.html"
+    ]  # fmt: skip
+    assert [line for line in said if len(line) > columns and " " in line.strip() and "data_report.html" not in line] == []
 
 
 @pytest.mark.parametrize(

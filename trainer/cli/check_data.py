@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from trainer.artifacts import data_report
+from trainer.base.console import write
 from trainer.base.errors import UserError
 from trainer.base.files import make_folder
 from trainer.base.progress import Phases
@@ -43,11 +44,11 @@ def report_data(config: Config, out: Path | None = None) -> int:
         refuse_damaged(scanned)
         raise
     said = report_captions(plan, tokenizers_alone(source, chosen(config, source.family)))
-    print(data_report.text(plan, said), flush=True)
+    write(data_report.text(plan, said))
     folder = out or Path(config.run.output_dir)
     make_folder(folder, "--out" if out else "run.output_dir")
     page = data_page(config, out)
     write_data_report(page, name=config.run.name, data=data_report.sections(plan, said, phases))
-    print(f"data report: {page}", flush=True)
+    write(f"data report: {page}", whole=True)
     refuse_damaged(scanned)
     return len(data_report.strict_problems(plan, said))

@@ -101,7 +101,7 @@ def write_first(photos: str, *, model: str | None, memory: int | None, overrides
     with ExitStack() as undo:
         path = write_first_config(photos, model=model, memory=memory, overrides=overrides, folder=Path(), show=show)
         undo.pop_all()
-    write(f"config: {path}\nstart: python train.py --config {path} --resume_from auto")
+    write(f"config: {path}\nstart: python train.py --config {path} --resume_from auto", whole=True)
 
 
 def _remove_if_empty(folder: Path) -> None:
