@@ -331,6 +331,7 @@ def test_what_fails_later_leaves_no_file(bench: Workbench, monkeypatch, capsys, 
         broken.setattr(place, fail)
         with pytest.raises(KeyError):
             new(bench, broken, photos)
+    assert ("trainable parameters" in capsys.readouterr().out) == place.endswith("forecast"), "the first lines come first"
     assert not [path for path in bench.tmp.rglob("*") if path.is_file() and "bear photos" not in path.parts]
     assert new(bench, monkeypatch, photos, "--plan_memory", "8GiB") == 0
     capsys.readouterr()

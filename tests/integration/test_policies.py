@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
 import hashlib
+import io
 import json
 import multiprocessing
 import os
@@ -664,6 +666,56 @@ def test_what_people_get_cannot_be_written(bench: Workbench, monkeypatch, capfd,
     outs = [bench.tmp / out for out in ("out", "whole")]
     made = [sorted(path.relative_to(out) for of in ("adapters", "samples") for path in (out / of).rglob("*")) for out in outs]
     assert made[0] == made[1] and Path("adapters/bear-00000003.safetensors") in made[0]
+
+
+class ReadOnly:
+    """`place`, from the moment on that `after` is there: what would change something below it meets with EROFS."""
+
+    def __init__(self, place: Path, after: Path, monkeypatch) -> None:
+        self.place, self.after = place, after
+        self.refused: set[str] = set()
+        for name in ("mkdir", "replace", "rename", "unlink", "rmdir", "utime"):
+            monkeypatch.setattr(os, name, self.guarded(getattr(os, name)))
+        monkeypatch.setattr(os, "open", self.guarded(os.open, lambda flags, *_, **__: flags & (os.O_WRONLY | os.O_RDWR)))
+        writes = self.guarded(builtins.open, lambda mode="r", *_, **__: set(mode) & set("wax+"))
+        monkeypatch.setattr(builtins, "open", writes)
+        monkeypatch.setattr(io, "open", writes)
+
+    def guarded(self, call: Callable, writes: Callable = lambda *_, **__: True) -> Callable:
+        def checked(path, *args, **kwargs):
+            paths = [Path(each).absolute() for each in (path, *args) if isinstance(each, (str, Path))]
+            inside = any(each.is_relative_to(self.place) for each in paths)
+            if inside and writes(*args, **kwargs) and self.after.exists():
+                self.refused.add(str(path))
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+            return call(path, *args, **kwargs)
+
+        return checked
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("place", "after"),
+    [
+        ("out", "."), ("out/config.toml", "."), ("out/checkpoints", "out/metrics.jsonl"),
+        ("out/samples", "out/metrics.jsonl"), ("out/adapters", "."), ("out/ema", "."), ("out/metrics.jsonl", "."),
+        ("out/phases.jsonl", "."), ("its cache", "."), ("converted", "."), ("out", "out/checkpoints/step-00000002"),
+    ],
+)  # fmt: skip
+def test_a_read_only_file_system_ends_with_6(bench: Workbench, monkeypatch, capfd, place: str, after: str) -> None:
+    """At each kind of write, from the start on or in mid-run, as where a broken disk is mounted anew. The next start goes
+    on."""
+    config = tree(
+        bench, run__max_steps=4, checkpoint__every_steps=2, export__every_steps=3, **SAMPLES | {"validation__every_steps": 3},
+        ema__kind="power", ema__snapshot_every_steps=2, data__cache_dir=str(bench.tmp / "its cache"),
+        model__cache_dir=str(bench.tmp / "converted"), model__components__unet__dtype="fp8_e4m3",
+    )  # fmt: skip
+    with monkeypatch.context() as patch:
+        disk = ReadOnly(bench.tmp / place, bench.tmp / after, patch)
+        assert start(bench, config) == 6
+    said = capfd.readouterr().err
+    assert disk.refused and "storage: [Errno 30] Read-only file system: " in said and "mend the disk" in said
+    assert start(bench, config) == 0
 
 
 @pytest.mark.slow

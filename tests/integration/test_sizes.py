@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from tests.harness import PHOTOS, Workbench
@@ -41,6 +43,21 @@ def test_small_photos_are_told(bench: Workbench, enlarge: bool) -> None:
     said = describe(plan, sizes=False)
     how = "enlarged" if enlarge else r"trained in a smaller one (data.enlarge = true enlarges them)"
     assert f"; 5 smaller than the bucket of their shape: {how}" in said
+
+
+@pytest.mark.parametrize("photos", [1, 2])
+def test_one_photo_alone_is_warned_of(bench: Workbench, photos: int) -> None:
+    """Of the subject: one for the prior is not counted."""
+    folders = [bench.tmp / "subject", bench.tmp / "prior"]
+    for folder in folders:
+        folder.mkdir()
+    for name in ("00.jpg", "01.jpg")[:photos]:
+        shutil.copy(PHOTOS / name, folders[0])
+    shutil.copy(PHOTOS / "02.jpg", folders[1])
+    sources = [{"path": str(folder), "regularisation": folder.name == "prior"} for folder in folders]
+    said = describe(planned(bench, data__sources=sources), sizes=False)
+    warning = "\n  warning: this is one photo alone, and the adapter learns to draw just that picture; 10 to 30 are usual\n"
+    assert (warning in said) == (photos == 1)
 
 
 def test_short_batches_are_told_with_what_fills_them(bench: Workbench) -> None:

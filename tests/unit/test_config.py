@@ -87,6 +87,7 @@ def test_defaults_people_rely_on() -> None:
     assert (config.step.max_grad_norm, config.data.caption_dropout) == (1.0, 0.05)
     assert config.precision.compute == "bf16" and config.objective.min_snr_gamma is None
     assert config.objective.guidance == 1.0
+    assert (config.checkpoint.every_steps, config.checkpoint.every_minutes, config.run.lost_after) == (500, 10, 60)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda p: p.name)

@@ -125,6 +125,8 @@ MISTAKES = [
     ("checkpoint.every_minutes", -1.0, "checkpoint.every_minutes = -1.0: must be greater than or equal to 0"),
     ("checkpoint.every_minutes", float("inf"), "checkpoint.every_minutes = inf: must be a finite number"),
     ("checkpoint.every_minutes", float("nan"), "checkpoint.every_minutes = nan: must be a finite number"),
+    ("run.lost_after", 4.9, "run.lost_after = 4.9: must be greater than or equal to 5"),
+    ("run.lost_after", float("inf"), "run.lost_after = inf: must be a finite number"),
     # types
     ("adapter.rank", "16", "adapter.rank = '16': write 16 without quotes"),
     ("adapter.rank", 16.0, "adapter.rank = 16.0: write 16 without a point"),

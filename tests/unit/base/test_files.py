@@ -7,11 +7,12 @@ import hashlib
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from trainer.base import files
-from trainer.base.errors import UserError
+from trainer.base.errors import UserError, ending
 
 
 def test_a_short_write_is_gone_on_with_and_counted_once(tmp_path: Path, monkeypatch) -> None:
@@ -57,6 +58,21 @@ def test_a_folder_that_knows_no_sync_is_none_to_complain_about(tmp_path: Path, m
             files.sync_folder(tmp_path)
     else:
         files.sync_folder(tmp_path)
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+def test_a_read_only_file_system_is_told_from_a_folder_of_somebody_else(tmp_path: Path, monkeypatch, read_only: bool) -> None:
+    """Both say no to whoever asks for the right to write."""
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY * read_only))
+    with pytest.raises((OSError, UserError)) as refused:
+        files.check_folder(tmp_path / "not" / "yet", "run.output_dir")
+    status, said = ending(refused.value)
+    assert (status, "Read-only file system" in said, "Permission denied" in said) == (
+        6 if read_only else 2,
+        read_only,
+        not read_only,
+    )
 
 
 @pytest.mark.parametrize("text", [b"NaN", b"[1e999]", b'"\\ud800"', b"{", b"\xff", b"[" * 100_000])

@@ -59,6 +59,21 @@ def test_damage_is_seen_and_written_again(tmp_path: Path, place: int) -> None:
     assert path.read_bytes() == sound
 
 
+def test_no_bit_of_the_header_can_be_another(tmp_path: Path) -> None:
+    """Each is refused by name, whatever else it makes the file say: other updates, exchanged tensors, another step."""
+    set_aside(tmp_path, 1)
+    path = snapshots.steps(tmp_path)[1]
+    sound = path.read_bytes()
+    length = 8 + int.from_bytes(sound[:8], "little")
+    assert length < len(sound) < length + 100, "nearly all of the file"
+    for place in range(8 * length):
+        damaged = bytearray(sound)
+        damaged[place // 8] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=f"{path.name} is damaged: "):
+            snapshots.read(tmp_path, 1)
+
+
 def test_a_file_of_an_earlier_version_is_named_for_what_it_is(tmp_path: Path) -> None:
     """As commit 5ba361e wrote them: the digest is of the tensors alone. What is damaged besides is called so."""
     kept = set_aside(tmp_path, 1)
