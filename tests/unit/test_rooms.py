@@ -79,6 +79,9 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "accelerate": ("runtime/processes.py", "models/building.py"),
     "bitsandbytes": ("quantization/bitsandbytes.py", "optim/*"),
     "datasets": ("data/layouts/hf.py",),
+    "html": (),  # templates escape what is put into them
+    "jinja2": ("base/templates.py",),
+    "markupsafe": ("report/rendering.py",),
     "diffusers": ("models/*",),
     "huggingface_hub": ("models/*", "adapter_files/push.py"),
     "optimum": ("quantization/quanto.py",),
@@ -668,6 +671,7 @@ BREAKS = [
     ("libraries", "adapters/export.py", "from safetensors.torch import save_file", 1),
     ("libraries", "monitoring/weight_change.py", "import diffusers.models", 1),
     ("libraries", "data/images/decode.py", "import pillow_heif", 1),
+    ("libraries", "report/page.py", "from html import escape", 1),
     ("mocks", "plan/run_plan.py", "from unittest.mock import patch", 1),
     ("mocks", "runtime/device.py", "def f():\n    import unittest", 2),
     ("foreign_attributes", "engine/loop.py", "import torch\ntorch.backends.cudnn.benchmark = True", 2),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import pairwise
 from typing import Any
 from urllib.parse import quote
@@ -15,13 +14,12 @@ from trainer.base.progress import duration
 from trainer.monitoring.course import PHOTOS, moved_by
 from trainer.report import curves
 from trainer.report.curves import Curve
-from trainer.report.gallery import left_out, shot
 from trainer.report.history import History, Series, Standing
 from trainer.report.live import CAUSES, quiet_for
-from trainer.report.page import RELOAD_SECONDS, document
+from trainer.report.rendering import document
 from trainer.report.samples import Row, Samples
 from trainer.report.status import State, judged
-from trainer.report.tables import grid, section, size
+from trainer.report.tables import size
 
 DRAWN = 8  # lines of a chart that can still be told apart
 ALL = 1e15  # seconds: of a page that nobody expects to be written again
@@ -76,26 +74,23 @@ class Seen:
 def compare(runs: Sequence[Seen], unread: Mapping[str, str], now: float | None = None) -> str:
     """The page as text. unread: by name, why the files of a run could not be read. now: Unix time; None: the present."""
     now = time.time() if now is None else now
-    alive, groups = any(run.state(now).alive for run in runs), _groups(runs)
-    parts = {
-        "Runs": _table(groups, now) + _left_out(runs, unread),
-        "Curves": _curves(groups),
-        "Samples": _samples(runs),
-        "What differs in their configs": _differences(runs),
-    }
-    title = f"{len(runs)} run{'' if len(runs) == 1 else 's'}"
-    said = "at least one of them is training" if alive else "none of them is training now"
-    kind = "training" if alive else "finished"
-    body = [
-        f'<header><p class="kicker">Comparison</p><h1>{title}</h1>',
-        f'<p class="state {kind}" id="state"><i></i><span>{title}: {said}.</span></p></header>',
-        "<main>",
-        *(section(name, part) for name, part in parts.items()),
-        "</main>",
-    ]
-    # It is made anew whenever it is asked for: also a run that starts later comes to be seen.
-    told = f' data-written="{now:.0f}" data-quiet="{ALL:.0f}" data-reload="{RELOAD_SECONDS}"'
-    return document(title, "comparison", "\n".join(body), told)
+    groups, cards = _groups(runs), _cards(runs)
+    charts, notes = _curves(groups)
+    return document(
+        "comparison.html",
+        name=f"{len(runs)} run{'' if len(runs) == 1 else 's'}",
+        alive=any(run.state(now).alive for run in runs),
+        runs=runs,
+        unread=unread,
+        groups=[_table_part(group, f"line{place}" if place < DRAWN else "", now) for place, group in enumerate(groups)],
+        charts=charts,
+        notes=notes,
+        several=[card for card in cards.items() if len(card[1]) > 1],
+        alone=[card for card in cards.items() if len(card[1]) == 1],
+        differences=_differences(runs),
+        # It is made anew whenever it is asked for: also a run that starts later comes to be seen.
+        watched=(now, ALL),
+    )
 
 
 def _groups(runs: Sequence[Seen]) -> list[list[Seen]]:
@@ -110,48 +105,20 @@ def _groups(runs: Sequence[Seen]) -> list[list[Seen]]:
     return list(groups.values())
 
 
-def _table(groups: Sequence[Sequence[Seen]], now: float) -> str:
-    if not groups:
-        return '<p class="soft">No run has written anything here yet.</p>'
-    head = [
-        "Run",
-        "State",
-        "Verdict",
-        "Held-out loss",
-        "Loss, averaged",
-        "Weights changed by",
-        "Time of a step",
-        "Peak memory",
-    ]
-    rows = []
-    for place, group in enumerate(groups):
-        if len(group) > 1:
-            ends = [found[-1] for run in group if (found := run.history.values("held_out_loss"))]
-            band = f", held-out loss {min(ends):.4g} to {max(ends):.4g}" if ends else ""
-            said = f"{len(group)} runs that differ in their seed alone{band}"
-            rows.append([f'<th colspan="{len(head)}" scope="rowgroup" class="soft">{said}</th>'])
-        rows += [_row(run, f"line{place}" if place < DRAWN else "", now) for run in group]
-    return grid([f'<th scope="col">{title}</th>' for title in head], rows, ' class="runs"')
-
-
-def _row(run: Seen, line: str, now: float) -> list[str]:
-    """line: as of Curve; "" where it has none."""
-    history, state = run.history, run.state(now)
-    judgement = judged(history, state, kept=run.kept, levers="the learning rate")
-    link = f'<a href="{escape(run.link)}report.html">{escape(run.name)}</a>'
-    swatch = f'<i class="swatch {line}"></i>' if line else ""
-    best = f'<div class="soft">{escape(judgement.best)}</div>' if judgement.best else ""
-    said = f'<td class="said">{escape(judgement.title)}{best}</td>'
-    cells = [f"<td>{swatch}<b>{link}</b></td>", f"<td>{escape(_state(run, state, now))}</td>", said]
-    return cells + [f'<td class="number">{number}</td>' for number in _numbers(history)]
-
-
-def _left_out(runs: Sequence[Seen], unread: Mapping[str, str]) -> str:
-    lines = {run.name: run.history.unreadable for run in runs if run.history.unreadable}
-    said = [f"{name}: {many} line(s) of metrics.jsonl could not be read and are left out." for name, many in lines.items()]
-    said += [f"{run.name}: {left_out(run.samples)}" for run in runs if run.samples.unreadable]
-    said += [f"{name} is left out. Its files could not be read: {why}." for name, why in unread.items()]
-    return "".join(f'<p class="soft">{escape(text)}</p>' for text in said)
+def _table_part(group: Sequence[Seen], line: str, now: float) -> dict[str, Any]:
+    """The rows of one group. line: as of Curve; "" where it has none."""
+    said, rows = "", []
+    if len(group) > 1:
+        ends = [found[-1] for run in group if (found := run.history.values("held_out_loss"))]
+        band = f", held-out loss {min(ends):.4g} to {max(ends):.4g}" if ends else ""
+        said = f"{len(group)} runs that differ in their seed alone{band}"
+    for run in group:
+        state = run.state(now)
+        judgement = judged(run.history, state, kept=run.kept, levers="the learning rate")
+        rows.append({
+            "run": run, "state": _state(run, state, now), "judgement": judgement, "numbers": _numbers(run.history)
+        })  # fmt: skip
+    return {"said": said, "line": line, "rows": rows}
 
 
 def _state(run: Seen, state: State, now: float) -> str:
@@ -181,7 +148,8 @@ def _numbers(history: History) -> list[str]:
     ]
 
 
-def _curves(groups: Sequence[Sequence[Seen]]) -> str:
+def _curves(groups: Sequence[Sequence[Seen]]) -> tuple[list[str], list[str]]:
+    """The charts that have a line, and what is to be said of them."""
     runs = [run for group in groups for run in group]
     steps: list[tuple[float, float | None]] = [(0, None), (max((run.history.step for run in runs), default=0), None)]
 
@@ -211,8 +179,6 @@ def _curves(groups: Sequence[Sequence[Seen]]) -> str:
         chart("Time of a step", "seconds, moving average", "seconds", smooth=True),
         chart("Peak memory", "GiB", "peak_bytes", scale=2.0**-30),
     ]
-    if not any(drawn):
-        return '<p class="soft">No step has been recorded yet.</p>'
     notes = []
     if any(len(group) > 1 for group in groups[:DRAWN]):
         notes.append(
@@ -220,7 +186,7 @@ def _curves(groups: Sequence[Sequence[Seen]]) -> str:
         )
     if len(groups) > DRAWN:
         notes.append(f"Only the first {DRAWN} lines are drawn.")
-    return f'<div class="charts">{"".join(drawn)}</div>' + "".join(f'<p class="soft">{note}</p>' for note in notes)
+    return [figure for figure in drawn if figure], notes
 
 
 def _held_out_about(runs: Sequence[Seen]) -> str:
@@ -238,53 +204,17 @@ def _mark(history: History) -> Any:
     return newest[1] if newest else next(starts, None)
 
 
-def _samples(runs: Sequence[Seen]) -> str:
-    """A card for each thing that was asked for, with the newest image of each run that drew it."""
+def _cards(runs: Sequence[Seen]) -> dict[tuple[str, str], list[tuple[Seen, Row]]]:
+    """By (prompt, detail), the runs that drew it."""
     cards: dict[tuple[str, str], list[tuple[Seen, Row]]] = {}
     for run in runs:
         for row in run.samples.rows:
             cards.setdefault((row.prompt, row.detail), []).append((run, row))
-    if not cards:
-        return '<p class="soft">No sample is drawn yet.</p>'
-    several = [(key, drawn) for key, drawn in cards.items() if len(drawn) > 1]
-    alone = [(key, drawn) for key, drawn in cards.items() if len(drawn) == 1]
-    parts = [f'<div class="cards compared">{"".join(_card(place, *card) for place, card in enumerate(several))}</div>']
-    if alone:
-        inner = "".join(_card(place, *card) for place, card in enumerate(alone, len(several)))
-        count = f"{len(alone)} that only one run was asked for"
-        parts.append(f'<details class="gone"><summary>{count}</summary><div class="cards compared">{inner}</div></details>')
-    return "".join(parts)
+    return cards
 
 
-def _card(place: int, asked: tuple[str, str], drawn: Sequence[tuple[Seen, Row]]) -> str:
-    shots = []
-    for run, row in drawn:
-        step = max(row.images)
-        shots.append(
-            shot(row, f"{run.name}, {f'step {step:,}' if step else 'before training'}", row.images[step], None, run.link)
-        )
-    truth = next(((run, row) for run, row in drawn if row.truth), None)
-    if truth is not None and truth[1].truth is not None:
-        shots.append(shot(truth[1], "the truth", truth[1].truth, None, truth[0].link))
-    return (
-        f'<article class="card" data-row="{place}"><h3>{escape(asked[0])}</h3><p class="soft">{escape(asked[1])}</p>'
-        f'<div class="sides many">{"".join(shots)}</div></article>'
-    )
-
-
-def _differences(runs: Sequence[Seen]) -> str:
+def _differences(runs: Sequence[Seen]) -> dict[str, list[Any]]:
+    """By key, the values of all runs; None: it is not set."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in OWN)
-    differ = [key for key in keys if len({repr(run.config.get(key)) for run in runs}) > 1]
-    if not differ:
-        return (
-            '<p class="soft">Nothing but names and folders.</p>' if len(runs) > 1 else '<p class="soft">There is one run.</p>'
-        )
-    head = [f'<th scope="col">{escape(title)}</th>' for title in ("Key", *(run.name for run in runs))]
-    rows = []
-    for key in differ:
-        values = [run.config.get(key) for run in runs]
-        cells = [
-            f"<td>{'<span class=soft>not set</span>' if v is None else f'<code>{escape(str(v))}</code>'}</td>" for v in values
-        ]
-        rows.append([f'<th scope="row"><code>{escape(key)}</code></th>', *cells])
-    return grid(head, rows)
+    found = {key: [run.config.get(key) for run in runs] for key in keys}
+    return {key: values for key, values in found.items() if len(set(map(repr, values))) > 1}

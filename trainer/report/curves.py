@@ -11,10 +11,10 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from statistics import median
 
 from trainer.report.history import NOTHING, Events, Series
+from trainer.report.rendering import render
 
 POINTS = 300  # slices along the x axis; about one per two CSS pixels
 SIDE = 1000  # of the viewBox, which is stretched to the plot
@@ -66,20 +66,17 @@ class Axes:
 
     def path(self, curve: Curve) -> str:
         """A gap where a value is missing. A lone value is a dot: a line of no length with round ends."""
-        parts, runs = [], _unbroken(thin(curve.series))
-        kind = curve.kind + (" dot" if all(len(run) == 1 for run in runs) else "")
-        for run in runs:
-            text = "L".join(f"{self.x_of(step):.1f} {self.y_of(value):.1f}" for step, value in run)
-            parts.append(f"M{text}" + ("h0" if len(run) == 1 else ""))
-        return f'<path class="{kind}" data-name="{escape(curve.name)}" d="{"".join(parts)}"/>'
+        return "".join(f"M{self._through(run)}{'h0' * (len(run) == 1)}" for run in _unbroken(thin(curve.series)))
 
     def band(self, curve: Curve) -> str:
         """The area between the lowest and the highest; "" of a curve that has none, or has one point."""
         low, high = ([(s, v) for s, v in thin(series) if v is not None] for series in curve.band or ([], []))
         if len(low) < 2:
             return ""
-        text = "L".join(f"{self.x_of(step):.1f} {self.y_of(value):.1f}" for step, value in [*low, *reversed(high)])
-        return f'<path class="{curve.kind.replace("line", "band")}" d="M{text}"/>'
+        return f"M{self._through([*low, *reversed(high)])}"
+
+    def _through(self, points: Sequence[Point]) -> str:
+        return "L".join(f"{self.x_of(step):.1f} {self.y_of(value):.1f}" for step, value in points)
 
 
 def draw(
@@ -109,60 +106,15 @@ def draw(
     ends = {line.name: [value for _, value in line.series if value is not None] for line in lines}
     said = "; ".join(f"{name} from {own[0]:.4g} to {own[-1]:.4g}" for name, own in ends.items())
     summary = f"{title} over steps {axes.first:g} to {axes.last:g}: {said}"
-    legend = (
-        "".join(f'<span><i class="{line.kind}"></i>{escape(line.name)}</span>' for line in lines) if len(lines) > 1 else ""
-    )
-    unit = ", ".join(filter(None, [unit, "logarithmic" if axes.log else ""]))
-    parts = [
-        f'<figure class="chart{" first" if wide else ""}"><figcaption><b>{escape(title)}</b>',
-        f' <span class="unit">{escape(unit)}</span>' if unit else "",
-        f'<span class="legend">{legend}</span>' if legend else "",
-        f'<span class="about">{escape(about)}</span>' if about else "",
-        "</figcaption>",
-        f'<div class="plot" data-axes="{escape(json.dumps([axes.first, axes.last, axes.low, axes.high, axes.log]))}">',
-        *_labels(axes),
-        f'<svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none" role="img" aria-label="{escape(summary)}">',
-        f'<path class="grid" d="{"".join(f"M0 {axes.y_of(tick):.1f}H{SIDE}" for tick in axes.y_ticks)}"/>',
-        *(_mark(axes, mark.step, mark.kind) for mark in events.marks if axes.first <= mark.step <= axes.last),
-        *(axes.band(line) for line in lines),
-        *(axes.path(line) for line in lines),
-        "</svg></div>",
-        _rails(axes, events) if wide else "",
-        "</figure>",
-    ]
-    return "".join(parts)
-
-
-def _labels(axes: Axes) -> list[str]:
-    said = [
-        f'<span class="y" style="top:{axes.y_of(tick) / SIDE:.2%}">{label(tick, axes.y_ticks)}</span>'
-        for tick in axes.y_ticks
-    ]
-    for place, tick in enumerate(axes.x_ticks):
-        odd = " odd" if place % 2 else ""
-        said.append(f'<span class="x{odd}" style="left:{axes.x_of(tick) / SIDE:.2%}">{tick:,.0f}</span>')
-    return said
-
-
-def _mark(axes: Axes, step: float, kind: str) -> str:
-    return f'<path class="mark {escape(kind)}" d="M{axes.x_of(step):.1f} 0V{SIDE}"/>'
-
-
-def _rails(axes: Axes, events: Events) -> str:
-    """Below the chart a row for each kind of event, a stroke for each; what is said of the marks stands below."""
-    rows = []
-    for name, steps in events.steps.items():
-        inside = [step for step in steps if axes.first <= step <= axes.last]
-        if not inside:
-            continue
-        # Strokes of one place are one.
-        places = dict.fromkeys(f"M{axes.x_of(step):.0f} 0V{SIDE}" for step in inside)
-        rows.append(
-            f'<div class="rail"><span>{escape(name)}</span><svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none" '
-            f'role="img" aria-label="{escape(name)}: {len(inside):,}"><path d="{"".join(places)}"/></svg></div>'
-        )
-    said = "".join(f'<li class="{escape(mark.kind)}">{escape(mark.said)}</li>' for mark in events.marks)
-    return "".join(rows) + (f'<ul class="marks">{said}</ul>' if said else "")
+    inside = {
+        name: [axes.x_of(step) for step in mine if axes.first <= step <= axes.last] for name, mine in events.steps.items()
+    }
+    return render(
+        "chart.html", title=title, unit=", ".join(filter(None, [unit, "logarithmic" if axes.log else ""])), lines=lines,
+        about=about, wide=wide, axes=axes, summary=summary, marks=events.marks, side=SIDE, label=label,
+        bounds=json.dumps([axes.first, axes.last, axes.low, axes.high, axes.log]),
+        rails={name: [f"{place:.0f}" for place in places] for name, places in inside.items() if places},
+    )  # fmt: skip
 
 
 def smoothing_window(count: int) -> int:

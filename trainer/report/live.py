@@ -16,10 +16,10 @@ from trainer.base.files import hash_file, write_atomic
 from trainer.base.run_layout import Layout
 from trainer.monitoring.course import BLOCKS
 from trainer.report.history import Events, History, marks_of, read_starts
-from trainer.report.page import PageContents, render, render_first
+from trainer.report.page import PageContents, data_part, render, render_first
 from trainer.report.samples import read_samples
 from trainer.report.status import State, judged
-from trainer.report.tables import Sections, data
+from trainer.report.tables import Sections
 from trainer.report.thumbnails import Thumbnails
 
 SHARE = 0.01  # of a run's time that writing may take, apart from what is asked for at its start and end
@@ -130,7 +130,7 @@ class LiveReport:
         if first or (quiet * SHARE >= self._cost and (self._news or quiet >= EVERY_SECONDS)):
             if self._data_html is None:
                 try:
-                    self._data_html = data(self._make_data())
+                    self._data_html = data_part(self._make_data())
                 except Interrupted:  # whoever runs the steps looks at signals next
                     return
             self._write_if_possible()
@@ -150,7 +150,7 @@ class LiveReport:
 
     def _end(self, state: State, check: Callable[[], None]) -> Path:
         if self._data_html is None:
-            self._data_html = data(self._make_data())
+            self._data_html = data_part(self._make_data())
         check()
         before, self.state = self.state, state
         try:

@@ -1,16 +1,19 @@
 """The validation images of a run, ready to embed: one row for what was asked (prompt, size, seed...), one column a step."""
 
+import base64
 import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
-from trainer.base.pictures import at_full_strength, pngs
+from trainer.base.pictures import at_full_strength, data_uri, pngs, reduced
 from trainer.base.run_layout import plain_request, step_of
 from trainer.report.thumbnails import Picture, Thumbnails
 
 SMALL = 128  # px
+BESIDE, PEEK_PX = 3, 192  # pictures beside the verdict, and their longer side
 MOST_BETWEEN = 3000  # images of a page between the first and the newest ones; of more, some steps are left out
 
 
@@ -50,6 +53,22 @@ class Samples:
     steps: tuple[int, ...] = ()
     rows: tuple[Row, ...] = ()
     unreadable: int = 0
+
+    @property
+    def present(self) -> list[tuple[int, Row]]:
+        """(place, row) of what was asked for at the newest step."""
+        return [(place, row) for place, row in enumerate(self.rows) if self.steps[-1] in row.files]
+
+    @property
+    def gone(self) -> list[tuple[int, Row]]:
+        """The rest, which only earlier steps were asked for."""
+        return [(place, row) for place, row in enumerate(self.rows) if self.steps[-1] not in row.files]
+
+    @property
+    def newest(self) -> list[tuple[Row, Embedded]]:
+        """The newest picture of the first few prompts."""
+        drawn = [(row, row.images.get(self.steps[-1])) for row in self.rows]
+        return [(row, image) for row, image in drawn if image is not None][:BESIDE]
 
 
 def read_samples(folder: Path, thumbnails: Thumbnails | None = None, check: Callable[[], None] = lambda: None) -> Samples:
@@ -96,6 +115,16 @@ def read_samples(folder: Path, thumbnails: Thumbnails | None = None, check: Call
     steps = tuple(sorted({step for file, step in files if file not in broken}))
     shown = sorted((key for key, row in rows.items() if row.images), key=place.__getitem__)
     return Samples(steps, tuple(rows[key] for key in shown), len(found) - len(files) + len(broken))
+
+
+def step_name(step: int) -> str:
+    return f"step {step:,}" if step else "before training"
+
+
+@lru_cache(maxsize=4 * BESIDE)
+def peek(uri: str) -> str:
+    """A small copy of an embedded picture."""
+    return data_uri(reduced(base64.b64decode(uri.partition(",")[2]), PEEK_PX), "jpeg")
 
 
 def _detail(request: str | None) -> str:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from trainer import config as configs
 from trainer.base.errors import UserError
-from trainer.report.tables import folded, grid
 
 
 def values(path: Path) -> dict[str, Any]:
@@ -41,37 +39,23 @@ def changed_keys(path: Path) -> list[tuple[str, Any, Any]]:
     return found
 
 
-def configuration(path: Path) -> str:
+def configuration(path: Path) -> dict[str, Any] | None:
+    """What a page shows of a config.toml: the keys that differ from their default, those without one, the text. None: there
+    is no such file."""
     if not path.is_file():
-        return '<p class="soft">There is no config.toml in this folder.</p>'
+        return None
     changed = changed_keys(path)
-    differ = [
-        [_key(key), f"<td><code>{_toml(value)}</code></td>", f'<td class="soft"><code>{_toml(default)}</code></td>']
-        for key, value, default in changed
-        if default is not None
-    ]
-    without = [[_key(key), f"<td><code>{_toml(value)}</code></td>"] for key, value, default in changed if default is None]
-    head = [f'<th scope="col">{title}</th>' for title in ("Key", "This run", "Default")]
-    text = path.read_text(encoding="utf-8", errors="replace")
-    parts = [
-        folded(_count(differ, "differs from the default", "differ from the defaults"), grid(head, differ), opened=True)
-        if differ
-        else "",
-        folded(_count(without, "has no default", "have no default"), grid(head[:2], without)) if without else "",
-        folded("config.toml, every default written out", f"<pre>{escape(text)}</pre>"),
-    ]
-    return "".join(parts)
+    return {
+        "differ": [row for row in changed if row[2] is not None],
+        "without": [row for row in changed if row[2] is None],
+        "text": path.read_text(encoding="utf-8", errors="replace"),
+    }
 
 
-def _count(rows: list[list[str]], one: str, many: str) -> str:
-    return f"{len(rows)} key {one}" if len(rows) == 1 else f"{len(rows)} keys {many}"
+def keyed_parts(key: str) -> list[str]:
+    """The pieces of a key that stay on one line of a narrow page."""
+    return re.split(r"(?<=[._])(?=\w)", key)
 
 
-def _key(key: str) -> str:
-    """On a narrow page it is broken between its words."""
-    parts = re.sub(r"([._])(?=\w)", r"\1<wbr>", escape(key))
-    return f'<th scope="row"><code>{parts}</code></th>'
-
-
-def _toml(value: Any) -> str:
-    return escape(str(value).lower() if isinstance(value, bool) else repr(value) if isinstance(value, str) else str(value))
+def toml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value) if isinstance(value, str) else str(value)

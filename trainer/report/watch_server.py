@@ -24,7 +24,7 @@ from trainer.base.files import open_regular
 from trainer.base.run_layout import Layout
 from trainer.report.compared import Seen, compare
 from trainer.report.history import History, read_standing
-from trainer.report.page import policy
+from trainer.report.rendering import policy
 from trainer.report.samples import read_samples
 from trainer.report.settings import values
 from trainer.report.thumbnails import Thumbnails

@@ -25,7 +25,7 @@ from trainer.base.run_layout import Layout
 from trainer.models.base import SampleRequest
 from trainer.report import START, STOP, cause, watch_server
 from trainer.report.compared import compare
-from trainer.report.page import policy
+from trainer.report.rendering import policy
 from trainer.report.watch_server import Runs, Server
 
 REQUEST = SampleRequest(prompt="a bear", negative="", width=16, height=16, seed=3, steps=4, guidance=None)
@@ -230,7 +230,7 @@ def test_what_lies_in_a_run_s_folder_has_no_origin_and_no_script_but_the_report_
         assert rules == f"{own}; frame-ancestors 'none'; sandbox allow-scripts allow-downloads", path
     rules = browser.get("/")[1]["content-security-policy"]
     assert rules == f"{own}; frame-ancestors 'none'", "the comparison is the server's own page"
-    for rules in (own, browser.text("/").partition('Policy" content="')[2].partition('"')[0]):
+    for rules in (own, unescape(browser.text("/").partition('Policy" content="')[2].partition('"')[0])):
         assert rules.startswith("default-src 'none'; base-uri 'none'; form-action 'none'; ") and "'unsafe-eval'" not in rules
         assert rules.count("script-src 'sha256-") == 1 and "connect-src" not in rules
 
