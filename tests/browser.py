@@ -56,13 +56,12 @@ class Tab:
             if url.partition("#")[0] != self.page and not url.startswith("data:"):
                 self.requests.append(url[:200])
 
-    def open(self, page: Path | str, *, seconds: float = 60) -> float:
-        """page: a file, or an address. Returns the seconds until it was loaded."""
+    def open(self, page: Path | str, *, seconds: float = 60) -> None:
+        """page: a file, or an address. Returns when it is loaded."""
         self.page = page.resolve().as_uri() if isinstance(page, Path) else page
-        loads, began = self.loads, time.monotonic()
+        loads = self.loads
         self.send("Page.navigate", url=self.page)
         self.wait_for_load(loads, seconds)
-        return time.monotonic() - began
 
     def wait_for_load(self, before: int, seconds: float = 60) -> None:
         """before: how often it was loaded so far."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -19,6 +20,8 @@ TOOLS = ("scripts", "benchmarks", "proofs", "pocket")
 WORKSHOPS = {
     "adapters", "checkpoint", "config", "data", "ema", "kernels", "models", "objectives", "optim", "quantization", "report",
 }  # fmt: skip
+
+CLOCKS = {f"{clock}{unit}" for clock in ("time", "monotonic", "perf_counter", "process_time") for unit in ("", "_ns")}
 
 
 def orphans(unit: Path, root: Path) -> list[str]:
@@ -88,6 +91,61 @@ def test_every_folder_of_tests_is_a_package() -> None:
     """Files of one name in two folders would else be one module."""
     without = {path.parent for path in TESTS.rglob("test_*.py") if not (path.parent / "__init__.py").is_file()}
     assert not without
+
+
+def durations(source: str) -> list[int]:
+    """The lines of assertions about what a clock of `time` says. The limit of a loop that waits is none: `while not done():
+    assert time.monotonic() < until`."""
+
+    def reads(node: ast.AST) -> bool:
+        return isinstance(node, ast.Call) and ast.unparse(node.func).removeprefix("time.") in CLOCKS
+
+    def of_a_clock(node: ast.AST, names: set[str]) -> bool:
+        """Whether a value is a reading, or made of readings and numbers."""
+        if isinstance(node, ast.BinOp):
+            return of_a_clock(node.left, names) or of_a_clock(node.right, names)
+        return reads(node) or (isinstance(node, ast.Name) and node.id in names)
+
+    def is_limit(test: ast.AST) -> bool:
+        return isinstance(test, ast.Compare) and reads(test.left) and not any(isinstance(n, ast.Sub) for n in ast.walk(test))
+
+    tree, found = ast.parse(source), set()
+    waiting = {n for loop in ast.walk(tree) if isinstance(loop, ast.While) for n in ast.walk(loop)}
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        names: set[str] = set()
+        for node in ast.walk(function):
+            if isinstance(node, ast.Assign):
+                for target in node.targets:
+                    both = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+                    pairs = zip(target.elts, node.value.elts, strict=False) if both else [(target, node.value)]
+                    names |= {one.id for one, value in pairs if isinstance(one, ast.Name) and of_a_clock(value, names)}
+        for node in ast.walk(function):
+            said = isinstance(node, ast.Assert) and any(of_a_clock(part, names) for part in ast.walk(node.test))
+            if said and not (node in waiting and is_limit(node.test)):
+                found.add(node.lineno)
+    return sorted(found)
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("began = time.monotonic()\nwork()\nassert time.monotonic() - began < 5", True),
+        ("began = perf_counter()\nwork()\ntook = 1e3 * (perf_counter() - began)\nassert len(a) == 1 and took < limit", True),
+        ("until = time.time() + 5\nwork()\nassert time.time() < until", True),
+        ("a, began = 1, time.process_time()\nwhile work():\n    assert time.process_time() - began < 5", True),
+        ("until = time.monotonic() + 5\nwhile not done():\n    assert time.monotonic() < until, 'it never ends'", False),
+        ("os.utime(path, (time.time() - 100,) * 2)\nassert work() == 3 or step.time(u) < 1", False),
+    ],
+)
+def test_an_assertion_about_a_duration_is_found(source: str, found: bool) -> None:
+    inner = "\n".join(f"    {line}" for line in source.splitlines())
+    assert bool(durations(f"def test():\n{inner}\n")) == found
+
+
+def test_no_test_asserts_a_duration() -> None:
+    """A machine that is busy with something else is no fault. Durations are measured in benchmarks/."""
+    asserted = [f"{p.relative_to(TESTS)}:{n}" for p in TESTS.rglob("*.py") for n in durations(p.read_text(encoding="utf-8"))]
+    assert not asserted
 
 
 def test_what_the_continuous_checks_leave_out_is_marked_so() -> None:
