@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import tomllib
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -94,3 +97,36 @@ def test_the_citation_and_the_badges_say_what_the_package_says() -> None:
         drawn = (ROOT / "docs" / "pictures" / f"{name}.svg").read_text(encoding="utf-8")
         assert f"<title>{name}: {value}</title>" in drawn and f">{value}</text>" in drawn
         assert f"![{name}: {value}](docs/pictures/{name}.svg)" in readme
+
+
+def test_the_readmes_figures_of_an_h100_are_those_that_were_measured() -> None:
+    measured = json.loads((ROOT / "docs" / "benchmarks" / "GPU-2026-11-22.json").read_text(encoding="utf-8"))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "H100" in measured["device"]
+    layers, steps = measured["layers"]["rows"], measured["steps"]["steps"]
+    large = {row["storage"]: row for row in steps if row["model"] == "Flux" and row["pixels"] == 1024}
+    whole = large["fp8_e4m3"]["ms"] / large["fp8_e4m3 LoRA"]["ms"]
+    over_lora = [row["DoRA / LoRA"] for row in layers if (row["family"], row["storage"]) == ("Flux", "fp8_e4m3")]
+    of_peft = [row["PEFT DoRA / DoRA"] for row in layers if row["storage"] == "bf16" and "PEFT DoRA / DoRA" in row]
+    passed = measured["tests"]["tests"] - measured["tests"]["errors"] - measured["tests"]["failures"]
+    for said in (
+        *(
+            f"| {name} | {large[storage]['ms'] / 1000:.2f} s | {large[storage]['peak_bytes'] / 2**30:.1f} GiB |"
+            for name, storage in (("bf16", "bf16"), ("float8", "fp8_e4m3"), ("nf4 (4 bits)", "nf4"))
+        ),
+        f"torch {'.'.join(measured['versions']['torch'].split('.')[:2])}, at commit {measured['commit']}.",
+        f"DoRA step takes {whole:.2f} times as long as a LoRA's",
+        f"PEFT's DoRA takes {lowest(of_peft, 1)} to {highest(of_peft, 1)} times ours",
+        f"{lowest(over_lora, 2)} to {highest(over_lora, 2)} times, in single layers of Flux on an H100",
+        f"All {passed} GPU tests that ran within their time passed",
+    ):
+        assert said in readme, said
+
+
+def lowest(values: Iterable[float], digits: int) -> str:
+    """Rounded down: no value is below what is said."""
+    return f"{math.floor(min(values) * 10**digits) / 10**digits:.{digits}f}"
+
+
+def highest(values: Iterable[float], digits: int) -> str:
+    return f"{math.ceil(max(values) * 10**digits) / 10**digits:.{digits}f}"
