@@ -175,6 +175,18 @@ LARGE = {
 }
 
 
+# How no docstring begins: with what is no subject, and with an argument ("root: ...").
+NO_SUBJECT = re.compile(
+    r"(Of|As|By|To|In|With|Where|Until|From|For|After|Before|On|At|Around|Beside|Under|Inside|Without|And|Which|While|When|Once"
+    r"|If|Within|Not|Only|Also|So|Such|Then|Through|Between|Because)\b|\w+(, \w+)*: "
+)
+# Rooms whose docstrings are not yet so. The list only gets shorter.
+UNTOLD = {
+    "adapter_files", "artifacts", "cli", "config", "data", "engine", "memory_plan", "models", "monitoring", "plan",
+    "quantization", "report", "resume", "run", "runtime",
+}  # fmt: skip
+
+
 def levels(floors: tuple[tuple[str, ...], ...]) -> dict[str, int]:
     """How far down each room is."""
     return {room: level for level, floor in enumerate(floors) for room in floor}
@@ -533,6 +545,52 @@ def too_large(node: ast.FunctionDef | ast.ClassDef) -> Iterator[str]:
     yield from (f"{count} {what}, more than {most}" for what, (count, most) in counts.items() if count > most)
 
 
+def docstrings(house: Sources) -> Iterator[str]:
+    """What is public says what it gives, and begins with that. A method may leave it to the method that it overrides."""
+    told = {(owner.name, node.name) for _, owner, node in methods(house) if ast.get_docstring(node)}
+    bases = defaultdict(set)
+    for _, owner, _ in methods(house):
+        bases[owner.name] |= {name for base in owner.bases if (name := ast.unparse(base).rpartition(".")[2]) != owner.name}
+    above = {name: ancestors(name, bases) for name in bases}
+    overriding = {id(n) for _, o, n in methods(house) if any((base, n.name) in told for base in above[o.name])}
+    for source, node, name in public(house):
+        said = ast.get_docstring(node) or ""
+        if source.room not in UNTOLD and not said and id(node) not in overriding:
+            yield source.at(node, f"{name} has no docstring: what does it give?")
+        elif source.room not in UNTOLD and (begins := NO_SUBJECT.match(said)):
+            yield source.at(node, f"{name}: {begins[0]!r} is no subject: begin with what it gives or does")
+
+
+def methods(house: Sources) -> Iterator[tuple[Source, ast.ClassDef, ast.FunctionDef]]:
+    for source in house.values():
+        for owner in (node for node in source.nodes if isinstance(node, ast.ClassDef)):
+            yield from ((source, owner, node) for node in owner.body if isinstance(node, ast.FunctionDef))
+
+
+def ancestors(name: str, bases: Mapping[str, set[str]]) -> set[str]:
+    """The classes above one, by name."""
+    found, left = set(), {*bases.get(name, ())}
+    while left:
+        found.add(base := left.pop())
+        left |= bases.get(base, set()) - found
+    return found
+
+
+def public(house: Sources) -> Iterator[tuple[Source, ast.FunctionDef | ast.ClassDef, str]]:
+    """(source, function, class or method, its name) of all without an underscore, those within functions apart."""
+    for source in house.values():
+        left: list[tuple[ast.AST, str]] = [(source.tree, "")]
+        while left:
+            parent, around = left.pop()
+            for node in ast.iter_child_nodes(parent):
+                if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                    left += [(node, around)] if isinstance(node, (ast.If, ast.Try)) else []
+                elif not node.name.startswith("_"):
+                    name = f"{around}.{node.name}".removeprefix(".")
+                    yield source, node, name
+                    left += [(node, name)] if isinstance(node, ast.ClassDef) else []
+
+
 def class_names(house: Sources) -> Iterator[str]:
     """A type that a module names by an assignment is no class, and must not be called as one either."""
     found, classes = defaultdict(list), set()
@@ -589,7 +647,7 @@ RULES: dict[str, Rule] = {
     for rule in (
         places, crowds, imports_between_rooms, imports_within_rooms, circles,
         libraries, mocks, foreign_attributes, calls, dtypes, families, private_names, second_names, paths, lengths,
-        sizes,
+        sizes, docstrings,
         class_names, attributes,
     )
 }  # fmt: skip
@@ -712,6 +770,11 @@ BREAKS = [
     ("sizes", "engine/loop.py", "def f():\n" + "    x = 1\n" * 60, 1),
     ("sizes", "engine/loop.py", "class A:\n    def f(self, a, b, c, d, *, e, f, g, h):\n        pass", 2),
     ("sizes", "engine/loop.py", "@dataclass\nclass A:\n" + "".join(f"    f{n}: int\n" for n in range(13)), 2),
+    ("docstrings", "base/a.py", "def f():\n    pass", 1),
+    ("docstrings", "base/a.py", "if x:\n    class A:\n        pass", 2),
+    ("docstrings", "base/a.py", "class A:\n    'A.'\n    def f(self):\n        pass", 3),
+    ("docstrings", "base/a.py", "def f():\n    'Of a file.'", 1),
+    ("docstrings", "base/a.py", "class A:\n    'root, step: of a run.'", 1),
     ("class_names", "engine/step.py", "class Loop:\n    pass", 1),
     ("class_names", "engine/step.py", "Loop = Mapping[str, int]", 1),
     ("attributes", "base/a.py", "class A:\n    def open(self):\n        self.file = 1", 3),
@@ -722,10 +785,10 @@ BREAKS = [
     ("attributes", "base/a.py", "class A:\n    def open(self):\n        setattr(self, 'file', 1)", 3),
 ]  # fmt: skip
 AROUND = {
-    "engine/step.py": "import torch\n\nclass Step:\n    pass",
-    "engine/loop.py": "from trainer.engine.step import Step\n\nclass Loop:\n    pass",
+    "engine/step.py": "import torch\n\nclass Step:\n    'One.'",
+    "engine/loop.py": "from trainer.engine.step import Step\n\nclass Loop:\n    'All.'",
     "base/files.py": "def _hidden():\n    pass",
-    "models/base.py": "class Family:\n    pass\n\nclass Model:\n    _kept: int = 1\n\n    def _told(self):\n        pass",
+    "models/base.py": "class Family:\n    'Some.'\n\nclass Model:\n    'One.'\n    _kept: int = 1\n    def _told(self): pass",
     "engine/wall/__init__.py": "from trainer.engine import saving",
     "engine/wall/page.py": "PAGE = 1",
     "engine/saving.py": "from trainer.engine.step import Step",
@@ -786,6 +849,8 @@ def test_a_circle_is_found_wherever_its_imports_stand(place: str, late: str) -> 
         ("sizes", "engine/loop.py", "def f(a, b, c, d, e, f, g):\n" + "    x = 1\n" * 59),
         ("sizes", "engine/loop.py", "class A:\n" + "".join(f"    f{n}: int\n" for n in range(13))),
         ("sizes", "kernels/dora_torch.py", "def f(a, b, c, d, e, f, g, h):\n    pass"),
+        ("docstrings", "base/a.py", "def _f(): pass\ndef g():\n    'Offers a file.'\n    def h(): pass"),
+        ("docstrings", "base/a.py", "class A:\n 'A.'\n def f(self):\n  'A file.'\nclass B(A):\n 'B.'\n def f(self): pass"),
         ("class_names", "engine/step.py", "Tensors = dict"),
         ("attributes", "base/a.py", "@dataclass\nclass A:\n x: int\n def f(self): self.x = 1"),
         ("attributes", "base/a.py", "class A:\n x: int = 1\n def __init__(self): self.y = 1\n def f(self): self.x = self.y"),

@@ -44,13 +44,14 @@ class Adapter:
     def groups(
         self, rates: Rates, rules: Sequence[Rule] | None = None
     ) -> dict[tuple[float, float, bool, int | None], list[str]]:
-        """By (rate, decay, whether they are magnitudes, stop_step), parameters' names. rules: others than this run's."""
+        """The parameters' names by (rate, decay, whether they are magnitudes, stop_step). rules: others than this run's."""
         targets = self.targets
         if rules is not None:
             targets = dict(zip(targets, with_rates(targets.values(), rules), strict=True))
         return grouped(self.named_parameters(), targets, rates)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
+        """Every parameter by name, fp32: the piece "adapter" of a checkpoint."""
         return {name: parameter.detach() for name, parameter in self.named_parameters().items()}
 
     @torch.no_grad()
@@ -124,7 +125,7 @@ class Adapter:
 
     @contextmanager
     def at_strength(self, strength: float) -> Iterator[None]:
-        """Inside, every adapted layer gives base + strength * (adapted - base); 0 is the frozen base."""
+        """A block in which every adapted layer gives base + strength * (adapted - base); 0 is the frozen base."""
         for layer in self.layers.values():
             layer.strength = strength
         try:
@@ -171,7 +172,8 @@ class Adapter:
         return within
 
     def limit_norms(self, limit: float, step: int) -> int:
-        """As limits.limit_norms, of the layers that this step trains. What follows from the parameters is stale then."""
+        """Scale down the layers that this step trains and whose update is larger than `limit`; returns how many. What follows
+        from the parameters is stale then."""
         stops = {name: target.stop_step for name, target in self.targets.items()}
         # By the step alone: a process without a micro-batch has to decide as the others do.
         trained = [layer for name, layer in self.layers.items() if (stop := stops[name]) is None or step <= stop]

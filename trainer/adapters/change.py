@@ -33,7 +33,8 @@ class StartFactors:
 
 @dataclass(frozen=True)
 class LayerChange:
-    """Of one layer. moved: ||V - V'||. size: ||V'||. Frobenius norms. drift: the largest |m / m' - 1| of a row; 0 for a LoRA.
+    """How far one layer is from its start. moved: ||V - V'||. size: ||V'||. Frobenius norms. drift: the largest |m / m' - 1|
+    of a row; 0 for a LoRA.
 
     A row of zeros has no magnitude to be compared with, so it has no drift.
     """
@@ -45,7 +46,8 @@ class LayerChange:
 
 @torch.no_grad()
 def change(layer, start: StartFactors | None = None) -> LayerChange:
-    """Of an AdaptedLayer. start: what it began with; None: g' = 1 and B' = 0, as a fresh adapter has them."""
+    """How far an AdaptedLayer is from its start. start: what it began with; None: g' = 1 and B' = 0, as a fresh adapter has
+    them."""
     base, scaling = layer.get_base_layer(), layer.scaling[ADAPTER_NAME]
     a, b = layer.factors(ADAPTER_NAME)
     if start is None:

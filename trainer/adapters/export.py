@@ -136,7 +136,7 @@ def write_files(
 
 
 def diffusers_tensors(portable: Portable, advance: Advance = unheard) -> Tensors:
-    """Under diffusers / PEFT keys, of the dtypes that they have. advance: as in `write_files`.
+    """The adapter's tensors under diffusers / PEFT keys, in the dtypes that they have. advance: counts layers.
 
     Raises UserError for a DoRA of the input axis, which PEFT has not, and for one that leaves out some layers.
     """
@@ -240,12 +240,12 @@ def kohya_tensors(
     norms: AllNorms = {},
     advance: Advance = unheard,
 ) -> Tensors:
-    """Under kohya keys, A and B of the dtypes that they have, alpha in fp32.
+    """The adapter's tensors under kohya keys, A and B in the dtypes that they have, alpha in fp32.
 
     modules: component -> its modules under the names to write (empty: the layers under their own names).
     prefixes: component -> key prefix. rows: full name of a layer of `fused_with` -> how many it has.
     norms: for DoRA, of the layers of `fused_with`, by full name.
-    advance: as in `write_files`. Raises UserError where the magnitudes of one module cannot be put together.
+    advance: counts layers. Raises UserError where the magnitudes of one module cannot be put together.
     """
     tensors: dict[str, torch.Tensor | Recipe] = {}
     for component, layers in by_component(portable):

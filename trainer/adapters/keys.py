@@ -55,6 +55,7 @@ class Module:
 
     @property
     def parts(self) -> tuple[str, ...]:
+        """The names of the layers that it holds."""
         return self.link.parts
 
 

@@ -65,6 +65,8 @@ class AdaptedLayer(nn.Module, LoraLayer):
         return module.weight_shape[1], module.weight_shape[0]
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: float, config, **kwargs) -> None:
+        """Add PEFT's adapter of that name: A, B and, for DoRA, the magnitude m = ||W||, all fp32. Raises ValueError for a
+        DoRA with dropout."""
         base, dora = self.get_base_layer(), bool(config.use_dora)
         if dora and config.lora_dropout:
             raise ValueError("adapter.dropout cannot be combined with DoRA")
@@ -90,6 +92,7 @@ class AdaptedLayer(nn.Module, LoraLayer):
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
+        """Choose the adapters that compute, and drop what followed from the others."""
         super().set_adapter(adapter_names, inference_mode)
         self.now.active = None
         self.mark_stale()
@@ -157,11 +160,13 @@ class AdaptedLayer(nn.Module, LoraLayer):
             self.mark_stale()
 
     def unmerge(self) -> None:
+        """Compute with the frozen weight again, and the adapter beside it."""
         self.get_base_layer().merged_weight = None
         self.merged_adapters.clear()
         self.mark_stale()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The layer's output in compute_dtype: base + strength * (adapted - base)."""
         base = self._modules["base_layer"]
         if self._disable_adapters and self.merged_adapters:
             self.unmerge()
@@ -298,6 +303,7 @@ class SharedInput:
         )
 
     def output(self, layer: AdaptedLayer, x: torch.Tensor) -> torch.Tensor:
+        """The output of `layer` for x, which is computed for all layers at the first of them."""
         key = x._version, torch.is_grad_enabled()
         if x is not self.x or key != self.key or layer not in self.outputs:
             parts = [each.part() for each in self.layers]

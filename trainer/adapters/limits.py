@@ -12,7 +12,7 @@ from trainer.base import draws
 def drawn_rows(
     ranks: Mapping[str, int], *, rank_dropout: float, module_dropout: float, seed: int, step: int, micro_batch: int
 ) -> dict[str, torch.Tensor]:
-    """Of each layer, what multiplies the rows of its A in this micro-batch: fp32 [R], on the CPU. ranks: by layer.
+    """What multiplies, layer by layer, the rows of its A in this micro-batch: fp32 [R], on the CPU. ranks: by layer.
 
     A row is dropped with probability `rank_dropout`, a layer with `module_dropout`, each by a draw of its own; what is kept
     is divided by the probability that it is, so that the expected update is the whole one.
@@ -33,10 +33,10 @@ def thinned(part: Part, rows_R: torch.Tensor) -> Part:
 
 @torch.no_grad()
 def limit_norms(layers: Iterable[Any], limit: float) -> torch.Tensor:
-    """Where ||s B A|| of an adapted layer is above `limit`, multiply A and B alike so that it is that. Frobenius norms.
+    """Multiply A and B alike where ||s B A|| (Frobenius) is above `limit`, so that it equals it: kohya's
+    --scale_weight_norms.
 
-    As kohya's --scale_weight_norms. Returns how many were scaled, int64 []. The norm is made without B A:
-    ||B A||^2 = sum of (B^T B) * (A A^T).
+    Returns how many layers were scaled, int64 []. The norm is made without B A: ||B A||^2 = sum of (B^T B) * (A A^T).
     """
     tensors, ratios, above = [], [], []
     for layer in layers:

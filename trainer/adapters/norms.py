@@ -34,7 +34,7 @@ KINDS = ("base", "original", "adapted")  # the fields of RowNorms; the saved ten
 
 @dataclass(frozen=True)
 class RowNorms:
-    """Of one layer, fp32 [N], on the CPU.
+    """The norms of one layer's rows, fp32 [N], on the CPU.
 
     base: ||W||. original: ||W16||; None where W is dense, or lies quantised in the model's file. adapted: c; None of a layer
     that has no adapter.
@@ -46,7 +46,7 @@ class RowNorms:
 
     @property
     def reader(self) -> torch.Tensor:
-        """Of the weight that the adapter file will be applied to."""
+        """The norms of the weight that the adapter file will be applied to."""
         return self.base if self.original is None else self.original
 
 
@@ -79,7 +79,7 @@ def magnitude(m_N: Tensor, a_RK: Tensor, b_NR: Tensor, scaling: float, norms: Ro
 
 
 class Norms:
-    """Of a run's DoRA, for its adapter files: the piece "norms" of a checkpoint. Of a LoRA, whose files need none, empty.
+    """The norms that a DoRA's adapter files need, the piece "norms" of a checkpoint; empty for a LoRA, whose files need none.
 
     beside: layers without an adapter that the original layout fuses with adapted ones, by full name.
     held: storage of the components whose files hold them quantised, by name. advance: counts layers read.
@@ -102,7 +102,8 @@ class Norms:
             advance(1)
 
     def now(self, advance: Advance = unheard) -> dict[str, RowNorms]:
-        """By layer, with the present c: computed here where it is stale, and then not again in the next forward."""
+        """Every layer's norms with the present c, by name: computed here where it is stale, and then not again in the next
+        forward."""
         norms = dict(self.frozen)
         for name, layer in self.adapted.items():
             layer.part()
@@ -111,11 +112,13 @@ class Norms:
         return norms
 
     def state_dict(self) -> dict[str, Any]:
+        """The norms as tensors, with what its files hold quantised ("held")."""
         with self.used():
             return {"held": self.held, **_tensors(self.now())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Compare: norms follow from the frozen base, and c from the adapter too. Raises UserError, naming what differs."""
+        """Compare the saved norms with those of the frozen base; c follows from the adapter too, and is left out. Raises
+        UserError, naming what differs."""
         then, now = _tensors(read_norms(state)), _tensors(self.frozen)
         for key in sorted(now.keys() | then.keys()):
             if key.endswith(".adapted_norm"):
@@ -151,13 +154,14 @@ def _tensors(layers: Mapping[str, RowNorms]) -> dict[str, torch.Tensor]:
 
 
 def read_norms(state: Mapping[str, Any]) -> dict[str, RowNorms]:
-    """By layer, what `Norms.state_dict` gave: all that adapter files need of the model."""
+    """The norms that `Norms.state_dict` gave, by layer: all that adapter files need of the model."""
     layers = [key.removesuffix(".base_norm") for key in state if key.endswith(".base_norm")]
     return {name: RowNorms(*(state.get(f"{name}.{kind}_norm") for kind in KINDS)) for name in layers}
 
 
 def made_for(held: Mapping[str, str]) -> str:
-    """Which weights a DoRA's files are made for. held: storage of the components whose files hold them quantised."""
+    """The weights that a DoRA's files are made for, in words. held: storage of the components whose files hold them
+    quantised."""
     if not held:
         return "the model's weights before they were quantised"
     components = ", ".join(f"{name}: {dtype}" for name, dtype in held.items())

@@ -63,6 +63,7 @@ class PeftConfig:
         return self._alpha(name)
 
     def wrong(self, what: str) -> UserError:
+        """The error that says `what` of the config's file."""
         return UserError(f"{self.path} {what}; take the folder as PEFT saved it")
 
 

@@ -33,12 +33,12 @@ AllNorms = Mapping[str, RowNorms]  # by full name of the layer
 
 
 def recipe(tensor: torch.Tensor) -> Recipe:
-    """Of a tensor that is there."""
+    """A recipe that gives `tensor`."""
     return Recipe(tensor.dtype, tuple(tensor.shape), lambda: tensor)
 
 
 def derived(base: Recipe, shape: tuple[int, ...], change: Callable[[torch.Tensor], torch.Tensor]) -> Recipe:
-    """Of `base`'s dtype and another shape: `change` of what `base` makes."""
+    """A recipe of `base`'s dtype and another shape, which gives `change` of what `base` makes."""
     return Recipe(base.dtype, shape, lambda: change(base.make()))
 
 
@@ -59,30 +59,34 @@ class Factors:
 
     @property
     def rank(self) -> int:
+        """R, the rows of A."""
         return self.a.shape[0]
 
     @property
     def rows(self) -> int:
+        """N, the rows of B and of W."""
         return self.b.shape[0]
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        """Of the W that it is for."""
+        """The shape of W: [N, K], or [N, C / groups, kh, kw]."""
         return self.rows, *self.a.shape[1:]
 
     @property
     def scaling(self) -> float:
+        """s, what B A is multiplied by: alpha / R, or alpha / sqrt(R) for rsLoRA."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def tensors(self) -> dict[str, Recipe]:
-        """By the names that messages use."""
+        """The tensors that there are, by the names that messages use."""
         named = {"A": self.a, "B": self.b, "magnitude": self.magnitude}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
 @dataclass(frozen=True)
 class Portable:
-    """layers: by full name, in a model's order where that is known. meaning: of the magnitudes. metadata: of the file."""
+    """An adapter apart from any model, as files hold it. layers: by full name, in a model's order where that is known.
+    meaning: of the magnitudes. metadata: of the file."""
 
     layers: Mapping[str, Factors]
     meaning: DoraScale = "magnitude"
@@ -90,18 +94,22 @@ class Portable:
 
     @property
     def dora(self) -> bool:
+        """Whether a layer has a magnitude."""
         return any(factors.magnitude is not None for factors in self.layers.values())
 
     @property
     def rslora(self) -> bool:
+        """Whether a layer is scaled by alpha / sqrt(R)."""
         return any(factors.rslora for factors in self.layers.values())
 
     @property
     def targets(self) -> list[Target]:
+        """Every layer with its rank and alpha."""
         split = [(name.partition("."), factors) for name, factors in self.layers.items()]
         return [Target(component, rest, factors.rank, factors.alpha) for (component, _, rest), factors in split]
 
     def with_layers(self, layers: Mapping[str, Factors]) -> Self:
+        """The same with other layers."""
         return replace(self, layers=dict(layers))
 
     def check_finite(self, advance: Advance = unheard) -> None:
@@ -116,6 +124,7 @@ class Portable:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no value of the tensor is NaN or infinite."""
     # Of the smallest and the largest value, one of which is NaN where any is: isfinite of all bf16 values takes 20 times as
     # long. Neither knows float8.
     if tensor.numel() == 0:
@@ -125,7 +134,8 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def of_adapter(adapter: Adapter, norms: AllNorms, meaning: DoraScale, advance: Advance = unheard) -> Portable:
-    """Of a run's adapter as it is now. norms: of every DoRA layer, by full name. advance: counts layers."""
+    """A run's adapter as it is now. norms: of every DoRA layer, by full name. meaning: of the magnitudes. advance: counts
+    layers."""
     return of_state(
         adapter.state_dict(), list(adapter.targets.values()), norms, meaning, rslora=adapter.rslora, advance=advance
     )
@@ -140,7 +150,8 @@ def of_state(
     rslora: bool,
     advance: Advance = unheard,
 ) -> Portable:
-    """Of what `Adapter.state_dict` gave, which is all that a checkpoint has of it. The rest as in `of_adapter`."""
+    """The adapter of which `Adapter.state_dict` gave `state`: all that a checkpoint has of it. norms: of every DoRA layer, by
+    full name. meaning: of the magnitudes. advance: counts layers."""
     layers = {}
     for target in targets:
         name = f"{target.component}.{target.name}"

@@ -30,7 +30,7 @@ def shrunk(factors: Factors, rank: int) -> tuple[Factors, float]:
 
 
 def with_factors(factors: Factors, a_RK: torch.Tensor, b_NR: torch.Tensor, scaling: float) -> Factors:
-    """Of the layer and dtypes of `factors`, with another A and B and the scale `scaling`."""
+    """Factors for the layer and in the dtypes of `factors`, with another A and B and the scale `scaling`."""
     rank = len(a_RK)
     a = a_RK.view(rank, *factors.a.shape[1:]).to(factors.a.dtype)
     b = b_NR.reshape(len(b_NR), rank, *factors.b.shape[2:]).to(factors.b.dtype)

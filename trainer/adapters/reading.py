@@ -30,9 +30,9 @@ Said = PeftConfig | dict[str, dict[str, Any]]  # what a file's scales are: PEFT'
 
 @dataclass
 class ReadAdapter:
-    """portable: what was read. conventions: how many modules were named in which way. fused: how many modules held several
-    layers, by form (splitting.py). alphas: where the scales come from. absent: rows of fused modules without an adapter,
-    whose magnitudes are the model's norms and were left out."""
+    """What an adapter file holds. portable: what was read. conventions: how many modules were named in which way. fused: how
+    many modules held several layers, by form (splitting.py). alphas: where the scales come from. absent: rows of fused
+    modules without an adapter, whose magnitudes are the model's norms and were left out."""
 
     portable: Portable
     conventions: Counter[str] = field(default_factory=Counter)
@@ -51,7 +51,7 @@ class ReadAdapter:
 
 
 def stems_of(file: TensorFile) -> dict[str, dict[str, str]]:
-    """By module, its tensors' keys by role. Raises UserError for keys that are not of a LoRA or DoRA."""
+    """Every module's keys by the tensors' roles. Raises UserError for keys that are not of a LoRA or DoRA."""
     if not file.entries:
         raise UserError(f"{file.path} holds no tensors: it is no adapter")
     return taken_apart(file.entries, file.path)

@@ -34,5 +34,5 @@ def told(portable: Portable, patterns: Sequence[str]) -> str:
 
 
 def sentence(said: str) -> str:
-    """For people. said: the header's entry."""
+    """A sentence for people. said: the header's entry."""
     return f"sd-scripts builds no module for some layers of the kohya file and drops them without a message: {said}"

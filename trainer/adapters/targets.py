@@ -51,7 +51,7 @@ class Rates:
 
     @classmethod
     def read(cls, optimizer: Mapping[str, Any], text_encoders: Sequence[str]) -> "Rates":
-        """optimizer: that table of a config; a checkpoint's may lack the later ones of these keys."""
+        """The rates in a config. optimizer: that table of it; a checkpoint's may lack the later ones of these keys."""
         keys = ("lr", "weight_decay", "lora_plus", "text_encoder_lr", "magnitude_lr")
         return cls(**{key: optimizer[key] for key in keys if key in optimizer}, text_encoders=text_encoders)
 
@@ -83,6 +83,7 @@ class Target:
     stop_step: int | None = None
 
     def scaling(self, rslora: bool) -> float:
+        """What B A is multiplied by: alpha / rank, or alpha / sqrt(rank) for rsLoRA."""
         return self.alpha / (math.sqrt(self.rank) if rslora else self.rank)
 
 
@@ -96,7 +97,7 @@ def match_targets(
     rank: int,
     alpha: float | None,
 ) -> tuple[Target, ...]:
-    """Which layers are adapted, with which rank and alpha.
+    """The layers to adapt, with rank and alpha.
 
     layers: the adaptable (Linear and Conv2d) layer names of every component, in module order.
     targets: a preset's name or fnmatch patterns, on the denoiser's layer names. A rule that names another component adds

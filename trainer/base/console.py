@@ -23,7 +23,7 @@ PIPE_SECONDS = 0.1  # that a program at the other end of a pipe (tee) has to wri
 
 @contextmanager
 def read_or_not(stream: TextIO) -> Iterator[None]:
-    """Inside, a write to `stream` that nobody can read is no error; what follows goes to the null device."""
+    """A block in which a write to `stream` that nobody can read is no error; what follows goes to the null device."""
     try:
         yield
     except OSError as error:
@@ -110,8 +110,8 @@ def broken(line: str, columns: int) -> list[str]:
 
 
 def fitted(fields: Sequence[tuple[int, str]], columns: int) -> str:
-    """As many of (rank, text) as fit side by side, each whole and in this order; those of the highest rank go first. What has
-    rank 0 stays in any case."""
+    """One line of as many of (rank, text) as fit side by side, each whole and in this order; those of the highest rank go
+    first. What has rank 0 stays in any case."""
     shown = list(fields)
     while len(line := ", ".join(text for _, text in shown)) > columns and any(rank for rank, _ in shown):
         shown.remove(max(shown, key=lambda field: field[0]))

@@ -102,7 +102,7 @@ class Together:
         self._old: list[Path] = []
 
     def write(self, path: Path | str, pieces: Iterable[memoryview | bytes], advance: Advance = unheard) -> tuple[str, int]:
-        """As `write_atomic`, but for the time of the rename."""
+        """The (sha256, bytes) of a file that gets its name at the end of the block. Raises OSError."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = _temporary(path)

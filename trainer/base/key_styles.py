@@ -18,4 +18,5 @@ class KeyStyle:
     flat: bool = False
 
     def key(self, name: str) -> str:
+        """The stem of a layer's keys in a file of this style. name: the layer's, dotted, without its component."""
         return self.prefix + (name.replace(".", "_") if self.flat else name)

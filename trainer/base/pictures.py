@@ -29,7 +29,8 @@ def unreadable() -> tuple[type[Exception], ...]:
 
 
 def pngs(folder: Path, pattern: str = "*.png") -> list[Path]:
-    """In order. Hidden ones are none: some systems leave "._00.png" beside "00.png". Nor is a pipe, or a folder."""
+    """A folder's pictures, by name. Hidden ones are none: some systems leave "._00.png" beside "00.png". Nor is a pipe, or a
+    folder."""
     return [file for file in sorted(folder.glob(pattern)) if not file.name.startswith(".") and file.is_file()]
 
 
@@ -87,4 +88,5 @@ def reduced(data: bytes, side: int) -> bytes:
 
 
 def data_uri(data: bytes, kind: str) -> str:
+    """An image file's bytes as a `data:` URI. kind: "png", "jpeg" and the like."""
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"

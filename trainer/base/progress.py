@@ -83,13 +83,13 @@ class Phase:
         self._check()
 
     def between_modules(self) -> AbstractContextManager[Any]:
-        """Inside the block every module of torch that is about to compute is such a place."""
+        """A block in which every module of torch that is about to compute is a place to stop at, too."""
         from torch.nn.modules.module import register_module_forward_pre_hook
 
         return register_module_forward_pre_hook(lambda module, arguments: self.check())
 
     def close(self) -> None:
-        """On a terminal the line of the phase around this one comes back."""
+        """Take the line off the terminal; that of the phase around this one comes back."""
         if self._live and LIVE.text:
             if self._around is None:
                 LIVE.show("")
@@ -161,6 +161,7 @@ class Phases:
         self._under_way: list[Phase] = []
 
     def made(self, event: str) -> None:
+        """Note the newest thing that was made, which the line of the steps names."""
         self.event = event
 
     @contextmanager
@@ -211,6 +212,7 @@ class Record:
         self._lines: list[str] = []
 
     def add(self, entry: dict[str, Any]) -> None:
+        """Add one phase's line. entry: the line as a JSON object."""
         self._lines.append(json.dumps(entry) + "\n")
         if self._path is not None:
             self.open(self._path)
@@ -232,7 +234,7 @@ def _amount(count: int, unit: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """As people read it."""
+    """Seconds as people read them: "4.2 s", "1 min 5 s", "2 h 10 min"."""
     if round(seconds) < 60:
         return f"{seconds:.1f} s" if round(seconds, 1) < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)

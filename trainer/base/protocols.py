@@ -89,42 +89,56 @@ class BaseLayer(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor: ...  # x W^T + b in compute_dtype
 
-    def row_norms(self) -> Tensor: ...  # fp32 [N], ||W_n|| as it lies in memory
+    def row_norms(self) -> Tensor:
+        """||W_n|| of each row as W lies in memory, fp32 [N]."""
 
-    def stored(self) -> StoredWeight: ...
+    def stored(self) -> StoredWeight:
+        """The stored weight, for the kernels."""
 
-    def dequantize(self, dtype: torch.dtype) -> Tensor: ...  # the weight in its own shape
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The weight in its own shape, in `dtype`."""
 
     @property
-    def bias_N(self) -> Tensor | None: ...  # fp32 [N], rounded to compute_dtype
+    def bias_N(self) -> Tensor | None:
+        """The bias rounded to compute_dtype, fp32 [N]; None where the layer has none."""
 
-    def matmul(self, x: Tensor) -> Tensor: ...  # x W^T in compute_dtype, a new tensor
+    def matmul(self, x: Tensor) -> Tensor:
+        """x W^T in compute_dtype, without the bias, in a new tensor."""
 
     def input_grad(self, dy: Tensor, x_shape: torch.Size, g_N: Tensor | None = None, add_to: Tensor | None = None) -> Tensor:
         """(g * dy) W, the gradient of x, in compute_dtype: a new tensor, or added to `add_to` in place. g: fp32 [N]."""
 
-    def product(self, x: Tensor, weight: Tensor) -> Tensor: ...
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The bias-free operation with `weight` in place of W."""
 
     def product_input_grad(self, dy: Tensor, weight: Tensor, x_shape: torch.Size, add_to: Tensor | None = None) -> Tensor:
         """The gradient of x: a new tensor, or added to `add_to` in place."""
 
-    def product_weight_grad(self, dy: Tensor, x: Tensor, weight_shape: torch.Size) -> Tensor: ...
+    def product_weight_grad(self, dy: Tensor, x: Tensor, weight_shape: torch.Size) -> Tensor:
+        """The gradient of `product`'s weight."""
 
-    def collapsed(self, x: Tensor) -> Tensor: ...  # an input or output with as few dimensions as the products take
+    def collapsed(self, x: Tensor) -> Tensor:
+        """An input or output with as few dimensions as the products take."""
 
-    def expanded(self, y: Tensor, x_shape: torch.Size) -> Tensor: ...  # a collapsed output as of an input of that shape
+    def expanded(self, y: Tensor, x_shape: torch.Size) -> Tensor:
+        """A collapsed output with the dimensions that it has for an input of `x_shape`."""
 
-    def rows(self, y: Tensor) -> Tensor: ...  # [M, features] of an input or output, a view where it can be
+    def rows(self, y: Tensor) -> Tensor:
+        """[M, features] of an input or output, a view where it can be one."""
 
-    def put_rows(self, y_MN: Tensor, y: Tensor) -> None: ...  # into y, where `rows(y)` gave a copy
+    def put_rows(self, y_MN: Tensor, y: Tensor) -> None:
+        """Write [M, N] into y, where `rows(y)` gave a copy."""
 
-    def from_rows(self, y_MN: Tensor, like: torch.Size) -> Tensor: ...  # a view, features as the rows have
+    def from_rows(self, y_MN: Tensor, like: torch.Size) -> Tensor:
+        """A view of [M, features] in the layout of a tensor of shape `like`; the features are those of the rows."""
 
 
 @runtime_checkable
 class WeightOwner(Protocol):
     """The seam between loading and quantisation: a layer that takes a file's weight, and stores it in its own way."""
 
-    def load_weight(self, weight: Tensor) -> None: ...  # of its shape, any floating dtype but float8
+    def load_weight(self, weight: Tensor) -> None:
+        """Take the weight, of the layer's shape and any floating dtype but float8."""
 
-    def load_held(self, held: HeldWeight, payload: Mapping[str, Tensor]) -> None: ...  # payload: as `held` gives it
+    def load_held(self, held: HeldWeight, payload: Mapping[str, Tensor]) -> None:
+        """Take a weight that its file holds quantised. payload: the tensors that `held` gives."""

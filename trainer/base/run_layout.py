@@ -15,12 +15,12 @@ def snapshot_name(step: int) -> str:
 
 
 def snapshot_step(name: str) -> int | None:
-    """Of a file with such a name; None of another."""
+    """The step of a file that `snapshot_name` names; None for another name."""
     return step_of(name.removesuffix(".safetensors")) if name.endswith(".safetensors") else None
 
 
 def step_of(name: str) -> int | None:
-    """Of a folder with such a name; None of another."""
+    """The step of a folder that `folder_name` names; None for another name."""
     found = re.fullmatch(r"step-(\d{8})", name)
     return None if found is None else int(found[1])
 
@@ -35,12 +35,12 @@ def plain_request(request: str) -> str:
 
 
 def in_use(cache: Path) -> Path:
-    """Of a folder of cached entries: the empty file whose locks say which processes use it."""
+    """The empty file in a folder of cached entries whose locks say which processes use it."""
     return cache / "in_use" / ".lock"
 
 
 class Layout:
-    """root: run.output_dir."""
+    """The files and folders of a run. root: run.output_dir."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -61,6 +61,7 @@ class Layout:
         self.cache = root / "cache"  # encoded photos and captions, where data.cache_dir names no other folder
 
     def samples_of(self, step: int) -> Path:
+        """The folder of the samples of `step`."""
         return self.samples / folder_name(step)
 
     def superseded(self, after: int, again: int = 1) -> Path:

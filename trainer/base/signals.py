@@ -33,8 +33,8 @@ def hold_save() -> None:
 
 @contextmanager
 def undoing() -> Iterator[None]:
-    """In the block SIGTERM and SIGHUP raise Interrupted where they arrive, as SIGINT does KeyboardInterrupt: for work that
-    undoes what it began when it fails. A SIGHUP that was ignored stays so (nohup)."""
+    """A block in which SIGTERM and SIGHUP raise Interrupted where they arrive, as SIGINT does KeyboardInterrupt: for work
+    that undoes what it began when it fails. A SIGHUP that was ignored stays so (nohup)."""
 
     def stop(signum: int, frame: object) -> None:
         for each in before:  # once: what undoes must not be interrupted
@@ -116,8 +116,8 @@ class Signals:
 
     @contextmanager
     def last_work(self, seconds: float) -> Iterator[None]:
-        """In the block a stop that was asked for once leaves time for work that may be left undone: `check` raises when that
-        time is over, or at a second signal."""
+        """A block in which a stop that was asked for once leaves time for work that may be left undone: `check` raises when
+        that time is over, or at a second signal."""
         self._until = time.monotonic() + seconds
         try:
             yield
@@ -125,6 +125,7 @@ class Signals:
             self._until = None
 
     def check(self) -> None:
+        """Raises Interrupted where a stop was asked for."""
         in_time = self._until is not None and self._received < 2 and time.monotonic() < self._until
         if self.stop is not None and not in_time:
             raise Interrupted(self.stop)

@@ -30,7 +30,7 @@ MAX_DIMENSIONS = 64  # numpy takes no more, and multiplying a million sizes woul
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies: `start` and `bytes` count from the beginning of the file."""
+    """A tensor's place in a file: `start` and `bytes` count from the beginning of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -56,6 +56,7 @@ class TensorFile:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor's shape, by name."""
         return {name: entry.shape for name, entry in self.entries.items()}
 
     def read(self, name: str, advance: Advance = unheard) -> torch.Tensor:
@@ -77,6 +78,7 @@ class TensorFile:
         return tensor
 
     def read_all(self, advance: Advance = unheard) -> dict[str, torch.Tensor]:
+        """Every tensor, by name."""
         return {name: self.read(name, advance) for name in self.entries}
 
 

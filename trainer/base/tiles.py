@@ -7,7 +7,7 @@ OVERLAP = 0.25  # of two neighbours, as diffusers has it: there one fades into t
 
 
 def side(width: int, height: int) -> int | None:
-    """Of the square tiles that an image passes in, in pixels; None: it passes as a whole.
+    """The side, in pixels, of the square tiles that an image passes in; None: it passes as a whole.
 
     The smallest at which no tile of the last row or column is narrower than half the others, or as near to that as can be: a
     tile is normalised by its own mean and variance, and those of a narrow strip say little.

@@ -31,12 +31,15 @@ class Conditioning:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> Self:
+        """The conditioning of which `tensors` are all tensors, by name."""
         return cls(**tensors)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
+        """The same on another device."""
         return self.from_tensors({name: t.to(device, non_blocking=non_blocking) for name, t in self.tensors().items()})
 
     def pin_memory(self) -> Self:
+        """The same in page-locked memory: torch's loader asks for it."""
         return self.from_tensors({name: t.pin_memory() for name, t in self.tensors().items()})
 
 
@@ -101,6 +104,7 @@ class Link:
 
     @property
     def swap(self) -> bool:
+        """Whether the two halves of the rows change places."""
         return self.op == "swap_halves"
 
 
@@ -129,6 +133,7 @@ class StoredWeight:
 
     @property
     def device(self) -> torch.device:
+        """The device that it lies on."""
         return self.codes.device
 
     def is_dense(self, dtype: torch.dtype) -> bool:

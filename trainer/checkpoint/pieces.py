@@ -10,7 +10,8 @@ P = TypeVar("P", bound=Provider)
 
 
 class Pieces:
-    """saved: the checkpoint that the run goes on from, None for a fresh start. census: all that the run's config asks for."""
+    """What a run's checkpoints are made of. saved: the checkpoint that the run goes on from, None for a fresh start.
+    census: all that the run's config asks for."""
 
     def __init__(self, saved: Saved | None, census: Mapping[str, Piece] = PIECES) -> None:
         self.census = census
@@ -27,7 +28,8 @@ class Pieces:
         return provider
 
     def complete(self) -> None:
-        """After the last one. Raises ValueError where a piece of the census, or of the saved checkpoint, was left out."""
+        """Check that all pieces were entered. Raises ValueError where a piece of the census, or of the saved checkpoint,
+        was left out."""
         missing = sorted(self.census.keys() - self._providers.keys())
         if missing:
             raise ValueError(f"never entered: {', '.join(missing)}")

@@ -89,7 +89,7 @@ class Saver:
         self.after(step)
 
     def join(self, watch: Advance = unheard) -> Exception | None:
-        """Until nothing is being written; returns what `wait` would raise."""
+        """Wait until nothing is being written; returns what `wait` would raise."""
         try:
             self.wait(watch)
         except Exception as error:  # handed on
@@ -102,7 +102,7 @@ class Saver:
         return self._failure is not None
 
     def wait(self, watch: Advance = unheard) -> None:
-        """Until nothing is being written. Raises the first failure since the last call."""
+        """Wait until nothing is being written. Raises the first failure since the last call."""
         self._join_thread(watch)
         failure, self._failure = self._failure, None
         if failure is not None:

@@ -50,14 +50,16 @@ class Provider(Protocol):
     photos, its frozen base) has nothing to load and only compares.
     """
 
-    def state_dict(self) -> Mapping[str, Any]: ...
+    def state_dict(self) -> Mapping[str, Any]:
+        """The piece at this moment: JSON values, and tensors by name."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> object: ...
+    def load_state_dict(self, state: dict[str, Any]) -> object:
+        """Take back what `state_dict` gave, or check it. Raises UserError where it does not fit."""
 
 
 @dataclass
 class Progress:
-    """Where a run stands.
+    """How far a run is.
 
     step: attempted updates. images: samples seen. non_finite: updates skipped because a value was not finite.
     total_steps: the schedule's frozen length. started: ISO date and time of the first start (UTC).
@@ -79,9 +81,11 @@ class Progress:
         return begun[-1] if begun else (0, 0)
 
     def state_dict(self) -> dict[str, Any]:
+        """The fields by name."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the fields back. Raises ValueError for what is no count, and for changes that are malformed."""
         loaded = Progress(**state)
         counts = (loaded.step, loaded.images, loaded.non_finite, loaded.total_steps)
         if not all(type(count) is int and 0 <= count < 2**53 for count in counts):  # up to there floats count exactly
@@ -107,9 +111,11 @@ class Pin:
     check: Callable[[Mapping[str, Any], Mapping[str, Any]], object]
 
     def state_dict(self) -> Mapping[str, Any]:
+        """The value of this run."""
         return self.value
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Check the saved value against this run's. Raises what `check` raises."""
         self.check(state, self.value)
 
 
@@ -181,7 +187,8 @@ class Saved:
 
     @classmethod
     def whatever(cls, folder: Path) -> Self:
-        """With the optional pieces that it has itself, whatever config asked for them: to read it, not to go on from it."""
+        """A checkpoint with the optional pieces that it has itself, whatever config asked for them: to read it, not to go
+        on from it."""
         tree = files.read_json(folder / STATE)
         listed = tree.get("pieces") if isinstance(tree, dict) else None
         return cls(folder, own_census(listed if isinstance(listed, dict) else {}))

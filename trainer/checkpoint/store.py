@@ -154,7 +154,7 @@ def steps(root: Path) -> list[int]:
 
 
 def unnamed(root: Path) -> dict[int, Path]:
-    """By step, the whole checkpoints that a kill kept from their names: between the renames of a save, or before them."""
+    """The whole checkpoints that a kill kept from their names, by step: between the renames of a save, or before them."""
     there = root.iterdir() if root.is_dir() else ()
     found = {int(named[1]): path for path in there if (named := _NEW.fullmatch(path.name))}
     return {

@@ -15,7 +15,7 @@ def described(kind: str, decay: float) -> str:
 
 
 def weights_of(kind: str, decay: float) -> dict[str, NewShare]:
-    """By their names, the averages that `ema.kind` asks for; of power functions the names are the lengths."""
+    """The averages that `ema.kind` asks for, by their names; of power functions the names are the lengths."""
     if kind == "power":
         return {f"{length:.3f}": power_function(length) for length in LENGTHS}
     return {"constant": constant(decay)} if kind == "constant" else {}

@@ -26,7 +26,8 @@ ROWS = 2**14  # of updates that are looked at together
 
 
 def gamma_of(length: float) -> float:
-    """Of sigma_rel = sqrt((gamma + 1) / ((gamma + 2)^2 (gamma + 3))) (appendix C.1): the root of a cubic that is at least 0.
+    """gamma for sigma_rel = sqrt((gamma + 1) / ((gamma + 2)^2 (gamma + 3))) (appendix C.1): the root of a cubic that is at
+    least 0.
 
     Raises UserError for a length that no average has, or below SHORTEST.
     """
@@ -40,6 +41,7 @@ def gamma_of(length: float) -> float:
 
 
 def power_function(length: float) -> NewShare:
+    """The share of the n-th update in an average of this length: 1 - (1 - 1 / n)^(gamma + 1)."""
     exponent = gamma_of(length) + 1
     return lambda n: 1 - (1 - 1 / n) ** exponent
 
@@ -52,14 +54,15 @@ class Profile:
     updates: int
 
     def weights(self, first: int, last: int) -> torch.Tensor:
-        """Of the weights after the updates first to last, counted from 1: fp64."""
+        """The weights of the updates first to last, counted from 1: fp64 [last - first + 1]."""
         edges = torch.arange(first - 1, last + 1, dtype=torch.float64).clamp_max(self.updates) / self.updates
         return (edges ** (gamma_of(self.length) + 1)).diff()
 
 
 @dataclass(frozen=True)
 class Fit:
-    """shares: of each stored average in the one that was asked for; their sum is 1.
+    """A combination of stored averages, and how near it is. shares: of each stored average in the one that was asked for;
+    their sum is 1.
 
     error: || w - w' || / || w ||, w the weights that were asked for, w' those of the combination.
     reach: sum |w - w'| / 2. Both sums of weights are 1: so no element is off by more than `reach` of what it ranged over in

@@ -50,7 +50,8 @@ class Averages:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Inside, the parameters are the first average; afterwards, bit for bit what they were, however it ends."""
+        """A block in which the parameters are the first average; afterwards they are, bit for bit, what they were, however
+        it ends."""
         with put_back(self.parameters, self.changed):
             with torch.no_grad():
                 torch._foreach_copy_(self.parameters, next(iter(self.kept.values())))
@@ -63,9 +64,11 @@ class Averages:
 
     @property
     def tensors(self) -> list[Tensor]:
+        """All averages' tensors."""
         return [tensor for average in self.kept.values() for tensor in average]
 
     def state_dict(self) -> dict[str, Any]:
+        """The averages' tensors by "AVERAGE|PARAMETER", and the count of updates."""
         named = {f"{name}|{key}": tensor for name in self.kept for key, tensor in self.of(name).items()}
         return {"updates": self.updates, **named}
 

@@ -111,7 +111,7 @@ class SetAside:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """By the tensors' names without the average's."""
+        """Every tensor's shape, by its name without the average's."""
         own = f"{self.name}|"
         return {key.removeprefix(own): entry.shape for key, entry in self.file.entries.items() if key.startswith(own)}
 

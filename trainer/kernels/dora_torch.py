@@ -29,6 +29,7 @@ LARGEST, SCALE_FLOOR = 448.0, 2.0**-126
 
 
 def upcast(weight: StoredWeight, dtype: torch.dtype, g_N: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """W, or g * W row by row: `dtype` [N, K], in `out` where one is given."""
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device) if out is None else out
     wide = wide_dtype(weight.codes.dtype)
     for rows in whole_rows(weight):
@@ -43,6 +44,7 @@ def upcast(weight: StoredWeight, dtype: torch.dtype, g_N: Tensor | None = None, 
 
 
 def row_squares(weight: StoredWeight) -> Tensor:
+    """||W_n||^2: [N], fp32 or, of fp64 codes, fp64."""
     w_sq_N = torch.empty(weight.shape[0], dtype=wide_dtype(weight.codes.dtype), device=weight.device)
     for rows, piece in decoded(weight):
         squares = scratch(piece.shape, piece.dtype, piece.device, SECOND_BUFFER)
@@ -96,6 +98,7 @@ def _added(weight: StoredWeight, a_RK: Tensor, b_NR: Tensor, scaling: float) -> 
 
 
 def compose(z_MN: Tensor, t_MR: Tensor, sb_NR: Tensor, g_N: Tensor | None, bias_N: Tensor | None, out_MN: Tensor) -> None:
+    """out = g * (z + t (s B)^T) + bias, in place."""
     if g_N is None and z_MN.dtype == torch.bfloat16:
         # A product of bf16 tensors is summed in fp32, z with it, and rounded once. The bias goes along as one more rank.
         if bias_N is not None:
@@ -122,6 +125,7 @@ def adapter_gradients(
     dy_MN: Tensor, u_MN: Tensor, t_MR: Tensor, b_NR: Tensor, g_N: Tensor, over_N: Tensor, bias_N: Tensor | None,
     scaling: float, with_z: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dB: fp32 [N, R], dm: fp32 [N], s g * B in dy's dtype: [N, R])."""
     wide, du_N = wide_dtype(dy_MN.dtype), None
     for rows in pieces(dy_MN.shape, dy_MN.device):
         u, dy = _rows(u_MN, rows), _rows(dy_MN, rows)
@@ -144,6 +148,7 @@ def _rows(tensor: Tensor, rows: slice) -> Tensor:
 
 
 def quantize_rows(x_MK: Tensor, by_K: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x * by, row by row in float8: (e4m3 codes [M, K], scale fp32 [M])."""
     codes_MK = torch.empty(x_MK.shape, dtype=torch.float8_e4m3fn, device=x_MK.device)
     scale_M = torch.empty(x_MK.shape[0], dtype=torch.float32, device=x_MK.device)
     for rows in pieces(x_MK.shape, x_MK.device):
@@ -157,6 +162,7 @@ def quantize_rows(x_MK: Tensor, by_K: Tensor | None = None) -> tuple[Tensor, Ten
 
 
 def scaled_product(x_codes_MK: Tensor, x_scale_M: Tensor, weight: StoredWeight, dtype: torch.dtype) -> Tensor:
+    """x W^T of codes, both sides scaled by row: `dtype` [M, N]."""
     assert weight.scale is not None
     # Products of two codes are exact in fp32.
     x_MK, z_MN = x_codes_MK.float(), x_codes_MK.new_empty(x_codes_MK.shape[0], weight.shape[0], dtype=dtype)
@@ -167,6 +173,7 @@ def scaled_product(x_codes_MK: Tensor, x_scale_M: Tensor, weight: StoredWeight, 
 
 
 def scaled_input_grad(d_codes_MN: Tensor, d_scale_M: Tensor, weight: StoredWeight, dtype: torch.dtype) -> Tensor:
+    """d W of codes, d scaled by row, the scales of W left out: `dtype` [M, K]."""
     dx_MK = d_codes_MN.new_zeros(d_codes_MN.shape[0], weight.shape[1], dtype=torch.float32)
     for rows in pieces(weight.shape, weight.device):
         dx_MK.addmm_(d_codes_MN[:, rows].float(), weight.codes[rows].float())

@@ -194,10 +194,12 @@ def _adapter_gradients(
 
 
 def has_plain_codes(weight: StoredWeight) -> bool:
+    """No weight's codes are plain here: every code is decoded alike."""
     return False  # every code is decoded alike here, and to look would be a wait for each layer
 
 
 def compose(z_MN: Tensor, t_MR: Tensor, sb_NR: Tensor, g_N: Tensor | None, bias_N: Tensor | None, out_MN: Tensor) -> None:
+    """out = g * (z + t (s B)^T) + bias, in place."""
     check_dtypes(z_MN, t_MR, sb_NR, out_MN)
     if not z_MN.numel():
         return
@@ -208,6 +210,8 @@ def adapter_gradients(
     dy_MN: Tensor, u_MN: Tensor, t_MR: Tensor, b_NR: Tensor, g_N: Tensor, over_N: Tensor, bias_N: Tensor | None,
     scaling: float, with_z: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dB: fp32 [N, R], dm: fp32 [N], s g * B in dy's dtype: [N, R]). Raises ValueError for B, gains, norms or biases that
+    are not fp32."""
     check_dtypes(dy_MN, t_MR, u_MN)
     (columns, rank), b_NR = b_NR.shape, b_NR.contiguous()
     for tensor in (b_NR, g_N, over_N, *(() if bias_N is None else (bias_N,))):

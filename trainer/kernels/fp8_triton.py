@@ -94,6 +94,7 @@ def _transpose(w_NK: Tensor, out_KN: Tensor) -> None:
 
 
 def quantize_rows(x_MK: Tensor, by_K: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x * by, row by row in float8: (e4m3 codes [M, K], scale fp32 [M])."""
     check_dtypes(x_MK)
     codes_MK = torch.empty(x_MK.shape, dtype=torch.float8_e4m3fn, device=x_MK.device)
     scale_M = torch.empty(x_MK.shape[0], dtype=torch.float32, device=x_MK.device)
@@ -104,6 +105,7 @@ def quantize_rows(x_MK: Tensor, by_K: Tensor | None = None) -> tuple[Tensor, Ten
 
 
 def scaled_product(x_codes_MK: Tensor, x_scale_M: Tensor, weight: StoredWeight, dtype: torch.dtype) -> Tensor:
+    """x W^T of codes, both sides scaled by row: `dtype` [M, N]."""
     stored = flat(weight)
     assert stored.scale is not None
     return _multiply(x_codes_MK, x_scale_M, stored.codes, stored.scale, dtype)

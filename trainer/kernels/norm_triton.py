@@ -33,7 +33,7 @@ AT_CODES, AT_SCALE, AT_OFFSET, AT_LEVELS, AT_A, AT_B, AT_W_SQ, FIELDS = map(tl.c
 
 @triton.jit
 def address(table_ptr, layer, FIELD: tl.constexpr, like, ALIGNED: tl.constexpr):
-    """Of a layer's tensor, as a pointer of the type of `like`. ALIGNED: bytes that divide it."""
+    """The address of a layer's tensor, as a pointer of the type of `like`. ALIGNED: bytes that divide it."""
     return tl.multiple_of(tl.load(table_ptr + layer * FIELDS + FIELD).to(like.dtype), ALIGNED)
 
 

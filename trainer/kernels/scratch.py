@@ -29,7 +29,7 @@ def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, wh
 
 @contextmanager
 def own_buffers() -> Iterator[None]:
-    """Inside, every buffer is made anew; afterwards those from before are back."""
+    """A block in which every buffer is made anew; afterwards those from before are back."""
     global _buffers
     before, _buffers = _buffers, {}
     try:

@@ -187,6 +187,7 @@ class Weight(NamedTuple):
         return self.codes, *(self.codes if t is None else t for t in (self.scale, self.offset, self.levels))
 
     def layout(self) -> dict[str, Any]:
+        """The constants of the kernels that read it."""
         per_byte, by_row = 8 // self.bits, self.block == self.columns
         return dict(
             BITS=self.bits, BLOCK=0 if by_row else self.block, SCALED=self.scale is not None,
@@ -255,6 +256,7 @@ def _row_squares(
 
 
 def upcast(weight: StoredWeight, dtype: torch.dtype, g_N: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """W, or g * W row by row: `dtype` [N, K], contiguous, in `out` where one is given."""
     stored = flat(weight)
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device) if out is None else out
     check_dtypes(out)
@@ -264,6 +266,7 @@ def upcast(weight: StoredWeight, dtype: torch.dtype, g_N: Tensor | None = None, 
 
 
 def row_squares(weight: StoredWeight) -> Tensor:
+    """||W_n||^2: fp32 [N]."""
     stored = flat(weight)
     out_N = torch.empty(stored.rows, dtype=torch.float32, device=weight.device)
     _row_squares(*stored, out_N)

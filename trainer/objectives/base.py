@@ -52,7 +52,7 @@ class Objective:
         raise NotImplementedError
 
     def describe(self) -> str:
-        """In words, for the start of a run."""
+        """The objective in words, for the start of a run."""
         raise NotImplementedError
 
     def progress(self, time: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ class Diffusion(Objective):
         published: Mapping[str, Any],
         **others: Any,
     ) -> Diffusion:
-        """From a diffusers scheduler config, as `noise_schedule`. others: of this class's fields."""
+        """The objective for the noise schedule of a diffusers scheduler config. others: of this class's fields."""
         if zero_terminal_snr and prediction == "epsilon":
             raise UserError(
                 "model.prediction = 'epsilon' is undefined at zero terminal SNR (the last step holds no signal); "

@@ -22,7 +22,8 @@ def _shifted(t: Tensor, s: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Flow(Objective):
-    """shift: a number, or a function of the number of image tokens, which is the family's."""
+    """Rectified flow: the model predicts noise - latents of (1 - t) latents + t noise. shift: a number, or a function of
+    the number of image tokens, which is the family's."""
 
     times: Times = Times("logit_normal")
     shift: float | Callable[[int], float] = 1.0

@@ -29,6 +29,7 @@ class Loss:
 
     @property
     def needs_threshold(self) -> bool:
+        """Whether the loss has a threshold c: all but mse have."""
         return self.loss != "mse"
 
     def threshold(self, progress: Tensor, noise_to_signal: Tensor) -> Tensor:
@@ -52,6 +53,7 @@ class Loss:
         return steep * c if self.loss == "huber" else steep
 
     def describe(self) -> str:
+        """The loss in words, where it is not mse; begins with a comma."""
         if not self.needs_threshold:
             return ""
         return f", {self.loss} loss (c {self.huber_c:g}, {self.huber_schedule})"

@@ -61,6 +61,7 @@ class Noise:
         return self.input_perturbation * torch.stack(more)
 
     def describe(self) -> str:
+        """What is done to the noise, in words; begins with a comma, "" where nothing is."""
         said = f", noise offset {self.noise_offset:g}" if self.noise_offset else ""
         if self.multires_noise_iterations:
             said += f", multi-resolution noise ({self.multires_noise_iterations} levels, {self.multires_noise_discount:g})"

@@ -47,6 +47,7 @@ class Times:
 
     @property
     def is_whole(self) -> bool:
+        """Whether all times may be drawn."""
         return tuple(self.t_range) == (0.0, 1.0)
 
     def draw(self, u: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
@@ -58,7 +59,7 @@ class Times:
         return _QUANTILE[self.timesteps](self, u)
 
     def share_below(self, t: float) -> float:
-        """Of all times that the whole distribution draws."""
+        """The share of times below t, of all that the whole distribution draws."""
         return t if t in (0.0, 1.0) else _SHARE_BELOW[self.timesteps](self, t)
 
     def check(self, low: float, high: float, seen: Callable[[Tensor], Tensor] = lambda t: t, **more: float) -> None:
@@ -90,6 +91,7 @@ class Times:
             )
 
     def describe(self) -> str:
+        """The distribution in words."""
         values = ", ".join(f"{getattr(self, key):g}" for key in READS[self.timesteps])
         told = f"({values})" if values else ""
         within = "" if self.is_whole else " from {:g} to {:g}".format(*self.t_range)

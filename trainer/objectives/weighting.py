@@ -33,11 +33,12 @@ class Weighting:
 
     @property
     def name(self) -> str:
+        """The weighting's name, "none" included."""
         return self.weighting or ("none" if self.min_snr_gamma is None else "min_snr")
 
     @property
     def gamma(self) -> float:
-        """Of the two that have one beside p2."""
+        """gamma of the two weightings that have one beside p2."""
         return GAMMA[self.name] if self.min_snr_gamma is None else self.min_snr_gamma
 
     def weight(self, snr: Tensor, prediction: Literal["epsilon", "v"]) -> Tensor:
@@ -46,6 +47,7 @@ class Weighting:
         return (of_photo / (snr if prediction == "epsilon" else snr + 1)).float()
 
     def describe(self) -> str:
+        """The weighting in words; begins with a comma, "" for none."""
         says = {
             "none": "",
             "min_snr": ", min-SNR gamma {0.gamma:g}",

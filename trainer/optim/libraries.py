@@ -29,10 +29,13 @@ class Finds:
 
 
 def like(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor on the meta device: a shape and a dtype without values."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def bitsandbytes(name: str) -> Callable[[], type]:
+    """A function that imports bitsandbytes and returns its optimizer `name`."""
+
     def library() -> type:
         import bitsandbytes
 
@@ -42,6 +45,8 @@ def bitsandbytes(name: str) -> Callable[[], type]:
 
 
 def kozistr(name: str) -> Callable[[], type]:
+    """A function that imports pytorch-optimizer and returns its optimizer `name`."""
+
     def library() -> type:
         import pytorch_optimizer
 
@@ -51,12 +56,14 @@ def kozistr(name: str) -> Callable[[], type]:
 
 
 def transformers_adafactor() -> type:
+    """transformers' Adafactor."""
     from transformers.optimization import Adafactor
 
     return Adafactor
 
 
 def schedulefree() -> type:
+    """schedulefree's AdamW."""
     from schedulefree import AdamWScheduleFree
 
     return AdamWScheduleFree
@@ -66,11 +73,12 @@ def schedulefree() -> type:
 
 
 def plain(library: type, groups: Groups, keys: dict[str, Any]) -> torch.optim.Optimizer:
+    """The library's optimizer, with these keys and no more."""
     return library(groups, **keys)
 
 
 def blockwise(library: type, groups: Groups, keys: dict[str, Any]) -> torch.optim.Optimizer:
-    """Of bitsandbytes, for flat parameters. The state of magnitudes stays fp32, and that of small groups."""
+    """An optimizer of bitsandbytes, for flat parameters. The state of magnitudes stays fp32, and that of small groups."""
     import bitsandbytes
 
     def bits(group: Mapping[str, Any]) -> int:
@@ -87,7 +95,8 @@ def blockwise(library: type, groups: Groups, keys: dict[str, Any]) -> torch.opti
 
 
 def counting(library: type, groups: Groups, keys: dict[str, Any]) -> torch.optim.Optimizer:
-    """Of pytorch-optimizer. Batched over a group it holds temporaries of all its parameters at once: not on a CPU."""
+    """An optimizer of pytorch-optimizer. Batched over a group it holds temporaries of all its parameters at once: not on a
+    CPU."""
     optimizer = library(groups, foreach=groups[0]["params"][0].device.type != "cpu", **keys)
     for group in optimizer.param_groups:
         group.setdefault("step", 0)
@@ -95,6 +104,7 @@ def counting(library: type, groups: Groups, keys: dict[str, Any]) -> torch.optim
 
 
 def prodigy(library: type, groups: Groups, keys: dict[str, Any]) -> torch.optim.Optimizer:
+    """pytorch-optimizer's Prodigy, whose numerator is a tensor from the start."""
     optimizer = counting(library, groups, keys)
     for group in optimizer.param_groups:
         group["d_numerator"] = torch.zeros(1, device=group["params"][0].device)
@@ -118,12 +128,14 @@ class MuonAdamW(torch.optim.Optimizer):
         return [group for group in self.param_groups if group["magnitudes"] == magnitudes]
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
+        """One update by both."""
         for magnitudes, part in self.parts.items():
             part.param_groups = self._groups(magnitudes=magnitudes)  # a step may leave some out
             part.step()
 
 
 def muon(library: type, groups: Groups, keys: dict[str, Any]) -> torch.optim.Optimizer:
+    """Muon for the matrices, with torch's AdamW for the magnitudes; its betas and eps are AdamW's."""
     adamw = {"betas": (0.9, 0.999), "eps": 1e-8} | {key: keys[key] for key in ("betas", "eps") if key in keys}
     return MuonAdamW(groups, **keys | adamw)
 
@@ -132,11 +144,12 @@ def muon(library: type, groups: Groups, keys: dict[str, Any]) -> torch.optim.Opt
 
 
 def as_it_is(optimizer: Any, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    """The state, unchanged."""
     return state
 
 
 def paged(optimizer: Any, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """Of bitsandbytes: in memory that a GPU pages."""
+    """bitsandbytes' state, in memory that a GPU pages."""
     if not parameter.is_cuda:
         return state
     return {
@@ -149,12 +162,13 @@ def paged(optimizer: Any, parameter: torch.Tensor, state: dict[str, Any]) -> dic
 
 
 def adamw_keeps(shape: torch.Size, group: Mapping[str, Any]) -> list[StateLayout]:
+    """The layout of AdamW's state."""
     more = {"max_exp_avg_sq": like(*shape)} if group.get("amsgrad") else {}
     return [{"step": like(), "exp_avg": like(*shape), "exp_avg_sq": like(*shape)} | more]
 
 
 def blockwise_keeps(states: int) -> Callable[[torch.Size, Mapping[str, Any]], list[StateLayout]]:
-    """In 8 bit and in 32: a state goes on in the format that it was saved in."""
+    """The layouts of a state with so many moments, in 8 bit and in 32: a state goes on in the format that it was saved in."""
 
     def keeps(shape: torch.Size, group: Mapping[str, Any]) -> list[StateLayout]:
         codes, scales = like(*shape, dtype=torch.uint8), like(shape.numel() // ALIGNMENT)
@@ -177,12 +191,14 @@ def _factors(shape: torch.Size, name: str) -> StateLayout:
 
 
 def adafactor_keeps(shape: torch.Size, group: Mapping[str, Any]) -> list[StateLayout]:
+    """The layout of Adafactor's state."""
     of_square = _factors(shape, "exp_avg_sq") if len(shape) > 1 else {"exp_avg_sq": like(*shape)}
     momentum = {} if group["beta1"] is None else {"exp_avg": like(*shape)}
     return [{"step": 1, "RMS": like()} | of_square | momentum]
 
 
 def came_keeps(shape: torch.Size, group: Mapping[str, Any]) -> list[StateLayout]:
+    """The layout of CAME's state."""
     if len(shape) > 1:
         squares = _factors(shape, "exp_avg_sq") | _factors(shape, "exp_avg_res")
     else:
@@ -192,4 +208,5 @@ def came_keeps(shape: torch.Size, group: Mapping[str, Any]) -> list[StateLayout]
 
 
 def muon_keeps(shape: torch.Size, group: Mapping[str, Any]) -> list[StateLayout]:
+    """The layout of Muon's state, or, of magnitudes, of AdamW's."""
     return adamw_keeps(shape, group) if group["magnitudes"] else [{"momentum_buffer": like(*shape)}]

@@ -29,6 +29,7 @@ def library_of(name: str) -> str:
 
 
 def package_of(name: str) -> str:
+    """The PACKAGE that has the optimizer of that name."""
     return library_of(name).partition(".")[0]
 
 

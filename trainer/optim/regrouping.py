@@ -15,7 +15,8 @@ Held = dict[str, Any]
 
 @dataclass(frozen=True)
 class Regrouping:
-    """then, now: the parameters' names, group by group, in the checkpoint and in this run. sizes: elements of each."""
+    """The way from the groups of a checkpoint to those of a run. then, now: the parameters' names, group by group, in the
+    checkpoint and in this run. sizes: elements of each."""
 
     then: Sequence[Sequence[str]]
     now: Sequence[Sequence[str]]

@@ -107,11 +107,13 @@ class ScheduleState:
         self.schedule, self.anew = schedule, anew
 
     def state_dict(self) -> dict[str, Any]:
+        """The schedule's place and its present rates, one for each group."""
         rates = [float(rate) for rate in self.schedule.get_last_lr()]
         return {"last_epoch": self.schedule.last_epoch, "_step_count": self.schedule._step_count, "_last_lr": rates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Also sets the optimizer's rates. Raises ValueError where these are not one rate for each group."""
+        """Take the place back, and set the optimizer's rates. Raises ValueError where these are not one rate for each
+        group."""
         counts, rates = (state["last_epoch"], state["_step_count"]), list(state["_last_lr"])
         if not all(type(count) is int and 0 <= count < 2**53 for count in counts):  # up to there floats count exactly
             raise ValueError(f"counters {counts}")

@@ -66,7 +66,7 @@ class OptimizerState:
             self.optimizer.state[parameter] = self.entry.hold(self.optimizer, parameter, _to(saved, parameter.device))
 
     def told(self) -> dict[str, float | None]:
-        """For the log: the estimate of an optimizer that finds its rate; None where it is not finite."""
+        """Numbers for the log: the estimate of an optimizer that finds its rate; None where it is not finite."""
         if self.entry.finds is None:
             return {}
         value = float(self.optimizer.param_groups[0][self.entry.finds.estimate])
@@ -81,7 +81,7 @@ class OptimizerState:
 
     @contextmanager
     def evaluating(self, changed: Callable[[], object]) -> Iterator[None]:
-        """Inside, the parameters are the weights to be used; afterwards, bit for bit what they were.
+        """A block in which the parameters are the weights to be used; afterwards they are, bit for bit, what they were.
 
         Of an optimizer without modes these are the same, and nothing is done. changed: called when parameters changed.
         """
@@ -118,7 +118,8 @@ class OptimizerState:
 
 
 def state_bytes(name: str, optimizer: torch.optim.Optimizer) -> int:
-    """Of what the optimizer of that name keeps after its first update. The parameters may be tensors without values."""
+    """The bytes of what the optimizer of that name keeps after its first update. The parameters may be tensors without
+    values."""
     return sum(
         tensor.nbytes
         for group in optimizer.param_groups
@@ -131,8 +132,9 @@ def state_bytes(name: str, optimizer: torch.optim.Optimizer) -> int:
 def weights_for_use(
     trained: Mapping[str, torch.Tensor], state: Mapping[str, Any], groups: Sequence[Sequence[str]], beta1: float
 ) -> dict[str, torch.Tensor]:
-    """Of a schedule-free optimizer x = y + (1 - 1 / beta1) (z - y), as its eval() makes it (Defazio et al., The Road Less
-    Scheduled, 2024): of what was trained, y, and its state, z, in these groups of names. The state is of flat parameters.
+    """The weights to use of a schedule-free optimizer, x = y + (1 - 1 / beta1) (z - y), as its eval() makes it (Defazio et
+    al., The Road Less Scheduled, 2024): of what was trained, y, and its state, z, in these groups of names. The state is of
+    flat parameters.
 
     On the device where it was trained the last bits may be others. Raises ValueError where the state is of other groups.
     """

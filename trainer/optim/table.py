@@ -123,7 +123,8 @@ def build_optimizer(
     min_8bit_size: int = 4096,
     options: Mapping[str, Any] = {},
 ) -> torch.optim.Optimizer:
-    """groups: as `Entry.make` takes them, not laid out yet. betas, eps: None for the library's. options: beyond the presets.
+    """The optimizer `name`. groups: those that `Entry.make` takes, not laid out yet. betas, eps: None for the library's.
+    options: beyond the presets.
 
     The parameters get gradients, to be zeroed in place, never set to None.
     """
