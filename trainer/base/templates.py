@@ -22,7 +22,7 @@ def environment(folder: Path, **filters: Callable[..., Any]) -> Environment:
 
     made = Environment(
         loader=FileSystemLoader(folder), autoescape=select_autoescape(("html",)), undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True, auto_reload=False,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, auto_reload=False,
     )  # fmt: skip
     made.filters |= filters
     return made
