@@ -107,7 +107,7 @@ def _one_of_its_size(bucket: Bucket) -> Bucket:
 
 
 def place(width: int, height: int, bucket: Bucket, *, flip: bool = False, crop: Crop = CENTRE) -> Placement:
-    """Where a photo of width x height lies in the bucket: scaled just to cover it, cropped at the centre.
+    """The place of a photo of width x height in the bucket: scaled just to cover it, cropped at the centre.
 
     crop: limited so that the photo is not enlarged for it, and that it stays within the photo.
     `flip` mirrors the result, which moves an odd pixel of the crop to the other side.

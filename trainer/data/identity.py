@@ -32,7 +32,7 @@ def fingerprint(examples: Sequence[Example]) -> dict[str, str]:
 
 
 def photo_digests(examples: Sequence[Example]) -> dict[str, torch.Tensor]:
-    """By part, uint8 [photos, DIGEST_BYTES]; "photos": their names, uint8, a deflated JSON list."""
+    """The digests of the photos by part, uint8 [photos, DIGEST_BYTES]; "photos": their names, uint8, a deflated JSON list."""
     places: dict[str, list[int]] = {}
     for place, example in enumerate(examples):
         places.setdefault(example.photo.sample, []).append(place)

@@ -52,11 +52,12 @@ class Source:
 
     @property
     def jitters(self) -> bool:
+        """Whether the views of its photos are drawn at random beyond flips."""
         return self.crop_jitter > 0 or self.colour_jitter > 0
 
 
 class Place(Protocol):
-    """Where the bytes of an image or a mask are. Its text is for people."""
+    """The place of the bytes of an image or a mask. Its text is for people."""
 
     def read(self) -> bytes:
         """Raises OSError; ValueError with the reason, if the file that contains them is damaged."""
@@ -64,7 +65,7 @@ class Place(Protocol):
 
 
 class CaptionPlace(Protocol):
-    """Where the bytes of a caption are."""
+    """The place of the bytes of a caption."""
 
     def read(self) -> bytes | None:
         """UTF-8; None if the file says that there is no caption. Raises as a Place does."""
@@ -73,13 +74,15 @@ class CaptionPlace(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """root: of the source. name: relative to it, with slashes. A hundred thousand of these share one root."""
+    """A file on the disk. root: of the source. name: relative to it, with slashes. A hundred thousand of these share one
+    root."""
 
     root: str
     name: str
 
     @property
     def path(self) -> str:
+        """The whole path."""
         return os.path.join(self.root, self.name)  # pathlib would keep every part of it
 
     def __str__(self) -> str:
@@ -98,6 +101,7 @@ class File:
 
 
 def too_large(size: int, path: str) -> OSError:
+    """The error for a file that has more than MAX_BYTES bytes."""
     return OSError(errno.EFBIG, f"{size:,} bytes, more than the limit of {MAX_BYTES:,}", path)
 
 
@@ -119,6 +123,7 @@ class Found:
 
     @property
     def sample(self) -> str:
+        """The name by which the run knows the photo: the source's index, and its name in the source."""
         return f"{self.source.index}/{self.name}"
 
 
@@ -174,7 +179,7 @@ class Photo:
 
 
 def noted(photos: Iterable[Photo]) -> dict[str, list[str]]:
-    """By note, the printable samples that have it."""
+    """The printable samples that have a note, by note."""
     found: dict[str, list[str]] = {}
     for photo in photos:
         for note in photo.notes:

@@ -104,7 +104,7 @@ def draw(pipeline: Any, request: SampleRequest, guidance: float, **embedded: tor
 
 
 def count_prompt_tokens(model: Model, captions: Sequence[str]) -> dict[str, tuple[list[int], int]]:
-    """For every tokenizer (tokens of each caption, special ones counted, before truncation; tokens it may have)."""
+    """(tokens of each caption, special ones counted, before truncation; tokens it may have) of every tokenizer, by name."""
     counts = {name: _counts(tokenizer, captions) for name, tokenizer in model.tokenizers.items()}
     return {name: (own, model.tokenizers[name].model_max_length) for name, own in counts.items()}
 
@@ -119,12 +119,12 @@ def _counts(tokenizer: Any, captions: Sequence[str]) -> list[int]:
 
 
 def join(parts: Sequence[Mapping[str, torch.Tensor]]) -> Conditioning:
-    """Of encoders that each give other tensors."""
+    """One conditioning of encoders that each give other tensors."""
     return Conditioning.from_tensors({name: tensor for part in parts for name, tensor in part.items()})
 
 
 def collate(parts: Sequence[Conditioning]) -> Conditioning:
-    """Of several captions, side by side. A shorter sequence gets zeros at its end, which the mask leaves out."""
+    """Several captions' conditioning side by side. A shorter sequence gets zeros at its end, which the mask leaves out."""
     lengths = [part.sequence.shape[1] for part in parts]
     sequences = [pad(p.sequence, (0, 0, 0, max(lengths) - length)) for p, length in zip(parts, lengths, strict=True)]
     mask = None
@@ -212,22 +212,26 @@ class Family:
     metadata: Callable[[dict, str], dict[str, str]] = lambda config, prediction: {}
 
     def component(self, name: str) -> Component:
+        """The component of that name."""
         return next(c for c in self.components if c.name == name)
 
     @property
     def denoiser(self) -> str:
+        """The denoiser's name."""
         return next(c.name for c in self.components if c.role == "denoiser")
 
     @property
     def vae(self) -> str:
+        """The VAE's name."""
         return next(c.name for c in self.components if c.role == "vae")
 
     @property
     def text_encoders(self) -> tuple[str, ...]:
+        """The text encoders' names, in order."""
         return tuple(c.name for c in self.components if c.role == "text_encoder")
 
     def encode_prompts(self, model: Model, captions: Sequence[str]) -> Conditioning:
-        """By all text encoders, which are in memory, with gradients where they have any."""
+        """The captions' conditioning, by all text encoders, which are in memory; with gradients where they have any."""
         return self.join([self.encode_text(model, name, captions) for name in self.text_encoders])
 
     def unread_beside(self, adapted: Iterable[str], *, half: bool) -> tuple[str, ...]:
@@ -276,10 +280,11 @@ class Family:
         return ([*own, *styles])[0].prefix.removesuffix("_")
 
     def module_links(self, component: str, config: ComponentConfig) -> list[Link]:
-        """To the original layout, for kohya's names: of the denoiser. Text encoders keep the library's."""
+        """The links of the denoiser to the original layout, for kohya's names; none of a text encoder, which keeps the
+        library's."""
         names = self.component(component).names
         return names(config).links if component == self.denoiser and names is not None else []
 
     def image_tokens(self, height: int, width: int) -> int:
-        """Of an image of that many pixels, for shifts that depend on it."""
+        """The tokens of an image of so many pixels, for shifts that depend on them."""
         return (height // self.size_multiple) * (width // self.size_multiple)

@@ -35,7 +35,7 @@ class BaseWeights:
         return self._last[1][read.link.parts.index(parameter)]
 
     def reads(self, component: str) -> dict[str, Read]:
-        """By parameter of the component, what it is read from."""
+        """The places that the component's parameters are read from, by their names."""
         if component not in self._reads:
             if not self.source.is_here(component):
                 raise UserError(f"the weights of {component} are not on this machine; give the model as a folder or a file")

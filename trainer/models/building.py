@@ -13,7 +13,8 @@ from trainer.models.names import ComponentConfig, Shape
 
 
 def build(component: Component, config: ComponentConfig, where: Path | str = "") -> nn.Module:
-    """In eval mode, its parameters on the meta device. What the module makes itself (position ids, rotary tables) is real.
+    """The component's module in eval mode, its parameters on the meta device. What the module makes itself (position ids,
+    rotary tables) is real.
 
     where: the config's file. Raises UserError for a config that the class does not take.
     """
@@ -32,7 +33,8 @@ def allocate(module: nn.Module, device: torch.device) -> None:
 
 
 def shapes_of(component: Component, config: ComponentConfig, where: Path | str = "") -> dict[str, Shape]:
-    """Of every tensor that the component's files have for its module, by the module's names. where, errors: as `build`."""
+    """The shape of every tensor that the component's files have for its module, by the module's names. where: the config's
+    file. Raises UserError for a config that the class does not take."""
     if component.names is not None:
         try:
             return component.names(config).shapes

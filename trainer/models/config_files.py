@@ -23,7 +23,8 @@ UNBUILDABLE = (
 
 @contextmanager
 def blamed_on(where: Path | str, component: Component, config: ComponentConfig) -> Iterator[None]:
-    """Inside, an error that a value of the config causes is the user's: with the file, and the key where it can be told."""
+    """A block in which an error that a value of the config causes is the user's: with the file, and the key where it can
+    be told."""
     try:
         yield
     except UserError:
@@ -56,7 +57,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_of(family: Family, repository: Repository) -> list[str]:
-    """Of a repository: all that is read besides weights."""
+    """The files of a repository that are read besides weights."""
     configs = ["model_index.json", *(f"{component.name}/config.json" for component in family.components)]
     folders = ("scheduler/", *(f"{name}/" for name in family.tokenizers))
     return [path for path in repository.files if path in configs or path.startswith(folders)]

@@ -35,7 +35,8 @@ PATIENCE = 1.0  # seconds for the threads to end after a signal
 
 @dataclass(frozen=True)
 class HubFile:
-    """hash: SHA-256 of a large file, git's SHA-1 of a small one; also its name in the cache. None: not listed."""
+    """A file that the hub lists. hash: SHA-256 of a large file, git's SHA-1 of a small one; also its name in the cache.
+    None: not listed."""
 
     bytes: int | None
     hash: str | None
@@ -70,6 +71,7 @@ class Repository:
 
     @property
     def blobs(self) -> Path:
+        """The folder of the cache's contents, by their hashes."""
         return self.snapshot.parent.parent / "blobs"
 
     def _blobs_missing(self, names: Collection[str]) -> dict[str, HubFile]:

@@ -19,8 +19,8 @@ TRAINED = {SDXL: "an SDXL model", FLUX: "a Flux model"}
 
 @dataclass(frozen=True)
 class ModelKind:
-    """name: for people. family: that trains it; None: none. part: where it is one without a denoiser, the beginning of the
-    names of its classes."""
+    """A kind of model that people have. name: for people. family: that trains it; None: none. part: where it is one
+    without a denoiser, the beginning of the names of its classes."""
 
     name: str
     family: str | None = None
@@ -62,7 +62,7 @@ LANGUAGE = re.compile(r"(^|\.)(model\.layers\.0\.|transformer\.h\.0\.|embed_toke
 
 
 def kind_of(shapes: Mapping[str, Shape]) -> ModelKind | None:
-    """Of a file with these tensors; None where nothing is known of it."""
+    """The kind of a file with these tensors; None where nothing is known of it."""
     for ending, name in ENDINGS:
         if any(re.search(rf"(^|.*){ending}$", key) for key in shapes):
             return ModelKind(name)
@@ -91,7 +91,7 @@ def _part_of(shapes: Mapping[str, Shape]) -> ModelKind | None:
 
 
 def kind_of_folder(folder: Path) -> ModelKind | None:
-    """Of a folder with a model_index.json; None where nothing is known of it."""
+    """The kind of a folder with a model_index.json; None where nothing is known of it."""
     index = read_json(folder / "model_index.json")
     pipeline = str(index.get("_class_name"))
     kind = next((kind for start, kind in PIPELINES if pipeline.startswith(start)), None)
@@ -125,7 +125,7 @@ def refuse_other(key: str, family: str, kind: ModelKind | None) -> None:
 
 
 def instead_of_a_model(names: Collection[str], config: Callable[[], dict[str, Any]], *, on_the_hub: bool = False) -> str:
-    """Of a folder or a repository without model_index.json: what it is, and the remedy.
+    """What a folder or a repository without model_index.json is, and the remedy.
 
     names: of its files. config: reads its config.json, where there is one.
     """

@@ -73,6 +73,7 @@ class ModelSource:
 
     @cached_property
     def scheduler(self) -> dict[str, Any]:
+        """The scheduler's config."""
         return read_json(self._beside("scheduler/scheduler_config.json"))
 
     @cached_property
@@ -124,7 +125,7 @@ class ModelSource:
 
     @property
     def snapshots(self) -> Path | None:
-        """Of a hub id, where its cache keeps every version that was fetched, each in a folder."""
+        """The folder in which a hub's cache keeps all versions that were fetched; None without a hub id."""
         return None if self.repository is None else self.repository.snapshot.parent
 
     def is_here(self, name: str) -> bool:
@@ -132,7 +133,7 @@ class ModelSource:
         return self.fetched or name in self.overrides
 
     def weights(self, name: str) -> Weights:
-        """Where the component's tensors lie. Raises UserError where a file is missing or is a pickle."""
+        """The component's tensors, unread. Raises UserError where a file is missing or is a pickle."""
         if name not in self._opened:
             self._opened[name] = Weights(*self._files(name), self.recognise)
         return self._opened[name]
@@ -188,15 +189,14 @@ class ModelSource:
         return replace(self, overrides=parts, found={**self.found, **found}, _opened={}, _shapes=shapes)
 
     def check_kind(self) -> None:
-        """Raises UserError for a model of the family's architecture that is trained for something else, and for parts that
-        do not belong together, as far as they are here."""
+        """Refuse a model that is trained for something else, and parts that do not belong together, if they are here."""
         names = [component.name for component in self.family.components]
         configs = {name: self.config(name) | {"_assumed": self.lacks(name)} for name in names}
         shape = self.shape(self.family.denoiser, self.family.input_layer)
         self.family.check(configs, shape[1] if shape else configs[self.family.denoiser].get("in_channels"))
 
     def chosen(self, name: str) -> Chosen | None:
-        """Which of its folder's files are read; None in a single file, and where a hub's listing could not be had.
+        """The files of the component's folder to read; None in a single file, and where a hub's listing could not be had.
 
         Raises UserError where the folder holds no weights, or only pickles.
         """
@@ -250,7 +250,7 @@ class ModelSource:
         return replace(self, root=root, fetched=True, embedded=None, _opened={}, _shapes={})
 
     def held(self, name: str) -> dict[str, HeldWeight | torch.dtype]:
-        """By the layers of the module: the weights that the files hold quantised, and the dtype of all others.
+        """The weights that the files hold quantised, and the dtype of all others, by the layers of the module.
 
         Empty where nothing is held quantised, or that is not known yet. Reads headers only.
         """
@@ -270,7 +270,7 @@ class ModelSource:
         return {link.original: link.parts for link in links if link.original in weights.shapes}
 
     def shape(self, name: str, parameter: str) -> tuple[int, ...] | None:
-        """Of the tensor that the component's files have for a parameter; None where they are not here, or do not tell."""
+        """The shape that the component's files have for a parameter; None where they are not here, or do not tell."""
         if not self.is_here(name):
             return None
         weights = self.weights(name)

@@ -57,6 +57,7 @@ class Names:
     shapes: dict[str, Shape] = field(default_factory=dict)
 
     def add(self, original: str, parts: Mapping[str, Shape], op: str = "rows") -> None:
+        """Add a tensor of the original, and the module's tensors that it becomes, with their shapes."""
         self.links.append(Link(original, tuple(parts), op))
         self.shapes |= parts
 
@@ -73,6 +74,7 @@ class Names:
 
 
 def each_level(value: int | Sequence[int], levels: int) -> list[int]:
+    """One value a level: the list, or the same number `levels` times."""
     return [value] * levels if isinstance(value, int) else list(value)
 
 

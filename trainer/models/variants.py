@@ -108,4 +108,5 @@ def edm_marker(names: Collection[str]) -> str | None:
 
 
 def is_marker(name: str, marker: str) -> bool:
+    """Whether the tensor is the marker, with or without a prefix."""
     return name == marker or name.endswith(f".{marker}")

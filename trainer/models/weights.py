@@ -34,11 +34,13 @@ class Weights:
 
     @cached_property
     def index(self) -> dict[str, TensorFile]:
+        """The file that each of the component's tensors is in, by the tensor's name without the prefix."""
         keys = ((key, file) for file in self.files for key in file.entries)
         return {key.removeprefix(self.prefix): file for key, file in keys if key.startswith(self.prefix)}
 
     @cached_property
     def recognised(self) -> Recognised:
+        """What the files hold quantised. Raises UserError, with the file, for a convention that is not supported."""
         try:
             return self.recognise({key: self.entry(key) for key in self.index})
         except UserError as error:
@@ -53,13 +55,15 @@ class Weights:
         return plain | {key: weight.shape for key, weight in held.items()}
 
     def links_to(self, expected: Mapping[str, Shape]) -> Sequence[Link]:
-        """expected: the module's tensors."""
+        """The links from the files' tensors to the module's. expected: the module's tensors."""
         return same_names(expected, self.shapes) if self.links is None else self.links
 
     def entry(self, key: str) -> TensorEntry:
+        """The place and kind of a tensor in its file."""
         return self.index[key].entries[self.prefix + key]
 
     def read(self, key: str, advance: Advance = unheard) -> torch.Tensor:
+        """A tensor, as its file has it."""
         return self.index[key].read(self.prefix + key, advance)
 
 
@@ -74,15 +78,17 @@ class Read:
 
     @property
     def rows(self) -> tuple[int, ...]:
+        """The rows of each part."""
         return tuple(shape[0] if shape else 1 for shape in self.parts)
 
     @property
     def held(self) -> HeldWeight | None:
+        """The weight that the file holds quantised; None where it holds plain numbers."""
         return self.weights.recognised.weights.get(self.link.original)
 
     @property
     def bytes(self) -> int:
-        """In the files."""
+        """The bytes of it in the files."""
         keys = self.held.parts.values() if self.held is not None else (self.link.original,)
         return sum(self.weights.entry(key).bytes for key in keys)
 
@@ -154,6 +160,7 @@ class Read:
             raise self.refusal(str(error)) from error
 
     def refusal(self, why: str) -> UserError:
+        """The error that says `why` this quantised tensor cannot be read."""
         file = self.weights.index[next(iter(self.held.parts.values()))]
         return UserError(f"{file.path}: the quantised tensor {self.weights.prefix + self.link.original!r}: {why}")
 
@@ -226,6 +233,7 @@ def same_names(expected: Mapping[str, Shape], index: Iterable[str]) -> list[Link
 
 
 def original_shape(parts: Sequence[Shape], op: str) -> Shape:
+    """The shape of the original's tensor that is made of parts of these shapes by `op`."""
     if not parts[0]:
         return ()
     shape = (sum(part[0] for part in parts), *parts[0][1:])

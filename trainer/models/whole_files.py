@@ -35,7 +35,8 @@ class Placed:
 
 @dataclass(frozen=True)
 class WholeFile:
-    """tensors: by name in the file. others: what the model's file has beside weights, taken over as it is."""
+    """A model file to write. tensors: by name in the file. others: what the model's file has beside weights, taken over as
+    it is."""
 
     tensors: Mapping[str, Placed]
     others: Tensors
@@ -43,7 +44,7 @@ class WholeFile:
 
 
 def folder_files(source: ModelSource) -> dict[str, WholeFile]:
-    """Of a diffusers folder, by path in it. Each component has one file, however many shards it is read from."""
+    """The files of a diffusers folder, by path in it. Each component has one file, however many shards it is read from."""
     files = {}
     for component in source.family.components:
         stem = "model" if component.library == "transformers" else "diffusion_pytorch_model"
@@ -53,7 +54,7 @@ def folder_files(source: ModelSource) -> dict[str, WholeFile]:
 
 
 def single_file(source: ModelSource) -> WholeFile:
-    """Of a model in one file: that file. Of a diffusers folder: all components in one."""
+    """The file of a model in one file; all components of a diffusers folder in one."""
     if source.single_file is None:
         return _all_in_one(source)
     tensors: dict[str, Placed] = {}

@@ -33,7 +33,7 @@ class ConvertedWeights:
         self.found, self.wanted = 0, 0
 
     def path(self, module: nn.Module) -> Path:
-        """Where the converted weights of a module with frozen layers lie. The device counts: it rounds in its own way."""
+        """The file of the converted weights of a module with frozen layers. The device counts: it rounds in its own way."""
         layers = {
             name: [layer.format.name, list(layer.weight_shape), layer.payload_weight.device.type]
             for name, layer in _converted(module).items()

@@ -40,14 +40,16 @@ class Format:
 
     @property
     def name(self) -> str:
-        """For logs: "bf16", "fp8_e4m3", "int4 (quanto)"."""
+        """The format for logs: "bf16", "fp8_e4m3", "int4 (quanto)"."""
         return self.dtype_name if self.backend == "native" else f"{self.dtype_name} ({self.backend})"
 
     @property
     def quantised(self) -> bool:
+        """Whether the weight is held in codes."""
         return self.dtype is None
 
     def empty_payload(self, shape: torch.Size, device: torch.device | str) -> dict[str, torch.Tensor]:
+        """The tensors that hold a weight of that shape, their values undefined."""
         raise NotImplementedError
 
     def quantize_into(self, weight: torch.Tensor, payload: dict[str, torch.Tensor]) -> None:
@@ -55,7 +57,7 @@ class Format:
         raise NotImplementedError
 
     def stored(self, payload: dict[str, torch.Tensor], shape: torch.Size) -> StoredWeight:
-        """shape: the weight's own, or flattened to [N, K]."""
+        """The payload as the kernels read it. shape: the weight's own, or flattened to [N, K]."""
         raise NotImplementedError
 
 

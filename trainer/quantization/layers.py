@@ -63,6 +63,7 @@ class FrozenLayer(nn.Module):
         return self.payload_weight
 
     def payload(self) -> dict[str, torch.Tensor]:
+        """The payload's tensors by name."""
         return {name.removeprefix("payload_"): t for name, t in self._buffers.items() if name.startswith("payload_")}
 
     def stored(self) -> StoredWeight:
@@ -156,6 +157,7 @@ class FrozenLayer(nn.Module):
         return _Product.apply(x, self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x W^T + b, in compute_dtype; the bias is added with a rounding of its own."""
         y, bias = self.matmul(x), self.cast_bias()[0]
         # Added apart with a rounding of its own, exactly as under an adapter: at initialisation both are bit-equal.
         if bias is None:
@@ -177,6 +179,7 @@ class FrozenLayer(nn.Module):
         return self.product(x, self.compute_weight())
 
     def extra_repr(self) -> str:
+        """The shape, the format and the compute dtype, in torch's print of a module."""
         return f"{list(self.weight_shape)}, {self.format.name} -> {self.compute_dtype}"
 
 
@@ -267,12 +270,13 @@ class FrozenLinear(FrozenLayer):
     collapsed = rows
 
     def put_rows(self, y_MN, y):
-        """Nothing: the rows of a contiguous output are a view."""
+        """No work: the rows of a contiguous output are a view."""
 
     def from_rows(self, y_MN, like):
         return y_MN if len(like) == 2 else y_MN.view(*like[:-1], y_MN.shape[1])
 
     def broadcast(self, per_row):
+        """[N], which broadcasts over [..., N]."""
         return per_row
 
 
@@ -320,4 +324,5 @@ class FrozenConv2d(FrozenLayer):
         return y_MN.view(like[0], *like[2:], y_MN.shape[1]).movedim(-1, 1)
 
     def broadcast(self, per_row):
+        """[N, 1, 1], which broadcasts over [B, N, H, W]."""
         return per_row.view(-1, 1, 1)

@@ -77,7 +77,7 @@ def declared(config: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def recognise(entries: Entries) -> Recognised:
-    """Which of a component's tensors (header entries by their names without its prefix) are weights held quantised.
+    """The weights held quantised among a component's tensors (header entries by their names without its prefix).
 
     Raises UserError for a convention that is not supported, and where a weight's parts are not all there.
     """

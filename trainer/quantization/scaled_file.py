@@ -23,5 +23,5 @@ def scale_of(weight: torch.Tensor) -> torch.Tensor:
 
 
 def codes_of(weight: torch.Tensor) -> torch.Tensor:
-    """Of the weight's shape."""
+    """The codes of a weight, in its shape."""
     return (weight / scale_of(weight)).to(CODES)

@@ -23,9 +23,11 @@ class Sent:
 
     @classmethod
     def of(cls, batch: Batch) -> Self:
+        """The batch, ready to be sent."""
         return cls(_packed(batch))
 
     def batch(self) -> Batch:
+        """The batch that was sent."""
         return _unpacked(self.packed)
 
     def pin_memory(self) -> Batch:

@@ -22,7 +22,7 @@ def appearances(examples: Iterable[Example]) -> Counter[Bucket]:
 
 
 def short(examples: Iterable[Example], *, batch_size: int) -> dict[Bucket, int]:
-    """By bucket, the number of photos in its last batch, if that is not full."""
+    """The number of photos in the last batch of each bucket in which that is not full."""
     return {bucket: left for bucket, size in sorted(appearances(examples).items()) if (left := size % batch_size)}
 
 

@@ -47,6 +47,7 @@ class Cache:
         self._not_finite: set[str] = set()
 
     def path(self, key: str) -> Path:
+        """The file of an entry."""
         return self.directory / key[:2] / f"{key}.safetensors"
 
     def claim(self, keys: Iterable[str]) -> None:
@@ -224,6 +225,7 @@ class MemoryCache:
 
 
 def finite(tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether no value of floating point is NaN or infinite."""
     return all(bool(torch.isfinite(t).all()) for t in tensors.values() if t.is_floating_point())
 
 

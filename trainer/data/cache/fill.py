@@ -84,7 +84,7 @@ def text_key(caption: str, *, fingerprint: str) -> str:
 
 
 def latents_wanted(examples: Sequence[Example], *, seed: int, fingerprint: str) -> dict[str, tuple[Example, View]]:
-    """By key, every view that may be drawn."""
+    """Every view that may be drawn, by its key."""
     wanted: dict[str, tuple[Example, View]] = {}
     for example in examples:
         for view in views.every(seed, example):
@@ -93,7 +93,7 @@ def latents_wanted(examples: Sequence[Example], *, seed: int, fingerprint: str) 
 
 
 def masks_wanted(examples: Sequence[Example], *, seed: int, side: int) -> dict[str, tuple[Example, View]]:
-    """By key, every view whose mask may be drawn."""
+    """Every view whose mask may be drawn, by the mask's key."""
     wanted: dict[str, tuple[Example, View]] = {}
     for example in examples:
         if example.photo.mask is not None:
@@ -103,7 +103,7 @@ def masks_wanted(examples: Sequence[Example], *, seed: int, side: int) -> dict[s
 
 
 def texts_wanted(captions: Iterable[str], *, fingerprint: str) -> dict[str, str]:
-    """By key, each caption and "", which stands for dropped ones."""
+    """Each caption by its key, and "", which stands for dropped ones."""
     return {text_key(caption, fingerprint=fingerprint): caption for caption in (*captions, "")}
 
 

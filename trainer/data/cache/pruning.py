@@ -41,7 +41,7 @@ class Use:
         self.since = since if files.lock_byte(self._file, since) else None
 
     def first(self) -> int | None:
-        """When the first running process that uses the folder began; None if there are no locks."""
+        """The time at which the first running process that uses the folder began; None if there are no locks."""
         if self.since is None:
             return None
         earlier = files.first_locked(self._file, self.since)
@@ -94,14 +94,17 @@ class Pruned:
 
     @property
     def left_bytes(self) -> int:
+        """The bytes of the entries that stay."""
         return size(self.found) - size(self.deleted)
 
 
 def size(entries: tuple[Kept, ...]) -> int:
+    """The bytes of all entries."""
     return sum(entry.bytes for entry in entries)
 
 
 def date(entry: Kept) -> str:
+    """The local time at which the entry was last used, to the minute."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used / 1000))
 
 

@@ -15,7 +15,7 @@ SHOWN = 3  # samples in a line
 
 @dataclass(frozen=True)
 class Tokens:
-    """Of a text encoder: limit: how many tokens it reads. counts: tokens by text. Both include the special tokens."""
+    """A text encoder's tokens. limit: how many it reads. counts: tokens by text. Both include the special tokens."""
 
     limit: int
     counts: Mapping[str, int]
@@ -49,7 +49,7 @@ class CaptionReport:
 
 
 def report(examples: Iterable[Example], *, tokens: Mapping[str, Tokens] | None = None) -> CaptionReport:
-    """tokens: by text encoder, of every variant of the examples' captions."""
+    """What stands out in the captions. tokens: by text encoder, of every variant of the examples' captions."""
     found = {example.photo.sample: example for example in examples}  # the same at every size
     tokens = tokens or {}
     too_long = {

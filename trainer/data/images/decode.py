@@ -48,7 +48,7 @@ TRANSPOSITIONS = {
 
 @dataclass(frozen=True)
 class Decoded:
-    """image: 8-bit sRGB, upright. alpha: "L", of the same size; None where every pixel is opaque.
+    """An image as it was decoded. image: 8-bit sRGB, upright. alpha: "L", of the same size; None where every pixel is opaque.
 
     format: one of FORMATS.
     choices: what decides the pixels besides the file's bytes and `fill.PREPROCESSING_VERSION`; usually empty.

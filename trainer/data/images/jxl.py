@@ -10,6 +10,7 @@ RATIOS = {1: (1, 1), 2: (12, 10), 3: (4, 3), 4: (3, 2), 5: (16, 9), 6: (5, 4), 7
 
 
 def is_jxl(data: bytes) -> bool:
+    """Whether these are the first bytes of a JPEG XL file."""
     return data.startswith((MAGIC, CONTAINER))
 
 

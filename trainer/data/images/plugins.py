@@ -11,7 +11,8 @@ HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"
 
 @dataclass(frozen=True)
 class Plugin:
-    """kind: the usual name of the format. package: what pip installs; module: what Python imports."""
+    """A package that decodes a format which Pillow alone does not. kind: the usual name of the format. package: what pip
+    installs; module: what Python imports."""
 
     kind: str
     package: str

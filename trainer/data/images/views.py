@@ -21,13 +21,15 @@ ENHANCERS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """flip: mirrored, with its crop. crop: as in `buckets.place`. colours: a factor for each of ENHANCERS, or empty."""
+    """What is drawn for one appearance of a photo. flip: mirrored, with its crop. crop: as `buckets.place` takes it.
+    colours: a factor for each of ENHANCERS, or empty."""
 
     flip: bool = False
     crop: Crop = CENTRE
     colours: tuple[float, ...] = ()
 
     def place(self, example: Example) -> Placement:
+        """The place of the photo in its bucket."""
         photo = example.photo
         return buckets.place(photo.width, photo.height, example.bucket, flip=self.flip, crop=self.crop)
 

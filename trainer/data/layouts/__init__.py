@@ -5,7 +5,7 @@ from trainer.data.sources import Listing, Source
 
 
 def caption_places(source: Source) -> str:
-    """Where captions of its photos are looked for, for messages."""
+    """The places where captions of the source's photos are looked for, in words."""
     if hf.is_dataset(source.path):
         return hf.caption_places(source)
     return shards.CAPTION_PLACES if shards.is_shards(source.path) else folder.CAPTION_PLACES

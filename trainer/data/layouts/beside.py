@@ -23,7 +23,7 @@ class Contents:
 
 
 def sort_out(files: Iterable[str]) -> Contents:
-    """files: names without hidden ones, sorted."""
+    """A folder's files by what they are. files: names without hidden ones, sorted."""
     contents, lacking = Contents(), plugins.lacking()
     for name in files:
         suffix = os.path.splitext(name)[1].lower()

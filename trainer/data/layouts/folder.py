@@ -19,7 +19,8 @@ CAPTION_PLACES = f"{', '.join(CAPTIONS)} beside it, or a row of metadata"
 
 
 def listing(source: Source) -> Listing:
-    """path: a folder, or a table in one. If there is a table, the images that it names are used, else every image.
+    """A folder's photos and captions. path: the folder, or a table in it. If there is a table, the images that it names are
+    used, else every image.
 
     With `captions = "auto"` the caption of an image is the first of these that exists: the text of its row, the file beside
     it (CAPTIONS), the words of the kohya folder around it.
@@ -56,6 +57,7 @@ class Reading:
         self.undecodable: dict[str, list[str]] = {}  # images of which there is no readable one of the same name, by reason
 
     def listing(self) -> Listing:
+        """What the folder holds, sorted by name."""
         for folder, files in self.tree.walk(self._leave_out, self.problems):
             self._read_folder(folder, files)
         self.found.sort(key=lambda found: found.name)

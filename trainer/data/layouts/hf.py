@@ -33,17 +33,20 @@ IMAGE_COLUMN = "image"
 
 
 def is_dataset(path: str) -> bool:
+    """Whether a source's path names a dataset."""
     return path.startswith(PREFIX)
 
 
 def caption_places(source: Source) -> str:
+    """The columns where captions of the source's photos are looked for, in words."""
     if source.caption_column:
         return f"column {source.caption_column} of its row"
     return f"column {' or '.join(FIELDS)} of its row; caption_column names another"
 
 
 def listing(source: Source) -> Listing:
-    """path: hf:NAME of the hub, or hf:PATH of a folder or file that `datasets` reads, also what `save_to_disk` wrote.
+    """A dataset's photos and captions. path: hf:NAME of the hub, or hf:PATH of a folder or file that `datasets` reads, also
+    what `save_to_disk` wrote.
 
     Samples are named by their rows, from 0 on.
     """
@@ -55,8 +58,8 @@ def listing(source: Source) -> Listing:
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """title: of the source. dataset: with the one column `column`, images as they are stored. roots: folders whose files
-    its rows may name: its own and the caches that the library fetches to."""
+    """A dataset's images. title: of the source. dataset: with the one column `column`, images as they are stored. roots:
+    folders whose files its rows may name: its own and the caches that the library fetches to."""
 
     title: str
     dataset: Any = field(repr=False)

@@ -28,6 +28,7 @@ def caption_in(value: Any) -> str | None:
 
 
 def shortened(value: Any, length: int = 60) -> str:
+    """A value as Python writes it, cut to `length` characters."""
     text = repr(value)
     return text if len(text) <= length else text[: length - 3] + "..."
 

@@ -33,7 +33,8 @@ def is_shards(path: str) -> bool:
 
 
 def listing(source: Source) -> Listing:
-    """path: an archive, or a pattern of some: `*`, `?`, `[...]`, and as in WebDataset `{000..003}` and `{a,b}`.
+    """The photos and captions of tar archives. path: an archive, or a pattern of some: `*`, `?`, `[...]`, and as in
+    WebDataset `{000..003}` and `{a,b}`.
 
     Samples are named by archive and member. Otherwise an archive is read as a folder is (folder.py).
     """

@@ -24,7 +24,8 @@ IMAGE_COLUMN = "file_name"
 
 @dataclass
 class ImageTable:
-    """name: within the source. rows: by the image's name within the source, (number of the row, caption or None)."""
+    """A table that gives images their captions. name: within the source. rows: by the image's name within the source,
+    (number of the row, caption or None)."""
 
     name: str
     rows: dict[str, tuple[int, str | None]] = field(default_factory=dict)

@@ -26,7 +26,8 @@ SPARSE = "stored as sparse; make the archive without --sparse"
 
 
 class Member(NamedTuple):
-    """name: as in the archive. offset, size: of its bytes. unread: why it is not read; None for a plain file."""
+    """A file in an archive. name: as in the archive. offset, size: of its bytes. unread: why it is not read; None for a
+    plain file."""
 
     name: str
     offset: int

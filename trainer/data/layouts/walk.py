@@ -31,6 +31,8 @@ class Tree(Protocol):
 
 
 class Folder:
+    """A Tree that is a folder on the disk."""
+
     def __init__(self, root: str) -> None:
         self.title = self.root = root
 
@@ -42,10 +44,10 @@ class Folder:
 
 
 def walk(root: str, leave_out: LeaveOut, problems: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """As in a Tree. Symbolic links are followed; a folder that is reached twice is read once.
+    """(name, sorted names of its files) of `root` and every folder below it, a folder before its subfolders.
 
-    Each folder is listed once, and no file is opened.
-
+    A name is relative to `root`, with slashes and one at its end. Symbolic links are followed; a folder that is reached twice
+    is read once. Each folder is listed once, and no file is opened.
     leave_out: called for hidden files and folders, and for a folder that was read before.
     """
     ahead, seen = [""], {}

@@ -59,12 +59,15 @@ def objective(
 
 
 def encode_images(model: Model, pixels: torch.Tensor) -> torch.Tensor:
+    """Latents [B, 16, H/8, W/8] of pixels [B, 3, H, W] from -1 to 1: the posterior's mean, shifted and scaled."""
     module = model.modules["vae"]
     mean = vae.posterior_mean(module, pixels.to(model.device))
     return (mean - module.config.shift_factor) * module.config.scaling_factor
 
 
 def t5_length(model: Model) -> int:
+    """The tokens that T5 reads of a caption: data.text_length, else 512 (dev) or 256 (schnell). Raises UserError for too
+    many."""
     chosen, longest = model.options.get("text_length"), model.tokenizers["tokenizer_2"].model_max_length
     if chosen and chosen > longest:
         raise UserError(f"data.text_length = {chosen} is more than the model's T5 tokenizer takes; use at most {longest}")
@@ -74,6 +77,7 @@ def t5_length(model: Model) -> int:
 
 
 def encode_text(model: Model, encoder: str, captions: Sequence[str]) -> dict[str, torch.Tensor]:
+    """One encoder's output for the captions: of CLIP "pooled" [B, P], of T5 "sequence" [B, L, D]."""
     if encoder == "text_encoder":
         ids = clip.clip_ids(model.tokenizers["tokenizer"], captions).to(model.device)
         return {"pooled": model.modules[encoder](ids).pooler_output.to(model.compute[encoder])}
@@ -84,6 +88,7 @@ def encode_text(model: Model, encoder: str, captions: Sequence[str]) -> dict[str
 
 
 def count_tokens(model: Model, captions: Sequence[str]) -> dict[str, tuple[list[int], int]]:
+    """(tokens of each caption, tokens that are read) of every tokenizer, by name."""
     counts = count_prompt_tokens(model, captions)
     return counts | {"tokenizer_2": (counts["tokenizer_2"][0], t5_length(model))}
 
@@ -111,6 +116,7 @@ def image_ids(height: int, width: int) -> torch.Tensor:
 
 
 def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning: Conditioning, batch: Batch) -> torch.Tensor:
+    """The predicted velocity, noise - latents: [B, 16, h, w]."""
     transformer = model.modules["transformer"]
     height, width = noised.shape[-2:]
     guidance = None
@@ -150,6 +156,7 @@ def keep_time_exact(transformer: nn.Module) -> None:
 
 
 def sample(model: Model, request: SampleRequest, conditioning: Conditioning, negative: Conditioning):
+    """An image by diffusers' own pipeline."""
     from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 
     scheduler = FlowMatchEulerDiscreteScheduler.from_config(dict(model.scheduler))
@@ -162,6 +169,7 @@ def sample(model: Model, request: SampleRequest, conditioning: Conditioning, neg
 
 
 def metadata(config: dict, prediction: str) -> dict[str, str]:
+    """What adapter files say of the family."""
     variant = "dev" if config.get("guidance_embeds") else "schnell"
     return {
         "modelspec.architecture": f"flux-1-{variant}/lora",

@@ -91,6 +91,7 @@ def transformer_names(config: ComponentConfig) -> Names:
 
 
 def infer_transformer(shapes: Mapping[str, Shape], base: dict) -> dict:
+    """The values of the transformer's config that its tensors' shapes tell; {} where they are of something else."""
     norm = "double_blocks.0.img_attn.norm.query_norm.scale"
     if norm not in shapes:
         return {}
@@ -116,7 +117,7 @@ def infer_transformer(shapes: Mapping[str, Shape], base: dict) -> dict:
 
 
 def infer_t5(shapes: Mapping[str, Shape], base: dict) -> dict:
-    """Of T5's encoder, whose files have the library's names."""
+    """The values that shapes tell of the config of T5's encoder, whose files have the library's names."""
     attention = "encoder.block.0.layer.0.SelfAttention"
     if f"{attention}.relative_attention_bias.weight" not in shapes:
         return {}

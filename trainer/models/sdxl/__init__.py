@@ -92,11 +92,14 @@ def objective(
 
 
 def encode_images(model: Model, pixels: torch.Tensor) -> torch.Tensor:
+    """Latents [B, 4, H/8, W/8] of pixels [B, 3, H, W] from -1 to 1: the posterior's mean, scaled."""
     module = model.modules["vae"]
     return vae.posterior_mean(module, pixels.to(model.device)) * module.config.scaling_factor
 
 
 def encode_text(model: Model, encoder: str, captions: Sequence[str]) -> dict[str, torch.Tensor]:
+    """The hidden states of one encoder before its last layer, "sequence" [B, L, D]; of the second one "pooled" [B, P],
+    too."""
     # How many chunks a caption has, both tokenizers say together.
     ids, rows = clip.chunked_ids(
         [model.tokenizers[name] for name in TOKENIZERS], captions, model.options.get("clip_chunks", 1)
@@ -129,11 +132,13 @@ def time_ids(batch: Batch) -> torch.Tensor:
 
 
 def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning: Conditioning, batch: Batch) -> torch.Tensor:
+    """The UNet's prediction, epsilon or v: [B, 4, h, w]."""
     added = {"text_embeds": conditioning.pooled, "time_ids": time_ids(batch).to(noised.device)}
     return model.modules["unet"](noised, time, conditioning.sequence, added_cond_kwargs=added, return_dict=False)[0]
 
 
 def sample(model: Model, request: SampleRequest, conditioning: Conditioning, negative: Conditioning):
+    """An image by diffusers' own pipeline."""
     from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
 
     objective: Diffusion = model.options["objective"]
@@ -160,6 +165,7 @@ def no_gradient(component: str, config: dict) -> tuple[str, ...]:
 
 
 def metadata(config: dict, prediction: str) -> dict[str, str]:
+    """What adapter files say of the family."""
     return {
         "modelspec.architecture": "stable-diffusion-xl-v1-base/lora",
         "modelspec.implementation": "https://github.com/Stability-AI/generative-models",

@@ -140,6 +140,7 @@ def unet_names(config: ComponentConfig) -> Names:
 
 
 def infer_unet(shapes: Mapping[str, Shape], base: dict) -> dict:
+    """The values of the UNet's config that its tensors' shapes tell; {} where they are of something else."""
     if "input_blocks.0.0.weight" not in shapes:
         return {}
     channels, attends, depths, layers = [], [], [], []

@@ -83,7 +83,7 @@ def repeated(sequences: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def collate(parts: Sequence[Conditioning]) -> Conditioning:
-    """Of several captions, side by side; those of fewer rows `repeated`."""
+    """Several captions' conditioning side by side; those of fewer rows `repeated`."""
     pooled = None if parts[0].pooled is None else torch.cat([part.pooled for part in parts])
     return Conditioning(repeated([part.sequence for part in parts]), pooled=pooled)
 
@@ -112,12 +112,15 @@ def open_clip_names(config: ComponentConfig) -> Names:
 
 
 def infer_clip(shapes: Mapping[str, Shape], base: dict) -> dict:
+    """The values of the config that the tensors' shapes tell, under the library's names; {} where they are of something
+    else."""
     embeddings = "text_model.embeddings"
     tables = (f"{embeddings}.position_embedding.weight", f"{embeddings}.token_embedding.weight")
     return _inferred(shapes, base, *tables, "text_model.encoder.layers.", "mlp.fc1")
 
 
 def infer_open_clip(shapes: Mapping[str, Shape], base: dict) -> dict:
+    """The values of the config that the tensors' shapes tell, under OpenCLIP's names; {} where they are of something else."""
     tables = ("positional_embedding", "token_embedding.weight")
     found = _inferred(shapes, base, *tables, "transformer.resblocks.", "mlp.c_fc")
     return found | {"projection_dim": shapes["text_projection"][1]} if found else {}

@@ -14,6 +14,7 @@ DEFAULTS = {"block_out_channels": [64], "in_channels": 3, "latent_channels": 4, 
 
 
 def vae_names(config: ComponentConfig) -> Names:
+    """The VAE's names in the original layout, and the shapes of its tensors."""
     names = Names()
     channels, latent = list(config["block_out_channels"]), config["latent_channels"]
     layers, top = config["layers_per_block"], len(channels) - 1
@@ -73,6 +74,7 @@ def vae_names(config: ComponentConfig) -> Names:
 
 
 def infer_vae(shapes: Mapping[str, Shape], base: dict) -> dict:
+    """The values of the VAE's config that its tensors' shapes tell; {} where they are of something else."""
     if "encoder.mid.block_1.conv1.weight" not in shapes:
         return {}
     levels = how_many(shapes, "encoder.down.")
@@ -107,5 +109,6 @@ def posterior_mean(module: Any, pixels: torch.Tensor) -> torch.Tensor:
 
 
 def component(prefix: str, file: str) -> Component:
-    """prefix: of its names in a single file. file: as of `Component`."""
+    """The VAE as a component of a family. prefix: of its names in a single file. file: the usual name of a file of it
+    alone."""
     return Component("vae", "diffusers", "AutoencoderKL", "vae", ("*",), vae_names, DEFAULTS, infer_vae, (prefix,), file)
