@@ -15,7 +15,7 @@ from proofs import mutants
 from tests.harness import ROOT
 
 # What mostly whole runs see, which take too long for the catalogue. The list only gets shorter.
-FEWER = {"artifacts", "run"}
+FEWER = {"run"}
 
 
 @pytest.fixture(scope="module")
