@@ -7,7 +7,6 @@ Needs `pip install -e .[plots]`. Cells that were not measured are named as such.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -148,57 +147,6 @@ def reach(results: Results, shown: Sequence[Choice]) -> tuple[float, float]:
     return min(values) - room, max(values) + room
 
 
-PAGE = """# What the choices do
-
-Optimizers, schedules, objectives, averages and adapter options, measured where the truth is known. The demo
-(`configs/pocket_sdxl.toml`) teaches a small SDXL a style from 12 icons in {steps} steps, here in
-bf16 as on a card. One choice is changed at a time, and the learning rate with it where the choice needs another one.
-
-    python benchmarks/craft.py --out outputs/craft --jobs 2
-    python benchmarks/craft_page.py outputs/craft
-
-Measured {measured_on}. {seeds}
-`docs/benchmarks/{data}` has every seed and draw.
-
-- **Held-out loss**: the plain loss of the {exams} true icons of the style over {draws} fixed draws of noise and timestep.
-  They are not among the 12. A figure is the difference to the default of the same seed, as a share of the default's. It is
-  the mean of the seeds. The **band** is the 95 % confidence interval of that mean (Student's t). Where it leaves out 0, the
-  loss is called lower or higher. Of 20 choices that do nothing, one would be called so by chance. Other draws in the exam
-  would move a figure by {noise} (standard error; the median over choices and seeds).
-- **Loss on known styles**: of the same subjects in the styles that the model was made with. With the default it is
-  {forgotten} times what it was before the training. A lower figure forgets less.
-- **Step**: its time over that of the default, which took turns with it: the median of {turns} turns with one seed. The
-  default, timed in the same way against itself, gives {control}: so much of a figure is noise.
-- **State**: what the optimizer and an average keep for each trained parameter. The default keeps {own} bytes.
-
-{plot}
-{tables}
-## What the shipped configs keep, and why
-
-The demo trains for longer than this loss asks: with AdamW it falls by 67 % in 30 steps
-([optimizers.md](optimizers.md)) and by 64 % in 90 ([learning.md](learning.md)). So a choice that learns less can look
-better here. `half-rate` is a measure of that
-({half_rate}).
-
-- **Optimizer: AdamW.** `adamw8bit` learns the same ({adamw8bit}) with less than a third of the state. The others had the
-  best of the few rates that were tried in 30 steps ([optimizers.md](optimizers.md)), which need not be the best in 90.
-  Lion ({lion}) and Prodigy ({prodigy}) are lower by about as much as AdamW at half its rate. Adafactor
-  ({adafactor}), schedule-free AdamW ({schedulefree_adamw}), CAME ({came}) and Muon ({muon}) are higher.
-  AdamW stays: its rates are known for the real models.
-- **Schedule.** The demo has the cosine. Higher are a constant rate ({constant}), WSD ({wsd}) and REX ({rex}).
-  The other configs have a constant rate, because a run's length need not be known then: it may be made longer at any time.
-  Where it is known, `schedule.name = "cosine"` is the better choice. With a constant rate an average of the weights helps
-  (`constant-ema`: {constant_ema}).
-- **Weighting.** The exam's loss has no weights, so training without them has an advantage ({unweighted}), and gamma 5
-  has some of it ({min_snr_5}). The demo keeps gamma 1, which weighs the most noise higher, where colours are
-  decided; the SDXL configs keep 5, the paper's. Drawn pictures were not compared here.
-- **All else is off**, as people expect of a plain run.
-
-A small model and few steps: what wins here need not win at full size. What carries over is what a choice costs, and which
-choices matter more than a seed does.
-"""
-
-
 def figures(results: Results) -> dict[str, str]:
     """By a choice's name, with _ for -: its difference in words."""
     told = {}
@@ -232,12 +180,13 @@ def write(results: Results, docs: Path) -> Path:
     control = ratio(default)
     taken = sorted({len(run["turns"]) for run in runs if run["turns"]})
     turns = " to ".join(dict.fromkeys([str(taken[0]), str(taken[-1])])) if taken else "no"
-    text = PAGE.format(
+    return pages.write(
+        "craft",
+        results,
+        docs,
         steps=steps.pop(),
         draws=counts.pop(),
-        measured_on=pages.measured_on(results),
         seeds=f"Each choice was trained with {most} seeds{but}.",
-        data=pages.keep("craft", results, docs),
         exams=60,
         noise=pages.share(median(noises)) if noises else "an unknown share",
         forgotten=f"{mean(run['forgetting'] / run['forgetting_before'] for run in default):.0f}",
@@ -248,22 +197,7 @@ def write(results: Results, docs: Path) -> Path:
         tables=tables(results),
         **figures(results),
     )
-    page = docs / "craft.md"
-    page.write_text(text, encoding="utf-8")
-    return page
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="the --out of benchmarks/craft.py, or its --together")
-    asked = parser.parse_args(arguments)
-    results = json.loads(asked.folder.read_text()) if asked.folder.is_file() else BENCH.read(asked.folder)
-    try:
-        print(write(results, ROOT / "docs"))
-    except ValueError as error:
-        parser.error(str(error))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(pages.main(__doc__, BENCH, write))

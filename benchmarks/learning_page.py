@@ -7,8 +7,6 @@ Needs `pip install -e .[plots]`. Cells that were not measured are left out of th
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,9 +16,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import pages  # noqa: E402
 from benchmarks.cells import Results  # noqa: E402
 from benchmarks.learning import BENCH, CELLS, FORMATS  # noqa: E402
-from benchmarks.pages import COLOURS, band, keep, measured_on, picture, plot, share, table  # noqa: E402
+from benchmarks.pages import COLOURS, band, picture, plot, share, table  # noqa: E402
 
 KEPT = 0.9  # of fp32's fall: what a format has to keep to be recommended
 WIDE = ("fp32", "fp16", "bf16")  # formats that quantise nothing
@@ -212,79 +211,6 @@ def plots(results: Results, folder: Path) -> list[str]:
     return made
 
 
-PAGE = """# What an adapter learns
-
-A pocket model is taught a style that it never saw. The truth is known, so learning is measured on what was not trained
-on. The training is that of `configs/pocket_sdxl.toml` and `configs/pocket_flux.toml`: a DoRA of rank 16 over a float8 base,
-computed in bf16 as on a card, {steps} steps on 12 icons. One factor at a time is changed. {seeds}
-
-    python benchmarks/learning.py --out outputs/learning
-    python benchmarks/learning_page.py outputs/learning
-
-Measured {measured_on}. `docs/benchmarks/{data}` has every seed.
-
-- **Held-out loss**: the loss of the {exams} true icons in the new style, over 48 fixed draws of noise and timestep. The
-  model knows these subjects from other styles. They are not among the 12.
-- **Loss on known styles**: of the same subjects in the three styles that the model was made with. What rises was
-  forgotten.
-- Brackets hold the smallest and the largest of the seeds.
-- Seconds are of the steps alone. Other programs ran on the machine meanwhile: of two cells that did not run side by side
-  they compare nothing.
-
-## One factor at a time
-
-### SDXL
-
-{factors_sdxl}
-
-`default` is the demo. Every other cell differs from it in what its name says. The demo trains with a loss that min-SNR
-weighs; all losses here are measured without that.
-
-{ranks}
-### Flux
-
-The base is the pocket Flux, and `default` is `configs/pocket_flux.toml`. The losses have the timesteps of that config.{nf4}
-
-{factors_flux}
-
-## Storage formats
-
-A DoRA over SDXL's UNet, stored in each format. "Of the weights" is the share of the weights in Linears and convolutions that
-the format quantises: bitsandbytes, and quanto's formats of few bits, leave convolutions in bf16. The last column says whether
-at least {kept_share} of fp32's fall is kept. Where most weights stayed in bf16, it speaks of the Linears alone. {advice}
-
-{formats}
-
-{formats_plot}
-## Beside diffusers + PEFT
-
-Both train over the same bf16 base, with the same batches, noise, timesteps, optimizer and clipping. Seconds are of the
-training steps alone. Ours and theirs ran side by side, beside other programs, so that both met the same load. These cells
-are newer than attention in fp32 on a CPU ([precision.md](precision.md#attention-on-a-cpu)), the others older:
-
-    python benchmarks/learning.py --out outputs/learning --jobs 2 --cells sdxl/bf16-lora,sdxl/peft-lora
-    python benchmarks/learning.py --out outputs/learning --jobs 2 --cells sdxl/stored-bf16,sdxl/peft-dora
-
-{peft}
-
-{trainers_plot}
-## What is drawn
-
-The {exams} icons are drawn before and after the training from the same seeds (20 steps, the demo's guidance) and compared
-with the truth: the mean difference of the pixels, and the distance in the autoencoder's latents. Two counts follow:
-
-- **Nearer than before**: how many of the {exams} icons the training brought nearer to the truth.
-- **Nearer to its own truth**: how many show their own subject. A drawn fox counts where it is nearer to the true fox than to
-  the true icon of another subject. A picture that had the ink but no subject would count half of the time.
-
-This measures the demo and the pocket Flux again, with one seed:
-
-    .venv/bin/python -m pytest tests/integration/test_pocket_learns.py -m slow -s
-
-{drawn}
-"""
-
-
 def advice(values: Mapping[str, float]) -> str:
     poor = sorted(name for name, value in values.items() if value < KEPT)
     if not poor:
@@ -293,17 +219,19 @@ def advice(values: Mapping[str, float]) -> str:
 
 
 def write(results: Results, docs: Path) -> Path:
+    """Raises ValueError where results cannot stand in one table."""
+    check(results)
     runs = [run for runs in results.values() for run in runs]
     steps = sorted({run["steps"] for run in runs})
     made = plots(results, docs / "learning")
     most = max(map(len, results.values()))
     but = "".join(f", but {path} with {len(runs)}" for path, runs in results.items() if len(runs) < most)
-    data = keep("learning", results, docs)
-    text = PAGE.format(
+    return pages.write(
+        "learning",
+        results,
+        docs,
         steps=" or ".join(map(str, steps)),
         seeds=f"Each cell was trained with {most} seeds{but}.",
-        measured_on=measured_on(results),
-        data=data,
         exams=EXAMS,
         factors_sdxl=factors(results, "sdxl"),
         factors_flux=factors(results, "flux"),
@@ -319,23 +247,7 @@ def write(results: Results, docs: Path) -> Path:
         ),
         drawn=drawn(results),
     )
-    page = docs / "learning.md"
-    page.write_text(text, encoding="utf-8")
-    return page
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="the --out of benchmarks/learning.py, or its --together")
-    asked = parser.parse_args(arguments)
-    results = json.loads(asked.folder.read_text()) if asked.folder.is_file() else BENCH.read(asked.folder)
-    try:
-        check(results)
-    except ValueError as error:
-        parser.error(str(error))
-    print(write(results, ROOT / "docs"))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(pages.main(__doc__, BENCH, write))

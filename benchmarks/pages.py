@@ -1,15 +1,18 @@
-"""Tables, plots and the words of pages that are written from what benchmarks/cells.py measured."""
+"""Pages that are written from what benchmarks/cells.py measured: tables, plots, words, and templates/ for the rest."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.cells import Results
+from benchmarks.cells import Bench, Results
+from trainer.base.templates import environment
 
+ROOT = Path(__file__).resolve().parents[1]
 LIGHT = {"face": "#ffffff", "ink": "#1f2328", "grid": "#d8dee4"}
 DARK = {"face": "#0d1117", "ink": "#e6edf3", "grid": "#30363d"}
 COLOURS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#64748b")
@@ -38,6 +41,28 @@ def keep(name: str, results: Results, docs: Path) -> str:
     file = f"{name}-{kind}-{max(machine['date'] for machine in machines)}.json"
     (docs / "benchmarks" / file).write_text(json.dumps(results, separators=(",", ":")) + "\n")
     return file
+
+
+def write(name: str, results: Results, docs: Path, **values: Any) -> Path:
+    """Write docs/NAME.md from its template, and the results beside it."""
+    values |= {"measured_on": measured_on(results), "data": keep(name, results, docs)}
+    page = docs / f"{name}.md"
+    page.write_text(environment(ROOT / "benchmarks" / "templates").get_template(page.name).render(values), encoding="utf-8")
+    return page
+
+
+def main(about: str, bench: Bench, write: Callable[[Results, Path], Path], arguments: Sequence[str] | None = None) -> int:
+    """The command line of a page. write: (results, the folder of the pages); raises ValueError for results that cannot stand
+    in one table."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help=f"the --out of benchmarks/{bench.script.name}, or its --together")
+    asked = parser.parse_args(arguments)
+    results = json.loads(asked.folder.read_text()) if asked.folder.is_file() else bench.read(asked.folder)
+    try:
+        print(write(results, ROOT / "docs"))
+    except ValueError as error:
+        parser.error(str(error))
+    return 0
 
 
 def measured_on(results: Results) -> str:

@@ -80,7 +80,7 @@ def test_what_cannot_stand_in_one_table_is_refused(what: str, tmp_path: Path, ca
     together = tmp_path / "together.json"
     together.write_text(json.dumps({"sdxl/default": [one], "sdxl/lora": [other]}))
     with pytest.raises(SystemExit):
-        page.main([str(together)])
+        pages.main("", learning.BENCH, page.write, [str(together)])
     assert f"results of sdxl differ in {what}" in capsys.readouterr().err
 
 
