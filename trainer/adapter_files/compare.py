@@ -21,7 +21,8 @@ SHOWN = 12  # lines of a list
 
 @dataclass
 class Differences:
-    """Of one block or of all: sums of squares of what A changes, and of what both differ by; ranks by how many layers."""
+    """The differences of one block, or of all: sums of squares of what A changes, and of what both differ by; ranks by how
+    many layers."""
 
     change_sq: float = 0.0
     difference_sq: float = 0.0
@@ -37,7 +38,8 @@ class Differences:
 
 @dataclass
 class Comparison:
-    """blocks: in the order of A. bits: whether all tensors, scales and meanings are equal, whatever the files are."""
+    """Two adapters side by side. blocks: in the order of A. bits: whether all tensors, scales and meanings are equal,
+    whatever the files are."""
 
     blocks: dict[str, Differences]
     only_a: list[str]
@@ -46,6 +48,7 @@ class Comparison:
 
     @property
     def whole(self) -> Differences:
+        """The differences of all blocks together."""
         total = Differences()
         for block in self.blocks.values():
             total.change_sq += block.change_sq
@@ -54,6 +57,7 @@ class Comparison:
         return total
 
     def lines(self) -> list[str]:
+        """The comparison in lines, for people."""
         said = ["every tensor and scale is equal, bit for bit"] if self.bits else []
         if self.blocks:
             said.append(f"||dA - dB|| / ||dA|| of the layers that both have: {self.whole.relative:.4%}")
@@ -74,7 +78,8 @@ def _rank(ranks: tuple[int, int]) -> str:
 
 
 def compare(a: Portable, b: Portable, weight: WeightOf | None = None) -> Comparison:
-    """weight: of the base model, for a DoRA. Raises UserError where it is needed, or the layers have other shapes."""
+    """A compared with B, layer by layer. weight: of the base model, for a DoRA. Raises UserError where it is needed, or
+    the layers have other shapes."""
     both = [name for name in a.layers if name in b.layers]
     blocks: dict[str, Differences] = {}
     for name in both:

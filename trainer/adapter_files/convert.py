@@ -30,7 +30,7 @@ WeightOf = Callable[[str], torch.Tensor]  # full name of a layer -> W, fp32, of 
 
 @dataclass
 class Converted:
-    """portable: what was written. notes: what changed, in sentences."""
+    """An adapter that was converted. portable: what was written. notes: what changed, in sentences."""
 
     portable: Portable
     notes: list[str] = field(default_factory=list)
@@ -106,7 +106,7 @@ def _needed(weight: WeightOf | None, what: str) -> WeightOf:
 
 
 def tensors_of(portable: Portable, model: NamedModel, to: str, weight: WeightOf | None, notes: list[str]) -> Tensors:
-    """Under the keys of the format."""
+    """The adapter's tensors under the keys of the format `to`."""
     components = list(dict.fromkeys(name.partition(".")[0] for name in portable.layers))
     if to == "diffusers":
         return export.diffusers_tensors(portable)
@@ -172,7 +172,8 @@ def told_anew(portable: Portable, meaning: DoraScale, weight: WeightOf | None, n
 
 
 def gain(weight: torch.Tensor, factors: Factors, meaning: DoraScale) -> torch.Tensor:
-    """g, fp64: what W + s B A is multiplied by, [N] of the output axis, [K] of the input axis (a convolution's channels)."""
+    """The factor g, fp64, that W + s B A is multiplied by, [N] of the output axis, [K] of the input axis (a convolution's
+    channels)."""
     assert factors.magnitude is not None
     m, v = factors.magnitude.make().double(), adapted(weight, factors)
     if factors.axis == "output":

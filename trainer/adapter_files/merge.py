@@ -43,17 +43,21 @@ CONFIGS = (".json", ".txt", ".model")  # of a diffusers folder: configs, vocabul
 
 @dataclass(frozen=True)
 class Applied:
+    """An adapter that is merged, and its strength."""
+
     opened: OpenedAdapter
     strength: float
 
     def described(self) -> dict[str, object]:
+        """What the merged file says of it."""
         path = self.opened.path
         return {"file": path.name, "sha256": hash_file(path), "strength": self.strength}
 
 
 @dataclass
 class Merged:
-    """layers: that changed. change, lost: the norms of the change of all weights, and of what its rounding took away."""
+    """A model file with adapters in it. layers: that changed. change, lost: the norms of the change of all weights, and of
+    what its rounding took away."""
 
     path: Path
     layers: set[str] = field(default_factory=set)

@@ -27,7 +27,8 @@ MOST_ERROR = 0.2
 
 @dataclass(frozen=True)
 class Made:
-    """written: by format. stored: how many averages it was made of. updates: that are in it."""
+    """An average that was made after the training. written: by format. stored: how many averages it was made of. updates:
+    that are in it."""
 
     written: Mapping[str, Path]
     fit: Fit
@@ -36,6 +37,7 @@ class Made:
     updates: int
 
     def lines(self) -> list[str]:
+        """What was made, in lines for people."""
         off = self.fit
         return [
             *(f"{format}: {path}" for format, path in self.written.items()),

@@ -20,7 +20,7 @@ CARD = "README.md"
 
 @dataclass(frozen=True)
 class Pushed:
-    """url: of the repository. commit: its new one, or the newest where it had all this already.
+    """What became of a push. url: of the repository. commit: its new one, or the newest where it had all this already.
 
     visibility: "private" or "public". made: whether there was no repository before.
     """
@@ -72,7 +72,8 @@ def push(
     family: str | None = None,
     phases: Phases = QUIET,
 ) -> Pushed:
-    """In one commit. The repository is made where there is none, private unless `public`; one that exists stays as it is.
+    """Send the folder's files to the hub in one commit. The repository is made where there is none, private unless `public`;
+    one that exists stays as it is.
 
     replace_card: another README.md that is there may be lost. Raises UserError without it, and where the hub does not
     take the files, and what `check` raises, before anything is sent.

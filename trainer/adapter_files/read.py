@@ -71,15 +71,16 @@ class NamedModel:
         return adaptable_layers(build(component, config))
 
     def full_layers(self, components: list[str]) -> dict[str, tuple[int, ...]]:
-        """By full name."""
+        """The weights' shapes of the components' layers, by full name."""
         return {f"{c}.{layer}": shape for c in components for layer, shape in self.layers(c).items()}
 
     def modules(self, name: str) -> list[Link]:
-        """Of the original layout."""
+        """The modules of the component's original layout."""
         return export.fused_modules(self.family.module_links(name, self.config(name)))
 
     @property
     def adaptable(self) -> list[str]:
+        """The components that an adapter may be of."""
         return [self.family.denoiser, *self.family.text_encoders]
 
     def named_in(self, stems: Mapping[str, object]) -> list[str]:
@@ -164,10 +165,12 @@ class OpenedAdapter:
 
     @property
     def portable(self) -> Portable:
+        """The adapter, apart from its model."""
         return self.read.portable
 
     @property
     def components(self) -> list[str]:
+        """The components that it adapts, in the file's order."""
         return list(dict.fromkeys(name.partition(".")[0] for name in self.portable.layers))
 
     @property
@@ -187,8 +190,8 @@ def looks_like_an_adapter(path: Path) -> bool:
 
 
 def open_adapter(path: Path | str, models: list[NamedModel] | None = None, *, family: str | None = None) -> OpenedAdapter:
-    """path: of a file, or of a folder that PEFT saved. models: that it may be for; None: the published ones, of all families
-    or of `family`.
+    """An adapter file, read, with the model that it is for. path: of a file, or of a folder that PEFT saved. models: that it
+    may be for; None: the published ones, of all families or of `family`.
 
     Raises UserError where the file is of another kind, is for none of them, or may be for several families.
     """
@@ -270,10 +273,12 @@ class OpenedCheckpoint:
     _targets: list[Target] = field(repr=False)
 
     def portable(self, meaning: DoraScale) -> Portable:
+        """The adapter, apart from its model, with magnitudes of that meaning."""
         return of_state(self._state, self._targets, self.norms, meaning, rslora=self.rslora)
 
     @property
     def components(self) -> list[str]:
+        """The components that it adapts."""
         return list(dict.fromkeys(target.component for target in self._targets))
 
     @property
@@ -287,7 +292,8 @@ class OpenedCheckpoint:
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """Of the files that its norms suffice for: a DoRA's magnitudes may need the norms of the adapted weights."""
+        """The formats of the files that its norms suffice for: a DoRA's magnitudes may need the norms of the adapted
+        weights."""
         adapted = [
             self.norms[layer] for target in self._targets if (layer := f"{target.component}.{target.name}") in self.norms
         ]
@@ -298,7 +304,7 @@ class OpenedCheckpoint:
         return tuple(format for format, meaning in meanings.items() if enough[meaning])
 
     def instead(self, state: Mapping[str, torch.Tensor], norms: AllNorms, about: About) -> "OpenedCheckpoint":
-        """With other weights of the same adapter. Raises UserError where they are of another."""
+        """The checkpoint with other weights of the same adapter. Raises UserError where they are of another."""
         if state.keys() != self._state.keys() or any(state[name].shape != self._state[name].shape for name in state):
             raise UserError(f"{self.folder} is of another adapter than these weights")
         return replace(self, _state=state, norms=norms, about=about)

@@ -44,7 +44,8 @@ def resize(opened: OpenedAdapter, out: Path, rank: int, *, weight: WeightOf | No
 
 @dataclass
 class Extracted:
-    """lost, change: norms, of all layers: of what no LoRA of that rank has, and of the difference.
+    """A LoRA made of the difference of two models. lost, change: norms, of all layers: of what no LoRA of that rank has, and
+    of the difference.
 
     tails: by layer, the error relative to its difference. beside: other parameters that differ, which no LoRA can hold.
     """
@@ -56,6 +57,7 @@ class Extracted:
     beside: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
+        """What was made, and what is lost, in lines for people."""
         worst = max(self.tails, key=lambda name: self.tails[name])
         relative = self.lost / max(self.change, 1e-300)
         said = [

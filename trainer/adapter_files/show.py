@@ -19,8 +19,8 @@ SHOWN = 12  # lines of a list
 
 @dataclass(frozen=True)
 class LayerReport:
-    """change: ||s B A||, of all elements. Where the base was given, weight: ||W||, and of a DoRA drift: max |g - 1|, g being
-    what W + s B A is multiplied by, row by row or column by column."""
+    """What an adapter does to one layer. change: ||s B A||, of all elements. Where the base was given, weight: ||W||, and
+    of a DoRA drift: max |g - 1|, g being what W + s B A is multiplied by, row by row or column by column."""
 
     name: str
     rank: int

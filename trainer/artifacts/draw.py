@@ -42,7 +42,8 @@ SHEET = "grid.png"
 
 @dataclass(frozen=True)
 class Asked(SampleRequest):
-    """model, adapters: what an image is drawn with, in the words of the command; for the PNG's text "request"."""
+    """A sample that was asked for on the command line. model, adapters: what an image is drawn with, in the words of the
+    command; for the PNG's text "request"."""
 
     model: str = ""
     adapters: tuple[str, ...] = ()
@@ -62,7 +63,7 @@ class Drawing:
     guidance: float | None = None
 
     def requests(self, config: Config, adapters: Sequence[tuple[Path, float]]) -> list[Asked]:
-        """By prompt, then seed, then strength."""
+        """The samples to draw, by prompt, then seed, then strength."""
         side = config.validation.resolution or max(resolutions(config.data.resolution))
         steps = self.steps or config.validation.steps
         with_ = tuple(path.name if strength == 1 else f"{path.name}:{strength:g}" for path, strength in adapters)

@@ -140,7 +140,7 @@ class Artifacts:
         return written
 
     def export_newest(self) -> dict[str, Path]:
-        """As `export`, to the files that have no step in their names, with the model card: all of one step, or all as they
+        """Write the files that have no step in their names, with the model card: all of one step, or all stay as they
         were. Files that an earlier stop or end left in a format that is not asked for any more are deleted."""
         name, said = self.plan.config.run.name, ""
         with Together() as together:
@@ -156,8 +156,8 @@ class Artifacts:
         return written
 
     def leave_files(self) -> None:
-        """Where the training was stopped: the adapter files and their card as of this step. The next stop, or the end, writes
-        them anew."""
+        """Write the adapter files and their card of the present step, where the training was stopped. The next stop, or
+        the end, writes them anew."""
         say, step = self.context.processes.say, self.state.progress.step
         if not self.context.processes.is_main:
             return
@@ -170,7 +170,7 @@ class Artifacts:
         self._say_where(written)
 
     def leave_report(self) -> None:
-        """As `leave_files`: the report."""
+        """Write the report of the present step, where the training was stopped."""
         if self.context.processes.is_main:
             with self.context.phases("writing the report") as phase:
                 path = self.report.stopped(phase.check)
@@ -199,7 +199,7 @@ class Artifacts:
             self.context.processes.say(f"note: {sentence}")
 
     def finish(self) -> None:
-        """At the end of the training: the adapter files, the "did it take?" table and the report.
+        """Leave what a whole training leaves: the adapter files, the "did it take?" table and the report.
 
         Raises NotTrained, after all else is done, for an adapter that no update has reached.
         """

@@ -89,13 +89,12 @@ def text(plan: Plan, about: About, files: Mapping[str, str], samples: Sequence[P
 
 
 def yaml_text(value: str) -> str:
-    """As YAML reads it, whatever is in it: a JSON string is one of YAML. huggingface_hub's ModelCardData leaves 1e3 without
-    quotes, which YAML 1.2 reads as a number."""
+    """A text as YAML reads it, whatever is in it: a JSON string is one of YAML."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def code(value: str) -> str:
-    """On one line, between as many backticks as it takes (CommonMark, code spans)."""
+    """A code span on one line, between as many backticks as it takes (CommonMark)."""
     value = " ".join(value.split())
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", value)), default=0))
     return f"{fence}{value}{fence}" if len(fence) == 1 else f"{fence} {value} {fence}"

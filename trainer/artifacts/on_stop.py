@@ -14,8 +14,8 @@ SECONDS = 5.0
 
 
 def leave_in_time(artifacts: Artifacts, signals: Signals) -> None:
-    """After a signal: within SECONDS and until a second signal, else not at all. Raises none of what may stand in the way:
-    the run ends by its signal, whatever else happens.
+    """Write the adapter files and the report after a signal: within SECONDS and until a second signal, else not at all.
+    Raises none of what may stand in the way: the run ends by its signal, whatever else happens.
 
     All processes call it; those that have nothing to write wait for the one that has.
     """

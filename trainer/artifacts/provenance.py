@@ -29,7 +29,8 @@ def _one(values: set) -> Any:
 
 @dataclass(frozen=True)
 class Origin:
-    """made_for: which weights a DoRA's files are made for (norms.made_for). start: what the run started from."""
+    """The origin of a run's adapter. made_for: which weights a DoRA's files are made for (norms.made_for). start: what the
+    run started from."""
 
     plan: Plan
     progress: Progress
@@ -47,7 +48,7 @@ class Origin:
         return ", ".join(captions.triggers(self.plan.examples))
 
     def about(self) -> About:
-        """As of the present step."""
+        """What adapter files of the present step say of their origin."""
         plan, config, family = self.plan, self.plan.config, self.plan.family
         sizes = {resolution for photo in plan.photos for resolution in photo.source.resolutions}
         prediction = getattr(plan.model.objective, "prediction", "velocity")
@@ -122,8 +123,8 @@ class Origin:
         return {f"ss_{key}": str(value) for key, value in entries.items() if value is not SEVERAL}
 
     def state_dict(self) -> Mapping[str, Any]:
-        """about: of its files. family, configs: of the model, the components that are adapted. alphas: of every adapted layer
-        by full name, in the model's order."""
+        """The origin, for whoever makes adapter files of the checkpoint. about: of its files. family, configs: of the
+        model, the components that are adapted. alphas: of every adapted layer by full name, in the model's order."""
         plan = self.plan
         return {
             "about": asdict(self.about()),

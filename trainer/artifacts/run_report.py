@@ -20,7 +20,8 @@ def report_of(
     plan: Plan, components: Components, context: RunContext, progress: Progress, start: Start, *, contents: Mapping[str, str],
     environment: Mapping[str, Any],
 ) -> LiveReport:  # fmt: skip
-    """contents: digests by component, as ModelSource.contents. environment: as of pins.pin_environment."""
+    """The report of a run. contents: digests of the model's files, by component. environment: what the run depends on
+    besides them (pins.pin_environment)."""
     processes = context.processes
     config, adapter = plan.config, plan.config.adapter
     targets = adapter.targets if isinstance(adapter.targets, str) else "own targets"

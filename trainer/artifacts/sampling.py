@@ -61,7 +61,8 @@ def _png(image: Image, request: Any, ending: str = "") -> bytes:
 
 
 def keep_truths(requests: Sequence[Any], truths: Sequence[Image | None], folder: Path) -> None:
-    """Beside the samples, what they ought to look like: a PNG for every request whose truth is known, described as they are.
+    """Write what the samples ought to look like, beside them: a PNG for every request whose truth is known, described as they
+    are.
 
     A file is named by its request: those of prompts that were asked for earlier stay.
     """
@@ -85,7 +86,7 @@ def by_request(folder: Path) -> dict[str, Path]:
 
 
 def compared(before: Path, after: Path, truths: Path) -> list[tuple[Path, Path, Path | None]]:
-    """Of every sample that was asked for in the same words, size, seed and all else: its files in the three folders.
+    """The files in the three folders of every sample that was asked for in the same words, size, seed and all else.
 
     One of an average has the same before and truth as that of the weights themselves.
     """

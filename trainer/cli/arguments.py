@@ -17,15 +17,18 @@ OTHERS = {
 
 
 class Parser(argparse.ArgumentParser):
+    """A parser that tells a mistake as every other mistake is told."""
+
     def error(self, message: str) -> NoReturn:
-        """As every other mistake is told, with status 2."""
+        """Print the mistake, and exit with status 2."""
         message = re.sub("^argument (.*): expected .*", r"\1 needs a value after it", message)
         print(f"error: {message}\n       python {self.prog} --help lists the options", file=sys.stderr)
         raise SystemExit(2)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """arguments: None takes those of this process. Exits with status 2 after a mistake."""
+    """The command line's options by name. arguments: None takes those of this process. Exits with status 2 after a
+    mistake."""
     parser = Parser(prog="train.py", description="Fine-tune a LoRA or DoRA adapter for SDXL or Flux.", allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", help="a TOML file, or the bare name of one in configs/")
     parser.add_argument(

@@ -19,6 +19,7 @@ from trainer.report import write_data_report
 
 
 def data_page(config: Config, out: Path | None = None) -> Path:
+    """The path of the data report."""
     return (out or Path(config.run.output_dir)) / "data_report.html"
 
 

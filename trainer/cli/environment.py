@@ -70,7 +70,7 @@ def check(arguments):
 
 
 def torch_said():
-    """Lines: which PyTorch is installed, for what, and where there is a card that it cannot use the remedy."""
+    """Sentences for people: which PyTorch is installed, for what, and where there is a card that it cannot use the remedy."""
     import torch
 
     built = (

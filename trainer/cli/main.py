@@ -22,6 +22,7 @@ from trainer.runtime.libraries import quiet_libraries
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Do what the command line asks; returns the exit status. arguments: None takes those of this process."""
     chosen = parse(arguments)
     planned = chosen.new is not None or chosen.plan or chosen.plan_memory is not None
     # Where a launcher started several processes, only the user knows how.
@@ -110,7 +111,7 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def size_of(text: str) -> int:
-    """Of --plan_memory, in bytes. Raises UserError."""
+    """The bytes that --plan_memory means. Raises UserError."""
     from trainer.base.errors import UserError
     from trainer.base.files import parse_size
 

@@ -54,7 +54,7 @@ def check_size(text: str) -> str:
 
 
 def expand_source(path: str) -> str:
-    """As `expand_home`, also behind the `hf:` of a dataset."""
+    """A source's path with the home folder in place of "~", also behind the `hf:` of a dataset."""
     return "hf:" + expand_home(path[3:]) if path.startswith("hf:") else expand_home(path)
 
 
@@ -78,7 +78,8 @@ class ReadWith:
     above: float | None = None
 
     def without(self, value: Callable[[str], Any]) -> str | None:
-        """Beside what the key has no effect, and the remedy; None where it is read. value: of a key as in `keys`."""
+        """The other choice beside which the key has no effect, and the remedy; None where the key is read. value: the
+        value of a key."""
         key, found = self.keys, [value(key) for key in self.keys.split()]
         beside = f"without {key}" if found[0] is None else f"with {key} = {found[0]!r}"
         if self.above is not None:
@@ -102,6 +103,8 @@ class ReadWith:
 
 
 class Table(BaseModel):
+    """A table of the config: frozen, strict, and refusing keys that it does not have."""
+
     model_config = ConfigDict(
         frozen=True, strict=True, extra="forbid", allow_inf_nan=False, validate_default=False, use_attribute_docstrings=True
     )

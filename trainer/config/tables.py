@@ -80,7 +80,7 @@ class ComponentTable(Table):
 
 
 class ModelTable(Table):
-    """Which model is trained on."""
+    """The model that is trained on."""
 
     family: str
     """The model's architecture."""
@@ -277,7 +277,7 @@ class ValidationTable(Table):
 
 
 class LoggingTable(Table):
-    """Where a run reports to, beside its own files."""
+    """The places that a run reports to, beside its own files."""
 
     tensorboard: bool = True
     """Write event files for TensorBoard."""
@@ -288,6 +288,8 @@ class LoggingTable(Table):
 
 
 class Config(Table):
+    """The whole config, a field for each table."""
+
     run: RunTable
     model: ModelTable
     data: DataTable

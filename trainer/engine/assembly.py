@@ -36,11 +36,12 @@ class TrainState:
     progress: Progress
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Inside, the adapter has the weights to be used; afterwards, bit for bit those it trains with."""
+        """A block in which the adapter has the weights to be used; afterwards it has, bit for bit, those it trains with."""
         return self.optimizer.evaluating(self.adapter.mark_stale)
 
     def weights_for_use(self) -> dict[str, Callable[[], AbstractContextManager[None]]]:
-        """By how the names end of what is made with them: "", `evaluating`, and "_ema", the same with their first average."""
+        """The blocks in which the adapter has weights to be used, by how the names end of what is made with them: "",
+        `evaluating`, and "_ema", the same with their first average."""
         return {"": self.evaluating} | ({AVERAGE: self.averages.used} if self.averages.weights else {})
 
 

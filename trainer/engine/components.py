@@ -52,7 +52,8 @@ def tokenizers_alone(source: ModelSource, options: Mapping[str, Any]) -> Model:
 
 
 class Components:
-    """plan: its model's files are on this machine. digests: of those files, by their contents.
+    """The model's components, loaded when they are asked for. plan: its model's files are on this machine. digests: of those
+    files, by their contents.
 
     model: what the family's functions take. storage: of every component that was quantised here, how, for the report.
     """
@@ -66,6 +67,7 @@ class Components:
         self.model = without_modules(plan, processes.device, self.tokenizers())
 
     def tokenizers(self) -> dict[str, Any]:
+        """The tokenizers by name."""
         return load_tokenizers(self.family, self.source)
 
     def load(self, name: str) -> torch.nn.Module:
@@ -128,7 +130,7 @@ class Components:
 
     @contextmanager
     def text_encoder(self, name: str) -> Iterator[Callable[[list[str]], Mapping[str, torch.Tensor]]]:
-        """Inside, it is in memory, for Family.encode_text without gradients."""
+        """A block in which the encoder is in memory, for Family.encode_text without gradients."""
 
         @torch.no_grad()
         def encode(texts: list[str]) -> Mapping[str, torch.Tensor]:
@@ -148,7 +150,8 @@ class Components:
         return self.family.encode_prompts(self.model, texts)
 
     def fingerprint(self, name: str) -> str:
-        """Of a component that encodes, for the cache of what it encodes: its files, and all that changes its numbers."""
+        """The digest of a component that encodes, for the cache of what it encodes: of its files, and of all that changes
+        its numbers."""
         storage = self.plan.storage[name]
         parts = [self.source.fingerprint(name, self.digests.of), storage.format.name, storage.compute, storage.keep]
         if storage.format.quantised:
@@ -156,7 +159,7 @@ class Components:
         return ":".join(map(str, parts))
 
     def text_fingerprint(self) -> str:
-        """Of all that captions pass through: the text encoders and the tokenizers."""
+        """The digest of all that captions pass through: the text encoders and the tokenizers."""
         encoders = [self.fingerprint(name) for name in self.family.text_encoders]
         counted = {name: (own[0], limit) for name, (own, limit) in self.family.count_tokens(self.model, [""]).items()}
         tokenizers = [self.source.tokenizer_fingerprint, str(counted)]

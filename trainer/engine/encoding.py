@@ -128,10 +128,12 @@ def together(plan: Plan) -> int:
 
 
 def captions_of(plan: Plan) -> list[str]:
+    """Every caption that is encoded, once for each photo that has it."""
     return [caption for example in plan.encoded for caption in example.captions]
 
 
 def prompts_of(plan: Plan) -> list[str]:
+    """The prompts and negative prompts of all samples."""
     return [text for request in plan.requests for text in (request.prompt, request.negative)]
 
 
@@ -151,7 +153,7 @@ def _keep_limit(components: Components, cache: Cache) -> None:
 
 
 def prompt_conditioning(components: Components, reader: Reader, text: str) -> Conditioning:
-    """Of one prompt of a sample, on the run's device: from the cache, or encoded live where the captions are."""
+    """The conditioning of one prompt, on the run's device: from the cache, or encoded live where the captions are."""
     if reader.text_fingerprint is None:
         return components.family.encode_prompts(components.model, [text])
     return reader.conditioning([text]).to(components.model.device)

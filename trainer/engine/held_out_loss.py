@@ -34,7 +34,7 @@ from trainer.runtime.processes import Processes
 
 
 def share_of_time(seed: int, sha256: str, number: int) -> float:
-    """In (0, 1): draw `number` of a photo lies in quarter `number` modulo 4."""
+    """A place in (0, 1): draw `number` of a photo lies in quarter `number` modulo 4."""
     return (number % QUARTERS + draws.uniform(seed, "held_out_time", sha256, number)) / QUARTERS
 
 
@@ -95,6 +95,7 @@ class HeldOutLoss:
     def of(
         plan: Plan, components: Components, reader: Reader, evaluating: Callable[[], AbstractContextManager[None]]
     ) -> HeldOutLoss:
+        """The held-out loss of a run. evaluating: the block in which it is measured."""
         still = {example.sample: example for examples in plan.measured.values() for example in examples}
         return HeldOutLoss(
             measured=plan.measured,
@@ -115,7 +116,7 @@ class HeldOutLoss:
 
     @cached_property
     def mark(self) -> str:
-        """Of photos, captions and draws."""
+        """The digest of photos, captions and draws."""
         photos = {kind: [[e.photo.sha256, e.photo.caption] for e in examples] for kind, examples in self.measured.items()}
         return sha256(json_bytes({"seed": self.seed, "photos": photos})).hexdigest()[:16]
 

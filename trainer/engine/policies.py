@@ -51,7 +51,7 @@ class NonFinite:
 
 
 def what_would_fit(plan: Plan) -> str:
-    """After a step ran out of memory: what lowers its need; first what keeps the run."""
+    """Keys that lower a step's need of memory, in words, for a run whose step ran out of it; first what keeps the run."""
     config, denoiser = plan.config, plan.family.denoiser
     others = [
         *([f"data.batch_size below {config.data.batch_size}"] if config.data.batch_size > 1 else []),

@@ -108,6 +108,7 @@ class Step:
 
     @cached_property
     def parameters(self) -> list[torch.Tensor]:
+        """Every parameter that is trained, in the order of the groups."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def run(self, step: int, batches: Sequence[Batch], occurrences: Sequence[Occurrence]) -> StepResult:

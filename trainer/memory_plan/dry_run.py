@@ -42,7 +42,7 @@ META = torch.device("meta")
 
 
 class WithoutValues(TorchFunctionMode):
-    """Inside, torch's functions that read a tensor's values do without them, for meta tensors.
+    """A block in which torch's functions that read a tensor's values do without them, for meta tensors.
 
     Every question is answered with no, and a search finds the first place: nothing is out of the ordinary. A copy to the
     CPU is the tensor itself, and a picture is black. Attention, and on an accelerator RMSNorm, are one operator each.
@@ -70,7 +70,7 @@ class WithoutValues(TorchFunctionMode):
 
 @contextmanager
 def without_values(*, on_cpu: bool = False) -> Iterator[None]:
-    """Inside, what reads a value where a run has to does without: meta tensors go through everything below.
+    """A block in which what reads a value where a run has to does without: meta tensors go through everything below.
 
     on_cpu: operators as a CPU has them, else as a GPU.
     """
@@ -132,6 +132,7 @@ class Unread(Components):
         self.on_cpu = on_cpu
 
     def tokenizers(self) -> dict[str, Any]:
+        """The tokenizers that are here, and stand-ins for those of a hub id that are not."""
         if self.source.fetched:
             return super().tokenizers()
         folders = {name: self.source.tokenizer_folder(name) for name in self.family.tokenizers}
@@ -188,7 +189,7 @@ class Rehearsal:
         self.components = Unread(plan.model, on_cpu=on_cpu, **given)  # type: ignore[arg-type]
 
     def encode_prompts(self, texts: Sequence[str]) -> Conditioning:
-        """As they come from the cache: on the host."""
+        """The conditioning of the texts as it comes from the cache: on the host."""
         return self.components.encode_prompts(list(texts)).to(self.host)
 
     def encode_text(self, name: str, texts: Sequence[str]) -> Mapping[str, Tensor]:
@@ -246,7 +247,7 @@ class Rehearsal:
         return step.run(1, batches, [occurrence for batch in batches for occurrence in batch.occurrences])
 
     def held_out_loss(self, batch: Batch, count: int) -> None:
-        """Of so many draws of one photo."""
+        """Measure the loss of so many draws of one photo."""
         noise = torch.empty(count, *batch.latents.shape[1:], device=self.host)
         with unset_fake_temporarily():
             shares = torch.linspace(0.1, 0.9, count, dtype=torch.float64)

@@ -42,7 +42,8 @@ UPDATE = "the update"
 
 @dataclass(frozen=True)
 class Stage:
-    """parts: bytes by PARTS, those that it has. loaded: weights of the components in memory, by name, in bytes.
+    """What one part of a run takes. parts: bytes by PARTS, those that it has. loaded: weights of the components in memory, by
+    name, in bytes.
 
     cost: of a step, of one micro-batch.
     """
@@ -54,15 +55,16 @@ class Stage:
 
     @property
     def peak(self) -> int:
+        """The bytes of all parts."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """phases: in the order of a run, each at its largest. cache, checkpoint, set_aside: bytes on the disk, of all entries, of
-    one checkpoint, of the averages that are set aside at one step. base: what the process itself takes where it computes on
-    the CPU, 0 of an accelerator. host: beside an accelerator, bytes of the host's memory by what takes them, at the largest
-    moment."""
+    """What a run would take of memory and disk. phases: in the order of a run, each at its largest. cache, checkpoint,
+    set_aside: bytes on the disk, of all entries, of one checkpoint, of the averages that are set aside at one step. base:
+    what the process itself takes where it computes on the CPU, 0 of an accelerator. host: beside an accelerator, bytes of
+    the host's memory by what takes them, at the largest moment."""
 
     phases: tuple[Stage, ...]
     cache: int
@@ -73,10 +75,12 @@ class Forecast:
 
     @property
     def largest(self) -> Stage:
+        """The phase that takes most."""
         return max(self.phases, key=lambda phase: phase.peak)
 
     @property
     def margin(self) -> int:
+        """The bytes to leave free beside what was counted."""
         below, share = (COMPUTING, KEPT) if self.base else (CONTEXT, SHARE)
         return int(below + share * self.largest.peak)
 
@@ -86,11 +90,13 @@ class Forecast:
         return self.base + self.largest.peak + self.margin
 
     def fits(self, memory: int) -> bool:
+        """Whether the run fits into so many bytes."""
         return self.total <= memory
 
 
 def forecast(plan: Plan, kernels: Kernels, *, base: Callable[[], int] | None = None) -> Forecast:
-    """kernels: those of the device that is planned for. base: of a CPU, what the process itself takes; None: an accelerator.
+    """What the planned run would take. kernels: those of the device that is planned for. base: of a CPU, what the process
+    itself takes; None: an accelerator.
 
     It is asked at the end: the rehearsal loads the libraries that the run will load, and makes its modules. So is what the
     program takes on the host of an accelerator.
@@ -115,6 +121,7 @@ class Forecaster:
         self.between = 0  # bytes that all captions have of all text encoders but the last
 
     def forecast(self) -> Forecast:
+        """The forecast: every phase gone through, in the order of a run."""
         config, sizes = self.plan.config, _sizes(self.plan.examples)
         measured = _sizes([example for examples in self.plan.measured.values() for example in examples])[:1]
         stay = config.data.cache == "none"
@@ -147,7 +154,7 @@ class Forecaster:
     # --- phases -------------------------------------------------------------------------------------------------------
 
     def captions(self, *, stay: bool) -> Iterator[Stage]:
-        """As `encoding.encode`: with each text encoder, gone before the next, unless all stay."""
+        """The phases of encoding captions: with each text encoder, gone before the next, unless all stay."""
         names = self.family.text_encoders if self.plan.model.cache_text else ()
         texts = fill.texts_wanted((*captions_of(self.plan), *prompts_of(self.plan)), fingerprint="")
         parts = []  # of one caption, of each encoder
@@ -168,13 +175,14 @@ class Forecaster:
             self.between = len(texts) * sum(tensor.nbytes for part in parts[:-1] for tensor in part.values())
 
     def photos(self, width: int, height: int) -> Stage:
+        """The phase of encoding photos of that size."""
         self._load(self.family.vae)
         with self._phase(f"{PHOTOS} of {width}x{height} ({self.family.vae})") as phases:
             self.run.encode_images(width, height, 1)
         return phases[0]
 
     def prepare(self) -> None:
-        """For steps and samples, once photos were encoded."""
+        """Load what steps and samples need, once photos were encoded."""
         self._load(self.family.denoiser, *(() if self.plan.model.cache_text else self.family.text_encoders))
         if self.plan.requests:
             self._load(self.family.vae)
@@ -209,7 +217,8 @@ class Forecaster:
         return replace(phase, parts=phase.parts | {"saved": saved, "transient": phase.parts["transient"] - saved})
 
     def update(self, step: Stage) -> Iterator[Stage]:
-        """Of an optimizer that has no kernel for a CPU. The allocator still has what the step freed, in smaller pieces."""
+        """The phase of the update by an optimizer that has no kernel for a CPU. The allocator still has what the step
+        freed, in smaller pieces."""
         name, parameters = self.plan.config.optimizer.name, self.run.trained[-1].parameters
         scratch = optim.OPTIMIZERS[name].cpu_scratch * max(parameter.numel() for parameter in parameters)
         if scratch:
@@ -218,7 +227,7 @@ class Forecaster:
             yield Stage(f"{UPDATE} by {name}", parts | {"transient": freed + scratch}, step.loaded)
 
     def held_out_loss(self, width: int, height: int) -> Stage:
-        """Of as many draws as are computed at once."""
+        """The phase of the held-out loss, with as many draws as are computed at once."""
         count = fixed_draws.at_once(self.plan)
         told = self._prompts(1) if self.plan.model.cache_text else None
         with self._phase(f"{HELD_OUT} {width}x{height}, batch {count}") as phases:
@@ -226,6 +235,7 @@ class Forecaster:
         return phases[0]
 
     def sample(self, request: SampleRequest) -> Stage:
+        """The phase of drawing a sample."""
         told, (adapter, _, _, averages, _) = self._prompts(1), self.run.trained
         with self._phase(f"{SAMPLES} {request.width}x{request.height}") as phases, ExitStack() as stack:
             # While an average is drawn with, the weights that train lie beside it.
@@ -281,7 +291,7 @@ class Forecaster:
     # --- sizes --------------------------------------------------------------------------------------------------------
 
     def cache_bytes(self) -> int:
-        """Of latents and texts that a run over these photos needs."""
+        """The bytes of the latents and texts that a run over these photos needs."""
         if self.plan.config.data.cache == "none":
             return 0
         examples, seed = self.plan.encoded, self.plan.config.run.seed
@@ -293,7 +303,7 @@ class Forecaster:
         return total
 
     def set_aside_bytes(self) -> int:
-        """Of a DoRA with W A^T of each average, which is as large as B."""
+        """The bytes of the averages that are set aside at one step; a DoRA's have W A^T of each, which is as large as B."""
         if not self.plan.config.ema.snapshot_every_steps:
             return 0
         adapter, _, _, averages, _ = self.run.trained
@@ -314,11 +324,12 @@ class Forecaster:
         return {what: size for what, size in (kept | largest).items() if size}
 
     def checkpoint_bytes(self) -> int:
+        """The bytes of one checkpoint."""
         kept = self.held["optimizer"] + self.held.get("averages", 0) + self.start_bytes()
         return self._parameter_bytes() + kept
 
     def start_bytes(self) -> int:
-        """Of the weights that a run with adapter.init_from keeps of its start."""
+        """The bytes of the weights that a run with adapter.init_from keeps of its start."""
         return self._parameter_bytes() if self.plan.config.adapter.init_from else 0
 
     def _parameter_bytes(self) -> int:

@@ -31,7 +31,7 @@ _OURS = {
 
 @dataclass
 class Cost:
-    """Of the operators that were called. read, written: bytes. flops: of products, convolutions and attention."""
+    """What the operators cost that were called. read, written: bytes. flops: of products, convolutions and attention."""
 
     launches: int = 0
     read: int = 0
@@ -40,8 +40,8 @@ class Cost:
 
 
 class Remembering(TorchDispatchMode):
-    """Inside, an operator on meta tensors is asked of torch once for each form of its arguments: torch works many results out
-    in Python, which takes most of the time of a plan."""
+    """A block in which an operator on meta tensors is asked of torch once for each form of its arguments: torch works many
+    results out in Python, which takes most of the time of a plan."""
 
     # What operators gave, by them and the forms of their arguments: a form, or the place of the argument that they gave back.
     # It depends on nothing else, so all traces of a process share it.
@@ -82,7 +82,7 @@ class Remembering(TorchDispatchMode):
 
 
 class Trace(Remembering):
-    """Inside, every operator is counted.
+    """A block in which every operator is counted.
 
     alive: bytes of the tensors that were made inside and still are, and of those that were `enter`ed. peak: the most there
     were since `reset`. by_name: launches by operator.

@@ -26,7 +26,7 @@ LEAST, LEAST_SHARE = 2**20, 0.005
 
 @dataclass(frozen=True)
 class Change:
-    """after: the forecast with this change and those before it."""
+    """A change of the config that lowers what a run takes. after: the forecast with this change and those before it."""
 
     what: str
     price: str
@@ -189,6 +189,7 @@ def _as_counted(
 
 
 def with_checkpointing(plan: Plan, every: bool | int) -> Plan:
+    """The plan with that memory.gradient_checkpointing."""
     memory = plan.config.memory.model_copy(update={"gradient_checkpointing": every})
     return plan.with_config(plan.config.model_copy(update={"memory": memory}))
 
