@@ -7,13 +7,14 @@ import math
 import re
 import tomllib
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
 import trainer
-from tests.harness import ROOT
+from tests.harness import ROOT, command_line
 from trainer.adapters import export
 from trainer.adapters.portable import Factors, Portable, recipe
 
@@ -97,6 +98,23 @@ def test_the_citation_and_the_badges_say_what_the_package_says() -> None:
         drawn = (ROOT / "docs" / "pictures" / f"{name}.svg").read_text(encoding="utf-8")
         assert f"<title>{name}: {value}</title>" in drawn and f">{value}</text>" in drawn
         assert f"![{name}: {value}](docs/pictures/{name}.svg)" in readme
+
+
+@pytest.mark.proof
+def test_the_share_that_sd_scripts_drops_is_what_the_commands_of_the_page_print(tmp_path: Path) -> None:
+    """To a percent: the course of a training has the roundings of its CPU."""
+    text = (ROOT / "docs" / "adapter_files.md").read_text(encoding="utf-8")
+    counted = {}
+    for line in re.findall(r"^    python train\.py (--config pocket_.*)", text.replace("\\\n", " "), re.MULTILINE):
+        out = tmp_path / line.split("=")[-1].strip()
+        said = command_line(*line.split(), f"run.output_dir={out}", timeout=600)
+        assert said.returncode == 0, said.stderr
+        counted[line.split()[1]] = int(re.search(r"(\d+)%\s+of\s+the\s+norm\s+of\s+the\s+update", said.stdout)[1])
+    told = re.search(r"(\d+) % of the norm of its update .* pocket SDXL, and (\d+) % with the pocket Flux", text, re.DOTALL)
+    for config, share in zip(("pocket_sdxl.toml", "pocket_flux.toml"), told.groups(), strict=True):
+        assert abs(counted[config] - int(share)) <= 1, counted
+    # The changes of this version quote the same.
+    assert f"drops of a LoRA ({told[1]} % and {told[2]} % with the pocket models)" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_the_readmes_figures_of_an_h100_are_those_that_were_measured() -> None:
