@@ -84,7 +84,7 @@ class Course:
         return said
 
     def measured(self, step: int, fields: Line) -> str | None:
-        """As `add`, of what was measured after a step whose line was there already."""
+        """Take what was measured after a step whose line was there already; returns what `add` returns."""
         for field, whose in FIXED.items():
             if field in fields and (fields.get(PHOTOS), field) not in self.unusable and not is_finite(fields[field]):
                 return self._met(step, f"the loss of the {whose} photos is not finite")
@@ -168,7 +168,7 @@ class Course:
         return "a lower one" if self.levers == LR else f"a lower {self.levers}"
 
     def blame(self) -> str:
-        """For a value that is not finite: what the steps before say of its cause; "" where there were none."""
+        """What the steps before say of the cause of a value that is not finite; "" where there were none."""
         if self.diverged is not None:
             return f"the run has diverged since step {self.diverged}: {self.remedy()}"
         if self.updates and self.rate:
@@ -181,7 +181,7 @@ class Course:
 
 
 def rates(lr: Sequence[float]) -> dict[str, float]:
-    """For a step's line, of the rates of all groups: the first, and the highest where that is another."""
+    """Fields of a step's line, of the rates of all groups: the first, and the highest where that is another."""
     return {"lr": lr[0]} | ({"highest_lr": max(lr)} if max(lr) > lr[0] else {})
 
 
@@ -191,6 +191,7 @@ def _level(window: Collection[tuple[int, float, float]]) -> tuple[float, float]:
 
 
 def is_finite(value: float | None) -> TypeGuard[float]:
+    """Whether there is a value, and it is finite."""
     return value is not None and math.isfinite(value)
 
 

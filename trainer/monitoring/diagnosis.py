@@ -51,6 +51,7 @@ class Verdict:
 
     @property
     def bad(self) -> bool:
+        """Whether it is a warning."""
         return self.kind in BAD
 
 
@@ -74,7 +75,7 @@ def is_line(found: object) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """Of those that JSON has, one that a float can hold."""
+    """Whether a value of JSON is a number that a float can hold."""
     return isinstance(value, float) or (
         isinstance(value, int) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     )
@@ -304,7 +305,7 @@ def _newest(rows: Sequence[Line], field: str) -> float | None:
 
 
 def mark_of(rows: Sequence[Line]) -> str | None:
-    """On which photos was measured last (the field PHOTOS); None where nothing was."""
+    """The photos that were measured last (the field PHOTOS); None where nothing was."""
     return next((found[PHOTOS] for _, found in reversed(list(_measured(rows))) if PHOTOS in found), None)
 
 

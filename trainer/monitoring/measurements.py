@@ -43,7 +43,7 @@ class Measured:
     course: Course = field(default_factory=Course, init=False)
 
     def begin(self, at: Position) -> Exception | None:
-        """Before the first step of this start. Returns what ends the run."""
+        """Measure what is due before the first step of this start; returns what ends the run."""
         rows = list(filter(is_line, read_lines(self.log.path)))
         self.course, before = Course(rows, self.levers), mark_of(rows)
         last = rows[-1] if rows and rows[-1]["step"] == at.step else None

@@ -83,6 +83,7 @@ class Metrics:
             self._follow(entry)
 
     def log(self, entry: dict[str, Any]) -> None:
+        """Write a step's line, and have the trackers told."""
         if self.file is None:
             return
         with naming(self.path):
@@ -123,7 +124,7 @@ class Metrics:
         return [(rank, text) for rank, text in fields if text]
 
     def add(self, fields: dict[str, Any]) -> None:
-        """To the last line: what a stop kept from it."""
+        """Add fields to the last line: what a stop kept from it."""
         if self.file is None or not fields:
             return
         *lines, last = self._lines()
@@ -149,6 +150,7 @@ class Metrics:
                 os.fsync(self.file.fileno())
 
     def close(self) -> None:
+        """Close the file and the trackers."""
         self._open.close()
         for tracker in self.trackers:
             tracker.close()

@@ -19,15 +19,18 @@ OFFLINE = "WANDB_MODE=offline and send the run later with `wandb sync`; or set l
 
 
 class Tracker(Protocol):
+    """A program that shows the numbers of a run."""
+
     def add(self, line: Mapping[str, Any]) -> None:
         """A whole line of the log; that of a step may come again, with more in it."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Send what is left, and end."""
 
 
 def numbers_of(fields: Mapping[str, Any]) -> Numbers:
-    """Of a line of the log: its numbers by name, lists of them by name and place, counted from 1."""
+    """The numbers in a line of the log by name; those in a list by name and place, counted from 1."""
     found: Numbers = {}
     for key, value in fields.items():
         parts = {f"{key}/{place}": each for place, each in enumerate(value, 1)} if isinstance(value, list) else {key: value}

@@ -65,7 +65,7 @@ def weight_change(
 
 
 def factors_of(state: Mapping[str, torch.Tensor], layer: str) -> StartFactors:
-    """Of one layer of an Adapter.state_dict."""
+    """The factors of one layer in an Adapter.state_dict."""
     a, b = (state[f"{layer}.lora_{part}.weight"] for part in "AB")
     return StartFactors(a, b, state.get(f"{layer}.lora_magnitude_vector"))
 

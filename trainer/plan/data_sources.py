@@ -45,7 +45,7 @@ def read_sources(data: DataTable, phases: Phases) -> Scanned:
 
 
 def open_cache(data: DataTable, folder: Path) -> Cache | MemoryCache | None:
-    """folder: of a cache on disk. None: nothing is cached."""
+    """The cache of encodings; None where nothing is cached. folder: of a cache on disk."""
     if data.cache == "none":
         return None
     if data.cache == "memory":

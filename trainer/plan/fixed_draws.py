@@ -10,7 +10,7 @@ FEWEST = 32  # draws of each kind of photo, however few photos there are
 
 
 def draws_of(photos: int) -> int:
-    """Of each photo, where so many are measured: as many in each quarter of time."""
+    """The number of draws of each photo, where so many photos are measured: as many in each quarter of time."""
     return QUARTERS * math.ceil(FEWEST / (QUARTERS * photos)) if photos else 0
 
 

@@ -12,7 +12,7 @@ from trainer.optim.table import Entry, optimizer_named
 
 
 def resolve(table: OptimizerTable) -> OptimizerTable:
-    """With the library's betas and eps and the table's presets written out."""
+    """The table with the library's betas and eps and the presets written out."""
     entry = optimizer_named(table.name)
     return table.model_copy(
         update={
@@ -167,7 +167,8 @@ def _other_rates(config: Config) -> Iterator[str]:
 
 
 def told(config: Config, steps: int) -> list[str]:
-    """For the start print: rates and options beyond the usual, and warnings. config: as `resolve` gives. steps: in all."""
+    """Sentences for the start of a run: rates and options beyond the usual, and warnings. config: the resolved one. steps:
+    in all."""
     chosen = config.optimizer
     rates = [f"{key} {rate:g}" for key in ("text_encoder_lr", "magnitude_lr") if (rate := getattr(chosen, key)) is not None]
     rates += [f"lora_plus {chosen.lora_plus:g} (B's rate over A's)"] if chosen.lora_plus != 1 else []
@@ -179,7 +180,7 @@ def told(config: Config, steps: int) -> list[str]:
 
 
 def warnings(config: Config, steps: int) -> list[str]:
-    """Of what works together, and badly. config: as `resolve` gives."""
+    """Sentences about what works together, and badly. config: the resolved one."""
     chosen, entry = config.optimizer, optimizer_named(config.optimizer.name)
     lines, finds = [], entry.finds
     if finds and not chosen.options.get(finds.guard):

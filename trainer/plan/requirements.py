@@ -57,7 +57,7 @@ def refuse_unread(config: Config, family: Family) -> None:
 
 
 def unread_beside_others(config: Config) -> dict[str, str]:
-    """By the key: with what other choice it has no effect, and the remedy."""
+    """The keys that another choice leaves without effect: by key, that choice and the remedy."""
     components, unread = config.model.components, configs.unread(config)
     if "fp16" not in {config.precision.compute, *(component.compute for component in components.values())}:
         remedy = "in a run that computes nothing in fp16; leave it out, or set precision.compute = 'fp16'"
@@ -120,7 +120,7 @@ def _unread_of_images(data: DataTable) -> dict[str, str]:
 
 
 def refuse_unread_by_model(config: Config, source: ModelSource) -> None:
-    """As `refuse_unread`, of the keys that only some models of the family read, by what their configs say."""
+    """Refuse keys that only some models of the family read, by what their configs say."""
     embedded = "objective.guidance"
     if embedded in source.family.reads and not source.config(source.family.denoiser).get("guidance_embeds"):
         remedy = f"on this model; leave it out (only {FAMILY_KEYS[embedded]} read it)"

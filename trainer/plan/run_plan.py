@@ -83,6 +83,7 @@ class ModelPlan:
 
     @property
     def family(self) -> Family:
+        """The model's family."""
         return self.source.family
 
     @property
@@ -114,6 +115,7 @@ class Plan(DataPlan):
         assert self.config is self.model.config
 
     def with_config(self, config: Config) -> "Plan":
+        """The plan with another config, of which nothing else is planned anew."""
         return replace(self, config=config, model=replace(self.model, config=config))
 
     @property
@@ -245,7 +247,7 @@ def find_objective(config: Config, source: ModelSource) -> Objective:
 
 
 def check_objective(config: Config, source: ModelSource, planned: Objective) -> None:
-    """After a hub id's weights were fetched: refuse what its configs had not said of them."""
+    """Refuse an objective that a hub id's configs had not said, once its weights were fetched."""
     found = find_objective(config, source).describe()
     if found != planned.describe():
         raise UserError(

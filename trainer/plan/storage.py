@@ -39,6 +39,7 @@ class Storage:
 
     @property
     def keep(self) -> tuple[str, ...]:
+        """The patterns of layers that are not quantised."""
         return (*self.sensitive, *self.exclude)
 
     def stored_as(self, dtype: str) -> "Storage":
@@ -118,6 +119,7 @@ def _storage(given: ComponentTable, component: Component, held: tuple[str, str] 
 
 
 def storages(config: Config, family: Family) -> dict[str, Storage]:
+    """Every component's storage, by name. Raises UserError for what cannot be stored or computed so."""
     plans = {}
     for component in family.components:
         chosen = config.model.components[component.name]
@@ -140,7 +142,8 @@ def storages(config: Config, family: Family) -> dict[str, Storage]:
 
 
 def weight_bytes(source: ModelSource, component: Storage, *, held: Mapping[str, HeldWeight | torch.dtype]) -> int:
-    """Of a component's weights in memory. held: what its files hold quantised and is taken as it is (ModelSource.held)."""
+    """The bytes of a component's weights in memory. held: what its files hold quantised and is taken as it is
+    (ModelSource.held)."""
     module = source.build(component.name)
     component.swap(module, kernels=dora_torch, held=held)  # nothing is computed
     return sum(tensor.numel() * tensor.dtype.itemsize for tensor in module.state_dict().values())
@@ -171,7 +174,7 @@ def check(source: ModelSource, component: Storage) -> None:
 
 
 def check_fetched(source: ModelSource, component: Storage) -> None:
-    """After a hub id's weights were fetched: refuse what its config.json had not said of them."""
+    """Refuse weights held in a way that a hub id's config.json had not said, once they were fetched."""
     held = held_as(source, component.name)
     if held and component.format.quantised and held != (component.format.dtype_name, component.format.backend):
         raise UserError(

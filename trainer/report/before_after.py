@@ -45,7 +45,7 @@ def scaled(picture):
 
 
 def table(titles: Sequence[str], rows):
-    """rows: (prompt, a picture or None for every title)."""
+    """A picture of pictures in rows under titles. rows: (prompt, a picture or None for every title)."""
     from PIL import Image, ImageDraw, ImageFont
 
     font = ImageFont.load_default(14)
@@ -67,7 +67,7 @@ def table(titles: Sequence[str], rows):
 
 
 def shortened(text: str, font, width: int) -> str:
-    """To `width` pixels, with three dots where something is left out."""
+    """The text cut to `width` pixels, with three dots where something is left out."""
     text = " ".join(text.split())[:width]  # measuring a very long text takes long
     if font.getlength(text) <= width:
         return text

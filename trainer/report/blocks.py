@@ -20,12 +20,14 @@ def by_container(changes: Mapping[str, float | None]) -> dict[str, list[tuple[st
 
 
 def shade(change: float | None) -> int:
+    """The number of the shade for a change; the last one for a change that is not finite."""
     if change is None or not math.isfinite(change):
         return len(SHADES)
     return sum(change >= edge for edge in SHADES)
 
 
 def percent(change: float | None) -> str:
+    """A change in percent, for people."""
     if change is None or not math.isfinite(change):
         return "not finite"
     share = 100 * change

@@ -40,6 +40,7 @@ class Seen:
 
     @property
     def link(self) -> str:
+        """The address of the run's page from that of all runs."""
         return f"{quote(self.name)}/"
 
     @property
@@ -49,8 +50,8 @@ class Seen:
         return self.standing.total or (given if isinstance(given, int) else None)
 
     def state(self, now: float) -> State:
-        """As its last start ended. One that has told no end is at work, or was killed: by the clock of its last step, as its
-        own page does it."""
+        """The state that its last start ended in. One that has told no end is at work, or was killed: by the clock of its
+        last step, as its own page does it."""
         step, total, told = self.history.step, self.total or self.history.step, self.standing
         if told.why:
             return State("ended", total, why=told.why, finite=told.why != CAUSES[NonFiniteError])

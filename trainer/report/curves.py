@@ -25,8 +25,8 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Curve:
-    """kind: "raw" is faint; "line0" to "line7" are told apart by colour and dashes. band: the lowest and the highest value by
-    step, of several series whose middle this one is; else empty."""
+    """A series to draw. kind: "raw" is faint; "line0" to "line7" are told apart by colour and dashes. band: the lowest and
+    the highest value by step, of several series whose middle this one is; else empty."""
 
     name: str
     series: Series
@@ -36,7 +36,8 @@ class Curve:
 
 @dataclass(frozen=True)
 class Axes:
-    """From values to places in the viewBox. Ticks enclose the values; those of a logarithmic axis lie between them."""
+    """The way from values to places in the viewBox. Ticks enclose the values; those of a logarithmic axis lie between
+    them."""
 
     first: float
     last: float
@@ -48,6 +49,7 @@ class Axes:
 
     @staticmethod
     def over(steps: Sequence[float], values: Sequence[float], *, log: bool) -> Axes:
+        """Axes that hold all steps and values. log: whether the values' axis is logarithmic."""
         low, high, first, last = min(values), max(values), min(steps), max(steps)
         y_ticks = log_ticks(low, high) if log else ticks(low, high, 4)
         x_ticks = [tick for tick in ticks(first, last, 5, whole=True) if first <= tick <= last]
@@ -57,9 +59,11 @@ class Axes:
         return Axes(first, last, x_ticks, y_ticks, min(low, y_ticks[0]), max(high, y_ticks[-1]), log)
 
     def x_of(self, step: float) -> float:
+        """The place of a step, from the left."""
         return SIDE * ((step - self.first) / (self.last - self.first) if self.last > self.first else 0.5)
 
     def y_of(self, value: float) -> float:
+        """The place of a value, from the top."""
         low, high = self.low, self.high
         share = math.log(value / low) / math.log(high / low) if self.log else (value - low) / (high - low)
         return SIDE * (1 - share)
@@ -151,7 +155,8 @@ def last_of_slices(series: Series) -> Series:
 
 
 def thin(series: Series) -> Series:
-    """At most 2 * POINTS points: the lowest and highest of each slice, in order. A slice without values is a gap."""
+    """The series in at most 2 * POINTS points: the lowest and highest of each slice, in order. A slice without values is a
+    gap."""
     if len(series) <= 2 * POINTS:
         return series
     kept: list[tuple[float, float | None]] = []
@@ -166,7 +171,7 @@ def thin(series: Series) -> Series:
 
 
 def broken(series: Series, where: Sequence[float]) -> Series:
-    """With a gap after each of these steps: what follows is another curve."""
+    """The series with a gap after each of these steps: what follows is another curve."""
     if not where:
         return series
     parts = []
@@ -213,6 +218,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def label(tick: float, ticks: Sequence[float]) -> str:
+    """A tick's value with as many digits as its neighbours need."""
     largest = max(abs(t) for t in ticks)
     if abs(tick) < largest * 1e-9:
         return "0"

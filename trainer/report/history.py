@@ -76,6 +76,7 @@ class History:
 
     @property
     def step(self) -> int:
+        """The last step that was logged; 0 before there is one."""
         return self.rows[-1]["step"] if self.rows else 0
 
     def series(self, field: str) -> Series:
@@ -83,10 +84,11 @@ class History:
         return self._columns.get(field, ())
 
     def part(self, field: str, place: int) -> Series:
-        """As `series`, of one value of a field that holds several."""
+        """The series of one value of a field that holds several. place: from 0."""
         return self._columns.get(f"{field}/{place + 1}", ())
 
     def values(self, field: str) -> list[float]:
+        """The field's values where it has any, in order."""
         return [value for _, value in self.series(field) if value is not None]
 
     def last(self, field: str) -> float | None:
@@ -98,7 +100,8 @@ class History:
         return next(((row["step"], row[name]) for row in reversed(self.rows) if name in row), None)
 
     def pace(self, after: int = 0) -> float | None:
-        """Of the steps beyond `after`, as progress.pace_of."""
+        """The seconds from one step to the next, of the last ones beyond `after` (progress.pace_of); None where too few
+        are known."""
         last = self.rows[-PACE_UNITS:]
         return pace_of([row["time"] for row in last if row["step"] > after and _finite(row.get("time")) is not None])
 
@@ -157,7 +160,7 @@ class Standing:
 
 
 def read_standing(path: Path) -> Standing:
-    """From a phases.jsonl; a missing file tells nothing."""
+    """The standing of a run by its phases.jsonl; a missing file tells nothing."""
     found = Standing()
     for entry in _moments(path):
         if entry["phase"] == START:

@@ -43,8 +43,8 @@ def quiet_for(silence: float) -> float:
 
 @contextmanager
 def first_page(layout: Layout, *, name: str, enabled: bool) -> Iterator[None]:
-    """Inside, the page of a run that is prepared, where there is none yet. Gone again, with the folders that it took, where
-    that fails: a refused run leaves nothing."""
+    """A block with the page of a run that is prepared, where there is none yet. It is gone again, with the folders that it
+    took, where that fails: a refused run leaves nothing."""
     if not enabled or layout.report.exists() or layout.metrics.exists():
         yield
         return
@@ -119,7 +119,8 @@ class LiveReport:
             self._write_if_possible()
 
     def after_step(self, *, news: bool) -> None:
-        """Between two steps. news: whether something was drawn, measured or saved that the page shows."""
+        """Write the page between two steps, where it is time. news: whether something was drawn, measured or saved that
+        the page shows."""
         if not self.enabled:
             return
         self._news = self._news or news
@@ -186,6 +187,7 @@ class LiveReport:
             self._news = False
 
     def contents(self, check: Callable[[], None]) -> PageContents:
+        """What the page shows now. check: called now and then; may raise."""
         layout, history = self.layout, self._history.read()
         samples = read_samples(layout.samples, self._thumbnails, check)
         kept = [step for step in layout.kept(self.name) if step <= max(history.step, self.begun)]

@@ -19,7 +19,8 @@ MOST_BETWEEN = 3000  # images of a page between the first and the newest ones; o
 
 @dataclass(frozen=True)
 class Embedded:
-    """picture: as it is embedded. link: the file's path from the page. small: so few pixels that each is to be seen."""
+    """A picture in the page. picture: as it is embedded. link: the file's path from the page. small: so few pixels that
+    each is to be seen."""
 
     picture: Picture
     link: str
@@ -47,8 +48,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Samples:
-    """steps: at which any was drawn. rows: in the order of the newest step; earlier prompts come last. unreadable: images
-    that are left out, since they cannot be read."""
+    """The samples of a run. steps: at which any was drawn. rows: in the order of the newest step; earlier prompts come
+    last. unreadable: images that are left out, since they cannot be read."""
 
     steps: tuple[int, ...] = ()
     rows: tuple[Row, ...] = ()
@@ -118,6 +119,7 @@ def read_samples(folder: Path, thumbnails: Thumbnails | None = None, check: Call
 
 
 def step_name(step: int) -> str:
+    """A step for people: "step 1,000", "before training"."""
     return f"step {step:,}" if step else "before training"
 
 

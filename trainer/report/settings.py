@@ -11,7 +11,7 @@ from trainer.base.errors import UserError
 
 
 def values(path: Path) -> dict[str, Any]:
-    """By full key, of a resolved config.toml; of a damaged or missing file none."""
+    """The values of a resolved config.toml by full key; none of a damaged or missing file."""
     try:
         return configs.flatten(configs.read_resolved(path)) if path.is_file() else {}
     except UserError:
@@ -58,4 +58,5 @@ def keyed_parts(key: str) -> list[str]:
 
 
 def toml(value: Any) -> str:
+    """A value as TOML writes it."""
     return str(value).lower() if isinstance(value, bool) else repr(value) if isinstance(value, str) else str(value)

@@ -32,7 +32,7 @@ KINDS: Mapping[Kind, str] = {"learned": "good", "memorising": "care", "recovered
 
 @dataclass(frozen=True)
 class State:
-    """Where a run stands. total: its length in steps. begun: the step after which this start began.
+    """What a run is doing, or how it ended. total: its length in steps. begun: the step after which this start began.
 
     why: of one that has "ended", what ended it, in a few words. said: its message, "" where it is not known. finite: False
     where it was a value that is not finite.
@@ -47,10 +47,11 @@ class State:
 
     @property
     def alive(self) -> bool:
+        """Whether the run is training."""
         return self.kind == "training"
 
     def sentence(self, history: History) -> str:
-        """In words, with the time that is left."""
+        """The state in words, with the time that is left."""
         step = max(history.step, self.begun)
         at = f"step {step:,} of {self.total:,}"
         if self.kind == "finished":
@@ -66,6 +67,7 @@ class State:
         return f"Training: {at} ({step / self.total:.0%}){left}."
 
     def share(self, history: History) -> float:
+        """The share of the steps that are done, at most 1."""
         return min(1.0, max(history.step, self.begun) / max(1, self.total))
 
 
@@ -76,7 +78,8 @@ def _took(history: History) -> str:
 
 @dataclass(frozen=True)
 class Judgement:
-    """tone: "good", "care", "bad" or "open". title, said, best: sentences; "" where there is nothing to say."""
+    """What is said of a run's success. tone: "good", "care", "bad" or "open". title, said, best: sentences; "" where there
+    is nothing to say."""
 
     tone: str
     title: str
@@ -87,7 +90,8 @@ class Judgement:
 def judged(
     history: History, state: State, *, kept: Iterable[int], levers: str, blocks: Mapping[str, float] | None = None
 ) -> Judgement:
-    """In plain words. kept: steps whose adapter can be taken. levers, blocks: as of diagnosis.judge."""
+    """The judgement of a run in plain words. kept: steps whose adapter can be taken. levers, blocks: what diagnosis.judge
+    takes."""
     if not history.rows:
         if not state.alive:
             return Judgement("open", "No step was recorded.", "", "")

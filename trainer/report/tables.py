@@ -14,6 +14,7 @@ PLAIN = ("In short", "Buckets", "Tokens of captions", "Held out", "Notes", "Left
 
 
 def place(title: str) -> str:
+    """A title as the name of a place in the page."""
     return re.sub(r"\W+", "-", title.lower()).strip("-")
 
 
@@ -32,6 +33,7 @@ def number_columns(rows: Sequence[Sequence[Any]]) -> list[int]:
 
 
 def shown(value: Any) -> str:
+    """A value in a table, for people."""
     if value is None:
         return "-"
     if isinstance(value, bool):

@@ -35,14 +35,14 @@ class Description:
 
 
 class Thumbnails:
-    """Of files that may change: one is read again when its time or size is another."""
+    """Thumbnails of files that may change: one is read again when its time or size is another."""
 
     def __init__(self) -> None:
         self._made: dict[Path, tuple[tuple[int, int], Picture | None]] = {}
         self._described: dict[Path, tuple[tuple[int, int], Description | None]] = {}
 
     def describe(self, file: Path) -> Description | None:
-        """None: it cannot be opened."""
+        """The size and the words of a picture's file; None where it cannot be opened."""
         from PIL import Image
 
         said = None
@@ -60,7 +60,8 @@ class Thumbnails:
         return said
 
     def of(self, large: Sequence[Path], small: Sequence[Path], check: Callable[[], None]) -> dict[Path, Picture]:
-        """Of each file that can be decoded. large: those that are looked at first. check: called now and then; may raise."""
+        """The picture of each file that can be decoded. large: those that are looked at first. check: called now and then;
+        may raise."""
         sizes = {file: file.stat().st_size for file in (*large, *small)}
         if sum(sizes.values()) <= EMBED_BYTES:
             return self._all(dict.fromkeys(sizes), check)

@@ -60,7 +60,7 @@ class Runs:
         self._lock = threading.Lock()
 
     def found(self) -> dict[str, Layout]:
-        """By a name that is unique: the folder's."""
+        """The runs below the folders by a name that is unique: the folder's."""
         named: dict[str, Layout] = {}
         for root in dict.fromkeys(self._roots()):
             name, again = root.name, 1
@@ -115,9 +115,11 @@ class Until(io.RawIOBase):
         self._line, self._end = line, time.monotonic() + seconds
 
     def readable(self) -> bool:
+        """True, as Python's io asks."""
         return True
 
     def readinto(self, buffer) -> int:
+        """Read into `buffer` what has come; returns how many bytes. Raises TimeoutError when the time is over."""
         left = self._end - time.monotonic()
         if left <= 0:
             raise TimeoutError
@@ -132,16 +134,19 @@ class Handler(BaseHTTPRequestHandler):
     rfile: io.BufferedIOBase = io.BytesIO()  # until `setup`
 
     def setup(self) -> None:
+        """Read from the line within ASK_SECONDS, whoever asks."""
         super().setup()
         self.rfile.close()
         self.rfile = io.BufferedReader(Until(self.connection, ASK_SECONDS))
 
     def parse_request(self) -> bool:
+        """Whether a request was read; from here on the answer may take TAKE_SECONDS."""
         parsed = super().parse_request()
         self.connection.settimeout(TAKE_SECONDS)
         return parsed
 
     def do_GET(self) -> None:
+        """Answer with a page, or with a file of a run."""
         if _host(self.headers.get("Host", "")) not in NAMES:
             return self._text(HTTPStatus.FORBIDDEN, f"This server answers to http://{LOOPBACK} and http://localhost alone.")
         named = self.runs.found()
@@ -198,14 +203,16 @@ class Handler(BaseHTTPRequestHandler):
             shutil.copyfileobj(body, self.wfile)
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Nothing: each page asks again every few seconds."""
+        """No message: each page asks again every few seconds."""
 
 
 class Server(ThreadingHTTPServer):
+    """The server of all runs' pages, on this machine alone."""
+
     daemon_threads = True
 
     def server_bind(self) -> None:
-        """As of TCP: that of HTTP asks for the host's name, and a machine without a name server waits seconds for it."""
+        """Bind as TCP does: HTTP asks for the host's name, and a machine without a name server waits seconds for it."""
         TCPServer.server_bind(self)
 
     def __init__(self, runs: Runs, port: int) -> None:
@@ -220,6 +227,7 @@ class Server(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
+        """The address to open."""
         return f"http://{LOOPBACK}:{self.server_address[1]}/"
 
     def handle_error(self, request: object, client_address: object) -> None:
@@ -229,7 +237,8 @@ class Server(ThreadingHTTPServer):
 
 
 def serve(folders: Sequence[Path], port: int) -> None:
-    """Until Ctrl-C. Raises UserError for what is no folder, or a port that cannot be used."""
+    """Serve the runs below the folders until Ctrl-C. Raises UserError for what is no folder, or a port that cannot be
+    used."""
     runs = Runs(folders)
     with Server(runs, port) as server:
         found = ", ".join(map(printable, runs.found())) or "none yet"

@@ -37,7 +37,8 @@ PHOTOS, SHARE = "data", "step.accumulation"  # what allows other photos, and ano
 
 @dataclass
 class Allowance:
-    """keys: as --allow gives them: keys or tables. resume_from: as given, or "" where a checkpoint cannot help.
+    """What may differ from the checkpoint. keys: as --allow gives them: keys or tables. resume_from: as given, or "" where a
+    checkpoint cannot help.
 
     changed: what they were needed for: key -> a line that says from what to what. steps_per_epoch: at the checkpoint.
     """
@@ -49,9 +50,11 @@ class Allowance:
 
     @property
     def ends_epoch(self) -> bool:
+        """Whether the changes begin a new epoch: photos, or their order, are others."""
         return any(key in ORDER or key in (PHOTOS, SHARE) for key in self.changed)
 
     def permits(self, key: str) -> bool:
+        """Whether --allow names the key, or a table that it is in."""
         return any(key == given or key.startswith(f"{given}.") for given in self.keys)
 
     def way(self, needed: Iterable[str]) -> str:
@@ -61,7 +64,8 @@ class Allowance:
 
 
 def parse(allow: str | None, resume_from: str | None) -> Allowance:
-    """Of the command line's texts. Raises UserError for a key that there is not, and where nothing is resumed."""
+    """The allowance that the command line's texts mean. Raises UserError for a key that there is not, and where nothing is
+    resumed."""
     if allow is None:
         return Allowance(resume_from=resume_from or "auto")
     if resume_from is None:

@@ -49,17 +49,20 @@ class Start:
 
     @property
     def name(self) -> str:
+        """The file's name."""
         return Path(self.path).name
 
     def lineage(self) -> dict[str, str]:
+        """The file that it started from, {"file", "sha256"}; empty where it started anew."""
         return {"file": self.name, "sha256": self.sha256} if self.path else {}
 
     def enter(self, pieces: Pieces) -> None:
-        """As the piece "start", of a run that has one."""
+        """Enter the piece "start" of a run that has one."""
         if self.path:
             pieces.enter("start", self)
 
     def state_dict(self) -> Mapping[str, Any]:
+        """The lineage, and the weights that the run began with."""
         return self.lineage() | (self.weights or {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

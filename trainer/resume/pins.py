@@ -144,7 +144,8 @@ def _some(names: list[str], count: int) -> list[str]:
 
 
 def pin_model(digests: Mapping[str, str], *, cached: Collection[str] = (), snapshots: Path | None = None) -> Pin:
-    """digests: of what the model's files decide besides the tensors in `pin_quantization` (ModelSource.contents).
+    """The pin of the model. digests: of what the model's files decide besides the tensors in `pin_quantization`
+    (ModelSource.contents).
 
     cached: components whose digest is of their files too. snapshots: of a hub id, the cache's folder of them.
     """
@@ -171,7 +172,8 @@ def _earlier(snapshots: Path | None) -> str:
 
 
 def pin_quantization(record: Mapping[str, Any], *, snapshots: Path | None = None) -> Pin:
-    """record: every frozen tensor's format and SHA-256 (quantization/record.py). snapshots: as of `pin_model`."""
+    """The pin of the frozen weights. record: every frozen tensor's format and SHA-256 (quantization/record.py). snapshots:
+    of a hub id, the cache's folder of them."""
 
     def check(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         """Refuse to go on over a base that is not bit-equal to the saved one, naming the first layer that differs."""

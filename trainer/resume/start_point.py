@@ -95,7 +95,8 @@ def set_aside_results(layout: Layout, *, name: str, after: int) -> Path | None:
 
 
 def first_progress(plan: Plan) -> Progress:
-    """Where a fresh run stands. Raises UserError for a warm-up that its schedule, which is frozen here, would never end."""
+    """The progress of a fresh run. Raises UserError for a warm-up that its schedule, which is frozen here, would never
+    end."""
     # A date for reproducible files: https://reproducible-builds.org/specs/source-date-epoch/
     clock = int(os.environ.get("SOURCE_DATE_EPOCH") or time.time())
     started = datetime.fromtimestamp(clock, UTC).isoformat(timespec="seconds")

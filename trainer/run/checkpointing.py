@@ -78,7 +78,7 @@ class Saves:
             self.context.processes.wait()
 
     def answer(self) -> None:
-        """Once any process has `failed`: raises OSError, or says that the training goes on."""
+        """Act on a save that `failed` in any process: raises OSError, or says that the training goes on."""
         failure = self.saver.join()
         if not self.context.processes.is_main:
             failure = OSError(errno.EIO, "the main process could not write a checkpoint")
@@ -95,6 +95,6 @@ class Saves:
         )
 
     def close(self) -> None:
-        """At the end of the run, however it came: what is being written is written."""
+        """Wait for what is being written, at the end of the run, however it came."""
         if (failure := self.saver.join()) is not None:
             self.context.processes.say(f"warning: a checkpoint could not be written: {failure}")

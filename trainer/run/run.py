@@ -73,7 +73,7 @@ def train(config: Config, *, resume_from: str | None, allowed: Allowance | None 
 
 @contextmanager
 def prepared(config: Config, *, resume_from: str | None, allowed: Allowance | None = None) -> Iterator[tuple["Run", Signals]]:
-    """Inside, a run whose output is open, and the signals that it hears. Nothing is trained yet."""
+    """A block with a run whose output is open, and the signals that it hears. Nothing is trained yet."""
     source = open_source(config)
     config = resolve(config, source)
     # Before the signal handlers: a process that waits for its peers has nothing to lose and should just end.
@@ -112,18 +112,22 @@ class Run:
 
     @property
     def adapter(self) -> Adapter:
+        """The adapter that is trained."""
         return self.state.adapter
 
     @property
     def progress(self) -> Progress:
+        """How far the run is."""
         return self.state.progress
 
     @property
     def family(self) -> Family:
+        """The model's family."""
         return self.plan.family
 
     @property
     def model(self) -> Model:
+        """The model, for the family's functions."""
         return self.components.model
 
     def updates(self) -> Iterator[list[sampler.MicroBatch]]:
@@ -149,6 +153,7 @@ class Run:
             yield from zip(self.updates(), batches, strict=True)
 
     def artifacts(self) -> Artifacts:
+        """What the run leaves for people, at its present step."""
         return Artifacts(self.plan, self.components, self.reader, self.state, self.origin, self.context, self.report)
 
 

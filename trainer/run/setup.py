@@ -30,8 +30,8 @@ from trainer.runtime.device import Memory
 
 @dataclass(frozen=True)
 class Beginning:
-    """saved: the checkpoint that the run goes on from. pieces: those that need no weight are entered. environment: as of
-    `pin_environment`; None where the device need not be here."""
+    """A run before a weight is read. saved: the checkpoint that it goes on from. pieces: those that need no weight are
+    entered. environment: what `pin_environment` gave; None where the device need not be here."""
 
     plan: Plan
     layout: Layout
@@ -101,4 +101,5 @@ def begin(
 
 
 def cache_dir(config: Config) -> Path:
+    """The folder of cached encodings."""
     return Path(config.data.cache_dir or Layout(Path(config.run.output_dir)).cache)

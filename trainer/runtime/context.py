@@ -9,7 +9,8 @@ from trainer.runtime.processes import Processes
 
 @dataclass(frozen=True)
 class RunContext:
-    """processes: this process among its equals. phases: announces long pieces of work. layout: where the run's files lie."""
+    """What everybody needs to speak, wait and write. processes: this process among its equals. phases: announces long
+    pieces of work. layout: where the run's files lie."""
 
     processes: Processes
     phases: Phases

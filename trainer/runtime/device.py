@@ -36,7 +36,7 @@ def check_device(config: Config) -> torch.device:
 
 @dataclass(frozen=True)
 class Memory:
-    """Of the device that a run is planned for. size: bytes. base: as `base_of` gives. kernels: the run's.
+    """The memory of the device that a run is planned for. size: bytes. base: what `base_of` gives. kernels: the run's.
 
     device: None where it need not be here.
     """
@@ -61,7 +61,7 @@ def accelerator_of(config: Config, memory: int) -> Memory:
 
 
 def base_of(device: torch.device) -> Callable[[], int] | None:
-    """On a CPU, what tells how many bytes this process takes; None for an accelerator."""
+    """What tells how many bytes this process takes, on a CPU; None for an accelerator."""
     return (lambda: psutil.Process().memory_info().rss) if device.type == "cpu" else None
 
 

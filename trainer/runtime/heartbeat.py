@@ -24,9 +24,14 @@ OVER = "over"
 class Store(Protocol):
     """What is asked of torch.distributed's."""
 
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
+    def set(self, key: str, value: str, /) -> None:
+        """Set the key's value, for all processes."""
+
+    def get(self, key: str, /) -> bytes:
+        """The key's value, once it is set."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys are set."""
 
 
 class Heartbeat:
@@ -83,7 +88,8 @@ class Heartbeat:
             raise PeerStopped(self._lost, STATUS)
 
     def wait(self) -> None:
-        """After a connection broke: until it is known which process is lost; as `answer`. It may be none."""
+        """Wait, after a connection broke, until it is known which process is lost, and raise what `answer` raises. It may
+        be none."""
         self._found.wait(self._lost_after)
         self.answer()
 

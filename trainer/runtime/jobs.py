@@ -19,7 +19,7 @@ ENDINGS = (DataError, OutOfMemory, NotWritten, UserError, NonFiniteError)
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands between two steps. step: made so far, 0 before the first. last: of the whole run.
+    """A moment between two steps. step: made so far, 0 before the first. last: of the whole run.
 
     fresh: whether this start made the step. Where it only found it, an earlier start may have done what is due there.
     """
@@ -30,6 +30,7 @@ class Position:
 
     @property
     def at_end(self) -> bool:
+        """Whether the last step is made."""
         return self.step == self.last
 
     def due(self, every: int, *, ends: bool = False) -> bool:

@@ -137,6 +137,7 @@ class ScalerState:
         self.scaler = scaler
 
     def state_dict(self) -> dict[str, Any]:
+        """The scaler's factor, and the steps since it changed."""
         return self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

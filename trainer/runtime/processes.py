@@ -81,8 +81,8 @@ class Processes:
 
     @contextmanager
     def attending(self, signals: Signals) -> Iterator[None]:
-        """In the block the processes hear of each other's signals, of one that leaves the block with an exception, and of one
-        that is lost."""
+        """A block in which the processes hear of each other's signals, of one that leaves the block with an exception, and
+        of one that is lost."""
         self._signals = signals
         if self._store is None:
             yield
@@ -105,7 +105,7 @@ class Processes:
 
     @property
     def undisturbed(self) -> AbstractContextManager[object]:
-        """In the block this process is not ended because another one is lost."""
+        """A block in which this process is not ended because another one is lost."""
         return self._heartbeat.undisturbed if self._heartbeat else nullcontext()
 
     def check(self) -> None:
@@ -114,7 +114,7 @@ class Processes:
         self._signals.check()
 
     def wait(self, *, obey: bool = False) -> None:
-        """Until every process is here, however long that takes. obey: a stop is raised as Interrupted meanwhile.
+        """Wait until every process is here, however long that takes. obey: a stop is raised as Interrupted meanwhile.
 
         Raises PeerStopped where a process failed or is gone.
         """
