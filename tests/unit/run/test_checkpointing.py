@@ -1,10 +1,14 @@
-"""When the clock asks for a checkpoint: so long after the last save of any kind, and never for a step that is saved."""
+"""When the clock asks for a checkpoint: so long after the last save of any kind, and never for a step that is saved. What is
+not worth keeping is refused."""
 
 from __future__ import annotations
 
 import random
 from types import SimpleNamespace
 
+import pytest
+
+from trainer.base.errors import NonFiniteError
 from trainer.base.progress import QUIET
 from trainer.run.checkpointing import Saves
 
@@ -55,3 +59,17 @@ def test_the_clock_asks_for_no_step_that_is_saved_and_zero_is_never() -> None:
     assert not asked.overdue and not never.overdue
     asked.progress.step = never.progress.step = 1
     assert asked.overdue and not never.overdue
+
+
+def test_a_state_that_is_not_finite_is_not_saved_and_what_is_saved_is_not_asked_again() -> None:
+    """The checkpoints before it stand. A step that was saved when it was sound is no refusal at the end."""
+    now = [0.0]
+    asked = saves(now, 0)
+    asked.progress.step = 1
+    asked.save()
+    asked.is_finite = lambda: False
+    asked.save()
+    asked.progress.step = 2
+    with pytest.raises(NonFiniteError, match=r"step 2: .* is not saved, and the checkpoints before it stand\n.* than 1"):
+        asked.save()
+    assert asked.saver.steps == [1]

@@ -6,7 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer.base.errors import DataError, NotTrained, NotWritten, OutOfMemory, UserError
+from trainer.base.errors import (
+    DataError,
+    Interrupted,
+    NonFiniteError,
+    NotTrained,
+    NotWritten,
+    OutOfMemory,
+    PeerStopped,
+    UserError,
+)
 from trainer.run.loop import BY_SIGNAL, BY_THE_CLOCK, Loop
 from trainer.runtime.jobs import ENDINGS
 
@@ -56,3 +65,62 @@ def test_what_one_process_met_with_is_raised_by_all_after_the_same_step(error: E
     with pytest.raises(ENDINGS, match="another process could not go on") as there:
         Loop._agree(loop)
     assert isinstance(error, type(there.value))
+
+
+def ended(error: BaseException | None, step: int = 3) -> tuple[list[str], BaseException | None]:
+    """(what a loop does whose steps end like this, what it raises)."""
+    done: list[str] = []
+
+    def steps() -> None:
+        if error is not None:
+            raise error
+
+    def saved(**how: bool) -> None:
+        done.append(" ".join(["saved", *(word for word, is_so in how.items() if is_so)]))
+
+    loop = SimpleNamespace(
+        state=SimpleNamespace(progress=SimpleNamespace(step=step)), last=step, signals=SimpleNamespace(), _steps=steps,
+        saves=SimpleNamespace(save=saved, close=lambda: done.append("saver closed")),
+        measured=SimpleNamespace(end=lambda error: None, log=SimpleNamespace(close=lambda: done.append("log closed"))),
+        data=SimpleNamespace(close=lambda: done.append("data closed")),
+    )  # fmt: skip
+    try:
+        assert Loop.run(loop)
+        return done, None
+    except BaseException as raised:  # of the loop, whatever it is
+        return done, raised
+
+
+CLOSED = ["data closed", "saver closed", "log closed"]
+
+
+@pytest.mark.parametrize(
+    ("error", "does"),
+    [
+        (None, CLOSED), (Interrupted(15), ["saved final", *CLOSED]), (DataError("x"), ["saved final", *CLOSED]),
+        (NonFiniteError("x"), ["saved final", *CLOSED]), (NotWritten("x"), ["saved final", *CLOSED]),
+        (UserError("x"), ["saved final", *CLOSED]),
+        # Nobody waits for a process whose peer is gone; at a second signal nothing is waited for; what nobody foresaw
+        # may have come in the middle of a step.
+        (PeerStopped("x", 143), ["saved final alone", *CLOSED]), (KeyboardInterrupt(), ["data closed", "log closed"]),
+        (AssertionError("x"), CLOSED),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, list) else "",
+)  # fmt: skip
+def test_the_last_whole_step_is_saved_however_a_run_ends(error: BaseException | None, does: list[str]) -> None:
+    done, raised = ended(error)
+    assert done == does and type(raised) is type(error)
+    if isinstance(error, Interrupted):
+        assert "after step 3, which is saved" in str(raised) and "which is saved" not in str(ended(error, step=0)[1])
+
+
+def test_what_one_process_cannot_read_waits_until_all_know_of_it() -> None:
+    """Raised at once it would leave the others in the step's reduction."""
+
+    def updates():
+        yield ["occurrences"], ["batch"]
+        raise DataError("a photo is gone")
+
+    loop = SimpleNamespace(data=updates(), pending=None)
+    assert Loop._read(loop) == (["occurrences"], ["batch"]) and loop.pending is None
+    assert Loop._read(loop) == ([], []) and str(loop.pending) == "a photo is gone"
