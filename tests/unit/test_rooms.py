@@ -180,6 +180,8 @@ NO_SUBJECT = re.compile(
     r"(Of|As|By|To|In|With|Where|Until|From|For|After|Before|On|At|Around|Beside|Under|Inside|Without|And|Which|While|When|Once"
     r"|If|Within|Not|Only|Also|So|Such|Then|Through|Between|Because)\b|\w+(, \w+)*: "
 )
+# What sends the reader to another definition.
+ELSEWHERE = re.compile(r"\bas (of|in) (`|\w+\.\w)")
 # Classes that do what a protocol says, or another class, without naming it as theirs.
 DOES_AS = {
     "FrozenLayer": "BaseLayer", "Folder": "Tree", "Archives": "Tree", "MemoryCache": "Cache",
@@ -559,6 +561,8 @@ def docstrings(house: Sources) -> Iterator[str]:
             yield source.at(node, f"{name} has no docstring: what does it give?")
         elif begins := NO_SUBJECT.match(said):
             yield source.at(node, f"{name}: {begins[0]!r} is no subject: begin with what it gives or does")
+        elif other := ELSEWHERE.search(said):
+            yield source.at(node, f"{name}: {other[0]!r}: say it here, so that the docstring can stand alone")
 
 
 def methods(house: Sources) -> Iterator[tuple[Source, ast.ClassDef, ast.FunctionDef]]:
@@ -775,6 +779,7 @@ BREAKS = [
     ("docstrings", "base/a.py", "class A:\n    'A.'\n    def f(self):\n        pass", 3),
     ("docstrings", "base/a.py", "def f():\n    'Of a file.'", 1),
     ("docstrings", "base/a.py", "class A:\n    'root, step: of a run.'", 1),
+    ("docstrings", "base/a.py", "def f():\n    'A file. path: as of other.read.'", 1),
     ("class_names", "engine/step.py", "class Loop:\n    pass", 1),
     ("class_names", "engine/step.py", "Loop = Mapping[str, int]", 1),
     ("attributes", "base/a.py", "class A:\n    def open(self):\n        self.file = 1", 3),

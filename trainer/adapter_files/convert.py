@@ -69,7 +69,8 @@ def convert(
 def write_as(
     opened: OpenedAdapter, portable: Portable, out: Path, to: str, weight: WeightOf | None, notes: list[str]
 ) -> Converted:
-    """Write `portable`, made of what was opened, under the keys of the format. weight, errors: as in `convert`."""
+    """Write `portable`, made of what was opened, under the keys of the format. weight: of the base model, where it was
+    given. Raises UserError for what the format cannot hold."""
     portable.check_finite()
     notes += opened.doubts
     for form, count in opened.read.fused.items():

@@ -43,7 +43,8 @@ def files_of(folder: Path) -> dict[str, Path]:
 
 def check(path: Path, models: list[NamedModel] | None, family: str | None, phases: Phases = QUIET) -> None:
     """Raises UserError for a file that is no adapter (so that nothing else leaves this machine), or changes nothing, and
-    NonFiniteError for a number that is not finite. models, family: as of `open_adapter`."""
+    NonFiniteError for a number that is not finite. models: that it may be for; None: the published ones, of all families
+    or of `family`."""
     try:
         layers = open_adapter(path, models, family=family).portable.layers
     except UserError as error:

@@ -23,7 +23,8 @@ DIFFUSERS = ("diffusers", "PEFT")  # conventions whose files `resize` writes as 
 def resize(opened: OpenedAdapter, out: Path, rank: int, *, weight: WeightOf | None = None) -> Converted:
     """Write the adapter with ranks of at most `rank`: each product B A becomes the nearest of that rank.
 
-    Scales and a DoRA's magnitudes stay, and so does the format, diffusers' or kohya's. weight: as in `convert.convert`.
+    Scales and a DoRA's magnitudes stay, and so does the format, diffusers' or kohya's. weight: of the base model, where it
+    was given.
     """
     _check(rank)
     layers, lost = dict(opened.portable.layers), {}

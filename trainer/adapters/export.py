@@ -103,7 +103,7 @@ def write_files(
 ) -> dict[str, Path]:
     """Write a run's adapter files to `folder`; returns them by format ("diffusers", "comfyui").
 
-    The rest as in `kohya_tensors`.
+    fused, prefixes, rows, norms: what `kohya_tensors` takes as modules, prefixes, rows and norms.
 
     portable: the adapter, with magnitudes of the meaning asked for. thumbnail: a small picture as a data URI.
     not_in_sd_scripts: as a family has them.

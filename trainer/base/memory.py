@@ -28,7 +28,7 @@ def find_blocks(denoiser: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Mo
 def checkpoint_blocks(blocks: Mapping[str, nn.Module], every: bool | int, unread: Sequence[str] = ()) -> int:
     """Recompute the activations of every n-th block in the backward pass (True: of all). Returns how many blocks.
 
-    blocks: as `find_blocks` gives. unread: fnmatch patterns of frozen Linears whose output no backward pass reads.
+    blocks: by name. unread: fnmatch patterns of frozen Linears whose output no backward pass reads.
     """
     chosen = list(blocks)[:: 1 if every is True else every] if every else []
     for name in chosen:

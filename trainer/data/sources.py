@@ -68,7 +68,8 @@ class CaptionPlace(Protocol):
     """The place of the bytes of a caption."""
 
     def read(self) -> bytes | None:
-        """UTF-8; None if the file says that there is no caption. Raises as a Place does."""
+        """UTF-8; None if the file says that there is no caption. Raises OSError; ValueError with the reason, if the file
+        that contains it is damaged."""
         ...
 
 

@@ -108,7 +108,7 @@ def build_step(
 ) -> tuple[TrainState, Step]:
     """(what the steps change, the step). Enters the optimizer, its schedule, the loss scaler and the averages as pieces.
 
-    then: the checkpoint's config, where --allow changed it. too_large: as of Step.
+    then: the checkpoint's config, where --allow changed it. too_large: what to change where it runs out of memory.
     """
     plan, peers = components.plan, components.processes
     config = plan.config

@@ -39,7 +39,8 @@ def without_modules(plan: ModelPlan, device: torch.device, tokenizers: dict[str,
 
 
 def tokenizers_alone(source: ModelSource, options: Mapping[str, Any]) -> Model:
-    """The model without a weight or a plan, to be asked how many tokens a caption has. options: as `chosen` gives them."""
+    """The model without a weight or a plan, to be asked how many tokens a caption has. options: the config's choices that
+    the family reads."""
     return Model(
         modules={},
         configs={component.name: source.config(component.name) for component in source.family.components},

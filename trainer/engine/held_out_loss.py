@@ -77,8 +77,9 @@ def _repeated(batch: Batch, count: int) -> Batch:
 class HeldOutLoss:
     """Measures the loss at its fixed draws, of which each process takes a share.
 
-    measured: examples by kind. seed: of the draws. errors: as `squared_errors` gives. copies: how many of the held-out photos
-    have a near duplicate that is trained on. evaluating: a context in which the adapter has the weights to be used.
+    measured: examples by kind. seed: of the draws. errors: (batch, shares of time, noise) -> each draw's. copies: how many of
+    the held-out photos have a near duplicate that is trained on. evaluating: a context in which the adapter has the weights
+    to be used.
     """
 
     measured: Mapping[str, Sequence[Example]]

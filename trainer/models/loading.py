@@ -240,7 +240,7 @@ class ModelSource:
         return 0 if self.fetched else self.repository.to_fetch(self.weight_names())
 
     def fetch(self, *, phases: Phases) -> Self:
-        """This source with its weights on this machine. Errors: as of `hub.Repository.fetch`."""
+        """This source with its weights on this machine. Raises UserError and OSError."""
         if self.fetched:
             return self
         if self.repository.unreachable is not None:
@@ -386,7 +386,7 @@ class ModelSource:
         return module
 
     def reads(self, name: str) -> list[Read]:
-        """What fills the component. Reads headers only; raises UserError as `load`."""
+        """What fills the component. Reads headers only; raises UserError for a tensor that is missing or wrong."""
         others = [prefix for c in self.family.components if c.name != name for prefix in c.prefixes]
         return plan_reads(name, self.weights(name), self._expected(name), others=others, harmless=self.family.harmless)
 

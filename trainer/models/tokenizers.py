@@ -123,7 +123,7 @@ def check_tokenizer(folder: Path, name: str) -> bool:
 def load_tokenizer(folder: Path, name: str) -> Any:
     """The tokenizer in a folder; where that only says "CLIPTokenizer", the embedded vocabulary.
 
-    name, errors: as of `check_tokenizer`.
+    name: of the model's tokenizer. Raises UserError where the folder needs a vocabulary and has none.
     """
     whole = check_tokenizer(folder, name)
     config = _config(folder)

@@ -87,8 +87,8 @@ def judge(
     """What a run is called, so far or at its end.
 
     rows: of metrics.jsonl, in order. blocks: by name, the largest ||dW|| / ||W|| of the adapter's blocks, from where the run
-    started; None: not measured, then the last `weight_change` of the rows counts. levers: as of Course. kept: steps whose
-    adapter can be taken; None: nobody knows.
+    started; None: not measured, then the last `weight_change` of the rows counts. levers: the keys that set the rate.
+    kept: steps whose adapter can be taken; None: nobody knows.
     """
     course = Course(rows, levers)
 

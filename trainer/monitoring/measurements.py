@@ -94,7 +94,7 @@ def change_due(at: Position) -> bool:
 
 def change_fields(adapter: Adapter, start: Mapping[str, torch.Tensor] | None, phases: Phases) -> Fields:
     """Fields of the log: how far the layer that moved most is from where it was, ||dW|| / ||W||, and that of each block; None
-    where one is not finite. start: as of weight_change.weight_change."""
+    where one is not finite. start: the weights that the run started from."""
     blocks = weight_change.weight_change(adapter, start, phases)
     moved = {name: block.largest if math.isfinite(block.largest) else None for name, block in blocks.items()}
     most = largest([block.largest for block in blocks.values()])

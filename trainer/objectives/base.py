@@ -74,7 +74,7 @@ class Objective:
     def losses(
         self, prediction: Tensor, latents: Tensor, noise: Tensor, time: Tensor, loss_weights: Tensor | None = None
     ) -> Tensor:
-        """fp32 [B], on the prediction's device. loss_weights: as in `sample_losses`."""
+        """fp32 [B], on the prediction's device. loss_weights: fp32 [B, H, W], or None."""
         scheduled = self.loss.needs_threshold
         threshold = self.loss.threshold(self.progress(time), self.noise_to_signal(time)) if scheduled else None
         device = prediction.device

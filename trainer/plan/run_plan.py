@@ -71,7 +71,7 @@ class DataPlan:
 class ModelPlan:
     """What is known of the model and its adapter before weights are read: all that loading and drawing take.
 
-    config: as `resolve` gives. storage: by component. cache_text: whether the encoders are gone once captions are encoded.
+    config: the resolved one. storage: by component. cache_text: whether the encoders are gone once captions are encoded.
     """
 
     config: Config
@@ -152,7 +152,7 @@ def open_source(config: Config) -> ModelSource:
 
 
 def make_plan(config: Config, source: ModelSource, *, processes: int, phases: Phases = QUIET) -> Plan:
-    """Check everything that can be without weights. Raises UserError for what cannot work. config: as `resolve` gives."""
+    """Check everything that can be without weights. Raises UserError for what cannot work. config: the resolved one."""
     family = source.family
     if config.logging.wandb:
         check_wandb()
@@ -185,7 +185,7 @@ def make_plan(config: Config, source: ModelSource, *, processes: int, phases: Ph
 def plan_data(
     config: Config, family: Family, *, processes: int, phases: Phases = QUIET, scanned: Scanned | None = None
 ) -> DataPlan:
-    """Read the photos, and decide at which sizes and how often they are trained. config: as `resolve` gives.
+    """Read the photos, and decide at which sizes and how often they are trained. config: the resolved one.
 
     scanned: read already, whatever is damaged: then the plan is that of the sound photos.
     Raises UserError for what cannot work.

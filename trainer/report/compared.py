@@ -107,7 +107,7 @@ def _groups(runs: Sequence[Seen]) -> list[list[Seen]]:
 
 
 def _table_part(group: Sequence[Seen], line: str, now: float) -> dict[str, Any]:
-    """The rows of one group. line: as of Curve; "" where it has none."""
+    """The rows of one group. line: the kind of its curve; "" where it has none."""
     said, rows = "", []
     if len(group) > 1:
         ends = [found[-1] for run in group if (found := run.history.values("held_out_loss"))]

@@ -174,7 +174,7 @@ def read_standing(path: Path) -> Standing:
 
 
 def marks_of(starts: Sequence[tuple[int, float]], rows: Sequence[Mapping[str, Any]], changes: Sequence[Mapping[str, Any]]):
-    """Resumed starts, and what --allow changed. changes: as of checkpoint.state.Progress."""
+    """Resumed starts, and what --allow changed. changes: what --allow changed, in order."""
     ended = {row["step"]: row["time"] for row in rows if is_number(row.get("time"))} if len(starts) > 1 else {}
     found = []
     for step, time in starts:

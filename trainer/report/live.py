@@ -68,8 +68,9 @@ def first_page(layout: Layout, *, name: str, enabled: bool) -> Iterator[None]:
 class LiveReport:
     """The page of one start of a run, in a `with` block: alive inside, and afterwards as what ended it says.
 
-    total: the run's steps. begun: those made before this start. levers: as of diagnosis.judge. kicker, lineage, environment:
-    as of page.PageContents. changes: as of checkpoint.state.Progress. data_of: makes the sections of the data; called once.
+    total: the run's steps. begun: those made before this start. levers: the keys that set the rate. kicker, lineage,
+    environment: what the page shows of them. changes: what --allow changed, in order. data_of: makes the sections of the
+    data; called once.
     say:
     tells that a page could not be written. enabled: in the main process.
     """
@@ -137,15 +138,16 @@ class LiveReport:
             self._write_if_possible()
 
     def stopped(self, check: Callable[[], None] = lambda: None) -> Path:
-        """The page as of a stop before the end. check: called now and then; may raise, which leaves the page as it was.
+        """The page of a run that stopped before its end. check: called now and then; may raise, which leaves the page as
+        it was.
 
         Raises OSError.
         """
         return self._end(State("stopped", self.total, self.begun), check)
 
     def finished(self, outcome: Sections, blocks: Mapping[str, float], check: Callable[[], None] = lambda: None) -> Path:
-        """The page of the whole run. outcome: the tables of its end; blocks: the change of each block of the adapter. check,
-        errors: as of `stopped`."""
+        """The page of the whole run. outcome: the tables of its end; blocks: the change of each block of the adapter. check:
+        called now and then; may raise. Raises OSError."""
         self._outcome, self._blocks = outcome, blocks
         return self._end(State("finished", self.total, self.begun), check)
 

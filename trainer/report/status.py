@@ -166,7 +166,7 @@ def _best(found: Verdict, known: Mapping[float, float], kept: list[int], state: 
 
 
 def figures(history: History, blocks: Mapping[str, float | None]) -> dict[str, str]:
-    """What is looked at most, by name. blocks: as of page.PageContents."""
+    """What is looked at most, by name. blocks: the change of each block."""
     found: dict[str, str] = {}
     losses = history.series("loss")
     if history.values("loss"):

@@ -37,7 +37,7 @@ class Start:
     adapter.safetensors; "" where it is gone. portable: what was read; None in a run that starts anew, or is resumed.
     weights: as Adapter.state_dict had them before the first step, on the CPU; what training changed is told from there. None
     in a run that starts anew.
-    doubts: as of OpenedAdapter.
+    doubts: what was assumed of the file, in sentences.
     """
 
     path: str = ""

@@ -160,7 +160,7 @@ class Run:
 def build(
     config: Config, source: ModelSource, context: RunContext, *, resume_from: str | None, allowed: Allowance | None = None
 ) -> Run:
-    """Everything up to the first step. config: as `resolve` gives. Reads the checkpoint to go on from; writes only caches.
+    """Everything up to the first step. config: the resolved one. Reads the checkpoint to go on from; writes only caches.
     Raises UserError for all that can be refused without a step."""
     allowed = allowed or Allowance(resume_from=resume_from or "auto")
     peers, phases = context.processes, context.phases

@@ -54,8 +54,8 @@ def begin(
     say: Callable[[str], None],
     planned: bool = False,
 ) -> Beginning:
-    """Reads photos, headers and the checkpoint to go on from; writes nothing. config: as `resolve` gives. there: where it
-    computes. planned: as of `start_point.find_start`.
+    """Reads photos, headers and the checkpoint to go on from; writes nothing. config: the resolved one. there: where it
+    computes. planned: nothing will be written.
 
     Raises UserError for what can be refused without weights.
     """

@@ -17,7 +17,7 @@ from trainer.runtime.processes import Processes
 
 
 def check_device(config: Config) -> torch.device:
-    """The device that this process of a run would have. config: as `resolve` gives.
+    """The device that this process of a run would have. config: the resolved one.
 
     Sets up torch for it. Raises UserError where this machine lacks what the config asks for.
     """

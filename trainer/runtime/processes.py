@@ -52,7 +52,7 @@ class Processes:
             self._launched = is_torchelastic_launched()
 
     def say(self, text: str, *, whole: bool = False) -> None:
-        """Print what the run says, once. whole: as of console.write."""
+        """Print what the run says, once. whole: no line is broken."""
         if self.is_main:
             write(text, whole=whole)
 

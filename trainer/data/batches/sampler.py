@@ -109,7 +109,8 @@ def steps_per_epoch(examples: Sequence[Example], *, batch_size: int, accumulatio
 
 
 def epoch_of(step: int, *, steps_per_epoch: int, began: tuple[int, int] = (0, 0)) -> int:
-    """The epoch in which step `step` was made, both from 1. began: as of `update_at`."""
+    """The epoch in which step `step` was made, both from 1. began: the (step, epoch) at which training on these photos
+    began."""
     first, epoch = began
     return epoch + (step - first - 1) // steps_per_epoch + 1 if step > first else max(1, epoch)
 

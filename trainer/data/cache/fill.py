@@ -56,7 +56,7 @@ def latent_key(example: Example, view: View, *, fingerprint: str) -> str:
 
 
 def mask_key(example: Example, view: View, *, side: int) -> str:
-    """The key of a mask as `masks.on_latents` gives it."""
+    """The key of a mask over latents."""
     photo = example.photo
     return _key(
         "mask",
@@ -158,7 +158,8 @@ def fill_masks(
 ) -> int:
     """Make the masks that are not cached yet, of every view; returns how many were made.
 
-    seed: the run's. side: as of `masks.on_latents`. mine: as in `fill_latents`. Entries hold "mask", fp32 [h, w].
+    seed: the run's. side: pixels to a side of one latent. mine: whether this process makes an entry. Entries hold "mask",
+    fp32 [h, w].
     Raises UserError if a mask changed after the scan.
     """
     wanted = masks_wanted(examples, seed=seed, side=side)
@@ -195,7 +196,8 @@ def fill_text(
     prompts: texts of samples, that no step sees.
     `encode` gives each of some texts with its conditioning, in any order (data/cache/texts.py).
     Entries hold Conditioning.tensors() with a batch dimension of 1, in the dtypes that `encode` gives.
-    `on_non_finite` and `mine` as in `fill_latents`; `on_black` is called instead where only a prompt is not finite.
+    `on_non_finite`: called where an encoding is not finite. `mine`: whether this process makes an entry. `on_black` is
+    called instead where only a prompt is not finite.
     """
     trained = texts_wanted(captions, fingerprint=fingerprint)
     wanted = trained | texts_wanted(prompts, fingerprint=fingerprint)
