@@ -31,25 +31,14 @@ def write(rendered: Mapping[str, torch.Tensor], out: Path) -> None:
     (out / "icons" / "ATTRIBUTION.md").write_text(attribution(), encoding="utf-8")
 
 
-ATTRIBUTION = """# Attribution
-
-These icons were drawn from their SVG files at {size} x {size} pixels and laid on white. Those of the style "{new}" were
-changed further: every colour became a shade of one ink, on cream paper. The caption in each `.txt` file was written for this
-project.
-`docs/before_after.png`, `docs/pictures/` and the contact sheets of the pocket models show some of these icons.
-
-{table}
-
-{mit}"""
-
-
 def attribution() -> str:
     folders = {style: f"trained/{style.replace(' ', '_')}" for style in icons.TRAINED_STYLES}
-    return ATTRIBUTION.format(
+    return credits.render(
+        "attribution.md",
         size=icons.SIZE,
         new=icons.NEW_STYLE,
         table=credits.table(icons.SETS.values(), folders | {icons.NEW_STYLE: "lessons, exams"}),
-        mit=credits.mit("Microsoft Corporation."),
+        holders=["Microsoft Corporation."],
     )
 
 
