@@ -36,6 +36,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import pages  # noqa: E402
 from proofs.shared import PHOTOS, make_models, worktree  # noqa: E402
 
 RESOLUTION, BATCH, RANK, LR, SEED = 64, 2, 8, 1e-4, 0
@@ -208,17 +209,14 @@ def compare(
 
 
 def table(kind: str, rounds: list[dict[str, Measured]]) -> str:
-    heading = "ours / plain by round"
-    lines = [f"| {kind} | plain | ours | {heading} | median ratio |", "|---|---|---|---|---|"]
+    rows = []
     for label, value, unit in FIGURES:
         plain, ours = ([value(runs[side]) for runs in rounds] for side in ("plain", "ours"))
         ratios = [b / a for a, b in zip(plain, ours, strict=True)]
         digits = 2 if unit == "s" else 0
-        lines.append(
-            f"| {label} | {statistics.median(plain):.{digits}f} {unit} | {statistics.median(ours):.{digits}f} {unit} "
-            f"| {', '.join(f'{ratio:.2f}' for ratio in ratios)} | {statistics.median(ratios):.2f} |"
-        )
-    return "\n".join(lines)
+        shown = [f"{statistics.median(side):.{digits}f} {unit}" for side in (plain, ours)]
+        rows.append([label, *shown, ", ".join(f"{ratio:.2f}" for ratio in ratios), f"{statistics.median(ratios):.2f}"])
+    return pages.table([kind, "plain", "ours", "ours / plain by round", "median ratio"], rows)
 
 
 # --- against an earlier commit ------------------------------------------------------------------------------------------
@@ -265,12 +263,11 @@ def ratios_of(rounds: list[dict[str, Measured]]) -> dict[str, dict[str, Any]]:
 
 
 def against_table(kind: str, figures: dict[str, dict[str, Any]]) -> str:
-    lines = [f"| {kind} | then | now | now / then | 95 % interval |", "|---|---|---|---|---|"]
+    rows = []
     for label, of in figures.items():
-        then, now = (statistics.median(of[side]) for side in ("then", "now"))
-        shown = f"{of['ratio']:.3f} | {of['low']:.3f} to {of['high']:.3f}"
-        lines.append(f"| {label} | {then:.4g} s | {now:.4g} s | {shown} |")
-    return "\n".join(lines)
+        medians = [f"{statistics.median(of[side]):.4g} s" for side in ("then", "now")]
+        rows.append([label, *medians, f"{of['ratio']:.3f}", f"{of['low']:.3f} to {of['high']:.3f}"])
+    return pages.table([kind, "then", "now", "now / then", "95 % interval"], rows)
 
 
 def revision(*arguments: str) -> str:

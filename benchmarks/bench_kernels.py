@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
+from benchmarks import pages  # noqa: E402
 from trainer.base.types import StoredWeight  # noqa: E402
 
 # (M, N, K). Flux at 1024 px: image, text and joint rows; SDXL at 1024 px, batch 4 of the first two.
@@ -189,14 +190,15 @@ def main() -> int:
 
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, rank {args.rank}")
     print(f"copy: {ceiling / 1e9:.0f} GB/s\n")
-    print("| operation | storage | M, N, K | triton us | eager us | compiled us | GB/s | of copy |")
-    print("|---|---|---|---|---|---|---|---|")
+    lines = []
     for row in rows:
         layer = ", ".join(str(size or "-") for size in row["layer"])
         slow = "" if row["compiled_us"] is None else f"{row['compiled_us']:.1f}"
-        times = f"{row['triton_us']:.1f} | {row['eager_us']:.1f} | {slow}"
-        rate = f"{row['bytes'] / row['triton_us'] / 1e3:.0f} | {row['of_copy']:.0%}"
-        print(f"| {row['operation']} | {row['storage']} | {layer} | {times} | {rate} |")
+        times = [f"{row['triton_us']:.1f}", f"{row['eager_us']:.1f}", slow]
+        rate = [f"{row['bytes'] / row['triton_us'] / 1e3:.0f}", f"{row['of_copy']:.0%}"]
+        lines.append([row["operation"], row["storage"], layer, *times, *rate])
+    titles = ["operation", "storage", "M, N, K", "triton us", "eager us", "compiled us", "GB/s", "of copy"]
+    print(pages.table(titles, lines))
     total = len(list(cases(storages, args.rank)))
     missing = sum(row["compiled_us"] is None for row in rows)
     print(f"\n{len(rows)} of {total} cases; without a compiled figure: {missing}")

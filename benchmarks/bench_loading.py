@@ -26,6 +26,8 @@ from statistics import median
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import pages  # noqa: E402
+
 GIB = 2**30
 
 # FLUX.1-dev has 19 and 38 blocks; 1 and 5 give 2.07 GiB in bf16.
@@ -223,9 +225,7 @@ def main() -> int:
         "peak": "peak resident memory (VmHWM)",
         "limit": "limit: final + largest + 1 GiB",
     }
-    print("| what | GiB |\n|---|---|")
-    for key, label in labels.items():
-        print(f"| {label} | {result[key] / GIB:.2f} |")
+    print(pages.table(["what", "GiB"], [[label, f"{result[key] / GIB:.2f}"] for key, label in labels.items()]))
     seconds, cast = median(load["seconds"] for load in loads), median(plain)
     print(f"\npeak / limit {result['peak'] / result['limit']:.2f}")
     print(f"loaded in {seconds:.1f} s, read and cast in {cast:.1f} s: rate {cast / seconds:.2f} of it")

@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
+from benchmarks import pages  # noqa: E402
 from trainer.optim import OPTIMIZERS, build_optimizer, state_bytes  # noqa: E402
 from trainer.optim.options import library_of  # noqa: E402
 from trainer.plan.optimizer_rules import does_not_go_with  # noqa: E402
@@ -146,21 +147,13 @@ def start(name: str) -> str:
 
 
 def table() -> str:
-    lines = [
-        "| `optimizer.name` | library | state, bytes a trained number | rate to start with (tried: fall of the held-out "
-        "loss) | does not go with |",
-        "|---|---|---|---|---|",
+    start_with = "rate to start with (tried: fall of the held-out loss)"
+    titles = ["`optimizer.name`", "library", "state, bytes a trained number", start_with, "does not go with"]
+    rows = [
+        [f"`{name}`", library_of(name), f"{bytes_of(name):.2f}", start(name), "; ".join(does_not_go_with(name)) or "-"]
+        for name in OPTIMIZERS
     ]
-    for name in OPTIMIZERS:
-        cells = (
-            f"`{name}`",
-            f"{library_of(name)}",
-            f"{bytes_of(name):.2f}",
-            start(name),
-            "; ".join(does_not_go_with(name)) or "-",
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return pages.table(titles, rows)
 
 
 def main() -> int:

@@ -29,9 +29,10 @@ def band(values: Sequence[float], text: Callable[[float], str] = share) -> str:
     return f"{text(mean(values))} ({text(min(values)).removesuffix(' %')} to {text(max(values)).removesuffix(' %')})"
 
 
-def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [titles, ["---"] * len(titles), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A table in Markdown."""
+    head, *lines = (f"| {' | '.join(map(str, line))} |" for line in (titles, *rows))
+    return "\n".join([head, "|" + "---|" * len(titles), *lines])
 
 
 def keep(name: str, results: Results, docs: Path) -> str:

@@ -30,7 +30,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.bench_cli import interval, revision  # noqa: E402
+from benchmarks import pages  # noqa: E402
+from benchmarks.bench_cli import against_table, interval, revision  # noqa: E402
 from proofs.shared import worktree  # noqa: E402
 
 BOTH = ("help", "plan, pocket SDXL")  # what an earlier tree knows, too
@@ -142,18 +143,19 @@ def main() -> None:
     print(f"{os.cpu_count()} CPU cores, medians of {rounds} rounds, seconds.\n")
     slower = []
     if args.against:
-        print("| command | then | now | now / then | 95 % interval |\n|---|---|---|---|---|")
+        figures = {}
         for label, of in took.items():
             then, now = ([start.end for start in of[side]] for side in ("then", "now"))
             ratio, low, high = interval([b / a for a, b in zip(then, now, strict=True)])
-            shown = f"{statistics.median(then):.2f} | {statistics.median(now):.2f} | {ratio:.3f} | {low:.3f} to {high:.3f}"
-            print(f"| {label} | {shown} |")
+            figures[label] = {"then": then, "now": now, "ratio": ratio, "low": low, "high": high}
             slower += [label] if low > args.limit else []
+        print(against_table("command", figures))
     else:
-        print(f"| command | {' | '.join(FIGURES)} |\n|---|{'---|' * len(FIGURES)}")
-        for label, of in took.items():
-            medians = [statistics.median(value(start) for start in of["now"]) for value in FIGURES.values()]
-            print(f"| {label} | {' | '.join(f'{seconds:.2f}' for seconds in medians)} |")
+        rows = [
+            [label, *(f"{statistics.median(value(start) for start in of['now']):.2f}" for value in FIGURES.values())]
+            for label, of in took.items()
+        ]
+        print(pages.table(["command", *FIGURES], rows))
     if args.json:
         figures = {
             label: {side: [asdict(start) for start in starts] for side, starts in of.items()} for label, of in took.items()

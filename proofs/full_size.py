@@ -43,6 +43,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import pages  # noqa: E402
 from proofs.shared import PHOTOS, STARTED, worktree  # noqa: E402
 from trainer.base.files import json_bytes, write_atomic  # noqa: E402
 from trainer.base.tensorfile import TensorFile  # noqa: E402
@@ -457,17 +458,17 @@ def against(commit: str, cell: Cell, place: Place) -> dict[str, Any]:
 
 
 def table(cells: Mapping[str, Any]) -> str:
-    rows = ["| cell | phase | seconds | peak resident GiB | read GB | written GB |", "|---|---|---|---|---|---|"]
+    rows = []
     for name, result in cells.items():
         for phase in result["phases"]:
             if phase["seconds"] < 1 and len(result["phases"]) > 1:
                 continue
             figures = [f"{phase['seconds']:.1f}", f"{phase['peak_bytes'] / GIB:.2f}"]
             figures += [f"{phase[key] / 1e9:.2f}" for key in ("read_bytes", "written_bytes")]
-            rows.append(f"| {name} | {phase['phase']} | {' | '.join(figures)} |")
+            rows.append([name, phase["phase"], *figures])
         if "peak_bytes" in result and len(result["phases"]) > 1:
-            rows.append(f"| {name} | **all** | {result['seconds']:.1f} | {result['peak_bytes'] / GIB:.2f} | | |")
-    return "\n".join(rows)
+            rows.append([name, "**all**", f"{result['seconds']:.1f}", f"{result['peak_bytes'] / GIB:.2f}", "", ""])
+    return pages.table(["cell", "phase", "seconds", "peak resident GiB", "read GB", "written GB"], rows)
 
 
 def verdicts(cells: Mapping[str, Any]) -> list[str]:

@@ -32,6 +32,8 @@ from unittest.mock import patch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import pages  # noqa: E402
+
 MIB = 2**20
 # Of what is measured above the base: what a forecast may be, and how far a tiny one may be off.
 LEAST, MOST, TINY_BYTES = 0.98, 1.10, 100_000_000
@@ -172,11 +174,11 @@ def met(cell: Cell, result: Mapping[str, Any]) -> bool:
 
 
 def table(results: Mapping[str, Any]) -> str:
-    rows = ["| run | base MiB | measured above it | foretold | foretold / measured |", "|---|---|---|---|---|"]
+    rows = []
     for name, result in results.items():
         sizes = (f"{result[key] / MIB:.0f}" for key in ("base_bytes", "measured_bytes", "foretold_bytes"))
-        rows.append(f"| {name} | {' | '.join(sizes)} | {result['ratio']:.3f}{'' if result['met'] else ' (MISSED)'} |")
-    return "\n".join(rows)
+        rows.append([name, *sizes, f"{result['ratio']:.3f}{'' if result['met'] else ' (MISSED)'}"])
+    return pages.table(["run", "base MiB", "measured above it", "foretold", "foretold / measured"], rows)
 
 
 def main(arguments: list[str] | None = None) -> int:

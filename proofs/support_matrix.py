@@ -45,6 +45,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
+from benchmarks import pages  # noqa: E402
 from proofs.shared import FAMILIES, make_models  # noqa: E402
 from tests.harness import DENOISER, PHOTOS, Workbench, built, metrics_of, train_built  # noqa: E402
 from trainer import config as configs  # noqa: E402
@@ -308,13 +309,12 @@ def table(results: Iterable[Result]) -> str:
     lines = []
     for family in FAMILIES:
         columns = [(kind, compute) for kind in KINDS for compute in COMPUTE_DTYPES]
-        lines += [f"## {family}", "", "| stored as | " + " | ".join(" ".join(column) for column in columns) + " |"]
-        lines += ["|---|" + "---|" * len(columns)]
+        rows = []
         for storage in STORAGE:
             row = [by_cell.get(Cell(family, kind, storage, compute)) for kind, compute in columns]
             if any(row):
-                lines.append(f"| {storage.replace('-', ' ')} | " + " | ".join(_mark(r, reasons) for r in row) + " |")
-        lines.append("")
+                rows.append([storage.replace("-", " "), *(_mark(result, reasons) for result in row)])
+        lines += [f"## {family}", "", pages.table(["stored as", *map(" ".join, columns)], rows), ""]
         left_out = sorted({name for r in results if r.cell.family == family for name in r.left_out})
         if left_out:
             blocks = [f"{block}.* ({len(list(names))})" for block, names in groupby(left_out, _block)]

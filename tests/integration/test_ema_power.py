@@ -104,7 +104,7 @@ def test_the_fit_is_the_least_squares_solution_and_its_bound_holds(wanted: float
 
 def test_the_table_of_the_docs_is_what_its_command_prints() -> None:
     told = (ROOT / "docs" / "ema.md").read_text(encoding="utf-8")
-    assert "\n".join(ema_errors.table(20, 1000, ema_errors.SHOWN)) in told
+    assert ema_errors.table(20, 1000, ema_errors.SHOWN) in told
 
 
 def test_many_updates_pass_in_pieces(monkeypatch) -> None:
