@@ -45,7 +45,7 @@ NOT_WRITTEN = (
 def export(chosen: argparse.Namespace) -> None:
     """Write NAME.safetensors and NAME_comfyui.safetensors of a checkpoint, as its run would, and those of the average that it
     keeps. Reads no weight of the model."""
-    from trainer.adapter_files.posthoc_ema import kept
+    from trainer.adapter_files.posthoc_ema import averaged_checkpoint
     from trainer.adapter_files.read import open_checkpoint
     from trainer.adapters import sd_scripts
     from trainer.adapters.export import not_loaded_by_diffusers
@@ -53,7 +53,7 @@ def export(chosen: argparse.Namespace) -> None:
     from trainer.base.tensorfile import TensorFile
 
     opened = open_checkpoint(chosen.checkpoint)
-    averaged = kept(opened)
+    averaged = averaged_checkpoint(opened)
     written = opened.export(chosen.folder, sample=opened.sample())
     for format, path in written.items():
         print(f"{format}: {path}")
@@ -74,7 +74,7 @@ def show(chosen: argparse.Namespace) -> None:
 
     opened = opened_file(chosen)
     weight, meaning = base_weight(opened), opened.portable.meaning
-    layers = [report.measured(name, factors, meaning, weight) for name, factors in opened.portable.layers.items()]
+    layers = [report.layer_report(name, factors, meaning, weight) for name, factors in opened.portable.layers.items()]
     print("\n".join(report.lines(opened, layers)))
     if chosen.plot:
         chosen.plot.parent.mkdir(parents=True, exist_ok=True)

@@ -553,7 +553,7 @@ def test_peak_bytes_is_of_one_step(bench: Workbench, monkeypatch) -> None:
     entries = []
     with built(configs.parse(tree(bench, run__max_steps=3))) as run, Signals() as signals:
         loop = runs.make_loop(run, signals)
-        loop.context.processes.device, loop.measured.log.log = torch.device("cuda"), entries.append
+        loop.context.processes.device, loop.measurements.log.log = torch.device("cuda"), entries.append
         loop.step = SimpleNamespace(
             run=lambda step, *_: used.__setitem__(0, used[0] + 10) or StepResult(1.0, 1.0, (0.1,), True, 1.0),
             scaler=run.step.scaler,

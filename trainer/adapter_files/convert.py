@@ -79,7 +79,7 @@ def write_as(
     tensors = tensors_of(portable, opened.model, to, weight, notes)
     notes += export.not_loaded_by_diffusers(portable.layers) if to == "diffusers" else []
     fields = _metadata(opened, portable, to)
-    if to in KOHYA and (said := sd_scripts.told(portable, opened.model.family.not_in_sd_scripts)):
+    if to in KOHYA and (said := sd_scripts.left_out_phrase(portable, opened.model.family.not_in_sd_scripts)):
         fields[sd_scripts.ENTRY] = said
         notes.append(sd_scripts.sentence(said))
     write_tensors(out, tensors, with_hash(tensors, fields))
@@ -96,7 +96,7 @@ def _without_left_out(portable: Portable, opened: OpenedAdapter, to: str, notes:
     if len(names) == len(portable.layers):
         raise UserError(f"{opened.path} has no layer that sd-scripts builds a module for: {some(names)}")
     if names:
-        notes.append(f"left out, as sd-scripts builds no module for them: {sd_scripts.told(portable, patterns)}")
+        notes.append(f"left out, as sd-scripts builds no module for them: {sd_scripts.left_out_phrase(portable, patterns)}")
     return portable.with_layers({name: factors for name, factors in portable.layers.items() if name not in names})
 
 

@@ -26,7 +26,7 @@ MOST_ERROR = 0.2
 
 
 @dataclass(frozen=True)
-class Made:
+class MadeAverage:
     """An average that was made after the training. written: by format. stored: how many averages it was made of. updates:
     that are in it."""
 
@@ -47,7 +47,7 @@ class Made:
         ]
 
 
-def kept(opened: OpenedCheckpoint) -> OpenedCheckpoint | None:
+def averaged_checkpoint(opened: OpenedCheckpoint) -> OpenedCheckpoint | None:
     """The checkpoint with the average that its run exports; None where it keeps none.
 
     The norms of the averaged weights are not in it, so some of a DoRA's files cannot be made of it (`formats`).
@@ -66,7 +66,7 @@ def kept(opened: OpenedCheckpoint) -> OpenedCheckpoint | None:
     return opened.instead(state, norms, replace(opened.about, average=ema.described(kind, decay)))
 
 
-def average(root: Path, length: float, *, step: int | None = None, folder: Path | None = None) -> Made:
+def average(root: Path, length: float, *, step: int | None = None, folder: Path | None = None) -> MadeAverage:
     """Write the adapter files of the average of that length up to `step` (left out: the last one that was set aside).
 
     root: run.output_dir. folder: for the files; left out: where the run's own are. Raises UserError for what cannot be made.
@@ -110,7 +110,7 @@ def average(root: Path, length: float, *, step: int | None = None, folder: Path 
     # The length with a letter for its point, so that going back to an earlier step sets the file aside with the others.
     stem = f"{about.name}-{step:08d}{AVERAGE}_{str(length).replace('.', 'p')}"
     written = made.export(folder or layout.adapters, stem=stem)
-    return Made(written, found, len(stored), step, newest.profile.updates)
+    return MadeAverage(written, found, len(stored), step, newest.profile.updates)
 
 
 def _norms(opened: OpenedCheckpoint, state: Mapping[str, Tensor], products: Mapping[str, Tensor]) -> dict[str, RowNorms]:

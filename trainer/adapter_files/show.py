@@ -33,7 +33,7 @@ class LayerReport:
     drift: float | None = None
 
 
-def measured(name: str, factors: Factors, meaning: DoraScale, weight: WeightOf | None = None) -> LayerReport:
+def layer_report(name: str, factors: Factors, meaning: DoraScale, weight: WeightOf | None = None) -> LayerReport:
     """||s B A|| without making it: the trace of (B^T B)(A A^T). weight: of the base, where it was given."""
     tensors = {kind: tensor.make() for kind, tensor in factors.tensors().items()}
     finite = all(map(is_finite, tensors.values()))

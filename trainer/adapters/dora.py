@@ -116,12 +116,12 @@ def adapted(
         (part,) = parts
         return _Adapted.apply([part.layer], x, mask, part.ready.a, *part.tensors)
     if a_all is None:
-        a_all = together([part.ready.a for part in parts])
+        a_all = joined_a([part.ready.a for part in parts])
     tensors = [tensor for part in parts for tensor in part.tensors]
     return _Adapted.apply([part.layer for part in parts], x, mask, a_all, *tensors)
 
 
-def together(factors: Sequence[torch.Tensor]) -> torch.Tensor:
+def joined_a(factors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The A of layers that share x as one: [sum of R, K, ...]."""
     return factors[0] if len(factors) == 1 else torch.cat(factors)
 

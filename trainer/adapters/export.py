@@ -129,7 +129,7 @@ def write_files(
         else:
             tensors = kohya_tensors(adapter, modules=fused, prefixes=prefixes, rows=rows, norms=norms, advance=advance)
             fields = metadata(adapter, about, convention=f"{dora_scale}: {DORA_SCALE_MEANING[dora_scale]}")
-            fields |= {sd_scripts.ENTRY: said} if (said := sd_scripts.told(adapter, not_in_sd_scripts)) else {}
+            fields |= {sd_scripts.ENTRY: said} if (said := sd_scripts.left_out_phrase(adapter, not_in_sd_scripts)) else {}
         fields |= {"modelspec.thumbnail": thumbnail} if thumbnail else {}
         write_tensors(path, tensors, with_hash(tensors, fields, advance), lambda count: advance(0), write)
     return written

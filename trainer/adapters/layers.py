@@ -8,7 +8,7 @@ from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
-from trainer.adapters.dora import Part, Ready, adapted, divisor, is_drowned, scale_rows, together
+from trainer.adapters.dora import Part, Ready, adapted, divisor, is_drowned, joined_a, scale_rows
 from trainer.adapters.limits import thinned
 
 
@@ -309,7 +309,7 @@ class SharedInput:
             parts = [each.part() for each in self.layers]
             if self.a_all is None:
                 with torch.inference_mode(False), torch.no_grad():
-                    self.a_all = together([part.ready.a for part in parts])
+                    self.a_all = joined_a([part.ready.a for part in parts])
             outputs = adapted(x, parts, a_all=self.a_all)
             self.x, self.key, self.outputs = x, key, dict(zip(self.layers, outputs, strict=True))
         y = self.outputs.pop(layer)

@@ -41,7 +41,7 @@ SHEET = "grid.png"
 
 
 @dataclass(frozen=True)
-class Asked(SampleRequest):
+class AskedSample(SampleRequest):
     """A sample that was asked for on the command line. model, adapters: what an image is drawn with, in the words of the
     command; for the PNG's text "request"."""
 
@@ -62,13 +62,13 @@ class Drawing:
     steps: int | None = None
     guidance: float | None = None
 
-    def requests(self, config: Config, adapters: Sequence[tuple[Path, float]]) -> list[Asked]:
+    def requests(self, config: Config, adapters: Sequence[tuple[Path, float]]) -> list[AskedSample]:
         """The samples to draw, by prompt, then seed, then strength."""
         side = config.validation.resolution or max(resolutions(config.data.resolution))
         steps = self.steps or config.validation.steps
         with_ = tuple(path.name if strength == 1 else f"{path.name}:{strength:g}" for path, strength in adapters)
         return [
-            Asked(
+            AskedSample(
                 prompt, self.negative, self.width or side, self.height or side, seed, steps, self.guidance, strength,
                 config.model.path, with_,
             )
@@ -100,7 +100,7 @@ def draw(
     run_plan.check_sizes(requests, source.family.size_multiple)
     model = NamedModel(source.family, config.model.path, source.config, source)
     opened = [(open_adapter(path, [model]), strength) for path, strength in adapters]
-    portable, strength = together(opened)
+    portable, strength = as_one(opened)
     plan = _plan(config, source, portable)
     peers = start_processes(plan.config)
     for doubt in (doubt for each, _ in opened for doubt in each.doubts):
@@ -111,7 +111,7 @@ def draw(
     told = _conditionings(components, [text for asked in requests for text in (asked.prompt, asked.negative)])
     adapter = _loaded(components, portable, peers.say)
 
-    def sample(asked: Asked):
+    def sample(asked: AskedSample):
         if adapter is None:
             return plan.family.sample(components.model, asked, told(asked.prompt), told(asked.negative))
         with adapter.at_strength(asked.strength * strength):
@@ -127,7 +127,7 @@ def draw(
     return [*files, _sheet(out, drawing, files)] if grid else files
 
 
-def together(opened: Sequence[tuple[OpenedAdapter, float]]) -> tuple[Portable | None, float]:
+def as_one(opened: Sequence[tuple[OpenedAdapter, float]]) -> tuple[Portable | None, float]:
     """(the adapters as one, None where there is none; the strength that it has). Raises UserError where they are not one.
 
     opened: (adapter, strength).

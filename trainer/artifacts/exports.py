@@ -16,7 +16,7 @@ from trainer.artifacts.model_card import write_card
 from trainer.artifacts.provenance import Origin
 from trainer.base.console import width
 from trainer.base.errors import NotTrained
-from trainer.base.files import Together, Write, write_atomic
+from trainer.base.files import FileGroup, Write, write_atomic
 from trainer.base.memory import give_back
 from trainer.base.pictures import THUMBNAIL, first_sample, thumbnail
 from trainer.base.run_layout import AVERAGE
@@ -99,8 +99,8 @@ class Artifacts:
         if not at.fresh and all((self.context.layout.adapters / file).exists() for file in files):
             return
         try:
-            with Together() as together:
-                self.export(stem, together.write)
+            with FileGroup() as group:
+                self.export(stem, group.write)
         except NotTrained as error:
             self.context.processes.say(f"warning: {error}")
 
@@ -143,14 +143,14 @@ class Artifacts:
         """Write the files that have no step in their names, with the model card: all of one step, or all stay as they
         were. Files that an earlier stop or end left in a format that is not asked for any more are deleted."""
         name, said = self.plan.config.run.name, ""
-        with Together() as together:
-            written = self.export(name, together.write)
+        with FileGroup() as group:
+            written = self.export(name, group.write)
             for ending in self.state.weights_for_use() if written else ():
                 for file in export.file_names(name + ending).values():
                     if (path := self.context.layout.adapters / file) not in written.values():
-                        together.remove(path)
+                        group.remove(path)
             if written:
-                said = write_card(self.plan, self.origin.about(), self.context.layout, written, together)
+                said = write_card(self.plan, self.origin.about(), self.context.layout, written, group)
         if said:
             self.context.processes.say(f"note: {said}")
         return written
@@ -215,7 +215,7 @@ class Artifacts:
             moved = weight_change.weight_change(self.state.adapter, self.origin.start.weights, phases)
         levers, largest = optim.levers(plan.config.optimizer.name), {block: change.largest for block, change in moved.items()}
         rows = list(filter(is_line, read_lines(self.context.layout.metrics)))
-        found = judge(rows, largest, levers, self.context.layout.kept(plan.config.run.name))
+        found = judge(rows, largest, levers, self.context.layout.adapter_steps(plan.config.run.name))
         effects = [["verdict", found.kind], *self._effects(written)]
         sections = {
             "Did it take?": weight_change.change_table(moved, dora=self.state.adapter.dora)

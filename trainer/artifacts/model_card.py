@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.adapters.export import About, not_loaded_by_diffusers
-from trainer.base.files import Together
+from trainer.base.files import FileGroup
 from trainer.base.pictures import asked_of, at_full_strength, is_sound, pngs
 from trainer.base.run_layout import AVERAGE, Layout
 from trainer.base.templates import environment
@@ -23,7 +23,7 @@ PLACEHOLDER = "BASE_MODEL"
 PICTURE = re.compile(rf"\d+({AVERAGE})?\.png")  # of a run
 
 
-def write_card(plan: Plan, about: About, layout: Layout, written: Mapping[str, Path], files: Together) -> str:
+def write_card(plan: Plan, about: About, layout: Layout, written: Mapping[str, Path], files: FileGroup) -> str:
     """Write the card, and the samples of the present step that it shows. written: the adapter files, by format.
 
     Replaces nothing that a run did not write. Returns what is to be said about that, "" where there is nothing.

@@ -27,7 +27,7 @@ except ModuleNotFoundError:  # Windows
 # Is told every number of units (bytes, layers) that were done; may raise, which ends the work.
 Advance = Callable[[int], object]
 
-# As `write_atomic`, or `Together.write`.
+# As `write_atomic`, or `FileGroup.write`.
 Write = Callable[[Path | str, Iterable[memoryview | bytes], Advance], tuple[str, int]]
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)  # a file system without record locks
@@ -88,11 +88,11 @@ def write_atomic(path: Path | str, pieces: Iterable[memoryview | bytes], advance
 
     An exception leaves neither the file nor the temporary.
     """
-    with Together() as one:
+    with FileGroup() as one:
         return one.write(path, pieces, advance)
 
 
-class Together:
+class FileGroup:
     """Files that belong together, written one after another in a `with` block: all get their names at its end, or, where it
     raises, none does, and those of before stay. Between two names nothing is written and no signal heard; only a kill there
     leaves some of the old and some of the new."""
@@ -113,7 +113,7 @@ class Together:
         """A file that may be there, at the end of the block."""
         self._old.append(path)
 
-    def __enter__(self) -> "Together":
+    def __enter__(self) -> "FileGroup":
         return self
 
     def __exit__(self, kind: object, *error: object) -> None:

@@ -18,7 +18,7 @@ def likely(name: object, known: Collection[str]) -> str | None:
     return other_trainers.value_for(name, known) or (near(name, known) if isinstance(name, str) else None)
 
 
-def meant(name: str, known: Collection[str]) -> str:
+def suggestion(name: str, known: Collection[str]) -> str:
     """What to say of a name that is not among the known ones."""
     found = likely(name, known)
     return f"did you mean {found!r}?" if found else f"use one of {', '.join(map(repr, known))}"

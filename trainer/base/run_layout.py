@@ -72,7 +72,7 @@ class Layout:
         """The folders of `superseded` that are there."""
         return sorted(self.root.glob("superseded-after-*"))
 
-    def kept(self, name: str) -> list[int]:
+    def adapter_steps(self, name: str) -> list[int]:
         """Steps of the run `name` whose adapter is there: in a checkpoint, or in a file of its own."""
         file = re.compile(rf"{re.escape(name)}-(\d{{8}})(?:_\w+)?\.safetensors")
         files = [int(found[1]) for path in self.adapters.glob("*") if (found := file.fullmatch(path.name))]

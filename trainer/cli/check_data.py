@@ -13,7 +13,7 @@ from trainer.data.scan import refuse_damaged
 from trainer.engine.components import tokenizers_alone
 from trainer.engine.encoding import report_captions
 from trainer.plan.data_sources import read_sources
-from trainer.plan.requirements import chosen
+from trainer.plan.requirements import family_options
 from trainer.plan.run_plan import open_source, plan_data, resolve
 from trainer.report import write_data_report
 
@@ -44,7 +44,7 @@ def report_data(config: Config, out: Path | None = None) -> int:
     except UserError:
         refuse_damaged(scanned)
         raise
-    said = report_captions(plan, tokenizers_alone(source, chosen(config, source.family)))
+    said = report_captions(plan, tokenizers_alone(source, family_options(config, source.family)))
     write(data_report.text(plan, said))
     folder = out or Path(config.run.output_dir)
     make_folder(folder, "--out" if out else "run.output_dir")

@@ -47,7 +47,7 @@ def split(photos: Sequence[Photo], held_out: int | float) -> tuple[tuple[Photo, 
     )
 
 
-def measured(trained: Sequence[Example], held_out: Sequence[Example]) -> dict[str, tuple[Example, ...]]:
+def measured_examples(trained: Sequence[Example], held_out: Sequence[Example]) -> dict[str, tuple[Example, ...]]:
     """{"held_out": at most MOST of them, "trained": as many of the others}, still; with none held out, ALONE trained ones.
 
     The bytes of the images decide which. Regularisation images are not among the trained ones: none is held

@@ -137,7 +137,7 @@ def build_step(
         told = {} if options.max_norm is None else {"layers_limited": adapter.limit_norms(options.max_norm, step)}
         adapter.mark_stale()
         averages.update()
-        return told | kept.told()
+        return told | kept.log_fields()
 
     step = Step(
         losses=_losses(components),

@@ -18,7 +18,7 @@ from trainer.base.protocols import BaseLayer, Kernels
 from trainer.base.types import Conditioning
 from trainer.models.base import Model
 from trainer.models.loading import ModelSource, load_tokenizers
-from trainer.plan.requirements import chosen
+from trainer.plan.requirements import family_options
 from trainer.plan.run_plan import ModelPlan
 from trainer.plan.storage import held_as
 from trainer.quantization import ConvertedWeights
@@ -34,7 +34,7 @@ def without_modules(plan: ModelPlan, device: torch.device, tokenizers: dict[str,
         scheduler=plan.source.scheduler,
         compute={name: storage.compute for name, storage in plan.storage.items()},
         device=device,
-        options={"objective": plan.objective, **chosen(plan.config, plan.family)},
+        options={"objective": plan.objective, **family_options(plan.config, plan.family)},
     )
 
 

@@ -96,7 +96,7 @@ def _fill(
                 one_after_another,
                 encoders={name: partial(components.text_encoder, name) for name in components.family.text_encoders},
                 join=components.family.join,
-                together=together(plan),
+                together=captions_at_once(plan),
                 say=processes.say,
                 phases=phases,
             ),
@@ -119,7 +119,7 @@ def _fill(
     return made, encoded, masks
 
 
-def together(plan: Plan) -> int:
+def captions_at_once(plan: Plan) -> int:
     """How many captions may be encoded at once: of so many, where that gives the same bytes."""
     # T5 in fp16 clamps all captions of a batch once one of them overflows; captions of fewer chunks than others are repeated
     # beside them.

@@ -19,7 +19,7 @@ from trainer.base.types import Conditioning
 from trainer.data.cache import fill
 from trainer.data.cache.texts import HELD_BYTES, at_once
 from trainer.data.examples import Example
-from trainer.engine.encoding import captions_of, prompts_of, together
+from trainer.engine.encoding import captions_at_once, captions_of, prompts_of
 from trainer.memory_plan.dry_run import Rehearsal, without_values
 from trainer.memory_plan.op_trace import Cost, Trace
 from trainer.models.base import SampleRequest
@@ -164,7 +164,7 @@ class Forecaster:
                 if stay:
                     self.told = self.run.encode_prompts([self._longest()])
                 else:
-                    told = self.run.encode_text(*some, [self._longest()] * at_once(len(texts), together(self.plan)))
+                    told = self.run.encode_text(*some, [self._longest()] * at_once(len(texts), captions_at_once(self.plan)))
             yield from phases
             if not stay:
                 self._let_go(some)

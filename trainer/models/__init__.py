@@ -11,5 +11,5 @@ FAMILIES: dict[str, Family] = {family.name: family for family in (sdxl.FAMILY, f
 def family_named(name: str) -> Family:
     """Raises UserError, with the name that was probably meant."""
     if name not in FAMILIES:
-        raise UserError(f"model.family = {name!r} is not known; {patterns.meant(name, FAMILIES)}")
+        raise UserError(f"model.family = {name!r} is not known; {patterns.suggestion(name, FAMILIES)}")
     return FAMILIES[name]

@@ -25,7 +25,7 @@ FIRST = 16
 
 
 @dataclass
-class Measured:
+class Measurements:
     """Writes the log, and follows it. All processes call it alike.
 
     The line of step N has what holds after step N. The first line of a log has what held before it, too, under "at_start"; so

@@ -6,7 +6,7 @@ Shapes: latents fp32 [B, C, H, W], time [B], u [B] uniform in (0, 1). Times, and
 them from a device would make the host wait for it. What is made of latents is where these are.
 """
 
-from trainer.objectives.base import Objective, chosen
+from trainer.objectives.base import Objective, from_choices
 from trainer.objectives.diffusion import Diffusion
 from trainer.objectives.flow import Flow
 from trainer.objectives.losses import Loss, sample_losses
@@ -26,6 +26,6 @@ KEYS = tuple(
 )  # fmt: skip
 
 __all__ = [
-    "KEYS", "TIMES_READ", "Diffusion", "Flow", "Loss", "Noise", "Objective", "Times", "Weighting", "chosen", "sample_losses",
-    "stratified",
+    "KEYS", "TIMES_READ", "Diffusion", "Flow", "Loss", "Noise", "Objective", "Times", "Weighting", "from_choices",
+    "sample_losses", "stratified",
 ]  # fmt: skip

@@ -14,7 +14,7 @@ from trainer.objectives.noise import Noise
 Settings = TypeVar("Settings")
 
 
-def chosen(part: type[Settings], choices: Mapping[str, Any], **instead: Any) -> Settings:
+def from_choices(part: type[Settings], choices: Mapping[str, Any], **instead: Any) -> Settings:
     """A dataclass of what was chosen: its fields have the names of config keys. Of a key that is not there, the default."""
     given = {field.name: choices[field.name] for field in fields(part) if field.name in choices}
     return part(**given | instead)

@@ -104,7 +104,7 @@ def _check_option(given: str, key: str, value: Any, taken: Mapping[str, inspect.
     if key in ELSEWHERE or key in optimizer_named(name).fixed:
         raise UserError(f"{given}: " + (f"set {ELSEWHERE[key]} instead" if ELSEWHERE.get(key) else "the trainer sets it"))
     if key not in taken:
-        hint = patterns.meant(key, taken) if taken else "it takes none"
+        hint = patterns.suggestion(key, taken) if taken else "it takes none"
         raise UserError(f"{given}: {library_of(name)} does not take it; {hint}")
     default, kinds = taken[key].default, _kinds(taken[key])
     if isinstance(default, tuple):

@@ -65,7 +65,7 @@ class OptimizerState:
                 _check(saved, [_kinds(layout) for layout in self.entry.layouts(parameter.shape, in_group[name])], name, what)
             self.optimizer.state[parameter] = self.entry.hold(self.optimizer, parameter, _to(saved, parameter.device))
 
-    def told(self) -> dict[str, float | None]:
+    def log_fields(self) -> dict[str, float | None]:
         """Numbers for the log: the estimate of an optimizer that finds its rate; None where it is not finite."""
         if self.entry.finds is None:
             return {}

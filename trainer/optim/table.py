@@ -104,7 +104,7 @@ OPTIMIZERS = {
 def optimizer_named(name: str) -> Entry:
     """Raises UserError, with the name that was probably meant."""
     if name not in OPTIMIZERS:
-        raise UserError(f"optimizer.name = {name!r} is not known; {patterns.meant(name, OPTIMIZERS)}")
+        raise UserError(f"optimizer.name = {name!r} is not known; {patterns.suggestion(name, OPTIMIZERS)}")
     return OPTIMIZERS[name]
 
 

@@ -54,7 +54,7 @@ def describe(plan: Plan, *, sizes: bool, data: bool = True) -> str:
         f"optimizer {group.name}, lr {group.lr:g}, weight decay {group.weight_decay:g} (none on magnitudes), "
         f"clipping {config.step.max_grad_norm:g}; schedule {config.schedule.name}, warm-up {config.schedule.warmup:g}{end}"
     )
-    lines += [f"  {line}" for line in optimizer_rules.told(config, plan.max_steps)]
+    lines += [f"  {line}" for line in optimizer_rules.start_lines(config, plan.max_steps)]
     if plan.max_steps > 1 and not plan.saves_before_the_end:
         keys = ", ".join(
             f"checkpoint.{key} = {getattr(config.checkpoint, key):g}" for key in ("every_steps", "every_minutes")

@@ -166,7 +166,7 @@ def _other_rates(config: Config) -> Iterator[str]:
             yield f"adapter.rules[{index}].lr = {rule.lr:g}"
 
 
-def told(config: Config, steps: int) -> list[str]:
+def start_lines(config: Config, steps: int) -> list[str]:
     """Sentences for the start of a run: rates and options beyond the usual, and warnings. config: the resolved one. steps:
     in all."""
     chosen = config.optimizer

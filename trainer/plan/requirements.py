@@ -147,7 +147,7 @@ def _refuse(config: Config, unread: Mapping[str, str]) -> None:
         raise UserError("\n".join(dict.fromkeys(lines)))
 
 
-def chosen(config: Config, family: Family) -> dict[str, Any]:
+def family_options(config: Config, family: Family) -> dict[str, Any]:
     """The values of the keys that the family reads, by their last names; of each sample's own keys none."""
     single = [key.split(".") for key in family.reads if "*" not in key]
     return {path[-1]: reduce(getattr, path, config) for path in single}

@@ -33,7 +33,7 @@ from trainer.monitoring.trackers import check_wandb
 from trainer.objectives import Objective
 from trainer.plan import optimizer_rules, storage
 from trainer.plan.data_sources import read_sources, resolutions, sources_of
-from trainer.plan.requirements import chosen, refuse_averages, refuse_unread, refuse_unread_by_model
+from trainer.plan.requirements import family_options, refuse_averages, refuse_unread, refuse_unread_by_model
 from trainer.plan.storage import Storage
 from trainer.runtime import precision
 from trainer.runtime.processes import Processes
@@ -49,7 +49,7 @@ class DataPlan:
     photos: tuple[Photo, ...]  # that are trained on
     examples: tuple[Example, ...]  # these, at the sizes they are trained at
     held_out: tuple[Example, ...]  # what is never trained on, at the sizes it would be
-    measured: Mapping[str, tuple[Example, ...]]  # whose loss is measured at fixed draws, by kind (held_out.measured)
+    measured: Mapping[str, tuple[Example, ...]]  # whose loss is measured at fixed draws, by kind (held_out.measured_examples)
     alike: tuple[tuple[Photo, ...], ...]  # groups of near duplicates, trained on or held out
     requests: tuple[SampleRequest, ...]
     processes: int
@@ -134,7 +134,9 @@ def open_source(config: Config) -> ModelSource:
     names = [component.name for component in family.components]
     for name in config.model.components:
         if name not in names:
-            raise UserError(f"model.components.{name} is not a component of {family.name}; {patterns.meant(name, names)}")
+            raise UserError(
+                f"model.components.{name} is not a component of {family.name}; {patterns.suggestion(name, names)}"
+            )
     source = open_model(
         family,
         config.model.path,
@@ -218,7 +220,7 @@ def plan_data(
         photos=photos,
         examples=bucketed,
         held_out=kept,
-        measured=held_out.measured(bucketed, kept) if config.validation.loss_every_steps else {},
+        measured=held_out.measured_examples(bucketed, kept) if config.validation.loss_every_steps else {},
         alike=near_duplicates.groups(scanned.photos),
         requests=requests,
         processes=processes,
@@ -243,7 +245,7 @@ def fetched(plan: ModelPlan, peers: Processes, phases: Phases) -> ModelPlan:
 
 def find_objective(config: Config, source: ModelSource) -> Objective:
     """What is trained, of the config and of what the model says of itself. Raises UserError for a model of another kind."""
-    return source.family.objective(source.scheduler, source.markers, **chosen(config, source.family))
+    return source.family.objective(source.scheduler, source.markers, **family_options(config, source.family))
 
 
 def check_objective(config: Config, source: ModelSource, planned: Objective) -> None:

@@ -192,7 +192,7 @@ class LiveReport:
         """What the page shows now. check: called now and then; may raise."""
         layout, history = self.layout, self._history.read()
         samples = read_samples(layout.samples, self._thumbnails, check)
-        kept = [step for step in layout.kept(self.name) if step <= max(history.step, self.begun)]
+        kept = [step for step in layout.adapter_steps(self.name) if step <= max(history.step, self.begun)]
         starts = read_starts(layout.phases)
         steps = {"samples": samples.steps, "kept": kept, "skipped": history.skipped()}
         return PageContents(

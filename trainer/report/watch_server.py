@@ -90,7 +90,7 @@ class Runs:
     def _seen(self, name: str, layout: Layout) -> Seen:
         history, thumbnails = self._read.setdefault(layout.root, (History(layout.metrics), Thumbnails()))
         config = values(layout.config)
-        kept = layout.kept(str(config.get("run.name", name)))
+        kept = layout.adapter_steps(str(config.get("run.name", name)))
         samples = read_samples(layout.samples, thumbnails)
         return Seen(name, config, history.read(), samples, kept, read_standing(layout.phases))
 

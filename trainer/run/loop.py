@@ -15,7 +15,7 @@ from trainer.engine.assembly import TrainState
 from trainer.engine.policies import NonFinite
 from trainer.engine.step import Step, StepResult
 from trainer.monitoring.course import rates
-from trainer.monitoring.measurements import Measured
+from trainer.monitoring.measurements import Measurements
 from trainer.run.checkpointing import Saves
 from trainer.runtime.context import RunContext
 from trainer.runtime.jobs import ENDINGS, Job, Position, run_jobs
@@ -33,7 +33,7 @@ class Loop:
     """Steps until the end, `stop_after`, a signal, or what ends a run. All processes go through it side by side.
 
     data: the micro-batches of every update still to come, and this process's share of them, read; it is closed here.
-    last, stop_after: steps; stop_after is at most last. measured: writes the log. jobs: what is done after a checkpoint.
+    last, stop_after: steps; stop_after is at most last. measurements: writes the log. jobs: what is done after a checkpoint.
     pending: what ends the run once all processes know of it.
     """
 
@@ -44,7 +44,7 @@ class Loop:
     stop_after: int
     saves: Saves
     jobs: Sequence[Job]
-    measured: Measured
+    measurements: Measurements
     non_finite: NonFinite
     context: RunContext
     signals: Signals
@@ -67,7 +67,7 @@ class Loop:
         except (Interrupted, *ENDINGS) as error:
             # Between two steps, or a step that changed nothing: what was trained is whole, and kept. All processes are here,
             # and leave together: whoever ended first would have the launcher stop the one that saves.
-            self.measured.end(error)
+            self.measurements.end(error)
             self.saves.save(final=True)
             if isinstance(error, Interrupted):
                 where = (f"after step {progress.step}, which is saved",) if progress.step else ()
@@ -84,13 +84,13 @@ class Loop:
             self.data.close()
             if not at_once:
                 self.saves.close()
-            self.measured.log.close()
+            self.measurements.log.close()
 
     def _steps(self) -> None:
         processes, progress, at = self.context.processes, self.state.progress, self._position(fresh=False)
         ends: deque[float] = deque(maxlen=PACE_UNITS)  # when each of the last steps was done
         _, self.pending = run_jobs(self.jobs, at, processes)  # of step 0, or what a stop cut off
-        self.pending = self.measured.begin(at) or self.pending
+        self.pending = self.measurements.begin(at) or self.pending
         while progress.step < self.stop_after:
             begun = time.perf_counter()
             update, batches = self._read()
@@ -105,7 +105,7 @@ class Loop:
                 self.signals.promise = SAVED
             ended = time.perf_counter()
             ends.append(ended)
-            self.measured.log.phase.pace = pace_of(list(ends)) or ended - begun
+            self.measurements.log.phase.pace = pace_of(list(ends)) or ended - begun
             self._count(result, occurrences, ended - started)
             at = self._position()
             if at.due(self.saves.every_steps):
@@ -153,7 +153,7 @@ class Loop:
         """Note that a step was made, and its line in the log."""
         progress = self.state.progress
         if result.refused:
-            cause = "" if result.bad_latents else self.measured.course.blame()
+            cause = "" if result.bad_latents else self.measurements.course.blame()
             self.non_finite.update(f"step {progress.step + 1}: {result.refused}; the adapter is unchanged", cause=cause)
         progress.step += 1
         progress.images += len(occurrences)
@@ -177,4 +177,4 @@ class Loop:
         peak = peak_bytes(self.context.processes.device)
         if peak is not None:
             entry["peak_bytes"] = peak
-        self.pending = self.measured.step(entry, self._position())
+        self.pending = self.measurements.step(entry, self._position())

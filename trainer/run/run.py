@@ -39,7 +39,7 @@ from trainer.engine.step import Step
 from trainer.models.base import Family, Model
 from trainer.models.loading import ModelSource
 from trainer.monitoring import metrics
-from trainer.monitoring.measurements import Measured, change_due, change_fields
+from trainer.monitoring.measurements import Measurements, change_due, change_fields
 from trainer.monitoring.trackers import sign_in
 from trainer.plan.data_sources import open_cache
 from trainer.plan.describe import describe
@@ -330,7 +330,7 @@ def make_loop(run: Run, signals: Signals) -> Loop:
         stop_after=min(config.run.stop_after or plan.max_steps, plan.max_steps),
         saves=saves,
         jobs=[job for job in jobs if not job.fields],
-        measured=Measured([job for job in jobs if job.fields], log, optim.levers(config.optimizer.name), peers),
+        measurements=Measurements([job for job in jobs if job.fields], log, optim.levers(config.optimizer.name), peers),
         non_finite=run.non_finite,
         context=context,
         signals=signals,

@@ -20,7 +20,7 @@ from trainer.engine.components import tokenizers_alone
 from trainer.engine.encoding import report_captions
 from trainer.memory_plan.suggestions import fitted
 from trainer.models.loading import ModelSource
-from trainer.plan.requirements import chosen
+from trainer.plan.requirements import family_options
 from trainer.plan.run_plan import Plan, make_plan
 from trainer.resume import pins, start_point
 from trainer.resume.allowed_changes import Allowance
@@ -90,7 +90,7 @@ def begin(
     if saved is not None:
         start_point.check_length(plan, progress, saved.folder)
     if config.data.strict_captions and source.fetched:
-        report_captions(plan, tokenizers_alone(source, chosen(config, source.family)))
+        report_captions(plan, tokenizers_alone(source, family_options(config, source.family)))
     layout = Layout(Path(config.run.output_dir))
     files.check_folder(layout.root, "run.output_dir")
     files.check_folder(cache_dir(config), "data.cache_dir")

@@ -64,8 +64,8 @@ PATTERNS = published("sdxl")[0].family.not_in_sd_scripts
 
 def test_the_share_is_that_of_the_norms() -> None:
     """3 beside the root of 3^2 + 4^2; and against dense products in fp64, of ranks that differ."""
-    assert sd_scripts.told(ALL, PATTERNS) == "'unet.conv_in': 60% of the norm of the update"
-    assert sd_scripts.told(ALL.with_layers({ATTENTION: ALL.layers[ATTENTION]}), PATTERNS) == ""
+    assert sd_scripts.left_out_phrase(ALL, PATTERNS) == "'unet.conv_in': 60% of the norm of the update"
+    assert sd_scripts.left_out_phrase(ALL.with_layers({ATTENTION: ALL.layers[ATTENTION]}), PATTERNS) == ""
     g = torch.Generator().manual_seed(0)
     a, b = torch.randn(3, 5, 3, 3, generator=g), torch.randn(7, 3, 1, 1, generator=g)
     made = Factors(recipe(a), recipe(b), 2.0, rslora=True)

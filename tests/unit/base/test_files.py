@@ -30,17 +30,17 @@ def test_a_short_write_is_gone_on_with_and_counted_once(tmp_path: Path, monkeypa
 def test_files_that_belong_together_get_their_names_at_the_end_or_none_does(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "one").write_bytes(b"old")
     (tmp_path / "gone").write_bytes(b"old")
-    with pytest.raises(RuntimeError), files.Together() as together:
-        together.write(tmp_path / "one", [b"new"])
-        together.write(tmp_path / "other", [b"new"])
+    with pytest.raises(RuntimeError), files.FileGroup() as group:
+        group.write(tmp_path / "one", [b"new"])
+        group.write(tmp_path / "other", [b"new"])
         raise RuntimeError
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"one": b"old", "gone": b"old"}
     unlinked, unlink = [], Path.unlink
     monkeypatch.setattr(Path, "unlink", lambda path, **more: (unlinked.append(path.name), unlink(path, **more)))
-    with files.Together() as together:
-        together.write(tmp_path / "one", [b"new"])
-        together.remove(tmp_path / "gone")
-        together.remove(tmp_path / "never there")
+    with files.FileGroup() as group:
+        group.write(tmp_path / "one", [b"new"])
+        group.remove(tmp_path / "gone")
+        group.remove(tmp_path / "never there")
         assert (tmp_path / "one").read_bytes() == b"old"
     monkeypatch.undo()
     assert [path.name for path in tmp_path.iterdir()] == ["one"] and (tmp_path / "one").read_bytes() == b"new"

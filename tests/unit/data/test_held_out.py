@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trainer.base.errors import UserError
 from trainer.data.examples import examples
-from trainer.data.held_out import ALONE, MOST, measured, split
+from trainer.data.held_out import ALONE, MOST, measured_examples, split
 from trainer.data.sources import File, Photo, Source
 
 SUBJECT, PRIOR = Source(index=0, path="photos"), Source(index=1, path="prior", regularisation=True)
@@ -108,7 +108,7 @@ def test_what_is_measured(photos, held_out):
     photos = [replace(p, source=replace(p.source, flip=True, crop_jitter=0.1, caption_dropout=0.5)) for p in photos]
     trained, kept = tried(photos, held_out)
     sized = [examples(some, step=64, enlarge=True, seed=0) for some in (trained, kept)]
-    found = measured(*sized)
+    found = measured_examples(*sized)
     subject = [p for p in trained if not p.source.regularisation]
     assert len(found["held_out"]) == min(len(kept), MOST) and len(found["trained"]) == min(
         len(found["held_out"]), len(subject)
@@ -118,6 +118,6 @@ def test_what_is_measured(photos, held_out):
     for example in (*found["held_out"], *found["trained"]):
         source = example.photo.source
         assert not (source.flip or source.jitters or source.caption_dropout) and len(example.captions) == 1
-    assert measured(*(some[::-1] for some in sized)) == found
-    alone = measured(sized[0], ())
+    assert measured_examples(*(some[::-1] for some in sized)) == found
+    alone = measured_examples(sized[0], ())
     assert list(alone) == ["trained"] and len(alone["trained"]) == min(ALONE, len(subject))

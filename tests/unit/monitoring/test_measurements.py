@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trainer.base.errors import DataError, NonFiniteError
-from trainer.monitoring.measurements import Measured, change_due
+from trainer.monitoring.measurements import Measurements, change_due
 from trainer.monitoring.metrics import Metrics
 from trainer.monitoring.trackers import TensorBoard
 from trainer.runtime.jobs import Position
@@ -26,7 +26,7 @@ def start(folder: Path, losses: Sequence[float], first: int, last: int, error: E
     said: list[str] = []
     processes: Any = SimpleNamespace(say=said.append, largest=lambda *numbers: numbers, is_main=True)
     log = Metrics(folder / "metrics.jsonl", total_steps=99, initial_step=first - 1, enabled=True)
-    measured = Measured([], log, "optimizer.lr", processes)
+    measured = Measurements([], log, "optimizer.lr", processes)
     assert measured.begin(Position(first - 1, 99, fresh=False)) is None
     for step in range(first, last + 1):
         assert measured.step(entry(step, losses[step - 1]), Position(step, 99)) is None

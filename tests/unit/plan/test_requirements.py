@@ -17,7 +17,7 @@ from trainer.base.errors import UserError
 from trainer.config import ScheduleTable
 from trainer.models import FAMILIES
 from trainer.optim import SCHEDULES
-from trainer.plan.requirements import FAMILY_KEYS, chosen, refuse_unread, refuse_unread_by_model
+from trainer.plan.requirements import FAMILY_KEYS, family_options, refuse_unread, refuse_unread_by_model
 
 SET = {
     "model.prediction": "v",
@@ -89,7 +89,7 @@ def test_a_key_is_read_or_refused(family: str, key: str) -> None:
     if key in FAMILIES[family].reads:
         given = config(family, key, SET[key], BESIDE_IT.get(key))
         refuse_unread(given, FAMILIES[family])
-        assert "*" in key or chosen(given, FAMILIES[family])[key.rpartition(".")[2]] == SET[key]
+        assert "*" in key or family_options(given, FAMILIES[family])[key.rpartition(".")[2]] == SET[key]
     else:
         given = config(family, key, SET[key])
         shown = f"{key.replace('*', '0')} = {SET[key]!r} has no effect on {family}; leave it out (only "

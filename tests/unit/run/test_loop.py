@@ -81,7 +81,7 @@ def ended(error: BaseException | None, step: int = 3) -> tuple[list[str], BaseEx
     loop = SimpleNamespace(
         state=SimpleNamespace(progress=SimpleNamespace(step=step)), last=step, signals=SimpleNamespace(), _steps=steps,
         saves=SimpleNamespace(save=saved, close=lambda: done.append("saver closed")),
-        measured=SimpleNamespace(end=lambda error: None, log=SimpleNamespace(close=lambda: done.append("log closed"))),
+        measurements=SimpleNamespace(end=lambda error: None, log=SimpleNamespace(close=lambda: done.append("log closed"))),
         data=SimpleNamespace(close=lambda: done.append("data closed")),
     )  # fmt: skip
     try:

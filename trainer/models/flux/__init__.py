@@ -18,7 +18,7 @@ from trainer.models.base import Component, Family, Markers, Model, SampleRequest
 from trainer.models.flux import attention, names
 from trainer.models.names import ComponentConfig
 from trainer.models.shared import clip, vae
-from trainer.objectives import KEYS, Flow, Loss, Noise, Times, chosen
+from trainer.objectives import KEYS, Flow, Loss, Noise, Times, from_choices
 
 DEFAULT_GUIDANCE = 3.5
 T5_LENGTH_DEV, T5_LENGTH_SCHNELL = 512, 256
@@ -50,10 +50,10 @@ def objective(
     if shift == "auto":
         shift = 1.0 if timesteps == "sigmoid" else resolution_shift
     return Flow(
-        times=chosen(Times, choices, timesteps=TIMESTEPS[0] if timesteps == "auto" else timesteps),
+        times=from_choices(Times, choices, timesteps=TIMESTEPS[0] if timesteps == "auto" else timesteps),
         shift=shift,
-        loss=chosen(Loss, choices),
-        noise=chosen(Noise, choices),
+        loss=from_choices(Loss, choices),
+        noise=from_choices(Noise, choices),
         stratified=stratified,
     )
 

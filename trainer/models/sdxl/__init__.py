@@ -18,7 +18,7 @@ from trainer.models import variants
 from trainer.models.base import Component, Family, Markers, Model, SampleRequest, count_prompt_tokens, draw
 from trainer.models.sdxl import attention, names
 from trainer.models.shared import clip, vae
-from trainer.objectives import KEYS, Diffusion, Loss, Noise, Times, Weighting, chosen
+from trainer.objectives import KEYS, Diffusion, Loss, Noise, Times, Weighting, from_choices
 
 DEFAULT_GUIDANCE = 5.0
 TOKENIZERS = {"tokenizer": "text_encoder", "tokenizer_2": "text_encoder_2"}
@@ -83,10 +83,10 @@ def objective(
         prediction=prediction,
         zero_terminal_snr=zero_terminal_snr,
         published=BETAS,
-        weighting=chosen(Weighting, choices),
-        times=chosen(Times, choices, timesteps=TIMESTEPS[0] if timesteps == "auto" else timesteps),
-        loss=chosen(Loss, choices),
-        noise=chosen(Noise, choices),
+        weighting=from_choices(Weighting, choices),
+        times=from_choices(Times, choices, timesteps=TIMESTEPS[0] if timesteps == "auto" else timesteps),
+        loss=from_choices(Loss, choices),
+        noise=from_choices(Noise, choices),
         stratified=stratified,
     )
 
