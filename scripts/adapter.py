@@ -72,7 +72,7 @@ def show(chosen: argparse.Namespace) -> None:
     """Print what a file is: its kind, ranks, scales, norms and gaps."""
     from trainer.adapter_files import show as report
 
-    opened = opened_file(chosen)
+    opened = opened_file(chosen.file, chosen.base, chosen.family)
     weight, meaning = base_weight(opened), opened.portable.meaning
     layers = [report.layer_report(name, factors, meaning, weight) for name, factors in opened.portable.layers.items()]
     print("\n".join(report.lines(opened, layers)))
@@ -91,7 +91,7 @@ def convert(chosen: argparse.Namespace) -> None:
 
     if chosen.dora_scale and chosen.to != "comfyui":
         raise UserError(f"--dora_scale belongs to --to comfyui; --to {chosen.to} has one meaning")
-    opened = opened_file(chosen)
+    opened = opened_file(chosen.file, chosen.base, chosen.family)
     done = converted(
         opened,
         chosen.out,
@@ -126,7 +126,8 @@ def merge(chosen: argparse.Namespace) -> None:
         print(f"warning: {doubt}")
     made = merge(model, adapters, chosen.out, dtype=chosen.dtype, phases=Phases(show=True))
     print(f"merged: {made.path}: {len(made.layers)} layers of {model.family.name} changed")
-    print(f"  {made.lost:.3%} of the change is lost by rounding to the file's dtype")
+    finer = "; --dtype fp32 keeps it" if made.lost > 0.01 and chosen.dtype != "fp32" else ""
+    print(f"  {made.lost:.3%} of the change is lost by rounding to the file's dtype{finer}")
 
 
 def extract(chosen: argparse.Namespace) -> None:
@@ -153,17 +154,18 @@ def compare(chosen: argparse.Namespace) -> None:
     from trainer.models.base_weights import BaseWeights
 
     models, portables = models_of(chosen.base) if chosen.base else None, []
+    weight = BaseWeights(models[0].source).weight if models else None
     for path in (chosen.a, chosen.b):
         if path.is_dir() and not is_peft_folder(path):
             portables.append(open_checkpoint(path).portable("magnitude"))
         else:
-            opened = opened_at(path, models, chosen.family)
+            opened = opened_file(path, chosen.base, chosen.family)
             portables.append(opened.portable)
+            weight = weight or base_weight(opened)
             for doubt in opened.doubts:
                 print(f"warning: {doubt}")
     if chosen.a.is_file() and chosen.b.is_file() and hash_file(chosen.a) == hash_file(chosen.b):
         print("the files are equal, byte for byte")
-    weight = BaseWeights(models[0].source).weight if models else None
     print("\n".join(compare(*portables, weight).lines()))
 
 
@@ -171,7 +173,7 @@ def resize(chosen: argparse.Namespace) -> None:
     """Write a file with a lower rank, and say what is lost."""
     from trainer.adapter_files.resize import resize
 
-    opened = opened_file(chosen)
+    opened = opened_file(chosen.file, chosen.base, chosen.family)
     done = resize(opened, chosen.out, chosen.rank, weight=base_weight(opened))
     print(f"resized: {chosen.out}")
     for note in done.notes:
@@ -215,19 +217,19 @@ def push(chosen: argparse.Namespace) -> None:
         print(f"  {name}")
 
 
-def opened_file(chosen: argparse.Namespace):
-    """The adapter file of the arguments, by the names of the model that they give.
+def opened_file(path: Path, base: str | None, family: str | None):
+    """The adapter file, by the names of the model `base`.
 
-    Where they give none and it fits no published model: by those of its run's model, if it lies where its run wrote it.
+    Where none is given and it fits no published model: by those of its run's model, if it lies where its run wrote it.
     """
-    if chosen.base:
-        return opened_at(chosen.file, models_of(chosen.base), chosen.family)
+    if base:
+        return opened_at(path, models_of(base), family)
     try:
-        return opened_at(chosen.file, None, chosen.family)
+        return opened_at(path, None, family)
     except UserError:
-        if (base := base_of_run(chosen.file)) is None:
+        if (base := base_of_run(path)) is None:
             raise
-    opened = opened_at(chosen.file, models_of(base), chosen.family)
+    opened = opened_at(path, models_of(base), family)
     print(f"model: {base}, as config.toml of its run says")
     return opened
 

@@ -97,6 +97,9 @@ def test_a_checkpoint_that_is_not_whole_gives_none(outputs: Runs, tmp_path: Path
     assert script.main(["export", str(copy), str(tmp_path / "made")]) == 2
     assert "is not a valid checkpoint: adapter.safetensors has" in capsys.readouterr().err
     assert not (tmp_path / "made").exists()
+    assert script.main(["export", str(folder.with_name("step-00000003")), str(tmp_path / "made")]) == 2
+    said = capsys.readouterr().err
+    assert f"step-00000003 does not exist; {folder.parent} has step-0000000" in said and folder.name in said
 
 
 def convert(models: Path, family: str, source: Path, to: str, out: Path, *more: str) -> dict[str, torch.Tensor]:
@@ -441,6 +444,8 @@ def test_a_file_where_its_run_wrote_it_needs_no_base(outputs: Runs, tmp_path: Pa
     assert script.main(["show", str(file)]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("model: ") and said[0].endswith("flux, as config.toml of its run says")
+    assert script.main(["compare", str(file), str(file)]) == 0
+    assert "flux, as config.toml of its run says" in capsys.readouterr().out
     (tmp_path / "moved.safetensors").write_bytes(file.read_bytes())
     assert script.main(["show", str(tmp_path / "moved.safetensors")]) == 2
     assert "give it with --base" in capsys.readouterr().err

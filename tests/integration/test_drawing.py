@@ -121,3 +121,6 @@ def test_what_cannot_be_drawn_is_refused(models: Path, tmp_path: Path, capsys) -
         assert sample.main([*map(str, arguments), "--out", str(out)]) == 2
         assert said in capsys.readouterr().err
         assert not out.exists()
+    out.mkdir()
+    assert sample.main([str(models / "sdxl"), "--prompt", "a", "--out", str(out)]) == 2
+    assert "remove it, or give another folder with --out" in capsys.readouterr().err

@@ -226,6 +226,13 @@ def refused(capsys, *arguments: object) -> str:
     return capsys.readouterr().err
 
 
+def test_what_rounding_takes_of_a_small_change_is_told_with_its_remedy(models: Path, tmp_path: Path, capsys) -> None:
+    file = diffusers_file(models, "flux", tmp_path / "a.safetensors", dora=False)
+    for dtype in ("bf16", "fp32"):
+        assert script.main(["merge", str(models / "flux"), f"{file}:0.001", str(tmp_path / dtype), "--dtype", dtype]) == 0
+        assert ("; --dtype fp32 keeps it" in capsys.readouterr().out) == (dtype == "bf16")
+
+
 def test_what_cannot_be_merged_is_refused_and_leaves_nothing(models: Path, tmp_path: Path, capsys) -> None:
     file = diffusers_file(models, "flux", tmp_path / "a.safetensors", dora=False)
     out = tmp_path / "out"

@@ -714,7 +714,9 @@ def test_a_read_only_file_system_ends_with_6(bench: Workbench, monkeypatch, capf
         disk = ReadOnly(bench.tmp / place, bench.tmp / after, patch)
         assert start(bench, config) == 6
     said = capfd.readouterr().err
-    assert disk.refused and "storage: [Errno 30] Read-only file system: " in said and "mend the disk" in said
+    assert (
+        disk.refused and "storage: [Errno 30] Read-only file system: " in said and "give a folder that can be written" in said
+    )
     assert start(bench, config) == 0
 
 

@@ -220,6 +220,24 @@ def test_a_config_that_is_not_there_is_answered_with_the_one_that_was_meant() ->
         assert str(refused.value).splitlines()[0].endswith(remedy)
 
 
+def test_a_config_of_ones_own_is_meant_before_one_of_the_project(tmp_path) -> None:
+    (tmp_path / "my_photo.toml").touch()
+    for name, remedy in (("my_photos.toml", f"did you mean {tmp_path / 'my_photo.toml'}?"), ("my_sdxl.toml", "writes one")):
+        with pytest.raises(UserError) as refused:
+            configs.load(str(tmp_path / name), [])
+        assert str(refused.value).splitlines()[0].endswith(remedy)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("flux.yaml", "YAML"), ("flux.yml", "YML"), ("flux.json", "JSON"), ("flux.toml", "")]
+)
+def test_a_config_of_another_trainer_is_told_where_its_keys_are(tmp_path, name: str, kind: str) -> None:
+    (tmp_path / name).write_text("job: extension" if "y" in name else '{"a": 1}')
+    with pytest.raises(UserError, match="not valid TOML") as refused:
+        configs.load(str(tmp_path / name), [])
+    assert (f"a config is TOML, not {kind}; docs/other_trainers.md" in str(refused.value)) == bool(kind)
+
+
 def test_the_names_of_other_trainers_are_read_for_a_mistake_alone(monkeypatch, capsys) -> None:
     def tables():
         raise AssertionError("read")

@@ -343,6 +343,10 @@ class OpenedCheckpoint:
 
 def open_checkpoint(folder: Path) -> OpenedCheckpoint:
     """The checkpoint in `folder`. Raises UserError where it is not valid, or lacks what its files need."""
+    if not folder.is_dir():
+        there = [folder_name(step) for step in store.steps(folder.parent)]
+        beside = f"; {folder.parent} has {', '.join(there)}" if there else ""
+        raise UserError(f"{folder} does not exist{beside}")
     reason = store.problem(folder)
     if reason is not None:
         raise UserError(f"{folder} is not a valid checkpoint: {reason}")

@@ -91,7 +91,7 @@ def draw(
     Raises UserError for what cannot be drawn, most of it before a weight is read.
     """
     if out.exists():
-        raise UserError(f"{out} exists; remove it, or give another folder")
+        raise UserError(f"{out} exists; remove it, or give another folder with --out")
     source = open_source(config)
     config = resolve(config, source)
     if drawing.negative and "validation.samples.*.negative" not in source.family.reads:

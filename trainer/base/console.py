@@ -6,6 +6,7 @@ lost. No line has control characters, wherever its words come from; only the liv
 
 import errno
 import os
+import re
 import sys
 import textwrap
 import time
@@ -18,6 +19,7 @@ GONE = {errno.EIO, errno.EPIPE, errno.EBADF}
 
 WIDTH = 160  # the longest line, where there is no terminal or a wider one
 REST = "\x1b[K"  # deletes from the cursor to the end of the line
+NUMBER = re.compile(r"(?<![^\s(])([\d.,]{1,8}) ([KMGT]iB|[GT]FLOP|ms|s|min|h|%)(?!\w)")  # and its unit: one word of a line
 PIPE_SECONDS = 0.1  # that a program at the other end of a pipe (tee) has to write to the same terminal
 
 
@@ -106,7 +108,9 @@ def broken(line: str, columns: int) -> list[str]:
     if len(line) <= columns:
         return [line]
     indent = line[: len(line) - len(line.lstrip())] + "    "
-    return textwrap.wrap(line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    line = NUMBER.sub("\\1\xa0\\2", line)
+    parts = textwrap.wrap(line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return [part.replace("\xa0", " ") for part in parts]
 
 
 def fitted(fields: Sequence[tuple[int, str]], columns: int) -> str:

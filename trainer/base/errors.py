@@ -86,7 +86,8 @@ def ending(error: BaseException) -> tuple[int, str]:
         case MemoryError():
             return 5, TOO_LARGE
         case OSError() if error.errno in STORAGE_ERRORS:
-            return 6, f"storage: {error}; free space or mend the disk, then start again with --resume_from auto"
+            remedy = "give a folder that can be written to" if error.errno == errno.EROFS else "free space or mend the disk"
+            return 6, f"storage: {error}; {remedy}, then start again with --resume_from auto"
         case RuntimeError() if said.startswith("DataLoader worker"):
             # A worker's death is told by a signal, in the middle of whatever was done.
             return 6, f"{said}\nstart again with --resume_from auto; a lower data.num_workers needs less memory"

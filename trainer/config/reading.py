@@ -36,15 +36,24 @@ def load(path: str, overrides: list[str]) -> Config:
         tree = tomllib.loads(text)
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
         known = sorted(p.name for p in CONFIG_FOLDER.glob("*.toml"))
-        meant = patterns.near(file.name, known)
+        named = {Path(name).stem: name for name in known} | {p.stem: str(p) for p in sorted(file.parent.glob("*.toml"))}
+        meant = named.get(patterns.near(file.stem, named, cutoff=0.8) or "")
         remedy = f"did you mean {meant}?" if meant else "python train.py --new PHOTOS writes one"
         raise UserError(f"--config {path}: {error.strerror}; {remedy}\nin configs/: {', '.join(known)}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"--config {path}: not UTF-8 at byte {error.start}") from error
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"--config {path}: not valid TOML: {error}{_backslash(text, error)}") from error
+        raise UserError(f"--config {path}: not valid TOML: {error}{_backslash(text, error)}{_other(file)}") from error
     override(tree, overrides)
     return parse(tree)
+
+
+def _other(file: Path) -> str:
+    """The remedy for the config of another trainer; else ""."""
+    if file.suffix not in (".yaml", ".yml", ".json"):
+        return ""
+    kind = file.suffix[1:].upper()
+    return f"\na config is TOML, not {kind}; docs/other_trainers.md has what keys of other trainers are called here"
 
 
 def _backslash(text: str, error: tomllib.TOMLDecodeError) -> str:

@@ -32,6 +32,8 @@ def complete(source: ModelSource) -> ModelSource:
         return source
     assert source.single_file is not None
     path = source.single_file.path
+    if kind_of(source.single_file.shapes) is None:
+        source.verify(source.family.denoiser)
     beside, found, questions = list(_candidates(path)), {}, []
     for name in missing:
         own = path.parent / name  # of a whole repository of diffusers, beside the single file that it also holds

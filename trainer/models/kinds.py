@@ -57,6 +57,8 @@ UNETS = {
     1280: ModelKind("the SDXL refiner"),
 }
 CROSS = re.compile(r"(input_blocks|down_blocks)\..*\.attn2\.to_k\.weight$")
+# open_clip's names, those of transformers, and those of transformers since 5.6.
+CLIP = re.compile(r"transformer\.resblocks\.0\.|text_model\.encoder\.layers\.0\.|^encoder\.layers\.0\.layer_norm1\.")
 INPUT = re.compile(r"(^|\.)(input_blocks\.0\.0|conv_in)\.weight$")
 LANGUAGE = re.compile(r"(^|\.)(model\.layers\.0\.|transformer\.h\.0\.|embed_tokens\.weight$|lm_head\.weight$)")
 
@@ -81,7 +83,7 @@ def kind_of(shapes: Mapping[str, Shape]) -> ModelKind | None:
 def _part_of(shapes: Mapping[str, Shape]) -> ModelKind | None:
     if any("encoder.block.0.layer.0.SelfAttention." in key for key in shapes):
         return ModelKind("a T5 text encoder alone", part="T5")
-    if any("text_model.encoder.layers.0." in key or "transformer.resblocks.0." in key for key in shapes):
+    if any(CLIP.search(key) for key in shapes):
         return ModelKind("a CLIP text encoder alone", part="CLIP")
     if any(LANGUAGE.search(key) for key in shapes):
         return ModelKind("a language model")

@@ -156,10 +156,10 @@ class ModelSource:
         if prefix is None and override is None and component.role != "denoiser":
             raise UserError(f"{file.path} holds no {name}; set model.components.{name}.path")
         prefix = prefix or ""
-        links = component.names(self.config(name)).links if component.names else None
-        if links is not None and not any(prefix + link.original in file.entries for link in links):
-            links = None  # one component in the diffusers layout
-        return (file,), prefix, None if links is None else tuple(links)
+        links = component.names(self.config(name)).links if component.names else ()
+        # Else it is one component in the diffusers layout. What both name alike, as "encoder.conv_in.weight", tells neither.
+        original = any(prefix + link.original in file.entries for link in links if link.original not in link.parts)
+        return (file,), prefix, tuple(links) if original else None
 
     def _folder(self, name: str) -> Path | None:
         """Where the component's weights lie under diffusers' names; None where they are read from a single file."""

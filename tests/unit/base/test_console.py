@@ -44,7 +44,7 @@ WORDS = st.lists(st.text(st.characters(codec="ascii", categories=["L", "N", "P"]
 def test_a_long_line_is_broken_between_words_and_loses_none(words: list[str], indent: int, columns: int) -> None:
     parts = console.broken(" " * indent + " ".join(words), columns)
     assert " ".join(parts).split() == words
-    assert all(len(part) <= columns or " " not in part.strip() for part in parts)
+    assert all(len(part) <= columns or " " not in console.NUMBER.sub(r"\1\2", part.strip()) for part in parts)
     assert all(part.startswith(" " * (indent + 4)) for part in parts[1:])
 
 
@@ -66,6 +66,11 @@ def test_a_log_has_lines_of_160_characters() -> None:
     code = "from trainer.base import console as terminal; terminal.write('word ' * 100)"
     log = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert 150 < max(map(len, log.splitlines())) <= 160 and "\r" not in log
+
+
+def test_a_number_stays_beside_its_unit() -> None:
+    assert console.broken("saved 3.4 MiB, transient 0.6 MiB", 31) == ["saved 3.4 MiB, transient", "    0.6 MiB"]
+    assert console.broken("4 h 12 min for 500 steps", 17) == ["4 h 12 min for", "    500 steps"]
 
 
 def test_a_name_is_not_broken_at_its_hyphens() -> None:

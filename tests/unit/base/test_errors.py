@@ -29,7 +29,7 @@ from trainer.base.errors import (
         (NotWritten(OSError(errno.ENOSPC, "full", "a.png")), 6, "storage: [Errno 28] full: 'a.png'; free space"),
         (NotWritten(PermissionError(errno.EACCES, "denied", "a.png")), 2, "a.png: denied; give a path"),
         (NotWritten("no disk"), 6, "no disk"), (OSError(errno.EIO, "broken"), 6, "storage: [Errno 5] broken"),
-        (OSError(errno.EROFS, "read-only", "out"), 6, "storage: [Errno 30] read-only: 'out'; free space or mend the disk"),
+        (OSError(errno.EROFS, "read-only", "out"), 6, "read-only: 'out'; give a folder that can be written to"),
         (PermissionError(errno.EACCES, "denied", "out"), 2, "out: denied; give a path that this user may write to"),
         (NotADirectoryError(errno.ENOTDIR, "no folder", "out"), 2, "out: no folder; give a path"),
         (FileExistsError(errno.EEXIST, "is there", "out"), 2, "out: is there; give a path"),

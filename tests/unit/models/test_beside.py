@@ -110,6 +110,25 @@ def test_a_path_as_it_is_typed_inside_the_folder(tmp_path: Path, monkeypatch) ->
         assert str(opened(given).found["text_encoder"]) == f"{start}/clip_l.safetensors"
 
 
+def test_a_vae_under_the_names_of_diffusers(tmp_path: Path) -> None:
+    """As the file of a repository's folder that was copied and renamed. Some of its names are those of the original."""
+    path = part(tmp_path / "flux.safetensors", "transformer")
+    part(tmp_path / "clip/clip_l.safetensors", "text_encoder")
+    part(tmp_path / "clip/t5xxl.safetensors", "text_encoder_2")
+    tokenizer(tmp_path / "clip/tokenizer_2")
+    config = json.loads((PUBLISHED / "flux-dev/vae/config.json").read_text())
+    vae = put(tmp_path / "vae/ae.safetensors", FAMILIES["flux"].component("vae").names(config).shapes)
+    source = opened(path)
+    assert source.found["vae"] == vae
+    source.verify("vae")
+
+
+def test_a_file_that_holds_nothing_of_the_model_is_not_asked_for_its_rest(tmp_path: Path) -> None:
+    path = put(tmp_path / "model.safetensors", {"a.b.weight": (4, 4)})
+    with pytest.raises(UserError, match="of component 'unet' is missing"):
+        opened(path, "sdxl")
+
+
 def test_the_header_decides_and_not_the_name(tmp_path: Path) -> None:
     path = part(tmp_path / "flux.safetensors", "transformer")
     t5 = part(tmp_path / "clip_l.safetensors", "text_encoder_2")

@@ -107,6 +107,11 @@ def test_a_part_alone_is_named(tmp_path: Path, family: str, component: str, name
             open_model(asked, str(path))
 
 
+def test_an_encoder_as_transformers_saves_it_since_5_6_is_named() -> None:
+    kind = kind_of({name.removeprefix("text_model."): shape for name, shape in shapes_of("flux", "text_encoder").items()})
+    assert kind is not None and kind.name == "a CLIP text encoder alone"
+
+
 def test_of_a_file_that_nobody_knows_nothing_is_said() -> None:
     assert kind_of({}) is None and kind_of({"weight": (4, 4), "blocks.0.attn.qkv.weight": (12, 4)}) is None
 
