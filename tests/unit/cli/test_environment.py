@@ -113,11 +113,20 @@ def test_which_pytorch_was_taken_is_said(monkeypatch, tmp_path: Path, built, wor
 
 @pytest.mark.parametrize("chosen", [{}, {"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"}])
 @pytest.mark.parametrize(
-    ("running", "spins"), [("1", environment.ALONE), ("2", environment.BESIDE_OTHERS), (None, environment.ALONE)]
+    ("running", "cores", "spins"),
+    [
+        ("1", 2, environment.ALONE),
+        ("2", 2, environment.BESIDE_OTHERS),
+        ("2", 64, environment.ALONE),
+        ("16", 64, environment.ALONE),
+        ("17", 64, environment.BESIDE_OTHERS),
+        (None, 2, environment.ALONE),
+    ],
 )
 def test_threads_wait_as_others_run_unless_the_user_chose(
-    tmp_path: Path, monkeypatch, chosen: dict[str, str], running: str | None, spins: str
+    tmp_path: Path, monkeypatch, chosen: dict[str, str], running: str | None, cores: int, spins: str
 ) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in chosen.items():
@@ -133,6 +142,7 @@ def test_threads_wait_as_others_run_unless_the_user_chose(
 def test_a_program_that_runs_for_a_moment_alone_is_none(tmp_path: Path, monkeypatch) -> None:
     """Only what wants a core each time counts."""
     counts = iter(["2/95", "1/95"])
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
     monkeypatch.setattr(environment, "open", lambda path: io.StringIO(f"9.00 0.00 0.00 {next(counts)} 3"), raising=False)
     assert not environment._others_run() and next(counts, None) is None
 
