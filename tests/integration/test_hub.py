@@ -155,7 +155,7 @@ def test_a_local_copy_gives_the_same_choice(bench: Workbench, both: Path, monkey
             remote = open_hub(bench, model__components=components)
             copied = open_hub(bench, hub_id=str(local), model__components=components)
             for component in FAMILIES["sdxl"].components:
-                assert remote.chosen(component.name) == copied.chosen(component.name)
+                assert remote.weight_choice(component.name) == copied.weight_choice(component.name)
         # Of shards, every one; and what is read is what the variant holds: half of the plain values.
         fetched = fetch(open_hub(bench))
         files = [file.path.name for file in fetched.weights("unet").files]
@@ -169,9 +169,9 @@ def test_a_local_copy_gives_the_same_choice(bench: Workbench, both: Path, monkey
 def test_a_folder_without_variants_is_read_as_ever(bench: Workbench) -> None:
     source = open_hub(bench, hub_id=str(bench.models / "sdxl"))
     for component in FAMILIES["sdxl"].components:
-        assert source.chosen(component.name).why == ""
+        assert source.weight_choice(component.name).why == ""
     single = open_hub(bench, hub_id=str(bench.models / "sdxl-one.safetensors"))
-    assert single.chosen("unet") is None
+    assert single.weight_choice("unet") is None
 
 
 def told(config) -> str:
@@ -198,7 +198,7 @@ def test_model_variant(bench: Workbench, both: Path) -> None:
             path.unlink()
     source = open_hub(bench, hub_id=str(only_unet), precision__compute="fp32", model__variant="fp16")
     assert source.weights("unet").files[0].path.name == "diffusion_pytorch_model.fp16.safetensors"
-    assert source.chosen("vae").why == "no fp16 files there"
+    assert source.weight_choice("vae").why == "no fp16 files there"
     with pytest.raises(UserError, match="model.variant = 'fp8': no component of"):
         open_hub(bench, hub_id=str(both), model__variant="fp8")
     with pytest.raises(UserError, match="model.variant = 'fp16': no component of"):
@@ -265,7 +265,7 @@ def test_what_an_interrupted_download_left_is_no_model(bench: Workbench, both: P
     for home in (bench.tmp / "home", configs_alone):
         served.use(monkeypatch, home)
         alone = open_hub(bench)
-        assert not alone.fetched and alone.chosen("unet") is None
+        assert not alone.fetched and alone.weight_choice("unet") is None
         with pytest.raises(UserError, match=r"could not be had from the hub: .*[Cc]onnect"):
             fetch(alone)
 

@@ -19,7 +19,7 @@ from trainer.data import layouts
 from trainer.data.images import near_duplicates
 from trainer.data.images.decode import decode, decode_mask
 from trainer.data.images.kinds import IMAGES
-from trainer.data.sources import Found, Listing, Photo, Scanned, Source
+from trainer.data.sources import FoundPhoto, Listing, Photo, Scanned, Source
 from trainer.data.threads import in_threads
 
 # No text encoder reads a tenth of it, and a tokenizer takes seconds for a file that is no caption.
@@ -65,7 +65,7 @@ def survey(sources: Sequence[Source], *, strict_captions: bool = False, phases: 
     return Scanned(tuple(photos), left_out, notes, tuple(problems))
 
 
-def _taken(listings: Sequence[Listing]) -> Iterator[Found]:
+def _taken(listings: Sequence[Listing]) -> Iterator[FoundPhoto]:
     """Each in order, and removed from its listing: with a hundred thousand photos, only the photos stay in memory."""
     for each in listings:
         found = each.found
@@ -74,7 +74,7 @@ def _taken(listings: Sequence[Listing]) -> Iterator[Found]:
             yield found.pop()
 
 
-def _read(found: Found, *, strict_captions: bool) -> Photo | list[str]:
+def _read(found: FoundPhoto, *, strict_captions: bool) -> Photo | list[str]:
     """The photo, or the problems of it, its mask and its caption, one line each."""
     problems: list[str] = []
     shown = str(found.image)
@@ -135,7 +135,7 @@ def strict_problem(source: Source, caption: str | None) -> str:
     return "the caption is empty" if caption == "" else ""
 
 
-def _read_mask(found: Found, size: tuple[int, int], problems: list[str]) -> tuple[str, tuple[str, ...]]:
+def _read_mask(found: FoundPhoto, size: tuple[int, int], problems: list[str]) -> tuple[str, tuple[str, ...]]:
     """(the digest of its bytes, notes). size: of the photo."""
     data, notes, shown = b"", (), str(found.mask)
     try:
@@ -172,7 +172,7 @@ def _misnamed(name: str, kind: str) -> tuple[str, ...]:
     return (sys.intern(f"its name ends in {suffix}, its bytes are {kind}"),)
 
 
-def _read_caption(found: Found, problems: list[str]) -> str | None:
+def _read_caption(found: FoundPhoto, problems: list[str]) -> str | None:
     """The stripped caption; None if there is none."""
     if found.caption is None or isinstance(found.caption, str):
         return found.caption

@@ -107,7 +107,7 @@ def too_large(size: int, path: str) -> OSError:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundPhoto:
     """An image of a source, not read yet.
 
     name: within the source, with slashes. caption: its place, its text, or None. mask: the place of its mask, or None.
@@ -136,7 +136,7 @@ class Listing:
     has to be repaired before a run. notes: further lines for the start of a run.
     """
 
-    found: list[Found]
+    found: list[FoundPhoto]
     left_out: Sequence[tuple[str, str]] = ()
     problems: Sequence[str] = ()
     notes: Sequence[str] = ()

@@ -24,7 +24,7 @@ from trainer.models import hub, tokenizers, variants
 from trainer.models.base import Family, Markers
 from trainer.models.building import allocate, build, shapes_of
 from trainer.models.config_files import PUBLISHED, blamed_on, check_values, published_config, read_json, read_of, shards
-from trainer.models.weight_sets import PICKLES, WEIGHT_STEMS, Chosen, choose, weight_sets
+from trainer.models.weight_sets import PICKLES, WEIGHT_STEMS, WeightChoice, choose, weight_sets
 from trainer.models.weights import Read, Recognise, Weights, plan_reads
 
 
@@ -195,7 +195,7 @@ class ModelSource:
         shape = self.shape(self.family.denoiser, self.family.input_layer)
         self.family.check(configs, shape[1] if shape else configs[self.family.denoiser].get("in_channels"))
 
-    def chosen(self, name: str) -> Chosen | None:
+    def weight_choice(self, name: str) -> WeightChoice | None:
         """The files of the component's folder to read; None in a single file, and where a hub's listing could not be had.
 
         Raises UserError where the folder holds no weights, or only pickles.
@@ -210,7 +210,7 @@ class ModelSource:
             return False
         return not any(held.whole for held in weight_sets(repository.listing(name)))
 
-    def _choose(self, name: str, folder: Path) -> Chosen:
+    def _choose(self, name: str, folder: Path) -> WeightChoice:
         repository = None if name in self.overrides else self.repository
         if repository is not None:
             listing, where = repository.listing(name), f"{repository.hub_id}/{name}"
@@ -231,7 +231,7 @@ class ModelSource:
 
     def weight_names(self) -> list[str]:
         """The files of the repository that hold the weights, as chosen; none of a component that is not listed."""
-        chosen = {c.name: self.chosen(c.name) for c in self.family.components if c.name not in self.overrides}
+        chosen = {c.name: self.weight_choice(c.name) for c in self.family.components if c.name not in self.overrides}
         sets = {name: one.files for name, one in chosen.items() if one is not None}
         return [f"{name}/{file}" for name, files in sets.items() for file in (*files.names, files.index) if file]
 

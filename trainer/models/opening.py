@@ -111,7 +111,7 @@ def _of_repository(opened: Callable[..., ModelSource], family: Family, path: str
 
 def _check_variant(source: ModelSource, path: str) -> None:
     """Refuse a `model.variant` that no component has."""
-    chosen = [source.chosen(component.name) for component in source.family.components]
+    chosen = [source.weight_choice(component.name) for component in source.family.components]
     wanted = None if source.variant == PLAIN else source.variant
     known = [one.files.variant for one in chosen if one is not None]
     listed = source.repository is None or source.repository.unreachable is None

@@ -50,7 +50,7 @@ class WeightSet:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class WeightChoice:
     """The set that is read, and for people why, where there was a choice."""
 
     files: WeightSet
@@ -77,7 +77,7 @@ def weight_sets(listing: Mapping[str, int]) -> list[WeightSet]:
     return sorted(sets.values(), key=lambda held: held.variant or "")
 
 
-def choose(sets: Sequence[WeightSet], *, variant: str | None, stored: str, where: str) -> Chosen:
+def choose(sets: Sequence[WeightSet], *, variant: str | None, stored: str, where: str) -> WeightChoice:
     """The set to read. Raises UserError where none fits; `where` names the folder.
 
     variant: as `model.variant` asks; a folder without it gives its plain files. None: the plain files, or a 16-bit variant
@@ -94,21 +94,21 @@ def choose(sets: Sequence[WeightSet], *, variant: str | None, stored: str, where
         if wanted is None and plain is None:
             raise UserError(f"model.variant = {variant!r}: {where} has no such files, only {there}; name one of these")
         if wanted is None:
-            return Chosen(plain, f"no {variant} files there")
-        return Chosen(wanted, f"model.variant = {variant!r}" if len(sets) > 1 else "")
+            return WeightChoice(plain, f"no {variant} files there")
+        return WeightChoice(wanted, f"model.variant = {variant!r}" if len(sets) > 1 else "")
     fitting = [by_name[name] for name in SIXTEEN_BIT if name in by_name]
     if plain is None and not fitting:
         raise UserError(f"{where} has only {there}; choose with model.variant")
     # Of the same size, the one that is stored, or else the finer one.
     fitting.sort(key=lambda held: held.variant != stored)
     if plain is None:
-        return Chosen(fitting[0], "the only ones there" if len(sets) == 1 else f"there are {there}")
+        return WeightChoice(fitting[0], "the only ones there" if len(sets) == 1 else f"there are {there}")
     if not fitting:
-        return Chosen(plain)
+        return WeightChoice(plain)
     if stored == "fp32":
-        return Chosen(plain, "fp32 is asked for")
+        return WeightChoice(plain, "fp32 is asked for")
     smallest = min(fitting, key=lambda held: held.bytes)
     if smallest.bytes >= SMALLER * plain.bytes:
-        return Chosen(plain, f"the {fitting[0].variant} files are not smaller")
+        return WeightChoice(plain, f"the {fitting[0].variant} files are not smaller")
     smallest = next(held for held in fitting if held.bytes <= smallest.bytes / SMALLER)
-    return Chosen(smallest, f"enough for {stored}; the plain ones have {size_text(plain.bytes)}")
+    return WeightChoice(smallest, f"enough for {stored}; the plain ones have {size_text(plain.bytes)}")

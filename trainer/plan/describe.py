@@ -31,7 +31,7 @@ def describe(plan: Plan, *, sizes: bool, data: bool = True) -> str:
             count = weight_bytes(plan.model.source, component, held=plan.model.source.held(name))
             total += count
             line += f"  {size_text(count)}"
-        chosen = plan.model.source.chosen(name)
+        chosen = plan.model.source.weight_choice(name)
         if chosen is not None and chosen.why:
             line += f"; reads the {chosen.files} ({chosen.why})"
         lines.append(line)

@@ -76,7 +76,7 @@ def look(folder: Path) -> int | None:
 
 
 @dataclass(frozen=True)
-class Kept:
+class CacheEntry:
     """An entry's file. used: when a run last asked for it, in milliseconds."""
 
     path: Path
@@ -88,8 +88,8 @@ class Kept:
 class Pruned:
     """What a folder held, and which entries were or would be deleted. in_use: how many are in use."""
 
-    found: tuple[Kept, ...]
-    deleted: tuple[Kept, ...]
+    found: tuple[CacheEntry, ...]
+    deleted: tuple[CacheEntry, ...]
     in_use: int
 
     @property
@@ -98,12 +98,12 @@ class Pruned:
         return size(self.found) - size(self.deleted)
 
 
-def size(entries: tuple[Kept, ...]) -> int:
+def size(entries: tuple[CacheEntry, ...]) -> int:
     """The bytes of all entries."""
     return sum(entry.bytes for entry in entries)
 
 
-def date(entry: Kept) -> str:
+def date(entry: CacheEntry) -> str:
     """The local time at which the entry was last used, to the minute."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used / 1000))
 
@@ -129,7 +129,7 @@ def prune(
     return Pruned(found, tuple(deleted), len(found) - len(idle))
 
 
-def entries(folder: Path) -> Iterator[Kept]:
+def entries(folder: Path) -> Iterator[CacheEntry]:
     """All entries, in no order. Other processes may delete entries meanwhile."""
     with contextlib.suppress(FileNotFoundError), os.scandir(folder) as groups:
         for group in groups:
@@ -139,7 +139,7 @@ def entries(folder: Path) -> Iterator[Kept]:
                         if re.fullmatch(r"[0-9a-f]{64}\.safetensors", name.name):
                             with contextlib.suppress(FileNotFoundError):
                                 status = name.stat()
-                                yield Kept(Path(name.path), status.st_size, _milliseconds(status))
+                                yield CacheEntry(Path(name.path), status.st_size, _milliseconds(status))
 
 
 def parse_age(text: str) -> float:
@@ -158,7 +158,7 @@ def require_locks(use: Use, what: str) -> int:
     return first
 
 
-def _remove(entry: Kept) -> bool:
+def _remove(entry: CacheEntry) -> bool:
     """Delete the entry, unless a run that just started has asked for it; returns whether it was deleted."""
     aside = entry.path.with_name(f".{entry.path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")  # if killed: a leftover
     try:

@@ -12,7 +12,7 @@ from trainer.data.layouts.beside import NO_IMAGE, Companions, readable, sort_out
 from trainer.data.layouts.records import JsonCaption
 from trainer.data.layouts.table import FILE_NAMES, ImageTable, looks_like_one, read_table
 from trainer.data.layouts.walk import Folder, Tree
-from trainer.data.sources import CaptionPlace, Found, Listing, Source
+from trainer.data.sources import CaptionPlace, FoundPhoto, Listing, Source
 
 NO_CAPTION = "no caption"
 CAPTION_PLACES = f"{', '.join(CAPTIONS)} beside it, or a row of metadata"
@@ -47,7 +47,7 @@ class Reading:
     def __init__(self, source: Source, tree: Tree, table: str = "") -> None:
         self.source, self.tree, self.root, self.only_table = source, tree, tree.root, table
         self.title = printable(tree.title)
-        self.found: list[Found] = []
+        self.found: list[FoundPhoto] = []
         self.left_out: list[tuple[str, str]] = []
         self.problems: list[str] = []
         self.origins: Counter[str] = Counter()  # of captions
@@ -98,7 +98,7 @@ class Reading:
             if around:
                 self.kohya[around[:2]] += 1
             self.found.append(
-                Found(
+                FoundPhoto(
                     source=self.source,
                     name=name,
                     image=self.tree.place(name),

@@ -12,7 +12,7 @@ from typing import Any
 from trainer.base.console import printable
 from trainer.base.errors import one_line
 from trainer.data.layouts.records import FIELDS, caption_field, caption_in, shortened
-from trainer.data.sources import File, Found, Listing, Source
+from trainer.data.sources import File, FoundPhoto, Listing, Source
 
 PREFIX = "hf:"
 # NAME, or with a configuration or a split: NAME:CONFIGURATION@SPLIT. The first spelling whose NAME is a path that exists
@@ -105,7 +105,7 @@ def _listing(source: Source) -> Listing:
     captions = _captions(loaded, chosen, problems, source.path) if source.captions == "auto" and chosen else {}
     origin = f"column {chosen}"
     found = [
-        Found(
+        FoundPhoto(
             source,
             str(number),
             RowImage(images, number),
