@@ -96,7 +96,7 @@ def test_the_header_is_what_the_hub_reads(bench: Workbench) -> None:
     assert "`` ugly \\| `bad` `` | 5 | 1 | ![sample](images/01.png) |" in told.text
     header = TensorFile(folder / "bear.safetensors").metadata["modelspec.thumbnail"]
     assert header == thumbnail(bench.tmp / "out/samples/step-00000002/01.png", THUMBNAIL), "of the first at full strength"
-    assert "| photos | 5, shown 5 times an epoch |" in told.text and "DoRA, made for ComfyUI's released versions" in told.text
+    assert "| photos | 5; an epoch shows 5 |" in told.text and "DoRA, made for ComfyUI's released versions" in told.text
     assert str(bench.tmp) not in (folder / "README.md").read_text(), "no path of this machine"
     # Another licence of one's own, no samples any more, one format: nothing of the card before is left.
     run(bench, export__license="My terms", export__license_link="https://example.org/terms", export__formats=["comfyui"],

@@ -502,7 +502,7 @@ def test_a_run_tells_its_pace_and_the_time_left(bench: Workbench, capsys, monkey
         f"step {made}/100, 0.5 images/s, {left} left"
         for made, left in ((3, "3 min 14 s"), (4, "3 min 12 s"), (5, "3 min 10 s"), (6, "3 min 8 s"))
     ]
-    assert lines[-1] == "training: 6 steps in 8 min 30 s, 2.0 s a step"
+    assert lines[-1] == "training: 6 steps in 8 min 30 s, 2.0 s a step in the steps alone"
 
 
 @pytest.mark.slow

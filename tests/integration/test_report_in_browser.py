@@ -299,6 +299,21 @@ def test_a_page_that_is_served_keeps_its_reader_s_place_and_runs_no_other_script
         server.shutdown()
 
 
+def test_short_names_and_states_of_a_comparison_are_not_broken(tmp_path: Path, tab: Tab) -> None:
+    for name in ("ink", "my_photos"):
+        write_run(tmp_path / name, lr=1e-3, losses=[0.9, 0.9], colour="blue")
+    page = tmp_path / "compared.html"
+    page.write_text(compare(*Runs([tmp_path]).seen()))
+    for width in (1200, 400):
+        tab.look(width, "light")
+        tab.open(page)
+        assert tab.run("""document.querySelector('.runs a[href^="my_photos"]').getClientRects().length""") == 1
+        assert (
+            tab.run("""Math.min(...[...document.querySelectorAll('.runs td:nth-child(2)')].map((c) => c.clientWidth))""")
+            >= 70
+        )
+
+
 def test_no_column_of_a_comparison_is_cut_at_1200_px(tmp_path: Path, shots: Path, tab: Tab) -> None:
     """With long names, a long verdict and seeds in a group; its band is drawn."""
     for seed in range(3):

@@ -74,13 +74,15 @@ def test_a_damaged_checkpoint_is_passed_over(bench: Workbench, capsys) -> None:
 
 
 @pytest.mark.slow
-def test_resume_finished_run_only_writes_the_adapter_again(bench: Workbench) -> None:
+def test_resume_finished_run_only_writes_the_adapter_again(bench: Workbench, capsys) -> None:
     tree = run_tree(bench, "out", run__max_steps=2, step__accumulation=1)
     train(tree)
     first = adapter_bytes(bench, "out")
     (bench.tmp / "out" / "adapters" / "bear.safetensors").unlink()
+    assert "nothing is left to train" not in capsys.readouterr().out
     train(tree, "auto")
     assert adapter_bytes(bench, "out") == first
+    assert "step-00000002 at step 2; it is done, and nothing is left to train\n" in capsys.readouterr().out
 
 
 @pytest.mark.slow

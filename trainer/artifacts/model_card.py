@@ -132,7 +132,7 @@ def _trained(plan: Plan, about: About) -> dict[str, Any]:
     ranks, alphas = ({getattr(target, key) for target in plan.model.targets} for key in ("rank", "alpha"))
     stored = {name: plan.model.storage[name].format.dtype_name for name in plan.model.adapted}
     return {
-        "photos": f"{len(photos)}, shown {about.train_images} times an epoch"
+        "photos": f"{len(photos)}; an epoch shows {about.train_images}"
         + (f"; {priors} regularisation images" if priors else ""),
         "resolution": about.resolution,
         "steps": f"{about.step}, the last one in epoch {about.epoch}",

@@ -111,7 +111,9 @@ class Phase:
     def outcome(self, seconds: float) -> str:
         """What was done, in which time, at which rate."""
         done = _amount(self.done - self.before, self.unit) if self.unit else "done"
-        return ", ".join(filter(None, [f"{done} in {duration(seconds)}", self._rate(seconds)]))
+        apart = " in the steps alone" if self.pace is not None else ""
+        rate = self._rate(seconds)
+        return f"{done} in {duration(seconds)}{rate and f', {rate}{apart}'}"
 
     def _progress(self, seconds: float) -> Fields:
         if not self.unit:

@@ -245,8 +245,13 @@ def _name(photos: str) -> str:
 
 
 def common_phrase(captions: Sequence[str]) -> str:
-    """The longest phrase that nearly all captions hold, as most of them write it; "" where there is none."""
+    """The longest phrase that nearly all captions hold, as most of them write it; "" where there is none.
+
+    Of one caption alone that is all of it: nothing tells which of its words are the subject's.
+    """
     told = [re.findall(r"[\w'-]+", caption) for caption in captions]
+    if len(told) == 1 and len(told[0]) > WORDS:
+        return ""
     for length in range(WORDS, 0, -1):
         counts: dict[tuple[str, ...], int] = {}
         for words in told:

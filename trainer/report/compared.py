@@ -112,7 +112,9 @@ def _table_part(group: Sequence[Seen], line: str, now: float) -> dict[str, Any]:
     if len(group) > 1:
         ends = [found[-1] for run in group if (found := run.history.values("held_out_loss"))]
         band = f", held-out loss {min(ends):.4g} to {max(ends):.4g}" if ends else ""
-        said = f"{len(group)} runs that differ in their seed alone{band}"
+        seeds = {run.config.get("run.seed") for run in group}
+        alike = "that differ in their seed alone" if len(seeds) > 1 else "of one config"
+        said = f"{len(group)} runs {alike}{band}"
     for run in group:
         state = run.state(now)
         judgement = judged(run.history, state, kept=run.kept, levers="the learning rate")
@@ -183,7 +185,7 @@ def _curves(groups: Sequence[Sequence[Seen]]) -> tuple[list[str], list[str]]:
     notes = []
     if any(len(group) > 1 for group in groups[:DRAWN]):
         notes.append(
-            "Runs that differ in their seed alone are one line, their median, in a band from the lowest to the highest."
+            "Runs of one config, whatever their seed, are one line, their median, in a band from the lowest to the highest."
         )
     if len(groups) > DRAWN:
         notes.append(f"Only the first {DRAWN} lines are drawn.")

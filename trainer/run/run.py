@@ -166,14 +166,16 @@ def build(
     peers, phases = context.processes, context.phases
     there = Memory.of(peers.device, config)
     asked = " (adapter.kernels = 'auto')" if config.adapter.kernels == "auto" else ""
-    peers.say(f"device {peers.device}, {peers.count} process(es); kernels: {there.kernels.name}{asked}")
+    several = f", {peers.count} processes" if peers.count > 1 else ""
+    peers.say(f"device {peers.device}{several}; kernels: {there.kernels.name}{asked}")
     how = {"resume_from": resume_from, "allowed": allowed, "phases": phases, "say": peers.say}
     begun = begin(config, source, there, processes=peers.count, **how)
     peers.say(describe(begun.plan, sizes=False))
     plan = replace(begun.plan, model=fetched(begun.plan.model, peers, phases))
     pieces, saved = begun.pieces, begun.saved
     if saved is not None:
-        peers.say(f"resuming {saved.folder} at step {begun.progress.step}")
+        done = "; it is done, and nothing is left to train" if begun.progress.step >= plan.max_steps else ""
+        peers.say(f"resuming {saved.folder} at step {begun.progress.step}{done}")
     if peers.is_main:
         if plan.config.logging.wandb:
             sign_in()

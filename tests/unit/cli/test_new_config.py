@@ -21,6 +21,7 @@ from trainer.config.tables import CheckpointTable
         (["zib asleep", *["zib jumps"] * 8, "a red balloon"], "zib"),
         (["zib asleep", *["zib jumps"] * 7, "a red balloon", "a beach"], ""),
         (["Zib"], "Zib"),
+        (["a photo of sks plush bear sitting on a rock"], ""),
         ([], ""),
     ],
 )

@@ -115,9 +115,12 @@ def test_several_runs_are_compared_from_their_files(runs: Path, browse) -> None:
 def test_runs_that_differ_in_their_seed_alone_are_one_group(runs: Path, browse) -> None:
     twin = write_run(runs / "zz", lr=1e-4, losses=[0.9, 0.6, 0.5, 0.4], colour="blue")
     twin.config.write_text(twin.config.read_text().replace("[run]", "[run]\nseed = 9"))
+    again = write_run(runs / "zzz", lr=3e-4, losses=[0.9, 0.6], colour="blue")
+    write_run(runs / "zzzz", lr=3e-4, losses=[0.9, 0.6], colour="blue")
     table = browse(runs).text("/").partition("<tbody>")[2].partition("</tbody>")[0]
+    assert table.count("2 runs of one config") == 1 and again.root.name == "zzz"
     assert table.count("2 runs that differ in their seed alone, held-out loss 0.15 to 0.2") == 1
-    assert re.findall(r'href="([^"]*)/report', table) == ["fast", "zz", "slow%20run"]
+    assert re.findall(r'href="([^"]*)/report', table) == ["fast", "zz", "slow%20run", "zzz", "zzzz"]
 
 
 def test_losses_of_other_photos_are_not_called_comparable(tmp_path: Path, browse) -> None:

@@ -41,7 +41,7 @@ class CaptionReport:
         named = {"missing": self.missing, "empty": self.empty}
         named |= {f"truncated by {encoder}": samples for encoder, samples in self.truncated.items()}
         counts = ", ".join(f"{len(samples)} {what}" for what, samples in named.items())
-        lines = [f"captions of {self.photos} photos: {counts}"]
+        lines = [f"captions of {self.photos} photo{'' if self.photos == 1 else 's'}: {counts}"]
         for what, samples in named.items():
             if samples:
                 lines.append(f"  {what}: {shortlist(samples, SHOWN)}")

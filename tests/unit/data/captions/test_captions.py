@@ -62,6 +62,7 @@ def test_all_variants_are_counted_and_a_photo_of_several_sizes_once() -> None:
     with pytest.raises(UserError, match="0/0.jpg: too long for clip"):
         captions.refuse_truncated(report)
     captions.refuse_truncated(captions.report(examples))
+    assert str(captions.report(examples[:1])) == "captions of 1 photo: 0 missing, 0 empty"
 
 
 def test_the_first_samples_are_shown_and_all_are_kept() -> None:
