@@ -166,7 +166,7 @@ def test_many_photos_hold_some_out(bench: Workbench, monkeypatch, capsys) -> Non
         Image.new("RGB", (80, 80), (index * 12, 255 - index * 9, 90)).save(bench.tmp / "many" / f"a bear {index}.png")
     assert new(bench, monkeypatch, "many") == 0
     config = configs.load("many.toml", [])
-    assert config.data.held_out == 2 and config.validation.loss_every_steps > 0
+    assert config.data.held_out == 4 and config.validation.loss_every_steps > 0
     cpu = rf"no GPU was found: this would train on the CPU, about \S+ s a step, .+ for {config.run.max_steps} steps, "
     found = len(re.findall(cpu, capsys.readouterr().out))
     assert cli.main(["--config", "many.toml", "--plan"]) == 0

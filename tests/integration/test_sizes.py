@@ -82,3 +82,10 @@ def test_held_out_photos_are_told_and_not_trained_on(bench: Workbench) -> None:
     assert not {example.sample for example in plan.examples} & set(kept)
     said = describe(plan, sizes=False)
     assert f"\n  held out, never trained on: 2 of 5 photos: {', '.join(kept)}" in said and "data 3 images: " in said
+
+
+@pytest.mark.parametrize("held_out", [0, 1, 3, 4])
+def test_too_few_held_out_photos_to_tell_by_are_warned_of(bench: Workbench, held_out: int) -> None:
+    said = describe(planned(bench, data__held_out=held_out, validation__loss_every_steps=5), sizes=False)
+    assert ("warning: no photo is held out" in said) == (held_out == 0)
+    assert ("warning: a held-out loss of fewer than 4 photos decides nothing" in said) == (held_out in (1, 3))

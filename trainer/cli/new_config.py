@@ -28,6 +28,7 @@ from trainer.data.scan import refuse_damaged
 from trainer.data.sources import Photo
 from trainer.memory_plan.cpu_speed import slow_in
 from trainer.models import family_named
+from trainer.monitoring.diagnosis import HELD_OUT_PHOTOS
 from trainer.plan.data_sources import read_sources
 from trainer.plan.run_plan import DataPlan, open_source, plan_data, resolve
 from trainer.runtime.device import Memory, check_device
@@ -221,8 +222,10 @@ def _filled(preset: Path, *, photos: str, config: Config, named: NamedModel, fou
             "in nearly all captions; added where it is missing" if captions else "there are no captions: all photos get this"
         )
         source["trigger"].comment(told)
-    if len(found) >= HELD_OUT_FROM:
-        _set(document, "data", "held_out", len(found) // 10, "not trained on: their loss tells learning from memorising")
+    images = len({photo.sha256 for photo in found})
+    if images >= HELD_OUT_FROM:
+        apart = max(HELD_OUT_PHOTOS, images // 10)
+        _set(document, "data", "held_out", apart, "not trained on: their loss tells learning from memorising")
     _set(document, "validation", "prompts", prompts(captions, trigger), "better: something that no photo shows")
     return document
 

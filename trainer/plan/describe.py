@@ -11,6 +11,7 @@ from trainer.data.batches import sampler, short_batches
 from trainer.data.captions import prompts
 from trainer.data.sources import Photo, Scanned, Source, noted
 from trainer.models.loading import ModelSource
+from trainer.monitoring.diagnosis import HELD_OUT_PHOTOS
 from trainer.plan import fixed_draws, optimizer_rules
 from trainer.plan.data_sources import sources_of
 from trainer.plan.run_plan import DataPlan, Plan
@@ -208,9 +209,15 @@ def _held_out(plan: DataPlan) -> list[str]:
             f"  loss at fixed draws of {counts} photos: {fixed_draws.forwards(plan)} images pass the denoiser before "
             f"the first step, every {plan.config.validation.loss_every_steps} steps and at the end"
         )
-        if not names:
+        apart = len(plan.measured.get("held_out", ()))
+        if not apart:
             lines.append(
                 "  warning: no photo is held out, so this loss cannot show memorising; data.held_out = 0.1 holds out a tenth"
+            )
+        elif apart < HELD_OUT_PHOTOS:
+            lines.append(
+                f"  warning: a held-out loss of fewer than {HELD_OUT_PHOTOS} photos decides nothing; set data.held_out = "
+                f"{HELD_OUT_PHOTOS} or more"
             )
     return lines
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import tomlkit
 
 from trainer.cli import new_config
+from trainer.config.reading import CONFIG_FOLDER
 from trainer.config.tables import CheckpointTable
+from trainer.data.held_out import split
+from trainer.monitoring.diagnosis import judge
 
 
 @pytest.mark.parametrize(
@@ -58,3 +63,29 @@ def test_a_checkpoint_comes_at_least_every_fifth_of_the_run(photos: int) -> None
         every = written.get("checkpoint", {}).get("every_steps", CheckpointTable().every_steps)
         assert given or 0 < every <= written["run"]["max_steps"] / 5
         assert not given or "checkpoint" not in written
+
+
+def first_config(photos: Sequence[Any]) -> dict[str, Any]:
+    config: Any = SimpleNamespace(
+        run=SimpleNamespace(name="a"),
+        model=SimpleNamespace(path="m"),
+        data=SimpleNamespace(sources=[SimpleNamespace(trigger="")]),
+    )
+    named: Any = SimpleNamespace(config=lambda name: {})
+    preset = CONFIG_FOLDER / "sdxl_12gb.toml"
+    return new_config._filled(preset, photos="p", config=config, named=named, found=photos).unwrap()
+
+
+@pytest.mark.parametrize("count", [19, 20, 24, 39, 40, 60])
+def test_the_verdict_can_tell_by_the_photos_that_are_held_out(count: int) -> None:
+    """Of few photos, too. A photo that is there twice is one."""
+    source = SimpleNamespace(regularisation=False)
+    photos: Any = [SimpleNamespace(caption="", sha256=f"{index:064x}", source=source) for index in (*range(count), 0)]
+    held_out = first_config(photos)["data"].get("held_out", 0)
+    assert held_out == {19: 0, 60: 6}.get(count, 4)
+    _, apart = split(photos[:-1], held_out)
+    rows = [
+        {"step": step, "images": step, "lr": 1e-4, "held_out_loss": loss, "held_out_photos": len(apart), "weight_change": 0.1}
+        for step, loss in ((1, 1.0), (50, 0.9), (100, 0.8))
+    ]
+    assert not held_out or judge(rows).kind == "learned"
