@@ -231,3 +231,12 @@ def test_a_home_that_is_not_there_is_named() -> None:
         configs.parse(tree)
     with pytest.raises(UserError, match="--config ~nobody-here/run.toml: there is no home folder"):
         configs.load("~nobody-here/run.toml", [])
+
+
+@pytest.mark.parametrize("path", [r"C:\Users\me\photos", "C:/Users/me/photos"])
+def test_a_path_of_windows_is_told_its_name_in_wsl(path: str) -> None:
+    said = "path of Windows; in WSL write /mnt/c/Users/me/photos$"
+    with pytest.raises(UserError, match=f"run.output_dir = .*{said}"):
+        configs.parse({**MINIMAL, "run": {**MINIMAL["run"], "output_dir": path}})
+    with pytest.raises(UserError, match=f"--config .*{said}"):
+        configs.load(path, [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
@@ -34,15 +35,20 @@ ESCAPES = {"\b": r"\b", "\t": r"\t", "\n": r"\n", "\f": r"\f", "\r": r"\r"}
 
 
 def expand_home(path: str, given_as: str = "") -> str:
-    """`path` with a leading `~` or `~user` as that home folder. Raises UserError where there is no such home.
+    """`path` with a leading `~` or `~user` as that home folder. Raises UserError where there is no such home, and for a path
+    of Windows elsewhere.
 
     given_as: an argument of the command line, for the message; a key of the config is named by `parse`.
     """
     if not given_as and (found := [escape for character, escape in ESCAPES.items() if character in path]):
         raise UserError(f"in double quotes TOML reads {found[0]} as one character; write / or use single quotes")
+    prefix = f"{given_as} {path}: " if given_as else ""
+    if os.name != "nt" and re.match(r"[A-Za-z]:[\\/]", path):
+        here = f"/mnt/{path[0].lower()}/{path[3:]}".replace("\\", "/")
+        raise UserError(f"{prefix}this is a path of Windows; in WSL write {here}")
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
-        prefix, home = f"{given_as} {path}: " if given_as else "", path.partition("/")[0]
+        home = path.partition("/")[0]
         raise UserError(f"{prefix}there is no home folder {home}; write ./{home} for a folder of that name here")
     return expanded
 

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trainer.base.console import shortlist
 from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile
 from trainer.base.types import Recognised
@@ -69,14 +70,15 @@ def open_model(
         if not root.is_dir() and published is None:
             raise UserError(f"model.path = {path!r}: no configs of {family.name} are embedded; give them with model.config")
         source = opened(root=root if root.is_dir() else published, single_file=file, published=published)
-    elif local.suffix == ".safetensors" or path.count("/") != 1 or path.startswith((".", "/")):
-        raise UserError(f"model.path = {path!r} does not exist; give a diffusers folder, a .safetensors file or a hub id")
-    elif local.parent.is_dir() and path not in family.hub_ids:
-        beside = ", ".join(sorted(entry.name for entry in local.parent.iterdir())[:5]) or "nothing"
-        raise UserError(
-            f"model.path = {path!r} does not exist; the folder {str(local.parent)!r} holds {beside}. The hub is not "
-            "asked for a name that begins with a folder here"
-        )
+    elif (no_id := local.suffix == ".safetensors" or path.count("/") != 1 or path.startswith((".", "/"))) or (
+        local.parent.is_dir() and path not in family.hub_ids
+    ):
+        what = "give a diffusers folder, a .safetensors file or a hub id"
+        if local.parent.is_dir() and local.parent != Path():
+            beside = shortlist(sorted(entry.name for entry in local.parent.iterdir()), 5) or "nothing"
+            what = f"the folder {str(local.parent)!r} holds {beside}"
+            what += "" if no_id else ". The hub is not asked for a name that begins with a folder here"
+        raise UserError(f"model.path = {path!r} does not exist; {what}")
     else:
         source = _of_repository(opened, family, path, revision)
     if variant is not None:

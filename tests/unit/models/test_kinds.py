@@ -175,6 +175,15 @@ def test_a_folder_that_is_no_model_says_what_it_is(tmp_path: Path, files: dict[s
         open_model(FAMILIES["sdxl"], folder(tmp_path / "model", **files))
 
 
+def test_a_path_that_is_not_there_is_told_what_lies_beside_it(tmp_path: Path) -> None:
+    for name in "fedcba":
+        (tmp_path / name).touch()
+    with pytest.raises(UserError, match="does not exist; the folder .* holds a, b, c, d, e and 1 more$"):
+        open_model(FAMILIES["sdxl"], str(tmp_path / "sdxl.safetensors"))
+    with pytest.raises(UserError, match="does not exist; give a diffusers folder, a .safetensors file or a hub id$"):
+        open_model(FAMILIES["sdxl"], str(tmp_path / "nowhere" / "sdxl.safetensors"))
+
+
 def test_a_folder_of_files_names_them(tmp_path: Path) -> None:
     put(tmp_path / "flux1-dev.safetensors", {"x": (1,)})
     with pytest.raises(UserError, match="it holds flux1-dev.safetensors; give the path of the file"):
