@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-import tomllib
+import shutil
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -14,6 +14,7 @@ import pytest
 
 from tests.harness import ROOT
 from trainer import config as configs
+from trainer.cli.new_config import write_first_config
 from trainer.monitoring.diagnosis import Kind
 from trainer.report.status import TITLES
 
@@ -72,10 +73,14 @@ def test_what_a_guide_names_is_there(guide: Path) -> None:
         assert f'"{option}"' in (ROOT / "trainer" / "cli" / "arguments.py").read_text(encoding="utf-8"), option
 
 
-def test_the_config_that_a_guide_shows_is_one() -> None:
+def test_the_config_that_a_guide_shows_is_what_new_writes(tmp_path: Path, monkeypatch) -> None:
     text = (ROOT / "docs" / "guide" / "first_adapter.md").read_text(encoding="utf-8")
     (shown,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
-    assert configs.parse(tomllib.loads(shown)).data.sources[0].trigger == "sks plush bear"
+    shutil.copytree(ROOT / "examples" / "bear_plushie", tmp_path / "data" / "my_photos")
+    monkeypatch.chdir(tmp_path)
+    asked = {"model": None, "memory": 12 * 2**30, "overrides": [], "folder": Path()}
+    written = write_first_config("data/my_photos", **asked, show=lambda config, otherwise: True).read_text(encoding="utf-8")
+    assert written.partition("\n\n")[2] == shown
 
 
 def test_every_preset_is_named_where_one_is_chosen() -> None:
