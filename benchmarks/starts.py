@@ -3,8 +3,8 @@
     python benchmarks/starts.py [--rounds 5] [--json FILE]        # four commands, each in a fresh process
     python benchmarks/starts.py --against COMMIT                  # the help and the plan beside an earlier tree, 15 rounds
 
-"first line": until the first line of standard output; for --new that is the first line of the plan, and the config is on the
-disk by then, which is checked. "end": until the process has ended. The models are the pocket SDXL and an SDXL checkpoint of
+"first line": until the first line of the help, or of the plan ("run NAME -> FOLDER"); for --new the config is on the disk
+by then, which is checked. "end": until the process has ended. The models are the pocket SDXL and an SDXL checkpoint of
 the published size in a sparse file (every weight is zero); --new has the ten photos of examples/bear_plushie and candle.
 One uncounted round comes first: it fills the page cache and the bytecode files. --against prints now / then with its 95 %
 interval as bench_cli.py does, and exits with status 1 where an interval's lower end is above --limit.
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -35,6 +35,7 @@ from benchmarks.bench_cli import against_table, interval, revision  # noqa: E402
 from proofs.shared import worktree  # noqa: E402
 
 BOTH = ("help", "plan, pocket SDXL")  # what an earlier tree knows, too
+PLAN = b"run "  # how a plan begins
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,16 @@ def gather_photos(folder: Path) -> None:
             shutil.copy(file, folder / f"{source}_{file.name}")
 
 
+def read_until(lines: Iterable[bytes], beginning: bytes) -> bytes:
+    """The lines up to the first that begins so, with that one; all where none does."""
+    found = b""
+    for line in lines:
+        found += line
+        if line.startswith(beginning):
+            break
+    return found
+
+
 def time_command(arguments: list[str], tree: Path, work: Path) -> Start:
     """Run train.py of `tree` in a fresh folder of `work`. Exits with what it said where it fails or leaves no config."""
     with tempfile.TemporaryDirectory(dir=work) as folder:
@@ -79,7 +90,7 @@ def time_command(arguments: list[str], tree: Path, work: Path) -> Start:
                 [sys.executable, str(tree / "train.py"), *arguments],
                 cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=errors,
             )  # fmt: skip
-            first = process.stdout.readline()
+            first = read_until(process.stdout, b"" if "--help" in arguments else PLAN)
             first_line = time.monotonic() - started
             config = (Path(folder) / "photos.toml").exists()
             rest = process.stdout.read()
@@ -89,6 +100,8 @@ def time_command(arguments: list[str], tree: Path, work: Path) -> Start:
         if process.returncode:
             said = (first + rest + (work / "errors.txt").read_bytes()).decode(errors="replace")
             sys.exit(f"{' '.join(arguments)}\nended with status {process.returncode}:\n{said[-4000:]}")
+        if "--help" not in arguments and b"\n" + PLAN not in b"\n" + first:
+            sys.exit(f"{' '.join(arguments)}: there was no plan")
         if "--new" in arguments and not config:
             sys.exit(f"{' '.join(arguments)}: there was no config when the plan's first line was")
     return Start(first_line, end, usage.ru_utime + usage.ru_stime)

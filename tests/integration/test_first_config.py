@@ -167,10 +167,34 @@ def test_many_photos_hold_some_out(bench: Workbench, monkeypatch, capsys) -> Non
     assert new(bench, monkeypatch, "many") == 0
     config = configs.load("many.toml", [])
     assert config.data.held_out == 4 and config.validation.loss_every_steps > 0
-    cpu = rf"no GPU was found: this would train on the CPU, about \S+ s a step, .+ for {config.run.max_steps} steps, "
+    cpu = (
+        r"(?s)no GPU was found: this would train on the CPU; .*time on the CPU: about \S+ s a step, .+ "
+        rf"for {config.run.max_steps} steps, "
+    )
     found = len(re.findall(cpu, capsys.readouterr().out))
     assert cli.main(["--config", "many.toml", "--plan"]) == 0
     assert found == len(re.findall(cpu, capsys.readouterr().out)) == (not torch.cuda.is_available())
+
+
+@pytest.mark.parametrize("command", ["--new", "--plan"])
+def test_the_plan_begins_before_a_part_of_the_model_is_built_or_a_tokenizer(
+    bench: Workbench, monkeypatch, capsys, command: str
+) -> None:
+    """The first lines name the CPU, and the config of --new is on the disk."""
+    photos, config = captions_beside(bench.tmp), bench.write(bench.tree(run__device="auto"))
+
+    def stop(*_: Any) -> None:
+        assert (bench.tmp / "bear_photos.toml").exists() == (command == "--new")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for place in ("cli.check_data.tokenizers_alone", "models.loading.ModelSource.build"):
+        monkeypatch.setattr(f"trainer.{place}", stop)
+    ended = new(bench, monkeypatch, photos) if command == "--new" else cli.main(["--config", str(config), command])
+    assert ended == 130
+    run, model, cpu = capsys.readouterr().out.splitlines()
+    assert run.startswith("run ") and model.startswith("model sdxl from ")
+    assert cpu == "no GPU was found: this would train on the CPU; the time that it takes is estimated below"
 
 
 @pytest.mark.slow

@@ -79,25 +79,28 @@ def write_first(photos: str, *, model: str | None, memory: int | None, overrides
     from trainer.base.files import make_folder
     from trainer.cli.check_data import data_page, report_data
     from trainer.cli.new_config import write_first_config
-    from trainer.cli.plan_command import preview
+    from trainer.cli.plan_command import preview, write_head
 
-    told = False
+    begun = told = False
 
     def show(loaded: config.Config, otherwise: str | None) -> bool:
-        nonlocal told
+        nonlocal begun, told
         page = data_page(loaded)
         if not told and not page.parent.exists():
             undo.callback(_remove_if_empty, page.parent)
         make_folder(page.parent, "run.output_dir")
         if not told and not page.exists():
             undo.callback(page.unlink, missing_ok=True)
+        if not begun:
+            write_head(loaded, memory)
+        begun = True
         try:
             if not told:
                 report_data(loaded)
             told = True
         except UserError as error:  # its photos were read already: what is missing is of the model, perhaps not here yet
             write(f"warning: no data report: {error}", sys.stderr)
-        return preview(loaded, memory, data=not told, otherwise=otherwise)
+        return preview(loaded, memory, head=False, data=not told, otherwise=otherwise)
 
     with ExitStack() as undo:
         path = write_first_config(photos, model=model, memory=memory, overrides=overrides, folder=Path(), show=show)

@@ -14,7 +14,7 @@ from trainer.memory_plan.cpu_speed import slow_in, speed_of
 from trainer.memory_plan.describe import describe_cpu, describe_memory
 from trainer.memory_plan.estimate import forecast
 from trainer.memory_plan.suggestions import changes
-from trainer.plan.describe import describe
+from trainer.plan.describe import describe, describe_head
 from trainer.plan.run_plan import open_source, resolve
 from trainer.resume.allowed_changes import Allowance
 from trainer.run.setup import begin, cache_dir
@@ -25,6 +25,7 @@ def preview(
     config: Config,
     memory: int | None = None,
     *,
+    head: bool = True,
     data: bool = True,
     resume_from: str | None = None,
     allowed: Allowance | None = None,
@@ -32,11 +33,14 @@ def preview(
 ) -> bool:
     """Print what a run would do, and whether it fits into memory. Returns whether it does.
 
-    memory: bytes of the accelerator that is planned for; None: of the device that this machine has. data: as of
-    `describe`. otherwise: what is done where it does not fit, said in place of what would make it smaller.
+    memory: bytes of the accelerator that is planned for; None: of the device that this machine has. head: with what
+    `write_head` prints, before a part of the model is built. data: with the photos. otherwise: what is done where it does
+    not fit, said in place of what would make it smaller.
     """
     source = open_source(config)
     config = resolve(config, source)
+    if head:
+        write_head(config, memory)
     device = check_device(config) if memory is None else None
     there = accelerator_of(config, memory) if device is None else Memory.of(device, config)
     plan = begin(
@@ -69,6 +73,11 @@ def preview(
     smaller = [] if fits else changes(plan, there.kernels, found, there.size)
     write(describe_memory(found, there.size, smaller, updates=config.step.accumulation))  # ends with whether it fits
     return fits
+
+
+def write_head(config: Config, memory: int | None) -> None:
+    """Print the first lines of a plan, which need the config alone. memory: None: of this machine's device."""
+    write(describe_head(config, on_cpu=memory is None and check_device(config).type == "cpu"))
 
 
 def to_write(size: int, folder: Path) -> int:

@@ -1,5 +1,6 @@
 """How fast this CPU is, measured in less than a second, for an estimate of a run's time."""
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,9 +28,10 @@ class Speed:
         return cost.launches * self.launch + share * (cost.flops / self.flops + (cost.read + cost.written) / self.moved)
 
 
+@functools.cache
 def speed_of(dtype: torch.dtype) -> Speed:
     """The speed of this process's CPU in products of that dtype, as if nothing else ran: one thread's processor time is
-    measured, and its products and copies counted for all threads."""
+    measured, once in a process, and its products and copies counted for all threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -60,9 +60,8 @@ def describe_cpu(plan: Plan, found: Forecast, speed: Speed, *, slow: bool) -> st
     batches = config.step.accumulation
     share = pixels / plan.steps_per_epoch / (batches * config.data.batch_size * max(size for size, _ in sizes))
     seconds = batches * speed.seconds(step.cost, share)
-    why = "no GPU was found" if config.run.device != "cpu" else "run.device = 'cpu'"
     return (
-        f"{why}: this would train on the CPU, about {duration(seconds)} a step, {duration(seconds * plan.max_steps)} for "
-        f"{plan.max_steps} steps, without samples (an estimate for a machine without other work)"
+        f"time on the CPU: about {duration(seconds)} a step, {duration(seconds * plan.max_steps)} for {plan.max_steps} "
+        "steps, without samples (an estimate for a machine without other work)"
         + ("\nthis CPU is slow in 16 bits: --set precision.compute=fp32 takes less time and more memory" if slow else "")
     )

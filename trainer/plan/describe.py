@@ -7,6 +7,7 @@ from typing import Any
 
 from trainer.base.console import printable, shortlist
 from trainer.base.tensorfile import size_text
+from trainer.config import Config
 from trainer.data.batches import sampler, short_batches
 from trainer.data.captions import prompts
 from trainer.data.sources import Photo, Scanned, Source, noted
@@ -20,10 +21,20 @@ from trainer.plan.storage import weight_bytes
 SHOWN = 20  # names in one line
 
 
+def describe_head(config: Config, *, on_cpu: bool) -> str:
+    """The first lines of a start print and of a plan, of the config alone. on_cpu: whether a plan is for the CPU."""
+    lines = [f"run {config.run.name} -> {config.run.output_dir}", f"model {config.model.family} from {config.model.path}"]
+    if on_cpu:
+        why = "run.device = 'cpu'" if config.run.device == "cpu" else "no GPU was found"
+        lines.append(f"{why}: this would train on the CPU; the time that it takes is estimated below")
+    return "\n".join(lines)
+
+
 def describe(plan: Plan, *, sizes: bool, data: bool = True) -> str:
-    """The start print. sizes: also build every component on the meta device to count its bytes. data: with the photos."""
+    """The start print below its head. sizes: also build every component on the meta device to count its bytes. data: with
+    the photos."""
     config = plan.config
-    lines = [f"run {config.run.name} -> {config.run.output_dir}", f"model {plan.family.name} from {config.model.path}"]
+    lines = ["parts of the model"]
     total, width = 0, max(len(component.format.name) for component in plan.model.storage.values())
     for name, component in plan.model.storage.items():
         compute = str(component.compute).removeprefix("torch.")

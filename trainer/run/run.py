@@ -42,7 +42,7 @@ from trainer.monitoring import metrics
 from trainer.monitoring.measurements import Measurements, change_due, change_fields
 from trainer.monitoring.trackers import sign_in
 from trainer.plan.data_sources import open_cache
-from trainer.plan.describe import describe
+from trainer.plan.describe import describe, describe_head
 from trainer.plan.run_plan import Plan, fetched, open_source, resolve
 from trainer.report import LiveReport, first_page
 from trainer.resume import pins
@@ -170,7 +170,7 @@ def build(
     peers.say(f"device {peers.device}{several}; kernels: {there.kernels.name}{asked}")
     how = {"resume_from": resume_from, "allowed": allowed, "phases": phases, "say": peers.say}
     begun = begin(config, source, there, processes=peers.count, **how)
-    peers.say(describe(begun.plan, sizes=False))
+    peers.say(describe_head(begun.plan.config, on_cpu=False) + "\n" + describe(begun.plan, sizes=False))
     plan = replace(begun.plan, model=fetched(begun.plan.model, peers, phases))
     pieces, saved = begun.pieces, begun.saved
     if saved is not None:

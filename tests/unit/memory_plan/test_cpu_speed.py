@@ -22,3 +22,13 @@ def test_a_cpu_is_slow_in_a_format_below_half_of_its_rate_in_fp32(monkeypatch, r
     rates = {torch.bfloat16: ratio * 1e11, torch.float32: 1e11}
     monkeypatch.setattr(cpu_speed, "speed_of", lambda dtype: cpu_speed.Speed(rates[dtype], 1e10, 1e-5))
     assert cpu_speed.slow_in(torch.bfloat16) == slow and not cpu_speed.slow_in(torch.float32)
+
+
+def test_a_speed_is_measured_once(monkeypatch) -> None:
+    measured: list[object] = []
+    monkeypatch.setattr(cpu_speed, "_fastest", lambda work: measured.append(work) or 1e-3)
+    cpu_speed.speed_of.cache_clear()
+    for dtype in (torch.bfloat16, torch.float32, torch.bfloat16):
+        cpu_speed.slow_in(dtype)
+    assert len(measured) == 2 * 3, "products, copies and launches, of two formats"
+    cpu_speed.speed_of.cache_clear()
