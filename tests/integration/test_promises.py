@@ -100,7 +100,7 @@ def test_the_share_that_sd_scripts_drops_is_what_the_commands_of_the_page_print(
         said = command_line(*line.split(), f"run.output_dir={out}", timeout=600)
         assert said.returncode == 0, said.stderr
         counted[line.split()[1]] = int(re.search(r"(\d+)%\s+of\s+the\s+norm\s+of\s+the\s+update", said.stdout)[1])
-    told = re.search(r"(\d+) % of the norm of its update .* pocket SDXL, and (\d+) % with the pocket Flux", text, re.DOTALL)
+    told = re.search(r"(\d+) % of the norm of its update .*\spocket SDXL, and (\d+) % with the pocket Flux", text, re.DOTALL)
     for config, share in zip(("pocket_sdxl.toml", "pocket_flux.toml"), told.groups(), strict=True):
         assert abs(counted[config] - int(share)) <= 1, counted
     # The changes of this version quote the same.
