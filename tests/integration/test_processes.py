@@ -405,7 +405,7 @@ def test_the_launcher_ends_what_works_on_when_a_process_is_killed(bench: Workben
     process = two_processes(bench, config, script=patched(bench, FAILS["killed"] + WORKS_ON))
     _, errors = process.communicate(timeout=240)
     assert process.returncode != 0 and "rank 0 status 143\n" in errors, errors[-3000:]
-    assert errors.count("stopped by SIGTERM before a step of this start was made") == 1, errors[-3000:]
+    assert errors.count("stopped by SIGTERM before the first step of this start") == 1, errors[-3000:]
     first = errors.partition("FAILED")[2].partition("Root Cause")[2]
     assert set(re.findall(r"exitcode\s*: (-?\d+)", first)) == {"-9"}, errors[-3000:]
     assert "trainer/run/run.py" not in errors, "a traceback"

@@ -52,9 +52,9 @@ def test_a_signal_in_each_phase_is_obeyed_in_it(bench: Workbench, monkeypatch, c
         said = capsys.readouterr().err
         assert f"stopped by {signal.Signals(signum).name}" in said and "Traceback" not in said
         if phase in STARTING:
-            assert "before a step of this start was made" in said and not (out / "checkpoints").exists(), phase
+            assert "before the first step of this start" in said and not (out / "checkpoints").exists(), phase
         elif phase in RESUMING:
-            assert "before a step of this start was made" in said, phase
+            assert "before the first step of this start" in said, phase
         else:
             assert "after the last step, which is saved" in said and len(metrics_of(out)) == 1, phase
             assert "Stopped at step 1 of 1" in (out / "report.html").read_text(), phase

@@ -75,6 +75,19 @@ def test_short_batches_are_told_with_what_fills_them(bench: Workbench) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "accumulation", "said"),
+    [
+        (1, 1, "5 steps an epoch; a step has 1 image; "),
+        (2, 1, "4 steps an epoch; a step has up to 2 images of one shape; "),
+        (2, 3, "2 steps an epoch; a step has up to 3 batches (step.accumulation) of up to 2 images of one shape; "),
+    ],
+)
+def test_what_a_step_has_is_told(bench: Workbench, batch_size: int, accumulation: int, said: str) -> None:
+    plan = planned(bench, data__batch_size=batch_size, step__accumulation=accumulation)
+    assert f"\ndata 5 images: {said}" in describe(plan, sizes=False)
+
+
 def test_held_out_photos_are_told_and_not_trained_on(bench: Workbench) -> None:
     plan = planned(bench, data__held_out=2)
     kept = [example.sample for example in plan.held_out]

@@ -51,7 +51,7 @@ class Interrupted(Exception):
     """SIGTERM, SIGINT or SIGHUP arrived; `signum` says which, `where` what of the run is kept."""
 
     def __init__(
-        self, signum: int, where: str = "before a step of this start was made", remedy: str = "go on with --resume_from auto"
+        self, signum: int, where: str = "before the first step of this start", remedy: str = "go on with --resume_from auto"
     ) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name} {where}; {remedy}")
         self.signum, self.status = signum, 128 + signum

@@ -115,8 +115,8 @@ def _adapter_parameters(shape: tuple[int, ...], rank: int, dora: bool) -> int:
 def data_lines(plan: DataPlan, *, text: str = "") -> list[str]:
     """The lines about the data. text: how the captions are encoded, if known."""
     data, accumulation = plan.config.data, plan.config.step.accumulation
-    per_step = f"{data.batch_size} images or fewer of one shape" if data.batch_size > 1 else "1 image"
-    per_step += f", {accumulation} times" if accumulation > 1 else ""
+    per_step = f"up to {data.batch_size} images of one shape" if data.batch_size > 1 else "1 image"
+    per_step = f"up to {accumulation} batches (step.accumulation) of {per_step}" if accumulation > 1 else per_step
     per_step += f", in each of {plan.processes} processes" if plan.processes > 1 else ""
     shown = ", ".join(f"{w}x{h}: {n}" for (w, h), n in sorted(short_batches.appearances(plan.examples).items()))
     subject = [photo for photo in plan.photos if not photo.source.regularisation]
@@ -135,7 +135,7 @@ def data_lines(plan: DataPlan, *, text: str = "") -> list[str]:
     length = f"{plan.max_steps} steps = {epoch + (plan.max_steps - first) / plan.steps_per_epoch:.4g} epochs"
     return [
         f"data {_count(subject, 'image')}{_times(subject)}{kept}: {plan.steps_per_epoch} "
-        f"{'step' if plan.steps_per_epoch == 1 else 'steps'} an epoch, each of {per_step}; {length}",
+        f"{'step' if plan.steps_per_epoch == 1 else 'steps'} an epoch; a step has {per_step}; {length}",
         f"  buckets (images an epoch) {shown}{small}",
         f"  short batches: {_short_batches(plan)}",
         f"  captions: {captions} missing or empty; {varied}dropped with probability {dropout}; flip {flip}"

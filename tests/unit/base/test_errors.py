@@ -24,7 +24,7 @@ from trainer.base.errors import (
     [
         (UserError("mend it"), 2, "mend it"), (NotTrained("no update"), 2, "no update"), (NonFiniteError("NaN"), 4, "NaN"),
         (OutOfMemory("step 3"), 5, "step 3"), (DataError("a photo"), 6, "a photo"), (PeerStopped("gone", 143), 143, "gone"),
-        (Interrupted(15), 143, "stopped by SIGTERM before a step of this start was made; go on with --resume_from auto"),
+        (Interrupted(15), 143, "stopped by SIGTERM before the first step of this start; go on with --resume_from auto"),
         (KeyboardInterrupt(), 130, "stopped at once"), (MemoryError(), 5, "out of memory: start a new run"),
         (NotWritten(OSError(errno.ENOSPC, "full", "a.png")), 6, "storage: [Errno 28] full: 'a.png'; free space"),
         (NotWritten(PermissionError(errno.EACCES, "denied", "a.png")), 2, "a.png: denied; give a path"),
