@@ -15,7 +15,7 @@ from trainer.memory_plan.describe import describe_cpu, describe_memory
 from trainer.memory_plan.estimate import forecast
 from trainer.memory_plan.suggestions import changes
 from trainer.plan.describe import describe, describe_head
-from trainer.plan.run_plan import open_source, resolve
+from trainer.plan.run_plan import Plan, open_source, resolve
 from trainer.resume.allowed_changes import Allowance
 from trainer.run.setup import begin, cache_dir
 from trainer.runtime.device import Memory, accelerator_of, check_device
@@ -60,12 +60,7 @@ def preview(
     if not fits and otherwise is not None:
         write(f"does not fit: {size_text(found.total)} of {size_text(there.size)} are needed; {otherwise}")
         return False
-    kept = min(config.checkpoint.keep_last, plan.max_steps) + 1  # the oldest goes when the newest is there
-    output = Path(config.run.output_dir)
-    needs = {"run.output_dir": (output, to_write(kept * found.checkpoint, Layout(output).checkpoints))}
-    if config.data.cache == "disk":
-        needs["data.cache_dir"] = (cache_dir(config), to_write(found.cache, cache_dir(config)))
-    for line in disk_warnings(needs):
+    for line in disk_warnings(disk_needs(plan, checkpoint=found.checkpoint, cache=found.cache)):
         write(line)
     if device is not None and device.type == "cpu":
         compute = plan.model.storage[plan.family.denoiser].compute
@@ -80,9 +75,27 @@ def write_head(config: Config, memory: int | None) -> None:
     write(describe_head(config, on_cpu=memory is None and check_device(config).type == "cpu"))
 
 
+def disk_needs(plan: Plan, *, checkpoint: int, cache: int) -> dict[str, tuple[Path, int]]:
+    """(folder, bytes that will be written there) by the key that moves them: weights of a hub id, checkpoints, encodings.
+
+    checkpoint: bytes of each. cache: of all encodings. Exports and samples are not counted: they are small beside these.
+    """
+    config, source = plan.config, plan.model.source
+    kept = min(config.checkpoint.keep_last, plan.max_steps) + 1  # the oldest goes when the newest is there
+    output = Path(config.run.output_dir)
+    needs = {"run.output_dir": (output, to_write(kept * checkpoint, Layout(output).checkpoints))}
+    if config.data.cache == "disk":
+        needs["data.cache_dir"] = (cache_dir(config), to_write(cache, cache_dir(config)))
+    if download := source.to_fetch():
+        needs["HF_HUB_CACHE"] = (source.repository.blobs, download)
+    return needs
+
+
 def to_write(size: int, folder: Path) -> int:
-    """What is left of `size` bytes that a folder will hold, after those that it holds already."""
-    return max(0, size - sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file()))
+    """What is left of `size` bytes that a folder will hold, after those that it holds already and will take the place of.
+    Checkpoints that were set aside stay."""
+    inside = (path for path in folder.rglob("*") if not path.relative_to(folder).parts[0].startswith("superseded-"))
+    return max(0, size - sum(path.lstat().st_size for path in inside if path.is_file()))
 
 
 def disk_warnings(needs: Mapping[str, tuple[Path, int]]) -> list[str]:

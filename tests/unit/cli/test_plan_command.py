@@ -5,10 +5,13 @@ from __future__ import annotations
 import shutil
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from trainer.cli.plan_command import disk_warnings, to_write
+from trainer import config as configs
+from trainer.cli.plan_command import disk_needs, disk_warnings, to_write
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -36,3 +39,26 @@ def test_what_is_there_is_not_written_again(tmp_path: Path) -> None:
     (folder / "step-00000001" / "adapter.safetensors").write_bytes(b"a" * 300)
     (folder / "odd").write_bytes(b"a" * 100)
     assert to_write(1000, folder) == 600 and to_write(300, folder) == 0
+    (folder / "superseded-step-00000002").mkdir()
+    (folder / "superseded-step-00000002" / "adapter.safetensors").write_bytes(b"a" * 200)
+    assert to_write(1000, folder) == 600, "it stays, and nothing takes its place"
+
+
+@pytest.mark.parametrize("download", [0, 7000])
+@pytest.mark.parametrize("cache", ["disk", "memory"])
+def test_a_download_checkpoints_and_encodings_are_counted(tmp_path: Path, download: int, cache: str) -> None:
+    config = configs.parse(
+        {
+            "run": {"name": "a", "output_dir": str(tmp_path / "out"), "max_steps": 40},
+            "model": {"family": "sdxl", "path": "a/b"},
+            "data": {"sources": [{"path": "photos"}], "cache": cache, "cache_dir": str(tmp_path / "cache")},
+            "checkpoint": {"keep_last": 2},
+        }
+    )
+    source = SimpleNamespace(to_fetch=lambda: download, repository=SimpleNamespace(blobs=tmp_path / "hub" / "blobs"))
+    plan: Any = SimpleNamespace(config=config, max_steps=40, model=SimpleNamespace(source=source))
+    assert disk_needs(plan, checkpoint=100, cache=50) == (
+        {"run.output_dir": (tmp_path / "out", 300)}
+        | ({"data.cache_dir": (tmp_path / "cache", 50)} if cache == "disk" else {})
+        | ({"HF_HUB_CACHE": (tmp_path / "hub" / "blobs", 7000)} if download else {})
+    )
