@@ -86,8 +86,9 @@ def write_first(photos: str, *, model: str | None, memory: int | None, overrides
     def show(loaded: config.Config, otherwise: str | None) -> bool:
         nonlocal begun, told
         page = data_page(loaded)
-        if not told and not page.parent.exists():
-            undo.callback(_remove_if_empty, page.parent)
+        for folder in reversed((page.parent, *page.parent.parents)):  # undone from the innermost
+            if not folder.exists():
+                undo.callback(_remove_if_empty, folder)
         make_folder(page.parent, "run.output_dir")
         if not told and not page.exists():
             undo.callback(page.unlink, missing_ok=True)
