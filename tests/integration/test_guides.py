@@ -12,12 +12,14 @@ from typing import get_args
 
 import pytest
 
-from tests.harness import ROOT
+from tests import hub
+from tests.harness import PHOTOS, ROOT
 from trainer import config as configs
-from trainer.cli.new_config import write_first_config
-from trainer.monitoring.diagnosis import Kind
+from trainer.cli import new_config
+from trainer.monitoring.diagnosis import Kind, judge
 from trainer.report.status import TITLES
 
+FIRST = ROOT / "docs" / "guide" / "first_adapter.md"
 GUIDES = sorted((ROOT / "docs" / "guide").glob("*.md"))
 QUOTED = re.findall(r"^### (.+)$", (ROOT / "docs" / "guide" / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
 
@@ -73,14 +75,31 @@ def test_what_a_guide_names_is_there(guide: Path) -> None:
         assert f'"{option}"' in (ROOT / "trainer" / "cli" / "arguments.py").read_text(encoding="utf-8"), option
 
 
-def test_the_config_that_a_guide_shows_is_what_new_writes(tmp_path: Path, monkeypatch) -> None:
-    text = (ROOT / "docs" / "guide" / "first_adapter.md").read_text(encoding="utf-8")
+def test_the_first_guide_shows_the_config_that_new_writes(tmp_path: Path, monkeypatch) -> None:
+    """For the photos and the card that the guide names."""
+    text = FIRST.read_text(encoding="utf-8")
     (shown,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
-    shutil.copytree(ROOT / "examples" / "bear_plushie", tmp_path / "data" / "my_photos")
+    shutil.copytree(PHOTOS, tmp_path / "data" / "my_photos")
     monkeypatch.chdir(tmp_path)
-    asked = {"model": None, "memory": 12 * 2**30, "overrides": [], "folder": Path()}
-    written = write_first_config("data/my_photos", **asked, show=lambda config, otherwise: True).read_text(encoding="utf-8")
-    assert written.partition("\n\n")[2] == shown
+    with hub.serve({}) as served:  # the published model's configs come with the program
+        served.use(monkeypatch, tmp_path / "home")
+        path = new_config.write_first_config(
+            "data/my_photos", model=None, memory=12 * 2**30, folder=Path(), show=lambda *_: True
+        )
+    comments, _, written = path.read_text(encoding="utf-8").partition("\n\n")
+    assert len(comments.splitlines()) == 2
+    assert shown == written
+
+
+def test_the_first_guide_quotes_the_verdict_in_the_programs_words() -> None:
+    (quoted,) = re.findall(r"^ +(verdict: .*?)\n\n", FIRST.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    before, after, change = (float(number) for number in re.findall(r"0\.\d{4}|\d\.\d{2}(?=%)", quoted))
+    rows = [
+        {"step": step, "images": step, "lr": 1e-3, "grad_norm": 1.0, "loss": before if step <= 100 else after}
+        for step in range(1, 201)
+    ]
+    found = judge([*rows[:-1], {**rows[-1], "weight_change": change / 100}])
+    assert " ".join(quoted.split()) == f"verdict: {found.kind}: {found.sentence}"
 
 
 def test_every_preset_is_named_where_one_is_chosen() -> None:
