@@ -36,9 +36,9 @@ import torch  # noqa: E402
 from peft import LoraConfig, inject_adapter_in_model  # noqa: E402
 from torch import nn  # noqa: E402
 
-from trainer.adapters import Target, inject  # noqa: E402
+from trainer.adapters import Method, Target, inject  # noqa: E402
 from trainer.kernels import choose  # noqa: E402
-from trainer.quantization import FORMATS, FrozenConv2d, FrozenLinear, freeze_layers  # noqa: E402
+from trainer.quantization import FORMATS, FrozenConv2d, FrozenLinear, freeze_layers, storage_of_layers  # noqa: E402
 from trainer.runtime.precision import prepare_device  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -76,14 +76,17 @@ def our_layer(
     # PEFT wants a parameter to tell the device by.
     model = nn.Sequential(nn.Linear(k, n, bias=bias, device=device), nn.LayerNorm(1, device=device))[: 1 if bias else 2]
     weight, given = model[0].weight.data, model[0].bias
-    freeze_layers(model, format=FORMATS[storage], compute=dtype, unquantised=dtype, kernels=kernels)
+    freeze_layers(model, storage_of_layers(format=FORMATS[storage], compute=dtype, unquantised=dtype), kernels)
     model[0].load_weight(weight)
     if bias:
         model[0].bias.data.copy_(given.data)
     adapter = inject(
-        {"net": model}, [Target("net", "0", rank, float(rank))], linear_class=FrozenLinear, conv_class=FrozenConv2d,
-        dora=dora, rslora=False, dropout=0.0, seed=0,
-    )  # fmt: skip
+        {"net": model},
+        [Target("net", "0", rank, float(rank))],
+        bases=(FrozenLinear, FrozenConv2d),
+        method=Method(dora=dora),
+        seed=0,
+    )
     for name, parameter in adapter.named_parameters().items():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.01)
@@ -182,14 +185,17 @@ def shared_steps(shape, storage: str, dtype, rank: int, device, kernels) -> dict
     def steps(together: bool) -> Callable:
         model = nn.ModuleDict({name: nn.Linear(k, n, device=device) for name in "qkv"})
         weights = [(layer.weight.data, layer.bias.data) for layer in model.values()]
-        freeze_layers(model, format=FORMATS[storage], compute=dtype, unquantised=dtype, kernels=kernels)
+        freeze_layers(model, storage_of_layers(format=FORMATS[storage], compute=dtype, unquantised=dtype), kernels)
         for layer, (weight, bias) in zip(model.values(), weights, strict=True):
             layer.load_weight(weight)
             layer.bias.data.copy_(bias)
         adapter = inject(
-            {"net": model}, [Target("net", name, rank, float(rank)) for name in "qkv"], linear_class=FrozenLinear,
-            conv_class=FrozenConv2d, dora=True, rslora=False, dropout=0.0, seed=0,
-        )  # fmt: skip
+            {"net": model},
+            [Target("net", name, rank, float(rank)) for name in "qkv"],
+            bases=(FrozenLinear, FrozenConv2d),
+            method=Method(dora=True),
+            seed=0,
+        )
         if together:
             adapter.share_inputs("net", [tuple("qkv")])
         leaves = [x, *adapter.named_parameters().values()]

@@ -54,14 +54,16 @@ def load_component(path: Path, dtype: str, cache_dir: Path | None):
     from trainer.kernels import dora_torch
     from trainer.models import FAMILIES
     from trainer.models.opening import open_model
-    from trainer.quantization import FORMATS, ConvertedWeights, freeze_layers, library
+    from trainer.quantization import FORMATS, ConvertedWeights, freeze_layers, library, storage_of_layers
 
     family = FAMILIES["flux"]
     keep = family.component(family.denoiser).sensitive
 
     def swap(module: torch.nn.Module) -> None:
         freeze_layers(
-            module, format=FORMATS[dtype], compute=torch.bfloat16, unquantised=torch.bfloat16, kernels=dora_torch, keep=keep
+            module,
+            storage_of_layers(format=FORMATS[dtype], compute=torch.bfloat16, unquantised=torch.bfloat16, keep=keep),
+            dora_torch,
         )
 
     source = open_model(family, str(path))

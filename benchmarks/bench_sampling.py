@@ -38,7 +38,7 @@ def seconds(family: str, rounds: int, folder: Path) -> list[float]:
             entry[key] = str(ROOT / entry[key])
     found = []
     with redirect_stdout(io.StringIO()), built(configs.parse(tree)) as run, torch.no_grad():  # what a run says of itself
-        request = run.plan.requests[0]
+        request = run.plan.data.requests[0]
         assert request.steps == 20 and request.guidance
         told = [prompt_conditioning(run.components, run.reader, text) for text in (request.prompt, request.negative)]
         for _ in range(rounds + 1):

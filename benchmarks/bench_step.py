@@ -41,11 +41,11 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily  # noqa: E402
 from benchmarks.bench_dora import graph_ms  # noqa: E402
 from scripts.make_model import tiny_flux, tiny_sdxl  # noqa: E402
 from trainer import kernels, optim, quantization  # noqa: E402
-from trainer.adapters import Rates, inject, match_targets  # noqa: E402
+from trainer.adapters import Method, Rates, inject, match_targets  # noqa: E402
 from trainer.base.memory import checkpoint_blocks, find_blocks  # noqa: E402
 from trainer.base.protocols import Kernels  # noqa: E402
 from trainer.base.types import Batch, Conditioning, Occurrence  # noqa: E402
-from trainer.engine.step import Step, batch_losses  # noqa: E402
+from trainer.engine.step import Losses, Step  # noqa: E402
 from trainer.kernels import scratch  # noqa: E402
 from trainer.models import family_named  # noqa: E402
 from trainer.models.base import Markers, Model  # noqa: E402
@@ -108,8 +108,7 @@ class Bench:
         fill(module)
         family.adjust(name, module)
         self.adapter = inject(
-            {name: module}, targets, linear_class=FrozenLinear, conv_class=FrozenConv2d, dora=dora, rslora=False,
-            dropout=0.0, seed=0,
+            {name: module}, targets, bases=(FrozenLinear, FrozenConv2d), method=Method(dora=dora), seed=0,
         )  # fmt: skip
         module.eval()
         self.adapter.share_inputs(name, family.shared_inputs.get(name, ()))
@@ -129,9 +128,9 @@ class Bench:
             {"objective": objective, "guidance": 1.0},
         )  # fmt: skip
         self.step = Step(
-            losses=lambda batch, update=(): batch_losses(
-                batch, objective=objective, image_tokens=family.image_tokens, seed=0, device=device,
-                predict=lambda *inputs: family.predict(model, *inputs), encode=lambda texts: batch.conditioning,
+            losses=Losses(
+                objective=objective, image_tokens=family.image_tokens, seed=0, device=device,
+                predict=lambda *inputs: family.predict(model, *inputs), encode=lambda texts: None,
             ),
             optimizer=built,
             schedule=optim.build_schedule("constant", built, warmup=0, total_steps=10**6),

@@ -139,7 +139,7 @@ def measure(choice: Choice, seed: int, cache: Path, steps: int | None = None) ->
         examiner = lessons.Examiner(run)
         before = examiner.forgetting() if choice is DEFAULT else None  # an adapter begins as nothing: alike for all
         turns, losses = [], []
-        last = run.plan.max_steps
+        last = run.plan.length.max_steps
         for number, update in zip(range(1, last + 1), lessons.updates(run), strict=False):
             loss, own = timed(run, number, update)
             losses.append(loss)

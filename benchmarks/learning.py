@@ -128,7 +128,7 @@ def measure(
         # A run notes a signal and ends at its next step; there is no such loop here.
         for stop in (signal.SIGINT, signal.SIGTERM):
             signal.signal(stop, signal.SIG_DFL)
-        steps = run.plan.max_steps
+        steps = run.plan.length.max_steps
         if cell.peft:
             step, predict = plain_peft.beside(run)
         else:

@@ -125,11 +125,9 @@ def mean(values: Sequence[float]) -> float:
 
 def updates(run: Run) -> Iterator[list[sampler.MicroBatch]]:
     """Of the lessons alone: what is examined is never trained on."""
-    lessons = [example for example in run.plan.examples if example.sample.startswith("0/")]
+    lessons = [example for example in run.plan.data.examples if example.sample.startswith("0/")]
     data = run.plan.config.data
-    return sampler.all_updates(
-        lessons, seed=run.plan.config.run.seed, batch_size=data.batch_size, accumulation=1, processes=1, after=0
-    )
+    return sampler.all_updates(lessons, seed=run.plan.config.run.seed, batch_size=data.batch_size, group=1, after=0)
 
 
 def now(run: Run) -> float:
@@ -150,7 +148,7 @@ def machine(run: Run) -> dict[str, Any]:
 
 
 def exams(run: Run) -> list[Any]:
-    return sorted((photo for photo in run.plan.photos if photo.sample.startswith("1/")), key=lambda photo: photo.sample)
+    return sorted((photo for photo in run.plan.data.photos if photo.sample.startswith("1/")), key=lambda photo: photo.sample)
 
 
 def drawn(run: Run) -> list[Any]:

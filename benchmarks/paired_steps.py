@@ -111,9 +111,7 @@ def timed(cell: Cell, compared: str, rounds: int, warm_up: int, models: Path, fo
                 run = stack.enter_context(built(config(cell, own, where, models)))
             step = plain_peft.beside(run, cell.dtype)[0] if plain else lambda n, update, run=run: take_step(run, n, update)
             data = run.plan.config.data
-            updates = sampler.all_updates(
-                run.plan.examples, seed=0, batch_size=data.batch_size, accumulation=1, processes=1, after=0
-            )
+            updates = sampler.all_updates(run.plan.data.examples, seed=0, batch_size=data.batch_size, group=1, after=0)
             steps[side] = lambda n, step=step, updates=updates: step(n, next(updates))
         seconds: dict[str, list[float]] = {side: [] for side in sides}
         for number in range(warm_up + rounds):

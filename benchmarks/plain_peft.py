@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer import optim
-from trainer.engine.step import batch_losses
+from trainer.engine.step import Losses
 from trainer.run.run import Run
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -49,8 +49,7 @@ def update(
 
 def run_losses(run: Run, batch: Any, predict: Callable[..., torch.Tensor], objective: Any, seed: int) -> torch.Tensor:
     """fp32 [B]."""
-    return batch_losses(
-        batch,
+    losses = Losses(
         objective=objective,
         predict=predict,
         encode=lambda texts: run.family.encode_prompts(run.model, texts),
@@ -58,6 +57,7 @@ def run_losses(run: Run, batch: Any, predict: Callable[..., torch.Tensor], objec
         seed=seed,
         device=run.context.processes.device,
     )
+    return losses(batch)
 
 
 def beside(run: Run, base: str = "bf16") -> tuple[Callable[[int, Sequence[Any]], None], Callable[..., Tensor]]:

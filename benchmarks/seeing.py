@@ -85,7 +85,7 @@ def seconds_of_a_look() -> float:
     """Of one look whether a line is due, which it is not."""
     from trainer.base.progress import Phase
 
-    phase = Phase("a look", None, "", check=lambda: None, show=True, every=1e9)
+    phase = Phase("a look", None, "", check=lambda: None, every=1e9)
     return min(timeit.repeat(phase.check, number=10_000, repeat=20)) / 10_000
 
 

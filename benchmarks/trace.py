@@ -36,7 +36,7 @@ from benchmarks import bench_step, plain_peft  # noqa: E402
 from tests import pretend  # noqa: E402
 from trainer import kernels, quantization  # noqa: E402
 from trainer.base.types import Batch  # noqa: E402
-from trainer.engine.step import batch_losses  # noqa: E402
+from trainer.engine.step import Losses  # noqa: E402
 from trainer.memory_plan.op_trace import Cost, Trace  # noqa: E402
 from trainer.models import family_named  # noqa: E402
 from trainer.models.building import build  # noqa: E402
@@ -106,10 +106,11 @@ def theirs(source: ModelSource, adapter: str, storage: str, recomputed: bool) ->
 
     def step(batch: Batch) -> None:
         def loss() -> torch.Tensor:
-            return batch_losses(
-                batch, objective=frozen.objective, image_tokens=family.image_tokens, seed=0, device=CPU, predict=predict,
+            losses = Losses(
+                objective=frozen.objective, image_tokens=family.image_tokens, seed=0, device=CPU, predict=predict,
                 encode=lambda texts: batch.conditioning,
-            ).mean()  # fmt: skip
+            )  # fmt: skip
+            return losses(batch).mean()
 
         plain_peft.update(loss, optimizer, parameters, 1.0)
 

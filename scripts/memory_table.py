@@ -33,7 +33,7 @@ from trainer import kernels
 from trainer.memory_plan.dry_run import without_values
 from trainer.memory_plan.estimate import Forecast, Forecaster
 from trainer.models import FAMILIES
-from trainer.plan.run_plan import Plan, make_plan, open_source, resolve
+from trainer.plan.run_plan import RunPlan, make_plan, open_source, resolve
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT, README = ROOT / "docs" / "memory.md", ROOT / "README.md"
@@ -61,7 +61,7 @@ MODELS = tuple(Model(*of) for of in itertools.product(FAMILIES, DTYPES, ADAPTERS
 Needed = Mapping[Model, Mapping[tuple[int, int], int]]  # bytes, by (resolution, batch)
 
 
-def plan_of(model: Model, folder: Path) -> Plan:
+def plan_of(model: Model, folder: Path) -> RunPlan:
     """All other keys have their defaults. folder: for the photos."""
     photos = folder / "photos"
     if not photos.exists():
@@ -90,7 +90,7 @@ def plan_of(model: Model, folder: Path) -> Plan:
 def needed(model: Model, folder: Path, cells: tuple[tuple[int, int], ...] = CELLS) -> dict[tuple[int, int], int]:
     """Bytes that runs with this model need, each with samples of its own resolution."""
     plan = plan_of(model, folder)
-    (request,) = plan.requests
+    (request,) = plan.data.requests
     with without_values():
         forecaster = Forecaster(plan, kernels.planned("auto"))
         captions = tuple(forecaster.captions(stay=False))

@@ -118,9 +118,9 @@ def test_a_run_from_its_first_photo_to_a_sample(folder: Path, size: str, family:
     ) as run:
         told, latents = run.encode_prompts(["a plush bear"]), run.encode_images(1024, 1024, 1)
         assert latents.shape == run.batch(1024, 1024, told, 1).latents.shape
-        run.components.let_go(run.plan.family.text_encoders)
+        run.components.let_go(run.plan.model.family.text_encoders)
         update(run, (1024, 1024), (832, 1216))
-        image = run.sample(run.plan.requests[0], told, told)
+        image = run.sample(run.plan.data.requests[0], told, told)
         assert image.shape == (1, 3, 1024, 1024) and image.device == run.device
         adapter_now, _, optimizer, _, _ = run.trained
         tensors = [*adapter_now.state_dict().values()]

@@ -228,10 +228,10 @@ def test_exactly_the_masks_and_crops_that_changed_are_made_again(bench: Workbenc
             (what, *place.resized_size, *place.crop_top_left)
             for example in reader.examples.values()
             for place in (view.place(example) for view in views.every(reader.seed, example))
-            for what in (example.photo.sha256, example.photo.mask_sha256)
+            for what in (example.photo.sha256, example.photo.mask and example.photo.mask.sha256)
             if what
         }
-        masks = {example.photo.mask_sha256 for example in reader.examples.values()}
+        masks = {example.photo.mask and example.photo.mask.sha256 for example in reader.examples.values()}
         new = [sum((crop[0] in masks) == of_masks for crop in crops - known) for of_masks in (False, True)]
         assert not jitter or (new[0] > 20 and new[1] > 8)
         assert not jitter or f"cache: {new[0]} latents, {new[1]} masks and 0 texts encoded" in said

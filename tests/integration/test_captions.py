@@ -70,9 +70,12 @@ def test_every_step_sees_forms_of_its_captions(bench: Workbench, cached: bool) -
                     assert caption in ("", *run.reader.examples[occurrence.sample].captions)
                     seen.add(caption)
         assert len(seen) > 4 and "" in seen
-        variants = {text for example in run.plan.examples for text in example.captions}
-        assert all("sks plush bear" in text for text in variants) and all(len(e.captions) == 3 for e in run.plan.examples)
-        texts = len(list((bench.tmp / "cache").rglob("*.safetensors"))) - len(run.plan.examples)
+        examples = run.plan.data.examples
+        variants = {text for example in examples for text in example.captions}
+        assert all("sks plush bear" in text for text in variants) and all(
+            len(e.captions) == 3 for e in run.plan.data.examples
+        )
+        texts = len(list((bench.tmp / "cache").rglob("*.safetensors"))) - len(run.plan.data.examples)
         assert texts == (len(variants | {""}) if cached else 0), "equal variants are kept once"
 
 
@@ -98,7 +101,7 @@ def test_more_chunks_reach_the_denoiser_and_are_kept_apart(bench: Workbench) -> 
             config = configs.parse(tree(bench, "out", written(bench, f"{LONG}, {end}"), data__clip_chunks=chunks, **VARIANTS))
             with built(config) as run:
                 fingerprint = run.reader.text_fingerprint
-                caption = run.plan.examples[0].captions[0]
+                caption = run.plan.data.examples[0].captions[0]
                 keys.add(text_key(caption, fingerprint=fingerprint))
                 sequences.append(run.reader.conditioning([caption]).sequence)
                 assert fingerprint.endswith(f"{{'tokenizer': (2, {75 * chunks + 2}), 'tokenizer_2': (2, {75 * chunks + 2})}}")

@@ -115,7 +115,7 @@ def text_of(config) -> str:
     plan = make_plan(resolve(config, source), source, processes=1)
     about = About(
         name="bear", started="2026-01-01T00:00:00+00:00", step=3, epoch=1, learning_rate=1e-4, train_images=5,
-        resolution="64x64", tag_frequency=None, trigger_phrase="", seed=0, dora_base="", family={},
+        resolution="64x64", trigger_phrase="", seed=0, dora_base="", entries={},
     )  # fmt: skip
     return model_card.text(plan, about, {"diffusers": "bear.safetensors"}, [])
 

@@ -143,7 +143,7 @@ def test_files_and_samples_of_the_average_are_made_with_it(bench: Workbench, cap
             if key:
                 scale = scales[f"{key}.dora_scale"].double().flatten()
                 assert (scale / (g * w.norm(dim=1)) - 1).abs().max() < 1e-5
-        request = run.plan.requests[0]
+        request = run.plan.data.requests[0]
         pictures = {path.stem: Image.open(path) for path in (bench.tmp / "out/samples/step-00000005").iterdir()}
         assert json.loads(pictures["00_ema"].info["request"]).pop("weights") == "ema"
         assert pictures["00"].tobytes() != pictures["00_ema"].tobytes()

@@ -41,7 +41,7 @@ from trainer.memory_plan.estimate import CAPTIONS, SAMPLES, STEP, WORKER, Foreca
 from trainer.memory_plan.estimate import PHOTOS as ENCODING
 from trainer.memory_plan.op_trace import Trace
 from trainer.models.base import SampleRequest
-from trainer.plan.run_plan import Plan, make_plan, open_source, resolve
+from trainer.plan.run_plan import RunPlan, make_plan, open_source, resolve
 from trainer.quantization.table import ALL_FORMATS
 from trainer.run import loop as loops
 from trainer.run.run import make_loop
@@ -51,7 +51,7 @@ FEW = ["*attn1.to_q"]  # layers of SDXL: what is asked does not depend on how ma
 CELLS = [(family, format.dtype_name, format.backend) for family in DENOISER for format in ALL_FORMATS]
 
 
-def planned(bench: Workbench, family: str = "sdxl", **changes) -> Plan:
+def planned(bench: Workbench, family: str = "sdxl", **changes) -> RunPlan:
     config = configs.parse(bench.tree(family, **changes))
     source = open_source(config)
     return make_plan(resolve(config, source), source, processes=1)
@@ -173,7 +173,7 @@ def test_more_memory_never_means_more_recomputation(needs: list[int], memory: in
     def place(size: int) -> int:
         config = CONFIG.model_copy(update={"memory": CONFIG.memory.model_copy(update={"fit": f"{size}GiB"})})
         try:
-            fitted = suggestions.fitted(PLAN.with_config(config), dora_torch, base=None)
+            fitted = suggestions.fitted(replace(PLAN, config=config), dora_torch, base=None)
         except UserError:
             return len(places)
         return places[fitted.config.memory.gradient_checkpointing]
@@ -265,7 +265,7 @@ def test_advice_is_what_the_changed_config_would_take(bench: Workbench) -> None:
 def test_advice_where_encoding_is_the_largest_phase(bench: Workbench, largest: str, what: str, keys: dict) -> None:
     """Alone on the ladder, each is what the changed config would take; together, what is the largest phase changes."""
 
-    def encoding(**more) -> tuple[Plan, Forecast]:
+    def encoding(**more) -> tuple[RunPlan, Forecast]:
         given = {"precision__compute": "bf16", "data__enlarge": True, "data__resolution": 768, "adapter__targets": FEW}
         plan = planned(bench, **given | more)
         found = forecast(plan, dora_torch)
@@ -291,7 +291,7 @@ def test_a_change_that_helps_only_after_another_is_still_found() -> None:
         step = Stage(f"{STEP} 64x64, batch 1", {"weights": 0, "saved": saved * 2**30, "transient": 0})
         return Forecast((step, Stage(f"{SAMPLES} 64x64", {"weights": 0, "transient": 80 * 2**30})), 0, 0)
 
-    plan = replace(PLAN, requests=(SampleRequest("a", "", 64, 64, 0, 1, None),))
+    plan = replace(PLAN, data=replace(PLAN.data, requests=(SampleRequest("a", "", 64, 64, 0, 1, None),)))
     with patch.object(suggestions, "forecast", stub):
         found = stub(plan, None)
         told = suggestions.changes(plan, dora_torch, found, 4 * 2**30)
@@ -447,7 +447,10 @@ def test_large_images_pass_the_vae_in_tiles(tmp_path, monkeypatch) -> None:
                 run.components.load(component)
             told = run.encode_prompts(["a"])
             peaks = []
-            for work in (partial(run.encode_images, size, size, 1), partial(run.sample, run.plan.requests[0], told, told)):
+            for work in (
+                partial(run.encode_images, size, size, 1),
+                partial(run.sample, run.plan.data.requests[0], told, told),
+            ):
                 trace = Trace()
                 modules = run.components.model.modules.values()
                 weights = trace.enter(t for module in modules for t in (*module.parameters(), *module.buffers()))
@@ -511,7 +514,7 @@ def test_adamw8bit_is_advised_in_place_of_adamw_alone(name: str, told: bool) -> 
     config = PLAN.config.model_copy(update={"optimizer": PLAN.config.optimizer.model_copy(update={"name": name})})
     found = Forecast((Stage(f"{STEP} 64x64, batch 2", {"weights": 2**33, "optimizer": 2**34}),), 0, 0)
     with patch.object(suggestions, "forecast", lambda *_, **__: found):
-        chosen = suggestions.changes(PLAN.with_config(config), dora_torch, found, 2**32)
+        chosen = suggestions.changes(replace(PLAN, config=config), dora_torch, found, 2**32)
     assert ("optimizer.name = 'adamw8bit'" in [change.what for change in chosen]) == told
 
 

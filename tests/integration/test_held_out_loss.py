@@ -81,7 +81,7 @@ def test_it_is_the_plain_mean_squared_error_of_every_quarter(bench: Workbench, f
         measure = held_out_loss.HeldOutLoss.of(made.plan, made.components, made.reader, made.state.evaluating)
         found = measure.measure()
         assert measure.at_once == 2
-        (example,) = made.plan.held_out
+        (example,) = made.plan.data.held_out
         count = fixed_draws.FEWEST  # of one photo
         quarters: list[list[float]] = [[], [], [], []]
         batch = measure.reader[(Occurrence(0, example.sample, 0),)]
@@ -201,7 +201,7 @@ def test_it_is_planned(bench: Workbench, monkeypatch) -> None:
     monkeypatch.setattr(scratch, "_buffers", {})  # those of an earlier test may be larger
     with built(config) as made:
         measure = held_out_loss.HeldOutLoss.of(made.plan, made.components, made.reader, made.state.evaluating)
-        example = plan.measured["held_out"][0]
+        example = plan.data.measured["held_out"][0]
         batch = measure.reader[(Occurrence(0, example.sample, 0),)]
         given = batch, torch.tensor([0.1, 0.9]), torch.randn(2, *batch.latents.shape[1:])
         measure.errors(*given)

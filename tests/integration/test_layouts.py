@@ -14,12 +14,12 @@ from trainer.base.errors import UserError
 from trainer.cli.main import main
 from trainer.data.identity import fingerprint
 from trainer.plan.describe import describe
-from trainer.plan.run_plan import Plan, make_plan, open_source, resolve
+from trainer.plan.run_plan import RunPlan, make_plan, open_source, resolve
 from trainer.resume.allowed_changes import Allowance
 from trainer.resume.pins import refuse_changes
 
 
-def planned(bench: Workbench, **overrides) -> Plan:
+def planned(bench: Workbench, **overrides) -> RunPlan:
     config = configs.parse(bench.tree(**overrides))
     source = open_source(config)
     return make_plan(resolve(config, source), source, processes=1)
@@ -66,10 +66,12 @@ def test_a_run_is_the_same_from_a_folder_and_from_its_metadata(bench: Workbench,
     (photos / "bears.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = {"path": str(photos / "bears.jsonl"), "image_column": "image", "caption_column": "said"}
     table = planned(bench, data__sources=[keys])
-    assert fingerprint(table.examples) == fingerprint(plain.examples)
+    assert fingerprint(table.data.examples) == fingerprint(plain.data.examples)
     by_name = planned(bench, data__sources=[{"path": str(photos), "captions": "filename"}])
     assert [
-        name for name, digest in fingerprint(by_name.examples).items() if digest != fingerprint(plain.examples)[name]
+        name
+        for name, digest in fingerprint(by_name.data.examples).items()
+        if digest != fingerprint(plain.data.examples)[name]
     ] == ["captions"]
 
 

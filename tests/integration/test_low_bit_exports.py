@@ -17,7 +17,7 @@ import torch
 from diffusers import FluxTransformer2DModel, UNet2DConditionModel
 
 from tests.harness import DENOISER
-from trainer.adapters import Adapter, Target, export, inject
+from trainer.adapters import Adapter, Method, Target, export, inject
 from trainer.adapters.norms import Norms, RowNorms, made_for, magnitude, read_norms
 from trainer.adapters.portable import of_adapter
 from trainer.base.errors import UserError
@@ -26,7 +26,7 @@ from trainer.base.types import Link
 from trainer.kernels import dora_torch
 from trainer.models import FAMILIES
 from trainer.models.opening import open_model
-from trainer.quantization import FORMATS, FrozenConv2d, FrozenLayer, FrozenLinear, freeze_layers
+from trainer.quantization import FORMATS, FrozenConv2d, FrozenLayer, FrozenLinear, freeze_layers, storage_of_layers
 
 STOCK = {"sdxl": UNet2DConditionModel, "flux": FluxTransformer2DModel}
 LOW_BIT = ("fp8_e4m3", "fp8_e5m2", "int8", "int4", "int2", "nf4", "fp4")
@@ -100,14 +100,18 @@ def trained(models: Path, family: str, dtype: str, targets: tuple[str, ...] = ("
     """targets: parts of the names of the layers to adapt; ("",): all, Conv2d too."""
     name, source = DENOISER[family], open_model(FAMILIES[family], str(models / family))
     format = FORMATS[dtype]
-    swap = partial(freeze_layers, format=format, compute=torch.float32, unquantised=torch.float32, kernels=dora_torch)
+    choose = storage_of_layers(format=format, compute=torch.float32, unquantised=torch.float32)
+    swap = partial(freeze_layers, choose=choose, kernels=dora_torch)
     module = source.load(name, swap=swap, device=torch.device("cpu"))
     layers = {n: layer for n, layer in module.named_modules() if isinstance(layer, FrozenLayer)}
     chosen = [n for n in layers if any(part in n for part in targets)]
     adapter = inject(
-        {name: module}, [Target(name, n, rank=4, alpha=4 * SCALING) for n in chosen], linear_class=FrozenLinear,
-        conv_class=FrozenConv2d, dora=True, rslora=False, dropout=0.0, seed=7,
-    )  # fmt: skip
+        {name: module},
+        [Target(name, n, rank=4, alpha=4 * SCALING) for n in chosen],
+        bases=(FrozenLinear, FrozenConv2d),
+        method=Method(dora=True),
+        seed=7,
+    )
     fused = {name: export.fused_modules(FAMILIES[family].module_links(name, source.config(name)))}
     full = {f"{name}.{n}": layer for n, layer in layers.items()}
     beside = {n: full[n] for n in export.fused_with(adapter.targets, fused)}
@@ -353,12 +357,13 @@ def test_the_files_say_what_base_they_are_for(models: Path, tmp_path: Path) -> N
     for held, words in (({}, "before they were quantised"), ({"unet": "nf4"}, quantised)):
         about = export.About(
             name="bear", started="2025-01-01T00:00:00+00:00", step=1, epoch=1, learning_rate=1e-4, train_images=1,
-            resolution="64x64", tag_frequency={}, trigger_phrase="", seed=7, dora_base=made_for(held), family={},
+            resolution="64x64", trigger_phrase="", seed=7, dora_base=made_for(held), entries={},
         )  # fmt: skip
-        written = export.write_files(
-            partial(of_adapter, run.adapter, run.norms.now()),
-            tmp_path, "bear", about, formats=("diffusers", "comfyui"), fused=run.fused, rows=len,
-            prefixes=FAMILIES["sdxl"].kohya_prefix, norms=run.norms.now(), dora_scale="comfyui_released",
+        files = export.AdapterFiles(
+            folder=tmp_path, formats=("diffusers", "comfyui"), dora_scale="comfyui_released", fused=run.fused, rows=len,
+            prefixes=FAMILIES["sdxl"].kohya_prefix,
         )  # fmt: skip
+        own, norms = partial(of_adapter, run.adapter, run.norms.now()), run.norms.now()
+        written = export.write_files(files, "bear", about, own, norms)
         for path in written.values():
             assert words in json.loads(TensorFile(path).metadata["ss_network_args"])["dora_base"]

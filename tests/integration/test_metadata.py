@@ -68,12 +68,12 @@ def test_entries_for_one_value_are_left_out_where_there_are_several(bench: Workb
     sources = [{"path": str(PHOTOS)}, {"path": str(PHOTOS), "caption_dropout": 0.5}]
     several = bench.config(adapter__rules=rules, data__sources=sources, data__caption_dropout=0.25, schedule__warmup=2)
     with built(several) as run:
-        told = run.origin.about().training
+        told = run.origin.about().entries
     assert not {"ss_unet_lr", "ss_caption_dropout_rate"} & told.keys() and told["ss_text_encoder_lr"] == "0.0001"
     assert told["ss_lr_scheduler"] == "constant_with_warmup" and told["ss_lr_warmup_steps"] == "2"
     assert json.loads(told["ss_dataset_dirs"])["source 0"] == {"n_repeats": 1, "img_count": 5}
     with built(bench.config(run__output_dir=str(bench.tmp / "one"), data__caption_dropout=0.25)) as run:
-        told = run.origin.about().training
+        told = run.origin.about().entries
     assert (told["ss_unet_lr"], told["ss_text_encoder_lr"]) == ("0.0001", "None")
     assert told["ss_caption_dropout_rate"] == "0.25" and told["ss_lr_scheduler"] == "constant"
 

@@ -100,9 +100,7 @@ def pieces_of_a_run() -> dict[str, Any]:
     }  # fmt: skip
     source = Source(index=0, path="photos")
     photos = [
-        Example(
-            f"0/{n}.jpg", Photo(f"0/{n}.jpg", source, File("photos", f"{n}.jpg"), 64, 64, "", False, 1, "0"), (64, 64), ("",)
-        )
+        Example(f"0/{n}.jpg", Photo(f"0/{n}.jpg", source, File("photos", f"{n}.jpg"), (64, 64), "", 1, "0"), (64, 64), ("",))
         for n in range(5)
     ]
     return {

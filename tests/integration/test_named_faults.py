@@ -22,14 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.harness import DENOISER, Workbench, built, metrics_of, take_step
 from tests.integration.test_export import inputs_for
 from trainer import config as configs
-from trainer.adapters import ADAPTER_NAME, Target, inject
+from trainer.adapters import ADAPTER_NAME, Method, Target, inject
 from trainer.base.tensorfile import TensorFile, tensor_sha256, write_tensors
 from trainer.checkpoint import store
 from trainer.cli import main as cli
 from trainer.engine.step import StepResult
 from trainer.kernels import dora_torch
 from trainer.models import FAMILIES
-from trainer.quantization import ALL_FORMATS, FORMATS, FrozenConv2d, FrozenLinear
+from trainer.quantization import ALL_FORMATS, FORMATS, FrozenConv2d, FrozenLinear, Geometry
 from trainer.run import run as runs
 from trainer.runtime.jobs import Position
 
@@ -144,8 +144,7 @@ def test_sd_scripts_1078_every_dtype_of_a_payload_is_read_back_bit_equal(tmp_pat
     for format in ALL_FORMATS:
         linear = FrozenLinear(40, 24, bias=False, format=format, compute_dtype=torch.bfloat16, kernels=dora_torch)
         linear.load_weight(torch.randn(24, 40, generator=generator))
-        conv = FrozenConv2d(
-            4, 6, (3, 3), stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=1, bias=False, format=format,
+        conv = FrozenConv2d((6, 4, 3, 3), Geometry((1, 1), (1, 1), (1, 1), 1), bias=False, format=format,
             compute_dtype=torch.bfloat16, kernels=dora_torch,
         )  # fmt: skip
         conv.load_weight(torch.randn(6, 4, 3, 3, generator=generator))
@@ -414,7 +413,7 @@ def test_diffusers_7330_validation_leaves_the_adapter_as_it_is(bench: Workbench,
 
         before, values = state(), {name: (p.detach().clone(), p.grad.clone()) for name, p in named.items()}
         frozen = {name: t.dtype for name, t in run.model.modules[DENOISER[family]].state_dict().items()}
-        run.artifacts().draw_samples(Position(run.progress.step, run.plan.max_steps))
+        run.artifacts().draw_samples(Position(run.progress.step, run.plan.length.max_steps))
         assert all(run.adapter.named_parameters()[name] is named[name] for name in named)
         assert state() == before
         for name, (value, grad) in values.items():
@@ -573,9 +572,12 @@ def test_ai_toolkit_dora_depends_on_alpha_over_rank() -> None:
         layer.load_weight(torch.randn(10, 12, generator=generator))
         layer.bias.data.zero_()
         adapter = inject(
-            {"net": torch.nn.Sequential(layer)}, [Target("net", "0", 4, alpha)], linear_class=FrozenLinear,
-            conv_class=FrozenConv2d, dora=True, rslora=False, dropout=0.0, seed=0,
-        )  # fmt: skip
+            {"net": torch.nn.Sequential(layer)},
+            [Target("net", "0", 4, alpha)],
+            bases=(FrozenLinear, FrozenConv2d),
+            method=Method(dora=True),
+            seed=0,
+        )
         (adapted,) = adapter.layers.values()
         b = adapted.lora_B[ADAPTER_NAME].weight
         b.data.normal_(generator=generator)
@@ -603,7 +605,7 @@ def test_bitsandbytes_nf4_gradients_are_the_same_after_a_validation(bench: Workb
         jitter(run)
         batch = run.reader[next(run.updates())[0]]
         before = gradients(run, batch)
-        run.artifacts().draw_samples(Position(run.progress.step, run.plan.max_steps))
+        run.artifacts().draw_samples(Position(run.progress.step, run.plan.length.max_steps))
         after = gradients(run, batch)
         assert all(gradient.norm() > 0 for gradient in before.values())
         assert all(torch.equal(after[name], gradient) for name, gradient in before.items())

@@ -32,9 +32,8 @@ from trainer.checkpoint import state, store
 from trainer.cli import main as cli
 from trainer.data.batches import loader
 from trainer.data.cache import entries
-from trainer.engine import assembly
 from trainer.engine.components import Components
-from trainer.engine.step import Step, StepResult
+from trainer.engine.step import Losses, Step, StepResult
 from trainer.run import run as runs
 from trainer.runtime.jobs import Job, Position
 
@@ -74,8 +73,8 @@ SAMPLES = {"validation__every_steps": 4, "validation__prompts": ["a bear", "bear
 
 def around_losses(monkeypatch, change: Callable[[Batch, torch.Tensor], torch.Tensor]) -> None:
     """Let `change` see every micro-batch's losses, and give others."""
-    real = assembly.batch_losses
-    monkeypatch.setattr(assembly, "batch_losses", lambda batch, **more: change(batch, real(batch, **more)))
+    real = Losses.__call__
+    monkeypatch.setattr(Losses, "__call__", lambda self, batch, update=(): change(batch, real(self, batch, update)))
 
 
 def spoil(sample: str, epoch: int) -> Callable[[Batch, torch.Tensor], torch.Tensor]:

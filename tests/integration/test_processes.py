@@ -62,7 +62,7 @@ from trainer.adapters import export
 from trainer.checkpoint import store
 from trainer.data.cache import fill as caches, entries
 from trainer.base.errors import UserError
-from trainer.engine.step import Step
+from trainer.engine.step import Losses, Step
 """
 
 
@@ -226,11 +226,11 @@ def patched(bench: Workbench, patch: str) -> str:
 PATCHES = {
     # A loss that is not finite in one process only: both stop, with status 4.
     "loss": """
-real = assembly.batch_losses
-def spoilt(batch, **more):
+real = Losses.__call__
+def spoilt(self, batch, update=()):
     bad = [rank == 1 and o.epoch == 1 for o in batch.occurrences]
-    return torch.where(torch.tensor(bad), torch.nan, real(batch, **more))
-assembly.batch_losses = spoilt
+    return torch.where(torch.tensor(bad), torch.nan, real(self, batch, update))
+Losses.__call__ = spoilt
 """,
     # A process asks for a checkpoint, and later to stop.
     "usr1": """

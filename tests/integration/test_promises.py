@@ -41,7 +41,7 @@ def test_a_dora_files_header_does_not_name_sd_scripts_own_module(dora: bool, mod
     adapter = Portable({"unet.a": Factors(a, b, 4.0, magnitude=m if dora else None)})
     about = export.About(
         name="bear", started="2025-01-01T00:00:00+00:00", step=1, epoch=1, learning_rate=1e-4, train_images=5,
-        resolution="64x64", tag_frequency={}, trigger_phrase="", seed=0, family={}, dora_base="16 bit",
+        resolution="64x64", trigger_phrase="", seed=0, entries={}, dora_base="16 bit",
     )  # fmt: skip
     header = export.metadata(adapter, about, convention="magnitude")
     assert header["ss_network_module"] == module

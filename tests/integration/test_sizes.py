@@ -10,10 +10,10 @@ from tests.harness import PHOTOS, Workbench
 from trainer import config as configs
 from trainer.base.errors import UserError
 from trainer.plan.describe import describe
-from trainer.plan.run_plan import Plan, make_plan, open_source, resolve
+from trainer.plan.run_plan import RunPlan, make_plan, open_source, resolve
 
 
-def planned(bench: Workbench, **overrides) -> Plan:
+def planned(bench: Workbench, **overrides) -> RunPlan:
     config = configs.parse(bench.tree(**overrides))
     source = open_source(config)
     return make_plan(resolve(config, source), source, processes=1)
@@ -23,10 +23,10 @@ def test_every_photo_at_each_resolution_of_its_source(bench: Workbench) -> None:
     sources = [{"path": str(PHOTOS)}, {"path": str(PHOTOS), "resolution": 128, "flip": True, "caption_dropout": 0.5}]
     plan = planned(bench, data__resolution=[128, 64], data__sources=sources, validation__prompts=["a"],
                    validation__every_steps=1)  # fmt: skip
-    assert len(plan.photos) == 10 and len(plan.examples) == 15
-    assert [example.sample for example in plan.examples[:2]] == ["0/00.jpg@64", "0/00.jpg@128"]
+    assert len(plan.data.photos) == 10 and len(plan.data.examples) == 15
+    assert [example.sample for example in plan.data.examples[:2]] == ["0/00.jpg@64", "0/00.jpg@128"]
     assert plan.config.data.bucket_step == 16, "of the smallest resolution"
-    assert (plan.requests[0].width, plan.requests[0].height) == (128, 128), "of the largest"
+    assert (plan.data.requests[0].width, plan.data.requests[0].height) == (128, 128), "of the largest"
     said = describe(plan, sizes=False)
     assert "dropped with probability 0.05/0.5; flip on/off;" in said
 
@@ -39,7 +39,7 @@ def test_a_resolution_below_the_bucket_step_is_named(bench: Workbench) -> None:
 @pytest.mark.parametrize("enlarge", [False, True])
 def test_small_photos_are_told(bench: Workbench, enlarge: bool) -> None:
     plan = planned(bench, data__resolution=1024, data__enlarge=enlarge)
-    assert all(e.small and (e.bucket > (768, 768)) == enlarge for e in plan.examples if e.photo.width == e.photo.height)
+    assert all(e.small and (e.bucket > (768, 768)) == enlarge for e in plan.data.examples if e.photo.width == e.photo.height)
     said = describe(plan, sizes=False)
     how = "enlarged" if enlarge else r"trained in a smaller one (data.enlarge = true enlarges them)"
     assert f"; 5 smaller than the bucket of their shape: {how}" in said
@@ -69,7 +69,7 @@ def test_short_batches_are_told_with_what_fills_them(bench: Workbench) -> None:
     filled = planned(bench, data__sources=[{"path": str(PHOTOS), "repeats": 2}])
     assert "\n  short batches: none of 5 an epoch\n" in describe(filled, sizes=False)
     merged = planned(bench, data__short_batches="merge", data__resolution=128, data__bucket_step=16)
-    assert merged.steps_per_epoch == 3
+    assert merged.length.steps_per_epoch == 3
     assert "\n  short batches: none of 3 an epoch; merged: 3 moved to another bucket, 1 more appearances\n" in describe(
         merged, sizes=False
     )
@@ -90,9 +90,9 @@ def test_what_a_step_has_is_told(bench: Workbench, batch_size: int, accumulation
 
 def test_held_out_photos_are_told_and_not_trained_on(bench: Workbench) -> None:
     plan = planned(bench, data__held_out=2)
-    kept = [example.sample for example in plan.held_out]
-    assert len(kept) == 2 and len(plan.examples) == len(plan.photos) == 3
-    assert not {example.sample for example in plan.examples} & set(kept)
+    kept = [example.sample for example in plan.data.held_out]
+    assert len(kept) == 2 and len(plan.data.examples) == len(plan.data.photos) == 3
+    assert not {example.sample for example in plan.data.examples} & set(kept)
     said = describe(plan, sizes=False)
     assert f"\n  held out, never trained on: 2 of 5 photos: {', '.join(kept)}" in said and "data 3 images: " in said
 

@@ -20,7 +20,8 @@ from trainer.base.tensorfile import TensorFile, write_tensors
 from trainer.models import FAMILIES, loading
 from trainer.models.base import Markers
 from trainer.models.sdxl import BETAS
-from trainer.plan.run_plan import check_objective, open_source, resolve
+from trainer.plan.requirements import family_options
+from trainer.plan.run_plan import check_objective, find_objective, open_source, resolve
 
 CHOICES = dict(
     prediction="auto", zero_terminal_snr="auto", min_snr_gamma=None, timesteps="auto", shift="auto", logit_mean=0.0,
@@ -216,12 +217,11 @@ def test_fetched_files_that_say_another_objective_are_refused(bench: Workbench) 
     folder = copied(bench, "sdxl")
     config = bench.config(model__path=str(folder))
     before = open_source(config)
-    from trainer.plan.run_plan import find_objective
-
-    planned = find_objective(resolve(config, before), before)
+    options = family_options(resolve(config, before), before.family)
+    planned = find_objective(before, options)
     change_file(folder / "unet" / "diffusion_pytorch_model.safetensors", lambda t: t.update(v_pred=torch.zeros(0)))
     with pytest.raises(UserError, match=r"say v-prediction.*config epsilon-prediction.*model\.prediction"):
-        check_objective(config, open_source(config), planned)
+        check_objective(config.model.path, open_source(config), options, planned)
 
 
 # --- the channels -----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from benchmarks.divergence import RIGHT, run
 from tests.harness import Workbench, metrics_of
 from trainer.cli import main as cli
 from trainer.data.batches.loader import Reader
-from trainer.engine import assembly
+from trainer.engine.step import Losses
 from trainer.monitoring import diagnosis
 from trainer.monitoring.metrics import read_lines
 
@@ -51,7 +51,7 @@ def test_a_value_that_is_not_finite_ends_a_run_with_its_likely_cause(
     bench: Workbench, monkeypatch, capsys, cause: str, rate: float
 ) -> None:
     """Exit status 4, with the verdict of a run that has diverged. What latents are is no rate's doing."""
-    owner, name = {"latents": (Reader, "__getitem__"), "loss": (assembly, "batch_losses")}[cause]
+    owner, name = {"latents": (Reader, "__getitem__"), "loss": (Losses, "__call__")}[cause]
     real, calls = getattr(owner, name), itertools.count(1)
 
     def spoilt(*given, **more):

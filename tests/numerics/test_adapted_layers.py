@@ -18,13 +18,13 @@ from tests.harness import DENOISER, PHOTOS, Workbench, built, take_step
 from tests.integration.test_export import inputs_for
 from tests.numerics.test_step_oracle import GRADIENT_TOLERANCE
 from trainer import optim
-from trainer.adapters import ADAPTER_NAME, Rates, Target, inject
+from trainer.adapters import ADAPTER_NAME, Method, Rates, Target, inject
 from trainer.adapters.dora import LARGE_BIAS
 from trainer.adapters.layers import SharedInput
 from trainer.base.errors import UserError
 from trainer.kernels import choose, decode, dora_torch
 from trainer.kernels import scratch as scratch_module
-from trainer.quantization import ALL_FORMATS, FORMATS, Format, FrozenConv2d, FrozenLinear, freeze_layers
+from trainer.quantization import ALL_FORMATS, FORMATS, Format, FrozenConv2d, FrozenLinear, freeze_layers, storage_of_layers
 
 FORMAT_IDS = [f.name for f in ALL_FORMATS]
 
@@ -34,7 +34,7 @@ def network(format: Format, compute: torch.dtype = torch.float32, seed: int = 0)
     g = torch.Generator().manual_seed(seed)
     model = nn.Sequential(nn.Conv2d(6, 8, 3, padding=1), nn.Flatten(2), nn.Linear(25, 40), nn.Linear(40, 7, bias=False))
     weights = {name: torch.randn(p.shape, generator=g) / p[0].numel() ** 0.5 for name, p in model.named_parameters()}
-    freeze_layers(model, format=format, compute=compute, unquantised=torch.float32, kernels=dora_torch)
+    freeze_layers(model, storage_of_layers(format=format, compute=compute, unquantised=torch.float32), dora_torch)
     for name, layer in model.named_children():
         if f"{name}.weight" in weights:
             layer.load_weight(weights[f"{name}.weight"])
@@ -45,9 +45,12 @@ def network(format: Format, compute: torch.dtype = torch.float32, seed: int = 0)
 
 def with_adapter(model: nn.Module, *, dora: bool = True, rank: int = 3, names=("0", "2", "3"), g=None):
     adapter = inject(
-        {"net": model}, [Target("net", name, rank, 2.0) for name in names], linear_class=FrozenLinear,
-        conv_class=FrozenConv2d, dora=dora, rslora=False, dropout=0.0, seed=0,
-    )  # fmt: skip
+        {"net": model},
+        [Target("net", name, rank, 2.0) for name in names],
+        bases=(FrozenLinear, FrozenConv2d),
+        method=Method(dora=dora),
+        seed=0,
+    )
     jitter(adapter)
     return adapter
 
@@ -224,9 +227,12 @@ def test_norms_are_refreshed_before_the_blocks_forward() -> None:
     """By the hook of the innermost owner: inside a forward nothing is stale any more."""
     model = nn.Sequential(network(FORMATS["fp8_e4m3"]), nn.Identity())
     adapter = inject(
-        {"net": model}, [Target("net", f"0.{name}", 2, 2.0) for name in ("0", "2")], linear_class=FrozenLinear,
-        conv_class=FrozenConv2d, dora=True, rslora=False, dropout=0.0, seed=0,
-    )  # fmt: skip
+        {"net": model},
+        [Target("net", f"0.{name}", 2, 2.0) for name in ("0", "2")],
+        bases=(FrozenLinear, FrozenConv2d),
+        method=Method(dora=True),
+        seed=0,
+    )
     adapter.refresh_before({"net": model, "net.0": model[0]})
     seen = []
     model[0][1].register_forward_pre_hook(lambda *_: seen.append([x.stale for x in adapter.layers.values()]))
@@ -284,7 +290,7 @@ PEAK = """
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
-from trainer.adapters import Target, inject
+from trainer.adapters import Method, Target, inject
 from trainer.kernels import dora_torch
 from trainer.quantization import FORMATS, FrozenConv2d, FrozenLinear
 
@@ -310,8 +316,7 @@ print(peak(frozen))
 ours = nn.Sequential(FrozenLinear(n, n, **common))
 ours[0].payload_weight.normal_(generator=torch.Generator().manual_seed(0))
 ours[0].bias.data.zero_()
-adapter = inject({"net": ours}, [Target("net", "0", 8, 8.0)], linear_class=FrozenLinear, conv_class=FrozenConv2d,
-                 dora=True, rslora=False, dropout=0.0, seed=0)
+adapter = inject({"net": ours}, [Target("net", "0", 8, 8.0)], bases=(FrozenLinear,), method=Method(dora=True), seed=0)
 print(peak(ours, adapter))
 theirs = nn.Sequential(nn.Linear(n, n).bfloat16())
 print(peak(inject_adapter_in_model(LoraConfig(r=8, use_dora=True, target_modules=["0"]), theirs)))
@@ -505,12 +510,13 @@ def test_layers_that_are_off_are_not_refreshed() -> None:
 
 def test_grouped_convolutions_are_refused() -> None:
     model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=2))
-    freeze_layers(model, format=FORMATS["fp32"], compute=torch.float32, unquantised=torch.float32, kernels=dora_torch)
+    freeze_layers(
+        model, storage_of_layers(format=FORMATS["fp32"], compute=torch.float32, unquantised=torch.float32), dora_torch
+    )
     with pytest.raises(UserError, match=r"net\.0 is a grouped convolution \(groups = 2\)"):
         inject(
-            {"net": model}, [Target("net", "0", 2, 2.0)], linear_class=FrozenLinear, conv_class=FrozenConv2d, dora=True,
-            rslora=False, dropout=0.0, seed=0,
-        )  # fmt: skip
+            {"net": model}, [Target("net", "0", 2, 2.0)], bases=(FrozenLinear, FrozenConv2d), method=Method(dora=True), seed=0
+        )
 
 
 def test_choice_of_kernels() -> None:
@@ -634,8 +640,11 @@ def test_shared_outputs_are_never_stale() -> None:
 def test_adapters_with_dropout_do_not_share() -> None:
     model = network(FORMATS["fp32"])
     adapter = inject(
-        {"net": model}, [Target("net", "2", 2, 2.0), Target("net", "3", 2, 2.0)], linear_class=FrozenLinear,
-        conv_class=FrozenConv2d, dora=False, rslora=False, dropout=0.5, seed=0,
-    )  # fmt: skip
+        {"net": model},
+        [Target("net", "2", 2, 2.0), Target("net", "3", 2, 2.0)],
+        bases=(FrozenLinear, FrozenConv2d),
+        method=Method(dora=False, dropout=0.5),
+        seed=0,
+    )
     adapter.share_inputs("net", [("2", "3")])
     assert not any(layer.shared.applies(torch.randn(2, 25)) for layer in adapter.layers.values())

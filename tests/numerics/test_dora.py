@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from trainer.adapters.dora import LARGE_BIAS, Part, is_drowned, scale_rows
 from trainer.adapters.dora import adapted as adapted_layers
 from trainer.kernels import dora_torch
-from trainer.quantization import FORMATS, FrozenConv2d, FrozenLayer, FrozenLinear
+from trainer.quantization import FORMATS, FrozenConv2d, FrozenLayer, FrozenLinear, Geometry
 from trainer.quantization.formats import Dense
 
 # Unit roundoff: half the distance from 1 to the next number.
@@ -44,8 +44,7 @@ def frozen_linear(n, k, bias, storage, compute, g: torch.Generator) -> FrozenLin
 
 
 def frozen_conv(n, k, kernel, stride, padding, bias, storage, compute, g: torch.Generator) -> FrozenConv2d:
-    layer = FrozenConv2d(
-        k, n, kernel, stride=stride, padding=padding, dilation=(1, 1), groups=1, bias=bias, format=FORMATS[storage],
+    layer = FrozenConv2d((n, k, *kernel), Geometry(stride, padding, (1, 1), 1), bias=bias, format=FORMATS[storage],
         compute_dtype=compute, kernels=dora_torch,
     )  # fmt: skip
     return fill(layer, torch.randn(layer.weight_shape, generator=g) / layer.weight_shape[1:].numel() ** 0.5, g)
@@ -270,8 +269,7 @@ def test_gradcheck(conv: bool, dora: bool, bias: bool) -> None:
     g = torch.Generator().manual_seed(0)
     format = Dense("fp64", torch.float64)
     if conv:
-        layer = FrozenConv2d(
-            3, 5, (3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 1), groups=1, bias=bias, format=format,
+        layer = FrozenConv2d((5, 3, 3, 2), Geometry((2, 1), (1, 0), (1, 1), 1), bias=bias, format=format,
             compute_dtype=torch.float64, kernels=dora_torch,
         )  # fmt: skip
         x = torch.randn(2, 3, 5, 4, generator=g)
@@ -452,8 +450,7 @@ def test_dropout_masks_the_low_rank_path_only(conv: bool) -> None:
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_16_bit_dilated_convolution_stays_within_the_envelope(compute: torch.dtype, channels_last: bool) -> None:
     g = torch.Generator().manual_seed(0)
-    layer = FrozenConv2d(
-        16, 24, (3, 3), stride=(1, 2), padding=(2, 1), dilation=(2, 1), groups=1, bias=True, format=FORMATS["fp8_e4m3"],
+    layer = FrozenConv2d((24, 16, 3, 3), Geometry((1, 2), (2, 1), (2, 1), 1), bias=True, format=FORMATS["fp8_e4m3"],
         compute_dtype=compute, kernels=dora_torch,
     )  # fmt: skip
     fill(layer, torch.randn(layer.weight_shape, generator=g) / 12, g)

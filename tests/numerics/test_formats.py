@@ -13,7 +13,16 @@ from tests.harness import Workbench, built, take_step
 from trainer.checkpoint import state
 from trainer.kernels import dora_torch
 from trainer.plan.run_plan import open_source, resolve
-from trainer.quantization import ALL_FORMATS, FORMATS, Format, FrozenLayer, formats, formats_of, freeze_layers
+from trainer.quantization import (
+    ALL_FORMATS,
+    FORMATS,
+    Format,
+    FrozenLayer,
+    formats,
+    formats_of,
+    freeze_layers,
+    storage_of_layers,
+)
 from trainer.resume.pins import pin_quantization
 
 QUANTISED = [f for f in ALL_FORMATS if f.quantised]
@@ -151,9 +160,10 @@ def test_which_layers_are_quantised(format: Format) -> None:
         with torch.device("meta"):
             module = nn.ModuleDict({"a": nn.Linear(6, 4), "wo": nn.Linear(4, 6), "conv": nn.Conv2d(3, 5, 3)})
         freeze_layers(
-            module, format=format, compute=compute, unquantised=torch.bfloat16, kernels=dora_torch, keep=keep,
-            keep_fp32=keep_fp32,
-        )  # fmt: skip
+            module,
+            storage_of_layers(format=format, compute=compute, unquantised=torch.bfloat16, keep=keep, keep_fp32=keep_fp32),
+            dora_torch,
+        )
         return {name: layer.format.name for name, layer in module.named_modules() if isinstance(layer, FrozenLayer)}
 
     by_row = format.backend == "native" or (format.backend == "quanto" and format.dtype_name not in ("int4", "int2"))

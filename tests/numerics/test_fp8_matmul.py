@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.numerics.test_adapted_layers import LargestAllocation
 from tests.numerics.test_dora import NAMES, adapted, every_way, factors, frozen_linear, norm_of, oracle
 from trainer import kernels
-from trainer.adapters import Target, inject
+from trainer.adapters import Method, Target, inject
 from trainer.adapters.dora import Part
 from trainer.adapters.dora import adapted as adapted_layers
 from trainer.base.types import StoredWeight
@@ -330,9 +330,12 @@ def network(names: str, rank: int = 4):
     """Layers [64, 48] by name and their DoRA adapter, moved off its start."""
     model = nn.ModuleDict({name: scaled_linear(64, 48, bias=True, seed=i) for i, name in enumerate(names)})
     adapter = inject(
-        {"net": model}, [Target("net", name, rank, 2.0) for name in names], linear_class=FrozenLinear,
-        conv_class=FrozenConv2d, dora=True, rslora=False, dropout=0.0, seed=0,
-    )  # fmt: skip
+        {"net": model},
+        [Target("net", name, rank, 2.0) for name in names],
+        bases=(FrozenLinear, FrozenConv2d),
+        method=Method(dora=True),
+        seed=0,
+    )
     with torch.no_grad():
         for name, parameter in adapter.named_parameters().items():
             if name.endswith("lora_B.weight"):

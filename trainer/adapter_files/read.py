@@ -325,20 +325,17 @@ class OpenedCheckpoint:
         stem: of the files' names; left out: the run's name. sample: for the thumbnail.
         """
         shapes = self.model.full_layers(self.components)
-        return export.write_files(
-            self.portable,
-            folder,
-            stem or self.about.name,
-            self.about,
+        files = export.AdapterFiles(
+            folder=folder,
             formats=self.formats,
+            dora_scale=self.dora_scale,
             fused={name: self.model.modules(name) for name in self.components},
             prefixes=self.model.family.kohya_prefix,
             rows=lambda name: shapes[name][0],
-            norms=self.norms,
-            dora_scale=self.dora_scale,
             not_in_sd_scripts=self.model.family.not_in_sd_scripts,
-            thumbnail=thumbnail(sample, THUMBNAIL) if sample else "",
         )
+        picture = thumbnail(sample, THUMBNAIL) if sample else ""
+        return export.write_files(files, stem or self.about.name, self.about, self.portable, self.norms, thumbnail=picture)
 
 
 def open_checkpoint(folder: Path) -> OpenedCheckpoint:

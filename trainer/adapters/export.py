@@ -13,7 +13,7 @@ Nothing here reads a frozen weight: what a DoRA's files need of them is their ro
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,20 +43,16 @@ METADATA_OF_KEYS = (
 )  # fmt: skip
 # Of kohya's programs, the module that a file with a DoRA is of. That of a LoRA is the family's.
 DORA_MODULE = "lycoris.kohya"
-# Lines of a change in mid-run ("KIND: ...") that are no more than numbers.
-COUNTED = ("photos", "micro-batches in an update")
 # Of ss_network_args, what is about a DoRA.
 DORA_ARGS = ("dora_wd", "wd_on_output", "dora_scale", "dora_base")
 
 
 @dataclass(frozen=True)
 class About:
-    """What an adapter file says of its origin. None: not known.
+    """What an adapter file says of its origin.
 
     started: ISO time of the run's first start; never the present time. dora_base: which weights a DoRA's files are made for.
-    changes: what was changed in mid-run, as Progress has it. average: of the weights over which updates; "" for no average.
-    started_from: the file that the run started from, {"file", "sha256"}; empty where it started anew.
-    training: further `ss_*` entries, as kohya's trainer writes them. licence: its name, "" where none was given.
+    average: of the weights over which updates; "" for no average. entries: further ones of the header, as they stand there.
     """
 
     name: str
@@ -64,18 +60,13 @@ class About:
     step: int
     epoch: int
     learning_rate: float
-    train_images: int | None
+    train_images: int
     resolution: str
-    tag_frequency: Mapping[str, int] | None
     trigger_phrase: str
     seed: int
     dora_base: str
-    family: Mapping[str, str]
-    changes: Sequence[Mapping[str, Any]] = ()
+    entries: Mapping[str, str]
     average: str = ""
-    started_from: Mapping[str, str] = field(default_factory=dict)
-    training: Mapping[str, str] = field(default_factory=dict)
-    licence: str = ""
 
 
 def file_names(stem: str, formats: Sequence[str] = FORMATS) -> dict[str, str]:
@@ -84,34 +75,43 @@ def file_names(stem: str, formats: Sequence[str] = FORMATS) -> dict[str, str]:
     return {format: name for format, name in names.items() if format in formats}
 
 
+@dataclass(frozen=True, kw_only=True)
+class AdapterFiles:
+    """The files that a run makes of its adapter, and how it makes them.
+
+    formats: of FORMATS. dora_scale: what the magnitudes of the kohya file mean. fused: as `modules` of `kohya_tensors`;
+    prefixes, rows: as there. not_in_sd_scripts: as a family has them.
+    """
+
+    folder: Path
+    formats: Sequence[str]
+    dora_scale: DoraScale
+    fused: Mapping[str, Sequence[Link]]
+    prefixes: Mapping[str, str]
+    rows: Callable[[str], int]
+    not_in_sd_scripts: Sequence[str] = ()
+    write: Write = write_atomic
+
+
 def write_files(
-    portable: Callable[[DoraScale], Portable],
-    folder: Path,
+    files: AdapterFiles,
     stem: str,
     about: About,
-    *,
-    formats: Sequence[str],
-    fused: Mapping[str, Sequence[Link]],
-    prefixes: Mapping[str, str],
-    rows: Callable[[str], int],
+    portable: Callable[[DoraScale], Portable],
     norms: AllNorms,
-    dora_scale: DoraScale,
-    not_in_sd_scripts: Sequence[str] = (),
+    *,
     thumbnail: str = "",
     advance: Advance = unheard,
-    write: Write = write_atomic,
 ) -> dict[str, Path]:
-    """Write a run's adapter files to `folder`; returns them by format ("diffusers", "comfyui").
+    """Write a run's adapter files; returns them by format ("diffusers", "comfyui").
 
-    fused, prefixes, rows, norms: what `kohya_tensors` takes as modules, prefixes, rows and norms.
-
-    portable: the adapter, with magnitudes of the meaning asked for. thumbnail: a small picture as a data URI.
-    not_in_sd_scripts: as a family has them.
+    portable: the adapter, with magnitudes of the meaning asked for. norms: what `kohya_tensors` takes. thumbnail: a small
+    picture as a data URI.
     advance: counts layers made ready, of each file, and gets 0 for a piece of one that was written.
     Raises NonFiniteError where a tensor is not finite, NotTrained where no update has reached it, and writes nothing then.
     """
-    written = {format: folder / name for format, name in file_names(stem, formats).items()}
-    meanings: dict[str, DoraScale] = {"diffusers": "magnitude", "comfyui": dora_scale}
+    written = {format: files.folder / name for format, name in file_names(stem, files.formats).items()}
+    meanings: dict[str, DoraScale] = {"diffusers": "magnitude", "comfyui": files.dora_scale}
     made = {format: portable(meanings[format]) for format in written}
     for adapter in made.values():
         adapter.check_finite(advance)
@@ -127,11 +127,15 @@ def write_files(
             tensors = diffusers_tensors(adapter, advance)
             fields = metadata(adapter, about, convention="magnitude") | diffusers_metadata(adapter)
         else:
-            tensors = kohya_tensors(adapter, modules=fused, prefixes=prefixes, rows=rows, norms=norms, advance=advance)
-            fields = metadata(adapter, about, convention=f"{dora_scale}: {DORA_SCALE_MEANING[dora_scale]}")
-            fields |= {sd_scripts.ENTRY: said} if (said := sd_scripts.left_out_phrase(adapter, not_in_sd_scripts)) else {}
+            tensors = kohya_tensors(
+                adapter, modules=files.fused, prefixes=files.prefixes, rows=files.rows, norms=norms, advance=advance
+            )
+            fields = metadata(adapter, about, convention=f"{files.dora_scale}: {DORA_SCALE_MEANING[files.dora_scale]}")
+            fields |= (
+                {sd_scripts.ENTRY: said} if (said := sd_scripts.left_out_phrase(adapter, files.not_in_sd_scripts)) else {}
+            )
         fields |= {"modelspec.thumbnail": thumbnail} if thumbnail else {}
-        write_tensors(path, tensors, with_hash(tensors, fields, advance), lambda count: advance(0), write)
+        write_tensors(path, tensors, with_hash(tensors, fields, advance), lambda count: advance(0), files.write)
     return written
 
 
@@ -359,13 +363,8 @@ def metadata(adapter: Portable, about: About, *, convention: str) -> dict[str, s
     trigger = about.trigger_phrase
     if len({t.rank for t in targets}) > 1 or len({t.alpha for t in targets}) > 1:
         args |= {"per_layer_rank": "True"}
-    known: dict[str, str] = {}
-    if about.train_images is not None:
-        known["ss_num_train_images"] = str(about.train_images)
-    if about.tag_frequency is not None:
-        known["ss_tag_frequency"] = json.dumps({"captions": dict(sorted(about.tag_frequency.items()))}, ensure_ascii=False)
     return {
-        **known,
+        "ss_num_train_images": str(about.train_images),
         "ss_network_dim": str(fields["r"]),
         "ss_network_alpha": f"{fields['lora_alpha']:g}",
         "ss_network_args": json.dumps(args, sort_keys=True),
@@ -379,18 +378,8 @@ def metadata(adapter: Portable, about: About, *, convention: str) -> dict[str, s
         "modelspec.title": about.name,
         "modelspec.date": about.started.partition("T")[0],  # the day: equal runs of one day are equal bytes
         "modelspec.resolution": resolution,
-        **about.family,
-        "ss_network_module": DORA_MODULE if adapter.dora else about.family.get("ss_network_module", "networks.lora"),
-        **about.training,
+        **about.entries,
+        "ss_network_module": DORA_MODULE if adapter.dora else about.entries.get("ss_network_module", "networks.lora"),
         **({"modelspec.trigger_phrase": trigger, "modelspec.usage_hint": f"Trigger: {trigger}"} if trigger else {}),
-        **({"modelspec.license": about.licence} if about.licence else {}),
         **({"average": about.average} if about.average else {}),
-        **({"started_from": json.dumps(dict(about.started_from), sort_keys=True)} if about.started_from else {}),
-        **({"changed_in_mid_run": json.dumps([_told(c) for c in about.changes], sort_keys=True)} if about.changes else {}),
     }
-
-
-def _told(change: Mapping[str, Any]) -> dict[str, Any]:
-    """A change in mid-run without what may be private (names of photos, values of keys): what it was of, and counts."""
-    kinds = [line if (kind := line.partition(": ")[0]) in COUNTED else kind for line in change["what"]]
-    return {"step": change["step"], "epoch": change["epoch"], "what": kinds}

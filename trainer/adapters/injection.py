@@ -6,6 +6,7 @@ The only file that knows PEFT's experimental hook for custom layers (`LoraConfig
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -17,24 +18,28 @@ from trainer.base.errors import UserError
 from trainer.base.files import Advance, unheard
 
 
+@dataclass(frozen=True)
+class Method:
+    """How an adapter computes. dropout: of its inputs, in training."""
+
+    dora: bool
+    rslora: bool = False
+    dropout: float = 0.0
+
+
 def inject(
     components: Mapping[str, nn.Module],
     targets: Sequence[Target],
     *,
-    linear_class: type[nn.Module],
-    conv_class: type[nn.Module],
-    dora: bool,
-    rslora: bool,
-    dropout: float,
+    method: Method,
+    bases: tuple[type[nn.Module], ...],
     seed: int,
     advance: Advance = unheard,
 ) -> Adapter:
     """Put one adapter on every target, in place; everything else is frozen.
 
-    linear_class, conv_class: the frozen base layers (protocols.BaseLayer) that carry them.
+    bases: classes of the frozen base layers (protocols.BaseLayer) that carry them. seed: of their first values.
     Raises UserError for a grouped convolution, whose rows see different inputs.
-    A is drawn from U(-1/sqrt(K), 1/sqrt(K)) (kaiming_uniform with a = sqrt(5), PEFT's choice) by the layer's name, so that
-    it does not depend on which other layers are adapted. B is zero, m is the norm of the dequantised weight.
     advance: counts layers.
     """
     from peft import LoraConfig, inject_adapter_in_model
@@ -66,18 +71,29 @@ def inject(
         mine = [target for target in targets if target.component == component]
         # An exact match of whole names: a list would match suffixes.
         pattern = "|".join(re.escape(target.name) for target in mine)
-        config = LoraConfig(r=1, target_modules=pattern, use_dora=dora, use_rslora=rslora, lora_dropout=dropout)
-        config._register_custom_module({linear_class: build, conv_class: build})
+        config = LoraConfig(
+            r=1, target_modules=pattern, use_dora=method.dora, use_rslora=method.rslora, lora_dropout=method.dropout
+        )
+        config._register_custom_module(dict.fromkeys(bases, build))
         inject_adapter_in_model(config, module, ADAPTER_NAME)
-        for name, value in lora_config(mine, dora=dora, rslora=rslora).items():
+        for name, value in lora_config(mine, dora=method.dora, rslora=method.rslora).items():
             setattr(config, name, value)
         layers |= {f"{component}.{target.name}": module.get_submodule(target.name) for target in mine}
+    assert all(isinstance(layer, AdaptedLayer) for layer in layers.values())
+    _draw(layers, seed)
+    return Adapter(layers, {f"{t.component}.{t.name}": t for t in targets}, dora=method.dora, rslora=method.rslora)
+
+
+def _draw(layers: Mapping[str, nn.Module], seed: int) -> None:
+    """Give the adapters their first values.
+
+    A is drawn from U(-1/sqrt(K), 1/sqrt(K)) (kaiming_uniform with a = sqrt(5), PEFT's choice) by the layer's name, so that
+    it does not depend on which other layers are adapted. B is zero, m is the norm of the dequantised weight.
+    """
     for name, layer in layers.items():
-        assert isinstance(layer, AdaptedLayer), name
         a = layer.lora_A[ADAPTER_NAME].weight
         bound = 1 / math.sqrt(a.flatten(1).shape[1])
         generator = draws.generator(seed, "init", name)
         with torch.no_grad():
             a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
         layer.mark_stale()
-    return Adapter(layers, {f"{t.component}.{t.name}": t for t in targets}, dora=dora, rslora=rslora)

@@ -71,8 +71,8 @@ def read_adapter(
     if unknown:
         keys = [key for stem in unknown for key in stems[stem].values()]
         raise UserError(f"{file.path} has keys of no layer that the model has: {some(keys)}")
-    said = config_beside(file.path, stems) or _said_alphas(file)
     result = ReadAdapter(Portable({}, _meaning(file), dict(file.metadata)))
+    reader = _Reader(file, config_beside(file.path, stems) or _said_alphas(file), result.alphas, advice)
     layers: dict[str, Factors] = {}
     by_layer: dict[str, str] = {}
     for stem, keys in stems.items():
@@ -83,7 +83,7 @@ def read_adapter(
             by_layer[part] = stem
         rows = [shapes[part][0] for part in module.parts]
         shape = (sum(rows), *shapes[module.parts[0]][1:])
-        whole = _module(file, stem, keys, module, shape, said, result, advice)
+        whole = reader.module(stem, keys, module, shape)
         parts, form = split(whole, rows, swap=module.link.swap)
         result.conventions[module.convention] += 1
         if form:
@@ -108,86 +108,95 @@ def _meaning(file: TensorFile) -> DoraScale:
     return "comfyui_released" if isinstance(said, str) and said.startswith("comfyui_released") else "magnitude"
 
 
-def _module(
-    file: TensorFile, stem: str, keys: Mapping[str, str], module: Module, shape: tuple[int, ...], said: Said,
-    result: ReadAdapter, advice: str,
-) -> Factors:  # fmt: skip
-    """shape: of the module's weight."""
+@dataclass(frozen=True)
+class _Reader:
+    """Reads the modules of one file. said: what its scales are. alphas: counts where they come from. advice: as of
+    `read_adapter`."""
 
-    def wrong(what: str) -> UserError:
-        return UserError(f"{file.path}: {stem!r} {what}")
+    file: TensorFile
+    said: Said
+    alphas: Counter[str]
+    advice: str
 
-    absent = [role for role in "ab" if role not in keys]
-    if absent:
-        names = {"a": "A (lora_A, lora_down)", "b": "B (lora_B, lora_up)"}
-        raise wrong(f"has no {names[absent[0]]}, only {some(sorted(keys.values()))}; it is not whole")
-    if "magnitude" in keys and "dora_scale" in keys:
-        raise wrong("has lora_magnitude_vector and dora_scale; which of them counts is not known")
-    for key in keys.values():
-        if not file.entries[key].dtype.is_floating_point:
-            raise wrong(f"holds {file.entries[key].dtype} in {key!r} where numbers are floating point")
-    a, b = _stored(file, keys["a"]), _stored(file, keys["b"])
-    rank, rows = (a.shape or (0,))[0], (b.shape or (0,))[0]
-    if max(rank, *b.shape[1:2]) > MOST_RANK:
-        raise wrong(f"has rank {max(rank, *b.shape[1:2])}, and {MOST_RANK} is the most that is read; the file is damaged")
-    kernel = [1] * (len(shape) - 2)
-    wanted_a, wanted_b = (rank, *shape[1:]), (shape[0], rank, *kernel)
-    # 1x1 convolutions are kept as Linears by some, and the other way round.
-    if rank < 1 or not _same_but_ones(a.shape, wanted_a) or not _same_but_ones(b.shape, wanted_b):
-        raise wrong(
-            f"has A {list(a.shape)} and B {list(b.shape)}, which do not fit each other and the layer's weight {list(shape)} "
-            f"({rows} rows); the file is for a model of another size, or damaged{advice}"
-        )
-    a, b = _shaped(a, wanted_a), _shaped(b, wanted_b)
-    factors = Factors(a, b, *_alpha(file, keys, stem, module, rank, said, result))
-    if m := keys.get("magnitude") or keys.get("dora_scale"):
-        factors = replace(factors, **_magnitude(file, m, "magnitude" in keys, shape, wrong))
-    return factors
+    def wrong(self, stem: str, what: str) -> UserError:
+        return UserError(f"{self.file.path}: {stem!r} {what}")
 
+    def module(self, stem: str, keys: Mapping[str, str], module: Module, shape: tuple[int, ...]) -> Factors:
+        """shape: of the module's weight."""
+        absent = [role for role in "ab" if role not in keys]
+        if absent:
+            names = {"a": "A (lora_A, lora_down)", "b": "B (lora_B, lora_up)"}
+            raise self.wrong(stem, f"has no {names[absent[0]]}, only {some(sorted(keys.values()))}; it is not whole")
+        if "magnitude" in keys and "dora_scale" in keys:
+            raise self.wrong(stem, "has lora_magnitude_vector and dora_scale; which of them counts is not known")
+        for key in keys.values():
+            if not self.file.entries[key].dtype.is_floating_point:
+                raise self.wrong(stem, f"holds {self.file.entries[key].dtype} in {key!r} where numbers are floating point")
+        a, b = _stored(self.file, keys["a"]), _stored(self.file, keys["b"])
+        rank, rows = (a.shape or (0,))[0], (b.shape or (0,))[0]
+        if max(rank, *b.shape[1:2]) > MOST_RANK:
+            raise self.wrong(
+                stem, f"has rank {max(rank, *b.shape[1:2])}, and {MOST_RANK} is the most that is read; the file is damaged"
+            )
+        kernel = [1] * (len(shape) - 2)
+        wanted_a, wanted_b = (rank, *shape[1:]), (shape[0], rank, *kernel)
+        # 1x1 convolutions are kept as Linears by some, and the other way round.
+        if rank < 1 or not _same_but_ones(a.shape, wanted_a) or not _same_but_ones(b.shape, wanted_b):
+            raise self.wrong(
+                stem,
+                f"has A {list(a.shape)} and B {list(b.shape)}, which do not fit each other and the layer's weight "
+                f"{list(shape)} ({rows} rows); the file is for a model of another size, or damaged{self.advice}",
+            )
+        a, b = _shaped(a, wanted_a), _shaped(b, wanted_b)
+        factors = Factors(a, b, *self.alpha(stem, keys, module, rank))
+        if m := keys.get("magnitude") or keys.get("dora_scale"):
+            factors = replace(factors, **self.magnitude(stem, m, "magnitude" in keys, shape))
+        return factors
 
-def _alpha(
-    file: TensorFile, keys: Mapping[str, str], stem: str, module: Module, rank: int, said: Said, result: ReadAdapter
-) -> tuple[float, bool]:
-    """(alpha, whether the scale is rsLoRA's)."""
-    if isinstance(said, PeftConfig):
+    def alpha(self, stem: str, keys: Mapping[str, str], module: Module, rank: int) -> tuple[float, bool]:
+        """(alpha, whether the scale is rsLoRA's)."""
+        if isinstance(self.said, PeftConfig):
+            if "alpha" in keys:
+                raise self.said.wrong(
+                    f"gives the alphas, and the file has {keys['alpha']!r}: which of them counts is not known"
+                )
+            self.alphas["in PEFT's adapter_config.json"] += 1
+            return self.said.alpha(stem, rank, dora="magnitude" in keys or "dora_scale" in keys), self.said.rslora
         if "alpha" in keys:
-            raise said.wrong(f"gives the alphas, and the file has {keys['alpha']!r}: which of them counts is not known")
-        result.alphas["in PEFT's adapter_config.json"] += 1
-        return said.alpha(stem, rank, dora="magnitude" in keys or "dora_scale" in keys), said.rslora
-    if "alpha" in keys:
-        entry = file.entries[keys["alpha"]]
-        if math.prod(entry.shape) != 1:
-            raise UserError(f"{file.path}: {keys['alpha']!r} has shape {list(entry.shape)}, an alpha is one number")
-        alpha = float(file.read(keys["alpha"]).double().reshape(()))
-        if not math.isfinite(alpha) or alpha == 0:
-            raise UserError(f"{file.path}: {keys['alpha']!r} is {alpha}, not a number to scale by")
-        result.alphas["beside the module"] += 1
-        return alpha, False
-    component, _, name = module.parts[0].partition(".")
-    if component in said:
-        config = said[component]
-        pattern = next((p for p in config["patterns"] if p[0] == name or (not p[2] and name.endswith(f".{p[0]}"))), None)
-        result.alphas["in the metadata"] += 1
-        return config["alpha"] if pattern is None else pattern[1], config["rslora"]
-    result.alphas[NO_ALPHA] += 1
-    return float(rank), False
+            entry = self.file.entries[keys["alpha"]]
+            if math.prod(entry.shape) != 1:
+                raise UserError(f"{self.file.path}: {keys['alpha']!r} has shape {list(entry.shape)}, an alpha is one number")
+            alpha = float(self.file.read(keys["alpha"]).double().reshape(()))
+            if not math.isfinite(alpha) or alpha == 0:
+                raise UserError(f"{self.file.path}: {keys['alpha']!r} is {alpha}, not a number to scale by")
+            self.alphas["beside the module"] += 1
+            return alpha, False
+        component, _, name = module.parts[0].partition(".")
+        if component in self.said:
+            config = self.said[component]
+            pattern = next((p for p in config["patterns"] if p[0] == name or (not p[2] and name.endswith(f".{p[0]}"))), None)
+            self.alphas["in the metadata"] += 1
+            return config["alpha"] if pattern is None else pattern[1], config["rslora"]
+        self.alphas[NO_ALPHA] += 1
+        return float(rank), False
 
-
-def _magnitude(file: TensorFile, key: str, peft: bool, shape: tuple[int, ...], wrong) -> dict[str, Any]:
-    stored, rows, columns = _stored(file, key), shape[0], shape[1]
-    ones = (1,) * (len(shape) - 2)
-    outputs = [(rows,), (1, rows, *ones)] if peft else [(rows, 1, *ones), (rows, 1)]
-    axis: Axis
-    if stored.shape in outputs:
-        axis, length = "output", rows
-    elif not peft and stored.shape in [(1, columns, *ones), (1, columns)]:
-        axis, length = "input", columns
-    else:
-        raise wrong(
-            f"has a magnitude of shape {list(stored.shape)}; in kohya's keys it is [{rows}, 1] of the output axis or "
-            f"[1, {columns}] of the input axis, in PEFT's [{rows}]"
-        )
-    return {"magnitude": derived(stored, (length,), lambda t: t.reshape(-1)), "axis": axis}
+    def magnitude(self, stem: str, key: str, peft: bool, shape: tuple[int, ...]) -> dict[str, Any]:
+        """Fields of Factors: the magnitude and its axis. peft: whether the key is of PEFT."""
+        stored, rows, columns = _stored(self.file, key), shape[0], shape[1]
+        ones = (1,) * (len(shape) - 2)
+        outputs = [(rows,), (1, rows, *ones)] if peft else [(rows, 1, *ones), (rows, 1)]
+        axis: Axis
+        if stored.shape in outputs:
+            axis, length = "output", rows
+        elif not peft and stored.shape in [(1, columns, *ones), (1, columns)]:
+            axis, length = "input", columns
+        else:
+            raise self.wrong(
+                stem,
+                f"has a magnitude of shape {list(stored.shape)}; in kohya's keys it is [{rows}, 1] of the output axis or "
+                f"[1, {columns}] of the input axis, in PEFT's [{rows}]",
+            )
+        return {"magnitude": derived(stored, (length,), lambda t: t.reshape(-1)), "axis": axis}
 
 
 def _stored(file: TensorFile, key: str) -> Recipe:

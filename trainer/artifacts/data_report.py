@@ -17,7 +17,6 @@ from trainer.data.images.views import View
 from trainer.data.scan import strict_problem
 from trainer.data.sources import Photo, noted
 from trainer.data.threads import in_threads
-from trainer.plan.describe import data_lines
 from trainer.plan.run_plan import DataPlan
 
 Sections = dict[str, dict[str, Any]]  # as report/page.py takes them
@@ -28,9 +27,9 @@ PICTURE_PX, JPEG_QUALITY = 200, 80
 VARIANTS = 8  # of a caption beside its picture
 
 
-def strict_problems(plan: DataPlan, said: captions.CaptionReport) -> list[tuple[str, str]]:
+def strict_problems(data: DataPlan, said: captions.CaptionReport) -> list[tuple[str, str]]:
     """(photo, reason) of every caption that data.strict_captions = true refuses."""
-    photos = ((photo, photo.caption if photo.has_caption else None) for photo in plan.scanned.photos)
+    photos = ((photo, photo.caption if photo.has_caption else None) for photo in data.scanned.photos)
     found = [(printable(photo.sample), why) for photo, caption in photos if (why := strict_problem(photo.source, caption))]
     return found + [
         (printable(sample), f"too long for {encoder}, which reads {said.tokens[encoder].limit} tokens")
@@ -39,44 +38,44 @@ def strict_problems(plan: DataPlan, said: captions.CaptionReport) -> list[tuple[
     ]
 
 
-def text(plan: DataPlan, said: captions.CaptionReport) -> str:
-    """What the start of a run prints about its data, and what strict mode would refuse."""
-    problems = strict_problems(plan, said)
+def text(data: DataPlan, lines: Sequence[str], said: captions.CaptionReport) -> str:
+    """`lines`, and what strict mode would refuse."""
+    problems = strict_problems(data, said)
     strict = [f"  {sample}: {why}" for sample, why in problems[:ROWS]] + [f"  {line}" for line in _more(problems)]
     count = f"{len(problems)} problem{'' if len(problems) == 1 else 's'}"
     refused = [f"data.strict_captions = true would refuse these captions: {count}", *strict] if problems else []
-    return "\n".join([*data_lines(plan), str(said), *refused])
+    return "\n".join([*lines, str(said), *refused])
 
 
-def sections(plan: DataPlan, said: captions.CaptionReport, phases: Phases = QUIET) -> Sections:
-    """The sections of the page. said: of the same plan. Reads the pictured photos again."""
-    photos = {photo.sample: photo for photo in plan.scanned.photos}
-    notes = noted(plan.scanned.photos)
-    held_out = dict.fromkeys(example.photo.sample for example in plan.held_out)
+def sections(data: DataPlan, lines: Sequence[str], said: captions.CaptionReport, phases: Phases = QUIET) -> Sections:
+    """The sections of the page. lines: as `data_lines` gives. said: of the same data. Reads the pictured photos again."""
+    photos = {photo.sample: photo for photo in data.scanned.photos}
+    notes = noted(data.scanned.photos)
+    held_out = dict.fromkeys(example.photo.sample for example in data.held_out)
     found: Sections = {
         "Damaged": {
             "columns": ("file and reason",),
-            "rows": [(problem,) for problem in plan.scanned.damaged],
+            "rows": [(problem,) for problem in data.scanned.damaged],
             "notes": [
                 "A run is refused until these are repaired or removed. The rest of this page is about the other photos."
             ],
         },
-        "In short": {"text": "\n".join([*data_lines(plan), str(said)])},
-        "Buckets": _buckets(plan),
+        "In short": {"text": "\n".join([*lines, str(said)])},
+        "Buckets": _buckets(data),
         "Tokens of captions": _tokens(said),
-        "What strict mode would refuse": _table(("photo", "why"), strict_problems(plan, said)),
+        "What strict mode would refuse": _table(("photo", "why"), strict_problems(data, said)),
         "Near duplicates": _table(
-            ("group", "photo", "pixels", "bytes", "used"), _alike_rows(plan.alike, set(held_out)), notes=_alike_notes(plan)
+            ("group", "photo", "pixels", "bytes", "used"), _alike_rows(data.alike, set(held_out)), notes=_alike_notes(data)
         ),
-        "Smaller than the bucket of their shape": _table(("photo", "pixels", "trained at", "enlarged"), _small_rows(plan)),
+        "Smaller than the bucket of their shape": _table(("photo", "pixels", "trained at", "enlarged"), _small_rows(data)),
         "Held out": _table(("never trained on", "pixels"), ((printable(name), _pixels(photos[name])) for name in held_out)),
         "Notes": _table(("photo", "note"), ((name, note) for note, names in notes.items() for name in names)),
         "Left out": {
             "columns": ("file", "why"),
-            "rows": [(printable(what), why) for what, why in plan.scanned.left_out],
+            "rows": [(printable(what), why) for what, why in data.scanned.left_out],
             "folded": True,
         },
-        **_pictures(plan, said, phases),
+        **_pictures(data, said, phases),
     }
     return {title: section for title, section in found.items() if any(section.get(k) for k in ("text", "pictures", "rows"))}
 
@@ -90,20 +89,20 @@ def _more(rows: Sequence[Any]) -> list[str]:
     return [f"and {len(rows) - ROWS:,} more"] if len(rows) > ROWS else []
 
 
-def _buckets(plan: DataPlan) -> dict[str, Any]:
-    size, merges = plan.config.data.batch_size, plan.config.data.short_batches == "merge"
-    counts, left = short_batches.appearances(plan.examples), short_batches.short(plan.examples, batch_size=size)
+def _buckets(data: DataPlan) -> dict[str, Any]:
+    size, merges = data.config.batch_size, data.config.short_batches == "merge"
+    counts, left = short_batches.appearances(data.examples), short_batches.short(data.examples, batch_size=size)
     photos: dict[tuple[int, int], int] = {}
-    for example in plan.examples:
+    for example in data.examples:
         photos[example.bucket] = photos.get(example.bucket, 0) + 1
     rows = [
         (_by(bucket), photos[bucket], count, -(-count // size), size if merges else left.get(bucket, size))
         for bucket, count in sorted(counts.items())
     ]
-    every = sampler.batches_per_epoch(plan.examples, batch_size=size)
+    every = sampler.batches_per_epoch(data.examples, batch_size=size)
     notes = [f"{every:,} batches an epoch, of {size} photos."]
     if left and not merges:
-        below, factor = short_batches.would_fill(plan.examples, batch_size=size)
+        below, factor = short_batches.would_fill(data.examples, batch_size=size)
         notes.append(
             f"Batches that are not full: {len(left)}. They are filled by data.batch_size = {below}, by {factor} x the "
             "repeats, or by data.short_batches = 'merge'."
@@ -132,24 +131,24 @@ def _alike_rows(groups: Sequence[Sequence[Photo]], held_out: set[str]) -> Iterat
             yield number, printable(photo.sample), _pixels(photo), again, used
 
 
-def _alike_notes(plan: DataPlan) -> list[str]:
-    if not plan.alike:
+def _alike_notes(data: DataPlan) -> list[str]:
+    if not data.alike:
         return []
     return ["Duplicates count several times in the training. Keep one photo of each group, unless you want that."]
 
 
-def _small_rows(plan: DataPlan) -> Iterator[tuple[str, str, str, str]]:
-    for example in plan.examples:
+def _small_rows(data: DataPlan) -> Iterator[tuple[str, str, str, str]]:
+    for example in data.examples:
         if example.small:
             (width, height), photo = example.bucket, example.photo
             scale = max(width / photo.width, height / photo.height)
             yield printable(example.sample), _pixels(photo), _by(example.bucket), f"{scale:.2f} x" if scale > 1 else "no"
 
 
-def _pictures(plan: DataPlan, said: captions.CaptionReport, phases: Phases) -> Sections:
+def _pictures(data: DataPlan, said: captions.CaptionReport, phases: Phases) -> Sections:
     """All photos, those that are held out apart; of more than PICTURES the first of each bucket."""
     members: dict[tuple[bool, tuple[int, int]], list[Example]] = {}
-    for examples, held_out in ((plan.examples, False), (plan.held_out, True)):
+    for examples, held_out in ((data.examples, False), (data.held_out, True)):
         for example in examples:
             members.setdefault((held_out, example.bucket), []).append(example)
     each = _share([len(mine) for mine in members.values()])
@@ -162,9 +161,9 @@ def _pictures(plan: DataPlan, said: captions.CaptionReport, phases: Phases) -> S
         for (_, held_out), picture in zip(shown, made, strict=True):
             (apart if held_out else trained).append(picture)
             phase.advance()
-    left = len(plan.examples) + len(plan.held_out) - len(shown)
+    left = len(data.examples) + len(data.held_out) - len(shown)
     note = f"The first photos of each bucket are pictured, {len(shown):,} in all; {left:,} more are not pictured."
-    paths = [source.path for source in plan.config.data.sources]
+    paths = [source.path for source in data.config.sources]
     named = "; ".join(f'{number}/ is "{printable(path)}"' for number, path in enumerate(paths))
     notes = [f"A name begins with the number of its source: {named}.", *([note] if left else [])]
     return {

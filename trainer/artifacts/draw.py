@@ -31,6 +31,7 @@ from trainer.models.base import SampleRequest
 from trainer.models.loading import ModelSource
 from trainer.plan import run_plan, storage
 from trainer.plan.data_sources import resolutions
+from trainer.plan.requirements import family_options
 from trainer.plan.run_plan import ModelPlan, fetched, find_objective, open_source, resolve
 from trainer.report.before_after import scaled, table
 from trainer.resume.initial_adapter import Start
@@ -101,15 +102,16 @@ def draw(
     model = NamedModel(source.family, config.model.path, source.config, source)
     opened = [(open_adapter(path, [model]), strength) for path, strength in adapters]
     portable, strength = as_one(opened)
+    config = _as_read(config, portable)
     plan = _plan(config, source, portable)
-    peers = start_processes(plan.config)
+    peers = start_processes(config)
     for doubt in (doubt for each, _ in opened for doubt in each.doubts):
         peers.say(f"warning: {doubt}")
-    chosen = kernels.choose(plan.config.adapter.kernels, peers.device)
+    fused = kernels.choose(config.adapter.kernels, peers.device)
     plan = fetched(plan, peers, phases)
-    components = Components(plan, kernels=chosen, digests=FileDigests(phases=phases), processes=peers, phases=phases)
+    components = Components(plan, kernels=fused, digests=FileDigests(phases=phases), processes=peers, phases=phases)
     told = _conditionings(components, [text for asked in requests for text in (asked.prompt, asked.negative)])
-    adapter = _loaded(components, portable, peers.say)
+    adapter = _loaded(config, components, portable, peers.say)
 
     def sample(asked: AskedSample):
         if adapter is None:
@@ -166,24 +168,28 @@ def _summed(parts: Sequence[tuple[Factors, float]]) -> Factors:
     return Factors(derived(wide_a, shape_a, a), derived(wide_b, shape_b, b), float(rank))
 
 
-def _plan(config: Config, source: ModelSource, portable: Portable | None) -> ModelPlan:
-    """Its adapter is what was read."""
-    family = source.family
-    targets = tuple(portable.targets) if portable else ()
+def _as_read(config: Config, portable: Portable | None) -> Config:
+    """The config whose adapter is what was read."""
     options = {"type": "dora" if portable and portable.dora else "lora", "rslora": bool(portable and portable.rslora)}
     options |= {"dropout": 0.0}
-    config = config.model_copy(update={"adapter": config.adapter.model_copy(update=options)})
+    return config.model_copy(update={"adapter": config.adapter.model_copy(update=options)})
+
+
+def _plan(config: Config, source: ModelSource, portable: Portable | None) -> ModelPlan:
+    family, options = source.family, family_options(config, source.family)
+    targets = tuple(portable.targets) if portable else ()
     stored = storage.storages(config, family)
     source.check_tokenizers()
     for component in stored.values():
         storage.check(source, component)
     return ModelPlan(
-        config=config,
         source=source,
         storage=stored,
-        objective=find_objective(config, source),
+        objective=find_objective(source, options),
+        options=options,
         targets=targets,
         cache_text=not any(target.component in family.text_encoders for target in targets),
+        converted=config.model.cache_dir,
     )
 
 
@@ -197,17 +203,19 @@ def _conditionings(components: Components, texts: list[str]) -> Callable[[str], 
     return lambda text: family.collate([made[text]]).to(components.model.device)
 
 
-def _loaded(components: Components, portable: Portable | None, say: Callable[[str], object]) -> Adapter | None:
+def _loaded(
+    config: Config, components: Components, portable: Portable | None, say: Callable[[str], object]
+) -> Adapter | None:
     """What draws, in memory, with the adapter in its layers."""
     plan, family = components.plan, components.family
-    for name in (family.denoiser, *(() if plan.cache_text else family.text_encoders), family.vae):
+    for name in (*plan.in_steps, family.vae):
         components.load(name)
     if portable is None:
         for module in components.model.modules.values():
             module.eval()
         few_tokens_in_fp32(components.model.modules[family.denoiser], family.attention, components.model.device)
         return None
-    adapter, norms = build_adapter(components, Pieces(None))
+    adapter, norms = build_adapter(config, components, Pieces(None))
     Start("the adapter", "", portable).apply(adapter, norms, lambda line: None)
     return adapter
 

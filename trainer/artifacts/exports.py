@@ -29,7 +29,7 @@ from trainer.engine.encoding import prompt_conditioning
 from trainer.monitoring import weight_change
 from trainer.monitoring.diagnosis import is_line, judge
 from trainer.monitoring.metrics import read_lines
-from trainer.plan.run_plan import Plan
+from trainer.plan.run_plan import RunPlan
 from trainer.report import LiveReport
 from trainer.report.before_after import write_before_after
 from trainer.runtime.context import RunContext
@@ -40,7 +40,7 @@ from trainer.runtime.jobs import Position
 class Artifacts:
     """Made by the main process; the others wait."""
 
-    plan: Plan
+    plan: RunPlan
     components: Components
     reader: Reader
     state: TrainState
@@ -57,7 +57,7 @@ class Artifacts:
     def set_aside(self) -> None:
         """Write the averages as they are now beside the earlier ones."""
         step, made = self.state.progress.step, partial(products, self.state.adapter)
-        epoch = self.plan.epoch_of(step)
+        epoch = self.plan.length.epoch_of(step)
         # Seen to its end whatever signal comes, as a checkpoint is: the later ones go on from here.
         with self.context.phases("setting averages aside", unit="B", obey=False) as phase:
             snapshots.write(self.context.layout.averages, step, epoch, self.state.averages, made, phase.advance)
@@ -65,7 +65,7 @@ class Artifacts:
     def draw_samples(self, at: Position) -> None:
         """Draw the step's samples, unless an earlier start did. A stop leaves them to the next start."""
         self.show(at)  # what is new by now need not wait until they are drawn
-        components, requests, folder = self.components, self.plan.requests, self.context.layout.samples_of(at.step)
+        components, requests, folder = self.components, self.plan.data.requests, self.context.layout.samples_of(at.step)
         if not at.fresh and folder.exists():
             return
         weights = self.state.weights_for_use()
@@ -112,6 +112,16 @@ class Artifacts:
         about = self.origin.about()
         adapter, weights, layout = state.adapter, state.weights_for_use(), self.context.layout
         count = len(adapter.layers) * (len(config.export.formats) + adapter.dora) * len(weights)
+        files = export.AdapterFiles(
+            folder=layout.adapters,
+            formats=config.export.formats,
+            dora_scale=config.export.dora_scale,
+            fused=plan.model.fused,
+            prefixes=plan.model.family.kohya_prefix,
+            rows=lambda name: components.layer(name).weight_shape[0],
+            not_in_sd_scripts=plan.model.family.not_in_sd_scripts,
+            write=write,
+        )
         written = {}
         with self.context.phases("exporting", count, "layer") as phase:
             for ending, used in weights.items():
@@ -121,20 +131,13 @@ class Artifacts:
                     norms = state.norms.now(phase.advance)
                     own = partial(of_adapter, adapter, norms, advance=lambda count: phase.check())
                     made = export.write_files(
-                        own,
-                        layout.adapters,
+                        files,
                         stem + ending,
                         replace(about, average=described(config.ema.kind, config.ema.decay) if ending else ""),
-                        formats=config.export.formats,
-                        fused=plan.model.fused,
-                        prefixes=plan.family.kohya_prefix,
-                        rows=lambda name: components.layer(name).weight_shape[0],
-                        norms=norms,
-                        dora_scale=config.export.dora_scale,
-                        not_in_sd_scripts=plan.family.not_in_sd_scripts,
+                        own,
+                        norms,
                         thumbnail=thumbnail(drawn, THUMBNAIL) if drawn else "",
                         advance=phase.advance,
-                        write=write,
                     )
                 written |= {format + (", average" if ending else ""): path for format, path in made.items()}
         return written

@@ -16,14 +16,14 @@ from trainer.base.files import FileGroup
 from trainer.base.pictures import asked_of, at_full_strength, is_sound, pngs
 from trainer.base.run_layout import AVERAGE, Layout
 from trainer.base.templates import environment
-from trainer.plan.run_plan import Plan
+from trainer.plan.run_plan import RunPlan
 
 TEMPLATES = Path(__file__).parent / "templates"
 PLACEHOLDER = "BASE_MODEL"
 PICTURE = re.compile(rf"\d+({AVERAGE})?\.png")  # of a run
 
 
-def write_card(plan: Plan, about: About, layout: Layout, written: Mapping[str, Path], files: FileGroup) -> str:
+def write_card(plan: RunPlan, about: About, layout: Layout, written: Mapping[str, Path], files: FileGroup) -> str:
     """Write the card, and the samples of the present step that it shows. written: the adapter files, by format.
 
     Replaces nothing that a run did not write. Returns what is to be said about that, "" where there is nothing.
@@ -52,7 +52,7 @@ def is_own(card: Path) -> bool:
     return bool(mark) and card.read_bytes() == f"{said}{_seal(said)}".encode()
 
 
-def base_model(plan: Plan) -> str | None:
+def base_model(plan: RunPlan) -> str | None:
     """Hub id of the model that the adapter was trained on; None where that is not known.
 
     Of a model from a folder or a file only the config can tell it: an architecture has many models, and many licences. Nor is
@@ -64,7 +64,7 @@ def base_model(plan: Plan) -> str | None:
     return repository.hub_id if repository is not None and not plan.model.source.overrides else None
 
 
-def text(plan: Plan, about: About, files: Mapping[str, str], samples: Sequence[Path]) -> str:
+def text(plan: RunPlan, about: About, files: Mapping[str, str], samples: Sequence[Path]) -> str:
     """The whole card. files: names by format, the average's by "FORMAT, average". samples: PNGs that tell what was asked."""
     drawn = {file.name: asked_of(file) for file in samples}
     objective = plan.model.objective
@@ -109,9 +109,9 @@ def _number(asked: Mapping[str, Any], key: str) -> str:
     return f"{asked[key]:g}" if key in asked else ""
 
 
-def _arguments(plan: Plan, about: About) -> list[str]:
+def _arguments(plan: RunPlan, about: About) -> list[str]:
     """What a pipeline takes to draw the first sample at full strength, in Python."""
-    request = next((request for request in plan.requests if request.strength == 1), None)
+    request = next((request for request in plan.data.requests if request.strength == 1), None)
     if request is None:
         return [repr(about.trigger_phrase or "a photo")]
     # The negative is given where it is empty, too: a pipeline may take none for something else than the empty text.
@@ -126,9 +126,9 @@ def _arguments(plan: Plan, about: About) -> list[str]:
     ]
 
 
-def _trained(plan: Plan, about: About) -> dict[str, Any]:
-    config, photos = plan.config, [photo for photo in plan.photos if not photo.source.regularisation]
-    priors = len(plan.photos) - len(photos)
+def _trained(plan: RunPlan, about: About) -> dict[str, Any]:
+    config, photos = plan.config, [photo for photo in plan.data.photos if not photo.source.regularisation]
+    priors = len(plan.data.photos) - len(photos)
     ranks, alphas = ({getattr(target, key) for target in plan.model.targets} for key in ("rank", "alpha"))
     stored = {name: plan.model.storage[name].format.dtype_name for name in plan.model.adapted}
     return {
@@ -136,7 +136,7 @@ def _trained(plan: Plan, about: About) -> dict[str, Any]:
         + (f"; {priors} regularisation images" if priors else ""),
         "resolution": about.resolution,
         "steps": f"{about.step}, the last one in epoch {about.epoch}",
-        "images in a step": config.data.batch_size * config.step.accumulation * plan.processes,
+        "images in a step": config.data.batch_size * config.step.accumulation * plan.length.processes,
         "adapted layers": f"{len(plan.model.targets)}, of rank {_range(ranks)} and alpha {_range(alphas)}",
         "base stored as": ", ".join(f"{name} {dtype}" for name, dtype in stored.items()),
         "computed in": config.precision.compute,

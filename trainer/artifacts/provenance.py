@@ -16,10 +16,18 @@ from trainer.adapters import Adapter
 from trainer.adapters.export import About
 from trainer.checkpoint.state import Progress
 from trainer.data.captions import captions
-from trainer.plan.run_plan import Plan
+from trainer.plan.run_plan import RunPlan
 from trainer.resume.initial_adapter import Start
 
 SEVERAL = object()  # in place of the one value that kohya's entry has room for
+# Lines of a change in mid-run ("KIND: ...") that are no more than numbers.
+COUNTED = ("photos", "micro-batches in an update")
+
+
+def _told(change: Mapping[str, Any]) -> dict[str, Any]:
+    """A change in mid-run without what may be private (names of photos, values of keys): what it was of, and counts."""
+    kinds = [line if (kind := line.partition(": ")[0]) in COUNTED else kind for line in change["what"]]
+    return {"step": change["step"], "epoch": change["epoch"], "what": kinds}
 
 
 def _one(values: set) -> Any:
@@ -32,44 +40,47 @@ class Origin:
     """The origin of a run's adapter. made_for: which weights a DoRA's files are made for (norms.made_for). start: what the
     run started from."""
 
-    plan: Plan
+    plan: RunPlan
     progress: Progress
     adapter: Adapter
     made_for: str
     start: Start
 
-    # Once: every checkpoint asks for them, and photos may be many.
-    @cached_property
-    def _frequency(self) -> dict[str, int]:
-        return captions.frequency(self.plan.examples)
-
+    # Once: every checkpoint asks for it, and photos may be many.
     @cached_property
     def _triggers(self) -> str:
-        return ", ".join(captions.triggers(self.plan.examples))
+        return ", ".join(captions.triggers(self.plan.data.examples))
 
     def about(self) -> About:
         """What adapter files of the present step say of their origin."""
-        plan, config, family = self.plan, self.plan.config, self.plan.family
-        sizes = {resolution for photo in plan.photos for resolution in photo.source.resolutions}
-        prediction = getattr(plan.model.objective, "prediction", "velocity")
+        plan, config = self.plan, self.plan.config
+        sizes = {resolution for photo in plan.data.photos for resolution in photo.source.resolutions}
         return About(
             name=config.run.name,
             started=self.progress.started,
             step=self.progress.step,
-            epoch=plan.epoch_of(self.progress.step),
+            epoch=plan.length.epoch_of(self.progress.step),
             learning_rate=config.optimizer.lr,
-            train_images=sum(photo.repeats for photo in plan.photos if not photo.source.regularisation),
+            train_images=sum(photo.repeats for photo in plan.data.photos if not photo.source.regularisation),
             resolution=", ".join(f"{size}x{size}" for size in sorted(sizes)),
-            tag_frequency=self._frequency,
             trigger_phrase=config.export.trigger_phrase or self._triggers,
             seed=config.run.seed,
             dora_base=self.made_for,
-            changes=self.progress.changes,
-            started_from=self.start.lineage(),
-            family=family.metadata(plan.model.source.config(family.denoiser), prediction),
-            training=self._training,
-            licence=config.export.license,
+            entries=self._entries(),
         )
+
+    def _entries(self) -> dict[str, str]:
+        """Of the header, what is not about the step: of the family, of kohya's trainer, and where the weights come from."""
+        plan, family, changes = self.plan, self.plan.model.family, self.progress.changes
+        prediction = getattr(plan.model.objective, "prediction", "velocity")
+        entries = {**family.metadata(plan.model.source.config(family.denoiser), prediction), **self._training}
+        if plan.config.export.license:
+            entries["modelspec.license"] = plan.config.export.license
+        if lineage := self.start.lineage():
+            entries["started_from"] = json.dumps(lineage, sort_keys=True)
+        if changes:
+            entries["changed_in_mid_run"] = json.dumps([_told(change) for change in changes], sort_keys=True)
+        return entries
 
     @cached_property
     def _training(self) -> dict[str, str]:
@@ -84,15 +95,15 @@ class Origin:
         warmup = optim.steps_of(schedule.warmup, self.progress.total_steps)
         rates: tuple[set, set] = set(), set()  # of the denoiser, of the encoders
         for target in plan.model.targets:
-            encodes = target.component != plan.family.denoiser
+            encodes = target.component != plan.model.family.denoiser
             rates[encodes].add(target.lr if target.lr is not None else (of_encoders if encodes else rate))
         began = datetime.fromisoformat(self.progress.started).replace(hour=0, minute=0, second=0, microsecond=0)
-        counts = Counter(example.bucket for example in plan.examples for _ in range(example.photo.repeats))
+        counts = Counter(example.bucket for example in plan.data.examples for _ in range(example.photo.repeats))
         buckets = {
             str(index): {"resolution": list(bucket), "count": counts[bucket]} for index, bucket in enumerate(sorted(counts))
         }
         folders: tuple[dict, dict] = {}, {}
-        for photo in plan.photos:
+        for photo in plan.data.photos:
             entry = {"n_repeats": photo.repeats, "img_count": 0}
             entry = folders[photo.source.regularisation].setdefault(f"source {photo.source.index}", entry)
             entry["img_count"] += 1
@@ -100,11 +111,11 @@ class Origin:
                 entry.pop("n_repeats", None)
         entries = {
             "training_started_at": began.timestamp(),
-            "max_train_steps": plan.max_steps,
-            "num_epochs": plan.epoch_of(plan.max_steps),
-            "num_reg_images": sum(photo.repeats for photo in plan.photos if photo.source.regularisation),
+            "max_train_steps": plan.length.max_steps,
+            "num_epochs": plan.length.epoch_of(plan.length.max_steps),
+            "num_reg_images": sum(photo.repeats for photo in plan.data.photos if photo.source.regularisation),
             "batch_size_per_device": config.data.batch_size,
-            "total_batch_size": config.data.batch_size * config.step.accumulation * plan.processes,
+            "total_batch_size": config.data.batch_size * config.step.accumulation * plan.length.processes,
             "optimizer": config.optimizer.name,
             "unet_lr": _one(rates[0]),
             "text_encoder_lr": _one(rates[1]),
@@ -112,7 +123,7 @@ class Origin:
             "lr_warmup_steps": warmup,
             "mixed_precision": {"fp32": "no"}.get(config.precision.compute, config.precision.compute),
             "max_grad_norm": config.step.max_grad_norm,
-            "caption_dropout_rate": _one({photo.source.caption_dropout for photo in plan.photos}),
+            "caption_dropout_rate": _one({photo.source.caption_dropout for photo in plan.data.photos}),
             "noise_offset": objective.noise_offset or None,
             "min_snr_gamma": objective.min_snr_gamma if objective.weighting == "min_snr" else None,
             "enable_bucket": True,
@@ -120,7 +131,9 @@ class Origin:
             "dataset_dirs": json.dumps(folders[False]),
             "reg_dataset_dirs": json.dumps(folders[True]),
         }
-        return {f"ss_{key}": str(value) for key, value in entries.items() if value is not SEVERAL}
+        tags = {"captions": dict(sorted(captions.frequency(plan.data.examples).items()))}
+        told = {f"ss_{key}": str(value) for key, value in entries.items() if value is not SEVERAL}
+        return told | {"ss_tag_frequency": json.dumps(tags, ensure_ascii=False)}
 
     def state_dict(self) -> Mapping[str, Any]:
         """The origin, for whoever makes adapter files of the checkpoint. about: of its files. family, configs: of the
@@ -128,7 +141,7 @@ class Origin:
         plan = self.plan
         return {
             "about": asdict(self.about()),
-            "family": plan.family.name,
+            "family": plan.model.family.name,
             "configs": {name: plan.model.source.config(name) for name in plan.model.adapted},
             "alphas": [[name, target.alpha] for name, target in self.adapter.targets.items()],
         }

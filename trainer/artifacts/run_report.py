@@ -10,16 +10,23 @@ from trainer.artifacts.data_report import sections
 from trainer.checkpoint.state import Progress
 from trainer.engine.components import Components
 from trainer.engine.encoding import report_captions
-from trainer.plan.run_plan import Plan
+from trainer.plan.describe import data_lines
+from trainer.plan.run_plan import RunPlan
 from trainer.report import LiveReport
 from trainer.resume.initial_adapter import Start
 from trainer.runtime.context import RunContext
 
 
 def report_of(
-    plan: Plan, components: Components, context: RunContext, progress: Progress, start: Start, *, contents: Mapping[str, str],
+    plan: RunPlan,
+    components: Components,
+    context: RunContext,
+    progress: Progress,
+    start: Start,
+    *,
+    contents: Mapping[str, str],
     environment: Mapping[str, Any],
-) -> LiveReport:  # fmt: skip
+) -> LiveReport:
     """The report of a run. contents: digests of the model's files, by component. environment: what the run depends on
     besides them (pins.pin_environment)."""
     processes = context.processes
@@ -30,7 +37,7 @@ def report_of(
     return LiveReport(
         context.layout,
         name=config.run.name,
-        total=plan.max_steps,
+        total=plan.length.max_steps,
         begun=progress.step,
         levers=optim.levers(config.optimizer.name),
         kicker=f"Training report: {kind} of {sizes}, {targets}, for {config.model.path}",
@@ -48,11 +55,12 @@ def report_of(
     )
 
 
-def _data(plan: Plan, components: Components) -> dict[str, dict[str, Any]]:
-    return sections(plan, report_captions(plan, components.model), components.phases)
+def _data(plan: RunPlan, components: Components) -> dict[str, dict[str, Any]]:
+    said = report_captions(plan.data, components.family, components.model)
+    return sections(plan.data, data_lines(plan.config, plan.data, plan.length), said, components.phases)
 
 
-def _lineage(plan: Plan, progress: Progress, start: Start, contents: Mapping[str, str]) -> dict[str, str]:
+def _lineage(plan: RunPlan, progress: Progress, start: Start, contents: Mapping[str, str]) -> dict[str, str]:
     told = {"begun": progress.started.replace("T", " ").replace("+00:00", " UTC"), "base model": plan.config.model.path}
     told |= {f"{name}, SHA-256": digest for name, digest in contents.items()}
     if start.path:

@@ -40,7 +40,8 @@ def pace_of(ends: Sequence[float]) -> float | None:
 class Phase:
     """One piece of work under way. done: units so far, `before` of them in an earlier start. total: of how many, None where
     that is not known. fields: what its lines say in place of how much is done, where who does the work knows more. pace:
-    seconds of a unit, where that one knows better than the average of all. around: the phase in which this one is.
+    seconds of a unit, where that one knows better than the average of all. every: seconds between two of its lines where no
+    terminal is, None where it is not shown. around: the phase in which this one is.
 
     advance, check: raise what the run's `check` raises (Interrupted) once it should stop.
     """
@@ -53,8 +54,7 @@ class Phase:
         *,
         before: int = 0,
         check: Callable[[], None],
-        show: bool,
-        every: float = LINE_SECONDS,
+        every: float | None,
         around: Phase | None = None,
     ) -> None:
         self.name, self.total, self.unit, self.before, self.done = name, total, unit, before, before
@@ -62,9 +62,9 @@ class Phase:
         self.pace: float | None = None
         self._check, self._around = check, around
         self.began = time.monotonic()
-        self._live = show and moves(sys.stderr)
-        self._every = LIVE_SECONDS if self._live else every
-        self._next_line = self.began + (LIVE_AFTER if self._live else LONG_SECONDS) if show else float("inf")
+        self._live = every is not None and moves(sys.stderr)
+        self._every = LIVE_SECONDS if self._live else every or 0.0
+        self._next_line = self.began + (LIVE_AFTER if self._live else LONG_SECONDS) if every is not None else float("inf")
 
     def advance(self, count: int = 1) -> None:
         """`count` more units are done."""
@@ -185,7 +185,7 @@ class Phases:
         started, finished = time.time(), False
         check = self.check if obey else lambda: None
         around = self._under_way[-1] if self._under_way else None
-        phase = Phase(name, total, unit, before=before, check=check, show=self.show, every=self.every, around=around)
+        phase = Phase(name, total, unit, before=before, check=check, every=self.every if self.show else None, around=around)
         self._under_way.append(phase)
         try:
             check()

@@ -13,6 +13,7 @@ from trainer.data.scan import refuse_damaged
 from trainer.engine.components import tokenizers_alone
 from trainer.engine.encoding import report_captions
 from trainer.plan.data_sources import read_sources
+from trainer.plan.describe import data_lines
 from trainer.plan.requirements import family_options
 from trainer.plan.run_plan import open_source, plan_data, resolve
 from trainer.report import write_data_report
@@ -40,16 +41,17 @@ def report_data(config: Config, out: Path | None = None) -> int:
         refuse_damaged(scanned)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        plan = plan_data(config, source.family, processes=processes, phases=phases, scanned=scanned)
+        data, length = plan_data(config, source.family, processes=processes, phases=phases, scanned=scanned)
     except UserError:
         refuse_damaged(scanned)
         raise
-    said = report_captions(plan, tokenizers_alone(source, family_options(config, source.family)))
-    write(data_report.text(plan, said))
+    said = report_captions(data, source.family, tokenizers_alone(source, family_options(config, source.family)))
+    lines = data_lines(config, data, length)
+    write(data_report.text(data, lines, said))
     folder = out or Path(config.run.output_dir)
     make_folder(folder, "--out" if out else "run.output_dir")
     page = data_page(config, out)
-    write_data_report(page, name=config.run.name, data=data_report.sections(plan, said, phases))
+    write_data_report(page, name=config.run.name, data=data_report.sections(data, lines, said, phases))
     write(f"data report: {page}", whole=True)
     refuse_damaged(scanned)
-    return len(data_report.strict_problems(plan, said))
+    return len(data_report.strict_problems(data, said))

@@ -28,9 +28,10 @@ from trainer.data.scan import refuse_damaged
 from trainer.data.sources import Photo
 from trainer.memory_plan.cpu_speed import slow_in
 from trainer.models import family_named
+from trainer.models.weight_sets import Wanted
 from trainer.monitoring.diagnosis import HELD_OUT_PHOTOS
 from trainer.plan.data_sources import read_sources
-from trainer.plan.run_plan import DataPlan, open_source, plan_data, resolve
+from trainer.plan.run_plan import DataPlan, Length, open_source, plan_data, resolve
 from trainer.runtime.device import Memory, check_device
 from trainer.runtime.precision import COMPUTE_DTYPES
 
@@ -90,7 +91,8 @@ def write_first_config(
             chosen = configs.parse(document.unwrap())
             source = open_source(chosen)
             _set_found(document, source.found)
-            _set_length(document, plan_data(resolve(chosen, source), source.family, processes=1, phases=phases), given)
+            planned = plan_data(resolve(chosen, source), source.family, processes=1, phases=phases)
+            _set_length(document, *planned, given)
             text = re.sub(r"(?<!\n)\n(?=\[)", "\n\n", tomlkit.dumps(document))  # an empty line before an added table
             head = (
                 f"# Written by train.py --new {printable(photos)}, from configs/{preset.name}. Change what you like.\n"
@@ -137,7 +139,7 @@ def _named(config: Config, given: set[str]) -> NamedModel:
         config=model.config,
         component_paths=paths,
         revision=model.revision,
-        variant=model.variant,
+        wanted=Wanted(model.variant),
     )
     if "model.family" not in given:
         return found[0]
@@ -178,19 +180,19 @@ def _set_compute(document: TOMLDocument) -> None:
         _set(document, "precision", "compute", "fp32", f"this CPU is slow in {compute}")
 
 
-def _set_length(document: TOMLDocument, plan: DataPlan, given: set[str]) -> None:
+def _set_length(document: TOMLDocument, data: DataPlan, length: Length, given: set[str]) -> None:
     """So many steps that each photo is shown VIEWS times, within STEPS. Batches of a bucket may be short: the plan knows.
 
     given: keys that stay as they are.
     """
-    an_epoch = sum(photo.repeats for photo in plan.photos) / len(plan.photos)  # times that a photo is shown
+    an_epoch = sum(photo.repeats for photo in data.photos) / len(data.photos)  # times that a photo is shown
     least, most = STEPS
-    steps = min(most, max(least, round(VIEWS / an_epoch * plan.steps_per_epoch) // 10 * 10))
+    steps = min(most, max(least, round(VIEWS / an_epoch * length.steps_per_epoch) // 10 * 10))
     if given.isdisjoint(("run.max_steps", "run.epochs")):
-        times = round(steps / plan.steps_per_epoch * an_epoch)
-        _set(document, "run", "max_steps", steps, f"{len(plan.photos)} photos, each about {times} times")
+        times = round(steps / length.steps_per_epoch * an_epoch)
+        _set(document, "run", "max_steps", steps, f"{len(data.photos)} photos, each about {times} times")
     else:
-        steps = plan.max_steps
+        steps = length.max_steps
     every = max(1, steps // SAMPLED)
     every -= every % 10 if every > 10 else 0
     saved = CheckpointTable().every_steps
@@ -198,7 +200,7 @@ def _set_length(document: TOMLDocument, plan: DataPlan, given: set[str]) -> None
         _set(document, "checkpoint", "every_steps", max(1, steps // SAVED))
     if "validation.every_steps" not in given:
         _set(document, "validation", "every_steps", every)
-    if plan.held_out and "validation.loss_every_steps" not in given:
+    if data.held_out and "validation.loss_every_steps" not in given:
         _set(document, "validation", "loss_every_steps", every)
 
 

@@ -15,9 +15,9 @@ from trainer.memory_plan.describe import describe_cpu, describe_memory
 from trainer.memory_plan.estimate import forecast
 from trainer.memory_plan.suggestions import changes
 from trainer.plan.describe import describe, describe_head
-from trainer.plan.run_plan import Plan, open_source, resolve
+from trainer.plan.run_plan import RunPlan, open_source, resolve
 from trainer.resume.allowed_changes import Allowance
-from trainer.run.setup import begin, cache_dir
+from trainer.run.setup import Launch, begin, cache_dir
 from trainer.runtime.device import Memory, accelerator_of, check_device
 
 
@@ -47,12 +47,10 @@ def preview(
         config,
         source,
         there,
+        Launch(resume_from, allowed or Allowance(resume_from=resume_from or "auto"), planned=True),
         processes=int(os.environ.get("WORLD_SIZE", "1")),
-        resume_from=resume_from,
-        allowed=allowed or Allowance(resume_from=resume_from or "auto"),
         phases=Phases(show=True, every=config.logging.every_seconds),
         say=write,
-        planned=True,
     ).plan
     write(describe(plan, sizes=True, data=data))
     found = forecast(plan, there.kernels, base=there.base)
@@ -63,7 +61,7 @@ def preview(
     for line in disk_warnings(disk_needs(plan, checkpoint=found.checkpoint, cache=found.cache)):
         write(line)
     if device is not None and device.type == "cpu":
-        compute = plan.model.storage[plan.family.denoiser].compute
+        compute = plan.model.storage[plan.model.family.denoiser].compute
         write(describe_cpu(plan, found, speed_of(compute), slow=slow_in(compute)))
     smaller = [] if fits else changes(plan, there.kernels, found, there.size)
     write(describe_memory(found, there.size, smaller, updates=config.step.accumulation))  # ends with whether it fits
@@ -75,13 +73,13 @@ def write_head(config: Config, memory: int | None) -> None:
     write(describe_head(config, on_cpu=memory is None and check_device(config).type == "cpu"))
 
 
-def disk_needs(plan: Plan, *, checkpoint: int, cache: int) -> dict[str, tuple[Path, int]]:
+def disk_needs(plan: RunPlan, *, checkpoint: int, cache: int) -> dict[str, tuple[Path, int]]:
     """(folder, bytes that will be written there) by the key that moves them: weights of a hub id, checkpoints, encodings.
 
     checkpoint: bytes of each. cache: of all encodings. Exports and samples are not counted: they are small beside these.
     """
     config, source = plan.config, plan.model.source
-    kept = min(config.checkpoint.keep_last, plan.max_steps) + 1  # the oldest goes when the newest is there
+    kept = min(config.checkpoint.keep_last, plan.length.max_steps) + 1  # the oldest goes when the newest is there
     output = Path(config.run.output_dir)
     needs = {"run.output_dir": (output, to_write(kept * checkpoint, Layout(output).checkpoints))}
     if config.data.cache == "disk":

@@ -19,7 +19,7 @@ from trainer.data import layouts
 from trainer.data.images import near_duplicates
 from trainer.data.images.decode import decode, decode_mask
 from trainer.data.images.kinds import IMAGES
-from trainer.data.sources import FoundPhoto, Listing, Photo, Scanned, Source
+from trainer.data.sources import FoundPhoto, Listing, Mask, Photo, Scanned, Source
 from trainer.data.threads import in_threads
 
 # No text encoder reads a tenth of it, and a tokenizer takes seconds for a file that is no caption.
@@ -91,13 +91,13 @@ def _read(found: FoundPhoto, *, strict_captions: bool) -> Photo | list[str]:
     except ValueError as error:
         problems.append(f"{shown}: {error}")
     sha256 = hashlib.sha256(data).hexdigest()
-    mask, mask_sha256 = None, None
+    mask = None
     if decoded is not None and found.source.masks == "alpha" and decoded.alpha is not None:
-        mask, mask_sha256 = found.image, sha256
+        mask = Mask(found.image, sha256)
         notes = (*notes, *_black(decoded.alpha, found.source))
     if decoded is not None and found.source.masks == "files" and found.mask is not None:
-        mask = found.mask
-        mask_sha256, more = _read_mask(found, decoded.image.size, problems)
+        digest, more = _read_mask(found, decoded.image.size, problems)
+        mask = Mask(found.mask, digest)
         notes = (*notes, *more)
     elif found.mask is not None:
         notes = (*notes, 'its mask file is not used (masks is not "files")')
@@ -113,15 +113,12 @@ def _read(found: FoundPhoto, *, strict_captions: bool) -> Photo | list[str]:
         sample=found.sample,
         source=found.source,
         image=found.image,
-        width=decoded.image.width,
-        height=decoded.image.height,
+        size=decoded.image.size,
         caption=caption or "",
-        has_caption=caption is not None,
         repeats=found.source.repeats * found.repeats,
         sha256=sha256,
         choices=decoded.choices,
         mask=mask,
-        mask_sha256=mask_sha256,
         look=look,
         caption_from="" if caption is None else found.caption_from,
         notes=notes,

@@ -143,39 +143,59 @@ class Listing:
 
 
 @dataclass(frozen=True, slots=True)
+class Mask:
+    """The mask of a photo: its place, and the digest of its bytes."""
+
+    place: Place
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
 class Photo:
     """One training image and its captions.
 
     sample: "INDEX/name/within/the/source", the key of every draw that is made for it.
-    width, height: pixels, after the EXIF orientation is applied.
-    caption: stripped text as it was found, "" if there is none.  has_caption: whether one was found (it may be empty).
+    size: (width, height) in pixels, after the EXIF orientation is applied.
+    caption: stripped text as it was found, "" if there is none.
     repeats: how often the photo appears in an epoch.  sha256: of the image's bytes.
     choices: what decides its pixels besides those bytes (decode.Decoded); usually empty.
     look: its perceptual hash (near_duplicates.py).  caption_from: where the caption was found, for people; "" without one.
-    mask, mask_sha256: the place of its mask, and the digest of the mask's bytes; None: it counts everywhere.
+    mask: None: it counts everywhere.
     notes: for people, about this photo.
     """
 
     sample: str
     source: Source
     image: Place
-    width: int
-    height: int
+    size: tuple[int, int]
     caption: str
-    has_caption: bool
     repeats: int
     sha256: str
     choices: tuple[str, ...] = ()
-    mask: Place | None = None
-    mask_sha256: str | None = None
+    mask: Mask | None = None
     look: bytes = b""
     caption_from: str = ""
     notes: tuple[str, ...] = ()
 
     @property
+    def width(self) -> int:
+        """Pixels from left to right."""
+        return self.size[0]
+
+    @property
+    def height(self) -> int:
+        """Pixels from top to bottom."""
+        return self.size[1]
+
+    @property
+    def has_caption(self) -> bool:
+        """Whether one was found; it may be empty."""
+        return bool(self.caption_from)
+
+    @property
     def contents(self) -> str | list[str]:
         """What decides its pixels and mask. The digest of the bytes alone if nothing else does, as in earlier runs."""
-        more = (*self.choices, *((f"mask {self.mask_sha256}",) if self.mask else ()))
+        more = (*self.choices, *((f"mask {self.mask.sha256}",) if self.mask else ()))
         return [self.sha256, *more] if more else self.sha256
 
 

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 
 from trainer import ema, optim, quantization
-from trainer.adapters import Adapter, Rates, Rule, export, inject
+from trainer.adapters import Adapter, Method, Rates, Rule, export, inject
 from trainer.adapters.norms import Norms, made_for
 from trainer.base.memory import checkpoint_blocks, find_blocks
 from trainer.base.run_layout import AVERAGE
-from trainer.base.types import Batch, Occurrence
 from trainer.checkpoint.pieces import Pieces
 from trainer.checkpoint.state import Progress
+from trainer.config import Config
 from trainer.engine.components import Components
-from trainer.engine.step import Step, batch_losses
-from trainer.plan.run_plan import ModelPlan, Plan
+from trainer.engine.step import Losses, Step
+from trainer.plan.run_plan import RunPlan
 from trainer.plan.storage import held_as
 from trainer.quantization import FrozenConv2d, FrozenLinear
 from trainer.resume import pins
@@ -45,31 +45,26 @@ class TrainState:
         return {"": self.evaluating} | ({AVERAGE: self.averages.used} if self.averages.weights else {})
 
 
-def load_trained(plan: Plan, components: Components, pieces: Pieces) -> None:
+def load_trained(plan: RunPlan, components: Components, pieces: Pieces) -> None:
     """Load what the steps compute with, and pin the bytes of its frozen tensors."""
-    trained = (plan.family.denoiser, *(() if plan.model.cache_text else plan.family.text_encoders))
-    modules = [(name, components.load(name)) for name in trained]
-    if plan.requests:
-        components.load(plan.family.vae)  # only to draw samples: its bytes decide nothing of a step
+    modules = [(name, components.load(name)) for name in plan.model.in_steps]
+    if plan.data.requests:
+        components.load(plan.model.family.vae)  # only to draw samples: its bytes decide nothing of a step
     record = quantization.record(modules, components.phases)
     pieces.enter("quantization", pins.pin_quantization(record, snapshots=plan.model.source.snapshots))
 
 
-def build_adapter(components: Components, pieces: Pieces) -> tuple[Adapter, Norms]:
+def build_adapter(config: Config, components: Components, pieces: Pieces) -> tuple[Adapter, Norms]:
     """(the adapter in its layers, the norms that its files need)."""
-    plan = components.plan
-    config, family, modules = plan.config, plan.family, components.model.modules
+    plan, family, modules = components.plan, components.family, components.model.modules
     peers, phases = components.processes, components.phases
     adapted = {name: modules[name] for name in plan.adapted}
     with phases("injecting the adapter", len(plan.targets), "layer") as phase:
         adapter = inject(
             adapted,
             plan.targets,
-            linear_class=FrozenLinear,
-            conv_class=FrozenConv2d,
-            dora=config.adapter.type == "dora",
-            rslora=config.adapter.rslora,
-            dropout=config.adapter.dropout,
+            method=Method(config.adapter.type == "dora", config.adapter.rslora, config.adapter.dropout),
+            bases=(FrozenLinear, FrozenConv2d),
             seed=config.run.seed,
             advance=phase.advance,
         )
@@ -97,6 +92,7 @@ def build_adapter(components: Components, pieces: Pieces) -> tuple[Adapter, Norm
 
 
 def build_step(
+    config: Config,
     components: Components,
     adapter: Adapter,
     norms: Norms,
@@ -104,22 +100,20 @@ def build_step(
     progress: Progress,
     *,
     then: Mapping[str, Any] | None,
-    too_large: str = "",
 ) -> tuple[TrainState, Step]:
     """(what the steps change, the step). Enters the optimizer, its schedule, the loss scaler and the averages as pieces.
 
-    then: the checkpoint's config, where --allow changed it. too_large: what to change where it runs out of memory.
+    then: the checkpoint's config, where --allow changed it.
     """
-    plan, peers = components.plan, components.processes
-    config = plan.config
-    optimizer, schedule = _optimizer(plan, adapter, progress)
+    peers, encoders = components.processes, components.family.text_encoders
+    optimizer, schedule = _optimizer(config, adapter, encoders, progress.total_steps)
     scaler = precision.loss_scaler(
-        plan.scales_loss,
+        components.plan.scales_loss,
         peers.device,
         initial_scale=config.precision.loss_scale,
         growth_interval=config.precision.loss_scale_growth_interval,
     )
-    regrouping = None if then is None else _regrouping(plan, then, adapter)
+    regrouping = None if then is None else _regrouping(config, then, adapter, encoders)
     kept = pieces.enter("optimizer", optim.OptimizerState(optimizer, config.optimizer.name, regrouping))
     pieces.enter("schedule", optim.ScheduleState(schedule, anew=then is not None))
     pieces.enter("scaler", precision.ScalerState(scaler))
@@ -140,7 +134,7 @@ def build_step(
         return told | kept.log_fields()
 
     step = Step(
-        losses=_losses(components),
+        losses=losses_of(components, config.run.seed),
         optimizer=optimizer,
         schedule=schedule,
         scaler=scaler,
@@ -149,17 +143,16 @@ def build_step(
         sum=peers.sum,
         # By the micro-batch's place in the update, whichever process has it.
         training=lambda step, index: training(step, index * peers.count + peers.rank),
-        too_large=too_large,
     )
     return state, step
 
 
-def _optimizer(plan: ModelPlan, adapter: Adapter, progress: Progress) -> tuple[torch.optim.Optimizer, Any]:
+def _optimizer(config: Config, adapter: Adapter, encoders: Sequence[str], total: int) -> tuple[torch.optim.Optimizer, Any]:
     """(the optimizer of the adapter's parameters, its schedule)."""
-    chosen, falls, total = plan.config.optimizer, plan.config.schedule, progress.total_steps
+    chosen, falls = config.optimizer, config.schedule
     optimizer = optim.build_optimizer(
         chosen.name,
-        adapter.parameter_groups(Rates.read(chosen.model_dump(), plan.family.text_encoders)),
+        adapter.parameter_groups(Rates.read(chosen.model_dump(), encoders)),
         betas=chosen.betas,
         eps=chosen.eps,
         min_8bit_size=chosen.min_8bit_size,
@@ -178,30 +171,24 @@ def _optimizer(plan: ModelPlan, adapter: Adapter, progress: Progress) -> tuple[t
     return optimizer, schedule
 
 
-def _losses(components: Components) -> Callable[[Batch, Sequence[Occurrence]], torch.Tensor]:
-    """(a micro-batch, the occurrences of its global batch) -> fp32 [B], as Step takes it."""
-    plan, family, model = components.plan, components.family, components.model
-
-    def losses(batch: Batch, update: Sequence[Occurrence] = ()) -> torch.Tensor:
-        return batch_losses(
-            batch,
-            objective=plan.objective,
-            predict=lambda *inputs: family.predict(model, *inputs),
-            encode=lambda texts: family.encode_prompts(model, texts),
-            image_tokens=family.image_tokens,
-            seed=plan.config.run.seed,
-            device=components.processes.device,
-            update=update,
-        )
-
-    return losses
+def losses_of(components: Components, seed: int) -> Losses:
+    """The losses of the loaded model, as a Step takes them."""
+    family, model = components.family, components.model
+    return Losses(
+        objective=components.plan.objective,
+        predict=lambda *inputs: family.predict(model, *inputs),
+        encode=lambda texts: family.encode_prompts(model, texts),
+        image_tokens=family.image_tokens,
+        seed=seed,
+        device=components.processes.device,
+    )
 
 
-def _regrouping(plan: ModelPlan, then: Mapping[str, Any], adapter: Adapter) -> optim.Regrouping:
+def _regrouping(config: Config, then: Mapping[str, Any], adapter: Adapter, encoders: Sequence[str]) -> optim.Regrouping:
     """Where the rates of a rule or of the optimizer changed, so did the groups that they make."""
-    rules, encoders = [Rule(**rule) for rule in then["adapter"]["rules"]], plan.family.text_encoders
+    rules = [Rule(**rule) for rule in then["adapter"]["rules"]]
     return optim.Regrouping(
         then=list(adapter.groups(Rates.read(then["optimizer"], encoders), rules).values()),
-        now=list(adapter.groups(Rates.read(plan.config.optimizer.model_dump(), encoders)).values()),
+        now=list(adapter.groups(Rates.read(config.optimizer.model_dump(), encoders)).values()),
         sizes={name: parameter.numel() for name, parameter in adapter.named_parameters().items()},
     )

@@ -18,7 +18,6 @@ from trainer.base.protocols import BaseLayer, Kernels
 from trainer.base.types import Conditioning
 from trainer.models.base import Model
 from trainer.models.loading import ModelSource, load_tokenizers
-from trainer.plan.requirements import family_options
 from trainer.plan.run_plan import ModelPlan
 from trainer.plan.storage import held_as
 from trainer.quantization import ConvertedWeights
@@ -34,7 +33,7 @@ def without_modules(plan: ModelPlan, device: torch.device, tokenizers: dict[str,
         scheduler=plan.source.scheduler,
         compute={name: storage.compute for name, storage in plan.storage.items()},
         device=device,
-        options={"objective": plan.objective, **family_options(plan.config, plan.family)},
+        options={"objective": plan.objective, **plan.options},
     )
 
 
@@ -101,7 +100,7 @@ class Components:
 
     def _converted(self, name: str) -> ConvertedWeights | None:
         """The cache of a component's converted weights, where the config asks for one."""
-        folder = self.plan.config.model.cache_dir
+        folder = self.plan.converted
         if folder is None:
             return None
         make_folder(Path(folder), "model.cache_dir")

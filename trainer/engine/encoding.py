@@ -1,6 +1,9 @@
 """Photos and captions become latents and conditioning: once, into the cache, before the first step; or when needed."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from trainer.base.tensorfile import size_text
@@ -10,14 +13,43 @@ from trainer.data.cache import fill
 from trainer.data.cache.entries import Cache, MemoryCache
 from trainer.data.cache.texts import TOGETHER, one_after_another
 from trainer.data.captions import captions
+from trainer.data.examples import Example
+from trainer.data.images.views import View
 from trainer.engine.components import Components
-from trainer.models.base import Model
-from trainer.plan.run_plan import DataPlan, Plan
+from trainer.models.base import Family, Model
+from trainer.plan.run_plan import DataPlan, RunPlan
 from trainer.runtime import precision
+from trainer.runtime.processes import Processes
+
+
+@dataclass(frozen=True)
+class Encodings:
+    """All that a run takes from its cache, by key: views of photos and of masks, captions, prompts of samples."""
+
+    latents: Mapping[str, tuple[Example, View]]
+    masks: Mapping[str, tuple[Example, View]]
+    captions: Mapping[str, str]
+    prompts: Mapping[str, str]
+
+    @staticmethod
+    def of(plan: RunPlan, latents: str, texts: str | None) -> Encodings:
+        """The encodings of a run. latents, texts: fingerprints of the encoders; None where captions are encoded live."""
+        seed = plan.config.run.seed
+        return Encodings(
+            fill.latents_wanted(plan.data.encoded, seed=seed, fingerprint=latents),
+            fill.masks_wanted(plan.data.examples, seed=seed, side=plan.model.family.latent_side),
+            {} if texts is None else fill.texts_wanted(captions_of(plan), fingerprint=texts),
+            {} if texts is None else fill.texts_wanted(prompts_of(plan), fingerprint=texts),
+        )
+
+    def only(self, mine: Callable[[str], bool]) -> Encodings:
+        """The part of it with keys that are mine."""
+        parts = (self.latents, self.masks, self.captions, self.prompts)
+        return Encodings(*({key: what for key, what in part.items() if mine(key)} for part in parts))
 
 
 def encode(
-    plan: Plan, components: Components, cache: Cache | MemoryCache | None, *, on_non_finite: Callable[[str], None]
+    plan: RunPlan, components: Components, cache: Cache | MemoryCache | None, *, on_non_finite: Callable[[str], None]
 ) -> Reader:
     """Fill the cache; load an encoder only for what is missing, and let it go before the next. Without a cache all stay.
 
@@ -26,7 +58,7 @@ def encode(
     on_non_finite: told of every photo and caption whose encoding is not finite; where it raises, that is not kept.
     """
     family, processes = components.family, components.processes
-    encoders = (family.vae, *(family.text_encoders if plan.model.cache_text else ()))
+    encoders = plan.model.before_steps
     latents = components.fingerprint(family.vae)
     texts = components.text_fingerprint() if plan.model.cache_text else None
     live = None
@@ -36,28 +68,26 @@ def encode(
         held = size_text(sum(tensor.nbytes for tensor in tensors))
         processes.say(f"cache: none; {', '.join(encoders)} stay in memory ({held}), photos are encoded when they are drawn")
     else:
+        wanted = Encodings.of(plan, latents, texts)
         # All of it before any is encoded: a limit takes what nobody claims.
-        seed = plan.config.run.seed
-        cache.claim(fill.latents_wanted(plan.encoded, seed=seed, fingerprint=latents))
-        cache.claim(fill.masks_wanted(plan.examples, seed=seed, side=family.latent_side))
-        if texts is not None:
-            cache.claim(fill.texts_wanted((*captions_of(plan), *prompts_of(plan)), fingerprint=texts))
+        for part in (wanted.latents, wanted.masks, wanted.captions, wanted.prompts):
+            cache.claim(part)
         if isinstance(cache, Cache) and cache.unprotected:
             processes.say(f"warning: {cache.unprotected}")
         if isinstance(cache, Cache) and processes.count > 1:
-            made = _fill(plan, components, cache, on_non_finite, latents, texts, processes.takes)
+            made = _fill(wanted.only(processes.takes), plan, components, cache, on_non_finite)
             processes.wait(obey=True)
-            _fill(plan, components, cache, on_non_finite, latents, texts, lambda key: not processes.takes(key))
+            _fill(wanted.only(lambda key: not processes.takes(key)), plan, components, cache, on_non_finite)
         else:
-            made = _fill(plan, components, cache, on_non_finite, latents, texts, lambda key: True)
+            made = _fill(wanted, plan, components, cache, on_non_finite)
         counts = processes.total(*made) if isinstance(cache, Cache) else made
-        masks = f", {counts[2]} masks" if any(example.photo.mask is not None for example in plan.examples) else ""
+        masks = f", {counts[2]} masks" if wanted.masks else ""
         processes.say(f"cache: {counts[0]} latents{masks} and {counts[1]} texts encoded, the rest was there")
-        components.let_go(() if plan.requests else (family.vae,))
+        components.let_go(() if plan.data.requests else (family.vae,))
     if isinstance(cache, Cache) and cache.limit is not None:
-        _keep_limit(components, cache)
+        _keep_limit(components.processes, cache, plan.config.data.cache_limit)
     return Reader(
-        examples={example.sample: example for example in plan.examples},
+        examples={example.sample: example for example in plan.data.examples},
         cache=cache,
         seed=plan.config.run.seed,
         latent_side=family.latent_side,
@@ -69,33 +99,25 @@ def encode(
 
 
 def _fill(
-    plan: Plan,
-    components: Components,
-    cache: Cache | MemoryCache,
-    on_non_finite: Callable[[str], None],
-    latents: str,
-    texts: str | None,
-    mine: Callable[[str], bool],
+    wanted: Encodings, plan: RunPlan, components: Components, cache: Cache | MemoryCache, on_non_finite: Callable[[str], None]
 ) -> tuple[int, int, int]:
-    """How many (latents, texts, masks) were made. latents, texts: the encoders' fingerprints. mine: keys to look at."""
-    processes, phases = components.processes, components.phases
-    seed = plan.config.run.seed
+    """How many (latents, texts, masks) were made."""
+    processes, phases, family = components.processes, components.phases, components.family
 
     def black(what: str) -> None:
         processes.say(f"warning: {what} are not finite; samples of that prompt will be black")
 
     encoded = 0
-    if texts is not None:
+    if plan.model.cache_text:
         # First, so that no text encoder meets the VAE, which stays for samples.
         encoded = fill.fill_text(
             cache,
-            captions_of(plan),
-            prompts=prompts_of(plan),
-            fingerprint=texts,
+            wanted.captions,
+            wanted.prompts,
             encode=partial(
                 one_after_another,
-                encoders={name: partial(components.text_encoder, name) for name in components.family.text_encoders},
-                join=components.family.join,
+                encoders={name: partial(components.text_encoder, name) for name in family.text_encoders},
+                join=family.join,
                 together=captions_at_once(plan),
                 say=processes.say,
                 phases=phases,
@@ -103,43 +125,33 @@ def _fill(
             on_non_finite=on_non_finite,
             on_black=black,
             phases=phases,
-            mine=mine,
         )
     made = fill.fill_latents(
-        cache,
-        plan.encoded,
-        seed=seed,
-        fingerprint=latents,
-        encode=components.encode_images,
-        on_non_finite=on_non_finite,
-        phases=phases,
-        mine=mine,
+        cache, wanted.latents, encode=components.encode_images, on_non_finite=on_non_finite, phases=phases
     )
-    masks = fill.fill_masks(cache, plan.examples, seed=seed, side=components.family.latent_side, phases=phases, mine=mine)
-    return made, encoded, masks
+    return made, encoded, fill.fill_masks(cache, wanted.masks, side=family.latent_side, phases=phases)
 
 
-def captions_at_once(plan: Plan) -> int:
+def captions_at_once(plan: RunPlan) -> int:
     """How many captions may be encoded at once: of so many, where that gives the same bytes."""
     # T5 in fp16 clamps all captions of a batch once one of them overflows; captions of fewer chunks than others are repeated
     # beside them.
-    half = precision.needs_scaling(plan.model.storage[name].compute for name in plan.family.text_encoders)
+    half = precision.needs_scaling(plan.model.storage[name].compute for name in plan.model.family.text_encoders)
     return 1 if plan.config.data.clip_chunks > 1 or half else TOGETHER
 
 
-def captions_of(plan: Plan) -> list[str]:
+def captions_of(plan: RunPlan) -> list[str]:
     """Every caption that is encoded, once for each photo that has it."""
-    return [caption for example in plan.encoded for caption in example.captions]
+    return [caption for example in plan.data.encoded for caption in example.captions]
 
 
-def prompts_of(plan: Plan) -> list[str]:
+def prompts_of(plan: RunPlan) -> list[str]:
     """The prompts and negative prompts of all samples."""
-    return [text for request in plan.requests for text in (request.prompt, request.negative)]
+    return [text for request in plan.data.requests for text in (request.prompt, request.negative)]
 
 
-def _keep_limit(components: Components, cache: Cache) -> None:
-    """Once all processes have filled the cache; while they did, each kept the limit, too."""
-    processes, limit = components.processes, components.plan.config.data.cache_limit
+def _keep_limit(processes: Processes, cache: Cache, limit: str) -> None:
+    """Once all processes have filled the cache; while they did, each kept the limit, too. limit: data.cache_limit."""
     processes.wait(obey=True)
     if processes.is_main:
         cache.keep_limit()
@@ -159,15 +171,14 @@ def prompt_conditioning(components: Components, reader: Reader, text: str) -> Co
     return reader.conditioning([text]).to(components.model.device)
 
 
-def report_captions(plan: DataPlan, model: Model) -> captions.CaptionReport:
+def report_captions(data: DataPlan, family: Family, model: Model) -> captions.CaptionReport:
     """What is missing, empty or too long. Raises UserError where data.strict_captions refuses one. model: its tokenizers."""
-    family, every = plan.family, plan.examples
-    texts = list(dict.fromkeys(text for example in (*every, *plan.held_out) for text in example.captions))
+    texts = list(dict.fromkeys(text for example in (*data.examples, *data.held_out) for text in example.captions))
     counted = {
         family.tokenizers[name]: captions.Tokens(limit, dict(zip(texts, counts, strict=True)))
         for name, (counts, limit) in family.count_tokens(model, texts).items()
     }
-    report = captions.report(every, tokens=counted)
-    if plan.config.data.strict_captions:
+    report = captions.report(data.examples, tokens=counted)
+    if data.config.strict_captions:
         captions.refuse_truncated(report)
     return report

@@ -28,7 +28,7 @@ from trainer.engine.components import Components
 from trainer.monitoring.course import PHOTOS
 from trainer.monitoring.diagnosis import COPIES, COUNT
 from trainer.plan.fixed_draws import QUARTERS, at_once, copies, draws_of
-from trainer.plan.run_plan import Plan
+from trainer.plan.run_plan import RunPlan
 from trainer.runtime.jobs import Fields
 from trainer.runtime.processes import Processes
 
@@ -94,20 +94,20 @@ class HeldOutLoss:
 
     @staticmethod
     def of(
-        plan: Plan, components: Components, reader: Reader, evaluating: Callable[[], AbstractContextManager[None]]
+        plan: RunPlan, components: Components, reader: Reader, evaluating: Callable[[], AbstractContextManager[None]]
     ) -> HeldOutLoss:
         """The held-out loss of a run. evaluating: the block in which it is measured."""
-        still = {example.sample: example for examples in plan.measured.values() for example in examples}
+        still = {example.sample: example for examples in plan.data.measured.values() for example in examples}
         return HeldOutLoss(
-            measured=plan.measured,
+            measured=plan.data.measured,
             seed=plan.config.validation.seed,
-            at_once=at_once(plan) if plan.measured else 1,
+            at_once=at_once(plan.data) if plan.data.measured else 1,
             reader=replace(reader, examples=still),
             errors=squared_errors(components),
             evaluating=evaluating,
             processes=components.processes,
             phases=components.phases,
-            copies=copies(plan),
+            copies=copies(plan.data),
         )
 
     @property

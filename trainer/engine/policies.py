@@ -6,7 +6,7 @@ from typing import Literal
 
 from trainer.base.errors import NonFiniteError
 from trainer.checkpoint.state import Progress
-from trainer.plan.run_plan import Plan
+from trainer.plan.run_plan import RunPlan
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class NonFinite:
         self.progress.non_finite += 1
 
 
-def what_would_fit(plan: Plan) -> str:
+def what_would_fit(plan: RunPlan) -> str:
     """Keys that lower a step's need of memory, in words, for a run whose step ran out of it; first what keeps the run."""
-    config, denoiser = plan.config, plan.family.denoiser
+    config, denoiser = plan.config, plan.model.family.denoiser
     others = [
         *([f"data.batch_size below {config.data.batch_size}"] if config.data.batch_size > 1 else []),
-        f"data.resolution below {max(each for example in plan.examples for each in example.photo.source.resolutions)}",
+        f"data.resolution below {plan.data.resolution}",
         f"adapter.rank below {config.adapter.rank}",
         f"a smaller model.components.{denoiser}.dtype than {plan.model.storage[denoiser].format.name}",
     ]

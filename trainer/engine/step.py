@@ -31,32 +31,37 @@ def draw_time_and_noise(
     return objective.time(u, tokens), noise
 
 
-def batch_losses(
-    batch: Batch,
-    *,
-    objective: Objective,
-    predict: Callable[[torch.Tensor, torch.Tensor, Conditioning, Batch], torch.Tensor],
-    encode: Callable[[Sequence[str]], Conditioning],
-    image_tokens: Callable[[int, int], int],
-    seed: int,
-    device: torch.device,
-    update: Sequence[Occurrence] = (),
-) -> torch.Tensor:
-    """fp32 [B]: the objective's loss of each sample. `encode` is used where the batch carries no conditioning."""
-    height, width = batch.target_size.tolist()[0]
-    tokens = image_tokens(height, width)
-    time, noise = draw_time_and_noise(batch, objective=objective, tokens=tokens, seed=seed, update=update)
-    # Page-locked memory (loader.iterate) is copied while the device computes; of other memory the copy is made at once.
-    latents, noise = batch.latents.to(device, non_blocking=True), noise.to(device)
-    more = objective.noise.perturbation(noise.shape[1:], seed, [astuple(occurrence) for occurrence in batch.occurrences])
-    seen = noise if more is None else noise + more.to(device)
-    if batch.conditioning is not None:
-        conditioning = batch.conditioning.to(device, non_blocking=True)
-    else:
-        conditioning = encode(batch.captions)
-    prediction = predict(objective.noised(latents, seen, time), time.to(device), conditioning, batch)
-    weights = batch.loss_weights.to(device, non_blocking=True) if batch.loss_weights is not None else None
-    return objective.losses(prediction, latents, noise, time, weights)
+@dataclass(frozen=True, kw_only=True)
+class Losses:
+    """(a micro-batch, the occurrences of its global batch) -> fp32 [B], the objective's loss of each sample.
+
+    predict, encode, image_tokens: the model's, as a family has them. encode: used where the batch carries no conditioning.
+    """
+
+    objective: Objective
+    predict: Callable[[torch.Tensor, torch.Tensor, Conditioning, Batch], torch.Tensor]
+    encode: Callable[[Sequence[str]], Conditioning]
+    image_tokens: Callable[[int, int], int]
+    seed: int
+    device: torch.device
+
+    def __call__(self, batch: Batch, update: Sequence[Occurrence] = ()) -> torch.Tensor:
+        objective, device = self.objective, self.device
+        height, width = batch.target_size.tolist()[0]
+        tokens = self.image_tokens(height, width)
+        time, noise = draw_time_and_noise(batch, objective=objective, tokens=tokens, seed=self.seed, update=update)
+        # Page-locked memory (loader.iterate) is copied while the device computes; of other memory the copy is made at once.
+        latents, noise = batch.latents.to(device, non_blocking=True), noise.to(device)
+        keys = [astuple(occurrence) for occurrence in batch.occurrences]
+        more = objective.noise.perturbation(noise.shape[1:], self.seed, keys)
+        seen = noise if more is None else noise + more.to(device)
+        if batch.conditioning is not None:
+            conditioning = batch.conditioning.to(device, non_blocking=True)
+        else:
+            conditioning = self.encode(batch.captions)
+        prediction = self.predict(objective.noised(latents, seen, time), time.to(device), conditioning, batch)
+        weights = batch.loss_weights.to(device, non_blocking=True) if batch.loss_weights is not None else None
+        return objective.losses(prediction, latents, noise, time, weights)
 
 
 @dataclass(frozen=True)
@@ -118,41 +123,7 @@ class Step:
         are not finite leave parameters, optimizer and schedule as they were.
         Raises OutOfMemory in every process where one of them ran out of memory; nothing has changed then.
         """
-        place = {occurrence: index for index, occurrence in enumerate(occurrences)}
-        device = self.parameters[0].device
-        total = torch.zeros((), dtype=torch.float32, device=device)
-        # Of each sample what was not finite: on the device, as nothing of it is read before the end.
-        flags = [torch.zeros_like(total)] * len(occurrences)
-        exhausted, bad_latents = "", False
-        for parameter in self.parameters:
-            parameter.grad.zero_()
-        for index, batch in enumerate(batches):
-            here = [place[occurrence] for occurrence in batch.occurrences]
-            broken = ~torch.isfinite(batch.latents).flatten(1).all(1)
-            if bad_latents or broken.any():
-                # There will be no update: the rest is only looked at, to name all of them at once.
-                bad_latents = True
-                for at in (at for at, bad in zip(here, broken.tolist(), strict=True) if bad):
-                    flags[at] = torch.full_like(total, _LATENTS)
-                continue
-            try:
-                with self.training(step, index):
-                    losses = self.losses(batch, occurrences)
-                    loss = losses.sum() / len(occurrences)
-                    self.scaler.scale(loss).backward()
-                    total += loss.detach()
-                    wrong = _LOSS * (~torch.isfinite(losses.detach())).float()
-                    for at, flag in zip(here, wrong.unbind(), strict=True):
-                        flags[at] = flag
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                # Only its text is kept: the exception holds on to the activations.
-                exhausted = f"micro-batch {index + 1} of {len(batches)}: {batch.describe()}\n{error}"
-                break
-            finally:
-                losses = loss = None  # and so does a graph that was not walked back
-        told = torch.stack([total, torch.full_like(total, float(bool(exhausted))), *flags])
+        told, exhausted = self._backward(step, batches, occurrences)
         # Whatever happened here: a process that stopped on its own would leave the others waiting.
         for tensor in (told, *(parameter.grad for parameter in self.parameters)):
             self.sum(tensor)
@@ -187,6 +158,45 @@ class Step:
             if not finite and scale * self.scaler.get_backoff_factor() < 1:
                 self.scaler.update(new_scale=1.0)
         return StepResult(total, grad_norm if finite else None, lr, finite, scale, refused, told=told_more)
+
+    def _backward(self, step: int, batches: Sequence[Batch], occurrences: Sequence[Occurrence]) -> tuple[torch.Tensor, str]:
+        """Make this process's gradients. Returns (its loss, whether it ran out of memory, and what was not finite of each
+        sample of the global batch, on the device, as nothing of it is read before the end; where it ran out of memory, in
+        words)."""
+        place = {occurrence: index for index, occurrence in enumerate(occurrences)}
+        device = self.parameters[0].device
+        total = torch.zeros((), dtype=torch.float32, device=device)
+        flags = [torch.zeros_like(total)] * len(occurrences)
+        exhausted, bad_latents = "", False
+        for parameter in self.parameters:
+            parameter.grad.zero_()
+        for index, batch in enumerate(batches):
+            here = [place[occurrence] for occurrence in batch.occurrences]
+            broken = ~torch.isfinite(batch.latents).flatten(1).all(1)
+            if bad_latents or broken.any():
+                # There will be no update: the rest is only looked at, to name all of them at once.
+                bad_latents = True
+                for at in (at for at, bad in zip(here, broken.tolist(), strict=True) if bad):
+                    flags[at] = torch.full_like(total, _LATENTS)
+                continue
+            try:
+                with self.training(step, index):
+                    losses = self.losses(batch, occurrences)
+                    loss = losses.sum() / len(occurrences)
+                    self.scaler.scale(loss).backward()
+                    total += loss.detach()
+                    wrong = _LOSS * (~torch.isfinite(losses.detach())).float()
+                    for at, flag in zip(here, wrong.unbind(), strict=True):
+                        flags[at] = flag
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                # Only its text is kept: the exception holds on to the activations.
+                exhausted = f"micro-batch {index + 1} of {len(batches)}: {batch.describe()}\n{error}"
+                break
+            finally:
+                losses = loss = None  # and so does a graph that was not walked back
+        return torch.stack([total, torch.full_like(total, float(bool(exhausted))), *flags]), exhausted
 
     def _update(self, step: int) -> None:
         """Of the groups that are trained still: to an optimizer, weight decay and momentum are reasons to move, too."""

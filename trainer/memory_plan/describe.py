@@ -8,7 +8,7 @@ from trainer.base.tensorfile import size_text
 from trainer.memory_plan.cpu_speed import Speed
 from trainer.memory_plan.estimate import PARTS, STEP, Forecast
 from trainer.memory_plan.suggestions import Change
-from trainer.plan.run_plan import Plan
+from trainer.plan.run_plan import RunPlan
 
 
 def describe_memory(found: Forecast, memory: int, smaller: Sequence[Change], *, updates: int) -> str:
@@ -51,17 +51,18 @@ def describe_memory(found: Forecast, memory: int, smaller: Sequence[Change], *, 
     return "\n".join([*lines, f"does not fit: {needed}"])
 
 
-def describe_cpu(plan: Plan, found: Forecast, speed: Speed, *, slow: bool) -> str:
+def describe_cpu(plan: RunPlan, found: Forecast, speed: Speed, *, slow: bool) -> str:
     """How long a run takes without a GPU: an estimate from the operators of its step at the largest size. slow: whether
     this CPU would take much less time in fp32 (trainer/memory_plan/cpu_speed.py)."""
-    config, step = plan.config, next(phase for phase in found.phases if phase.name.startswith(STEP))
-    sizes = [(prod(example.bucket), example.photo.repeats) for example in plan.examples]
+    config, last = plan.config, plan.length.max_steps
+    step = next(phase for phase in found.phases if phase.name.startswith(STEP))
+    sizes = [(prod(example.bucket), example.photo.repeats) for example in plan.data.examples]
     pixels = sum(size * repeats for size, repeats in sizes)
     batches = config.step.accumulation
-    share = pixels / plan.steps_per_epoch / (batches * config.data.batch_size * max(size for size, _ in sizes))
+    share = pixels / plan.length.steps_per_epoch / (batches * config.data.batch_size * max(size for size, _ in sizes))
     seconds = batches * speed.seconds(step.cost, share)
     return (
-        f"time on the CPU: about {duration(seconds)} a step, {duration(seconds * plan.max_steps)} for {plan.max_steps} "
-        "steps, without samples (an estimate for a machine without other work)"
+        f"time on the CPU: about {duration(seconds)} a step, {duration(seconds * last)} for {last} steps, without samples "
+        "(an estimate for a machine without other work)"
         + ("\nthis CPU is slow in 16 bits: --set precision.compute=fp32 takes less time and more memory" if slow else "")
     )

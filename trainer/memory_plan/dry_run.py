@@ -33,7 +33,7 @@ from trainer.kernels import scratch
 from trainer.memory_plan.op_trace import Remembering
 from trainer.models.base import SampleRequest
 from trainer.models.tokenizers import load_tokenizer
-from trainer.plan.run_plan import Plan
+from trainer.plan.run_plan import RunPlan
 from trainer.resume import start_point
 from trainer.runtime.attention import few_tokens_in_fp32
 from trainer.runtime.processes import Processes
@@ -89,14 +89,14 @@ def _stay(tensor: Tensor, *given: Any, **keys: Any) -> Tensor:
 
 def _whole(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    is_causal: bool = False, **keys: Any,
 ) -> Tensor:  # fmt: skip
     """Attention as one operator that keeps its output and a row of sums, as the fused ones of GPUs do.
 
     On the meta device torch would take it apart, and its scores alone would be gigabytes.
     """
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return fused(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return fused(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=keys.get("scale"))[0]
 
 
 def _fused(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
@@ -178,7 +178,13 @@ class Rehearsal:
     """
 
     def __init__(
-        self, plan: Plan, *, kernels: Kernels, device: torch.device = META, on_cpu: bool = False, step: type[Step] = DryStep
+        self,
+        plan: RunPlan,
+        *,
+        kernels: Kernels,
+        device: torch.device = META,
+        on_cpu: bool = False,
+        step: type[Step] = DryStep,
     ) -> None:
         alone = SimpleNamespace(device=device, num_processes=1, process_index=0, is_main_process=False)
         processes = Processes(alone)
@@ -211,13 +217,14 @@ class Rehearsal:
 
     def _build(self) -> tuple[Adapter, Norms, optim.OptimizerState, Averages, Step]:
         plan, pieces = self.plan, Pieces(None, start_point.census(self.plan.config))
-        for name in (plan.family.denoiser, *(() if plan.model.cache_text else plan.family.text_encoders)):
+        for name in plan.model.in_steps:
             self.components.load(name)
-        adapter, norms = build_adapter(self.components, pieces)
+        adapter, norms = build_adapter(plan.config, self.components, pieces)
         if self.on_cpu:
-            few_tokens_in_fp32(self.components.load(plan.family.denoiser), plan.family.attention, torch.device("cpu"))
+            family = plan.model.family
+            few_tokens_in_fp32(self.components.load(family.denoiser), family.attention, torch.device("cpu"))
         progress = start_point.first_progress(plan)
-        state, step = build_step(self.components, adapter, norms, pieces, progress, then=None)
+        state, step = build_step(plan.config, self.components, adapter, norms, pieces, progress, then=None)
         adapter.refresh()
         given = {each.name: getattr(step, each.name) for each in fields(step)}
         return adapter, norms, state.optimizer, state.averages, self.step_class(**given)
@@ -227,7 +234,7 @@ class Rehearsal:
 
         conditioning: of as many captions; None where the run encodes them live.
         """
-        side = self.plan.family.latent_side
+        side = self.plan.model.family.latent_side
         with unset_fake_temporarily():
             size = torch.tensor([[height, width]] * count)
             corner = torch.zeros_like(size)
@@ -255,7 +262,7 @@ class Rehearsal:
 
     def sample(self, request: SampleRequest, conditioning: Conditioning, negative: Conditioning) -> Any:
         """The image that would be drawn."""
-        self.components.load(self.plan.family.vae)
+        self.components.load(self.plan.model.family.vae)
         told = (each.to(self.device) for each in (conditioning, negative))
         with torch.no_grad():
             return self.components.family.sample(self.components.model, request, *told)

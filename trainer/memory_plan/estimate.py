@@ -24,7 +24,7 @@ from trainer.memory_plan.dry_run import Rehearsal, without_values
 from trainer.memory_plan.op_trace import Cost, Trace
 from trainer.models.base import SampleRequest
 from trainer.plan import fixed_draws
-from trainer.plan.run_plan import Plan
+from trainer.plan.run_plan import RunPlan
 
 # Of an accelerator: its context (0.4 to 0.8 GiB on CUDA) with the libraries' workspaces, and a share for what the allocator
 # loses. Of a CPU: the code that its libraries read in and make as they compute, and what the allocator keeps.
@@ -94,7 +94,7 @@ class Forecast:
         return self.total <= memory
 
 
-def forecast(plan: Plan, kernels: Kernels, *, base: Callable[[], int] | None = None) -> Forecast:
+def forecast(plan: RunPlan, kernels: Kernels, *, base: Callable[[], int] | None = None) -> Forecast:
     """What the planned run would take. kernels: those of the device that is planned for. base: of a CPU, what the process
     itself takes; None: an accelerator.
 
@@ -111,8 +111,8 @@ def forecast(plan: Plan, kernels: Kernels, *, base: Callable[[], int] | None = N
 class Forecaster:
     """The phases of a run, each on its own; inside `without_values`."""
 
-    def __init__(self, plan: Plan, kernels: Kernels, *, on_cpu: bool = False) -> None:
-        self.plan, self.family, self.on_cpu = plan, plan.family, on_cpu
+    def __init__(self, plan: RunPlan, kernels: Kernels, *, on_cpu: bool = False) -> None:
+        self.plan, self.family, self.on_cpu = plan, plan.model.family, on_cpu
         self.run, self.trace = Rehearsal(plan, kernels=kernels, on_cpu=on_cpu), Trace()
         self.weights: dict[str, int] = {}
         self.held: dict[str, int] = {}  # beside the weights
@@ -122,8 +122,8 @@ class Forecaster:
 
     def forecast(self) -> Forecast:
         """The forecast: every phase gone through, in the order of a run."""
-        config, sizes = self.plan.config, _sizes(self.plan.examples)
-        measured = _sizes([example for examples in self.plan.measured.values() for example in examples])[:1]
+        config, sizes = self.plan.config, _sizes(self.plan.data.examples)
+        measured = _sizes([example for examples in self.plan.data.measured.values() for example in examples])[:1]
         stay = config.data.cache == "none"
         encoding = [*self.captions(stay=stay), self.photos(*max([sizes[0], *measured], key=prod))]
         if not stay:
@@ -139,8 +139,8 @@ class Forecaster:
                 replace(phase, parts=there | {"transient": phase.parts["transient"]}, loaded=dict(self.weights))
                 for phase in encoding
             ]
-        if self.plan.requests:
-            training.append(self.sample(max(self.plan.requests, key=lambda request: request.width * request.height)))
+        if self.plan.data.requests:
+            training.append(self.sample(max(self.plan.data.requests, key=lambda request: request.width * request.height)))
         checkpoint, start = self.checkpoint_bytes(), self.start_bytes()
         if self.on_cpu and start:
             training = [replace(phase, parts=phase.parts | {"adapter": phase.parts["adapter"] + start}) for phase in training]
@@ -183,8 +183,8 @@ class Forecaster:
 
     def prepare(self) -> None:
         """Load what steps and samples need, once photos were encoded."""
-        self._load(self.family.denoiser, *(() if self.plan.model.cache_text else self.family.text_encoders))
-        if self.plan.requests:
+        self._load(*self.plan.model.in_steps)
+        if self.plan.data.requests:
             self._load(self.family.vae)
         adapter, _, _, averages, step = self.run.trained
         self.held["adapter"] = self.trace.enter(adapter.named_parameters().values())
@@ -228,7 +228,7 @@ class Forecaster:
 
     def held_out_loss(self, width: int, height: int) -> Stage:
         """The phase of the held-out loss, with as many draws as are computed at once."""
-        count = fixed_draws.at_once(self.plan)
+        count = fixed_draws.at_once(self.plan.data)
         told = self._prompts(1) if self.plan.model.cache_text else None
         with self._phase(f"{HELD_OUT} {width}x{height}, batch {count}") as phases:
             self.run.held_out_loss(self.run.batch(width, height, told, 1), count)
@@ -286,7 +286,7 @@ class Forecaster:
 
     def _longest(self) -> str:
         """Of the captions: what is encoded may be the longer for it (data.clip_chunks)."""
-        return max((text for example in self.plan.encoded for text in example.captions), key=len, default="")
+        return max((text for example in self.plan.data.encoded for text in example.captions), key=len, default="")
 
     # --- sizes --------------------------------------------------------------------------------------------------------
 
@@ -294,7 +294,7 @@ class Forecaster:
         """The bytes of the latents and texts that a run over these photos needs."""
         if self.plan.config.data.cache == "none":
             return 0
-        examples, seed = self.plan.encoded, self.plan.config.run.seed
+        examples, seed = self.plan.data.encoded, self.plan.config.run.seed
         views = fill.latents_wanted(examples, seed=seed, fingerprint="").values()
         total = sum(4 * self.run.channels * prod(example.bucket) // self.family.latent_side**2 for example, _ in views)
         if self.plan.model.cache_text:

@@ -13,7 +13,7 @@ from trainer.base.files import parse_size
 from trainer.base.protocols import Kernels
 from trainer.base.tensorfile import size_text
 from trainer.memory_plan.estimate import PHOTOS, SAMPLES, STEP, Forecast, Stage, forecast
-from trainer.plan.run_plan import Plan
+from trainer.plan.run_plan import RunPlan
 from trainer.plan.storage import held_as, weight_bytes
 from trainer.runtime.precision import SMALLER_DTYPES, SMALLER_VAE, compute_dtype
 
@@ -42,7 +42,7 @@ class _Rung:
     change: Callable[[Forecast], Forecast]
 
 
-def changes(plan: Plan, kernels: Kernels, found: Forecast, memory: int) -> list[Change]:
+def changes(plan: RunPlan, kernels: Kernels, found: Forecast, memory: int) -> list[Change]:
     """The cheapest that saves enough to count, again and again, until the run is small enough or nothing does.
 
     Weights, recomputation and the VAE's dtype are counted anew; of fewer images or smaller ones the share is taken.
@@ -62,9 +62,9 @@ def changes(plan: Plan, kernels: Kernels, found: Forecast, memory: int) -> list[
     return chosen
 
 
-def _ladder(plan: Plan, kernels: Kernels, found: Forecast) -> Iterator[_Rung]:
+def _ladder(plan: RunPlan, kernels: Kernels, found: Forecast) -> Iterator[_Rung]:
     """found: of the plan as it is."""
-    config, family = plan.config, plan.family
+    config, family = plan.config, plan.model.family
     base = (lambda: found.base) if found.base else None
     if family.blocks and config.memory.gradient_checkpointing is not True:
         yield _Rung(
@@ -72,7 +72,7 @@ def _ladder(plan: Plan, kernels: Kernels, found: Forecast) -> Iterator[_Rung]:
             "every step takes about a third longer; no byte changes",
             _as_counted(found, lambda: forecast(with_checkpointing(plan, True), kernels, base=base), (STEP,)),
         )
-    if plan.requests:
+    if plan.data.requests:
         yield _Rung(
             "validation.every_steps = 0, or smaller samples",
             "no pictures while it trains; the adapter is the same",
@@ -106,10 +106,12 @@ def _ladder(plan: Plan, kernels: Kernels, found: Forecast) -> Iterator[_Rung]:
             lambda found: replace(found, phases=tuple(_in_8_bit(phase) for phase in found.phases)),
         )
     yield from _smaller(plan, family.denoiser, "the frozen weights are rounded, see docs/precision.md: another run")
-    largest = max(each for example in plan.examples for each in example.photo.source.resolutions)
+    largest = plan.data.resolution
     if largest > 512:
         # The VAE takes a large photo in tiles: what it needs is that of one.
-        encoded = max(min(prod(example.bucket), (tiles.side(*example.bucket) or 2**31) ** 2) for example in plan.examples)
+        encoded = max(
+            min(prod(example.bucket), (tiles.side(*example.bucket) or 2**31) ** 2) for example in plan.data.examples
+        )
         yield _Rung(
             "data.resolution = 512",
             "the photos are trained at half the size or less: another run",
@@ -117,7 +119,7 @@ def _ladder(plan: Plan, kernels: Kernels, found: Forecast) -> Iterator[_Rung]:
         )
 
 
-def _smaller(plan: Plan, name: str, price: str) -> Iterator[_Rung]:
+def _smaller(plan: RunPlan, name: str, price: str) -> Iterator[_Rung]:
     """The component in each smaller dtype than its own. What a file holds quantised stays as it is."""
     if held_as(plan.model.source, name) is not None:
         return
@@ -188,20 +190,20 @@ def _as_counted(
     return change
 
 
-def with_checkpointing(plan: Plan, every: bool | int) -> Plan:
+def with_checkpointing(plan: RunPlan, every: bool | int) -> RunPlan:
     """The plan with that memory.gradient_checkpointing."""
     memory = plan.config.memory.model_copy(update={"gradient_checkpointing": every})
-    return plan.with_config(plan.config.model_copy(update={"memory": memory}))
+    return replace(plan, config=plan.config.model_copy(update={"memory": memory}))
 
 
-def fitted(plan: Plan, kernels: Kernels, *, base: Callable[[], int] | None) -> Plan:
+def fitted(plan: RunPlan, kernels: Kernels, *, base: Callable[[], int] | None) -> RunPlan:
     """The plan with the keys that memory.fit chooses: the fastest that need no more memory, of those that change no byte.
 
     Raises UserError where none of them is small enough.
     """
     if plan.config.memory.fit is None:
         return plan
-    memory, family = parse_size(plan.config.memory.fit), plan.family
+    memory, family = parse_size(plan.config.memory.fit), plan.model.family
     choices = CHECKPOINTING if family.blocks else (False,)
     smallest = with_checkpointing(plan, choices[-1])
     least = forecast(smallest, kernels, base=base)

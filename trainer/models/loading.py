@@ -24,8 +24,8 @@ from trainer.models import hub, tokenizers, variants
 from trainer.models.base import Family, Markers
 from trainer.models.building import allocate, build, shapes_of
 from trainer.models.config_files import PUBLISHED, blamed_on, check_values, published_config, read_json, read_of, shards
-from trainer.models.weight_sets import PICKLES, WEIGHT_STEMS, WeightChoice, choose, weight_sets
-from trainer.models.weights import Read, Recognise, Weights, plan_reads
+from trainer.models.weight_sets import PICKLES, WEIGHT_STEMS, Wanted, WeightChoice, choose, weight_sets
+from trainer.models.weights import Headers, Read, Recognise, Weights, plan_reads
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,7 @@ class ModelSource:
     root: diffusers folder, or the folder of configs of a single file. published: the published model's configs, for what the
     folder found beside a single file lacks; None where the folder was given.
     found: those of `overrides` that nobody gave: they lie beside the single file (beside.complete).
-    variant: as `model.variant` asks. stored: what a component is stored as, "fp32" also where it computes in fp32; by
-    these two the files are chosen of a component that has several (weight_sets.choose).
+    wanted: by it the files are chosen of a component that has several.
     repository: of a hub id. fetched: False for a hub id whose weights are not all here. embedded: why its configs are the
     embedded ones.
     """
@@ -48,13 +47,11 @@ class ModelSource:
     published: Path | None = None
     overrides: Mapping[str, Path] = field(default_factory=dict)
     found: Mapping[str, Path] = field(default_factory=dict)
-    variant: str | None = None
-    stored: Mapping[str, str] = field(default_factory=dict)
+    wanted: Wanted = Wanted()
     repository: hub.Repository | None = None
     fetched: bool = True
     embedded: str | None = None
-    _opened: dict[str, Weights] = field(default_factory=dict, repr=False)
-    _shapes: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict, repr=False)
+    _headers: Headers = field(default_factory=Headers, repr=False)
 
     def _beside(self, relative: str) -> Path:
         """A file or folder of configs."""
@@ -134,9 +131,10 @@ class ModelSource:
 
     def weights(self, name: str) -> Weights:
         """The component's tensors, unread. Raises UserError where a file is missing or is a pickle."""
-        if name not in self._opened:
-            self._opened[name] = Weights(*self._files(name), self.recognise)
-        return self._opened[name]
+        opened = self._headers.opened
+        if name not in opened:
+            opened[name] = Weights(*self._files(name), self.recognise)
+        return opened[name]
 
     def _files(self, name: str) -> tuple[tuple[TensorFile, ...], str, tuple[Link, ...] | None]:
         """(files, prefix, links) of the component's weights."""
@@ -184,9 +182,9 @@ class ModelSource:
 
     def with_parts(self, found: Mapping[str, Path]) -> Self:
         """This source with components from places that were found."""
-        shapes = {name: known for name, known in self._shapes.items() if name not in found}
+        shapes = {name: known for name, known in self._headers.shapes.items() if name not in found}
         parts = {**self.overrides, **found}
-        return replace(self, overrides=parts, found={**self.found, **found}, _opened={}, _shapes=shapes)
+        return replace(self, overrides=parts, found={**self.found, **found}, _headers=Headers(shapes=shapes))
 
     def check_kind(self) -> None:
         """Refuse a model that is trained for something else, and parts that do not belong together, if they are here."""
@@ -221,7 +219,8 @@ class ModelSource:
         if repository is not None and repository.unreachable is not None:
             sets = [held for held in sets if held.whole]  # what an interrupted download left of the others is no choice
         if sets:
-            return choose(sets, variant=self.variant, stored=self.stored.get(name, "fp32"), where=where)
+            stored = self.wanted.stored.get(name, "fp32")
+            return choose(sets, variant=self.wanted.variant, stored=stored, where=where)
         pickles = sorted(file for file in listing if file.endswith(PICKLES))
         found = f"; {pickles[0]} there is a pickle, which can run code: convert it" if pickles else ""
         raise UserError(
@@ -247,7 +246,7 @@ class ModelSource:
             raise self.repository.refusal()
         names = [*read_of(self.family, self.repository), *self.weight_names()]
         root = self.repository.fetch(names, phases=phases)
-        return replace(self, root=root, fetched=True, embedded=None, _opened={}, _shapes={})
+        return replace(self, root=root, fetched=True, embedded=None, _headers=Headers())
 
     def held(self, name: str) -> dict[str, HeldWeight | torch.dtype]:
         """The weights that the files hold quantised, and the dtype of all others, by the layers of the module.
@@ -278,9 +277,10 @@ class ModelSource:
         return weights.shapes.get(next(originals, ""))
 
     def _expected(self, name: str) -> dict[str, tuple[int, ...]]:
-        if name not in self._shapes:
-            self._shapes[name] = shapes_of(self.family.component(name), self.config(name), self.config_file(name))
-        return self._shapes[name]
+        shapes = self._headers.shapes
+        if name not in shapes:
+            shapes[name] = shapes_of(self.family.component(name), self.config(name), self.config_file(name))
+        return shapes[name]
 
     def fingerprint(self, name: str, digest: Callable[[Path], str]) -> str:
         """SHA-256 over the component's file contents (`digest` of each) and its config."""

@@ -15,7 +15,7 @@ from trainer.models import hub, kinds
 from trainer.models.base import Family
 from trainer.models.config_files import PUBLISHED, read_json, read_of
 from trainer.models.loading import ModelSource
-from trainer.models.weight_sets import PICKLES, PLAIN
+from trainer.models.weight_sets import ANY, PICKLES, PLAIN, Wanted
 from trainer.models.weights import Recognise
 
 
@@ -26,15 +26,14 @@ def open_model(
     config: str | None = None,
     component_paths: Mapping[str, str] = {},
     revision: str | None = None,
-    variant: str | None = None,
-    stored: Mapping[str, str] = {},
+    wanted: Wanted = ANY,
     recognise: Recognise = lambda entries: Recognised({}, frozenset()),
 ) -> ModelSource:
     """Resolve `path`: a diffusers folder, a single .safetensors file, or else a hub id.
 
     config: a folder of component configs, scheduler and tokenizers for a single file; without it the folder of the
     file's stem beside it, else the embedded configs of the published models.
-    revision: a branch, tag or commit of a hub id. variant, stored: see ModelSource.
+    revision: a branch, tag or commit of a hub id.
     recognise: finds the weights that a file holds quantised (quantization.recognise).
     Of a hub id only configs and tokenizers are fetched; the embedded configs serve where a published model's cannot be had.
     """
@@ -45,45 +44,60 @@ def open_model(
         _refuse_pickle(f"model.components.{name}.path", override)
     local = Path(path)
     _refuse_pickle("model.path", local)
-    opened = partial(ModelSource, family, recognise=recognise, overrides=overrides, variant=variant, stored=stored)
+    opened = partial(ModelSource, family, recognise=recognise, overrides=overrides, wanted=wanted)
     if config and not local.is_file():
         raise UserError(f"model.config = {config!r} belongs to a single file; {path!r} brings its own configs, leave it out")
     if revision and local.exists():
         raise UserError(f"model.revision = {revision!r} belongs to a hub id; model.path = {path!r} is here, leave it out")
     if local.is_dir():
-        if not (local / "model_index.json").is_file():
-            what = kinds.instead_of_a_model(os.listdir(local), lambda: read_json(local / "config.json"))
-            raise UserError(f"model.path = {path!r} is not a diffusers folder (no model_index.json); {what}")
-        kinds.refuse_other(f"model.path = {path!r}", family.name, kinds.kind_of_folder(local))
-        source = opened(root=local)
+        source = _of_folder(opened, family, path)
     elif local.is_file():
-        if local.suffix != ".safetensors":
-            instead = "; this program does not read GGUF: use the 16-bit or float8 file" if local.suffix == ".gguf" else ""
-            raise UserError(f"model.path = {path!r} is not a .safetensors file{instead}")
-        file = TensorFile(local)
-        kinds.refuse_other(f"model.path = {path!r}", family.name, kinds.kind_of(file.shapes))
-        root = Path(config) if config else local.with_suffix("")
-        if config and not root.is_dir():
-            raise UserError(f"model.config = {config!r} is not a folder")
-        embedded = None if config else family.published(set(file.entries))
-        published = PUBLISHED / embedded if embedded else None
-        if not root.is_dir() and published is None:
-            raise UserError(f"model.path = {path!r}: no configs of {family.name} are embedded; give them with model.config")
-        source = opened(root=root if root.is_dir() else published, single_file=file, published=published)
-    elif (no_id := local.suffix == ".safetensors" or path.count("/") != 1 or path.startswith((".", "/"))) or (
-        local.parent.is_dir() and path not in family.hub_ids
-    ):
+        source = _of_file(opened, family, path, config)
+    else:
+        _check_hub_id(path, family)
+        source = _of_repository(opened, family, path, revision)
+    if wanted.variant is not None:
+        _check_variant(source, path)
+    return source
+
+
+def _of_folder(opened: Callable[..., ModelSource], family: Family, path: str) -> ModelSource:
+    local = Path(path)
+    if not (local / "model_index.json").is_file():
+        what = kinds.instead_of_a_model(os.listdir(local), lambda: read_json(local / "config.json"))
+        raise UserError(f"model.path = {path!r} is not a diffusers folder (no model_index.json); {what}")
+    kinds.refuse_other(f"model.path = {path!r}", family.name, kinds.kind_of_folder(local))
+    return opened(root=local)
+
+
+def _of_file(opened: Callable[..., ModelSource], family: Family, path: str, config: str | None) -> ModelSource:
+    local = Path(path)
+    if local.suffix != ".safetensors":
+        instead = "; this program does not read GGUF: use the 16-bit or float8 file" if local.suffix == ".gguf" else ""
+        raise UserError(f"model.path = {path!r} is not a .safetensors file{instead}")
+    file = TensorFile(local)
+    kinds.refuse_other(f"model.path = {path!r}", family.name, kinds.kind_of(file.shapes))
+    root = Path(config) if config else local.with_suffix("")
+    if config and not root.is_dir():
+        raise UserError(f"model.config = {config!r} is not a folder")
+    embedded = None if config else family.published(set(file.entries))
+    published = PUBLISHED / embedded if embedded else None
+    if not root.is_dir() and published is None:
+        raise UserError(f"model.path = {path!r}: no configs of {family.name} are embedded; give them with model.config")
+    return opened(root=root if root.is_dir() else published, single_file=file, published=published)
+
+
+def _check_hub_id(path: str, family: Family) -> None:
+    """Raises UserError for the path of a file or folder that is not there."""
+    local = Path(path)
+    no_id = local.suffix == ".safetensors" or path.count("/") != 1 or path.startswith((".", "/"))
+    if no_id or (local.parent.is_dir() and path not in family.hub_ids):
         what = "give a diffusers folder, a .safetensors file or a hub id"
         if local.parent.is_dir() and local.parent != Path():
             beside = shortlist(sorted(entry.name for entry in local.parent.iterdir()), 5) or "nothing"
             what = f"the folder {str(local.parent)!r} holds {beside}"
             what += "" if no_id else ". The hub is not asked for a name that begins with a folder here"
         raise UserError(f"model.path = {path!r} does not exist; {what}")
-    else:
-        source = _of_repository(opened, family, path, revision)
-    if variant is not None:
-        _check_variant(source, path)
-    return source
 
 
 def _of_repository(opened: Callable[..., ModelSource], family: Family, path: str, revision: str | None) -> ModelSource:
@@ -114,12 +128,12 @@ def _of_repository(opened: Callable[..., ModelSource], family: Family, path: str
 def _check_variant(source: ModelSource, path: str) -> None:
     """Refuse a `model.variant` that no component has."""
     chosen = [source.weight_choice(component.name) for component in source.family.components]
-    wanted = None if source.variant == PLAIN else source.variant
+    wanted = None if source.wanted.variant == PLAIN else source.wanted.variant
     known = [one.files.variant for one in chosen if one is not None]
     listed = source.repository is None or source.repository.unreachable is None
     if wanted not in known and listed:
         raise UserError(
-            f"model.variant = {source.variant!r}: no component of {path!r} has such files "
+            f"model.variant = {source.wanted.variant!r}: no component of {path!r} has such files "
             "(diffusion_pytorch_model.VARIANT.safetensors, model.VARIANT.safetensors); leave it out"
         )
 

@@ -10,7 +10,7 @@ modeling_utils.py.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trainer.base.errors import UserError
 from trainer.base.tensorfile import size_text
@@ -75,6 +75,20 @@ def weight_sets(listing: Mapping[str, int]) -> list[WeightSet]:
                 files = shards.get(key, {}) if key in indices else single[key]
                 sets[key[1]] = WeightSet(key[1], tuple(files), indices.get(key), sum(files.values()))
     return sorted(sets.values(), key=lambda held: held.variant or "")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The files that are wanted of a component that has several (`choose`).
+
+    variant: as `model.variant` asks. stored: what a component is stored as, "fp32" also where it computes in fp32.
+    """
+
+    variant: str | None = None
+    stored: Mapping[str, str] = field(default_factory=dict)
+
+
+ANY = Wanted()
 
 
 def choose(sets: Sequence[WeightSet], *, variant: str | None, stored: str, where: str) -> WeightChoice:

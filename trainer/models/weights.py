@@ -1,7 +1,7 @@
 """A component's tensors in its files, and how each gets into the module: split, widened, converted or taken over."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 
@@ -173,6 +173,14 @@ def _place_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
     else:
         with torch.no_grad():
             getattr(owner, leaf).copy_(tensor)
+
+
+@dataclass(frozen=True)
+class Headers:
+    """What was read so far, by component: the weights' files, and the shapes of the module's parameters."""
+
+    opened: dict[str, Weights] = field(default_factory=dict)
+    shapes: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
 
 
 def plan_reads(

@@ -15,7 +15,7 @@ from trainer.models.loading import ModelSource
 from trainer.monitoring.diagnosis import HELD_OUT_PHOTOS
 from trainer.plan import fixed_draws, optimizer_rules
 from trainer.plan.data_sources import sources_of
-from trainer.plan.run_plan import DataPlan, Plan
+from trainer.plan.run_plan import DataPlan, Length, RunPlan
 from trainer.plan.storage import weight_bytes
 
 SHOWN = 20  # names in one line
@@ -30,7 +30,7 @@ def describe_head(config: Config, *, on_cpu: bool) -> str:
     return "\n".join(lines)
 
 
-def describe(plan: Plan, *, sizes: bool, data: bool = True) -> str:
+def describe(plan: RunPlan, *, sizes: bool, data: bool = True) -> str:
     """The start print below its head. sizes: also build every component on the meta device to count its bytes. data: with
     the photos."""
     config = plan.config
@@ -55,19 +55,19 @@ def describe(plan: Plan, *, sizes: bool, data: bool = True) -> str:
     lines += _hub_lines(plan.model.source)
     lines += [*_adapter_lines(plan), f"objective {plan.model.objective.describe()}"]
     doubts = plan.model.objective.doubts()
-    if plan.model.objective.stratified and config.data.batch_size * config.step.accumulation * plan.processes == 1:
+    if plan.model.objective.stratified and config.data.batch_size * config.step.accumulation * plan.length.processes == 1:
         doubts.append(
             "objective.stratified has no effect on updates of one photo; raise data.batch_size or step.accumulation"
         )
     lines += [f"warning: {doubt}" for doubt in doubts]
-    lines += data_lines(plan, text=_text(plan)) if data else []
+    lines += data_lines(config, plan.data, plan.length, text=_text(plan)) if data else []
     group, end = config.optimizer, f", ending at {config.schedule.end:g} of the rate" if config.schedule.end else ""
     lines.append(
         f"optimizer {group.name}, lr {group.lr:g}, weight decay {group.weight_decay:g} (none on magnitudes), "
         f"clipping {config.step.max_grad_norm:g}; schedule {config.schedule.name}, warm-up {config.schedule.warmup:g}{end}"
     )
-    lines += [f"  {line}" for line in optimizer_rules.start_lines(config, plan.max_steps)]
-    if plan.max_steps > 1 and not plan.saves_before_the_end:
+    lines += [f"  {line}" for line in optimizer_rules.start_lines(config, plan.length.max_steps)]
+    if plan.length.max_steps > 1 and not plan.saves_before_the_end:
         keys = ", ".join(
             f"checkpoint.{key} = {getattr(config.checkpoint, key):g}" for key in ("every_steps", "every_minutes")
         )
@@ -88,7 +88,7 @@ def _hub_lines(source: ModelSource) -> list[str]:
     return lines
 
 
-def _adapter_lines(plan: Plan) -> list[str]:
+def _adapter_lines(plan: RunPlan) -> list[str]:
     adapter = plan.config.adapter
     lines = []
     for component in plan.model.adapted:
@@ -112,44 +112,44 @@ def _adapter_parameters(shape: tuple[int, ...], rank: int, dora: bool) -> int:
     return rank * (rows + columns) + (rows if dora else 0)
 
 
-def data_lines(plan: DataPlan, *, text: str = "") -> list[str]:
+def data_lines(config: Config, data: DataPlan, length: Length, *, text: str = "") -> list[str]:
     """The lines about the data. text: how the captions are encoded, if known."""
-    data, accumulation = plan.config.data, plan.config.step.accumulation
-    per_step = f"up to {data.batch_size} images of one shape" if data.batch_size > 1 else "1 image"
+    batch_size, accumulation = data.config.batch_size, config.step.accumulation
+    per_step = f"up to {batch_size} images of one shape" if batch_size > 1 else "1 image"
     per_step = f"up to {accumulation} batches (step.accumulation) of {per_step}" if accumulation > 1 else per_step
-    per_step += f", in each of {plan.processes} processes" if plan.processes > 1 else ""
-    shown = ", ".join(f"{w}x{h}: {n}" for (w, h), n in sorted(short_batches.appearances(plan.examples).items()))
-    subject = [photo for photo in plan.photos if not photo.source.regularisation]
-    prior = [photo for photo in plan.photos if photo.source.regularisation]
+    per_step += f", in each of {length.processes} processes" if length.processes > 1 else ""
+    shown = ", ".join(f"{w}x{h}: {n}" for (w, h), n in sorted(short_batches.appearances(data.examples).items()))
+    subject = [photo for photo in data.photos if not photo.source.regularisation]
+    prior = [photo for photo in data.photos if photo.source.regularisation]
     kept = f" + {_count(prior, 'regularisation image')}{_times(prior)}" if prior else ""
-    captions = sum(not photo.caption for photo in plan.photos)
-    too_small = sum(example.small for example in plan.examples)
-    instead = "enlarged" if data.enlarge else "trained in a smaller one (data.enlarge = true enlarges them)"
+    captions = sum(not photo.caption for photo in data.photos)
+    too_small = sum(example.small for example in data.examples)
+    instead = "enlarged" if data.config.enlarge else "trained in a smaller one (data.enlarge = true enlarges them)"
     small = f"; {too_small} smaller than the bucket of their shape: {instead}" if too_small else ""
-    sources = sources_of(data)
-    variants = max(len(example.captions) for example in plan.examples)
+    sources = sources_of(data.config)
+    variants = max(len(example.captions) for example in data.examples)
     varied = f"up to {variants} variants of each; " if variants > 1 else ""
     dropout = "/".join(f"{rate:g}" for rate in sorted({source.caption_dropout for source in sources}))
     flip = "/".join(sorted({"on" if source.flip else "off" for source in sources}, reverse=True))
-    first, epoch = plan.began
-    length = f"{plan.max_steps} steps = {epoch + (plan.max_steps - first) / plan.steps_per_epoch:.4g} epochs"
+    first, epoch = length.began
+    said = f"{length.max_steps} steps = {epoch + (length.max_steps - first) / length.steps_per_epoch:.4g} epochs"
     return [
-        f"data {_count(subject, 'image')}{_times(subject)}{kept}: {plan.steps_per_epoch} "
-        f"{'step' if plan.steps_per_epoch == 1 else 'steps'} an epoch; a step has {per_step}; {length}",
+        f"data {_count(subject, 'image')}{_times(subject)}{kept}: {length.steps_per_epoch} "
+        f"{'step' if length.steps_per_epoch == 1 else 'steps'} an epoch; a step has {per_step}; {said}",
         f"  buckets (images an epoch) {shown}{small}",
-        f"  short batches: {_short_batches(plan)}",
+        f"  short batches: {_short_batches(data)}",
         f"  captions: {captions} missing or empty; {varied}dropped with probability {dropout}; flip {flip}"
         + (f"; text {text}" if text else ""),
         *_alone(subject),
-        *_without_prompts(plan),
-        *(f"  warning: {line}" for line in prompts.warnings((r.prompt for r in plan.requests), plan.examples)),
-        *_weight_lines(plan.photos),
+        *_without_prompts(config, data),
+        *(f"  warning: {line}" for line in prompts.warnings((r.prompt for r in data.requests), data.examples)),
+        *_weight_lines(data.photos),
         *_view_lines(sources),
-        *(f"  {line}" for line in plan.scanned.notes),
-        *(f"  {line}" for line in _grouped(noted(plan.photos), "photo")),
-        *_left_out_lines(plan.scanned),
-        *_held_out(plan),
-        *_alike_lines(plan),
+        *(f"  {line}" for line in data.scanned.notes),
+        *(f"  {line}" for line in _grouped(noted(data.photos), "photo")),
+        *_left_out_lines(data.scanned),
+        *_held_out(config, data),
+        *_alike_lines(data),
     ]
 
 
@@ -159,20 +159,20 @@ def _alone(photos: Sequence[Photo]) -> list[str]:
     return ["  warning: this is one photo alone, and the adapter learns to draw just that picture; 10 to 30 are usual"]
 
 
-def _without_prompts(plan: DataPlan) -> list[str]:
-    wanted = plan.config.validation
-    if plan.requests or not wanted.every_steps or wanted.prompts != "captions":
+def _without_prompts(config: Config, data: DataPlan) -> list[str]:
+    wanted = config.validation
+    if data.requests or not wanted.every_steps or wanted.prompts != "captions":
         return []
     return ["  warning: no samples are drawn: validation.prompts = 'captions', and no photo has a caption; give a list"]
 
 
-def _alike_lines(plan: DataPlan) -> list[str]:
+def _alike_lines(data: DataPlan) -> list[str]:
     """How many photos are near duplicates, and a warning if one of them is held out and another trained on."""
-    if not plan.alike:
+    if not data.alike:
         return []
-    lines = [f"  near duplicates: {_groups(plan.alike)}"]
-    held_out = {example.photo.sample for example in plan.held_out}
-    across = [group for group in plan.alike if len({photo.sample in held_out for photo in group}) == 2]
+    lines = [f"  near duplicates: {_groups(data.alike)}"]
+    held_out = {example.photo.sample for example in data.held_out}
+    across = [group for group in data.alike if len({photo.sample in held_out for photo in group}) == 2]
     if across:
         lines.append(f"  warning: near duplicates on both sides of data.held_out: {_groups(across)}")
     return lines
@@ -189,13 +189,13 @@ def _groups(groups: Sequence[Sequence[Photo]]) -> str:
     return f"{sum(map(len, groups))} photos in {count} ({'; '.join(shown)}{more})"
 
 
-def _short_batches(plan: DataPlan) -> str:
+def _short_batches(data: DataPlan) -> str:
     """How many short batches there are, and what would fill them."""
-    batch_size, examples = plan.config.data.batch_size, plan.examples
+    batch_size, examples = data.config.batch_size, data.examples
     count = sampler.batches_per_epoch(examples, batch_size=batch_size)
     left = short_batches.short(examples, batch_size=batch_size)
     again = sum(batch_size - size for size in left.values())
-    if plan.config.data.short_batches == "merge":
+    if data.config.short_batches == "merge":
         moved = sum(example.merged for example in examples)
         return f"none of {count} an epoch; merged: {moved} moved to another bucket, {again} more appearances"
     if not left:
@@ -208,19 +208,19 @@ def _short_batches(plan: DataPlan) -> str:
     )
 
 
-def _held_out(plan: DataPlan) -> list[str]:
-    names = list(dict.fromkeys(example.photo.sample for example in plan.held_out))
+def _held_out(config: Config, data: DataPlan) -> list[str]:
+    names = list(dict.fromkeys(example.photo.sample for example in data.held_out))
     lines = []
     if names:
-        photos = f"{len(names)} of {len(plan.scanned.photos)} photos"
+        photos = f"{len(names)} of {len(data.scanned.photos)} photos"
         lines = [f"  held out, never trained on: {photos}: {shortlist(names, SHOWN)}"]
-    if plan.measured:
-        counts = " and ".join(f"{len(examples)} {kind.replace('_', '-')}" for kind, examples in plan.measured.items())
+    if data.measured:
+        counts = " and ".join(f"{len(examples)} {kind.replace('_', '-')}" for kind, examples in data.measured.items())
         lines.append(
-            f"  loss at fixed draws of {counts} photos: {fixed_draws.forwards(plan)} images pass the denoiser before "
-            f"the first step, every {plan.config.validation.loss_every_steps} steps and at the end"
+            f"  loss at fixed draws of {counts} photos: {fixed_draws.forwards(data)} images pass the denoiser before "
+            f"the first step, every {config.validation.loss_every_steps} steps and at the end"
         )
-        apart = len(plan.measured.get("held_out", ()))
+        apart = len(data.measured.get("held_out", ()))
         if not apart:
             lines.append(
                 "  warning: no photo is held out, so this loss cannot show memorising; data.held_out = 0.1 holds out a tenth"
@@ -285,7 +285,7 @@ def _grouped(groups: Mapping[str, Sequence[str]], noun: str) -> list[str]:
     return lines
 
 
-def _text(plan: Plan) -> str:
+def _text(plan: RunPlan) -> str:
     if not plan.model.cache_text:
         return "encoded live"
     return "encoded when it is drawn" if plan.config.data.cache == "none" else "cached"

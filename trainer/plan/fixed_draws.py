@@ -14,19 +14,19 @@ def draws_of(photos: int) -> int:
     return QUARTERS * math.ceil(FEWEST / (QUARTERS * photos)) if photos else 0
 
 
-def copies(plan: DataPlan) -> int:
+def copies(data: DataPlan) -> int:
     """How many of the held-out photos that are measured have a near duplicate that is trained on."""
-    held_out = {example.photo.sample for example in plan.held_out}
-    measured = {example.photo.sample for example in plan.measured.get("held_out", ())}
-    groups = [{photo.sample for photo in group} for group in plan.alike]
+    held_out = {example.photo.sample for example in data.held_out}
+    measured = {example.photo.sample for example in data.measured.get("held_out", ())}
+    groups = [{photo.sample for photo in group} for group in data.alike]
     return sum(len(group & measured) for group in groups if group - held_out)
 
 
-def at_once(plan: DataPlan) -> int:
+def at_once(data: DataPlan) -> int:
     """Draws of one photo that are computed together: never more than a step's images, whose backward takes more memory."""
-    return min(plan.config.data.batch_size, max(draws_of(len(examples)) for examples in plan.measured.values()))
+    return min(data.config.batch_size, max(draws_of(len(examples)) for examples in data.measured.values()))
 
 
-def forwards(plan: DataPlan) -> int:
+def forwards(data: DataPlan) -> int:
     """Images that pass the denoiser each time."""
-    return sum(len(examples) * draws_of(len(examples)) for examples in plan.measured.values())
+    return sum(len(examples) * draws_of(len(examples)) for examples in data.measured.values())

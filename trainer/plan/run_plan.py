@@ -15,7 +15,7 @@ from trainer.base import patterns
 from trainer.base.errors import UserError
 from trainer.base.progress import QUIET, Phases
 from trainer.base.types import Link
-from trainer.config import Config, SampleTable
+from trainer.config import Config, DataTable, SampleTable
 from trainer.data import buckets, held_out
 from trainer.data.batches import sampler, short_batches
 from trainer.data.captions import prompts
@@ -29,6 +29,7 @@ from trainer.models.base import Family, SampleRequest
 from trainer.models.beside import complete
 from trainer.models.loading import ModelSource
 from trainer.models.opening import open_model
+from trainer.models.weight_sets import Wanted
 from trainer.monitoring.trackers import check_wandb
 from trainer.objectives import Objective
 from trainer.plan import optimizer_rules, storage
@@ -41,10 +42,9 @@ from trainer.runtime.processes import Processes
 
 @dataclass(frozen=True, kw_only=True)
 class DataPlan:
-    """What is known of a run's data before anything of it is encoded."""
+    """What is known of a run's data before anything of it is encoded. config: the resolved one."""
 
-    config: Config
-    family: Family
+    config: DataTable
     scanned: Scanned
     photos: tuple[Photo, ...]  # that are trained on
     examples: tuple[Example, ...]  # these, at the sizes they are trained at
@@ -52,15 +52,26 @@ class DataPlan:
     measured: Mapping[str, tuple[Example, ...]]  # whose loss is measured at fixed draws, by kind (held_out.measured_examples)
     alike: tuple[tuple[Photo, ...], ...]  # groups of near duplicates, trained on or held out
     requests: tuple[SampleRequest, ...]
-    processes: int
-    steps_per_epoch: int
-    max_steps: int
-    began: tuple[int, int] = (0, 0)  # of the run's Progress
 
     @property
     def encoded(self) -> tuple[Example, ...]:
         """Every example whose latents and captions a run reads."""
         return (*self.examples, *(example for examples in self.measured.values() for example in examples))
+
+    @property
+    def resolution(self) -> int:
+        """The largest at which a photo is trained."""
+        return max(each for example in self.examples for each in example.photo.source.resolutions)
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long a run is. processes: that share an update. began: of the run's Progress."""
+
+    processes: int
+    steps_per_epoch: int
+    max_steps: int
+    began: tuple[int, int] = (0, 0)
 
     def epoch_of(self, step: int) -> int:
         """The epoch in which step `step` was made, both from 1."""
@@ -71,15 +82,17 @@ class DataPlan:
 class ModelPlan:
     """What is known of the model and its adapter before weights are read: all that loading and drawing take.
 
-    config: the resolved one. storage: by component. cache_text: whether the encoders are gone once captions are encoded.
+    storage: by component. options: the values of the keys that the family reads. cache_text: whether the encoders are gone
+    once captions are encoded. converted: the folder that keeps converted weights, if any.
     """
 
-    config: Config
     source: ModelSource
     storage: Mapping[str, Storage]
     objective: Objective
+    options: Mapping[str, Any]
     targets: tuple[Target, ...]
     cache_text: bool
+    converted: str | None
 
     @property
     def family(self) -> Family:
@@ -90,6 +103,16 @@ class ModelPlan:
     def adapted(self) -> tuple[str, ...]:
         """The components that have an adapted layer."""
         return tuple(dict.fromkeys(target.component for target in self.targets))
+
+    @property
+    def in_steps(self) -> tuple[str, ...]:
+        """The components that every step computes with."""
+        return (self.family.denoiser, *(() if self.cache_text else self.family.text_encoders))
+
+    @property
+    def before_steps(self) -> tuple[str, ...]:
+        """The components that encode photos and captions ahead of the steps."""
+        return (self.family.vae, *(self.family.text_encoders if self.cache_text else ()))
 
     @property
     def fused(self) -> dict[str, list[Link]]:
@@ -103,26 +126,22 @@ class ModelPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(DataPlan):
-    """Everything that is known before weights are read. model: has the same config."""
+class RunPlan:
+    """Everything that is known before weights are read. config: the resolved one."""
 
+    config: Config
     model: ModelPlan
-    shapes: dict[tuple[str, str], tuple[int, ...]]
-    skipped: tuple[str, ...]
+    data: DataPlan
+    length: Length
+    shapes: dict[tuple[str, str], tuple[int, ...]]  # of the adaptable layers' weights, by component and name
+    skipped: tuple[str, ...]  # layers without a gradient path
     truths: tuple[Image.Image | None, ...]  # of the requests, at their sizes
-
-    def __post_init__(self) -> None:
-        assert self.config is self.model.config
-
-    def with_config(self, config: Config) -> "Plan":
-        """The plan with another config, of which nothing else is planned anew."""
-        return replace(self, config=config, model=replace(self.model, config=config))
 
     @property
     def saves_before_the_end(self) -> bool:
         """Whether a checkpoint is due before the last step."""
-        when = self.config.checkpoint
-        return self.max_steps > 1 and (when.every_minutes > 0 or 0 < when.every_steps < self.max_steps)
+        when, last = self.config.checkpoint, self.length.max_steps
+        return last > 1 and (when.every_minutes > 0 or 0 < when.every_steps < last)
 
 
 def open_source(config: Config) -> ModelSource:
@@ -143,8 +162,10 @@ def open_source(config: Config) -> ModelSource:
         config=config.model.config,
         component_paths={name: c.path for name, c in config.model.components.items() if c.path},
         revision=config.model.revision,
-        variant=config.model.variant,
-        stored={component.name: storage.asked_precision(config, component) for component in family.components},
+        wanted=Wanted(
+            config.model.variant,
+            {component.name: storage.asked_precision(config, component) for component in family.components},
+        ),
         recognise=quantization.recognise,
     )
     source.check_kind()
@@ -153,19 +174,20 @@ def open_source(config: Config) -> ModelSource:
     return source
 
 
-def make_plan(config: Config, source: ModelSource, *, processes: int, phases: Phases = QUIET) -> Plan:
+def make_plan(config: Config, source: ModelSource, *, processes: int, phases: Phases = QUIET) -> RunPlan:
     """Check everything that can be without weights. Raises UserError for what cannot work. config: the resolved one."""
     family = source.family
     if config.logging.wandb:
         check_wandb()
     components = storage.storages(config, family)
-    data = plan_data(config, family, processes=processes, phases=phases)
-    objective = find_objective(config, source)
+    data, length = plan_data(config, family, processes=processes, phases=phases)
+    options = family_options(config, family)
+    objective = find_objective(source, options)
     source.check_tokenizers()
     for component in components.values():
         storage.check(source, component)
     targets, shapes, skipped = find_targets(config, family, source)
-    refuse_idle_steps(config, targets, data.max_steps)
+    refuse_idle_steps(config, targets, length.max_steps)
     adapted_encoders = {t.component for t in targets} - {family.denoiser}
     cache_text = not adapted_encoders if config.data.cache_text == "auto" else config.data.cache_text
     if cache_text and adapted_encoders:
@@ -173,11 +195,19 @@ def make_plan(config: Config, source: ModelSource, *, processes: int, phases: Ph
             f"data.cache_text = true cannot be combined with adapting {', '.join(sorted(adapted_encoders))}: "
             "cached encodings would not follow the training; leave it out"
         )
-    return Plan(
-        **vars(data),
+    return RunPlan(
+        config=config,
         model=ModelPlan(
-            config=config, source=source, storage=components, objective=objective, targets=targets, cache_text=cache_text
+            source=source,
+            storage=components,
+            objective=objective,
+            options=options,
+            targets=targets,
+            cache_text=cache_text,
+            converted=config.model.cache_dir,
         ),
+        data=data,
+        length=length,
         shapes=shapes,
         skipped=skipped,
         truths=_truths(config, data.requests),
@@ -186,7 +216,7 @@ def make_plan(config: Config, source: ModelSource, *, processes: int, phases: Ph
 
 def plan_data(
     config: Config, family: Family, *, processes: int, phases: Phases = QUIET, scanned: Scanned | None = None
-) -> DataPlan:
+) -> tuple[DataPlan, Length]:
     """Read the photos, and decide at which sizes and how often they are trained. config: the resolved one.
 
     scanned: read already, whatever is damaged: then the plan is that of the sound photos.
@@ -207,15 +237,13 @@ def plan_data(
     bucketed = sized(photos)
     if data.short_batches == "merge":
         bucketed = short_batches.merged(bucketed, batch_size=data.batch_size, enlarge=data.enlarge)
-    steps_per_epoch = sampler.steps_per_epoch(
-        bucketed, batch_size=data.batch_size, accumulation=config.step.accumulation, processes=processes
-    )
+    group = config.step.accumulation * processes
+    steps_per_epoch = sampler.steps_per_epoch(bucketed, batch_size=data.batch_size, group=group)
     kept = sized(apart)
     requests = _requests(config, bucketed)
     check_sizes(requests, family.size_multiple)
-    return DataPlan(
-        config=config,
-        family=family,
+    planned = DataPlan(
+        config=data,
         scanned=scanned,
         photos=photos,
         examples=bucketed,
@@ -223,10 +251,8 @@ def plan_data(
         measured=held_out.measured_examples(bucketed, kept) if config.validation.loss_every_steps else {},
         alike=near_duplicates.groups(scanned.photos),
         requests=requests,
-        processes=processes,
-        steps_per_epoch=steps_per_epoch,
-        max_steps=config.run.max_steps or config.run.epochs * steps_per_epoch,
     )
+    return planned, Length(processes, steps_per_epoch, config.run.max_steps or config.run.epochs * steps_per_epoch)
 
 
 def fetched(plan: ModelPlan, peers: Processes, phases: Phases) -> ModelPlan:
@@ -239,21 +265,21 @@ def fetched(plan: ModelPlan, peers: Processes, phases: Phases) -> ModelPlan:
     for component in plan.storage.values():
         storage.check(plan.source, component)
         storage.check_fetched(plan.source, component)
-    check_objective(plan.config, plan.source, plan.objective)
+    check_objective(plan.source.repository.hub_id, plan.source, plan.options, plan.objective)
     return plan
 
 
-def find_objective(config: Config, source: ModelSource) -> Objective:
-    """What is trained, of the config and of what the model says of itself. Raises UserError for a model of another kind."""
-    return source.family.objective(source.scheduler, source.markers, **family_options(config, source.family))
+def find_objective(source: ModelSource, options: Mapping[str, Any]) -> Objective:
+    """What is trained, by the model's own words and `family_options`. Raises UserError for a model of another kind."""
+    return source.family.objective(source.scheduler, source.markers, **options)
 
 
-def check_objective(config: Config, source: ModelSource, planned: Objective) -> None:
-    """Refuse an objective that a hub id's configs had not said, once its weights were fetched."""
-    found = find_objective(config, source).describe()
+def check_objective(name: str, source: ModelSource, options: Mapping[str, Any], planned: Objective) -> None:
+    """Refuse an objective that a hub id's configs had not said, once its weights were fetched. name: the id."""
+    found = find_objective(source, options).describe()
     if found != planned.describe():
         raise UserError(
-            f"model.path = {config.model.path!r}: the fetched files say {found}, its scheduler's config "
+            f"model.path = {name!r}: the fetched files say {found}, its scheduler's config "
             f"{planned.describe()}; set model.prediction and model.zero_terminal_snr"
         )
 

@@ -48,17 +48,15 @@ class Storage:
 
     def swap(self, module: nn.Module, *, kernels: Kernels, held: Mapping[str, HeldWeight | torch.dtype] = {}) -> None:
         """Freeze the layers of a module on the meta device. held: what the model's files hold (ModelSource.held)."""
-        quantization.freeze_layers(
-            module,
+        choose = quantization.storage_of_layers(
             format=self.format,
             compute=self.compute,
             unquantised=self.format.dtype or torch.bfloat16,  # layers that are not: 16 bit where the component is
             keep=self.keep,
             keep_fp32=tuple(getattr(module, "_keep_in_fp32_modules", None) or ()),
-            kernels=kernels,
             held=held,
-            scaled_matmul=self.scaled_matmul,
         )
+        quantization.freeze_layers(module, choose, kernels, scaled_matmul=self.scaled_matmul)
         precision.keep_activations(module, self.compute)
 
 

@@ -1,6 +1,6 @@
 """Swap the layers of a component for frozen ones, each in its format."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -9,54 +9,64 @@ from torch import nn
 from trainer.base.protocols import Kernels
 from trainer.base.types import HeldWeight
 from trainer.quantization.formats import Format
-from trainer.quantization.layers import FrozenConv2d, FrozenLayer, FrozenLinear
+from trainer.quantization.layers import FrozenConv2d, FrozenLayer, FrozenLinear, Geometry
 from trainer.quantization.table import FORMATS, dense, formats_of
 
+Choose = Callable[[str, nn.Module], tuple[Format, torch.dtype]]  # (name, layer) -> (storage, compute dtype)
 
-def freeze_layers(
-    module: nn.Module,
+
+def storage_of_layers(
     *,
     format: Format,
     compute: torch.dtype,
     unquantised: torch.dtype,
-    kernels: Kernels,
     keep: Sequence[str] = (),
     keep_fp32: Sequence[str] = (),
     held: Mapping[str, HeldWeight | torch.dtype] = {},
-    scaled_matmul: bool = False,
-) -> None:
-    """Replace every Linear and Conv2d of `module` (on the meta device) by its frozen counterpart, in place.
+) -> Choose:
+    """How each layer of a component is stored, and in which dtype it computes.
 
-    format: storage of the layers; compute: their compute dtype.
-    unquantised: storage of the layers that a quantised `format` leaves out: what matches a pattern of `keep` (fnmatch), and
-      convolutions where the format has none.
-    kernels: what converts the weights and computes the adapters on top of them.
+    format, compute: of the layers. unquantised: storage of those that a quantised `format` leaves out: what matches a pattern
+      of `keep` (fnmatch), and convolutions where the format has none.
     keep_fp32: name parts a model class wants stored and computed in fp32 (`_keep_in_fp32_modules`). It counts where
       the storage or the compute dtype is fp16, as in transformers.
     held: what the model's files hold of each layer, where they hold quantised weights. Under a quantised `format`, which is
       then theirs, every layer is stored as it lies there, `keep` or not: what was lost stays lost.
+    """
+
+    def choose(name: str, layer: nn.Module) -> tuple[Format, torch.dtype]:
+        chosen, chosen_compute = format, compute
+        kept = any(fnmatchcase(name, pattern) for pattern in keep)
+        if format.quantised and held:
+            chosen = dense(kind) if isinstance(kind := held[name], torch.dtype) else formats_of(kind.dtype)[kind.backend]
+        elif format.quantised and (kept or (isinstance(layer, nn.Conv2d) and not format.convolutions)):
+            chosen = dense(unquantised)
+        if torch.float16 in (format.dtype, compute) and any(part in name.split(".") for part in keep_fp32):
+            chosen, chosen_compute = chosen if chosen.quantised and held else FORMATS["fp32"], torch.float32
+        return chosen, chosen_compute
+
+    return choose
+
+
+def freeze_layers(module: nn.Module, choose: Choose, kernels: Kernels, *, scaled_matmul: bool = False) -> None:
+    """Replace every Linear and Conv2d of `module` (on the meta device) by its frozen counterpart, in place.
+
+    choose: as `storage_of_layers` gives it. kernels: what converts the weights and computes the adapters on top of them.
     scaled_matmul: multiply float8 Linears as float8 (precision.matmul = "fp8").
     Other parameters stay what they are; the loader places them as fp32.
     """
     for name, child in list(module.named_modules()):
         if not isinstance(child, (nn.Linear, nn.Conv2d)):
             continue
-        chosen, chosen_compute = format, compute
-        kept = any(fnmatchcase(name, pattern) for pattern in keep)
-        if format.quantised and held:
-            chosen = dense(kind) if isinstance(kind := held[name], torch.dtype) else formats_of(kind.dtype)[kind.backend]
-        elif format.quantised and (kept or (isinstance(child, nn.Conv2d) and not format.convolutions)):
-            chosen = dense(unquantised)
-        if torch.float16 in (format.dtype, compute) and any(part in name.split(".") for part in keep_fp32):
-            chosen, chosen_compute = chosen if chosen.quantised and held else FORMATS["fp32"], torch.float32
+        chosen, compute = choose(name, child)
         device, bias = child.weight.device, child.bias is not None
-        common = dict(format=chosen, compute_dtype=chosen_compute, kernels=kernels, device=device, bias=bias)
+        common = dict(bias=bias, format=chosen, compute_dtype=compute, kernels=kernels, device=device)
         if isinstance(child, nn.Linear):
             frozen: FrozenLayer = FrozenLinear(child.in_features, child.out_features, **common)
         else:
             assert child.padding_mode == "zeros", name
-            geometry = {key: getattr(child, key) for key in ("stride", "padding", "dilation", "groups")}
-            frozen = FrozenConv2d(child.in_channels, child.out_channels, child.kernel_size, **geometry, **common)
+            geometry = Geometry(child.stride, child.padding, child.dilation, child.groups)
+            frozen = FrozenConv2d(child.weight.shape, geometry, **common)
         frozen.scaled_matmul = scaled_matmul and isinstance(frozen, FrozenLinear)
         parent, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(parent), leaf, frozen)

@@ -7,6 +7,7 @@ memory.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -280,18 +281,22 @@ class FrozenLinear(FrozenLayer):
         return per_row
 
 
-class FrozenConv2d(FrozenLayer):
-    """A convolution with W [N, K/groups, kh, kw] frozen in its storage format."""
+class Geometry(NamedTuple):
+    """How a convolution goes over its pixels, as torch takes it."""
 
-    def __init__(
-        self, in_channels, out_channels, kernel_size, *, stride, padding, dilation, groups, bias, format, compute_dtype,
-        kernels, device=None,
-    ) -> None:  # fmt: skip
-        shape = torch.Size((out_channels, in_channels // groups, *kernel_size))
-        super().__init__(shape, bias, format, compute_dtype, kernels, device)
-        self.in_channels, self.out_channels, self.kernel_size = in_channels, out_channels, kernel_size
-        self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
-        self.geometry = (stride, padding, dilation, groups)
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int] = (0, 0)
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+
+
+class FrozenConv2d(FrozenLayer):
+    """A convolution with W [N, K/groups, kh, kw] frozen in its storage format. shape: of W."""
+
+    def __init__(self, shape, geometry: Geometry, *, bias, format, compute_dtype, kernels, device=None) -> None:
+        super().__init__(torch.Size(shape), bias, format, compute_dtype, kernels, device)
+        self.in_channels, self.out_channels, self.kernel_size = shape[1] * geometry.groups, shape[0], tuple(shape[2:])
+        self.stride, self.padding, self.dilation, self.groups = self.geometry = geometry
 
     def product(self, x, weight):
         return F.conv2d(x, weight, None, *self.geometry)

@@ -26,7 +26,7 @@ from trainer.base.errors import UserError
 from trainer.base.files import hash_file
 from trainer.checkpoint.pieces import Pieces
 from trainer.kernels.dora_torch import TINY
-from trainer.plan.run_plan import Plan
+from trainer.plan.run_plan import RunPlan
 
 
 @dataclass
@@ -148,7 +148,7 @@ def _in_fp32(factors: Factors) -> Factors:
     return replace(factors, a=a, b=b)
 
 
-def open_start(plan: Plan, *, resumed: bool = False) -> Start:
+def open_start(plan: RunPlan, *, resumed: bool = False) -> Start:
     """What adapter.init_from names, checked against the plan. Reads headers and scales.
 
     resumed: it is not read, and need not be there. Raises UserError for what does not fit.
@@ -168,7 +168,7 @@ def open_start(plan: Plan, *, resumed: bool = False) -> Start:
         if place.is_dir() and not peft:
             portable, doubts = open_checkpoint(place).portable("magnitude"), []
         else:
-            model = NamedModel(plan.family, plan.config.model.path, plan.model.source.config, plan.model.source)
+            model = NamedModel(plan.model.family, plan.config.model.path, plan.model.source.config, plan.model.source)
             opened = open_adapter(place, [model])
             portable, doubts = opened.portable, opened.doubts
     except UserError as error:
@@ -177,7 +177,7 @@ def open_start(plan: Plan, *, resumed: bool = False) -> Start:
     return Start(path, hash_file(held), portable, doubts=doubts)
 
 
-def _check(key: str, portable: Portable, plan: Plan, *, dora: bool, resize: bool) -> None:
+def _check(key: str, portable: Portable, plan: RunPlan, *, dora: bool, resize: bool) -> None:
     targets = {f"{target.component}.{target.name}": target for target in plan.model.targets}
     beyond = [name for name in portable.layers if name not in targets]
     if beyond:

@@ -17,7 +17,7 @@ from trainer.checkpoint import store
 from trainer.checkpoint.state import PIECES, Piece, Progress, Saved
 from trainer.config import Config, ScheduleTable
 from trainer.data.batches import sampler
-from trainer.plan.run_plan import Plan
+from trainer.plan.run_plan import RunPlan
 from trainer.resume.allowed_changes import Allowance
 from trainer.resume.pins import MAY_CHANGE, PLACES, pin_config, refuse_changes
 
@@ -94,13 +94,13 @@ def set_aside_results(layout: Layout, *, name: str, after: int) -> Path | None:
     return folder
 
 
-def first_progress(plan: Plan) -> Progress:
+def first_progress(plan: RunPlan) -> Progress:
     """The progress of a fresh run. Raises UserError for a warm-up that its schedule, which is frozen here, would never
     end."""
     # A date for reproducible files: https://reproducible-builds.org/specs/source-date-epoch/
     clock = int(os.environ.get("SOURCE_DATE_EPOCH") or time.time())
     started = datetime.fromtimestamp(clock, UTC).isoformat(timespec="seconds")
-    length = _schedule_length(plan.config.schedule, plan.max_steps)
+    length = _schedule_length(plan.config.schedule, plan.length.max_steps)
     return Progress(step=0, images=0, non_finite=0, total_steps=length, started=started)
 
 
@@ -121,7 +121,7 @@ def _schedule_length(schedule: ScheduleTable, max_steps: int) -> int:
     return length
 
 
-def go_on(plan: Plan, progress: Progress, allowed: Allowance, say: Callable[[str], None]) -> Plan:
+def go_on(plan: RunPlan, progress: Progress, allowed: Allowance, say: Callable[[str], None]) -> RunPlan:
     """The plan of the run as it stands. What --allow changed is noted in its progress, and ends the epoch where it must."""
     if allowed.changed:
         epoch = None
@@ -134,22 +134,22 @@ def go_on(plan: Plan, progress: Progress, allowed: Allowance, say: Callable[[str
         say("\n  ".join([f"changed after step {progress.step}, as --allow says{new}:", *lines]))
     elif allowed.keys:
         say(f"--allow {','.join(allowed.keys)}: nothing that needs it has changed")
-    config = plan.config
+    config, length = plan.config, replace(plan.length, began=progress.began)
     began, epoch = progress.began
     if config.run.epochs is not None:
         # Of the epochs that are left, with the photos that are trained now.
-        plan = replace(plan, max_steps=began + max(0, config.run.epochs - epoch) * plan.steps_per_epoch)
+        length = replace(length, max_steps=began + max(0, config.run.epochs - epoch) * length.steps_per_epoch)
     if "schedule.total_steps" in allowed.changed:
-        progress.total_steps = _schedule_length(config.schedule, plan.max_steps)
+        progress.total_steps = _schedule_length(config.schedule, length.max_steps)
     elif any(key.startswith("schedule.") for key in allowed.changed):
-        _schedule_length(config.schedule.model_copy(update={"total_steps": progress.total_steps}), plan.max_steps)
-    return replace(plan, began=progress.began)
+        _schedule_length(config.schedule.model_copy(update={"total_steps": progress.total_steps}), length.max_steps)
+    return replace(plan, length=length)
 
 
-def check_length(plan: Plan, progress: Progress, folder: Path) -> None:
+def check_length(plan: RunPlan, progress: Progress, folder: Path) -> None:
     """Refuse to go on from a checkpoint beyond the run's end. Raises UserError."""
-    if plan.max_steps < progress.step:
+    if plan.length.max_steps < progress.step:
         raise UserError(
-            f"the run's length is {plan.max_steps} steps, but {folder} is at step {progress.step}; "
+            f"the run's length is {plan.length.max_steps} steps, but {folder} is at step {progress.step}; "
             "raise run.max_steps or run.epochs"
         )

@@ -43,14 +43,14 @@ from trainer.monitoring.measurements import Measurements, change_due, change_fie
 from trainer.monitoring.trackers import sign_in
 from trainer.plan.data_sources import open_cache
 from trainer.plan.describe import describe, describe_head
-from trainer.plan.run_plan import Plan, fetched, open_source, resolve
+from trainer.plan.run_plan import RunPlan, fetched, open_source, resolve
 from trainer.report import LiveReport, first_page
 from trainer.resume import pins
 from trainer.resume.allowed_changes import Allowance
 from trainer.run.checkpointing import Saves
 from trainer.run.loop import Loop
 from trainer.run.output_folder import open_trackers, opened
-from trainer.run.setup import Beginning, begin, cache_dir
+from trainer.run.setup import Beginning, Launch, begin, cache_dir
 from trainer.runtime.context import RunContext
 from trainer.runtime.device import Memory, start_processes
 from trainer.runtime.jobs import Fields, Job, Position
@@ -85,7 +85,12 @@ def prepared(config: Config, *, resume_from: str | None, allowed: Allowance | No
         with first_page(context.layout, name=config.run.name, enabled=peers.is_main):
             run = build(config, source, context, resume_from=resume_from, allowed=allowed)
         gc.enable()  # off since the process started (main.py)
-        about = {"step": run.progress.step, "total": run.plan.max_steps, "resumed": run.resumed, "changed": run.changed}
+        about = {
+            "step": run.progress.step,
+            "total": run.plan.length.max_steps,
+            "resumed": run.resumed,
+            "changed": run.changed,
+        }
         with opened(run.plan.config, run.pieces, context, **about):
             yield run, signals
 
@@ -97,7 +102,7 @@ class Run:
     resumed: the checkpoint that it goes on from. changed: whether --allow changed what is pinned there.
     """
 
-    plan: Plan
+    plan: RunPlan
     context: RunContext
     resumed: Path | None
     changed: bool
@@ -123,7 +128,7 @@ class Run:
     @property
     def family(self) -> Family:
         """The model's family."""
-        return self.plan.family
+        return self.plan.model.family
 
     @property
     def model(self) -> Model:
@@ -134,14 +139,13 @@ class Run:
         """Every update's micro-batches, of all processes, from the present step on."""
         config = self.plan.config
         return sampler.all_updates(
-            self.plan.examples,
+            self.plan.data.examples,
             seed=config.run.seed,
             batch_size=config.data.batch_size,
-            accumulation=config.step.accumulation,
-            processes=self.context.processes.count,
+            group=config.step.accumulation * self.context.processes.count,
             after=self.progress.step,
             fill=config.data.short_batches == "merge",
-            began=self.plan.began,
+            began=self.plan.length.began,
         )
 
     def data(self) -> Generator[tuple[list[sampler.MicroBatch], list[Batch]]]:
@@ -165,16 +169,16 @@ def build(
     allowed = allowed or Allowance(resume_from=resume_from or "auto")
     peers, phases = context.processes, context.phases
     there = Memory.of(peers.device, config)
-    asked = " (adapter.kernels = 'auto')" if config.adapter.kernels == "auto" else ""
+    which = " (adapter.kernels = 'auto')" if config.adapter.kernels == "auto" else ""
     several = f", {peers.count} processes" if peers.count > 1 else ""
-    peers.say(f"device {peers.device}{several}; kernels: {there.kernels.name}{asked}")
-    how = {"resume_from": resume_from, "allowed": allowed, "phases": phases, "say": peers.say}
-    begun = begin(config, source, there, processes=peers.count, **how)
+    peers.say(f"device {peers.device}{several}; kernels: {there.kernels.name}{which}")
+    asked = Launch(resume_from, allowed)
+    begun = begin(config, source, there, asked, processes=peers.count, phases=phases, say=peers.say)
     peers.say(describe_head(begun.plan.config, on_cpu=False) + "\n" + describe(begun.plan, sizes=False))
     plan = replace(begun.plan, model=fetched(begun.plan.model, peers, phases))
     pieces, saved = begun.pieces, begun.saved
     if saved is not None:
-        done = "; it is done, and nothing is left to train" if begun.progress.step >= plan.max_steps else ""
+        done = "; it is done, and nothing is left to train" if begun.progress.step >= plan.length.max_steps else ""
         peers.say(f"resuming {saved.folder} at step {begun.progress.step}{done}")
     if peers.is_main:
         if plan.config.logging.wandb:
@@ -206,34 +210,36 @@ def build(
 
 
 def build_components(
-    plan: Plan, kernels: Kernels, context: RunContext, pieces: Pieces
+    plan: RunPlan, kernels: Kernels, context: RunContext, pieces: Pieces
 ) -> tuple[Components, Mapping[str, str]]:
     """(the model, of which nothing is loaded yet; digests of its files by component). Enters the files as a piece."""
     cache, peers = cache_dir(plan.config), context.processes
     files.make_folder(cache, "data.cache_dir")
     digests = FileDigests(cache / "digests.json", context.phases)
     components = Components(plan.model, kernels=kernels, digests=digests, processes=peers, phases=context.phases)
-    peers.say(str(report_captions(plan, components.model)))
-    cached = (plan.family.vae, *(plan.family.text_encoders if plan.model.cache_text else ()))
+    peers.say(str(report_captions(plan.data, components.family, components.model)))
+    cached = plan.model.before_steps
     contents = plan.model.source.contents(cached, digests.of)
     pieces.enter("model", pins.pin_model(contents, cached=cached, snapshots=plan.model.source.snapshots))
     return components, contents
 
 
-def build_state(plan: Plan, components: Components, begun: Beginning, allowed: Allowance) -> tuple[TrainState, Origin, Step]:
+def build_state(
+    plan: RunPlan, components: Components, begun: Beginning, allowed: Allowance
+) -> tuple[TrainState, Origin, Step]:
     """(what the steps change, what adapter files say of the run, the step). Loads what is trained; enters the rest of the
     pieces."""
     pieces, start, progress = begun.pieces, begun.start, begun.progress
     load_trained(plan, components, pieces)
-    adapter, norms = build_adapter(components, pieces)
+    adapter, norms = build_adapter(plan.config, components, pieces)
     start.apply(adapter, norms, components.processes.say)
     origin = pieces.enter("origin", Origin(plan, progress, adapter, made_for(norms.held), start))
     then = begun.saved.state("config") if begun.saved is not None and allowed.changed else None
-    state, step = build_step(components, adapter, norms, pieces, progress, then=then, too_large=what_would_fit(plan))
+    state, step = build_step(plan.config, components, adapter, norms, pieces, progress, then=then)
     if adapter.dora:  # else they would be made in the first step, which a stop has to wait for
         with components.phases("norms of the adapted layers", len(adapter.layers), "layer") as phase:
             adapter.refresh(phase.advance)
-    return state, origin, step
+    return state, origin, replace(step, too_large=what_would_fit(plan))
 
 
 # --- what is done between two steps -----------------------------------------------------------------------------------
@@ -274,7 +280,7 @@ def jobs_of(run: Run) -> tuple[Job, ...]:
         ),
         Job(
             name="samples were drawn",
-            due=lambda at: bool(run.plan.requests) and at.due(config.validation.every_steps, ends=True),
+            due=lambda at: bool(run.plan.data.requests) and at.due(config.validation.every_steps, ends=True),
             run=artifacts.draw_samples,
             remedy=f"{go_on} and smaller samples (width, height of validation.samples), or with validation.every_steps = 0",
         ),
@@ -299,7 +305,7 @@ def make_loop(run: Run, signals: Signals) -> Loop:
     log = metrics.Metrics(
         layout.metrics,
         trackers=open_trackers(config, context, state.progress),
-        total_steps=plan.max_steps,
+        total_steps=plan.length.max_steps,
         initial_step=state.progress.step,
         enabled=peers.is_main,
         phases=context.phases,
@@ -328,8 +334,8 @@ def make_loop(run: Run, signals: Signals) -> Loop:
         step=run.step,
         data=run.data(),
         state=state,
-        last=plan.max_steps,
-        stop_after=min(config.run.stop_after or plan.max_steps, plan.max_steps),
+        last=plan.length.max_steps,
+        stop_after=min(config.run.stop_after or plan.length.max_steps, plan.length.max_steps),
         saves=saves,
         jobs=[job for job in jobs if not job.fields],
         measurements=Measurements([job for job in jobs if job.fields], log, optim.levers(config.optimizer.name), peers),

@@ -20,8 +20,7 @@ from trainer.engine.components import tokenizers_alone
 from trainer.engine.encoding import report_captions
 from trainer.memory_plan.suggestions import fitted
 from trainer.models.loading import ModelSource
-from trainer.plan.requirements import family_options
-from trainer.plan.run_plan import Plan, make_plan
+from trainer.plan.run_plan import RunPlan, make_plan
 from trainer.resume import pins, start_point
 from trainer.resume.allowed_changes import Allowance
 from trainer.resume.initial_adapter import Start, open_start
@@ -33,7 +32,7 @@ class Beginning:
     """A run before a weight is read. saved: the checkpoint that it goes on from. pieces: those that need no weight are
     entered. environment: what `pin_environment` gave; None where the device need not be here."""
 
-    plan: Plan
+    plan: RunPlan
     layout: Layout
     saved: Saved | None
     pieces: Pieces
@@ -42,24 +41,32 @@ class Beginning:
     environment: Pin | None
 
 
+@dataclass(frozen=True)
+class Launch:
+    """The way a run is started. resume_from, allowed: what the command line says. planned: nothing will be written."""
+
+    resume_from: str | None
+    allowed: Allowance
+    planned: bool = False
+
+
 def begin(
     config: Config,
     source: ModelSource,
     there: Memory,
+    asked: Launch,
     *,
     processes: int,
-    resume_from: str | None,
-    allowed: Allowance,
     phases: Phases,
     say: Callable[[str], None],
-    planned: bool = False,
 ) -> Beginning:
     """Reads photos, headers and the checkpoint to go on from; writes nothing. config: the resolved one. there: where it
-    computes. planned: nothing will be written.
+    computes.
 
     Raises UserError for what can be refused without weights.
     """
-    saved, warnings = start_point.find_start(config, resume_from, allowed, phases, planned=planned)
+    allowed = asked.allowed
+    saved, warnings = start_point.find_start(config, asked.resume_from, allowed, phases, planned=asked.planned)
     plan = make_plan(config, source, processes=processes, phases=phases)
     start = open_start(plan, resumed=saved is not None)
     plan = fitted(plan, there.kernels, base=there.base)
@@ -71,11 +78,11 @@ def begin(
     progress = pieces.enter("progress", start_point.first_progress(plan))
     start.enter(pieces)
     photos = pins.pin_data(
-        digests=identity.fingerprint(plan.examples),
-        photos=identity.photo_digests(plan.examples),
-        samples=len(plan.photos),
-        micro_batches=config.step.accumulation * plan.processes,
-        steps_per_epoch=plan.steps_per_epoch,
+        digests=identity.fingerprint(plan.data.examples),
+        photos=identity.photo_digests(plan.data.examples),
+        samples=len(plan.data.photos),
+        micro_batches=config.step.accumulation * plan.length.processes,
+        steps_per_epoch=plan.length.steps_per_epoch,
         allowed=allowed,
     )
     pieces.enter("data", photos)
@@ -90,7 +97,7 @@ def begin(
     if saved is not None:
         start_point.check_length(plan, progress, saved.folder)
     if config.data.strict_captions and source.fetched:
-        report_captions(plan, tokenizers_alone(source, family_options(config, source.family)))
+        report_captions(plan.data, source.family, tokenizers_alone(source, plan.model.options))
     layout = Layout(Path(config.run.output_dir))
     files.check_folder(layout.root, "run.output_dir")
     files.check_folder(cache_dir(config), "data.cache_dir")

@@ -83,15 +83,15 @@ def test_the_header_of_the_kohya_file_says_it(tmp_path: Path, layers: str, dora:
         })  # fmt: skip
     about = export.About(
         name="bear", started="2025-01-01T00:00:00+00:00", step=1, epoch=1, learning_rate=1e-4, train_images=5,
-        resolution="64x64", tag_frequency={}, trigger_phrase="", seed=0, family={}, dora_base="16 bit",
+        resolution="64x64", trigger_phrase="", seed=0, entries={}, dora_base="16 bit",
     )  # fmt: skip
     of, files = published("sdxl")[0], {}
     for patterns in (PATTERNS, ()):
-        files[patterns] = export.write_files(
-            lambda meaning: made, tmp_path / str(len(patterns)), "bear", about, formats=export.FORMATS,
-            fused={"unet": of.modules("unet")}, prefixes=of.family.kohya_prefix, rows=len, norms={}, dora_scale="magnitude",
-            not_in_sd_scripts=patterns,
+        how = export.AdapterFiles(
+            folder=tmp_path / str(len(patterns)), formats=export.FORMATS, dora_scale="magnitude", rows=len,
+            fused={"unet": of.modules("unet")}, prefixes=of.family.kohya_prefix, not_in_sd_scripts=patterns,
         )  # fmt: skip
+        files[patterns] = export.write_files(how, "bear", about, lambda meaning: made, {})
     said = layers == "all" and not dora
     entry = TensorFile(files[PATTERNS]["comfyui"]).metadata.get("not_in_sd_scripts")
     assert entry == ("'unet.conv_in': 60% of the norm of the update" if said else None)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.numerics.test_adapted_layers import jitter
-from trainer.adapters import ADAPTER_NAME, Target, inject
+from trainer.adapters import ADAPTER_NAME, Method, Target, inject
 from trainer.adapters.change import change
 from trainer.adapters.export import diffusers_tensors, kohya_tensors
 from trainer.adapters.norms import Norms, read_norms
@@ -21,7 +21,7 @@ from trainer.base.protocols import BaseLayer, Kernels
 from trainer.base.tensorfile import Recipe
 from trainer.kernels import dora_torch
 from trainer.models.weights import WeightOwner
-from trainer.quantization import FORMATS, FrozenConv2d, FrozenLayer, FrozenLinear
+from trainer.quantization import FORMATS, FrozenConv2d, FrozenLayer, FrozenLinear, Geometry
 
 RANK = 2
 
@@ -75,7 +75,7 @@ def layer_class(names: Collection[str], *, kernels: Collection[str] = names_of(K
 def frozen() -> list[FrozenLayer]:
     common = dict(format=FORMATS["int8"], compute_dtype=torch.float32, kernels=dora_torch)
     layers = [
-        FrozenConv2d(3, 6, (3, 3), stride=(2, 2), padding=(1, 1), dilation=(1, 1), groups=1, bias=True, **common),
+        FrozenConv2d((6, 3, 3, 3), Geometry((2, 2), (1, 1), (1, 1), 1), bias=True, **common),
         FrozenLinear(16, 8, bias=False, **common),
         FrozenLinear(16, 5, bias=True, **common),
         FrozenLinear(16, 5, bias=True, **common),
@@ -95,7 +95,7 @@ def everything(layers: list[nn.Module], *, dora: bool) -> dict[str, torch.Tensor
     model["norm"] = nn.LayerNorm(5)  # PEFT wants a model to have a parameter
     targets = [Target("unet", name, RANK, 3.0) for name in ("conv", "block.q", "block.k")]
     adapter = inject(
-        {"unet": model}, targets, linear_class=type(one), conv_class=type(conv), dora=dora, rslora=False, dropout=0.0, seed=0
+        {"unet": model}, targets, bases=(type(one), type(conv)), method=Method(dora=dora), seed=0
     )  # fmt: skip
     norms = Norms(adapter, {"unet.beside": other}, {"unet": "int8"})
     adapter.share_inputs("unet", [("q", "k")])

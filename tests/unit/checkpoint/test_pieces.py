@@ -58,9 +58,9 @@ def averaging(monkeypatch) -> None:
     def census(config: configs.Config) -> Mapping[str, Piece]:
         return PIECES | ({AVERAGE.name: AVERAGE} if config.average else {})
 
-    def build_adapter(components, pieces):
-        adapter, *others = build_adapter_alone(components, pieces)
-        if wanted := components.plan.config.average:
+    def build_adapter(config, components, pieces):
+        adapter, *others = build_adapter_alone(config, components, pieces)
+        if wanted := config.average:
             average, mark_stale = (pieces.enter("average", Average(adapter, wanted.decay)), adapter.mark_stale)
             monkeypatch.setattr(adapter, "mark_stale", lambda: [mark_stale(), average.update()])
         return adapter, *others

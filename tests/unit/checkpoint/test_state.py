@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from trainer import optim
-from trainer.adapters import Target, inject
+from trainer.adapters import Method, Target, inject
 from trainer.base import files
 from trainer.base.errors import UserError
 from trainer.checkpoint import state, store
@@ -128,9 +128,12 @@ def of_a_run(updates: int) -> dict[str, Any]:
     layer.load_weight(torch.randn(10, 12, generator=torch.Generator().manual_seed(0)))
     layer.bias.data.zero_()
     adapter = inject(
-        {"net": nn.Sequential(layer)}, [Target("net", "0", 4, 8.0)], linear_class=FrozenLinear, conv_class=FrozenConv2d,
-        dora=True, rslora=False, dropout=0.0, seed=0,
-    )  # fmt: skip
+        {"net": nn.Sequential(layer)},
+        [Target("net", "0", 4, 8.0)],
+        bases=(FrozenLinear, FrozenConv2d),
+        method=Method(dora=True),
+        seed=0,
+    )
     named = adapter.named_parameters()
     groups = [
         {"params": [p for name, p in named.items() if name.endswith("vector") == magnitudes], "lr": 1e-2,

@@ -14,6 +14,7 @@ from trainer.config.reading import CONFIG_FOLDER
 from trainer.config.tables import CheckpointTable
 from trainer.data.held_out import split
 from trainer.monitoring.diagnosis import judge
+from trainer.plan.run_plan import Length
 
 
 @pytest.mark.parametrize(
@@ -55,10 +56,10 @@ def test_a_run_is_named_after_its_folder(photos: str, name: str) -> None:
 
 @pytest.mark.parametrize("photos", [1, 7, 20, 26, 200])
 def test_a_checkpoint_comes_at_least_every_fifth_of_the_run(photos: int) -> None:
-    plan = SimpleNamespace(photos=[SimpleNamespace(repeats=1)] * photos, steps_per_epoch=photos, held_out=())
+    data = SimpleNamespace(photos=[SimpleNamespace(repeats=1)] * photos, held_out=())
     for given in (set(), {"checkpoint.every_steps"}):
         document = tomlkit.parse("[run]\n[validation]\n")
-        new_config._set_length(document, plan, given)
+        new_config._set_length(document, data, Length(1, photos, 1), given)
         written = document.unwrap()
         every = written.get("checkpoint", {}).get("every_steps", CheckpointTable().every_steps)
         assert given or 0 < every <= written["run"]["max_steps"] / 5

@@ -12,7 +12,7 @@ from trainer.plan.data_sources import sources_of
 def photo(name: str, width: int, height: int, *resolutions: int, index: int = 0) -> Photo:
     source = Source(index=index, path="photos", resolutions=resolutions)
     place = File("photos", name)
-    return Photo(f"{index}/{name}", source, place, width, height, "text", True, 1, f"{width:032x}{height:032x}")
+    return Photo(f"{index}/{name}", source, place, (width, height), "text", 1, f"{width:032x}{height:032x}")
 
 
 def test_one_resolution_keeps_the_plain_name() -> None:

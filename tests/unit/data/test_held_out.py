@@ -17,7 +17,7 @@ SUBJECT, PRIOR = Source(index=0, path="photos"), Source(index=1, path="prior", r
 
 def photo(name: str, content: int, source: Source = SUBJECT) -> Photo:
     sha256 = hashlib.sha256(str(content).encode()).hexdigest()
-    return Photo(f"{source.index}/{name}", source, File(source.path, name), 64, 64, "text", True, 1, sha256)
+    return Photo(f"{source.index}/{name}", source, File(source.path, name), (64, 64), "text", 1, sha256)
 
 
 @st.composite

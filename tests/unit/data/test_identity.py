@@ -16,7 +16,7 @@ SOURCE = Source(index=0, path="photos")
 
 def example(name: str, content: str = "0", caption: str = "text", repeats: int = 1, bucket=(64, 64), at: str = "") -> Example:
     place = File("photos", name)
-    photo = Photo(f"0/{name}", SOURCE, place, 64, 64, caption, True, repeats, content)
+    photo = Photo(f"0/{name}", SOURCE, place, (64, 64), caption, repeats, content)
     return Example(photo.sample + at, photo, bucket, (caption,))
 
 

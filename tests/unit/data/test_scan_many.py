@@ -48,7 +48,7 @@ def work(path):
     reader = Reader(examples={example.sample: example for example in made}, cache=None, seed=0, latent_side=8,
                     latent_fingerprint="vae", text_fingerprint="text", collate=collate,
                     encoders=Encoders(lambda pixels: encoded.append(pixels) or encode(pixels), prompts))
-    updates = sampler.all_updates(made, seed=0, batch_size=4, accumulation=1, processes=1, after=0)
+    updates = sampler.all_updates(made, seed=0, batch_size=4, group=1, after=0)
     batches = iterate(updates, reader, num_workers=0)
     (batch,) = next(batches)
     batches.close()

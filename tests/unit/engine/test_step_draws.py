@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.unit.objectives.test_diffusion import diffusion
 from trainer.base import draws
 from trainer.base.types import Batch, Conditioning, Occurrence
-from trainer.engine.step import batch_losses, draw_time_and_noise
+from trainer.engine.step import Losses, draw_time_and_noise
 from trainer.objectives import Flow, Noise, Times, stratified
 
 SEED = 7
@@ -156,11 +156,11 @@ def test_the_target_has_the_shaped_noise_and_not_the_perturbation(kind: str, noi
         asked["noise"] = drawn
         return objective.target(of.latents, drawn, time)
 
-    losses = batch_losses(
-        ours, objective=objective, predict=predict, encode=lambda texts: None, image_tokens=lambda height, width: 16,
+    losses = Losses(
+        objective=objective, predict=predict, encode=lambda texts: None, image_tokens=lambda height, width: 16,
         seed=SEED, device=torch.device("cpu"),
     )  # fmt: skip
-    assert losses.tolist() == [0, 0, 0]
+    assert losses(ours).tolist() == [0, 0, 0]
     keys = [astuple(o) for o in ours.occurrences]
     z = torch.stack([draws.normal((2, 4, 4), SEED, "input_perturbation", *key) for key in keys])
     seen = objective.noised(ours.latents, asked["noise"] + noise.input_perturbation * z, asked["time"])

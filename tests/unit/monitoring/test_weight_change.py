@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.harness import Workbench
 from tests.numerics.test_adapted_layers import LargestAllocation, network, with_adapter
-from trainer.adapters import ADAPTER_NAME, Target, inject
+from trainer.adapters import ADAPTER_NAME, Method, Target, inject
 from trainer.adapters.change import LayerChange, StartFactors, change
 from trainer.cli import main as cli
 from trainer.kernels import decode, dora_torch
@@ -104,9 +104,12 @@ def test_a_small_row_or_one_of_zeros_does_not_speak_for_its_layer() -> None:
     weight[1] = 0
     layer.load_weight(weight)
     adapter = inject(
-        {"net": nn.Sequential(layer)}, [Target("net", "0", 2, 2.0)], linear_class=FrozenLinear, conv_class=FrozenConv2d,
-        dora=True, rslora=False, dropout=0.0, seed=0,
-    )  # fmt: skip
+        {"net": nn.Sequential(layer)},
+        [Target("net", "0", 2, 2.0)],
+        bases=(FrozenLinear, FrozenConv2d),
+        method=Method(dora=True),
+        seed=0,
+    )
     (adapted,) = adapter.layers.values()
     assert weight_change.weight_change(adapter)["net.0"].drift == 0
     with torch.no_grad():

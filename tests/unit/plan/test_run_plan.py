@@ -10,7 +10,7 @@ import pytest
 from trainer import config as configs
 from trainer.adapters import Target
 from trainer.base.errors import UserError
-from trainer.plan.run_plan import Plan, check_sizes, refuse_idle_steps
+from trainer.plan.run_plan import Length, RunPlan, check_sizes, refuse_idle_steps
 
 
 def config(run: dict[str, Any], **tables: Any) -> configs.Config:
@@ -48,8 +48,9 @@ def test_some_layer_trains_to_the_end(run: dict[str, int], stops: tuple[int | No
     ],
 )  # fmt: skip
 def test_whether_a_checkpoint_comes_before_the_last_step(steps: int, checkpoint: dict[str, Any], before: bool) -> None:
-    plan: Any = SimpleNamespace(config=config({"max_steps": steps}, checkpoint=checkpoint), max_steps=steps)
-    assert Plan.saves_before_the_end.fget(plan) == before  # type: ignore[attr-defined]
+    asked = config({"max_steps": steps}, checkpoint=checkpoint)
+    plan: Any = SimpleNamespace(config=asked, length=Length(processes=1, steps_per_epoch=5, max_steps=steps))
+    assert RunPlan.saves_before_the_end.fget(plan) == before  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,15 @@ from torch import nn
 
 from tests.numerics.test_adapted_layers import network
 from trainer.kernels import dora_torch
-from trainer.quantization import FORMATS, freeze_layers
+from trainer.quantization import FORMATS, freeze_layers, storage_of_layers
 from trainer.quantization.record import record
 
 
 def frozen(format: str, *, compute: torch.dtype = torch.float32, **more) -> nn.ModuleDict:
     model = nn.ModuleDict({"wo": nn.Linear(8, 8), "two": nn.Linear(8, 8), "conv": nn.Conv2d(8, 8, 3)}).to("meta")
-    freeze_layers(model, format=FORMATS[format], compute=compute, unquantised=torch.bfloat16, kernels=dora_torch, **more)
+    freeze_layers(
+        model, storage_of_layers(format=FORMATS[format], compute=compute, unquantised=torch.bfloat16, **more), dora_torch
+    )
     return model
 
 

@@ -94,7 +94,7 @@ class Reader:
             width, height = example.bucket
             return torch.full((height // side, width // side), source.loss_weight)
         if self.cache is None:
-            mask = _as_scanned(photo.mask, lambda: masks.on_latents(example, view, side=side))
+            mask = _as_scanned(photo.mask.place, lambda: masks.on_latents(example, view, side=side))
         else:
             mask = self.cache.get(mask_key(example, view, side=side))["mask"]
         return (mask + (1 - mask) * source.unmasked_weight) * source.loss_weight

@@ -72,10 +72,12 @@ def batches_per_epoch(examples: Sequence[Example], *, batch_size: int) -> int:
     return sum(math.ceil(size / batch_size) for size in appearances(examples).values())
 
 
-def updates(batches: Sequence[MicroBatch], *, accumulation: int, processes: int) -> list[list[MicroBatch]]:
-    """An epoch's micro-batches in groups of accumulation * processes, one per update; the last group may be short."""
-    size = accumulation * processes
-    return [list(batches[start : start + size]) for start in range(0, len(batches), size)]
+def updates(batches: Sequence[MicroBatch], *, group: int) -> list[list[MicroBatch]]:
+    """An epoch's micro-batches in groups, one per update; the last group may be short.
+
+    group: micro-batches of an update, of all processes: step.accumulation for each of them.
+    """
+    return [list(batches[start : start + group]) for start in range(0, len(batches), group)]
 
 
 def all_updates(
@@ -83,18 +85,18 @@ def all_updates(
     *,
     seed: int,
     batch_size: int,
-    accumulation: int,
-    processes: int,
+    group: int,
     after: int,
     fill: bool = False,
     began: tuple[int, int] = (0, 0),
 ) -> Iterator[list[MicroBatch]]:
-    """The micro-batches of every update beyond step `after`, of all processes, epoch after epoch without end."""
-    length = steps_per_epoch(examples, batch_size=batch_size, accumulation=accumulation, processes=processes)
+    """The micro-batches of every update beyond step `after`, of all processes, epoch after epoch without end. group: of an
+    update, of all processes."""
+    length = steps_per_epoch(examples, batch_size=batch_size, group=group)
     epoch, skip = update_at(after, steps_per_epoch=length, began=began)
     while True:
         batches = epoch_batches(examples, seed=seed, epoch=epoch, batch_size=batch_size, fill=fill)
-        yield from updates(batches, accumulation=accumulation, processes=processes)[skip:]
+        yield from updates(batches, group=group)[skip:]
         epoch, skip = epoch + 1, 0
 
 
@@ -103,9 +105,9 @@ def share(update: Sequence[MicroBatch], *, processes: int, rank: int) -> list[Mi
     return list(update[rank::processes])
 
 
-def steps_per_epoch(examples: Sequence[Example], *, batch_size: int, accumulation: int, processes: int) -> int:
+def steps_per_epoch(examples: Sequence[Example], *, batch_size: int, group: int) -> int:
     """Updates in every epoch."""
-    return math.ceil(batches_per_epoch(examples, batch_size=batch_size) / (accumulation * processes))
+    return math.ceil(batches_per_epoch(examples, batch_size=batch_size) / group)
 
 
 def epoch_of(step: int, *, steps_per_epoch: int, began: tuple[int, int] = (0, 0)) -> int:

@@ -60,7 +60,7 @@ def mask_key(example: Example, view: View, *, side: int) -> str:
     photo = example.photo
     return _key(
         "mask",
-        mask=photo.mask_sha256,
+        mask=photo.mask.sha256,
         lies_in=photo.source.masks,
         bucket=list(example.bucket),
         flip=view.flip,
@@ -109,27 +109,21 @@ def texts_wanted(captions: Iterable[str], *, fingerprint: str) -> dict[str, str]
 
 def fill_latents(
     cache: Cache | MemoryCache,
-    examples: Sequence[Example],
+    wanted: Mapping[str, tuple[Example, View]],
     *,
-    seed: int,
-    fingerprint: str,
     encode: Callable[[torch.Tensor], torch.Tensor],
     on_non_finite: Callable[[str], None],
     phases: Phases = QUIET,
-    mine: Callable[[str], bool] = lambda key: True,
 ) -> int:
-    """Make the latents that are not cached yet, of every view; returns how many were made.
+    """Make the latents that are not cached yet; returns how many were made. wanted: what `latents_wanted` gives.
 
-    seed: the run's, which the views follow from.
     `encode` maps pixels, fp32 [1, 3, H, W] in [-1, 1] on the CPU, to normalised latents [1, C, h, w]. It gets one photo
     at a time, so that an entry does not depend on its neighbours: two at once give other bits, of every photo that was
     measured (docs/data.md). Entries hold "latents", fp32 [C, h, w].
-    mine: which keys are looked at, and made.
     `on_non_finite` is called with a description of every photo whose latents hold NaN or infinity, new or cached; if it
     raises, the new ones are not kept.
     Raises UserError if a photo changed after the scan.
     """
-    wanted = latents_wanted(examples, seed=seed, fingerprint=fingerprint)
 
     def made(todo: list[str]) -> Entries:
         with closing(in_threads(lambda key: pixels(*wanted[key]), todo)) as decoded:
@@ -139,7 +133,7 @@ def fill_latents(
     described = {
         key: f"the latents of {printable(example.sample)} ({example.photo.image})" for key, (example, _) in wanted.items()
     }
-    return _fill(cache, described, made, dict.fromkeys(wanted, on_non_finite), phases, "photo", mine)
+    return _fill(cache, described, made, dict.fromkeys(wanted, on_non_finite), phases, "photo")
 
 
 def latents_of(pixels_3HW: torch.Tensor, encode: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -148,21 +142,13 @@ def latents_of(pixels_3HW: torch.Tensor, encode: Callable[[torch.Tensor], torch.
 
 
 def fill_masks(
-    cache: Cache | MemoryCache,
-    examples: Sequence[Example],
-    *,
-    seed: int,
-    side: int,
-    phases: Phases = QUIET,
-    mine: Callable[[str], bool] = lambda key: True,
+    cache: Cache | MemoryCache, wanted: Mapping[str, tuple[Example, View]], *, side: int, phases: Phases = QUIET
 ) -> int:
-    """Make the masks that are not cached yet, of every view; returns how many were made.
+    """Make the masks that are not cached yet; returns how many were made. wanted: what `masks_wanted`
+    gives for the same side.
 
-    seed: the run's. side: pixels to a side of one latent. mine: whether this process makes an entry. Entries hold "mask",
-    fp32 [h, w].
-    Raises UserError if a mask changed after the scan.
+    Entries hold "mask", fp32 [h, w]. Raises UserError if a mask changed after the scan.
     """
-    wanted = masks_wanted(examples, seed=seed, side=side)
 
     def made(todo: list[str]) -> Entries:
         with closing(in_threads(lambda key: masks.on_latents(*wanted[key], side=side), todo)) as found:
@@ -170,9 +156,9 @@ def fill_masks(
                 yield key, {"mask": mask}, {"sample": wanted[key][0].sample}
 
     described = {
-        key: f"the mask of {printable(example.sample)} ({example.photo.mask})" for key, (example, _) in wanted.items()
+        key: f"the mask of {printable(example.sample)} ({example.photo.mask.place})" for key, (example, _) in wanted.items()
     }
-    return _fill(cache, described, made, dict.fromkeys(wanted, _never), phases, "mask", mine) if wanted else 0
+    return _fill(cache, described, made, dict.fromkeys(wanted, _never), phases, "mask") if wanted else 0
 
 
 def _never(what: str) -> None:
@@ -181,26 +167,22 @@ def _never(what: str) -> None:
 
 def fill_text(
     cache: Cache | MemoryCache,
-    captions: Iterable[str],
+    trained: Mapping[str, str],
+    prompts: Mapping[str, str] = {},
     *,
-    prompts: Iterable[str] = (),
-    fingerprint: str,
     encode: Callable[[list[str]], Iterator[tuple[str, Conditioning]]],
     on_non_finite: Callable[[str], None],
     on_black: Callable[[str], None] = lambda what: None,
     phases: Phases = QUIET,
-    mine: Callable[[str], bool] = lambda key: True,
 ) -> int:
-    """Make the conditioning that is not cached yet, of each text and of "" (dropped captions); returns how many were made.
+    """Make the conditioning that is not cached yet; returns how many were made.
 
-    prompts: texts of samples, that no step sees.
+    trained, prompts: what `texts_wanted` gives; no step sees the prompts of samples.
     `encode` gives each of some texts with its conditioning, in any order (data/cache/texts.py).
     Entries hold Conditioning.tensors() with a batch dimension of 1, in the dtypes that `encode` gives.
-    `on_non_finite`: called where an encoding is not finite. `mine`: whether this process makes an entry. `on_black` is
-    called instead where only a prompt is not finite.
+    `on_non_finite`: called where an encoding is not finite; `on_black` is called instead where only a prompt is not finite.
     """
-    trained = texts_wanted(captions, fingerprint=fingerprint)
-    wanted = trained | texts_wanted(prompts, fingerprint=fingerprint)
+    wanted = {**trained, **prompts}
     described = {key: f"the text encodings of {text!r}" for key, text in wanted.items()}
 
     def made(todo: list[str]) -> Entries:
@@ -210,7 +192,7 @@ def fill_text(
                 yield keys[text], conditioning.tensors(), {}
 
     told = {key: on_non_finite if key in trained else on_black for key in wanted}
-    return _fill(cache, described, made, told, phases, "caption", mine)
+    return _fill(cache, described, made, told, phases, "caption")
 
 
 def _fill(
@@ -220,11 +202,9 @@ def _fill(
     on_non_finite: Mapping[str, Callable[[str], None]],
     phases: Phases,
     unit: str,
-    mine: Callable[[str], bool],
 ) -> int:
     """described: what each key stands for. made: keys -> their entries, in any order. on_non_finite: by key, who is told."""
-    keys = [key for key in described if mine(key)]
-    todo = cache.missing(keys, phases)
+    todo = cache.missing(list(described), phases)
     with phases(f"encoding {unit}s", len(todo), unit) as phase, phase.between_modules(), closing(made(todo)) as entries:
         for key, tensors, metadata in entries:
             if not finite(tensors):
@@ -232,7 +212,7 @@ def _fill(
             cache.put(key, tensors, metadata)
             phase.advance()
     new = frozenset(todo)
-    for key in keys:
+    for key in described:
         if key not in new and not cache.is_finite(key):
             on_non_finite[key](f"{described[key]}, {cache.origin(key)},")
     return len(todo)

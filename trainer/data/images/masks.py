@@ -23,9 +23,9 @@ def on_latents(example: Example, view: View, *, side: int) -> torch.Tensor:
     """
     photo, (width, height) = example.photo, example.bucket
     assert photo.mask is not None
-    data = photo.mask.read()
-    if hashlib.sha256(data).hexdigest() != photo.mask_sha256:
-        raise UserError(f"{photo.mask} changed while the run was starting; start again")
+    data = photo.mask.place.read()
+    if hashlib.sha256(data).hexdigest() != photo.mask.sha256:
+        raise UserError(f"{photo.mask.place} changed while the run was starting; start again")
     mask = decode(data).alpha if photo.source.masks == "alpha" else decode_mask(data)
     assert mask is not None and mask.size == (photo.width, photo.height)
     kept = buckets.place(photo.width, photo.height, example.bucket, crop=view.crop)

@@ -1,6 +1,6 @@
 """The names of SDXL's UNet in the original layout, and what its single files hold beside weights."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import count
 
 from trainer.base.errors import UserError
@@ -54,34 +54,60 @@ KEY_STYLES = (
 
 def unet_names(config: ComponentConfig) -> Names:
     """UNet2DConditionModel of SDXL."""
-    names = Names()
-    channels = list(config["block_out_channels"])
-    levels = len(channels)
-    layers = each_level(config["layers_per_block"], levels)
-    depths = each_level(config["transformer_layers_per_block"], levels)
-    contexts = each_level(config["cross_attention_dim"], levels)
-    linear = config.get("use_linear_projection", False)
-    embedding = channels[0] * 4
+    unet = _UNet(config)
+    names, channels, embedding = unet.names, unet.channels, unet.embedding
+    names.layer("time_embed.0", "time_embedding.linear_1", (embedding, channels[0]))
+    names.layer("time_embed.2", "time_embedding.linear_2", (embedding, embedding))
+    if config.get("addition_embed_type") == "text_time":
+        inputs = config["projection_class_embeddings_input_dim"]
+        names.layer("label_emb.0.0", "add_embedding.linear_1", (embedding, inputs))
+        names.layer("label_emb.0.2", "add_embedding.linear_2", (embedding, embedding))
+    names.layer("input_blocks.0.0", "conv_in", (channels[0], config["in_channels"], 3, 3))
 
-    def resnet(original: str, part: str, inputs: int, outputs: int) -> None:
-        names.layer(f"{original}.in_layers.0", f"{part}.norm1", (inputs,))
-        names.layer(f"{original}.in_layers.2", f"{part}.conv1", (outputs, inputs, 3, 3))
-        names.layer(f"{original}.emb_layers.1", f"{part}.time_emb_proj", (outputs, embedding))
-        names.layer(f"{original}.out_layers.0", f"{part}.norm2", (outputs,))
-        names.layer(f"{original}.out_layers.3", f"{part}.conv2", (outputs, outputs, 3, 3))
+    unet.down(config["down_block_types"])
+    width = channels[-1]
+    unet.resnet("middle_block.0", "mid_block.resnets.0", width, width)
+    unet.transformer("middle_block.1", "mid_block.attentions.0", len(channels) - 1)
+    unet.resnet("middle_block.2", "mid_block.resnets.1", width, width)
+    unet.up(config["up_block_types"])
+    names.layer("out.0", "conv_norm_out", (channels[0],))
+    names.layer("out.2", "conv_out", (config["out_channels"], channels[0], 3, 3))
+    return names
+
+
+class _UNet:
+    """The blocks of a UNet, named one after another. The original numbers them without levels: one for every resnet, one
+    more for every change of resolution. skips: channels of what the way down hands to the way up."""
+
+    def __init__(self, config: ComponentConfig) -> None:
+        self.names, self.channels = Names(), list(config["block_out_channels"])
+        levels = len(self.channels)
+        self.layers = each_level(config["layers_per_block"], levels)
+        self.depths = each_level(config["transformer_layers_per_block"], levels)
+        self.contexts = each_level(config["cross_attention_dim"], levels)
+        self.linear = config.get("use_linear_projection", False)
+        self.embedding = self.channels[0] * 4
+        self.skips: list[int] = [self.channels[0]]
+
+    def resnet(self, original: str, part: str, inputs: int, outputs: int) -> None:
+        self.names.layer(f"{original}.in_layers.0", f"{part}.norm1", (inputs,))
+        self.names.layer(f"{original}.in_layers.2", f"{part}.conv1", (outputs, inputs, 3, 3))
+        self.names.layer(f"{original}.emb_layers.1", f"{part}.time_emb_proj", (outputs, self.embedding))
+        self.names.layer(f"{original}.out_layers.0", f"{part}.norm2", (outputs,))
+        self.names.layer(f"{original}.out_layers.3", f"{part}.conv2", (outputs, outputs, 3, 3))
         if inputs != outputs:
-            names.layer(f"{original}.skip_connection", f"{part}.conv_shortcut", (outputs, inputs, 1, 1))
+            self.names.layer(f"{original}.skip_connection", f"{part}.conv_shortcut", (outputs, inputs, 1, 1))
 
-    def transformer(original: str, part: str, level: int) -> None:
-        width, context = channels[level], contexts[level]
+    def transformer(self, original: str, part: str, level: int) -> None:
+        width, context = self.channels[level], self.contexts[level]
 
         def same(name: str, shape: Shape, bias: bool = True) -> None:
-            names.layer(f"{original}.{name}", f"{part}.{name}", shape, bias)
+            self.names.layer(f"{original}.{name}", f"{part}.{name}", shape, bias)
 
-        projection = (width, width) if linear else (width, width, 1, 1)
+        projection = (width, width) if self.linear else (width, width, 1, 1)
         same("norm", (width,))
         same("proj_in", projection)
-        for block in (f"transformer_blocks.{i}" for i in range(depths[level])):
+        for block in (f"transformer_blocks.{i}" for i in range(self.depths[level])):
             for attention, inputs in (("attn1", width), ("attn2", context)):
                 same(f"{block}.{attention}.to_q", (width, width), bias=False)
                 same(f"{block}.{attention}.to_k", (width, inputs), bias=False)
@@ -93,50 +119,36 @@ def unet_names(config: ComponentConfig) -> Names:
                 same(f"{block}.{norm}", (width,))
         same("proj_out", projection)
 
-    names.layer("time_embed.0", "time_embedding.linear_1", (embedding, channels[0]))
-    names.layer("time_embed.2", "time_embedding.linear_2", (embedding, embedding))
-    if config.get("addition_embed_type") == "text_time":
-        inputs = config["projection_class_embeddings_input_dim"]
-        names.layer("label_emb.0.0", "add_embedding.linear_1", (embedding, inputs))
-        names.layer("label_emb.0.2", "add_embedding.linear_2", (embedding, embedding))
-    names.layer("input_blocks.0.0", "conv_in", (channels[0], config["in_channels"], 3, 3))
+    def down(self, kinds: Sequence[str]) -> None:
+        width, index = self.channels[0], count(1)
+        for level, (kind, outputs) in enumerate(zip(kinds, self.channels, strict=True)):
+            for layer in range(self.layers[level]):
+                original = f"input_blocks.{next(index)}"
+                self.resnet(f"{original}.0", f"down_blocks.{level}.resnets.{layer}", width, outputs)
+                if "CrossAttn" in kind:
+                    self.transformer(f"{original}.1", f"down_blocks.{level}.attentions.{layer}", level)
+                width = outputs
+                self.skips.append(width)
+            if level < len(self.channels) - 1:
+                part = f"down_blocks.{level}.downsamplers.0.conv"
+                self.names.layer(f"input_blocks.{next(index)}.0.op", part, (width, width, 3, 3))
+                self.skips.append(width)
 
-    # The original numbers its blocks without levels: one for every resnet, one more for every change of resolution.
-    width, skips, index = channels[0], [channels[0]], count(1)
-    for level, (kind, outputs) in enumerate(zip(config["down_block_types"], channels, strict=True)):
-        for layer in range(layers[level]):
-            original = f"input_blocks.{next(index)}"
-            resnet(f"{original}.0", f"down_blocks.{level}.resnets.{layer}", width, outputs)
-            if "CrossAttn" in kind:
-                transformer(f"{original}.1", f"down_blocks.{level}.attentions.{layer}", level)
-            width = outputs
-            skips.append(width)
-        if level < levels - 1:
-            part = f"down_blocks.{level}.downsamplers.0.conv"
-            names.layer(f"input_blocks.{next(index)}.0.op", part, (width, width, 3, 3))
-            skips.append(width)
-
-    resnet("middle_block.0", "mid_block.resnets.0", width, width)
-    transformer("middle_block.1", "mid_block.attentions.0", levels - 1)
-    resnet("middle_block.2", "mid_block.resnets.1", width, width)
-
-    index = count(0)
-    for block, kind in enumerate(config["up_block_types"]):
-        level = levels - 1 - block
-        attends = "CrossAttn" in kind
-        for layer in range(layers[level] + 1):
-            original = f"output_blocks.{next(index)}"
-            resnet(f"{original}.0", f"up_blocks.{block}.resnets.{layer}", width + skips.pop(), channels[level])
-            width = channels[level]
-            if attends:
-                transformer(f"{original}.1", f"up_blocks.{block}.attentions.{layer}", level)
-            if layer == layers[level] and level > 0:
-                part = f"up_blocks.{block}.upsamplers.0.conv"
-                names.layer(f"{original}.{2 if attends else 1}.conv", part, (width, width, 3, 3))
-
-    names.layer("out.0", "conv_norm_out", (width,))
-    names.layer("out.2", "conv_out", (config["out_channels"], width, 3, 3))
-    return names
+    def up(self, kinds: Sequence[str]) -> None:
+        width, index = self.channels[-1], count(0)
+        for block, kind in enumerate(kinds):
+            level = len(self.channels) - 1 - block
+            attends = "CrossAttn" in kind
+            for layer in range(self.layers[level] + 1):
+                original = f"output_blocks.{next(index)}"
+                inputs = width + self.skips.pop()
+                width = self.channels[level]
+                self.resnet(f"{original}.0", f"up_blocks.{block}.resnets.{layer}", inputs, width)
+                if attends:
+                    self.transformer(f"{original}.1", f"up_blocks.{block}.attentions.{layer}", level)
+                if layer == self.layers[level] and level > 0:
+                    part = f"up_blocks.{block}.upsamplers.0.conv"
+                    self.names.layer(f"{original}.{2 if attends else 1}.conv", part, (width, width, 3, 3))
 
 
 def infer_unet(shapes: Mapping[str, Shape], base: dict) -> dict:

@@ -18,9 +18,9 @@ BUCKETS = [(64, 64), (80, 48), (48, 80)]
 SOURCE = Source(0, "photos")
 
 
-def photo(index: int, *, repeats: int = 1, caption: str = "text", has_caption: bool = True) -> Photo:
+def photo(index: int, *, repeats: int = 1, caption: str = "text") -> Photo:
     place = File("photos", f"{index:03}.jpg")
-    return Photo(f"0/{place.name}", SOURCE, place, 64, 64, caption, has_caption, repeats, f"{index:064x}")
+    return Photo(f"0/{place.name}", SOURCE, place, (64, 64), caption, repeats, f"{index:064x}")
 
 
 def example(index: int, bucket: Bucket, repeats: int = 1) -> Example:
@@ -127,19 +127,17 @@ def test_epochs_and_seeds_differ():
 @given(datasets(), seeds, sizes, st.integers(1, 4), st.integers(1, 4))
 def test_updates_and_their_shares(photos, seed, batch_size, accumulation, processes):
     batches = sampler.epoch_batches(photos, seed=seed, epoch=0, batch_size=batch_size)
-    updates = sampler.updates(batches, accumulation=accumulation, processes=processes)
+    updates = sampler.updates(batches, group=accumulation * processes)
     assert [batch for update in updates for batch in update] == batches
     assert all(len(update) == accumulation * processes for update in updates[:-1])
     assert 1 <= len(updates[-1]) <= accumulation * processes
-    assert len(updates) == sampler.steps_per_epoch(
-        photos, batch_size=batch_size, accumulation=accumulation, processes=processes
-    )
+    assert len(updates) == sampler.steps_per_epoch(photos, batch_size=batch_size, group=accumulation * processes)
     for update in updates:
         shares = [sampler.share(update, processes=processes, rank=rank) for rank in range(processes)]
         assert all(len(share) <= accumulation for share in shares)
         assert all(batch in shares[index % processes] for index, batch in enumerate(update))
     # The same global batch on one process: the same updates.
-    assert sampler.updates(batches, accumulation=accumulation * processes, processes=1) == updates
+    assert sampler.updates(batches, group=accumulation * processes) == updates
 
 
 def take(updates, count: int) -> list:
@@ -149,7 +147,7 @@ def take(updates, count: int) -> list:
 @given(datasets(), datasets(), seeds, sizes, st.integers(1, 3), st.integers(0, 20), st.integers(0, 12), st.booleans())
 def test_after_other_photos_an_epoch_of_these_begins(first, second, seed, batch_size, accumulation, changed, later, fill):
     """The order beyond the change is a function of (seed, epoch) and of the step where it was: of no other start between."""
-    cut = {"batch_size": batch_size, "accumulation": accumulation, "processes": 1}
+    cut = {"batch_size": batch_size, "group": accumulation}
     length = sampler.steps_per_epoch(first, **cut)
     epoch, index = sampler.update_at(changed, steps_per_epoch=length)
     epoch += index > 0

@@ -14,7 +14,7 @@ from trainer.data.sources import File, Photo, Source
 def photo(index: int, width: int, height: int, repeats: int = 1) -> Photo:
     place = File("photos", f"{index:03}.jpg")
     source = Source(index=0, path="photos", resolutions=(1024,))
-    return Photo(f"0/{place.name}", source, place, width, height, "text", True, repeats, f"{index:064x}")
+    return Photo(f"0/{place.name}", source, place, (width, height), "text", repeats, f"{index:064x}")
 
 
 def placed(*sizes: tuple[int, int], enlarge: bool = False) -> tuple[Example, ...]:

@@ -12,12 +12,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.data.cache.test_fill import ENCODING, KEY, TENSORS, dataset, encode_text, equal, refuse, singly
+from tests.unit.data.cache.test_fill import (
+    ENCODING,
+    KEY,
+    TENSORS,
+    dataset,
+    encode_text,
+    equal,
+    fill_latents,
+    fill_text,
+    refuse,
+    singly,
+)  # fmt: skip
 from trainer.base.errors import UserError
 from trainer.base.run_layout import in_use
 from trainer.data.cache import pruning
 from trainer.data.cache.entries import Cache, MemoryCache
-from trainer.data.cache.fill import fill_latents, fill_text
 
 POSIX = pytest.mark.skipif(sys.platform == "win32", reason="forks and record locks")
 CAPTIONS = [f"caption {i}" for i in range(12)]

@@ -21,13 +21,14 @@ from trainer.base.progress import Phases, Record
 from trainer.base.tensorfile import TensorFile, write_tensors
 from trainer.base.types import Conditioning
 from trainer.data.buckets import fit, to_pixels
+from trainer.data.cache import fill
 from trainer.data.cache.entries import Cache
-from trainer.data.cache.fill import fill_latents, fill_text, latent_key, mask_key, text_key
+from trainer.data.cache.fill import latent_key, mask_key, text_key
 from trainer.data.examples import Example, examples
 from trainer.data.images.decode import decode
 from trainer.data.images.views import View
 from trainer.data.scan import scan
-from trainer.data.sources import Source
+from trainer.data.sources import Mask, Source
 from trainer.runtime.processes import Processes
 
 TENSORS = {"latents": torch.arange(24, dtype=torch.float32).reshape(2, 3, 4), "mask": torch.tensor([True, False])}
@@ -71,9 +72,9 @@ def test_any_changed_input_changes_the_key():
     keys = [latent_key(example, View(), fingerprint=name) for name in ("vae", "vae2")]
     keys += [latent_key(each, View(), fingerprint="vae") for each in other]
     keys += [latent_key(example, view, fingerprint="vae") for view in shown]
-    masked = replace(example, photo=replace(photo, mask=photo.image, mask_sha256="c" * 64))
+    masked = replace(example, photo=replace(photo, mask=Mask(photo.image, "c" * 64)))
     other = [
-        replace(masked, photo=replace(masked.photo, mask_sha256="d" * 64)),
+        replace(masked, photo=replace(masked.photo, mask=Mask(photo.image, "d" * 64))),
         replace(masked, photo=replace(masked.photo, source=replace(photo.source, masks="alpha"))),
         replace(masked, bucket=(48, 80)),
     ]
@@ -197,6 +198,18 @@ def refuse(what: str) -> None:
 
 
 ENCODING = {"encode": encode, "on_non_finite": refuse}
+
+
+def fill_latents(cache, photos, *, seed, fingerprint, mine=lambda key: True, **more) -> int:
+    """`fill.fill_latents`, of the views of `photos` whose keys are mine."""
+    wanted = fill.latents_wanted(photos, seed=seed, fingerprint=fingerprint)
+    return fill.fill_latents(cache, {key: view for key, view in wanted.items() if mine(key)}, **more)
+
+
+def fill_text(cache, captions, *, prompts=(), fingerprint, mine=lambda key: True, **more) -> int:
+    """`fill.fill_text`, of the texts whose keys are mine."""
+    wanted = (fill.texts_wanted(some, fingerprint=fingerprint) for some in (captions, prompts))
+    return fill.fill_text(cache, *({key: text for key, text in some.items() if mine(key)} for some in wanted), **more)
 
 
 def test_fill_latents(tmp_path):

@@ -19,7 +19,9 @@ SOURCE = Source(0, "photos")
 
 
 def example(name: str, *variants: str, found: bool = True, source: Source = SOURCE, size: str = "") -> Example:
-    photo = Photo(f"0/{name}", source, File("photos", name), 64, 64, variants[0], found, 1, "0" * 64)
+    photo = Photo(
+        f"0/{name}", source, File("photos", name), (64, 64), variants[0], 1, "0" * 64, caption_from=".txt" if found else ""
+    )
     return Example(photo.sample + size, photo, (64, 64), variants)
 
 

@@ -28,7 +28,7 @@ warnings.simplefilter("ignore")
 from trainer.data.scan import survey
 from trainer.data.sources import Source
 found = survey([Source(0, sys.argv[1], masks="files")])
-photos = {p.sample: (p.caption, p.mask_sha256) for p in found.photos}
+photos = {p.sample: (p.caption, p.mask and p.mask.sha256) for p in found.photos}
 print(json.dumps({"damaged": found.damaged, "left_out": found.left_out, "photos": photos}))
 """
 

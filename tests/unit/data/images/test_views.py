@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from tests.unit.data.cache.test_fill import singly
+from tests.unit.data.cache.test_fill import fill_latents, fill_text, singly
 from trainer.base import draws
 from trainer.base.errors import UserError
 from trainer.base.types import Conditioning, Occurrence
@@ -20,7 +20,7 @@ from trainer.data import buckets
 from trainer.data.batches import sampler
 from trainer.data.batches.loader import Reader, iterate
 from trainer.data.buckets import CENTRE, place
-from trainer.data.cache.fill import Cache, fill_latents, fill_masks, fill_text, mask_key
+from trainer.data.cache.fill import Cache, fill_masks, mask_key, masks_wanted
 from trainer.data.examples import Example, examples
 from trainer.data.images import masks, views
 from trainer.data.images.decode import decode
@@ -35,7 +35,7 @@ sides = st.integers(16, 4000)
 
 
 def example_of(source: Source, width: int = 300, height: int = 200, bucket=(80, 48)) -> Example:
-    photo = Photo("0/a.png", source, File("", "a.png"), width, height, "a", True, 1, "0" * 64)
+    photo = Photo("0/a.png", source, File("", "a.png"), (width, height), "a", 1, "0" * 64)
     return Example("0/a.png", photo, bucket, ("a",))
 
 
@@ -154,8 +154,9 @@ def reader_of(tmp_path, **more) -> Reader:
     cache = Cache(tmp_path / "cache")
     fill_latents(cache, found, seed=7, fingerprint="vae", encode=encode, on_non_finite=pytest.fail)
     views_of_all = {mask_key(e, view, side=8) for e in found for view in views.every(7, e)}
-    assert fill_masks(cache, found, seed=7, side=8) == len(views_of_all)
-    assert fill_masks(Cache(tmp_path / "cache"), found, seed=7, side=8) == 0
+    wanted = masks_wanted(found, seed=7, side=8)
+    assert wanted.keys() == views_of_all and fill_masks(cache, wanted, side=8) == len(views_of_all)
+    assert fill_masks(Cache(tmp_path / "cache"), wanted, side=8) == 0
     captions = [caption for example in found for caption in example.captions]
     fill_text(cache, captions, fingerprint="text", encode=singly(prompts), on_non_finite=pytest.fail)
     return Reader(
