@@ -215,9 +215,9 @@ def _waited(work, device: torch.device) -> bool:
     try:
         work.wait(timedelta(seconds=ASK_SECONDS))
     except RuntimeError:
-        if work.is_completed():
-            raise
-        return False  # "Operation timed out": only the wait
+        if not work.is_completed():
+            return False  # "Operation timed out": only the wait
+        work.wait()  # raises what the reduction failed with, not that it was done just after the wait was over
     return True
 
 

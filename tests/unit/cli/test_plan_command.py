@@ -12,6 +12,7 @@ import pytest
 
 from trainer import config as configs
 from trainer.cli.plan_command import disk_needs, disk_warnings, to_write
+from trainer.plan.run_plan import Length
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -56,7 +57,7 @@ def test_a_download_checkpoints_and_encodings_are_counted(tmp_path: Path, downlo
         }
     )
     source = SimpleNamespace(to_fetch=lambda: download, repository=SimpleNamespace(blobs=tmp_path / "hub" / "blobs"))
-    plan: Any = SimpleNamespace(config=config, max_steps=40, model=SimpleNamespace(source=source))
+    plan: Any = SimpleNamespace(config=config, length=Length(1, 5, 40), model=SimpleNamespace(source=source))
     assert disk_needs(plan, checkpoint=100, cache=50) == (
         {"run.output_dir": (tmp_path / "out", 300)}
         | ({"data.cache_dir": (tmp_path / "cache", 50)} if cache == "disk" else {})

@@ -124,3 +124,30 @@ def test_a_connection_that_breaks_in_a_reduction_is_another_process_that_ended(p
             monkeypatch.setattr(torch.distributed, "all_reduce", out_of_memory)
             with pytest.raises(RuntimeError, match="out of memory"):
                 reduction()
+
+
+class LateWork:
+    """A reduction that is done just after the wait for it is over. failed: with what."""
+
+    def __init__(self, failed: str = "") -> None:
+        self.failed, self.done = failed, False
+
+    def wait(self, timeout: object = None) -> None:
+        if not self.done:
+            self.done = True
+            raise RuntimeError("Operation timed out!")
+        if self.failed:
+            raise RuntimeError(self.failed)
+
+    def is_completed(self) -> bool:
+        return self.done
+
+
+def test_a_reduction_that_is_done_just_after_the_wait_is_done(pair, monkeypatch) -> None:
+    (_, view), signals = (view for view, _ in pair), Signals()
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **more: LateWork())
+    with view.attending(signals):
+        view.sum(torch.zeros(1))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **more: LateWork("Connection closed by peer"))
+    with view.attending(signals), pytest.raises(PeerStopped, match="Connection closed by peer"):
+        view.sum(torch.zeros(1))
