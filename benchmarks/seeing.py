@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from trainer.base.run_layout import Layout  # noqa: E402
-from trainer.report import LiveReport  # noqa: E402
+from trainer.report import LiveReport, ReportedRun  # noqa: E402
 
 STEPS, SAMPLES, PROMPTS, SIDE, OPENED = 20_000, 400, 8, 512, 5
 
@@ -194,7 +194,7 @@ def of_a_page(folder: Path) -> dict[str, Any]:
     from tests.browser import CHROMIUM, Browser
 
     layout = synthetic(folder)
-    report = LiveReport(layout, name="long", total=STEPS + 1)
+    report = LiveReport(ReportedRun(layout, name="long", total=STEPS + 1))
     written = []
     for _ in range(3):
         before = report.seconds

@@ -22,7 +22,7 @@ from tests.unit.report.test_watch_server import write_run
 from trainer.base.run_layout import Layout
 from trainer.cli import main as cli
 from trainer.plan import fixed_draws
-from trainer.report import LiveReport, live
+from trainer.report import LiveReport, ReportedRun, live
 from trainer.report.compared import compare
 from trainer.report.watch_server import Runs, Server
 
@@ -277,7 +277,7 @@ def test_a_page_that_is_served_keeps_its_reader_s_place_and_runs_no_other_script
     """Without an origin of its own: a folder that somebody sent reads no other run's files."""
     for name in ("mine", "sent"):
         write_run(tmp_path / name, lr=1e-4, losses=[0.9, 0.8], colour="red")
-        with LiveReport(Layout(tmp_path / name), name=name, total=2):
+        with LiveReport(ReportedRun(Layout(tmp_path / name), name=name, total=2)):
             pass
     sent = tmp_path / "sent" / "report.html"
     sent.write_text(sent.read_text().replace("<script>", "<script>document.title = 'ran'</script><script>"))

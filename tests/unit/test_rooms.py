@@ -151,10 +151,6 @@ LARGE = {
     "data/sources.py:Source",
     "models/base.py:Family",
     "optim/table.py:Entry",
-    # As they stand; these only get fewer.
-    "report/curves.py:draw",
-    "report/live.py:LiveReport.__init__",
-    "report/page.py:PageContents",
 }
 
 

@@ -12,7 +12,7 @@ from trainer.engine.components import Components
 from trainer.engine.encoding import report_captions
 from trainer.plan.describe import data_lines
 from trainer.plan.run_plan import RunPlan
-from trainer.report import LiveReport
+from trainer.report import LiveReport, ReportedRun
 from trainer.resume.initial_adapter import Start
 from trainer.runtime.context import RunContext
 
@@ -34,7 +34,7 @@ def report_of(
     targets = adapter.targets if isinstance(adapter.targets, str) else "own targets"
     sizes = f"rank {adapter.rank}" + ("" if adapter.alpha is None else f", alpha {adapter.alpha:g}")
     kind = {"lora": "LoRA", "dora": "DoRA"}[adapter.type]
-    return LiveReport(
+    run = ReportedRun(
         context.layout,
         name=config.run.name,
         total=plan.length.max_steps,
@@ -49,10 +49,9 @@ def report_of(
             **{name: str(value) for name, value in environment.items()},
         },
         changes=progress.changes,
-        data_of=partial(_data, plan, components),
-        say=processes.say,
-        enabled=processes.is_main,
     )
+    data_of = partial(_data, plan, components)
+    return LiveReport(run, data_of=data_of, say=processes.say, enabled=processes.is_main)
 
 
 def _data(plan: RunPlan, components: Components) -> dict[str, dict[str, Any]]:

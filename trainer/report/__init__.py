@@ -12,10 +12,10 @@ from trainer.base.files import write_atomic
 from trainer.monitoring.course import BLOCKS
 from trainer.report.history import START, STOP
 from trainer.report.live import CAUSES, LiveReport, first_page
-from trainer.report.page import render_data
+from trainer.report.page import ReportedRun, render_data
 from trainer.report.tables import Sections
 
-__all__ = ["BLOCKS", "START", "STOP", "LiveReport", "cause", "first_page", "write_data_report"]
+__all__ = ["BLOCKS", "START", "STOP", "LiveReport", "ReportedRun", "cause", "first_page", "write_data_report"]
 
 
 def write_data_report(path: Path, *, name: str, data: Sections) -> None:

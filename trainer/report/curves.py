@@ -89,14 +89,13 @@ def draw(
     lines: Sequence[Curve],
     *,
     events: Events = NOTHING,
-    may_be_log: bool = True,
     range_of: Series = (),
     about: str = "",
     wide: bool = False,
 ) -> str:
     """One chart; "" where no line has a value.
 
-    may_be_log: a logarithmic axis where values are far apart. range_of: a series whose steps the x axis spans, too.
+    Values that are far apart have a logarithmic axis. range_of: a series whose steps the x axis spans, too.
     about: one sentence below the title, for whoever meets such a chart for the first time. wide: with the rails of events.
     """
     lines = [line for line in lines if any(value is not None for _, value in line.series)]
@@ -106,7 +105,7 @@ def draw(
     steps = [step for line in lines for step in (line.series[0][0], line.series[-1][0])]
     steps += [range_of[0][0], range_of[-1][0]] if range_of else []
     steps += [mark.step for mark in events.marks if mark.step < min(steps)] if wide else []
-    axes = Axes.over(steps, values, log=may_be_log and min(values) > 0 and max(values) / min(values) > LOG_ABOVE)
+    axes = Axes.over(steps, values, log=min(values) > 0 and max(values) / min(values) > LOG_ABOVE)
     ends = {line.name: [value for _, value in line.series if value is not None] for line in lines}
     said = "; ".join(f"{name} from {own[0]:.4g} to {own[-1]:.4g}" for name, own in ends.items())
     summary = f"{title} over steps {axes.first:g} to {axes.last:g}: {said}"

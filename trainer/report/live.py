@@ -16,7 +16,7 @@ from trainer.base.files import hash_file, write_atomic
 from trainer.base.run_layout import Layout
 from trainer.monitoring.course import BLOCKS
 from trainer.report.history import Events, History, marks_of, read_starts
-from trainer.report.page import PageContents, data_part, render, render_first
+from trainer.report.page import PageContents, ReportedRun, data_part, render, render_first
 from trainer.report.samples import read_samples
 from trainer.report.status import State, judged
 from trainer.report.tables import Sections
@@ -68,36 +68,24 @@ def first_page(layout: Layout, *, name: str, enabled: bool) -> Iterator[None]:
 class LiveReport:
     """The page of one start of a run, in a `with` block: alive inside, and afterwards as what ended it says.
 
-    total: the run's steps. begun: those made before this start. levers: the keys that set the rate. kicker, lineage,
-    environment: what the page shows of them. changes: what --allow changed, in order. data_of: makes the sections of the
-    data; called once.
-    say:
-    tells that a page could not be written. enabled: in the main process.
+    data_of: makes the sections of the data; called once. say: tells that a page could not be written. enabled: in the main
+    process.
     """
 
     def __init__(
         self,
-        layout: Layout,
+        run: ReportedRun,
         *,
-        name: str,
-        total: int,
-        begun: int = 0,
-        levers: str = "optimizer.lr",
-        kicker: str = "Training report",
-        lineage: Mapping[str, str] | None = None,
-        environment: Mapping[str, str] | None = None,
-        changes: list[dict[str, Any]] | None = None,
         data_of: Callable[[], Sections] = dict,
         say: Callable[[str], None] = print,
         enabled: bool = True,
     ) -> None:
-        self.layout, self.name, self.total, self.begun = layout, name, total, begun
-        self.levers, self.kicker, self.say, self.enabled = levers, kicker, say, enabled
-        self.lineage, self.environment, self.changes = lineage or {}, environment or {}, changes or []
-        self.state = State("training", total, begun)
+        self.run, self.layout, self.total, self.begun = run, run.layout, run.total, run.begun
+        self.say, self.enabled = say, enabled
+        self.state = State("training", run.total, run.begun)
         self.seconds = 0.0  # that writing took, in all
         self._make_data, self._data_html = data_of, None
-        self._history, self._thumbnails = History(layout.metrics), Thumbnails()
+        self._history, self._thumbnails = History(run.layout.metrics), Thumbnails()
         self._hashes: dict[Path, tuple[tuple[int, int], str]] = {}
         self._outcome: Sections | None = None
         self._blocks: Mapping[str, float] | None = None
@@ -192,26 +180,21 @@ class LiveReport:
         """What the page shows now. check: called now and then; may raise."""
         layout, history = self.layout, self._history.read()
         samples = read_samples(layout.samples, self._thumbnails, check)
-        kept = [step for step in layout.adapter_steps(self.name) if step <= max(history.step, self.begun)]
+        kept = [step for step in layout.adapter_steps(self.run.name) if step <= max(history.step, self.begun)]
         starts = read_starts(layout.phases)
         steps = {"samples": samples.steps, "kept": kept, "skipped": history.skipped()}
         return PageContents(
-            name=self.name,
-            kicker=self.kicker,
-            layout=layout,
+            run=self.run,
             state=self.state,
             history=history,
-            judgement=judged(history, self.state, kept=kept, levers=self.levers, blocks=self._blocks),
-            events=Events(marks_of(starts, history.rows, self.changes), steps),
+            judgement=judged(history, self.state, kept=kept, levers=self.run.levers, blocks=self._blocks),
+            events=Events(marks_of(starts, history.rows, self.run.changes), steps),
             samples=samples,
             data=self._data_html,
             outcome=self._outcome,
             blocks=self._moved(),
             hashes=self._hashed(check),
-            lineage=self.lineage,
-            environment=self.environment,
-            written=time.time(),
-            quiet=quiet_for(self._silence),
+            watched=(time.time(), quiet_for(self._silence)),
             aside=tuple(layout.set_aside()),
         )
 

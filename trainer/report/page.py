@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from trainer.base.run_layout import Layout, step_of
 from trainer.report import blocks, charts, rendering
@@ -20,15 +21,32 @@ from trainer.report.tables import Sections, sorted_out
 PREPARING_SECONDS = 3600  # a first start may fetch a model of many gigabytes
 
 
+@dataclass(frozen=True)
+class ReportedRun:
+    """What a page says of its run, the same for as long as one start of it goes on.
+
+    total: the run's steps. begun: those made before this start. levers: the keys that set the rate. kicker: above the
+    title. changes: what --allow changed, in order.
+    """
+
+    layout: Layout
+    name: str
+    total: int
+    begun: int = 0
+    levers: str = "optimizer.lr"
+    kicker: str = "Training report"
+    lineage: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    changes: Sequence[dict[str, Any]] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class PageContents:
-    """All that a page shows. kicker: above the title. data: HTML of the data's sections. blocks: the change of each block
-    of the adapter, and when that was measured. hashes: of the adapter files. written: Unix time; quiet: seconds after which
-    a page whose run is alive ought to have been written again."""
+    """All that a page shows. data: HTML of the data's sections. blocks: the change of each block of the adapter, and when
+    that was measured. hashes: of the adapter files. watched: Unix time when it was written, and seconds after which a page
+    whose run is alive ought to have been written again."""
 
-    name: str
-    kicker: str
-    layout: Layout
+    run: ReportedRun
     state: State
     history: History
     judgement: Judgement
@@ -38,10 +56,7 @@ class PageContents:
     outcome: Sections | None
     blocks: tuple[Mapping[str, float | None], str]
     hashes: Mapping[Path, str]
-    lineage: Mapping[str, str]
-    environment: Mapping[str, str]
-    written: float
-    quiet: float
+    watched: tuple[float, float]
     aside: tuple[Path, ...] = field(default=())
 
 
@@ -50,15 +65,15 @@ def render(contents: PageContents) -> str:
     changes, _ = contents.blocks
     return document(
         "run.html",
-        name=contents.name,
+        name=contents.run.name,
         page=contents,
         figures=figures(contents.history, changes),
         charts=charts.draw_all(contents.history, contents.events),
         moved=blocks.by_container(changes),
         shades=blocks.legend(),
-        saved=_saved(contents.layout),
-        config=configuration(contents.layout.config),
-        watched=(contents.written, contents.quiet) if contents.state.alive else None,
+        saved=_saved(contents.run.layout),
+        config=configuration(contents.run.layout.config),
+        watched=contents.watched if contents.state.alive else None,
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.unit.report.test_page import read, write_metrics, write_png
 from trainer import config as configs
 from trainer.base.run_layout import Layout
-from trainer.report import START, STOP, LiveReport, curves, live
+from trainer.report import START, STOP, LiveReport, ReportedRun, curves, live
 from trainer.report.history import Events, Mark, Standing, marks_of, read_standing, read_starts
 from trainer.report.rendering import render
 from trainer.report.settings import changed_keys, configuration
@@ -77,7 +77,7 @@ def test_a_page_has_the_events_of_its_run(tmp_path: Path) -> None:
         write_png(tmp_path / f"samples/step-{step:08d}/00.png", "a bear")
     for step in (20, 40, 60):  # the last one is of a timeline that was left
         (tmp_path / f"checkpoints/step-{step:08d}").mkdir(parents=True)
-    report = LiveReport(Layout(tmp_path), name="bear", total=40, changes=[CHANGE])
+    report = LiveReport(ReportedRun(Layout(tmp_path), name="bear", total=40, changes=[CHANGE]))
     text, page = read(report.stopped())
     rails = dict(re.findall(r'aria-label="(samples|kept|skipped): (\d+)"', text))
     assert rails == {"samples": "2", "kept": "2", "skipped": "1"}, "of steps that the chart has"
@@ -90,7 +90,7 @@ def test_a_page_knows_for_how_long_its_run_may_be_silent(tmp_path: Path, monkeyp
     now = [1000.0]
     monkeypatch.setattr(live.time, "monotonic", lambda: now[0])
     write_metrics(tmp_path, 3)
-    report = LiveReport(Layout(tmp_path), name="bear", total=40)
+    report = LiveReport(ReportedRun(Layout(tmp_path), name="bear", total=40))
     quiet = []
     for silence in (5.0, 400.0, 90.0):
         now[0] += silence
@@ -109,7 +109,7 @@ def test_writing_takes_no_more_than_its_share_of_the_time(tmp_path: Path, monkey
 
     monkeypatch.setattr(live, "write_atomic", slow)
     write_metrics(tmp_path, 3)
-    report = LiveReport(Layout(tmp_path), name="bear", total=40)
+    report = LiveReport(ReportedRun(Layout(tmp_path), name="bear", total=40))
     report.write()
     for _ in range(599):
         now[0] += 1.0

@@ -15,7 +15,7 @@ from PIL import Image, PngImagePlugin
 
 from trainer.artifacts import sampling
 from trainer.base.run_layout import Layout
-from trainer.report import LiveReport, curves, history, live, thumbnails
+from trainer.report import LiveReport, ReportedRun, curves, history, live, thumbnails
 from trainer.report.page import render_data
 from trainer.report.samples import read_samples
 
@@ -31,7 +31,8 @@ OUTCOME = {
 
 def write_report(layout: Layout, *, name: str = "bear", outcome: dict | None = None, **more: Any) -> Path:
     """The page of a run that has stopped, or with an outcome of one that has reached its end."""
-    report = LiveReport(layout, name=name, total=40, **more)
+    data_of = more.pop("data_of", dict)
+    report = LiveReport(ReportedRun(layout, name=name, total=40, **more), data_of=data_of)
     return report.stopped() if outcome is None else report.finished(outcome, {"unet.mid_block": 0.02})
 
 
@@ -200,7 +201,7 @@ def test_a_large_set_of_samples_stays_small_and_is_encoded_once(tmp_path: Path, 
     made: list[int] = []
     real = thumbnails.reduced
     monkeypatch.setattr(thumbnails, "reduced", lambda data, side: made.append(side) or real(data, side))
-    report = LiveReport(Layout(tmp_path), name="bear", total=40)
+    report = LiveReport(ReportedRun(Layout(tmp_path), name="bear", total=40))
     report.write()
     text, page = read(tmp_path / "report.html")
     images = [attrs for attrs in page.all("img") if "decoding" in attrs]  # the gallery's
@@ -220,7 +221,7 @@ def test_the_first_step_of_a_start_is_on_the_page_at_once(tmp_path: Path, monkey
     """However long writing takes. Later ones wait until they cost less than a hundredth of the time."""
     monkeypatch.setattr(live, "SHARE", 0.0)
     for begun in (0, 25):
-        report = LiveReport(Layout(tmp_path), name="bear", total=40, begun=begun)
+        report = LiveReport(ReportedRun(Layout(tmp_path), name="bear", total=40, begun=begun))
         with report:
             for step in range(begun, begun + 3):
                 if step:
@@ -297,7 +298,7 @@ def test_other_numeric_fields_are_drawn_when_they_vary(tmp_path: Path) -> None:
 
 
 def test_adapter_files_are_listed_with_size_and_hash_and_hashed_once(run: Path, monkeypatch) -> None:
-    report, read_files, real = LiveReport(Layout(run), name="bear", total=40), [], live.hash_file
+    report, read_files, real = LiveReport(ReportedRun(Layout(run), name="bear", total=40)), [], live.hash_file
     monkeypatch.setattr(live, "hash_file", lambda path, advance: read_files.append(path) or real(path, advance))
     for content in (b"x" * 2048, b"x" * 2048, b"other"):
         if content == b"other":
@@ -315,7 +316,7 @@ def test_outcome_cells(run: Path) -> None:
 
 
 def test_a_run_that_has_done_nothing_gives_a_page(tmp_path: Path) -> None:
-    with LiveReport(Layout(tmp_path), name="bear", total=40):
+    with LiveReport(ReportedRun(Layout(tmp_path), name="bear", total=40)):
         _, page = read(tmp_path / "report.html")
         for sentence in (
             "Starting: 40 steps",
@@ -385,7 +386,7 @@ def test_images_that_cannot_be_read_are_left_out(tmp_path: Path, side: int) -> N
         (folder / f"{name}.png").write_bytes(data)
     write_png(tmp_path / "samples/truth/of.png", "a bear", seed=1)
     (tmp_path / "samples/truth/of.png").write_bytes(b"x")
-    report = LiveReport(Layout(tmp_path), name="bear", total=40)
+    report = LiveReport(ReportedRun(Layout(tmp_path), name="bear", total=40))
     for _ in range(2):  # what was read of them is remembered
         report.write()
         _, page = read(tmp_path / "report.html")
