@@ -44,62 +44,7 @@ WARM_UP = 10  # steps of a process whose time is not counted to a step's
 
 # As plain_loop.py does it: square crops (a bucket step as large as the resolution leaves one bucket), no caption
 # dropout, no validation, one checkpoint at the end. TensorBoard and the second adapter format stay on, as by default.
-CONFIG = """
-[run]
-name = "bench"
-output_dir = {output_dir}
-seed = {seed}
-max_steps = {steps}
-
-[model]
-family = "sdxl"
-path = {model}
-
-[model.components.unet]
-dtype = "bf16"
-
-[model.components.text_encoder]
-dtype = "bf16"
-
-[model.components.text_encoder_2]
-dtype = "bf16"
-
-[precision]
-compute = "bf16"
-
-[adapter]
-type = "{kind}"
-rank = {rank}
-alpha = {rank}
-targets = "attention+mlp"
-
-[data]
-resolution = {resolution}
-bucket_step = {resolution}
-batch_size = {batch}
-caption_dropout = 0.0
-cache_dir = {cache_dir}
-
-[[data.sources]]
-path = {data}
-
-[optimizer]
-name = "adamw"
-lr = {lr}
-
-[schedule]
-name = "constant"
-warmup = 0
-
-[step]
-max_grad_norm = 1.0
-
-[checkpoint]
-every_steps = 0
-
-[validation]
-every_steps = 0
-"""
+CONFIG = (ROOT / "benchmarks" / "templates" / "bench_cli.toml").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)

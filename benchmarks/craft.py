@@ -26,6 +26,7 @@ import functools
 import signal
 import sys
 import time
+import tomllib
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -66,37 +67,8 @@ class Choice:
 
 
 DEFAULT = Choice("default", "default")
-CHOICES = (
-    DEFAULT,
-    Choice("optimizer", "adamw8bit", {"optimizer__name": "adamw8bit", "optimizer__min_8bit_size": 256}),
-    Choice("optimizer", "lion", {"optimizer__name": "lion", "optimizer__lr": 1e-3}),
-    Choice("optimizer", "adafactor", {"optimizer__name": "adafactor"}),
-    Choice(
-        "optimizer", "prodigy", {"optimizer__name": "prodigy", "optimizer__lr": 1.0, "optimizer__options": {"d0": 1e-3}}
-    ),
-    Choice(
-        "optimizer", "schedulefree-adamw",
-        {"optimizer__name": "schedulefree_adamw", "optimizer__lr": 2e-3, "schedule__name": "constant"},
-    ),
-    Choice("optimizer", "came", {"optimizer__name": "came", "optimizer__lr": 2e-4}),
-    Choice("optimizer", "muon", {"optimizer__name": "muon", "optimizer__lr": 8e-3}),
-    Choice("rates", "lora-plus", {"optimizer__lora_plus": 16.0, "optimizer__lr": 5e-4}),
-    Choice("rates", "half-rate", {"optimizer__lr": 1e-3}),
-    Choice("schedule", "constant", {"schedule__name": "constant"}),
-    Choice("schedule", "rex", {"schedule__name": "rex"}),
-    Choice("schedule", "wsd", {"schedule__name": "wsd"}),
-    Choice("schedule", "constant-ema", {"schedule__name": "constant", "ema__kind": "constant"}),
-    Choice("objective", "unweighted", {"objective": {}}),
-    Choice("objective", "min-snr-5", {"objective": {"min_snr_gamma": 5.0}}),
-    Choice("objective", "debiased", {"objective": {"weighting": "debiased"}}),
-    Choice("objective", "huber", {"objective__loss": "huber"}),
-    Choice("objective", "noise-offset", {"objective__noise_offset": 0.05}),
-    Choice("objective", "stratified", {"objective__stratified": True}),
-    Choice("adapter", "ema", {"ema__kind": "constant"}),
-    Choice("adapter", "max-norm", {"adapter__max_norm": 1.0}),
-    Choice("adapter", "lora", {"adapter__type": "lora"}),
-    Choice("adapter", "lora-rank-dropout", {"adapter__type": "lora", "adapter__rank_dropout": 0.1}, against="lora"),
-)  # fmt: skip
+_MEASURED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))["choices"]
+CHOICES = (DEFAULT, *(Choice(**each) for each in _MEASURED))
 
 
 def of_config(choice: Choice, seed: int, folder: Path, cache: Path, steps: int | None) -> Any:

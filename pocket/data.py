@@ -10,23 +10,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from pocket import icons
+from pocket import CONFIGS, icons
 from trainer.models.shared import clip
 from trainer.models.tokenizers import build_clip_tokenizer
 
-CLIP_WIDTH = 24
-CLIP = {
-    "vocab_size": 49408,
-    "bos_token_id": 49406,
-    "eos_token_id": 49407,
-    "pad_token_id": 1,
-    "hidden_size": CLIP_WIDTH,
-    "intermediate_size": 4 * CLIP_WIDTH,
-    "num_attention_heads": 3,
-    "num_hidden_layers": 2,
-    "projection_dim": CLIP_WIDTH,
-    "max_position_embeddings": 77,
-}
+CLIP = CONFIGS["clip"]
 
 
 @dataclass(frozen=True)

@@ -16,37 +16,17 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from transformers import AutoTokenizer, CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
-from pocket import data, icons, training, vae
+from pocket import CONFIGS, data, icons, training
 from scripts.make_model import t5_tokenizer_files, t5_vocabulary, train_bpe, write_texts
 from trainer.models.flux import image_ids, pack
 
 BATCH = 64
 EMPTY, STYLELESS = 0.1, 0.1
-T5_WIDTH = 64
 LONGEST = 16  # CLIP's tokens of a caption
 T5_LENGTH = 16  # of every caption, padded; the longest has 11 tokens
 STRONGEST = 6.0  # guidance that the second part learns, from 1 on
 GUIDED = 0.75  # of its captions
-TRANSFORMER = {
-    "in_channels": 4 * vae.LATENTS,
-    "num_layers": 2,
-    "num_single_layers": 8,
-    "num_attention_heads": 6,
-    "attention_head_dim": 32,
-    "axes_dims_rope": [8, 12, 12],
-    "joint_attention_dim": T5_WIDTH,
-    "pooled_projection_dim": data.CLIP_WIDTH,
-    "guidance_embeds": True,
-}
-SCHEDULER = {
-    "base_image_seq_len": 256,
-    "base_shift": 0.5,
-    "max_image_seq_len": 4096,
-    "max_shift": 1.15,
-    "num_train_timesteps": 1000,
-    "shift": 3.0,
-    "use_dynamic_shifting": True,
-}
+TRANSFORMER, T5, SCHEDULER = (CONFIGS["flux"][part] for part in ("transformer", "t5", "scheduler"))
 
 
 def caption_words() -> list[str]:
@@ -83,18 +63,7 @@ class Denoiser(nn.Module):
         super().__init__()
         self.transformer = FluxTransformer2DModel(**TRANSFORMER)
         self.text_encoder = CLIPTextModel(CLIPTextConfig(**data.CLIP))
-        t5 = T5Config(
-            vocab_size=len(t5_tokenizer()),
-            d_model=T5_WIDTH,
-            d_kv=16,
-            d_ff=2 * T5_WIDTH,
-            num_heads=4,
-            num_layers=2,
-            dropout_rate=0.0,
-            feed_forward_proj="gated-gelu",
-            tie_word_embeddings=False,
-        )
-        self.text_encoder_2 = T5EncoderModel(t5)
+        self.text_encoder_2 = T5EncoderModel(T5Config(vocab_size=len(t5_tokenizer()), **T5))
 
     def forward(self, noised, time, clip_ids, t5_ids, guidance):
         """noised fp32 [B, C, 8, 8], time [B] in [0, 1], token ids, guidance [B] -> the velocity of packed latents."""

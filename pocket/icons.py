@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import tarfile
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,39 +33,8 @@ class IconSet:
     source: str
 
 
-SETS = {
-    each.style: each
-    for each in (
-        IconSet("noto", "noto", "1.2.9", "Apache-2.0", "Google", "Noto Emoji", "https://github.com/googlefonts/noto-emoji"),
-        IconSet(
-            "twemoji",
-            "twemoji",
-            "1.2.5",
-            "CC-BY-4.0",
-            "Twitter, Inc and other contributors",
-            "Twemoji",
-            "https://github.com/jdecked/twemoji",
-        ),
-        IconSet(
-            "fluent flat",
-            "fluent-emoji-flat",
-            "1.2.6",
-            "MIT",
-            "Microsoft Corporation",
-            "Fluent Emoji",
-            "https://github.com/microsoft/fluentui-emoji",
-        ),
-        IconSet(
-            "ink",
-            "emojione",
-            "1.2.3",
-            "CC-BY-4.0",
-            "EmojiOne (emoji provided free by EmojiOne)",
-            "EmojiOne 2.3.0",
-            "https://github.com/EmojiTwo/emojitwo",
-        ),
-    )
-}
+_CATALOGUE = tomllib.loads((Path(__file__).parent / "icons.toml").read_text(encoding="utf-8"))
+SETS = {each["style"]: IconSet(**each) for each in _CATALOGUE["sets"]}
 # EmojiOne's shapes in one ink on cream paper: what a subject's colours become can be learned from a few. In black and white
 # it cannot: nothing says whether a cat is white with black lines or the other way round, so a truth measures little.
 NEW_STYLE = "ink"
@@ -72,24 +42,7 @@ INK, PAPER = (10, 35, 150), (250, 244, 225)
 LIGHTEST = 0.65  # of the way from ink to paper: what was white stands out from the paper
 TRAINED_STYLES = tuple(style for style in SETS if style != NEW_STYLE)
 
-# Every trained style shows these.
-ALWAYS_SHOWN = (
-    "airplane", "ant", "automobile", "avocado", "backpack", "banana", "bear", "bell", "bicycle", "bird", "boxing-glove",
-    "broccoli", "bus", "cactus", "camera", "carrot", "castle", "cat-face", "cherries", "chicken", "crab", "croissant",
-    "crown", "deciduous-tree", "dog-face", "doughnut", "duck", "elephant", "fire", "fish", "fox", "frog", "game-die",
-    "ghost", "grapes", "guitar", "hamburger", "hammer", "house", "ice-cream", "key", "koala", "laptop", "lemon",
-    "light-bulb", "lion", "monkey-face", "mushroom", "octopus", "owl", "panda", "pear", "penguin", "pig-face",
-    "pineapple", "pizza", "rabbit-face", "red-apple", "robot", "rocket", "sailboat", "skull", "snowman", "star",
-    "strawberry", "sunflower", "teapot", "trophy", "tulip", "turtle", "umbrella", "watermelon",
-)  # fmt: skip
-
-# What an adapter sees of the new style (things of many colours, so that it learns what becomes of each), and what it is asked
-# for afterwards. The pocket models know both kinds from the trained styles, and nothing at all in the new one.
-LESSONS = (
-    "red-apple", "automobile", "house", "guitar", "hamburger", "umbrella", "cat-face", "fish", "frog", "deciduous-tree",
-    "banana", "octopus",
-)  # fmt: skip
-UNDRAWN = ("broccoli", "robot", "teapot")  # EmojiOne has none
+ALWAYS_SHOWN, LESSONS, UNDRAWN = (tuple(_CATALOGUE[key]) for key in ("always_shown", "lessons", "undrawn"))
 EXAMS = (*(name for name in ALWAYS_SHOWN if name not in LESSONS and name not in UNDRAWN), "dolphin", "snail", "violin")
 
 

@@ -10,39 +10,13 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
-from pocket import data, training, vae
+from pocket import CONFIGS, data, training
 
 BATCH = 96
 EMPTY = 0.1  # share of captions that are empty, for classifier-free guidance
 STYLELESS = 0.1  # share of captions that name no style
 GAMMA = 5.0  # min-SNR (Hang et al. 2023, arXiv 2303.09556)
-TIME_WIDTH = 8  # of each of the six time ids
-UNET = {
-    "sample_size": 8,
-    "in_channels": vae.LATENTS,
-    "out_channels": vae.LATENTS,
-    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
-    "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
-    "block_out_channels": [80, 96, 128],
-    "attention_head_dim": [5, 6, 8],
-    "layers_per_block": 1,
-    "transformer_layers_per_block": [1, 1, 1],
-    "cross_attention_dim": 2 * data.CLIP_WIDTH,
-    "use_linear_projection": True,
-    "addition_embed_type": "text_time",
-    "addition_time_embed_dim": TIME_WIDTH,
-    "projection_class_embeddings_input_dim": 6 * TIME_WIDTH + data.CLIP_WIDTH,
-    "norm_num_groups": 8,
-}
-SCHEDULER = {
-    "beta_start": 0.00085,
-    "beta_end": 0.012,
-    "beta_schedule": "scaled_linear",
-    "num_train_timesteps": 1000,
-    "prediction_type": "epsilon",
-    "steps_offset": 1,
-    "timestep_spacing": "leading",
-}
+UNET, SCHEDULER = CONFIGS["sdxl"]["unet"], CONFIGS["sdxl"]["scheduler"]
 
 
 class Denoiser(nn.Module):

@@ -9,23 +9,12 @@ import torch
 from diffusers import AutoencoderKL
 from torch.nn.functional import l1_loss
 
-from pocket import icons, training
+from pocket import CONFIGS, icons, training
 
 BATCH = 16
-LATENTS = 8
 KL_WEIGHT = 1e-3
-CONFIG = {
-    "block_out_channels": [24, 48, 96, 96],
-    "down_block_types": ["DownEncoderBlock2D"] * 4,
-    "up_block_types": ["UpDecoderBlock2D"] * 4,
-    "latent_channels": LATENTS,
-    "layers_per_block": 1,
-    "mid_block_add_attention": False,
-    "norm_num_groups": 8,
-    "sample_size": icons.SIZE,
-    "use_quant_conv": False,
-    "use_post_quant_conv": False,
-}
+CONFIG = CONFIGS["vae"]
+LATENTS = CONFIG["latent_channels"]
 
 
 def build(seed: int) -> AutoencoderKL:

@@ -54,28 +54,7 @@ BLOCK_NUMBERS = 4_194_301
 DENOISER = {"sdxl": "unet", "flux": "transformer"}
 
 # What the tokenizers are trained on: words of captions, the commoner ones first.
-CAPTION_WORDS = """
-a the of and with in on at to is from by for an photo image picture painting drawing sketch portrait close up view style
-photograph illustration render plush bear toy candle cat dog horse bird fox rabbit wolf lion tiger elephant monkey fish
-butterfly flower rose tulip tree forest leaf leaves grass garden park river lake ocean sea beach wave island mountain
-hill valley desert snow ice rain storm cloud clouds sky sun sunset sunrise moon star stars night day morning evening
-light lighting shadow dark bright soft warm cold red orange yellow green blue purple pink brown black white grey gold
-golden silver wooden metal glass stone paper fabric leather cotton fur feather small large big tiny little tall short
-old new young ancient modern vintage classic abstract realistic detailed highly intricate beautiful colorful minimal
-simple person man woman boy girl child people family friend king queen knight wizard robot astronaut dancer musician
-chef doctor farmer face eyes hair hand hands smile smiling sitting standing walking running jumping sleeping flying
-swimming playing holding wearing looking reading eating drinking hat dress shirt jacket coat shoes glasses crown sword
-shield book table chair bed lamp window door house cottage castle tower church bridge street road city village town
-market kitchen room bedroom library museum station airport harbor ship boat car truck train bicycle airplane rocket
-camera phone computer clock bottle cup plate bowl basket bread cake fruit apple banana lemon strawberry coffee tea wine
-background foreground center left right top bottom front behind near far between under over through around inside
-outside across against sharp focus blurry depth field macro wide angle lens bokeh cinematic dramatic studio natural
-ambient volumetric fog mist smoke fire flame water reflection texture pattern digital art oil watercolor acrylic pencil
-charcoal ink pastel anime cartoon comic pixel low quality high resolution masterpiece best worst concept design product
-logo poster cover magazine fashion editorial documentary landscape cityscape seascape still life wildlife architecture
-interior exterior one two three four five six seven eight nine ten first second third many few some several full half
-empty open closed round square long
-"""
+CAPTION_WORDS = (ROOT / "scripts" / "caption_words.txt").read_text(encoding="utf-8").split()
 
 
 # ---------------------------------------------------------------------------------------------------- tokenizers
@@ -518,13 +497,13 @@ def make(
             raise UserError(f"{path} exists; remove it or give another OUT")
 
     variant = "sdxl" if family == "sdxl" else "flux-schnell" if schnell else "flux-dev"
-    own_merges = train_bpe(CAPTION_WORDS.split(), MERGES)
+    own_merges = train_bpe(CAPTION_WORDS, MERGES)
     merges = own_merges if size == "tiny" else list(embedded_merges())
     tokenizers = {"tokenizer": clip_tokenizer_files(merges, END)}
     if family == "sdxl":
         tokenizers["tokenizer_2"] = clip_tokenizer_files(merges, "!")
     else:
-        t5 = t5_vocabulary(CAPTION_WORDS.split(), own_merges)
+        t5 = t5_vocabulary(CAPTION_WORDS, own_merges)
         tokenizers["tokenizer_2"] = t5_tokenizer_files(t5)
     if size == "tiny":
         clip_size = len(clip_vocabulary(merges))
