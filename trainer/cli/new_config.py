@@ -29,7 +29,7 @@ from trainer.data.sources import Photo
 from trainer.memory_plan.cpu_speed import slow_in
 from trainer.models import family_named
 from trainer.models.weight_sets import Wanted
-from trainer.monitoring.diagnosis import HELD_OUT_PHOTOS
+from trainer.monitoring.course import HELD_OUT_PHOTOS
 from trainer.plan.data_sources import read_sources
 from trainer.plan.run_plan import DataPlan, Length, open_source, plan_data, resolve
 from trainer.runtime.device import Memory, check_device

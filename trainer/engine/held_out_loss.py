@@ -25,8 +25,7 @@ from trainer.base.types import Batch, Occurrence
 from trainer.data.batches.loader import Reader
 from trainer.data.examples import Example
 from trainer.engine.components import Components
-from trainer.monitoring.course import PHOTOS
-from trainer.monitoring.diagnosis import COPIES, COUNT
+from trainer.monitoring.course import COPIES, COUNT, PHOTOS
 from trainer.plan.fixed_draws import QUARTERS, at_once, copies, draws_of
 from trainer.plan.run_plan import RunPlan
 from trainer.runtime.jobs import Fields

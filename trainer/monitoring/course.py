@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, TypeGuard
 
@@ -20,11 +21,15 @@ FIRST_IMAGES = 256
 # What is out of all range. Loss: the mean of such a window, in means of the first. Gradient norm: the medians.
 LOSS_TIMES, GRAD_TIMES = 4.0, 20.0
 # ||dW|| / ||W|| of the layer that moved most (weight_change.weight_change): above the first, what it had learnt is drowned;
-# below the second, a picture differs by no more than by the rounding of its computation. What a DoRA's magnitudes do is in
-# it, as much as it does. Where a held-out loss can decide, it does, and this is a note.
+# below the second, pictures differ by too little to be seen. What a DoRA's magnitudes do is in it, as much as it does. Where
+# a held-out loss can decide, or will, this is a note.
 TOO_FAR, TOO_LITTLE = 1.0, 5e-4
 # The field that tells on which photos, captions and draws a held-out loss was measured: of others it is another curve.
 PHOTOS = "measured_photos"
+# How many photos are held out and measured, and how many of them have a near duplicate among those that are trained on.
+COUNT, COPIES = "held_out_photos", "held_out_copies"
+# A held-out loss decides nothing that was measured less often, or on fewer photos.
+MEASUREMENTS, HELD_OUT_PHOTOS = 3, 4
 # Losses at fixed draws: the field, and whose it is.
 FIXED = {"held_out_loss": "held-out", "trained_loss": "trained"}
 
@@ -33,8 +38,21 @@ LR = "optimizer.lr"
 HIGHEST = "the highest rate of a group (optimizer.lr times lora_plus, magnitude_lr, text_encoder_lr or a rule's lr)"
 
 
+@dataclass(frozen=True)
+class Alarm:
+    """What left its range first, and at which step.
+
+    before: the last step whose loss has no part in it. sound: the last step of all that surely has none.
+    """
+
+    step: int
+    what: str
+    before: int
+    sound: int
+
+
 class Course:
-    """The lines of a run, one after another. diverged: the first step at which something left its range; what: what did.
+    """The lines of a run, one after another. spoilt: the alarm of a loss or gradient; far: that of the weights.
 
     The log of a branch begins in mid-run. Then nobody knows how many images its first line is of, nor the first rate.
     levers: the keys that make the optimizer's updates larger or smaller.
@@ -47,13 +65,14 @@ class Course:
         self.step, self.updates, self.images = 0, 0, 0
         self.first: tuple[float, float] | None = None  # loss and gradient norm of the first images
         self.now: tuple[float, float] | None = None
-        self.diverged: int | None = None
-        self.what, self.before = "", 0  # before: the last step that has no part in it
-        self.by_weights = False  # what left its range were the weights, and no loss or gradient
+        self.spoilt: Alarm | None = None
+        self.far: Alarm | None = None
         self.not_finite: tuple[int, str] | None = None  # the first step with a value that is none, and which it was
         self.unusable: set[tuple[object, str]] = set()  # (which photos, field) that was none before any step changed it
         self._held_out: list[tuple[object, float]] = []  # (which photos, loss)
-        self.sound = 0  # as of Verdict: weights are measured seldom, and may have left their range long before
+        self._mark: object = None  # which photos were measured last
+        self._photos: float | None = None  # and how many
+        self.sound = 0  # the last step whose weights were seen in range; they are measured seldom
         self._window: deque[tuple[int, float, float]] = deque()  # the last ones, of _within images
         self._within = 0
         self._before: list[tuple[int, float, float]] = []  # the first ones that have left the window, of _told images
@@ -62,7 +81,7 @@ class Course:
             self.add(row)
 
     def add(self, row: Line) -> str | None:
-        """A sentence where this line is the first that is out of all range."""
+        """A warning or a note where this line is the first that is out of all range."""
         step, images = row["step"], row["images"] - self.images if row["step"] == self.step + 1 else 0
         self.step, self.images = step, row["images"]
         self.updates += not row.get("skipped", False)
@@ -74,13 +93,12 @@ class Course:
         if step == 1:
             self.first_rate = rate
         self._hear_start(row.get("at_start", {}))
-        if said := self.measured(step, row):
-            return said
+        said = self.measured(step, row)
         # A step that is left out has no loss: the loss scaler looks for its scale, or the policy left it out.
         if "loss" in row and not row.get("skipped", False) and not is_finite(row["loss"]):
-            return self._met(step, "the loss of the step is not finite")
-        if said := self._said(step, self._out_of_range(row, images)):
-            self.sound = self.before
+            return self._met(step, "the loss of the step is not finite") or said
+        if what := self._out_of_range(row, images):
+            return self._spoils(step, what, step - len(self._window)) or said
         return said
 
     def measured(self, step: int, fields: Line) -> str | None:
@@ -88,40 +106,74 @@ class Course:
         for field, whose in FIXED.items():
             if field in fields and (fields.get(PHOTOS), field) not in self.unusable and not is_finite(fields[field]):
                 return self._met(step, f"the loss of the {whose} photos is not finite")
-        if is_finite(loss := fields.get("held_out_loss")):
-            self._held_out.append((fields.get(PHOTOS), loss))
+        self._hear_held_out(fields)
         if "weight_change" not in fields:
             return None
         if not is_finite(change := fields["weight_change"]):
             return self._met(step, "layers changed to no finite number")
         if change > TOO_FAR:
-            if self._held_out_falls():
-                return None
-            self.by_weights = self.diverged is None or self.by_weights
-            return self._said(step, f"layers changed by up to {change:.0%} of their own weights")
-        self.sound = step if self.diverged is None else self.sound
+            return self._moves_far(step, change)
+        self.sound = step
         return None
 
     def _hear_start(self, fields: Line) -> None:
         """What is not finite before a step is no step's doing, but a photo's or the model's. Later it tells nothing."""
         self.unusable |= {(fields.get(PHOTOS), field) for field in FIXED if field in fields and not is_finite(fields[field])}
-        if is_finite(loss := fields.get("held_out_loss")):
-            self._held_out.append((fields.get(PHOTOS), loss))
+        self._hear_held_out(fields)
+
+    def _hear_held_out(self, fields: Line) -> None:
+        if "held_out_loss" not in fields:
+            return
+        self._mark, loss = fields.get(PHOTOS), fields["held_out_loss"]
+        if fields.get(COUNT) is not None:
+            self._photos = fields[COUNT]
+        if is_finite(loss) and (self._mark, "held_out_loss") not in self.unusable:
+            self._held_out.append((self._mark, loss))
 
     def _met(self, step: int, what: str) -> str | None:
-        """As `_said`, of a value that is not finite."""
+        """As `_spoils`, of a value that is not finite."""
         self.not_finite = self.not_finite or (step, what)
-        return self._said(step, what)
+        return self._spoils(step, what, self.sound)
 
-    def _held_out_falls(self) -> bool:
-        losses = [loss for mark, loss in self._held_out if mark == self._held_out[-1][0]]
-        return len(losses) > 1 and losses[-1] < losses[0]
-
-    def _said(self, step: int, what: str) -> str | None:
-        if not what or self.diverged is not None:
+    def _spoils(self, step: int, what: str, sound: int) -> str | None:
+        if self.spoilt is not None:
             return None
-        self.diverged, self.what, self.before = step, what, step - len(self._window)
-        return f"step {step}: the run is diverging: {what}; {self.remedy()}"
+        self.spoilt = Alarm(step, what, step - len(self._window), sound)
+        return self._warning(self.spoilt)
+
+    def _moves_far(self, step: int, change: float) -> str | None:
+        """As `_spoils`, of weights. Where a held-out loss tells whether that is too far, a note, and none once it falls."""
+        if self.far is not None or (self._held_out_times() or 1) < 1:
+            return None
+        what = f"layers changed by up to {change:.0%} of their own weights"
+        self.far = Alarm(step, what, step - len(self._window), self.sound)
+        if self.spoilt is not None:
+            return None
+        if self.weights_tell():
+            return self._warning(self.far)
+        return f"note: step {step}: {what}; whether that is too far, the held-out loss tells"
+
+    def _warning(self, alarm: Alarm) -> str:
+        return f"warning: step {alarm.step}: the run is diverging: {alarm.what}; {self.remedy()}"
+
+    def _held_out_times(self) -> float | None:
+        """The newest held-out loss, in that of the first measurement on these photos; None where there is none that tells."""
+        losses = [loss for mark, loss in self._held_out if mark == self._mark]
+        return None if not losses else losses[-1] / losses[0] if losses[0] else math.inf
+
+    def weights_tell(self) -> bool:
+        """Whether a run has diverged whose weights moved too far. Not where a held-out loss decides, or will once it was
+        measured often enough: unless that rose out of all range, too. Nor where one of fewer photos fell."""
+        if (times := self._held_out_times()) is None:
+            return True
+        few = self._photos is not None and self._photos < HELD_OUT_PHOTOS
+        return times > LOSS_TIMES or (few and times >= 1)
+
+    @property
+    def alarm(self) -> Alarm | None:
+        """The first of those that tell that the run has diverged, or had."""
+        alarms = [self.spoilt, self.far if self.weights_tell() else None]
+        return min((alarm for alarm in alarms if alarm), key=lambda alarm: alarm.step, default=None)
 
     def _out_of_range(self, row: Line, images: int) -> str:
         loss, norm = row.get("loss"), row.get("grad_norm")
@@ -169,8 +221,8 @@ class Course:
 
     def blame(self) -> str:
         """What the steps before say of the cause of a value that is not finite; "" where there were none."""
-        if self.diverged is not None:
-            return f"the run has diverged since step {self.diverged}: {self.remedy()}"
+        if self.alarm:
+            return f"the run has diverged since step {self.alarm.step}: {self.remedy()}"
         if self.updates and self.rate:
             before = "one update before it was" if self.updates == 1 else f"{self.updates} updates before it were"
             return (

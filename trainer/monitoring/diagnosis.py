@@ -14,17 +14,28 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal
 
-from trainer.monitoring.course import FIXED, LOSS_TIMES, LR, PHOTOS, TOO_FAR, TOO_LITTLE, Course, Line, is_finite, moved_by
+from trainer.monitoring.course import (
+    COPIES,
+    COUNT,
+    FIXED,
+    HELD_OUT_PHOTOS,
+    LOSS_TIMES,
+    LR,
+    MEASUREMENTS,
+    PHOTOS,
+    TOO_FAR,
+    TOO_LITTLE,
+    Alarm,
+    Course,
+    Line,
+    is_finite,
+    moved_by,
+)
 
 # A fall of the held-out loss is learning, a rise from its lowest value is memorising: shares. Draws are fixed, so neither is
 # noise. Of the losses of steps, which jitter: standard errors of their ranks, for a fall, and for a rise after an alarm.
 FALLEN, RISEN, ERRORS, ABOVE = 0.01, 0.05, 3.5, 2.0
 
-# A held-out loss decides nothing that was measured less often, or on fewer photos.
-MEASUREMENTS, HELD_OUT_PHOTOS = 3, 4
-
-# How many photos are held out and measured, and how many of them have a near duplicate among those that are trained on.
-COUNT, COPIES = "held_out_photos", "held_out_copies"
 LOOK = "look at the samples, which no number replaces"
 
 TOLD = 10  # losses of steps: of fewer nothing can be said
@@ -91,9 +102,11 @@ def judge(
     kept: steps whose adapter can be taken; None: nobody knows.
     """
     course = Course(rows, levers)
+    alarm = course.alarm
 
     def diverged(said: str) -> Verdict:
-        return Verdict("diverged", f"{said}; {course.remedy()}", course.diverged, course.sound)
+        step, sound = (alarm.step, alarm.sound) if alarm else (None, course.sound)
+        return Verdict("diverged", f"{said}; {course.remedy()}", step, sound)
 
     if said := _not_finite(rows, blocks, course):
         return diverged(f"the training has diverged: {said}")
@@ -104,18 +117,17 @@ def judge(
     known = [] if "held_out_loss" in useless else _finite(_series(rows, "held_out_loss"))
     few = _too_few(rows, known)
     doubtful = f"; too few to tell by the held-out loss: {few}" if few else ""
-    falls = len(known) > 1 and known[-1][1] < known[0][1]
     decides = bool(known) and not few
     if decides and known[-1][1] > LOSS_TIMES * known[0][1]:
         return diverged(f"the training has diverged: the held-out loss rose from {known[0][1]:.4g} to {known[-1][1]:.4g}")
-    if far and not decides and not falls:
+    if far and course.weights_tell():
         return diverged(f"the training has probably diverged: {_beyond(change or 0, blocks)}{doubtful}")
-    if course.diverged is not None and not (course.by_weights and (decides or falls)):
-        since = f"at step {course.diverged} {course.what}"
-        if above := _still_above(rows, known, course):
+    if alarm:
+        since = f"at step {alarm.step} {alarm.what}"
+        if above := _still_above(rows, known, course, alarm):
             return diverged(f"the training has diverged: {since}; {above}")
         said = f"the training came back: {since}; look at the samples; {course.remedy()}"
-        return Verdict("recovered", said, course.diverged)
+        return Verdict("recovered", said, alarm.step)
     moved = decides and max(abs(loss / known[0][1] - 1) if known[0][1] else 0 for _, loss in known) > FALLEN
     if change is not None and change < TOO_LITTLE and not moved:
         it = "it" if course.rate_of == levers else course.rate_of
@@ -183,18 +195,18 @@ def _too_few(rows: Sequence[Line], known: Sequence[tuple[int, float]]) -> str:
     return f"{said}; {MEASUREMENTS} times and {HELD_OUT_PHOTOS} photos are the least that can tell (data.held_out)"
 
 
-def _still_above(rows: Sequence[Line], known: Sequence[tuple[int, float]], course: Course) -> str:
+def _still_above(rows: Sequence[Line], known: Sequence[tuple[int, float]], course: Course, alarm: Alarm) -> str:
     """After an alarm, in words, what tells that the run has not come back; "" where it has.
 
     By the held-out loss, where it was measured after the alarm. Else by the ranks of the last third of the losses over those
     before the alarm; by the means where these are too few. One window alone may be low, or high, by chance.
     """
-    if len(known) > 1 and known[-1][0] > (course.diverged or 0):
+    if len(known) > 1 and known[-1][0] > alarm.step:
         (_, start), (last, now) = known[0], known[-1]
         return f"the held-out loss of step {last} is {now:.4g}, that of the start {start:.4g}" if now > start else ""
     losses = [(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]
-    early = [loss for step, loss in losses if step <= course.before][: max(TOLD, len(losses) // 5)]
-    late = [loss for step, loss in losses[-max(TOLD, len(losses) // 3) :] if step > (course.diverged or 0)]
+    early = [loss for step, loss in losses if step <= alarm.before][: max(TOLD, len(losses) // 5)]
+    late = [loss for step, loss in losses[-max(TOLD, len(losses) // 3) :] if step > alarm.step]
     if not late:
         return "and then the log ends"
     if min(len(early), len(late)) >= TOLD:

@@ -60,8 +60,8 @@ class Measurements:
         ]  # fmt: skip
         fields, failed = run_jobs(lacking, at, self.processes)
         self.log.add(fields)
-        if warning := self.course.measured(at.step, fields):
-            self.processes.say(f"warning: {warning}")
+        if said := self.course.measured(at.step, fields):
+            self.processes.say(said)
         return failure or failed
 
     def step(self, entry: Fields, at: Position) -> Exception | None:
@@ -70,15 +70,15 @@ class Measurements:
         if self.at_start:
             fields["at_start"], self.at_start = self.at_start, {}
         self.log.log(entry | fields)
-        if warning := self.course.add(entry | fields):
-            self.processes.say(f"warning: {warning}")
+        if said := self.course.add(entry | fields):
+            self.processes.say(said)
         return failure
 
     def end(self, error: Exception) -> None:
         """A run that a value ends which is not finite has no last table: that it has diverged is said here."""
-        if isinstance(error, NonFiniteError) and self.course.diverged is not None:
+        if isinstance(error, NonFiniteError) and (alarm := self.course.alarm):
             table = {"Effect": {"columns": ["what", "value"], "rows": [["verdict", "diverged"]]}}
-            said = f"the training has diverged: at step {self.course.diverged} {self.course.what}"
+            said = f"the training has diverged: at step {alarm.step} {alarm.what}"
             self.processes.say(f"warning: {said}; {self.course.remedy()}")
             self.processes.say(weight_change.render(table, width(sys.stdout)))
 

@@ -12,7 +12,7 @@ from trainer.data.batches import sampler, short_batches
 from trainer.data.captions import prompts
 from trainer.data.sources import Photo, Scanned, Source, noted
 from trainer.models.loading import ModelSource
-from trainer.monitoring.diagnosis import HELD_OUT_PHOTOS
+from trainer.monitoring.course import HELD_OUT_PHOTOS
 from trainer.plan import fixed_draws, optimizer_rules
 from trainer.plan.data_sources import sources_of
 from trainer.plan.run_plan import DataPlan, Length, RunPlan

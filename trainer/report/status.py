@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainer.base.progress import duration
-from trainer.monitoring.course import moved_by
-from trainer.monitoring.diagnosis import BAD, LOOK, MEASUREMENTS, Kind, Verdict, judge
+from trainer.monitoring.course import MEASUREMENTS, moved_by
+from trainer.monitoring.diagnosis import BAD, LOOK, Kind, Verdict, judge
 from trainer.report import curves
 from trainer.report.history import History
 from trainer.report.tables import shown, size

@@ -36,7 +36,7 @@ def test_a_loss_that_left_its_range_is_said_once_with_its_step_and_its_cause() -
     (said,) = warnings(rows)
     # windows of four steps: 0.2, 0.2, 2, 2 is the first whose mean is above 0.8
     assert said.startswith(
-        "step 22: the run is diverging: the loss of the last 4 steps, 1.1, is 5.5 times that of the first ones"
+        "warning: step 22: the run is diverging: the loss of the last 4 steps, 1.1, is 5.5 times that of the first ones"
     )
     assert "optimizer.lr was 0.02" in said and "schedule.warmup" in said and "bf16" not in said
     assert "step 22" in judge(rows).sentence and judge(rows).kind == "diverged" and judge(rows).step == 22
@@ -53,7 +53,9 @@ def test_a_gradient_norm_and_weights_that_left_their_range() -> None:
     rows = log([0.2] * 40)
     rows[15]["weight_change"], rows[31]["weight_change"] = 0.4, 1.2
     (said,) = warnings(rows)
-    assert said.startswith("step 32: the run is diverging: layers changed by up to 120% of their own weights; most often")
+    assert said.startswith(
+        "warning: step 32: the run is diverging: layers changed by up to 120% of their own weights; most often"
+    )
     assert judge(rows).kind == "diverged"
     rows[31]["weight_change"] = None
     assert "to no finite number" in warnings(rows)[0] and judge(rows).kind == "diverged"
@@ -143,9 +145,9 @@ def test_a_resumed_run_hears_what_an_uninterrupted_one_does(losses: list[float],
     rows = log(losses, batch=batch)
     resumed = Course(rows[:cut])
     assert [said for row in rows[cut:] if (said := resumed.add(row))] == [
-        said for said in warnings(rows) if int(said.split()[1].rstrip(":")) > cut
+        said for said in warnings(rows) if int(said.split()[2].rstrip(":")) > cut
     ]
-    assert resumed.diverged == Course(rows).diverged
+    assert resumed.alarm == Course(rows).alarm
 
 
 def test_what_moved_next_to_nothing_learned_nothing() -> None:
@@ -296,6 +298,23 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, float] | None, str, list[str]]] 
         [f"{SEEN} fell by 53 %", "layers changed by up to 66708.00% of their own weights", LOOK],
     ),
     "odd layer, nothing held out": ({}, {"unet.a": 667.08}, "diverged", ["has probably diverged: in 1 of 1 blocks", RATE]),
+    "weights far away before the second measurement, and then losses out of range": (
+        {"held_out": [1.0, 0.9, 0.8], "losses": [0.3] * 30 + [12.0] * 10, "weights": {8: 1.5}}, {"unet.a": 1.5}, "diverged",
+        ["at step 31 the loss of the last 4 steps", "the loss since is 12, above that of the first steps", RATE],
+    ),
+    "weights far away, and the second measurement is to come": (
+        {"held_out": [1.0], "weights": {16: 1.5}}, {"unet.a": 1.5}, "unclear",
+        [f"{FEW} once on 6 photos; 3 times", "layers changed by up to 150.00% of their own weights", LOOK],
+    ),
+    "weights far away before the second measurement, and then a fall": (
+        {"held_out": FALLS, "weights": {8: 1.5}}, {"unet.a": 0.5}, "learned", [f"{SEEN} fell by 53 %"],
+    ),
+    "weights far away, and a rise that was measured twice": (
+        {"held_out": [1.0, 1.2], "weights": {8: 1.5}}, {"unet.a": 1.5}, "unclear", [f"{FEW} twice", "from 1 to 1.2", LOOK],
+    ),
+    "weights far away, and a rise out of range that was measured twice": (
+        {"held_out": [1.0, 9.0], "weights": {8: 1.5}}, {"unet.a": 1.5}, "diverged", ["has probably diverged", FEW[:15]],
+    ),
     "a weight that is none": ({"held_out": FALLS}, {"unet.a": NAN}, "diverged", ["in unet.a a layer changed to no finite"]),
     "weights that are none in mid-run": ({"held_out": FALLS, "weights": {32: None}}, None, "diverged", ["no finite number"]),
     "a held-out loss that is none": ({"held_out": [*FALLS[:4], None]}, SMALL, "diverged", ["step 40 the loss of the held"]),
@@ -398,18 +417,43 @@ def test_what_is_not_finite_has_diverged_and_what_fell_at_every_measurement_has_
 def test_a_measured_loss_that_is_none_is_an_alarm_and_what_came_after_it_is_not_sound() -> None:
     rows = constructed([1.131, 0.9, None, 0.6, 0.531], weights={16: 0.1, 32: 0.2})
     (said,) = warnings(rows)
-    assert said.startswith("step 20: the run is diverging: the loss of the held-out photos is not finite; most often")
+    assert said.startswith(
+        "warning: step 20: the run is diverging: the loss of the held-out photos is not finite; most often"
+    )
     assert (judge(rows).step, judge(rows).sound) == (20, 16)
     (said,) = warnings([row | ({"loss": None} if row["step"] == 30 else {}) for row in constructed(FALLS)])
-    assert said.startswith("step 30: the run is diverging: the loss of the step is not finite")
+    assert said.startswith("warning: step 30: the run is diverging: the loss of the step is not finite")
     assert not warnings([row | ({"loss": None, "skipped": True} if row["step"] == 30 else {}) for row in constructed(FALLS)])
 
 
 def test_weights_are_no_alarm_while_the_held_out_loss_falls() -> None:
     rows = constructed(FALLS, weights={16: 3.0, 32: 300.0})
     assert not warnings(rows)
-    (said,) = warnings(constructed([1, 1.2, 1.3, 1.4], weights={16: 3.0}))
-    assert said.startswith("step 16: the run is diverging: layers changed by up to 300% of their own weights")
+    far = "layers changed by up to 300% of their own weights"
+    for photos, said in (
+        (6, f"note: step 16: {far}; whether that is too far, the held-out loss tells"),
+        (3, f"warning: step 16: the run is diverging: {far}; most often"),
+    ):
+        (line,) = warnings(constructed([1, 1.2, 1.3, 1.4], photos=photos, weights={16: 3.0, 32: 3.0}))
+        assert line.startswith(said), photos
+    (line,) = warnings(constructed([1, 5.0, 9.0], weights={16: 3.0}))
+    assert line.startswith("warning: step 16: the run is diverging: layers"), "a loss out of all range tells, too"
+
+
+@pytest.mark.parametrize(
+    ("held_out", "far", "first"),
+    [([1.0, 1.1, 0.9, 0.8], 16, "note: step 16: layers changed"), ([1.0, 1.1, 1.1, 1.1], 31, None),
+     ([], 16, "warning: step 16: the run is diverging: layers changed")],
+)  # fmt: skip
+def test_no_alarm_of_weights_silences_that_of_a_loss(held_out: list[float], far: int, first: str | None) -> None:
+    """Nor at the same step, nor of a run whose held-out loss was fine so far."""
+    rows = constructed(held_out, losses=[0.3] * 30 + [12.0] * 30, weights={far: 1.5})
+    *before, said = warnings(rows)
+    assert [line[: len(first)] for line in before] == [first] if first else not before
+    assert said.startswith("warning: step 31: the run is diverging: the loss of the last 4 steps")
+    found, blamed = judge(rows, SMALL), 31 if held_out else 16
+    assert (found.kind, found.step) == ("diverged", blamed), "where the held-out loss decides, the weights are no alarm"
+    assert found.sound == (27 if held_out else 0)
 
 
 def test_every_kind_is_documented() -> None:
