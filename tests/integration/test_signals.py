@@ -86,7 +86,8 @@ def test_inside_a_phase_each_piece_is_a_place_to_stop_at(bench: Workbench, monke
             patch.setattr(Phase, "check", check)
             assert cli.main(["--config", path, "--resume_from", "auto"]) == 128 + signal.SIGTERM, name
         assert len(checks) == 2, f"{name} went on"
-        assert "stopped by SIGTERM" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "\nstopped by SIGTERM" in f"\n{said}" and "error:" not in said, "to be stopped is no error"
         assert not list(out.rglob("*.tmp")) and (not page(out) or "Stopped at step " in page(out)), name
     assert cli.main(["--config", path, "--resume_from", "auto"]) == 0
     assert "Finished" in page(out)
