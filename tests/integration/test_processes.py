@@ -483,7 +483,7 @@ def test_without_a_launcher_a_lost_process_ends_the_other(
     """Named, with status 143, nothing half-written; between two steps, or in a step, what was trained is saved, unless the
     one that saves is lost."""
     config = tree(
-        bench, "two", processes=2, data__cache_dir=str(bench.tmp / "its cache"), run__lost_after=5,
+        bench, "two", processes=2, data__cache_dir=str(bench.tmp / "its cache"), run__lost_after=10,
         checkpoint__every_steps=2 if at == "saving" else 0,
     )  # fmt: skip
     patch = f"at, victim, signum = {at!r}, {victim}, {int(signum)}\n{LOST}"

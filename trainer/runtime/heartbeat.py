@@ -41,7 +41,7 @@ class Heartbeat:
     that holds it, rank 0, is gone. lost_after: seconds from the last sign of life of a process until the others have ended.
     end: ends this process at once, with a message; None where a launcher does that.
 
-    A process is lost once it gave no sign for four fifths of lost_after. The rest is for the main thread, which hears of it
+    A process is lost once it gave no sign for seven tenths of lost_after. The rest is for the main thread, which hears of it
     in `answer`. Where it does not, it is held by something that will not come back, and the thread here ends the process.
     """
 
@@ -62,8 +62,9 @@ class Heartbeat:
         self._known: dict[int, dict[str, Any] | None] = {}  # as of the last look
         self._silent = dict.fromkeys(self._others, 0.0)
         self._gone = False  # the store
+        self._left = lost_after  # seconds from when a process was found lost until this one has ended
         self._lost, self._found, self._heard, self._over = "", threading.Event(), threading.Event(), threading.Event()
-        self.undisturbed = threading.Lock()  # whoever holds it is not ended here
+        self.undisturbed = threading.Lock()  # whoever holds it is not ended here as long as there is time
         self._threads = [
             threading.Thread(target=work, name=name, daemon=True)
             for name, work in (("signs of life", self._exchange), (WATCHING, self._watch))
@@ -109,7 +110,7 @@ class Heartbeat:
             same = beat == self._known.get(other) and not (beat and beat["sign"] == OVER)
             self._silent[other] = self._silent[other] + seconds if same else 0.0
             self._known[other] = beat
-        limit = 0.8 * self._lost_after
+        limit = 0.7 * self._lost_after
         # Where the store does not answer, all are silent, and it is the main process that is lost: the lowest rank.
         lost = [other for other, silent in self._silent.items() if silent >= limit - 2 * seconds]
         key = " (run.lost_after)" if self._end else ""
@@ -121,6 +122,8 @@ class Heartbeat:
             self._find(min(missed, default=0), "is gone")
 
     def _find(self, rank: int, what: str) -> None:
+        # Nobody looks between two signs of life, so a process may have been lost a pause before its silence began.
+        self._left = self._lost_after - max(self._silent.values()) - self._pause
         beat = self._beats.get(rank)
         where = f" (host {beat['host']}, pid {beat['pid']})" if beat else ""
         main = ", the main one," if rank == 0 else ""
@@ -130,9 +133,12 @@ class Heartbeat:
     def _exchange(self) -> None:
         count = 0
         try:
-            while not self._over.wait(self._pause if count else 0):
+            pause = 0.0
+            while not self._over.wait(pause):
                 count += 1
                 self.exchange(count)
+                # Soon again until all are known: one that is lost right at the start should be named, too.
+                pause = self._pause / (1 if len(self._beats) == len(self._others) else 10)
             self.exchange(OVER)
         except self._broken:  # told by whoever watches
             self._gone = True
@@ -146,8 +152,11 @@ class Heartbeat:
             return
         # The main thread looks at `answer` in every wait and between two pieces of all work. Not in a reduction of NCCL,
         # which waits for the lost process on the device, nor while it waits for a store that was stopped: no exception gets
-        # there. So the process is ended from here. A checkpoint that is being written is finished first.
+        # there. So the process is ended from here. A checkpoint that is being written is finished first, if there is time.
+        end = time.monotonic() + self._left
         if self._heard.wait(2 * self._pause):
-            time.sleep(self._lost_after)  # it goes, and saves what it can: unless that waits for the lost process, too
-        self.undisturbed.acquire(timeout=self._lost_after)
+            # It goes, and saves what it can: unless that waits for the lost process, too.
+            time.sleep(max(end - time.monotonic(), 0))
+        else:
+            self.undisturbed.acquire(timeout=max(end - time.monotonic(), 0))
         self._end(self._lost)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore
@@ -76,6 +77,21 @@ def test_a_process_that_never_gave_a_sign_is_lost_too() -> None:
     assert group.said(0).startswith("process 1 has given no sign of life for 60 s; ")
 
 
+def test_the_others_are_asked_for_soon_again_until_all_are_known() -> None:
+    """One that is lost right at the start is named with its host and number only if a sign of it was taken before."""
+    group, pauses = Group(2), []
+
+    def wait(seconds: float) -> bool:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            group.members[0].exchange(1)
+        return len(pauses) == 5
+
+    group.members[1]._over = SimpleNamespace(wait=wait)
+    group.members[1]._exchange()
+    assert pauses == [0, group.pause / 10, group.pause / 10, group.pause, group.pause]
+
+
 def test_one_that_has_ended_is_not_missed() -> None:
     group = Group(2)
     group.go_on(10, alive={0, 1})
@@ -143,8 +159,26 @@ class Stopped:
         return self.store.check(keys)
 
 
+class Patient:
+    """A lock that is waited for until a save is over, whatever limit is set, and a clock whose sleep is so, too. It goes by
+    the limits."""
+
+    def __init__(self) -> None:
+        self.saved, self.seconds = threading.Event(), 0.0
+
+    def acquire(self, timeout: float) -> bool:
+        self.seconds += timeout
+        return self.saved.wait()
+
+    def sleep(self, seconds: float) -> None:
+        self.acquire(seconds)
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+
 @pytest.mark.parametrize("hears", [True, False])
-def test_a_main_thread_that_does_not_hear_of_it_is_ended_and_no_save_is_cut_off(hears: bool) -> None:
+def test_a_main_thread_that_does_not_hear_of_it_is_ended_and_a_save_is_waited_for(hears: bool, monkeypatch) -> None:
     """The threads themselves, over a store that stops: in a reduction of NCCL no exception reaches the main thread. That one
     may be in the middle of a checkpoint."""
     ended, order, over = [], [], threading.Event()
@@ -156,16 +190,47 @@ def test_a_main_thread_that_does_not_hear_of_it_is_ended_and_no_save_is_cut_off(
 
     store = Stopped()
     with Heartbeat(store, rank=1, count=2, lost_after=0.5, broken=Broken, end=end) as watched:
-        watched.undisturbed.acquire()
+        watched.undisturbed = patient = Patient()
+        monkeypatch.setattr(heartbeat, "time", patient)
         store.stopped.set()
         assert watched._found.wait(60)
         if hears:
             with pytest.raises(PeerStopped, match="process 0"):
                 watched.answer()
         order.append("saved")
-        watched.undisturbed.release()
+        patient.saved.set()
     assert over.wait(60)
     assert order == ["saved", "ended"] and ended[0].startswith("process 0")
+
+
+@pytest.mark.parametrize("lost_after", [5.0, 60.0, 1000.0])
+@pytest.mark.parametrize("hears", [True, False])
+@pytest.mark.parametrize("gone", [True, False])
+def test_the_end_comes_within_the_time_that_is_given_whatever_the_main_thread_does(
+    gone: bool, hears: bool, lost_after: float, monkeypatch
+) -> None:
+    """Counted from the last sign of the lost process, in seconds that are waited for and not in those of a clock."""
+    ended: list[str] = []
+    group = Group(2, lost_after, ended)
+    one, limits = group.members[1], Patient()
+    limits.saved.set()
+    group.go_on(10 * group.pause, alive={0, 1})
+    if gone:
+        one._gone = True
+        one.look(group.pause)
+        waited = group.pause
+    else:
+        waited = group.go_on(lost_after, alive={1})
+
+    def wait(seconds: float) -> bool:
+        limits.seconds += 0 if hears else seconds
+        return hears
+
+    one._heard, one.undisturbed = SimpleNamespace(wait=wait), limits
+    monkeypatch.setattr(heartbeat, "time", limits)
+    one._watch()
+    assert len(ended) == 1 and lost_after / 2 < waited + limits.seconds <= lost_after
+    assert gone or limits.seconds >= lost_after / 5 - group.pause / 2, "some time is left to end in order"
 
 
 def test_an_orderly_end_leaves_no_thread() -> None:
