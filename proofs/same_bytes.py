@@ -171,7 +171,7 @@ def left(out: Path) -> dict[str, Path]:
     patterns = [
         "checkpoints/*/adapter.safetensors",
         "checkpoints/*/optimizer.safetensors",
-        "adapters/**/*",
+        "adapters/**/*.safetensors",
         "samples/*/*.png",
     ]
     return {str(path.relative_to(out)): path for pattern in patterns for path in sorted(out.glob(pattern)) if path.is_file()}

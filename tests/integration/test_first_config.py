@@ -366,6 +366,8 @@ def test_what_fails_later_leaves_no_file(bench: Workbench, monkeypatch, capsys, 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_what_is_stopped_leaves_no_file(bench: Workbench, monkeypatch, capsys, signum: int) -> None:
     photos, before = captions_beside(bench.tmp), signal.getsignal(signal.SIGTERM)
+    # What is started in the background of a script ignores SIGINT.
+    here = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def stopped(*_: Any, **__: Any) -> None:
         assert (bench.tmp / "bear_photos.toml").exists()
@@ -374,7 +376,10 @@ def test_what_is_stopped_leaves_no_file(bench: Workbench, monkeypatch, capsys, s
         signal.raise_signal(signum)
 
     monkeypatch.setattr("trainer.cli.plan_command.describe", stopped)
-    assert new(bench, monkeypatch, photos) == 128 + signum
+    try:
+        assert new(bench, monkeypatch, photos) == 128 + signum
+    finally:
+        signal.signal(signal.SIGINT, here)
     assert "--resume_from" not in capsys.readouterr().err
     assert not [path for path in bench.tmp.rglob("*") if path.is_file() and "bear photos" not in path.parts]
     assert signal.getsignal(signal.SIGTERM) == before

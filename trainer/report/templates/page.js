@@ -54,7 +54,7 @@
     };
     const before = chosen === null ? -1 : steps.indexOf(chosen);
     input.value = before < 0 ? steps.length - 1 : before;
-    input.addEventListener("input", tell);
+    input.addEventListener("input", () => { tell(); remember(); });
     tell();
   }
 
@@ -146,7 +146,7 @@
     addEventListener("load", () => scrollTo(0, kept.y));
   }
   let soon = 0;
-  for (const act of ["scroll", "toggle", "input"]) {  // a page without an origin that is being left keeps nothing any more
+  for (const act of ["scroll", "toggle"]) {  // a page without an origin that is being left keeps nothing any more
     addEventListener(act, () => { clearTimeout(soon); soon = setTimeout(remember, 100); }, true);
   }
   addEventListener("pagehide", remember);
