@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import shlex
 import sys
 import time
@@ -34,7 +33,8 @@ from trainer.cli import environment  # noqa: E402
 if __name__ == "__main__":
     environment.prepare(sys.argv)
 
-from trainer.base.errors import DataError, NonFiniteError, UserError, ending  # noqa: E402
+from trainer.base.errors import UserError  # noqa: E402
+from trainer.cli.tools import run_tool  # noqa: E402
 
 NOT_WRITTEN = (
     "not written: this DoRA file needs the norms of the averaged weights, which a checkpoint does not have. The run writes "
@@ -357,17 +357,7 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--replace_card", action="store_true", help="another README.md that is there may be lost")
     command.add_argument("--public", action="store_true", help="make a public repository; default: a private one")
     chosen = parser.parse_args(arguments)
-    try:
-        status = chosen.run(chosen) or 0
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:  # of `| head`. The status is the one that a signal would leave.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes there
-        return 141
-    except (UserError, NonFiniteError, DataError, OSError) as error:
-        status, said = ending(error)
-        print(f"error: {said}", file=sys.stderr)
-        return status
+    return run_tool(lambda: chosen.run(chosen))
 
 
 if __name__ == "__main__":

@@ -22,8 +22,9 @@ from trainer.cli import environment  # noqa: E402
 if __name__ == "__main__":
     environment.prepare(sys.argv)
 
-from trainer.base.errors import UserError, ending  # noqa: E402
+from trainer.base.errors import UserError  # noqa: E402
 from trainer.base.files import parse_size  # noqa: E402
+from trainer.cli.tools import run_tool  # noqa: E402
 
 
 def report(chosen: argparse.Namespace) -> int:
@@ -137,12 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     command.add_argument("--dry_run", action="store_true", help="only list what would be deleted")
     chosen = parser.parse_args(arguments)
-    try:
-        return chosen.run(chosen) or 0
-    except (UserError, OSError) as error:
-        status, said = ending(error)
-        print(f"error: {said}", file=sys.stderr)
-        return status
+    return run_tool(lambda: chosen.run(chosen))
 
 
 if __name__ == "__main__":

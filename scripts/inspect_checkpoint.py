@@ -30,6 +30,7 @@ from trainer.base.errors import UserError  # noqa: E402
 from trainer.base.tensorfile import NAMES, TensorFile  # noqa: E402
 from trainer.checkpoint import store  # noqa: E402
 from trainer.checkpoint.state import LAYOUT_VERSION, QUANTIZATION, STATE, TENSOR_FILES, Piece, Saved, own_census  # noqa: E402
+from trainer.cli.tools import run_tool  # noqa: E402
 from trainer.config import flatten  # noqa: E402
 
 Table = list[Sequence[object]]
@@ -335,12 +336,14 @@ def main() -> int:
     # What the terminal's encoding cannot write is shown by its number.
     sys.stdout.reconfigure(errors="backslashreplace")
     sys.stderr.reconfigure(errors="backslashreplace")
-    reason = inspect(folder)
-    if reason is not None:
+    return run_tool(lambda: look_at(folder))
+
+
+def look_at(folder: Path) -> None:
+    """Print what is in it. Raises UserError where no run can go on from there."""
+    if (reason := inspect(folder)) is not None:
         sys.stdout.flush()
-        print(f"error: {plain(reason)}", file=sys.stderr)
-        return 2
-    return 0
+        raise UserError(plain(reason))
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ from trainer.base.errors import UserError  # noqa: E402
 from trainer.base.files import appearing, leftovers_of, remove_leftovers  # noqa: E402
 from trainer.base.tensorfile import Recipe, Tensors, serialize, write_tensors  # noqa: E402
 from trainer.base.types import Link  # noqa: E402
+from trainer.cli.tools import run_tool  # noqa: E402
 from trainer.models import FAMILIES  # noqa: E402
 from trainer.models.names import join_parts  # noqa: E402
 from trainer.models.tokenizers import END, START, clip_vocabulary, embedded_merges  # noqa: E402
@@ -551,12 +552,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--schnell", action="store_true", help="Flux without guidance embedding")
     parser.add_argument("--sparse", action="store_true", help="headers alone: every weight is read as zero")
     asked = parser.parse_args(arguments)
-    try:
-        make(asked.size, asked.family, asked.layout, asked.out, asked.seed, asked.prediction, asked.schnell, asked.sparse)
-    except (UserError, OSError) as error:
-        print(f"make_model: {error}", file=sys.stderr)
-        return 2
-    return 0
+    wanted = asked.size, asked.family, asked.layout, asked.out, asked.seed, asked.prediction, asked.schnell, asked.sparse
+    return run_tool(lambda: make(*wanted))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ if __name__ == "__main__":
     environment.prepare(sys.argv)
 
 from scripts.adapter import strength_of, whole_model  # noqa: E402
-from trainer.base.errors import DataError, NonFiniteError, OutOfMemory, UserError, ending  # noqa: E402
+from trainer.base.errors import UserError  # noqa: E402
+from trainer.cli.tools import run_tool  # noqa: E402
 
 
 def sample(chosen: argparse.Namespace) -> None:
@@ -81,13 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="override a key of a run's config",
     )  # fmt: skip
     chosen = parser.parse_args(arguments)
-    try:
-        sample(chosen)
-    except (UserError, NonFiniteError, DataError, OutOfMemory, OSError) as error:
-        status, said = ending(error)
-        print(f"error: {said}", file=sys.stderr)
-        return status
-    return 0
+    return run_tool(lambda: sample(chosen))
 
 
 if __name__ == "__main__":

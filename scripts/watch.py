@@ -22,7 +22,7 @@ from trainer.cli import environment  # noqa: E402
 if __name__ == "__main__":
     environment.prepare(sys.argv)
 
-from trainer.base.errors import UserError, ending  # noqa: E402
+from trainer.cli.tools import run_tool  # noqa: E402
 
 PORT = 8642
 
@@ -34,17 +34,17 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--port", type=int, default=PORT, help=f"of this machine's loopback; 0 takes a free one ({PORT})")
     chosen = parser.parse_args(arguments)
+    return run_tool(lambda: watch(chosen))
+
+
+def watch(chosen: argparse.Namespace) -> None:
+    """Until Ctrl+C, which is the way to end it."""
     try:
         from trainer.report.watch_server import serve
 
         serve(chosen.folders, chosen.port)
-    except UserError as error:
-        status, message = ending(error)
-        print(f"error: {message}", file=sys.stderr)
-        return status
     except KeyboardInterrupt:
         print()
-    return 0
 
 
 if __name__ == "__main__":

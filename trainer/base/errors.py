@@ -96,3 +96,11 @@ def ending(error: BaseException) -> tuple[int, str]:
 
             return (5, f"{said}\n{TOO_LARGE}") if is_out_of_memory(error) else (1, said)
     return 1, said
+
+
+def told(error: BaseException, said: str) -> str:
+    """The last words of a program, where `ending` says what the user is told. The first line names an error as one."""
+    if isinstance(error, (Interrupted, KeyboardInterrupt)):  # to be stopped is no error
+        return said
+    first, *rest = said.splitlines() or [""]
+    return "\n".join([f"error: {first}", *(f"       {line}" for line in rest)])

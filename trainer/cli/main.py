@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from trainer.base import signals
 from trainer.base.console import write
-from trainer.base.errors import Interrupted, PeerStopped, ending
+from trainer.base.errors import PeerStopped, ending, told
 from trainer.cli.arguments import again, parse
 from trainer.runtime.heartbeat import WATCHING
 from trainer.runtime.libraries import quiet_libraries
@@ -60,9 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         status, said = ending(error)
         if status == 1 and not isinstance(error, PeerStopped):
             raise
-        if not isinstance(error, (Interrupted, KeyboardInterrupt)):  # to be stopped is no error
-            first, *rest = said.splitlines() or [""]
-            said = "\n".join([f"error: {first}", *(f"       {line}" for line in rest)])
+        said = told(error, said)
         if alone and not planned and (status == 6 or status > 128):
             said += f"\n{going_on}"
         write(said, sys.stderr, whole=True)
