@@ -33,6 +33,7 @@ from trainer.cli import environment  # noqa: E402
 if __name__ == "__main__":
     environment.prepare(sys.argv)
 
+from trainer.base.console import write  # noqa: E402
 from trainer.base.errors import UserError  # noqa: E402
 from trainer.cli.tools import run_tool  # noqa: E402
 
@@ -56,16 +57,16 @@ def export(chosen: argparse.Namespace) -> None:
     averaged = averaged_checkpoint(opened)
     written = opened.export(chosen.folder, sample=opened.sample())
     for format, path in written.items():
-        print(f"{format}: {path}")
+        write(f"{format}: {path}")
     for sentence in not_loaded_by_diffusers(opened.layers):
-        print(f"note: {sentence}")
+        write(f"note: {sentence}")
     if (comfyui := written.get("comfyui")) and (said := TensorFile(comfyui).metadata.get(sd_scripts.ENTRY)):
-        print(f"note: {sd_scripts.sentence(said)}")
+        write(f"note: {sd_scripts.sentence(said)}")
     if averaged is None:
         return
     made = averaged.export(chosen.folder, opened.about.name + AVERAGE, opened.sample(AVERAGE))
     for format in opened.formats:
-        print(f"{format}, average: {made.get(format, NOT_WRITTEN)}")
+        write(f"{format}, average: {made.get(format, NOT_WRITTEN)}")
 
 
 def show(chosen: argparse.Namespace) -> None:
@@ -75,14 +76,14 @@ def show(chosen: argparse.Namespace) -> None:
     opened = opened_file(chosen.file, chosen.base, chosen.family)
     weight, meaning = base_weight(opened), opened.portable.meaning
     layers = [report.layer_report(name, factors, meaning, weight) for name, factors in opened.portable.layers.items()]
-    print("\n".join(report.lines(opened, layers)))
+    write("\n".join(report.lines(opened, layers)))
     if chosen.plot:
         chosen.plot.parent.mkdir(parents=True, exist_ok=True)
         try:
             report.plot(layers, opened.path.name, chosen.plot)
         except ModuleNotFoundError as error:
             raise UserError(f"--plot needs {error.name}: pip install 'reference-adapter-trainer[plots]'") from error
-        print(f"plot: {chosen.plot}")
+        write(f"plot: {chosen.plot}")
 
 
 def convert(chosen: argparse.Namespace) -> None:
@@ -102,9 +103,9 @@ def convert(chosen: argparse.Namespace) -> None:
         for_sd_scripts=chosen.for_sd_scripts,
     )
     kind = "DoRA" if done.portable.dora else "LoRA"
-    print(f"{chosen.to}: {chosen.out}: {kind} for {opened.model.family.name}, {len(done.portable.layers)} layers")
+    write(f"{chosen.to}: {chosen.out}: {kind} for {opened.model.family.name}, {len(done.portable.layers)} layers")
     for note in done.notes:
-        print(f"  {note}")
+        write(f"  {note}")
 
 
 def merge(chosen: argparse.Namespace) -> None:
@@ -123,11 +124,11 @@ def merge(chosen: argparse.Namespace) -> None:
         path, strength = strength_of(given)
         adapters.append(Applied(open_adapter(path, [model]), strength))
     for doubt in (doubt for each in adapters for doubt in each.opened.doubts):
-        print(f"warning: {doubt}")
+        write(f"warning: {doubt}")
     made = merge(model, adapters, chosen.out, dtype=chosen.dtype, phases=Phases(show=True))
-    print(f"merged: {made.path}: {len(made.layers)} layers of {model.family.name} changed")
+    write(f"merged: {made.path}: {len(made.layers)} layers of {model.family.name} changed")
     finer = "; --dtype fp32 keeps it" if made.lost > 0.01 and chosen.dtype != "fp32" else ""
-    print(f"  {made.lost:.3%} of the change is lost by rounding to the file's dtype{finer}")
+    write(f"  {made.lost:.3%} of the change is lost by rounding to the file's dtype{finer}")
 
 
 def extract(chosen: argparse.Namespace) -> None:
@@ -140,9 +141,9 @@ def extract(chosen: argparse.Namespace) -> None:
     if tuned.family is not base.family:
         raise UserError(f"{chosen.tuned} is a model of {tuned.family.name}, {chosen.model} of {base.family.name}")
     made = extract(tuned, base, chosen.out, chosen.rank, to=chosen.to, phases=Phases(show=True))
-    print(f"{chosen.to}: {chosen.out}: LoRA of rank {chosen.rank} at most, in {time.monotonic() - began:.0f} s")
+    write(f"{chosen.to}: {chosen.out}: LoRA of rank {chosen.rank} at most, in {time.monotonic() - began:.0f} s")
     for line in made.lines():
-        print(f"  {line}")
+        write(f"  {line}")
 
 
 def compare(chosen: argparse.Namespace) -> None:
@@ -163,10 +164,10 @@ def compare(chosen: argparse.Namespace) -> None:
             portables.append(opened.portable)
             weight = weight or base_weight(opened)
             for doubt in opened.doubts:
-                print(f"warning: {doubt}")
+                write(f"warning: {doubt}")
     if chosen.a.is_file() and chosen.b.is_file() and hash_file(chosen.a) == hash_file(chosen.b):
-        print("the files are equal, byte for byte")
-    print("\n".join(compare(*portables, weight).lines()))
+        write("the files are equal, byte for byte")
+    write("\n".join(compare(*portables, weight).lines()))
 
 
 def resize(chosen: argparse.Namespace) -> None:
@@ -175,9 +176,9 @@ def resize(chosen: argparse.Namespace) -> None:
 
     opened = opened_file(chosen.file, chosen.base, chosen.family)
     done = resize(opened, chosen.out, chosen.rank, weight=base_weight(opened))
-    print(f"resized: {chosen.out}")
+    write(f"resized: {chosen.out}")
     for note in done.notes:
-        print(f"  {note}")
+        write(f"  {note}")
 
 
 def strength_of(given: str) -> tuple[Path, float]:
@@ -198,7 +199,7 @@ def ema(chosen: argparse.Namespace) -> None:
     """Write the adapter files of an average of any length, made of those that a run set aside (docs/ema.md)."""
     from trainer.adapter_files.posthoc_ema import average
 
-    print("\n".join(average(chosen.output, chosen.length, step=chosen.step, folder=chosen.folder).lines()))
+    write("\n".join(average(chosen.output, chosen.length, step=chosen.step, folder=chosen.folder).lines()))
 
 
 def push(chosen: argparse.Namespace) -> None:
@@ -210,11 +211,11 @@ def push(chosen: argparse.Namespace) -> None:
     phases = Phases(show=True)
     asked = {"public": chosen.public, "replace_card": chosen.replace_card, "models": models, "family": chosen.family}
     pushed = push(chosen.folder, chosen.repo, **asked, phases=phases)
-    print(f"pushed: {pushed.url}, {pushed.visibility}, commit {pushed.commit}")
+    write(f"pushed: {pushed.url}, {pushed.visibility}, commit {pushed.commit}")
     if chosen.public and pushed.visibility == "private":
-        print("  it was there, and stays private: --public is for a repository that is made; change it in its settings")
+        write("  it was there, and stays private: --public is for a repository that is made; change it in its settings")
     for name in pushed.files:
-        print(f"  {name}")
+        write(f"  {name}")
 
 
 def opened_file(path: Path, base: str | None, family: str | None):
@@ -230,7 +231,7 @@ def opened_file(path: Path, base: str | None, family: str | None):
         if (base := base_of_run(path)) is None:
             raise
     opened = opened_at(path, models_of(base), family)
-    print(f"model: {base}, as config.toml of its run says")
+    write(f"model: {base}, as config.toml of its run says")
     return opened
 
 
