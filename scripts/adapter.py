@@ -114,7 +114,7 @@ def merge(chosen: argparse.Namespace) -> None:
     from trainer.adapter_files.read import looks_like_an_adapter, open_adapter
     from trainer.base.progress import Phases
 
-    if looks_like_an_adapter(Path(chosen.model)):
+    if looks_like_an_adapter(strength_of(chosen.model)[0]):
         *others, last = chosen.files
         right = shlex.join([last, chosen.model, *others, str(chosen.out)])
         right = "MODEL ADAPTER OUT" if looks_like_an_adapter(Path(last)) else right
@@ -122,6 +122,11 @@ def merge(chosen: argparse.Namespace) -> None:
     model, adapters = whole_model(chosen.model), []
     for given in chosen.files:
         path, strength = strength_of(given)
+        if not path.exists() and looks_like_an_adapter(chosen.out):
+            raise UserError(
+                f"{given} does not exist, and {chosen.out} is an adapter file; OUT comes last: "
+                "adapter.py merge MODEL ADAPTER OUT"
+            )
         adapters.append(Applied(open_adapter(path, [model]), strength))
     for doubt in (doubt for each in adapters for doubt in each.opened.doubts):
         write(f"warning: {doubt}")

@@ -456,7 +456,10 @@ def test_a_file_where_its_run_wrote_it_needs_no_base(outputs: Runs, tmp_path: Pa
 
 
 def test_merge_tells_the_order_of_its_arguments(outputs: Runs, models: Path, tmp_path: Path, capsys) -> None:
-    file = outputs("flux lora") / "adapters" / "bear.safetensors"
-    assert script.main(["merge", str(file), str(models / "flux"), str(tmp_path / "out")]) == 2
-    right = f"adapter.py merge {models / 'flux'} {file} {tmp_path / 'out'}"
-    assert capsys.readouterr().err == f"error: {file} is an adapter file; the model comes first: {right}\n"
+    file, model, out = outputs("flux lora") / "adapters" / "bear.safetensors", models / "flux", tmp_path / "out"
+    for given in (str(file), f"{file}:0.8"):
+        assert script.main(["merge", given, str(model), str(out)]) == 2
+        right = f"adapter.py merge {model} {given} {out}"
+        assert capsys.readouterr().err == f"error: {given} is an adapter file; the model comes first: {right}\n"
+    assert script.main(["merge", str(model), str(out), str(file)]) == 2
+    assert "OUT comes last: adapter.py merge MODEL ADAPTER OUT" in capsys.readouterr().err
