@@ -54,9 +54,10 @@ def slow_in(dtype: torch.dtype) -> bool:
 
 def _fastest(work: Callable[[], object], span: float = 0.1) -> float:
     """Seconds of this thread's processor time, at least twice: the first one also sets up what it needs."""
-    taken: list[float] = []
-    while len(taken) < 2 or sum(taken) < span:
+    least, total, times = float("inf"), 0.0, 0
+    while times < 2 or total < span:
         start = time.thread_time()
         work()
-        taken.append(time.thread_time() - start)
-    return max(min(taken), 1e-9)
+        taken = time.thread_time() - start
+        least, total, times = min(least, taken), total + taken, times + 1
+    return max(least, 1e-9)

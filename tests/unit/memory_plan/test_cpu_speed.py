@@ -32,3 +32,12 @@ def test_a_speed_is_measured_once(monkeypatch) -> None:
         cpu_speed.slow_in(dtype)
     assert len(measured) == 2 * 3, "products, copies and launches, of two formats"
     cpu_speed.speed_of.cache_clear()
+
+
+def test_the_fastest_of_all_within_a_span_counts(monkeypatch) -> None:
+    """Three steps of 4, 1 and 3 s fill a span of 8; of one step longer than the span there are two all the same."""
+    for steps, least in (([4.0, 1.0, 3.0], 1.0), ([9.0, 2.0], 2.0)):
+        left, clock = iter(steps), [0.0]
+        monkeypatch.setattr("time.thread_time", lambda clock=clock: clock[0])
+        assert cpu_speed._fastest(lambda left=left, clock=clock: clock.append(clock.pop() + next(left)), span=8) == least
+        assert next(left, None) is None
