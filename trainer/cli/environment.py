@@ -7,7 +7,6 @@ import importlib.util
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -102,13 +101,19 @@ def _nvidia_card():
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ""
+    import subprocess  # not above: it would be a tenth of the time that --help takes
+
     asked = subprocess.run([tool, "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=False)
     return (asked.stdout.splitlines() or [""])[0].strip() if asked.returncode == 0 else ""
 
 
 def _command(words):
     """As it can be copied, also where a word has spaces."""
-    return subprocess.list2cmdline(words) if sys.platform == "win32" else shlex.join(words)
+    if sys.platform != "win32":
+        return shlex.join(words)
+    from subprocess import list2cmdline
+
+    return list2cmdline(words)
 
 
 def _told(lines):

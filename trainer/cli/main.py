@@ -5,7 +5,6 @@
 
 import atexit
 import gc
-import multiprocessing
 import os
 import sys
 import threading
@@ -17,7 +16,6 @@ from trainer.base import signals
 from trainer.base.console import write
 from trainer.base.errors import PeerStopped, ending, told
 from trainer.cli.arguments import again, parse
-from trainer.runtime.heartbeat import WATCHING
 from trainer.runtime.libraries import quiet_libraries
 
 
@@ -129,12 +127,16 @@ def leave(status: int) -> NoReturn:
     The interpreter's own way out first takes millions of objects apart, which takes seconds: too long after a signal, when a
     machine is about to be taken away. We use it only where threads, child processes or a process group must still be ended.
     """
-    torch = sys.modules.get("torch")
+    # What was not loaded has left nothing; to load it only to ask would be a tenth of the time that --help takes.
+    torch, multiprocessing = sys.modules.get("torch"), sys.modules.get("multiprocessing")
     grouped = torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
-    # A group that lost a process cannot be ended in an orderly way.
-    grouped = grouped and WATCHING not in {thread.name for thread in threading.enumerate()}
+    if grouped:
+        from trainer.runtime.heartbeat import WATCHING
+
+        # A group that lost a process cannot be ended in an orderly way.
+        grouped = WATCHING not in {thread.name for thread in threading.enumerate()}
     threads = [t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
-    if grouped or threads or multiprocessing.active_children():
+    if grouped or threads or (multiprocessing is not None and multiprocessing.active_children()):
         sys.exit(status)
     atexit._run_exitfuncs()
     try:
