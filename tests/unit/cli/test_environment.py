@@ -162,3 +162,10 @@ def test_every_program_chooses_before_a_library_is_loaded(program: str) -> None:
     )
     without = {key: value for key, value in os.environ.items() if key not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=without).returncode == 77
+
+
+def test_the_help_loads_no_module_that_only_a_run_needs() -> None:
+    code = "import sys, trainer.cli.environment, trainer.cli.main; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert "argparse" in loaded
+    assert not {"json", "multiprocessing", "pydantic", "subprocess", "torch"} & set(loaded)
