@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -157,6 +158,7 @@ def test_a_terminal_that_closes_ends_the_run_with_129_and_a_checkpoint(bench: Wo
     arguments, output = command(bench, run__max_steps=100_000, checkpoint__background=False)
     process, terminal = pty.fork()
     if process == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # of a suite that nohup started it is ignored
         os.execve(sys.executable, arguments, os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"})
     os.set_blocking(terminal, False)
     wait_for_a_step(output)
