@@ -114,7 +114,7 @@ class Bench:
         self.adapter.share_inputs(name, family.shared_inputs.get(name, ()))
         blocks = find_blocks(module, family.blocks)
         self.adapter.refresh_before({name: module})
-        checkpoint_blocks(blocks, recomputed, family.unread)
+        checkpoint_blocks(blocks, recomputed, family.unread, family.skipped)
         built = optim.build_optimizer(
             optimizer, self.adapter.parameter_groups(Rates(lr=1e-4, weight_decay=0.01)), min_8bit_size=1
         )  # fmt: skip

@@ -279,7 +279,7 @@ def test_no_wide_temporary_of_the_weights_size(format: Format, rows: int, monkey
     x = torch.randn(rows, k).to(compute).requires_grad_()
     with LargestAllocation() as allocations:
         adapted_layer(x).sum().backward()
-    large = [buffer for buffer in scratch_module._buffers.values() if buffer.numel() > decode.PIECE]
+    large = [buffer for buffer, _ in scratch_module._buffers.values() if buffer.numel() > decode.PIECE]
     assert [(buffer.dtype, buffer.numel() <= n * k) for buffer in large] in ([], [(compute, True)])
     assert bool(large) == (rows > 8 or format.dtype != compute)
     assert n * k > 4 * decode.PIECE

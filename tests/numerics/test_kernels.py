@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -495,9 +496,8 @@ def test_compiled_equals_eager(fused) -> None:
 
 
 @pytest.mark.skipif(not TRITON, reason="needs Triton")
-def test_a_launch_is_kept_for_arguments_that_triton_compiles_alike() -> None:
-    """Two arguments that `compiled_for` tells alike are alike to Triton's own rule; and two of one size are, so that all but
-    the first launch are short."""
+def test_a_launch_is_kept_for_tensors_that_triton_compiles_alike() -> None:
+    """Two tensors that `compiled_for` tells alike are alike to Triton's own rule. Numbers are kept as they are."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend
     from triton.runtime.jit import native_specialize_impl
@@ -508,13 +508,48 @@ def test_a_launch_is_kept_for_arguments_that_triton_compiles_alike() -> None:
     raw = torch.zeros(1 << 12, dtype=torch.uint8)
     dtypes = (*FLOATS.values(), *FP8.values())
     tensors = [raw[at : at + 256].view(dtype) for at in range(0, 64, 4) for dtype in dtypes]
-    numbers = [0, 1, 2, 15, 16, 17, 48, 640, 641, 2**31 - 16, 2**31 - 1, 2**31, 2**31 + 16, 2**40 + 1, 0.5, 2.0]
-    theirs: dict[object, object] = {}
-    for argument in (*tensors, *numbers):
-        rule = native_specialize_impl(backend, argument, False, True, True)
-        assert theirs.setdefault(compiled_for(argument), rule) == rule
-    assert len(theirs) < len(tensors) + len(numbers)
-    assert compiled_for(raw[:32]) == compiled_for(raw[64:])
+    theirs: dict[tuple[object, ...], object] = {}
+    for tensor in tensors:
+        rule = native_specialize_impl(backend, tensor, False, True, True)
+        assert theirs.setdefault(tuple(compiled_for((tensor,))), rule) == rule
+    assert len(theirs) < len(tensors)
+    assert compiled_for((raw[:32],)) == compiled_for((raw[64:],))
+
+
+@pytest.mark.skipif(not TRITON, reason="needs Triton")
+def test_what_is_said_of_a_launch_decides_how_it_is_made(monkeypatch) -> None:
+    """Two calls of one key would be launched alike: same grid, same constants. Every kernel, shapes and storages mixed."""
+    from trainer.kernels import dora_triton, fp8_triton, norm_triton, operators_triton, upcast_triton
+
+    said: dict[tuple[object, ...], operators_triton.Launch] = {}
+    kernels = set()
+
+    def recorded(kernel, how, tensors, numbers, facts=()):
+        key = id(kernel), facts, numbers, *operators_triton.compiled_for(tensors)
+        made = how()
+        assert said.setdefault(key, made) == made
+        kernels.add(kernel.__name__)
+
+    for module in (dora_triton, fp8_triton, norm_triton, upcast_triton):
+        monkeypatch.setattr(module, "launch", recorded)
+    rng = random.Random(0)
+    for _ in range(400):
+        n, k, m, rank = (rng.choice(sizes) for sizes in ((1, 16, 48), (1, 16, 64, 4096), (1, 5, 64), (1, 16, 130)))
+        dtype, per_row = rng.choice(list(FLOATS.values())), torch.empty(n)
+        g, bias, scale, offset = (rng.choice((None, per_row)) for _ in range(4))
+        codes = torch.empty(n, k, dtype=rng.choice((torch.int8, torch.bfloat16, torch.float8_e4m3fn)))
+        weight = StoredWeight(codes, (n, k), None, k, scale, offset)
+        a, b, y = torch.empty(rank, k), torch.empty(n, rank), torch.empty(m, n, dtype=dtype)
+        t = rng.choice((torch.empty(m, rank, dtype=dtype), torch.empty(rank, m, dtype=dtype).t()))
+        dora_triton.upcast(weight, dtype, g)
+        dora_triton.row_squares(weight)
+        dora_triton.compose(y, t, b.to(dtype), g, bias, y)
+        scaling, with_z, count = rng.choice((0.5, 1.0)), rng.random() < 0.5, rng.choice((1, 3))
+        dora_triton.adapter_gradients(y, y, t, b, per_row, per_row, bias, scaling, with_z)
+        dora_triton.quantize_rows(y, g)
+        fp8_triton._transpose(codes.view(torch.uint8)[:, :k], torch.empty(k, n, dtype=torch.uint8))
+        dora_triton.adapted_norms(*([given] * count for given in (weight, per_row, a, b, scaling)))
+    assert len(kernels) == 8 and len(said) > 100
 
 
 @pytest.mark.gpu

@@ -97,7 +97,7 @@ class Part:
                 sb_NR = (self.b.detach().flatten(1) * self.scaling).to(compute)
             self.ready = Ready(self.a.detach().to(compute), sb_NR, *of_rows)
         # As _Adapted takes them: looked up here, once for an update.
-        self.layer = self.base, self.scaling, len(self.a), self.b.shape, self.m is not None
+        self.layer = self.base, self.scaling, len(self.a), self.b.shape, self.m is not None, self.base.bias_N
         self.tensors = self.a, self.b, self.m, self.c, self.z_rows, *self.ready[1:]
 
 
@@ -112,13 +112,12 @@ def adapted(
     only: DoRA's g couples both paths).
     a_all: `together` of the parts' A, where it was made before.
     """
-    if len(parts) == 1:
-        (part,) = parts
-        return _Adapted.apply([part.layer], x, mask, part.ready.a, *part.tensors)
     if a_all is None:
         a_all = joined_a([part.ready.a for part in parts])
     tensors = [tensor for part in parts for tensor in part.tensors]
-    return _Adapted.apply([part.layer for part in parts], x, mask, a_all, *tensors)
+    given = [part.layer for part in parts], x, mask, a_all, *tensors
+    # Without a graph there is nothing for autograd to note, which takes longer than a small layer.
+    return _Adapted.apply(*given) if torch.is_grad_enabled() else tuple(_composed(*given)[0])
 
 
 def joined_a(factors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -129,30 +128,36 @@ def joined_a(factors: Sequence[torch.Tensor]) -> torch.Tensor:
 _GIVEN = 8  # tensors of a part: A, B, m, c, z_rows; s B, g and the divisor
 
 
+def _composed(layers, x, mask, a_all, *tensors):
+    """(the outputs, what their gradients are made from)."""
+    first = layers[0][0]
+    compute, kernels = first.compute_dtype, first.kernels
+    x_c = first.collapsed(x if x.dtype == compute else x.to(compute))
+    x_a = x_c if mask is None else x_c * first.collapsed(mask)
+    ranks = [layer[2] for layer in layers]
+    t_all = first.rows(first.product(x_a, a_all))
+    outputs, saved = [], [x_a, mask, t_all, a_all]
+    for at, ((base, *_, bias_N), t_MR) in enumerate(zip(layers, _split(t_all, ranks, 1), strict=True)):
+        _, b, m, c, z_rows, sb_NR, g_N, over_N = tensors[at * _GIVEN : (at + 1) * _GIVEN]
+        y = base.matmul(x_c)
+        y_MN = base.rows(y)
+        z_part = None if z_rows is None else y_MN.index_select(1, z_rows)
+        kernels.compose(y_MN, t_MR, sb_NR, g_N, bias_N, y_MN)
+        base.put_rows(y_MN, y)
+        y = base.expanded(y, x.shape)
+        outputs.append(y)
+        # A LoRA's B and s B are two tensors, of which the gradients need the second; a DoRA's need the first.
+        saved += (sb_NR,) if m is None else (b, c, z_rows, z_part, g_N, over_N, bias_N, y)
+    return outputs, saved
+
+
 class _Adapted(torch.autograd.Function):
     @staticmethod
     def forward(ctx, layers, x, mask, a_all, *tensors):
-        first = layers[0][0]
-        compute, kernels = first.compute_dtype, first.kernels
-        x_c = first.collapsed(x if x.dtype == compute else x.to(compute))
-        x_a = x_c if mask is None else x_c * first.collapsed(mask)
-        ranks = [layer[2] for layer in layers]
         # Under no_grad here: the products' own autograd nodes are not recorded, their backward is written out below.
-        t_all = first.rows(first.product(x_a, a_all))
-        outputs, saved = [], [x_a, mask, t_all, a_all]
-        for at, ((base, *_), t_MR) in enumerate(zip(layers, _split(t_all, ranks, 1), strict=True)):
-            _, b, m, c, z_rows, sb_NR, g_N, over_N = tensors[at * _GIVEN : (at + 1) * _GIVEN]
-            y = base.matmul(x_c)
-            y_MN, bias_N = base.rows(y), base.bias_N
-            z_part = None if z_rows is None else y_MN.index_select(1, z_rows)
-            kernels.compose(y_MN, t_MR, sb_NR, g_N, bias_N, y_MN)
-            base.put_rows(y_MN, y)
-            y = base.expanded(y, x.shape)
-            outputs.append(y)
-            # A LoRA's B and s B are two tensors, of which the gradients need the second; a DoRA's need the first.
-            saved += (sb_NR,) if m is None else (b, c, z_rows, z_part, g_N, over_N, bias_N, y)
+        outputs, saved = _composed(layers, x, mask, a_all, *tensors)
         ctx.save_for_backward(*saved)
-        ctx.layers, ctx.ranks, ctx.x_shape, ctx.x_dtype, ctx.dtype = layers, ranks, x.shape, x.dtype, tensors[0].dtype
+        ctx.layers, ctx.x_shape, ctx.x_dtype, ctx.dtype = layers, x.shape, x.dtype, tensors[0].dtype
         return tuple(outputs)
 
     @staticmethod
@@ -162,8 +167,8 @@ class _Adapted(torch.autograd.Function):
         x_a, mask, t_all, a_all, *saved = ctx.saved_tensors
         needs_dx, grads, dx, all_p, ps_shape = ctx.needs_input_grad[1], [], None, [], None
         x_shape, at = x_a.shape, 0
-        ranks, dtype = ctx.ranks, ctx.dtype
-        for (base, scaling, _, b_shape, dora), dy, t_MR in zip(ctx.layers, dys, _split(t_all, ranks, 1), strict=True):
+        ranks, dtype = [layer[2] for layer in ctx.layers], ctx.dtype
+        for (base, scaling, _, b_shape, dora, _), dy, t_MR in zip(ctx.layers, dys, _split(t_all, ranks, 1), strict=True):
             dy = base.collapsed(dy)
             dy_MN, dm, g_N = base.rows(dy), None, None
             if dora:

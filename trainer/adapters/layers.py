@@ -297,10 +297,10 @@ class SharedInput:
 
     def applies(self, x: torch.Tensor) -> bool:
         """Whether all would compute on x alike: none is merged, disabled or drops anything; a change of x would be seen."""
-        return not x.is_inference() and not any(
-            layer.merged_adapters or layer._disable_adapters or layer.dropout is not None or layer.now.rows is not None
-            for layer in self.layers
-        )
+        for layer in self.layers:
+            if layer.merged_adapters or layer._disable_adapters or layer.now.rows is not None or layer.dropout is not None:
+                return False
+        return not x.is_inference()
 
     def output(self, layer: AdaptedLayer, x: torch.Tensor) -> torch.Tensor:
         """The output of `layer` for x, which is computed for all layers at the first of them."""

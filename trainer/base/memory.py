@@ -2,14 +2,18 @@
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
-from functools import wraps
+from functools import partial, wraps
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
+
+_depth = 0  # of blocks that run again just now
 
 
 def find_blocks(denoiser: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
@@ -25,15 +29,19 @@ def find_blocks(denoiser: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Mo
     return blocks
 
 
-def checkpoint_blocks(blocks: Mapping[str, nn.Module], every: bool | int, unread: Sequence[str] = ()) -> int:
+def checkpoint_blocks(
+    blocks: Mapping[str, nn.Module], every: bool | int, unread: Sequence[str] = (), skipped: Sequence[str] = ()
+) -> int:
     """Recompute the activations of every n-th block in the backward pass (True: of all). Returns how many blocks.
 
-    blocks: by name. unread: fnmatch patterns of frozen Linears whose output no backward pass reads.
+    blocks: by name, with their adapters. They take tensors, in tuples, lists and dictionaries too, and return one or a tuple.
+    unread: fnmatch patterns of frozen layers whose output no backward pass reads. skipped: of blocks whose input is read
+    again outside of them.
     """
     chosen = list(blocks)[:: 1 if every is True else every] if every else []
     for name in chosen:
         block = blocks[name]
-        block.forward = _recomputed(block.forward)
+        block.forward = _recomputed(block, any(fnmatchcase(name, pattern) for pattern in skipped))
         for layer, module in block.named_modules(prefix=name):
             # Not those under an adapter: it reads what its layer gives.
             if hasattr(module, "unread") and any(fnmatchcase(layer, pattern) for pattern in unread):
@@ -41,27 +49,171 @@ def checkpoint_blocks(blocks: Mapping[str, nn.Module], every: bool | int, unread
     return len(chosen)
 
 
-def _recomputed(forward: Callable) -> Callable:
+def _recomputed(block: nn.Module, skipped: bool) -> Callable:
+    forward, parameters = block.forward, list(block.parameters())
+    # Nothing else in a block draws, and to keep a generator's state costs as much as a small product.
+    draws = any(isinstance(module, nn.Dropout) and module.p > 0 for module in block.modules())
+
     @wraps(forward)
     def wrapped(*args, **kwargs):
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _recomputing()), **kwargs)
+        tensors: list[torch.Tensor] = []
+
+        def taken(tensor: torch.Tensor) -> object:
+            if tensor.requires_grad:
+                tensor.blocks = 1 + getattr(tensor, "blocks", 0)  # type: ignore[attr-defined]
+            tensors.append(tensor)
+            return _PLACE
+
+        given = _exchanged((args, kwargs), torch.Tensor, taken)
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        return _Recomputed.apply(forward, given, draws, skipped, len(tensors), *tensors * _READERS, *trained)
 
     return wrapped
 
 
-_depth = 0
+# By how many operators an input is read at most for its gradient to be summed in the order of an ordinary block.
+_READERS = 4
+
+
+class _Place:
+    """Stands for a tensor among a block's arguments."""
+
+
+_PLACE = _Place()
+
+
+def _exchanged(value: Any, kind: type, new: Callable[[Any], Any]) -> Any:
+    """`value`, with what `new` makes of each object of that kind in it."""
+    if isinstance(value, kind):
+        return new(value)
+    if type(value) in (tuple, list):
+        return type(value)([_exchanged(each, kind, new) for each in value])
+    if type(value) is dict:
+        return {key: _exchanged(each, kind, new) for key, each in value.items()}
+    return value
+
+
+class _Recomputed(torch.autograd.Function):
+    """A block's outputs, of which only the inputs are kept. Its gradients are those of a second forward.
+
+    torch.utils.checkpoint is general: it meets each tensor that is saved, and each generator, with Python of its own, which
+    takes longer than many a block.
+    """
+
+    @staticmethod
+    def forward(ctx, forward, given, draws, skipped, count, *tensors):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors[:count])
+        ctx.block, ctx.given, ctx.skipped, ctx.trained = forward, given, skipped, tensors[count * _READERS :]
+        ctx.drawn = _generators(tensors[0].device) if draws else None
+        args, kwargs = _filled(given, tensors)
+        return forward(*args, **kwargs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients):
+        global _depth
+        # Each a leaf, of the graph of this block alone.
+        needed = zip(ctx.saved_tensors, ctx.needs_input_grad[5:], strict=False)
+        inputs = [tensor.detach().requires_grad_(need) for tensor, need in needed]
+        args, kwargs = _filled(ctx.given, inputs)
+        _depth += 1
+        try:
+            with nullcontext() if ctx.drawn is None else _drawing(ctx.drawn, inputs[0].device), torch.enable_grad():
+                outputs = ctx.block(*args, **kwargs)
+        finally:
+            _depth -= 1
+        outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+        read = [(y, dy) for y, dy in zip(outputs, gradients, strict=True) if dy is not None and y.requires_grad]
+        parts: list[list[torch.Tensor]] = [[] for _ in inputs]
+        if read:
+            ys = [y for y, _ in read]
+            if ctx.skipped or any(getattr(tensor, "blocks", 0) > 1 for tensor in ctx.saved_tensors):
+                _keep_parts(ys, inputs, parts)
+            leaves = [(tensor, into) for tensor, into in zip(inputs, parts, strict=True) if tensor.requires_grad]
+            wanted = [*(leaf for leaf, _ in leaves), *ctx.trained]
+            made = torch.autograd.grad(ys, wanted, [dy for _, dy in read], allow_unused=True)
+            for (_, into), whole in zip(leaves, made, strict=False):
+                into += [] if whole is None else [whole]
+            _accumulate(ctx.trained, made[len(leaves) :])
+        for those in parts:
+            while len(those) > _READERS:
+                last = those.pop()
+                those[-1] = those[-1] + last
+        of_inputs = [those[place] if place < len(those) else None for place in range(_READERS) for those in parts]
+        return None, None, None, None, None, *of_inputs, *[None] * len(ctx.trained)
+
+
+def _keep_parts(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], parts: Sequence[list[torch.Tensor]]) -> None:
+    """Have a walk back from `outputs` put what each reader of an input adds to its gradient into `parts`, not into a sum.
+
+    Where an input has readers outside of the block, as one that a U-Net skips to its other half has, their parts come first,
+    and sums of floating-point numbers depend on the order.
+    """
+    leaves = {get_gradient_edge(leaf).node: into for leaf, into in zip(inputs, parts, strict=True) if leaf.requires_grad}
+    seen, ahead = set(), [output.grad_fn for output in outputs]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        read = {}
+        for place, (following, _) in enumerate(node.next_functions):
+            if following in leaves:
+                read[place] = leaves[following]
+            else:
+                ahead.append(following)
+        if read:
+            node.register_hook(partial(_put_apart, read))
+
+
+def _put_apart(read: dict[int, list[torch.Tensor]], made: tuple, _: tuple) -> tuple:
+    for place, into in read.items():
+        if made[place] is not None:
+            into.append(made[place])
+    return tuple(None if place in read else gradient for place, gradient in enumerate(made))
+
+
+def _accumulate(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+    """Add gradients to those that the parameters have, as autograd does for each by itself; here in one operator."""
+    there, added = [], []
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None and parameter.grad is None:
+            parameter.grad = gradient
+        elif gradient is not None:
+            there.append(parameter.grad)
+            added.append(gradient)
+    if there:
+        torch._foreach_add_(there, added)
+
+
+def _filled(given: Any, tensors: Iterable[torch.Tensor]) -> Any:
+    """What a block is called with: `given` with the tensors in their places."""
+    in_turn = iter(tensors)
+    return _exchanged(given, _Place, lambda place: next(in_turn))
+
+
+def _generators(device: torch.device) -> list[tuple[Callable[[torch.Tensor], None], torch.Tensor]]:
+    """The state of each generator that is drawn from there, with what sets it."""
+    states = [(torch.set_rng_state, torch.get_rng_state())]
+    if device.type == "cuda":
+        states.append((partial(torch.cuda.set_rng_state, device=device), torch.cuda.get_rng_state(device)))
+    return states
 
 
 @contextmanager
-def _recomputing() -> Iterator[None]:
-    global _depth
-    _depth += 1
+def _drawing(states: list[tuple[Callable[[torch.Tensor], None], torch.Tensor]], device: torch.device) -> Iterator[None]:
+    """A block that draws what was drawn from these states. Afterwards the generators are as they were before it."""
+    before = _generators(device)
     try:
+        for put, state in states:
+            put(state)
         yield
     finally:
-        _depth -= 1
+        for put, state in before:
+            put(state)
 
 
 def recomputing() -> bool:

@@ -103,7 +103,7 @@ class BaseLayer(Protocol):
         """The bias rounded to compute_dtype, fp32 [N]; None where the layer has none."""
 
     def matmul(self, x: Tensor) -> Tensor:
-        """x W^T in compute_dtype, without the bias, in a new tensor."""
+        """x W^T without the bias, in a new tensor, of x in compute_dtype. Its gradient is `input_grad`'s affair."""
 
     def input_grad(self, dy: Tensor, x_shape: torch.Size, g_N: Tensor | None = None, add_to: Tensor | None = None) -> Tensor:
         """(g * dy) W, the gradient of x, in compute_dtype: a new tensor, or added to `add_to` in place. g: fp32 [N]."""

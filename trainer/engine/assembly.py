@@ -85,7 +85,7 @@ def build_adapter(config: Config, components: Components, pieces: Pieces) -> tup
     adapter.refresh_before(adapted)
     unread = family.unread_beside(adapter.layers, half=plan.scales_loss)
     few_tokens_in_fp32(modules[family.denoiser], family.attention, components.model.device)
-    recomputed = checkpoint_blocks(blocks, config.memory.gradient_checkpointing, unread)
+    recomputed = checkpoint_blocks(blocks, config.memory.gradient_checkpointing, unread, family.skipped)
     if recomputed:
         peers.say(f"gradient checkpointing: {recomputed} blocks are recomputed in the backward pass")
     return adapter, norms

@@ -15,7 +15,7 @@ from torch import Tensor
 from trainer.base.types import StoredWeight
 from trainer.kernels.fp8_triton import quantize_rows, scaled_input_grad, scaled_product
 from trainer.kernels.norm_triton import adapted_norms
-from trainer.kernels.operators_triton import INTERPRETED, launch, operator
+from trainer.kernels.operators_triton import INTERPRETED, Launch, ceil_div, launch, next_power_of_2, operator
 from trainer.kernels.upcast_triton import (
     check_dtypes,
     rank_block,
@@ -142,14 +142,20 @@ def adapter_gradients_kernel(
 @operator("out_MN")
 def _compose(z_MN: Tensor, t_MR: Tensor, sb_NR: Tensor, g_N: Tensor | None, bias_N: Tensor | None, out_MN: Tensor) -> None:
     (rows, columns), rank = z_MN.shape, sb_NR.shape[1]
-    # Whole cache lines of z, and of t little read again. A product of fp32 runs on registers: larger tiles spill.
-    block_m, block_n, largest = (32, 64, 32) if z_MN.dtype == torch.float32 else (64, 128, 64)
-    launch(
-        compose_kernel, (triton.cdiv(rows, block_m) * triton.cdiv(columns, block_n),), z_MN, t_MR, sb_NR,
-        z_MN if g_N is None else g_N, z_MN if bias_N is None else bias_N, out_MN, rows, columns,
-        *z_MN.stride(), *t_MR.stride(), *out_MN.stride(), R=rank, GAIN=g_N is not None, BIAS=bias_N is not None,
-        INTERPRETED=INTERPRETED, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_R=rank_block(rank, largest),
-    )  # fmt: skip
+
+    def how() -> Launch:
+        check_dtypes(z_MN, t_MR, sb_NR, out_MN)
+        # Whole cache lines of z, and of t little read again. A product of fp32 runs on registers: larger tiles spill.
+        block_m, block_n, largest = (32, 64, 32) if z_MN.dtype == torch.float32 else (64, 128, 64)
+        constants = dict(
+            R=rank, GAIN=g_N is not None, BIAS=bias_N is not None, INTERPRETED=INTERPRETED, BLOCK_M=block_m, BLOCK_N=block_n,
+            BLOCK_R=rank_block(rank, largest),
+        )  # fmt: skip
+        return Launch((ceil_div(rows, block_m) * ceil_div(columns, block_n),), constants)
+
+    tensors = z_MN, t_MR, sb_NR, z_MN if g_N is None else g_N, z_MN if bias_N is None else bias_N, out_MN
+    strides = *z_MN.stride(), *t_MR.stride(), *out_MN.stride()
+    launch(compose_kernel, how, tensors, (rows, columns, *strides), (rank, g_N is None, bias_N is None))
 
 
 class Sums(NamedTuple):
@@ -167,7 +173,7 @@ def _sums(dy_MN: Tensor, rank: int) -> Sums:
     rows, columns = dy_MN.shape
     # Narrow along N, so that few splits, and few partial sums, fill the SMs. fp32 as in compose.
     block_m, block_n = (32 if dy_MN.dtype == torch.float32 else 64), 64
-    splits, share = splits_of(rows, block_m, PROGRAMS // triton.cdiv(columns, block_n))
+    splits, share = splits_of(rows, block_m, PROGRAMS // ceil_div(columns, block_n))
     return Sums(block_m, block_n, splits, share, 4 if rank <= 64 else 8, 3)
 
 
@@ -177,20 +183,36 @@ def _adapter_gradients(
     scaling: float, with_z: bool, d_SNR: Tensor, du_SN: Tensor, db_NR: Tensor, dm_N: Tensor, sb_NR: Tensor,
 ) -> None:  # fmt: skip
     (rows, columns), rank = dy_MN.shape, t_MR.shape[1]
-    how, block_r = _sums(dy_MN, rank), rank_block(rank, 128)
-    launch(
-        row_sums_kernel, (triton.cdiv(columns, how.block_n), how.splits, triton.cdiv(rank, block_r)), dy_MN, u_MN, t_MR,
-        u_MN if bias_N is None else bias_N, d_SNR, du_SN, rows, columns, how.rows, *dy_MN.stride(), *u_MN.stride(),
-        *t_MR.stride(), R=rank, BIAS=bias_N is not None, INTERPRETED=INTERPRETED,
-        BLOCK_M=how.block_m, BLOCK_N=how.block_n, BLOCK_R=block_r, STAGES=how.stages, num_warps=how.warps,
-    )  # fmt: skip
-    block_n, most = (8, 8) if block_r <= 32 else (4, 2)
-    launch(
-        adapter_gradients_kernel, (triton.cdiv(columns, block_n),), d_SNR, du_SN, b_NR, g_N, over_N, db_NR, dm_N, sb_NR,
-        scaling, columns, how.splits, R=rank, WITH_Z=with_z, INTERPRETED=INTERPRETED, BLOCK_N=block_n,
-        BLOCK_R=block_r,
-        BLOCK_S=min(most, triton.next_power_of_2(how.splits)),
-    )  # fmt: skip
+    sums = _sums(dy_MN, rank)
+
+    def how_sums() -> Launch:
+        check_dtypes(dy_MN, t_MR, u_MN)
+        for tensor in (b_NR, g_N, over_N, *(() if bias_N is None else (bias_N,))):
+            if tensor.dtype != torch.float32:
+                raise ValueError(f"the gradients take fp32 B, gains, norms and biases, not {tensor.dtype}")
+        block_r = rank_block(rank, 128)
+        constants = dict(
+            R=rank, BIAS=bias_N is not None, INTERPRETED=INTERPRETED, BLOCK_M=sums.block_m, BLOCK_N=sums.block_n,
+            BLOCK_R=block_r, STAGES=sums.stages,
+        )  # fmt: skip
+        grid = ceil_div(columns, sums.block_n), sums.splits, ceil_div(rank, block_r)
+        return Launch(grid, constants, sums.warps)
+
+    def how_gradients() -> Launch:
+        block_r = rank_block(rank, 128)
+        block_n, most = (8, 8) if block_r <= 32 else (4, 2)
+        constants = dict(
+            R=rank, WITH_Z=with_z, INTERPRETED=INTERPRETED, BLOCK_N=block_n, BLOCK_R=block_r,
+            BLOCK_S=min(most, next_power_of_2(sums.splits)),
+        )  # fmt: skip
+        return Launch((ceil_div(columns, block_n),), constants)
+
+    tensors = dy_MN, u_MN, t_MR, u_MN if bias_N is None else bias_N, d_SNR, du_SN
+    strides = *dy_MN.stride(), *u_MN.stride(), *t_MR.stride()
+    facts = rank, bias_N is None, b_NR.dtype, g_N.dtype, over_N.dtype
+    launch(row_sums_kernel, how_sums, tensors, (rows, columns, sums.rows, *strides), facts)
+    tensors = d_SNR, du_SN, b_NR, g_N, over_N, db_NR, dm_N, sb_NR
+    launch(adapter_gradients_kernel, how_gradients, tensors, (scaling, columns, sums.splits), (rank, with_z))
 
 
 def has_plain_codes(weight: StoredWeight) -> bool:
@@ -200,7 +222,6 @@ def has_plain_codes(weight: StoredWeight) -> bool:
 
 def compose(z_MN: Tensor, t_MR: Tensor, sb_NR: Tensor, g_N: Tensor | None, bias_N: Tensor | None, out_MN: Tensor) -> None:
     """out = g * (z + t (s B)^T) + bias, in place."""
-    check_dtypes(z_MN, t_MR, sb_NR, out_MN)
     if not z_MN.numel():
         return
     _compose(z_MN, t_MR, sb_NR.contiguous(), g_N, bias_N, out_MN)
@@ -212,11 +233,7 @@ def adapter_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dB: fp32 [N, R], dm: fp32 [N], s g * B in dy's dtype: [N, R]). Raises ValueError for B, gains, norms or biases that
     are not fp32."""
-    check_dtypes(dy_MN, t_MR, u_MN)
     (columns, rank), b_NR = b_NR.shape, b_NR.contiguous()
-    for tensor in (b_NR, g_N, over_N, *(() if bias_N is None else (bias_N,))):
-        if tensor.dtype != torch.float32:
-            raise ValueError(f"the gradients take fp32 B, gains, norms and biases, not {tensor.dtype}")
     db_NR, dm_N, sb_NR = torch.empty_like(b_NR), torch.empty_like(g_N), torch.empty_like(b_NR, dtype=dy_MN.dtype)
     splits = _sums(dy_MN, rank).splits
     d_SNR = torch.empty(splits, columns, rank, dtype=torch.float32, device=dy_MN.device)

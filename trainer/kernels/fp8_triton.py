@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.base.types import StoredWeight
 from trainer.kernels.dora_torch import LARGEST, SCALE_FLOOR
-from trainer.kernels.operators_triton import INTERPRETED, launch, operator
+from trainer.kernels.operators_triton import INTERPRETED, Launch, ceil_div, launch, next_power_of_2, operator
 from trainer.kernels.scratch import scratch
 from trainer.kernels.upcast_triton import check_dtypes, flat, rounded
 
@@ -74,28 +74,34 @@ def transpose_kernel(w_ptr, out_ptr, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.co
 @operator("codes_MK", "scale_M")
 def _quantize_rows(x_MK: Tensor, by_K: Tensor | None, codes_MK: Tensor, scale_M: Tensor) -> None:
     rows, columns = x_MK.shape
-    block = min(triton.next_power_of_2(columns), LONGEST_ROW)
-    launch(
-        quantize_rows_kernel, (rows,), x_MK, x_MK if by_K is None else by_K, codes_MK, scale_M, columns, *x_MK.stride(),
-        GAIN=by_K is not None,
-        WHOLE=columns <= block, LARGEST=LARGEST, FLOOR=SCALE_FLOOR, INTERPRETED=INTERPRETED, BLOCK_K=block,
+
+    def how() -> Launch:
+        check_dtypes(x_MK)
+        block = min(next_power_of_2(columns), LONGEST_ROW)
+        constants = dict(
+            GAIN=by_K is not None, WHOLE=columns <= block, LARGEST=LARGEST, FLOOR=SCALE_FLOOR, INTERPRETED=INTERPRETED,
+            BLOCK_K=block,
+        )  # fmt: skip
         # 32 elements to a thread, of which a load brings 8; the longest rows get 64.
-        num_warps=max(1, min(8, block // 1024)),
-    )  # fmt: skip
+        return Launch((rows,), constants, max(1, min(8, block // 1024)))
+
+    tensors = x_MK, x_MK if by_K is None else by_K, codes_MK, scale_M
+    launch(quantize_rows_kernel, how, tensors, (columns, *x_MK.stride()), (rows, by_K is None))
 
 
 @operator("out_KN")
 def _transpose(w_NK: Tensor, out_KN: Tensor) -> None:
     rows, columns = w_NK.shape
-    # Whole cache lines of bytes on either side.
-    block = 128
-    grid = (triton.cdiv(rows, block) * triton.cdiv(columns, block),)
-    launch(transpose_kernel, grid, w_NK, out_KN, rows, columns, BLOCK_N=block, BLOCK_K=block, num_warps=8)
+
+    def how() -> Launch:
+        block = 128  # whole cache lines of bytes on either side
+        return Launch((ceil_div(rows, block) * ceil_div(columns, block),), dict(BLOCK_N=block, BLOCK_K=block), 8)
+
+    launch(transpose_kernel, how, (w_NK, out_KN), (rows, columns))
 
 
 def quantize_rows(x_MK: Tensor, by_K: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """x * by, row by row in float8: (e4m3 codes [M, K], scale fp32 [M])."""
-    check_dtypes(x_MK)
     codes_MK = torch.empty(x_MK.shape, dtype=torch.float8_e4m3fn, device=x_MK.device)
     scale_M = torch.empty(x_MK.shape[0], dtype=torch.float32, device=x_MK.device)
     if not x_MK.numel():

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainer.base.types import StoredWeight
 from trainer.kernels.dora_torch import NORM_FLOOR
-from trainer.kernels.operators_triton import launch, operator
+from trainer.kernels.operators_triton import Launch, ceil_div, launch, next_power_of_2, operator
 from trainer.kernels.upcast_triton import Weight, flat, rank_block, splits_of, sum_of_splits, weight_tile
 
 # Programs that read one weight, at most: four for each of the 132 SMs of an H100 or H200.
@@ -121,7 +121,7 @@ def _tiles(rows: int, columns: int, rank: int) -> Tiles:
     block_n, block_k = 64, 64 if rank_block(rank, 128) <= 32 else 32
     # Partial sums are written and read again: at most a quarter of the weight's elements.
     most = max(1, columns // (4 * rank))
-    splits, share = splits_of(columns, block_k, min(most, PROGRAMS // triton.cdiv(rows, block_n)))
+    splits, share = splits_of(columns, block_k, min(most, PROGRAMS // ceil_div(rows, block_n)))
     return Tiles(block_n, block_k, splits, share, 4 if rank <= 64 else 8)
 
 
@@ -153,24 +153,32 @@ def _adapted_norms(
     table = _table(c_LN.device, addresses)
     aligned = 16 if all(address % 16 == 0 for layer in addresses for address in layer) else 1
     weight = Weight(codes[0], *(each[0] if each else None for each in (scale, offset, levels)), rows, columns, bits, block)
-    how, gram, tiles_r = _tiles(rows, columns, rank), _gram_tiles(columns, rank), triton.cdiv(rank, block_r)
+    how, gram, tiles_r = _tiles(rows, columns, rank), _gram_tiles(columns, rank), ceil_div(rank, block_r)
     dense = Weight(a_RK[0], None, None, None, rank, columns, 8, columns)
     for stored, tiles, field, out, factor in (
         (weight, how, AT_CODES, wa_LSNR, 2 * scaling), (dense, gram, AT_A, gram_LSRR, scaling**2),
     ):  # fmt: skip
+        constants = dict(
+            R=rank, WEIGHT=field.value, ALIGNED=aligned, **stored.layout(), BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k,
+            BLOCK_R=block_r,
+        )  # fmt: skip
+        grid = ceil_div(stored.rows, tiles.block_n), tiles.splits, count * tiles_r
+        of_product = Launch(grid, constants, tiles.warps)
+        numbers = factor, stored.rows, columns, tiles.columns, tiles_r
         launch(
-            weight_product_kernel, (triton.cdiv(stored.rows, tiles.block_n), tiles.splits, count * tiles_r), table,
-            stored.codes, a_RK[0], out, factor, stored.rows, columns, tiles.columns, tiles_r, R=rank, WEIGHT=field.value,
-            ALIGNED=aligned, **stored.layout(), BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, BLOCK_R=block_r,
-            num_warps=tiles.warps,
+            weight_product_kernel, lambda of_product=of_product: of_product, (table, stored.codes, a_RK[0], out), numbers,
+            (grid, *constants.values()),
         )  # fmt: skip
     block_n, block_r = 16, min(block_r, 64)
-    launch(
-        adapted_norm_kernel, (triton.cdiv(rows, block_n), count), table, wa_LSNR, gram_LSRR, c_LN, rows, how.splits,
-        gram.splits, R=rank, FLOOR=NORM_FLOOR, BLOCK_N=block_n, BLOCK_R=block_r,
-        BLOCK_S=min(8, triton.next_power_of_2(how.splits)),
-        GRAM_S=min(8 if block_r <= 32 else 1, triton.next_power_of_2(gram.splits)),
+    of_norm = Launch(
+        (ceil_div(rows, block_n), count),
+        dict(
+            R=rank, FLOOR=NORM_FLOOR, BLOCK_N=block_n, BLOCK_R=block_r, BLOCK_S=min(8, next_power_of_2(how.splits)),
+            GRAM_S=min(8 if block_r <= 32 else 1, next_power_of_2(gram.splits)),
+        ),
     )  # fmt: skip
+    tensors = table, wa_LSNR, gram_LSRR, c_LN
+    launch(adapted_norm_kernel, lambda: of_norm, tensors, (rows, how.splits, gram.splits), (rank, count))
 
 
 def adapted_norms(

@@ -5,7 +5,7 @@ An eager call goes round the operator, whose dispatch takes as long as the launc
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,33 +38,52 @@ def operator(*written: str) -> Callable[[Callable[..., None]], Callable[..., Non
     return make
 
 
-_compiled: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
+class Launch(NamedTuple):
+    """How a kernel is launched. constants: by name; a kernel names them last."""
+
+    grid: tuple[int, ...]
+    constants: dict[str, Any]
+    num_warps: int = 4
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Tensor | float, num_warps: int = 4, **constants: object) -> None:
-    """kernel[grid](*arguments, **constants), with less of the host's time once it was compiled for such arguments.
+_compiled: dict[tuple[object, ...], tuple[Any, tuple[int, ...], tuple[object, ...]]] = {}
 
-    Triton looks up each launch by name, type and options of every argument, which takes longer than most of these kernels do:
-    a step of SDXL has thousands of launches. Here the same is looked up by what Triton compiles for (`compiled_for`). The
-    kernels name their constants last.
+
+def launch(
+    kernel: Any,
+    how: Callable[[], Launch],
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[float, ...],
+    facts: tuple[object, ...] = (),
+) -> None:
+    """kernel[grid](*tensors, *numbers, **constants), with little of the host's time once it was launched alike.
+
+    how: follows from the tensors' dtypes, the numbers and `facts`; called where they are met for the first time, which is the
+    place to refuse them. Triton looks up each launch by name, type and options of every argument, which takes longer than
+    most of these kernels do: a step of SDXL has thousands of launches.
     """
-    if not isinstance(kernel, JITFunction) or INTERPRETED:
-        kernel[grid](*arguments, num_warps=num_warps, **constants)
-        return
-    key = (id(kernel), num_warps, *constants.values(), *map(compiled_for, arguments))
+    key = id(kernel), facts, numbers, *compiled_for(tensors)
     if key in _compiled:
-        compiled, values = _compiled[key]
-        compiled[grid + (1,) * (3 - len(grid))](*arguments, *values)
-    else:
-        compiled = kernel[grid](*arguments, num_warps=num_warps, **constants)
-        _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+        compiled, grid, values = _compiled[key]
+        compiled[grid](*tensors, *numbers, *values)
+        return
+    grid, constants, num_warps = how()
+    compiled = kernel[grid](*tensors, *numbers, num_warps=num_warps, **constants)
+    if isinstance(kernel, JITFunction) and not INTERPRETED:
+        values = tuple(constants[name] for name in kernel.arg_names[len(tensors) + len(numbers) :])
+        _compiled[key] = compiled, grid + (1,) * (3 - len(grid)), values
 
 
-def compiled_for(argument: Tensor | float) -> object:
-    """What Triton compiles a kernel anew for: a tensor's dtype, device and alignment; of a whole number whether it is 1, a
-    multiple of 16, or too long for 32 bits."""
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.device.index, argument.data_ptr() % 16 == 0
-    if isinstance(argument, int):
-        return argument == 1, argument % 16 == 0, argument >= 2**31
-    return float
+def compiled_for(tensors: tuple[Tensor, ...]) -> list[object]:
+    """What Triton compiles a kernel anew for, of its tensors: the device, and of each the dtype and whether it is aligned."""
+    return [tensors[0].get_device(), *[each.dtype for each in tensors], *[not each.data_ptr() & 15 for each in tensors]]
+
+
+def ceil_div(a: int, b: int) -> int:
+    """The least whole number that is a / b or more. triton.cdiv is for kernels: on the host it takes 20 times as long."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of 2 that is n or more, n >= 1."""
+    return 1 << (n - 1).bit_length()

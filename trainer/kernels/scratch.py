@@ -8,7 +8,8 @@ import torch
 
 # Which buffer holds what: 0 is the converted weight of a product (quantization/layers.py), the others are decode.py's.
 PIECE_BUFFER, SECOND_BUFFER = 1, 2
-_buffers: dict[tuple[torch.device, torch.dtype, int], torch.Tensor] = {}
+# Each with its views, by their shapes: to make one takes as long as a small product.
+_buffers: dict[tuple[torch.device, torch.dtype, int], tuple[torch.Tensor, dict[tuple[int, ...], torch.Tensor]]] = {}
 
 
 def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, which: int = 0) -> torch.Tensor:
@@ -20,11 +21,17 @@ def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, wh
     """
     if torch.compiler.is_compiling():
         return torch.empty(shape, dtype=dtype, device=device)
-    size, key = prod(shape), (device, dtype, which)
-    if key not in _buffers or _buffers[key].numel() < size:
-        _buffers.pop(key, None)
-        _buffers[key] = torch.empty(size, dtype=dtype, device=device)
-    return _buffers[key][:size].view(shape)
+    key = device, dtype, which
+    if key in _buffers and shape in _buffers[key][1]:
+        return _buffers[key][1][shape]
+    size = prod(shape)
+    with torch.inference_mode(False):  # else nothing outside of that mode could write to it
+        if key not in _buffers or _buffers[key][0].numel() < size:
+            _buffers.pop(key, None)
+            _buffers[key] = torch.empty(size, dtype=dtype, device=device), {}
+        whole, views = _buffers[key]
+        views[shape] = whole[:size].view(shape)
+    return views[shape]
 
 
 @contextmanager

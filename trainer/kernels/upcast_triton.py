@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trainer.base.types import StoredWeight
-from trainer.kernels.operators_triton import INTERPRETED, launch, operator
+from trainer.kernels.operators_triton import INTERPRETED, Launch, ceil_div, launch, next_power_of_2, operator
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 CODES = (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
@@ -161,13 +161,13 @@ def row_squares_kernel(
 
 def rank_block(rank: int, largest: int) -> int:
     """Ranks to a tile: a power of two, 16 at least, which is what tl.dot wants."""
-    return min(max(16, triton.next_power_of_2(rank)), largest)
+    return min(max(16, next_power_of_2(rank)), largest)
 
 
 def splits_of(length: int, block: int, most: int) -> tuple[int, int]:
     """(splits, length of each) of a sum over `length` that is divided among `most` programs at most, by whole blocks."""
-    share = max(1, triton.cdiv(triton.cdiv(length, max(1, most)), block)) * block
-    return max(1, triton.cdiv(length, share)), share
+    share = max(1, ceil_div(ceil_div(length, max(1, most)), block)) * block
+    return max(1, ceil_div(length, share)), share
 
 
 class Weight(NamedTuple):
@@ -184,7 +184,11 @@ class Weight(NamedTuple):
 
     def pointers(self) -> tuple[Tensor, ...]:
         """What a kernel reads from; the codes stand in for a tensor that is not there, and are then not read."""
-        return self.codes, *(self.codes if t is None else t for t in (self.scale, self.offset, self.levels))
+        codes, scale, offset, levels = self[:4]
+        # Not in a loop: it would take as long as all else that a launch takes.
+        return (
+            codes, codes if scale is None else scale, codes if offset is None else offset, codes if levels is None else levels
+        )  # fmt: skip
 
     def layout(self) -> dict[str, Any]:
         """The constants of the kernels that read it."""
@@ -196,6 +200,10 @@ class Weight(NamedTuple):
             STEP=per_byte if self.columns % per_byte == 0 and (by_row or self.block % per_byte == 0) else 1,
         )  # fmt: skip
 
+    def facts(self) -> tuple[object, ...]:
+        """What `layout` follows from, beside the codes' dtype and the columns."""
+        return self.bits, self.block, self.scale is None, self.offset is None, self.levels is None
+
 
 @cache  # torch's answer takes as long as the launch of a kernel
 def converts_e4m3(device: torch.device) -> bool:
@@ -204,7 +212,14 @@ def converts_e4m3(device: torch.device) -> bool:
 
 
 def flat(weight: StoredWeight) -> Weight:
-    """Raises ValueError for codes of a dtype that the kernels cannot read."""
+    """The weight as operators take it, made once. Raises ValueError for codes of a dtype that the kernels cannot read."""
+    kept = weight.__dict__  # as functools.cached_property keeps what follows from a frozen object
+    if "of_triton" not in kept:
+        kept["of_triton"] = _flat(weight)
+    return kept["of_triton"]
+
+
+def _flat(weight: StoredWeight) -> Weight:
     codes = weight.codes
     allowed = CODES if weight.bits is None else (torch.uint8,)
     if codes.dtype not in allowed:
@@ -232,13 +247,16 @@ def _upcast(
     block: int, g_N: Tensor | None, out: Tensor,
 ) -> None:  # fmt: skip
     weight = Weight(codes, scale, offset, levels, rows, columns, bits, block)
-    # 4096 elements: 32 to a thread, 16-byte loads even of one-byte codes, and rows of 128 fill whole cache lines.
-    block_n, block_k = 32, 128
-    grid = (triton.cdiv(rows, block_n) * triton.cdiv(columns, block_k),)
-    launch(
-        upcast_kernel, grid, *weight.pointers(), out if g_N is None else g_N, out, rows, columns, **weight.layout(),
-        GAIN=g_N is not None, INTERPRETED=INTERPRETED, BLOCK_N=block_n, BLOCK_K=block_k,
-    )  # fmt: skip
+
+    def how() -> Launch:
+        check_dtypes(out)
+        # 4096 elements: 32 to a thread, 16-byte loads even of one-byte codes, and rows of 128 fill whole cache lines.
+        block_n, block_k = 32, 128
+        constants = dict(GAIN=g_N is not None, INTERPRETED=INTERPRETED, BLOCK_N=block_n, BLOCK_K=block_k)
+        return Launch((ceil_div(rows, block_n) * ceil_div(columns, block_k),), weight.layout() | constants)
+
+    tensors = *weight.pointers(), out if g_N is None else g_N, out
+    launch(upcast_kernel, how, tensors, (rows, columns), (g_N is None, *weight.facts()))
 
 
 @operator("out_N")
@@ -247,19 +265,19 @@ def _row_squares(
     block: int, out_N: Tensor,
 ) -> None:  # fmt: skip
     weight = Weight(codes, scale, offset, levels, rows, columns, bits, block)
-    # Few rows to a program, so that the narrowest layers (640) still occupy most SMs; long steps along K.
-    block_n, block_k = 4, 512
-    launch(
-        row_squares_kernel, (triton.cdiv(rows, block_n),), *weight.pointers(), out_N, rows, columns, **weight.layout(),
-        BLOCK_N=block_n, BLOCK_K=block_k,
-    )  # fmt: skip
+
+    def how() -> Launch:
+        # Few rows to a program, so that the narrowest layers (640) still occupy most SMs; long steps along K.
+        block_n, block_k = 4, 512
+        return Launch((ceil_div(rows, block_n),), weight.layout() | dict(BLOCK_N=block_n, BLOCK_K=block_k))
+
+    launch(row_squares_kernel, how, (*weight.pointers(), out_N), (rows, columns), weight.facts())
 
 
 def upcast(weight: StoredWeight, dtype: torch.dtype, g_N: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """W, or g * W row by row: `dtype` [N, K], contiguous, in `out` where one is given."""
     stored = flat(weight)
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device) if out is None else out
-    check_dtypes(out)
     assert out.is_contiguous() and out.dtype == dtype and out.numel() == stored.rows * stored.columns
     _upcast(*stored, g_N, out)
     return out

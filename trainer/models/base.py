@@ -167,8 +167,10 @@ class Family:
       attend(query, key, value, mask) as torch's scaled_dot_product_attention; None: the layer keeps its own.
     adjust(component, module) -> changes, in place, what the library's forward gets wrong for training.
     blocks: fnmatch patterns of the denoiser's blocks, the unit of gradient checkpointing.
-    unread: fnmatch patterns of Linears in them whose output is only added, or multiplied by what needs no gradient. Nothing
+    unread: fnmatch patterns of layers in them whose output is only added, or multiplied by what needs no gradient. Nothing
       needs its value in a backward pass, so a block that is recomputed leaves out these products.
+    skipped: fnmatch patterns of blocks whose input is read again outside of them.
+    clips: whether, in fp16, the blocks clip what they give: a clip's backward reads what it clipped.
     gates: fnmatch patterns of layers, by full name, that those multipliers come from: adapted, they need a gradient.
     shared_inputs: component -> groups of endings of layer names; Linears that differ in nothing else read one tensor.
     no_gradient(component, config) -> fnmatch patterns of layers whose output never reaches the loss.
@@ -203,6 +205,8 @@ class Family:
     adjust: Callable[[str, nn.Module], None] = lambda component, module: None
     blocks: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    clips: bool = False
     gates: tuple[str, ...] = ()
     shared_inputs: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
     no_gradient: Callable[[str, dict], tuple[str, ...]] = lambda component, config: ()
@@ -237,11 +241,10 @@ class Family:
     def unread_beside(self, adapted: Iterable[str], *, half: bool) -> tuple[str, ...]:
         """`unread`, as far as it holds where these layers are adapted.
 
-        half: whether gradients pass through fp16. There the libraries' blocks clip what they give, and a clip's backward
-        reads what it clipped: of NaN it makes a gradient of zero, without a word.
+        half: whether gradients pass through fp16. Of NaN a clip's backward makes a gradient of zero, without a word.
         """
-        gated = half or any(fnmatchcase(layer, pattern) for layer in adapted for pattern in self.gates)
-        return () if gated else self.unread
+        gated = any(fnmatchcase(layer, pattern) for layer in adapted for pattern in self.gates)
+        return () if gated or (half and self.clips) else self.unread
 
     @property
     def kohya_prefix(self) -> dict[str, str]:

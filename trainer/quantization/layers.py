@@ -24,8 +24,8 @@ from trainer.quantization.formats import Format, relative_error
 class FrozenLayer(nn.Module):
     """What FrozenLinear and FrozenConv2d share: storage and its conversions. Parameters never require a gradient.
 
-    They add `product`, its gradients and what is done with rows (protocols.BaseLayer), and `broadcast`: [N] shaped so that
-    it broadcasts over the layer's output.
+    They add `product`, its gradients and what is done with rows (protocols.BaseLayer); `output_shape` of an input's; and
+    `broadcast`: [N] shaped so that it broadcasts over the layer's output.
 
     The payload is held in buffers `payload_NAME`, the bias as an fp32 parameter. There is no `weight`: code of libraries
     that asks for `layer.weight.dtype` to cast activations must not meet a float8 tensor.
@@ -150,16 +150,17 @@ class FrozenLayer(nn.Module):
         return self.kernels.row_squares(self.stored()).sqrt()
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        """The bias-free product in `compute_dtype`, differentiable in x."""
-        x = x.to(self.compute_dtype)
+        """The bias-free product of x, in `compute_dtype`. Only a weight stored in that dtype lets autograd through."""
         weight = self.in_use()
-        if weight.is_dense(self.compute_dtype) and not self.unread:
+        if weight.is_dense(self.compute_dtype):
             return self.product(x, weight.codes.view(self.weight_shape))
-        return _Product.apply(x, self)
+        return self.converted_product(x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x W^T + b, in compute_dtype; the bias is added with a rounding of its own."""
-        y, bias = self.matmul(x), self.cast_bias()[0]
+        """x W^T + b, in compute_dtype, differentiable in x; the bias is added with a rounding of its own."""
+        x, bias = x.to(self.compute_dtype), self.cast_bias()[0]
+        itself = self.in_use().is_dense(self.compute_dtype) and not self.unread
+        y = self.matmul(x) if itself else _Product.apply(x, self)
         # Added apart with a rounding of its own, exactly as under an adapter: at initialisation both are bit-equal.
         if bias is None:
             return y
@@ -192,8 +193,8 @@ class _Product(torch.autograd.Function):
         ctx.layer, ctx.x_shape = layer, x.shape
         if layer.unread and recomputing():
             # Not a number: nearly all that could read it after all makes the gradient not finite, and the step is refused.
-            return x.new_full((*x.shape[:-1], layer.weight_shape[0]), torch.nan)
-        return layer.converted_product(x)
+            return x.new_full(layer.output_shape(x.shape), torch.nan)
+        return layer.matmul(x)
 
     @staticmethod
     def backward(ctx, dy: torch.Tensor):
@@ -265,6 +266,9 @@ class FrozenLinear(FrozenLayer):
     def product_weight_grad(self, dy, x, weight_shape):
         return self.rows(dy).t() @ self.rows(x)
 
+    def output_shape(self, x_shape):
+        return (*x_shape[:-1], self.out_features)
+
     def rows(self, y):
         return y if y.dim() == 2 else y.reshape(-1, y.shape[-1])
 
@@ -300,6 +304,11 @@ class FrozenConv2d(FrozenLayer):
 
     def product(self, x, weight):
         return F.conv2d(x, weight, None, *self.geometry)
+
+    def output_shape(self, x_shape):
+        # As torch.nn.Conv2d's documentation has it.
+        of_each = zip(x_shape[2:], self.kernel_size, self.stride, self.padding, self.dilation, strict=True)
+        return x_shape[0], self.out_channels, *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in of_each)
 
     def product_input_grad(self, dy, weight, x_shape, add_to=None):
         dx = torch.nn.grad.conv2d_input(x_shape, weight, dy, *self.geometry)
