@@ -521,7 +521,7 @@ def test_what_is_said_of_a_launch_decides_how_it_is_made(monkeypatch) -> None:
     """Two calls of one key would be launched alike: same grid, same constants. Every kernel, shapes and storages mixed."""
     from trainer.kernels import dora_triton, fp8_triton, norm_triton, operators_triton, upcast_triton
 
-    said: dict[tuple[object, ...], operators_triton.Launch] = {}
+    said: dict[tuple[object, ...], operators_triton.LaunchConfig] = {}
     kernels = set()
 
     def recorded(kernel, how, tensors, numbers, facts=()):
@@ -549,7 +549,7 @@ def test_what_is_said_of_a_launch_decides_how_it_is_made(monkeypatch) -> None:
         dora_triton.quantize_rows(y, g)
         fp8_triton._transpose(codes.view(torch.uint8)[:, :k], torch.empty(k, n, dtype=torch.uint8))
         dora_triton.adapted_norms(*([given] * count for given in (weight, per_row, a, b, scaling)))
-    assert len(kernels) == 8 and len(said) > 100
+    assert len(kernels) == 9 and len(said) > 100
 
 
 @pytest.mark.gpu

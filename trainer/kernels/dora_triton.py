@@ -15,7 +15,7 @@ from torch import Tensor
 from trainer.base.types import StoredWeight
 from trainer.kernels.fp8_triton import quantize_rows, scaled_input_grad, scaled_product
 from trainer.kernels.norm_triton import adapted_norms
-from trainer.kernels.operators_triton import INTERPRETED, Launch, ceil_div, launch, next_power_of_2, operator
+from trainer.kernels.operators_triton import INTERPRETED, LaunchConfig, ceil_div, launch, next_power_of_2, operator
 from trainer.kernels.upcast_triton import (
     check_dtypes,
     rank_block,
@@ -143,7 +143,7 @@ def adapter_gradients_kernel(
 def _compose(z_MN: Tensor, t_MR: Tensor, sb_NR: Tensor, g_N: Tensor | None, bias_N: Tensor | None, out_MN: Tensor) -> None:
     (rows, columns), rank = z_MN.shape, sb_NR.shape[1]
 
-    def how() -> Launch:
+    def how() -> LaunchConfig:
         check_dtypes(z_MN, t_MR, sb_NR, out_MN)
         # Whole cache lines of z, and of t little read again. A product of fp32 runs on registers: larger tiles spill.
         block_m, block_n, largest = (32, 64, 32) if z_MN.dtype == torch.float32 else (64, 128, 64)
@@ -151,7 +151,7 @@ def _compose(z_MN: Tensor, t_MR: Tensor, sb_NR: Tensor, g_N: Tensor | None, bias
             R=rank, GAIN=g_N is not None, BIAS=bias_N is not None, INTERPRETED=INTERPRETED, BLOCK_M=block_m, BLOCK_N=block_n,
             BLOCK_R=rank_block(rank, largest),
         )  # fmt: skip
-        return Launch((ceil_div(rows, block_m) * ceil_div(columns, block_n),), constants)
+        return LaunchConfig((ceil_div(rows, block_m) * ceil_div(columns, block_n),), constants)
 
     tensors = z_MN, t_MR, sb_NR, z_MN if g_N is None else g_N, z_MN if bias_N is None else bias_N, out_MN
     strides = *z_MN.stride(), *t_MR.stride(), *out_MN.stride()
@@ -185,7 +185,7 @@ def _adapter_gradients(
     (rows, columns), rank = dy_MN.shape, t_MR.shape[1]
     sums = _sums(dy_MN, rank)
 
-    def how_sums() -> Launch:
+    def how_sums() -> LaunchConfig:
         check_dtypes(dy_MN, t_MR, u_MN)
         for tensor in (b_NR, g_N, over_N, *(() if bias_N is None else (bias_N,))):
             if tensor.dtype != torch.float32:
@@ -196,16 +196,16 @@ def _adapter_gradients(
             BLOCK_R=block_r, STAGES=sums.stages,
         )  # fmt: skip
         grid = ceil_div(columns, sums.block_n), sums.splits, ceil_div(rank, block_r)
-        return Launch(grid, constants, sums.warps)
+        return LaunchConfig(grid, constants, sums.warps)
 
-    def how_gradients() -> Launch:
+    def how_gradients() -> LaunchConfig:
         block_r = rank_block(rank, 128)
         block_n, most = (8, 8) if block_r <= 32 else (4, 2)
         constants = dict(
             R=rank, WITH_Z=with_z, INTERPRETED=INTERPRETED, BLOCK_N=block_n, BLOCK_R=block_r,
             BLOCK_S=min(most, next_power_of_2(sums.splits)),
         )  # fmt: skip
-        return Launch((ceil_div(columns, block_n),), constants)
+        return LaunchConfig((ceil_div(columns, block_n),), constants)
 
     tensors = dy_MN, u_MN, t_MR, u_MN if bias_N is None else bias_N, d_SNR, du_SN
     strides = *dy_MN.stride(), *u_MN.stride(), *t_MR.stride()

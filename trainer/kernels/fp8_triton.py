@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.base.types import StoredWeight
 from trainer.kernels.dora_torch import LARGEST, SCALE_FLOOR
-from trainer.kernels.operators_triton import INTERPRETED, Launch, ceil_div, launch, next_power_of_2, operator
+from trainer.kernels.operators_triton import INTERPRETED, LaunchConfig, ceil_div, launch, next_power_of_2, operator
 from trainer.kernels.scratch import scratch
 from trainer.kernels.upcast_triton import check_dtypes, flat, rounded
 
@@ -75,7 +75,7 @@ def transpose_kernel(w_ptr, out_ptr, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.co
 def _quantize_rows(x_MK: Tensor, by_K: Tensor | None, codes_MK: Tensor, scale_M: Tensor) -> None:
     rows, columns = x_MK.shape
 
-    def how() -> Launch:
+    def how() -> LaunchConfig:
         check_dtypes(x_MK)
         block = min(next_power_of_2(columns), LONGEST_ROW)
         constants = dict(
@@ -83,7 +83,7 @@ def _quantize_rows(x_MK: Tensor, by_K: Tensor | None, codes_MK: Tensor, scale_M:
             BLOCK_K=block,
         )  # fmt: skip
         # 32 elements to a thread, of which a load brings 8; the longest rows get 64.
-        return Launch((rows,), constants, max(1, min(8, block // 1024)))
+        return LaunchConfig((rows,), constants, max(1, min(8, block // 1024)))
 
     tensors = x_MK, x_MK if by_K is None else by_K, codes_MK, scale_M
     launch(quantize_rows_kernel, how, tensors, (columns, *x_MK.stride()), (rows, by_K is None))
@@ -93,9 +93,9 @@ def _quantize_rows(x_MK: Tensor, by_K: Tensor | None, codes_MK: Tensor, scale_M:
 def _transpose(w_NK: Tensor, out_KN: Tensor) -> None:
     rows, columns = w_NK.shape
 
-    def how() -> Launch:
+    def how() -> LaunchConfig:
         block = 128  # whole cache lines of bytes on either side
-        return Launch((ceil_div(rows, block) * ceil_div(columns, block),), dict(BLOCK_N=block, BLOCK_K=block), 8)
+        return LaunchConfig((ceil_div(rows, block) * ceil_div(columns, block),), dict(BLOCK_N=block, BLOCK_K=block), 8)
 
     launch(transpose_kernel, how, (w_NK, out_KN), (rows, columns))
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainer.base.types import StoredWeight
 from trainer.kernels.dora_torch import NORM_FLOOR
-from trainer.kernels.operators_triton import Launch, ceil_div, launch, next_power_of_2, operator
+from trainer.kernels.operators_triton import LaunchConfig, ceil_div, launch, next_power_of_2, operator
 from trainer.kernels.upcast_triton import Weight, flat, rank_block, splits_of, sum_of_splits, weight_tile
 
 # Programs that read one weight, at most: four for each of the 132 SMs of an H100 or H200.
@@ -163,14 +163,14 @@ def _adapted_norms(
             BLOCK_R=block_r,
         )  # fmt: skip
         grid = ceil_div(stored.rows, tiles.block_n), tiles.splits, count * tiles_r
-        of_product = Launch(grid, constants, tiles.warps)
+        of_product = LaunchConfig(grid, constants, tiles.warps)
         numbers = factor, stored.rows, columns, tiles.columns, tiles_r
         launch(
             weight_product_kernel, lambda of_product=of_product: of_product, (table, stored.codes, a_RK[0], out), numbers,
             (grid, *constants.values()),
         )  # fmt: skip
     block_n, block_r = 16, min(block_r, 64)
-    of_norm = Launch(
+    of_norm = LaunchConfig(
         (ceil_div(rows, block_n), count),
         dict(
             R=rank, FLOOR=NORM_FLOOR, BLOCK_N=block_n, BLOCK_R=block_r, BLOCK_S=min(8, next_power_of_2(how.splits)),

@@ -38,7 +38,7 @@ def operator(*written: str) -> Callable[[Callable[..., None]], Callable[..., Non
     return make
 
 
-class Launch(NamedTuple):
+class LaunchConfig(NamedTuple):
     """How a kernel is launched. constants: by name; a kernel names them last."""
 
     grid: tuple[int, ...]
@@ -51,7 +51,7 @@ _compiled: dict[tuple[object, ...], tuple[Any, tuple[int, ...], tuple[object, ..
 
 def launch(
     kernel: Any,
-    how: Callable[[], Launch],
+    how: Callable[[], LaunchConfig],
     tensors: tuple[Tensor, ...],
     numbers: tuple[float, ...],
     facts: tuple[object, ...] = (),

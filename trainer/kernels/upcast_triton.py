@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trainer.base.types import StoredWeight
-from trainer.kernels.operators_triton import INTERPRETED, Launch, ceil_div, launch, next_power_of_2, operator
+from trainer.kernels.operators_triton import INTERPRETED, LaunchConfig, ceil_div, launch, next_power_of_2, operator
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 CODES = (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
@@ -248,12 +248,12 @@ def _upcast(
 ) -> None:  # fmt: skip
     weight = Weight(codes, scale, offset, levels, rows, columns, bits, block)
 
-    def how() -> Launch:
+    def how() -> LaunchConfig:
         check_dtypes(out)
         # 4096 elements: 32 to a thread, 16-byte loads even of one-byte codes, and rows of 128 fill whole cache lines.
         block_n, block_k = 32, 128
         constants = dict(GAIN=g_N is not None, INTERPRETED=INTERPRETED, BLOCK_N=block_n, BLOCK_K=block_k)
-        return Launch((ceil_div(rows, block_n) * ceil_div(columns, block_k),), weight.layout() | constants)
+        return LaunchConfig((ceil_div(rows, block_n) * ceil_div(columns, block_k),), weight.layout() | constants)
 
     tensors = *weight.pointers(), out if g_N is None else g_N, out
     launch(upcast_kernel, how, tensors, (rows, columns), (g_N is None, *weight.facts()))
@@ -266,10 +266,10 @@ def _row_squares(
 ) -> None:  # fmt: skip
     weight = Weight(codes, scale, offset, levels, rows, columns, bits, block)
 
-    def how() -> Launch:
+    def how() -> LaunchConfig:
         # Few rows to a program, so that the narrowest layers (640) still occupy most SMs; long steps along K.
         block_n, block_k = 4, 512
-        return Launch((ceil_div(rows, block_n),), weight.layout() | dict(BLOCK_N=block_n, BLOCK_K=block_k))
+        return LaunchConfig((ceil_div(rows, block_n),), weight.layout() | dict(BLOCK_N=block_n, BLOCK_K=block_k))
 
     launch(row_squares_kernel, how, (*weight.pointers(), out_N), (rows, columns), weight.facts())
 

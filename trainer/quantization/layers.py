@@ -267,6 +267,7 @@ class FrozenLinear(FrozenLayer):
         return self.rows(dy).t() @ self.rows(x)
 
     def output_shape(self, x_shape):
+        """The shape of the output for an input of `x_shape`."""
         return (*x_shape[:-1], self.out_features)
 
     def rows(self, y):
@@ -306,7 +307,7 @@ class FrozenConv2d(FrozenLayer):
         return F.conv2d(x, weight, None, *self.geometry)
 
     def output_shape(self, x_shape):
-        # As torch.nn.Conv2d's documentation has it.
+        """The shape of the output for an input of `x_shape`, as torch.nn.Conv2d's documentation has it."""
         of_each = zip(x_shape[2:], self.kernel_size, self.stride, self.padding, self.dilation, strict=True)
         return x_shape[0], self.out_channels, *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in of_each)
 
