@@ -516,23 +516,35 @@ def test_a_launch_is_kept_for_tensors_that_triton_compiles_alike() -> None:
     assert compiled_for((raw[:32],)) == compiled_for((raw[64:],))
 
 
-@pytest.mark.skipif(not TRITON, reason="needs Triton")
-def test_what_is_said_of_a_launch_decides_how_it_is_made(monkeypatch) -> None:
-    """Two calls of one key would be launched alike: same grid, same constants. Every kernel, shapes and storages mixed."""
-    from trainer.kernels import dora_triton, fp8_triton, norm_triton, operators_triton, upcast_triton
+@pytest.mark.skipif(not TRITON or os.environ.get("TRITON_INTERPRET") == "1", reason="needs Triton, not its interpreter")
+def test_a_launch_is_made_anew_for_what_decides_it(monkeypatch) -> None:
+    """Calls of every kernel, shapes and storages mixed: with the launches of earlier calls kept, each is launched as it is
+    alone. Nothing runs."""
+    from triton.runtime.jit import JITFunction
 
-    said: dict[tuple[object, ...], operators_triton.LaunchConfig] = {}
-    kernels = set()
+    from trainer.kernels import dora_triton, fp8_triton, operators_triton
 
-    def recorded(kernel, how, tensors, numbers, facts=()):
-        key = id(kernel), facts, numbers, *operators_triton.compiled_for(tensors)
-        made = how()
-        assert said.setdefault(key, made) == made
-        kernels.add(kernel.__name__)
+    told: list[tuple[object, ...]] = []
 
-    for module in (dora_triton, fp8_triton, norm_triton, upcast_triton):
-        monkeypatch.setattr(module, "launch", recorded)
-    rng = random.Random(0)
+    def form(argument: object) -> object:
+        return (argument.shape, argument.dtype) if isinstance(argument, torch.Tensor) else argument
+
+    class Compiled:
+        def __init__(self, name: str, num_warps: int) -> None:
+            self.name, self.num_warps = name, num_warps
+
+        def __getitem__(self, grid: tuple[int, ...]):
+            return lambda *arguments: told.append((self.name, self.num_warps, grid, *map(form, arguments)))
+
+    def run(kernel, *arguments, grid, num_warps, warmup, **constants) -> Compiled:
+        compiled = Compiled(kernel.__name__, num_warps)
+        values = (constants[name] for name in kernel.arg_names[len(arguments) :])
+        compiled[grid + (1,) * (3 - len(grid))](*arguments, *values)
+        return compiled
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    kept: dict = {}
+    rng, seen, kernels = random.Random(0), 0, set()
     for _ in range(400):
         n, k, m, rank = (rng.choice(sizes) for sizes in ((1, 16, 48), (1, 16, 64, 4096), (1, 5, 64), (1, 16, 130)))
         dtype, per_row = rng.choice(list(FLOATS.values())), torch.empty(n)
@@ -541,15 +553,23 @@ def test_what_is_said_of_a_launch_decides_how_it_is_made(monkeypatch) -> None:
         weight = StoredWeight(codes, (n, k), None, k, scale, offset)
         a, b, y = torch.empty(rank, k), torch.empty(n, rank), torch.empty(m, n, dtype=dtype)
         t = rng.choice((torch.empty(m, rank, dtype=dtype), torch.empty(rank, m, dtype=dtype).t()))
-        dora_triton.upcast(weight, dtype, g)
-        dora_triton.row_squares(weight)
-        dora_triton.compose(y, t, b.to(dtype), g, bias, y)
         scaling, with_z, count = rng.choice((0.5, 1.0)), rng.random() < 0.5, rng.choice((1, 3))
-        dora_triton.adapter_gradients(y, y, t, b, per_row, per_row, bias, scaling, with_z)
-        dora_triton.quantize_rows(y, g)
-        fp8_triton._transpose(codes.view(torch.uint8)[:, :k], torch.empty(k, n, dtype=torch.uint8))
-        dora_triton.adapted_norms(*([given] * count for given in (weight, per_row, a, b, scaling)))
-    assert len(kernels) == 9 and len(said) > 100
+        each: list[list[tuple[object, ...]]] = []
+        for launches in (kept, {}):
+            monkeypatch.setattr(operators_triton, "_compiled", launches)
+            told.clear()
+            dora_triton.upcast(weight, dtype, g)
+            dora_triton.row_squares(weight)
+            dora_triton.compose(y, t, b.to(dtype), g, bias, y)
+            dora_triton.adapter_gradients(y, y, t, b, per_row, per_row, bias, scaling, with_z)
+            dora_triton.quantize_rows(y, g)
+            fp8_triton._transpose(codes.view(torch.uint8)[:, :k], torch.empty(k, n, dtype=torch.uint8))
+            dora_triton.adapted_norms(*([given] * count for given in (weight, per_row, a, b, scaling)))
+            each.append(list(told))
+        assert each[0] == each[1]
+        seen += len(told)
+        kernels |= {name for name, *_ in told}
+    assert len(kernels) == 9 and 100 < len(kept) < seen / 2
 
 
 @pytest.mark.gpu
