@@ -52,13 +52,13 @@ NARROW: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 PIXELS, TEXT_TOKENS = 32, 4
-# Of each kernel of ours: the places of the arguments that it writes, and what stands in for what it would write. A square
-# of zero would be that of a row whose output is drowned by its bias (adapters/dora.py).
+# Of each kernel of ours: the places of the arguments that it writes, as far as more than another kernel reads them, and what
+# stands in for what it would write. A square of zero would be that of a row that its bias drowns (adapters/dora.py).
 WRITES: dict[str, tuple[tuple[int, ...], float]] = {
     "upcast_kernel": ((5,), 0.0),
     "row_squares_kernel": ((4,), 1.0),
     "compose_kernel": ((5,), 0.0),
-    "row_sums_kernel": ((4, 5), 0.0),
+    "row_sums_kernel": ((4,), 0.0),
     "adapter_gradients_kernel": ((5, 6, 7), 0.0),
     "weight_product_kernel": ((3,), 0.0),
     "adapted_norm_kernel": ((3,), 1.0),

@@ -96,9 +96,9 @@ class Part:
                     of_rows = scale_rows(self.m, self.c), divisor(self.m)
                 sb_NR = (self.b.detach().flatten(1) * self.scaling).to(compute)
             self.ready = Ready(self.a.detach().to(compute), sb_NR, *of_rows)
-        # As _Adapted takes them: looked up here, once for an update.
-        self.layer = self.base, self.scaling, len(self.a), self.b.shape, self.m is not None, self.base.bias_N
-        self.tensors = self.a, self.b, self.m, self.c, self.z_rows, *self.ready[1:]
+        # As _Adapted takes them: looked up here, once for an update. Only what gets a gradient passes through autograd.
+        self.layer = self.base, self.scaling, len(self.a), self.b.shape, self.base.bias_N, self.c, self.z_rows, self.ready
+        self.tensors = self.a, self.b, self.m
 
 
 def adapted(
@@ -125,7 +125,7 @@ def joined_a(factors: Sequence[torch.Tensor]) -> torch.Tensor:
     return factors[0] if len(factors) == 1 else torch.cat(factors)
 
 
-_GIVEN = 8  # tensors of a part: A, B, m, c, z_rows; s B, g and the divisor
+_GIVEN = 3  # tensors of a part: A, B, m
 
 
 def _composed(layers, x, mask, a_all, *tensors):
@@ -137,8 +137,8 @@ def _composed(layers, x, mask, a_all, *tensors):
     ranks = [layer[2] for layer in layers]
     t_all = first.rows(first.product(x_a, a_all))
     outputs, saved = [], [x_a, mask, t_all, a_all]
-    for at, ((base, *_, bias_N), t_MR) in enumerate(zip(layers, _split(t_all, ranks, 1), strict=True)):
-        _, b, m, c, z_rows, sb_NR, g_N, over_N = tensors[at * _GIVEN : (at + 1) * _GIVEN]
+    for at, (layer, t_MR) in enumerate(zip(layers, _split(t_all, ranks, 1), strict=True)):
+        base, _, _, _, bias_N, _, z_rows, (_, sb_NR, g_N, _) = layer
         y = base.matmul(x_c)
         y_MN = base.rows(y)
         z_part = None if z_rows is None else y_MN.index_select(1, z_rows)
@@ -146,8 +146,8 @@ def _composed(layers, x, mask, a_all, *tensors):
         base.put_rows(y_MN, y)
         y = base.expanded(y, x.shape)
         outputs.append(y)
-        # A LoRA's B and s B are two tensors, of which the gradients need the second; a DoRA's need the first.
-        saved += (sb_NR,) if m is None else (b, c, z_rows, z_part, g_N, over_N, bias_N, y)
+        if g_N is not None:  # a LoRA's gradients need s B alone
+            saved += tensors[at * _GIVEN + 1], z_part, y
     return outputs, saved
 
 
@@ -168,25 +168,24 @@ class _Adapted(torch.autograd.Function):
         needs_dx, grads, dx, all_p, ps_shape = ctx.needs_input_grad[1], [], None, [], None
         x_shape, at = x_a.shape, 0
         ranks, dtype = [layer[2] for layer in ctx.layers], ctx.dtype
-        for (base, scaling, _, b_shape, dora, _), dy, t_MR in zip(ctx.layers, dys, _split(t_all, ranks, 1), strict=True):
+        for layer, dy, t_MR in zip(ctx.layers, dys, _split(t_all, ranks, 1), strict=True):
+            base, scaling, _, b_shape, bias_N, c, z_rows, (_, sb_NR, g_N, over_N) = layer
             dy = base.collapsed(dy)
-            dy_MN, dm, g_N = base.rows(dy), None, None
-            if dora:
-                b, c, z_rows, z_part, g_N, over_N, bias_N, y = saved[at : at + 8]
-                at += 8
+            dy_MN, dm = base.rows(dy), None
+            if g_N is not None:
+                b, z_part, y = saved[at : at + 3]
+                at += 3
                 b_NR, gradients = b.flatten(1), base.kernels.adapter_gradients
                 db_NR, dm, sb_NR = gradients(dy_MN, base.rows(y), t_MR, b_NR, g_N, over_N, bias_N, scaling, False)
                 if z_rows is not None:
                     of_rows = dy_MN.index_select(1, z_rows), z_part, t_MR, b_NR[z_rows], g_N[z_rows], divisor(c[z_rows])
                     dm[z_rows] = gradients(*of_rows, None, scaling, True)[1]
             else:
-                sb_NR = saved[at]
-                at += 1
                 db_NR = (dy_MN.t() @ t_MR).to(dtype)
                 if scaling != 1:
                     db_NR *= scaling
             all_p.append(dy_MN @ sb_NR)
-            grads += [None, db_NR.view(b_shape), dm, *[None] * (_GIVEN - 3)]
+            grads += [None, db_NR.view(b_shape), dm]
             if needs_dx:
                 dx = base.input_grad(dy, x_shape, g_N, add_to=dx)
             ps_shape = dy.shape

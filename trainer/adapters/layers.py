@@ -246,7 +246,7 @@ def refresh(layers: Iterable[AdaptedLayer]) -> None:
         gains, divisors = scale_rows(m_all, torch.cat(norms)).split(rows), divisor(m_all).split(rows)
         for place, c_N, g_N, over_N in zip(doras, norms, gains, divisors, strict=True):
             made[place] = c_N, g_N, over_N
-            stale[place]._buffers |= {"norm": c_N, "gain": g_N, "divisor": over_N}
+            stale[place]._buffers.update(norm=c_N, gain=g_N, divisor=over_N)
     for place, (layer, (c_N, *of_rows)) in enumerate(zip(stale, made, strict=True)):
         ready, z_rows = Ready(cast_a[place], cast_sb[place], *of_rows), layer._buffers.get("z_rows")
         layer.now.part = Part(bases[place], a_s[place], b_s[place], scalings[place], magnitudes[place], c_N, z_rows, ready)

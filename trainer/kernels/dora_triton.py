@@ -5,6 +5,7 @@ Products of 16-bit tensors run on tensor cores and are summed in fp32. Products 
 take no tensor core at all ("ieee"), the norm's three passes of one ("tf32x3").
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from trainer.base.types import StoredWeight
 from trainer.kernels.fp8_triton import quantize_rows, scaled_input_grad, scaled_product
 from trainer.kernels.norm_triton import adapted_norms
 from trainer.kernels.operators_triton import INTERPRETED, LaunchConfig, ceil_div, launch, next_power_of_2, operator
+from trainer.kernels.scratch import ROW_SUMS_BUFFER, SUMS_BUFFER, scratch
 from trainer.kernels.upcast_triton import (
     check_dtypes,
     rank_block,
@@ -169,10 +171,10 @@ class Sums(NamedTuple):
     stages: int
 
 
-def _sums(dy_MN: Tensor, rank: int) -> Sums:
-    rows, columns = dy_MN.shape
+@cache  # asked twice a layer
+def _sums(rows: int, columns: int, rank: int, dtype: torch.dtype) -> Sums:
     # Narrow along N, so that few splits, and few partial sums, fill the SMs. fp32 as in compose.
-    block_m, block_n = (32 if dy_MN.dtype == torch.float32 else 64), 64
+    block_m, block_n = (32 if dtype == torch.float32 else 64), 64
     splits, share = splits_of(rows, block_m, PROGRAMS // ceil_div(columns, block_n))
     return Sums(block_m, block_n, splits, share, 4 if rank <= 64 else 8, 3)
 
@@ -183,7 +185,7 @@ def _adapter_gradients(
     scaling: float, with_z: bool, d_SNR: Tensor, du_SN: Tensor, db_NR: Tensor, dm_N: Tensor, sb_NR: Tensor,
 ) -> None:  # fmt: skip
     (rows, columns), rank = dy_MN.shape, t_MR.shape[1]
-    sums = _sums(dy_MN, rank)
+    sums = _sums(rows, columns, rank, dy_MN.dtype)
 
     def how_sums() -> LaunchConfig:
         check_dtypes(dy_MN, t_MR, u_MN)
@@ -235,8 +237,8 @@ def adapter_gradients(
     are not fp32."""
     (columns, rank), b_NR = b_NR.shape, b_NR.contiguous()
     db_NR, dm_N, sb_NR = torch.empty_like(b_NR), torch.empty_like(g_N), torch.empty_like(b_NR, dtype=dy_MN.dtype)
-    splits = _sums(dy_MN, rank).splits
-    d_SNR = torch.empty(splits, columns, rank, dtype=torch.float32, device=dy_MN.device)
-    du_SN = torch.empty(splits, columns, dtype=torch.float32, device=dy_MN.device)
+    splits = _sums(*dy_MN.shape, rank, dy_MN.dtype).splits
+    d_SNR = scratch((splits, columns, rank), torch.float32, dy_MN.device, SUMS_BUFFER)
+    du_SN = scratch((splits, columns), torch.float32, dy_MN.device, ROW_SUMS_BUFFER)
     _adapter_gradients(dy_MN, u_MN, t_MR, b_NR, g_N, over_N, bias_N, scaling, with_z, d_SNR, du_SN, db_NR, dm_N, sb_NR)
     return db_NR, dm_N, sb_NR
