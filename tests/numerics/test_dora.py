@@ -493,3 +493,20 @@ def test_a_norm_is_the_same_beside_any_others(shapes: list[tuple[int, int, int]]
     together = dora_torch.adapted_norms(*zip(*layers, strict=True))
     for layer, norm in zip(layers, together, strict=True):
         assert torch.equal(dora_torch.adapted_norms(*([each] for each in layer))[0], norm)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_factors_that_change_before_the_backward_pass_are_seen(dora: bool, compute: torch.dtype) -> None:
+    """A LoRA's s B may be B itself, and the gradient of x would be another one, without a word."""
+    g = torch.Generator().manual_seed(4)
+    layer = frozen_linear(6, 5, True, "bf16", compute, g)
+    a, b = (tensor.requires_grad_() for tensor in factors(layer, 2, g))
+    norm = norm_of(layer, a.detach(), b.detach(), 1.0) if dora else None
+    m = None if norm is None else norm.clone().requires_grad_()
+    x = torch.randn(3, 5, generator=g).to(compute).requires_grad_()
+    y = adapted(x, layer, a, b, 1.0, m, norm)
+    with torch.no_grad():
+        b.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()

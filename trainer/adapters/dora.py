@@ -146,8 +146,8 @@ def _composed(layers, x, mask, a_all, *tensors):
         base.put_rows(y_MN, y)
         y = base.expanded(y, x.shape)
         outputs.append(y)
-        if g_N is not None:  # a LoRA's gradients need s B alone
-            saved += tensors[at * _GIVEN + 1], z_part, y
+        # B, too, of a LoRA, whose s B may be B itself: a change of it in between would be seen.
+        saved += (tensors[at * _GIVEN + 1],) if g_N is None else (tensors[at * _GIVEN + 1], z_part, y)
     return outputs, saved
 
 
@@ -181,6 +181,7 @@ class _Adapted(torch.autograd.Function):
                     of_rows = dy_MN.index_select(1, z_rows), z_part, t_MR, b_NR[z_rows], g_N[z_rows], divisor(c[z_rows])
                     dm[z_rows] = gradients(*of_rows, None, scaling, True)[1]
             else:
+                at += 1
                 db_NR = (dy_MN.t() @ t_MR).to(dtype)
                 if scaling != 1:
                     db_NR *= scaling

@@ -4,6 +4,7 @@ import ctypes
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import is_dataclass
 from fnmatch import fnmatchcase
 from functools import partial, wraps
 from typing import Any
@@ -34,14 +35,17 @@ def checkpoint_blocks(
 ) -> int:
     """Recompute the activations of every n-th block in the backward pass (True: of all). Returns how many blocks.
 
-    blocks: by name, with their adapters. They take tensors, in tuples, lists and dictionaries too, and return one or a tuple.
+    blocks: by name, with their adapters: what is put in later gets no gradient. They take tensors, in tuples, lists and
+    dictionaries too, and return one or a tuple. Gradients of their parameters go to `.grad`, past hooks and autograd.grad.
     unread: fnmatch patterns of frozen layers whose output no backward pass reads. skipped: of blocks whose input is read
     again outside of them.
     """
     chosen = list(blocks)[:: 1 if every is True else every] if every else []
     for name in chosen:
         block = blocks[name]
-        block.forward = _recomputed(block, any(fnmatchcase(name, pattern) for pattern in skipped))
+        # Beside blocks that are not recomputed nothing tells which of them read what this one reads.
+        shared = every != 1 or any(fnmatchcase(name, pattern) for pattern in skipped)
+        block.forward = _recomputed(block, shared)
         for layer, module in block.named_modules(prefix=name):
             # Not those under an adapter: it reads what its layer gives.
             if hasattr(module, "unread") and any(fnmatchcase(layer, pattern) for pattern in unread):
@@ -49,10 +53,10 @@ def checkpoint_blocks(
     return len(chosen)
 
 
-def _recomputed(block: nn.Module, skipped: bool) -> Callable:
+def _recomputed(block: nn.Module, shared: bool) -> Callable:
     forward, parameters = block.forward, list(block.parameters())
     # Nothing else in a block draws, and to keep a generator's state costs as much as a small product.
-    draws = any(isinstance(module, nn.Dropout) and module.p > 0 for module in block.modules())
+    draws = any(isinstance(module, _DROPOUTS) and module.p > 0 for module in block.modules())
 
     @wraps(forward)
     def wrapped(*args, **kwargs):
@@ -68,11 +72,12 @@ def _recomputed(block: nn.Module, skipped: bool) -> Callable:
 
         given = _exchanged((args, kwargs), torch.Tensor, taken)
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        return _Recomputed.apply(forward, given, draws, skipped, len(tensors), *tensors * _READERS, *trained)
+        return _Recomputed.apply(forward, given, draws, shared, len(tensors), *tensors * _READERS, *trained)
 
     return wrapped
 
 
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 # By how many operators an input is read at most for its gradient to be summed in the order of an ordinary block.
 _READERS = 4
 
@@ -92,6 +97,10 @@ def _exchanged(value: Any, kind: type, new: Callable[[Any], Any]) -> Any:
         return type(value)([_exchanged(each, kind, new) for each in value])
     if type(value) is dict:
         return {key: _exchanged(each, kind, new) for key, each in value.items()}
+    if isinstance(value, (tuple, list, Mapping)) or is_dataclass(value):
+        raise TypeError(
+            f"a recomputed block takes tensors in tuples, lists and dictionaries, not in a {type(value).__name__}"
+        )
     return value
 
 
@@ -103,13 +112,16 @@ class _Recomputed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, forward, given, draws, skipped, count, *tensors):
+    def forward(ctx, forward, given, draws, shared, count, *tensors):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors[:count])
-        ctx.block, ctx.given, ctx.skipped, ctx.trained = forward, given, skipped, tensors[count * _READERS :]
+        ctx.block, ctx.given, ctx.shared, ctx.trained = forward, given, shared, tensors[count * _READERS :]
         ctx.drawn = _generators(tensors[0].device) if draws else None
         args, kwargs = _filled(given, tensors)
-        return forward(*args, **kwargs)
+        outputs = forward(*args, **kwargs)
+        if not all(isinstance(each, torch.Tensor) for each in (outputs if type(outputs) is tuple else (outputs,))):
+            raise TypeError(f"a recomputed block returns a tensor or a tuple of tensors, not a {type(outputs).__name__}")
+        return outputs
 
     @staticmethod
     @once_differentiable
@@ -126,15 +138,19 @@ class _Recomputed(torch.autograd.Function):
         finally:
             _depth -= 1
         outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
-        read = [(y, dy) for y, dy in zip(outputs, gradients, strict=True) if dy is not None and y.requires_grad]
+        read = [
+            (get_gradient_edge(y), dy) for y, dy in zip(outputs, gradients, strict=True) if dy is not None and y.requires_grad
+        ]
+        # What is walked through is let go of as it is walked through.
+        del args, kwargs, outputs
         parts: list[list[torch.Tensor]] = [[] for _ in inputs]
         if read:
-            ys = [y for y, _ in read]
-            if ctx.skipped or any(getattr(tensor, "blocks", 0) > 1 for tensor in ctx.saved_tensors):
-                _keep_parts(ys, inputs, parts)
+            edges = [edge for edge, _ in read]
+            if ctx.shared or any(getattr(tensor, "blocks", 0) > 1 for tensor in ctx.saved_tensors):
+                _keep_parts([edge.node for edge in edges], inputs, parts)
             leaves = [(tensor, into) for tensor, into in zip(inputs, parts, strict=True) if tensor.requires_grad]
             wanted = [*(leaf for leaf, _ in leaves), *ctx.trained]
-            made = torch.autograd.grad(ys, wanted, [dy for _, dy in read], allow_unused=True)
+            made = torch.autograd.grad(edges, wanted, [dy for _, dy in read], allow_unused=True)
             for (_, into), whole in zip(leaves, made, strict=False):
                 into += [] if whole is None else [whole]
             _accumulate(ctx.trained, made[len(leaves) :])
@@ -146,14 +162,14 @@ class _Recomputed(torch.autograd.Function):
         return None, None, None, None, None, *of_inputs, *[None] * len(ctx.trained)
 
 
-def _keep_parts(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], parts: Sequence[list[torch.Tensor]]) -> None:
-    """Have a walk back from `outputs` put what each reader of an input adds to its gradient into `parts`, not into a sum.
+def _keep_parts(outputs: list[Any], inputs: Sequence[torch.Tensor], parts: Sequence[list[torch.Tensor]]) -> None:
+    """Have a walk back from the nodes `outputs` put what each reader of an input adds to its gradient into `parts`, unsummed.
 
     Where an input has readers outside of the block, as one that a U-Net skips to its other half has, their parts come first,
     and sums of floating-point numbers depend on the order.
     """
     leaves = {get_gradient_edge(leaf).node: into for leaf, into in zip(inputs, parts, strict=True) if leaf.requires_grad}
-    seen, ahead = set(), [output.grad_fn for output in outputs]
+    seen, ahead = set(), list(outputs)
     while ahead:
         node = ahead.pop()
         if node is None or node in seen:
@@ -181,7 +197,7 @@ def _accumulate(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Te
     there, added = [], []
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is not None and parameter.grad is None:
-            parameter.grad = gradient
+            parameter.grad = torch.empty_like(parameter).copy_(gradient)  # two parameters may have been given one tensor
         elif gradient is not None:
             there.append(parameter.grad)
             added.append(gradient)

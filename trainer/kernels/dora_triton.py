@@ -17,7 +17,6 @@ from trainer.base.types import StoredWeight
 from trainer.kernels.fp8_triton import quantize_rows, scaled_input_grad, scaled_product
 from trainer.kernels.norm_triton import adapted_norms
 from trainer.kernels.operators_triton import INTERPRETED, LaunchConfig, ceil_div, launch, next_power_of_2, operator
-from trainer.kernels.scratch import ROW_SUMS_BUFFER, SUMS_BUFFER, scratch
 from trainer.kernels.upcast_triton import (
     check_dtypes,
     rank_block,
@@ -214,7 +213,7 @@ def _adapter_gradients(
     facts = rank, bias_N is None, b_NR.dtype, g_N.dtype, over_N.dtype
     launch(row_sums_kernel, how_sums, tensors, (rows, columns, sums.rows, *strides), facts)
     tensors = d_SNR, du_SN, b_NR, g_N, over_N, db_NR, dm_N, sb_NR
-    launch(adapter_gradients_kernel, how_gradients, tensors, (scaling, columns, sums.splits), (rank, with_z))
+    launch(adapter_gradients_kernel, how_gradients, tensors, (float(scaling), columns, sums.splits), (rank, with_z))
 
 
 def has_plain_codes(weight: StoredWeight) -> bool:
@@ -238,7 +237,7 @@ def adapter_gradients(
     (columns, rank), b_NR = b_NR.shape, b_NR.contiguous()
     db_NR, dm_N, sb_NR = torch.empty_like(b_NR), torch.empty_like(g_N), torch.empty_like(b_NR, dtype=dy_MN.dtype)
     splits = _sums(*dy_MN.shape, rank, dy_MN.dtype).splits
-    d_SNR = scratch((splits, columns, rank), torch.float32, dy_MN.device, SUMS_BUFFER)
-    du_SN = scratch((splits, columns), torch.float32, dy_MN.device, ROW_SUMS_BUFFER)
+    d_SNR = torch.empty(splits, columns, rank, dtype=torch.float32, device=dy_MN.device)
+    du_SN = torch.empty(splits, columns, dtype=torch.float32, device=dy_MN.device)
     _adapter_gradients(dy_MN, u_MN, t_MR, b_NR, g_N, over_N, bias_N, scaling, with_z, d_SNR, du_SN, db_NR, dm_N, sb_NR)
     return db_NR, dm_N, sb_NR

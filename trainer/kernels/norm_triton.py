@@ -164,7 +164,7 @@ def _adapted_norms(
         )  # fmt: skip
         grid = ceil_div(stored.rows, tiles.block_n), tiles.splits, count * tiles_r
         of_product = LaunchConfig(grid, constants, tiles.warps)
-        numbers = factor, stored.rows, columns, tiles.columns, tiles_r
+        numbers = float(factor), stored.rows, columns, tiles.columns, tiles_r
         launch(
             weight_product_kernel, lambda of_product=of_product: of_product, (table, stored.codes, a_RK[0], out), numbers,
             (grid, *constants.values()),

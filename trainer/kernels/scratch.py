@@ -6,9 +6,8 @@ from math import prod
 
 import torch
 
-# Which buffer holds what: 0 is the converted weight of a product (quantization/layers.py), two are decode.py's, and two the
-# partial sums of a gradient (dora_triton.py).
-PIECE_BUFFER, SECOND_BUFFER, SUMS_BUFFER, ROW_SUMS_BUFFER = 1, 2, 3, 4
+# Which buffer holds what: 0 is the converted weight of a product (quantization/layers.py), the others are decode.py's.
+PIECE_BUFFER, SECOND_BUFFER = 1, 2
 # Each with its views, by their shapes: to make one takes as long as a small product.
 _buffers: dict[tuple[torch.device, torch.dtype, int], tuple[torch.Tensor, dict[tuple[int, ...], torch.Tensor]]] = {}
 

@@ -206,7 +206,7 @@ class Family:
     blocks: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
-    clips: bool = False
+    clips: bool = True
     gates: tuple[str, ...] = ()
     shared_inputs: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
     no_gradient: Callable[[str, dict], tuple[str, ...]] = lambda component, config: ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -95,8 +96,8 @@ def test_gradients_are_added_to_those_of_an_earlier_micro_batch() -> None:
     for block in (plain, ours):
         for seed in (0, 1):
             block(inputs(seed)["x"])[1].square().sum().backward()
-    for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
-        assert (one.grad is None and other.grad is None) or torch.equal(one.grad, other.grad)
+    assert_same({n: p.grad for n, p in ours.named_parameters()}, {n: p.grad for n, p in plain.named_parameters()})
+    assert plain.first.weight.grad.any()
 
 
 def test_nothing_but_its_inputs_is_kept_of_a_recomputed_block() -> None:
@@ -188,3 +189,47 @@ def test_an_output_that_is_an_input_keeps_its_gradient() -> None:
     one, other = block(x * 1.0)
     (one * 3 + other).sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 5.0))
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_two_parameters_that_are_added_have_gradients_of_their_own(there: bool) -> None:
+    """Autograd gives both the same tensor. there: a step of ours makes every `.grad` before."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.p, self.q = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.p + self.q
+
+    block = Sum()
+    checkpoint_blocks({"0": block}, True)
+    for parameter in block.parameters():
+        parameter.grad = torch.zeros(3) if there else None
+    for _ in range(2):
+        block(torch.ones(3)).sum().backward()
+    for parameter in block.parameters():
+        assert torch.equal(parameter.grad, torch.full((3,), 2.0))
+
+
+class Pair(NamedTuple):
+    one: Tensor
+
+
+def test_what_would_lose_a_gradient_without_a_word_is_refused() -> None:
+    class Odd(nn.Module):
+        def __init__(self, output) -> None:
+            super().__init__()
+            self.scale, self.output = nn.Parameter(torch.ones(())), output
+
+        def forward(self, x):
+            return self.output(self.scale * (x if isinstance(x, Tensor) else x.one))
+
+    x = inputs()["x"]
+    listing, plain = Odd(lambda y: [y]), Odd(lambda y: y)
+    checkpoint_blocks({"0": listing, "1": plain}, True)
+    with pytest.raises(TypeError, match="returns a tensor or a tuple of tensors, not a list"):
+        listing(x)
+    with pytest.raises(TypeError, match="takes tensors in tuples, lists and dictionaries, not in a Pair"):
+        plain(Pair(x))

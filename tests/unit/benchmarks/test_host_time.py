@@ -41,5 +41,5 @@ def test_a_step_asks_no_more_of_the_host(tmp_path: Path, asked: tuple[str, str, 
         step(), step()
         found = host_time.counted(step)
     operators, launches, calls = ASKED[asked]
-    assert (found["operators"], found["launches"]) == (operators, launches)
-    assert found["calls"] <= calls
+    assert found["launches"] == launches
+    assert found["operators"] <= operators and found["calls"] <= calls

@@ -227,7 +227,6 @@ FAMILY = Family(
     adjust=lambda component, module: keep_time_exact(module) if component == "transformer" else None,
     blocks=("transformer_blocks.*", "single_transformer_blocks.*"),
     unread=("*.ff.net.2", "*.ff_context.net.2", "single_transformer_blocks.*.proj_out"),
-    clips=True,
     gates=("text_encoder.*", "transformer.time_text_embed.*", "transformer.*.norm*.linear"),
     shared_inputs={
         "transformer": (

@@ -226,7 +226,7 @@ FAMILY = Family(
     predict=predict, sample=sample,
     attention=attention.processor,
     blocks=("*resnets.*", "*.transformer_blocks.*"), skipped=("*resnets.*",),
-    unread=("*.ff.net.2", "*resnets.*.conv2", "*resnets.*.conv_shortcut"),
+    unread=("*.ff.net.2", "*resnets.*.conv2", "*resnets.*.conv_shortcut"), clips=False,
     shared_inputs={
         "unet": (("attn1.to_q", "attn1.to_k", "attn1.to_v"), ("attn2.to_k", "attn2.to_v")),
         "text_encoder": clip.SHARED_INPUTS,
