@@ -141,7 +141,7 @@ class _Recomputed(torch.autograd.Function):
         read = [
             (get_gradient_edge(y), dy) for y, dy in zip(outputs, gradients, strict=True) if dy is not None and y.requires_grad
         ]
-        # What is walked through is let go of as it is walked through.
+        # Else they would live as long as the walk back.
         del args, kwargs, outputs
         parts: list[list[torch.Tensor]] = [[] for _ in inputs]
         if read:
