@@ -132,10 +132,12 @@ def _composed(layers, x, mask, a_all, *tensors):
     """(the outputs, what their gradients are made from)."""
     first = layers[0][0]
     compute, kernels = first.compute_dtype, first.kernels
-    x_c = first.collapsed(x if x.dtype == compute else x.to(compute))
-    x_a = x_c if mask is None else x_c * first.collapsed(mask)
+    x = x if x.dtype == compute else x.to(compute)
+    x_c = first.collapsed(x)
+    # Not a view of x, where it is x: a compiler takes no view of an input for a tensor to save.
+    x_a = x if mask is None else x * mask
     ranks = [layer[2] for layer in layers]
-    t_all = first.rows(first.product(x_a, a_all))
+    t_all = first.rows(first.product(first.collapsed(x_a), a_all))
     outputs, saved = [], [x_a, mask, t_all, a_all]
     for at, (layer, t_MR) in enumerate(zip(layers, _split(t_all, ranks, 1), strict=True)):
         base, _, _, _, bias_N, _, z_rows, (_, sb_NR, g_N, _) = layer
@@ -166,6 +168,7 @@ class _Adapted(torch.autograd.Function):
         first = ctx.layers[0][0]
         x_a, mask, t_all, a_all, *saved = ctx.saved_tensors
         needs_dx, grads, dx, all_p, ps_shape = ctx.needs_input_grad[1], [], None, [], None
+        x_a = first.collapsed(x_a)
         x_shape, at = x_a.shape, 0
         ranks, dtype = [layer[2] for layer in ctx.layers], ctx.dtype
         for layer, dy, t_MR in zip(ctx.layers, dys, _split(t_all, ranks, 1), strict=True):

@@ -184,7 +184,10 @@ class AdaptedLayer(nn.Module, LoraLayer):
 
     def part(self) -> Part:
         """This layer as dora.py takes it, fresh."""
-        part, (name, a, b, magnitude, _) = self.now.part, self.now.active or self.active()
+        part = self.now.part
+        if part is not None and torch.compiler.is_compiling():
+            return part  # a graph reads its parameters and no others
+        name, a, b, magnitude, _ = self.now.active or self.active()
         # Parameters may be swapped for others (torch.func.functional_call), and PEFT sets scalings.
         if (
             part is None
@@ -250,6 +253,8 @@ def refresh(layers: Iterable[AdaptedLayer]) -> None:
     for place, (layer, (c_N, *of_rows)) in enumerate(zip(stale, made, strict=True)):
         ready, z_rows = Ready(cast_a[place], cast_sb[place], *of_rows), layer._buffers.get("z_rows")
         layer.now.part = Part(bases[place], a_s[place], b_s[place], scalings[place], magnitudes[place], c_N, z_rows, ready)
+    for shared in {id(layer.shared): layer.shared for layer in stale if layer.shared is not None}.values():
+        shared.join()
 
 
 def _cast(layers: Sequence[AdaptedLayer], name: str, tensors: list[Tensor], scalings: list[float]) -> list[Tensor]:
@@ -295,21 +300,25 @@ class SharedInput:
         self.key = self.x = self.a_all = None
         self.outputs = {}
 
+    def join(self) -> None:
+        """Make `a_all`, where all layers are fresh: at the last of them that is made so."""
+        parts = [layer.now.part for layer in self.layers]
+        if all(part is not None for part in parts):
+            self.a_all = joined_a([part.ready.a for part in parts])
+
     def applies(self, x: torch.Tensor) -> bool:
         """Whether all would compute on x alike: none is merged, disabled or drops anything; a change of x would be seen."""
         for layer in self.layers:
             if layer.merged_adapters or layer._disable_adapters or layer.now.rows is not None or layer.dropout is not None:
                 return False
-        return not x.is_inference()
+        return torch.compiler.is_compiling() or not x.is_inference()
 
     def output(self, layer: AdaptedLayer, x: torch.Tensor) -> torch.Tensor:
         """The output of `layer` for x, which is computed for all layers at the first of them."""
-        key = x._version, torch.is_grad_enabled()
+        # A compiler knows no version; it sees a block whole, and none of the families' blocks changes what it shares.
+        key = None if torch.compiler.is_compiling() else (x._version, torch.is_grad_enabled())
         if x is not self.x or key != self.key or layer not in self.outputs:
             parts = [each.part() for each in self.layers]
-            if self.a_all is None:
-                with torch.inference_mode(False), torch.no_grad():
-                    self.a_all = joined_a([part.ready.a for part in parts])
             outputs = adapted(x, parts, a_all=self.a_all)
             self.x, self.key, self.outputs = x, key, dict(zip(self.layers, outputs, strict=True))
         y = self.outputs.pop(layer)

@@ -2,7 +2,7 @@
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import is_dataclass
 from fnmatch import fnmatchcase
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import checkpoint
 
 _depth = 0  # of blocks that run again just now
 
@@ -31,18 +32,26 @@ def find_blocks(denoiser: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Mo
 
 
 def checkpoint_blocks(
-    blocks: Mapping[str, nn.Module], every: bool | int, unread: Sequence[str] = (), skipped: Sequence[str] = ()
+    blocks: Mapping[str, nn.Module],
+    every: bool | int,
+    unread: Sequence[str] = (),
+    skipped: Sequence[str] = (),
+    compiled: Collection[str] = (),
 ) -> int:
     """Recompute the activations of every n-th block in the backward pass (True: of all). Returns how many blocks.
 
     blocks: by name, with their adapters: what is put in later gets no gradient. They take tensors, in tuples, lists and
     dictionaries too, and return one or a tuple. Gradients of their parameters go to `.grad`, past hooks and autograd.grad.
     unread: fnmatch patterns of frozen layers whose output no backward pass reads. skipped: of blocks whose input is read
-    again outside of them.
+    again outside of them. compiled: names of blocks that a compiler takes whole: it sees what a second forward is for, keeps
+    no more, and leaves out by itself what nothing reads.
     """
     chosen = list(blocks)[:: 1 if every is True else every] if every else []
     for name in chosen:
         block = blocks[name]
+        if name in compiled:
+            block.forward = _checkpointed(block.forward)
+            continue
         # Beside blocks that are not recomputed nothing tells which of them read what this one reads.
         shared = every != 1 or any(fnmatchcase(name, pattern) for pattern in skipped)
         block.forward = _recomputed(block, shared)
@@ -51,6 +60,14 @@ def checkpoint_blocks(
             if hasattr(module, "unread") and any(fnmatchcase(layer, pattern) for pattern in unread):
                 module.unread = True
     return len(chosen)
+
+
+def _checkpointed(forward: Callable) -> Callable:
+    @wraps(forward)
+    def wrapped(*args, **kwargs):
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return wrapped
 
 
 def _recomputed(block: nn.Module, shared: bool) -> Callable:

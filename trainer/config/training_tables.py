@@ -84,6 +84,8 @@ class StepTable(Table):
     """What to do at a value that is not finite: stop the run, or skip the update."""
     max_skipped: Annotated[Count, ReadWith("step.non_finite", ("skip",))] = 10
     """So many updates of the run are skipped. One more stops it."""
+    compile: Literal["none", "blocks"] = "none"
+    """Have torch.compile make one program of each kind of block. The first steps take minutes."""
 
 
 class MemoryTable(Table):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from trainer.quantization import FrozenConv2d, FrozenLinear
 from trainer.resume import pins
 from trainer.runtime import precision
 from trainer.runtime.attention import few_tokens_in_fp32
+from trainer.runtime.compilation import Compiler
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,10 @@ def load_trained(plan: RunPlan, components: Components, pieces: Pieces) -> None:
     pieces.enter("quantization", pins.pin_quantization(record, snapshots=plan.model.source.snapshots))
 
 
-def build_adapter(config: Config, components: Components, pieces: Pieces) -> tuple[Adapter, Norms]:
-    """(the adapter in its layers, the norms that its files need)."""
+def build_adapter(
+    config: Config, components: Components, pieces: Pieces, compiler: Compiler | None = None
+) -> tuple[Adapter, Norms]:
+    """(the adapter in its layers, the norms that its files need). compiler: of the denoiser's blocks, to be trained with."""
     plan, family, modules = components.plan, components.family, components.model.modules
     peers, phases = components.processes, components.phases
     adapted = {name: modules[name] for name in plan.adapted}
@@ -85,9 +89,13 @@ def build_adapter(config: Config, components: Components, pieces: Pieces) -> tup
     adapter.refresh_before(adapted)
     unread = family.unread_beside(adapter.layers, half=plan.scales_loss)
     few_tokens_in_fp32(modules[family.denoiser], family.attention, components.model.device)
-    recomputed = checkpoint_blocks(blocks, config.memory.gradient_checkpointing, unread, family.skipped)
+    compiled = {n: b for n, b in blocks.items() if compiler and any(fnmatchcase(n, p) for p in family.compiled)}
+    recomputed = checkpoint_blocks(blocks, config.memory.gradient_checkpointing, unread, family.skipped, compiled)
     if recomputed:
         peers.say(f"gradient checkpointing: {recomputed} blocks are recomputed in the backward pass")
+    if compiler is not None:
+        count = compiler.compile(compiled)
+        peers.say(f"{count} blocks are compiled at their first step with each shape, which takes minutes")
     return adapter, norms
 
 
@@ -100,10 +108,11 @@ def build_step(
     progress: Progress,
     *,
     then: Mapping[str, Any] | None,
+    compiler: Compiler | None,
 ) -> tuple[TrainState, Step]:
     """(what the steps change, the step). Enters the optimizer, its schedule, the loss scaler and the averages as pieces.
 
-    then: the checkpoint's config, where --allow changed it.
+    then: the checkpoint's config, where --allow changed it. compiler: the one that `build_adapter` had.
     """
     peers, encoders = components.processes, components.family.text_encoders
     optimizer, schedule = _optimizer(config, adapter, encoders, progress.total_steps)
@@ -131,7 +140,7 @@ def build_step(
         told = {} if options.max_norm is None else {"layers_limited": adapter.limit_norms(options.max_norm, step)}
         adapter.mark_stale()
         averages.update()
-        return told | kept.log_fields()
+        return told | kept.log_fields() | (compiler.told() if compiler else {})
 
     step = Step(
         losses=losses_of(components, config.run.seed),

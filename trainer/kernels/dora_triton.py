@@ -141,7 +141,11 @@ def adapter_gradients_kernel(
 
 
 @operator("out_MN")
-def _compose(z_MN: Tensor, t_MR: Tensor, sb_NR: Tensor, g_N: Tensor | None, bias_N: Tensor | None, out_MN: Tensor) -> None:
+def _compose(
+    t_MR: Tensor, sb_NR: Tensor, g_N: Tensor | None, bias_N: Tensor | None, z_MN: Tensor | None, out_MN: Tensor
+) -> None:
+    # A compiler copies what is read and written under two names.
+    z_MN = out_MN if z_MN is None else z_MN
     (rows, columns), rank = z_MN.shape, sb_NR.shape[1]
 
     def how() -> LaunchConfig:
@@ -170,6 +174,7 @@ class Sums(NamedTuple):
     stages: int
 
 
+@torch.compiler.assume_constant_result
 @cache  # asked twice a layer
 def _sums(rows: int, columns: int, rank: int, dtype: torch.dtype) -> Sums:
     # Narrow along N, so that few splits, and few partial sums, fill the SMs. fp32 as in compose.
@@ -225,7 +230,7 @@ def compose(z_MN: Tensor, t_MR: Tensor, sb_NR: Tensor, g_N: Tensor | None, bias_
     """out = g * (z + t (s B)^T) + bias, in place."""
     if not z_MN.numel():
         return
-    _compose(z_MN, t_MR, sb_NR.contiguous(), g_N, bias_N, out_MN)
+    _compose(t_MR, sb_NR.contiguous(), g_N, bias_N, None if z_MN is out_MN else z_MN, out_MN)
 
 
 def adapter_gradients(

@@ -205,6 +205,7 @@ class Weight(NamedTuple):
         return self.bits, self.block, self.scale is None, self.offset is None, self.levels is None
 
 
+@torch.compiler.assume_constant_result
 @cache  # torch's answer takes as long as the launch of a kernel
 def converts_e4m3(device: torch.device) -> bool:
     """Whether Triton converts e4m3 codes for that device; elsewhere the kernels read their bits. Ada and newer do."""
@@ -213,6 +214,8 @@ def converts_e4m3(device: torch.device) -> bool:
 
 def flat(weight: StoredWeight) -> Weight:
     """The weight as operators take it, made once. Raises ValueError for codes of a dtype that the kernels cannot read."""
+    if torch.compiler.is_compiling():
+        return _flat(weight)  # a graph is made once
     kept = weight.__dict__  # as functools.cached_property keeps what follows from a frozen object
     if "of_triton" not in kept:
         kept["of_triton"] = _flat(weight)

@@ -170,6 +170,7 @@ class Family:
     unread: fnmatch patterns of layers in them whose output is only added, or multiplied by what needs no gradient. Nothing
       needs its value in a backward pass, so a block that is recomputed leaves out these products.
     skipped: fnmatch patterns of blocks whose input is read again outside of them.
+    compiled: fnmatch patterns of those that step.compile compiles: many of few shapes.
     clips: whether, in fp16, the blocks clip what they give: a clip's backward reads what it clipped.
     gates: fnmatch patterns of layers, by full name, that those multipliers come from: adapted, they need a gradient.
     shared_inputs: component -> groups of endings of layer names; Linears that differ in nothing else read one tensor.
@@ -206,6 +207,7 @@ class Family:
     blocks: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
+    compiled: tuple[str, ...] = ("*",)
     clips: bool = True
     gates: tuple[str, ...] = ()
     shared_inputs: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)

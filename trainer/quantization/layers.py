@@ -56,7 +56,7 @@ class FrozenLayer(nn.Module):
         self.merged_weight: torch.Tensor | None = None
         self._cast_bias: tuple[torch.Tensor, torch.Tensor] | None = None
         self._plain = False  # StoredWeight.plain, found once when the payload is filled
-        self._stored: tuple[torch.Tensor, StoredWeight] | None = None  # with the buffer that it describes
+        self._stored = self._described()
 
     @property
     def qweight(self) -> torch.Tensor:
@@ -69,13 +69,13 @@ class FrozenLayer(nn.Module):
 
     def stored(self) -> StoredWeight:
         """The frozen weight itself, also while an adapter is merged."""
-        # Described once: a step asks six times for it. Another device has other buffers.
-        weight = self._buffers["payload_weight"]
-        if self._stored is None or self._stored[0] is not weight:
-            rows = self.weight_shape[0]
-            stored = self.format.stored(self.payload(), (rows, self.weight_shape.numel() // rows))
-            self._stored = weight, replace(stored, plain=True) if self._plain else stored
-        return self._stored[1]
+        return self._stored
+
+    def _described(self) -> StoredWeight:
+        """What `stored` gives: made once, as a step asks six times for it."""
+        rows = self.weight_shape[0]
+        stored = self.format.stored(self.payload(), (rows, self.weight_shape.numel() // rows))
+        return replace(stored, plain=True) if self._plain else stored
 
     def in_use(self) -> StoredWeight:
         """What the layer computes with: the frozen weight, or base + adapter while that is merged."""
@@ -88,8 +88,9 @@ class FrozenLayer(nn.Module):
         return self.kernels.upcast(self.stored(), dtype).view(self.weight_shape)
 
     def _apply(self, fn, recurse=True):
-        self._stored = None  # it would keep what moves
-        return super()._apply(fn, recurse)
+        applied = super()._apply(fn, recurse)
+        self._stored = self._described()  # another device has other buffers
+        return applied
 
     def load_weight(self, weight: torch.Tensor) -> None:
         """Convert `weight` into the payload, in place."""
@@ -117,7 +118,7 @@ class FrozenLayer(nn.Module):
 
     def _filled(self) -> None:
         self._plain = self.kernels.has_plain_codes(self.stored())
-        self._stored = None
+        self._stored = self._described()
 
     def compute_weight(self, g_N: torch.Tensor | None = None) -> torch.Tensor:
         """W, or g * W row by row, in `compute_dtype`: the payload itself where it is that, else in the shared buffer."""

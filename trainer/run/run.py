@@ -51,6 +51,7 @@ from trainer.run.checkpointing import Saves
 from trainer.run.loop import Loop
 from trainer.run.output_folder import open_trackers, opened
 from trainer.run.setup import Beginning, Launch, begin, cache_dir
+from trainer.runtime.compilation import Compiler
 from trainer.runtime.context import RunContext
 from trainer.runtime.device import Memory, start_processes
 from trainer.runtime.jobs import Fields, Job, Position
@@ -231,11 +232,14 @@ def build_state(
     pieces."""
     pieces, start, progress = begun.pieces, begun.start, begun.progress
     load_trained(plan, components, pieces)
-    adapter, norms = build_adapter(plan.config, components, pieces)
+    compiler = None
+    if plan.config.step.compile == "blocks":
+        compiler = Compiler(cache_dir(plan.config) / "compiled", components.processes.say)
+    adapter, norms = build_adapter(plan.config, components, pieces, compiler)
     start.apply(adapter, norms, components.processes.say)
     origin = pieces.enter("origin", Origin(plan, progress, adapter, made_for(norms.held), start))
     then = begun.saved.state("config") if begun.saved is not None and allowed.changed else None
-    state, step = build_step(plan.config, components, adapter, norms, pieces, progress, then=then)
+    state, step = build_step(plan.config, components, adapter, norms, pieces, progress, then=then, compiler=compiler)
     if adapter.dora:  # else they would be made in the first step, which a stop has to wait for
         with components.phases("norms of the adapted layers", len(adapter.layers), "layer") as phase:
             adapter.refresh(phase.advance)

@@ -13,6 +13,7 @@ from trainer.base.errors import UserError
 from trainer.base.protocols import Kernels
 from trainer.config import Config
 from trainer.runtime import precision, processes
+from trainer.runtime.compilation import check_compiler
 from trainer.runtime.processes import Processes
 
 
@@ -29,6 +30,8 @@ def check_device(config: Config) -> torch.device:
     # As accelerate gives them out: not the first for all.
     device = torch.device("cpu") if on_cpu else torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     precision.prepare_device(device, {component.compute for component in config.model.components.values()})
+    if config.step.compile == "blocks":
+        check_compiler(device)
     chosen = kernels.choose(config.adapter.kernels, device)
     precision.check_scaled_matmul(config.precision.matmul, chosen, device)
     return device

@@ -1,0 +1,96 @@
+"""torch.compile over a denoiser's blocks: one program of forward, recomputation and backward for each kind of block and shape.
+
+A block compiles whole or not at all. It is compiled for training alone: samples and the held-out loss run as written, so no
+size or strength of theirs makes a further program.
+"""
+
+import os
+import sysconfig
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from trainer.base.errors import UserError
+
+# Of the data's shapes each makes a program, and no others: torch's own limit would end a run of many buckets.
+LIMIT = 2**16
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raises UserError where nothing compiles for the device: a GPU without Triton, or a CPU without a C++ compiler and
+    Python's headers."""
+    asked, remedy = f"step.compile = 'blocks' on {device.type} needs", "or set step.compile = 'none'"
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        if not has_triton():
+            raise UserError(f"{asked} Triton, which is not here; install the triton package, {remedy}")
+        return
+    from torch._inductor import config, cpp_builder, exc
+
+    try:
+        with patch.dict(os.environ):  # in which it notes a folder of its own choice
+            cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler as error:
+        tried = ", ".join(filter(None, config.cpp.cxx))
+        raise UserError(f"{asked} a C++ compiler, and {tried} does not run; install g++, or name one in CXX, {remedy}") from error
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").is_file():
+        raise UserError(f"{asked} Python's headers, and there is no Python.h in {headers}; install python3-dev, {remedy}")
+
+
+class Compiler:
+    """Compiles blocks, and counts the programs. folder: where they are kept for the next start. say: prints a line.
+
+    made: programs since `told`, by kind of block and the shape of what it was given.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        self.say, self.made = say, Counter[str]()
+        # Not over a user's own; torch reads it whenever it looks for its folder.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder.absolute()))
+        torch.compiler.reset()  # of an earlier run in this process
+        dynamo, inductor = torch._dynamo.config, torch._inductor.config
+        dynamo.recompile_limit = dynamo.accumulated_recompile_limit = LIMIT
+        # What layers that share an input pass on to each other is made and taken within a block.
+        dynamo.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+        inductor.fallback_random = True  # the same draws as without a compiler
+        # Their traces are part of a graph, and so of the key by which it is found again.
+        torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+
+    def compile(self, blocks: Mapping[str, nn.Module]) -> int:
+        """Have these blocks compiled when they are first trained with. Returns how many; they recompute as their forward
+        says."""
+        kinds = {type(block): partial(self._program, type(block).__name__) for block in blocks.values()}
+        for block in blocks.values():
+            block.forward = _trained_with(block.forward, kinds[type(block)])
+        return len(blocks)
+
+    def _program(self, kind: str, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+        """As torch.compile asks of a backend."""
+        given = next((t for t in inputs if isinstance(t, torch.Tensor) and t.dim() == 3), None)
+        self.made[f"{kind} of {'?' if given is None else 'x'.join(map(str, given.shape))}"] += 1
+        return torch._dynamo.lookup_backend("inductor")(graph, inputs)
+
+    def told(self) -> dict[str, float]:
+        """The entry of the log for a step: how many programs were made in it. They are named in a line."""
+        made, self.made = self.made, Counter()
+        if made:
+            self.say(f"compiled {', '.join(f'{count} x {kind}' if count > 1 else kind for kind, count in made.items())}")
+        return {"compiled": made.total()}
+
+
+def _trained_with(forward: Callable, backend: Callable) -> Callable:
+    compiled = torch.compile(forward, backend=backend, fullgraph=True, dynamic=False)
+
+    @wraps(forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return (compiled if torch.is_grad_enabled() else forward)(*args, **kwargs)
+
+    return wrapped
