@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,14 @@ from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock, FluxTransformerBlock
 from torch import Tensor, nn
 
-from trainer.adapters import Adapter, Method, inject, match_targets
+from trainer.adapters import Method, inject, match_targets
+from trainer.adapters.adapter import ADAPTER_NAME
+from trainer.adapters.layers import AdaptedLayer
 from trainer.base.memory import checkpoint_blocks
 from trainer.kernels import dora_torch
 from trainer.models import FAMILIES
 from trainer.plan.storage import Storage
-from trainer.quantization import FORMATS, FrozenConv2d, FrozenLayer, FrozenLinear
-from trainer.quantization.formats import Dense
+from trainer.quantization import FORMATS, FrozenLinear
 from trainer.runtime.attention import few_tokens_in_fp32
 from trainer.runtime.compilation import Compiler
 
@@ -35,24 +35,22 @@ BLOCKS: dict[str, tuple[str, Callable[[], nn.Module]]] = {
     "sdxl": ("sdxl", lambda: BasicTransformerBlock(WIDTH, **SIZES, cross_attention_dim=24)),
 }
 STORAGES = ("bf16", "fp8_e4m3", "int8", "nf4")
-EXACT = Dense("fp64", torch.float64)
 
 
 @dataclass
 class Built:
-    """A block with its adapter, alone in a denoiser."""
+    """A block and what is trained in it, by name. refresh: due before a forward, as a denoiser sees to it."""
 
     kind: str
     block: nn.Module
-    adapter: Adapter
+    parameters: dict[str, Tensor]
     dtype: torch.dtype
+    refresh: Callable[[], object] = lambda: None
 
     def results(self) -> dict[str, Tensor]:
-        """Outputs and gradients of a forward and backward, by name. The adapter is refreshed before, as a denoiser's is."""
-        self.adapter.mark_stale()
-        self.adapter.refresh()
-        parameters = self.adapter.named_parameters()
-        for parameter in parameters.values():
+        """Outputs and gradients of a forward and backward, by name."""
+        self.refresh()
+        for parameter in self.parameters.values():
             parameter.grad = None
         given = inputs(self.kind, self.dtype)
         outputs = self.block(**given)
@@ -61,7 +59,7 @@ class Built:
         sum((y * torch.randn(y.shape, generator=generator).to(y.dtype)).sum() for y in outputs).backward()
         made = {f"output {place}": y.detach() for place, y in enumerate(outputs)}
         made |= {name: t.grad for name, t in given.items() if isinstance(t, Tensor) and t.requires_grad}
-        return made | {name: parameter.grad for name, parameter in parameters.items()}
+        return made | {name: parameter.grad for name, parameter in self.parameters.items()}
 
 
 def inputs(kind: str, dtype: torch.dtype, tokens: int = TOKENS) -> dict[str, Any]:
@@ -77,46 +75,75 @@ def inputs(kind: str, dtype: torch.dtype, tokens: int = TOKENS) -> dict[str, Any
     return {"hidden_states": hidden, "encoder_hidden_states": text, "temb": time, "image_rotary_emb": tuple(rotary)}
 
 
-def built(kind: str, adapter: str, storage: str, *, exact: Built | None = None) -> Built:
-    """The same weights at every call. exact: of which the numbers are taken over, in fp64."""
+def built(kind: str, adapter: str, storage: str) -> Built:
+    """In bf16, with the same weights at every call."""
     family = FAMILIES[BLOCKS[kind][0]]
-    name, dtype = family.denoiser, torch.bfloat16 if exact is None else torch.float64
-    torch.manual_seed(0)
+    name = family.denoiser
     with torch.device("meta"):
         denoiser = nn.Module()
         denoiser.blocks = nn.ModuleList([BLOCKS[kind][1]()])
-    Storage(name, FORMATS[storage] if exact is None else EXACT, dtype).swap(denoiser, kernels=dora_torch)
+    Storage(name, FORMATS[storage], torch.bfloat16).swap(denoiser, kernels=dora_torch)
     denoiser.to_empty(device=CPU)
-    theirs = {} if exact is None else dict(exact.block.named_modules(prefix="blocks.0"))
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in denoiser.parameters():
-            parameter.copy_(1 + 0.1 * torch.randn(parameter.shape, generator=generator).bfloat16())
-        for path, layer in denoiser.named_modules():
-            if isinstance(layer, FrozenLayer):
-                drawn = torch.randn(layer.weight_shape, generator=generator) * layer.weight_shape[1] ** -0.5
-                there = theirs.get(path)
-                there = getattr(there, "base_layer", there)
-                layer.load_weight(drawn.bfloat16() if there is None else there.dequantize(torch.float32).double())
-    linears = [path for path, layer in denoiser.named_modules() if isinstance(layer, FrozenLayer)]
+            parameter.copy_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
+        linears = {path: layer for path, layer in denoiser.named_modules() if isinstance(layer, FrozenLinear)}
+        for layer in linears.values():
+            layer.load_weight(torch.randn(layer.weight_shape, generator=generator).mul_(layer.in_features**-0.5).bfloat16())
     targets = match_targets(
-        {name: linears}, denoiser=name, targets="attention+mlp", presets=family.presets, rules=(), rank=4, alpha=2.0
+        {name: list(linears)}, denoiser=name, targets="attention+mlp", presets=family.presets, rules=(), rank=4, alpha=2.0
     )
-    made = inject({name: denoiser}, targets, method=Method(adapter == "dora"), bases=(FrozenLinear, FrozenConv2d), seed=0)
+    made = inject({name: denoiser}, targets, method=Method(adapter == "dora"), bases=(FrozenLinear,), seed=0)
     denoiser.eval()
-    if exact is not None:
-        denoiser.double()
     with torch.no_grad():
-        for parameter_name, parameter in sorted(made.named_parameters().items()):
-            if exact is not None:
-                parameter.copy_(exact.adapter.named_parameters()[parameter_name])
-            elif "magnitude" in parameter_name:
+        for path, parameter in made.named_parameters().items():
+            if "magnitude" in path:
                 parameter.mul_(1 + 0.1 * torch.rand(parameter.shape, generator=generator))
             else:
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
     made.share_inputs(name, family.shared_inputs[name])
     few_tokens_in_fp32(denoiser, family.attention, CPU)
-    return Built(kind, denoiser.blocks[0], made, dtype)
+    return Built(
+        kind, denoiser.blocks[0], made.named_parameters(), torch.bfloat16, lambda: made.mark_stale() or made.refresh()
+    )
+
+
+class Exact(nn.Module):
+    """An adapted layer as the papers have it, in fp64: of the dense weight g * (W + s B A)."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        adapted = isinstance(layer, AdaptedLayer)
+        base = layer.get_base_layer() if adapted else layer
+        self.w, self.bias, self.of = base.dequantize(torch.float32).double(), base.bias_N, [None, None, None]
+        if adapted:
+            _, *modules, _ = layer.active()
+            self.of = [None if each is None else each.weight.detach().double().requires_grad_() for each in modules]
+            self.scaling = layer.scaling[ADAPTER_NAME]
+
+    def forward(self, x: Tensor) -> Tensor:
+        v, (a, b, m) = self.w, self.of
+        if a is not None:
+            v = v + self.scaling * b @ a
+        if m is not None:
+            v = v * (m / v.detach().norm(dim=1))[:, None]
+        return nn.functional.linear(x, v, None if self.bias is None else self.bias.double())
+
+
+def exactly(of: Built) -> Built:
+    """The same block in fp64."""
+    block, parameters = BLOCKS[of.kind][1]().double(), {}
+    block.load_state_dict(
+        {name: t.double() for name, t in of.block.named_parameters() if name in block.state_dict()}, strict=False
+    )
+    for path, layer in of.block.named_modules():
+        if isinstance(layer, (AdaptedLayer, FrozenLinear)) and not path.endswith("base_layer"):
+            exact = Exact(layer)
+            block.set_submodule(path, exact)
+            names = [name for name in of.parameters if f".blocks.0.{path}." in name]
+            parameters |= dict(zip(names, exact.of, strict=False))
+    return Built(of.kind, block, {name: parameters[name] for name in of.parameters}, torch.float64)
 
 
 def compiled(of: Built, folder: Path, monkeypatch: pytest.MonkeyPatch, backend: str) -> Compiler:
@@ -144,7 +171,7 @@ def test_traced_and_differentiated_a_block_has_the_same_bytes(tmp_path, monkeypa
         assert expected.keys() == got.keys() and all(t.abs().sum() > 0 for t in got.values())
         with torch.no_grad():
             for of in (ordinary, other):
-                for parameter in of.adapter.named_parameters().values():
+                for parameter in of.parameters.values():
                     parameter.mul_(1.25)
     assert compiler.told() == {"compiled": 1}
 
@@ -152,7 +179,7 @@ def test_traced_and_differentiated_a_block_has_the_same_bytes(tmp_path, monkeypa
 def envelope(kind: str, adapter: str, storage: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ordinary, other = (built(kind, adapter, storage) for _ in range(2))
     compiled(other, folder, monkeypatch, "inductor")
-    exact, expected, got = built(kind, adapter, storage, exact=ordinary).results(), ordinary.results(), other.results()
+    exact, expected, got = exactly(ordinary).results(), ordinary.results(), other.results()
     ratios = []
     for name, truth in exact.items():
         of_eager, of_compiled = ((results[name].double() - truth).norm() for results in (expected, got))

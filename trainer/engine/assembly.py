@@ -94,8 +94,9 @@ def build_adapter(
     if recomputed:
         peers.say(f"gradient checkpointing: {recomputed} blocks are recomputed in the backward pass")
     if compiler is not None:
-        count = compiler.compile(compiled)
-        peers.say(f"{count} blocks are compiled at their first step with each shape, which takes minutes")
+        peers.say(
+            f"step.compile: {compiler.compile(compiled)} blocks are compiled when a shape is met first, which takes minutes"
+        )
     return adapter, norms
 
 

@@ -67,6 +67,13 @@ def describe(plan: RunPlan, *, sizes: bool, data: bool = True) -> str:
         f"clipping {config.step.max_grad_norm:g}; schedule {config.schedule.name}, warm-up {config.schedule.warmup:g}{end}"
     )
     lines += [f"  {line}" for line in optimizer_rules.start_lines(config, plan.length.max_steps)]
+    if config.step.compile == "blocks":
+        kinds = short_batches.shapes(
+            plan.data.examples, batch_size=config.data.batch_size, fill=config.data.short_batches == "merge"
+        )
+        lines.append(
+            f"blocks are compiled: each kind for {len(kinds)} {'shape' if len(kinds) == 1 else 'shapes'} of micro-batches"
+        )
     if plan.length.max_steps > 1 and not plan.saves_before_the_end:
         keys = ", ".join(
             f"checkpoint.{key} = {getattr(config.checkpoint, key):g}" for key in ("every_steps", "every_minutes")

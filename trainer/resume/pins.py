@@ -207,15 +207,24 @@ def _difference(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) 
 
 
 def pin_environment(
-    device: torch.device, kernels: str, optimizer: str, *, processes: int, deterministic: bool, say: Callable[[str], None]
+    device: torch.device,
+    kernels: str,
+    optimizer: str,
+    *,
+    processes: int,
+    compiled: str,
+    deterministic: bool,
+    say: Callable[[str], None],
 ) -> Pin:
-    """Libraries, device, kernels (by name) and the number of processes. optimizer: its name in the table.
+    """Libraries, device, kernels (by name), the number of processes, and what compiled blocks recompute. optimizer: its name
+    in the table. compiled: "" where none is.
 
     Where they differ, later steps may differ in their last bits: said, and refused under `run.deterministic`.
     """
 
     def check(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        changed = [f"{name}: {saved.get(name)} -> {value}" for name, value in now.items() if saved.get(name) != value]
+        # What an earlier version did not note cannot differ.
+        changed = [f"{name}: {saved[name]} -> {value}" for name, value in now.items() if saved.get(name, value) != value]
         if changed and deterministic:
             raise UserError(
                 f"run.deterministic = true, and this is another environment than the checkpoint's: {'; '.join(changed)}; "
@@ -233,7 +242,7 @@ def pin_environment(
     else:
         name = f"{device.type} with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     versions = {library: _version(library) for library in dict.fromkeys((*LIBRARIES, optim.options.package_of(optimizer)))}
-    return Pin({**versions, "device": name, "kernels": kernels, "processes": processes}, check)
+    return Pin({**versions, "device": name, "kernels": kernels, "processes": processes, "compiled": compiled}, check)
 
 
 def _version(library: str) -> str:

@@ -90,8 +90,16 @@ def begin(
     environment = None
     if there.device is not None:
         deterministic, optimizer = config.run.deterministic, config.optimizer.name
+        # Only a compiler makes other sums of a block that is recomputed.
+        recomputed = f"blocks, gradient_checkpointing = {config.memory.gradient_checkpointing}"
         pin = pins.pin_environment(
-            there.device, there.kernels.name, optimizer, processes=processes, deterministic=deterministic, say=say
+            there.device,
+            there.kernels.name,
+            optimizer,
+            processes=processes,
+            compiled=recomputed if config.step.compile == "blocks" else "",
+            deterministic=deterministic,
+            say=say,
         )
         environment = pieces.enter("environment", pin)
     if saved is not None:

@@ -1,4 +1,4 @@
-"""torch.compile over a denoiser's blocks: one program of forward, recomputation and backward for each kind of block and shape.
+"""torch.compile over a denoiser's blocks: one program of forward, recomputation and backward for each kind and shape.
 
 A block compiles whole or not at all. It is compiled for training alone: samples and the held-out loss run as written, so no
 size or strength of theirs makes a further program.
@@ -39,7 +39,9 @@ def check_compiler(device: torch.device) -> None:
             cpp_builder.get_cpp_compiler()
     except exc.InvalidCxxCompiler as error:
         tried = ", ".join(filter(None, config.cpp.cxx))
-        raise UserError(f"{asked} a C++ compiler, and {tried} does not run; install g++, or name one in CXX, {remedy}") from error
+        raise UserError(
+            f"{asked} a C++ compiler, and {tried} does not run; install g++, or name one in CXX, {remedy}"
+        ) from error
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").is_file():
         raise UserError(f"{asked} Python's headers, and there is no Python.h in {headers}; install python3-dev, {remedy}")

@@ -24,6 +24,7 @@ def quiet_libraries() -> None:
         for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", category)
     warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step.*")
+    warnings.filterwarnings("ignore", message="bf16 and fp16 are mixed")  # a compiler's, of a base stored in the other
     warnings.showwarning = _warned
 
 

@@ -21,6 +21,16 @@ def appearances(examples: Iterable[Example]) -> Counter[Bucket]:
     return sizes
 
 
+def shapes(examples: Sequence[Example], *, batch_size: int, fill: bool) -> set[tuple[Bucket, int]]:
+    """(bucket, photos) of every kind of micro-batch, a bucket on its side counted as the same. fill: short ones are."""
+    found = set()
+    for bucket, size in appearances(examples).items():
+        full, left = divmod(size, batch_size)
+        whole = [batch_size] if full or fill else []
+        found |= {((max(bucket), min(bucket)), count) for count in [*whole, *([left] if left and not fill else [])]}
+    return found
+
+
 def short(examples: Iterable[Example], *, batch_size: int) -> dict[Bucket, int]:
     """The number of photos in the last batch of each bucket in which that is not full."""
     return {bucket: left for bucket, size in sorted(appearances(examples).items()) if (left := size % batch_size)}
