@@ -84,6 +84,8 @@ class StepTable(Table):
     """What to do at a value that is not finite: stop the run, or skip the update."""
     max_skipped: Annotated[Count, ReadWith("step.non_finite", ("skip",))] = 10
     """So many updates of the run are skipped. One more stops it."""
+    attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
+    """Which of torch's kernels compute the denoiser's attention: by the card, or this one alone."""
 
 
 class MemoryTable(Table):

@@ -17,14 +17,16 @@ from trainer.checkpoint.state import Pin
 from trainer.config import Config
 from trainer.data import identity
 from trainer.resume.allowed_changes import PHOTOS, SHARE, Allowance, never
+from trainer.runtime.attention import OWN
 
 # A run may go on under a config that differs in these keys and in no others: none of them changes what a step computes.
 # step.accumulation may as far as accumulation x processes stays (`pin_data`); the policy for values that are not finite
-# matters only where the run would have ended.
+# matters only where the run would have ended. step.attention changes the last bits: `pin_environment` compares what it comes
+# to.
 MAY_CHANGE = (
     "run.max_steps", "run.epochs", "run.stop_after", "run.lost_after", "run.output_dir", "model.cache_dir",
     "data.cache", "data.cache_dir", "data.cache_limit", "data.num_workers", "memory.*", "step.accumulation",
-    "step.non_finite", "step.max_skipped",
+    "step.non_finite", "step.max_skipped", "step.attention",
     "ema.snapshot_every_steps", "validation.*", "logging.*", "export.*", "checkpoint.*",
 )  # fmt: skip
 
@@ -207,14 +209,22 @@ def _difference(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) 
 
 
 def pin_environment(
-    device: torch.device, kernels: str, optimizer: str, *, processes: int, deterministic: bool, say: Callable[[str], None]
+    device: torch.device,
+    kernels: str,
+    optimizer: str,
+    *,
+    attention: str,
+    processes: int,
+    deterministic: bool,
+    say: Callable[[str], None],
 ) -> Pin:
-    """Libraries, device, kernels (by name) and the number of processes. optimizer: its name in the table.
+    """Libraries, device, kernels and attention (by name) and the number of processes. optimizer: its name in the table.
 
     Where they differ, later steps may differ in their last bits: said, and refused under `run.deterministic`.
     """
 
     def check(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        saved = {"attention": OWN} | dict(saved)  # before there was a choice
         changed = [f"{name}: {saved.get(name)} -> {value}" for name, value in now.items() if saved.get(name) != value]
         if changed and deterministic:
             raise UserError(
@@ -233,7 +243,7 @@ def pin_environment(
     else:
         name = f"{device.type} with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     versions = {library: _version(library) for library in dict.fromkeys((*LIBRARIES, optim.options.package_of(optimizer)))}
-    return Pin({**versions, "device": name, "kernels": kernels, "processes": processes}, check)
+    return Pin({**versions, "device": name, "kernels": kernels, "attention": attention, "processes": processes}, check)
 
 
 def _version(library: str) -> str:
