@@ -33,8 +33,8 @@ KERNELS = {
 }
 # The order of "auto" on a card of these compute capabilities (Hopper, and Blackwell in data centres), as torch prefers it.
 CUDNN_FIRST, ORDER = (9, 10), ("cudnn", "flash", "efficient", "math")
-# Before it, on an H100 with cuDNN 9.19, Flux got gradients that were not finite, and a step read outside its memory. Later
-# ones are tried: a card that reads outside of its memory is lost to the process.
+# The first cuDNN that is tried. With 9.19 on an H100 the gradients of Flux were not finite, and a step read outside its
+# memory, after which a process can do nothing more on the card.
 CUDNN = 92000
 
 # (queries, keys) that a kernel is tried with. cuDNN went wrong where half of a tile of 128 is left over.
@@ -58,7 +58,8 @@ class Attention:
         return ", ".join(self.kinds) or OWN
 
     def used(self) -> AbstractContextManager[Any]:
-        """A block in which all attention is computed so. It costs some 20 us, so a layer is no place for it."""
+        """A block in which all attention is computed so. It holds for the process and takes a dozen calls into torch: for a
+        whole forward or backward pass, not for a layer."""
         kernels = [KERNELS[kind] for kind in self.kinds]
         return sdpa_kernel(kernels, set_priority=True) if kernels else nullcontext()
 
