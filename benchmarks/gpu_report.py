@@ -1,7 +1,7 @@
 """Gathers what scripts/gpu_suite.sh measured into GPU-DATE.json and prints its short table.
 
 python benchmarks/gpu_report.py PARTS FOLDER     PARTS: tests.xml, kernels.json, layers.json, shared.json, steps.json,
-deterministic.json and their NAME.status
+deterministic.json, attention.json and their NAME.status
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import bench_attention
+
 # (figure, of which rows, which statistic, limit, whether the figure may be at most or must be at least that)
 LIMITS = (
     ("DoRA / LoRA", "Flux", max, 1.06, "at most"),
@@ -24,7 +28,7 @@ LIMITS = (
     ("extra memory", "Flux", max, 0.02, "at most"),
     ("extra memory, no bias", "SDXL", max, 0.02, "at most"),
 )
-PARTS = ("tests", "kernels", "layers", "shared", "steps", "deterministic")
+PARTS = ("tests", "kernels", "layers", "shared", "steps", "deterministic", "attention")
 # Of a step with the denoiser stored as fp8_e4m3 and multiplied in bf16, over one stored as bf16; by the image's pixels.
 STORAGE_LIMITS = {1024: 1.08, 512: 1.15}
 
@@ -156,6 +160,8 @@ def main() -> int:
         print("\n".join(step_lines(result["steps"])))
     if "deterministic" in result:
         print("\n".join(deterministic_lines(result["deterministic"])))
+    if "attention" in result:
+        print("\n".join(map(bench_attention.line, result["attention"]["rows"])))
     for name, code in status.items():
         if code:
             print(f"{name}: exit status {code}" + (" (ran out of time)" if code == 124 else ""))

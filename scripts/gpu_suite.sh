@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Everything that only a CUDA device can show, in under 10 minutes (each part has its time limit): the tests marked gpu, each
 # fused kernel against its plain twin, the adapted layers of Flux and SDXL against PEFT's, a step of the full-size models in
-# each storage, from which layer shape on a float8 product pays, and what run.deterministic costs. Prints a short table last
-# and writes GPU-DATE.json. The limits add up to 560 s; what is left is for starting Python and for stopping a part.
+# each storage, from which layer shape on a float8 product pays, what run.deterministic costs, and every kind of attention.
+# Prints a short table last and writes GPU-DATE.json. The limits add up to 580 s; what is left is for starting Python and for
+# stopping a part.
 #   gpu_suite.sh [FOLDER]     FOLDER: where the results go (docs/benchmarks)
 # Exit status: 0 all tests passed and every part ran; 1 otherwise, the results are written all the same; 2 without a device.
 set -uo pipefail
@@ -40,4 +41,7 @@ echo "$?" > "$parts/steps.status"
 echo "== deterministic steps"
 timeout 60 "$python" benchmarks/bench_deterministic.py --device cuda --seconds 42 --json "$parts/deterministic.json"
 echo "$?" > "$parts/deterministic.status"
+echo "== kinds of attention"
+timeout 20 "$python" benchmarks/bench_attention.py --kinds --json "$parts/attention.json"
+echo "$?" > "$parts/attention.status"
 "$python" benchmarks/gpu_report.py "$parts" "$out"

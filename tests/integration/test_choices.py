@@ -16,12 +16,15 @@ from trainer import config as configs
 from trainer import models
 from trainer.adapters import Rule, match_targets
 from trainer.base.errors import UserError
-from trainer.base.memory import checkpoint_blocks, find_blocks
+from trainer.base.memory import checkpoint_blocks, find_blocks, recomputing
 from trainer.checkpoint import store
 from trainer.cli import main as cli
+from trainer.engine.held_out_loss import HeldOutLoss
 from trainer.models import flux
 from trainer.quantization import FrozenConv2d, FrozenLayer, FrozenLinear
 from trainer.run.run import Run
+from trainer.runtime import attention
+from trainer.runtime.jobs import Position
 
 FEW = ["up_blocks.1.attentions.*attn1.to_q"]  # late layers: a short backward pass
 
@@ -271,3 +274,55 @@ def test_a_saved_adapter_of_another_shape_or_dtype_is_refused(bench: Workbench) 
         del saved[name]
         with pytest.raises(UserError, match=f"{name} is missing from the saved adapter"):
             run.adapter.load_state_dict(saved)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "encoder"), [("sdxl", "*.q_proj"), ("flux", "*.q")])
+def test_the_attention_that_was_asked_for_is_the_denoisers_alone(bench: Workbench, family: str, encoder: str) -> None:
+    """In a step, a recomputation, a loss and a sample; text encoders, read live in all, and the VAE keep torch's own."""
+    config = bench.config(
+        family, step__attention="math", adapter__targets="attention", memory__gradient_checkpointing=True,
+        adapter__rules=[{"component": "text_encoder_2", "match": encoder}],
+        validation__every_steps=1, validation__prompts=["a bear"], validation__steps=1,
+        validation__loss_every_steps=1, data__held_out=2,
+    )  # fmt: skip
+    with built(config) as training:
+        seen: dict[str, Counter[tuple[bool, bool]]] = {}
+        for name, module in training.model.modules.items():
+            seen[name] = Counter()
+            for layer in module.modules():
+                if "Attention" in type(layer).__name__:
+                    layer.register_forward_pre_hook(
+                        lambda *_, at=name: seen[at].update([(attention.only_plain(), recomputing())])
+                    )
+        take_step(training, 1, next(training.updates()))
+        denoiser, recomputed = seen[training.family.denoiser], seen[training.family.denoiser][True, True]
+        assert recomputed > 0 and denoiser == {(True, False): recomputed, (True, True): recomputed}
+        training.artifacts().draw_samples(Position(0, 3, fresh=True))
+        drawn = denoiser[True, False]
+        assert drawn > recomputed
+        HeldOutLoss.of(training.plan, training.components, training.reader, training.state.evaluating).measure()
+        assert denoiser[True, False] > drawn and denoiser.keys() == {(True, False), (True, True)}
+        others = {name: found for name, found in seen.items() if name != training.family.denoiser}
+        assert others.keys() == {"text_encoder", "text_encoder_2", "vae"}
+        assert all(found.keys() == {(False, False)} for found in others.values()), others
+
+
+def test_a_named_attention_is_said_and_auto_is_not(bench: Workbench, capsys) -> None:
+    for kind in ("auto", "math"):
+        with built(bench.config(step__attention=kind, run__output_dir=str(bench.tmp / kind))):
+            pass
+        said = capsys.readouterr().out
+        assert said.count("attention: math (step.attention = 'math')") == (kind == "math") == ("step.attention" in said)
+
+
+@pytest.mark.slow
+def test_attention_may_change_where_no_bytes_are_promised(bench: Workbench, capsys) -> None:
+    """And is said. test_pins.py has the refusal under run.deterministic."""
+    tree = bench.tree(run__max_steps=2, run__stop_after=1)
+    assert run(bench, tree) == 0
+    tree["run"]["stop_after"] = 2
+    tree["step"] = {"attention": "math"}
+    capsys.readouterr()
+    assert run(bench, tree, "--resume_from", "auto") == 0
+    assert "than the checkpoint's: attention: torch's own -> math." in capsys.readouterr().out

@@ -100,6 +100,7 @@ def broken_model(bench: Workbench, change: Callable[[Path], None], family: str =
         ("run__output_dir", "/dev/null/out", ("run.output_dir = '/dev/null/out' cannot be made: Not a directory",)),
         ("data__cache_dir", "/dev/null", ("data.cache_dir = '/dev/null' cannot be made: File exists",)),
         ("run__device", "cuda", ("run.device = 'cuda'", "no CUDA device")),
+        ("step__attention", "flash", ("step.attention = 'flash' needs a GPU", "use 'auto' or 'math'")),
         ("validation", {"every_steps": 1, "samples": [{"prompt": "x", "width": 63}]}, ("63x64", "multiple of 8")),
     ],
 )  # fmt: skip
@@ -111,7 +112,7 @@ def test_config_mistakes(bench: Workbench, capsys, key: str, value, expected) ->
     tree = bench.tree(**{key: value})
     if key == "adapter__dropout":
         tree["adapter"]["type"] = "dora"
-    if key == "adapter__kernels":
+    if key in ("adapter__kernels", "step__attention"):
         tree["run"]["device"] = "cpu"
     refused(bench, capsys, *expected, tree=tree)
 

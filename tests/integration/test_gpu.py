@@ -6,36 +6,47 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.bench_attention import SHAPES
 from tests.harness import DENOISER, ROOT, Workbench, built
 from tests.numerics.test_step_oracle import GRADIENT_TOLERANCE
 from trainer import config as configs
 from trainer import kernels
+from trainer.base.errors import UserError
 from trainer.checkpoint import state, store
 from trainer.optim import OPTIMIZERS
 from trainer.run import run as runs
-from trainer.runtime import precision
+from trainer.runtime import attention, precision
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICE = "cuda"
 
 
-def config_of(bench: Workbench, family: str, storage: str, compute: str, kernels: str, name: str, matmul: str = "compute"):
+def config_of(
+    bench: Workbench, family: str, storage: str, compute: str, kernels: str, name: str, matmul: str = "compute",
+    attention: str = "auto",
+):  # fmt: skip
     return bench.config(
         family, run__device=DEVICE, run__output_dir=str(bench.tmp / name), adapter__type="dora", adapter__targets="all",
         adapter__kernels=kernels, precision__compute=compute, precision__matmul=matmul,
-        memory__gradient_checkpointing=True,
+        memory__gradient_checkpointing=True, step__attention=attention,
         model__components={DENOISER[family]: {"dtype": storage}},
     )  # fmt: skip
 
 
-def gradients(config) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """(loss, gradient by parameter) of the first micro-batch, from an adapter that is not at its start."""
+def gradients(
+    config,
+    watched: AbstractContextManager[Any] = nullcontext(),  # noqa: B008
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(loss, gradient by parameter) of the first micro-batch, from an adapter that is not at its start. watched: around
+    it."""
     with built(config) as run:
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
@@ -46,8 +57,11 @@ def gradients(config) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
                 elif name.endswith("magnitude_vector"):
                     parameter.mul_(1 + 0.1 * jitter)
         run.adapter.mark_stale()
-        loss = run.step.losses(run.reader[next(run.updates())[0]]).mean()
-        loss.backward()
+        batch = run.reader[next(run.updates())[0]]
+        with watched:
+            loss = run.step.losses(batch).mean()
+            with run.step.attention():
+                loss.backward()
         named = run.adapter.named_parameters().items()
         return loss.detach().cpu(), {name: p.grad.double().cpu() for name, p in named}
 
@@ -90,6 +104,67 @@ def test_float8_products_in_a_whole_model(bench: Workbench, monkeypatch, family:
     assert 0.02 * size < off(plain, without) < 0.15 * size
     assert off(fused, plain) < 1.5 * off(plain, without)
     assert torch.allclose(fused_loss, plain_loss, rtol=0.02)
+
+
+# What torch calls for each kind of step.attention.
+OPERATORS = {
+    "flash": "aten::_scaled_dot_product_flash_attention",
+    "cudnn": "aten::_scaled_dot_product_cudnn_attention",
+    "efficient": "aten::_scaled_dot_product_efficient_attention",
+    "math": "aten::_scaled_dot_product_attention_math",
+}
+
+
+@pytest.mark.parametrize("family", ["sdxl", "flux"])
+@pytest.mark.parametrize("kind", ["auto", *OPERATORS])
+def test_each_attention_is_itself_alone_and_gives_the_gradients(bench: Workbench, family: str, kind: str) -> None:
+    """Recomputed, too. A kind that the card or the model's heads do not suit is refused before a weight is read."""
+    config = config_of(bench, family, "bf16", "bf16", "torch", kind, attention=kind)
+    watched = profile(activities=[ProfilerActivity.CPU])
+    try:
+        loss, found = gradients(config, watched)
+    except UserError as error:
+        assert kind in ("cudnn", "efficient") and f"step.attention = '{kind}' is not for this model on" in str(error)
+        return
+    called = {event.key for event in watched.key_averages()} & {*OPERATORS.values()}
+    plain_loss, plain = gradients(config_of(bench, family, "bf16", "bf16", "torch", "plain", attention="math"))
+    assert called and (kind == "auto" or called == {OPERATORS[kind]})
+    # Roundings of 16 bits in each attention, which add up like a random walk.
+    tolerance = 2 * 100**0.5 * 2**-9
+    assert torch.allclose(loss, plain_loss, rtol=tolerance)
+    off = sum(float((found[name] - plain[name]).square().sum()) for name in plain) ** 0.5
+    size = sum(float(plain[name].square().sum()) for name in plain) ** 0.5
+    assert off <= tolerance * size, f"{off / size:.2e}"
+
+
+@pytest.mark.parametrize("kind", ["flash", "cudnn"])
+def test_a_kernel_of_16_bits_is_refused_in_fp32(bench: Workbench, kind: str) -> None:
+    with (
+        pytest.raises(UserError, match=rf"step\.attention = '{kind}' is not for this model on .*; use 'auto'"),
+        built(config_of(bench, "flux", "bf16", "fp32", "torch", kind, attention=kind)),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("kind", ["auto", "flash", "efficient"])
+@pytest.mark.parametrize(("heads", "queries", "keys", "size"), [row for rows in SHAPES.values() for row in rows])
+def test_attention_at_the_published_shapes_is_plain_attention(
+    kind: str, heads: int, queries: int, keys: int, size: int
+) -> None:
+    """What the trial at the start does in small, at full size: one head of each shape, forward and backward."""
+    device = torch.device(DEVICE)
+    chosen = attention.choose(kind, device, torch.bfloat16, lambda: {size})
+    results = []
+    for used, dtype in ((chosen, torch.bfloat16), (attention.planned("math"), torch.float32)):
+        generator = torch.Generator().manual_seed(0)
+        drawn = (torch.randn(1, tokens, 1, size, generator=generator).bfloat16() for tokens in (queries, keys, keys, queries))
+        *inputs, upstream = (each.to(device, dtype).transpose(1, 2) for each in drawn)
+        inputs = [each.detach().requires_grad_() for each in inputs]
+        with used.used():
+            out = torch.nn.functional.scaled_dot_product_attention(*inputs)
+        results.append([out.detach(), *torch.autograd.grad(out, inputs, upstream)])
+    for found, exact in zip(*results, strict=True):
+        assert (found.float() - exact).norm() <= attention.TOLERANCE * exact.norm()
 
 
 @pytest.mark.parametrize("family", ["sdxl", "flux"])

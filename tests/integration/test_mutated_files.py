@@ -115,7 +115,13 @@ def pieces_of_a_run() -> dict[str, Any]:
             allowed=Allowance(),
         ),
         "environment": pins.pin_environment(
-            torch.device("cpu"), kernels="plain", optimizer="adamw", processes=1, deterministic=False, say=len
+            torch.device("cpu"),
+            kernels="plain",
+            optimizer="adamw",
+            attention="torch's own",
+            processes=1,
+            deterministic=False,
+            say=len,
         ),
         "model": pins.pin_model({"vae": "f" * 64, "tokenizers": "0" * 64}),
         "norms": dora_norms(),

@@ -76,6 +76,14 @@ MISTAKES = [
      "keep in [[data.sources]], a number of tags"),
     ("memory.cpu_offload_checkpointing", True, "unknown key memory.cpu_offload_checkpointing; there is none: nothing is "
      "moved to the host; write gradient_checkpointing = true in [memory]"),
+    ("step.sdpa", True, 'unknown key step.sdpa; leave it out: step.attention = "auto" takes the kernel that suits the card'),
+    ("train.xformers", True, "unknown table train; for xformers: leave it out: step.attention = \"auto\" takes the kernel "
+     "that suits the card"),
+    ("step.attention_mechanism", "sdpa", "unknown key step.attention_mechanism; did you mean step.attention?"),
+    ("step.attention", "xformers", "step.attention = 'xformers': did you mean 'efficient'? The values are 'auto', 'flash', "
+     "'cudnn', 'efficient', 'math'"),
+    ("step.attention", "sdpa", "step.attention = 'sdpa': did you mean 'auto'? The values are 'auto', 'flash', 'cudnn', "
+     "'efficient', 'math'"),
     ("optimizer.text_encoder_lr1", 1e-5, "unknown key optimizer.text_encoder_lr1; write lr in a rule of [[adapter.rules]] "
      'with component = "text_encoder" or "text_encoder_2"'),
     ("optimizer.d_coef", 2.0, "unknown key optimizer.d_coef; write it in optimizer.options, for an optimizer that takes it"),

@@ -86,6 +86,8 @@ class StepTable(Table):
     """So many updates of the run are skipped. One more stops it."""
     compile: Literal["none", "blocks"] = "none"
     """Have torch.compile make one program of each kind of block. The first steps take minutes."""
+    attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
+    """Which of torch's kernels compute the denoiser's attention: by the card, or this one alone."""
 
 
 class MemoryTable(Table):

@@ -23,7 +23,6 @@ from trainer.plan.storage import held_as
 from trainer.quantization import FrozenConv2d, FrozenLinear
 from trainer.resume import pins
 from trainer.runtime import precision
-from trainer.runtime.attention import few_tokens_in_fp32
 from trainer.runtime.compilation import Compiler
 
 
@@ -88,7 +87,7 @@ def build_adapter(
     blocks = find_blocks(modules[family.denoiser], family.blocks)
     adapter.refresh_before(adapted)
     unread = family.unread_beside(adapter.layers, half=plan.scales_loss)
-    few_tokens_in_fp32(modules[family.denoiser], family.attention, components.model.device)
+    components.attention.give(modules[family.denoiser], family.attention, components.model.device)
     compiled = {n: b for n, b in blocks.items() if compiler and any(fnmatchcase(n, p) for p in family.compiled)}
     recomputed = checkpoint_blocks(blocks, config.memory.gradient_checkpointing, unread, family.skipped, compiled)
     if recomputed:
@@ -153,6 +152,7 @@ def build_step(
         sum=peers.sum,
         # By the micro-batch's place in the update, whichever process has it.
         training=lambda step, index: training(step, index * peers.count + peers.rank),
+        attention=components.attention.used,
     )
     return state, step
 

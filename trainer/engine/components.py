@@ -21,6 +21,7 @@ from trainer.models.loading import ModelSource, load_tokenizers
 from trainer.plan.run_plan import ModelPlan
 from trainer.plan.storage import held_as
 from trainer.quantization import ConvertedWeights
+from trainer.runtime.attention import TORCHS_OWN, Attention
 from trainer.runtime.processes import Processes
 
 
@@ -59,10 +60,18 @@ class Components:
     """
 
     def __init__(
-        self, plan: ModelPlan, *, kernels: Kernels, digests: FileDigests, processes: Processes, phases: Phases
+        self,
+        plan: ModelPlan,
+        *,
+        kernels: Kernels,
+        digests: FileDigests,
+        processes: Processes,
+        phases: Phases,
+        attention: Attention = TORCHS_OWN,
     ) -> None:
         self.plan, self.family, self.source = plan, plan.family, plan.source
         self.kernels, self.digests, self.processes, self.phases = kernels, digests, processes, phases
+        self.attention = attention
         self.storage: dict[str, quantization.Stored] = {}
         self.model = without_modules(plan, processes.device, self.tokenizers())
 

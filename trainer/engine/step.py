@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -97,6 +98,7 @@ class Step:
     after_update: called with the step when parameters changed (DoRA norms are marked stale there); gives what the log tells.
     sum: sums a tensor over the processes, in place.
     training: (step, micro-batch of this process) -> a context in which the adapter is as the step trains it (its dropouts).
+    attention: a context with the denoiser's attention, for the backward pass: blocks run again there, outside its forward.
     too_large: what to change where it runs out of memory.
     A group of the optimizer with a "stop_step" is left alone, with all that is kept of it, after that step.
     """
@@ -109,6 +111,7 @@ class Step:
     after_update: Callable[[int], Mapping[str, float | None]]
     sum: Callable[[torch.Tensor], None]
     training: Callable[[int, int], AbstractContextManager[None]]
+    attention: Callable[[], AbstractContextManager[Any]] = nullcontext
     too_large: str = ""
 
     @cached_property
@@ -183,7 +186,8 @@ class Step:
                 with self.training(step, index):
                     losses = self.losses(batch, occurrences)
                     loss = losses.sum() / len(occurrences)
-                    self.scaler.scale(loss).backward()
+                    with self.attention():
+                        self.scaler.scale(loss).backward()
                     total += loss.detach()
                     wrong = _LOSS * (~torch.isfinite(losses.detach())).float()
                     for at, flag in zip(here, wrong.unbind(), strict=True):

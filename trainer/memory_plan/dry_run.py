@@ -35,7 +35,7 @@ from trainer.models.base import SampleRequest
 from trainer.models.tokenizers import load_tokenizer
 from trainer.plan.run_plan import RunPlan
 from trainer.resume import start_point
-from trainer.runtime.attention import few_tokens_in_fp32
+from trainer.runtime.attention import only_plain, planned
 from trainer.runtime.processes import Processes
 
 META = torch.device("meta")
@@ -45,7 +45,8 @@ class WithoutValues(TorchFunctionMode):
     """A block in which torch's functions that read a tensor's values do without them, for meta tensors.
 
     Every question is answered with no, and a search finds the first place: nothing is out of the ordinary. A copy to the
-    CPU is the tensor itself, and a picture is black. Attention, and on an accelerator RMSNorm, are one operator each.
+    CPU is the tensor itself, and a picture is black. Fused attention, and on an accelerator RMSNorm, are one operator
+    each.
     """
 
     def __init__(self, *, on_cpu: bool) -> None:
@@ -93,8 +94,12 @@ def _whole(
 ) -> Tensor:  # fmt: skip
     """Attention as one operator that keeps its output and a row of sums, as the fused ones of GPUs do.
 
-    On the meta device torch would take it apart, and its scores alone would be gigabytes.
+    On the meta device torch would take it apart, and its scores alone would be gigabytes: as they are where the plain kernel
+    was asked for.
     """
+    if only_plain():
+        plain = torch.ops.aten._scaled_dot_product_attention_math
+        return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=keys.get("scale"))[0]
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return fused(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=keys.get("scale"))[0]
 
@@ -192,6 +197,7 @@ class Rehearsal:
         self.host = device if device == META else torch.device("cpu")
         self.channels = 0  # of latents: known once images were encoded
         given = {"kernels": kernels, "digests": None, "processes": processes, "phases": QUIET}
+        given["attention"] = planned(plan.config.step.attention)
         self.components = Unread(plan.model, on_cpu=on_cpu, **given)  # type: ignore[arg-type]
 
     def encode_prompts(self, texts: Sequence[str]) -> Conditioning:
@@ -216,13 +222,13 @@ class Rehearsal:
             return self._build()
 
     def _build(self) -> tuple[Adapter, Norms, optim.OptimizerState, Averages, Step]:
-        plan, pieces = self.plan, Pieces(None, start_point.census(self.plan.config))
+        plan, attention, pieces = self.plan, self.components.attention, Pieces(None, start_point.census(self.plan.config))
         for name in plan.model.in_steps:
             self.components.load(name)
         adapter, norms = build_adapter(plan.config, self.components, pieces)
         if self.on_cpu:
             family = plan.model.family
-            few_tokens_in_fp32(self.components.load(family.denoiser), family.attention, torch.device("cpu"))
+            attention.give(self.components.load(family.denoiser), family.attention, torch.device("cpu"))
         progress = start_point.first_progress(plan)
         state, step = build_step(plan.config, self.components, adapter, norms, pieces, progress, then=None)
         adapter.refresh()

@@ -17,14 +17,16 @@ from trainer.checkpoint.state import Pin
 from trainer.config import Config
 from trainer.data import identity
 from trainer.resume.allowed_changes import PHOTOS, SHARE, Allowance, never
+from trainer.runtime.attention import OWN
 
 # A run may go on under a config that differs in these keys and in no others: none of them changes what a step computes.
 # step.accumulation may as far as accumulation x processes stays (`pin_data`); the policy for values that are not finite
-# matters only where the run would have ended.
+# matters only where the run would have ended. step.attention changes the last bits: `pin_environment` compares what it comes
+# to.
 MAY_CHANGE = (
     "run.max_steps", "run.epochs", "run.stop_after", "run.lost_after", "run.output_dir", "model.cache_dir",
     "data.cache", "data.cache_dir", "data.cache_limit", "data.num_workers", "memory.*", "step.accumulation",
-    "step.non_finite", "step.max_skipped",
+    "step.non_finite", "step.max_skipped", "step.attention",
     "ema.snapshot_every_steps", "validation.*", "logging.*", "export.*", "checkpoint.*",
 )  # fmt: skip
 
@@ -37,6 +39,8 @@ PLACES = (
 
 # Names of photos that a refusal lists for each way to differ, and that the run's record keeps.
 LISTED, NOTED = 500, 20
+
+NOT_COMPILED = "nothing"  # as checkpoints have it, and those mean that say nothing
 
 # What else the bytes of a step depend on.
 LIBRARIES = ("torch", "triton", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes")
@@ -211,20 +215,22 @@ def pin_environment(
     kernels: str,
     optimizer: str,
     *,
+    attention: str,
     processes: int,
-    compiled: str,
+    compiled: str = NOT_COMPILED,
     deterministic: bool,
     say: Callable[[str], None],
 ) -> Pin:
-    """Libraries, device, kernels (by name), the number of processes, and what compiled blocks recompute. optimizer: its name
-    in the table. compiled: "" where none is.
+    """Libraries, device, kernels and attention (by name), the number of processes, and what compiled blocks recompute.
+
+    optimizer: its name in the table. compiled: NOT_COMPILED where no block is.
 
     Where they differ, later steps may differ in their last bits: said, and refused under `run.deterministic`.
     """
 
     def check(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        # What an earlier version did not note cannot differ.
-        changed = [f"{name}: {saved[name]} -> {value}" for name, value in now.items() if saved.get(name, value) != value]
+        saved = {"attention": OWN, "compiled": NOT_COMPILED} | dict(saved)  # before there was a choice
+        changed = [f"{name}: {saved.get(name)} -> {value}" for name, value in now.items() if saved.get(name) != value]
         if changed and deterministic:
             raise UserError(
                 f"run.deterministic = true, and this is another environment than the checkpoint's: {'; '.join(changed)}; "
@@ -242,7 +248,8 @@ def pin_environment(
     else:
         name = f"{device.type} with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     versions = {library: _version(library) for library in dict.fromkeys((*LIBRARIES, optim.options.package_of(optimizer)))}
-    return Pin({**versions, "device": name, "kernels": kernels, "processes": processes, "compiled": compiled}, check)
+    chosen = {"kernels": kernels, "attention": attention, "compiled": compiled, "processes": processes}
+    return Pin({**versions, "device": name, **chosen}, check)
 
 
 def _version(library: str) -> str:

@@ -51,6 +51,7 @@ from trainer.run.checkpointing import Saves
 from trainer.run.loop import Loop
 from trainer.run.output_folder import open_trackers, opened
 from trainer.run.setup import Beginning, Launch, begin, cache_dir
+from trainer.runtime.attention import Attention
 from trainer.runtime.compilation import Compiler
 from trainer.runtime.context import RunContext
 from trainer.runtime.device import Memory, start_processes
@@ -186,7 +187,7 @@ def build(
             sign_in()
         files.make_folder(context.layout.root, "run.output_dir")
     non_finite = NonFinite(plan.config.step.non_finite, plan.config.step.max_skipped, begun.progress, peers.say)
-    components, contents = build_components(plan, there.kernels, context, pieces)
+    components, contents = build_components(plan, there.kernels, begun.attention, context, pieces)
     reader = encode(plan, components, open_cache(plan.config.data, cache_dir(plan.config)), on_non_finite=non_finite.entry)
     state, origin, step = build_state(plan, components, begun, allowed)
     pieces.complete()
@@ -211,13 +212,14 @@ def build(
 
 
 def build_components(
-    plan: RunPlan, kernels: Kernels, context: RunContext, pieces: Pieces
+    plan: RunPlan, kernels: Kernels, attention: Attention, context: RunContext, pieces: Pieces
 ) -> tuple[Components, Mapping[str, str]]:
     """(the model, of which nothing is loaded yet; digests of its files by component). Enters the files as a piece."""
     cache, peers = cache_dir(plan.config), context.processes
     files.make_folder(cache, "data.cache_dir")
     digests = FileDigests(cache / "digests.json", context.phases)
-    components = Components(plan.model, kernels=kernels, digests=digests, processes=peers, phases=context.phases)
+    given = {"kernels": kernels, "attention": attention, "processes": peers, "phases": context.phases}
+    components = Components(plan.model, digests=digests, **given)
     peers.say(str(report_captions(plan.data, components.family, components.model)))
     cached = plan.model.before_steps
     contents = plan.model.source.contents(cached, digests.of)

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from trainer.base import files
 from trainer.base.progress import Phases
 from trainer.base.run_layout import Layout
@@ -24,13 +26,14 @@ from trainer.plan.run_plan import RunPlan, make_plan
 from trainer.resume import pins, start_point
 from trainer.resume.allowed_changes import Allowance
 from trainer.resume.initial_adapter import Start, open_start
+from trainer.runtime.attention import Attention, choose, head_sizes, planned
 from trainer.runtime.device import Memory
 
 
 @dataclass(frozen=True)
 class Beginning:
     """A run before a weight is read. saved: the checkpoint that it goes on from. pieces: those that need no weight are
-    entered. environment: what `pin_environment` gave; None where the device need not be here."""
+    entered. environment: what `pin_environment` gave; None where the device need not be here. attention: the denoiser's."""
 
     plan: RunPlan
     layout: Layout
@@ -39,6 +42,7 @@ class Beginning:
     progress: Progress
     start: Start
     environment: Pin | None
+    attention: Attention
 
 
 @dataclass(frozen=True)
@@ -87,20 +91,10 @@ def begin(
     )
     pieces.enter("data", photos)
     plan = start_point.go_on(plan, progress, allowed, say)
-    environment = None
+    environment, attention = None, planned(config.step.attention)
     if there.device is not None:
-        deterministic, optimizer = config.run.deterministic, config.optimizer.name
-        # Only a compiler makes other sums of a block that is recomputed.
-        recomputed = f"blocks, gradient_checkpointing = {config.memory.gradient_checkpointing}"
-        pin = pins.pin_environment(
-            there.device,
-            there.kernels.name,
-            optimizer,
-            processes=processes,
-            compiled=recomputed if config.step.compile == "blocks" else "",
-            deterministic=deterministic,
-            say=say,
-        )
+        attention = choose_attention(plan, there.device, say)
+        pin = _environment(config, there.device, there.kernels.name, str(attention), processes, say)
         environment = pieces.enter("environment", pin)
     if saved is not None:
         start_point.check_length(plan, progress, saved.folder)
@@ -112,7 +106,35 @@ def begin(
     if layout.lock.exists() and os.access(layout.lock, os.W_OK):
         with files.locked(layout.lock):
             pass
-    return Beginning(plan, layout, saved, pieces, progress, start, environment)
+    return Beginning(plan, layout, saved, pieces, progress, start, environment, attention)
+
+
+def _environment(
+    config: Config, device: torch.device, kernels: str, attention: str, processes: int, say: Callable[[str], None]
+) -> Pin:
+    # Only a compiler makes other sums of a block that is recomputed.
+    compiled = f"blocks, gradient_checkpointing = {config.memory.gradient_checkpointing}"
+    return pins.pin_environment(
+        device,
+        kernels,
+        config.optimizer.name,
+        attention=attention,
+        processes=processes,
+        compiled=pins.NOT_COMPILED if config.step.compile == "none" else compiled,
+        deterministic=config.run.deterministic,
+        say=say,
+    )
+
+
+def choose_attention(plan: RunPlan, device: torch.device, say: Callable[[str], None]) -> Attention:
+    """What computes the denoiser's attention there; said where it is a choice. Raises UserError for a kind that the device
+    lacks."""
+    asked, source, denoiser = plan.config.step.attention, plan.model.source, plan.model.family.denoiser
+    dtype = plan.model.storage[denoiser].compute
+    chosen = choose(asked, device, dtype, lambda: head_sizes(source.build(denoiser)))
+    if device.type != "cpu" or asked != "auto":
+        say(f"attention: {chosen} (step.attention = {asked!r}{'; ' if chosen.note else ''}{chosen.note})")
+    return chosen
 
 
 def cache_dir(config: Config) -> Path:

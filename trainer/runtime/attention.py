@@ -1,18 +1,188 @@
-"""Attention over few tokens on a CPU: in fp32, where the denoiser computes in 16 bits.
+"""Which of torch's kernels compute the denoiser's attention, and attention over few tokens on a CPU.
 
-There torch's attention of 16-bit tensors takes up to 8 times as long as copies in fp32 and attention of these (torch 2.13;
-docs/precision.md has the figures). Over many tokens the copies cost memory and, in bf16, more time than they save. An
-accelerator computes as torch has it.
+`step.attention` is the denoiser's alone: text encoders and the VAE have masks, fp32 and wide heads, which not every kernel
+takes. They, and the denoiser under "auto" where cuDNN's is not the faster, have torch's own order: flash, memory-efficient,
+plain (precision.py leaves cuDNN's out of it).
+
+On a CPU, attention over few tokens is computed in fp32, where the denoiser computes in 16 bits. There torch's attention of
+16-bit tensors takes up to 8 times as long as copies in fp32 and attention of these (torch 2.13; docs/precision.md has the
+figures). Over many tokens the copies cost memory and, in bf16, more time than they save.
 """
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from trainer.base.errors import UserError
 
 # Queries up to which fp32 was the faster at every head size, forward and backward.
 FEW = 128
+
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+# The order of "auto" on a card of these compute capabilities (Hopper, and Blackwell in data centres), as torch prefers it.
+CUDNN_FIRST, ORDER = (9, 10), ("cudnn", "flash", "efficient", "math")
+# The first cuDNN that is tried. With 9.19 on an H100 the gradients of Flux were not finite, and a step read outside its
+# memory, after which a process can do nothing more on the card.
+CUDNN = 92000
+
+# (queries, keys) that a kernel is tried with. cuDNN went wrong where half of a tile of 128 is left over.
+TRIED = ((192, 192), (256, 77))
+# Of a result of 16 bits, relative: four roundings, in the norm.
+TOLERANCE = 2.0**-6
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What computes the denoiser's attention.
+
+    kinds: of KERNELS, in order: each call takes the first that can take it, and torch raises RuntimeError where none can.
+    None named: torch's own order. note: why it is not what it could be.
+    """
+
+    kinds: tuple[str, ...] = ()
+    note: str = ""
+
+    def __str__(self) -> str:
+        return ", ".join(self.kinds) or OWN
+
+    def used(self) -> AbstractContextManager[Any]:
+        """A block in which all attention is computed so. It holds for the process and takes a dozen calls into torch: for a
+        whole forward or backward pass, not for a layer."""
+        kernels = [KERNELS[kind] for kind in self.kinds]
+        return sdpa_kernel(kernels, set_priority=True) if kernels else nullcontext()
+
+    def give(self, denoiser: nn.Module, processor: Callable[[nn.Module, Callable], Any], device: torch.device) -> None:
+        """Have a denoiser compute so: for training, for samples, for a loss. A block that runs again in a backward pass is
+        not inside its forward: that pass has to be made in `used`.
+
+        processor: as `Family.attention` of the models. device: where the denoiser computes.
+        """
+        if not self.kinds:
+            few_tokens_in_fp32(denoiser, processor, device)
+            return
+        forward = denoiser.forward
+
+        @wraps(forward)
+        def inside(*args: Any, **keys: Any) -> Any:
+            with self.used():
+                return forward(*args, **keys)
+
+        denoiser.forward = inside
+
+
+OWN = "torch's own"  # as checkpoints have it, and those mean that say nothing
+TORCHS_OWN = Attention()
+
+
+def planned(asked: str) -> Attention:
+    """`step.attention` where the card is not here."""
+    return TORCHS_OWN if asked == "auto" else Attention((asked,))
+
+
+def choose(asked: str, device: torch.device, dtype: torch.dtype, sizes: Callable[[], Collection[int]]) -> Attention:
+    """`step.attention` on a device. A kernel is tried before it is taken, for the denoiser's compute dtype and head sizes.
+
+    Raises UserError for a kind that the device lacks; "auto" takes another order then, and its note says why.
+    """
+    if device.type == "cpu" and asked not in ("auto", "math"):
+        raise UserError(f"step.attention = {asked!r} needs a GPU, and this run is on the CPU; use 'auto' or 'math'")
+    if device.type != "cuda" or asked == "math":
+        return planned(asked)
+    name = torch.cuda.get_device_name(device)
+    if asked != "auto":
+        if why := fault(asked, device, dtype, sizes()):
+            raise UserError(f"step.attention = {asked!r} is not for this model on {name}: {why}; use 'auto'")
+        return planned(asked)
+    if torch.cuda.get_device_capability(device)[0] not in CUDNN_FIRST:
+        return TORCHS_OWN
+    why = fault("cudnn", device, dtype, sizes())
+    return Attention(note=f"without cuDNN's: {why}") if why else Attention(ORDER)
+
+
+def head_sizes(denoiser: nn.Module) -> set[int]:
+    """The sizes of its attention layers' heads."""
+    return {layer.inner_dim // layer.heads for layer in denoiser.modules() if hasattr(layer, "set_processor")}
+
+
+def fault(kind: str, device: torch.device, dtype: torch.dtype, sizes: Collection[int]) -> str:
+    """Why a kernel does not do for training there, in words; "" where it does.
+
+    Tried, forward and backward, without a mask, as no family has one: whether torch has it for the card, and whether its
+    results are those of plain attention in fp32. sizes: of heads.
+    """
+    if kind == "cudnn" and (version := torch.backends.cudnn.version() or CUDNN) < CUDNN:
+        return f"cuDNN {version // 10000}.{version // 100 % 100} was seen to give wrong gradients; install a newer torch"
+    for size in sorted(sizes):
+        for queries, keys in TRIED:
+            for score in (0, -120):
+                if why := _fault_at(kind, score, *_drawn(device, dtype, queries, keys, size, score)):
+                    return f"{why} (head size {size})"
+    return ""
+
+
+def _drawn(
+    device: torch.device, dtype: torch.dtype, queries: int, keys: int, size: int, score: int
+) -> tuple[torch.Tensor, ...]:
+    """Query, key, value and the output's gradient, [1, 2, tokens, size], as the denoisers have them in memory.
+
+    score: about what is added to every one. A softmax does not change by it, but exponents may leave fp32.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, tokens, 2, size) for tokens in (queries, keys, keys, queries)]
+    query, key, value, upstream = (torch.randn(shape, generator=generator) for shape in shapes)
+    if score:
+        query[..., 0], key[..., 0] = 1, score * size**0.5
+    return tuple(each.to(device, dtype).transpose(1, 2) for each in (query, key, value, upstream))
+
+
+def _fault_at(kind: str, score: int, *given: torch.Tensor) -> str:
+    def results(kind: str, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        *inputs, upstream = (tensor.detach() for tensor in tensors)
+        inputs = [tensor.requires_grad_() for tensor in inputs]
+        with Attention((kind,)).used():
+            out = nn.functional.scaled_dot_product_attention(*inputs)
+        return [out.detach(), *torch.autograd.grad(out, inputs, upstream)]
+
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        try:
+            found = results(kind, *given)
+        except RuntimeError as error:  # torch has no kernel for it
+            return _why_not(kind, given) or str(error).splitlines()[0]
+    if not all(bool(torch.isfinite(each).all()) for each in found):
+        return "its results are not finite where those of plain attention are"
+    if score:
+        return ""  # it multiplies a sum of next to nothing, which no 16 bits give exactly
+    exact = results("math", *(tensor.float() for tensor in given))
+    off = max(float((mine.float() - true).norm() / true.norm()) for mine, true in zip(found, exact, strict=True))
+    return f"its results differ by {off:.2g} from those of plain attention" if off > TOLERANCE else ""
+
+
+def _why_not(kind: str, given: tuple[torch.Tensor, ...]) -> str:
+    """What torch says why it has no such kernel; "" where it says nothing."""
+    query, key, value, _ = (tensor.detach().requires_grad_() for tensor in given)
+    can_use = getattr(torch.backends.cuda, f"can_use_{kind}_attention")
+    with Attention((kind,)).used(), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        can_use(torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, False, False), True)
+    return str(told[0].message).partition(" (Triggered")[0].rstrip(".") if told else ""
+
+
+def only_plain() -> bool:
+    """Whether attention is computed by torch's plain kernel just now, which keeps every score for its backward pass."""
+    return torch.backends.cuda.math_sdp_enabled() and not torch.backends.cuda.flash_sdp_enabled()
 
 
 def few_tokens_in_fp32(denoiser: nn.Module, processor: Callable[[nn.Module, Callable], Any], device: torch.device) -> None:

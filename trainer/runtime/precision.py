@@ -39,7 +39,8 @@ def prepare_device(device: torch.device, compute: set[str]) -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     # With cuDNN's attention, torch's first choice on Hopper, the gradients of Flux were not finite in bf16, and at full size
-    # a step read outside its memory (torch 2.11, cuDNN 9.19, H100; SDXL was well). Flash attention takes its place.
+    # a step read outside its memory (torch 2.11, cuDNN 9.19, H100; SDXL was well). The denoiser alone gets it, from a newer
+    # one that passed its trial (attention.py).
     torch.backends.cuda.enable_cudnn_sdp(False)
     if device.type == "cuda" and "bf16" in compute and torch.cuda.get_device_capability(device) < (8, 0):
         raise UserError(
@@ -124,9 +125,9 @@ def be_deterministic() -> None:
     # look for those (test_deterministic.py).
     torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = False
-    # The one attention whose backward torch does not make deterministic (2.11 to 2.13). It leaves it out under the first
-    # flag by itself; a later version that lets it in would have to be shown first. The others: flash and memory-efficient
-    # attention order their sums under that flag, plain attention is products and a softmax.
+    # The one attention whose backward torch does not make deterministic (2.11 to 2.13). Under the first flag it is refused by
+    # itself, also as step.attention = "cudnn"; a later version that lets it in would have to be shown first. The others:
+    # flash and memory-efficient attention order their sums under that flag, plain attention is products and a softmax.
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import bench_deterministic, gpu_report
+from benchmarks import bench_attention, bench_deterministic, gpu_report
 from tests.harness import ROOT
 
 JUNIT = """<testsuites><testsuite tests="3" failures="{failures}" errors="0" skipped="1" time="2.5">
@@ -46,6 +47,17 @@ DETERMINISTIC = {
 }  # fmt: skip
 
 
+ATTENTION = {
+    "about": {},
+    "rows": [
+        {
+            "model": "Flux", "heads": 24, "queries": 4608, "keys": 4608, "size": 128, "auto": "torch's own", "note": "",
+            "ms": 3.25, "of auto": {"flash": 1.0, "efficient": 1.75, "math": 8.0}, "lacks": {"cudnn": "it is too old"},
+        },
+    ],
+}  # fmt: skip
+
+
 def steps(ratio: float) -> list[dict]:
     """Rows of bench_step.py: float8 storage at `ratio` of bf16 at 1024 px, and at 1.14 at 512 px."""
     common = {"model": "Flux", "ms": 400.0, "rounds": 7, "resident_bytes": 0, "peak_bytes": 3 << 30}
@@ -72,6 +84,7 @@ def run(
     (parts / "layers.json").write_text(json.dumps({"about": {}, "rows": rows}))
     (parts / "steps.json").write_text(json.dumps(STEPS | {"steps": steps(storage)}))
     (parts / "deterministic.json").write_text(json.dumps(DETERMINISTIC))
+    (parts / "attention.json").write_text(json.dumps(ATTENTION))
     for name, code in status.items():
         (parts / f"{name}.status").write_text(str(code))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a card")
@@ -88,7 +101,7 @@ def test_all_met(report, tmp_path, monkeypatch, capsys) -> None:
         monkeypatch,
         failed=False,
         ratio=1.05,
-        status={"tests": 0, "kernels": 0, "layers": 0, "shared": 0, "steps": 0, "deterministic": 0},
+        status={"tests": 0, "kernels": 0, "layers": 0, "shared": 0, "steps": 0, "deterministic": 0, "attention": 0},
     )
     assert code == 0
     assert {(row["figure"], row["worst"], row["met"]) for row in result["figures"]} == {
@@ -104,6 +117,8 @@ def test_all_met(report, tmp_path, monkeypatch, capsys) -> None:
     assert (
         "Flux  1024 px deterministic 1.250 of ordinary (500.0 / 400.0 ms, attention flash / cudnn); "
         "gradients repeat: yes / no\nSDXL: the worker ended with status -9\n"
+        "Flux  24 heads of 128, 4608 x 4608: flash 1.00, efficient 1.75, math 8.00 of auto (torch's own, 3.25 ms); "
+        "no cudnn: it is too old\n"
     ) in shown
 
 
@@ -114,7 +129,7 @@ def test_misses_failures_and_timeouts_are_said(report, tmp_path, monkeypatch, ca
         monkeypatch,
         failed=True,
         ratio=1.2,
-        status={"tests": 1, "kernels": 124, "layers": 0, "shared": 0, "steps": 0, "deterministic": 0},
+        status={"tests": 1, "kernels": 124, "layers": 0, "shared": 0, "steps": 0, "deterministic": 0, "attention": 0},
         storage=1.09,
     )
     shown = capsys.readouterr().out
@@ -137,6 +152,23 @@ def test_the_bench_of_a_step_runs_on_tiny_models(report, tmp_path: Path) -> None
     storages = ["bf16", "fp8_e4m3", "fp8_e4m3 + fp8 matmul", "fp8_e4m3 LoRA"]
     assert [row["storage"] for row in result["steps"]] == 4 * storages
     assert len(report.step_lines(result)) >= 12 + 2
+
+
+def test_the_bench_of_attention_runs_on_tiny_shapes(tmp_path: Path, monkeypatch, capsys) -> None:
+    """A kind is timed where it passes its trial, and named with the reason where not."""
+    path = tmp_path / "attention.json"
+    given = ["bench_attention.py", "--kinds", "--quick", "--rounds", "2", "--json", str(path)]
+    monkeypatch.setattr(sys, "argv", given)
+    assert bench_attention.main() == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["model"] for row in rows} == set(bench_attention.SHAPES) == set(bench_attention.QUICK)
+    shown = capsys.readouterr().out
+    for row in rows:
+        assert row["of auto"].keys() == {"flash", "math"} and row["lacks"].keys() == {"cudnn", "efficient"}
+        assert bench_attention.line(row) in shown
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(sys, "argv", given[:2])
+        assert bench_attention.main() == 2 and "no CUDA device is visible; try --quick" in capsys.readouterr().err
 
 
 @pytest.mark.proof

@@ -15,6 +15,7 @@ from trainer.memory_plan.dry_run import META, Rehearsal, Unread, without_values
 from trainer.memory_plan.op_trace import Trace
 from trainer.models.flux.attention import JointAttention
 from trainer.plan.run_plan import make_plan, open_source, resolve
+from trainer.runtime.attention import Attention
 
 
 def test_a_tensor_without_values_is_asked_nothing() -> None:
@@ -77,6 +78,15 @@ def test_attention_is_one_operator_in_a_recomputation_too(on_cpu: bool) -> None:
     assert alone[name] == 1 and "aten::_safe_softmax" in alone, "or the case shows nothing"
 
 
+@pytest.mark.parametrize("recomputed", [False, True], ids=["", "recomputed"])
+def test_plain_attention_keeps_its_scores(recomputed: bool) -> None:
+    """Where it was asked for, a plan has them: the fused operator keeps none."""
+    with Attention(("math",)).used():
+        found = operators(on_cpu=False, recomputed=recomputed, again=True)
+    assert found["aten::_safe_softmax"] == 1 + recomputed
+    assert found["aten::_scaled_dot_product_flash_attention_for_cpu"] == 0
+
+
 def test_buffers_of_a_rehearsal_are_its_own() -> None:
     kept = scratch.scratch((3,), torch.float32, META)
     with scratch.own_buffers():
@@ -85,11 +95,14 @@ def test_buffers_of_a_rehearsal_are_its_own() -> None:
 
 
 @pytest.mark.parametrize("on_cpu", [True, False], ids=["CPU", "accelerator"])
-def test_attention_is_that_of_the_device_which_is_planned_for(bench: Workbench, on_cpu: bool) -> None:
-    config = configs.parse(bench.tree("flux", adapter__targets=["*attn.to_q"]))
+@pytest.mark.parametrize("kind", ["auto", "math"])
+def test_attention_is_that_of_the_device_which_is_planned_for(bench: Workbench, on_cpu: bool, kind: str) -> None:
+    config = configs.parse(bench.tree("flux", adapter__targets=["*attn.to_q"], step__attention=kind))
     source = open_source(config)
     run = Rehearsal(make_plan(resolve(config, source), source, processes=1), kernels=dora_torch, on_cpu=on_cpu)
     with without_values(on_cpu=on_cpu):
         run.trained  # noqa: B018
     layers = [layer for layer in run.components.model.modules["transformer"].modules() if hasattr(layer, "set_processor")]
-    assert layers and all(isinstance(layer.processor, JointAttention) == on_cpu for layer in layers)
+    ours = on_cpu and kind == "auto"
+    assert layers and all(isinstance(layer.processor, JointAttention) == ours for layer in layers)
+    assert ("forward" in vars(run.components.model.modules["transformer"])) == (kind == "math")

@@ -1,13 +1,16 @@
-"""What must not have changed since a run stopped: the base's bytes, not the library that made them."""
+"""What must not have changed since a run stopped: the base's bytes, not the library that made them; the attention."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 
 from trainer.base.errors import UserError
-from trainer.resume.pins import pin_quantization
+from trainer.checkpoint.state import Pin
+from trainer.resume.allowed_changes import Allowance
+from trainer.resume.pins import pin_environment, pin_quantization, refuse_changes
 
 LAYER: dict[str, Any] = {
     "format": "int4", "library": "quanto 0.2", "relative_error": 0.01, "tensors": {"weight": "a" * 64, "bias": "b" * 64},
@@ -39,3 +42,30 @@ def test_another_base_is_refused_with_the_first_layer_that_differs(now: dict[str
         pin_quantization(BASE | now).load_state_dict(dict(BASE))
     with pytest.raises(UserError, match="unet.b is not there now"):
         pin_quantization({"unet.a": LAYER}).load_state_dict(dict(BASE))
+
+
+def environment(attention: str, *, deterministic: bool = False, said: list[str]) -> Pin:
+    return pin_environment(
+        torch.device("cpu"), "torch", "adamw", attention=attention, processes=1, deterministic=deterministic, say=said.append
+    )
+
+
+def test_another_attention_is_told_and_refused_where_bytes_are_promised() -> None:
+    said: list[str] = []
+    before = environment("cudnn, flash, efficient, math", said=said)
+    before.load_state_dict(dict(before.value))
+    assert not said
+    environment("math", said=said).load_state_dict(dict(before.value))
+    assert len(said) == 1 and "attention: cudnn, flash, efficient, math -> math. State and draws are the same" in said[0]
+    with pytest.raises(UserError, match=r"run\.deterministic = true.*: attention: cudnn, .* -> math; restore it"):
+        environment("math", deterministic=True, said=said).load_state_dict(dict(before.value))
+    refuse_changes({"step.attention": "math"}, {"step.attention": "auto"}, "the checkpoint", allowed=Allowance())
+
+
+def test_a_checkpoint_from_before_there_was_a_choice_had_torchs_own() -> None:
+    said: list[str] = []
+    older = {key: value for key, value in environment("torch's own", said=said).value.items() if key != "attention"}
+    environment("torch's own", deterministic=True, said=said).load_state_dict(older)
+    assert not said
+    environment("math", said=said).load_state_dict(older)
+    assert len(said) == 1 and "checkpoint's: attention: torch's own -> math. " in said[0]
