@@ -116,10 +116,8 @@ def pieces_of_a_run() -> dict[str, Any]:
         ),
         "environment": pins.pin_environment(
             torch.device("cpu"),
-            kernels="plain",
-            optimizer="adamw",
-            attention="torch's own",
-            processes=1,
+            "adamw",
+            {"kernels": "plain", "attention": "torch's own", "compiled": pins.NOT_COMPILED, "processes": 1},
             deterministic=False,
             say=len,
         ),

@@ -27,7 +27,8 @@ from trainer.runtime.compilation import Compiler
 
 CPU = torch.device("cpu")
 AOT = "aot_eager"  # torch traces and differentiates, without a code generator
-WIDTH, HEADS, TOKENS, TEXT = 32, 2, 9, 5
+# Large enough for the ratio of two errors to be one of the program, not of a few roundings.
+WIDTH, HEADS, TOKENS, TEXT, RANK = 64, 2, 64, 24, 16
 SIZES = {"num_attention_heads": HEADS, "attention_head_dim": WIDTH // HEADS}
 BLOCKS: dict[str, tuple[str, Callable[[], nn.Module]]] = {
     "double": ("flux", lambda: FluxTransformerBlock(dim=WIDTH, **SIZES)),
@@ -92,7 +93,7 @@ def built(kind: str, adapter: str, storage: str) -> Built:
         for layer in linears.values():
             layer.load_weight(torch.randn(layer.weight_shape, generator=generator).mul_(layer.in_features**-0.5).bfloat16())
     targets = match_targets(
-        {name: list(linears)}, denoiser=name, targets="attention+mlp", presets=family.presets, rules=(), rank=4, alpha=2.0
+        {name: list(linears)}, denoiser=name, targets="attention+mlp", presets=family.presets, rules=(), rank=RANK, alpha=8.0
     )
     made = inject({name: denoiser}, targets, method=Method(adapter == "dora"), bases=(FrozenLinear,), seed=0)
     denoiser.eval()

@@ -23,7 +23,6 @@ from trainer.plan.storage import held_as
 from trainer.quantization import FrozenConv2d, FrozenLinear
 from trainer.resume import pins
 from trainer.runtime import precision
-from trainer.runtime.compilation import Compiler
 
 
 @dataclass(frozen=True)
@@ -55,12 +54,10 @@ def load_trained(plan: RunPlan, components: Components, pieces: Pieces) -> None:
     pieces.enter("quantization", pins.pin_quantization(record, snapshots=plan.model.source.snapshots))
 
 
-def build_adapter(
-    config: Config, components: Components, pieces: Pieces, compiler: Compiler | None = None
-) -> tuple[Adapter, Norms]:
-    """(the adapter in its layers, the norms that its files need). compiler: of the denoiser's blocks, to be trained with."""
+def build_adapter(config: Config, components: Components, pieces: Pieces) -> tuple[Adapter, Norms]:
+    """(the adapter in its layers, the norms that its files need)."""
     plan, family, modules = components.plan, components.family, components.model.modules
-    peers, phases = components.processes, components.phases
+    peers, phases, compiler = components.processes, components.phases, components.compiler
     adapted = {name: modules[name] for name in plan.adapted}
     with phases("injecting the adapter", len(plan.targets), "layer") as phase:
         adapter = inject(
@@ -108,11 +105,10 @@ def build_step(
     progress: Progress,
     *,
     then: Mapping[str, Any] | None,
-    compiler: Compiler | None,
 ) -> tuple[TrainState, Step]:
     """(what the steps change, the step). Enters the optimizer, its schedule, the loss scaler and the averages as pieces.
 
-    then: the checkpoint's config, where --allow changed it. compiler: the one that `build_adapter` had.
+    then: the checkpoint's config, where --allow changed it.
     """
     peers, encoders = components.processes, components.family.text_encoders
     optimizer, schedule = _optimizer(config, adapter, encoders, progress.total_steps)
@@ -140,7 +136,7 @@ def build_step(
         told = {} if options.max_norm is None else {"layers_limited": adapter.limit_norms(options.max_norm, step)}
         adapter.mark_stale()
         averages.update()
-        return told | kept.log_fields() | (compiler.told() if compiler else {})
+        return told | kept.log_fields() | (components.compiler.told() if components.compiler else {})
 
     step = Step(
         losses=losses_of(components, config.run.seed),

@@ -22,6 +22,7 @@ from trainer.plan.run_plan import ModelPlan
 from trainer.plan.storage import held_as
 from trainer.quantization import ConvertedWeights
 from trainer.runtime.attention import TORCHS_OWN, Attention
+from trainer.runtime.compilation import Compiler
 from trainer.runtime.processes import Processes
 
 
@@ -68,10 +69,11 @@ class Components:
         processes: Processes,
         phases: Phases,
         attention: Attention = TORCHS_OWN,
+        compiler: Compiler | None = None,
     ) -> None:
         self.plan, self.family, self.source = plan, plan.family, plan.source
         self.kernels, self.digests, self.processes, self.phases = kernels, digests, processes, phases
-        self.attention = attention
+        self.attention, self.compiler = attention, compiler
         self.storage: dict[str, quantization.Stored] = {}
         self.model = without_modules(plan, processes.device, self.tokenizers())
 

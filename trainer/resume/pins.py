@@ -212,19 +212,15 @@ def _difference(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) 
 
 def pin_environment(
     device: torch.device,
-    kernels: str,
     optimizer: str,
+    chosen: Mapping[str, Any],
     *,
-    attention: str,
-    processes: int,
-    compiled: str = NOT_COMPILED,
     deterministic: bool,
     say: Callable[[str], None],
 ) -> Pin:
-    """Libraries, device, kernels and attention (by name), the number of processes, and what compiled blocks recompute.
+    """Libraries, device, and what else was chosen there. optimizer: its name in the table.
 
-    optimizer: its name in the table. compiled: NOT_COMPILED where no block is.
-
+    chosen: "kernels" and "attention" by name, "processes", their number, and "compiled", what of a step is, or NOT_COMPILED.
     Where they differ, later steps may differ in their last bits: said, and refused under `run.deterministic`.
     """
 
@@ -248,7 +244,6 @@ def pin_environment(
     else:
         name = f"{device.type} with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     versions = {library: _version(library) for library in dict.fromkeys((*LIBRARIES, optim.options.package_of(optimizer)))}
-    chosen = {"kernels": kernels, "attention": attention, "compiled": compiled, "processes": processes}
     return Pin({**versions, "device": name, **chosen}, check)
 
 

@@ -219,7 +219,8 @@ def build_components(
     files.make_folder(cache, "data.cache_dir")
     digests = FileDigests(cache / "digests.json", context.phases)
     given = {"kernels": kernels, "attention": attention, "processes": peers, "phases": context.phases}
-    components = Components(plan.model, digests=digests, **given)
+    compiler = Compiler(cache / "compiled", peers.say) if plan.config.step.compile == "blocks" else None
+    components = Components(plan.model, digests=digests, compiler=compiler, **given)
     peers.say(str(report_captions(plan.data, components.family, components.model)))
     cached = plan.model.before_steps
     contents = plan.model.source.contents(cached, digests.of)
@@ -234,14 +235,11 @@ def build_state(
     pieces."""
     pieces, start, progress = begun.pieces, begun.start, begun.progress
     load_trained(plan, components, pieces)
-    compiler = None
-    if plan.config.step.compile == "blocks":
-        compiler = Compiler(cache_dir(plan.config) / "compiled", components.processes.say)
-    adapter, norms = build_adapter(plan.config, components, pieces, compiler)
+    adapter, norms = build_adapter(plan.config, components, pieces)
     start.apply(adapter, norms, components.processes.say)
     origin = pieces.enter("origin", Origin(plan, progress, adapter, made_for(norms.held), start))
     then = begun.saved.state("config") if begun.saved is not None and allowed.changed else None
-    state, step = build_step(plan.config, components, adapter, norms, pieces, progress, then=then, compiler=compiler)
+    state, step = build_step(plan.config, components, adapter, norms, pieces, progress, then=then)
     if adapter.dora:  # else they would be made in the first step, which a stop has to wait for
         with components.phases("norms of the adapted layers", len(adapter.layers), "layer") as phase:
             adapter.refresh(phase.advance)

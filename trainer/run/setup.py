@@ -114,16 +114,13 @@ def _environment(
 ) -> Pin:
     # Only a compiler makes other sums of a block that is recomputed.
     compiled = f"blocks, gradient_checkpointing = {config.memory.gradient_checkpointing}"
-    return pins.pin_environment(
-        device,
-        kernels,
-        config.optimizer.name,
-        attention=attention,
-        processes=processes,
-        compiled=pins.NOT_COMPILED if config.step.compile == "none" else compiled,
-        deterministic=config.run.deterministic,
-        say=say,
-    )
+    chosen = {
+        "kernels": kernels,
+        "attention": attention,
+        "compiled": pins.NOT_COMPILED if config.step.compile == "none" else compiled,
+        "processes": processes,
+    }
+    return pins.pin_environment(device, config.optimizer.name, chosen, deterministic=config.run.deterministic, say=say)
 
 
 def choose_attention(plan: RunPlan, device: torch.device, say: Callable[[str], None]) -> Attention:

@@ -10,7 +10,7 @@ import torch
 from trainer.base.errors import UserError
 from trainer.checkpoint.state import Pin
 from trainer.resume.allowed_changes import Allowance
-from trainer.resume.pins import pin_environment, pin_quantization, refuse_changes
+from trainer.resume.pins import NOT_COMPILED, pin_environment, pin_quantization, refuse_changes
 
 LAYER: dict[str, Any] = {
     "format": "int4", "library": "quanto 0.2", "relative_error": 0.01, "tensors": {"weight": "a" * 64, "bias": "b" * 64},
@@ -44,10 +44,9 @@ def test_another_base_is_refused_with_the_first_layer_that_differs(now: dict[str
         pin_quantization({"unet.a": LAYER}).load_state_dict(dict(BASE))
 
 
-def environment(attention: str, *, deterministic: bool = False, said: list[str]) -> Pin:
-    return pin_environment(
-        torch.device("cpu"), "torch", "adamw", attention=attention, processes=1, deterministic=deterministic, say=said.append
-    )
+def environment(attention: str, compiled: str = NOT_COMPILED, *, deterministic: bool = False, said: list[str]) -> Pin:
+    chosen = {"kernels": "torch", "attention": attention, "compiled": compiled, "processes": 1}
+    return pin_environment(torch.device("cpu"), "adamw", chosen, deterministic=deterministic, say=said.append)
 
 
 def test_another_attention_is_told_and_refused_where_bytes_are_promised() -> None:
@@ -64,8 +63,17 @@ def test_another_attention_is_told_and_refused_where_bytes_are_promised() -> Non
 
 def test_a_checkpoint_from_before_there_was_a_choice_had_torchs_own() -> None:
     said: list[str] = []
-    older = {key: value for key, value in environment("torch's own", said=said).value.items() if key != "attention"}
+    older = environment("torch's own", said=said).value
+    older = {key: value for key, value in older.items() if key not in ("attention", "compiled")}
     environment("torch's own", deterministic=True, said=said).load_state_dict(older)
     assert not said
     environment("math", said=said).load_state_dict(older)
     assert len(said) == 1 and "checkpoint's: attention: torch's own -> math. " in said[0]
+
+
+def test_compiled_blocks_that_recompute_otherwise_are_told() -> None:
+    """Elsewhere a block has the same bytes, recomputed or not."""
+    said: list[str] = []
+    before = environment("math", "blocks, gradient_checkpointing = False", said=said)
+    environment("math", "blocks, gradient_checkpointing = True", said=said).load_state_dict(dict(before.value))
+    assert len(said) == 1 and "compiled: blocks, gradient_checkpointing = False -> blocks, gradient" in said[0]

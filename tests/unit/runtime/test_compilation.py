@@ -1,0 +1,36 @@
+"""Where nothing compiles, a run is refused before a weight is read."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from torch._inductor import config
+from torch.utils import _triton
+
+from trainer.base.errors import UserError
+from trainer.runtime.compilation import check_compiler
+
+
+def test_a_cpu_needs_a_c_compiler_and_pythons_headers(monkeypatch, tmp_path: Path) -> None:
+    cpu = torch.device("cpu")
+    check_compiler(cpu)  # as the tests that compile ask of this machine
+    monkeypatch.setattr(config.cpp, "cxx", (None, "no-such-compiler"))
+    with pytest.raises(UserError, match=r"'blocks' on cpu needs a C\+\+ compiler, and there is no no-such-compiler; install"):
+        check_compiler(cpu)
+    monkeypatch.setattr(config.cpp, "cxx", (None, "python3"))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(UserError, match=f"no Python.h in {tmp_path}; install python3-dev, or set step.compile = 'none'"):
+        check_compiler(cpu)
+
+
+def test_a_gpu_needs_triton(monkeypatch) -> None:
+    for there in (True, False):
+        monkeypatch.setattr(_triton, "has_triton", lambda there=there: there)
+        if there:
+            check_compiler(torch.device("cuda"))
+            continue
+        with pytest.raises(UserError, match="'blocks' on cuda needs Triton, which is not here; install the triton package, or"):
+            check_compiler(torch.device("cuda"))
