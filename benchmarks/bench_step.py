@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ from trainer.models.config_files import PUBLISHED  # noqa: E402
 from trainer.models.loading import ModelSource  # noqa: E402
 from trainer.plan.storage import Storage  # noqa: E402
 from trainer.quantization import FORMATS, FrozenConv2d, FrozenLayer, FrozenLinear  # noqa: E402
+from trainer.runtime.compilation import Compiler  # noqa: E402
 from trainer.runtime.precision import prepare_device  # noqa: E402
 
 STORAGES = ("bf16", "fp8_e4m3", "int8", "nf4")
@@ -89,9 +91,9 @@ class Bench:
 
     def __init__(
         self, source: ModelSource, storage: str, device: torch.device, *, dora: bool = True, chosen: Kernels | None = None,
-        recomputed: bool = True, optimizer: str = "adamw",
+        recomputed: bool = True, optimizer: str = "adamw", compiler: Compiler | None = None,
     ) -> None:  # fmt: skip
-        """chosen: kernels; None for those that a run would choose. recomputed: every block."""
+        """chosen: kernels; None for those that a run would choose. recomputed: every block. compiler: of those of a family."""
         before = allocated(device)
         family = source.family
         name = family.denoiser
@@ -114,7 +116,10 @@ class Bench:
         self.adapter.share_inputs(name, family.shared_inputs.get(name, ()))
         blocks = find_blocks(module, family.blocks)
         self.adapter.refresh_before({name: module})
-        checkpoint_blocks(blocks, recomputed, family.unread, family.skipped)
+        compiled = {n: b for n, b in blocks.items() if compiler and any(fnmatchcase(n, p) for p in family.compiled)}
+        checkpoint_blocks(blocks, recomputed, family.unread, family.skipped, compiled)
+        if compiler is not None:
+            compiler.compile(compiled)
         built = optim.build_optimizer(
             optimizer, self.adapter.parameter_groups(Rates(lr=1e-4, weight_decay=0.01)), min_8bit_size=1
         )  # fmt: skip

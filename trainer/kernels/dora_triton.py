@@ -174,13 +174,19 @@ class Sums(NamedTuple):
     stages: int
 
 
-@torch.compiler.assume_constant_result
-@cache  # asked twice a layer
 def _sums(rows: int, columns: int, rank: int, dtype: torch.dtype) -> Sums:
+    # A compiler warns of a function that keeps what it gave, and asks once anyway.
+    return (_sums_of if torch.compiler.is_compiling() else _kept_sums)(rows, columns, rank, dtype)
+
+
+def _sums_of(rows: int, columns: int, rank: int, dtype: torch.dtype) -> Sums:
     # Narrow along N, so that few splits, and few partial sums, fill the SMs. fp32 as in compose.
     block_m, block_n = (32 if dtype == torch.float32 else 64), 64
     splits, share = splits_of(rows, block_m, PROGRAMS // ceil_div(columns, block_n))
     return Sums(block_m, block_n, splits, share, 4 if rank <= 64 else 8, 3)
+
+
+_kept_sums = cache(_sums_of)  # asked twice a layer
 
 
 @operator("d_SNR", "du_SN", "db_NR", "dm_N", "sb_NR")

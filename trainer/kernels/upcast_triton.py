@@ -206,9 +206,13 @@ class Weight(NamedTuple):
 
 
 @torch.compiler.assume_constant_result
-@cache  # torch's answer takes as long as the launch of a kernel
 def converts_e4m3(device: torch.device) -> bool:
     """Whether Triton converts e4m3 codes for that device; elsewhere the kernels read their bits. Ada and newer do."""
+    return _converts_e4m3(device)
+
+
+@cache  # torch's answer takes as long as the launch of a kernel
+def _converts_e4m3(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 

@@ -211,12 +211,7 @@ def _difference(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) 
 
 
 def pin_environment(
-    device: torch.device,
-    optimizer: str,
-    chosen: Mapping[str, Any],
-    *,
-    deterministic: bool,
-    say: Callable[[str], None],
+    device: torch.device, optimizer: str, chosen: Mapping[str, Any], *, deterministic: bool, say: Callable[[str], None]
 ) -> Pin:
     """Libraries, device, and what else was chosen there. optimizer: its name in the table.
 

@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import host_time
 from benchmarks.host_time import Side
@@ -43,3 +44,24 @@ def test_a_step_asks_no_more_of_the_host(tmp_path: Path, asked: tuple[str, str, 
     operators, launches, calls = ASKED[asked]
     assert found["launches"] == launches
     assert found["operators"] <= operators and found["calls"] <= calls
+
+
+# Of a compiled LoRA, the layers whose output is only added: nothing reads what a second forward would make of it, so the
+# program has neither the weight's conversion nor the update there. A DoRA's magnitude reads the output.
+ONLY_ADDED = {"flux": 3, "sdxl": 7}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", ["LoRA", "DoRA"])
+@pytest.mark.parametrize("family", SHORT)
+def test_compiled_blocks_launch_what_eager_ones_do_but_for_what_nothing_reads(tmp_path, monkeypatch, family, adapter) -> None:
+    """A program that lost a kernel would be quick, and wrong."""
+    lookup = torch._dynamo.lookup_backend
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: lookup("aot_eager"))
+    with host_time.no_launches():
+        step = host_time.stepping(Side(family, "ours", adapter, "fp8_e4m3", compiled=True), tmp_path, **SHORT[family])
+        step(), step()
+        before = host_time.Launched.count
+        step()
+    dead = 2 * ONLY_ADDED[family] if adapter == "LoRA" else 0
+    assert host_time.Launched.count - before == ASKED[family, adapter, "fp8_e4m3"][1] - dead

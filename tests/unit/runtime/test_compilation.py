@@ -32,5 +32,7 @@ def test_a_gpu_needs_triton(monkeypatch) -> None:
         if there:
             check_compiler(torch.device("cuda"))
             continue
-        with pytest.raises(UserError, match="'blocks' on cuda needs Triton, which is not here; install the triton package, or"):
+        with pytest.raises(
+            UserError, match="'blocks' on cuda needs Triton, which is not here; install the triton package, or"
+        ):
             check_compiler(torch.device("cuda"))
