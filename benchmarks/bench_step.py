@@ -130,7 +130,8 @@ class Bench:
         self.step = Step(
             losses=Losses(
                 objective=objective, image_tokens=family.image_tokens, seed=0, device=device,
-                predict=lambda *inputs: family.predict(model, *inputs), encode=lambda texts: None,
+                predict=lambda *inputs: family.predict(model, *inputs),
+                tokens=lambda texts: {}, encode=lambda tokens: None,
             ),
             optimizer=built,
             schedule=optim.build_schedule("constant", built, warmup=0, total_steps=10**6),

@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +21,7 @@ from tests.harness import DENOISER, PHOTOS
 from tests.integration.test_full_size import sparse_model
 from trainer import config as configs
 from trainer import kernels
-from trainer.base.types import Conditioning
+from trainer.engine import step
 from trainer.memory_plan.dry_run import Rehearsal
 from trainer.plan.run_plan import make_plan, open_source, resolve
 from trainer.quantization import FORMATS
@@ -187,12 +188,18 @@ def test_each_choice_at_the_published_widths(folder: Path, family: str, variant:
 
 
 def test_a_tensor_left_on_the_cpu_is_found(folder: Path, monkeypatch) -> None:
-    """One `.to(device)` is taken out: that of the cached conditioning."""
+    """The cached conditioning is left out of what the step moves."""
+    plain = step.each_tensor
+
+    def forgetful(inputs, new):
+        moved = plain(inputs, new)
+        return replace(moved, batch=replace(moved.batch, conditioning=inputs.batch.conditioning))
+
     with (
         rehearsed(folder, "sdxl", size="short", model__components=BF16) as run,
         pytest.raises(RuntimeError, match="at least two devices, cpu and pretend:0"),
     ):
-        update(run, (512, 512), broken=lambda: monkeypatch.setattr(Conditioning, "to", lambda self, device, **_: self))
+        update(run, (512, 512), broken=lambda: monkeypatch.setattr(step, "each_tensor", forgetful))
 
 
 @pytest.mark.parametrize("read", ["item", "cpu", "bool"])

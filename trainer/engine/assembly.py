@@ -177,7 +177,8 @@ def losses_of(components: Components, seed: int) -> Losses:
     return Losses(
         objective=components.plan.objective,
         predict=lambda *inputs: family.predict(model, *inputs),
-        encode=lambda texts: family.encode_prompts(model, texts),
+        tokens=lambda texts: family.all_tokens(model, texts),
+        encode=lambda tokens: family.encode_tokens(model, tokens),
         image_tokens=family.image_tokens,
         seed=seed,
         device=components.processes.device,
