@@ -84,6 +84,8 @@ class StepTable(Table):
     """What to do at a value that is not finite: stop the run, or skip the update."""
     max_skipped: Annotated[Count, ReadWith("step.non_finite", ("skip",))] = 10
     """So many updates of the run are skipped. One more stops it."""
+    graphs: bool = False
+    """Record a micro-batch as a CUDA graph, once for each size, and replay it. Same bytes; more memory."""
 
 
 class MemoryTable(Table):

@@ -16,6 +16,7 @@ from trainer.checkpoint.pieces import Pieces
 from trainer.checkpoint.state import Progress
 from trainer.config import Config
 from trainer.engine.components import Components
+from trainer.engine.graphs import CudaGraphs, Graphs
 from trainer.engine.step import Losses, Step
 from trainer.plan.run_plan import RunPlan
 from trainer.plan.storage import held_as
@@ -23,6 +24,7 @@ from trainer.quantization import FrozenConv2d, FrozenLinear
 from trainer.resume import pins
 from trainer.runtime import precision
 from trainer.runtime.attention import few_tokens_in_fp32
+from trainer.runtime.processes import Processes
 
 
 @dataclass(frozen=True)
@@ -133,8 +135,11 @@ def build_step(
         averages.update()
         return told | kept.log_fields()
 
+    losses = losses_of(components, config.run.seed)
     step = Step(
-        losses=losses_of(components, config.run.seed),
+        losses=losses,
+        # A rehearsal of another machine's run has no such device: it counts an eager step.
+        graphs=_graphs(losses, adapter, peers) if config.step.graphs and peers.device.type == "cuda" else None,
         optimizer=optimizer,
         schedule=schedule,
         scaler=scaler,
@@ -145,6 +150,12 @@ def build_step(
         training=lambda step, index: training(step, index * peers.count + peers.rank),
     )
     return state, step
+
+
+def _graphs(losses: Losses, adapter: Adapter, peers: Processes) -> Graphs:
+    """The micro-batches of a run as CUDA graphs."""
+    parameters, recorder = list(adapter.named_parameters().values()), lambda: CudaGraphs(peers.device)
+    return Graphs(losses, parameters, stale=adapter.mark_stale, recorder=recorder, say=peers.say)
 
 
 def _optimizer(config: Config, adapter: Adapter, encoders: Sequence[str], total: int) -> tuple[torch.optim.Optimizer, Any]:

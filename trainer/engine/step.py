@@ -142,6 +142,7 @@ class Step:
     sum: sums a tensor over the processes, in place.
     training: (step, micro-batch of this process) -> a context in which the adapter is as the step trains it (its dropouts).
     too_large: what to change where it runs out of memory.
+    graphs: (a micro-batch, these occurrences, a sample's share) -> as `backward` of `losses`, by CUDA graphs (graphs.py).
     A group of the optimizer with a "stop_step" is left alone, with all that is kept of it, after that step.
     """
 
@@ -154,6 +155,7 @@ class Step:
     sum: Callable[[torch.Tensor], None]
     training: Callable[[int, int], AbstractContextManager[None]]
     too_large: str = ""
+    graphs: Callable[[Batch, Sequence[Occurrence], torch.Tensor], torch.Tensor] | None = None
 
     @cached_property
     def parameters(self) -> list[torch.Tensor]:
@@ -227,7 +229,10 @@ class Step:
                 continue
             try:
                 with self.training(step, index):
-                    losses = backward(self.losses(batch, occurrences), share)
+                    if self.graphs is None:
+                        losses = backward(self.losses(batch, occurrences), share)
+                    else:
+                        losses = self.graphs(batch, occurrences, share)
                     total += losses.sum() / len(occurrences)
                     wrong = _LOSS * (~torch.isfinite(losses)).float()
                     for at, flag in zip(here, wrong.unbind(), strict=True):

@@ -24,7 +24,7 @@ from trainer.resume.allowed_changes import PHOTOS, SHARE, Allowance, never
 MAY_CHANGE = (
     "run.max_steps", "run.epochs", "run.stop_after", "run.lost_after", "run.output_dir", "model.cache_dir",
     "data.cache", "data.cache_dir", "data.cache_limit", "data.num_workers", "memory.*", "step.accumulation",
-    "step.non_finite", "step.max_skipped",
+    "step.non_finite", "step.max_skipped", "step.graphs",
     "ema.snapshot_every_steps", "validation.*", "logging.*", "export.*", "checkpoint.*",
 )  # fmt: skip
 
