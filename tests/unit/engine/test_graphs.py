@@ -58,7 +58,7 @@ def test_micro_batches_of_a_shape_are_eager_first_then_replayed_with_the_same_by
         losses = graphs(given, OURS, share)
         assert torch.equal(losses, backward(other.of(given.latents), share)) and not losses.requires_grad
         assert torch.equal(one.parameter.grad, other.parameter.grad), f"micro-batch {number}"
-        if number % 2:
+        if number % 2 == 0:
             for each in (one, other):
                 with torch.no_grad():
                     each.parameter.sub_(each.parameter.grad, alpha=0.1)
