@@ -260,9 +260,10 @@ class Recorded:
         self.occurrences = [occurrence for batch in self.batches for occurrence in batch.occurrences]
         self.share = torch.ones((), device=run.device)
         parameters, said = list(adapter.named_parameters().values()), []
-        self.graphs = graphs.Graphs(step.losses, parameters, stale=adapter.mark_stale, recorder=Guarding, say=said.append)
-        # They have no addresses here.
-        self.graphs._look_at_parameters, self.graphs.recorder = lambda: None, self.guard
+        self.graphs = graphs.Graphs(
+            step.losses, parameters, stale=adapter.mark_stale, recorder=lambda: self.guard, say=said.append
+        )
+        self.graphs._look_at_parameters = lambda: None  # they have no addresses here
         with patch.object(graphs, "WARM_UP", 1):
             self.graphs(self.batches[0], self.occurrences, self.share)
 

@@ -97,8 +97,8 @@ class Graphs:
         say: Callable[[str], object],
     ) -> None:
         self.losses, self.parameters, self.stale, self.say = losses, parameters, stale, say
-        self.new_recorder = recorder
-        self.places: list[tuple[int, int, bool]] | None = None  # as they were at the last micro-batch
+        self.recorder, self.new_recorder = recorder(), recorder
+        self.places: list[tuple[int, int, bool]] = []  # as they were at the last micro-batch
         self.met: dict[str, int] = {}
         self.recorded: dict[str, Recorded] = {}
 
