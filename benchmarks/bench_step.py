@@ -93,7 +93,7 @@ class Bench:
         self, source: ModelSource, storage: str, device: torch.device, *, dora: bool = True, chosen: Kernels | None = None,
         recomputed: bool = True, optimizer: str = "adamw", compiler: Compiler | None = None,
     ) -> None:  # fmt: skip
-        """chosen: kernels; None for those that a run would choose. recomputed: every block. compiler: of those of a family."""
+        """chosen: kernels; None for those that a run would choose. recomputed: every block. compiler: of some."""
         before = allocated(device)
         family = source.family
         name = family.denoiser
@@ -135,7 +135,8 @@ class Bench:
         self.step = Step(
             losses=Losses(
                 objective=objective, image_tokens=family.image_tokens, seed=0, device=device,
-                predict=lambda *inputs: family.predict(model, *inputs), encode=lambda texts: None,
+                predict=lambda *inputs: family.predict(model, *inputs),
+                tokens=lambda texts: {}, encode=lambda tokens: None,
             ),
             optimizer=built,
             schedule=optim.build_schedule("constant", built, warmup=0, total_steps=10**6),

@@ -52,7 +52,8 @@ def run_losses(run: Run, batch: Any, predict: Callable[..., torch.Tensor], objec
     losses = Losses(
         objective=objective,
         predict=predict,
-        encode=lambda texts: run.family.encode_prompts(run.model, texts),
+        tokens=lambda texts: run.family.all_tokens(run.model, texts),
+        encode=lambda tokens: run.family.encode_tokens(run.model, tokens),
         image_tokens=run.family.image_tokens,
         seed=seed,
         device=run.context.processes.device,

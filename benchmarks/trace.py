@@ -108,7 +108,7 @@ def theirs(source: ModelSource, adapter: str, storage: str, recomputed: bool) ->
         def loss() -> torch.Tensor:
             losses = Losses(
                 objective=frozen.objective, image_tokens=family.image_tokens, seed=0, device=CPU, predict=predict,
-                encode=lambda texts: batch.conditioning,
+                tokens=lambda texts: {}, encode=lambda tokens: batch.conditioning,
             )  # fmt: skip
             return losses(batch).mean()
 

@@ -7,12 +7,14 @@ kernels and their time, the allocator.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial, wraps
 from typing import Any
 from unittest.mock import patch
 
+import numpy
 import torch
 from bitsandbytes import functional
 from diffusers import EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
@@ -22,8 +24,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from trainer import kernels
+from trainer.base import draws
 from trainer.engine.step import Step
 from trainer.memory_plan.dry_run import without_values
 
@@ -170,4 +174,66 @@ class NoCopies(TorchDispatchMode):
         to_cpu = isinstance(out, torch.Tensor) and out.device.type == "cpu"
         if to_cpu and any(t.device.type == NAME for t in given):
             raise Waited(f"{func} copies from the device to the CPU")
+        return out
+
+
+class Uncapturable(Exception):
+    """A CUDA graph could not hold this, or would do it once and never again."""
+
+
+@contextmanager
+def capturable(sizes: set[int] | None = None) -> Iterator[None]:
+    """Inside, whatever a CUDA graph cannot hold raises: a read of the device, a wait for it, a tensor of the host, a draw.
+
+    sizes: of the memory that was taken for the same before, in bytes; another raises, too. Left out: none does.
+    """
+
+    def refuse(what: str) -> Callable[..., None]:
+        def refused(*_: Any, **keys: Any) -> None:
+            raise Uncapturable(what)
+
+        return refused
+
+    waits = [(owner, "synchronize") for owner in (torch.cuda, torch.accelerator, torch.cuda.Stream, torch.cuda.Event)]
+    before = _generators()
+    with ExitStack() as stack:
+        for owner, name in waits:
+            stack.enter_context(patch.object(owner, name, refuse(f"{name}: the host waits for the device")))
+        stack.enter_context(patch.object(draws, "_text", refuse("a draw of the host")))
+        stack.enter_context(NoQuestions())
+        stack.enter_context(OnDevice(sizes))
+        yield
+    if _generators() != before:
+        raise Uncapturable("a generator of the host was drawn from")
+
+
+def _generators() -> list[Any]:
+    with unset_fake_temporarily():
+        return [random.getstate(), repr(numpy.random.get_state()), torch.get_rng_state().tolist()]
+
+
+class OnDevice(TorchDispatchMode):
+    """Inside, an operator raises Uncapturable that takes or makes a tensor of the host, or draws; see `capturable`.
+
+    taken: bytes of each memory that was taken.
+    """
+
+    def __init__(self, sizes: set[int] | None = None) -> None:
+        super().__init__()
+        self.sizes, self.taken = sizes, set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given, made = (
+            [tensor for tensor in tree_leaves(value) if isinstance(tensor, torch.Tensor)] for value in ((args, kwargs), out)
+        )
+        if any(tensor.device.type != NAME for tensor in (*given, *made)):
+            raise Uncapturable(f"{func} of a tensor of the host")
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise Uncapturable(f"{func} draws")
+        known = {tensor.untyped_storage()._cdata for tensor in given}
+        new = {t.untyped_storage().nbytes() for t in made if t.untyped_storage()._cdata not in known}
+        if self.sizes is not None and not new <= self.sizes:
+            raise Uncapturable(f"{func} takes memory of another size: {sorted(new - self.sizes)} bytes")
+        self.taken |= new
         return out

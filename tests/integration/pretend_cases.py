@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,12 +17,16 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils import backend_registration
 
+from proofs import support_matrix as matrix
 from tests import pretend
 from tests.harness import DENOISER, PHOTOS
 from tests.integration.test_full_size import sparse_model
+from tests.tape import Trace
 from trainer import config as configs
 from trainer import kernels
-from trainer.base.types import Conditioning
+from trainer.base import draws
+from trainer.engine import graphs, step
+from trainer.kernels.scratch import own_buffers
 from trainer.memory_plan.dry_run import Rehearsal
 from trainer.plan.run_plan import make_plan, open_source, resolve
 from trainer.quantization import FORMATS
@@ -187,12 +193,18 @@ def test_each_choice_at_the_published_widths(folder: Path, family: str, variant:
 
 
 def test_a_tensor_left_on_the_cpu_is_found(folder: Path, monkeypatch) -> None:
-    """One `.to(device)` is taken out: that of the cached conditioning."""
+    """The cached conditioning is left out of what the step moves."""
+    plain = step.each_tensor
+
+    def forgetful(inputs, new):
+        moved = plain(inputs, new)
+        return replace(moved, batch=replace(moved.batch, conditioning=inputs.batch.conditioning))
+
     with (
         rehearsed(folder, "sdxl", size="short", model__components=BF16) as run,
         pytest.raises(RuntimeError, match="at least two devices, cpu and pretend:0"),
     ):
-        update(run, (512, 512), broken=lambda: monkeypatch.setattr(Conditioning, "to", lambda self, device, **_: self))
+        update(run, (512, 512), broken=lambda: monkeypatch.setattr(step, "each_tensor", forgetful))
 
 
 @pytest.mark.parametrize("read", ["item", "cpu", "bool"])
@@ -212,3 +224,138 @@ def test_a_read_in_the_middle_of_a_step_is_found(folder: Path, monkeypatch, read
     found = DataDependentOutputException if read == "item" else pretend.Waited
     with rehearsed(folder, "sdxl", size="short", model__components=BF16) as run, pytest.raises(found):
         update(run, (512, 512))
+
+
+# Of step.graphs: what is adapted of tiny models, in all three of their components that steps compute with.
+GRAPHED = {"sdxl": ["*attn1.to_?", "*ff.net.2", "*resnets.0.conv1"], "flux": ["*attn.to_?", "*proj_out"]}
+QUERIES = {"sdxl": ("*.0.*q_proj", "*.0.*q_proj"), "flux": ("*.0.*q_proj", "*.0.*.q")}
+
+
+class Guarding:
+    """A Recorder (trainer/engine/graphs.py) that looks whether a CUDA graph could hold it. traces: of what was recorded."""
+
+    def __init__(self) -> None:
+        self.sizes: set[int] = set()
+        self.traces: list[list[str]] = []
+
+    def warm(self, region: Callable[[], torch.Tensor]) -> torch.Tensor:
+        with own_buffers(), pretend.OnDevice() as seen:
+            made = region()
+        self.sizes |= seen.taken
+        return made
+
+    def record(self, region: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
+        with own_buffers(), pretend.capturable(self.sizes), Trace() as trace:
+            made = region()
+        self.traces.append(trace.operators)
+        return lambda: None, made
+
+
+class Recorded:
+    """Records the micro-batches of a run, as step.graphs would, one by one."""
+
+    def __init__(self, run: Rehearsal) -> None:
+        adapter, *_, step = run.trained
+        self.guard, self.batches = Guarding(), micro_batches(run, (64, 64), (64, 64))
+        self.occurrences = [occurrence for batch in self.batches for occurrence in batch.occurrences]
+        self.share = torch.ones((), device=run.device)
+        parameters, said = list(adapter.named_parameters().values()), []
+        self.graphs = graphs.Graphs(
+            step.losses, parameters, stale=adapter.mark_stale, recorder=lambda: self.guard, say=said.append
+        )
+        self.graphs._look_at_parameters = lambda: None  # they have no addresses here
+        with patch.object(graphs, "WARM_UP", 1):
+            self.graphs(self.batches[0], self.occurrences, self.share)
+
+    def traces(self) -> list[list[str]]:
+        """Of each micro-batch, recorded anew."""
+        self.guard.traces.clear()
+        for batch in self.batches:
+            self.graphs.recorded.clear()
+            with patch.object(graphs, "WARM_UP", 1):
+                self.graphs(batch, self.occurrences, self.share)
+        return list(self.guard.traces)
+
+
+@contextmanager
+def to_be_recorded(folder: Path, family: str, adapter: str, storage: dict[str, str], triton: bool) -> Iterator[Recorded]:
+    encoders = ("text_encoder", "text_encoder_2")
+    rules = [{"component": name, "match": match} for name, match in zip(encoders, QUERIES[family], strict=True)]
+    with rehearsed(
+        folder, family, size="tiny", triton=triton, adapter__type=adapter, adapter__targets=GRAPHED[family],
+        adapter__rules=rules, adapter__alpha=8.0, data__resolution=64,
+        model__components=dict.fromkeys((DENOISER[family], *encoders), storage),
+        # Either way of a block with either kind of kernel and of adapter.
+        memory__gradient_checkpointing=(adapter == "dora") == triton,
+    ) as run:  # fmt: skip
+        yield Recorded(run)
+
+
+def graph_cells() -> Iterator[Any]:
+    """The support matrix, family x adapter x storage, over Flux with either kind of kernel; not in --all but for some."""
+    some = [
+        ("flux", "dora", "fp8_e4m3", "native", "triton"), ("flux", "lora", "nf4", "bitsandbytes", "torch"),
+        ("sdxl", "dora", "int8", "quanto", "triton"),
+    ]  # fmt: skip
+    for family, adapter, (dtype, backend), kind in itertools.product(
+        ("sdxl", "flux"), ("lora", "dora"), CELLS, ("triton", "torch")
+    ):
+        if (family, kind) == ("sdxl", "torch"):
+            continue
+        cell = family, adapter, dtype, backend, kind
+        yield pytest.param(*cell, marks=(*(() if cell in some else (pytest.mark.proof,)), *kernels_of(kind)))
+
+
+@pytest.mark.parametrize(("family", "adapter", "dtype", "backend", "kind"), graph_cells())
+def test_a_graph_could_hold_any_micro_batch_and_two_of_a_bucket_are_the_same(
+    folder: Path, family: str, adapter: str, dtype: str, backend: str, kind: str
+) -> None:
+    storage = {"dtype": dtype, "backend": backend}
+    with to_be_recorded(folder, family, adapter, storage, kind == "triton") as recorded:
+        one, other = recorded.traces()
+    assert len(one) > 1000
+    assert one == other
+
+
+def test_the_graph_cells_are_the_support_matrix() -> None:
+    """Its own cells are each in every compute dtype, too, of which no operator is another's."""
+    told = {tuple(cell.values[:4]) for cell in graph_cells()}
+    kinds = {f"{dtype}-{backend}" for _, _, dtype, backend in told}
+    assert kinds == set(matrix.STORAGE)
+    assert told == {(f, k, *s.split("-", 1)) for f in matrix.FAMILIES for k in matrix.KINDS for s in matrix.STORAGE}
+
+
+def test_what_a_graph_could_not_hold_is_found(folder: Path, monkeypatch) -> None:
+    """Each fault is put beside the loss. A graph holds the last one, a number of Python's, and would have it again."""
+    from trainer.objectives import base as module
+
+    counted = itertools.count(1)
+    faults: dict[str, tuple[Callable[[torch.Tensor], Any], type[Exception], str]] = {
+        "a read": (lambda x: x.sum().item(), DataDependentOutputException, "local_scalar_dense"),
+        "a copy to the host": (lambda x: x.cpu(), pretend.Uncapturable, "tensor of the host"),
+        "a question": (lambda x: bool(x.sum()), pretend.Waited, "asked a question"),
+        "a copy to the device": (lambda x: torch.zeros(3).to(x.device), pretend.Uncapturable, "tensor of the host"),
+        "a wait": (lambda x: torch.accelerator.synchronize(), pretend.Uncapturable, "the host waits"),
+        "a keyed draw": (lambda x: draws.uniform(7, "timestep", 1), pretend.Uncapturable, "a draw of the host"),
+        "a draw of Python's": (lambda x: random.random(), pretend.Uncapturable, "a generator of the host"),
+        "a draw of the device": (torch.rand_like, pretend.Uncapturable, "draws"),
+        "a buffer that grows": (
+            lambda x: torch.empty(10**6 + next(counted), device=x.device), pretend.Uncapturable, "of another size",
+        ),
+        "a number": (lambda x: x * next(counted), AssertionError, "differ"),
+    }  # fmt: skip
+    plain = module.sample_losses
+    with to_be_recorded(folder, "flux", "lora", {"dtype": "bf16", "backend": "native"}, False) as recorded:
+        for name, (fault, error, message) in faults.items():
+
+            def losses(*arguments, fault=fault, **keys):
+                found = plain(*arguments, **keys)
+                fault(found.detach())
+                return found
+
+            with monkeypatch.context() as patched, pytest.raises(error, match=message):
+                patched.setattr(module, "sample_losses", losses)
+                one, other = recorded.traces()
+                assert one == other, f"{name}: the traces differ"
+        one, other = recorded.traces()
+        assert one == other, "without a fault"

@@ -69,6 +69,7 @@ def broken_model(bench: Workbench, change: Callable[[Path], None], family: str =
         ("adapter__rnak", 3, ("unknown key adapter.rnak", "did you mean adapter.rank")),
         ("adapter__kernels", "cuda", ("adapter.kernels = 'cuda'", "'triton'")),
         ("adapter__kernels", "triton", ("adapter.kernels = 'triton' needs a CUDA device", "this run is on cpu; use 'auto'")),
+        ("step__graphs", True, ("step.graphs = true needs a CUDA device, this run is on cpu; leave it out",)),
         ("optimizer__lr", "fast", ("optimizer.lr = 'fast'", "number")),
         ("optimizer__name", "adamw_8bit", ("optimizer.name = 'adamw_8bit' is not known", "did you mean 'adamw8bit'?")),
         ("data__batch_size", 0, ("data.batch_size = 0", "greater than or equal to 1")),
@@ -112,7 +113,7 @@ def test_config_mistakes(bench: Workbench, capsys, key: str, value, expected) ->
     tree = bench.tree(**{key: value})
     if key == "adapter__dropout":
         tree["adapter"]["type"] = "dora"
-    if key in ("adapter__kernels", "step__attention"):
+    if key in ("adapter__kernels", "step__attention", "step__graphs"):
         tree["run"]["device"] = "cpu"
     refused(bench, capsys, *expected, tree=tree)
 
@@ -130,6 +131,7 @@ def test_a_folder_of_which_only_making_it_tells_that_it_cannot_be_made(bench: Wo
     [
         ("run__device", "cuda", "run.device = 'cuda'"),
         ("adapter__kernels", "triton", "adapter.kernels = 'triton'"),
+        ("step__graphs", True, "step.graphs = true"),
         ("run__deterministic", True, "CUBLAS_WORKSPACE_CONFIG = ':0:0'"),
         ("precision__compute", "bf16", "this is an old card"),
         ("precision__matmul", "fp8", "an old card does not multiply float8"),

@@ -203,14 +203,16 @@ def deterministic_tree(bench: Workbench, family: str, adapter: str, optimizer: s
     return tree
 
 
-def run_elsewhere(bench: Workbench, name: str, trees: list[dict[str, Any]]) -> None:
-    """Train each of `trees`, in one process of their own: run.deterministic sets what belongs to the process."""
+def run_elsewhere(bench: Workbench, name: str, trees: list[dict[str, Any]]) -> str:
+    """Train each of `trees`, in one process of their own: run.deterministic sets what belongs to the process. Returns what
+    they said."""
     path = bench.tmp / f"{name}.json"
     path.write_text(json.dumps(trees))
     environment = {key: value for key, value in os.environ.items() if key != "CUBLAS_WORKSPACE_CONFIG"}
     command = [sys.executable, "-m", "tests.integration.test_gpu", str(path)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
 
 
 @pytest.mark.parametrize(
@@ -245,6 +247,39 @@ def test_deterministic_runs_end_in_the_same_bytes(bench: Workbench, family: str,
         }) > 1
     ]  # fmt: skip
     assert not differing
+
+
+@pytest.mark.parametrize(
+    ("family", "adapter", "optimizer"),
+    [("sdxl", "dora", "adamw"), ("flux", "dora", "adamw8bit"), ("sdxl", "lora", "adamw8bit"), ("flux", "lora", "adamw")],
+)
+def test_graphs_leave_the_bytes_of_eager_steps(bench: Workbench, family: str, adapter: str, optimizer: str) -> None:
+    """Samples before them, an adapted text encoder, dropped ranks; stopped and resumed, with graphs and without."""
+
+    def tree(out: str, *, graphs: bool) -> dict[str, Any]:
+        made = deterministic_tree(bench, family, adapter, optimizer, out)
+        made["run"]["max_steps"], made["step"]["graphs"] = 10, graphs
+        if made["adapter"].pop("dropout", None):
+            made["adapter"]["rank_dropout"] = 0.2
+        return made
+
+    replayed, half = "are a CUDA graph now", [tree(out, graphs=True) for out in ("graphs to graphs", "graphs to eager")]
+    for each in half:
+        each["run"]["stop_after"] = 6
+    assert replayed not in run_elsewhere(bench, "eager", [tree("eager", graphs=False)])
+    assert replayed in run_elsewhere(bench, "graphs", [tree("graphs", graphs=True)])
+    run_elsewhere(bench, "stopped", half)
+    run_elsewhere(
+        bench, "resumed", [tree(out, graphs=out.endswith("graphs")) for out in ("graphs to graphs", "graphs to eager")]
+    )
+    left = {
+        (out, file): (
+            bench.tmp / f"{adapter}-{optimizer}-{out}" / "checkpoints" / "step-00000010" / f"{file}.safetensors"
+        ).read_bytes()
+        for out in ("eager", "graphs", "graphs to graphs", "graphs to eager")
+        for file in ("adapter", "optimizer")
+    }
+    assert not [(out, file) for (out, file), content in left.items() if content != left["eager", file]]
 
 
 if __name__ == "__main__":

@@ -33,7 +33,9 @@ from trainer.cli import main as cli
 from trainer.data.batches import loader
 from trainer.data.cache import entries
 from trainer.engine.components import Components
+from trainer.engine.policies import what_would_fit
 from trainer.engine.step import Losses, Step, StepResult
+from trainer.plan.run_plan import make_plan, open_source, resolve
 from trainer.run import run as runs
 from trainer.runtime.jobs import Job, Position
 
@@ -225,6 +227,17 @@ def test_out_of_memory_is_reported_and_what_was_trained_is_kept(bench: Workbench
     # The remedy keeps the run, and its bytes.
     assert start(bench, tree(bench), "--set", "memory.gradient_checkpointing=true") == 0
     assert files_of(bench.tmp / "out") == files_of(whole)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("recomputed", [True, False])
+def test_what_keeps_the_run_comes_first_of_what_would_fit(bench: Workbench, graphs: bool, recomputed: bool) -> None:
+    made = configs.parse(bench.tree(step__graphs=graphs, memory__gradient_checkpointing=recomputed))
+    source = open_source(made)
+    *ways, last = what_would_fit(make_plan(resolve(made, source), source, processes=1)).split("\nor ")
+    wanted = ["step.graphs=false"] * graphs + ["memory.gradient_checkpointing=true"] * (not recomputed)
+    assert ways == [f"go on with --resume_from auto --set {change}" for change in wanted]
+    assert last.startswith("start a new run")
 
 
 @pytest.mark.slow

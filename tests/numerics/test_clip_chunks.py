@@ -146,14 +146,11 @@ def test_one_chunk_gives_the_ids_that_it_always_did(loaded: dict[str, Model]) ->
     model = loaded["sdxl"]
     tokenizers = [model.tokenizers[name] for name in ("tokenizer", "tokenizer_2")]
     texts = [text_of(tokenizers[0], count) for count in (0, 3, 75, 80)]
-    ids, rows = clip.chunked_ids(tokenizers, texts, 1)
-    assert rows == [1] * 4
-    for own, tokenizer in zip(ids, tokenizers, strict=True):
-        assert torch.equal(own, clip.clip_ids(tokenizer, texts))
-    more, rows = clip.chunked_ids(tokenizers, texts, 3)
-    assert rows == [1, 1, 1, 2]
-    for own, fewer in zip(more, ids, strict=True):
-        assert torch.equal(own[:4], fewer), "a first chunk is what a cut caption is"
+    ids, more = (clip.chunked_ids(tokenizers, texts, chunks) for chunks in (1, 3))
+    for own, longer, tokenizer in zip(ids, more, tokenizers, strict=True):
+        assert [len(each) for each in own] == [1] * 4 and [len(each) for each in longer] == [1, 1, 1, 2]
+        assert torch.equal(torch.cat(own), clip.clip_ids(tokenizer, texts))
+        assert torch.equal(torch.cat([each[:1] for each in longer]), torch.cat(own)), "a first chunk is what a cut caption is"
 
 
 def test_captions_of_one_length_are_put_together_without_a_copy_more(loaded: dict[str, Model]) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from trainer.base.types import Batch, Conditioning
 from trainer.models.base import Component, Family, Markers, Model, SampleRequest, collate
-from trainer.objectives import Objective
+from trainer.objectives import AtTime, Objective
 
 TEMPLATE = "describe the picture : {}"
 
@@ -30,11 +30,10 @@ class Backwards(Objective):
     def time_at(self, share: torch.Tensor) -> torch.Tensor:
         return share.float()
 
-    def noised(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        t = time.view(-1, 1, 1, 1).to(latents)
-        return t * latents + (1 - t) * noise
+    def path(self, time: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return time, 1 - time
 
-    def target(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+    def target(self, latents: torch.Tensor, noise: torch.Tensor, at: AtTime) -> torch.Tensor:
         return latents - noise
 
     def weight(self, time: torch.Tensor) -> torch.Tensor:
@@ -60,13 +59,17 @@ def encode_images(model: Model, pixels: torch.Tensor) -> torch.Tensor:
     return (frames[:, :, 0].float() - mean) / std
 
 
-def encode_text(model: Model, encoder: str, captions: Sequence[str]) -> dict[str, torch.Tensor]:
-    def one(caption: str) -> Conditioning:
-        ids = model.tokenizers["tokenizer"](TEMPLATE.format(caption), return_tensors="pt").input_ids.to(model.device)
+def tokens(model: Model, encoder: str, captions: Sequence[str]) -> Sequence[torch.Tensor]:
+    tokenizer = model.tokenizers["tokenizer"]
+    return [tokenizer(TEMPLATE.format(caption), return_tensors="pt").input_ids for caption in captions]
+
+
+def encode_text(model: Model, encoder: str, tokens: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def one(ids: torch.Tensor) -> Conditioning:
         features = model.modules[encoder](ids).last_hidden_state.to(model.compute[encoder])
         return Conditioning(features, torch.ones_like(ids, dtype=torch.bool))
 
-    return collate([one(caption) for caption in captions]).tensors()
+    return collate([one(ids) for ids in tokens]).tensors()
 
 
 def predict(
@@ -122,6 +125,7 @@ FAMILY = Family(
     size_multiple=16,
     objective=objective,
     encode_images=encode_images,
+    tokens=tokens,
     encode_text=encode_text,
     predict=predict,
     sample=sample,

@@ -145,6 +145,10 @@ class Adapter:
         thin = bool(rank_dropout or module_dropout)
         dropping = {name: layer for name, layer in self.layers.items() if thin or layer.dropout is not None}
         ranks = {name: self.targets[name].rank for name in dropping} if thin else {}
+        # In the same memory each time, which a CUDA graph reads again, and in one copy to the device.
+        device = next((layer.lora_A[ADAPTER_NAME].weight.device for layer in dropping.values()), None)
+        all_rows = torch.empty(sum(ranks.values()), device=device)
+        rows = dict(zip(ranks, all_rows.split([*ranks.values()]), strict=True)) if thin else {}
         stops = {name: stop for name, target in self.targets.items() if (stop := target.stop_step) is not None}
 
         @contextmanager
@@ -156,12 +160,15 @@ class Adapter:
                 yield
                 return
             torch.manual_seed(draws.generator(seed, "dropout", step, micro_batch).initial_seed())
-            rows = drawn_rows(
-                ranks, rank_dropout=rank_dropout, module_dropout=module_dropout, seed=seed, step=step, micro_batch=micro_batch
-            )
+            if thin:
+                drawn = drawn_rows(
+                    ranks, rank_dropout=rank_dropout, module_dropout=module_dropout, seed=seed, step=step,
+                    micro_batch=micro_batch,
+                )  # fmt: skip
+                all_rows.copy_(torch.cat([*drawn.values()]))
             for name, layer in dropping.items():
                 layer.train()
-                layer.now.rows = rows[name].to(layer.lora_A[ADAPTER_NAME].weight.device) if thin else None
+                layer.now.rows = rows.get(name)
             try:
                 yield
             finally:

@@ -5,12 +5,26 @@ P pooled width, M rows of an activation (tokens), K input features, N output fea
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Self
 
 import torch
 
 from trainer.base.console import printable
+
+
+def each_tensor(value: Any, new: Callable[[torch.Tensor], Any]) -> Any:
+    """`value`, with what `new` makes of each tensor in it: in tuples, lists, mappings and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        return new(value)
+    if isinstance(value, (tuple, list)):
+        made = [each_tensor(each, new) for each in value]
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+    if isinstance(value, Mapping):
+        return {key: each_tensor(each, new) for key, each in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{each.name: each_tensor(getattr(value, each.name), new) for each in fields(value)})
+    return value
 
 
 @dataclass(frozen=True)
@@ -34,13 +48,13 @@ class Conditioning:
         """The conditioning of which `tensors` are all tensors, by name."""
         return cls(**tensors)
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
+    def to(self, device: torch.device | str) -> Self:
         """The same on another device."""
-        return self.from_tensors({name: t.to(device, non_blocking=non_blocking) for name, t in self.tensors().items()})
+        return each_tensor(self, lambda tensor: tensor.to(device))
 
     def pin_memory(self) -> Self:
         """The same in page-locked memory: torch's loader asks for it."""
-        return self.from_tensors({name: t.pin_memory() for name, t in self.tensors().items()})
+        return each_tensor(self, torch.Tensor.pin_memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +73,7 @@ class Occurrence:
 class Batch:
     """One micro-batch, all of one bucket, on the CPU until the step moves it.
 
+    occurrences: of each sample; none of a batch that a step moved, which has tensors alone.
     latents: fp32 [B, C, H, W], already normalised by the family.
     captions: the text each sample trains on ("" where the caption was dropped).
     conditioning: cached encodings of `captions`, or None when they are encoded live.
@@ -77,8 +92,7 @@ class Batch:
 
     def pin_memory(self) -> Self:
         """The same in page-locked memory: torch's loader asks for it."""
-        held = {name: value for name, value in vars(self).items() if isinstance(value, (torch.Tensor, Conditioning))}
-        return replace(self, **{name: value.pin_memory() for name, value in held.items()})
+        return each_tensor(self, torch.Tensor.pin_memory)
 
     def describe(self) -> str:
         """Its bucket and samples, for a message."""

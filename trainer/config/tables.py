@@ -305,3 +305,18 @@ class Config(Table):
     export: ExportTable = ExportTable()
     validation: ValidationTable = ValidationTable()
     logging: LoggingTable = LoggingTable()
+
+    @model_validator(mode="after")
+    def _graphs_draw_nothing(self) -> Config:
+        if self.step.graphs and self.step.compile != "none":
+            raise ValueError(
+                f"step.graphs = true cannot be combined with step.compile = {self.step.compile!r}: a graph records eager "
+                "kernels, and leaves their bytes; leave out one of them"
+            )
+        if self.step.graphs and self.adapter.dropout:
+            raise ValueError(
+                f"step.graphs = true cannot be combined with adapter.dropout = {self.adapter.dropout}: its masks are drawn "
+                "in the middle of what is recorded; leave step.graphs out, or use adapter.rank_dropout or "
+                "adapter.module_dropout, which are drawn before"
+            )
+        return self

@@ -17,6 +17,7 @@ from trainer.checkpoint.pieces import Pieces
 from trainer.checkpoint.state import Progress
 from trainer.config import Config
 from trainer.engine.components import Components
+from trainer.engine.graphs import CudaGraphs, Graphs
 from trainer.engine.step import Losses, Step
 from trainer.plan.run_plan import RunPlan
 from trainer.plan.storage import held_as
@@ -138,8 +139,11 @@ def build_step(
         averages.update()
         return told | kept.log_fields() | (components.compiler.told() if components.compiler else {})
 
+    losses = losses_of(components, config.run.seed)
     step = Step(
-        losses=losses_of(components, config.run.seed),
+        losses=losses,
+        # A rehearsal of another machine's run has no such device: it counts an eager step.
+        graphs=_graphs(losses, adapter, components) if config.step.graphs and peers.device.type == "cuda" else None,
         optimizer=optimizer,
         schedule=schedule,
         scaler=scaler,
@@ -151,6 +155,19 @@ def build_step(
         attention=components.attention.used,
     )
     return state, step
+
+
+def _graphs(losses: Losses, adapter: Adapter, components: Components) -> Graphs:
+    """The micro-batches of a run as CUDA graphs."""
+    peers, parameters = components.processes, list(adapter.named_parameters().values())
+    return Graphs(
+        losses,
+        parameters,
+        stale=adapter.mark_stale,
+        recorder=lambda: CudaGraphs(peers.device),
+        say=peers.say,
+        attention=components.attention.used,
+    )
 
 
 def _optimizer(config: Config, adapter: Adapter, encoders: Sequence[str], total: int) -> tuple[torch.optim.Optimizer, Any]:
@@ -183,7 +200,8 @@ def losses_of(components: Components, seed: int) -> Losses:
     return Losses(
         objective=components.plan.objective,
         predict=lambda *inputs: family.predict(model, *inputs),
-        encode=lambda texts: family.encode_prompts(model, texts),
+        tokens=lambda texts: family.all_tokens(model, texts),
+        encode=lambda tokens: family.encode_tokens(model, tokens),
         image_tokens=family.image_tokens,
         seed=seed,
         device=components.processes.device,

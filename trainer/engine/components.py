@@ -141,12 +141,12 @@ class Components:
 
     @contextmanager
     def text_encoder(self, name: str) -> Iterator[Callable[[list[str]], Mapping[str, torch.Tensor]]]:
-        """A block in which the encoder is in memory, for Family.encode_text without gradients."""
+        """A block in which the encoder is in memory, for Family.encode without gradients."""
 
         @torch.no_grad()
         def encode(texts: list[str]) -> Mapping[str, torch.Tensor]:
             self.load(name)
-            return self.family.encode_text(self.model, name, texts)
+            return self.family.encode(self.model, name, texts)
 
         try:
             yield encode

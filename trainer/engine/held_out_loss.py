@@ -21,7 +21,7 @@ from trainer.base import draws
 from trainer.base.files import json_bytes
 from trainer.base.memory import give_back
 from trainer.base.progress import Phases
-from trainer.base.types import Batch, Occurrence
+from trainer.base.types import Batch, Occurrence, each_tensor
 from trainer.data.batches.loader import Reader
 from trainer.data.examples import Example
 from trainer.engine.components import Components
@@ -43,33 +43,19 @@ def squared_errors(components: Components) -> Callable[[Batch, torch.Tensor, tor
 
     @torch.no_grad()
     def measure(batch: Batch, shares: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        time, noise = objective.time_at(shares), noise.to(model.device)
-        told = batch.conditioning or family.encode_prompts(model, batch.captions)
-        batch = _repeated(replace(batch, conditioning=told.to(model.device)), len(shares))
-        latents = batch.latents.to(model.device)
-        noised = objective.noised(latents, noise, time)
-        prediction = family.predict(model, noised, time.to(model.device), batch.conditioning, batch)
-        return (prediction.float() - objective.target(latents, noise, time)).square().flatten(1).mean(1)
+        told, time = batch.conditioning or family.encode_prompts(model, batch.captions), objective.time_at(shares)
+        given = _repeated(replace(batch, conditioning=told), len(shares)), noise, time, objective.at(time)
+        batch, noise, time, at = each_tensor(given, lambda tensor: tensor.to(model.device))
+        prediction = family.predict(model, objective.noised(batch.latents, noise, at), time, batch.conditioning, batch)
+        return (prediction.float() - objective.target(batch.latents, noise, at)).square().flatten(1).mean(1)
 
     return measure
 
 
 def _repeated(batch: Batch, count: int) -> Batch:
     """A batch of one photo, so many times."""
-
-    def times(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.repeat(count, *[1] * (tensor.dim() - 1))
-
-    told = {name: times(tensor) for name, tensor in batch.conditioning.tensors().items()}
-    return Batch(
-        occurrences=batch.occurrences * count,
-        latents=times(batch.latents),
-        captions=batch.captions * count,
-        conditioning=batch.conditioning.from_tensors(told),
-        original_size=times(batch.original_size),
-        crop_top_left=times(batch.crop_top_left),
-        target_size=times(batch.target_size),
-    )
+    times = each_tensor(batch, lambda tensor: tensor.repeat(count, *[1] * (tensor.dim() - 1)))
+    return replace(times, occurrences=batch.occurrences * count, captions=batch.captions * count)
 
 
 @dataclass(kw_only=True)

@@ -59,7 +59,9 @@ def what_would_fit(plan: RunPlan) -> str:
         f"adapter.rank below {config.adapter.rank}",
         f"a smaller model.components.{denoiser}.dtype than {plan.model.storage[denoiser].format.name}",
     ]
-    new_run = f"start a new run (another run.output_dir) with {', '.join(others)}"
-    if config.memory.gradient_checkpointing is True:
-        return new_run
-    return f"go on with --resume_from auto --set memory.gradient_checkpointing=true\nor {new_run}"
+    keeping = [
+        *(["step.graphs=false"] if config.step.graphs else []),
+        *([] if config.memory.gradient_checkpointing is True else ["memory.gradient_checkpointing=true"]),
+    ]
+    ways = [f"go on with --resume_from auto --set {change}" for change in keeping]
+    return "\nor ".join([*ways, f"start a new run (another run.output_dir) with {', '.join(others)}"])

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,8 +13,8 @@ from trainer.base import draws
 from trainer.base.console import printable
 from trainer.base.errors import OutOfMemory
 from trainer.base.memory import is_out_of_memory
-from trainer.base.types import Batch, Conditioning, Occurrence
-from trainer.objectives import Objective, stratified
+from trainer.base.types import Batch, Conditioning, Occurrence, each_tensor
+from trainer.objectives import AtTime, Objective, stratified
 
 
 def draw_time_and_noise(
@@ -32,37 +32,72 @@ def draw_time_and_noise(
     return objective.time(u, tokens), noise
 
 
+# Of each text encoder, by name, what it reads of each caption (Family.tokens).
+TokenIds = Mapping[str, Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """All that the losses of a micro-batch follow from, beside the weights: tensors alone, on the device.
+
+    batch: without occurrences and captions. time [B]: as the model takes it. at: what else follows from it. noise: fp32 like
+    the latents. perturbation: of what the model sees of it; None: none. tokens: of captions that are encoded live, or empty.
+    """
+
+    batch: Batch
+    time: torch.Tensor
+    at: AtTime
+    noise: torch.Tensor
+    perturbation: torch.Tensor | None
+    tokens: TokenIds
+
+
 @dataclass(frozen=True, kw_only=True)
 class Losses:
     """(a micro-batch, the occurrences of its global batch) -> fp32 [B], the objective's loss of each sample.
 
-    predict, encode, image_tokens: the model's, as a family has them. encode: used where the batch carries no conditioning.
+    In two parts: `inputs`, which is all that the host does, and `of`, which launches what the device does. What `of` launches
+    follows from the shapes of its inputs alone, and it reads nothing back.
+    predict, tokens, encode, image_tokens: the model's, as a family has them. tokens, encode: used where the batch carries no
+    conditioning.
     """
 
     objective: Objective
     predict: Callable[[torch.Tensor, torch.Tensor, Conditioning, Batch], torch.Tensor]
-    encode: Callable[[Sequence[str]], Conditioning]
+    tokens: Callable[[Sequence[str]], TokenIds]
+    encode: Callable[[TokenIds], Conditioning]
     image_tokens: Callable[[int, int], int]
     seed: int
     device: torch.device
 
     def __call__(self, batch: Batch, update: Sequence[Occurrence] = ()) -> torch.Tensor:
-        objective, device = self.objective, self.device
+        return self.of(self.inputs(batch, update))
+
+    def inputs(self, batch: Batch, update: Sequence[Occurrence] = ()) -> Inputs:
+        """What is drawn for a micro-batch, its captions' tokens, and itself, on the device."""
+        objective = self.objective
         height, width = batch.target_size.tolist()[0]
         tokens = self.image_tokens(height, width)
         time, noise = draw_time_and_noise(batch, objective=objective, tokens=tokens, seed=self.seed, update=update)
-        # Page-locked memory (loader.iterate) is copied while the device computes; of other memory the copy is made at once.
-        latents, noise = batch.latents.to(device, non_blocking=True), noise.to(device)
         keys = [astuple(occurrence) for occurrence in batch.occurrences]
         more = objective.noise.perturbation(noise.shape[1:], self.seed, keys)
-        seen = noise if more is None else noise + more.to(device)
-        if batch.conditioning is not None:
-            conditioning = batch.conditioning.to(device, non_blocking=True)
-        else:
-            conditioning = self.encode(batch.captions)
-        prediction = self.predict(objective.noised(latents, seen, time), time.to(device), conditioning, batch)
-        weights = batch.loss_weights.to(device, non_blocking=True) if batch.loss_weights is not None else None
-        return objective.losses(prediction, latents, noise, time, weights)
+        live = {} if batch.conditioning is not None else self.tokens(batch.captions)
+        made = Inputs(replace(batch, occurrences=(), captions=()), time, objective.at(time), noise, more, live)
+        return each_tensor(made, self._moved)
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        # Page-locked memory, as the loader gives, is copied while the device computes; for other memory the host waits.
+        if self.device.type == "cuda" and not tensor.is_pinned():
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
+
+    def of(self, given: Inputs) -> torch.Tensor:
+        """fp32 [B]."""
+        objective, batch = self.objective, given.batch
+        seen = given.noise if given.perturbation is None else given.noise + given.perturbation
+        conditioning = self.encode(given.tokens) if batch.conditioning is None else batch.conditioning
+        prediction = self.predict(objective.noised(batch.latents, seen, given.at), given.time, conditioning, batch)
+        return objective.losses(prediction, batch.latents, given.noise, given.at, batch.loss_weights)
 
 
 @dataclass(frozen=True)
@@ -85,6 +120,18 @@ class StepResult:
     told: Mapping[str, float | None] = field(default_factory=dict)
 
 
+def backward(
+    losses: torch.Tensor, share: torch.Tensor, attention: AbstractContextManager[Any] = nullcontext()
+) -> torch.Tensor:
+    """Add the gradient of share * the sum of losses [B] to those that the parameters have. Returns the losses' values.
+
+    share: [] on their device. attention: a context with the denoiser's, of which blocks run again here.
+    """
+    with attention:
+        torch.autograd.backward(losses, share.expand_as(losses))
+    return losses.detach()
+
+
 # What stands in a step's flags, one for each sample of the global batch.
 _LATENTS, _LOSS = 1, 2
 
@@ -100,6 +147,7 @@ class Step:
     training: (step, micro-batch of this process) -> a context in which the adapter is as the step trains it (its dropouts).
     attention: a context with the denoiser's attention, for the backward pass: blocks run again there, outside its forward.
     too_large: what to change where it runs out of memory.
+    graphs: (a micro-batch, these occurrences, a sample's share) -> as `backward` of `losses`, by CUDA graphs (graphs.py).
     A group of the optimizer with a "stop_step" is left alone, with all that is kept of it, after that step.
     """
 
@@ -113,6 +161,7 @@ class Step:
     training: Callable[[int, int], AbstractContextManager[None]]
     attention: Callable[[], AbstractContextManager[Any]] = nullcontext
     too_large: str = ""
+    graphs: Callable[[Batch, Sequence[Occurrence], torch.Tensor], torch.Tensor] | None = None
 
     @cached_property
     def parameters(self) -> list[torch.Tensor]:
@@ -170,6 +219,8 @@ class Step:
         device = self.parameters[0].device
         total = torch.zeros((), dtype=torch.float32, device=device)
         flags = [torch.zeros_like(total)] * len(occurrences)
+        # How much a sample's loss counts in the gradient: of a mean over the global batch, times the loss scale.
+        share = self.scaler.scale(torch.ones_like(total)) / len(occurrences)
         exhausted, bad_latents = "", False
         for parameter in self.parameters:
             parameter.grad.zero_()
@@ -184,12 +235,12 @@ class Step:
                 continue
             try:
                 with self.training(step, index):
-                    losses = self.losses(batch, occurrences)
-                    loss = losses.sum() / len(occurrences)
-                    with self.attention():
-                        self.scaler.scale(loss).backward()
-                    total += loss.detach()
-                    wrong = _LOSS * (~torch.isfinite(losses.detach())).float()
+                    if self.graphs is None:
+                        losses = backward(self.losses(batch, occurrences), share, self.attention())
+                    else:
+                        losses = self.graphs(batch, occurrences, share)
+                    total += losses.sum() / len(occurrences)
+                    wrong = _LOSS * (~torch.isfinite(losses)).float()
                     for at, flag in zip(here, wrong.unbind(), strict=True):
                         flags[at] = flag
             except (RuntimeError, MemoryError) as error:
@@ -198,8 +249,6 @@ class Step:
                 # Only its text is kept: the exception holds on to the activations.
                 exhausted = f"micro-batch {index + 1} of {len(batches)}: {batch.describe()}\n{error}"
                 break
-            finally:
-                losses = loss = None  # and so does a graph that was not walked back
         return torch.stack([total, torch.full_like(total, float(bool(exhausted))), *flags]), exhausted
 
     def _update(self, step: int) -> None:

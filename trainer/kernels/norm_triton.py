@@ -135,6 +135,8 @@ def _gram_tiles(columns: int, rank: int) -> Tiles:
 @lru_cache(maxsize=4096)  # the addresses stay as they are from update to update
 def _table(device: torch.device, addresses: tuple[tuple[int, ...], ...]) -> Tensor:
     """On the device, int64 [layers, FIELDS], without a wait for it."""
+    # A graph would copy it from host memory that is others' by then.
+    assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "a table is made before it is recorded"
     rows = torch.tensor(addresses, dtype=torch.int64, pin_memory=device.type == "cuda")
     return rows.to(device, non_blocking=True)
 

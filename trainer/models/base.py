@@ -145,9 +145,11 @@ class Family:
     objective(scheduler, markers, **choices) -> Objective; raises UserError for an impossible choice, and for an objective
       that is not this one.
     encode_images(model, pixels fp32 [B, 3, H, W] in [-1, 1]) -> normalised latents fp32 [B, C, h, w], posterior mean.
-    encode_text(model, text encoder, captions) -> what that encoder gives of their conditioning: tensors [B, ...] by their
-      names there, with gradients where the encoder has any.
-    predict(model, noised fp32 [B, C, h, w], time [B], conditioning, batch) -> the objective's prediction [B, C, h, w].
+    tokens(model, text encoder, captions) -> of each caption what that encoder reads: int64 [rows, L], on the CPU.
+    encode_text(model, text encoder, these, on its device) -> what it gives of their conditioning: tensors [B, ...] by their
+      names there, with gradients where the encoder has any. What it computes follows from the shapes alone.
+    predict(model, noised fp32 [B, C, h, w], time [B], conditioning, batch) -> the objective's prediction [B, C, h, w]. All
+      tensors are on the model's device, the batch's too, of which nothing else is there.
     sample(model, request, conditioning, negative) -> PIL image.
     reads: of the config keys that not every family reads (trainer/plan/requirements.py), those that this one does.
     `objective` gets
@@ -187,7 +189,8 @@ class Family:
     size_multiple: int
     objective: Callable[..., Objective]
     encode_images: Callable[[Model, torch.Tensor], torch.Tensor]
-    encode_text: Callable[[Model, str, Sequence[str]], dict[str, torch.Tensor]]
+    tokens: Callable[[Model, str, Sequence[str]], Sequence[torch.Tensor]]
+    encode_text: Callable[[Model, str, Sequence[torch.Tensor]], dict[str, torch.Tensor]]
     predict: Callable[[Model, torch.Tensor, torch.Tensor, Conditioning, Batch], torch.Tensor]
     sample: Callable[[Model, SampleRequest, Conditioning, Conditioning], Any]
     latent_side: int = LATENT_SIDE
@@ -236,9 +239,22 @@ class Family:
         """The text encoders' names, in order."""
         return tuple(c.name for c in self.components if c.role == "text_encoder")
 
+    def all_tokens(self, model: Model, captions: Sequence[str]) -> dict[str, Sequence[torch.Tensor]]:
+        """`tokens` of every text encoder, by name."""
+        return {name: self.tokens(model, name, captions) for name in self.text_encoders}
+
+    def encode_tokens(self, model: Model, tokens: Mapping[str, Sequence[torch.Tensor]]) -> Conditioning:
+        """The conditioning of `all_tokens` on the model's device, by all text encoders, which are in memory; with gradients
+        where they have any."""
+        return self.join([self.encode_text(model, name, tokens[name]) for name in self.text_encoders])
+
+    def encode(self, model: Model, encoder: str, captions: Sequence[str]) -> dict[str, torch.Tensor]:
+        """What one text encoder gives of the captions' conditioning, as `encode_text`."""
+        return self.encode_text(model, encoder, [ids.to(model.device) for ids in self.tokens(model, encoder, captions)])
+
     def encode_prompts(self, model: Model, captions: Sequence[str]) -> Conditioning:
         """The captions' conditioning, by all text encoders, which are in memory; with gradients where they have any."""
-        return self.join([self.encode_text(model, name, captions) for name in self.text_encoders])
+        return self.join([self.encode(model, name, captions) for name in self.text_encoders])
 
     def unread_beside(self, adapted: Iterable[str], *, half: bool) -> tuple[str, ...]:
         """`unread`, as far as it holds where these layers are adapted.

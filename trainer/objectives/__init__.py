@@ -2,11 +2,11 @@
 
 For people: docs/objectives.md.
 
-Shapes: latents fp32 [B, C, H, W], time [B], u [B] uniform in (0, 1). Times, and what they weigh, stay on the CPU: to read
-them from a device would make the host wait for it. What is made of latents is where these are.
+Shapes: latents fp32 [B, C, H, W], time [B], u [B] uniform in (0, 1). Times, and all that follows from them (AtTime), are
+made on the CPU: to read them from a device would make the host wait for it. What is made of latents is where these are.
 """
 
-from trainer.objectives.base import Objective, from_choices
+from trainer.objectives.base import AtTime, Objective, from_choices
 from trainer.objectives.diffusion import Diffusion
 from trainer.objectives.flow import Flow
 from trainer.objectives.losses import Loss, sample_losses
@@ -26,6 +26,6 @@ KEYS = tuple(
 )  # fmt: skip
 
 __all__ = [
-    "KEYS", "TIMES_READ", "Diffusion", "Flow", "Loss", "Noise", "Objective", "Times", "Weighting", "from_choices",
+    "KEYS", "TIMES_READ", "AtTime", "Diffusion", "Flow", "Loss", "Noise", "Objective", "Times", "Weighting", "from_choices",
     "sample_losses", "stratified",
 ]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from torch import Tensor
 
@@ -18,6 +18,19 @@ def from_choices(part: type[Settings], choices: Mapping[str, Any], **instead: An
     """A dataclass of what was chosen: its fields have the names of config keys. Of a key that is not there, the default."""
     given = {field.name: choices[field.name] for field in fields(part) if field.name in choices}
     return part(**given | instead)
+
+
+class AtTime(NamedTuple):
+    """All that an objective takes of the times of a micro-batch: fp32 [B] each, made on the CPU and moved from there.
+
+    signal, sigma: x_t = signal x_0 + sigma noise. weight: what the loss of each sample is multiplied by. threshold: the
+    loss's; None where it has none.
+    """
+
+    signal: Tensor
+    sigma: Tensor
+    weight: Tensor
+    threshold: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +52,12 @@ class Objective:
         """[B]: the time at each share, in (0, 1), of the whole range, whatever `time` draws."""
         raise NotImplementedError
 
-    def noised(self, latents: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        """What the model sees."""
+    def path(self, time: Tensor) -> tuple[Tensor, Tensor]:
+        """(signal, sigma) of each time, fp32 [B]: what photo and noise are multiplied by."""
         raise NotImplementedError
 
-    def target(self, latents: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        """What it should say."""
+    def target(self, latents: Tensor, noise: Tensor, at: AtTime) -> Tensor:
+        """What the model should say."""
         raise NotImplementedError
 
     def weight(self, time: Tensor) -> Tensor:
@@ -71,22 +84,28 @@ class Objective:
         """The same path and times, with the mean squared error of plain noise: to compare runs by."""
         return replace(self, loss=Loss(), noise=Noise(), stratified=False)
 
-    def losses(
-        self, prediction: Tensor, latents: Tensor, noise: Tensor, time: Tensor, loss_weights: Tensor | None = None
-    ) -> Tensor:
-        """fp32 [B], on the prediction's device. loss_weights: fp32 [B, H, W], or None."""
+    def at(self, time: Tensor) -> AtTime:
+        """What follows from the times, which stand on the CPU."""
         scheduled = self.loss.needs_threshold
         threshold = self.loss.threshold(self.progress(time), self.noise_to_signal(time)) if scheduled else None
-        device = prediction.device
-        return sample_losses(
-            prediction,
-            self.target(latents, noise, time),
-            self.weight(time).to(device),
-            loss_weights,
-            loss=self.loss,
-            threshold=None if threshold is None else threshold.to(device),
-        )
+        return AtTime(*self.path(time), self.weight(time), threshold)
+
+    def noised(self, latents: Tensor, noise: Tensor, at: AtTime) -> Tensor:
+        """What the model sees."""
+        return by_sample(at.signal) * latents + by_sample(at.sigma) * noise
+
+    def losses(
+        self, prediction: Tensor, latents: Tensor, noise: Tensor, at: AtTime, loss_weights: Tensor | None = None
+    ) -> Tensor:
+        """fp32 [B]; all on one device. loss_weights: fp32 [B, H, W], or None."""
+        target = self.target(latents, noise, at)
+        return sample_losses(prediction, target, at.weight, loss_weights, loss=self.loss, threshold=at.threshold)
 
     def extras(self) -> str:
         """The part of `describe` that is the same for all: what is not the default."""
         return self.loss.describe() + self.noise.describe() + (", stratified" if self.stratified else "")
+
+
+def by_sample(values: Tensor) -> Tensor:
+    """[B], which broadcasts over latents."""
+    return values.view(-1, 1, 1, 1)

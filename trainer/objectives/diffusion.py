@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trainer.base.errors import UserError
-from trainer.objectives.base import Objective
+from trainer.objectives.base import AtTime, Objective, by_sample
 from trainer.objectives.noise_schedule import noise_schedule
 from trainer.objectives.times import Times
 from trainer.objectives.weighting import Weighting
@@ -80,19 +80,12 @@ class Diffusion(Objective):
     def time_at(self, share: Tensor) -> Tensor:
         return (share.double() * len(self.alphas_cumprod)).long().clamp_max(len(self.alphas_cumprod) - 1)
 
-    def _roots(self, time: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        abar = self.alphas_cumprod[time].view(-1, 1, 1, 1)
-        return abar.sqrt().to(like), (1 - abar).sqrt().to(like)
+    def path(self, time: Tensor) -> tuple[Tensor, Tensor]:
+        abar = self.alphas_cumprod[time]
+        return abar.sqrt().float(), (1 - abar).sqrt().float()
 
-    def noised(self, latents: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        signal, sigma = self._roots(time, latents)
-        return signal * latents + sigma * noise
-
-    def target(self, latents: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        if self.prediction == "epsilon":
-            return noise
-        signal, sigma = self._roots(time, latents)
-        return signal * noise - sigma * latents
+    def target(self, latents: Tensor, noise: Tensor, at: AtTime) -> Tensor:
+        return noise if self.prediction == "epsilon" else by_sample(at.signal) * noise - by_sample(at.sigma) * latents
 
     def weight(self, time: Tensor) -> Tensor:
         if self.weighting.name == "none":

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from trainer.objectives.base import Objective
+from trainer.objectives.base import AtTime, Objective
 from trainer.objectives.times import Times
 
 
@@ -50,11 +50,10 @@ class Flow(Objective):
     def time_at(self, share: Tensor) -> Tensor:
         return share.float()
 
-    def noised(self, latents: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        t = time.view(-1, 1, 1, 1).to(latents)
-        return (1 - t) * latents + t * noise
+    def path(self, time: Tensor) -> tuple[Tensor, Tensor]:
+        return 1 - time, time
 
-    def target(self, latents: Tensor, noise: Tensor, time: Tensor) -> Tensor:
+    def target(self, latents: Tensor, noise: Tensor, at: AtTime) -> Tensor:
         return noise - latents
 
     def weight(self, time: Tensor) -> Tensor:

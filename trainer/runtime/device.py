@@ -34,6 +34,8 @@ def check_device(config: Config) -> torch.device:
         check_compiler(device)
     chosen = kernels.choose(config.adapter.kernels, device)
     precision.check_scaled_matmul(config.precision.matmul, chosen, device)
+    if config.step.graphs and device.type != "cuda":
+        raise UserError(f"step.graphs = true needs a CUDA device, this run is on {device}; leave it out")
     return device
 
 

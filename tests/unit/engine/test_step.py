@@ -66,6 +66,7 @@ def test_both_go_on() -> None:
     result, same = run(peer)
     assert result.updated and not same and peer.reductions == 2
     assert result.loss == pytest.approx(4 * 2 / 4 + 3), "our samples' losses over the global batch, and theirs"
+    assert result.grad_norm == pytest.approx((4 * (2 / 4) ** 2) ** 0.5), "so are their gradients"
 
 
 @pytest.mark.parametrize(("flag", "what"), [(1, "the latents of 1/1.jpg are"), (2, "the loss of 1/1.jpg is")])

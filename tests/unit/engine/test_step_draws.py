@@ -152,18 +152,18 @@ def test_the_target_has_the_shaped_noise_and_not_the_perturbation(kind: str, noi
 
     def predict(seen, time, conditioning, of):
         asked["seen"], asked["time"] = seen, time
-        drawn = torch.stack([noise.draw((2, 4, 4), SEED, astuple(o)) for o in of.occurrences])
+        drawn = torch.stack([noise.draw((2, 4, 4), SEED, astuple(o)) for o in ours.occurrences])
         asked["noise"] = drawn
-        return objective.target(of.latents, drawn, time)
+        return objective.target(of.latents, drawn, objective.at(time))
 
     losses = Losses(
-        objective=objective, predict=predict, encode=lambda texts: None, image_tokens=lambda height, width: 16,
-        seed=SEED, device=torch.device("cpu"),
+        objective=objective, predict=predict, tokens=lambda texts: {}, encode=lambda tokens: None,
+        image_tokens=lambda height, width: 16, seed=SEED, device=torch.device("cpu"),
     )  # fmt: skip
     assert losses(ours).tolist() == [0, 0, 0]
     keys = [astuple(o) for o in ours.occurrences]
     z = torch.stack([draws.normal((2, 4, 4), SEED, "input_perturbation", *key) for key in keys])
-    seen = objective.noised(ours.latents, asked["noise"] + noise.input_perturbation * z, asked["time"])
+    seen = objective.noised(ours.latents, asked["noise"] + noise.input_perturbation * z, objective.at(asked["time"]))
     torch.testing.assert_close(asked["seen"], seen)
     plain = torch.stack([draws.normal((2, 4, 4), SEED, "noise", *key) for key in keys])
     assert torch.equal(asked["noise"], plain) == bool(noise.input_perturbation)

@@ -13,7 +13,7 @@ from trainer.base.errors import UserError
 from trainer.base.types import Batch, Occurrence
 from trainer.models import FAMILIES
 from trainer.models.base import Markers, Model
-from trainer.models.sdxl import BETAS, count_tokens, encode_text, time_ids
+from trainer.models.sdxl import BETAS, count_tokens, time_ids
 
 SDXL = FAMILIES["sdxl"]
 SCHEDULER = {"_class_name": "EulerDiscreteScheduler", "prediction_type": "epsilon"} | BETAS
@@ -94,7 +94,7 @@ def test_the_text_is_the_last_but_one_layer_of_both_and_the_second_ones_projecti
     tokenizers = {"tokenizer": Tokenizer(), "tokenizer_2": Tokenizer()}
     compute = dict.fromkeys(names, torch.float32)
     model = Model(dict.fromkeys(names, encoder), {}, tokenizers, {}, compute, torch.device("cpu"), {"clip_chunks": 2})
-    first, second = (encode_text(model, name, ["a b c", "word " * 100]) for name in names)
+    first, second = (FAMILIES["sdxl"].encode(model, name, ["a b c", "word " * 100]) for name in names)
     assert first.keys() == {"sequence"} and second.keys() == {"sequence", "pooled"}
     assert all(part["sequence"].shape == (2, 154, 2) and part["sequence"].eq(2.0).all() for part in (first, second))
     assert second["pooled"].shape == (2, 77) and second["pooled"][1, 1] == 3  # of the first chunk

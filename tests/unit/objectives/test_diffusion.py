@@ -64,8 +64,9 @@ def test_noise_and_velocity_as_diffusers_ddpm(ztsnr: bool) -> None:
     x, noise = (torch.randn(6, 4, 8, 8, generator=g) for _ in range(2))
     t = torch.tensor([0, 1, 250, 500, 998, 999])
     # diffusers accumulates its products in fp32
-    torch.testing.assert_close(ours.noised(x, noise, t), reference.add_noise(x, noise, t), rtol=2e-4, atol=2e-4)
-    torch.testing.assert_close(ours.target(x, noise, t), reference.get_velocity(x, noise, t), rtol=2e-4, atol=2e-4)
+    at = ours.at(t)
+    torch.testing.assert_close(ours.noised(x, noise, at), reference.add_noise(x, noise, t), rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(ours.target(x, noise, at), reference.get_velocity(x, noise, t), rtol=2e-4, atol=2e-4)
 
 
 def test_epsilon_is_undefined_at_zero_terminal_snr() -> None:
@@ -125,12 +126,12 @@ def test_a_share_that_is_a_whole_timestep_begins_with_it(first: int) -> None:
 @pytest.mark.parametrize("schedule", ["constant", "exponential", "snr"])
 def test_losses_and_gradients_are_finite_at_the_ends_of_time(prediction, ztsnr, weighting, loss, schedule) -> None:
     chosen = diffusion(prediction, ztsnr, weighting=weighting, loss=Loss(loss, 0.1, schedule))
-    time = torch.tensor([0, 0, T - 1, T - 1])
+    at = chosen.at(torch.tensor([0, 0, T - 1, T - 1]))
     latents, noise = torch.randn(2, 4, 4, 3, 3, generator=torch.Generator().manual_seed(1))
-    guess = chosen.target(latents, noise, time).clone()
+    guess = chosen.target(latents, noise, at).clone()
     guess[1::2] += 3.0  # right, and wrong
     guess.requires_grad_()
-    losses = chosen.losses(guess, latents, noise, time, torch.ones(4, 3, 3))
+    losses = chosen.losses(guess, latents, noise, at, torch.ones(4, 3, 3))
     losses.sum().backward()
     assert bool(torch.isfinite(losses).all()) and bool(torch.isfinite(guess.grad).all())
     assert losses[0] == losses[2] == 0 < losses[1]

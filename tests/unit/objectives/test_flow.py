@@ -37,9 +37,9 @@ def test_path_and_target_agree() -> None:
     g = torch.Generator().manual_seed(0)
     x, noise = (torch.randn(2, 16, 4, 4, generator=g) for _ in range(2))
     flow = Flow()
-    ends = [flow.noised(x, noise, torch.full((2,), t)) for t in (0.0, 1.0)]
+    ends = [flow.noised(x, noise, flow.at(torch.full((2,), t))) for t in (0.0, 1.0)]
     assert torch.equal(ends[0], x) and torch.equal(ends[1], noise)
-    torch.testing.assert_close(flow.target(x, noise, torch.rand(2)), ends[1] - ends[0])
+    torch.testing.assert_close(flow.target(x, noise, flow.at(torch.rand(2))), ends[1] - ends[0])
 
 
 @pytest.mark.parametrize("timesteps", ["uniform", "logit_normal", "mode", "cosmap", "power"])

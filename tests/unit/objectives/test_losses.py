@@ -54,9 +54,10 @@ def test_masked_losses_and_their_gradients_are_the_formulas(kind: str, loss: str
     guess = (2 * guess).requires_grad_()
     masks = torch.rand(3, 2, 3, generator=torch.Generator().manual_seed(4))
     masks[0, 0] = 0
-    losses = objective.losses(guess, latents, noise, time, masks)
+    at = objective.at(time)
+    losses = objective.losses(guess, latents, noise, at, masks)
     losses.sum().backward()
-    target = objective.target(latents, noise, time)
+    target = objective.target(latents, noise, at)
     assert losses.dtype == torch.float32 and losses.shape == (3,)
     for i, t in enumerate(time.tolist()):
         a = None if kind == "flow" else SCHEDULE[t]
@@ -90,9 +91,10 @@ def test_of_one_latent(loss: str, d: float, c: float) -> None:
 def test_weights_multiply_the_loss_of_every_kind(loss: str) -> None:
     objective, time = OF["v"](Loss(loss))
     latents, noise, guess = (drawn(3, 2, 2, 3, seed=seed) for seed in range(3))
-    full = objective.losses(guess, latents, noise, time)
-    assert torch.equal(objective.losses(guess, latents, noise, time, torch.ones(3, 2, 3)), full)
-    assert torch.equal(objective.losses(guess, latents, noise, time, torch.full((3, 2, 3), 0.5)), full * 0.5)
+    at = objective.at(time)
+    full = objective.losses(guess, latents, noise, at)
+    assert torch.equal(objective.losses(guess, latents, noise, at, torch.ones(3, 2, 3)), full)
+    assert torch.equal(objective.losses(guess, latents, noise, at, torch.full((3, 2, 3), 0.5)), full * 0.5)
 
 
 def test_losses_are_per_sample_and_fp32() -> None:
@@ -107,8 +109,8 @@ def test_losses_are_per_sample_and_fp32() -> None:
 def test_the_gradient_is_finite_where_the_guess_is_right_and_at_t_one(loss: str, schedule: str) -> None:
     objective = Flow(loss=Loss(loss, 0.1, schedule))
     latents, noise = drawn(2, 2, 1, 2, 2)
-    time = torch.tensor([0.0, 1.0])  # 1.0: what is next to it, rounded
-    guess = objective.target(latents, noise, time).requires_grad_()
-    losses = objective.losses(guess, latents, noise, time)
+    at = objective.at(torch.tensor([0.0, 1.0]))  # 1.0: what is next to it, rounded
+    guess = objective.target(latents, noise, at).requires_grad_()
+    losses = objective.losses(guess, latents, noise, at)
     losses.sum().backward()
     assert losses.tolist() == [0, 0] and guess.grad.abs().max() == 0

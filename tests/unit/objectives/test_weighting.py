@@ -57,7 +57,7 @@ def test_the_same_error_weighs_the_same_as_epsilon_and_as_v(t: int, seed: int) -
         losses = []
         for prediction, said in (("epsilon", epsilon), ("v", v)):
             chosen = diffusion(prediction, weighting=Weighting(name))
-            errors = (said - chosen.target(photo, noise, time)).square().mean()
+            errors = (said - chosen.target(photo, noise, chosen.at(time))).square().mean()
             losses.append((errors * chosen.weight(time)).item())
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 

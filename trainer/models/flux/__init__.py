@@ -76,15 +76,22 @@ def t5_length(model: Model) -> int:
     return min(length, longest)
 
 
-def encode_text(model: Model, encoder: str, captions: Sequence[str]) -> dict[str, torch.Tensor]:
-    """One encoder's output for the captions: of CLIP "pooled" [B, P], of T5 "sequence" [B, L, D]."""
+def tokens(model: Model, encoder: str, captions: Sequence[str]) -> Sequence[torch.Tensor]:
+    """The ids of each caption, int64 [1, L]."""
     if encoder == "text_encoder":
-        ids = clip.clip_ids(model.tokenizers["tokenizer"], captions).to(model.device)
-        return {"pooled": model.modules[encoder](ids).pooler_output.to(model.compute[encoder])}
+        return clip.clip_ids(model.tokenizers["tokenizer"], captions).split(1)
     ids = model.tokenizers["tokenizer_2"](
         list(captions), padding="max_length", max_length=t5_length(model), truncation=True, return_tensors="pt"
-    ).input_ids.to(model.device)
-    return {"sequence": model.modules[encoder](ids)[0].to(model.compute[encoder])}
+    ).input_ids
+    return ids.split(1)
+
+
+def encode_text(model: Model, encoder: str, tokens: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One encoder's output for the captions: of CLIP "pooled" [B, P], of T5 "sequence" [B, L, D]."""
+    output = model.modules[encoder](torch.cat(list(tokens)))
+    if encoder == "text_encoder":
+        return {"pooled": output.pooler_output.to(model.compute[encoder])}
+    return {"sequence": output[0].to(model.compute[encoder])}
 
 
 def count_tokens(model: Model, captions: Sequence[str]) -> dict[str, tuple[list[int], int]]:
@@ -107,11 +114,11 @@ def unpack(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
     return patches.reshape(batch, packed // 4, height, width)
 
 
-def image_ids(height: int, width: int) -> torch.Tensor:
+def image_ids(height: int, width: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """fp32 [(H/2)(W/2), 3]: (0, row, column) of every token."""
-    ids = torch.zeros(height // 2, width // 2, 3)
-    ids[..., 1] = torch.arange(height // 2)[:, None]
-    ids[..., 2] = torch.arange(width // 2)[None, :]
+    ids = torch.zeros(height // 2, width // 2, 3, device=device)
+    ids[..., 1] = torch.arange(height // 2, device=device)[:, None]
+    ids[..., 2] = torch.arange(width // 2, device=device)[None, :]
     return ids.view(-1, 3)
 
 
@@ -128,7 +135,7 @@ def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning
         pooled_projections=conditioning.pooled,
         timestep=time,
         guidance=guidance,
-        img_ids=image_ids(height, width).to(noised.device),
+        img_ids=image_ids(height, width, noised.device),
         txt_ids=torch.zeros(conditioning.sequence.shape[1], 3, device=noised.device),
         return_dict=False,
     )[0]
@@ -219,6 +226,7 @@ FAMILY = Family(
     hub_ids={"black-forest-labs/FLUX.1-dev": "flux-dev", "black-forest-labs/FLUX.1-schnell": "flux-schnell"},
     objective=objective,
     encode_images=encode_images,
+    tokens=tokens,
     encode_text=encode_text,
     count_tokens=count_tokens,
     predict=predict,

@@ -97,15 +97,18 @@ def encode_images(model: Model, pixels: torch.Tensor) -> torch.Tensor:
     return vae.posterior_mean(module, pixels.to(model.device)) * module.config.scaling_factor
 
 
-def encode_text(model: Model, encoder: str, captions: Sequence[str]) -> dict[str, torch.Tensor]:
+def tokens(model: Model, encoder: str, captions: Sequence[str]) -> Sequence[torch.Tensor]:
+    """The ids of each caption, int64 [chunks, 77]."""
+    # How many chunks a caption has, both tokenizers say together.
+    ids = clip.chunked_ids([model.tokenizers[name] for name in TOKENIZERS], captions, model.options.get("clip_chunks", 1))
+    return dict(zip(TOKENIZERS.values(), ids, strict=True))[encoder]
+
+
+def encode_text(model: Model, encoder: str, tokens: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """The hidden states of one encoder before its last layer, "sequence" [B, L, D]; of the second one "pooled" [B, P],
     too."""
-    # How many chunks a caption has, both tokenizers say together.
-    ids, rows = clip.chunked_ids(
-        [model.tokenizers[name] for name in TOKENIZERS], captions, model.options.get("clip_chunks", 1)
-    )
-    own = dict(zip(TOKENIZERS.values(), ids, strict=True))[encoder]
-    output = model.modules[encoder](own.to(model.device), output_hidden_states=True)
+    rows = [len(own) for own in tokens]
+    output = model.modules[encoder](torch.cat(list(tokens)), output_hidden_states=True)
     part = {"sequence": clip.rows_joined(output.hidden_states[-2].to(model.compute[encoder]), rows)}
     if encoder == "text_encoder_2":
         part["pooled"] = clip.first_rows(output.text_embeds, rows)
@@ -133,7 +136,7 @@ def time_ids(batch: Batch) -> torch.Tensor:
 
 def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning: Conditioning, batch: Batch) -> torch.Tensor:
     """The UNet's prediction, epsilon or v: [B, 4, h, w]."""
-    added = {"text_embeds": conditioning.pooled, "time_ids": time_ids(batch).to(noised.device)}
+    added = {"text_embeds": conditioning.pooled, "time_ids": time_ids(batch)}
     return model.modules["unet"](noised, time, conditioning.sequence, added_cond_kwargs=added, return_dict=False)[0]
 
 
@@ -219,6 +222,7 @@ FAMILY = Family(
     hub_ids={"stabilityai/stable-diffusion-xl-base-1.0": "sdxl"},
     objective=objective,
     encode_images=encode_images,
+    tokens=tokens,
     encode_text=encode_text,
     join=join,
     count_tokens=count_tokens,

@@ -26,8 +26,8 @@ def clip_ids(tokenizer: Any, captions: Sequence[str]) -> torch.Tensor:
     return encoded.input_ids
 
 
-def chunked_ids(tokenizers: Sequence[Any], captions: Sequence[str], chunks: int) -> tuple[list[torch.Tensor], list[int]]:
-    """(by tokenizer int64 [N, L], how many of the N rows each caption has, in order): up to `chunks` of 75 tokens.
+def chunked_ids(tokenizers: Sequence[Any], captions: Sequence[str], chunks: int) -> list[list[torch.Tensor]]:
+    """The ids of each caption, by tokenizer: int64 [rows, L], up to `chunks` rows of 75 tokens.
 
     As ComfyUI takes a prompt without weights (its brackets are words here): comfy/sd1_clip.py, `tokenize_with_weights` and
     `encode_token_weights`, read at commit 443393b.
@@ -40,7 +40,7 @@ def chunked_ids(tokenizers: Sequence[Any], captions: Sequence[str], chunks: int)
     - Where two encoders give different numbers of rows, the surplus is cut: `cut_to` in comfy/sdxl_clip.py.
     """
     if chunks == 1:
-        return [clip_ids(tokenizer, captions) for tokenizer in tokenizers], [1] * len(captions)
+        return [list(clip_ids(tokenizer, captions).split(1)) for tokenizer in tokenizers]
     texts = [tokenizer(list(captions), truncation=False, verbose=False).input_ids for tokenizer in tokenizers]
     rooms = [tokenizer.model_max_length - 2 for tokenizer in tokenizers]
     rows = [
@@ -49,9 +49,9 @@ def chunked_ids(tokenizers: Sequence[Any], captions: Sequence[str], chunks: int)
     ]
     made = []
     for tokenizer, ids, room in zip(tokenizers, texts, rooms, strict=True):
-        chunked = [_row(tokenizer, own[1:-1], k * room) for own, count in zip(ids, rows, strict=True) for k in range(count)]
-        made.append(torch.tensor(chunked, dtype=torch.int64))
-    return made, rows
+        chunked = [[_row(tokenizer, own[1:-1], k * room) for k in range(count)] for own, count in zip(ids, rows, strict=True)]
+        made.append([torch.tensor(own, dtype=torch.int64) for own in chunked])
+    return made
 
 
 def _row(tokenizer: Any, ids: list[int], start: int) -> list[int]:

@@ -1,0 +1,160 @@
+"""When a micro-batch is recorded, what it then reads, and what ends a recording. Replayed are tapes (tests/tape.py)."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from tests.tape import Taping
+from tests.unit.engine.test_step import OURS, batch
+from trainer.base.memory import is_out_of_memory
+from trainer.base.types import Batch
+from trainer.engine.graphs import WARM_UP, CudaGraphs, Graphs, shapes_of
+from trainer.engine.step import backward
+from trainer.kernels.scratch import scratch
+
+
+class Made:
+    """Stands for Losses: a latent times a weight that is made of the parameter at its first use after an update."""
+
+    def __init__(self) -> None:
+        self.parameter, self.made = nn.Parameter(torch.ones(4)), None
+        self.parameter.grad = torch.zeros(4)
+
+    def inputs(self, batch: Batch, update) -> torch.Tensor:
+        return batch.latents
+
+    def of(self, latents: torch.Tensor) -> torch.Tensor:
+        if self.made is None:
+            self.made = self.parameter.detach() * 2
+        return (latents * self.made.mean()).mean((1, 2, 3)) * self.parameter.sum()
+
+    def stale(self) -> None:
+        self.made = None
+
+
+def micro_batch(value: float, count: int = 2) -> Batch:
+    made = batch(OURS[:count])
+    return Batch(made.occurrences, made.latents * value, *list(vars(made).values())[2:])
+
+
+def graphs_of(losses: Made) -> tuple[Graphs, Taping, list[str]]:
+    said: list[str] = []
+    taping = Taping([losses.parameter])
+    given = {"stale": losses.stale, "recorder": lambda: taping, "say": said.append}
+    return Graphs(losses, [losses.parameter], **given), taping, said
+
+
+def test_micro_batches_of_a_shape_are_eager_first_then_replayed_with_the_same_bytes() -> None:
+    """Updates in between, other shares and another shape too."""
+    one, other = Made(), Made()
+    graphs, taping, said = graphs_of(one)
+    for number in range(1, 11):
+        share, given = torch.tensor(1 / number), micro_batch(number / 3, count=1 if number == 5 else 2)
+        losses = graphs(given, OURS, share)
+        assert torch.equal(losses, backward(other.of(given.latents), share)) and not losses.requires_grad
+        assert torch.equal(one.parameter.grad, other.parameter.grad), f"micro-batch {number}"
+        if number % 2 == 0:
+            for each in (one, other):
+                with torch.no_grad():
+                    each.parameter.sub_(each.parameter.grad, alpha=0.1)
+                each.stale()
+    assert taping.warmed == WARM_UP + 1 and len(taping.tapes) == 1 and taping.replayed == 10 - taping.warmed
+    assert said == ["step.graphs: micro-batches of 2 photo(s) of 96x64 are a CUDA graph now"]
+
+
+def test_what_a_replay_gave_is_still_there_after_the_next() -> None:
+    graphs, taping, _ = graphs_of(Made())
+    found = [graphs(micro_batch(float(number)), OURS, torch.tensor(1.0)) for number in range(WARM_UP + 2)]
+    assert taping.replayed == 2 and not torch.equal(found[-1], found[-2])
+
+
+@pytest.mark.parametrize("change", ["frozen", "moved", "gradient moved"])
+def test_parameters_that_are_others_are_recorded_anew(change: str) -> None:
+    losses = Made()
+    graphs, taping, _ = graphs_of(losses)
+    for _ in range(WARM_UP + 1):
+        graphs(micro_batch(1.0), OURS, torch.tensor(1.0))
+    assert len(taping.tapes) == 1
+    if change == "frozen":
+        losses.parameter.requires_grad_(False)
+        losses.other = nn.Parameter(torch.ones(()))  # else there is nothing to walk back to
+        losses.of = lambda latents: latents.mean((1, 2, 3)) * losses.other
+    elif change == "moved":
+        losses.parameter.data = losses.parameter.data.clone()
+    else:
+        losses.parameter.grad = losses.parameter.grad.clone()
+    for _ in range(WARM_UP + 1):
+        graphs(micro_batch(1.0), OURS, torch.tensor(1.0))
+    assert len(taping.tapes) == 2 and taping.warmed == 2 * WARM_UP
+
+
+def test_nothing_is_recorded_of_what_failed_and_what_to_do_is_told() -> None:
+    losses = Made()
+    graphs, taping, _ = graphs_of(losses)
+    for _ in range(WARM_UP):
+        graphs(micro_batch(1.0), OURS, torch.tensor(1.0))
+
+    def broken(region):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    plain, taping.record = taping.record, broken
+    with pytest.raises(RuntimeError, match="not permitted") as raised:
+        graphs(micro_batch(1.0), OURS, torch.tensor(1.0))
+    assert "step.graphs = false" in raised.value.__notes__[0] and losses.made is None
+    taping.record = plain
+    assert torch.isfinite(graphs(micro_batch(1.0), OURS, torch.tensor(1.0))).all() and len(taping.tapes) == 1
+
+
+def test_a_key_tells_shapes_strides_dtypes_and_what_is_not_there() -> None:
+    one = torch.zeros(2, 3)
+    others = [torch.zeros(3, 2), torch.zeros(3, 2).t(), one.double(), None]
+    keys = [shapes_of({"a": (each, one)}) for each in (one, *others)]
+    assert len({*keys, shapes_of({"a": (one, None)})}) == 6 and shapes_of({"a": (one + 1, one)}) == keys[0]
+
+
+@pytest.fixture
+def cuda(monkeypatch) -> SimpleNamespace:
+    """What torch.cuda.graph was called with, and whether it breaks off: the end of a recording then raises in its turn."""
+    seen = SimpleNamespace(how=[], breaks=False)
+
+    @contextmanager
+    def recording(graph, **how):
+        seen.how.append(how)
+        try:
+            yield
+        finally:
+            if seen.breaks:
+                raise RuntimeError("operation failed due to a previous error during capture")
+
+    pools = iter(("a pool", "another"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "a stream")
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    return seen
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("shapes")])
+def test_want_of_memory_while_recording_is_told_as_such(cuda: SimpleNamespace, error: RuntimeError) -> None:
+    def region() -> torch.Tensor:
+        raise error
+
+    cuda.breaks = True
+    with pytest.raises(RuntimeError) as raised:
+        CudaGraphs(torch.device("cuda")).record(region)
+    assert is_out_of_memory(raised.value) == isinstance(error, torch.OutOfMemoryError)
+
+
+def test_all_graphs_share_a_pool_and_none_a_buffer_of_eager_micro_batches(cuda: SimpleNamespace) -> None:
+    """Those may be replaced by larger ones, and a graph would write to where they were."""
+    place, found = ((4,), torch.float32, torch.device("cpu")), []
+    shared, graphs = scratch(*place), CudaGraphs(torch.device("cuda"))
+    for _ in range(2):
+        graphs.record(lambda: found.append(scratch(*place)) or found[-1])
+    assert not any(tensor is shared for tensor in found) and scratch(*place) is shared
+    assert [how["pool"] for how in cuda.how] == ["a pool"] * 2
