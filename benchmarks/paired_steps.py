@@ -3,6 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/paired_steps.py                   # tiny and pocket, about 6 minutes
     OMP_NUM_THREADS=1 python benchmarks/paired_steps.py --cells 'tiny-*' --json FILE
     OMP_NUM_THREADS=1 python benchmarks/paired_steps.py --sides ema       # our DoRA with [ema], and without
+    OMP_NUM_THREADS=1 python benchmarks/paired_steps.py --sides plan      # ours, and what a plan says that they take
 
 The models take turns, a step each, over the same batches: forward, backward, clipping, AdamW. A figure is the median over the
 rounds of the ratio within a round, with the quartiles, so a slow spell of the machine meets both sides. Seconds are the
@@ -33,11 +34,19 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import torch  # noqa: E402
+
 from benchmarks import plain_peft  # noqa: E402
 from proofs.shared import PHOTOS, make_models  # noqa: E402
 from tests.harness import DENOISER, built, take_step  # noqa: E402
 from trainer import config as configs  # noqa: E402
+from trainer import kernels  # noqa: E402
 from trainer.data.batches import sampler  # noqa: E402
+from trainer.memory_plan.describe import band, step_seconds  # noqa: E402
+from trainer.memory_plan.estimate import forecast  # noqa: E402
+from trainer.memory_plan.step_time import Probe, on_cpu  # noqa: E402
+from trainer.plan.run_plan import make_plan, open_source, resolve  # noqa: E402
+from trainer.runtime.precision import COMPUTE_DTYPES  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,7 @@ SIDES: dict[str, tuple[dict[str, tuple[Tables, bool]], tuple[tuple[str, str], ..
         {"without": (DORA, False), "ema": (DORA | {"ema": {"kind": "constant"}}, False), "without again": (DORA, False)},
         (("ema", "without"), ("without again", "without")),
     ),
+    "plan": ({"ours DoRA": (DORA, False), "ours LoRA": (LORA, False)}, ()),
 }
 
 
@@ -126,6 +136,23 @@ def timed(cell: Cell, compared: str, rounds: int, warm_up: int, models: Path, fo
     return seconds
 
 
+def foretold(cell: Cell, own: Tables, probe: dict[str, Any], folder: Path, models: Path) -> tuple[float, float]:
+    """Seconds of a step, the least and the most, as a plan on a CPU has them. probe: of that CPU, as `probed` gives it."""
+    given = config(cell, own, folder / "plan", models)
+    source = open_source(given)
+    plan = make_plan(resolve(given, source), source, processes=1)
+    found = forecast(plan, kernels.choose("auto", torch.device("cpu")), base=lambda: 1)
+    products = {COMPUTE_DTYPES[name].itemsize: rate for name, rate in probe["products"].items()}
+    return step_seconds(plan, found, on_cpu(Probe(**probe | {"products": products})))
+
+
+def probed(cell: Cell) -> dict[str, Any]:
+    """What a plan probes of this CPU, with the products by the names of dtypes."""
+    found = Probe.of(COMPUTE_DTYPES[cell.dtype])
+    products = {name: found.products[COMPUTE_DTYPES[name].itemsize] for name in {cell.dtype, "fp32"}}
+    return {"products": products, "memory": found.memory, "operator": found.operator}
+
+
 def ratios(seconds: dict[str, list[float]], pairs: tuple[tuple[str, str], ...]) -> dict[str, list[float]]:
     """By "one / other": the quartiles of a round's ratio."""
     return {
@@ -152,6 +179,11 @@ def main() -> int:
             seconds = timed(cell, asked.sides, asked.rounds, asked.warm_up, models, Path(folder))
             found = ratios(seconds, SIDES[asked.sides][1])
             result.append({"cell": cell.name, "seconds": seconds, "ratios": found})
+            if asked.sides == "plan":
+                result[-1]["probe"] = probe = probed(cell)
+                for side, (own, _) in SIDES["plan"][0].items():
+                    told = band(*foretold(cell, own, probe, Path(folder), models))
+                    print(f"{cell.name}, {side}: {told} foretold")
             medians = ", ".join(f"{side} {1000 * statistics.median(values):.0f} ms" for side, values in seconds.items())
             print(f"{cell.name}: {medians}")
             for name, (low, median, high) in found.items():

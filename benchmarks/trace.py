@@ -14,8 +14,8 @@ either launch two or three kernels. Bytes are those of an operator's arguments a
 PEFT's step is that of benchmarks/plain_loop.py: fp32 adapters over a bf16 base, under autocast, with the casts of torch's
 autocast on a CPU, which are fewer than those on CUDA.
 
-The last column is an estimate, a roofline: max(FLOPs / rate, bytes / bandwidth) + launches x 5 us, of the card that --card
-names. It knows no cache, no fused operators of a library, and no launches that are made while another computes.
+The last column is an estimate: the band of trainer/memory_plan/step_time.py for the card that --card names, beside the host
+that this program runs on.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -37,6 +38,8 @@ from tests import pretend  # noqa: E402
 from trainer import kernels, quantization  # noqa: E402
 from trainer.base.types import Batch  # noqa: E402
 from trainer.engine.step import Losses  # noqa: E402
+from trainer.memory_plan import step_time  # noqa: E402
+from trainer.memory_plan.describe import band  # noqa: E402
 from trainer.memory_plan.op_trace import Cost, Trace  # noqa: E402
 from trainer.models import family_named  # noqa: E402
 from trainer.models.building import build  # noqa: E402
@@ -48,9 +51,6 @@ RANK, PIXELS = bench_step.RANK, 1024
 LABELS = {"sdxl": "SDXL", "flux": "Flux"}
 PUBLISHED_AS = {"sdxl": "sdxl", "flux": "flux-dev"}
 TEXT_TOKENS = {"sdxl": 77, "flux": 512}
-LAUNCH = 5e-6  # seconds, of the host
-# Dense bf16 products a second, and bytes a second, as their makers state them.
-CARDS = {"H100 SXM": (989e12, 3.35e12), "A100 40GB": (312e12, 1.555e12), "RTX 4090": (165e12, 1.008e12)}
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,11 @@ class Row:
     @property
     def moved(self) -> int:
         return self.cost.read + self.cost.written
+
+    def as_json(self) -> dict[str, Any]:
+        """As the file of --json has it."""
+        counted = {name: getattr(self.cost, name) for name in ("launches", "read", "written", "flops")}
+        return {each.name: getattr(self, each.name) for each in fields(self)} | {"cost": counted}
 
 
 def traced(family: str, who: str, adapter: str, storage: str, *, recomputed: bool, pixels: int = PIXELS) -> Row:
@@ -120,16 +125,10 @@ def theirs(source: ModelSource, adapter: str, storage: str, recomputed: bool) ->
 OF = {"ours": ours, "peft": theirs}
 
 
-def roofline(cost: Cost, card: str) -> float:
-    """Seconds, an estimate."""
-    rate, bandwidth = CARDS[card]
-    return max(cost.flops / rate, (cost.read + cost.written) / bandwidth) + cost.launches * LAUNCH
-
-
-def line(row: Row, card: str) -> str:
+def line(row: Row, machine: step_time.Machine) -> str:
     return (
         f"{LABELS[row.family]:<5} {row.who:<5} {row.adapter:<5} {row.storage:<9} {row.cost.launches:>7,} "
-        f"{row.moved / 2**30:>8.1f} {row.cost.flops / 1e12:>8.2f} {roofline(row.cost, card):>8.3f}"
+        f"{row.moved / 2**30:>8.1f} {row.cost.flops / 1e12:>8.2f}   {band(*machine.seconds(row.cost))}"
     )
 
 
@@ -151,15 +150,16 @@ def main() -> int:
     parser.add_argument("--storage", default=None, help="of the denoiser: fp8_e4m3; bf16 with --against")
     parser.add_argument("--pixels", type=int, default=PIXELS)
     parser.add_argument("--recompute", action="store_true", help="every block, as memory.gradient_checkpointing = true")
-    parser.add_argument("--card", choices=sorted(CARDS), default="H100 SXM")
+    parser.add_argument("--card", choices=sorted(step_time.CARDS), default="NVIDIA H100 80GB HBM3")
     parser.add_argument("--operators", type=int, default=0, help="how many of each step to list")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     storage = asked.storage or ("bf16" if asked.against else "fp8_e4m3")
     if asked.against and storage not in ("bf16", "fp32"):
         parser.error(f"--storage {storage}: PEFT's base is compared in bf16 or fp32")
-    rows = []
-    print(f"{'':<27} launches      GiB    TFLOP  seconds on an {asked.card}, an estimate")
+    rows, machine = [], step_time.on_card(asked.card, step_time.bare_operator())
+    assert machine is not None
+    print(f"{'':<27} launches      GiB    TFLOP   a step on {asked.card}, an estimate")
     for family in asked.family or sorted(LABELS, reverse=True):
         found = {}
         for who in ("ours", "peft") if asked.against else ("ours",):
@@ -167,7 +167,7 @@ def main() -> int:
                 row = traced(family, who, adapter, storage, recomputed=asked.recompute, pixels=asked.pixels)
                 found[who, adapter] = row
                 rows.append(row)
-                print(line(row, asked.card), flush=True)
+                print(line(row, machine), flush=True)
                 for name, count in list(row.operators.items())[: asked.operators]:
                     print(f"      {count:>7,} {name}")
         print(ratio(found["ours", "dora"], found["ours", "lora"]))
@@ -175,7 +175,7 @@ def main() -> int:
             for adapter in ("lora", "dora"):
                 print(ratio(found["ours", adapter], found["peft", adapter]))
     if asked.json:
-        asked.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        asked.json.write_text(json.dumps([row.as_json() for row in rows], indent=1) + "\n")
     return 0
 
 

@@ -26,7 +26,7 @@ from trainer.config.reading import CONFIG_FOLDER
 from trainer.config.tables import CheckpointTable
 from trainer.data.scan import refuse_damaged
 from trainer.data.sources import Photo
-from trainer.memory_plan.cpu_speed import slow_in
+from trainer.memory_plan.step_time import slow_in
 from trainer.models import family_named
 from trainer.models.weight_sets import Wanted
 from trainer.monitoring.course import HELD_OUT_PHOTOS

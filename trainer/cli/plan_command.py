@@ -10,8 +10,7 @@ from trainer.base.progress import Phases
 from trainer.base.run_layout import Layout
 from trainer.base.tensorfile import size_text
 from trainer.config import Config
-from trainer.memory_plan.cpu_speed import slow_in, speed_of
-from trainer.memory_plan.describe import describe_cpu, describe_memory
+from trainer.memory_plan.describe import describe_memory, describe_time
 from trainer.memory_plan.estimate import forecast
 from trainer.memory_plan.suggestions import changes
 from trainer.plan.describe import describe, describe_head
@@ -43,7 +42,7 @@ def preview(
         write_head(config, memory)
     device = check_device(config) if memory is None else None
     there = accelerator_of(config, memory) if device is None else Memory.of(device, config)
-    plan = begin(
+    beginning = begin(
         config,
         source,
         there,
@@ -51,7 +50,8 @@ def preview(
         processes=int(os.environ.get("WORLD_SIZE", "1")),
         phases=Phases(show=True, every=config.logging.every_seconds),
         say=write,
-    ).plan
+    )
+    plan = beginning.plan
     write(describe(plan, sizes=True, data=data))
     found = forecast(plan, there.kernels, base=there.base)
     fits = found.fits(there.size)
@@ -60,9 +60,7 @@ def preview(
         return False
     for line in disk_warnings(disk_needs(plan, checkpoint=found.checkpoint, cache=found.cache)):
         write(line)
-    if device is not None and device.type == "cpu":
-        compute = plan.model.storage[plan.model.family.denoiser].compute
-        write(describe_cpu(plan, found, speed_of(compute), slow=slow_in(compute)))
+    write(describe_time(plan, found, device, made=beginning.progress.step))
     smaller = [] if fits else changes(plan, there.kernels, found, there.size)
     write(describe_memory(found, there.size, smaller, updates=config.step.accumulation))  # ends with whether it fits
     return fits

@@ -120,14 +120,12 @@ class StepResult:
     told: Mapping[str, float | None] = field(default_factory=dict)
 
 
-def backward(
-    losses: torch.Tensor, share: torch.Tensor, attention: AbstractContextManager[Any] = nullcontext()
-) -> torch.Tensor:
+def backward(losses: torch.Tensor, share: torch.Tensor, attention: AbstractContextManager[Any] | None = None) -> torch.Tensor:
     """Add the gradient of share * the sum of losses [B] to those that the parameters have. Returns the losses' values.
 
     share: [] on their device. attention: a context with the denoiser's, of which blocks run again here.
     """
-    with attention:
+    with attention or nullcontext():
         torch.autograd.backward(losses, share.expand_as(losses))
     return losses.detach()
 

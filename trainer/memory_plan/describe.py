@@ -1,14 +1,19 @@
 """How an estimate of memory and time is printed, by --plan and at the start of a run."""
 
 from collections.abc import Sequence
-from math import prod
+from math import inf, prod
 
-from trainer.base.progress import duration
+import torch
+
 from trainer.base.tensorfile import size_text
-from trainer.memory_plan.cpu_speed import Speed
+from trainer.memory_plan import step_time
 from trainer.memory_plan.estimate import PARTS, STEP, Forecast
+from trainer.memory_plan.step_time import Machine
 from trainer.memory_plan.suggestions import Change
 from trainer.plan.run_plan import RunPlan
+
+# Of a time: seconds of a unit, its name, and below how many seconds it is used.
+UNITS = ((1, "s", 90), (60, "min", 90 * 60), (3600, "h", inf))
 
 
 def describe_memory(found: Forecast, memory: int, smaller: Sequence[Change], *, updates: int) -> str:
@@ -51,18 +56,49 @@ def describe_memory(found: Forecast, memory: int, smaller: Sequence[Change], *, 
     return "\n".join([*lines, f"does not fit: {needed}"])
 
 
-def describe_cpu(plan: RunPlan, found: Forecast, speed: Speed, *, slow: bool) -> str:
-    """How long a run takes without a GPU: an estimate from the operators of its step at the largest size. slow: whether
-    this CPU would take much less time in fp32 (trainer/memory_plan/cpu_speed.py)."""
-    config, last = plan.config, plan.length.max_steps
+def describe_time(plan: RunPlan, found: Forecast, device: torch.device | None, *, made: int = 0) -> str:
+    """How long a step and the rest of a run take on a device: an estimate, as a band.
+
+    device: None where the plan is for a card that nobody named. made: steps that were made before.
+    """
+    if device is None:
+        return "time: no figures for a step: --plan_memory names no card"
+    compute, on_cpu = plan.model.storage[plan.model.family.denoiser].compute, device.type == "cpu"
+    if on_cpu:
+        machine, name = step_time.on_cpu(step_time.Probe.of(compute)), "this CPU"
+    else:
+        name = torch.cuda.get_device_name(device)
+        machine = step_time.on_card(name, step_time.bare_operator())
+    if machine is None:
+        return f"time: no figures for a step's time on {name} (trainer/memory_plan/step_time.py lists the cards)"
+    seconds, steps = step_seconds(plan, found, machine), plan.length.max_steps - made
+    several = ", nor the exchange between processes" if plan.length.processes > 1 else ""
+    line = (
+        f"time: about {band(*seconds)} a step on {name}, {band(*(each * steps for each in seconds))} for {steps} "
+        f"{'step' if steps == 1 else 'steps'} (an estimate for a machine without other work; samples, held-out losses, "
+        f"encoding and checkpoints are not counted{several})"
+    )
+    if on_cpu and step_time.slow_in(compute):
+        line += "\nthis CPU is slow in 16 bits: --set precision.compute=fp32 takes less time and more memory"
+    return line
+
+
+def step_seconds(plan: RunPlan, found: Forecast, machine: Machine) -> tuple[float, float]:
+    """The least and the most seconds of an average update of the run: of the operators of its step at the largest size, with
+    the share of their tensors that an average micro-batch has."""
+    config = plan.config
     step = next(phase for phase in found.phases if phase.name.startswith(STEP))
     sizes = [(prod(example.bucket), example.photo.repeats) for example in plan.data.examples]
     pixels = sum(size * repeats for size, repeats in sizes)
     batches = config.step.accumulation
     share = pixels / plan.length.steps_per_epoch / (batches * config.data.batch_size * max(size for size, _ in sizes))
-    seconds = batches * speed.seconds(step.cost, share)
-    return (
-        f"time on the CPU: about {duration(seconds)} a step, {duration(seconds * last)} for {last} steps, without samples "
-        "(an estimate for a machine without other work)"
-        + ("\nthis CPU is slow in 16 bits: --set precision.compute=fp32 takes less time and more memory" if slow else "")
-    )
+    share /= plan.length.processes
+    (least, most), (once, at_most) = machine.seconds(step.cost, share), machine.seconds(step.once)
+    return batches * least + once, batches * most + at_most
+
+
+def band(least: float, most: float) -> str:
+    """A range of seconds as people read it, each end with two figures, in one unit: "0.7 to 1.1 s", "35 to 55 min", "2 h"."""
+    unit, name = next((size, name) for size, name, below in UNITS if most < below)
+    ends = dict.fromkeys(f"{float(f'{each / unit:.2g}'):g}" for each in (least, most))
+    return f"{' to '.join(ends)} {name}"

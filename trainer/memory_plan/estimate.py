@@ -45,13 +45,15 @@ class Stage:
     """What one part of a run takes. parts: bytes by PARTS, those that it has. loaded: weights of the components in memory, by
     name, in bytes.
 
-    cost: of a step, of one micro-batch.
+    cost: of a step, of one micro-batch. once: of a step, of what is made anew after an update, however many micro-batches it
+    has; the optimizer's own operators are not in it.
     """
 
     name: str
     parts: Mapping[str, int]
     loaded: Mapping[str, int] = field(default_factory=dict)
     cost: Cost = field(default_factory=Cost)
+    once: Cost = field(default_factory=Cost)
 
     @property
     def peak(self) -> int:
@@ -211,10 +213,11 @@ class Forecaster:
         with self._phase(f"{STEP} {width}x{height}, batch {count}") as phases:
             adapter.mark_stale()
             refresh(adapter.layers.values())
-            self.trace.cost = Cost()  # once for an update, however many micro-batches it has
+            once, self.trace.cost = self.trace.cost, Cost()
             self.run.step([self.run.batch(width, height, conditioning, count)], noting)
         (phase,) = phases
-        return replace(phase, parts=phase.parts | {"saved": saved, "transient": phase.parts["transient"] - saved})
+        parts = phase.parts | {"saved": saved, "transient": phase.parts["transient"] - saved}
+        return replace(phase, parts=parts, once=once)
 
     def update(self, step: Stage) -> Iterator[Stage]:
         """The phase of the update by an optimizer that has no kernel for a CPU. The allocator still has what the step

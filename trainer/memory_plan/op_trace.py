@@ -7,13 +7,13 @@ allocator rounds and splits, the workspaces of cuBLAS and cuDNN.
 import weakref
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 # Operators that make or rename memory, and launch nothing.
 _SILENT = {
@@ -21,22 +21,54 @@ _SILENT = {
     "aten::alias", "aten::_unsafe_view", "aten::lift_fresh", "aten::set_", "aten::_local_scalar_dense", "aten::resize_",
 }  # fmt: skip
 
-# FLOPs of ours, by name: of (G^T t), of t B^T, and of W A^T and A A^T, as multiplications and additions.
-_OURS = {
+# FLOPs of what torch's counter does not know, by name: of the attention that stands for every fused one (dry_run.py), and of
+# ours: (G^T t), t B^T, and W A^T and A A^T, as multiplications and additions.
+_UNKNOWN = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_: sdpa_flop_count(q.shape, k.shape, v.shape),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": lambda dy, q, k, v, *_: sdpa_backward_flop_count(
+        dy.shape, q.shape, k.shape, v.shape
+    ),
     "trainer::compose": lambda z, t, b, *_: 2 * z.shape[0] * z.shape[1] * t.shape[1],
     "trainer::adapter_gradients": lambda dy, u, t, *_: 2 * dy.shape[0] * dy.shape[1] * t.shape[1],
     "trainer::adapted_norms": lambda c, wa, gram, *given: 2 * wa.shape[3] * given[4] * (c.numel() + c.shape[0] * wa.shape[3]),
 }
 
 
-@dataclass
-class Cost:
-    """What the operators cost that were called. read, written: bytes. flops: of products, convolutions and attention."""
+class Work(NamedTuple):
+    """What one operator does. read, written: bytes. flops: of products, convolutions and attention, 0 of others. width: bytes
+    of an element of what those multiply, 0 of others."""
 
-    launches: int = 0
     read: int = 0
     written: int = 0
     flops: int = 0
+    width: int = 0
+
+
+@dataclass
+class Cost:
+    """What the operators cost that were called: how often each work was done."""
+
+    works: Counter[Work] = field(default_factory=Counter)
+
+    @property
+    def launches(self) -> int:
+        """How many operators there were."""
+        return self.works.total()
+
+    @property
+    def read(self) -> int:
+        """The bytes that all of them read."""
+        return sum(count * work.read for work, count in self.works.items())
+
+    @property
+    def written(self) -> int:
+        """The bytes that all of them wrote."""
+        return sum(count * work.written for work, count in self.works.items())
+
+    @property
+    def flops(self) -> int:
+        """The FLOPs of all of them."""
+        return sum(count * work.flops for work, count in self.works.items())
 
 
 class Remembering(TorchDispatchMode):
@@ -125,8 +157,8 @@ class Trace(Remembering):
             name, arguments = func._schema.name, func._schema.arguments
             changed = tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
             formula = flop_registry.get(func.overloadpacket)
-            if formula is None and name in _OURS:
-                formula = lambda *args, out_val, ours=_OURS[name], **_: ours(*args)  # noqa: E731
+            if formula is None and name in _UNKNOWN:
+                formula = lambda *args, out_val, unknown=_UNKNOWN[name], **_: unknown(*args)  # noqa: E731
             self._kinds[func] = not func.is_view and name not in _SILENT, changed, formula
         return self._kinds[func]
 
@@ -142,14 +174,13 @@ class Trace(Remembering):
         if not launches:
             return out
         self.by_name[func._schema.name] += 1
-        cost = self.cost
-        cost.launches += 1
-        cost.read += sum(map(_bytes, _tensors(args, kwargs)))
+        given = _tensors(args, kwargs)
         written = {id(tensor): tensor for tensor in made}
         written |= {id(tensor): tensor for at in changed if at < len(args) for tensor in _tensors(args[at])}
-        cost.written += sum(map(_bytes, written.values()))
+        work = Work(sum(map(_bytes, given)), sum(map(_bytes, written.values())))
         if formula is not None:
-            cost.flops += formula(*args, **kwargs, out_val=out)
+            work = work._replace(flops=formula(*args, **kwargs, out_val=out), width=given[0].itemsize)
+        self.cost.works[work] += 1
         return out
 
 

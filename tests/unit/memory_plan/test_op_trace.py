@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from trainer.memory_plan.dry_run import META
-from trainer.memory_plan.op_trace import Remembering, Trace
+from trainer.memory_plan.dry_run import META, without_values
+from trainer.memory_plan.op_trace import Remembering, Trace, Work
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -49,6 +49,7 @@ def test_an_operator_reads_and_writes_what_is_there() -> None:
     with Trace() as trace:
         product = a @ b
         assert (trace.cost.launches, trace.cost.flops) == (1, 2 * 64 * 32 * 16)
+        assert list(trace.cost.works) == [Work(4 * (64 * 32 + 32 * 16), 4 * 64 * 16, 2 * 64 * 32 * 16, 4)]
         assert (trace.cost.read, trace.cost.written) == (4 * (64 * 32 + 32 * 16), 4 * 64 * 16)
         trace.reset()
         product.add_(row)
@@ -56,3 +57,14 @@ def test_an_operator_reads_and_writes_what_is_there() -> None:
         trace.reset()
         torch.empty_like(product).view(-1)
         assert trace.cost.launches == 0, "nothing is computed"
+
+
+def test_attention_multiplies() -> None:
+    """q k^T and p v forward; backward those of dv, dp, dq, dk, and q k^T again, which no fused kernel keeps."""
+    q, k, v = (torch.empty(2, 3, rows, 8, device=META, requires_grad=True) for rows in (16, 24, 24))
+    product = 2 * (2 * 3) * 16 * 24 * 8
+    with without_values(), Trace() as trace:
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        assert trace.cost.flops == 2 * product
+        out.backward(torch.empty_like(out))
+    assert trace.cost.flops == 7 * product and {work.width for work in trace.cost.works if work.flops} == {4}
