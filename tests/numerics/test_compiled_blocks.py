@@ -147,13 +147,13 @@ def exactly(of: Built) -> Built:
     return Built(of.kind, block, {name: parameters[name] for name in of.parameters}, torch.float64)
 
 
-def compiled(of: Built, folder: Path, monkeypatch: pytest.MonkeyPatch, backend: str) -> Compiler:
+def compiled(of: Built, folder: Path, monkeypatch: pytest.MonkeyPatch, backend: str, *, recomputed: bool = True) -> Compiler:
     """Have the block recomputed within a program, by another backend of torch.compile."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
     lookup = torch._dynamo.lookup_backend
     monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: lookup(backend))
     compiler = Compiler(folder, lambda line: None)
-    checkpoint_blocks({"0": of.block}, True, compiled=("0",))
+    checkpoint_blocks({"0": of.block}, recomputed, compiled=("0",))
     assert compiler.compile({"0": of.block}) == 1
     return compiler
 
@@ -171,10 +171,27 @@ def test_traced_and_differentiated_a_block_has_the_same_bytes(tmp_path, monkeypa
         assert all(torch.equal(expected[name], got[name]) for name in expected), kind
         assert expected.keys() == got.keys() and all(t.abs().sum() > 0 for t in got.values())
         with torch.no_grad():
+            other.block(**inputs(kind, other.dtype))  # as samples, and a held-out loss, come in between
             for of in (ordinary, other):
                 for parameter in of.parameters.values():
                     parameter.mul_(1.25)
     assert compiler.told() == {"compiled": 1}
+
+
+@pytest.mark.slow
+def test_a_program_recomputes_what_it_was_told_to(tmp_path, monkeypatch) -> None:
+    """Of a block's activations none is kept for its backward, where they are recomputed."""
+    kept = []
+    for recomputed in (True, False):
+        of = built("single", "lora", "bf16")
+        compiled(of, tmp_path, monkeypatch, AOT, recomputed=recomputed)
+        of.refresh()
+        given = inputs(of.kind, of.dtype)
+        outputs = of.block(**given)
+        program = outputs[0].grad_fn.next_functions[0][0]  # it gave what the outputs are slices of
+        first = {2, 2 * (TEXT + TOKENS)}  # the sizes that activations begin with
+        kept.append(len([t for t in program.saved_tensors if t.shape[0] in first]))
+    assert kept[0] == 3 < kept[1]  # the block's inputs
 
 
 def envelope(kind: str, adapter: str, storage: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
