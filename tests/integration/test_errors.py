@@ -132,6 +132,7 @@ def test_a_folder_of_which_only_making_it_tells_that_it_cannot_be_made(bench: Wo
         ("run__device", "cuda", "run.device = 'cuda'"),
         ("adapter__kernels", "triton", "adapter.kernels = 'triton'"),
         ("step__graphs", True, "step.graphs = true"),
+        ("step__compile", "blocks", "step.compile = 'blocks' on cpu needs a C++ compiler, and there is no no-such-compiler"),
         ("run__deterministic", True, "CUBLAS_WORKSPACE_CONFIG = ':0:0'"),
         ("precision__compute", "bf16", "this is an old card"),
         ("precision__matmul", "fp8", "an old card does not multiply float8"),
@@ -147,6 +148,8 @@ def test_a_plan_refuses_what_this_machine_cannot_train(bench: Workbench, capsys,
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0) if "matmul" in key else (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old card")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    if key == "step__compile":
+        monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "no-such-compiler"))
     if key == "precision__matmul":
         tree["model"]["components"] = {"unet": {"dtype": "fp8_e4m3", "compute": "bf16"}}
     messages = []

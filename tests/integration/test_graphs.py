@@ -80,3 +80,11 @@ def test_masks_that_are_drawn_within_a_recording_are_refused(bench: Workbench) -
     tree = bench.tree("flux", step__graphs=True, adapter__type="lora", adapter__dropout=0.1)
     with pytest.raises(UserError, match=r"step\.graphs = true cannot be combined with adapter\.dropout = 0\.1.*rank_dropout"):
         configs.parse(tree)
+
+
+def test_a_recording_is_of_eager_blocks(bench: Workbench) -> None:
+    tree = bench.tree("flux", step__graphs=True, step__compile="blocks")
+    with pytest.raises(
+        UserError, match=r"step\.graphs = true cannot be combined with step\.compile = 'blocks'.*leave out one"
+    ):
+        configs.parse(tree)

@@ -18,7 +18,7 @@ from trainer.adapters import Method, inject, match_targets
 from trainer.adapters.adapter import ADAPTER_NAME
 from trainer.adapters.layers import AdaptedLayer
 from trainer.base.memory import checkpoint_blocks
-from trainer.kernels import dora_torch
+from trainer.kernels import decode, dora_torch
 from trainer.models import FAMILIES
 from trainer.plan.storage import Storage
 from trainer.quantization import FORMATS, FrozenLinear
@@ -192,6 +192,25 @@ def test_a_program_recomputes_what_it_was_told_to(tmp_path, monkeypatch) -> None
         first = {2, 2 * (TEXT + TOKENS)}  # the sizes that activations begin with
         kept.append(len([t for t in program.saved_tensors if t.shape[0] in first]))
     assert kept[0] == 3 < kept[1]  # the block's inputs
+
+
+def test_a_large_weight_is_one_loop_of_a_program() -> None:
+    """Its pieces, which suit a CPU's cache, would each be written out: thousands in a block of Flux."""
+    layer = FrozenLinear(
+        1024, 2048, bias=False, format=FORMATS["fp8_e4m3"], compute_dtype=torch.bfloat16, kernels=dora_torch, device=CPU
+    )
+    layer.load_weight(torch.randn(2048, 1024, generator=torch.Generator().manual_seed(0)))
+    weight, programs = layer.stored(), []
+
+    def backend(graph: torch.fx.GraphModule, given: list[Tensor]) -> Callable:
+        programs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    made = torch.compile(lambda: dora_torch.upcast(weight, torch.bfloat16), backend=backend, fullgraph=True)()
+    assert len(list(decode.pieces(weight.shape, CPU))) == 4 and torch.equal(made, dora_torch.upcast(weight, torch.bfloat16))
+    (program,) = programs
+    assert sum(node.target == "bitwise_left_shift_" for node in program.graph.nodes) == 1
 
 
 def envelope(kind: str, adapter: str, storage: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

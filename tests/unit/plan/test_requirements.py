@@ -259,12 +259,11 @@ def test_the_keys_of_a_schedule_are_read_with_the_schedules_that_read_them() -> 
         assert set(choice.values) == {name for name, descent in SCHEDULES.items() if key in descent.reads}
 
 
-def test_recomputing_is_refused_for_a_family_that_names_no_blocks() -> None:
-    given, family = config("sdxl", "memory.gradient_checkpointing", True), FAMILIES["sdxl"]
+@pytest.mark.parametrize(("key", "value"), [("memory.gradient_checkpointing", True), ("step.compile", "blocks")])
+def test_what_is_done_with_blocks_is_refused_for_a_family_that_names_none(key: str, value: object) -> None:
+    given, family = config("sdxl", key, value), FAMILIES["sdxl"]
     refuse_unread(given, family)
-    with pytest.raises(
-        UserError, match=r"^memory\.gradient_checkpointing = True has no effect on sdxl, which names no blocks"
-    ):
+    with pytest.raises(UserError, match=rf"^{re.escape(key)} = {value!r} has no effect on sdxl, which names no blocks"):
         refuse_unread(given, replace(family, blocks=()))
 
 
