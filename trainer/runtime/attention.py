@@ -91,8 +91,11 @@ def planned(asked: str) -> Attention:
     return TORCHS_OWN if asked == "auto" else Attention((asked,))
 
 
-def choose(asked: str, device: torch.device, dtype: torch.dtype, sizes: Callable[[], Collection[int]]) -> Attention:
-    """`step.attention` on a device. A kernel is tried before it is taken, for the denoiser's compute dtype and head sizes.
+def choose(
+    asked: str, device: torch.device, dtype: torch.dtype, sizes: Callable[[], Collection[int]], tokens: int = 0
+) -> Attention:
+    """`step.attention` on a device. A kernel is tried before it is taken, for the denoiser's compute dtype, head sizes and
+    tokens.
 
     Raises UserError for a kind that the device lacks; "auto" takes another order then, and its note says why.
     """
@@ -102,12 +105,12 @@ def choose(asked: str, device: torch.device, dtype: torch.dtype, sizes: Callable
         return planned(asked)
     name = torch.cuda.get_device_name(device)
     if asked != "auto":
-        if why := fault(asked, device, dtype, sizes()):
+        if why := fault(asked, device, dtype, sizes(), tokens):
             raise UserError(f"step.attention = {asked!r} is not for this model on {name}: {why}; use 'auto'")
         return planned(asked)
     if torch.cuda.get_device_capability(device)[0] not in CUDNN_FIRST:
         return TORCHS_OWN
-    why = fault("cudnn", device, dtype, sizes())
+    why = fault("cudnn", device, dtype, sizes(), tokens)
     return Attention(note=f"without cuDNN's: {why}") if why else Attention(ORDER)
 
 
@@ -116,19 +119,20 @@ def head_sizes(denoiser: nn.Module) -> set[int]:
     return {layer.inner_dim // layer.heads for layer in denoiser.modules() if hasattr(layer, "set_processor")}
 
 
-def fault(kind: str, device: torch.device, dtype: torch.dtype, sizes: Collection[int]) -> str:
+def fault(kind: str, device: torch.device, dtype: torch.dtype, sizes: Collection[int], tokens: int = 0) -> str:
     """Why a kernel does not do for training there, in words; "" where it does.
 
     Tried, forward and backward, without a mask, as no family has one: whether torch has it for the card, and whether its
-    results are those of plain attention in fp32. sizes: of heads.
+    results are those of plain attention in fp32. sizes: of heads. tokens: of the run's largest image, for which the results
+    have to be finite; plain attention may be too large there. 0: it is not tried.
     """
     if kind == "cudnn" and (version := torch.backends.cudnn.version() or CUDNN) < CUDNN:
         return f"cuDNN {version // 10000}.{version // 100 % 100} was seen to give wrong gradients; install a newer torch"
+    whole = [(tokens, tokens, -120)] if tokens else []
     for size in sorted(sizes):
-        for queries, keys in TRIED:
-            for score in (0, -120):
-                if why := _fault_at(kind, score, *_drawn(device, dtype, queries, keys, size, score)):
-                    return f"{why} (head size {size})"
+        for queries, keys, score in [*((*pair, score) for pair in TRIED for score in (0, -120)), *whole]:
+            if why := _fault_at(kind, score, *_drawn(device, dtype, queries, keys, size, score)):
+                return f"{why} (head size {size})"
     return ""
 
 

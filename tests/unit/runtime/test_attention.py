@@ -46,7 +46,7 @@ def tried(monkeypatch) -> dict[str, Any]:
 
 
 def chosen(asked: str, device: torch.device = CARD) -> Attention:
-    return attention.choose(asked, device, torch.bfloat16, lambda: {64})
+    return attention.choose(asked, device, torch.bfloat16, lambda: {64}, 4096)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_the_card_decides(tried, capability: tuple[int, int], kinds: tuple[str, 
     """cuDNN's comes first on Hopper and on Blackwell in data centres, and there only once it was tried."""
     tried["capability"] = capability
     assert chosen("auto") == Attention(kinds)
-    assert tried["asked"] == [("cudnn", CARD, torch.bfloat16, {64})] * bool(kinds)
+    assert tried["asked"] == [("cudnn", CARD, torch.bfloat16, {64}, 4096)] * bool(kinds)
 
 
 def test_a_kernel_that_fails_its_trial_is_not_taken(tried) -> None:
@@ -135,6 +135,15 @@ def test_a_wrong_kernel_fails_its_trial(monkeypatch, kernel, said: str, dtype: t
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", by_kind)
     assert said in attention.fault("flash", CPU, dtype, (64,))
     assert attention.fault("math", CPU, dtype, (64,)) == ""
+
+
+def test_a_kernel_that_is_wrong_for_the_runs_images_alone_fails_its_trial(monkeypatch) -> None:
+    def by_length(*given: Tensor) -> Tensor:
+        return ATTENTION(*given) * (torch.inf if given[0].shape[-2] > 256 else 1)
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", by_length)
+    assert attention.fault("flash", CPU, torch.bfloat16, (64,)) == ""
+    assert "not finite where" in attention.fault("flash", CPU, torch.bfloat16, (64,), 320)
 
 
 def test_a_cudnn_that_was_seen_to_be_wrong_is_not_even_tried(monkeypatch) -> None:
