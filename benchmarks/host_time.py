@@ -185,7 +185,7 @@ def _compiler() -> dict[str, Any]:
     from trainer.runtime.compilation import Compiler
 
     folder = Path(tempfile.gettempdir()) / "host_time_compiled"  # stays: the next run of this finds it
-    return {"compiler": Compiler(folder, lambda line: print(line, file=sys.stderr))}
+    return {"compiler": Compiler(folder, "", lambda line: print(line, file=sys.stderr))}
 
 
 def serve(side: Side) -> None:

@@ -141,6 +141,7 @@ def test_a_folder_of_which_only_making_it_tells_that_it_cannot_be_made(bench: Wo
 def test_a_plan_refuses_what_this_machine_cannot_train(bench: Workbench, capsys, monkeypatch, key, value, expected) -> None:
     """In the words of the training itself."""
     import torch
+    from torch._inductor import config as inductor
 
     tree = bench.tree(**{key: value})
     old_card = key.startswith("precision")
@@ -148,13 +149,12 @@ def test_a_plan_refuses_what_this_machine_cannot_train(bench: Workbench, capsys,
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0) if "matmul" in key else (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old card")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
-    if key == "step__compile":
-        monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "no-such-compiler"))
     if key == "precision__matmul":
         tree["model"]["components"] = {"unet": {"dtype": "fp8_e4m3", "compute": "bf16"}}
     messages = []
     for arguments in ([], ["--plan"]):
-        assert cli.main(["--config", str(bench.write(tree)), *arguments]) == 2
+        with inductor.patch("cpp.cxx", (None, "no-such-compiler")):
+            assert cli.main(["--config", str(bench.write(tree)), *arguments]) == 2
         messages.append(capsys.readouterr().err)
     assert messages[0] == messages[1] and expected in messages[0]
 

@@ -452,7 +452,8 @@ def test_the_peaks_and_times_that_a_gpu_measured(tmp_path_factory, row: dict) ->
     least, most = (sum(ends) for ends in zip(*map(as_it_was(card).seconds, (phase.cost, phase.once)), strict=True))
     name = f"{row['model']} {row['storage']} {row['pixels']}"
     print(f"{name} px: foretold {band(least, most)}, measured {row['ms'] / 1000:.2f} s")
-    assert least < row["ms"] / 1000 and (row["ms"] / 1000 < most) == (name not in OUTSIDE), (least, row["ms"], most)
+    assert least < row["ms"] / 1000, (least, row["ms"])
+    assert row["ms"] / 1000 < most or name in OUTSIDE, (row["ms"], most)
 
 
 STEPS = json.loads((BENCHMARKS / "step-time-CPU-2026-11-25.json").read_text())

@@ -497,6 +497,23 @@ def test_what_libraries_do_to_a_layer_is_seen(dora: bool) -> None:
     assert not places & {t.data_ptr() for part in now for t in (part.ready.a, part.ready.sb_NR)}
 
 
+@pytest.mark.parametrize("storage", ["bf16", "fp8_e4m3"])
+def test_a_frozen_layer_computes_with_the_buffers_that_it_has(storage: str) -> None:
+    """Also where a library put others in their places, for good or for one call."""
+    one, other = (
+        FrozenLinear(8, 6, bias=False, format=FORMATS[storage], compute_dtype=torch.bfloat16, kernels=dora_torch)
+        for _ in range(2)
+    )
+    for seed, layer in enumerate((one, other)):
+        layer.load_weight(torch.randn(6, 8, generator=torch.Generator().manual_seed(seed)))
+    x = torch.randn(2, 8).bfloat16()
+    assert not torch.equal(one(x), other(x))
+    assert torch.equal(torch.func.functional_call(one, dict(other.named_buffers()), x), other(x))
+    assert not torch.equal(one(x), other(x))
+    one.load_state_dict(other.state_dict(), assign=True)
+    assert torch.equal(one(x), other(x))
+
+
 def test_layers_that_are_off_are_not_refreshed() -> None:
     model = network(FORMATS["fp32"])
     adapter, x = with_adapter(model, dora=True), torch.randn(2, 6, 5, 5)

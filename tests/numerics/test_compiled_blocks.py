@@ -22,7 +22,7 @@ from trainer.kernels import decode, dora_torch
 from trainer.models import FAMILIES
 from trainer.plan.storage import Storage
 from trainer.quantization import FORMATS, FrozenLinear
-from trainer.runtime.attention import few_tokens_in_fp32
+from trainer.runtime.attention import Attention, few_tokens_in_fp32
 from trainer.runtime.compilation import Compiler
 
 CPU = torch.device("cpu")
@@ -152,7 +152,7 @@ def compiled(of: Built, folder: Path, monkeypatch: pytest.MonkeyPatch, backend: 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
     lookup = torch._dynamo.lookup_backend
     monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: lookup(backend))
-    compiler = Compiler(folder, lambda line: None)
+    compiler = Compiler(folder, "", lambda line: None)
     checkpoint_blocks({"0": of.block}, recomputed, compiled=("0",))
     assert compiler.compile({"0": of.block}) == 1
     return compiler
@@ -192,6 +192,26 @@ def test_a_program_recomputes_what_it_was_told_to(tmp_path, monkeypatch) -> None
         first = {2, 2 * (TEXT + TOKENS)}  # the sizes that activations begin with
         kept.append(len([t for t in program.saved_tensors if t.shape[0] in first]))
     assert kept[0] == 3 < kept[1]  # the block's inputs
+
+
+class Attends(nn.Module):
+    """A block of nothing else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def test_a_program_of_another_attention_is_not_taken(tmp_path, monkeypatch) -> None:
+    """It calls the kernel that was set when it was made, whatever is set now."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    found, counters = [], torch._dynamo.utils.counters["aot_autograd"]
+    for kind in ("flash", "math", "math"):
+        of, before = Attends(), counters["autograd_cache_hit"]
+        Compiler(tmp_path, kind, lambda line: None).compile({"0": of})
+        with Attention((kind,)).used():
+            of(torch.ones(1, 1, 16, 8, requires_grad=True)).sum().backward()
+        found.append(counters["autograd_cache_hit"] - before)
+    assert found == [0, 0, 1]
 
 
 def test_a_large_weight_is_one_loop_of_a_program() -> None:

@@ -283,7 +283,8 @@ class SharedInput:
     """Adapted Linears that are called with one and the same tensor, as a block's q, k and v are.
 
     The first of them to be called computes the outputs of all; the others, called with the very same tensor, unchanged, take
-    theirs. Called with another tensor, a layer computes with that: to be wrong about who shares costs time, not truth.
+    theirs. Called with another tensor, a layer computes with that: to be wrong about who shares costs time, not truth. Only
+    compiled, x must not change between them: a compiler knows no version.
     """
 
     def __init__(self, layers: Sequence[AdaptedLayer]) -> None:
@@ -315,7 +316,6 @@ class SharedInput:
 
     def output(self, layer: AdaptedLayer, x: torch.Tensor) -> torch.Tensor:
         """The output of `layer` for x, which is computed for all layers at the first of them."""
-        # A compiler knows no version; it sees a block whole, and none of the families' blocks changes what it shares.
         key = None if torch.compiler.is_compiling() else (x._version, torch.is_grad_enabled())
         if x is not self.x or key != self.key or layer not in self.outputs:
             parts = [each.part() for each in self.layers]

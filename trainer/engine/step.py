@@ -87,7 +87,7 @@ class Losses:
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         # Page-locked memory, as the loader gives, is copied while the device computes; for other memory the host waits.
-        if self.device.type == "cuda" and not tensor.is_pinned():
+        if self.device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)
 
@@ -245,7 +245,8 @@ class Step:
                 if not is_out_of_memory(error):
                     raise
                 # Only its text is kept: the exception holds on to the activations.
-                exhausted = f"micro-batch {index + 1} of {len(batches)}: {batch.describe()}\n{error}"
+                said = "\n".join([str(error), *getattr(error, "__notes__", ())])
+                exhausted = f"micro-batch {index + 1} of {len(batches)}: {batch.describe()}\n{said}"
                 break
         return torch.stack([total, torch.full_like(total, float(bool(exhausted))), *flags]), exhausted
 

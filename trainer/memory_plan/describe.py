@@ -78,6 +78,9 @@ def describe_time(plan: RunPlan, found: Forecast, device: torch.device | None, *
         f"{'step' if steps == 1 else 'steps'} (an estimate for a machine without other work; samples, held-out losses, "
         f"encoding and checkpoints are not counted{several})"
     )
+    chosen = plan.config.step
+    if chosen.graphs or chosen.compile != "none":
+        line += "\n  of eager steps: what step.compile and step.graphs take of time and memory was not measured"
     if on_cpu and step_time.slow_in(compute):
         line += "\nthis CPU is slow in 16 bits: --set precision.compute=fp32 takes less time and more memory"
     return line
@@ -98,7 +101,10 @@ def step_seconds(plan: RunPlan, found: Forecast, machine: Machine) -> tuple[floa
 
 
 def band(least: float, most: float) -> str:
-    """A range of seconds as people read it, each end with two figures, in one unit: "0.7 to 1.1 s", "35 to 55 min", "2 h"."""
+    """A range of seconds as people read it, each end with two figures: "0.7 to 1.1 s", "25 s to 1.6 min", "2 h"."""
     unit, name = next((size, name) for size, name, below in UNITS if most < below)
+    # A small part of a unit would be hard to read.
+    if least < unit / 2 and next(of_least for _, of_least, below in UNITS if least < below) != name:
+        return f"{band(least, least)} to {band(most, most)}"
     ends = dict.fromkeys(f"{float(f'{each / unit:.2g}'):g}" for each in (least, most))
     return f"{' to '.join(ends)} {name}"

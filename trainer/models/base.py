@@ -175,7 +175,8 @@ class Family:
     compiled: fnmatch patterns of those that step.compile compiles: many of few shapes.
     clips: whether, in fp16, the blocks clip what they give: a clip's backward reads what it clipped.
     gates: fnmatch patterns of layers, by full name, that those multipliers come from: adapted, they need a gradient.
-    shared_inputs: component -> groups of endings of layer names; Linears that differ in nothing else read one tensor.
+    shared_inputs: component -> groups of endings of layer names; Linears that differ in nothing else read one tensor,
+      which is not changed in between.
     no_gradient(component, config) -> fnmatch patterns of layers whose output never reaches the loss.
     kohya: component -> prefix of its keys in kohya files, where it is not the usual one.
     key_styles: of adapter files, beside the usual ones (`adapter_keys`).

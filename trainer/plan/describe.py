@@ -71,9 +71,9 @@ def describe(plan: RunPlan, *, sizes: bool, data: bool = True) -> str:
         kinds = short_batches.shapes(
             plan.data.examples, batch_size=config.data.batch_size, fill=config.data.short_batches == "merge"
         )
-        lines.append(
-            f"blocks are compiled: each kind for {len(kinds)} {'shape' if len(kinds) == 1 else 'shapes'} of micro-batches"
-        )
+        count = f"{len(kinds)} {'shape' if len(kinds) == 1 else 'shapes'} of micro-batches"
+        each = ", and for each length of captions" if config.data.clip_chunks > 1 else ""
+        lines.append(f"blocks are compiled: each kind for {count}{each}")
     if plan.length.max_steps > 1 and not plan.saves_before_the_end:
         keys = ", ".join(
             f"checkpoint.{key} = {getattr(config.checkpoint, key):g}" for key in ("every_steps", "every_minutes")

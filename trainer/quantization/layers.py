@@ -56,7 +56,7 @@ class FrozenLayer(nn.Module):
         self.merged_weight: torch.Tensor | None = None
         self._cast_bias: tuple[torch.Tensor, torch.Tensor] | None = None
         self._plain = False  # StoredWeight.plain, found once when the payload is filled
-        self._stored = self._described()
+        self._stored = self._described()  # with the buffer that it is of
 
     @property
     def qweight(self) -> torch.Tensor:
@@ -69,13 +69,15 @@ class FrozenLayer(nn.Module):
 
     def stored(self) -> StoredWeight:
         """The frozen weight itself, also while an adapter is merged."""
-        return self._stored
+        # Described once: a step asks six times for it. Buffers may be swapped for others; a program reads its own.
+        if self._stored[0] is not self._buffers["payload_weight"] and not torch.compiler.is_compiling():
+            self._stored = self._described()
+        return self._stored[1]
 
-    def _described(self) -> StoredWeight:
-        """What `stored` gives: made once, as a step asks six times for it."""
+    def _described(self) -> tuple[torch.Tensor, StoredWeight]:
         rows = self.weight_shape[0]
         stored = self.format.stored(self.payload(), (rows, self.weight_shape.numel() // rows))
-        return replace(stored, plain=True) if self._plain else stored
+        return self._buffers["payload_weight"], replace(stored, plain=True) if self._plain else stored
 
     def in_use(self) -> StoredWeight:
         """What the layer computes with: the frozen weight, or base + adapter while that is merged."""
@@ -88,8 +90,9 @@ class FrozenLayer(nn.Module):
         return self.kernels.upcast(self.stored(), dtype).view(self.weight_shape)
 
     def _apply(self, fn, recurse=True):
+        del self._stored  # it would keep what moves
         applied = super()._apply(fn, recurse)
-        self._stored = self._described()  # another device has other buffers
+        self._stored = self._described()
         return applied
 
     def load_weight(self, weight: torch.Tensor) -> None:

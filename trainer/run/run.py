@@ -219,7 +219,7 @@ def build_components(
     files.make_folder(cache, "data.cache_dir")
     digests = FileDigests(cache / "digests.json", context.phases)
     given = {"kernels": kernels, "attention": attention, "processes": peers, "phases": context.phases}
-    compiler = Compiler(cache / "compiled", peers.say) if plan.config.step.compile == "blocks" else None
+    compiler = Compiler(cache / "compiled", str(attention), peers.say) if plan.config.step.compile == "blocks" else None
     components = Components(plan.model, digests=digests, compiler=compiler, **given)
     peers.say(str(report_captions(plan.data, components.family, components.model)))
     cached = plan.model.before_steps

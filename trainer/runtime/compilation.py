@@ -18,41 +18,51 @@ from torch import nn
 
 from trainer.base.errors import UserError
 
+# Where torch keeps what it compiled: it looks there each time.
+FOLDER = "TORCHINDUCTOR_CACHE_DIR"
+USERS_FOLDER = os.environ.get(FOLDER)
 # Of the data's shapes each makes a program, and no others: torch's own limit would end a run of many buckets.
 LIMIT = 2**16
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raises UserError where nothing compiles for the device: a GPU without Triton, or a CPU without a C++ compiler and
-    Python's headers."""
+    """Raises UserError where nothing compiles for the device: a GPU without Triton, or a machine without Python's headers or
+    a compiler: C++ for a CPU, C for Triton's launchers."""
     asked, remedy = f"step.compile = 'blocks' on {device.type} needs", "or set step.compile = 'none'"
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 
         if not has_triton():
             raise UserError(f"{asked} Triton, which is not here; install the triton package, {remedy}")
-        return
-    from torch._inductor import config
+        language, variable, names = "C", "CC", [os.environ.get("CC"), "gcc", "clang"]
+    else:
+        from torch._inductor import config
 
-    asked_for = [name for name in config.cpp.cxx if name]
-    if not any(map(shutil.which, asked_for)):
-        tried = ", ".join(asked_for)
-        raise UserError(f"{asked} a C++ compiler, and there is no {tried}; install g++, or name another in CXX, {remedy}")
+        language, variable, names = "C++", "CXX", list(config.cpp.cxx)
+    tried = [name for name in names if name]
+    if not any(map(shutil.which, tried)):
+        raise UserError(
+            f"{asked} a {language} compiler, and there is no {' or '.join(tried)}; install one, or name another in "
+            f"{variable}, {remedy}"
+        )
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").is_file():
         raise UserError(f"{asked} Python's headers, and there is no Python.h in {headers}; install python3-dev, {remedy}")
 
 
 class Compiler:
-    """Compiles blocks, and counts the programs. folder: where they are kept for the next start. say: prints a line.
+    """Compiles blocks, and counts the programs. folder: where they are kept for the next start, but for a user's own.
 
-    made: programs since `told`, by kind of block and the shape of what it was given.
+    attention: what computes it, by name. say: prints a line.
+
+    made: programs since `told`, those of skipped updates too, by kind of block and the shape of what it was given.
     """
 
-    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, attention: str, say: Callable[[str], None]) -> None:
         self.say, self.made = say, Counter[str]()
-        # Not over a user's own; torch reads it whenever it looks for its folder.
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder.absolute()))
+        os.environ[FOLDER] = USERS_FOLDER or str(folder.absolute())
+        # A program calls the kernel of attention that was set when it was traced; torch's own key does not say which.
+        torch.compiler.config.cache_key_tag = attention
         torch.compiler.reset()  # of an earlier run in this process
         dynamo, inductor = torch._dynamo.config, torch._inductor.config
         dynamo.recompile_limit = dynamo.accumulated_recompile_limit = LIMIT

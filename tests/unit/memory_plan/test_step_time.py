@@ -139,9 +139,10 @@ def test_the_fastest_of_all_within_a_span_counts(monkeypatch) -> None:
     ("least", "most", "said"),
     [
         (0.0712, 0.1149, "0.071 to 0.11 s"), (0.7, 1.1, "0.7 to 1.1 s"), (9.96, 10.04, "10 s"), (42, 89.4, "42 to 89 s"),
-        (42, 90, "0.7 to 1.5 min"), (35 * 60, 55.4 * 60, "35 to 55 min"), (89 * 60, 91 * 60, "1.5 h"),
+        (42, 90, "0.7 to 1.5 min"),
+        (25, 95, "25 s to 1.6 min"), (35 * 60, 55.4 * 60, "35 to 55 min"), (89 * 60, 91 * 60, "1.5 h"),
         (3600 * 48, 3600 * 123, "48 to 120 h"), (0, 0, "0 s"),
     ],
 )  # fmt: skip
-def test_a_band_has_two_figures_and_one_unit(least: float, most: float, said: str) -> None:
+def test_a_band_has_two_figures_and_a_unit_that_can_be_read(least: float, most: float, said: str) -> None:
     assert describe.band(least, most) == said

@@ -17,22 +17,22 @@ from trainer.runtime.compilation import check_compiler
 def test_a_cpu_needs_a_c_compiler_and_pythons_headers(monkeypatch, tmp_path: Path) -> None:
     cpu = torch.device("cpu")
     check_compiler(cpu)  # as the tests that compile ask of this machine
-    monkeypatch.setattr(config.cpp, "cxx", (None, "no-such-compiler"))
-    with pytest.raises(UserError, match=r"'blocks' on cpu needs a C\+\+ compiler, and there is no no-such-compiler; install"):
-        check_compiler(cpu)
-    monkeypatch.setattr(config.cpp, "cxx", (None, "python3"))
+    with config.patch("cpp.cxx", (None, "no-such-compiler")):
+        with pytest.raises(UserError, match=r"'blocks' on cpu needs a C\+\+ compiler, and there is no no-such-compiler; "):
+            check_compiler(cpu)
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(UserError, match=f"no Python.h in {tmp_path}; install python3-dev, or set step.compile = 'none'"):
         check_compiler(cpu)
 
 
-def test_a_gpu_needs_triton(monkeypatch) -> None:
-    for there in (True, False):
-        monkeypatch.setattr(_triton, "has_triton", lambda there=there: there)
-        if there:
-            check_compiler(torch.device("cuda"))
-            continue
-        with pytest.raises(
-            UserError, match="'blocks' on cuda needs Triton, which is not here; install the triton package, or"
-        ):
-            check_compiler(torch.device("cuda"))
+def test_a_gpu_needs_triton_and_a_c_compiler_for_its_launchers(monkeypatch) -> None:
+    card = torch.device("cuda")
+    monkeypatch.setattr(_triton, "has_triton", lambda: False)
+    with pytest.raises(UserError, match="'blocks' on cuda needs Triton, which is not here; install the triton package, or"):
+        check_compiler(card)
+    monkeypatch.setattr(_triton, "has_triton", lambda: True)
+    check_compiler(card)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("CC", "no-such-cc")
+    with pytest.raises(UserError, match="needs a C compiler, and there is no no-such-cc or gcc or clang; .* in CC, or set"):
+        check_compiler(card)
