@@ -17,9 +17,9 @@ from trainer.runtime.compilation import check_compiler
 def test_a_cpu_needs_a_c_compiler_and_pythons_headers(monkeypatch, tmp_path: Path) -> None:
     cpu = torch.device("cpu")
     check_compiler(cpu)  # as the tests that compile ask of this machine
-    with config.patch("cpp.cxx", (None, "no-such-compiler")):
-        with pytest.raises(UserError, match=r"'blocks' on cpu needs a C\+\+ compiler, and there is no no-such-compiler; "):
-            check_compiler(cpu)
+    lacks = r"'blocks' on cpu needs a C\+\+ compiler, and there is no no-such-compiler; "
+    with config.patch("cpp.cxx", (None, "no-such-compiler")), pytest.raises(UserError, match=lacks):
+        check_compiler(cpu)
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(UserError, match=f"no Python.h in {tmp_path}; install python3-dev, or set step.compile = 'none'"):
         check_compiler(cpu)
