@@ -66,6 +66,10 @@ WRITES: dict[str, tuple[tuple[int, ...], float]] = {
 }
 # Operators that launch nothing.
 FREE = ("empty", "empty_like", "empty_strided", "_unsafe_view", "detach")
+VIEWS = (
+    "view", "t", "transpose", "permute", "select", "slice", "split", "as_strided", "unsqueeze", "expand", "flatten",
+    "reshape",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -226,25 +230,12 @@ def counted(step: Callable[[], object], compiled: bool = False) -> dict[str, int
     if compiled:
         with profile(activities=[ProfilerActivity.CPU]) as seen:
             step()
-        views = (
-            "view",
-            "t",
-            "transpose",
-            "permute",
-            "select",
-            "slice",
-            "split",
-            "as_strided",
-            "unsqueeze",
-            "expand",
-            "reshape",
-        )
         for event in seen.events():
             outer = event.cpu_parent
             while outer is not None and not outer.name.startswith("aten::"):
                 outer = outer.cpu_parent
             kind, name = event.name.partition("::")[::2]
-            if kind == "aten" and outer is None and name not in (*FREE, *views):
+            if kind == "aten" and outer is None and name not in (*FREE, *VIEWS):
                 operators[{"fill_": "aten.fill_.Scalar"}.get(name, name)] += 1
     else:
         with Counts():

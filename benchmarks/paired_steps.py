@@ -3,6 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/paired_steps.py                   # tiny and pocket, about 6 minutes
     OMP_NUM_THREADS=1 python benchmarks/paired_steps.py --cells 'tiny-*' --json FILE
     OMP_NUM_THREADS=1 python benchmarks/paired_steps.py --sides ema       # our DoRA with [ema], and without
+    OMP_NUM_THREADS=1 python benchmarks/paired_steps.py --sides compiled  # step.compile = "blocks" beside both
     OMP_NUM_THREADS=1 python benchmarks/paired_steps.py --sides plan      # ours, and what a plan says that they take
 
 The models take turns, a step each, over the same batches: forward, backward, clipping, AdamW. A figure is the median over the
@@ -72,6 +73,7 @@ CELLS = (
 Tables = dict[str, dict[str, Any]]
 DORA: Tables = {"adapter": {"type": "dora"}}
 LORA: Tables = {"adapter": {"type": "lora"}}
+COMPILED: Tables = {"step": {"compile": "blocks"}}
 # By the name of a comparison: its sides, each with what its config has of its own and whether it is the plain loop; and the
 # ratios of two sides each.
 SIDES: dict[str, tuple[dict[str, tuple[Tables, bool]], tuple[tuple[str, str], ...]]] = {
@@ -83,6 +85,23 @@ SIDES: dict[str, tuple[dict[str, tuple[Tables, bool]], tuple[tuple[str, str], ..
     "ema": (
         {"without": (DORA, False), "ema": (DORA | {"ema": {"kind": "constant"}}, False), "without again": (DORA, False)},
         (("ema", "without"), ("without again", "without")),
+    ),
+    "compiled": (
+        {
+            "compiled DoRA": (DORA | COMPILED, False),
+            "compiled LoRA": (LORA | COMPILED, False),
+            "ours DoRA": (DORA, False),
+            "ours LoRA": (LORA, False),
+            "plain DoRA": (DORA, True),
+            "plain LoRA": (LORA, True),
+        },
+        (
+            ("compiled DoRA", "compiled LoRA"),
+            ("compiled DoRA", "ours DoRA"),
+            ("compiled LoRA", "ours LoRA"),
+            ("compiled DoRA", "plain DoRA"),
+            ("compiled LoRA", "plain LoRA"),
+        ),
     ),
     "plan": ({"ours DoRA": (DORA, False), "ours LoRA": (LORA, False)}, ()),
 }

@@ -2,12 +2,14 @@
 
     python benchmarks/starts.py [--rounds 5] [--json FILE]        # four commands, each in a fresh process
     python benchmarks/starts.py --against COMMIT                  # the help and the plan beside an earlier tree, 15 rounds
+    python benchmarks/starts.py --compiled --rounds 2             # one step with compiled blocks, about 5 minutes
 
 "first line": until the first line of the help, or of the plan ("run NAME -> FOLDER"); for --new the config is on the disk
 by then, which is checked. "end": until the process has ended. The models are the pocket SDXL and an SDXL checkpoint of
 the published size in a sparse file (every weight is zero); --new has the ten photos of examples/bear_plushie and candle.
 One uncounted round comes first: it fills the page cache and the bytecode files. --against prints now / then with its 95 %
-interval as bench_cli.py does, and exits with status 1 where an interval's lower end is above --limit.
+interval as bench_cli.py does, and exits with status 1 where an interval's lower end is above --limit. --compiled trains the
+pocket Flux for one step: "cold" with an empty cache of programs, "warm" with what "cold" left there.
 """
 
 from __future__ import annotations
@@ -58,6 +60,12 @@ def commands(full_size: Path | None) -> dict[str, list[str]]:
     if full_size:
         made["new, full-size SDXL"] = ["--new", "photos", "--model", str(full_size)]
     return made
+
+
+def compiled(cache: Path) -> list[str]:
+    """One step of the pocket Flux with compiled blocks, whose programs go to `cache` and are taken from there."""
+    keys = {"run.device": "cpu", "run.max_steps": 1, "step.compile": "blocks", "data.cache_dir": cache}
+    return ["--config", "pocket_flux.toml", *(part for key, value in keys.items() for part in ("--set", f"{key}={value}"))]
 
 
 def gather_photos(folder: Path) -> None:
@@ -132,6 +140,7 @@ FIGURES: dict[str, Callable[[Start], float]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--against", metavar="COMMIT", help="compare the help and the plan with this commit's")
+    parser.add_argument("--compiled", action="store_true", help="one step with compiled blocks, cold and warm")
     parser.add_argument("--rounds", type=int, help="5; with --against 15")
     parser.add_argument("--limit", type=float, default=1.02, help="with --against: what an interval's lower end may be")
     parser.add_argument("--json", type=Path, help="write the figures of all rounds to this file")
@@ -144,14 +153,21 @@ def main() -> None:
         work = Path(temporary)
         gather_photos(work / "photos")
         trees, full_size = {"now": ROOT}, None
-        if args.against:
+        if args.compiled:
+            took = {label: {"now": []} for label in ("cold", "warm")}
+            for number in range(rounds):
+                for label, of in took.items():
+                    of["now"].append(time_command(compiled(work / f"cache-{number}"), ROOT, work))
+                    print(f"round {number + 1}, {label}: {of['now'][-1]}", file=sys.stderr)
+        elif args.against:
             trees = {"then": stack.enter_context(worktree(args.against, work / "then")), **trees}
         else:
             full_size = work / "sdxl"
             make = ["--size", "full", "--family", "sdxl", "--layout", "diffusers", "--sparse", str(full_size)]
             subprocess.run([sys.executable, "scripts/make_model.py", *make], cwd=ROOT, check=True)
-        asked = {label: each for label, each in commands(full_size).items() if label in BOTH or not args.against}
-        took = measure(asked, trees, rounds, work)
+        if not args.compiled:
+            asked = {label: each for label, each in commands(full_size).items() if label in BOTH or not args.against}
+            took = measure(asked, trees, rounds, work)
 
     print(f"{os.cpu_count()} CPU cores, medians of {rounds} rounds, seconds.\n")
     slower = []
