@@ -9,7 +9,8 @@ by then, which is checked. "end": until the process has ended. The models are th
 the published size in a sparse file (every weight is zero); --new has the ten photos of examples/bear_plushie and candle.
 One uncounted round comes first: it fills the page cache and the bytecode files. --against prints now / then with its 95 %
 interval as bench_cli.py does, and exits with status 1 where an interval's lower end is above --limit. --compiled trains the
-pocket Flux for one step: "cold" with an empty cache of programs, "warm" with what "cold" left there.
+pocket Flux for one step: "eager", with compiled blocks and an empty cache of programs ("cold"), and with what that left there
+("warm").
 """
 
 from __future__ import annotations
@@ -62,9 +63,14 @@ def commands(full_size: Path | None) -> dict[str, list[str]]:
     return made
 
 
-def compiled(cache: Path) -> list[str]:
-    """One step of the pocket Flux with compiled blocks, whose programs go to `cache` and are taken from there."""
-    keys = {"run.device": "cpu", "run.max_steps": 1, "step.compile": "blocks", "data.cache_dir": cache}
+def one_step(cache: Path, *, compiled: bool) -> list[str]:
+    """One step of the pocket Flux. compiled: its blocks are, whose programs go to `cache` and are taken from there."""
+    keys = {
+        "run.device": "cpu",
+        "run.max_steps": 1,
+        "step.compile": "blocks" if compiled else "none",
+        "data.cache_dir": cache,
+    }
     return ["--config", "pocket_flux.toml", *(part for key, value in keys.items() for part in ("--set", f"{key}={value}"))]
 
 
@@ -154,10 +160,10 @@ def main() -> None:
         gather_photos(work / "photos")
         trees, full_size = {"now": ROOT}, None
         if args.compiled:
-            took = {label: {"now": []} for label in ("cold", "warm")}
+            took = {label: {"now": []} for label in ("eager", "cold", "warm")}
             for number in range(rounds):
                 for label, of in took.items():
-                    of["now"].append(time_command(compiled(work / f"cache-{number}"), ROOT, work))
+                    of["now"].append(time_command(one_step(work / f"{number}", compiled=label != "eager"), ROOT, work))
                     print(f"round {number + 1}, {label}: {of['now'][-1]}", file=sys.stderr)
         elif args.against:
             trees = {"then": stack.enter_context(worktree(args.against, work / "then")), **trees}
