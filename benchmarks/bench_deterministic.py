@@ -3,7 +3,7 @@
     python benchmarks/bench_deterministic.py [--seconds 120] [--storage fp8_e4m3] [--json FILE]
     python benchmarks/bench_deterministic.py --quick     # tiny models on a CPU: it runs, its ratios mean nothing
 
-The steps are bench_step.py's: random weights, rank-16 DoRA, every block recomputed, bf16, batch 1 at 1024 and 512 px. The
+The steps are of random_models.py: random weights, rank-16 DoRA, every block recomputed, bf16, batch 1 at 1024 and 512 px. The
 settings belong to a process, so each way has one of its own, and both hold the model at once (Flux in float8: 25 GB). They
 take turns, a step each, the first of a round in turn; a ratio is the median over the rounds of deterministic over ordinary.
 
@@ -126,7 +126,7 @@ def work(way: str, device_name: str, storage: str, quick: bool) -> None:
 
     if way == DETERMINISTIC:
         precision.be_deterministic()
-    from benchmarks import bench_step
+    from benchmarks import random_models
     from trainer.kernels import scratch
 
     device = torch.device(device_name)
@@ -147,7 +147,7 @@ def work(way: str, device_name: str, storage: str, quick: bool) -> None:
         return SDPBackend(torch._fused_sdp_choice(q, q, q)).name
 
     with tempfile.TemporaryDirectory() as folder:
-        sources = bench_step.sources(quick, Path(folder))
+        sources = random_models.sources(quick, Path(folder))
         model = ""
         for asked in sys.stdin:
             what, *details = json.loads(asked)
@@ -169,15 +169,15 @@ def work(way: str, device_name: str, storage: str, quick: bool) -> None:
                     if device.type == "cuda":
                         torch.cuda.empty_cache()
                     (model,) = details
-                    bench = bench_step.Bench(sources[model], storage, device)
+                    bench = random_models.Bench(sources[model], storage, device)
                 elif what == "prepare":
                     text = 8 if quick else {"Flux": 512, "SDXL": 77}[model]
-                    batch = bench_step.batch_of(sources[model], details[0], text)
+                    batch = random_models.batch_of(sources[model], details[0], text)
                     for _ in range(2):  # compiles kernels, makes the optimizer's state
-                        bench.milliseconds(batch, False)
+                        bench.milliseconds(batch)
                     value = {"same gradients": same_gradients(), "attention": attention(model)}
                 elif what == "step":
-                    value = bench.milliseconds(batch, False)
+                    value = bench.milliseconds(batch)
                 answer = {"value": value}
             except Exception as error:
                 answer = {"error": f"{type(error).__name__}: {error}"}

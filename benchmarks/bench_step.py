@@ -1,18 +1,16 @@
-"""One training step of the full-size models in each storage, as a ratio to bf16; and where a float8 product pays.
+"""Whole training steps of the full-size models on a card: eager, as CUDA graphs, compiled, and those of diffusers + PEFT.
 
-    python benchmarks/bench_step.py --device cuda [--seconds 150] [--storage bf16,fp8_e4m3] [--json FILE]
-    python benchmarks/bench_step.py --quick     # tiny models, on a CPU too: it runs, its ratios mean nothing
+    python benchmarks/bench_step.py [--seconds 300] [--only 'Flux 1024*'] [--json FILE]
+    python benchmarks/bench_step.py --quick     # tiny models, on a CPU: it runs, its figures mean nothing
 
-A step: forward and backward of a rank-16 DoRA on attention and MLP, every block recomputed, bf16 compute, clipping, AdamW;
-batch 1 at 1024 and 512 px. The weights are random: the published configs, built as a run builds them, without files. All
-storages of a model are in memory at once (Flux: 60 GB) and take turns, a step each; a ratio is the median over the rounds of
-a step's time over bf16's in the same round. "fp8_e4m3 + fp8 matmul" is the float8 model with precision.matmul = "fp8".
-"fp8_e4m3 LoRA" is a LoRA over that storage: what DoRA costs in a whole step, launches included.
-Memory is what a run of that storage alone would take: weights, adapter, optimizer and the peak of a step.
+A step: forward and backward of a rank-16 adapter on attention and MLP, clipping, AdamW; bf16 compute, random weights, the
+published sizes, built as a run builds them, without files. A cell is one family, size and batch; its sides take turns, a step
+each, over one base in memory. Cells are measured in the order of `cells`, the most important first, and each is written to
+--json as it is done; run again with that file, it goes on with the next. A side that fails is named with its error.
 
-Layers: for each shape, the float8 product and input gradient over upcast and bf16 product, in replayed CUDA graphs, with the
-verdict that kernels.scaled_matmul_pays is to give; "fast sums" is fp8_triton.FAST_SUMS. Utilisation: the base's products of a
-step (forward, recomputation, input gradients) over what this card multiplies in that time in one large bf16 product.
+Of each side: milliseconds of every round; kernels and copies of one step, and how long the card was busy with them, by
+torch's profiler; what a run of it alone would hold at most; and its share of what this card multiplies in one large bf16
+product (FLOPs of the base alone, forward, recomputed, and of the inputs' gradients, counted on tensors without values).
 """
 
 from __future__ import annotations
@@ -22,13 +20,15 @@ import gc
 import json
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,322 +36,270 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from torch import nn  # noqa: E402
-from torch._subclasses.fake_tensor import unset_fake_temporarily  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch._C._autograd import DeviceType  # noqa: E402
+from torch.profiler import ProfilerActivity, profile  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from benchmarks.bench_dora import graph_ms  # noqa: E402
-from scripts.make_model import tiny_flux, tiny_sdxl  # noqa: E402
-from trainer import kernels, optim, quantization  # noqa: E402
-from trainer.adapters import Method, Rates, inject, match_targets  # noqa: E402
-from trainer.base.memory import checkpoint_blocks, find_blocks  # noqa: E402
-from trainer.base.protocols import Kernels  # noqa: E402
-from trainer.base.types import Batch, Conditioning, Occurrence  # noqa: E402
-from trainer.engine.step import Losses, Step  # noqa: E402
+from benchmarks.random_models import Bench, allocated, batch_of, plain_step, sources, synchronize  # noqa: E402
+from trainer.base.errors import UserError  # noqa: E402
+from trainer.base.types import each_tensor  # noqa: E402
+from trainer.engine.graphs import WARM_UP, CudaGraphs  # noqa: E402
 from trainer.kernels import scratch  # noqa: E402
-from trainer.models import family_named  # noqa: E402
-from trainer.models.base import Markers, Model  # noqa: E402
-from trainer.models.config_files import PUBLISHED  # noqa: E402
+from trainer.models.base import Model  # noqa: E402
+from trainer.models.building import build  # noqa: E402
 from trainer.models.loading import ModelSource  # noqa: E402
-from trainer.plan.storage import Storage  # noqa: E402
-from trainer.quantization import FORMATS, FrozenConv2d, FrozenLayer, FrozenLinear  # noqa: E402
+from trainer.runtime.attention import choose, head_sizes  # noqa: E402
 from trainer.runtime.compilation import Compiler  # noqa: E402
 from trainer.runtime.precision import prepare_device  # noqa: E402
 
-STORAGES = ("bf16", "fp8_e4m3", "int8", "nf4")
-SCALED = "fp8_e4m3 + fp8 matmul"
-LORA = "fp8_e4m3 LoRA"
-RANK = 16
-# TFLOP of a step at batch 1, every block recomputed: products and attention of the base, counted on the published configs.
-TFLOP = {("Flux", 1024): 238.0, ("Flux", 512): 66.0, ("SDXL", 1024): 21.0}
-# (M, N, K) of the layers that carry the time, at 1024 and 512 px. SDXL's 16384 and 4096 rows: batch 4.
-LAYERS = {
-    "Flux": tuple(
-        (m, n, k)
-        for m, sizes in (
-            (512, ((3072, 3072), (12288, 3072), (3072, 12288))),
-            (1024, ((3072, 3072), (12288, 3072), (3072, 12288))),
-            (1536, ((3072, 3072), (12288, 3072), (3072, 15360))),
-            (4096, ((3072, 3072), (12288, 3072), (3072, 12288))),
-            (4608, ((3072, 3072), (12288, 3072), (3072, 15360))),
-        )
-        for n, k in sizes
-    ),
-    "SDXL": (
-        (256, 1280, 1280), (256, 10240, 1280), (256, 1280, 5120), (1024, 1280, 1280), (1024, 10240, 1280),
-        (1024, 1280, 5120), (4096, 1280, 1280), (4096, 10240, 1280), (4096, 640, 640), (4096, 5120, 640), (4096, 640, 2560),
-        (16384, 640, 640), (16384, 5120, 640), (16384, 640, 2560),
-    ),
-}  # fmt: skip
-# Below this the float8 layer counts as faster: what timings of one shape vary by.
-PAYS = 0.97
+FAMILIES = ("Flux", "SDXL")
+TEXT_TOKENS = {"Flux": 512, "SDXL": 77}
+ADAPTERS, WAYS = ("DoRA", "LoRA"), ("graphs", "eager", "compiled")
+SIZES, BATCHES, STORAGES = (1024, 512, 768), (1, 4), ("bf16", "fp8_e4m3")
+KINDS = ("auto", "flash", "cudnn", "efficient")
+ROUNDS = {"Flux": 3, "SDXL": 5}
+NO_TIME = "no time was left"
+OUT_OF_TIME = 124  # the exit status, as timeout(1) has it
 
 
-class Bench:
-    """A denoiser in one storage, with its adapter and optimizer: what a run of it holds."""
+@dataclass(frozen=True)
+class Side:
+    """One that takes turns. way: of WAYS. who: "ours" or "peft". attention, matmul: as step and precision have them."""
 
-    def __init__(
-        self, source: ModelSource, storage: str, device: torch.device, *, dora: bool = True, chosen: Kernels | None = None,
-        recomputed: bool = True, optimizer: str = "adamw", compiler: Compiler | None = None,
-    ) -> None:  # fmt: skip
-        """chosen: kernels; None for those that a run would choose. recomputed: every block. compiler: of some."""
-        before = allocated(device)
-        family = source.family
-        name = family.denoiser
-        component = Storage(
-            name, FORMATS[storage], torch.bfloat16, sensitive=family.component(name).sensitive, scaled_matmul=False
-        )
-        module = source.build(name)
-        adaptable = [n for n, m in module.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
-        targets = match_targets(
-            {name: adaptable}, denoiser=name, targets="attention+mlp", presets=family.presets, rules=(), rank=RANK, alpha=None
-        )  # fmt: skip
-        component.swap(module, kernels=chosen or kernels.choose("auto", device))
-        module.to_empty(device=device)
-        fill(module)
-        family.adjust(name, module)
-        self.adapter = inject(
-            {name: module}, targets, bases=(FrozenLinear, FrozenConv2d), method=Method(dora=dora), seed=0,
-        )  # fmt: skip
-        module.eval()
-        self.adapter.share_inputs(name, family.shared_inputs.get(name, ()))
-        blocks = find_blocks(module, family.blocks)
-        self.adapter.refresh_before({name: module})
-        compiled = {n: b for n, b in blocks.items() if compiler and any(fnmatchcase(n, p) for p in family.compiled)}
-        checkpoint_blocks(blocks, recomputed, family.unread, family.skipped, compiled)
-        if compiler is not None:
-            compiler.compile(compiled)
-        built = optim.build_optimizer(
-            optimizer, self.adapter.parameter_groups(Rates(lr=1e-4, weight_decay=0.01)), min_8bit_size=1
-        )  # fmt: skip
-        with unset_fake_temporarily():  # it reads its noise levels
-            self.objective = objective = family.objective(
-                source.scheduler, Markers(), prediction="auto", zero_terminal_snr="auto", min_snr_gamma=None,
-                timesteps="auto", shift="auto", logit_mean=0.0, logit_std=1.0,
-            )  # fmt: skip
-        self.model = model = Model(
-            {name: module}, {name: source.config(name)}, {}, source.scheduler, {name: torch.bfloat16}, device,
-            {"objective": objective, "guidance": 1.0},
-        )  # fmt: skip
-        self.step = Step(
-            losses=Losses(
-                objective=objective, image_tokens=family.image_tokens, seed=0, device=device,
-                predict=lambda *inputs: family.predict(model, *inputs),
-                tokens=lambda texts: {}, encode=lambda tokens: None,
-            ),
-            optimizer=built,
-            schedule=optim.build_schedule("constant", built, warmup=0, total_steps=10**6),
-            scaler=torch.amp.GradScaler(device.type, enabled=False),
-            max_grad_norm=1.0,
-            after_update=lambda step: self.adapter.mark_stale() or {},
-            sum=lambda tensor: None,
-            training=self.adapter.training(0),
-        )  # fmt: skip
-        self.layers = [m for m in module.modules() if isinstance(m, FrozenLinear)]
-        self.device, self.done = device, 0
-        self.resident_bytes = allocated(device) - before
+    adapter: str
+    way: str = "eager"
+    storage: str = "bf16"
+    who: str = "ours"
+    attention: str = "auto"
+    matmul: str = "compute"
 
-    def milliseconds(self, batch: Batch, scaled: bool) -> float:
-        """Of one step, which ends in a read of its gradient norm."""
-        for layer in self.layers:
-            layer.scaled_matmul = scaled
-        self.done += 1
+    @property
+    def name(self) -> str:
+        if self.who == "peft":
+            return f"PEFT's {self.adapter}"
+        more = [f"{self.attention} attention"] * (self.attention != "auto") + ["fp8 matmul"] * (self.matmul == "fp8")
+        return ", ".join([f"{self.adapter} {self.storage}", self.way, *more])
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What its sides have in common. about: what they differ in. A ratio is to the first side."""
+
+    family: str
+    pixels: int
+    about: str
+    sides: tuple[Side, ...]
+    batch: int = 1
+    recomputed: bool = True
+
+    @property
+    def name(self) -> str:
+        how = "" if self.recomputed else ", nothing recomputed"
+        return f"{self.family} {self.pixels} px, batch {self.batch}{how}: {self.about}"
+
+
+def cells() -> list[Cell]:
+    """All of them, the most important first: those up to the attention kinds take some eight minutes, by an estimate."""
+    graphs = tuple(Side(adapter, way) for adapter in ADAPTERS for way in ("graphs", "eager"))
+    beside_peft = (*graphs, *(Side(adapter, who="peft") for adapter in ADAPTERS))
+    in_float8 = (Side("DoRA"), *(replace(side, storage="fp8_e4m3") for side in graphs))
+    compiled = (Side("DoRA"), Side("DoRA", "compiled"))
+    first = [
+        *(Cell("Flux", pixels, "graphs and PEFT", beside_peft) for pixels in (1024, 512)),
+        Cell("SDXL", 1024, "graphs and PEFT", beside_peft),
+        *(Cell("Flux", pixels, "compiled", compiled) for pixels in (1024, 512)),
+        *(Cell("Flux", pixels, "float8", in_float8) for pixels in (1024, 512)),
+        # Each alone: what one keeps for its backward pass leaves no room for another.
+        *(
+            Cell("Flux", pixels, way, (Side("DoRA", way),), recomputed=False)
+            for pixels, way in product((1024, 512), ("graphs", "eager"))
+        ),
+        Cell("SDXL", 1024, "float8", in_float8),
+        Cell("SDXL", 1024, "compiled", compiled),
+        *(
+            Cell(family, 1024, "attention", tuple(Side("DoRA", "graphs", attention=kind) for kind in KINDS))
+            for family in FAMILIES
+        ),
+    ]
+    return [*first, *_left(first)]
+
+
+def _left(first: list[Cell]) -> Iterator[Cell]:
+    """What `first` leaves of each size and batch with each storage, adapter and way, and PEFT; and other storages."""
+    for family, count, pixels in product(FAMILIES, BATCHES, SIZES):
+        there = {
+            side for cell in first for side in cell.sides
+            if (cell.family, cell.batch, cell.pixels, cell.recomputed) == (family, count, pixels, True)
+        }  # fmt: skip
+        wanted = [Side(adapter, way, storage) for way, storage, adapter in product(WAYS, STORAGES, ADAPTERS)]
+        wanted += [Side(adapter, who="peft") for adapter in ADAPTERS]
+        left = [side for side in wanted if side not in there and side != Side("DoRA")]
+        yield Cell(family, pixels, "the rest", (Side("DoRA"), *left), count)
+        if count == 1 and pixels != 768:
+            others = (
+                Side("DoRA", storage="int8"),
+                Side("DoRA", storage="nf4"),
+                Side("DoRA", storage="fp8_e4m3", matmul="fp8"),
+            )
+            yield Cell(family, pixels, "other storages", (Side("DoRA"), *others))
+
+
+class Again:
+    """Stands for a recorder of CUDA graphs where there is no CUDA: what is replayed is run again."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def warm(self, region: Callable[[], Tensor]) -> Tensor:
+        return region()
+
+    def record(self, region: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        losses = torch.zeros(self.count)
+        return lambda: losses.copy_(region()), losses
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+class Prepared:
+    """A side that is ready to take its turns. row: what was measured of it."""
+
+    def __init__(self, cell: Cell, side: Side, source: ModelSource, bases: dict[str, Any], device: torch.device) -> None:
+        """bases: the frozen tensors of each storage, which the sides share; its own is put there."""
+        self.side, self.device, self.times = side, device, []
+        text_tokens = TEXT_TOKENS[cell.family] if device.type == "cuda" else 8
+        self.batch = batch_of(source, cell.pixels, text_tokens, cell.batch)
+        began, before = time.perf_counter(), allocated(device)
+        known = side.storage in bases
+        given: dict[str, Any] = {
+            "dora": side.adapter == "DoRA",
+            "recomputed": cell.recomputed,
+            "base": bases.get(side.storage),
+        }
+        if side.way == "compiled":
+            folder = Path(tempfile.gettempdir()) / "bench_step_compiled"  # stays: the next run of this finds it
+            given["compiler"] = Compiler(folder, side.attention, lambda line: None)
+        if side.way == "graphs":
+            given["recorder"] = lambda: CudaGraphs(device) if device.type == "cuda" else Again(cell.batch)
+        sizes = lambda: head_sizes(source.build(source.family.denoiser))  # noqa: E731
+        given["attention"] = choose(side.attention, device, torch.bfloat16, sizes)
+        bench = Bench(source, side.storage, device, **given)
+        bases.setdefault(side.storage, bench.base)
+        if side.who == "peft":
+            step = plain_step(source, bench, dora=given["dora"], dtype=torch.bfloat16, recomputed=cell.recomputed)
+            self.take: Callable[[], object] = lambda: step(self.batch)
+        else:
+            for layer in bench.layers:
+                layer.scaled_matmul = side.matmul == "fp8"
+            self.take = lambda: bench.milliseconds(self.batch)
+        # The first compiles kernels and makes the optimizer's state; a graph is recorded after those that warm up.
+        for _ in range(WARM_UP + 1 if side.way == "graphs" else 1):
+            self.take()
+        synchronize(device)
+        base = sum(tensor.nbytes for tensor in bases[side.storage].values())
+        resident = allocated(device) - before + (base if known else 0)
+        self.row: dict[str, Any] = {"prepared_s": time.perf_counter() - began, "resident_bytes": resident}
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = allocated(device)
+            self.take()
+            synchronize(device)
+            self.row["peak_bytes"] = torch.cuda.max_memory_allocated() - before + resident
+            self.row["launches"], self.row["busy_ms"] = self._profiled()
+
+    def _profiled(self) -> tuple[int, float]:
+        """(kernels and copies of a step, milliseconds in which the card has one of them)."""
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            self.take()
+            synchronize(self.device)
+        # The events as they are: to make torch's own of tens of thousands takes seconds.
+        events = [e for e in seen.profiler.kineto_results.events() if e.device_type() == DeviceType.CUDA]
+        return len(events), busy((e.start_ns(), e.end_ns()) for e in events) / 1e6
+
+    def turn(self) -> None:
+        """One step, timed."""
         synchronize(self.device)
         start = time.perf_counter()
-        self.step.run(self.done, [batch], batch.occurrences)
+        self.take()
         synchronize(self.device)
-        return 1000 * (time.perf_counter() - start)
+        self.times.append(1000 * (time.perf_counter() - start))
 
 
-def fill(module: nn.Module) -> None:
-    """Random weights that keep activations of order 1, made and quantised layer by layer on the module's device."""
-    assert all(name.rpartition(".")[2].startswith("payload_") for name, _ in module.named_buffers())
-    with torch.no_grad():
-        for layer in module.modules():
-            for name, parameter in layer.named_parameters(recurse=False):
-                parameter.fill_(1.0 if name == "weight" else 0.0)
-            if isinstance(layer, FrozenLayer):
-                columns = layer.weight_shape[1:].numel()
-                dense = torch.randn(layer.weight_shape, dtype=torch.bfloat16, device=layer.payload_weight.device)
-                layer.format.quantize_into(dense.mul_(columns**-0.5), layer.payload())
+def busy(spans: Any) -> int:
+    """The length of the union of (start, end)."""
+    total, until = 0, 0
+    for start, end in sorted(spans):
+        total += max(0, end - max(start, until))
+        until = max(until, end)
+    return total
 
 
-def allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated() if device.type == "cuda" else 0
+def measured(
+    cell: Cell, source: ModelSource, bases: dict[str, Any], device: torch.device, rounds: int, end: float
+) -> dict[str, Any]:
+    """By side what was measured of it. Sides that are not prepared at `end` are left out, but for the first two."""
+    result: dict[str, Any] = {side.name: {"side": asdict(side)} for side in cell.sides}
+    ready: list[Prepared] = []
+
+    def tried(side: Side, work: Callable[[], object]) -> bool:
+        """A side that fails is named and left out: the others' figures are worth having."""
+        try:
+            work()
+        except UserError as error:  # of a kind of attention
+            result[side.name]["lacks"] = str(error)
+            return False
+        except Exception as error:
+            result[side.name]["error"] = f"{type(error).__name__}: {error}"
+            print(f"error: {cell.name}: {side.name}: {result[side.name]['error'].splitlines()[0]}", flush=True)
+            return False
+        return True
+
+    for number, side in enumerate(cell.sides):
+        if number > 1 and time.monotonic() > end:
+            result[side.name]["error"] = NO_TIME
+            continue
+        tried(side, lambda side=side: ready.append(Prepared(cell, side, source, bases, device)))
+    for _ in range(rounds):
+        ready = [each for each in ready if tried(each.side, each.turn)]
+    for each in ready:
+        row = each.row | {"ms": statistics.median(each.times), "rounds": each.times}
+        if each is not ready[0]:
+            row["ratio"] = statistics.median(a / b for a, b in zip(each.times, ready[0].times, strict=True))
+        if "busy_ms" in row:
+            row["host_share"] = max(0.0, 1 - row["busy_ms"] / row["ms"])
+        result[each.side.name] |= row
+        print(f"{cell.name}: {side_line(each.side.name, row)}", flush=True)
+    return result
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+def side_line(name: str, row: dict[str, Any]) -> str:
+    """One side in words."""
+    parts = [f"{name:<28} {row['ms']:9.1f} ms"]
+    parts += [f"{row['ratio']:.3f} of the first"] if "ratio" in row else []
+    parts += [f"{row['peak_bytes'] / 2**30:.1f} GiB"] if "peak_bytes" in row else []
+    parts += [f"{row['launches']:,} launches, host {row['host_share']:.0%}"] if "host_share" in row else []
+    parts += [f"{row['utilisation']:.0%} of the card's bf16 rate"] if "utilisation" in row else []
+    return ", ".join(parts)
 
 
-def batch_of(source: ModelSource, pixels: int, text_tokens: int) -> Batch:
-    config, generator = source.config(source.family.denoiser), torch.Generator().manual_seed(0)
-    if source.family.name == "flux":
-        channels, width, pooled = (config["in_channels"] // 4, config["joint_attention_dim"], config["pooled_projection_dim"])
-    else:
-        channels, width = config["in_channels"], config["cross_attention_dim"]
-        pooled = config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
-    size = torch.tensor([[pixels, pixels]])
-    return Batch(
-        (Occurrence(0, "0/a.png", 0),),
-        torch.randn(1, channels, pixels // 8, pixels // 8, generator=generator),
-        ("",),
-        Conditioning(
-            torch.randn(1, text_tokens, width, generator=generator).bfloat16(),
-            pooled=torch.randn(1, pooled, generator=generator).bfloat16(),
-        ),
-        original_size=size, crop_top_left=torch.zeros_like(size), target_size=size,
+def tflop(source: ModelSource, cell: Cell) -> float:
+    """Of a step's products and attention in the base. A backward pass through frozen weights has the products of a forward
+    pass again, and twice its attention."""
+    family, meta = source.family, torch.device("meta")
+    module = build(family.component(family.denoiser), source.config(family.denoiser)).to(torch.bfloat16)
+    batch = each_tensor(batch_of(source, cell.pixels, TEXT_TOKENS[cell.family]), lambda tensor: tensor.to(meta))
+    model = Model(
+        {family.denoiser: module}, {family.denoiser: source.config(family.denoiser)}, {}, source.scheduler,
+        {family.denoiser: torch.bfloat16}, meta, {"objective": None, "guidance": 1.0},
     )  # fmt: skip
-
-
-def steps(
-    label: str, source: ModelSource, storages: list[str], sizes: tuple[int, ...], text_tokens: int, rounds: int,
-    device: torch.device, end: float, errors: dict[str, str],
-) -> list[dict[str, Any]]:  # fmt: skip
-    """One row for each size and storage. Rounds end early at `end`; what fails is named in `errors`, the others go on."""
-    benches: dict[str, Bench] = {}
-    for storage in storages:
-        with noted(errors, f"{label} {storage}"):
-            benches[storage] = Bench(source, storage, device)
-    if "fp8_e4m3" in storages:
-        with noted(errors, f"{label} {LORA}"):
-            benches[LORA] = Bench(source, "fp8_e4m3", device, dora=False)
-    variants = [(name, bench, False) for name, bench in benches.items()]
-    if "fp8_e4m3" in benches:
-        variants.insert(1 + list(benches).index("fp8_e4m3"), (SCALED, benches["fp8_e4m3"], True))
-    rows = []
-    for pixels in sizes:
-        batch, peak, times = batch_of(source, pixels, text_tokens), {}, {}
-        for name, bench, scaled in variants:
-            with noted(errors, f"{label} {pixels} px {name}"):
-                before = allocated(device)
-                bench.milliseconds(batch, scaled)  # compiles kernels, makes the optimizer's state
-                bench.resident_bytes += allocated(device) - before
-                if device.type == "cuda":
-                    torch.cuda.reset_peak_memory_stats()
-                before = allocated(device)
-                bench.milliseconds(batch, scaled)
-                if device.type == "cuda":
-                    peak[name] = torch.cuda.max_memory_allocated() - before + bench.resident_bytes
-                times[name] = []
-        done = 0
-        while times and done < rounds and (done == 0 or time.monotonic() < end):
-            done += 1
-            for name, bench, scaled in variants:
-                if name in times and len(times[name]) == done - 1:
-                    with noted(errors, f"{label} {pixels} px {name}"):
-                        times[name].append(bench.milliseconds(batch, scaled))
-        times = {name: values for name, values in times.items() if len(values) == done}
-        for name, bench, _ in variants:
-            if name in times:
-                row = {
-                    "model": label, "pixels": pixels, "storage": name, "ms": statistics.median(times[name]),
-                    "rounds": done, "resident_bytes": bench.resident_bytes, "peak_bytes": peak.get(name),
-                }  # fmt: skip
-                if "bf16" in times:
-                    row["ratio"] = statistics.median(a / b for a, b in zip(times[name], times["bf16"], strict=True))
-                rows.append(row)
-                print(step_line(row), flush=True)
-    return rows
-
-
-@contextmanager
-def noted(errors: dict[str, str], what: str):
-    """A storage that fails is named and left out: the others' figures are worth having."""
-    try:
-        yield
-    except Exception as error:
-        errors[what] = f"{type(error).__name__}: {error}"
-        print(f"error: {what}: {errors[what].splitlines()[0]}", flush=True)
-
-
-def step_line(row: dict[str, Any]) -> str:
-    ratio = f"{row['ratio']:.3f} of bf16" if "ratio" in row else ""
-    memory = f"{row['peak_bytes'] / 2**30:6.1f} GiB" if row["peak_bytes"] else ""
-    return f"{row['model']:<5} {row['pixels']:>4} px {row['storage']:<22} {row['ms']:9.1f} ms  {ratio:<14} {memory}"
-
-
-def layer_steps(shape: tuple[int, int, int], device: torch.device) -> dict[str, Callable[[], object]]:
-    """Forward and input gradient of one layer stored as fp8_e4m3: ordinary, in float8, in float8 with fast sums."""
-    m, n, k = shape
-    chosen = kernels.choose("auto", device)
-    layer = FrozenLinear(
-        k, n, bias=False, format=FORMATS["fp8_e4m3"], compute_dtype=torch.bfloat16, kernels=chosen, device=device
-    )  # fmt: skip
-    fill(layer)
-    x, dy = (torch.randn(m, width, dtype=torch.bfloat16, device=device) for width in (k, n))
-    g = torch.rand(n, device=device)
-
-    def chosen_way(function: Callable[[], object], scaled: bool, fast: bool) -> Callable[[], object]:
-        def run() -> object:
-            layer.scaled_matmul = scaled
-            if not fast:
-                return function()
-            from trainer.kernels import fp8_triton
-
-            fp8_triton.FAST_SUMS = True
-            try:
-                return function()
-            finally:
-                fp8_triton.FAST_SUMS = False
-
-        return run
-
-    functions = {"forward": lambda: layer.converted_product(x), "input_grad": lambda: layer.input_grad(dy, x.shape, g)}
-    ways = {"upcast": (False, False), "fp8": (True, False)} | ({"fast": (True, True)} if chosen.name == "triton" else {})
-    return {f"{pass_} {way}": chosen_way(function, *ways[way]) for pass_, function in functions.items() for way in ways}
-
-
-@contextmanager
-def open_gate():
-    """Every aligned shape multiplies in float8: the gate is what is to be judged."""
-    bounds = kernels.FP8_MIN_WEIGHTS, kernels.FP8_MIN_ROWS
-    kernels.FP8_MIN_WEIGHTS, kernels.FP8_MIN_ROWS = 1, 1
-    try:
-        yield
-    finally:
-        kernels.FP8_MIN_WEIGHTS, kernels.FP8_MIN_ROWS = bounds
-
-
-@torch.no_grad()
-def layer_rows(
-    layers: dict[str, tuple[tuple[int, int, int], ...]], rounds: int, device: torch.device, errors: dict[str, str]
-) -> list[dict[str, Any]]:
-    rows = []
-    for label, shapes in layers.items():
-        for shape in shapes:
-            with noted(errors, f"{label} layer {shape}"):
-                with open_gate():
-                    timed = layer_steps(shape, device)
-                    ms = graph_ms(timed, rounds) if device.type == "cuda" else plain_ms(timed, rounds)
-                total = {way: ms[f"forward {way}"] + ms[f"input_grad {way}"] for way in ("upcast", "fp8")}
-                row = {
-                    "model": label, "shape": list(shape), "ms": ms, "ratio": total["fp8"] / total["upcast"],
-                    "pays": total["fp8"] <= PAYS * total["upcast"], "gate": kernels.scaled_matmul_pays(*shape),
-                }  # fmt: skip
-                if "forward fast" in ms:
-                    row["ratio, fast sums"] = (ms["forward fast"] + ms["input_grad fast"]) / total["upcast"]
-                rows.append(row)
-                print(layer_line(row), flush=True)
-    return rows
-
-
-def layer_line(row: dict[str, Any]) -> str:
-    verdict = "pays" if row["pays"] else "does not pay"
-    gate = "" if row["pays"] == row["gate"] else f"; the gate says {'yes' if row['gate'] else 'no'}"
-    ms, fast = row["ms"], f" (fast sums {row['ratio, fast sums']:.2f})" if "ratio, fast sums" in row else ""
-    each = ", ".join(f"{p} {ms[f'{p} fp8'] / ms[f'{p} upcast']:.2f}" for p in ("forward", "input_grad"))
-    return f"{row['model']:<5} {str(tuple(row['shape'])):<20} fp8 / upcast {row['ratio']:.2f}: {each}{fast}; {verdict}{gate}"
-
-
-def plain_ms(timed: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    times: dict[str, list[float]] = {name: [] for name in timed}
-    for _ in range(rounds + 1):
-        for name, function in timed.items():
-            start = time.perf_counter()
-            function()
-            times[name].append(1000 * (time.perf_counter() - start))
-    return {name: statistics.median(values[1:]) for name, values in times.items()}
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        family.predict(model, batch.latents.bfloat16(), torch.empty(1, device=meta), batch.conditioning, batch)
+    counts = {str(name): flops for name, flops in counter.get_flop_counts()["Global"].items()}
+    attention = sum(flops for name, flops in counts.items() if "bmm" in name or "attention" in name)
+    forward = cell.batch * (sum(counts.values()) - attention) / 1e12, cell.batch * attention / 1e12
+    return forward[0] * (2 + cell.recomputed) + forward[1] * (3 + cell.recomputed)
 
 
 def matmul_tflops(device: torch.device) -> float:
@@ -361,92 +309,75 @@ def matmul_tflops(device: torch.device) -> float:
     return 2 * m * n * k / graph_ms({"mm": lambda: a @ b.t()}, 20)["mm"] / 1e9
 
 
-def sources(quick: bool, folder: Path) -> dict[str, ModelSource]:
-    """The published models' configs; tiny ones with `quick`."""
-    roots = {"Flux": ("flux", PUBLISHED / "flux-dev"), "SDXL": ("sdxl", PUBLISHED / "sdxl")}
-    found = {}
-    for label, (name, root) in roots.items():
-        family = family_named(name)
-        if quick:
-            tiny = tiny_flux("flux-dev", 1000, 1000) if name == "flux" else tiny_sdxl(1000)
-            config, scheduler = folder / name / family.denoiser, folder / name / "scheduler"
-            config.mkdir(parents=True), scheduler.mkdir()
-            (config / "config.json").write_text(json.dumps(tiny[family.denoiser]))
-            published = root / "scheduler" / "scheduler_config.json"
-            (scheduler / "scheduler_config.json").write_text(published.read_text())
-            root = folder / name
-        found[label] = ModelSource(family, root, quantization.recognise)
+def tiny(cell: Cell) -> Cell:
+    """A cell of the tiny models."""
+    return replace(cell, pixels={1024: 64, 768: 48, 512: 32}[cell.pixels])
+
+
+def opened(path: Path | None, about: dict[str, Any]) -> dict[str, Any]:
+    """What --json holds, to go on with. Exits where it was measured with something else."""
+    if path is None or not path.exists():
+        return {"about": about | {"date": datetime.now(UTC).isoformat(timespec="seconds")}, "cells": {}}
+    found = json.loads(path.read_text())
+    for key, value in about.items():
+        if found["about"].get(key) != value:
+            print(f"error: {path} is of {key} {found['about'].get(key)!r}, not {value!r}; move it away", file=sys.stderr)
+            sys.exit(2)
     return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--storage", default=",".join(STORAGES), help="comma-separated; ratios need bf16")
-    parser.add_argument("--rounds", type=int, help="7; with --quick 3")
-    parser.add_argument("--seconds", type=float, default=600, help="start no further round or model after this time")
+    parser.add_argument("--only", metavar="GLOB", default="*", help="cells whose name matches")
+    parser.add_argument("--rounds", type=int, help="3 of Flux, 5 of SDXL; with --quick 2")
+    parser.add_argument("--seconds", type=float, default=3e4, help="begin no further cell after this time")
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    storages = arguments.storage.split(",")
-    if unknown := set(storages) - set(FORMATS):
-        parser.error(f"--storage does not know {', '.join(sorted(unknown))}; it knows {', '.join(FORMATS)}")
-    device, quick = torch.device(arguments.device), arguments.quick
-    if device.type == "cuda" and not torch.cuda.is_available():
-        print("error: --device cuda, but no CUDA device is visible", file=sys.stderr)
+    asked = parser.parse_args()
+    quick, device = asked.quick, torch.device("cpu" if asked.quick else "cuda")
+    if not quick and not torch.cuda.is_available():
+        print("error: no CUDA device is visible; --quick runs tiny models on a CPU", file=sys.stderr)
         return 2
-    if device.type == "cpu" and not quick:
-        print("error: the full-size models need --device cuda; --quick runs tiny ones on a CPU", file=sys.stderr)
-        return 2
+    wanted = [cell for cell in cells() if fnmatchcase(cell.name, asked.only)]
+    if not wanted:
+        parser.error(f"--only {asked.only!r} matches none of {'; '.join(cell.name for cell in cells())}")
     prepare_device(device, {"bf16"})
     torch.manual_seed(0)
-    start, errors = time.monotonic(), {}
-    result: dict[str, Any] = {
-        "about": {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"), "torch": torch.__version__, "quick": quick,
-            "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
-            "kernels": kernels.choose("auto", device).name,
-            "multiplies float8": kernels.multiplies_float8(kernels.choose("auto", device), device),
-            "gate": {"min weights": kernels.FP8_MIN_WEIGHTS, "min rows": kernels.FP8_MIN_ROWS},
-        },
-        "layers": [], "steps": [], "errors": errors,
-    }  # fmt: skip
-
-    def write() -> None:
-        if arguments.json:
-            arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-
-    layers = {"Flux": ((32, 64, 64),), "SDXL": ((32, 48, 96),)} if quick else LAYERS
-    if quick:
-        # Nothing in a tiny model would pass it.
-        kernels.FP8_MIN_WEIGHTS, kernels.FP8_MIN_ROWS = 1, 1
-    result["layers"] = layer_rows(layers, 3 if quick else 20, device, errors)
-    if device.type == "cuda":
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    name = platform.machine() if quick else torch.cuda.get_device_name()
+    result = opened(asked.json, {"device": name, "torch": torch.__version__, "commit": commit or "unknown", "quick": quick})
+    if not quick and "matmul_tflops" not in result:
         result["matmul_tflops"] = matmul_tflops(device)
         print(f"bf16 product: {result['matmul_tflops']:.0f} TFLOP/s", flush=True)
-    write()
-    sizes, tokens = ((64, 32), 8) if quick else ((1024, 512), None)
+    end, family, bases = time.monotonic() + asked.seconds, "", {}
     with tempfile.TemporaryDirectory() as folder:
-        # Flux may take six tenths of the time: its models are large.
-        shares = zip(sources(quick, Path(folder)).items(), (0.6, 1.0), strict=True)
-        for (label, source), share in shares:
-            end = start + share * arguments.seconds
-            if time.monotonic() > end:
-                print(f"{label}: left out, out of time", flush=True)
+        models = sources(quick, Path(folder))
+        for cell in wanted:
+            there = result["cells"].get(cell.name)
+            if there is not None and not any(row.get("error") == NO_TIME for row in there["sides"].values()):
                 continue
-            text = tokens or {"Flux": 512, "SDXL": 77}[label]
-            rounds = arguments.rounds or (3 if quick else 7)
-            result["steps"] += steps(label, source, storages, sizes, text, rounds, device, end, errors)
-            for row in result["steps"]:
-                if "matmul_tflops" in result and (row["model"], row["pixels"]) in TFLOP:
-                    rate = TFLOP[row["model"], row["pixels"]] / row["ms"] * 1000
-                    row["utilisation"] = rate / result["matmul_tflops"]
-            write()
+            if time.monotonic() > end:
+                print("out of time: the rest is for the next run", flush=True)
+                return OUT_OF_TIME
+            storages = {side.storage for side in cell.sides}
+            bases = {storage: base for storage, base in bases.items() if storage in storages and cell.family == family}
+            family, source = cell.family, models[cell.family]
+            rounds = asked.rounds or (2 if quick else ROUNDS[family])
+            sides = measured(tiny(cell) if quick else cell, source, bases, device, rounds, end)
+            if not quick:
+                of_step = tflop(source, cell)
+                for row in sides.values():
+                    if "ms" in row:
+                        row["utilisation"] = of_step / row["ms"] * 1000 / result["matmul_tflops"]
+            about = {key: value for key, value in asdict(cell).items() if key != "sides"}
+            result["cells"][cell.name] = {"cell": about, "sides": sides}
+            if asked.json:
+                asked.json.write_text(json.dumps(result, indent=1) + "\n")
             scratch._buffers.clear()
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    return int(bool(errors))
+    return int(any("error" in row for cell in result["cells"].values() for row in cell["sides"].values()))
 
 
 if __name__ == "__main__":

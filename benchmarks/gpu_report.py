@@ -1,7 +1,6 @@
 """Gathers what scripts/gpu_suite.sh measured into GPU-DATE.json and prints its short table.
 
-python benchmarks/gpu_report.py PARTS FOLDER     PARTS: tests.xml, kernels.json, layers.json, shared.json, steps.json,
-deterministic.json, attention.json and their NAME.status
+python benchmarks/gpu_report.py PARTS FOLDER     # PARTS: its gpu-parts: tests.xml, NAME.json and NAME.status
 """
 
 from __future__ import annotations
@@ -12,12 +11,14 @@ import sys
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import Any
 from xml.etree import ElementTree
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import bench_attention
+from benchmarks.bench_step import side_line
 
 # (figure, of which rows, which statistic, limit, whether the figure may be at most or must be at least that)
 LIMITS = (
@@ -28,9 +29,13 @@ LIMITS = (
     ("extra memory", "Flux", max, 0.02, "at most"),
     ("extra memory, no bias", "SDXL", max, 0.02, "at most"),
 )
-PARTS = ("tests", "kernels", "layers", "shared", "steps", "deterministic", "attention")
+PARTS = ("steps", "tests", "attention", "kernels", "layers", "shared", "float8", "deterministic")
 # Of a step with the denoiser stored as fp8_e4m3 and multiplied in bf16, over one stored as bf16; by the image's pixels.
 STORAGE_LIMITS = {1024: 1.08, 512: 1.15}
+# Milliseconds of a DoRA's step over Flux in bf16, every block recomputed, by graphs or compiled; by the image's pixels.
+FLUX_LIMITS = {1024: 800, 512: 300}
+FAST = ("DoRA bf16, graphs", "DoRA bf16, compiled")
+ADAPTER_LIMIT = 1.10  # of a DoRA's step over a LoRA's
 
 
 def tests(path: Path) -> dict[str, Any]:
@@ -58,46 +63,59 @@ def judged(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return table
 
 
-def judged_steps(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same of float8 storage's cost, and of DoRA's over LoRA's, in a whole step."""
-    ratios = {(row["model"], row["pixels"]): row.get("ratio") for row in steps if row["storage"] == "fp8_e4m3"}
+def judged_steps(cells: dict[str, Any]) -> list[dict[str, Any]]:
+    """The same of whole steps: their time, float8 storage's cost, and DoRA's over LoRA's. A step that failed, or found no
+    time, has not met its limit."""
     table = []
-    for model in dict.fromkeys(row["model"] for row in steps):
-        for pixels, limit in STORAGE_LIMITS.items():
-            ratio = ratios.get((model, pixels))
-            table.append(
-                {
-                    "figure": f"fp8 / bf16, {pixels} px",
-                    "layers": model,
-                    "worst": ratio,
-                    "limit": f"at most {limit}",
-                    # A step that failed or found no time has not met it.
-                    "met": ratio is not None and ratio <= limit,
-                }
-            )
-    times = {(row["model"], row["pixels"], row["storage"]): row["ms"] for row in steps}
-    limits = {layers: limit for name, layers, _, limit, _ in LIMITS if name == "DoRA / LoRA"}
-    for (model, pixels, storage), ms in times.items():
-        if storage == "fp8_e4m3" and (model, pixels, "fp8_e4m3 LoRA") in times:
-            ratio, limit = ms / times[model, pixels, "fp8_e4m3 LoRA"], limits[model]
-            figure = f"DoRA / LoRA, {pixels} px"
-            table.append(
-                {"figure": figure, "layers": model, "worst": ratio, "limit": f"at most {limit}", "met": ratio <= limit}
-            )
+
+    def judge(figure: str, model: str, value: float | None, limit: float) -> None:
+        met = value is not None and value <= limit
+        table.append({"figure": figure, "layers": model, "worst": value, "limit": f"at most {limit}", "met": met})
+
+    for pixels, limit in FLUX_LIMITS.items():
+        sides = [
+            sides for cell, sides in every(cells) if usual(cell) and (cell["family"], cell["pixels"]) == ("Flux", pixels)
+        ]
+        found = [s[name]["ms"] for s in sides for name in FAST if "ms" in s.get(name, {})]
+        judge(f"graphs or compiled, {pixels} px, ms", "Flux", min(found, default=None), limit)
+    for cell, sides in every(cells):
+        where = f"{cell['pixels']} px" + (f", batch {cell['batch']}" if cell["batch"] > 1 else "")
+        for name, row in sides.items():
+            lora = sides.get(name.replace("DoRA", "LoRA"), {})
+            if row["side"]["adapter"] == "DoRA" and row["side"]["who"] == "ours" and "ms" in row and "ms" in lora:
+                ratio = median(a / b for a, b in zip(row["rounds"], lora["rounds"], strict=True))
+                judge(f"{name.replace('DoRA', 'DoRA / LoRA')}, {where}", cell["family"], ratio, ADAPTER_LIMIT)
+        if usual(cell) and cell["about"] == "float8" and cell["pixels"] in STORAGE_LIMITS:
+            ratio = sides["DoRA fp8_e4m3, eager"].get("ratio")
+            judge(f"fp8 / bf16, {cell['pixels']} px", cell["family"], ratio, STORAGE_LIMITS[cell["pixels"]])
     return table
 
 
-def step_lines(result: dict[str, Any]) -> list[str]:
-    """Time, memory and utilisation of every storage; then which layers a float8 product pays for."""
+def every(cells: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """(what its sides have in common, the sides) of each cell."""
+    return [(each["cell"], each["sides"]) for each in cells.values()]
+
+
+def usual(cell: dict[str, Any]) -> bool:
+    """Whether it has one photo, and every block recomputed."""
+    return cell["batch"] == 1 and cell["recomputed"]
+
+
+def step_lines(cells: dict[str, Any]) -> list[str]:
+    """Each side of each cell, in words."""
     lines = []
-    for row in result["steps"]:
-        cells = [f"{row['model']:<5}", f"{row['pixels']:>4} px", f"{row['storage']:<22}", f"{row['ms']:8.1f} ms"]
-        cells.append(f"{row['ratio']:.3f} of bf16" if "ratio" in row else "")
-        cells.append(f"{row['peak_bytes'] / 2**30:5.1f} GiB" if row.get("peak_bytes") else "")
-        cells.append(f"{row['utilisation']:.0%} of the card's bf16 rate" if "utilisation" in row else "")
-        lines.append(" ".join(cell for cell in cells if cell))
-    for model in dict.fromkeys(row["model"] for row in result["layers"]):
-        rows = [row for row in result["layers"] if row["model"] == model]
+    for name, each in cells.items():
+        for side, row in each["sides"].items():
+            said = row.get("lacks") or row.get("error", "").partition("\n")[0]
+            lines.append(f"{name}: " + (side_line(side, row) if "ms" in row else f"{side}: {said}"))
+    return lines
+
+
+def float8_lines(result: dict[str, Any]) -> list[str]:
+    """Which layers a float8 product pays for."""
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in result["rows"]):
+        rows = [row for row in result["rows"] if row["model"] == model]
 
         def shapes(chosen: list[dict[str, Any]]) -> str:
             return ", ".join(f"{'x'.join(map(str, row['shape']))} ({row['ratio']:.2f})" for row in chosen) or "none"
@@ -138,11 +156,11 @@ def main() -> int:
     }  # fmt: skip
     if (parts / "tests.xml").exists():
         result["tests"] = tests(parts / "tests.xml")
-    for name in PARTS[1:]:
+    for name in PARTS:
         if (parts / f"{name}.json").exists():
             result[name] = json.loads((parts / f"{name}.json").read_text())
     result["figures"] = judged(result["layers"]["rows"]) if "layers" in result else []
-    result["figures"] += judged_steps(result["steps"]["steps"]) if "steps" in result else []
+    result["figures"] += judged_steps(result["steps"]["cells"]) if "steps" in result else []
     path = folder / f"GPU-{now:%Y-%m-%d}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -157,7 +175,9 @@ def main() -> int:
         worst = "none" if row["worst"] is None else f"{row['worst']:.3f}"
         print(f"{row['layers']:<5} {row['figure']:<21} worst {worst:>7}   {row['limit']:<14} {met}")
     if "steps" in result:
-        print("\n".join(step_lines(result["steps"])))
+        print("\n".join(step_lines(result["steps"]["cells"])))
+    if "float8" in result:
+        print("\n".join(float8_lines(result["float8"])))
     if "deterministic" in result:
         print("\n".join(deterministic_lines(result["deterministic"])))
     if "attention" in result:

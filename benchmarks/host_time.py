@@ -148,10 +148,11 @@ def stepping(side: Side, folder: Path, **shorter: Any) -> Callable[[], object]:
     import torch
 
     if (ROOT / "benchmarks").is_dir():
-        from benchmarks import bench_step, trace
+        from benchmarks import random_models, trace
         from trainer.models.config_files import PUBLISHED
     else:  # a commit before the benchmarks had a folder of their own
-        from scripts.bench import bench_step, trace  # type: ignore[no-redef]
+        from scripts.bench import bench_step as random_models  # type: ignore[no-redef]
+        from scripts.bench import trace  # type: ignore[no-redef]
 
         from trainer.models.loading import PUBLISHED  # type: ignore[no-redef, attr-defined]
     from trainer import quantization
@@ -166,11 +167,11 @@ def stepping(side: Side, folder: Path, **shorter: Any) -> Callable[[], object]:
         own = NARROW[side.family] | shorter if place.startswith(family.denoiser) else {}
         (folder / place).write_text(json.dumps(config | own))
     source = ModelSource(family, folder, quantization.recognise)
-    batch = bench_step.batch_of(source, PIXELS, TEXT_TOKENS)
+    batch = random_models.batch_of(source, PIXELS, TEXT_TOKENS)
     if side.who == "ours":
         from trainer.kernels import dora_triton
 
-        bench = bench_step.Bench(
+        bench = random_models.Bench(
             source,
             side.storage,
             torch.device("cpu"),

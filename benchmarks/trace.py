@@ -24,7 +24,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +33,19 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from benchmarks import bench_step, plain_peft  # noqa: E402
+from benchmarks import plain_peft, random_models  # noqa: E402
 from tests import pretend  # noqa: E402
 from trainer import kernels, quantization  # noqa: E402
 from trainer.base.types import Batch  # noqa: E402
-from trainer.engine.step import Losses  # noqa: E402
 from trainer.memory_plan import step_time  # noqa: E402
 from trainer.memory_plan.describe import band  # noqa: E402
 from trainer.memory_plan.op_trace import Cost, Trace  # noqa: E402
 from trainer.models import family_named  # noqa: E402
-from trainer.models.building import build  # noqa: E402
 from trainer.models.config_files import PUBLISHED  # noqa: E402
 from trainer.models.loading import ModelSource  # noqa: E402
 
 CPU = torch.device("cpu")
-RANK, PIXELS = bench_step.RANK, 1024
+RANK, PIXELS = random_models.RANK, 1024
 LABELS = {"sdxl": "SDXL", "flux": "Flux"}
 PUBLISHED_AS = {"sdxl": "sdxl", "flux": "flux-dev"}
 TEXT_TOKENS = {"sdxl": 77, "flux": 512}
@@ -77,7 +75,7 @@ class Row:
 def traced(family: str, who: str, adapter: str, storage: str, *, recomputed: bool, pixels: int = PIXELS) -> Row:
     """One step after a first one: the optimizer has its state, and DoRA's norms are due."""
     source = ModelSource(family_named(family), PUBLISHED / PUBLISHED_AS[family], quantization.recognise)
-    batch = bench_step.batch_of(source, pixels, TEXT_TOKENS[family])
+    batch = random_models.batch_of(source, pixels, TEXT_TOKENS[family])
     with pretend.accelerator(triton=True):  # for its tensors: they are of a CPU, as autocast knows no other here
         step = OF[who](source, adapter, storage, recomputed)
         step(batch)
@@ -87,7 +85,7 @@ def traced(family: str, who: str, adapter: str, storage: str, *, recomputed: boo
 
 
 def ours(source: ModelSource, adapter: str, storage: str, recomputed: bool) -> Callable[[Batch], object]:
-    bench = bench_step.Bench(
+    bench = random_models.Bench(
         source, storage, CPU, dora=adapter == "dora", chosen=kernels.planned("triton"), recomputed=recomputed
     )
     step = pretend.Updating(**{each.name: getattr(bench.step, each.name) for each in fields(bench.step)})
@@ -96,30 +94,9 @@ def ours(source: ModelSource, adapter: str, storage: str, recomputed: bool) -> C
 
 def theirs(source: ModelSource, adapter: str, storage: str, recomputed: bool) -> Callable[[Batch], object]:
     """The same layers, adapted by PEFT."""
-    family, dtype = source.family, plain_peft.DTYPES[storage]
-    frozen = bench_step.Bench(source, storage, CPU, dora=adapter == "dora", chosen=kernels.planned("torch"))
-    names = [name.removeprefix(f"{family.denoiser}.") for name in frozen.adapter.layers]
-    module = build(family.component(family.denoiser), source.config(family.denoiser)).to(dtype).to_empty(device=CPU)
-    family.adjust(family.denoiser, module)
-    parameters = plain_peft.adapt(module, names, rank=RANK, dora=adapter == "dora")
-    if recomputed:
-        module.enable_gradient_checkpointing()
-    module.train()  # else diffusers recomputes nothing
-    optimizer = torch.optim.AdamW(parameters, fused=True)
-    model = replace(frozen.model, modules={family.denoiser: module})
-    predict = plain_peft.under_autocast(lambda *inputs: family.predict(model, *inputs), CPU, dtype)
-
-    def step(batch: Batch) -> None:
-        def loss() -> torch.Tensor:
-            losses = Losses(
-                objective=frozen.objective, image_tokens=family.image_tokens, seed=0, device=CPU, predict=predict,
-                tokens=lambda texts: {}, encode=lambda tokens: batch.conditioning,
-            )  # fmt: skip
-            return losses(batch).mean()
-
-        plain_peft.update(loss, optimizer, parameters, 1.0)
-
-    return step
+    dtype, dora = plain_peft.DTYPES[storage], adapter == "dora"
+    bench = random_models.Bench(source, storage, CPU, dora=dora, chosen=kernels.planned("torch"))
+    return random_models.plain_step(source, bench, dora=dora, dtype=dtype, recomputed=recomputed)
 
 
 OF = {"ours": ours, "peft": theirs}

@@ -10,7 +10,7 @@ from trainer.base.types import StoredWeight
 CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
 
 # From which shape on a float8 product pays: of how many weights, for how many rows. On an H100 it did for all layers of Flux
-# and for SDXL's of 1280 x 5120 and more, from 512 rows on (benchmarks/bench_step.py gives a verdict for each shape). Small
+# and for SDXL's of 1280 x 5120 and more, from 512 rows on (benchmarks/bench_float8.py gives a verdict for each shape). Small
 # layers lose to the quantisation of x, which costs as much as a product with some 500 columns gains; few rows to launches.
 FP8_MIN_WEIGHTS, FP8_MIN_ROWS = 2**22, 512
 FP8_ALIGNMENT = 16  # of N and K: what the CUDA product wants

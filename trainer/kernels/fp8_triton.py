@@ -17,7 +17,7 @@ from trainer.kernels.scratch import scratch
 from trainer.kernels.upcast_triton import check_dtypes, flat, rounded
 
 # Whether Hopper's tensor cores may sum a whole product in their own 22 bits or so, instead of handing partial sums to fp32
-# registers. Faster by a tenth on Flux's layers (H100): benchmarks/bench_step.py times both.
+# registers. Faster by a tenth on Flux's layers (H100): benchmarks/bench_float8.py times both.
 FAST_SUMS = False
 
 # A row up to this long stays in registers between its largest element and its codes; a longer one is read twice.

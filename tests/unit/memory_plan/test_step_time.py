@@ -91,7 +91,7 @@ def test_a_card_has_what_its_data_sheet_says() -> None:
 
 
 def test_each_measured_layer_of_an_h100_lies_within_the_band() -> None:
-    """A float8 weight is decoded and multiplied, in a graph: no host takes part (benchmarks/bench_step.py)."""
+    """A float8 weight is decoded and multiplied, in a graph: no host takes part (benchmarks/bench_float8.py)."""
     measured = json.loads((ROOT / "docs" / "benchmarks" / "GPU-2026-11-22.json").read_text())
     machine = on_card(measured["device"], 1e-6)
     assert machine is not None and len(measured["steps"]["layers"]) == 29
