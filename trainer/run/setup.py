@@ -26,6 +26,7 @@ from trainer.plan.run_plan import RunPlan, make_plan
 from trainer.resume import pins, start_point
 from trainer.resume.allowed_changes import Allowance
 from trainer.resume.initial_adapter import Start, open_start
+from trainer.run import container
 from trainer.runtime.attention import Attention, choose, head_sizes, planned
 from trainer.runtime.device import Memory
 
@@ -75,7 +76,7 @@ def begin(
     start = open_start(plan, resumed=saved is not None)
     plan = fitted(plan, there.kernels, base=there.base)
     config = plan.config
-    for line in (*warnings, *start.doubts):
+    for line in (*warnings, *start.doubts, *container.doubts(Path(config.run.output_dir), "run.output_dir")):
         say(f"warning: {line}")
     pieces = Pieces(saved, start_point.census(config))
     pieces.enter("config", pins.pin_config(config, allowed=allowed))
