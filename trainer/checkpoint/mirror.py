@@ -60,9 +60,12 @@ def open_mirror(url: str) -> Mirror:
     from fsspec.core import url_to_fs
 
     # Of its own, and without what it remembers of earlier listings: others write there, too.
-    options = {"skip_instance_cache": True, "use_listings_cache": False}
-    if url.partition("://")[0] in ("file", "local"):
+    options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
+    protocol = url.partition("://")[0]
+    if protocol in ("file", "local"):
         options["auto_mkdir"] = True
+    if protocol == "s3":  # botocore's tries would multiply with s3fs's own: minutes without a word
+        options["config_kwargs"] = {"retries": {"total_max_attempts": 1}}
     return Mirror(*url_to_fs(url, **options), url)
 
 
