@@ -139,10 +139,8 @@ class Mirror:
         try:
             owner = json.loads(self.read(RUN))
             return {"run": str(owner["run"]), "id": str(owner["id"])}
-        except FileNotFoundError:
-            others = [name for name in self.listing() if name != PROBE]
-        except (ValueError, KeyError, TypeError):
-            others = [RUN]
+        except (FileNotFoundError, ValueError, KeyError, TypeError):  # half of it, perhaps, which a kill left
+            others = [name for name in self.listing() if name not in (RUN, PROBE)]
         if others:
             raise UserError(
                 f"checkpoint.mirror = {self.url!r} holds something else than a run ({sorted(others)[0]!r}); give an empty "
@@ -151,8 +149,12 @@ class Mirror:
         return None
 
     def claim(self, owner: dict[str, str]) -> None:
-        """Say whose the place is, unless it says so already."""
-        if self.owner() != owner:
+        """Say whose the place is, unless it says so already: not every store replaces a file at once."""
+        try:
+            said = self.read(RUN)
+        except FileNotFoundError:
+            said = b""
+        if said != files.json_bytes(owner):
             self.write(RUN, files.json_bytes(owner))
 
     # --- checkpoints ----------------------------------------------------------------------------------------------------
