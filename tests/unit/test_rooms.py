@@ -42,6 +42,7 @@ FILES = 20
 ONLY_FOR: dict[str, tuple[str, ...]] = {
     "config": (
         "cli/*",
+        "run/mirroring.py",
         "run/output_folder.py",
         "run/run.py",
         "run/setup.py",
@@ -80,6 +81,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "accelerate": ("runtime/processes.py", "models/building.py"),
     "bitsandbytes": ("quantization/bitsandbytes.py", "optim/*"),
     "datasets": ("data/layouts/hf.py",),
+    "fsspec": ("checkpoint/mirror.py",),
     "html": (),  # templates escape what is put into them
     "jinja2": ("base/templates.py",),
     "markupsafe": ("report/rendering.py",),

@@ -20,6 +20,7 @@ GONE = {errno.EIO, errno.EPIPE, errno.EBADF}
 WIDTH = 160  # the longest line, where there is no terminal or a wider one
 REST = "\x1b[K"  # deletes from the cursor to the end of the line
 NUMBER = re.compile(r"(?<![^\s(])([\d.,]{1,8}) ([KMGT]iB|[GT]FLOP|ms|s|min|h|%)(?!\w)")  # and its unit: one word of a line
+SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|CONNECTION_STRING")  # in names of the environment
 PIPE_SECONDS = 0.1  # that a program at the other end of a pipe (tee) has to write to the same terminal
 
 
@@ -131,6 +132,17 @@ def printable(what: object) -> str:
     if text.isprintable():
         return text
     return "".join(each if _plain(each) else _escaped(each) for each in text)
+
+
+def without_keys(text: str) -> str:
+    """The text without what opens a store: passwords and queries of URLs, and what this process's environment has under the
+    name of a key."""
+    text = re.sub(r"(\w://)[^/@\s'\"]*:[^/@\s'\"]*@", r"\1***@", text)
+    text = re.sub(r"(\w://[^\s'\"?]*\?)[^\s'\"]+", r"\1***", text)
+    secrets = {value for name, value in os.environ.items() if SECRET.search(name) and len(value) >= 8}
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, "***")
+    return text
 
 
 def shortlist(names: Sequence[str], most: int) -> str:

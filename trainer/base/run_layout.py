@@ -55,6 +55,7 @@ class Layout:
         self.truths = self.samples / "truth"  # what samples ought to look like, where that is known
         self.before_after = root / "before_after.png"
         self.metrics = root / "metrics.jsonl"  # one JSON object a step
+        self.mirror = root / "mirror.json"  # the name that the run has where it is copied to (checkpoint.mirror)
         self.phases = root / "phases.jsonl"  # one for each long piece of work
         self.report = root / "report.html"
         self.tensorboard = root / "tensorboard"
@@ -84,6 +85,32 @@ class Layout:
         return [
             path for folder in (self.root, self.adapters, self.card_images, self.averages) for path in folder.glob(".*.tmp")
         ]
+
+    def step_of_result(self, path: str, name: str) -> int | None:
+        """The step after which no later one writes a file again: an average, a sample, an adapter file with a step in its
+        name; None for all others. path: below the root, with "/". name: of the run."""
+        folders = (folder.relative_to(self.root).as_posix() for folder in (self.averages, self.samples, self.adapters))
+        averages, samples, adapters = map(re.escape, folders)
+        if re.fullmatch(rf"{re.escape(self.truths.relative_to(self.root).as_posix())}/[^/]+", path):
+            return 0
+        found = re.fullmatch(
+            rf"{averages}/step-(\d{{8}})\.safetensors|{samples}/step-(\d{{8}})/[^/]+"
+            rf"|{adapters}/{re.escape(name)}-(\d{{8}})(?:_\w+)?\.safetensors",
+            path,
+        )
+        return None if found is None else int(found[1] or found[2] or found[3])
+
+    def results(self, name: str) -> dict[str, int]:
+        """The files that steps of the run `name` left for good: their steps by their paths below the root, with "/"."""
+        there = (p for folder in (self.averages, self.samples, self.adapters) for p in folder.rglob("*") if p.is_file())
+        paths = sorted(path.relative_to(self.root).as_posix() for path in there)
+        return {path: step for path in paths if (step := self.step_of_result(path, name)) is not None}
+
+    def end_files(self, name: str) -> list[str]:
+        """What the end of the run `name` leaves, or a stop: adapter files, card and pictures, and last the report."""
+        made = [path for path in (self.adapters, self.card_images) for path in sorted(path.glob("*")) if path.is_file()]
+        paths = [path.relative_to(self.root).as_posix() for path in (*made, self.before_after, self.report) if path.is_file()]
+        return [path for path in paths if self.step_of_result(path, name) is None and not Path(path).name.startswith(".")]
 
     def later_results(self, name: str, after: int) -> list[Path]:
         """What the steps beyond `after` left of the run `name`: samples, averages, adapter files (the end's, too), report."""

@@ -62,7 +62,7 @@ def save(root: Path, step: int, contents: Files, advance: files.Advance = files.
             files.sync_folder(root)  # the new one's name is on the disk before the old one's goes
             aside = _set_aside(root, step)
         elif final.exists():
-            _remove(root, step)
+            remove(root, step)
         os.replace(temporary, final)
     except OSError:
         if aside is not None:
@@ -82,7 +82,7 @@ def save(root: Path, step: int, contents: Files, advance: files.Advance = files.
     return final
 
 
-def _remove(root: Path, *which: int) -> None:
+def remove(root: Path, *which: int) -> None:
     """Delete the checkpoints of these steps. They lose their names first, on the disk too: no moment shows half of one."""
     doomed = [_doom(root / folder_name(step), step) for step in which]
     files.sync_folder(root)
@@ -206,7 +206,7 @@ def prune(root: Path, keep_last: int) -> None:
     if reason is not None:
         raise NotReadBack(errno.EIO, f"the checkpoint does not read back ({reason}), older ones are kept", str(newest))
     try:
-        _remove(root, *present[:-keep_last])
+        remove(root, *present[:-keep_last])
     except OSError:
         remove_leftovers(root, ignore_errors=True)
         raise

@@ -54,6 +54,8 @@ def preview(
     plan = beginning.plan
     write(describe(plan, sizes=True, data=data))
     found = forecast(plan, there.kernels, base=there.base)
+    if config.checkpoint.mirror is not None:
+        write(f"mirror: about {size_text(found.checkpoint)} for each checkpoint; a run asks first whether it can be written")
     fits = found.fits(there.size)
     if not fits and otherwise is not None:
         write(f"does not fit: {size_text(found.total)} of {size_text(there.size)} are needed; {otherwise}")

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
@@ -59,6 +60,17 @@ def check_size(text: str) -> str:
     return text
 
 
+def check_mirror(url: str) -> str:
+    """Raises ValueError for what is no URL with a place in it, and for keys in one: they would stand in every file of the
+    run."""
+    parts = urlsplit(url)
+    if parts.password is not None or parts.query:
+        raise ValueError("keys do not belong in a URL; leave them to the environment, as in docs/resume.md#a-mirror")
+    if "://" not in url or not (parts.netloc + parts.path).strip("/"):
+        raise ValueError('give a URL and a place in it, for example "s3://BUCKET/PREFIX"')
+    return url.rstrip("/")
+
+
 def expand_source(path: str) -> str:
     """A source's path with the home folder in place of "~", also behind the `hf:` of a dataset."""
     return "hf:" + expand_home(path[3:]) if path.startswith("hf:") else expand_home(path)
@@ -66,6 +78,7 @@ def expand_source(path: str) -> str:
 
 # Every path that a config gives, so that nothing below this file knows of `~`.
 PathText = Annotated[str, AfterValidator(expand_home)]
+MirrorUrl = Annotated[str, AfterValidator(check_mirror)]
 SizeText = Annotated[str, AfterValidator(check_size)]
 GivenPath = Annotated[str, Field(min_length=1), AfterValidator(expand_home)]
 

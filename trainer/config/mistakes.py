@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from trainer.base import other_trainers, patterns
+from trainer.base.console import without_keys
 from trainer.config.keys import flatten, generic, known_keys
 
 # What pydantic calls a type, in words.
@@ -42,7 +43,7 @@ def _explain(items: Sequence[Any]) -> str:
         return f"{whole} = {value!r}: give one more value" if last.isdigit() else f"{key} is required"
     if item["type"] == "value_error" and isinstance(value, dict):  # of a table: it names the keys itself
         return "\n".join(item["msg"].removeprefix("Value error, ") for item in items)
-    return f"{key} = {value!r}: {_remedy(key, value, items)}"
+    return f"{key} = {without_keys(repr(value))}: {_remedy(key, value, items)}"
 
 
 def _remedy(key: str, value: Any, items: Sequence[Any]) -> str:

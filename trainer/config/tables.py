@@ -18,6 +18,7 @@ from trainer.config.kinds import (
     Count,
     Dtype,
     GivenPath,
+    MirrorUrl,
     PathText,
     Positive,
     ReadWith,
@@ -196,6 +197,11 @@ class CheckpointTable(Table):
     """Write while the training goes on. The bytes are the same."""
     on_failure: Literal["stop", "continue"] = "stop"
     """What to do when a checkpoint cannot be written: stop the run, or go on without it."""
+    mirror: MirrorUrl | None = None
+    """A place that outlives the machine, for example `"s3://BUCKET/PREFIX"`: checkpoints, adapter files and the report are
+    copied there (docs/resume.md#a-mirror)."""
+    mirror_wait: Annotated[float, Field(ge=0), ReadWith("checkpoint.mirror")] = 600.0
+    """So many seconds a start waits for a mirror that does not answer, and an end for what is still to be copied."""
 
 
 class ExportTable(Table):

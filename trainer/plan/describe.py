@@ -74,6 +74,11 @@ def describe(plan: RunPlan, *, sizes: bool, data: bool = True) -> str:
         count = f"{len(kinds)} {'shape' if len(kinds) == 1 else 'shapes'} of micro-batches"
         each = ", and for each length of captions" if config.data.clip_chunks > 1 else ""
         lines.append(f"blocks are compiled: each kind for {count}{each}")
+    if config.checkpoint.mirror is not None:
+        lines.append(
+            f"mirror {config.checkpoint.mirror}: checkpoints are copied there ({config.checkpoint.keep_last} are kept), and "
+            "at the end the adapter files and the report"
+        )
     if plan.length.max_steps > 1 and not plan.saves_before_the_end:
         keys = ", ".join(
             f"checkpoint.{key} = {getattr(config.checkpoint, key):g}" for key in ("every_steps", "every_minutes")

@@ -49,6 +49,7 @@ from trainer.resume import pins
 from trainer.resume.allowed_changes import Allowance
 from trainer.run.checkpointing import Saves
 from trainer.run.loop import Loop
+from trainer.run.mirroring import ask_mirror, mirrored
 from trainer.run.output_folder import open_trackers, opened
 from trainer.run.setup import Beginning, Launch, begin, cache_dir
 from trainer.runtime.attention import Attention
@@ -85,6 +86,7 @@ def prepared(config: Config, *, resume_from: str | None, allowed: Allowance | No
         phases = Phases(check=peers.check, show=peers.is_main, every=config.logging.every_seconds, record=record)
         context = RunContext(peers, phases, Layout(Path(config.run.output_dir)))
         with first_page(context.layout, name=config.run.name, enabled=peers.is_main):
+            context = replace(context, copier=ask_mirror(config, context, resume_from))
             run = build(config, source, context, resume_from=resume_from, allowed=allowed)
         gc.enable()  # off since the process started (main.py)
         about = {
@@ -93,7 +95,10 @@ def prepared(config: Config, *, resume_from: str | None, allowed: Allowance | No
             "resumed": run.resumed,
             "changed": run.changed,
         }
-        with opened(run.plan.config, run.pieces, context, **about):
+        with (
+            opened(run.plan.config, run.pieces, context, **about),
+            mirrored(run.plan.config, context, signals, run.progress.step),
+        ):
             yield run, signals
 
 
@@ -314,12 +319,18 @@ def make_loop(run: Run, signals: Signals) -> Loop:
         enabled=peers.is_main,
         phases=context.phases,
     )
+
+    def saved(step: int) -> None:
+        context.phases.made(f"checkpoint step {step}")
+        if context.copier is not None:
+            context.copier.offer(step)
+
     saver = Saver(
         layout.checkpoints,
         keep_last=config.checkpoint.keep_last,
         background=config.checkpoint.background,
         before=log.sync,
-        after=lambda step: context.phases.made(f"checkpoint step {step}"),
+        after=saved,
         during=peers.undisturbed,
         step=state.progress.step,
     )

@@ -14,6 +14,7 @@ import torch
 from trainer.base import files
 from trainer.base.progress import Phases
 from trainer.base.run_layout import Layout
+from trainer.checkpoint.mirror import check_library
 from trainer.checkpoint.pieces import Pieces
 from trainer.checkpoint.state import Pin, Progress, Saved
 from trainer.config import Config
@@ -71,6 +72,8 @@ def begin(
     Raises UserError for what can be refused without weights.
     """
     allowed = asked.allowed
+    if config.checkpoint.mirror is not None:
+        check_library(config.checkpoint.mirror)
     saved, warnings = start_point.find_start(config, asked.resume_from, allowed, phases, planned=asked.planned)
     plan = make_plan(config, source, processes=processes, phases=phases)
     start = open_start(plan, resumed=saved is not None)

@@ -1,0 +1,162 @@
+"""The mirror of a run: asked before the first weight, copied to meanwhile, waited for at the end."""
+
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+from trainer.base import files
+from trainer.base.console import shortlist
+from trainer.base.errors import Interrupted, PeerStopped, UserError
+from trainer.base.progress import duration
+from trainer.base.run_layout import Layout, folder_name
+from trainer.base.signals import Signals
+from trainer.checkpoint import store
+from trainer.checkpoint.copier import Asker, Copier
+from trainer.checkpoint.mirror import Mirror, adopt, check_library, open_mirror
+from trainer.config import Config
+from trainer.runtime.context import RunContext
+
+NEWEST = ("auto", "latest")
+NAMED = 20  # names in one line
+
+
+def ask_mirror(config: Config, context: RunContext, resume_from: str | None) -> Copier | None:
+    """What copies the run's files to checkpoint.mirror, in the main process; None elsewhere, and without that key. A newer
+    checkpoint that is there is fetched first, where the newest is to be gone on from.
+
+    Raises UserError where it cannot be written, or holds something else than this run.
+    """
+    url, name = config.checkpoint.mirror, config.run.name
+    if url is None:
+        return None
+    processes, phases, layout = context.processes, context.phases, context.layout
+    with processes.main_first():
+        if not processes.is_main:
+            return None
+        check_library(url)
+        ask = Asker(url, config.checkpoint.mirror_wait, processes.say, processes.check)
+        with phases("asking the mirror", keep=False):
+            mirror = ask(lambda: open_mirror(url), "opening it")
+            theirs = ask(mirror.owner, "asking whose it is")
+            steps = ask(mirror.steps, "listing its checkpoints") if theirs else []
+            _refuse_others(url, theirs, layout, holds=bool(steps), name=name, newest=resume_from in NEWEST)
+            ask(mirror.try_out, "trying to write")
+        if resume_from in NEWEST and theirs and steps:
+            files.make_folder(layout.root, "run.output_dir")
+            with files.locked(layout.lock):
+                _own(layout, theirs["id"])
+                _fetch(mirror, steps, ask, context, name)
+    return Copier(mirror, layout, name=name, keep_last=config.checkpoint.keep_last, say=processes.say)
+
+
+def _refuse_others(url: str, theirs: dict[str, str] | None, layout: Layout, *, holds: bool, name: str, newest: bool) -> None:
+    """holds: whether there are checkpoints in the mirror. newest: whether they may be gone on from."""
+    if theirs is None:
+        return
+    here = bool(store.steps(layout.checkpoints) or store.unnamed(layout.checkpoints))
+    own = files.read_json(layout.mirror)["id"] if layout.mirror.exists() else None
+    if theirs["run"] != name or own not in (None, theirs["id"]) or (own is None and here):
+        raise UserError(
+            f"checkpoint.mirror = {url!r} holds another run ({theirs['run']!r}, of another run.output_dir); give another "
+            "prefix"
+        )
+    if holds and not here and not newest:
+        raise UserError(
+            f"checkpoint.mirror = {url!r} already holds checkpoints of {name!r}; add --resume_from auto to go on, or give "
+            "another prefix"
+        )
+
+
+def _own(layout: Layout, new: str) -> str:
+    """The id of this output folder. new: what it is from now on, where it has none."""
+    if not layout.mirror.exists():
+        files.write_atomic(layout.mirror, [files.json_bytes({"id": new})])
+    return files.read_json(layout.mirror)["id"]
+
+
+def _fetch(mirror: Mirror, steps: list[int], ask: Asker, context: RunContext, name: str) -> None:
+    """Take the newest valid checkpoint of the mirror in, where it is newer than all that are here."""
+    layout, say, phases = context.layout, context.processes.say, context.phases
+    root = layout.checkpoints
+    here, _ = store.newest_valid(root, phases)
+    numbers = {root / folder_name(step): step for step in store.steps(root)}
+    numbers |= {folder: step for step, folder in store.unnamed(root).items()}
+    newest = -1 if here is None else numbers[here]
+
+    for step in reversed([step for step in steps if step > newest]):
+        with phases(f"fetching {folder_name(step)} from the mirror"):
+            wrong = _fetch_one(mirror, step, ask, layout, name)
+        if wrong is None:
+            say(f"{folder_name(step)} came from {mirror.url}")
+            return
+        say(f"warning: {folder_name(step)} in {mirror.url} is not valid: {wrong}")
+    if newest < 0:
+        raise UserError(
+            f"checkpoint.mirror = {mirror.url!r} holds no valid checkpoint ({len(steps)} are damaged), and there is none in "
+            f"{root}; restore one, or give another prefix to start again"
+        )
+
+
+def _fetch_one(mirror: Mirror, step: int, ask: Asker, layout: Layout, name: str) -> str | None:
+    """Take a checkpoint in, with the log and the results up to it. Returns why it is not valid, or None."""
+
+    def fill(folder: Path) -> None:
+        ask(lambda: mirror.fetch(step, folder), f"fetching {folder_name(step)}")
+
+    def keep(folder: Path) -> None:
+        ask(lambda: mirror.fetch_results(layout, name, step), f"fetching what was left up to {folder_name(step)}")
+        log = folder / layout.metrics.name
+        if log.exists():  # nothing that a checkpoint needs, so its manifest does not tell of it
+            files.write_atomic(layout.metrics, [log.read_bytes()])
+            log.unlink()
+
+    return adopt(layout.checkpoints, step, fill, keep)
+
+
+@contextmanager
+def mirrored(config: Config, context: RunContext, signals: Signals, step: int) -> Iterator[None]:
+    """A block in which checkpoints are copied, and at whose end all processes wait until the rest is, however it ends, but
+    for a second Ctrl-C. step: where the run begins."""
+    if config.checkpoint.mirror is None:
+        yield
+        return
+    if context.copier is not None:
+        owner = {"run": config.run.name, "id": _own(context.layout, secrets.token_hex(8))}
+        context.copier.start(owner, step)
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        _finish(config, context, signals, error)
+        raise
+    _finish(config, context, signals, None)
+
+
+def _finish(config: Config, context: RunContext, signals: Signals, ended: BaseException | None) -> None:
+    """ended: by what the run did, where it was stopped: only another signal ends the waiting then."""
+    copier, processes, wait = context.copier, context.processes, config.checkpoint.mirror_wait
+    stopped: Interrupted | PeerStopped | None = None
+    if copier is not None:
+        signals.promise = "leaving the mirror as it is"
+        check = signals.check if isinstance(ended, PeerStopped) else processes.check
+        patient = signals.last_work(wait) if isinstance(ended, Interrupted) else nullcontext()
+        try:
+            with patient, context.phases("copying to the mirror", obey=False, keep=False) as phase:
+                missing = copier.finish(wait, lambda: (phase.check(), check()))
+        except (Interrupted, PeerStopped) as error:
+            missing, stopped = copier.missing(), error
+        if missing:
+            why = f" ({copier.troubles.last})" if copier.troubles.last else ""
+            how_long = "" if stopped else f" after {duration(wait)} (checkpoint.mirror_wait)"
+            processes.say(
+                f"warning: {copier.mirror.url} lacks {shortlist(missing, NAMED)}{how_long}{why}; all of it is whole in "
+                f"{context.layout.root}: start again with --resume_from auto, and it is copied"
+            )
+    if not isinstance(ended or stopped, PeerStopped):
+        processes.wait()
+    if ended is None and isinstance(stopped, Interrupted):
+        raise Interrupted(stopped.signum, "while files were copied to the mirror; the last step is saved")
+    if ended is None and stopped is not None:
+        raise stopped
