@@ -190,6 +190,7 @@ def _plan(config: Config, source: ModelSource, portable: Portable | None) -> Mod
         targets=targets,
         cache_text=not any(target.component in family.text_encoders for target in targets),
         converted=config.model.cache_dir,
+        resident=storage.resident_blocks(config, source, {target.component for target in targets}),
     )
 
 

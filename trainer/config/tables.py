@@ -319,6 +319,11 @@ class Config(Table):
                 f"step.graphs = true cannot be combined with step.compile = {self.step.compile!r}: a graph records eager "
                 "kernels, and leaves their bytes; leave out one of them"
             )
+        if self.step.graphs and self.memory.offload != "none":
+            raise ValueError(
+                f"step.graphs = true cannot be combined with memory.offload = {self.memory.offload!r}: a graph replays kernels "
+                "alone, and the copies of the blocks are asked for by the program; leave out one of them"
+            )
         if self.step.graphs and self.adapter.dropout:
             raise ValueError(
                 f"step.graphs = true cannot be combined with adapter.dropout = {self.adapter.dropout}: its masks are drawn "

@@ -99,6 +99,10 @@ class MemoryTable(Table):
     """Recompute blocks in the backward pass: none, all, or every n-th. Slower, same bytes."""
     fit: SizeText | None = None
     """Recompute as few blocks as fit into this much memory, for example `"12GiB"`."""
+    offload: Literal["none", "blocks"] = "none"
+    """Keep the frozen base in host memory, and stream it block by block. Slower, same bytes."""
+    resident_blocks: Annotated[Literal["auto"] | Annotated[int, Field(ge=0)], ReadWith("memory.offload", ("blocks",))] = "auto"
+    """How many blocks of the denoiser stay on the device. `auto` is the most that fit; on a CPU 0."""
 
 
 class OptimizerTable(Table):

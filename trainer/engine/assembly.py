@@ -83,7 +83,8 @@ def build_adapter(config: Config, components: Components, pieces: Pieces) -> tup
     for name in plan.adapted:
         adapter.share_inputs(name, family.shared_inputs.get(name, ()))
     blocks = find_blocks(modules[family.denoiser], family.blocks)
-    adapter.refresh_before(adapted)
+    # DoRA's norms of a streamed block are made as it passes by.
+    adapter.refresh_before(adapted | components.streamed_blocks(adapted))
     unread = family.unread_beside(adapter.layers, half=plan.scales_loss)
     components.attention.give(modules[family.denoiser], family.attention, components.model.device)
     compiled = {n: b for n, b in blocks.items() if compiler and any(fnmatchcase(n, p) for p in family.compiled)}

@@ -12,7 +12,7 @@ import torch
 from trainer import quantization
 from trainer.base.digests import FileDigests
 from trainer.base.files import make_folder
-from trainer.base.memory import give_back
+from trainer.base.memory import find_blocks, give_back
 from trainer.base.progress import Phases
 from trainer.base.protocols import BaseLayer, Kernels
 from trainer.base.types import Conditioning
@@ -24,6 +24,7 @@ from trainer.quantization import ConvertedWeights
 from trainer.runtime.attention import TORCHS_OWN, Attention
 from trainer.runtime.compilation import Compiler
 from trainer.runtime.processes import Processes
+from trainer.runtime.streaming import Streamer
 
 
 def without_modules(plan: ModelPlan, device: torch.device, tokenizers: dict[str, Any]) -> Model:
@@ -58,6 +59,7 @@ class Components:
     files, by their contents.
 
     model: what the family's functions take. storage: of every component that was quantised here, how, for the report.
+    streamers: of those in memory whose blocks are streamed.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Components:
         self.kernels, self.digests, self.processes, self.phases = kernels, digests, processes, phases
         self.attention, self.compiler = attention, compiler
         self.storage: dict[str, quantization.Stored] = {}
+        self.streamers: dict[str, Streamer] = {}
         self.model = without_modules(plan, processes.device, self.tokenizers())
 
     def tokenizers(self) -> dict[str, Any]:
@@ -92,6 +95,7 @@ class Components:
             swap=partial(storage.swap, held=held, kernels=self.kernels),
             device=self.model.device,
             fill=partial(converted.fill, phases=self.phases) if converted else lambda module: (),
+            stay=partial(self.stream, name),
             phases=self.phases,
         )
         give_back()
@@ -107,7 +111,23 @@ class Components:
             self.processes.say(f"{name}: {stored}")
         if storage.scaled_matmul:
             self.processes.say(f"{name}: {quantization.scaled_layers(module)}")
+        if name in self.streamers:
+            self.processes.say(f"{name}: {self.streamers[name]}")
         return module
+
+    def stream(self, name: str, module: torch.nn.Module) -> list[torch.Tensor]:
+        """Have the component's blocks streamed where the plan says so. Returns its tensors that stay in host memory; it has no
+        memory yet."""
+        if name not in self.plan.resident:
+            return []
+        blocks, resident = find_blocks(module, self.family.blocks_of(name)), self.plan.resident[name]
+        streamer = self.streamers[name] = Streamer(blocks, resident, self.model.device)
+        return streamer.stay()
+
+    def streamed_blocks(self, names: Collection[str]) -> dict[str, torch.nn.Module]:
+        """The streamed blocks of these components by full name."""
+        streamers = {name: self.streamers[name] for name in names if name in self.streamers}
+        return {f"{name}.{block}": module for name, each in streamers.items() for block, module in each.blocks.items()}
 
     def _converted(self, name: str) -> ConvertedWeights | None:
         """The cache of a component's converted weights, where the config asks for one."""
@@ -123,6 +143,8 @@ class Components:
 
     def let_go(self, names: Collection[str]) -> None:
         """Give their memory back; what is used again is loaded again."""
+        for streamer in [self.streamers.pop(name) for name in names if name in self.streamers]:
+            streamer.close()
         if [name for name in names if self.model.modules.pop(name, None) is not None]:
             gc.collect()
             give_back()

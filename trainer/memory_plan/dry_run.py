@@ -147,7 +147,7 @@ class Unread(Components):
         if name not in self.model.modules:
             storage, held = self.plan.storage[name], self.source.held(name)
             swap = partial(storage.swap, held=held, kernels=self.kernels)
-            module = self.source.empty(name, swap=swap, device=self.model.device)
+            module = self.source.empty(name, swap=swap, device=self.model.device, stay=partial(self.stream, name))
             self.model.modules[name] = self.source.finished(name, module)
             if name == self.family.denoiser:
                 for block in find_blocks(module, self.family.blocks).values():
@@ -168,6 +168,8 @@ class Unread(Components):
         """Empty them: modules know each other in circles, and looking for those in all that the libraries made takes longer
         than the rest."""
         for name in names:
+            if name in self.streamers:
+                self.streamers.pop(name).close()
             module = self.model.modules.pop(name, None)
             for part in module.modules() if module is not None else ():
                 tensors = *part.named_parameters(recurse=False), *part.named_buffers(recurse=False)

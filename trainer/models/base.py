@@ -34,6 +34,7 @@ class Component:
       Raises UserError for a shape that no config can be read from.
     prefixes: what stands before those names in a single file; without any of these, the names stand alone.
     file: what a file of this component alone is usually called.
+    blocks: of a text encoder, fnmatch patterns of its blocks, which can be streamed; of the denoiser `Family.blocks`.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Component:
     infer: Callable[[Mapping[str, Shape], dict], dict] = lambda shapes, config: {}
     prefixes: tuple[str, ...] = ()
     file: str = "FILE.safetensors"
+    blocks: tuple[str, ...] = ()
 
     def prefix_in(self, names: Collection[str]) -> str | None:
         """What stands before the component's names in a single file with these; None where none of its prefixes does."""
@@ -224,6 +226,10 @@ class Family:
     def component(self, name: str) -> Component:
         """The component of that name."""
         return next(c for c in self.components if c.name == name)
+
+    def blocks_of(self, name: str) -> tuple[str, ...]:
+        """The fnmatch patterns of a component's blocks; none of one that has none."""
+        return self.blocks if name == self.denoiser else self.component(name).blocks
 
     @property
     def denoiser(self) -> str:

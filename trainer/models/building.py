@@ -1,6 +1,7 @@
 """A component's module before its weights are read: built without memory, then with memory for its final form."""
 
 import importlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,16 @@ def build(component: Component, config: ComponentConfig, where: Path | str = "")
     return module.eval().requires_grad_(False)
 
 
-def allocate(module: nn.Module, device: torch.device) -> None:
-    """Memory for all that is on the meta device; what has a value moves."""
-    module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+def allocate(module: nn.Module, device: torch.device, stay: Collection[torch.Tensor] = ()) -> None:
+    """Memory for all that is on the meta device; what has a value moves, but for the tensors that `stay`."""
+    stays = {id(tensor) for tensor in stay}
+
+    def placed(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in stays:
+            return tensor
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+
+    module._apply(placed)
 
 
 def shapes_of(component: Component, config: ComponentConfig, where: Path | str = "") -> dict[str, Shape]:

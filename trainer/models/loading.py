@@ -354,16 +354,17 @@ class ModelSource:
         swap: Callable[[nn.Module], None],
         device: torch.device,
         fill: Callable[[nn.Module], Collection[str]] = lambda module: (),
+        stay: Callable[[nn.Module], Collection[torch.Tensor]] = lambda module: (),
         phases: Phases = QUIET,
     ) -> nn.Module:
         """Build, swap and fill one component on `device`.
 
-        swap: replaces layers of the module on the meta device (quantization.freeze_layers).
+        swap: replaces layers of the module on the meta device (quantization.freeze_layers). stay: as `empty` has it.
         fill: fills what it has from elsewhere (a cache of converted weights) and returns those parameters' names.
         Raises UserError for a missing, wrongly shaped or unexpected tensor, naming it.
         """
         reads = self.reads(name)
-        module = self.empty(name, swap=swap, device=device)
+        module = self.empty(name, swap=swap, device=device, stay=stay)
         filled = frozenset(fill(module))
         left = [read for read in reads if not filled.issuperset(read.link.parts)]
         with phases(f"loading {name}", sum(read.bytes for read in left), "B") as phase:
@@ -371,11 +372,21 @@ class ModelSource:
                 read.place(module, device, phase)
         return self.finished(name, module)
 
-    def empty(self, name: str, *, swap: Callable[[nn.Module], None], device: torch.device) -> nn.Module:
-        """The component with memory for its final form on `device`, and no value in it."""
+    def empty(
+        self,
+        name: str,
+        *,
+        swap: Callable[[nn.Module], None],
+        device: torch.device,
+        stay: Callable[[nn.Module], Collection[torch.Tensor]] = lambda module: (),
+    ) -> nn.Module:
+        """The component with memory for its final form on `device`, and no value in it.
+
+        stay: gives memory to what does not lie there, and returns those tensors (runtime/streaming.py).
+        """
         module = self.build(name)
         swap(module)
-        allocate(module, device)
+        allocate(module, device, stay(module))
         return module
 
     def finished(self, name: str, module: nn.Module) -> nn.Module:

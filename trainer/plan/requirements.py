@@ -48,6 +48,7 @@ def refuse_unread(config: Config, family: Family) -> None:
         by_family["optimizer.text_encoder_lr"] = "where no rule of the adapter names a text encoder; leave it out, or add one"
     if not family.blocks:
         by_family["memory.gradient_checkpointing"] = f"on {family.name}, which names no blocks to recompute; leave it out"
+        by_family["memory.offload"] = f"on {family.name}, which names no blocks to stream; leave it out"
         by_family["step.compile"] = f"on {family.name}, which names no blocks to compile; leave it out"
     named = config.objective.timesteps
     if named != "auto" and "objective.timesteps" not in absent and named not in family.timesteps:

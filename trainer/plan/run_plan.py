@@ -83,7 +83,8 @@ class ModelPlan:
     """What is known of the model and its adapter before weights are read: all that loading and drawing take.
 
     storage: by component. options: the values of the keys that the family reads. cache_text: whether the encoders are gone
-    once captions are encoded. converted: the folder that keeps converted weights, if any.
+    once captions are encoded. converted: the folder that keeps converted weights, if any. resident: of components whose blocks
+    are streamed, how many of them stay on the device.
     """
 
     source: ModelSource
@@ -93,6 +94,7 @@ class ModelPlan:
     targets: tuple[Target, ...]
     cache_text: bool
     converted: str | None
+    resident: Mapping[str, int]
 
     @property
     def family(self) -> Family:
@@ -188,7 +190,8 @@ def make_plan(config: Config, source: ModelSource, *, processes: int, phases: Ph
         storage.check(source, component)
     targets, shapes, skipped = find_targets(config, family, source)
     refuse_idle_steps(config, targets, length.max_steps)
-    adapted_encoders = {t.component for t in targets} - {family.denoiser}
+    adapted = {target.component for target in targets}
+    adapted_encoders = adapted - {family.denoiser}
     cache_text = not adapted_encoders if config.data.cache_text == "auto" else config.data.cache_text
     if cache_text and adapted_encoders:
         raise UserError(
@@ -205,6 +208,7 @@ def make_plan(config: Config, source: ModelSource, *, processes: int, phases: Ph
             targets=targets,
             cache_text=cache_text,
             converted=config.model.cache_dir,
+            resident=storage.resident_blocks(config, source, adapted),
         ),
         data=data,
         length=length,

@@ -1,6 +1,6 @@
 """What each component of the model is stored as, and what it computes in, from the config and the model's files."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -10,6 +10,7 @@ from torch import nn
 from trainer import quantization
 from trainer.base import patterns
 from trainer.base.errors import UserError
+from trainer.base.memory import find_blocks
 from trainer.base.protocols import Kernels
 from trainer.base.types import HeldWeight
 from trainer.config import ComponentTable, Config
@@ -137,6 +138,23 @@ def storages(config: Config, family: Family) -> dict[str, Storage]:
             )
         plans[component.name] = Storage(component.name, format, compute, chosen.exclude, component.sensitive, scaled)
     return plans
+
+
+def resident_blocks(config: Config, source: ModelSource, adapted: Collection[str]) -> dict[str, int]:
+    """How many blocks stay on the device, of each component that is streamed: with memory.offload the denoiser, and text
+    encoders without an adapter, of which none stay. "auto" is 0 until a forecast was made. Raises UserError for more blocks
+    than there are."""
+    if config.memory.offload == "none":
+        return {}
+    family, asked = source.family, config.memory.resident_blocks
+    count = len(find_blocks(source.build(family.denoiser), family.blocks))
+    if asked != "auto" and asked > count:
+        raise UserError(
+            f"memory.resident_blocks = {asked} is more than the {count} blocks of the {family.denoiser}; use at most {count}, "
+            "with which nothing is streamed, or 'auto'"
+        )
+    encoders = [name for name in family.text_encoders if name not in adapted and family.blocks_of(name)]
+    return {family.denoiser: 0 if asked == "auto" else asked, **dict.fromkeys(encoders, 0)}
 
 
 def weight_bytes(source: ModelSource, component: Storage, *, held: Mapping[str, HeldWeight | torch.dtype]) -> int:

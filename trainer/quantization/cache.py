@@ -35,7 +35,7 @@ class ConvertedWeights:
     def path(self, module: nn.Module) -> Path:
         """The file of the converted weights of a module with frozen layers. The device counts: it rounds in its own way."""
         layers = {
-            name: [layer.format.name, list(layer.weight_shape), layer.payload_weight.device.type]
+            name: [layer.format.name, list(layer.weight_shape), layer.qweight.device.type]
             for name, layer in _converted(module).items()
         }
         inputs = {"version": VERSION, "model": self.fingerprint, "layers": layers, "library": self.library}

@@ -56,28 +56,58 @@ class FrozenLayer(nn.Module):
         self.merged_weight: torch.Tensor | None = None
         self._cast_bias: tuple[torch.Tensor, torch.Tensor] | None = None
         self._plain = False  # StoredWeight.plain, found once when the payload is filled
-        self._stored = self._described()  # with the buffer that it is of
+        self._stored = self._described(self._buffers)  # with the buffer that it is of
+        # Of a payload that is streamed (runtime/streaming.py): its buffers in host memory, and where it passes on the device;
+        # and what they store.
+        self._places: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]] | None = None
+        self._of_places = self._stored, self._stored
 
     @property
     def qweight(self) -> torch.Tensor:
-        """The stored weight under the name by which PEFT looks for a quantised layer's device."""
-        return self.payload_weight
+        """The stored weight under the name by which PEFT looks for a quantised layer's device: the one that computes."""
+        return self.payload_weight if self._places is None else self._places[1]["payload_weight"]
 
     def payload(self) -> dict[str, torch.Tensor]:
         """The payload's tensors by name."""
-        return {name.removeprefix("payload_"): t for name, t in self._buffers.items() if name.startswith("payload_")}
+        return _payload(self._buffers)
 
     def stored(self) -> StoredWeight:
-        """The frozen weight itself, also while an adapter is merged."""
+        """The frozen weight itself, also while an adapter is merged; of a layer whose block is not passing by, a copy."""
         # Described once: a step asks six times for it. Buffers may be swapped for others; a program reads its own.
         if self._stored[0] is not self._buffers["payload_weight"] and not torch.compiler.is_compiling():
-            self._stored = self._described()
-        return self._stored[1]
+            self._stored = self._described(self._buffers)
+        stored = self._stored[1]
+        if self._places is not None and stored.device != self.qweight.device:
+            there = self._places[0].items()
+            return self._described({name: tensor.to(self.qweight.device) for name, tensor in there})[1]
+        return stored
 
-    def _described(self) -> tuple[torch.Tensor, StoredWeight]:
+    def _described(self, buffers: Mapping[str, torch.Tensor | None]) -> tuple[torch.Tensor, StoredWeight]:
         rows = self.weight_shape[0]
-        stored = self.format.stored(self.payload(), (rows, self.weight_shape.numel() // rows))
-        return self._buffers["payload_weight"], replace(stored, plain=True) if self._plain else stored
+        stored = self.format.stored(_payload(buffers), (rows, self.weight_shape.numel() // rows))
+        return buffers["payload_weight"], replace(stored, plain=True) if self._plain else stored
+
+    def stream(self, host: Mapping[str, torch.Tensor], passing: Mapping[str, torch.Tensor]) -> None:
+        """Have the payload in host memory from now on, and in `passing`, on the device, while the block passes by (`bind`).
+
+        Both by name, in place of the payload, which is not filled yet.
+        """
+        self._places = _buffers(host), _buffers(passing)
+        self._of_places = self._described(self._places[0]), self._described(self._places[1])
+        self.bind(False)
+
+    def bind(self, passing: bool) -> None:
+        """Compute with the payload where it passes, or as it lies in host memory."""
+        assert self._places is not None
+        self._buffers.update(self._places[passing])
+        self._stored = self._of_places[passing]
+
+    def end_stream(self) -> None:
+        """Give up the payload."""
+        self._places = None
+        for name in _payload(self._buffers):
+            del self._buffers[f"payload_{name}"]
+        del self._stored, self._of_places
 
     def in_use(self) -> StoredWeight:
         """What the layer computes with: the frozen weight, or base + adapter while that is merged."""
@@ -92,12 +122,18 @@ class FrozenLayer(nn.Module):
     def _apply(self, fn, recurse=True):
         del self._stored  # it would keep what moves
         applied = super()._apply(fn, recurse)
-        self._stored = self._described()
+        self._stored = self._described(self._buffers)
         return applied
 
     def load_weight(self, weight: torch.Tensor) -> None:
         """Convert `weight` into the payload, in place."""
-        self.format.quantize_into(weight, self.payload())
+        payload = made = self.payload()
+        if weight.device != payload["weight"].device:
+            # Streamed. A device rounds in its own way: it is converted where it would be without.
+            made = {name: torch.empty_like(tensor, device=weight.device) for name, tensor in payload.items()}
+        self.format.quantize_into(weight, made)
+        if made is not payload:
+            self.load_payload(made)
         self._filled()
         self.bytes_before = weight.nbytes
         if self.format.quantised:
@@ -121,7 +157,10 @@ class FrozenLayer(nn.Module):
 
     def _filled(self) -> None:
         self._plain = self.kernels.has_plain_codes(self.stored())
-        self._stored = self._described()
+        self._stored = self._described(self._buffers)
+        if self._places is not None:
+            host, passing = self._places
+            self._of_places = self._described(host), self._described(passing)
 
     def compute_weight(self, g_N: torch.Tensor | None = None) -> torch.Tensor:
         """W, or g * W row by row, in `compute_dtype`: the payload itself where it is that, else in the shared buffer."""
@@ -163,7 +202,8 @@ class FrozenLayer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x W^T + b, in compute_dtype, differentiable in x; the bias is added with a rounding of its own."""
         x, bias = x.to(self.compute_dtype), self.cast_bias()[0]
-        itself = self.in_use().is_dense(self.compute_dtype) and not self.unread
+        # A streamed weight is looked up again in the backward pass: autograd would keep what was there in the forward pass.
+        itself = self.in_use().is_dense(self.compute_dtype) and not self.unread and self._places is None
         y = self.matmul(x) if itself else _Product.apply(x, self)
         # Added apart with a rounding of its own, exactly as under an adapter: at initialisation both are bit-equal.
         if bias is None:
@@ -187,6 +227,14 @@ class FrozenLayer(nn.Module):
     def extra_repr(self) -> str:
         """The shape, the format and the compute dtype, in torch's print of a module."""
         return f"{list(self.weight_shape)}, {self.format.name} -> {self.compute_dtype}"
+
+
+def _payload(buffers: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    return {name.removeprefix("payload_"): t for name, t in buffers.items() if t is not None and name.startswith("payload_")}
+
+
+def _buffers(payload: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"payload_{name}": tensor for name, tensor in payload.items()}
 
 
 class _Product(torch.autograd.Function):

@@ -200,10 +200,12 @@ FAMILY = Family(
         Component(
             "text_encoder", "transformers", "CLIPTextModel", "text_encoder",
             infer=clip.infer_clip, prefixes=("text_encoders.clip_l.transformer.",), file="clip_l.safetensors",
+            blocks=clip.BLOCKS,
         ),
         Component(
             "text_encoder_2", "transformers", "T5EncoderModel", "text_encoder",
             infer=names.infer_t5, prefixes=("text_encoders.t5xxl.transformer.",), file="t5xxl_fp16.safetensors",
+            blocks=("encoder.block.*",),
         ),
         Component(
             "transformer", "diffusers", "FluxTransformer2DModel", "denoiser",

@@ -196,13 +196,13 @@ FAMILY = Family(
         Component(
             "text_encoder", "transformers", "CLIPTextModel", "text_encoder",
             defaults=clip.CLIP_DEFAULTS, infer=clip.infer_clip,
-            prefixes=("conditioner.embedders.0.transformer.",), file="clip_l.safetensors",
+            prefixes=("conditioner.embedders.0.transformer.",), file="clip_l.safetensors", blocks=clip.BLOCKS,
         ),
         Component(
             "text_encoder_2", "transformers", "CLIPTextModelWithProjection", "text_encoder",
             sensitive=("text_projection",),
             names=clip.open_clip_names, defaults=clip.OPEN_CLIP_DEFAULTS, infer=clip.infer_open_clip,
-            prefixes=("conditioner.embedders.1.model.",), file="clip_g.safetensors",
+            prefixes=("conditioner.embedders.1.model.",), file="clip_g.safetensors", blocks=clip.BLOCKS,
         ),
         vae.component("first_stage_model.", "sdxl_vae.safetensors"),
     ),

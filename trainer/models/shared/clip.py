@@ -9,6 +9,7 @@ import torch
 from trainer.base.types import Conditioning
 from trainer.models.names import ComponentConfig, Names, Shape, how_many
 
+BLOCKS = ("*encoder.layers.*",)
 SHARED_INPUTS = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),)
 # What a config.json leaves out, as the classes take it.
 CLIP_DEFAULTS = {

@@ -1,0 +1,100 @@
+"""A run whose frozen blocks are streamed: the bytes of one that holds them all, whatever it stores, adapts or recomputes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import DENOISER, Workbench, built, metrics_of, take_step
+from trainer import config as configs
+from trainer.run import run as runs
+
+STREAMED = {"memory__offload": "blocks", "memory__resident_blocks": 0}
+STATE = ("adapter.safetensors", "optimizer.safetensors", "norms.safetensors")
+
+
+def config_of(bench: Workbench, family: str, out: str, **more: Any) -> configs.Config:
+    return bench.config(
+        family, run__output_dir=str(bench.tmp / out), adapter__targets="attention+mlp", precision__compute="bf16", **more
+    )
+
+
+def gradients(config: configs.Config, copies: int = 0) -> list[torch.Tensor]:
+    """Of the first micro-batches of two updates, from an adapter that the first one moved. copies: that are made at least."""
+    with built(config) as run:
+        updates, found = run.updates(), []
+        for step in (1, 2):
+            result = take_step(run, step, next(updates))
+            found += [torch.tensor([result.loss, result.grad_norm]), *(p.grad.clone() for p in run.step.parameters)]
+        streamers = run.components.streamers
+        assert bool(streamers) == bool(copies) and sum(each.copies for each in streamers.values()) >= copies
+        return found
+
+
+@pytest.mark.parametrize("family", ["sdxl", "flux"])
+@pytest.mark.parametrize(
+    ("storage", "adapter", "recomputed"),
+    [
+        ("fp8_e4m3", "dora", True), ("bf16", "lora", False),
+        *(
+            pytest.param(storage, adapter, recomputed, marks=pytest.mark.slow)
+            for storage in ("bf16", "fp8_e4m3", "int8", "nf4")
+            for adapter in ("lora", "dora")
+            for recomputed in (False, True, 2)
+            if (storage, adapter, recomputed) not in (("fp8_e4m3", "dora", True), ("bf16", "lora", False))
+        ),
+    ],
+)  # fmt: skip
+def test_every_gradient_is_that_of_a_resident_base(
+    bench: Workbench, family: str, storage: str, adapter: str, recomputed: bool | int
+) -> None:
+    more: dict[str, Any] = {
+        "adapter__type": adapter, "memory__gradient_checkpointing": recomputed,
+        "model__components": {DENOISER[family]: {"dtype": storage}},
+    }  # fmt: skip
+    resident = gradients(config_of(bench, family, "resident", **more))
+    streamed = gradients(config_of(bench, family, "streamed", **more, **STREAMED), copies=8)
+    assert all(torch.equal(one, other) for one, other in zip(resident, streamed, strict=True))
+
+
+def whole_run(bench: Workbench, family: str, out: str, steps: int, **more: Any) -> Path:
+    """With samples, a held-out loss, accumulation, clipping, and files. Returns its folder."""
+    config = config_of(
+        bench, family, out, run__max_steps=steps, step__accumulation=2, adapter__type="dora", checkpoint__every_steps=2,
+        validation__every_steps=2, validation__prompts=["a bear"], validation__steps=2, validation__loss_every_steps=2,
+        validation__fraction=0.25, model__components={DENOISER[family]: {"dtype": "fp8_e4m3"}}, **more,
+    )  # fmt: skip
+    runs.train(config, resume_from="auto")
+    return bench.tmp / out
+
+
+def left(folder: Path, step: int) -> dict[str, bytes]:
+    """What a run leaves that must not depend on where its base lay."""
+    checkpoint = folder / "checkpoints" / f"step-{step:08}"
+    files = [
+        *(checkpoint / name for name in STATE),
+        *(folder / "adapters").glob("*.safetensors"),
+        *(folder / "samples").rglob("*.png"),
+    ]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["sdxl", "flux"])
+def test_runs_end_in_the_same_bytes_from_one_to_the_other(bench: Workbench, family: str) -> None:
+    """Resident; streamed; and each gone on from a checkpoint of the other."""
+    told = ("loss", "grad_norm", "held_out_loss")
+    resident = whole_run(bench, family, "resident", 4)
+    expected, losses = left(resident, 4), [{key: row.get(key) for key in told} for row in metrics_of(resident)]
+    assert any("held_out" in key for row in metrics_of(resident) for key in row)
+    for out, ways in {
+        "streamed": (STREAMED,), "to streamed": ({}, STREAMED), "to resident": (STREAMED, {}),
+        "partly": ({**STREAMED, "memory__resident_blocks": 1},),
+    }.items():  # fmt: skip
+        for steps, way in zip((2, 4) if len(ways) == 2 else (4,), ways, strict=True):
+            folder = whole_run(bench, family, out, 4, **({"run__stop_after": 2} if steps == 2 else {}), **way)
+        assert left(folder, 4) == expected, out
+        assert [{key: row.get(key) for key in told} for row in metrics_of(folder)] == losses

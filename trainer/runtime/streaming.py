@@ -1,0 +1,258 @@
+"""A frozen base that lies in host memory, and passes over the device block by block.
+
+Every streamed block has a master: one flat buffer of the host, pinned beside a GPU. It is only read. On the device there are
+two slots, each as large as the largest block. Streamed block number j always passes through slot j % 2, so its layers read
+from the same place each time. While one block computes, the next one is copied into the other slot, on a stream of its own:
+forward in order, in the backward pass the other way round. Nothing is copied back.
+
+Blocks are only entered, never left: in the forward pass by a hook on the module, in the backward pass by a hook on the node
+that gave the block's output, which runs before any other node of the block, and before it is recomputed. That is enough.
+Autograd runs what is ready by the order in which it was made, the last first, and nothing of a block can wait for what was
+made before it: so all of a later block is done before the first of an earlier one. Whoever enters a block has left all others.
+
+Between passes a streamed layer has its master. A layer that computes out of turn brings in its own payload, and no other
+(FrozenLayer.stored): to be wrong about the order costs time, not truth.
+"""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from trainer.base.tensorfile import size_text
+from trainer.quantization import FrozenLayer
+
+# The ways through the blocks: forward with a way back, which begins at the last blocks; back; and forward again and again.
+FORWARD, BACK, ROUND = 1, -1, 0
+SLOTS = 2
+ALIGNMENT = 256  # bytes: of each tensor in a flat buffer, as torch's own allocators have it
+
+
+class Transfers(Protocol):
+    """The way from the host to the device."""
+
+    def copy(self, into: Tensor, master: Tensor) -> Any:
+        """Start a copy, after all that the device was asked to compute so far. Returns what `wait` takes."""
+
+    def wait(self, arrived: Any) -> None:
+        """Have all that the device is asked to compute from now on wait for that copy."""
+
+
+class MemoryCopies:
+    """On a CPU: a copy from memory to memory, at once."""
+
+    def copy(self, into: Tensor, master: Tensor) -> None:
+        """Copy it."""
+        into.copy_(master)
+
+    def wait(self, arrived: None) -> None:
+        """Nothing: it is there."""
+
+
+class CudaCopies:
+    """On a GPU: copies on a stream of their own, beside the one that computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream = device, torch.cuda.Stream(device)
+
+    def copy(self, into: Tensor, master: Tensor) -> torch.cuda.Event:
+        """Queue the copy of pinned memory. The host does not wait."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            into.copy_(master, non_blocking=True)
+        return self.stream.record_event()
+
+    def wait(self, arrived: torch.cuda.Event) -> None:
+        """Queue the wait. The host goes on."""
+        torch.cuda.current_stream(self.device).wait_event(arrived)
+
+
+@dataclass(eq=False)
+class _Streamed:
+    """A streamed block. place: among all blocks. into: its part of a slot. arrived: of its last copy."""
+
+    place: int
+    layers: Sequence[FrozenLayer]
+    master: Tensor
+    slot: int
+    into: Tensor
+    arrived: Any = None
+    bound: bool = False
+
+    def bind(self, passing: bool) -> None:
+        """Let its layers compute with what lies in the slot, or with the master."""
+        if self.bound != passing:
+            self.bound = passing
+            for layer in self.layers:
+                layer.bind(passing)
+
+
+class Streamer:
+    """Streams the blocks of one module, but for `resident` of them, which are spread evenly among the others.
+
+    blocks: in the order of a forward pass; what they hold of payloads has no memory yet (meta device). device: that computes.
+
+    blocks: the streamed ones by name. sizes: bytes of payload in each of all blocks. copies: that were started. bytes: of all
+    masters. copied: bytes that one step copies.
+    """
+
+    def __init__(
+        self, blocks: Mapping[str, nn.Module], resident: int, device: torch.device, transfers: Transfers | None = None
+    ) -> None:
+        self.count, self.copies = len(blocks), 0
+        self.blocks = {name: b for p, (name, b) in enumerate(blocks.items()) if not stays(p, len(blocks), resident)}
+        layers = [[e for e in block.modules() if isinstance(e, FrozenLayer)] for block in blocks.values()]
+        self.sizes = [_size(own) for own in layers]
+        places = [place for place in range(self.count) if not stays(place, self.count, resident)]
+        sizes = [self.sizes[place] for place in places]
+        slots = [torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device) for _ in sizes[:SLOTS]]
+        host = torch.device("meta") if device.type == "meta" else torch.device("cpu")
+        self.slots, self.streamed = slots, {}
+        for number, (place, size) in enumerate(zip(places, sizes, strict=True)):
+            master, into, own = torch.empty(size, dtype=torch.uint8, device=host), slots[number % SLOTS][:size], layers[place]
+            for layer, *views in zip(own, _views(own, master), _views(own, into), strict=True):
+                layer.stream(*views)
+            self.streamed[place] = _Streamed(place, own, master, number % SLOTS, into)
+        masters = self.masters = [block.master for block in self.streamed.values()]
+        if device.type == "cuda":
+            _pin(masters)
+            weakref.finalize(self, _unpin, masters)
+        self.transfers = transfers or (CudaCopies(device) if device.type == "cuda" else MemoryCopies())
+        self.bytes = sum(sizes)
+        self.copied = sum(sizes[SLOTS:]) + sum(sizes[:-SLOTS])
+        self.held: list[_Streamed | None] = [None] * len(slots)
+        self.now: tuple[int, int] | None = None  # the block that computes, and the way
+        in_order = [*self.streamed.values()]
+        self.ahead = {way: [_ahead(in_order, place, way) for place in range(self.count)] for way in (FORWARD, BACK, ROUND)}
+        self._hooks = [
+            hook
+            for place, block in enumerate(blocks.values())
+            for hook in (
+                block.register_forward_pre_hook(partial(self._before, place)),
+                block.register_forward_hook(partial(self._after, place, partial(self._back, place))),
+            )
+        ]
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.streamed)} of {self.count} blocks are streamed: {size_text(self.bytes)} in host memory, "
+            f"{size_text(self.copied)} copied a step"
+        )
+
+    def stay(self) -> list[Tensor]:
+        """The tensors of the module that stay in host memory: parts of the masters."""
+        return [tensor for block in self.streamed.values() for layer in block.layers for tensor in layer.payload().values()]
+
+    def enter(self, place: int, way: int) -> None:
+        """A block is about to compute: it is there from now on, and the next one is on its way."""
+        if self.now == (place, way):
+            return
+        self.now = place, way
+        block = self.streamed.get(place)
+        if block is not None:
+            if self.held[block.slot] is not block:
+                self._copy(block)
+            self.transfers.wait(block.arrived)
+            block.bind(True)
+        self._look_ahead(place, way)
+
+    def close(self) -> None:
+        """Let go of the masters and the slots, and of the blocks."""
+        for hook in self._hooks:
+            hook.remove()
+        for block in self.streamed.values():
+            for layer in block.layers:
+                layer.end_stream()
+        self.blocks, self.streamed, self.slots, self.masters = {}, {}, [], []
+        self.held, self._hooks, self.ahead = [], [], {}
+
+    def _look_ahead(self, place: int, way: int) -> None:
+        for following in self.ahead[way][place]:
+            held = self.held[following.slot]
+            if held is following:
+                continue
+            if held is not None and self.now is not None and held.place == self.now[0]:
+                break  # it computes there
+            self._copy(following)
+
+    def _copy(self, block: _Streamed) -> None:
+        held = self.held[block.slot]
+        if held is not None:
+            held.bind(False)
+        self.held[block.slot] = block
+        block.arrived = self.transfers.copy(block.into, block.master)
+        self.copies += 1
+
+    # --- hooks --------------------------------------------------------------------------------------------------------
+
+    def _before(self, place: int, block: nn.Module, given: tuple) -> None:
+        self.enter(place, FORWARD if torch.is_grad_enabled() else ROUND)
+
+    def _after(self, place: int, back: Any, block: nn.Module, given: tuple, output: Any) -> None:
+        outputs = output if isinstance(output, (tuple, list)) else (output,)
+        nodes = {each.grad_fn for each in outputs if isinstance(each, Tensor) and each.grad_fn is not None}
+        for node in nodes:
+            node.register_prehook(back)
+        if not nodes:  # there is no way back
+            self.now = None
+            self._look_ahead(place, ROUND)
+
+    def _back(self, place: int, gradients: tuple) -> None:
+        self.enter(place, BACK)
+
+
+def stays(place: int, count: int, resident: int) -> bool:
+    """Whether a block stays on the device: `resident` of `count` do, as evenly spread as can be."""
+    return (place + 1) * resident // count > place * resident // count
+
+
+def _ahead(streamed: Sequence[_Streamed], place: int, way: int) -> list[_Streamed]:
+    """The next blocks on that way, as many as there are slots."""
+    before = [block for block in streamed if block.place < place]
+    after = [block for block in streamed if block.place > place]
+    at = [block for block in streamed if block.place == place]
+    return {FORWARD: after, BACK: before[::-1], ROUND: [*after, *before, *at]}[way][:SLOTS]
+
+
+def _places(layers: Sequence[FrozenLayer]) -> tuple[list[dict[str, int]], int]:
+    """(where each tensor of each layer begins in a flat buffer, the bytes of that buffer)."""
+    starts, end = [], 0
+    for layer in layers:
+        own = {}
+        for name, tensor in layer.payload().items():
+            own[name] = end
+            end += -(-tensor.numel() * tensor.itemsize // ALIGNMENT) * ALIGNMENT
+        starts.append(own)
+    return starts, end
+
+
+def _size(layers: Sequence[FrozenLayer]) -> int:
+    return _places(layers)[1]
+
+
+def _views(layers: Sequence[FrozenLayer], flat: Tensor) -> list[dict[str, Tensor]]:
+    """Each layer's payload in a flat buffer, by name."""
+    views = []
+    for layer, starts in zip(layers, _places(layers)[0], strict=True):
+        own = {}
+        for name, like in layer.payload().items():
+            size = prod(like.shape) * like.itemsize
+            own[name] = flat[starts[name] : starts[name] + size].view(like.dtype).view(like.shape)
+        views.append(own)
+    return views
+
+
+def _pin(masters: Sequence[Tensor]) -> None:
+    # Not by torch's allocator of pinned memory: that takes up to twice as much, powers of two.
+    for master in masters:
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(master.data_ptr(), master.nbytes, 0)))
+
+
+def _unpin(masters: Sequence[Tensor]) -> None:
+    for master in masters:
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(master.data_ptr())))
