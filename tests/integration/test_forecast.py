@@ -176,7 +176,7 @@ def test_more_memory_never_means_more_recomputation(needs: list[int], memory: in
     def place(size: int) -> int:
         config = CONFIG.model_copy(update={"memory": CONFIG.memory.model_copy(update={"fit": f"{size}GiB"})})
         try:
-            fitted = suggestions.fitted(replace(PLAN, config=config), dora_torch, base=None)
+            fitted = suggestions.fitted(replace(PLAN, config=config), dora_torch, 0, base=None)
         except UserError:
             return len(places)
         return places[fitted.config.memory.gradient_checkpointing]

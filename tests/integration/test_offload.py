@@ -65,7 +65,7 @@ def whole_run(bench: Workbench, family: str, out: str, steps: int, **more: Any) 
     config = config_of(
         bench, family, out, run__max_steps=steps, step__accumulation=2, adapter__type="dora", checkpoint__every_steps=2,
         validation__every_steps=2, validation__prompts=["a bear"], validation__steps=2, validation__loss_every_steps=2,
-        validation__fraction=0.25, model__components={DENOISER[family]: {"dtype": "fp8_e4m3"}}, **more,
+        data__held_out=1, model__components={DENOISER[family]: {"dtype": "fp8_e4m3"}}, **more,
     )  # fmt: skip
     runs.train(config, resume_from="auto")
     return bench.tmp / out

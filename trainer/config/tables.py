@@ -321,8 +321,8 @@ class Config(Table):
             )
         if self.step.graphs and self.memory.offload != "none":
             raise ValueError(
-                f"step.graphs = true cannot be combined with memory.offload = {self.memory.offload!r}: a graph replays kernels "
-                "alone, and the copies of the blocks are asked for by the program; leave out one of them"
+                f"step.graphs = true cannot be combined with memory.offload = {self.memory.offload!r}: a graph replays "
+                "kernels alone, and the copies of the blocks are asked for by the program; leave out one of them"
             )
         if self.step.graphs and self.adapter.dropout:
             raise ValueError(

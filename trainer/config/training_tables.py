@@ -92,6 +92,9 @@ class StepTable(Table):
     """Record a micro-batch as a CUDA graph, once for each size, and replay it. Same bytes; more memory."""
 
 
+Blocks = Literal["auto"] | Annotated[int, Field(ge=0)]
+
+
 class MemoryTable(Table):
     """What is given up to need less memory."""
 
@@ -101,7 +104,7 @@ class MemoryTable(Table):
     """Recompute as few blocks as fit into this much memory, for example `"12GiB"`."""
     offload: Literal["none", "blocks"] = "none"
     """Keep the frozen base in host memory, and stream it block by block. Slower, same bytes."""
-    resident_blocks: Annotated[Literal["auto"] | Annotated[int, Field(ge=0)], ReadWith("memory.offload", ("blocks",))] = "auto"
+    resident_blocks: Annotated[Blocks, ReadWith("memory.offload", ("blocks",))] = "auto"
     """How many blocks of the denoiser stay on the device. `auto` is the most that fit; on a CPU 0."""
 
 

@@ -116,8 +116,8 @@ class Components:
         return module
 
     def stream(self, name: str, module: torch.nn.Module) -> list[torch.Tensor]:
-        """Have the component's blocks streamed where the plan says so. Returns its tensors that stay in host memory; it has no
-        memory yet."""
+        """Have the component's blocks streamed where the plan says so. Returns its tensors that stay in host memory; it has
+        no memory yet."""
         if name not in self.plan.resident:
             return []
         blocks, resident = find_blocks(module, self.family.blocks_of(name)), self.plan.resident[name]

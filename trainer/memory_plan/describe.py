@@ -31,6 +31,8 @@ def describe_memory(found: Forecast, memory: int, smaller: Sequence[Change], *, 
         f"  saved: what the backward pass needs. Not in these numbers: {size_text(found.base + found.margin)}, an estimate, "
         f"for {below} and for what the allocator loses"
     )
+    if found.streaming:
+        lines.append(f"  {found.streaming.about}")
     if found.host:
         told = ", ".join(f"{what} {size_text(size)}" for what, size in found.host.items())
         lines.append(
@@ -78,6 +80,9 @@ def describe_time(plan: RunPlan, found: Forecast, device: torch.device | None, *
         f"{'step' if steps == 1 else 'steps'} (an estimate for a machine without other work; samples, held-out losses, "
         f"encoding and checkpoints are not counted{several})"
     )
+    if found.streaming and not on_cpu:
+        copied = size_text(plan.config.step.accumulation * found.streaming.copied)
+        line += f"\n  without the copies of streamed blocks, {copied} a step, which take longer where the bus is slow"
     chosen = plan.config.step
     if chosen.graphs or chosen.compile != "none":
         line += "\n  of eager steps: what step.compile and step.graphs take of time and memory was not measured"

@@ -62,11 +62,22 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class Streaming:
+    """Of a denoiser whose blocks are streamed. blocks: bytes of payload in each of them, streamed or not, in their order.
+    resident: how many stay. copied: bytes that a step copies. about: all of it in words."""
+
+    blocks: tuple[int, ...]
+    resident: int
+    copied: int
+    about: str
+
+
+@dataclass(frozen=True)
 class Forecast:
     """What a run would take of memory and disk. phases: in the order of a run, each at its largest. cache, checkpoint,
     set_aside: bytes on the disk, of all entries, of one checkpoint, of the averages that are set aside at one step. base:
     what the process itself takes where it computes on the CPU, 0 of an accelerator. host: beside an accelerator, bytes of
-    the host's memory by what takes them, at the largest moment."""
+    the host's memory by what takes them, at the largest moment. streaming: of the denoiser; None where it is not."""
 
     phases: tuple[Stage, ...]
     cache: int
@@ -74,6 +85,7 @@ class Forecast:
     base: int = 0
     set_aside: int = 0
     host: Mapping[str, int] = field(default_factory=dict)
+    streaming: Streaming | None = None
 
     @property
     def largest(self) -> Stage:
@@ -118,6 +130,7 @@ class Forecaster:
         self.run, self.trace = Rehearsal(plan, kernels=kernels, on_cpu=on_cpu), Trace()
         self.weights: dict[str, int] = {}
         self.held: dict[str, int] = {}  # beside the weights
+        self.masters: dict[str, int] = {}  # of components whose blocks are streamed, in host memory
         self.told: Conditioning | None = None  # of one caption
         self.widest = 0  # elements of the largest weight
         self.between = 0  # bytes that all captions have of all text encoders but the last
@@ -151,7 +164,8 @@ class Forecaster:
             training = [replace(phase, parts=phase.parts | {"checkpoint": checkpoint}) for phase in training]
         cache = self.cache_bytes()
         host = {} if self.on_cpu else self.host(cache, checkpoint)
-        return Forecast((*encoding, *training), cache, checkpoint, set_aside=self.set_aside_bytes(), host=host)
+        aside = self.set_aside_bytes()
+        return Forecast((*encoding, *training), cache, checkpoint, set_aside=aside, host=host, streaming=self.streaming())
 
     # --- phases -------------------------------------------------------------------------------------------------------
 
@@ -267,8 +281,27 @@ class Forecaster:
         for name in names:
             if name not in self.weights:
                 module = self.run.components.load(name)
-                self.weights[name] = self.trace.enter(_tensors(module))
+                self.weights[name] = self.trace.enter(self._in_device_memory(name, module))
                 self.widest = max(self.widest, *map(_weight, module.modules()))
+
+    def _in_device_memory(self, name: str, module: nn.Module) -> Iterator[Tensor]:
+        """What of a loaded component takes the device's memory: of streamed blocks the slots alone."""
+        streamer = self.run.components.streamers.get(name)
+        if streamer is None:
+            yield from _tensors(module)
+            return
+        self.masters[name] = streamer.bytes
+        elsewhere = set() if self.on_cpu else {id(tensor) for tensor in streamer.stay()}
+        yield from (tensor for tensor in _tensors(module) if id(tensor) not in elsewhere)
+        yield from streamer.slots
+
+    def streaming(self) -> Streaming | None:
+        """How the denoiser's blocks are streamed, if they are."""
+        streamer = self.run.components.streamers.get(self.family.denoiser)
+        if streamer is None:
+            return None
+        resident = streamer.count - len(streamer.streamed)
+        return Streaming(tuple(streamer.sizes), resident, streamer.copied, str(streamer))
 
     def _let_go(self, names: Sequence[str]) -> None:
         self.run.components.let_go(names)
@@ -318,6 +351,7 @@ class Forecaster:
         data = self.plan.config.data
         kept = {"the cache": cache} if data.cache == "memory" else {}
         kept["the weights of adapter.init_from"] = self.start_bytes()
+        kept["streamed blocks"] = max(self.masters.values(), default=0)  # encoders are gone before the denoiser comes
         starting = {"a weight on its way": 4 * self.widest}  # of a file in fp32; they come one by one
         starting["captions between text encoders"] = min(HELD_BYTES, self.between)
         stepping = {"a checkpoint that is written": checkpoint, "workers": WORKER * data.num_workers}

@@ -1,9 +1,10 @@
 """What makes a run smaller that does not fit: keys, what each saves, and its price. And the keys of memory.fit."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
+from typing import Any
 
 import torch
 
@@ -14,8 +15,9 @@ from trainer.base.protocols import Kernels
 from trainer.base.tensorfile import size_text
 from trainer.memory_plan.estimate import PHOTOS, SAMPLES, STEP, Forecast, Stage, forecast
 from trainer.plan.run_plan import RunPlan
-from trainer.plan.storage import held_as, weight_bytes
+from trainer.plan.storage import held_as, resident_blocks, weight_bytes
 from trainer.runtime.precision import SMALLER_DTYPES, SMALLER_VAE, compute_dtype
+from trainer.runtime.streaming import device_bytes
 
 ACTIVATIONS = ("saved", "transient")  # parts of a phase
 # Of memory.gradient_checkpointing, the fastest first: none, every fourth block, ..., all. They change no byte of a run.
@@ -77,6 +79,13 @@ def _ladder(plan: RunPlan, kernels: Kernels, found: Forecast) -> Iterator[_Rung]
             "validation.every_steps = 0, or smaller samples",
             "no pictures while it trains; the adapter is the same",
             lambda found: replace(found, phases=tuple(p for p in found.phases if not p.name.startswith(SAMPLES))),
+        )
+    if family.blocks and config.memory.offload == "none" and not found.base and not config.step.graphs:
+        names = (family.denoiser, *family.text_encoders)
+        yield _Rung(
+            "memory.offload = 'blocks'",
+            "the frozen base lies in host memory and is copied to the device in each step; no byte changes",
+            _with_counted_weights(lambda: forecast(streamed(plan, 0), kernels), names),
         )
     count = config.data.batch_size
     if count > 1:
@@ -190,20 +199,87 @@ def _as_counted(
     return change
 
 
-def with_checkpointing(plan: RunPlan, every: bool | int) -> RunPlan:
-    """The plan with that memory.gradient_checkpointing."""
-    memory = plan.config.memory.model_copy(update={"gradient_checkpointing": every})
+def _with_counted_weights(recount: Callable[[], Forecast], names: Sequence[str]) -> Callable[[Forecast], Forecast]:
+    """A change that was counted anew: its weights of those components."""
+
+    @cache
+    def counted() -> tuple[Stage, ...]:
+        return recount().phases
+
+    def change(found: Forecast) -> Forecast:
+        for name in names:
+            sizes = [stage.loaded[name] for stage in counted() if name in stage.loaded]
+            found = _with_weights(found, name, min(sizes)) if sizes else found
+        return found
+
+    return change
+
+
+def with_memory(plan: RunPlan, **keys: Any) -> RunPlan:
+    """The plan with those keys of `memory`."""
+    memory = plan.config.memory.model_copy(update=keys)
     return replace(plan, config=plan.config.model_copy(update={"memory": memory}))
 
 
-def fitted(plan: RunPlan, kernels: Kernels, *, base: Callable[[], int] | None) -> RunPlan:
-    """The plan with the keys that memory.fit chooses: the fastest that need no more memory, of those that change no byte.
+def with_checkpointing(plan: RunPlan, every: bool | int) -> RunPlan:
+    """The plan with that memory.gradient_checkpointing."""
+    return with_memory(plan, gradient_checkpointing=every)
 
-    Raises UserError where none of them is small enough.
+
+def streamed(plan: RunPlan, resident: int) -> RunPlan:
+    """The plan with streamed blocks, of which so many of the denoiser stay on the device."""
+    changed = with_memory(plan, offload="blocks", resident_blocks=resident)
+    model = changed.model
+    blocks = resident_blocks(changed.config, model.source, {target.component for target in model.targets})
+    return replace(changed, model=replace(model, resident=blocks))
+
+
+def with_resident(found: Forecast, denoiser: str, resident: int) -> Forecast:
+    """A forecast of a streamed denoiser, with so many blocks that stay."""
+    assert found.streaming is not None
+    blocks, now = found.streaming.blocks, found.streaming.resident
+    more = device_bytes(blocks, resident) - device_bytes(blocks, now)
+    phases = tuple(
+        replace(_part(p, "weights", p.parts["weights"] + more), loaded={**p.loaded, denoiser: p.loaded[denoiser] + more})
+        if denoiser in p.loaded
+        else p
+        for p in found.phases
+    )
+    return replace(found, phases=phases, streaming=replace(found.streaming, resident=resident))
+
+
+def fitted(plan: RunPlan, kernels: Kernels, memory: int, *, base: Callable[[], int] | None) -> RunPlan:
+    """The plan with the keys that are chosen by the memory there is: the fastest that fit, of those that change no byte.
+
+    memory: bytes of the device; memory.fit, where it is given, goes before. Raises UserError where nothing is small enough.
     """
-    if plan.config.memory.fit is None:
-        return plan
-    memory, family = parse_size(plan.config.memory.fit), plan.model.family
+    chosen = plan.config.memory
+    budget = memory if chosen.fit is None else parse_size(chosen.fit)
+    if chosen.fit is not None:
+        plan = _fitted_by_checkpointing(plan, kernels, budget, base=base)
+    if chosen.offload == "blocks" and chosen.resident_blocks == "auto":
+        plan = _fitted_by_resident_blocks(plan, kernels, budget, base=base)
+    return plan
+
+
+def _fitted_by_resident_blocks(plan: RunPlan, kernels: Kernels, memory: int, *, base: Callable[[], int] | None) -> RunPlan:
+    least = streamed(plan, 0)
+    if base is not None:  # of a CPU: what streams lies in the same memory
+        return least
+    found = forecast(least, kernels)
+    if not found.fits(memory):
+        advice = "".join(f"\n- {change.what} ({change.price})" for change in changes(least, kernels, found, memory))
+        raise UserError(
+            f"memory.offload = 'blocks': with every block streamed the run needs {size_text(found.total)}, in "
+            f"{found.largest.name}, and there are {size_text(memory)}; use a larger card, or{advice or ' smaller photos'}"
+        )
+    assert found.streaming is not None
+    denoiser, most = plan.model.family.denoiser, len(found.streaming.blocks)
+    return streamed(plan, next(n for n in range(most, -1, -1) if with_resident(found, denoiser, n).fits(memory)))
+
+
+def _fitted_by_checkpointing(plan: RunPlan, kernels: Kernels, memory: int, *, base: Callable[[], int] | None) -> RunPlan:
+    family = plan.model.family
     choices = CHECKPOINTING if family.blocks else (False,)
     smallest = with_checkpointing(plan, choices[-1])
     least = forecast(smallest, kernels, base=base)

@@ -83,8 +83,8 @@ class ModelPlan:
     """What is known of the model and its adapter before weights are read: all that loading and drawing take.
 
     storage: by component. options: the values of the keys that the family reads. cache_text: whether the encoders are gone
-    once captions are encoded. converted: the folder that keeps converted weights, if any. resident: of components whose blocks
-    are streamed, how many of them stay on the device.
+    once captions are encoded. converted: the folder that keeps converted weights, if any. resident: of components whose
+    blocks are streamed, how many of them stay on the device.
     """
 
     source: ModelSource

@@ -150,8 +150,8 @@ def resident_blocks(config: Config, source: ModelSource, adapted: Collection[str
     count = len(find_blocks(source.build(family.denoiser), family.blocks))
     if asked != "auto" and asked > count:
         raise UserError(
-            f"memory.resident_blocks = {asked} is more than the {count} blocks of the {family.denoiser}; use at most {count}, "
-            "with which nothing is streamed, or 'auto'"
+            f"memory.resident_blocks = {asked} is more than the {count} blocks of the {family.denoiser}; use at most "
+            f"{count}, with which nothing is streamed, or 'auto'"
         )
     encoders = [name for name in family.text_encoders if name not in adapted and family.blocks_of(name)]
     return {family.denoiser: 0 if asked == "auto" else asked, **dict.fromkeys(encoders, 0)}

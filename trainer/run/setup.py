@@ -77,7 +77,7 @@ def begin(
     saved, warnings = start_point.find_start(config, asked.resume_from, allowed, phases, planned=asked.planned)
     plan = make_plan(config, source, processes=processes, phases=phases)
     start = open_start(plan, resumed=saved is not None)
-    plan = fitted(plan, there.kernels, base=there.base)
+    plan = fitted(plan, there.kernels, there.size, base=there.base)
     config = plan.config
     for line in (*warnings, *start.doubts, *container.doubts(Path(config.run.output_dir), "run.output_dir")):
         say(f"warning: {line}")

@@ -8,7 +8,7 @@ forward in order, in the backward pass the other way round. Nothing is copied ba
 Blocks are only entered, never left: in the forward pass by a hook on the module, in the backward pass by a hook on the node
 that gave the block's output, which runs before any other node of the block, and before it is recomputed. That is enough.
 Autograd runs what is ready by the order in which it was made, the last first, and nothing of a block can wait for what was
-made before it: so all of a later block is done before the first of an earlier one. Whoever enters a block has left all others.
+made before it: so all of a later block is done before the first of an earlier one. To enter a block is to leave all others.
 
 Between passes a streamed layer has its master. A layer that computes out of turn brings in its own payload, and no other
 (FrozenLayer.stored): to be wrong about the order costs time, not truth.
@@ -209,6 +209,13 @@ class Streamer:
 def stays(place: int, count: int, resident: int) -> bool:
     """Whether a block stays on the device: `resident` of `count` do, as evenly spread as can be."""
     return (place + 1) * resident // count > place * resident // count
+
+
+def device_bytes(blocks: Sequence[int], resident: int) -> int:
+    """What the payloads of all blocks take on the device: of those that stay, and the slots. blocks: bytes of each."""
+    staying = [size for place, size in enumerate(blocks) if stays(place, len(blocks), resident)]
+    passing = [size for place, size in enumerate(blocks) if not stays(place, len(blocks), resident)]
+    return sum(staying) + len(passing[:SLOTS]) * max(passing, default=0)
 
 
 def _ahead(streamed: Sequence[_Streamed], place: int, way: int) -> list[_Streamed]:
