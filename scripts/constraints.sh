@@ -10,7 +10,7 @@ triton=3.7.1
 fresh="$(mktemp -d)"
 trap 'rm -rf "$fresh"' EXIT
 "${PYTHON:-python3.11}" -m venv "$fresh"
-"$fresh/bin/pip" install --quiet --disable-pip-version-check -e '.[dev]' "triton==$triton"
+"$fresh/bin/pip" install --quiet --disable-pip-version-check -e '.[dev,s3,gcs,azure]' "triton==$triton"
 # Without what torch's CUDA wheels bring, which they pin themselves, and without the name of a build (+cpu, +cu130).
 frozen="$("$fresh/bin/pip" freeze --all --exclude-editable | grep -viE '^(pip|nvidia|cuda)[-_=]' | sed 's/+[a-z0-9.]*$//')"
 cat > "$to" << HEAD
