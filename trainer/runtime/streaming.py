@@ -172,13 +172,14 @@ class Streamer:
         self.held, self._hooks, self.ahead = [], [], {}
 
     def _look_ahead(self, place: int, way: int) -> None:
+        needed = [self.streamed.get(place)] if self.now is not None else []  # it computes
         for following in self.ahead[way][place]:
             held = self.held[following.slot]
-            if held is following:
-                continue
-            if held is not None and self.now is not None and held.place == self.now[0]:
-                break  # it computes there
-            self._copy(following)
+            if held is not following:
+                if held in needed:
+                    break
+                self._copy(following)
+            needed.append(following)
 
     def _copy(self, block: _Streamed) -> None:
         held = self.held[block.slot]
