@@ -136,6 +136,17 @@ def test_a_run_from_its_first_photo_to_a_sample(folder: Path, size: str, family:
         assert optimizer.state_dict()
 
 
+def test_the_host_waits_for_no_copy_of_a_streamed_block(folder: Path) -> None:
+    with rehearsed(folder, "flux", size="short", memory__offload="blocks", memory__resident_blocks=0) as run:
+        update(run, (1024, 1024))
+        streamer = run.components.streamers[run.plan.model.family.denoiser]
+        before = streamer.copies
+        assert {slot.device for slot in streamer.slots} == {run.device}
+        assert {master.device.type for master in streamer.masters} == {"cpu"}
+        update(run, (1024, 1024))
+        assert streamer.copies - before == 2 * (len(streamer.streamed) - 2)
+
+
 BF16 = {"unet": {"dtype": "bf16"}}
 CELLS = [(format.dtype_name, format.backend) for format in ALL_FORMATS]
 
