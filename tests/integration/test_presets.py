@@ -13,13 +13,16 @@ from tests.harness import DENOISER, ROOT
 from trainer import config as configs
 from trainer import kernels
 from trainer.data.cache.texts import TOGETHER
-from trainer.memory_plan.estimate import SAMPLES, STEP, forecast
+from trainer.memory_plan.dry_run import without_values
+from trainer.memory_plan.estimate import SAMPLES, STEP, Forecaster, forecast
+from trainer.memory_plan.suggestions import streamed
 from trainer.plan.run_plan import make_plan, open_source, resolve
+from trainer.runtime.streaming import device_bytes
 
 PRESETS = sorted((ROOT / "configs").glob("*_*gb.toml"))
 
 
-EDGES = ("sdxl_8gb", "flux_12gb")  # the least of each family: the others have more room for the same
+EDGES = ("sdxl_8gb", "flux_8gb", "flux_12gb")  # the least of each family: the others have more room for the same
 
 
 @pytest.mark.parametrize(
@@ -39,7 +42,7 @@ def test_a_preset_fits_its_card_with_5_percent_to_spare(tmp_path, monkeypatch, p
     memory = int(card) * 2**30
     assert any(phase.name.startswith(SAMPLES) for phase in found.phases)
     assert any(phase.name == f"{STEP} 1024x1024, batch {config.data.batch_size}" for phase in found.phases)
-    assert found.fits(int(0.95 * memory)), f"{found.total / memory:.3f} of the card"
+    assert found.fits(int((0.85 if card == "8" else 0.95) * memory)), f"{found.total / memory:.3f} of the card"
 
 
 @pytest.mark.parametrize(
@@ -69,12 +72,32 @@ def test_what_a_step_over_float8_takes(
     assert step.peak <= most * 2**30, f"{step.peak / 2**30:.2f} GiB"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "most"), [("flux", 5.5), ("sdxl", 2.2)])
+def test_a_step_over_a_streamed_base(tmp_path, family: str, most: float) -> None:
+    """GiB of the device at 1024 px, batch 1, with every block streamed; and what is saved is the payload of the blocks, but
+    for two of the largest."""
+    plan = memory_table.plan_of(memory_table.Model(family, "fp8_e4m3", "dora", True), tmp_path)
+    peaks = {}
+    for name, each in {"resident": plan, "streamed": streamed(plan, 0), "half": streamed(plan, 20)}.items():
+        with without_values():
+            forecaster = Forecaster(each, kernels.planned("auto"))
+            list(forecaster.captions(stay=False)), forecaster.photos(512, 512)
+            forecaster.prepare()
+            stage, streaming = forecaster.step(1024, 1024, 1), forecaster.streaming()
+        peaks[name] = stage.peak
+    assert streaming is not None and streaming.resident == 20
+    assert peaks["streamed"] <= most * 2**30, f"{peaks['streamed'] / 2**30:.2f} GiB"
+    for name, resident in (("streamed", 0), ("half", 20)):
+        expected = peaks["resident"] - sum(streaming.blocks) + device_bytes(streaming.blocks, resident)
+        assert abs(peaks[name] / expected - 1) <= 0.02, name
+
+
 def test_the_presets() -> None:
-    """Those that cannot fit yet are named in docs/memory.md."""
+    """Each is named in docs/memory.md."""
     names = {path.stem for path in PRESETS}
     wanted = {f"{family}_{card}gb" for family in DENOISER for card in (8, 12, 16, 24, 80)}
-    missing = wanted - names
-    assert names <= wanted and missing == {"flux_8gb"}
+    assert names == wanted
     assert all(f"`{name}.toml`" in (ROOT / "docs" / "memory.md").read_text() for name in wanted)
 
 

@@ -51,8 +51,7 @@ MISTAKES = [
      "unknown table train; write data.batch_size for batch_size, optimizer.lr for lr"),
     ("adapter.conv_dim", 4, "unknown key adapter.conv_dim; add a rule: [[adapter.rules]] with component = \"unet\", match = "
      "\"*conv*\" and a rank"),
-    ("memory.blocks_to_swap", 8, "unknown key memory.blocks_to_swap; there is none: weights stay on the card; write fit in "
-     "[memory], or a smaller dtype in [model.components.unet]"),
+    ("memory.blocks_to_swap", 8, "unknown key memory.blocks_to_swap; write offload = \"blocks\" in [memory]"),
     ("objective.noising_bias", 0.5, "unknown key objective.noising_bias; did you mean objective.logit_mean?"),
     ("model.clip_skip", 2, "unknown key model.clip_skip; leave it out: the last but one layer is read, as SDXL was trained"),
     ("vae_batch_size", 4, "unknown key vae_batch_size; leave it out: photos are encoded one at a time"),
