@@ -92,10 +92,9 @@ class Components:
         converted = self._converted(name) if storage.format.quantised and not held else None
         module = self.model.modules[name] = self.source.load(
             name,
-            swap=partial(storage.swap, held=held, kernels=self.kernels),
+            swap=partial(self.swap, name),
             device=self.model.device,
             fill=partial(converted.fill, phases=self.phases) if converted else lambda module: (),
-            stay=partial(self.stream, name),
             phases=self.phases,
         )
         give_back()
@@ -115,9 +114,10 @@ class Components:
             self.processes.say(f"{name}: {self.streamers[name]}")
         return module
 
-    def stream(self, name: str, module: torch.nn.Module) -> list[torch.Tensor]:
-        """Have the component's blocks streamed where the plan says so. Returns its tensors that stay in host memory; it has
-        no memory yet."""
+    def swap(self, name: str, module: torch.nn.Module) -> list[torch.Tensor]:
+        """Freeze the layers of a component without memory, and have its blocks streamed where the plan says so. Returns the
+        tensors that stay in host memory."""
+        self.plan.storage[name].swap(module, held=self.source.held(name), kernels=self.kernels)
         if name not in self.plan.resident:
             return []
         blocks, resident = find_blocks(module, self.family.blocks_of(name)), self.plan.resident[name]

@@ -145,9 +145,7 @@ class Unread(Components):
 
     def load(self, name: str) -> nn.Module:
         if name not in self.model.modules:
-            storage, held = self.plan.storage[name], self.source.held(name)
-            swap = partial(storage.swap, held=held, kernels=self.kernels)
-            module = self.source.empty(name, swap=swap, device=self.model.device, stay=partial(self.stream, name))
+            module = self.source.empty(name, swap=partial(self.swap, name), device=self.model.device)
             self.model.modules[name] = self.source.finished(name, module)
             if name == self.family.denoiser:
                 for block in find_blocks(module, self.family.blocks).values():

@@ -63,7 +63,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Streaming:
-    """Of a denoiser whose blocks are streamed. blocks: bytes of payload in each of them, streamed or not, in their order.
+    """How a denoiser's blocks are streamed. blocks: bytes of payload in each of them, streamed or not, in their order.
     resident: how many stay. copied: bytes that a step copies. about: all of it in words."""
 
     blocks: tuple[int, ...]

@@ -81,12 +81,7 @@ def _ladder(plan: RunPlan, kernels: Kernels, found: Forecast) -> Iterator[_Rung]
             lambda found: replace(found, phases=tuple(p for p in found.phases if not p.name.startswith(SAMPLES))),
         )
     if family.blocks and config.memory.offload == "none" and not found.base and not config.step.graphs:
-        names = (family.denoiser, *family.text_encoders)
-        yield _Rung(
-            "memory.offload = 'blocks'",
-            "the frozen base lies in host memory and is copied to the device in each step; no byte changes",
-            _with_counted_weights(lambda: forecast(streamed(plan, 0), kernels), names),
-        )
+        yield _streaming(plan, kernels)
     count = config.data.batch_size
     if count > 1:
         yield _Rung(
@@ -126,6 +121,15 @@ def _ladder(plan: RunPlan, kernels: Kernels, found: Forecast) -> Iterator[_Rung]
             "the photos are trained at half the size or less: another run",
             lambda found: _scaled(_scaled(found, STEP, (512 / largest) ** 2), PHOTOS, 512**2 / encoded),
         )
+
+
+def _streaming(plan: RunPlan, kernels: Kernels) -> _Rung:
+    family = plan.model.family
+    return _Rung(
+        "memory.offload = 'blocks'",
+        "the frozen base lies in host memory and is copied to the device in each step; no byte changes",
+        _with_counted_weights(lambda: forecast(streamed(plan, 0), kernels), (family.denoiser, *family.text_encoders)),
+    )
 
 
 def _smaller(plan: RunPlan, name: str, price: str) -> Iterator[_Rung]:

@@ -1,7 +1,7 @@
 """A component's module before its weights are read: built without memory, then with memory for its final form."""
 
 import importlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,9 @@ from torch import nn
 from trainer.models.base import Component
 from trainer.models.config_files import blamed_on
 from trainer.models.names import ComponentConfig, Shape
+
+# Replaces layers of a module without memory; may return tensors that it gave memory elsewhere, where they stay.
+Swap = Callable[[nn.Module], Collection[torch.Tensor] | None]
 
 
 def build(component: Component, config: ComponentConfig, where: Path | str = "") -> nn.Module:

@@ -22,7 +22,7 @@ from trainer.base.tensorfile import TensorFile
 from trainer.base.types import HeldWeight, Link
 from trainer.models import hub, tokenizers, variants
 from trainer.models.base import Family, Markers
-from trainer.models.building import allocate, build, shapes_of
+from trainer.models.building import Swap, allocate, build, shapes_of
 from trainer.models.config_files import PUBLISHED, blamed_on, check_values, published_config, read_json, read_of, shards
 from trainer.models.weight_sets import PICKLES, WEIGHT_STEMS, Wanted, WeightChoice, choose, weight_sets
 from trainer.models.weights import Headers, Read, Recognise, Weights, plan_reads
@@ -351,20 +351,18 @@ class ModelSource:
         self,
         name: str,
         *,
-        swap: Callable[[nn.Module], None],
+        swap: Swap,
         device: torch.device,
         fill: Callable[[nn.Module], Collection[str]] = lambda module: (),
-        stay: Callable[[nn.Module], Collection[torch.Tensor]] = lambda module: (),
         phases: Phases = QUIET,
     ) -> nn.Module:
         """Build, swap and fill one component on `device`.
 
-        swap: replaces layers of the module on the meta device (quantization.freeze_layers). stay: as `empty` has it.
         fill: fills what it has from elsewhere (a cache of converted weights) and returns those parameters' names.
         Raises UserError for a missing, wrongly shaped or unexpected tensor, naming it.
         """
         reads = self.reads(name)
-        module = self.empty(name, swap=swap, device=device, stay=stay)
+        module = self.empty(name, swap=swap, device=device)
         filled = frozenset(fill(module))
         left = [read for read in reads if not filled.issuperset(read.link.parts)]
         with phases(f"loading {name}", sum(read.bytes for read in left), "B") as phase:
@@ -372,21 +370,10 @@ class ModelSource:
                 read.place(module, device, phase)
         return self.finished(name, module)
 
-    def empty(
-        self,
-        name: str,
-        *,
-        swap: Callable[[nn.Module], None],
-        device: torch.device,
-        stay: Callable[[nn.Module], Collection[torch.Tensor]] = lambda module: (),
-    ) -> nn.Module:
-        """The component with memory for its final form on `device`, and no value in it.
-
-        stay: gives memory to what does not lie there, and returns those tensors (runtime/streaming.py).
-        """
+    def empty(self, name: str, *, swap: Swap, device: torch.device) -> nn.Module:
+        """The component with memory for its final form, and no value in it."""
         module = self.build(name)
-        swap(module)
-        allocate(module, device, stay(module))
+        allocate(module, device, swap(module) or ())
         return module
 
     def finished(self, name: str, module: nn.Module) -> nn.Module:

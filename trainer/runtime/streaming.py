@@ -44,18 +44,18 @@ class Transfers(Protocol):
 
 
 class MemoryCopies:
-    """On a CPU: a copy from memory to memory, at once."""
+    """Copies from memory to memory, at once: those of a CPU."""
 
     def copy(self, into: Tensor, master: Tensor) -> None:
         """Copy it."""
         into.copy_(master)
 
     def wait(self, arrived: None) -> None:
-        """Nothing: it is there."""
+        """Do nothing: it is there."""
 
 
 class CudaCopies:
-    """On a GPU: copies on a stream of their own, beside the one that computes."""
+    """Copies on a stream of their own, beside the one that computes: those of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
