@@ -40,7 +40,7 @@ def gradients(config: configs.Config, copies: int = 0) -> list[torch.Tensor]:
     [
         ("fp8_e4m3", "dora", True), ("bf16", "lora", False),
         *(
-            pytest.param(storage, adapter, recomputed, marks=pytest.mark.slow)
+            pytest.param(storage, adapter, recomputed, marks=pytest.mark.proof if recomputed == 2 else pytest.mark.slow)
             for storage in ("bf16", "fp8_e4m3", "int8", "nf4")
             for adapter in ("lora", "dora")
             for recomputed in (False, True, 2)
@@ -57,6 +57,18 @@ def test_every_gradient_is_that_of_a_resident_base(
     }  # fmt: skip
     resident = gradients(config_of(bench, family, "resident", **more))
     streamed = gradients(config_of(bench, family, "streamed", **more, **STREAMED), copies=8)
+    assert all(torch.equal(one, other) for one, other in zip(resident, streamed, strict=True))
+
+
+@pytest.mark.proof
+def test_compiled_blocks_compute_with_what_passes_by(bench: Workbench) -> None:
+    """The programs save the slots, which hold other blocks before the backward pass."""
+    more: dict[str, Any] = {
+        "adapter__type": "dora", "memory__gradient_checkpointing": True, "step__compile": "blocks",
+        "model__components": {"transformer": {"dtype": "fp8_e4m3"}}, "data__cache_dir": str(bench.tmp / "cache"),
+    }  # fmt: skip
+    resident = gradients(config_of(bench, "flux", "resident", **more))
+    streamed = gradients(config_of(bench, "flux", "streamed", **more, **STREAMED), copies=8)
     assert all(torch.equal(one, other) for one, other in zip(resident, streamed, strict=True))
 
 
@@ -82,8 +94,9 @@ def left(folder: Path, step: int) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["sdxl", "flux"])
+@pytest.mark.parametrize(
+    "family", [pytest.param("sdxl", marks=pytest.mark.proof), pytest.param("flux", marks=pytest.mark.slow)]
+)
 def test_runs_end_in_the_same_bytes_from_one_to_the_other(bench: Workbench, family: str) -> None:
     """Resident; streamed; and each gone on from a checkpoint of the other."""
     told = ("loss", "grad_norm", "held_out_loss")

@@ -117,7 +117,9 @@ class Streamer:
             master, into, own = torch.empty(size, dtype=torch.uint8, device=host), slots[number % SLOTS][:size], layers[place]
             for layer, *views in zip(own, _views(own, master), _views(own, into), strict=True):
                 layer.stream(*views)
-            self.streamed[place] = _Streamed(place, own, master, number % SLOTS, into)
+            # A compiled block saves what it computes with for its backward pass, before which it is entered again: that the
+            # slot held another block meanwhile is no change. So the copies write past autograd's count of changes.
+            self.streamed[place] = _Streamed(place, own, master, number % SLOTS, into.data)
         masters = self.masters = [block.master for block in self.streamed.values()]
         if device.type == "cuda":
             _pin(masters)
