@@ -4,6 +4,7 @@
     OMP_NUM_THREADS=1 python benchmarks/paired_steps.py --cells 'tiny-*' --json FILE
     OMP_NUM_THREADS=1 python benchmarks/paired_steps.py --sides ema       # our DoRA with [ema], and without
     OMP_NUM_THREADS=1 python benchmarks/paired_steps.py --sides compiled  # step.compile = "blocks" beside both
+    OMP_NUM_THREADS=1 python benchmarks/paired_steps.py --sides offload --cells short-flux-bf16   # every block streamed
     OMP_NUM_THREADS=1 python benchmarks/paired_steps.py --sides plan      # ours, and what a plan says that they take
 
 The models take turns, a step each, over the same batches: forward, backward, clipping, AdamW. A figure is the median over the
@@ -39,6 +40,7 @@ import torch  # noqa: E402
 
 from benchmarks import plain_peft  # noqa: E402
 from proofs.shared import PHOTOS, make_models  # noqa: E402
+from scripts.make_model import make  # noqa: E402
 from tests.harness import DENOISER, built, take_step  # noqa: E402
 from trainer import config as configs  # noqa: E402
 from trainer import kernels  # noqa: E402
@@ -52,7 +54,7 @@ from trainer.runtime.precision import COMPUTE_DTYPES  # noqa: E402
 
 @dataclass(frozen=True)
 class Cell:
-    """size: tiny or pocket. dtype: of the base, and what is computed in."""
+    """size: tiny or pocket, or short: of full width and little depth. dtype: of the base, and what is computed in."""
 
     size: str
     family: str
@@ -70,9 +72,12 @@ CELLS = (
     Cell("pocket", "sdxl", "bf16"),
     Cell("pocket", "flux", "bf16"),
 )
+SHORT = Cell("short", "flux", "bf16")  # asked for by name: gigabytes
 Tables = dict[str, dict[str, Any]]
 DORA: Tables = {"adapter": {"type": "dora"}}
 LORA: Tables = {"adapter": {"type": "lora"}}
+RECOMPUTED: Tables = {"memory": {"gradient_checkpointing": True}}
+OFFLOAD: Tables = {"memory": {"gradient_checkpointing": True, "offload": "blocks"}}
 COMPILED: Tables = {"step": {"compile": "blocks"}}
 # By the name of a comparison: its sides, each with what its config has of its own and whether it is the plain loop; and the
 # ratios of two sides each.
@@ -103,6 +108,15 @@ SIDES: dict[str, tuple[dict[str, tuple[Tables, bool]], tuple[tuple[str, str], ..
             ("compiled LoRA", "plain LoRA"),
         ),
     ),
+    # Memory is copied to memory: both sides lie in it.
+    "offload": (
+        {
+            "resident": (DORA | RECOMPUTED, False),
+            "streamed": (DORA | OFFLOAD, False),
+            "resident again": (DORA | RECOMPUTED, False),
+        },
+        (("streamed", "resident"), ("resident again", "resident")),
+    ),
     "plan": ({"ours DoRA": (DORA, False), "ours LoRA": (LORA, False)}, ()),
 }
 
@@ -113,9 +127,10 @@ def config(cell: Cell, own: Tables, folder: Path, models: Path) -> configs.Confi
     tree["run"] |= {"output_dir": str(folder / "run"), "max_steps": 10_000}
     tree["model"] |= {"path": str(ROOT / tree["model"]["path"]), "components": {DENOISER[cell.family]: {"dtype": cell.dtype}}}
     tree["data"] |= {"cache_dir": str(folder.parent / f"cache-{cell.name}")}
-    if cell.size == "tiny":
-        tree["model"]["path"] = str(models / cell.family)
-        tree["data"] |= {"resolution": 64, "batch_size": 2, "sources": [{"path": str(PHOTOS)}]}
+    if cell.size != "pocket":
+        tree["model"]["path"] = str(models / (cell.family if cell.size == "tiny" else "short"))
+        size, count = (64, 2) if cell.size == "tiny" else (256, 1)
+        tree["data"] |= {"resolution": size, "batch_size": count, "sources": [{"path": str(PHOTOS)}]}
         tree["adapter"]["targets"] = "attention+mlp"
     else:
         for source in tree["data"]["sources"]:
@@ -188,12 +203,14 @@ def main() -> int:
     parser.add_argument("--warm_up", type=int, default=4)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    cells = [cell for cell in CELLS if fnmatchcase(cell.name, asked.cells)]
+    cells = [cell for cell in CELLS if fnmatchcase(cell.name, asked.cells)] or [SHORT] * (asked.cells == SHORT.name)
     if not cells:
         parser.error(f"--cells {asked.cells!r} names none of {', '.join(cell.name for cell in CELLS)}")
     result: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         models = make_models(Path(folder) / "models") if any(cell.size == "tiny" for cell in cells) else Path(folder)
+        if SHORT in cells:
+            make("short", SHORT.family, "diffusers", models / "short", 0, "epsilon", False, False)
         for cell in cells:
             seconds = timed(cell, asked.sides, asked.rounds, asked.warm_up, models, Path(folder))
             found = ratios(seconds, SIDES[asked.sides][1])

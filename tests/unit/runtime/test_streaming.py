@@ -222,6 +222,15 @@ def test_a_backward_pass_enters_its_blocks(monkeypatch: pytest.MonkeyPatch) -> N
     assert list(dict.fromkeys(entered[8:12])) == [(place, BACK) for place in (3, 2, 1, 0)] and len(entered) == 16
 
 
+def test_a_layer_out_of_turn_has_its_own_payload() -> None:
+    """As norms at a checkpoint read it, and a file: not what lies in the slot."""
+    blocks, streamer = made(5, 0)
+    for place in (0, 1, 2, 3):
+        streamer.enter(place, FORWARD)
+        for other, (layer,) in enumerate(blocks):
+            assert float(layer.stored().codes[0, 0]) == float(layer.dequantize(torch.float32)[0, 0]) == other
+
+
 def test_closed_nothing_is_held() -> None:
     blocks, streamer = made(3, 0)
     assert streamer.masters and streamer.slots
