@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -40,7 +41,7 @@ import torch  # noqa: E402
 
 from benchmarks import plain_peft  # noqa: E402
 from proofs.shared import PHOTOS, make_models  # noqa: E402
-from scripts.make_model import make  # noqa: E402
+from scripts import make_model  # noqa: E402
 from tests.harness import DENOISER, built, take_step  # noqa: E402
 from trainer import config as configs  # noqa: E402
 from trainer import kernels  # noqa: E402
@@ -54,7 +55,7 @@ from trainer.runtime.precision import COMPUTE_DTYPES  # noqa: E402
 
 @dataclass(frozen=True)
 class Cell:
-    """size: tiny or pocket, or short: of full width and little depth. dtype: of the base, and what is computed in."""
+    """size: tiny or pocket, or short: of full width, with six blocks. dtype: of the base, and what is computed in."""
 
     size: str
     family: str
@@ -119,6 +120,13 @@ SIDES: dict[str, tuple[dict[str, tuple[Tables, bool]], tuple[tuple[str, str], ..
     ),
     "plan": ({"ours DoRA": (DORA, False), "ours LoRA": (LORA, False)}, ()),
 }
+
+
+def deeper(variant: str, short: Callable[[str], Any] = make_model.short_configs) -> dict[str, dict[str, Any]]:
+    """The short configs, with six blocks of the denoiser: a step copies eight times."""
+    configs = short(variant)
+    configs["transformer"] |= {"num_layers": 3, "num_single_layers": 3}
+    return configs
 
 
 def config(cell: Cell, own: Tables, folder: Path, models: Path) -> configs.Config:
@@ -210,7 +218,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         models = make_models(Path(folder) / "models") if any(cell.size == "tiny" for cell in cells) else Path(folder)
         if SHORT in cells:
-            make("short", SHORT.family, "diffusers", models / "short", 0, "epsilon", False, False)
+            with patch.object(make_model, "short_configs", deeper):
+                make_model.make("short", SHORT.family, "diffusers", models / "short", 0, "epsilon", False, False)
         for cell in cells:
             seconds = timed(cell, asked.sides, asked.rounds, asked.warm_up, models, Path(folder))
             found = ratios(seconds, SIDES[asked.sides][1])
