@@ -60,6 +60,20 @@ def test_every_gradient_is_that_of_a_resident_base(
     assert all(torch.equal(one, other) for one, other in zip(resident, streamed, strict=True))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["sdxl", "flux"])
+def test_streamed_text_encoders_give_the_same_encodings(bench: Workbench, family: str, capsys) -> None:
+    """Each run with a cache of its own, whose entries are compared."""
+    entries = []
+    for out, way in (("resident", {}), ("streamed", STREAMED)):
+        cache = bench.tmp / f"cache-{out}"
+        runs.train(config_of(bench, family, out, run__max_steps=1, data__cache_dir=str(cache), **way), resume_from=None)
+        files = [path for path in cache.rglob("*.safetensors") if path.is_file()]
+        entries.append({path.relative_to(cache): path.read_bytes() for path in files})
+    assert entries[0] == entries[1] and len(entries[0]) > 6
+    assert "text_encoder_2: " in (said := capsys.readouterr().out) and said.count("blocks are streamed") == 3
+
+
 @pytest.mark.proof
 def test_compiled_blocks_compute_with_what_passes_by(bench: Workbench) -> None:
     """The programs save the slots, which hold other blocks before the backward pass."""
