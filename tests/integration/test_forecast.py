@@ -236,6 +236,7 @@ def test_advice_is_what_the_changed_config_would_take(bench: Workbench) -> None:
     keys: dict = {}
     said = {
         "memory.gradient_checkpointing = true": {"memory__gradient_checkpointing": True},
+        "memory.offload = 'blocks'": {"memory__offload": "blocks", "memory__resident_blocks": 0},
         "data.batch_size = 1, step.accumulation = 4": {"data__batch_size": 1, "step__accumulation": 4},
     }
     checked = 0
@@ -248,7 +249,7 @@ def test_advice_is_what_the_changed_config_would_take(bench: Workbench) -> None:
         foretold = [phase.peak for phase in change.after.phases if phase.name.startswith(STEP)]
         assert max(there) == pytest.approx(max(foretold), rel=0.1), change.what
         checked += 1
-    assert checked == 2
+    assert checked == 3
 
 
 @pytest.mark.slow
