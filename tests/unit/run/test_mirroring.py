@@ -209,3 +209,12 @@ def test_an_end_without_a_network_is_a_warning(machine: Machine) -> None:
     assert machine.said[-1].startswith(
         f"warning: {URL} lacks {folder_name(1)} after 0.1 s (checkpoint.mirror_wait) ([Errno 104] the connection was cut); "
     )
+
+
+def test_without_the_key_nobody_is_asked_and_nobody_waits(machine: Machine) -> None:
+    config = configs.parse(configs.tree(machine.config()) | {"checkpoint": {}})
+    threads = threading.active_count()
+    assert ask_mirror(config, machine.context, "auto") is None
+    with mirrored(config, machine.context, machine.signals, 0):
+        assert threading.active_count() == threads
+    assert not machine.fs.asked and not machine.waited and not machine.layout.root.exists()
