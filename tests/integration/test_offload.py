@@ -10,7 +10,14 @@ import torch
 
 from tests.harness import DENOISER, Workbench, built, metrics_of, take_step
 from trainer import config as configs
+from trainer.base.errors import UserError
+from trainer.kernels import dora_torch
+from trainer.memory_plan.estimate import STEP, Forecast, forecast
+from trainer.memory_plan.suggestions import fitted
+from trainer.memory_plan.suggestions import streamed as streamed_with
+from trainer.plan.run_plan import RunPlan, make_plan, open_source, resolve
 from trainer.run import run as runs
+from trainer.runtime.streaming import BACK, FORWARD, ROUND, Streamer, device_bytes
 
 STREAMED = {"memory__offload": "blocks", "memory__resident_blocks": 0}
 STATE = ("adapter.safetensors", "optimizer.safetensors", "norms.safetensors")
@@ -58,6 +65,53 @@ def test_every_gradient_is_that_of_a_resident_base(
     resident = gradients(config_of(bench, family, "resident", **more))
     streamed = gradients(config_of(bench, family, "streamed", **more, **STREAMED), copies=8)
     assert all(torch.equal(one, other) for one, other in zip(resident, streamed, strict=True))
+
+
+@pytest.mark.parametrize("family", ["sdxl", "flux"])
+def test_blocks_are_used_in_the_order_in_which_they_are_copied(bench: Workbench, monkeypatch, family: str) -> None:
+    """Another order would be right, too, and each copy would be waited for. Modules of a U-Net lie in another order."""
+    entered: dict[int, list[int]] = {FORWARD: [], BACK: [], ROUND: []}
+    enter = Streamer.enter
+
+    def noting(self: Streamer, place: int, way: int) -> None:
+        entered[way].append(place)
+        enter(self, place, way)
+
+    monkeypatch.setattr(Streamer, "enter", noting)
+    with built(config_of(bench, family, "out", adapter__type="lora", **STREAMED)) as run:
+        entered[ROUND].clear()
+        take_step(run, 1, next(run.updates()))
+        count = run.components.streamers[run.family.denoiser].count
+    assert entered[FORWARD] == [*range(count)] and count > 3
+    back = [*dict.fromkeys(entered[BACK])]
+    assert back == [*range(count)][::-1][: len(back)] and len(back) > 3, "no gradient goes to the first ones of SDXL"
+
+
+def test_a_plan_counts_no_block_on_the_device_that_only_passes(bench: Workbench) -> None:
+    """With the plain kernels, which look into the weights themselves. And all that lies on the host at a time."""
+    keys: dict[str, Any] = {"adapter__type": "dora", "model__components": {"transformer": {"dtype": "fp8_e4m3"}}}
+
+    def planned(**more: Any) -> tuple[RunPlan, Forecast]:
+        config = config_of(bench, "flux", "out", **keys, **more)
+        source = open_source(config)
+        plan = make_plan(resolve(config, source), source, processes=1)
+        return plan, forecast(plan, dora_torch)
+
+    def step(found: Forecast) -> int:
+        return max(phase.peak for phase in found.phases if phase.name.startswith(STEP))
+
+    (_, resident), (plan, streamed) = planned(), planned(**STREAMED)
+    assert streamed.streaming is not None
+    blocks = streamed.streaming.blocks
+    assert step(streamed) == pytest.approx(step(resident) - sum(blocks) + device_bytes(blocks, 0), rel=0.01)
+    alone = streamed.host["streamed blocks"]
+    _, together = planned(**STREAMED, data__cache="none", data__cache_dir=None)
+    assert alone < together.host["streamed blocks"]
+    with pytest.raises(UserError, match=r"= 3: these blocks of the transformer, and two that pass, .* at most 1, or 'auto'"):
+        fitted(streamed_with(plan, 3), dora_torch, device_bytes(blocks, 1), base=None)
+    with pytest.raises(UserError, match=r"resident_blocks = 0: .* not even two blocks fit"):
+        fitted(plan, dora_torch, 1000, base=None)
+    assert fitted(plan, dora_torch, 2**40, base=None) is plan
 
 
 @pytest.mark.slow

@@ -231,11 +231,15 @@ def test_out_of_memory_is_reported_and_what_was_trained_is_kept(bench: Workbench
 
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("recomputed", [True, False])
-def test_what_keeps_the_run_comes_first_of_what_would_fit(bench: Workbench, graphs: bool, recomputed: bool) -> None:
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_what_keeps_the_run_comes_first_of_what_would_fit(
+    bench: Workbench, graphs: bool, recomputed: bool, on_cpu: bool
+) -> None:
     made = configs.parse(bench.tree(step__graphs=graphs, memory__gradient_checkpointing=recomputed))
     source = open_source(made)
-    *ways, last = what_would_fit(make_plan(resolve(made, source), source, processes=1)).split("\nor ")
+    *ways, last = what_would_fit(make_plan(resolve(made, source), source, processes=1), on_cpu=on_cpu).split("\nor ")
     wanted = ["step.graphs=false"] * graphs + ["memory.gradient_checkpointing=true"] * (not recomputed)
+    wanted += ["memory.offload=blocks"] * (not on_cpu and not graphs)
     assert ways == [f"go on with --resume_from auto --set {change}" for change in wanted]
     assert last.startswith("start a new run")
 

@@ -20,6 +20,7 @@ class Adapter:
 
     def __init__(self, layers: Mapping, targets: Mapping[str, Target], *, dora: bool, rslora: bool) -> None:
         self.layers, self.targets, self.dora, self.rslora = dict(layers), dict(targets), dora, rslora
+        self.together: dict[str, list] = {}  # layers that are refreshed together, by the owner whose forward does it
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """fp32 parameters as LAYER.lora_A.weight, LAYER.lora_B.weight, LAYER.lora_magnitude_vector, sorted by layer."""
@@ -107,16 +108,16 @@ class Adapter:
     def refresh_before(self, owners: Mapping[str, nn.Module]) -> None:
         """Have the forward of each owner first refresh its stale adapted layers, together; those that are off are left.
 
-        owners: modules by full name, as "unet"; a layer belongs to the innermost one that contains it. There the base weights
-        are resident, and the hook runs outside of what gradient checkpointing repeats.
+        owners: modules by full name, as "unet", and those of its blocks that are streamed; a layer belongs to the innermost
+        one that contains it. There the base weights are resident, and the hook runs outside of what gradient checkpointing
+        repeats.
         """
         from trainer.adapters.layers import refresh
 
-        owned: dict[str, list] = {}
         for name, layer in self.layers.items():
             inside = [owner for owner in owners if name.startswith(f"{owner}.")]
-            owned.setdefault(max(inside, key=len), []).append(layer)
-        for owner, layers in owned.items():
+            self.together.setdefault(max(inside, key=len), []).append(layer)
+        for owner, layers in self.together.items():
 
             def before(module, args, layers=layers) -> None:
                 refresh(layer for layer in layers if not (layer.disable_adapters or layer.merged_adapters))

@@ -12,7 +12,7 @@ import torch
 from trainer import quantization
 from trainer.base.digests import FileDigests
 from trainer.base.files import make_folder
-from trainer.base.memory import find_blocks, give_back
+from trainer.base.memory import give_back
 from trainer.base.progress import Phases
 from trainer.base.protocols import BaseLayer, Kernels
 from trainer.base.types import Conditioning
@@ -120,14 +120,20 @@ class Components:
         self.plan.storage[name].swap(module, held=self.source.held(name), kernels=self.kernels)
         if name not in self.plan.resident:
             return []
-        blocks, resident = find_blocks(module, self.family.blocks_of(name)), self.plan.resident[name]
-        streamer = self.streamers[name] = Streamer(blocks, resident, self.model.device)
+        blocks = self.family.ordered_blocks(name, module)
+        streamer = self.streamers[name] = Streamer(blocks, self.plan.resident[name], self.model.device)
         return streamer.stay()
 
     def streamed_blocks(self, names: Collection[str]) -> dict[str, torch.nn.Module]:
         """The streamed blocks of these components by full name."""
         streamers = {name: self.streamers[name] for name in names if name in self.streamers}
         return {f"{name}.{block}": module for name, each in streamers.items() for block, module in each.blocks.items()}
+
+    def enter(self, owner: str) -> None:
+        """Have a streamed block pass by, as before its forward; nothing where that full name is of none."""
+        name, _, block = owner.partition(".")
+        if name in self.streamers and block in self.streamers[name].blocks:
+            self.streamers[name].enter_block(block)
 
     def _converted(self, name: str) -> ConvertedWeights | None:
         """The cache of a component's converted weights, where the config asks for one."""

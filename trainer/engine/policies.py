@@ -50,9 +50,10 @@ class NonFinite:
         self.progress.non_finite += 1
 
 
-def what_would_fit(plan: RunPlan) -> str:
+def what_would_fit(plan: RunPlan, *, on_cpu: bool) -> str:
     """Keys that lower a step's need of memory, in words, for a run whose step ran out of it; first what keeps the run."""
     config, denoiser = plan.config, plan.model.family.denoiser
+    streams = on_cpu or config.step.graphs or config.memory.offload == "blocks" or not plan.model.family.blocks
     others = [
         *([f"data.batch_size below {config.data.batch_size}"] if config.data.batch_size > 1 else []),
         f"data.resolution below {plan.data.resolution}",
@@ -62,6 +63,7 @@ def what_would_fit(plan: RunPlan) -> str:
     keeping = [
         *(["step.graphs=false"] if config.step.graphs else []),
         *([] if config.memory.gradient_checkpointing is True else ["memory.gradient_checkpointing=true"]),
+        *([] if streams else ["memory.offload=blocks"]),
     ]
     ways = [f"go on with --resume_from auto --set {change}" for change in keeping]
     return "\nor ".join([*ways, f"start a new run (another run.output_dir) with {', '.join(others)}"])

@@ -82,7 +82,8 @@ def describe_time(plan: RunPlan, found: Forecast, device: torch.device | None, *
     )
     if found.streaming and not on_cpu:
         copied = size_text(plan.config.step.accumulation * found.streaming.copied)
-        line += f"\n  without the copies of streamed blocks, {copied} a step, which take longer where the bus is slow"
+        slow, fast = sorted(each / 1e9 for each in step_time.BUS)
+        line += f"\n  with {copied} of streamed blocks a step, copied beside it at {slow:g} to {fast:g} GB/s: not measured"
     chosen = plan.config.step
     if chosen.graphs or chosen.compile != "none":
         line += "\n  of eager steps: what step.compile and step.graphs take of time and memory was not measured"
@@ -101,7 +102,8 @@ def step_seconds(plan: RunPlan, found: Forecast, machine: Machine) -> tuple[floa
     batches = config.step.accumulation
     share = pixels / plan.length.steps_per_epoch / (batches * config.data.batch_size * max(size for size, _ in sizes))
     share /= plan.length.processes
-    (least, most), (once, at_most) = machine.seconds(step.cost, share), machine.seconds(step.once)
+    copied = found.streaming.copied if found.streaming else 0  # whatever the photos' size
+    (least, most), (once, at_most) = machine.seconds(step.cost, share, copied), machine.seconds(step.once)
     return batches * least + once, batches * most + at_most
 
 

@@ -211,7 +211,7 @@ class Forecaster:
         self.held["optimizer"] = optim.state_bytes(self.plan.config.optimizer.name, step.optimizer)
 
     def step(self, width: int, height: int, count: int) -> Stage:
-        """One over a micro-batch of so many images, after what an update made stale is made anew, for all layers at once."""
+        """One over a micro-batch of so many images, after what an update made stale is made anew."""
         from trainer.adapters.layers import refresh  # it loads PEFT, which takes a second
 
         (adapter, *_, step), conditioning = self.run.trained, self._prompts(count) if self.plan.model.cache_text else None
@@ -226,7 +226,9 @@ class Forecaster:
 
         with self._phase(f"{STEP} {width}x{height}, batch {count}") as phases:
             adapter.mark_stale()
-            refresh(adapter.layers.values())
+            for owner, layers in adapter.together.items():
+                self.run.components.enter(owner)
+                refresh(layers)
             once, self.trace.cost = self.trace.cost, Cost()
             self.run.step([self.run.batch(width, height, conditioning, count)], noting)
         (phase,) = phases
@@ -351,7 +353,9 @@ class Forecaster:
         data = self.plan.config.data
         kept = {"the cache": cache} if data.cache == "memory" else {}
         kept["the weights of adapter.init_from"] = self.start_bytes()
-        kept["streamed blocks"] = max(self.masters.values(), default=0)  # encoders are gone before the denoiser comes
+        # Encoders that encode ahead of the steps are gone before the denoiser comes.
+        beside = self.masters if data.cache == "none" else self.plan.model.in_steps
+        kept["streamed blocks"] = max([sum(self.masters.get(name, 0) for name in beside), *self.masters.values()])
         starting = {"a weight on its way": 4 * self.widest}  # of a file in fp32; they come one by one
         starting["captions between text encoders"] = min(HELD_BYTES, self.between)
         stepping = {"a checkpoint that is written": checkpoint, "workers": WORKER * data.num_workers}

@@ -12,6 +12,7 @@ import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import inf
 
 import torch
 
@@ -39,6 +40,9 @@ CPU_MEMORY: Range = (1.0, 0.4)
 ASKING: Range = (15, 37)
 # Besides, of a CPU, for the operator itself: steps of tiny models, which compute next to nothing, take 22 to 47 in all.
 CPU_LAUNCH: Range = (5, 10)
+# Bytes a second from the host's pinned memory to a card: of PCIe 5.0 and of PCIe 4.0, 16 lanes. Not measured here: what is
+# usually told.
+BUS: Range = (50e9, 25e9)
 # Seconds of the driver for a launch on a card. Not measured here: what is usually told.
 DRIVER: Range = (2e-6, 8e-6)
 
@@ -88,12 +92,13 @@ CARDS = {
 class Speed:
     """What a machine does at one end of its band. products: FLOPs a second, by the bytes of an element of what is multiplied;
     those of 4 stand for others that are not there. memory: bytes a second. launch: seconds of the device for an operator,
-    besides. host: seconds of the host to ask for one."""
+    besides. host: seconds of the host to ask for one. bus: bytes a second from the host's memory to the device's."""
 
     products: Mapping[int, float]
     memory: float
     launch: float
     host: float
+    bus: float = inf
 
     def device_seconds(self, cost: Cost, share: float) -> float:
         """The time of all operators, one after another, with so large a share of their tensors."""
@@ -116,11 +121,15 @@ class Machine:
     worst: Speed
     card: bool
 
-    def seconds(self, cost: Cost, share: float = 1.0) -> Range:
-        """The least and the most that these operators take, with so large a share of their tensors (in bytes and FLOPs)."""
+    def seconds(self, cost: Cost, share: float = 1.0, copied: int = 0) -> Range:
+        """The least and the most that these operators take, with so large a share of their tensors (in bytes and FLOPs).
+
+        copied: bytes of streamed blocks, which go over the bus while something computes.
+        """
         device, host = self.best.device_seconds(cost, share), self.best.host_seconds(cost)
         at_most = self.worst.device_seconds(cost, share) + self.worst.host_seconds(cost)
-        return max(device, host) if self.card else device + host, at_most
+        at_least = max(device, host) if self.card else device + host
+        return max(at_least, copied / self.best.bus), max(at_most, copied / self.worst.bus)
 
 
 @dataclass(frozen=True)
@@ -165,9 +174,10 @@ def on_card(name: str, operator: float) -> Machine | None:
             moved * card.memory * 1e9,
             launch,
             asking * operator + driver,
+            bus,
         )
-        for reached, moved, launch, asking, driver in zip(
-            CARD_PRODUCTS, CARD_MEMORY, CARD_LAUNCH, ASKING, DRIVER, strict=True
+        for reached, moved, launch, asking, driver, bus in zip(
+            CARD_PRODUCTS, CARD_MEMORY, CARD_LAUNCH, ASKING, DRIVER, BUS, strict=True
         )
     )
     return Machine(best, worst, card=True)

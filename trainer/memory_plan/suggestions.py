@@ -13,6 +13,7 @@ from trainer.base.errors import UserError
 from trainer.base.files import parse_size
 from trainer.base.protocols import Kernels
 from trainer.base.tensorfile import size_text
+from trainer.memory_plan.dry_run import Rehearsal, without_values
 from trainer.memory_plan.estimate import PHOTOS, SAMPLES, STEP, Forecast, Stage, forecast
 from trainer.plan.run_plan import RunPlan
 from trainer.plan.storage import held_as, resident_blocks, weight_bytes
@@ -263,6 +264,8 @@ def fitted(plan: RunPlan, kernels: Kernels, memory: int, *, base: Callable[[], i
         plan = _fitted_by_checkpointing(plan, kernels, budget, base=base)
     if chosen.offload == "blocks" and chosen.resident_blocks == "auto":
         plan = _fitted_by_resident_blocks(plan, kernels, budget, base=base)
+    elif chosen.offload == "blocks" and base is None:
+        _check_slots(plan, kernels, budget)
     return plan
 
 
@@ -280,6 +283,22 @@ def _fitted_by_resident_blocks(plan: RunPlan, kernels: Kernels, memory: int, *, 
     assert found.streaming is not None
     denoiser, most = plan.model.family.denoiser, len(found.streaming.blocks)
     return streamed(plan, next(n for n in range(most, -1, -1) if with_resident(found, denoiser, n).fits(memory)))
+
+
+def _check_slots(plan: RunPlan, kernels: Kernels, memory: int) -> None:
+    """Raises UserError where the blocks that stay, and room for those that pass, are by themselves more than there is."""
+    name = plan.model.family.denoiser
+    with without_values():
+        components = Rehearsal(plan, kernels=kernels).components
+        components.load(name)
+        sizes, asked = components.streamers[name].sizes, plan.model.resident[name]
+    if (size := device_bytes(sizes, asked)) > memory:
+        fewer = [count for count in range(asked) if device_bytes(sizes, count) <= memory]
+        remedy = f"use at most {fewer[-1]}, or 'auto'" if fewer else "not even two blocks fit; use a larger card"
+        raise UserError(
+            f"memory.resident_blocks = {asked}: these blocks of the {name}, and two that pass, take {size_text(size)}, and "
+            f"there are {size_text(memory)}; {remedy}"
+        )
 
 
 def _fitted_by_checkpointing(plan: RunPlan, kernels: Kernels, memory: int, *, base: Callable[[], int] | None) -> RunPlan:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.functional import pad
 
 from trainer.base.key_styles import KeyStyle
+from trainer.base.memory import find_blocks
 from trainer.base.types import Batch, Conditioning, Link
 from trainer.models.names import ComponentConfig, Names, Shape
 from trainer.objectives import Objective
@@ -171,6 +172,7 @@ class Family:
       attend(query, key, value, mask) as torch's scaled_dot_product_attention; None: the layer keeps its own.
     adjust(component, module) -> changes, in place, what the library's forward gets wrong for training.
     blocks: fnmatch patterns of the denoiser's blocks, the unit of gradient checkpointing.
+    block_order(a block's name) -> what sorts them as a forward pass has them, where the modules lie in another order.
     unread: fnmatch patterns of layers in them whose output is only added, or multiplied by what needs no gradient. Nothing
       needs its value in a backward pass, so a block that is recomputed leaves out these products.
     skipped: fnmatch patterns of blocks whose input is read again outside of them.
@@ -211,6 +213,7 @@ class Family:
     attention: Callable[[nn.Module, Callable[..., torch.Tensor]], Any] = lambda layer, attend: None
     adjust: Callable[[str, nn.Module], None] = lambda component, module: None
     blocks: tuple[str, ...] = ()
+    block_order: Callable[[str], Any] = lambda name: 0
     unread: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     compiled: tuple[str, ...] = ("*",)
@@ -226,6 +229,13 @@ class Family:
     def component(self, name: str) -> Component:
         """The component of that name."""
         return next(c for c in self.components if c.name == name)
+
+    def ordered_blocks(self, name: str, module: nn.Module) -> dict[str, nn.Module]:
+        """The blocks of a component by name, in the order of a forward pass."""
+        blocks = find_blocks(module, self.blocks_of(name))
+        if name == self.denoiser:
+            return {block: blocks[block] for block in sorted(blocks, key=self.block_order)}
+        return blocks
 
     def blocks_of(self, name: str) -> tuple[str, ...]:
         """The fnmatch patterns of a component's blocks; none of one that has none."""

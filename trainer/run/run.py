@@ -248,7 +248,7 @@ def build_state(
     if adapter.dora:  # else they would be made in the first step, which a stop has to wait for
         with components.phases("norms of the adapted layers", len(adapter.layers), "layer") as phase:
             adapter.refresh(phase.advance)
-    return state, origin, replace(step, too_large=what_would_fit(plan))
+    return state, origin, replace(step, too_large=what_would_fit(plan, on_cpu=components.model.device.type == "cpu"))
 
 
 # --- what is done between two steps -----------------------------------------------------------------------------------

@@ -38,6 +38,16 @@ def test_a_trace_by_hand() -> None:
     assert Machine(waiting, WORST, card=True).seconds(TRACE)[0] == pytest.approx(5.0, rel=1e-12), "the card waits"
 
 
+def test_streamed_blocks_go_over_the_bus_meanwhile() -> None:
+    """A step takes at least as long as their copies; of a CPU they are among its operators."""
+    machine = Machine(replace(BEST, bus=2e9), replace(WORST, bus=1e9), card=True)
+    assert machine.seconds(TRACE, copied=10**6) == machine.seconds(TRACE)
+    assert machine.seconds(TRACE, copied=10**10) == (5.0, 10.0)
+    card = on_card("NVIDIA L4", 1e-6)
+    assert card is not None and (card.best.bus, card.worst.bus) == step_time.BUS
+    assert on_cpu(PROBE).seconds(TRACE, copied=10**15) == on_cpu(PROBE).seconds(TRACE)
+
+
 def test_a_smaller_share_makes_no_launch_cheaper() -> None:
     (least, most), (whole, at_most) = (Machine(BEST, WORST, card=False).seconds(TRACE, share) for share in (0.0, 1.0))
     assert (least, most) == pytest.approx((5 * (1e-6 + 2e-5), 5 * (3e-6 + 6e-5)))

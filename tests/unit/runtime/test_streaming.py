@@ -58,6 +58,28 @@ class Hasty(Device):
         return self.arrived
 
 
+class Slow(Device):
+    """The other way round: kernels run at once, and copies no earlier than a kernel is told to wait for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[Callable[[], Tensor]] = []
+
+    def ask(self, kernel: Callable[[], None]) -> None:
+        kernel()
+
+    def copy(self, into: Tensor, master: Tensor) -> int:
+        self.copies.append(lambda: into.copy_(master))
+        self.arrived += 1
+        return self.arrived
+
+    def wait(self, arrived: int) -> None:
+        """One queue: what was to be copied before comes before."""
+        for copy in self.copies[: arrived - self.arrived + len(self.copies)]:
+            copy()
+        del self.copies[: arrived - self.arrived + len(self.copies)]
+
+
 def made(count: int, resident: int, transfers: Any = None) -> tuple[nn.ModuleList, Streamer]:
     """Blocks of one layer each, whose payload is the block's number."""
     options = {"bias": False, "format": FORMATS["bf16"], "compute_dtype": torch.bfloat16, "kernels": dora_torch}
@@ -156,6 +178,71 @@ def test_a_slot_is_not_written_while_a_kernel_still_reads_it() -> None:
         blocks, streamer = made(6, 0, device)
         found = computed(blocks, streamer, device, walks(6, 2))
         assert all(place == value for place, value in found) == right
+
+
+def test_a_kernel_waits_for_the_copy_of_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a card that copies late. Where kernels wait for nothing, they find another block."""
+    for right in (True, False):
+        device = Slow()
+        blocks, streamer = made(6, 1, device)
+        if not right:
+            monkeypatch.setattr(device, "wait", lambda arrived: None)
+        found = computed(blocks, streamer, device, walks(6, 2))
+        assert all(place == value for place, value in found) == right
+
+
+def test_a_card_copies_beside_what_computes_and_each_waits_for_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls, on streams that are not there. A copy waits for all that was asked for before it; what is asked for after
+    `wait` waits for the copy."""
+    told: list[Any] = []
+
+    class Stream:
+        def __init__(self, name: Any) -> None:
+            self.name = name if isinstance(name, str) else "beside"
+
+        def wait_stream(self, other: Stream) -> None:
+            told.append(f"{self.name} waits for {other.name}")
+
+        def record_event(self) -> str:
+            return f"what {self.name} did"
+
+        def wait_event(self, event: str) -> None:
+            told.append(f"{self.name} waits for {event}")
+
+        def __enter__(self) -> None:
+            told.append(f"from here on {self.name}")
+
+        def __exit__(self, *_: object) -> None:
+            told.append("as before")
+
+    class Slot:
+        def copy_(self, master: Tensor, non_blocking: bool) -> None:
+            told.append(("copy", non_blocking))
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("computing"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    copies = streaming.CudaCopies(torch.device("cuda"))
+    arrived: Any = copies.copy(Slot(), torch.ones(1))  # type: ignore[arg-type]
+    assert told == ["beside waits for computing", "from here on beside", ("copy", True), "as before"]
+    copies.wait(arrived)
+    assert told[4:] == ["computing waits for what beside did"]
+
+
+def test_where_host_and_device_are_two_a_layer_out_of_turn_brings_in_its_own_payload() -> None:
+    """The meta device stands for a card, which has no values but a place."""
+    layer = FrozenLinear(
+        4, 3, bias=False, format=FORMATS["fp8_e4m3"], compute_dtype=torch.float32, kernels=dora_torch, device="meta"
+    )
+    passing = layer.payload()
+    host = {name: torch.ones(tensor.shape).to(tensor.dtype) for name, tensor in passing.items()}
+    layer.stream(host, passing)
+    assert layer.payload_weight.device == CPU and layer.qweight.is_meta, "an adapter is put where the layer computes"
+    assert layer.stored().codes.is_meta and layer.stored().codes is not passing["weight"]
+    layer.bind(True)
+    assert layer.payload()["weight"] is passing["weight"]
+    layer.bind(False)
+    assert layer.payload()["scale"] is host["scale"]
 
 
 def test_a_block_that_is_used_twice_or_out_of_order_is_right() -> None:

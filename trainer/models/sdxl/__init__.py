@@ -229,7 +229,8 @@ FAMILY = Family(
     collate=clip.collate,
     predict=predict, sample=sample,
     attention=attention.processor,
-    blocks=("*resnets.*", "*.transformer_blocks.*"), skipped=("*resnets.*",), compiled=("*.transformer_blocks.*",),
+    blocks=("*resnets.*", "*.transformer_blocks.*"), block_order=names.block_order,
+    skipped=("*resnets.*",), compiled=("*.transformer_blocks.*",),
     unread=("*.ff.net.2", "*resnets.*.conv2", "*resnets.*.conv_shortcut"), clips=False,
     shared_inputs={
         "unet": (("attn1.to_q", "attn1.to_k", "attn1.to_v"), ("attn2.to_k", "attn2.to_v")),

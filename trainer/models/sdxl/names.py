@@ -190,3 +190,12 @@ def infer_unet(shapes: Mapping[str, Shape], base: dict) -> dict:
     if "label_emb.0.0.weight" in shapes:
         inferred["projection_class_embeddings_input_dim"] = shapes["label_emb.0.0.weight"][1]
     return inferred
+
+
+def block_order(name: str) -> tuple[int, ...]:
+    """A sort key of blocks of the UNet, by name, as a forward pass goes through them: in each stage a resnet comes before the
+    transformer beside it. diffusers' modules have all transformers of a stage first, and the middle at the end."""
+    stage, *parts = name.split(".")
+    numbers = [int(part) for part in parts if part.isdigit()]
+    of_stage = 0 if stage == "mid_block" else numbers.pop(0)
+    return ("down_blocks", "mid_block", "up_blocks").index(stage), of_stage, numbers[0], len(numbers), *numbers[1:]
