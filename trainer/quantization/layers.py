@@ -60,7 +60,7 @@ class FrozenLayer(nn.Module):
         # Of a payload that is streamed (runtime/streaming.py): its buffers in host memory, and where it passes on the device;
         # and what they store.
         self._places: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]] | None = None
-        self._of_places = self._stored, self._stored
+        self._of_places: tuple[tuple[torch.Tensor, StoredWeight], tuple[torch.Tensor, StoredWeight]] | None = None
 
     @property
     def qweight(self) -> torch.Tensor:
@@ -98,16 +98,16 @@ class FrozenLayer(nn.Module):
 
     def bind(self, passing: bool) -> None:
         """Compute with the payload where it passes, or as it lies in host memory."""
-        assert self._places is not None
+        assert self._places is not None and self._of_places is not None
         self._buffers.update(self._places[passing])
         self._stored = self._of_places[passing]
 
     def end_stream(self) -> None:
         """Give up the payload."""
-        self._places = None
+        self._places = self._of_places = None
         for name in _payload(self._buffers):
             del self._buffers[f"payload_{name}"]
-        del self._stored, self._of_places
+        del self._stored
 
     def in_use(self) -> StoredWeight:
         """What the layer computes with: the frozen weight, or base + adapter while that is merged."""
