@@ -144,7 +144,10 @@ class _Proxy(BaseHTTPRequestHandler):
         if self.headers.get("Expect", "").lower() == "100-continue":
             self.send_response_only(100)
             self.end_headers()
-        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        size = int(self.headers.get("Content-Length", 0))
+        if len(body := self.rfile.read(size)) < size:
+            raise ConnectionError("the other side went away")  # a store takes a whole request or none
+        return body
 
     def answer(self, status: int, headers: list[tuple[str, str]], data: bytes, only: int | None = None) -> None:
         self.send_response_only(status)
