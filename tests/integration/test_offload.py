@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from tests.harness import DENOISER, Workbench, built, metrics_of, take_step
 from trainer import config as configs
 from trainer.base.errors import UserError
 from trainer.kernels import dora_torch
-from trainer.memory_plan.estimate import STEP, Forecast, forecast
+from trainer.memory_plan import estimate, suggestions
+from trainer.memory_plan.estimate import STEP, Forecast, Stage, forecast
 from trainer.memory_plan.suggestions import fitted
 from trainer.memory_plan.suggestions import streamed as streamed_with
 from trainer.plan.run_plan import RunPlan, make_plan, open_source, resolve
@@ -87,7 +89,7 @@ def test_blocks_are_used_in_the_order_in_which_they_are_copied(bench: Workbench,
     assert back == [*range(count)][::-1][: len(back)] and len(back) > 3, "no gradient goes to the first ones of SDXL"
 
 
-def test_a_plan_counts_no_block_on_the_device_that_only_passes(bench: Workbench) -> None:
+def test_a_plan_counts_no_block_on_the_device_that_only_passes(bench: Workbench, monkeypatch) -> None:
     """With the plain kernels, which look into the weights themselves. And all that lies on the host at a time."""
     keys: dict[str, Any] = {"adapter__type": "dora", "model__components": {"transformer": {"dtype": "fp8_e4m3"}}}
 
@@ -107,6 +109,18 @@ def test_a_plan_counts_no_block_on_the_device_that_only_passes(bench: Workbench)
     alone = streamed.host["streamed blocks"]
     _, together = planned(**STREAMED, data__cache="none", data__cache_dir=None)
     assert alone < together.host["streamed blocks"]
+    # What fits beside all else that the run needs, not the blocks alone. The margin of a card is larger than this model.
+    monkeypatch.setattr(estimate, "CONTEXT", 0)
+    kept = forecast(streamed_with(plan, 3), dora_torch)
+    (fewer,) = [
+        change for change in suggestions._ladder(streamed_with(plan, 3), dora_torch, kept) if "resident" in change.what
+    ]
+    assert fewer.change(kept).total == forecast(plan, dora_torch).total < kept.total
+    with pytest.raises(UserError, match=r"with every block streamed the run needs"):
+        fitted(streamed_with(plan, 3), dora_torch, device_bytes(blocks, 1), base=None)
+    weights = [Stage("", {"weights": size}, {"transformer": size}) for size in [device_bytes(blocks, 0)]]
+    monkeypatch.setattr(suggestions, "forecast", lambda *_, **__: replace(streamed, phases=tuple(weights)))
+    monkeypatch.setattr(estimate, "SHARE", 0)
     with pytest.raises(UserError, match=r"= 3: these blocks of the transformer, and two that pass, .* at most 1, or 'auto'"):
         fitted(streamed_with(plan, 3), dora_torch, device_bytes(blocks, 1), base=None)
     with pytest.raises(UserError, match=r"resident_blocks = 0: .* not even two blocks fit"):

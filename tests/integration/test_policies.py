@@ -244,6 +244,14 @@ def test_what_keeps_the_run_comes_first_of_what_would_fit(
     assert last.startswith("start a new run")
 
 
+@pytest.mark.parametrize(("resident", "on_cpu", "wanted"), [(2, False, True), (0, False, False), (2, True, False)])
+def test_of_streamed_blocks_all_could_pass(bench: Workbench, resident: int, on_cpu: bool, wanted: bool) -> None:
+    made = configs.parse(bench.tree(memory__offload="blocks", memory__resident_blocks=resident))
+    source = open_source(made)
+    said = what_would_fit(make_plan(resolve(made, source), source, processes=1), on_cpu=on_cpu)
+    assert ("--resume_from auto --set memory.resident_blocks=0" in said) is wanted and "memory.offload=blocks" not in said
+
+
 @pytest.mark.slow
 def test_out_of_memory_in_a_sample_keeps_what_was_trained(bench: Workbench, monkeypatch, capsys) -> None:
     samples = {"validation__every_steps": 4, "validation__prompts": ["a bear"], "validation__steps": 1}

@@ -64,6 +64,7 @@ def what_would_fit(plan: RunPlan, *, on_cpu: bool) -> str:
         *(["step.graphs=false"] if config.step.graphs else []),
         *([] if config.memory.gradient_checkpointing is True else ["memory.gradient_checkpointing=true"]),
         *([] if streams else ["memory.offload=blocks"]),
+        *(["memory.resident_blocks=0"] if not on_cpu and plan.model.resident.get(denoiser) else []),
     ]
     ways = [f"go on with --resume_from auto --set {change}" for change in keeping]
     return "\nor ".join([*ways, f"start a new run (another run.output_dir) with {', '.join(others)}"])

@@ -81,8 +81,8 @@ def _ladder(plan: RunPlan, kernels: Kernels, found: Forecast) -> Iterator[_Rung]
             "no pictures while it trains; the adapter is the same",
             lambda found: replace(found, phases=tuple(p for p in found.phases if not p.name.startswith(SAMPLES))),
         )
-    if family.blocks and config.memory.offload == "none" and not found.base and not config.step.graphs:
-        yield _streaming(plan, kernels)
+    if not found.base:  # of a CPU, what streams lies in the same memory
+        yield from _streaming(plan, kernels)
     count = config.data.batch_size
     if count > 1:
         yield _Rung(
@@ -124,13 +124,20 @@ def _ladder(plan: RunPlan, kernels: Kernels, found: Forecast) -> Iterator[_Rung]
         )
 
 
-def _streaming(plan: RunPlan, kernels: Kernels) -> _Rung:
-    family = plan.model.family
-    return _Rung(
-        "memory.offload = 'blocks'",
-        "the frozen base lies in host memory and is copied to the device in each step; no byte changes",
-        _with_counted_weights(lambda: forecast(streamed(plan, 0), kernels), (family.denoiser, *family.text_encoders)),
-    )
+def _streaming(plan: RunPlan, kernels: Kernels) -> Iterator[_Rung]:
+    family, config = plan.model.family, plan.config
+    if family.blocks and config.memory.offload == "none" and not config.step.graphs:
+        yield _Rung(
+            "memory.offload = 'blocks'",
+            "the frozen base lies in host memory and is copied to the device in each step; no byte changes",
+            _with_counted_weights(lambda: forecast(streamed(plan, 0), kernels), (family.denoiser, *family.text_encoders)),
+        )
+    if plan.model.resident.get(family.denoiser):
+        yield _Rung(
+            "memory.resident_blocks = 0",
+            "every block is copied to the device in each step; no byte changes",
+            lambda found: with_resident(found, family.denoiser, 0),
+        )
 
 
 def _smaller(plan: RunPlan, name: str, price: str) -> Iterator[_Rung]:
@@ -293,8 +300,10 @@ def _check_slots(plan: RunPlan, kernels: Kernels, memory: int) -> None:
         components.load(name)
         sizes, asked = components.streamers[name].sizes, plan.model.resident[name]
     if (size := device_bytes(sizes, asked)) > memory:
-        fewer = [count for count in range(asked) if device_bytes(sizes, count) <= memory]
-        remedy = f"use at most {fewer[-1]}, or 'auto'" if fewer else "not even two blocks fit; use a larger card"
+        remedy = "not even two blocks fit; use a larger card"
+        if device_bytes(sizes, 0) <= memory:
+            fewer = _fitted_by_resident_blocks(plan, kernels, memory, base=None)
+            remedy = f"use at most {fewer.config.memory.resident_blocks}, or 'auto'"
         raise UserError(
             f"memory.resident_blocks = {asked}: these blocks of the {name}, and two that pass, take {size_text(size)}, and "
             f"there are {size_text(memory)}; {remedy}"
