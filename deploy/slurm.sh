@@ -15,18 +15,20 @@
 set -uo pipefail
 config="${1:?no config; for example: sbatch deploy/slurm.sh data/bear.toml}"
 
+out_of_time=""
+# SIGTERM to the run ($!): it ends its step, writes a checkpoint and exits with 143. The batch shell alone gets USR1.
+# Set before it starts: a signal that came in between would end this script and leave the run.
+trap 'out_of_time=yes; kill -TERM "$!"' USR1
+trap 'kill -TERM "$!"' TERM
 # With a bucket, so that another cluster goes on, too:  --set checkpoint.mirror=s3://BUCKET/PREFIX
 .venv/bin/python train.py --config "$config" --resume_from auto &
 run=$!
-out_of_time=""
-# SIGTERM to the run: it ends its step, writes a checkpoint and exits with 143. The batch shell alone gets USR1.
-trap 'out_of_time=yes; kill -TERM "$run"' USR1
-trap 'kill -TERM "$run"' TERM
-# A signal ends a wait, not what is waited for.
+# A signal ends a wait, not what is waited for. The last wait tells how the run ended, also where it did long ago.
 while kill -0 "$run" 2> /dev/null; do
     wait "$run"
-    status=$?
 done
+wait "$run"
+status=$?
 if [ "$status" -eq 143 ] && [ -n "$out_of_time" ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi

@@ -500,11 +500,14 @@ def slurm(tmp_path: Path) -> Iterator[Any]:
     python.parent.mkdir(parents=True)
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {asked}\n', encoding="utf-8")
     (tmp_path / "scontrol").chmod(0o755)
+    # As on a busy machine: the script waits before each of its commands, and what it started does not.
+    slow = tmp_path / "slow.sh"
+    slow.write_text("case $0 in *slurm.sh) trap 'sleep 0.02' DEBUG ;; esac\n", encoding="utf-8")
 
     def start(does: str, number: signal.Signals | None) -> tuple[int, str]:
         python.write_text(f"#!/bin/bash\n{does}\n", encoding="utf-8")
         python.chmod(0o755)
-        environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+        environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "BASH_ENV": str(slow)}
         # A shell cannot trap what it was told to ignore, as tests that called train.py in this process are.
         command = ["env", "--default-signal=USR1", "bash", str(DEPLOY / "slurm.sh"), CONFIG]
         job = subprocess.Popen(
@@ -528,6 +531,7 @@ TRAINS = "trap 'sleep 0.2; exit {}' TERM; echo \"$@\"; while :; do sleep 0.02; d
     ("does", "number", "ends"),
     [pytest.param(TRAINS.format(143), signal.SIGUSR1, (143, "requeue 7"), id="out of time"),
      pytest.param(TRAINS.format(143), signal.SIGTERM, (143, ""), id="cancelled"),
+     pytest.param("kill -TERM $PPID; " + TRAINS.format(143), None, (143, ""), id="cancelled as it starts"),
      pytest.param(TRAINS.format(0), signal.SIGUSR1, (0, ""), id="done in the last minutes"),
      pytest.param(TRAINS.format(6), signal.SIGUSR1, (6, ""), id="could not save"),
      pytest.param("echo; exit 2", None, (2, ""), id="a mistake"),
