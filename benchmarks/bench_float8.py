@@ -69,7 +69,7 @@ def layer_steps(shape: tuple[int, int, int], device: torch.device) -> dict[str, 
     layer = FrozenLinear(
         k, n, bias=False, format=FORMATS["fp8_e4m3"], compute_dtype=torch.bfloat16, kernels=chosen, device=device
     )  # fmt: skip
-    fill(layer)
+    fill(layer, device)
     x, dy = (torch.randn(m, width, dtype=torch.bfloat16, device=device) for width in (k, n))
     g = torch.rand(n, device=device)
 

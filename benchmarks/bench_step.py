@@ -10,7 +10,9 @@ each, over one base in memory. Cells are measured in the order of `cells`, the m
 
 Of each side: milliseconds of every round; kernels and copies of one step, and how long the card was busy with them, by
 torch's profiler; what a run of it alone would hold at most; and its share of what this card multiplies in one large bf16
-product (FLOPs of the base alone, forward, recomputed, and of the inputs' gradients, counted on tensors without values).
+product (FLOPs of the base alone, forward, recomputed, and of the inputs' gradients, counted on tensors without values). Of
+one whose blocks are streamed also: the bytes that it copies from the host, how long they take, beside the rate of one large
+copy of pinned memory, and in what share of that time the card computes too.
 """
 
 from __future__ import annotations
@@ -59,6 +61,7 @@ TEXT_TOKENS = {"Flux": 512, "SDXL": 77}
 ADAPTERS, WAYS = ("DoRA", "LoRA"), ("graphs", "eager", "compiled")
 SIZES, BATCHES, STORAGES = (1024, 512, 768), (1, 4), ("bf16", "fp8_e4m3")
 KINDS = ("auto", "flash", "cudnn", "efficient")
+STREAMED = (25, 50, 90, 100)  # percent of the blocks
 ROUNDS = {"Flux": 3, "SDXL": 5}
 NO_TIME = "no time was left"
 OUT_OF_TIME = 124  # the exit status, as timeout(1) has it
@@ -66,7 +69,8 @@ OUT_OF_TIME = 124  # the exit status, as timeout(1) has it
 
 @dataclass(frozen=True)
 class Side:
-    """One that takes turns. way: of WAYS. who: "ours" or "peft". attention, matmul: as step and precision have them."""
+    """One that takes turns. way: of WAYS. who: "ours" or "peft". attention, matmul: as step and precision have them.
+    streamed: percent of the blocks; the others stay on the card."""
 
     adapter: str
     way: str = "eager"
@@ -74,12 +78,14 @@ class Side:
     who: str = "ours"
     attention: str = "auto"
     matmul: str = "compute"
+    streamed: int = 0
 
     @property
     def name(self) -> str:
         if self.who == "peft":
             return f"PEFT's {self.adapter}"
         more = [f"{self.attention} attention"] * (self.attention != "auto") + ["fp8 matmul"] * (self.matmul == "fp8")
+        more += [f"{self.streamed} % streamed"] * (self.streamed > 0)
         return ", ".join([f"{self.adapter} {self.storage}", self.way, *more])
 
 
@@ -105,18 +111,21 @@ def cells() -> list[Cell]:
     graphs = tuple(Side(adapter, way) for adapter in ADAPTERS for way in ("graphs", "eager"))
     beside_peft = (*graphs, *(Side(adapter, who="peft") for adapter in ADAPTERS))
     in_float8 = (Side("DoRA"), *(replace(side, storage="fp8_e4m3") for side in graphs))
+    streamed = tuple(Side("DoRA", storage="fp8_e4m3", streamed=share) for share in (0, *STREAMED))
     compiled = (Side("DoRA"), Side("DoRA", "compiled"))
     first = [
         *(Cell("Flux", pixels, "graphs and PEFT", beside_peft) for pixels in (1024, 512)),
         Cell("SDXL", 1024, "graphs and PEFT", beside_peft),
         *(Cell("Flux", pixels, "compiled", compiled) for pixels in (1024, 512)),
         *(Cell("Flux", pixels, "float8", in_float8) for pixels in (1024, 512)),
+        *(Cell("Flux", pixels, "streamed", streamed) for pixels in (1024, 512)),
         # Each alone: what one keeps for its backward pass leaves no room for another.
         *(
             Cell("Flux", pixels, way, (Side("DoRA", way),), recomputed=False)
             for pixels, way in product((1024, 512), ("graphs", "eager"))
         ),
         Cell("SDXL", 1024, "float8", in_float8),
+        Cell("SDXL", 1024, "streamed", streamed),
         Cell("SDXL", 1024, "compiled", compiled),
         *(
             Cell(family, 1024, "attention", tuple(Side("DoRA", "graphs", attention=kind) for kind in KINDS))
@@ -183,10 +192,14 @@ class Prepared:
             given["compiler"] = Compiler(folder, side.attention, lambda line: None)
         if side.way == "graphs":
             given["recorder"] = lambda: CudaGraphs(device) if device.type == "cuda" else Again(cell.batch)
+        if side.streamed:
+            blocks = source.family.ordered_blocks(source.family.denoiser, source.build(source.family.denoiser))
+            given["resident"] = len(blocks) - round(len(blocks) * side.streamed / 100)
         sizes = lambda: head_sizes(source.build(source.family.denoiser))  # noqa: E731
         given["attention"] = choose(side.attention, device, torch.bfloat16, sizes)
         bench = Bench(source, side.storage, device, **given)
-        bases.setdefault(side.storage, bench.base)
+        if not side.streamed:
+            bases.setdefault(side.storage, bench.base)
         if side.who == "peft":
             step = plain_step(source, bench, dora=given["dora"], dtype=torch.bfloat16, recomputed=cell.recomputed)
             self.take: Callable[[], object] = lambda: step(self.batch)
@@ -198,8 +211,9 @@ class Prepared:
         for _ in range(WARM_UP + 1 if side.way == "graphs" else 1):
             self.take()
         synchronize(device)
-        base = sum(tensor.nbytes for tensor in bases[side.storage].values())
-        resident = allocated(device) - before + (base if known else 0)
+        shared = known and not side.streamed  # with the sides before it
+        base = sum(tensor.nbytes for tensor in bases[side.storage].values()) if shared else 0
+        resident = allocated(device) - before + base
         self.row: dict[str, Any] = {"prepared_s": time.perf_counter() - began, "resident_bytes": resident}
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -207,16 +221,28 @@ class Prepared:
             self.take()
             synchronize(device)
             self.row["peak_bytes"] = torch.cuda.max_memory_allocated() - before + resident
-            self.row["launches"], self.row["busy_ms"] = self._profiled()
+            self.row |= self._profiled()
+            if bench.streamer is not None:
+                self.row |= {"copied_bytes": bench.streamer.copied, "resident_blocks": given["resident"]}
 
-    def _profiled(self) -> tuple[int, float]:
-        """(kernels and copies of a step, milliseconds in which the card has one of them)."""
+    def _profiled(self) -> dict[str, Any]:
+        """Of one step: kernels and copies, and milliseconds in which the card has one of them, in which it copies from
+        pinned memory, and in which it does that alone."""
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
             self.take()
             synchronize(self.device)
         # The events as they are: to make torch's own of tens of thousands takes seconds.
         events = [e for e in seen.profiler.kineto_results.events() if e.device_type() == DeviceType.CUDA]
-        return len(events), busy((e.start_ns(), e.end_ns()) for e in events) / 1e6
+        spans = {pinned: [] for pinned in (True, False)}
+        for event in events:
+            spans["HtoD" in event.name() and "Pinned" in event.name()].append((event.start_ns(), event.end_ns()))
+        total = busy([*spans[True], *spans[False]])
+        return {
+            "launches": len(events),
+            "busy_ms": total / 1e6,
+            "copies_ms": busy(spans[True]) / 1e6,
+            "copies_alone_ms": (total - busy(spans[False])) / 1e6,
+        }
 
     def turn(self) -> None:
         """One step, timed."""
@@ -281,7 +307,14 @@ def side_line(name: str, row: dict[str, Any]) -> str:
     parts += [f"{row['peak_bytes'] / 2**30:.1f} GiB"] if "peak_bytes" in row else []
     parts += [f"{row['launches']:,} launches, host {row['host_share']:.0%}"] if "host_share" in row else []
     parts += [f"{row['utilisation']:.0%} of the card's bf16 rate"] if "utilisation" in row else []
+    parts += [copies(row)] if row.get("copied_bytes") and row.get("copies_ms") else []
     return ", ".join(parts)
+
+
+def copies(row: dict[str, Any]) -> str:
+    """What a side with streamed blocks copies in a step, in words."""
+    rate, beside = row["copied_bytes"] / row["copies_ms"] / 1e6, 1 - row["copies_alone_ms"] / row["copies_ms"]
+    return f"{row['copied_bytes'] / 2**30:.1f} GiB copied at {rate:.1f} GB/s, {beside:.0%} of it beside kernels"
 
 
 def tflop(source: ModelSource, cell: Cell) -> float:
@@ -307,6 +340,15 @@ def matmul_tflops(device: torch.device) -> float:
     m, n, k = 4608, 12288, 3072
     a, b = (torch.randn(rows, k, dtype=torch.bfloat16, device=device) for rows in (m, n))
     return 2 * m * n * k / graph_ms({"mm": lambda: a @ b.t()}, 20)["mm"] / 1e9
+
+
+def bus_gbps(device: torch.device) -> float:
+    """10^9 bytes a second of one large copy from pinned memory."""
+    there = torch.full((2**30,), 1, dtype=torch.uint8, pin_memory=True)
+    into = torch.empty_like(there, device=device)
+    return (
+        there.nbytes / min(graph_ms({"copy": lambda: into.copy_(there, non_blocking=True)}, 3)["copy"] for _ in "123") / 1e6
+    )
 
 
 def tiny(cell: Cell) -> Cell:
@@ -348,7 +390,10 @@ def main() -> int:
     result = opened(asked.json, {"device": name, "torch": torch.__version__, "commit": commit or "unknown", "quick": quick})
     if not quick and "matmul_tflops" not in result:
         result["matmul_tflops"] = matmul_tflops(device)
-        print(f"bf16 product: {result['matmul_tflops']:.0f} TFLOP/s", flush=True)
+        result["bus_gbps"] = bus_gbps(device)
+        print(
+            f"bf16 product: {result['matmul_tflops']:.0f} TFLOP/s; host to device: {result['bus_gbps']:.1f} GB/s", flush=True
+        )
     end, family, bases = time.monotonic() + asked.seconds, "", {}
     with tempfile.TemporaryDirectory() as folder:
         models = sources(quick, Path(folder))

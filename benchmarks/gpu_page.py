@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import gpu_report  # noqa: E402
 from benchmarks.bench_attention import line as attention_line  # noqa: E402
-from benchmarks.bench_step import BATCHES, SIZES, TEXT_TOKENS, Cell, Side, cells  # noqa: E402
+from benchmarks.bench_step import BATCHES, SIZES, TEXT_TOKENS, Cell, Side, cells, copies  # noqa: E402
 from benchmarks.pages import table  # noqa: E402
 from scripts.memory_table import Model, plan_of  # noqa: E402
 from trainer import kernels  # noqa: E402
@@ -35,10 +35,10 @@ NEAR = 0.10  # of the plan's peak: how far the measured one may be off
 
 
 @cache
-def planned(family: str, storage: str, adapter: str, recomputed: bool) -> dict[tuple[int, int], int]:
+def planned(family: str, storage: str, adapter: str, recomputed: bool, resident: int | None) -> dict[tuple[int, int], int]:
     """Bytes of a step of that run, by (pixels, batch), without the VAE that its samples need."""
     with tempfile.TemporaryDirectory() as folder:
-        plan = plan_of(Model(family.lower(), storage, adapter.lower(), recomputed), Path(folder))
+        plan = plan_of(Model(family.lower(), storage, adapter.lower(), recomputed, resident), Path(folder))
         with without_values():
             forecaster = Forecaster(plan, kernels.planned("auto"))
             list(forecaster.captions(stay=False)), forecaster.photos(512, 512)
@@ -69,7 +69,8 @@ def memory_of(cell: Cell, side: Side, row: dict[str, Any]) -> list[str]:
     peak = row["peak_bytes"]
     if side.who == "peft":
         return [f"{peak / 2**30:.1f}", ""]
-    told = planned(cell.family, side.storage, side.adapter, cell.recomputed)[cell.pixels, cell.batch]
+    resident = row.get("resident_blocks")
+    told = planned(cell.family, side.storage, side.adapter, cell.recomputed, resident)[cell.pixels, cell.batch]
     off = "" if abs(peak / told - 1) <= NEAR else ", MISSED"
     return [f"{peak / 2**30:.1f}", f"{told / 2**30:.1f} ({peak / told:.2f}{off})"]
 
@@ -81,7 +82,13 @@ def page(result: dict[str, Any]) -> str:
     """The whole page."""
     there = result.get("steps", {}).get("cells", {})
     steps = [
-        {"name": cell.name, "table": table(TITLES, step_rows(cell, there.get(cell.name, {}).get("sides", {})))}
+        {
+            "name": cell.name,
+            "table": table(TITLES, step_rows(cell, there[cell.name]["sides"])),
+            "copies": [
+                f"{name}: {copies(row)}" for name, row in there[cell.name]["sides"].items() if row.get("copied_bytes")
+            ],
+        }
         for cell in cells()
         if cell.name in there
     ]
@@ -107,7 +114,7 @@ def page(result: dict[str, Any]) -> str:
     return template.render(
         result=result, versions=", ".join(f"{name} {number}" for name, number in result["versions"].items()),
         figures=table(["model", "figure", "measured", "limit", ""], figures), steps=steps, missing=missing,
-        text_tokens=TEXT_TOKENS, **told,
+        text_tokens=TEXT_TOKENS, bus=f"{bus:.1f}" if (bus := result.get("steps", {}).get("bus_gbps")) else "", **told,
     )  # fmt: skip
 
 

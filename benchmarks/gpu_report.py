@@ -144,7 +144,8 @@ def deterministic_lines(result: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     parts, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    status = {name: int((parts / f"{name}.status").read_text()) for name in PARTS}
+    begun = [name for name in PARTS if (parts / f"{name}.status").exists()]
+    status = {name: int((parts / f"{name}.status").read_text()) for name in begun}
     now = datetime.now(UTC)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     import torch
@@ -185,8 +186,10 @@ def main() -> int:
     for name, code in status.items():
         if code:
             print(f"{name}: exit status {code}" + (" (ran out of time)" if code == 124 else ""))
+    if len(begun) < len(PARTS):
+        print(f"not begun: {', '.join(name for name in PARTS if name not in begun)}")
     print(path)
-    return int(any(status.values()))
+    return int(any(status.values()) or len(begun) < len(PARTS))
 
 
 if __name__ == "__main__":

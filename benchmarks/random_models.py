@@ -29,13 +29,14 @@ from trainer.engine.graphs import Graphs, Recorder  # noqa: E402
 from trainer.engine.step import Losses, Step  # noqa: E402
 from trainer.models import family_named  # noqa: E402
 from trainer.models.base import Markers, Model  # noqa: E402
-from trainer.models.building import build  # noqa: E402
+from trainer.models.building import allocate, build  # noqa: E402
 from trainer.models.config_files import PUBLISHED  # noqa: E402
 from trainer.models.loading import ModelSource  # noqa: E402
 from trainer.plan.storage import Storage  # noqa: E402
 from trainer.quantization import FORMATS, FrozenConv2d, FrozenLayer, FrozenLinear  # noqa: E402
 from trainer.runtime.attention import TORCHS_OWN, Attention  # noqa: E402
 from trainer.runtime.compilation import Compiler  # noqa: E402
+from trainer.runtime.streaming import Streamer  # noqa: E402
 
 RANK = 16
 
@@ -47,10 +48,11 @@ class Bench:
         self, source: ModelSource, storage: str, device: torch.device, *, dora: bool = True, chosen: Kernels | None = None,
         recomputed: bool = True, optimizer: str = "adamw", compiler: Compiler | None = None,
         attention: Attention = TORCHS_OWN, recorder: Callable[[], Recorder] | None = None,
-        base: dict[str, Tensor] | None = None,
+        base: dict[str, Tensor] | None = None, resident: int | None = None,
     ) -> None:  # fmt: skip
         """chosen: kernels; None for those that a run would choose. recomputed: every block. compiler: of some. recorder: of
-        CUDA graphs. base: another bench's, to share; None: random weights."""
+        CUDA graphs. base: another bench's, to share; None: random weights. resident: how many blocks stay on the device, and
+        the others are streamed, with copies of the base; None: all, and none is."""
         family = source.family
         name = family.denoiser
         component = Storage(
@@ -62,11 +64,18 @@ class Bench:
             {name: adaptable}, denoiser=name, targets="attention+mlp", presets=family.presets, rules=(), rank=RANK, alpha=None
         )  # fmt: skip
         component.swap(module, kernels=chosen or kernels.choose("auto", device))
+        self.streamer = None
+        if resident is not None:
+            self.streamer = Streamer(family.ordered_blocks(name, module), resident, device)
+        if base is None or self.streamer is not None:
+            allocate(module, device, self.streamer.stay() if self.streamer is not None else ())
         if base is None:
-            module.to_empty(device=device)
-            fill(module)
+            fill(module, device)
         else:
-            module.load_state_dict(base, assign=True)
+            module.load_state_dict(base, assign=self.streamer is None)
+        for layer in module.modules():
+            if isinstance(layer, FrozenLayer):
+                layer.stored()  # a compiled block does not look for tensors that took another's place
         self.base = dict(module.state_dict())
         family.adjust(name, module)
         self.adapter = inject(
@@ -75,7 +84,8 @@ class Bench:
         module.eval()
         self.adapter.share_inputs(name, family.shared_inputs.get(name, ()))
         blocks = find_blocks(module, family.blocks)
-        self.adapter.refresh_before({name: module})
+        streamed = {} if self.streamer is None else self.streamer.blocks
+        self.adapter.refresh_before({name: module} | {f"{name}.{n}": block for n, block in streamed.items()})
         if attention.kinds:  # else a CPU, which stands for a card, would get what is its own
             attention.give(module, family.attention, device)
         compiled = {n: b for n, b in blocks.items() if compiler and any(fnmatchcase(n, p) for p in family.compiled)}
@@ -129,8 +139,8 @@ class Bench:
         return 1000 * (time.perf_counter() - start)
 
 
-def fill(module: nn.Module) -> None:
-    """Random weights that keep activations of order 1, made and quantised layer by layer on the module's device."""
+def fill(module: nn.Module, device: torch.device) -> None:
+    """Random weights that keep activations of order 1, made and quantised layer by layer on the device."""
     assert all(name.rpartition(".")[2].startswith("payload_") for name, _ in module.named_buffers())
     with torch.no_grad():
         for layer in module.modules():
@@ -138,8 +148,11 @@ def fill(module: nn.Module) -> None:
                 parameter.fill_(1.0 if name == "weight" else 0.0)
             if isinstance(layer, FrozenLayer):
                 columns = layer.weight_shape[1:].numel()
-                dense = torch.randn(layer.weight_shape, dtype=torch.bfloat16, device=layer.payload_weight.device)
-                layer.format.quantize_into(dense.mul_(columns**-0.5), layer.payload())
+                dense = torch.randn(layer.weight_shape, dtype=torch.bfloat16, device=device).mul_(columns**-0.5)
+                payload = {key: torch.empty_like(tensor, device=device) for key, tensor in layer.payload().items()}
+                layer.format.quantize_into(dense, payload)
+                for key, tensor in layer.payload().items():
+                    tensor.copy_(payload[key])
 
 
 def batch_of(source: ModelSource, pixels: int, text_tokens: int, count: int = 1) -> Batch:

@@ -49,12 +49,14 @@ CELLS = tuple(itertools.product(RESOLUTIONS, BATCHES))
 
 @dataclass(frozen=True)
 class Model:
-    """What is built once. recomputed: whether all blocks are, or none."""
+    """What is built once. recomputed: whether all blocks are, or none. resident: how many of them stay on the card while the
+    others are streamed; None: nothing is streamed."""
 
     family: str
     dtype: str
     adapter: str
     recomputed: bool
+    resident: int | None = None
 
 
 MODELS = tuple(Model(*of) for of in itertools.product(FAMILIES, DTYPES, ADAPTERS, (True, False)))
@@ -70,6 +72,7 @@ def plan_of(model: Model, folder: Path) -> RunPlan:
             Image.new("RGB", (512, 512)).save(photos / f"{number:02}.png")
             (photos / f"{number:02}.txt").write_text(f"photo {number}")
     family = FAMILIES[model.family]
+    streaming = {} if model.resident is None else {"offload": "blocks", "resident_blocks": model.resident}
     tree = {
         "run": {"name": "table", "output_dir": str(folder / "out"), "max_steps": 1},
         "model": {
@@ -79,7 +82,7 @@ def plan_of(model: Model, folder: Path) -> RunPlan:
         },
         "adapter": {"type": model.adapter},
         "data": {"resolution": 512, "sources": [{"path": str(photos)}]},
-        "memory": {"gradient_checkpointing": model.recomputed},
+        "memory": {"gradient_checkpointing": model.recomputed} | streaming,
         "validation": {"prompts": ["a photo"]},
     }
     config = configs.parse(tree)

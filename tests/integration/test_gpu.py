@@ -282,6 +282,66 @@ def test_graphs_leave_the_bytes_of_eager_steps(bench: Workbench, family: str, ad
     assert not [(out, file) for (out, file), content in left.items() if content != left["eager", file]]
 
 
+@pytest.mark.parametrize(
+    ("family", "storage", "adapter", "resident"),
+    [
+        ("sdxl", "fp8_e4m3", "dora", 0),
+        ("flux", "fp8_e4m3", "dora", 1),
+        ("sdxl", "nf4", "lora", 1),
+        ("flux", "bf16", "lora", 0),
+    ],
+)
+def test_streamed_blocks_leave_the_bytes_of_resident_ones(
+    bench: Workbench, family: str, storage: str, adapter: str, resident: int
+) -> None:
+    """Blocks that a card's own copy engine brings in, beside what computes; stopped and resumed, streamed and not."""
+
+    def tree(out: str, *, streamed: bool) -> dict[str, Any]:
+        made = deterministic_tree(bench, family, adapter, "adamw", out)
+        made["model"]["components"][DENOISER[family]]["dtype"] = storage
+        if streamed:
+            made["memory"] |= {"offload": "blocks", "resident_blocks": resident}
+        return made
+
+    half = [tree(out, streamed=True) for out in ("streamed to streamed", "streamed to resident")]
+    for each in half:
+        each["run"]["stop_after"] = 3
+    said = run_elsewhere(bench, "streamed", [tree("streamed", streamed=True)])
+    assert "blocks are streamed" in said
+    run_elsewhere(bench, "rest", [tree("resident", streamed=False), *half])
+    run_elsewhere(
+        bench, "resumed",
+        [tree(out, streamed=out.endswith("streamed")) for out in ("streamed to streamed", "streamed to resident")],
+    )  # fmt: skip
+    left = {
+        (out, file): (
+            bench.tmp / f"{adapter}-adamw-{out}" / "checkpoints" / "step-00000005" / f"{file}.safetensors"
+        ).read_bytes()
+        for out in ("resident", "streamed", "streamed to streamed", "streamed to resident")
+        for file in ("adapter", "optimizer")
+    }
+    assert not [(out, file) for (out, file), content in left.items() if content != left["resident", file]]
+
+
+@pytest.mark.parametrize("family", ["sdxl", "flux"])
+@pytest.mark.parametrize("offload", ["none", "blocks"])
+def test_compiled_blocks_give_the_gradients_of_eager_ones(bench: Workbench, family: str, offload: str) -> None:
+    """Programs that torch.compile makes for a card, over float8, resident and streamed."""
+    eager = config_of(bench, family, "fp8_e4m3", "bf16", "triton", "eager")
+    tree = eager.model_dump(exclude_none=True, mode="json")
+    tree["run"]["output_dir"] = str(bench.tmp / "compiled")
+    tree["step"]["compile"] = "blocks"
+    if offload == "blocks":
+        tree["memory"] |= {"offload": "blocks", "resident_blocks": 0}
+    loss, plain = gradients(eager)
+    compiled_loss, found = gradients(configs.parse(tree))
+    tolerance = 2 * 100**0.5 * 2**-9  # as above: both round to 16 bits, not at the same places
+    assert torch.allclose(compiled_loss, loss, rtol=tolerance)
+    off = sum(float((found[name] - plain[name]).square().sum()) for name in plain) ** 0.5
+    size = sum(float(plain[name].square().sum()) for name in plain) ** 0.5
+    assert off <= tolerance * size, f"{off / size:.2e}"
+
+
 if __name__ == "__main__":
     for each in json.loads(Path(sys.argv[1]).read_text()):
         runs.train(configs.parse(each), resume_from="auto")
