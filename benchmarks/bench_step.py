@@ -408,9 +408,9 @@ def main() -> int:
             bases = {storage: base for storage, base in bases.items() if storage in storages and cell.family == family}
             family, source = cell.family, models[cell.family]
             rounds = asked.rounds or (2 if quick else ROUNDS[family])
+            of_step = 0.0 if quick else tflop(source, cell)  # first: a run that is cut off keeps what it measured
             sides = measured(tiny(cell) if quick else cell, source, bases, device, rounds, end)
             if not quick:
-                of_step = tflop(source, cell)
                 for row in sides.values():
                     if "ms" in row:
                         row["utilisation"] = of_step / row["ms"] * 1000 / result["matmul_tflops"]

@@ -263,12 +263,11 @@ def test_graphs_leave_the_bytes_of_eager_steps(bench: Workbench, family: str, ad
             made["adapter"]["rank_dropout"] = 0.2
         return made
 
-    replayed, half = "are a CUDA graph now", [tree(out, graphs=True) for out in ("graphs to graphs", "graphs to eager")]
+    half = [tree(out, graphs=True) for out in ("graphs to graphs", "graphs to eager")]
     for each in half:
         each["run"]["stop_after"] = 6
-    assert replayed not in run_elsewhere(bench, "eager", [tree("eager", graphs=False)])
-    assert replayed in run_elsewhere(bench, "graphs", [tree("graphs", graphs=True)])
-    run_elsewhere(bench, "stopped", half)
+    said = run_elsewhere(bench, "whole", [tree("eager", graphs=False), tree("graphs", graphs=True), *half])
+    assert said.count("are a CUDA graph now") >= 3
     run_elsewhere(
         bench, "resumed", [tree(out, graphs=out.endswith("graphs")) for out in ("graphs to graphs", "graphs to eager")]
     )
@@ -306,9 +305,8 @@ def test_streamed_blocks_leave_the_bytes_of_resident_ones(
     half = [tree(out, streamed=True) for out in ("streamed to streamed", "streamed to resident")]
     for each in half:
         each["run"]["stop_after"] = 3
-    said = run_elsewhere(bench, "streamed", [tree("streamed", streamed=True)])
-    assert "blocks are streamed" in said
-    run_elsewhere(bench, "rest", [tree("resident", streamed=False), *half])
+    said = run_elsewhere(bench, "whole", [tree("resident", streamed=False), tree("streamed", streamed=True), *half])
+    assert said.count("blocks are streamed") >= 3
     run_elsewhere(
         bench, "resumed",
         [tree(out, streamed=out.endswith("streamed")) for out in ("streamed to streamed", "streamed to resident")],

@@ -24,6 +24,7 @@ from trainer.plan.storage import held_as
 from trainer.quantization import FrozenConv2d, FrozenLinear
 from trainer.resume import pins
 from trainer.runtime import precision
+from trainer.runtime.compilation import RECOMPUTES
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,11 @@ def build_adapter(config: Config, components: Components, pieces: Pieces) -> tup
         peers.say(
             f"step.compile: {compiler.compile(compiled)} blocks are compiled when a shape is met first, which takes minutes"
         )
+        if recomputed and not RECOMPUTES:
+            peers.say(
+                f"warning: programs of torch {torch.__version__} recompute only a part of a block, and need more memory than "
+                "the plan says; torch 2.12 and later recompute all of it"
+            )
     return adapter, norms
 
 

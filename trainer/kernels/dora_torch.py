@@ -99,8 +99,9 @@ def _added(weight: StoredWeight, a_RK: Tensor, b_NR: Tensor, scaling: float) -> 
 
 def compose(z_MN: Tensor, t_MR: Tensor, sb_NR: Tensor, g_N: Tensor | None, bias_N: Tensor | None, out_MN: Tensor) -> None:
     """out = g * (z + t (s B)^T) + bias, in place."""
-    if g_N is None and z_MN.dtype == torch.bfloat16:
-        # A product of bf16 tensors is summed in fp32, z with it, and rounded once. The bias goes along as one more rank.
+    if g_N is None and z_MN.dtype == torch.bfloat16 and z_MN.device.type == "cpu":
+        # There a product of bf16 tensors is summed in fp32, z with it, and rounded once. An H200 rounded some before it added
+        # z (torch 2.11). The bias goes along as one more rank.
         if bias_N is not None:
             t_MR = torch.cat([t_MR, t_MR.new_ones(len(t_MR), 1)], 1)
             sb_NR = torch.cat([sb_NR, bias_N.to(sb_NR.dtype)[:, None]], 1)

@@ -86,7 +86,7 @@ def describe_time(plan: RunPlan, found: Forecast, device: torch.device | None, *
         line += f"\n  with {copied} of streamed blocks a step, copied beside it at {slow:g} to {fast:g} GB/s: not measured"
     chosen = plan.config.step
     if chosen.graphs or chosen.compile != "none":
-        line += "\n  of eager steps: what step.compile and step.graphs take of time and memory was not measured"
+        line += "\n  of eager steps: step.compile and step.graphs take other time and memory, see docs/figures.md"
     if on_cpu and step_time.slow_in(compute):
         line += "\nthis CPU is slow in 16 bits: --set precision.compute=fp32 takes less time and more memory"
     return line
