@@ -44,7 +44,6 @@ ADAPTERS = ("lora", "dora")
 RESOLUTIONS = (512, 768, 1024)
 BATCHES = (1, 4)
 CAPTIONS = 20  # enough that text encoders get eight at once
-CELLS = tuple(itertools.product(RESOLUTIONS, BATCHES))
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,10 @@ class Model:
     resident: int | None = None
 
 
-MODELS = tuple(Model(*of) for of in itertools.product(FAMILIES, DTYPES, ADAPTERS, (True, False)))
+# (batch, whether all blocks are recomputed or none, how many of them stay on the card or None where nothing is streamed)
+COLUMNS = (*itertools.product(BATCHES, (True, False), (None,)), (1, True, 0))
+WAYS = tuple(dict.fromkeys(column[1:] for column in COLUMNS))
+MODELS = tuple(Model(*of, *way) for *of, way in itertools.product(FAMILIES, DTYPES, ADAPTERS, WAYS))
 Needed = Mapping[Model, Mapping[tuple[int, int], int]]  # bytes, by (resolution, batch)
 
 
@@ -90,8 +92,10 @@ def plan_of(model: Model, folder: Path) -> RunPlan:
     return make_plan(resolve(config, source), source, processes=1)
 
 
-def needed(model: Model, folder: Path, cells: tuple[tuple[int, int], ...] = CELLS) -> dict[tuple[int, int], int]:
+def needed(model: Model, folder: Path, sides: tuple[int, ...] = RESOLUTIONS) -> dict[tuple[int, int], int]:
     """Bytes that runs with this model need, each with samples of its own resolution."""
+    counts = [count for count, *way in COLUMNS if way == [model.recomputed, model.resident]]
+    cells = tuple(itertools.product(sides, counts))
     plan = plan_of(model, folder)
     (request,) = plan.data.requests
     with without_values():
@@ -107,12 +111,12 @@ def needed(model: Model, folder: Path, cells: tuple[tuple[int, int], ...] = CELL
     }
 
 
-COLUMNS = tuple(itertools.product(BATCHES, (True, False)))  # (batch, recomputed)
-
-
 def tables(found: Needed) -> Iterator[str]:
     """Lines of Markdown."""
-    heads = [f"batch {count}, {'all' if recomputed else 'nothing'} recomputed" for count, recomputed in COLUMNS]
+    heads = [
+        f"batch {count}, {'all' if recomputed else 'nothing'} recomputed{', all streamed' * (resident == 0)}"
+        for count, recomputed, resident in COLUMNS
+    ]
     for family in FAMILIES:
         yield f"**{family}**\n"
         yield f"| dtype | adapter | resolution | {' | '.join(heads)} |"
@@ -123,7 +127,7 @@ def tables(found: Needed) -> Iterator[str]:
 
 
 def row(found: Needed, family: str, dtype: str, adapter: str, side: int) -> str:
-    sizes = [found[Model(family, dtype, adapter, recomputed)][side, count] for count, recomputed in COLUMNS]
+    sizes = [found[Model(family, dtype, adapter, *way)][side, count] for count, *way in COLUMNS]
     return f"| {dtype} | {adapter} | {side} | {' | '.join(map(cell, sizes))} |"
 
 
@@ -141,19 +145,22 @@ def readme_table(document: str) -> Iterator[str]:
 
     A DoRA at batch 1. The largest photos come first, then the finest dtype of the base, then a step that recomputes nothing.
     """
-    yield f"| card | {' | '.join(NAMES[family] for family in FAMILIES)} |"
-    yield "|---" * (1 + len(FAMILIES)) + "|"
+    kinds = [(family, streamed) for family in FAMILIES for streamed in (False, True)]
+    yield f"| card | {' | '.join(NAMES[family] + ', streamed' * streamed for family, streamed in kinds)} |"
+    yield "|---" * (1 + len(kinds)) + "|"
     for card in CARDS:
-        yield f"| {card} GB | {' | '.join(best(document, family, card) for family in FAMILIES)} |"
+        yield f"| {card} GB | {' | '.join(best(document, family, card, streamed) for family, streamed in kinds)} |"
 
 
-def best(document: str, family: str, card: int) -> str:
-    """A cell of the README's table. card: GiB."""
+def best(document: str, family: str, card: int, streamed: bool) -> str:
+    """A cell of the README's table. card: GiB. streamed: every block, and all are recomputed."""
     table = document.partition(f"**{family}**\n")[2].partition("\n**")[0]
     rows = {tuple(cells[:3]): cells[3:] for line in table.splitlines() if len(cells := re.split(r"\s*\|\s*", line)[1:-1]) > 3}
-    for side, dtype, recomputed in itertools.product(reversed(RESOLUTIONS), DTYPES, (False, True)):
-        size, _, least = rows[dtype, "dora", str(side)][COLUMNS.index((1, recomputed))].partition(": ")
+    columns = [(1, True, 0)] if streamed else [(1, False, None), (1, True, None)]
+    for side, dtype, column in itertools.product(reversed(RESOLUTIONS), DTYPES, columns):
+        size, _, least = rows[dtype, "dora", str(side)][COLUMNS.index(column)].partition(": ")
         if least != "none" and int(least.removesuffix(" GB")) <= card:
+            recomputed = column[1] and not streamed
             return f"{side} px, {NAMES[dtype]} base{', recomputed' * recomputed}: {size} GiB"
     return "nothing fits"
 

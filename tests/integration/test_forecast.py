@@ -36,7 +36,7 @@ from trainer.base.tensorfile import TensorFile
 from trainer.cli import main as cli
 from trainer.engine.components import Components
 from trainer.kernels import dora_torch, scratch
-from trainer.memory_plan import step_time, suggestions
+from trainer.memory_plan import fitting, step_time, suggestions
 from trainer.memory_plan.describe import band, describe_memory, describe_time, step_seconds
 from trainer.memory_plan.dry_run import Rehearsal, without_values
 from trainer.memory_plan.estimate import CAPTIONS, SAMPLES, STEP, WORKER, Forecast, Stage, forecast
@@ -165,9 +165,9 @@ def test_more_memory_never_turns_yes_into_no(found: Forecast, memory: int, more:
 
 @given(st.lists(st.integers(1, 99), min_size=5, max_size=5), st.integers(1, 120), st.integers(0, 50))
 def test_more_memory_never_means_more_recomputation(needs: list[int], memory: int, more: int) -> None:
-    """needs: GiB by how many blocks are recomputed, fewer first; recomputing all never needs more than the others."""
-    needs[-1] = min(needs)
-    places = {every: place for place, every in enumerate(suggestions.CHECKPOINTING)}
+    """needs: GiB by how many blocks are recomputed, fewer first; more of them never need more."""
+    needs = sorted(needs, reverse=True)
+    places = {every: place for place, every in enumerate(fitting.CHECKPOINTING)}
 
     def stub(plan, kernels, *, base=None):
         size = needs[places[plan.config.memory.gradient_checkpointing]] * 2**30
@@ -176,12 +176,12 @@ def test_more_memory_never_means_more_recomputation(needs: list[int], memory: in
     def place(size: int) -> int:
         config = CONFIG.model_copy(update={"memory": CONFIG.memory.model_copy(update={"fit": f"{size}GiB"})})
         try:
-            fitted = suggestions.fitted(replace(PLAN, config=config), dora_torch, 0, base=None)
+            fitted = fitting.fitted(replace(PLAN, config=config), dora_torch, 0, base=None)
         except UserError:
             return len(places)
         return places[fitted.config.memory.gradient_checkpointing]
 
-    with patch.object(suggestions, "forecast", stub), patch.object(suggestions, "changes", lambda *_: []):
+    with patch.object(fitting, "forecast", stub), patch.object(fitting, "changes", lambda *_: []):
         assert place(memory) >= place(memory + more)
 
 
@@ -384,7 +384,7 @@ def test_memory_fit_chooses_and_changes_no_byte(bench: Workbench) -> None:
         return forecast(plan, kernels)
 
     free = run("free")
-    with patch.object(suggestions, "forecast", small):
+    with patch.object(suggestions, "forecast", small), patch.object(fitting, "forecast", small):
         all_of_it = forecast(plan, dora_torch).total
         fitted = run("fitted", memory__fit=f"{(all_of_it - 1) // 1000}kB")
         assert configs.read_resolved(bench.tmp / "fitted" / "config.toml")["memory"]["gradient_checkpointing"] is not False

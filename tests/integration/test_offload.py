@@ -13,9 +13,9 @@ from tests.harness import DENOISER, Workbench, built, metrics_of, take_step
 from trainer import config as configs
 from trainer.base.errors import UserError
 from trainer.kernels import dora_torch
-from trainer.memory_plan import estimate, suggestions
+from trainer.memory_plan import estimate, fitting, suggestions
 from trainer.memory_plan.estimate import STEP, Forecast, Stage, forecast
-from trainer.memory_plan.suggestions import fitted
+from trainer.memory_plan.fitting import fitted
 from trainer.memory_plan.suggestions import streamed as streamed_with
 from trainer.plan.run_plan import RunPlan, make_plan, open_source, resolve
 from trainer.run import run as runs
@@ -119,7 +119,7 @@ def test_a_plan_counts_no_block_on_the_device_that_only_passes(bench: Workbench,
     with pytest.raises(UserError, match=r"with every block streamed the run needs"):
         fitted(streamed_with(plan, 3), dora_torch, device_bytes(blocks, 1), base=None)
     weights = [Stage("", {"weights": size}, {"transformer": size}) for size in [device_bytes(blocks, 0)]]
-    monkeypatch.setattr(suggestions, "forecast", lambda *_, **__: replace(streamed, phases=tuple(weights)))
+    monkeypatch.setattr(fitting, "forecast", lambda *_, **__: replace(streamed, phases=tuple(weights)))
     monkeypatch.setattr(estimate, "SHARE", 0)
     with pytest.raises(UserError, match=r"= 3: these blocks of the transformer, and two that pass, .* at most 1, or 'auto'"):
         fitted(streamed_with(plan, 3), dora_torch, device_bytes(blocks, 1), base=None)

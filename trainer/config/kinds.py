@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from trainer.base.errors import UserError
 from trainer.base.files import parse_size
@@ -60,6 +60,25 @@ def check_size(text: str) -> str:
     return text
 
 
+def check_fit(given: Any) -> Any:
+    """Raises ValueError for what is neither a size nor "auto"."""
+    if given == "auto":
+        return given
+    if not isinstance(given, str):
+        raise ValueError(
+            'give a size, for example "12GiB", or "auto" for the card at hand; memory.fit_by names what may be changed to '
+            "fit, and a run says what each change costs"
+        )
+    return check_size(given)
+
+
+def once_each(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Raises ValueError for a name that is there twice."""
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise ValueError(f"{twice[0]!r} stands there twice; name each once, in the order in which they may be changed")
+    return names
+
+
 def check_mirror(url: str) -> str:
     """Raises ValueError for what is no URL with a place in it, and for keys in one: they would stand in every file of the
     run."""
@@ -80,6 +99,7 @@ def expand_source(path: str) -> str:
 PathText = Annotated[str, AfterValidator(expand_home)]
 MirrorUrl = Annotated[str, AfterValidator(check_mirror)]
 SizeText = Annotated[str, AfterValidator(check_size)]
+FitText = Annotated[str, BeforeValidator(check_fit)]
 GivenPath = Annotated[str, Field(min_length=1), AfterValidator(expand_home)]
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from trainer.config.kinds import Beta, Cadence, Count, CountOrShare, Positive, ReadWith, Share, SizeText, Table
+from trainer.config.kinds import Beta, Cadence, Count, CountOrShare, FitText, Positive, ReadWith, Share, Table, once_each
 
 
 def _a_range(t_range: tuple[float, float]) -> tuple[float, float]:
@@ -93,6 +93,8 @@ class StepTable(Table):
 
 
 Blocks = Literal["auto"] | Annotated[int, Field(ge=0)]
+Lever = Literal["checkpointing", "resident_blocks", "optimizer_bits", "batch"]
+FitBy = Annotated[tuple[Lever, ...], Field(strict=False, min_length=1), AfterValidator(once_each)]
 
 
 class MemoryTable(Table):
@@ -100,8 +102,10 @@ class MemoryTable(Table):
 
     gradient_checkpointing: bool | Count = False
     """Recompute blocks in the backward pass: none, all, or every n-th. Slower, same bytes."""
-    fit: SizeText | None = None
-    """Recompute as few blocks as fit into this much memory, for example `"12GiB"`."""
+    fit: FitText | None = None
+    """Fit the run into this much memory, for example `"12GiB"`, or into the card's: `"auto"`."""
+    fit_by: Annotated[FitBy, ReadWith("memory.fit")] = ("checkpointing",)
+    """What may be changed to fit: the last of these as little as can be, then the one before it."""
     offload: Literal["none", "blocks"] = "none"
     """Keep the frozen base in host memory, and stream it block by block. Slower, same bytes."""
     resident_blocks: Annotated[Blocks, ReadWith("memory.offload", ("blocks",))] = "auto"

@@ -1,4 +1,4 @@
-"""What makes a run smaller that does not fit: keys, what each saves, and its price. And the keys of memory.fit."""
+"""What makes a run smaller that does not fit: keys, what each saves, and its price."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,11 +9,7 @@ from typing import Any
 import torch
 
 from trainer.base import tiles
-from trainer.base.errors import UserError
-from trainer.base.files import parse_size
 from trainer.base.protocols import Kernels
-from trainer.base.tensorfile import size_text
-from trainer.memory_plan.dry_run import Rehearsal, without_values
 from trainer.memory_plan.estimate import PHOTOS, SAMPLES, STEP, Forecast, Stage, forecast
 from trainer.plan.run_plan import RunPlan
 from trainer.plan.storage import held_as, resident_blocks, weight_bytes
@@ -21,8 +17,13 @@ from trainer.runtime.precision import SMALLER_DTYPES, SMALLER_VAE, compute_dtype
 from trainer.runtime.streaming import device_bytes
 
 ACTIVATIONS = ("saved", "transient")  # parts of a phase
-# Of memory.gradient_checkpointing, the fastest first: none, every fourth block, ..., all. They change no byte of a run.
-CHECKPOINTING: tuple[bool | int, ...] = (False, 4, 3, 2, True)
+# By the names of memory.fit_by.
+PRICES = {
+    "checkpointing": "every step takes up to a third longer; no byte changes",
+    "resident_blocks": "the frozen base lies in host memory and is copied to the device in each step; no byte changes",
+    "optimizer_bits": "the optimizer's state is rounded to 8 bits: another run",
+    "batch": "as many photos in an update, fewer at a time and in another order: slower, and another run",
+}
 # A change counts that saves so many bytes, and such a share of what is missing.
 LEAST, LEAST_SHARE = 2**20, 0.005
 
@@ -72,7 +73,7 @@ def _ladder(plan: RunPlan, kernels: Kernels, found: Forecast) -> Iterator[_Rung]
     if family.blocks and config.memory.gradient_checkpointing is not True:
         yield _Rung(
             "memory.gradient_checkpointing = true",
-            "every step takes about a third longer; no byte changes",
+            PRICES["checkpointing"],
             _as_counted(found, lambda: forecast(with_checkpointing(plan, True), kernels, base=base), (STEP,)),
         )
     if plan.data.requests:
@@ -87,7 +88,7 @@ def _ladder(plan: RunPlan, kernels: Kernels, found: Forecast) -> Iterator[_Rung]
     if count > 1:
         yield _Rung(
             f"data.batch_size = 1, step.accumulation = {count * config.step.accumulation}",
-            "the same images in an update, one after the other: slower, and another run",
+            PRICES["batch"],
             lambda found: _scaled(found, STEP, 1 / count),
         )
     compute = {component: plan.model.storage[component].compute for component in (family.vae, family.denoiser)}
@@ -107,7 +108,7 @@ def _ladder(plan: RunPlan, kernels: Kernels, found: Forecast) -> Iterator[_Rung]
     if config.optimizer.name == "adamw" and not found.base:
         yield _Rung(
             "optimizer.name = 'adamw8bit'",
-            "the optimizer's state is rounded to 8 bits: another run",
+            PRICES["optimizer_bits"],
             lambda found: replace(found, phases=tuple(_in_8_bit(phase) for phase in found.phases)),
         )
     yield from _smaller(plan, family.denoiser, "the frozen weights are rounded, see docs/precision.md: another run")
@@ -129,7 +130,7 @@ def _streaming(plan: RunPlan, kernels: Kernels) -> Iterator[_Rung]:
     if family.blocks and config.memory.offload == "none" and not config.step.graphs:
         yield _Rung(
             "memory.offload = 'blocks'",
-            "the frozen base lies in host memory and is copied to the device in each step; no byte changes",
+            PRICES["resident_blocks"],
             _with_counted_weights(lambda: forecast(streamed(plan, 0), kernels), (family.denoiser, *family.text_encoders)),
         )
     if plan.model.resident.get(family.denoiser):
@@ -246,6 +247,12 @@ def streamed(plan: RunPlan, resident: int) -> RunPlan:
     return replace(changed, model=replace(model, resident=blocks))
 
 
+def unstreamed(plan: RunPlan) -> RunPlan:
+    """The plan with nothing streamed."""
+    changed = with_memory(plan, offload="none", resident_blocks="auto")
+    return replace(changed, model=replace(changed.model, resident={}))
+
+
 def with_resident(found: Forecast, denoiser: str, resident: int) -> Forecast:
     """A forecast of a streamed denoiser, with so many blocks that stay."""
     assert found.streaming is not None
@@ -258,71 +265,3 @@ def with_resident(found: Forecast, denoiser: str, resident: int) -> Forecast:
         for p in found.phases
     )
     return replace(found, phases=phases, streaming=replace(found.streaming, resident=resident))
-
-
-def fitted(plan: RunPlan, kernels: Kernels, memory: int, *, base: Callable[[], int] | None) -> RunPlan:
-    """The plan with the keys that are chosen by the memory there is: the fastest that fit, of those that change no byte.
-
-    memory: bytes of the device; memory.fit, where it is given, goes before. Raises UserError where nothing is small enough.
-    """
-    chosen = plan.config.memory
-    budget = memory if chosen.fit is None else parse_size(chosen.fit)
-    if chosen.fit is not None:
-        plan = _fitted_by_checkpointing(plan, kernels, budget, base=base)
-    if chosen.offload == "blocks" and chosen.resident_blocks == "auto":
-        plan = _fitted_by_resident_blocks(plan, kernels, budget, base=base)
-    elif chosen.offload == "blocks" and base is None:
-        _check_slots(plan, kernels, budget)
-    return plan
-
-
-def _fitted_by_resident_blocks(plan: RunPlan, kernels: Kernels, memory: int, *, base: Callable[[], int] | None) -> RunPlan:
-    least = streamed(plan, 0)
-    if base is not None:  # of a CPU: what streams lies in the same memory
-        return least
-    found = forecast(least, kernels)
-    if not found.fits(memory):
-        advice = "".join(f"\n- {change.what} ({change.price})" for change in changes(least, kernels, found, memory))
-        raise UserError(
-            f"memory.offload = 'blocks': with every block streamed the run needs {size_text(found.total)}, in "
-            f"{found.largest.name}, and there are {size_text(memory)}; use a larger card, or{advice or ' smaller photos'}"
-        )
-    assert found.streaming is not None
-    denoiser, most = plan.model.family.denoiser, len(found.streaming.blocks)
-    return streamed(plan, next(n for n in range(most, -1, -1) if with_resident(found, denoiser, n).fits(memory)))
-
-
-def _check_slots(plan: RunPlan, kernels: Kernels, memory: int) -> None:
-    """Raises UserError where the blocks that stay, and room for those that pass, are by themselves more than there is."""
-    name = plan.model.family.denoiser
-    with without_values():
-        components = Rehearsal(plan, kernels=kernels).components
-        components.load(name)
-        sizes, asked = components.streamers[name].sizes, plan.model.resident[name]
-    if (size := device_bytes(sizes, asked)) > memory:
-        remedy = "not even two blocks fit; use a larger card"
-        if device_bytes(sizes, 0) <= memory:
-            fewer = _fitted_by_resident_blocks(plan, kernels, memory, base=None)
-            remedy = f"use at most {fewer.config.memory.resident_blocks}, or 'auto'"
-        raise UserError(
-            f"memory.resident_blocks = {asked}: these blocks of the {name}, and two that pass, take {size_text(size)}, and "
-            f"there are {size_text(memory)}; {remedy}"
-        )
-
-
-def _fitted_by_checkpointing(plan: RunPlan, kernels: Kernels, memory: int, *, base: Callable[[], int] | None) -> RunPlan:
-    family = plan.model.family
-    choices = CHECKPOINTING if family.blocks else (False,)
-    smallest = with_checkpointing(plan, choices[-1])
-    least = forecast(smallest, kernels, base=base)
-    if not least.fits(memory):
-        advice = "".join(f"\n- {change.what} ({change.price})" for change in changes(smallest, kernels, least, memory))
-        raise UserError(
-            f"memory.fit = {plan.config.memory.fit!r}: with every block recomputed the run needs {size_text(least.total)}, "
-            f"in {least.largest.name}; raise memory.fit, or{advice or ' choose smaller photos'}"
-        )
-    for every in choices[:-1]:
-        tried = with_checkpointing(plan, every)
-        if forecast(tried, kernels, base=base).fits(memory):
-            return tried
-    return smallest

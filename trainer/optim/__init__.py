@@ -3,9 +3,9 @@
 from trainer.optim.regrouping import Regrouping
 from trainer.optim.schedules import SCHEDULES, ScheduleState, build_schedule, steps_of
 from trainer.optim.state import OptimizerState, state_bytes
-from trainer.optim.table import OPTIMIZERS, build_optimizer, levers
+from trainer.optim.table import OPTIMIZERS, build_optimizer, in_8_bits, levers
 
 __all__ = [
     "OPTIMIZERS", "SCHEDULES", "OptimizerState", "Regrouping", "ScheduleState", "build_optimizer", "build_schedule",
-    "levers", "state_bytes", "steps_of",
+    "in_8_bits", "levers", "state_bytes", "steps_of",
 ]  # fmt: skip

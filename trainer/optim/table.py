@@ -108,6 +108,12 @@ def optimizer_named(name: str) -> Entry:
     return OPTIMIZERS[name]
 
 
+def in_8_bits(name: str) -> str | None:
+    """The name of an optimizer whose state has 8 bits in place of 32; None where there is none."""
+    smaller = f"{name}8bit"
+    return smaller if smaller in OPTIMIZERS and not optimizer_named(name).eight_bit else None
+
+
 def levers(name: str) -> str:
     """The keys that make an optimizer's updates larger or smaller."""
     finds = optimizer_named(name).finds

@@ -218,6 +218,12 @@ def make_plan(config: Config, source: ModelSource, *, processes: int, phases: Ph
     )
 
 
+def with_config(plan: RunPlan, config: Config) -> RunPlan:
+    """The plan under a config that differs in the optimizer or in the batches. Its photos are not read again."""
+    data, length = plan_data(config, plan.model.family, processes=plan.length.processes, scanned=plan.data.scanned)
+    return replace(plan, config=config, data=data, length=length, truths=_truths(config, data.requests))
+
+
 def plan_data(
     config: Config, family: Family, *, processes: int, phases: Phases = QUIET, scanned: Scanned | None = None
 ) -> tuple[DataPlan, Length]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from trainer import config as configs
 from trainer import optim
@@ -33,8 +34,9 @@ def census(config: Config) -> Mapping[str, Piece]:
 
 def find_start(
     config: Config, resume_from: str | None, allowed: Allowance, phases: Phases = QUIET, *, planned: bool = False
-) -> tuple[Saved | None, list[str]]:
-    """The checkpoint to go on from, or None for a fresh start; and what is to be warned of.
+) -> tuple[Saved | None, Config, list[str]]:
+    """The checkpoint to go on from, or None for a fresh start; the config, with what the run's memory.fit chose; and what is
+    to be warned of.
 
     planned: nothing will be written, so that this run's own checkpoints in the output directory are a warning.
     Raises UserError where the output directory holds another run, or where the config changed in what may not change.
@@ -48,20 +50,22 @@ def find_start(
     results = steps or layout.adapters.exists()
     if folder is not None:
         saved = Saved(folder, census(config), phases)
+        config = as_chosen(config, saved.state("config"))
         saved.restore(config=pin_config(config, f"the checkpoint {folder}", allowed=allowed))
         if folder.resolve().parent != layout.checkpoints.resolve() and results:
             raise UserError(
                 f"--resume_from {folder}: {output_dir} already holds a run; "
                 "go on there with --resume_from auto, or choose another run.output_dir to branch off from that checkpoint"
             )
-        return saved, passed_over
+        return saved, config, passed_over
     if results and not layout.config.exists():
         raise UserError(f"{output_dir} holds another run without a config.toml; choose another")
     if results:
         # A start that ended before its first checkpoint left nothing to protect: a mended config replaces it. Adapter files
         # without a checkpoint are of this run as far as the config tells: nothing pins what lay at its places.
         may_change, way = ((*MAY_CHANGE, *PLACES), "auto") if steps else (MAY_CHANGE, "")
-        was, now = configs.read_resolved(layout.config), configs.tree(config)
+        was = configs.read_resolved(layout.config)
+        now = configs.tree(as_chosen(config, was))
         refuse_changes(was, now, output_dir, may_change=may_change, allowed=Allowance(resume_from=way))
     if steps:
         started = (
@@ -70,8 +74,32 @@ def find_start(
         )
         if not planned:
             raise UserError(started)
-        return None, [*passed_over, started]
-    return None, passed_over
+        return None, config, [*passed_over, started]
+    return None, config, passed_over
+
+
+def fixed_levers(config: Config) -> tuple[str, ...]:
+    """Names of memory.fit_by that a run which goes on keeps as they were: they change what it computes."""
+    return ("optimizer_bits", "batch", *(["checkpointing"] if config.step.compile != "none" else []))
+
+
+def as_chosen(config: Config, saved: Mapping[str, Any]) -> Config:
+    """The config with what memory.fit chose of `fixed_levers` when the run began. saved: its resolved config."""
+    memory, was = config.memory, configs.flatten(saved)
+    if memory.fit is None:
+        return config
+    fixed = {*memory.fit_by} & {*fixed_levers(config)}
+    if "checkpointing" in fixed and (every := was.get("memory.gradient_checkpointing")) is not None:
+        config = config.model_copy(update={"memory": memory.model_copy(update={"gradient_checkpointing": every})})
+    if "optimizer_bits" in fixed and was.get("optimizer.name") == (name := optim.in_8_bits(config.optimizer.name)):
+        config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"name": name})})
+    count, fewer = config.data.batch_size, was.get("data.batch_size")
+    if "batch" in fixed and type(fewer) is int and 0 < fewer < count and count % fewer == 0:
+        accumulation = config.step.accumulation * count // fewer
+        data = config.data.model_copy(update={"batch_size": fewer})
+        step = config.step.model_copy(update={"accumulation": accumulation})
+        config = config.model_copy(update={"data": data, "step": step})
+    return config
 
 
 def set_aside_results(layout: Layout, *, name: str, after: int) -> Path | None:

@@ -175,7 +175,7 @@ def build(
     Raises UserError for all that can be refused without a step."""
     allowed = allowed or Allowance(resume_from=resume_from or "auto")
     peers, phases = context.processes, context.phases
-    there = Memory.of(peers.device, config)
+    there = Memory.of(peers.device, config).everywhere(peers.largest)
     which = " (adapter.kernels = 'auto')" if config.adapter.kernels == "auto" else ""
     several = f", {peers.count} processes" if peers.count > 1 else ""
     peers.say(f"device {peers.device}{several}; kernels: {there.kernels.name}{which}")

@@ -21,7 +21,7 @@ from trainer.config import Config
 from trainer.data import identity
 from trainer.engine.components import tokenizers_alone
 from trainer.engine.encoding import report_captions
-from trainer.memory_plan.suggestions import fitted
+from trainer.memory_plan.fitting import fitted
 from trainer.models.loading import ModelSource
 from trainer.plan.run_plan import RunPlan, make_plan
 from trainer.resume import pins, start_point
@@ -74,10 +74,11 @@ def begin(
     allowed = asked.allowed
     if config.checkpoint.mirror is not None:
         check_library(config.checkpoint.mirror)
-    saved, warnings = start_point.find_start(config, asked.resume_from, allowed, phases, planned=asked.planned)
+    saved, config, warnings = start_point.find_start(config, asked.resume_from, allowed, phases, planned=asked.planned)
     plan = make_plan(config, source, processes=processes, phases=phases)
     start = open_start(plan, resumed=saved is not None)
-    plan = fitted(plan, there.kernels, there.size, base=there.base)
+    kept = () if saved is None else start_point.fixed_levers(config)
+    plan = fitted(plan, there.kernels, there.size, base=there.base, kept=kept, say=say)
     config = plan.config
     for line in (*warnings, *start.doubts, *container.doubts(Path(config.run.output_dir), "run.output_dir")):
         say(f"warning: {line}")

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 import psutil
@@ -58,6 +58,12 @@ class Memory:
         if device.type == "cuda":
             return Memory(torch.cuda.get_device_properties(device).total_memory, base_of(device), chosen, device)
         return Memory(host_memory(), base_of(device), chosen, device)
+
+    def everywhere(self, largest: Callable[..., list[int]]) -> "Memory":
+        """The same in all processes of a run: the least memory that one has, and the most that one takes on a CPU. largest:
+        of a number, over the processes."""
+        own = self.base
+        return replace(self, size=-largest(-self.size)[0], base=own and (lambda: largest(own())[0]))
 
 
 def accelerator_of(config: Config, memory: int) -> Memory:

@@ -1,0 +1,160 @@
+"""What memory.fit chooses: the cheapest that fits, in the order of memory.fit_by; and that a run keeps what it chose."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.harness import Workbench
+from trainer import config as configs
+from trainer.base.errors import UserError
+from trainer.kernels import dora_torch
+from trainer.memory_plan import estimate, fitting
+from trainer.memory_plan.estimate import STEP, Forecast, Stage, forecast
+from trainer.memory_plan.fitting import Fitting, Lever, fitted
+from trainer.memory_plan.suggestions import with_checkpointing
+from trainer.plan.run_plan import RunPlan, make_plan, open_source, resolve
+from trainer.resume.start_point import as_chosen
+from trainer.run import run as runs
+
+LEVERS = ["checkpointing", "resident_blocks", "optimizer_bits", "batch"]
+
+
+def needing(size: int) -> Forecast:
+    return Forecast((Stage(f"{STEP} 64x64, batch 1", {"weights": size}),), 0, 0)
+
+
+SAVED = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), max_size=4)
+
+
+@given(SAVED, st.integers(0, 99))
+def test_of_all_settings_that_fit_the_cheapest_are_taken(saved: list[list[int]], memory: int) -> None:
+    """Against all combinations. saved: GiB that each further setting of a lever takes off."""
+    levers = tuple(
+        Lever(f"lever {place}", (0, *itertools.accumulate(more)), lambda plan, setting: (*plan, setting), str, "")
+        for place, more in enumerate(saved)
+    )
+
+    def stub(plan: Any, kernels: Any, *, base: Any) -> Forecast:
+        return needing((100 - sum(plan)) * 2**30)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(fitting, "forecast", stub)
+        tried = Fitting((), dora_torch, memory * 2**30, None, levers)  # type: ignore[arg-type]
+        fit = [s for s in itertools.product(*(lever.settings for lever in levers)) if tried.fits(s)]
+        places = [[lever.settings.index(each) for lever, each in zip(levers, s, strict=True)][::-1] for s in fit]
+        found = tried.cheapest()
+    assert found == (fit[places.index(min(places))] if fit else None)
+
+
+def planned(bench: Workbench, **more: Any) -> RunPlan:
+    config = bench.config(
+        "flux", adapter__targets="attention+mlp", adapter__type="dora", data__batch_size=16, adapter__rank=64,
+        model__components={"transformer": {"dtype": "bf16"}}, precision__compute="bf16", **more,
+    )  # fmt: skip
+    source = open_source(config)
+    return make_plan(resolve(config, source), source, processes=1)
+
+
+@pytest.mark.parametrize("order", [LEVERS, ["optimizer_bits", "batch", "checkpointing", "resident_blocks"]])
+def test_every_budget_is_kept_and_what_is_listed_first_goes_first(bench: Workbench, monkeypatch, order) -> None:
+    """On an accelerator, by the real forecast: from what the run needs as it is, to what it needs at the least."""
+    monkeypatch.setattr(estimate, "CONTEXT", 0)  # larger than this model
+    plan, said, seen = planned(bench, memory__fit="auto", memory__fit_by=order), [], []
+    most = forecast(plan, dora_torch).total
+    with pytest.raises(UserError, match=r"memory\.fit = 'auto' \(1.0 MiB\): with .* the run needs .*, in") as raised:
+        fitted(plan, dora_torch, 2**20, base=None)
+    for words in ("every block recomputed", "every block streamed", "state in 8 bits", "one photo at a time", "larger card"):
+        assert words in str(raised.value)
+    for share in (1.0, 0.96, 0.6, 0.3):
+        said.clear()
+        found = fitted(plan, dora_torch, int(share * most), base=None, say=said.append)
+        assert forecast(found, dora_torch).total <= share * most
+        config = found.config
+        changed = [
+            config.memory.gradient_checkpointing is not False, config.memory.offload == "blocks",
+            config.optimizer.name == "adamw8bit", config.data.batch_size < 16,
+        ]  # fmt: skip
+        assert config.data.batch_size * config.step.accumulation == 16 and len(said) == sum(changed)
+        assert all(re.fullmatch(r"memory\.fit = 'auto': .* \(.*(no byte changes|another run)\)", line) for line in said)
+        seen.append([name for name in order if dict(zip(LEVERS, changed, strict=True))[name]])
+    assert seen[0] == [] != seen[1] and {*seen[1]} <= {*order[:2]} and len(seen[-1]) > 1
+
+
+def test_nothing_else_is_changed_without_being_named(bench: Workbench, monkeypatch) -> None:
+    monkeypatch.setattr(estimate, "CONTEXT", 0)
+    plan = planned(bench, memory__fit="1GiB")
+    assert plan.config.memory.fit_by == ("checkpointing",)
+    every = forecast(with_checkpointing(plan, True), dora_torch).total
+    with pytest.raises(UserError, match=r"with every block recomputed the run needs .*\n- data.batch_size = 1, ") as raised:
+        fitted(planned(bench, memory__fit=f"{every - 1000}B"), dora_torch, 0, base=None)
+    assert "one photo" not in str(raised.value)
+    kept = fitted(planned(bench, memory__fit="auto", memory__fit_by=LEVERS), dora_torch, every, base=None, kept=LEVERS[1:])
+    assert kept.config.memory.gradient_checkpointing is True and kept.config.data.batch_size == 16
+
+
+def result(folder: Path) -> list[bytes]:
+    (last,) = folder.glob("checkpoints/step-00000004")
+    return [(last / f"{name}.safetensors").read_bytes() for name in ("adapter", "optimizer")]
+
+
+def test_a_run_keeps_the_batch_that_was_chosen(bench: Workbench, monkeypatch, capsys) -> None:
+    """Stopped, and resumed where there is room for the whole batch: the bytes of one that was given the smaller batch."""
+
+    def stub(plan: RunPlan, kernels: Any, *, base: Any) -> Forecast:
+        return needing(plan.config.data.batch_size * 2**30)
+
+    def config(out: str, **more: Any) -> configs.Config:
+        return bench.config(run__output_dir=str(bench.tmp / out), run__max_steps=4, adapter__targets=["*.to_q"], **more)
+
+    monkeypatch.setattr(fitting, "forecast", stub)
+    by = {"memory__fit_by": ["batch"], "data__batch_size": 2}
+    runs.train(config("given", data__batch_size=1, step__accumulation=2), resume_from=None)
+    runs.train(config("fitted", memory__fit="2GiB", run__stop_after=2, **by), resume_from=None)
+    said = capsys.readouterr().out
+    assert "memory.fit = '2GiB': data.batch_size = 1, step.accumulation = 2 (as many photos in an update" in said
+    resolved = configs.read_resolved(bench.tmp / "fitted" / "config.toml")
+    assert (resolved["data"]["batch_size"], resolved["step"]["accumulation"]) == (1, 2)
+    runs.train(config("fitted", memory__fit="9GiB", **by), resume_from="auto")
+    assert result(bench.tmp / "fitted") == result(bench.tmp / "given")
+
+
+def test_a_run_keeps_the_optimizer_that_was_chosen_and_compiled_blocks_their_recomputation(bench: Workbench) -> None:
+    config = bench.config(memory__fit="auto", memory__fit_by=LEVERS, optimizer__name="lion")
+    saved = {"optimizer": {"name": "lion8bit"}, "memory": {"gradient_checkpointing": 3}}
+    chosen = as_chosen(config, saved)
+    assert (chosen.optimizer.name, chosen.memory.gradient_checkpointing) == ("lion8bit", False)
+    compiled = bench.config(memory__fit="auto", step__compile="blocks")
+    assert as_chosen(compiled, saved).memory.gradient_checkpointing == 3
+    for other in (bench.config(optimizer__name="lion"), bench.config(memory__fit="auto", optimizer__name="lion")):
+        assert as_chosen(other, saved) == other, "what was not asked for is another run's"
+    for odd in ({}, {"data": {"batch_size": "1"}}, {"data": {"batch_size": 3}}, {"optimizer": {"name": None}}):
+        assert as_chosen(config, odd) == config
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"memory__fit": True}, r'memory\.fit.*"12GiB", or "auto" for the card at hand; memory\.fit_by names what'),
+        ({"memory__fit": 12}, r'memory\.fit.*"12GiB", or "auto"'),
+        ({"memory__fit": "12"}, r"memory\.fit.*unit"),
+        ({"memory__fit": "auto", "memory__fit_by": ["batch", "batch"]}, r"fit_by.*'batch' stands there twice"),
+        ({"memory__fit": "auto", "memory__fit_by": []}, r"fit_by"),
+        ({"memory__fit": "auto", "memory__fit_by": ["rank"]}, r"fit_by"),
+        ({"memory__fit": "auto", "memory__fit_by": ["resident_blocks"], "step__graphs": True}, r"graphs.*resident_blocks"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(bench: Workbench, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        bench.config(**keys)
+
+
+def test_levers_without_a_size_are_refused(bench: Workbench) -> None:
+    with pytest.raises(UserError, match=r"memory\.fit_by.*without memory\.fit"):
+        planned(bench, memory__fit_by=["batch"])
