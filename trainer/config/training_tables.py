@@ -93,8 +93,8 @@ class StepTable(Table):
 
 
 Blocks = Literal["auto"] | Annotated[int, Field(ge=0)]
-Lever = Literal["checkpointing", "resident_blocks", "optimizer_bits", "batch"]
-FitBy = Annotated[tuple[Lever, ...], Field(strict=False, min_length=1), AfterValidator(once_each)]
+MayChange = Literal["checkpointing", "resident_blocks", "optimizer_bits", "batch"]
+FitBy = Annotated[tuple[MayChange, ...], Field(strict=False, min_length=1), AfterValidator(once_each)]
 
 
 class MemoryTable(Table):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from scripts import memory_table
@@ -17,13 +19,16 @@ def test_the_readmes_table_is_made_from_the_documents_tables() -> None:
 GIB = 2**30
 
 
-def document(sizes: dict[tuple[str, str, int, int, bool], float]) -> str:
-    """Tables in which all needs 100 GiB but `sizes`: (dtype, adapter, resolution, batch, recomputed) -> GiB."""
-    cells = memory_table.CELLS
-    found = {
-        model: {cell: int(sizes.get((model.dtype, model.adapter, *cell, model.recomputed), 100) * GIB) for cell in cells}
-        for model in memory_table.MODELS
-    }
+def document(sizes: dict[tuple, float]) -> str:
+    """Tables in which all needs 100 GiB but `sizes`: (dtype, adapter, resolution, batch, recomputed) -> GiB; with "streamed"
+    as a sixth, those of streamed blocks."""
+
+    def size(model: memory_table.Model, cell: tuple[int, int]) -> int:
+        streamed = ("streamed",) * (model.resident == 0)
+        return int(sizes.get((model.dtype, model.adapter, *cell, model.recomputed, *streamed), 100) * GIB)
+
+    cells = [*product(memory_table.RESOLUTIONS, memory_table.BATCHES)]
+    found = {model: {cell: size(model, cell) for cell in cells} for model in memory_table.MODELS}
     return "# Memory\n" + "\n".join(memory_table.tables(found))
 
 
@@ -47,4 +52,11 @@ def test_a_card_gets_the_best_that_fits(sizes, cells: dict[int, str]) -> None:
     text = document(sizes)
     for card, cell in cells.items():
         for family in FAMILIES:
-            assert memory_table.best(text, family, card) == cell
+            assert memory_table.best(text, family, card, False) == cell
+
+
+def test_streamed_blocks_have_a_column_of_their_own() -> None:
+    text = document({("bf16", "dora", 768, 1, True, "streamed"): 7, ("nf4", "dora", 1024, 1, True): 7})
+    for family in FAMILIES:
+        assert memory_table.best(text, family, 8, True) == "768 px, bf16 base: 7.0 GiB"
+        assert memory_table.best(text, family, 8, False) == "1024 px, 4-bit base, recomputed: 7.0 GiB"
