@@ -159,7 +159,7 @@ def _levers(plan: RunPlan, *, on_cpu: bool) -> Iterator[Lever]:
             lambda stay: f"memory.offload = 'blocks', memory.resident_blocks = {stay}", "every block streamed",
         )  # fmt: skip
     in_8_bits = optim.in_8_bits(config.optimizer.name)
-    if in_8_bits is not None and not on_cpu:
+    if in_8_bits is not None and not on_cpu and _takes(plan, in_8_bits):
         names = (config.optimizer.name, in_8_bits)
         yield Lever(
             "optimizer_bits", names, _with_optimizer, lambda name: f"optimizer.name = {name!r}",
@@ -179,12 +179,20 @@ def _with_streaming(plan: RunPlan, resident: int | None) -> RunPlan:
 
 
 def _with_optimizer(plan: RunPlan, name: str) -> RunPlan:
+    """Raises UserError where that one does not take the options of the plan's."""
     if name == plan.config.optimizer.name:
         return plan
-    table = plan.config.optimizer.model_copy(update={"name": name})
-    config = plan.config.model_copy(update={"optimizer": table})
+    config = plan.config.model_copy(update={"optimizer": plan.config.optimizer.model_copy(update={"name": name})})
     optimizer_rules.check(config)
     return with_config(plan, config)
+
+
+def _takes(plan: RunPlan, optimizer: str) -> bool:
+    try:
+        _with_optimizer(plan, optimizer)
+    except UserError:
+        return False
+    return True
 
 
 def _with_batch_size(plan: RunPlan, size: int) -> RunPlan:
