@@ -193,7 +193,7 @@ def test_the_pages_arithmetic_is_right() -> None:
     table = (ROOT / "docs" / "full_size.md").read_text(encoding="utf-8").partition("## Flux")[2]
     for phase, seconds in (("all before the first step", values["begin"]), ("saving step 1", values["save"])):
         assert f"| float8 DoRA 256 px | {phase} | {seconds:.1f} |" in table
-    assert f"| float8 | {values['step']} s |" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"| 1024 px | fp8_e4m3 | {values['step']} s |" in (ROOT / "docs" / "precision.md").read_text(encoding="utf-8")
 
 
 # --- the image --------------------------------------------------------------------------------------------------------
