@@ -48,8 +48,8 @@ class RunTable(Table):
     deterministic: bool = False
     """Make a resumed run on CUDA end in the same bytes, too. Slower. On a CPU it is always so."""
     lost_after: Annotated[float, Field(ge=5)] = 60.0
-    """Seconds without a sign of life from one of several processes until the others end. With a launcher (`torchrun`,
-    `accelerate launch`) that watches itself, it is not read."""
+    """Seconds without a sign of life from one of several processes until the others end. A launcher (`torchrun
+    --max-restarts`) then starts all of them again."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute. `auto` is CUDA if there is a card, else the CPU."""
 

@@ -192,7 +192,7 @@ class Rehearsal:
         step: type[Step] = DryStep,
     ) -> None:
         alone = SimpleNamespace(device=device, num_processes=1, process_index=0, is_main_process=False)
-        processes = Processes(alone)
+        processes = Processes(alone, lost_after=plan.config.run.lost_after)
         self.plan, self.device, self.on_cpu, self.step_class = plan, device, on_cpu, step
         self.host = device if device == META else torch.device("cpu")
         self.channels = 0  # of latents: known once images were encoded

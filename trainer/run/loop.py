@@ -75,7 +75,8 @@ class Loop:
             raise
         except PeerStopped:
             # In the middle of a step, perhaps: it changes nothing before its last reduction. Nobody waits for this process.
-            self.saves.save(final=True, alone=True)
+            if not self.context.processes.replaced:
+                self.saves.save(final=True, alone=True)
             raise
         except KeyboardInterrupt:
             at_once = True

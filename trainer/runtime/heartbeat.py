@@ -19,6 +19,7 @@ STATUS = 143  # of a process that ends because another one is lost
 WATCHING = "watching the others"  # the thread's name. Where it outlives the run, a process is lost.
 MOST_SECONDS = 2.0  # between two signs of life
 OVER = "over"
+REPLACED = "replaced"  # the key that tells the processes of a start of a later one
 
 
 class Store(Protocol):
@@ -33,27 +34,23 @@ class Store(Protocol):
     def check(self, keys: list[str], /) -> bool:
         """Whether all keys are set."""
 
+    def add(self, key: str, amount: int, /) -> int:
+        """The key's number, after this was added; 0 before anything was."""
+
 
 class Heartbeat:
     """This process's signs of life, and those of the others.
 
     store: a connection of its own, as a call that waits holds up all others. broken: what the store raises once the process
     that holds it, rank 0, is gone. lost_after: seconds from the last sign of life of a process until the others have ended.
-    end: ends this process at once, with a message; None where a launcher does that.
+    end: ends this process at once, with a message.
 
     A process is lost once it gave no sign for seven tenths of lost_after. The rest is for the main thread, which hears of it
     in `answer`. Where it does not, it is held by something that will not come back, and the thread here ends the process.
     """
 
     def __init__(
-        self,
-        store: Store,
-        *,
-        rank: int,
-        count: int,
-        lost_after: float,
-        broken: type[Exception],
-        end: Callable[[str], object] | None,
+        self, store: Store, *, rank: int, count: int, lost_after: float, broken: type[Exception], end: Callable[[str], object]
     ) -> None:
         self._store, self._rank, self._others = store, rank, [other for other in range(count) if other != rank]
         self._lost_after, self._broken, self._end = lost_after, broken, end
@@ -95,7 +92,10 @@ class Heartbeat:
         self.answer()
 
     def exchange(self, sign: int | str) -> None:
-        """Give a sign of life, and take those of the others."""
+        """Give a sign of life, and take those of the others. Ends this process where they have begun anew without it: it was
+        stopped or cut off for long, and what it writes would be written beside them."""
+        if self._store.check([REPLACED]):
+            self._end("this process was stopped or cut off, and a later start goes on without it; nothing was written since")
         beat = {"sign": sign, "host": socket.gethostname(), "pid": os.getpid()}
         self._store.set(f"beat/{self._rank}", json.dumps(beat))
         for other in self._others:
@@ -113,9 +113,8 @@ class Heartbeat:
         limit = 0.7 * self._lost_after
         # Where the store does not answer, all are silent, and it is the main process that is lost: the lowest rank.
         lost = [other for other, silent in self._silent.items() if silent >= limit - 2 * seconds]
-        key = " (run.lost_after)" if self._end else ""
         if any(silent >= limit for silent in self._silent.values()):
-            self._find(min(lost), f"has given no sign of life for {self._lost_after:g} s{key}")
+            self._find(min(lost), f"has given no sign of life for {self._lost_after:g} s (run.lost_after)")
         elif self._gone and (self._known.get(0) or {}).get("sign") != OVER:
             # The main process may have ended for the sake of one that was lost: the others have missed it as long.
             missed = [other for other, silent in self._silent.items() if silent >= limit / 2]
@@ -148,8 +147,6 @@ class Heartbeat:
             if self._over.wait(self._pause):
                 return
             self.look(self._pause)
-        if self._end is None:
-            return
         # The main thread looks at `answer` in every wait and between two pieces of all work. Not in a reduction of NCCL,
         # which waits for the lost process on the device, nor while it waits for a store that was stopped: no exception gets
         # there. So the process is ended from here. A checkpoint that is being written is finished first, if there is time.

@@ -1,8 +1,8 @@
 """What the processes of a run say to one another. The only file that knows torch.distributed; accelerate starts it.
 
 Reductions go through the process group. Waiting does not: while one process downloads, encodes, draws or saves, the others
-ask the group's store now and then. So nobody's time-out counts that work, signals are heard meanwhile, and a process that
-fails alone takes the others with it, with its exit status. One that is killed or stopped is missed by its signs of life.
+ask a store now and then. So nobody's time-out counts that work, signals are heard meanwhile, and a process that fails alone
+takes the others with it, with its exit status. One that is killed or stopped is missed by its signs of life.
 """
 
 import json
@@ -12,44 +12,39 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from typing import Any
 
 import torch
 
 from trainer.base.console import write
 from trainer.base.errors import PeerStopped, ending
 from trainer.base.signals import Signals
-from trainer.runtime.heartbeat import STATUS, Heartbeat
+from trainer.runtime.heartbeat import REPLACED, STATUS, Heartbeat
+from trainer.runtime.starts import meet, prefix_of
 
 # Of a reduction: longer than processes can differ in one step (reading, a larger bucket, one micro-batch more). It does not
 # serve to find a process that died: the connection breaks then, the launcher ends the others, and signs of life are missed.
 REDUCTION_TIMEOUT = timedelta(hours=24)
 ASK_SECONDS = 0.25  # between two looks at the store
-# A process without a sign of life for so long is lost, where a launcher has started it: the launcher tells of a death on its
-# machine at once, so this serves for one on another, where minutes cost little. A live process can be silent, too: in a
-# debugger, while it swaps, or where it holds Python's lock and waits for a file of a server that does not answer.
-LAUNCHED_SECONDS = 600.0
+SCHEME = "trainer"  # of the address under which accelerate asks for our store
 
 
 class Processes:
     """This process among its equals: device, count, rank. Methods are called by all of them in the same order.
 
-    `check` may be called at any time. lost_after: seconds without a sign of life, where no launcher watches.
+    `check` may be called at any time. store: of this start alone; None where there is one process. lost_after: seconds
+    without a sign of life.
     """
 
-    def __init__(self, accelerator, lost_after: float = LAUNCHED_SECONDS) -> None:
+    def __init__(self, accelerator, store=None, *, lost_after: float) -> None:
         self.device: torch.device = accelerator.device
         self.count: int = accelerator.num_processes
         self.rank: int = accelerator.process_index
         self.is_main: bool = accelerator.is_main_process
         self._signals = Signals()
-        self._store, self._meetings, self._asked = None, 0, 0.0
-        self._launched, self._lost_after, self._heartbeat = True, lost_after, None
-        if self.count > 1:
-            from torch.distributed import PrefixStore, is_torchelastic_launched
-            from torch.distributed.distributed_c10d import _get_default_store
-
-            self._store = PrefixStore("trainer", _get_default_store())
-            self._launched = is_torchelastic_launched()
+        self._store: Any = store if self.count > 1 else None
+        self._meetings, self._asked = 0, 0.0
+        self._launched, self._lost_after, self._heartbeat = launched(), lost_after, None
 
     def say(self, text: str, *, whole: bool = False) -> None:
         """Print what the run says, once. whole: no line is broken."""
@@ -91,9 +86,9 @@ class Processes:
             self._store.clone(),
             rank=self.rank,
             count=self.count,
-            lost_after=LAUNCHED_SECONDS if self._launched else self._lost_after,
+            lost_after=self._lost_after,
             broken=torch.distributed.DistError,
-            end=None if self._launched else _end,
+            end=_end,
         )
         with self._heartbeat:
             try:
@@ -107,6 +102,16 @@ class Processes:
     def undisturbed(self) -> AbstractContextManager[object]:
         """A block in which this process is not ended because another one is lost."""
         return self._heartbeat.undisturbed if self._heartbeat else nullcontext()
+
+    @property
+    def replaced(self) -> bool:
+        """Whether a launcher may have started the run again without this process. Then nothing is for it to write."""
+        if self._store is None or not self._launched:
+            return False
+        try:
+            return self._store.check([REPLACED])
+        except torch.distributed.DistError:
+            return True
 
     def check(self) -> None:
         """Raises Interrupted once any process was asked to stop, PeerStopped once one has failed."""
@@ -227,11 +232,33 @@ def _end(message: str) -> None:
     os._exit(STATUS)
 
 
+def launched() -> bool:
+    """Whether a launcher (torchrun, accelerate launch) watches this process. It keeps its store while it starts processes
+    again."""
+    return torch.distributed.is_available() and torch.distributed.is_torchelastic_launched()
+
+
 def start(device: torch.device, *, lost_after: float) -> Processes:
-    """accelerate's view of devices and processes. It computes nothing for us: mixed precision is ours."""
+    """accelerate's view of devices and processes. It computes nothing for us: mixed precision is ours.
+
+    Raises PeerStopped where not all processes come.
+    """
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
 
     # Said in so many words: without a GPU and without `cpu=True`, accelerate makes every process a lone main process.
-    patient = InitProcessGroupKwargs(timeout=REDUCTION_TIMEOUT)
-    return Processes(Accelerator(cpu=device.type == "cpu", mixed_precision="no", kwargs_handlers=[patient]), lost_after)
+    store = _open_store() if launched() or int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
+    patient = InitProcessGroupKwargs(init_method=f"{SCHEME}://" if store else None, timeout=REDUCTION_TIMEOUT)
+    accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision="no", kwargs_handlers=[patient])
+    return Processes(accelerator, store, lost_after=lost_after)
+
+
+def _open_store():
+    """A store of this start alone. One process asks for it, too: an earlier start of more is told that it is over."""
+    from torch.distributed import PrefixStore, register_rendezvous_handler, rendezvous
+
+    store, rank, count = next(rendezvous("env://", timeout=REDUCTION_TIMEOUT))
+    own = PrefixStore(prefix_of(meet(PrefixStore("trainer", store), rank=rank, count=count)), PrefixStore("trainer", store))
+    # By an address, since accelerate hands on no store.
+    register_rendezvous_handler(SCHEME, lambda *_, **__: iter([(own, rank, count)]))
+    return own

@@ -25,11 +25,11 @@ class Broken(Exception):
 class Group:
     """Processes that give signs of life and look for those of the others when they are told to: no clock is read."""
 
-    def __init__(self, count: int, lost_after: float = LIMIT, ended: list[str] | None = None) -> None:
+    def __init__(self, count: int, lost_after: float = LIMIT) -> None:
         self.store, self.pause = HashStore(), min(heartbeat.MOST_SECONDS, lost_after / 20)
-        end = None if ended is None else ended.append
+        self.ended: list[str] = []
         self.members = [
-            Heartbeat(self.store, rank=rank, count=count, lost_after=lost_after, broken=Broken, end=end)
+            Heartbeat(self.store, rank=rank, count=count, lost_after=lost_after, broken=Broken, end=self.ended.append)
             for rank in range(count)
         ]
         self.signs = 0
@@ -56,7 +56,7 @@ class Group:
 @pytest.mark.parametrize("lost_after", [5.0, 60.0, 1000.0])
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_silent_process_is_lost_in_time_for_the_others_to_end_and_is_named(lost: int, lost_after: float) -> None:
-    group = Group(3, lost_after, ended=[])
+    group = Group(3, lost_after)
     group.go_on(100 * lost_after, alive={0, 1, 2})
     alive = {0, 1, 2} - {lost}
     for rank in alive:
@@ -74,7 +74,7 @@ def test_a_silent_process_is_lost_in_time_for_the_others_to_end_and_is_named(los
 def test_a_process_that_never_gave_a_sign_is_lost_too() -> None:
     group = Group(2)
     assert group.go_on(LIMIT, alive={0}) < LIMIT
-    assert group.said(0).startswith("process 1 has given no sign of life for 60 s; ")
+    assert group.said(0).startswith("process 1 has given no sign of life for 60 s (run.lost_after); ")
 
 
 def test_the_others_are_asked_for_soon_again_until_all_are_known() -> None:
@@ -107,6 +107,15 @@ def test_who_was_stopped_itself_takes_no_other_for_lost() -> None:
     group.members[0].look(group.pause)
     group.go_on(10, alive={0, 1})
     group.members[0].answer()
+
+
+def test_one_that_was_stopped_for_so_long_that_the_others_began_anew_ends_before_it_gives_a_sign() -> None:
+    group = Group(2)
+    group.go_on(10, alive={0, 1})
+    assert not group.ended
+    group.store.set(heartbeat.REPLACED, "")
+    group.members[1].exchange(99)
+    assert len(group.ended) == 1 and "a later start goes on without it" in group.ended[0]
 
 
 def test_where_the_store_does_not_answer_it_is_the_main_process_that_is_lost() -> None:
@@ -210,8 +219,7 @@ def test_the_end_comes_within_the_time_that_is_given_whatever_the_main_thread_do
     gone: bool, hears: bool, lost_after: float, monkeypatch
 ) -> None:
     """Counted from the last sign of the lost process, in seconds that are waited for and not in those of a clock."""
-    ended: list[str] = []
-    group = Group(2, lost_after, ended)
+    group = Group(2, lost_after)
     one, limits = group.members[1], Patient()
     limits.saved.set()
     group.go_on(10 * group.pause, alive={0, 1})
@@ -229,12 +237,12 @@ def test_the_end_comes_within_the_time_that_is_given_whatever_the_main_thread_do
     one._heard, one.undisturbed = SimpleNamespace(wait=wait), limits
     monkeypatch.setattr(heartbeat, "time", limits)
     one._watch()
-    assert len(ended) == 1 and lost_after / 2 < waited + limits.seconds <= lost_after
+    assert len(group.ended) == 1 and lost_after / 2 < waited + limits.seconds <= lost_after
     assert gone or limits.seconds >= lost_after / 5 - group.pause / 2, "some time is left to end in order"
 
 
 def test_an_orderly_end_leaves_no_thread() -> None:
     before = threading.active_count()
-    with Heartbeat(HashStore(), rank=0, count=2, lost_after=60, broken=Broken, end=None):
+    with Heartbeat(HashStore(), rank=0, count=2, lost_after=60, broken=Broken, end=pytest.fail):
         assert threading.active_count() == before + 2
     assert threading.active_count() == before

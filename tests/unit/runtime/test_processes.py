@@ -9,26 +9,27 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed import HashStore, distributed_c10d
+from torch.distributed import HashStore
 
 from trainer.base.errors import Interrupted, PeerStopped, UserError
 from trainer.base.signals import Signals
-from trainer.runtime import processes
+from trainer.runtime import heartbeat, processes
 from trainer.runtime.processes import Processes
+
+LOST_AFTER = 600.0
 
 
 @pytest.fixture
 def pair(monkeypatch) -> list[tuple[Processes, Signals]]:
     """Two processes' views, over a store of this process; each is run in a thread."""
     store = HashStore()
-    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # without a launcher a lost process would end this one
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setattr(processes, "_end", lambda message: None)  # a lost process would end this one
     views = []
     for rank in (0, 1):
-        view = Processes(
-            SimpleNamespace(device=torch.device("cpu"), num_processes=2, process_index=rank, is_main_process=rank == 0)
-        )
-        views.append((view, Signals()))
+        about = {"num_processes": 2, "process_index": rank, "is_main_process": rank == 0}
+        accelerator = SimpleNamespace(device=torch.device("cpu"), **about)
+        views.append((Processes(accelerator, store, lost_after=LOST_AFTER), Signals()))
     return views
 
 
@@ -96,7 +97,7 @@ def test_a_lost_process_ends_the_wait_for_it_and_the_work_beside_it(pair, monkey
     """Found by signs of life, which test_heartbeat.py has."""
     (main_view, signals), (_, _) = pair
     with main_view.attending(signals):
-        main_view._heartbeat.look(2 * processes.LAUNCHED_SECONDS)  # without a sign
+        main_view._heartbeat.look(2 * LOST_AFTER)  # without a sign
         for work in (main_view.wait, main_view.check):
             with pytest.raises(PeerStopped, match="process 1 has given no sign of life") as gone:
                 work()
@@ -151,3 +152,22 @@ def test_a_reduction_that_is_done_just_after_the_wait_is_done(pair, monkeypatch)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **more: LateWork("Connection closed by peer"))
     with view.attending(signals), pytest.raises(PeerStopped, match="Connection closed by peer"):
         view.sum(torch.zeros(1))
+
+
+def test_one_that_the_launcher_has_replaced_knows(pair, monkeypatch) -> None:
+    """So the loop saves nothing for it. Without a launcher nobody starts again over the same store."""
+    view = pair[0][0]
+    assert not view.replaced
+    view._store.set(heartbeat.REPLACED, "")
+    assert view.replaced and pair[1][0].replaced
+    monkeypatch.setattr(view, "_launched", False)
+    assert not view.replaced
+
+
+def test_a_launcher_that_does_not_answer_may_have_replaced_this_one(pair, monkeypatch) -> None:
+    def gone(keys: list[str]) -> bool:
+        raise torch.distributed.DistNetworkError("Connection reset by peer")
+
+    view = pair[0][0]
+    monkeypatch.setattr(view, "_store", SimpleNamespace(check=gone))
+    assert view.replaced

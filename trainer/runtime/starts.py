@@ -1,0 +1,57 @@
+"""How the processes of one start find one another, in a store that outlives them.
+
+A launcher that starts its processes again keeps its store, and what an earlier start left there looks like the present one's:
+process 1 would connect to a process 0 that is dead. Nothing that the launcher tells names the start: its count of restarts
+may differ between machines, and stands still when one comes or goes. So each start is given a number here.
+"""
+
+import json
+import time
+import uuid
+
+from trainer.base.errors import PeerStopped
+from trainer.runtime.heartbeat import REPLACED, STATUS, Store
+
+STARTS = "starts"  # how many there were
+PAUSE = 0.02  # seconds between two looks
+# From the first process that is there to the last: they import libraries, on a cold disk for minutes.
+PATIENCE = 600.0
+
+
+def prefix_of(number: int) -> str:
+    """The prefix of the keys of a start."""
+    return f"start/{number}"
+
+
+def meet(store: Store, *, rank: int, count: int, patience: float = PATIENCE) -> int:
+    """The number of this start, the same for all its processes and for those of no other. Waits until they are all there.
+
+    Process 0 draws it, and tells it to those that have come; each knows by a name of its own that it is meant, and not one
+    that had its rank before. Raises PeerStopped where one does not come.
+    """
+    end = time.monotonic() + patience
+    if rank == 0:
+        number = store.add(STARTS, 1)
+        store.set(f"{prefix_of(number - 1)}/{REPLACED}", "")
+        came = {other: f"{prefix_of(number)}/came/{other}" for other in range(1, count)}
+        while came and not store.check(list(came.values())):
+            missing = [other for other, key in came.items() if not store.check([key])]
+            _pause(end, f"of {count} processes {', '.join(map(str, missing))} did not come within {patience:g} s")
+        store.set(f"{prefix_of(number)}/all", json.dumps({other: store.get(key).decode() for other, key in came.items()}))
+        return number
+    name, said = uuid.uuid4().hex, 0
+    while True:
+        number = store.add(STARTS, 0)
+        if number > said:
+            store.set(f"{prefix_of(number)}/came/{rank}", name)
+            said = number
+        every = f"{prefix_of(number)}/all"
+        if number and store.check([every]) and json.loads(store.get(every)).get(str(rank)) == name:
+            return number
+        _pause(end, f"process 0, which all others wait for, did not come within {patience:g} s")
+
+
+def _pause(end: float, otherwise: str) -> None:
+    if time.monotonic() > end:
+        raise PeerStopped(f"{otherwise}; start all processes again with --resume_from auto", STATUS)
+    time.sleep(PAUSE)
