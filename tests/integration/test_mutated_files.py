@@ -111,6 +111,7 @@ def pieces_of_a_run() -> dict[str, Any]:
             photos=photo_digests(photos),
             samples=5,
             micro_batches=2,
+            accumulation=2,
             steps_per_epoch=3,
             allowed=Allowance(),
         ),

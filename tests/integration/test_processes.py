@@ -118,7 +118,7 @@ def start_both(
     folders, pids = [], []
     for rank in (0, 1):
         folder = bench.tmp / f"{path.stem} of {rank}"
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         given = {"rank": rank, "port": port, "patch": patch, "launched": launched}
         given["arguments"] = ["--config", str(path), *arguments]
         folders.append(folder)
@@ -156,12 +156,18 @@ def assert_same_course(bench: Workbench, out: str, other: str) -> None:
 
 @pytest.mark.slow
 def test_two_processes_and_one_take_turns(server: Server, bench: Workbench) -> None:
-    """1 -> 2 -> 1: every checkpoint goes on under the other number, with the losses of a run of one process."""
+    """2 -> 1 -> 2 -> 1 with one config: every checkpoint goes on under the other number, with the losses of a run of one
+    process."""
     train(configs.parse(tree(bench, "one", processes=1)), resume_from=None)
-    train(configs.parse(tree(bench, "turns", processes=1, run__stop_after=2)), resume_from="auto")
-    run_both(server, bench, tree(bench, "turns", processes=2, run__stop_after=4), "--resume_from", "auto")
-    assert store.steps(bench.tmp / "turns" / "checkpoints")[-1] == 4
-    train(configs.parse(tree(bench, "turns", processes=1)), resume_from="auto")
+    for stop, processes, kept in ((1, 2, 2), (2, 1, 4), (4, 2, 2), (LENGTH, 1, 4)):
+        config = tree(bench, "turns", processes=2, run__stop_after=stop)
+        if processes == 2:
+            run_both(server, bench, config, "--resume_from", "auto")
+        else:
+            train(configs.parse(config), resume_from="auto")
+        assert store.steps(bench.tmp / "turns" / "checkpoints")[-1] == stop
+        resolved = configs.read_resolved(bench.tmp / "turns" / "config.toml")
+        assert (resolved["step"]["accumulation"], resolved["data"]["batch_size"]) == (kept, 1)
     assert_same_course(bench, "one", "turns")
 
 

@@ -206,12 +206,16 @@ class Saved:
             return f"lacks {name}: it is not a whole checkpoint of this version"
         return f"has an unknown piece, {name}: go on with the version that wrote it"
 
-    def state(self, name: str) -> dict[str, Any]:
-        """One piece's state, tensors included."""
-        piece = self.pieces[name]
-        state = files.read_json(self.folder / QUANTIZATION) if name == "quantization" else piece.get("state")
+    def values(self, name: str) -> dict[str, Any]:
+        """One piece's state without tensors."""
+        state = files.read_json(self.folder / QUANTIZATION) if name == "quantization" else self.pieces[name].get("state")
         if not isinstance(state, dict):
             raise UserError(f"{self.folder}: the state of {name} is not there or not a table")
+        return state
+
+    def state(self, name: str) -> dict[str, Any]:
+        """One piece's state, tensors included."""
+        piece, state = self.pieces[name], self.values(name)
         if self.census[name].file:
             file = TensorFile(self.folder / self.census[name].file)
             listed = piece.get("tensors")

@@ -13,7 +13,7 @@ from trainer import config as configs
 from trainer import optim
 from trainer.base.console import printable, shortlist
 from trainer.base.errors import UserError
-from trainer.checkpoint.state import Pin
+from trainer.checkpoint.state import Pin, Saved
 from trainer.config import Config
 from trainer.data import identity
 from trainer.resume.allowed_changes import PHOTOS, SHARE, Allowance, never
@@ -93,13 +93,15 @@ def pin_data(
     photos: Mapping[str, torch.Tensor],
     samples: int,
     micro_batches: int,
+    accumulation: int,
     steps_per_epoch: int,
     allowed: Allowance,
 ) -> Pin:
     """Other photos or another global batch would show every later step other samples.
 
     digests: of all that decides what a step sees, by name; photos: of every photo, to name those that changed
-    (identity.py). micro_batches: in an update, over all processes. steps_per_epoch: tells where in its epoch a run stood.
+    (identity.py). micro_batches: in an update, over all processes. accumulation: as the config gives it, for `share_out`.
+    steps_per_epoch: tells where in its epoch a run stood.
     """
     counts = {"samples": samples, "micro_batches": micro_batches, "steps_per_epoch": steps_per_epoch}
 
@@ -117,12 +119,42 @@ def pin_data(
             if not allowed.permits(SHARE):
                 raise UserError(
                     f"an update had {was} micro-batches (step.accumulation x processes), now it has {micro_batches}; change "
-                    "step.accumulation or the number of processes to match, or end the present epoch here and go on with "
+                    f"step.accumulation to match, with {_parts(was)} processes, or end the present epoch here and go on with "
                     f"as many: {allowed.way([SHARE])}"
                 )
             allowed.changed[SHARE] = f"micro-batches in an update: {was} -> {micro_batches}"
 
-    return Pin({"digests": digests, **counts, **photos}, check)
+    return Pin({"digests": digests, **counts, "accumulation": accumulation, **photos}, check)
+
+
+def share_out(config: Config, saved: Saved, processes: int, allowed: Allowance, say: Callable[[str], None]) -> Config:
+    """The config with the accumulation that keeps the checkpoint's update over this number of processes.
+
+    A step.accumulation that the person changed since is left for `pin_data` to judge. Raises UserError where the update
+    cannot be shared out evenly.
+    """
+    then, accumulation = saved.values("data"), config.step.accumulation
+    count, given = then.get("micro_batches"), then.get("accumulation")
+    if count == accumulation * processes or given != accumulation or allowed.permits(SHARE) or type(count) is not int:
+        return config
+    images = f"of data.batch_size = {config.data.batch_size}"
+    if count % processes:
+        raise UserError(
+            f"an update has {count} micro-batches {images}, which {processes} processes cannot share evenly; start "
+            f"{_parts(count)} processes, or end the present epoch here and go on with another update: {allowed.way([SHARE])}"
+        )
+    kept = count // processes
+    say(
+        f"step.accumulation: {accumulation} -> {kept}: an update keeps its {count} micro-batches {images}, shared by "
+        f"{processes} {'processes' if processes > 1 else 'process'}"
+    )
+    return config.model_copy(update={"step": config.step.model_copy(update={"accumulation": kept})})
+
+
+def _parts(count: int) -> str:
+    """The numbers of processes that can share so many micro-batches, to be said."""
+    *less, most = [str(number) for number in range(1, count + 1) if count % number == 0]
+    return f"{', '.join(less)} or {most}" if less else most
 
 
 def _other_photos(found: Mapping[str, list[str]], changed: list[str], counts: str, allowed: Allowance) -> None:

@@ -75,6 +75,9 @@ def begin(
     if config.checkpoint.mirror is not None:
         check_library(config.checkpoint.mirror)
     saved, config, warnings = start_point.find_start(config, asked.resume_from, allowed, phases, planned=asked.planned)
+    given = config.step.accumulation
+    if saved is not None:
+        config = pins.share_out(config, saved, processes, allowed, say)
     plan = make_plan(config, source, processes=processes, phases=phases)
     start = open_start(plan, resumed=saved is not None)
     kept = () if saved is None else start_point.fixed_levers(config)
@@ -91,6 +94,7 @@ def begin(
         photos=identity.photo_digests(plan.data.examples),
         samples=len(plan.data.photos),
         micro_batches=config.step.accumulation * plan.length.processes,
+        accumulation=given,
         steps_per_epoch=plan.length.steps_per_epoch,
         allowed=allowed,
     )

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.harness import Workbench
+from trainer import config as configs
 from trainer.base.errors import UserError
 from trainer.checkpoint.state import Pin
 from trainer.resume.allowed_changes import Allowance
-from trainer.resume.pins import NOT_COMPILED, pin_environment, pin_quantization, refuse_changes
+from trainer.resume.pins import NOT_COMPILED, pin_environment, pin_quantization, refuse_changes, share_out
 
 LAYER: dict[str, Any] = {
     "format": "int4", "library": "quanto 0.2", "relative_error": 0.01, "tensors": {"weight": "a" * 64, "bias": "b" * 64},
@@ -77,3 +81,42 @@ def test_compiled_blocks_that_recompute_otherwise_are_told() -> None:
     before = environment("math", "blocks, gradient_checkpointing = False", said=said)
     environment("math", "blocks, gradient_checkpointing = True", said=said).load_state_dict(dict(before.value))
     assert len(said) == 1 and "compiled: blocks, gradient_checkpointing = False -> blocks, gradient" in said[0]
+
+
+def shared(micro_batches: int, given: int | None, now: int, processes: int, *allowed: str) -> tuple[int, list[str]]:
+    """(the accumulation of a resumed run, what was said). given, now: the config's, then and now."""
+    tree = Workbench(Path("models"), Path("out")).tree(step__accumulation=now, data__batch_size=3)
+    saved, said = SimpleNamespace(values=lambda name: {"micro_batches": micro_batches, "accumulation": given}), []
+    kept = share_out(configs.parse(tree), saved, processes, Allowance(allowed), said.append)  # type: ignore[arg-type]
+    assert kept.data.batch_size == 3
+    return kept.step.accumulation, said
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4, 6, 12])
+def test_another_number_of_processes_keeps_the_update_and_the_config_needs_no_edit(processes: int) -> None:
+    """The config has an accumulation of 2, for six processes."""
+    kept, said = shared(12, 2, 2, processes)
+    assert kept * processes == 12
+    many = f"{processes} process{'es' if processes > 1 else ''}"
+    what = f"an update keeps its 12 micro-batches of data.batch_size = 3, shared by {many}"
+    assert said == ([] if processes == 6 else [f"step.accumulation: 2 -> {kept}: {what}"])
+
+
+@pytest.mark.parametrize(("processes", "numbers"), [(5, "1, 2, 3, 4, 6 or 12"), (24, "1, 2, 3, 4, 6 or 12")])
+def test_a_number_that_cannot_share_the_update_is_refused_with_those_that_can(processes: int, numbers: str) -> None:
+    refused = f"an update has 12 micro-batches of data.batch_size = 3, which {processes} processes cannot share evenly; "
+    with pytest.raises(UserError, match=f"^{refused}start {numbers} processes, or .*--allow step.accumulation"):
+        shared(12, 2, 2, processes)
+
+
+@pytest.mark.parametrize(
+    ("given", "now", "processes", "allowed"),
+    [
+        (2, 4, 2, ()),  # the person asks for another update
+        (2, 2, 5, ("step.accumulation",)),  # and it is allowed
+        (None, 2, 2, ()),  # a checkpoint that does not say what the config had
+        (2, 12, 1, ()),  # the same update, by hand
+    ],
+)
+def test_what_the_person_asks_for_is_not_changed(given: int | None, now: int, processes: int, allowed: tuple) -> None:
+    assert shared(12, given, now, processes, *allowed) == (now, [])
