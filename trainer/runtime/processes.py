@@ -108,6 +108,8 @@ class Processes:
         """Whether a launcher may have started the run again without this process. Then nothing is for it to write."""
         if self._store is None or not self._launched:
             return False
+        if self._heartbeat is not None and self._heartbeat.missed:
+            return True
         try:
             return self._store.check([REPLACED])
         except torch.distributed.DistError:

@@ -118,6 +118,21 @@ def test_one_that_was_stopped_for_so_long_that_the_others_began_anew_ends_before
     assert len(group.ended) == 1 and "a later start goes on without it" in group.ended[0]
 
 
+def test_one_that_was_away_for_long_knows_that_it_may_have_been_missed(monkeypatch) -> None:
+    """From the first moment on, and also once it gives signs again."""
+    monkeypatch.setattr(heartbeat, "time", clock := Patient())
+    one = Group(2).members[1]
+    for _ in range(3):
+        clock.seconds += LIMIT / 2
+        assert not one.missed
+        one.exchange(1)
+    clock.seconds += 0.8 * LIMIT
+    assert one.missed
+    one.exchange(2)
+    one.exchange(3)
+    assert one.missed
+
+
 def test_where_the_store_does_not_answer_it_is_the_main_process_that_is_lost() -> None:
     """All are silent then. The last look before it may have seen the main one's sign, and not those of others."""
     group = Group(4)

@@ -171,3 +171,11 @@ def test_a_launcher_that_does_not_answer_may_have_replaced_this_one(pair, monkey
     view = pair[0][0]
     monkeypatch.setattr(view, "_store", SimpleNamespace(check=gone))
     assert view.replaced
+
+
+def test_one_that_was_away_for_long_may_have_been_replaced_over_another_store(pair) -> None:
+    (view, signals), _ = pair
+    with view.attending(signals):
+        assert not view.replaced
+        view._heartbeat._given -= LOST_AFTER
+        assert view.replaced
