@@ -67,8 +67,8 @@ def test_what_one_process_met_with_is_raised_by_all_after_the_same_step(error: E
     assert isinstance(error, type(there.value))
 
 
-def ended(error: BaseException | None, step: int = 3) -> tuple[list[str], BaseException | None]:
-    """(what a loop does whose steps end like this, what it raises)."""
+def ended(error: BaseException | None, step: int = 3, *, replaced: bool = False) -> tuple[list[str], BaseException | None]:
+    """(what a loop does whose steps end like this, what it raises). replaced: whether a later start goes on without it."""
     done: list[str] = []
 
     def steps() -> None:
@@ -83,6 +83,7 @@ def ended(error: BaseException | None, step: int = 3) -> tuple[list[str], BaseEx
         saves=SimpleNamespace(save=saved, close=lambda: done.append("saver closed")),
         measurements=SimpleNamespace(end=lambda error: None, log=SimpleNamespace(close=lambda: done.append("log closed"))),
         data=SimpleNamespace(close=lambda: done.append("data closed")),
+        context=SimpleNamespace(processes=SimpleNamespace(replaced=replaced)),
     )  # fmt: skip
     try:
         assert Loop.run(loop)
@@ -112,6 +113,11 @@ def test_the_last_whole_step_is_saved_however_a_run_ends(error: BaseException | 
     assert done == does and type(raised) is type(error)
     if isinstance(error, Interrupted):
         assert "after step 3, which is saved" in str(raised) and "which is saved" not in str(ended(error, step=0)[1])
+
+
+def test_a_process_that_a_later_start_does_without_writes_nothing() -> None:
+    done, raised = ended(PeerStopped("x", 143), replaced=True)
+    assert done == CLOSED and isinstance(raised, PeerStopped)
 
 
 def test_what_one_process_cannot_read_waits_until_all_know_of_it() -> None:
