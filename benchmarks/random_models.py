@@ -68,7 +68,7 @@ class Bench:
         if resident is not None:
             self.streamer = Streamer(family.ordered_blocks(name, module), resident, device)
         if base is None or self.streamer is not None:
-            allocate(module, device, self.streamer.stay() if self.streamer is not None else ())
+            allocate(module, device, self.streamer.at_home() if self.streamer is not None else ())
         if base is None:
             fill(module, device)
         else:
@@ -123,7 +123,7 @@ class Bench:
             scaler=torch.amp.GradScaler(device.type, enabled=False),
             max_grad_norm=1.0,
             after_update=lambda step: stale() or {},
-            sum=lambda tensor: None,
+            sum=lambda *tensors: None,
             training=self.adapter.training(0),
         )  # fmt: skip
         self.layers = [m for m in module.modules() if isinstance(m, FrozenLinear)]

@@ -324,6 +324,11 @@ class Config(Table):
                 f"step.graphs = true cannot be combined with memory.offload = {self.memory.offload!r}: a graph replays "
                 "kernels alone, and the copies of the blocks are asked for by the program; leave out one of them"
             )
+        if self.step.graphs and self.memory.shard:
+            raise ValueError(
+                "step.graphs = true cannot be combined with memory.shard = true: a graph replays kernels alone, and the "
+                "blocks are brought together by the program; leave out one of them"
+            )
         if self.step.graphs and "resident_blocks" in self.memory.fit_by:
             raise ValueError(
                 "step.graphs = true cannot be combined with 'resident_blocks' in memory.fit_by: a graph replays kernels "

@@ -110,6 +110,22 @@ class MemoryTable(Table):
     """Keep the frozen base in host memory, and stream it block by block. Slower, same bytes."""
     resident_blocks: Annotated[Blocks, ReadWith("memory.offload", ("blocks",))] = "auto"
     """How many blocks of the denoiser stay on the device. `auto` is the most that fit; on a CPU 0."""
+    shard: bool = False
+    """Share the frozen base out among the processes, block by block. Slower, same bytes."""
+
+    @model_validator(mode="after")
+    def _one_place_for_the_base(self) -> MemoryTable:
+        if self.shard and self.offload != "none":
+            raise ValueError(
+                f"memory.shard = true cannot be combined with memory.offload = {self.offload!r}: what the other processes "
+                "have is brought together on the device, without a copy on the host; leave out one of them"
+            )
+        if self.shard and "resident_blocks" in self.fit_by:
+            raise ValueError(
+                "memory.shard = true cannot be combined with 'resident_blocks' in memory.fit_by, which puts blocks in host "
+                "memory; leave out one of them"
+            )
+        return self
 
 
 class OptimizerTable(Table):

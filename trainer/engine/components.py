@@ -24,6 +24,7 @@ from trainer.quantization import ConvertedWeights
 from trainer.runtime.attention import TORCHS_OWN, Attention
 from trainer.runtime.compilation import Compiler
 from trainer.runtime.processes import Processes
+from trainer.runtime.sharding import Sharder
 from trainer.runtime.streaming import Streamer
 
 
@@ -101,6 +102,7 @@ class Components:
         if converted is not None and self.processes.is_main:
             self.processes.say(f"{name}: {converted.found} of {converted.wanted} converted weights were in model.cache_dir")
             converted.store(module, phases=self.phases)
+        self.processes.settle()  # what has a part in each process, the main one stores whole
         in_file = held_as(self.source, name)
         if in_file and not storage.format.quantised:
             self.processes.say(f"{name}: held as {in_file[0]} in the model's file, widened to {storage.format.name}")
@@ -114,15 +116,21 @@ class Components:
             self.processes.say(f"{name}: {self.streamers[name]}")
         return module
 
-    def swap(self, name: str, module: torch.nn.Module) -> list[torch.Tensor]:
-        """Freeze the layers of a component without memory, and have its blocks streamed where the plan says so. Returns the
-        tensors that stay in host memory."""
+    def swap(self, name: str, module: torch.nn.Module) -> Collection[torch.Tensor]:
+        """Freeze the layers of a component without memory, and have its blocks streamed, or shared out, where the plan says
+        so. Returns the tensors that get no memory of the device."""
         self.plan.storage[name].swap(module, held=self.source.held(name), kernels=self.kernels)
-        if name not in self.plan.resident:
-            return []
-        blocks = self.family.ordered_blocks(name, module)
-        streamer = self.streamers[name] = Streamer(blocks, self.plan.resident[name], self.model.device)
-        return streamer.stay()
+        shared = self.plan.parts > 1 and name == self.family.denoiser
+        if not shared and name not in self.plan.resident:
+            return ()
+        blocks, device = self.family.ordered_blocks(name, module), self.model.device
+        if shared:
+            peers = self.processes if self.processes.count > 1 else None
+            streamer: Streamer = Sharder(blocks, device, parts=self.plan.parts, peers=peers)
+        else:
+            streamer = Streamer(blocks, self.plan.resident[name], device)
+        self.streamers[name] = streamer
+        return streamer.at_home()
 
     def streamed_blocks(self, names: Collection[str]) -> dict[str, torch.nn.Module]:
         """The streamed blocks of these components by full name."""

@@ -53,7 +53,8 @@ class NonFinite:
 def what_would_fit(plan: RunPlan, *, on_cpu: bool) -> str:
     """Keys that lower a step's need of memory, in words, for a run whose step ran out of it; first what keeps the run."""
     config, denoiser = plan.config, plan.model.family.denoiser
-    streams = on_cpu or config.step.graphs or config.memory.offload == "blocks" or not plan.model.family.blocks
+    memory = config.memory
+    streams = on_cpu or config.step.graphs or memory.shard or memory.offload == "blocks" or not plan.model.family.blocks
     others = [
         *([f"data.batch_size below {config.data.batch_size}"] if config.data.batch_size > 1 else []),
         f"data.resolution below {plan.data.resolution}",
@@ -62,7 +63,7 @@ def what_would_fit(plan: RunPlan, *, on_cpu: bool) -> str:
     ]
     keeping = [
         *(["step.graphs=false"] if config.step.graphs else []),
-        *([] if config.memory.gradient_checkpointing is True else ["memory.gradient_checkpointing=true"]),
+        *([] if memory.gradient_checkpointing is True else ["memory.gradient_checkpointing=true"]),
         *([] if streams else ["memory.offload=blocks"]),
         *(["memory.resident_blocks=0"] if not on_cpu and plan.model.resident.get(denoiser) else []),
     ]

@@ -141,7 +141,7 @@ class Step:
     losses: (a micro-batch, the occurrences of its global batch) -> fp32 [B].
     optimizer: its parameters have gradients (optim.build_optimizer).
     after_update: called with the step when parameters changed (DoRA norms are marked stale there); gives what the log tells.
-    sum: sums a tensor over the processes, in place.
+    sum: sums tensors over the processes, in place.
     training: (step, micro-batch of this process) -> a context in which the adapter is as the step trains it (its dropouts).
     attention: a context with the denoiser's attention, for the backward pass: blocks run again there, outside its forward.
     too_large: what to change where it runs out of memory.
@@ -155,7 +155,7 @@ class Step:
     scaler: torch.amp.GradScaler
     max_grad_norm: float
     after_update: Callable[[int], Mapping[str, float | None]]
-    sum: Callable[[torch.Tensor], None]
+    sum: Callable[..., None]
     training: Callable[[int, int], AbstractContextManager[None]]
     attention: Callable[[], AbstractContextManager[Any]] = nullcontext
     too_large: str = ""
@@ -175,8 +175,7 @@ class Step:
         """
         told, exhausted = self._backward(step, batches, occurrences)
         # Whatever happened here: a process that stopped on its own would leave the others waiting.
-        for tensor in (told, *(parameter.grad for parameter in self.parameters)):
-            self.sum(tensor)
+        self.sum(told, *(parameter.grad for parameter in self.parameters))
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in self.parameters])

@@ -80,7 +80,12 @@ def describe_time(plan: RunPlan, found: Forecast, device: torch.device | None, *
         f"{'step' if steps == 1 else 'steps'} (an estimate for a machine without other work; samples, held-out losses, "
         f"encoding and checkpoints are not counted{several})"
     )
-    if found.streaming and not on_cpu:
+    if found.streaming and plan.model.parts > 1:
+        gathered = size_text(plan.config.step.accumulation * found.streaming.copied)
+        line += (
+            f"\n  beside it {gathered} of blocks are brought together a step, over what connects the processes: not counted"
+        )
+    elif found.streaming and not on_cpu:
         copied = size_text(plan.config.step.accumulation * found.streaming.copied)
         slow, fast = sorted(each / 1e9 for each in step_time.BUS)
         line += f"\n  with {copied} of streamed blocks a step, copied beside it at {slow:g} to {fast:g} GB/s: not measured"
@@ -102,7 +107,8 @@ def step_seconds(plan: RunPlan, found: Forecast, machine: Machine) -> tuple[floa
     batches = config.step.accumulation
     share = pixels / plan.length.steps_per_epoch / (batches * config.data.batch_size * max(size for size, _ in sizes))
     share /= plan.length.processes
-    copied = found.streaming.copied if found.streaming else 0  # whatever the photos' size
+    # Whatever the photos' size. What comes from other processes comes by a way that nobody named.
+    copied = found.streaming.copied if found.streaming and plan.model.parts == 1 else 0
     (least, most), (once, at_most) = machine.seconds(step.cost, share, copied), machine.seconds(step.once)
     return batches * least + once, batches * most + at_most
 

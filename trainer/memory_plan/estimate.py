@@ -287,15 +287,15 @@ class Forecaster:
                 self.widest = max(self.widest, *map(_weight, module.modules()))
 
     def _in_device_memory(self, name: str, module: nn.Module) -> Iterator[Tensor]:
-        """What of a loaded component takes the device's memory: of streamed blocks the slots alone."""
+        """What of a loaded component takes the device's memory: of streamed blocks the slots, and what it keeps of them."""
         streamer = self.run.components.streamers.get(name)
         if streamer is None:
             yield from _tensors(module)
             return
-        self.masters[name] = streamer.bytes
-        elsewhere = set() if self.on_cpu else {id(tensor) for tensor in streamer.stay()}
-        yield from (tensor for tensor in _tensors(module) if id(tensor) not in elsewhere)
-        yield from streamer.slots
+        self.masters[name] = streamer.host
+        elsewhere = {id(tensor) for tensor in streamer.at_home()}
+        kept = [block.kept for block in streamer.streamed.values()] if self.on_cpu or not streamer.host else []
+        yield from (tensor for tensor in (*_tensors(module), *streamer.slots, *kept) if id(tensor) not in elsewhere)
 
     def streaming(self) -> Streaming | None:
         """How the denoiser's blocks are streamed, if they are."""

@@ -127,6 +127,8 @@ def _ladder(plan: RunPlan, kernels: Kernels, found: Forecast) -> Iterator[_Rung]
 
 def _streaming(plan: RunPlan, kernels: Kernels) -> Iterator[_Rung]:
     family, config = plan.model.family, plan.config
+    if plan.model.parts > 1:
+        return
     if family.blocks and config.memory.offload == "none" and not config.step.graphs:
         yield _Rung(
             "memory.offload = 'blocks'",
@@ -150,7 +152,7 @@ def _smaller(plan: RunPlan, name: str, price: str) -> Iterator[_Rung]:
     for dtype in SMALLER_DTYPES:
         there = weight_bytes(plan.model.source, component.stored_as(dtype), held={})
         if there < now:
-            change = partial(_with_weights, name=name, size=there)
+            change = partial(_with_share, name=name, share=there / now)
             yield _Rung(f"model.components.{name}.dtype = {dtype!r}", price, change)
 
 
@@ -172,6 +174,12 @@ def _with_weights(found: Forecast, name: str, size: int) -> Forecast:
             phase = replace(_part(phase, "weights", weights), loaded={**phase.loaded, name: size})
         phases.append(phase)
     return replace(found, phases=tuple(phases))
+
+
+def _with_share(found: Forecast, name: str, share: float) -> Forecast:
+    """With that share of that component's weights, wherever it is in memory."""
+    largest = max((phase.loaded.get(name, 0) for phase in found.phases), default=0)
+    return _with_weights(found, name, int(share * largest))
 
 
 def _scaled(found: Forecast, phases: str, share: float) -> Forecast:

@@ -49,6 +49,7 @@ def refuse_unread(config: Config, family: Family) -> None:
     if not family.blocks:
         by_family["memory.gradient_checkpointing"] = f"on {family.name}, which names no blocks to recompute; leave it out"
         by_family["memory.offload"] = f"on {family.name}, which names no blocks to stream; leave it out"
+        by_family["memory.shard"] = f"on {family.name}, which names no blocks to share out; leave it out"
         by_family["step.compile"] = f"on {family.name}, which names no blocks to compile; leave it out"
     named = config.objective.timesteps
     if named != "auto" and "objective.timesteps" not in absent and named not in family.timesteps:

@@ -84,7 +84,8 @@ class ModelPlan:
 
     storage: by component. options: the values of the keys that the family reads. cache_text: whether the encoders are gone
     once captions are encoded. converted: the folder that keeps converted weights, if any. resident: of components whose
-    blocks are streamed, how many of them stay on the device.
+    blocks are streamed, how many of them stay on the device. parts: of each of the denoiser's blocks, one in each process;
+    1: each has all of it.
     """
 
     source: ModelSource
@@ -95,6 +96,7 @@ class ModelPlan:
     cache_text: bool
     converted: str | None
     resident: Mapping[str, int]
+    parts: int = 1
 
     @property
     def family(self) -> Family:
@@ -209,6 +211,7 @@ def make_plan(config: Config, source: ModelSource, *, processes: int, phases: Ph
             cache_text=cache_text,
             converted=config.model.cache_dir,
             resident=storage.resident_blocks(config, source, adapted),
+            parts=storage.parts(config, processes),
         ),
         data=data,
         length=length,

@@ -157,6 +157,17 @@ def resident_blocks(config: Config, source: ModelSource, adapted: Collection[str
     return {family.denoiser: 0 if asked == "auto" else asked, **dict.fromkeys(encoders, 0)}
 
 
+def parts(config: Config, processes: int) -> int:
+    """The number of parts of each of the denoiser's blocks, one in each process; 1: whole in all. Raises UserError."""
+    if config.memory.shard and processes == 1:
+        raise UserError(
+            "memory.shard = true shares the base out among several processes, and there is 1: start as many as there are "
+            "cards (torchrun --nproc_per_node N train.py ...), or leave it out; a plan is for N with WORLD_SIZE=N in the "
+            "environment. On one card memory.offload = 'blocks' keeps the base in host memory"
+        )
+    return processes if config.memory.shard else 1
+
+
 def weight_bytes(source: ModelSource, component: Storage, *, held: Mapping[str, HeldWeight | torch.dtype]) -> int:
     """The bytes of a component's weights in memory. held: what its files hold quantised and is taken as it is
     (ModelSource.held)."""

@@ -7,6 +7,7 @@ counts as missing and is converted again.
 
 import hashlib
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from trainer.base.errors import UserError
 from trainer.base.files import remove_leftovers
 from trainer.base.progress import QUIET, Phases
-from trainer.base.tensorfile import TensorFile, tensor_sha256, write_tensors
+from trainer.base.tensorfile import Recipe, TensorFile, tensor_sha256, write_tensors
 from trainer.quantization.layers import FrozenLayer
 
 VERSION = 2  # raise it when a format converts to other bytes, lies in memory in another way, or more is kept
@@ -77,12 +78,23 @@ class ConvertedWeights:
         remove_leftovers(self.folder.glob(".*.tmp"), idle=600)
         layers = _converted(module)
         kept = {name: layer.payload() | {NORMS: layer.original_norms} for name, layer in layers.items()}
-        tensors = {f"{name}.{key}": tensor for name, some in kept.items() for key, tensor in some.items()}
+        tensors: dict[str, torch.Tensor | Recipe] = {
+            f"{name}.{key}": tensor for name, some in kept.items() for key, tensor in some.items()
+        }
+        size = sum(tensor.nbytes for some in kept.values() for tensor in some.values())
+        for name, layer in layers.items():
+            for key in layer.digests:  # it is not here whole
+                form = kept[name][key]
+                make = partial(lambda layer, key: layer.whole_payload()[key], layer, key)
+                tensors[f"{name}.{key}"] = Recipe(form.dtype, tuple(form.shape), make)
         # Twice through the bytes: the digests stand in the header, in front of what they are of.
-        with phases("storing converted weights", 2 * sum(t.nbytes for t in tensors.values()), "B") as phase:
+        with phases("storing converted weights", 2 * size, "B") as phase:
             about = {
                 name: {
-                    "sha256": {key: tensor_sha256(tensor, phase.advance) for key, tensor in kept[name].items()},
+                    "sha256": {
+                        key: layer.digests.get(key) or tensor_sha256(tensor, phase.advance)
+                        for key, tensor in kept[name].items()
+                    },
                     "bytes_before": layer.bytes_before,
                     "relative_error": layer.relative_error,
                 }

@@ -8,8 +8,9 @@ from torch import nn
 
 from trainer.base.protocols import Kernels
 from trainer.base.types import HeldWeight
+from trainer.quantization.convolutions import FrozenConv2d, Geometry
 from trainer.quantization.formats import Format
-from trainer.quantization.layers import FrozenConv2d, FrozenLayer, FrozenLinear, Geometry
+from trainer.quantization.layers import FrozenLayer, FrozenLinear
 from trainer.quantization.table import FORMATS, dense, formats_of
 
 Choose = Callable[[str, nn.Module], tuple[Format, torch.dtype]]  # (name, layer) -> (storage, compute dtype)

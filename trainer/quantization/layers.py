@@ -1,4 +1,4 @@
-"""Frozen Linear and Conv2d over any storage format: protocols.BaseLayer.
+"""A frozen Linear, and what it shares with a convolution, over any storage format: protocols.BaseLayer.
 
 Forward and input gradient are ours for every format. A weight whose stored dtype is not the compute dtype is converted
 into one shared buffer at each use, in the forward and again in the backward pass: a saved copy would undo the saving of
@@ -7,7 +7,7 @@ memory.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,25 @@ from trainer.base.types import HeldWeight, StoredWeight
 from trainer.kernels import scaled_matmul_pays
 from trainer.kernels.scratch import scratch
 from trainer.quantization.formats import Format, relative_error
+
+Payload = Mapping[str, torch.Tensor]
+
+
+class Home(Protocol):
+    """The place of a layer's payload while its block does not pass by (runtime/streaming.py).
+
+    payload: what the layer has meanwhile, by name: the payload itself, or tensors of its form on the meta device.
+    digests: the SHA-256 of each tensor, where the payload itself is not at hand.
+    """
+
+    payload: Payload
+    digests: Mapping[str, str]
+
+    def whole(self) -> Payload:
+        """The payload on the device that computes; it stays what it is, whatever passes by."""
+
+    def fill(self, payload: Payload) -> None:
+        """Take the payload over, from any device."""
 
 
 class FrozenLayer(nn.Module):
@@ -57,9 +76,10 @@ class FrozenLayer(nn.Module):
         self._cast_bias: tuple[torch.Tensor, torch.Tensor] | None = None
         self._plain = False  # StoredWeight.plain, found once when the payload is filled
         self._stored = self._described(self._buffers)  # with the buffer that it is of
-        # Of a payload that is streamed (runtime/streaming.py): its buffers in host memory, and where it passes on the device;
-        # and what they store.
-        self._places: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]] | None = None
+        # Of a payload that is streamed: its home; the buffers that it has there, and where it passes on the device; and what
+        # they store.
+        self._home: Home | None = None
+        self._places: tuple[Payload, Payload] | None = None
         self._of_places: tuple[tuple[torch.Tensor, StoredWeight], tuple[torch.Tensor, StoredWeight]] | None = None
 
     @property
@@ -68,8 +88,17 @@ class FrozenLayer(nn.Module):
         return self.payload_weight if self._places is None else self._places[1]["payload_weight"]
 
     def payload(self) -> dict[str, torch.Tensor]:
-        """The payload's tensors by name."""
+        """The payload's tensors by name: their forms alone (meta device) of one that no process has whole."""
         return _payload(self._buffers)
+
+    def whole_payload(self) -> Payload:
+        """The payload's tensors by name, wherever they lie."""
+        return self.payload() if self._home is None else self._home.whole()
+
+    @property
+    def digests(self) -> Mapping[str, str]:
+        """The SHA-256 of the payload's tensors by name, as they were filled; empty where the tensors themselves are there."""
+        return {} if self._home is None else self._home.digests
 
     def stored(self) -> StoredWeight:
         """The frozen weight itself, also while an adapter is merged; of a layer whose block is not passing by, a copy."""
@@ -77,9 +106,8 @@ class FrozenLayer(nn.Module):
         if self._stored[0] is not self._buffers["payload_weight"] and not torch.compiler.is_compiling():
             self._stored = self._described(self._buffers)
         stored = self._stored[1]
-        if self._places is not None and stored.device != self.qweight.device:
-            there = self._places[0].items()
-            return self._described({name: tensor.to(self.qweight.device) for name, tensor in there})[1]
+        if self._home is not None and stored.device != self.qweight.device:
+            return self._described(_buffers(self._home.whole()))[1]
         return stored
 
     def _described(self, buffers: Mapping[str, torch.Tensor | None]) -> tuple[torch.Tensor, StoredWeight]:
@@ -87,24 +115,24 @@ class FrozenLayer(nn.Module):
         stored = self.format.stored(_payload(buffers), (rows, self.weight_shape.numel() // rows))
         return buffers["payload_weight"], replace(stored, plain=True) if self._plain else stored
 
-    def stream(self, host: Mapping[str, torch.Tensor], passing: Mapping[str, torch.Tensor]) -> None:
-        """Have the payload in host memory from now on, and in `passing`, on the device, while the block passes by (`bind`).
+    def stream(self, home: Home, passing: Payload) -> None:
+        """Have the payload at home from now on, and in `passing`, on the device, while the block passes by (`bind`).
 
-        Both by name, in place of the payload, which is not filled yet.
+        In place of the payload, which is not filled yet.
         """
-        self._places = _buffers(host), _buffers(passing)
+        self._home, self._places = home, (_buffers(home.payload), _buffers(passing))
         self._of_places = self._described(self._places[0]), self._described(self._places[1])
         self.bind(False)
 
     def bind(self, passing: bool) -> None:
-        """Compute with the payload where it passes, or as it lies in host memory."""
+        """Compute with the payload where it passes, or as it lies at home."""
         assert self._places is not None and self._of_places is not None
         self._buffers.update(self._places[passing])
         self._stored = self._of_places[passing]
 
     def end_stream(self) -> None:
         """Give up the payload."""
-        self._places = self._of_places = None
+        self._home = self._places = self._of_places = None
         for name in _payload(self._buffers):
             del self._buffers[f"payload_{name}"]
         del self._stored
@@ -132,35 +160,39 @@ class FrozenLayer(nn.Module):
             # Streamed. A device rounds in its own way: it is converted where it would be without.
             made = {name: torch.empty_like(tensor, device=weight.device) for name, tensor in payload.items()}
         self.format.quantize_into(weight, made)
-        if made is not payload:
-            self.load_payload(made)
-        self._filled()
+        self._take(made)
         self.bytes_before = weight.nbytes
         if self.format.quantised:
-            self.relative_error = relative_error(weight, self.stored())
-            flat = self.stored().shape
+            stored = self._described(_buffers(made))[1]
+            self.relative_error = relative_error(weight, stored)
             # On the CPU: nothing computes with them but the export.
-            self.original_norms = self.kernels.row_squares(StoredWeight(weight.reshape(flat), flat)).sqrt().float().cpu()
+            rows = StoredWeight(weight.reshape(stored.shape), stored.shape)
+            self.original_norms = self.kernels.row_squares(rows).sqrt().float().cpu()
 
-    def load_payload(self, payload: Mapping[str, torch.Tensor]) -> None:
+    def load_payload(self, payload: Payload) -> None:
         """Take over a payload of this layer's format as it is, in place."""
-        for name, tensor in self.payload().items():
-            tensor.copy_(payload[name].view(tensor.shape))
-        self._filled()
+        self._take({name: payload[name].view(tensor.shape) for name, tensor in self.payload().items()})
 
-    def load_held(self, held: HeldWeight, payload: Mapping[str, torch.Tensor]) -> None:
+    def _take(self, payload: Payload) -> None:
+        if self._home is not None:
+            self._home.fill(payload)
+        else:
+            copy_payload(payload, self.payload())
+        self._filled(payload)
+
+    def load_held(self, held: HeldWeight, payload: Payload) -> None:
         """Take over what a file holds quantised, or convert it where this layer is stored in another format."""
         if self.format.dtype_name == held.dtype:
             self.load_payload(payload)
         else:
             self.load_weight(held.dequantize(payload, self.weight_shape))
 
-    def _filled(self) -> None:
-        self._plain = self.kernels.has_plain_codes(self.stored())
+    def _filled(self, payload: Payload) -> None:
+        self._plain = self.kernels.has_plain_codes(self._described(_buffers(payload))[1])
         self._stored = self._described(self._buffers)
         if self._places is not None:
-            host, passing = self._places
-            self._of_places = self._described(host), self._described(passing)
+            home, passing = self._places
+            self._of_places = self._described(home), self._described(passing)
 
     def compute_weight(self, g_N: torch.Tensor | None = None) -> torch.Tensor:
         """W, or g * W row by row, in `compute_dtype`: the payload itself where it is that, else in the shared buffer."""
@@ -229,11 +261,18 @@ class FrozenLayer(nn.Module):
         return f"{list(self.weight_shape)}, {self.format.name} -> {self.compute_dtype}"
 
 
+def copy_payload(payload: Payload, into: Payload) -> None:
+    """Copy each tensor of a payload into one of the same name and form, which may be itself."""
+    for name, tensor in into.items():
+        if tensor is not payload[name]:
+            tensor.copy_(payload[name])
+
+
 def _payload(buffers: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
     return {name.removeprefix("payload_"): t for name, t in buffers.items() if t is not None and name.startswith("payload_")}
 
 
-def _buffers(payload: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _buffers(payload: Payload) -> dict[str, torch.Tensor]:
     return {f"payload_{name}": tensor for name, tensor in payload.items()}
 
 
@@ -336,60 +375,3 @@ class FrozenLinear(FrozenLayer):
     def broadcast(self, per_row):
         """[N], which broadcasts over [..., N]."""
         return per_row
-
-
-class Geometry(NamedTuple):
-    """How a convolution goes over its pixels, as torch takes it."""
-
-    stride: tuple[int, int] = (1, 1)
-    padding: tuple[int, int] = (0, 0)
-    dilation: tuple[int, int] = (1, 1)
-    groups: int = 1
-
-
-class FrozenConv2d(FrozenLayer):
-    """A convolution with W [N, K/groups, kh, kw] frozen in its storage format. shape: of W."""
-
-    def __init__(self, shape, geometry: Geometry, *, bias, format, compute_dtype, kernels, device=None) -> None:
-        super().__init__(torch.Size(shape), bias, format, compute_dtype, kernels, device)
-        self.in_channels, self.out_channels, self.kernel_size = shape[1] * geometry.groups, shape[0], tuple(shape[2:])
-        self.stride, self.padding, self.dilation, self.groups = self.geometry = geometry
-
-    def product(self, x, weight):
-        return F.conv2d(x, weight, None, *self.geometry)
-
-    def output_shape(self, x_shape):
-        """The shape of the output for an input of `x_shape`, as torch.nn.Conv2d's documentation has it."""
-        of_each = zip(x_shape[2:], self.kernel_size, self.stride, self.padding, self.dilation, strict=True)
-        return x_shape[0], self.out_channels, *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in of_each)
-
-    def product_input_grad(self, dy, weight, x_shape, add_to=None):
-        dx = torch.nn.grad.conv2d_input(x_shape, weight, dy, *self.geometry)
-        return dx if add_to is None else add_to.add_(dx)
-
-    def product_weight_grad(self, dy, x, weight_shape):
-        if x.device.type == "cpu" and self.kernel_size == (1, 1) and self.stride != (1, 1):
-            # Of such a kernel with a stride, torch 2.13 takes channels-last pixels wrongly, and writes beyond its memory.
-            x = x.clone(memory_format=torch.contiguous_format)
-        return torch.nn.grad.conv2d_weight(x, weight_shape, dy, *self.geometry)
-
-    def collapsed(self, x):
-        return x
-
-    def expanded(self, y, x_shape):
-        return y
-
-    def rows(self, y):
-        return y.movedim(1, -1).reshape(-1, y.shape[1])
-
-    def put_rows(self, y_MN, y):
-        # Rows are a view where all pixels of a channel, or all channels of a pixel, lie together.
-        if y.shape[0] > 1 and y.shape[1] > 1 and y.stride(1) != 1:
-            y.copy_(self.from_rows(y_MN, y.shape))
-
-    def from_rows(self, y_MN, like):
-        return y_MN.view(like[0], *like[2:], y_MN.shape[1]).movedim(-1, 1)
-
-    def broadcast(self, per_row):
-        """[N, 1, 1], which broadcasts over [B, N, H, W]."""
-        return per_row.view(-1, 1, 1)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from statistics import median
+from typing import Any
 
 import torch
 from torch import nn
@@ -83,14 +84,15 @@ def scaled_layers(module: nn.Module) -> str:
     )
 
 
-def record(components: Iterable[tuple[str, nn.Module]], phases: Phases = QUIET) -> dict[str, dict[str, object]]:
+def record(components: Iterable[tuple[str, nn.Module]], phases: Phases = QUIET) -> dict[str, dict[str, Any]]:
     """What `quantization.json` says: every layer's format and every frozen tensor's SHA-256, quantised or not.
 
     Deterministic: the same checkpoint, config and device type give the same tensors, which a resume is checked against.
     library and relative_error are there to be read.
     """
-    entries: dict[str, dict[str, object]] = {}
+    entries: dict[str, dict[str, Any]] = {}
     tensors: dict[tuple[str, str], torch.Tensor] = {}
+    known: dict[tuple[str, str], str] = {}  # digests of tensors that are not here whole
     for component, module in components:
         for name, layer in module.named_modules():
             path = f"{component}.{name}" if name else component
@@ -103,23 +105,26 @@ def record(components: Iterable[tuple[str, nn.Module]], phases: Phases = QUIET) 
                     "relative_error": layer.relative_error,
                 }
                 tensors |= {(path, key): tensor for key, tensor in layer.payload().items()}
+                known |= {(path, key): digest for key, digest in layer.digests.items()}
             own = dict(layer.named_parameters(recurse=False)) | {
                 key: tensor for key, tensor in layer.named_buffers(recurse=False) if not key.startswith("payload_")
             }
             tensors |= {(path, key): tensor for key, tensor in own.items()}
     pool = ThreadPoolExecutor()  # hashing leaves Python's lock
     try:
-        digests = [pool.submit(tensor_sha256, tensor) for tensor in tensors.values()]
-        with phases("hashing the frozen weights", sum(tensor.nbytes for tensor in tensors.values()), "B") as phase:
-            for ((path, key), tensor), digest in zip(tensors.items(), digests, strict=True):
+        digests = {place: pool.submit(tensor_sha256, tensor) for place, tensor in tensors.items() if place not in known}
+        with phases("hashing the frozen weights", sum(tensors[place].nbytes for place in digests), "B") as phase:
+            for place, digest in digests.items():
                 while not digest.done():
                     wait([digest], timeout=0.2)
                     phase.check()
-                held = entries.setdefault(path, {}).setdefault("tensors", {})
-                held[key] = {"dtype": NAMES[tensor.dtype], "sha256": digest.result()}
-                phase.advance(tensor.nbytes)
+                known[place] = digest.result()
+                phase.advance(tensors[place].nbytes)
     finally:
         pool.shutdown(cancel_futures=True)
+    for (path, key), tensor in tensors.items():
+        held = entries.setdefault(path, {}).setdefault("tensors", {})
+        held[key] = {"dtype": NAMES[tensor.dtype], "sha256": known[path, key]}
     return entries
 
 

@@ -370,6 +370,7 @@ def close(run: Run, signals: Signals, *, finished: bool) -> None:
         else:
             artifacts.leave_files()
             artifacts.leave_report()
+        run.context.processes.settle()  # the main process may need what the others have a part of
     except Interrupted as error:
         last = "the last step" if finished else f"step {run.progress.step}"
         where = f"after {last}, which is saved; adapter files or the report may be missing, or those of an earlier stop"

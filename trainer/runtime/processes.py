@@ -45,21 +45,26 @@ class Processes:
         self._store: Any = store if self.count > 1 else None
         self._meetings, self._asked = 0, 0.0
         self._launched, self._lost_after, self._heartbeat = launched(), lost_after, None
+        self._lend: Callable[[], bool] | None = None
+        self._rounds: Any = None  # the process group of rounds: they go by the host, whatever computes
 
     def say(self, text: str, *, whole: bool = False) -> None:
         """Print what the run says, once. whole: no line is broken."""
         if self.is_main:
             write(text, whole=whole)
 
-    def sum(self, tensor: torch.Tensor) -> None:
+    def sum(self, *tensors: torch.Tensor) -> None:
         """Over the processes, in place."""
         if self.count > 1:
-            self._reduce(tensor, torch.distributed.ReduceOp.SUM)
+            self.settle()
+            for tensor in tensors:
+                self._reduce(tensor, torch.distributed.ReduceOp.SUM)
 
     def largest(self, *numbers: int) -> list[int]:
         """The largest of each number in any process: what all of them agree on."""
         if self.count == 1:
             return list(numbers)
+        self.settle()
         agreed = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         self._reduce(agreed, torch.distributed.ReduceOp.MAX)
         return agreed.tolist()
@@ -69,6 +74,37 @@ class Processes:
         summed = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         self.sum(summed)
         return summed.tolist()
+
+    # --- what lies in parts in all of them (runtime/sharding.py) ------------------------------------------------------
+
+    def lend_with(self, lend: Callable[[], bool] | None) -> None:
+        """Have `settle` call `lend` until it says that nobody wants anything; None: nothing lies in parts any more."""
+        if lend is not None and self._rounds is None:
+            self._rounds = torch.distributed.new_group(backend="gloo", timeout=REDUCTION_TIMEOUT)
+        self._lend = lend
+
+    def settle(self) -> None:
+        """Lend what lies in parts until no process wants any. All come here before they do anything else in common."""
+        while self._lend is not None and self._lend():
+            self._listen()
+
+    def wanted(self, number: int) -> int:
+        """The largest number that any process wants now; 0: none."""
+        agreed = torch.tensor([number])
+        self._reduce(agreed, torch.distributed.ReduceOp.MAX, self._rounds)
+        return int(agreed)
+
+    def gather(self, into: torch.Tensor, part: torch.Tensor) -> Any:
+        """Start to bring the parts of all processes together, in the order of their ranks. Returns what `gathered` takes."""
+        with self._connected():
+            return torch.distributed.all_gather_into_tensor(into, part, async_op=True)
+
+    def gathered(self, work: Any) -> None:
+        """Have all that the device is asked to compute from now on wait for that gather. Raises PeerStopped."""
+        with self._connected():
+            self._finish(work, self.device)
+
+    # --- what each does alone -----------------------------------------------------------------------------------------
 
     def takes(self, key: str) -> bool:
         """Whether a piece of work is this process's share. key: its digest, in hexadecimal, so that shares are even."""
@@ -126,6 +162,7 @@ class Processes:
         Raises PeerStopped where a process failed or is gone.
         """
         if self._store is not None:
+            self.settle()
             self._meetings += 1
             self._tell(f"{self._meetings}/{self.rank}", True)
             self._await([f"{self._meetings}/{rank}" for rank in range(self.count)], self.check if obey else self._listen)
@@ -176,16 +213,21 @@ class Processes:
         with self._reached():
             self._store.set(key, json.dumps(value))
 
-    def _reduce(self, tensor: torch.Tensor, operation) -> None:
-        """In place. It ends with the connection to a process that ended: in gloo at once, in NCCL mostly by the launcher.
+    def _reduce(self, tensor: torch.Tensor, operation, group=None) -> None:
+        """In place. Raises PeerStopped."""
+        with self._connected():
+            self._finish(torch.distributed.all_reduce(tensor, operation, group, async_op=True), tensor.device)
 
-        Raises PeerStopped.
-        """
+    def _finish(self, work, device: torch.device) -> None:
+        while not _waited(work, device):
+            self._listen()
+
+    @contextmanager
+    def _connected(self) -> Iterator[None]:
+        """What is done in common ends with the connection to a process that ended: in gloo at once, in NCCL mostly by the
+        launcher. Raises PeerStopped."""
         try:
-            work = torch.distributed.all_reduce(tensor, operation, async_op=True)
-            while not _waited(work, tensor.device):
-                if self._heartbeat is not None:
-                    self._heartbeat.answer()
+            yield
         except RuntimeError as error:
             if isinstance(error, PeerStopped):
                 raise

@@ -10,13 +10,15 @@ that gave the block's output, which runs before any other node of the block, and
 Autograd runs what is ready by the order in which it was made, the last first, and nothing of a block can wait for what was
 made before it: so all of a later block is done before the first of an earlier one. To enter a block is to leave all others.
 
-Between passes a streamed layer has its master. A layer that computes out of turn brings in its own payload, and no other
+Between passes a streamed layer has its master. A layer that computes out of turn brings in its own payload
 (FrozenLayer.stored): to be wrong about the order costs time, not truth.
+
+runtime/sharding.py does the same with blocks of which each process has a part.
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from typing import Any, Protocol
@@ -25,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.base.tensorfile import size_text
-from trainer.quantization import FrozenLayer
+from trainer.quantization import FrozenLayer, Home, Payload, copy_payload
 
 # The ways through the blocks: forward with a way back, which begins at the last blocks; back; and forward again and again.
 FORWARD, BACK, ROUND = 1, -1, 0
@@ -72,20 +74,38 @@ class CudaCopies:
         torch.cuda.current_stream(self.device).wait_event(arrived)
 
 
+@dataclass
+class InMaster:
+    """The home of a layer in its block's master. device: that computes."""
+
+    payload: Payload
+    device: torch.device
+    digests: Mapping[str, str] = field(default_factory=dict)
+
+    def whole(self) -> Payload:
+        """A copy, where the device has a memory of its own."""
+        return {name: tensor.to(self.device) for name, tensor in self.payload.items()}
+
+    def fill(self, payload: Payload) -> None:
+        """Copy it into the master."""
+        copy_payload(payload, self.payload)
+
+
 @dataclass(eq=False)
-class _Streamed:
-    """A streamed block. place: among all blocks. into: its part of a slot. arrived: of its last copy."""
+class Streamed:
+    """A streamed block. place: among all blocks. size: bytes. kept: the flat buffer that this process has of it. arrived: of
+    its last copy."""
 
     place: int
     layers: Sequence[FrozenLayer]
-    master: Tensor
+    size: int
+    kept: Tensor
     slot: int
-    into: Tensor
     arrived: Any = None
     bound: bool = False
 
     def bind(self, passing: bool) -> None:
-        """Let its layers compute with what lies in the slot, or with the master."""
+        """Let its layers compute with what lies in the slot, or with what they have at home."""
         if self.bound != passing:
             self.bound = passing
             for layer in self.layers:
@@ -97,37 +117,36 @@ class Streamer:
 
     blocks: in the order of a forward pass; what they hold of payloads has no memory yet (meta device). device: that computes.
 
-    blocks: the streamed ones by name. sizes: bytes of payload in each of all blocks. copies: that were started. bytes: of all
-    masters. copied: bytes that one step copies.
+    blocks: the streamed ones by name. sizes: bytes of payload in each of all blocks. copies: that were started. kept: bytes
+    that this process has of the streamed ones. copied: bytes that one step copies. host: of those kept, the ones in the
+    memory of a device's host.
     """
+
+    unit = ALIGNMENT  # bytes: the size of a block is a multiple of it
 
     def __init__(
         self, blocks: Mapping[str, nn.Module], resident: int, device: torch.device, transfers: Transfers | None = None
     ) -> None:
-        self.count, self.copies = len(blocks), 0
+        self.count, self.copies, self.device = len(blocks), 0, device
         self.blocks = {name: b for p, (name, b) in enumerate(blocks.items()) if not stays(p, len(blocks), resident)}
         layers = [[e for e in block.modules() if isinstance(e, FrozenLayer)] for block in blocks.values()]
-        self.sizes = [_size(own) for own in layers]
+        self.sizes = [-(-_size(own) // self.unit) * self.unit for own in layers]
         places = [place for place in range(self.count) if not stays(place, self.count, resident)]
         sizes = [self.sizes[place] for place in places]
-        slots = [torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device) for _ in sizes[:SLOTS]]
-        host = torch.device("meta") if device.type == "meta" else torch.device("cpu")
-        self.slots, self.streamed = slots, {}
+        # A compiled block saves what it computes with for its backward pass, before which it is entered again: that the slot
+        # held another block meanwhile is no change. So the copies write past autograd's count of changes (`data`).
+        self.slots = [torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device) for _ in sizes[:SLOTS]]
+        self.streamed: dict[int, Streamed] = {}
         for number, (place, size) in enumerate(zip(places, sizes, strict=True)):
-            master, into, own = torch.empty(size, dtype=torch.uint8, device=host), slots[number % SLOTS][:size], layers[place]
-            for layer, *views in zip(own, _views(own, master), _views(own, into), strict=True):
-                layer.stream(*views)
-            # A compiled block saves what it computes with for its backward pass, before which it is entered again: that the
-            # slot held another block meanwhile is no change. So the copies write past autograd's count of changes.
-            self.streamed[place] = _Streamed(place, own, master, number % SLOTS, into.data)
-        masters = self.masters = [block.master for block in self.streamed.values()]
-        if device.type == "cuda":
-            _pin(masters)
-            weakref.finalize(self, _unpin, masters)
-        self.transfers = transfers or (CudaCopies(device) if device.type == "cuda" else MemoryCopies())
-        self.bytes = sum(sizes)
+            slot, own = number % SLOTS, layers[place]
+            kept = torch.empty(self.kept_of(size), dtype=torch.uint8, device=self.keeps_on())
+            block = self.streamed[place] = Streamed(place, own, size, kept, slot)
+            for layer, home, passing in zip(own, self.homes(block), views_of(own, self.slots[slot]), strict=True):
+                layer.stream(home, passing)
+        self.transfers = transfers or self.way()
+        self.kept = self.host = sum(block.kept.nbytes for block in self.streamed.values())
         self.copied = sum(sizes[SLOTS:]) + sum(sizes[:-SLOTS])
-        self.held: list[_Streamed | None] = [None] * len(slots)
+        self.held: list[Streamed | None] = [None] * len(self.slots)
         self.now: tuple[int, int] | None = None  # the block that computes, and the way
         in_order = [*self.streamed.values()]
         self.ahead = {way: [_ahead(in_order, place, way) for place in range(self.count)] for way in (FORWARD, BACK, ROUND)}
@@ -140,15 +159,42 @@ class Streamer:
             )
         ]
 
+    # --- where the bytes are (another in runtime/sharding.py) ---------------------------------------------------------
+
+    def keeps_on(self) -> torch.device:
+        """The device that keeps what this process has of the blocks."""
+        return torch.device("meta") if self.device.type == "meta" else torch.device("cpu")
+
+    def kept_of(self, size: int) -> int:
+        """The bytes that this process keeps of a block of `size` bytes."""
+        return size
+
+    def homes(self, block: Streamed) -> Sequence[Home]:
+        """The home of each layer of a block."""
+        return [InMaster(views, self.device) for views in views_of(block.layers, block.kept)]
+
+    def way(self) -> Transfers:
+        """The way to the device. Pins the masters beside a GPU."""
+        if self.device.type != "cuda":
+            return MemoryCopies()
+        masters = [block.kept for block in self.streamed.values()]
+        _pin(masters)
+        weakref.finalize(self, _unpin, masters)
+        return CudaCopies(self.device)
+
+    def start(self, block: Streamed, into: Tensor) -> Any:
+        """Start to bring a block's bytes to the beginning of a buffer of the device, which is as large as a slot."""
+        return self.transfers.copy(into[: block.size], block.kept)
+
+    def at_home(self) -> Collection[Tensor]:
+        """The tensors of the module that get no memory of the device."""
+        return [tensor for block in self.streamed.values() for layer in block.layers for tensor in layer.payload().values()]
+
     def __str__(self) -> str:
         return (
-            f"{len(self.streamed)} of {self.count} blocks are streamed: {size_text(self.bytes)} in host memory, "
+            f"{len(self.streamed)} of {self.count} blocks are streamed: {size_text(self.kept)} in host memory, "
             f"{size_text(self.copied)} copied a step"
         )
-
-    def stay(self) -> list[Tensor]:
-        """The tensors of the module that stay in host memory: parts of the masters."""
-        return [tensor for block in self.streamed.values() for layer in block.layers for tensor in layer.payload().values()]
 
     def enter(self, place: int, way: int) -> None:
         """A block is about to compute: it is there from now on, and the next one is on its way."""
@@ -158,10 +204,14 @@ class Streamer:
         block = self.streamed.get(place)
         if block is not None:
             if self.held[block.slot] is not block:
-                self._copy(block)
+                self.copy(block)
             self.transfers.wait(block.arrived)
             block.bind(True)
         self._look_ahead(place, way)
+
+    def leave(self) -> None:
+        """Nothing computes: any slot may be taken."""
+        self.now = None
 
     def enter_block(self, name: str) -> None:
         """Enter a streamed block by its name, on the way forward."""
@@ -175,7 +225,7 @@ class Streamer:
         for block in self.streamed.values():
             for layer in block.layers:
                 layer.end_stream()
-        self.blocks, self.streamed, self.slots, self.masters = {}, {}, [], []
+        self.blocks, self.streamed, self.slots = {}, {}, []
         self.held, self._hooks, self.ahead = [], [], {}
 
     def _look_ahead(self, place: int, way: int) -> None:
@@ -185,15 +235,17 @@ class Streamer:
             if held is not following:
                 if held in needed:
                     break
-                self._copy(following)
+                self.copy(following)
             needed.append(following)
 
-    def _copy(self, block: _Streamed) -> None:
+    def copy(self, block: Streamed, start: Callable[[Streamed, Tensor], Any] | None = None) -> None:
+        """Start the copy of a block into its slot. start: in place of `self.start`."""
         held = self.held[block.slot]
         if held is not None:
             held.bind(False)
+        self.held[block.slot] = None
+        block.arrived = (start or self.start)(block, self.slots[block.slot].data)
         self.held[block.slot] = block
-        block.arrived = self.transfers.copy(block.into, block.master)
         self.copies += 1
 
     # --- hooks --------------------------------------------------------------------------------------------------------
@@ -207,7 +259,7 @@ class Streamer:
         for node in nodes:
             node.register_prehook(back)
         if not nodes:  # there is no way back
-            self.now = None
+            self.leave()
             self._look_ahead(place, ROUND)
 
     def _back(self, place: int, gradients: tuple) -> None:
@@ -226,7 +278,7 @@ def device_bytes(blocks: Sequence[int], resident: int) -> int:
     return sum(staying) + len(passing[:SLOTS]) * max(passing, default=0)
 
 
-def _ahead(streamed: Sequence[_Streamed], place: int, way: int) -> list[_Streamed]:
+def _ahead(streamed: Sequence[Streamed], place: int, way: int) -> list[Streamed]:
     """The next blocks on that way, as many as there are slots."""
     before = [block for block in streamed if block.place < place]
     after = [block for block in streamed if block.place > place]
@@ -234,7 +286,7 @@ def _ahead(streamed: Sequence[_Streamed], place: int, way: int) -> list[_Streame
     return {FORWARD: after, BACK: before[::-1], ROUND: [*after, *before, *at]}[way][:SLOTS]
 
 
-def _places(layers: Sequence[FrozenLayer]) -> tuple[list[dict[str, int]], int]:
+def places_of(layers: Sequence[FrozenLayer]) -> tuple[list[dict[str, int]], int]:
     """(where each tensor of each layer begins in a flat buffer, the bytes of that buffer)."""
     starts, end = [], 0
     for layer in layers:
@@ -247,13 +299,13 @@ def _places(layers: Sequence[FrozenLayer]) -> tuple[list[dict[str, int]], int]:
 
 
 def _size(layers: Sequence[FrozenLayer]) -> int:
-    return _places(layers)[1]
+    return places_of(layers)[1]
 
 
-def _views(layers: Sequence[FrozenLayer], flat: Tensor) -> list[dict[str, Tensor]]:
+def views_of(layers: Sequence[FrozenLayer], flat: Tensor) -> list[dict[str, Tensor]]:
     """Each layer's payload in a flat buffer, by name."""
     views = []
-    for layer, starts in zip(layers, _places(layers)[0], strict=True):
+    for layer, starts in zip(layers, places_of(layers)[0], strict=True):
         own = {}
         for name, like in layer.payload().items():
             size = prod(like.shape) * like.itemsize

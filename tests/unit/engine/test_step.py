@@ -27,11 +27,10 @@ class Peer:
     def __init__(self, told: list[float]) -> None:
         self.told, self.reductions = torch.tensor(told), 0
 
-    def sum(self, tensor: torch.Tensor) -> None:
-        self.reductions += 1
-        if self.reductions == 1:
-            assert tensor.shape == self.told.shape
-            tensor += self.told
+    def sum(self, *tensors: torch.Tensor) -> None:
+        self.reductions += len(tensors)
+        assert tensors[0].shape == self.told.shape
+        tensors[0].add_(self.told)
 
 
 def step_with(peer: Peer, losses=lambda batch: batch.latents.mean((1, 2, 3))) -> tuple[Step, torch.nn.Parameter]:
@@ -124,7 +123,7 @@ def alone(losses, parameters: list[torch.nn.Parameter], **more) -> Step:
         optimizer=optimizer,
         schedule=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n)),
         after_update=lambda step: {},
-        sum=lambda tensor: None,
+        sum=lambda *tensors: None,
         training=lambda step, index: contextlib.nullcontext(),
         **{"scaler": torch.amp.GradScaler("cpu", enabled=False), "max_grad_norm": 1.0} | more,
     )

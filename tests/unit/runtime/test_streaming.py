@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trainer.kernels import dora_torch
 from trainer.quantization import FORMATS, FrozenLinear
 from trainer.runtime import streaming
-from trainer.runtime.streaming import BACK, FORWARD, ROUND, Streamer, device_bytes, stays
+from trainer.runtime.streaming import BACK, FORWARD, ROUND, InMaster, Streamer, device_bytes, stays
 
 CPU = torch.device("cpu")
 
@@ -125,7 +125,7 @@ def test_a_step_copies_each_block_there_and_back_but_for_the_ends(count: int, re
         assert streamer.copies - before == 2 * max(0, streamed - 2) + (min(streamed, 2) if step == 0 else 0)
         assert step == 0 or held == streamer.held
     assert streamer.copied == 2 * max(0, streamed - 2) * (streamer.sizes[0] if streamed else 0)
-    assert streamer.bytes == streamed * streamer.sizes[0]
+    assert streamer.kept == streamed * streamer.sizes[0]
     assert device_bytes(streamer.sizes, resident) == (resident + min(2, streamed)) * streamer.sizes[0]
 
 
@@ -236,7 +236,7 @@ def test_where_host_and_device_are_two_a_layer_out_of_turn_brings_in_its_own_pay
     )
     passing = layer.payload()
     host = {name: torch.ones(tensor.shape).to(tensor.dtype) for name, tensor in passing.items()}
-    layer.stream(host, passing)
+    layer.stream(InMaster(host, torch.device("meta")), passing)
     assert layer.payload_weight.device == CPU and layer.qweight.is_meta, "an adapter is put where the layer computes"
     assert layer.stored().codes.is_meta and layer.stored().codes is not passing["weight"]
     layer.bind(True)
@@ -320,6 +320,6 @@ def test_a_layer_out_of_turn_has_its_own_payload() -> None:
 
 def test_closed_nothing_is_held() -> None:
     blocks, streamer = made(3, 0)
-    assert streamer.masters and streamer.slots
+    assert streamer.streamed and streamer.slots
     streamer.close()
-    assert not streamer.masters and not streamer.slots and not list(blocks.buffers())
+    assert not streamer.streamed and not streamer.slots and not list(blocks.buffers())
