@@ -66,13 +66,13 @@ from trainer.engine.step import Losses, Step
 """
 
 
-def live(rank: int, port: int, patch: str, arguments: list[str], launched: bool) -> int:
-    """One of two processes, in a fork; returns its status. patch: a fault, as code that knows its `rank`. launched: as by
+def live(rank: int, count: int, port: int, patch: str, arguments: list[str], launched: bool) -> int:
+    """One of `count` processes, in a fork; returns its status. patch: a fault, as code that knows its `rank`. launched: as by
     torch.distributed.run, whose store outlives them; else the first of them has the store."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
                    "MASTER_PORT": str(port)}  # fmt: skip
     if launched:
-        os.environ |= {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+        os.environ |= {"LOCAL_WORLD_SIZE": str(count), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
                        "TORCHELASTIC_RUN_ID": "none"}  # fmt: skip
     exec(NAMES + patch, {"rank": rank})
     return cli.main(arguments)
@@ -80,7 +80,7 @@ def live(rank: int, port: int, patch: str, arguments: list[str], launched: bool)
 
 @dataclass
 class Both:
-    """Two processes of one run, and the launcher's store that outlives them."""
+    """The processes of one run, two mostly, and the launcher's store that outlives them."""
 
     server: Server
     folders: list[Path]
@@ -92,7 +92,7 @@ class Both:
         statuses: dict[int, int] = {}
         deadline = time.monotonic() + 240
         try:
-            while len(statuses) < 2:
+            while len(statuses) < len(self.pids):
                 assert time.monotonic() < deadline, f"they do not end; {self.said}"
                 for pid in self.pids:
                     if pid not in statuses and (status := self.server.status(pid)) is not None:
@@ -110,26 +110,28 @@ class Both:
 
 
 def start_both(
-    server: Server, bench: Workbench, config: dict, *arguments: str, patch: str = "", launched: bool = True
+    server: Server, bench: Workbench, config: dict, *arguments: str, patch: str = "", launched: bool = True, count: int = 2
 ) -> Both:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if launched else None
     port = store.port if store else free_port()
     path = bench.write(config, f"{Path(config['run']['output_dir']).name}.toml")
     folders, pids = [], []
-    for rank in (0, 1):
+    for rank in range(count):
         folder = bench.tmp / f"{path.stem} of {rank}"
         folder.mkdir(exist_ok=True)
-        given = {"rank": rank, "port": port, "patch": patch, "launched": launched}
+        given = {"rank": rank, "count": count, "port": port, "patch": patch, "launched": launched}
         given["arguments"] = ["--config", str(path), *arguments]
         folders.append(folder)
         pids.append(server.start(Order("tests.integration.test_processes:live", str(folder), given)))
     return Both(server, folders, pids, store)
 
 
-def run_both(server: Server, bench: Workbench, config: dict, *arguments: str, patch: str = "", status: int | None = 0) -> str:
+def run_both(
+    server: Server, bench: Workbench, config: dict, *arguments: str, patch: str = "", status: int | None = 0, count: int = 2
+) -> str:
     """They end with that status, None: with any but 0. Returns what they said."""
-    statuses, said = start_both(server, bench, config, *arguments, patch=patch).wait()
-    assert (0 not in statuses) if status is None else statuses == [status] * 2, f"{statuses}\n{said[-3000:]}"
+    statuses, said = start_both(server, bench, config, *arguments, patch=patch, count=count).wait()
+    assert (0 not in statuses) if status is None else statuses == [status] * count, f"{statuses}\n{said[-3000:]}"
     return said
 
 

@@ -1,0 +1,75 @@
+"""A run whose frozen base is shared out among its processes: the bytes of one that has it whole in each.
+
+What processes do beside one another is in unit/runtime/test_sharding.py: here they are processes, which gloo connects.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proofs.forks import Server
+from tests.harness import DENOISER, Workbench, metrics_of
+from tests.integration.test_processes import made, run_both, tree
+from trainer.checkpoint import store
+
+SAMPLE = {"prompt": "a bear", "seed": 1, "steps": 2, "width": 64, "height": 64}
+
+
+def config_of(bench: Workbench, out: str, family: str, storage: str, adapter: str, **more: Any) -> dict:
+    """Three micro-batches to an epoch's last update, so that one process has one less; and all that the main process does
+    alone: samples, held-out losses of a share each, adapter files with norms."""
+    keys = {
+        "run__max_steps": 4, "adapter__type": adapter, "adapter__dropout": 0.0, "adapter__targets": "attention+mlp",
+        "precision__compute": "bf16", "model__components": {DENOISER[family]: {"dtype": storage}},
+        "validation__every_steps": 2, "validation__loss_every_steps": 2, "validation__samples": [SAMPLE],
+        "export__every_steps": 2, "ema__kind": "constant", "memory__gradient_checkpointing": True,
+    }  # fmt: skip
+    return tree(bench, out, processes=2, family=family, **(keys | more))
+
+
+def left(out: Path) -> dict[str, Any]:
+    """All that a run leaves, but for times."""
+    lines = [{k: v for k, v in e.items() if "second" not in k and k not in ("time", "peak_bytes")} for e in metrics_of(out)]
+    record = out / "checkpoints" / store.folder_name(4) / "quantization.json"
+    return made(out) | {"metrics": lines, "quantization": record.read_text()}
+
+
+CELLS = [
+    ("sdxl", "fp8_e4m3", "dora", 2, pytest.mark.slow),
+    ("flux", "nf4", "lora", 2, pytest.mark.slow),
+    ("flux", "int8", "dora", 4, pytest.mark.proof),
+    ("sdxl", "bf16", "lora", 4, pytest.mark.proof),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "storage", "adapter", "count"), [pytest.param(*cell, marks=mark) for *cell, mark in CELLS]
+)
+def test_its_bytes_are_those_of_a_run_that_has_the_base_whole(
+    server: Server, bench: Workbench, family: str, storage: str, adapter: str, count: int
+) -> None:
+    """Also of one that went on from a checkpoint of the other kind."""
+
+    def run(out: str, *arguments: str, **more: Any) -> dict[str, Any]:
+        config = config_of(bench, out, family, storage, adapter, **more)
+        said = run_both(server, bench, config, *arguments, count=count)
+        assert said.count(f"blocks are shared out among {count} processes") == bool(more.get("memory__shard"))
+        return left(bench.tmp / out)
+
+    whole = run("whole")
+    assert len([name for name in whole if name.startswith("samples/")]) == 5
+    assert run("shared", memory__shard=True) == whole
+    for before, after in ((False, True), (True, False)) if count > 2 else ((False, True),):
+        out = f"{before} to {after}"
+        source = bench.tmp / ("shared" if before else "whole")
+        shutil.copytree(source / "checkpoints" / store.folder_name(2), bench.tmp / "stopped" / "checkpoints" / "step")
+        went_on = run(out, "--resume_from", str(bench.tmp / "stopped/checkpoints/step"), memory__shard=after)
+        last = f"checkpoints/{store.folder_name(4)}/"
+        assert {n: e for n, e in went_on.items() if n.startswith(last)} == {
+            n: e for n, e in whole.items() if n.startswith(last)
+        }
+        shutil.rmtree(bench.tmp / "stopped")
