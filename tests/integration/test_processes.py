@@ -72,8 +72,8 @@ def live(rank: int, count: int, port: int, patch: str, arguments: list[str], lau
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
                    "MASTER_PORT": str(port)}  # fmt: skip
     if launched:
-        os.environ |= {"LOCAL_WORLD_SIZE": str(count), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
-                       "TORCHELASTIC_RUN_ID": "none"}  # fmt: skip
+        os.environ |= {"LOCAL_WORLD_SIZE": str(count), "TORCHELASTIC_USE_AGENT_STORE": "True",
+                       "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_RUN_ID": "none"}  # fmt: skip
     exec(NAMES + patch, {"rank": rank})
     return cli.main(arguments)
 

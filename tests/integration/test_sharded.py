@@ -14,7 +14,12 @@ import pytest
 from proofs.forks import Server
 from tests.harness import DENOISER, Workbench, metrics_of
 from tests.integration.test_processes import made, run_both, tree
+from trainer.base.errors import UserError
 from trainer.checkpoint import store
+from trainer.kernels import dora_torch
+from trainer.memory_plan.estimate import STEP, Forecast, forecast
+from trainer.plan.run_plan import make_plan, open_source, resolve
+from trainer.runtime.streaming import SLOTS
 
 SAMPLE = {"prompt": "a bear", "seed": 1, "steps": 2, "width": 64, "height": 64}
 
@@ -73,3 +78,43 @@ def test_its_bytes_are_those_of_a_run_that_has_the_base_whole(
             n: e for n, e in whole.items() if n.startswith(last)
         }
         shutil.rmtree(bench.tmp / "stopped")
+
+
+def planned(bench: Workbench, processes: int, **more: Any) -> Forecast:
+    overrides = {"adapter__type": "dora", "adapter__targets": "attention+mlp", "precision__compute": "bf16"}
+    config = bench.config("flux", model__components={"transformer": {"dtype": "fp8_e4m3"}}, **overrides, **more)
+    source = open_source(config)
+    return forecast(make_plan(resolve(config, source), source, processes=processes), dora_torch)
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_a_plan_counts_the_part_of_one_process(bench: Workbench, processes: int) -> None:
+    """And the slots, and nothing on the host."""
+
+    def step(found: Forecast) -> int:
+        return max(phase.peak for phase in found.phases if phase.name.startswith(STEP))
+
+    whole, shared = planned(bench, processes), planned(bench, processes, memory__shard=True)
+    assert shared.streaming is not None
+    blocks = shared.streaming.blocks
+    kept = sum(blocks) // processes + SLOTS * max(blocks)
+    assert step(shared) == pytest.approx(step(whole) - sum(blocks) + kept, rel=0.01)
+    assert shared.host.keys() == whole.host.keys() and not shared.streaming.resident
+    assert f"shared out among {processes} processes" in shared.streaming.about
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({}, r"shard = true shares the base out among several processes, and there is 1: start as many .*WORLD_SIZE=N"),
+        ({"memory__offload": "blocks"}, "memory.shard = true cannot be combined with memory.offload = 'blocks'"),
+        (
+            {"memory__fit": "12GiB", "memory__fit_by": ["resident_blocks"]},
+            "memory.shard = true cannot be combined with 'resident_blocks' in memory.fit_by",
+        ),
+        ({"step__graphs": True}, "step.graphs = true cannot be combined with memory.shard = true"),
+    ],
+)
+def test_what_it_does_not_go_with_is_refused(bench: Workbench, more: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        planned(bench, 1, memory__shard=True, **more)

@@ -127,6 +127,28 @@ def test_a_connection_that_breaks_in_a_reduction_is_another_process_that_ended(p
                 reduction()
 
 
+def test_whatever_is_done_in_common_comes_after_lending(pair, monkeypatch) -> None:
+    """As long as others want something, each time."""
+    done: list[str] = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **more: done.append("reduced") or LateWork())
+    monkeypatch.setattr(torch.distributed, "new_group", lambda **more: None)
+
+    def work(view: Processes, signals: Signals) -> None:
+        wants = iter([True, True, False, True, False, False, True, False])
+        view.lend_with(lambda: next(wants) and not done.append("lent"))
+        for common in (view.wait, lambda: view.largest(1), lambda: view.sum(torch.zeros(1), torch.zeros(1)), view.settle):
+            common()
+            done.append("met")
+        view.lend_with(None)
+        view.settle()
+
+    def other(view: Processes, signals: Signals) -> None:
+        view.wait()
+
+    assert side_by_side(pair, work, other) == [None, None]
+    assert done == ["lent", "lent", "met", "lent", "reduced", "met", "reduced", "reduced", "met", "lent", "met"]
+
+
 class LateWork:
     """A reduction that is done just after the wait for it is over. failed: with what."""
 
