@@ -24,10 +24,10 @@ import platform
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -85,17 +85,15 @@ class Reading:
 
 @dataclass
 class Ran:
-    """A command that has ended, and what was seen of it. read, written: by its system calls, whether from a disk or not."""
+    """A command that has ended, and what was seen of it. read, written: by its system calls, whether from a disk or not.
+    peak: in bytes; of several processes the largest."""
 
     status: int
     started: float
     ended: float
     output: str
     readings: list[Reading]
-
-    @property
-    def peak(self) -> int:
-        return max(reading.peak for reading in self.readings)
+    peak: int
 
     def phase(self, name: str, started: float, ended: float) -> dict[str, Any]:
         """What was seen between two moments."""
@@ -125,34 +123,52 @@ def look(pid: int) -> Reading | None:
     return Reading(time.time(), kib["VmRSS"] * 1024, kib["VmHWM"] * 1024, count["rchar"], count["wchar"])
 
 
-def run(command: list[str], *, code: Path = ROOT, kill_when: Callable[[], bool] | None = None) -> Ran:
-    """Run a command and watch it. kill_when: asked at every look; once it says so, the process is killed."""
+def run(
+    command: list[str],
+    *,
+    code: Path = ROOT,
+    kill_when: Callable[[], bool] | None = None,
+    processes: int = 1,
+    one_thread: bool = False,
+) -> Ran:
+    """Run a command and watch it. kill_when: asked at every look; once it says so, the process is killed. processes: that
+    share a run; what is told is the first one's, and the status is 0 where all of theirs are."""
     environment = os.environ | {"PYTHONPATH": str(code), "HF_HUB_OFFLINE": "1", "SOURCE_DATE_EPOCH": STARTED}
+    if processes > 1:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        environment |= {"WORLD_SIZE": str(processes)}
+    environment |= {"OMP_NUM_THREADS": "1"} if one_thread else {}
     started = time.time()
-    process = subprocess.Popen(
-        command, cwd=code, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    readings: list[Reading] = []
-
-    def watch() -> None:
-        while process.poll() is None:
-            if (reading := look(process.pid)) is not None:
-                readings.append(reading)
-            if kill_when is not None and kill_when():
-                process.kill()
-                return
-            time.sleep(SAMPLE_SECONDS)
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        output, _ = process.communicate()
-    except BaseException:
-        process.terminate()
-        process.wait()
-        raise
-    watcher.join()
-    return Ran(process.returncode, started, time.time(), output, readings)
+    with contextlib.ExitStack() as stack:
+        logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(processes)]
+        running = [
+            subprocess.Popen(
+                command, cwd=code, stdout=log, stderr=subprocess.STDOUT,
+                env=environment | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}),
+            )
+            for rank, log in enumerate(logs)
+        ]  # fmt: skip
+        readings: list[list[Reading]] = [[] for _ in running]
+        try:
+            while None in [process.poll() for process in running]:
+                for process, seen in zip(running, readings, strict=True):
+                    if (reading := look(process.pid)) is not None:
+                        seen.append(reading)
+                if kill_when is not None and kill_when():
+                    running[0].kill()
+                time.sleep(SAMPLE_SECONDS)
+        except BaseException:
+            for process in running:
+                process.terminate()
+                process.wait()
+            raise
+        ended = time.time()
+        for log in logs:
+            log.seek(0)
+        said = logs[0].read() + "".join(log.read() for log in logs[1:] if any(each.returncode for each in running))
+    status = next((process.returncode for process in running if process.returncode), 0)
+    return Ran(status, started, ended, said, readings[0], max(reading.peak for seen in readings for reading in seen))
 
 
 # ------------------------------------------------------------------------------------------------------------ cells
@@ -170,8 +186,9 @@ class Limits:
 class Cell:
     """One thing shown: a training of some steps, and what has to be true of what it leaves.
 
-    settings: dotted config keys. kill: SIGKILL within step 2, then the run goes on to its end.
-    equals: another cell, whose checkpoint and adapter files this one has to leave, byte for byte.
+    settings: dotted config keys. kill: SIGKILL within step 2, then the run goes on to its end. processes: that share the run.
+    equals: another cell, whose losses, checkpoint and adapter files this one has to leave, byte for byte. one_thread: as each
+    of several processes has, whose last bits depend on that.
     """
 
     name: str
@@ -180,7 +197,9 @@ class Cell:
     steps: int
     model: str = "shards"
     kill: bool = False
+    processes: int = 1
     equals: str | None = None
+    one_thread: bool = False
     limits: Limits = field(default_factory=Limits)
 
 
@@ -208,12 +227,17 @@ def sdxl_cells(large: int, small: int) -> list[Cell]:
 def flux_cells(size: int) -> list[Cell]:
     dora = {"adapter.type": "dora", "adapter.targets": "attention"}
     live = {"data.cache_text": False, "model.components.text_encoder_2.dtype": "nf4"}
-    dtype = "model.components.transformer.dtype"
+    dtype, both = "model.components.transformer.dtype", f"float8 DoRA {size} px, two micro-batches"
     return [
         Cell(f"float8 DoRA {size} px", dora | {dtype: "fp8_e4m3"}, size, 1, limits=Limits(peak_gib=14.5)),
         Cell(f"nf4 DoRA {size} px", dora | {dtype: "nf4"}, size, 1),
         Cell(f"float8 DoRA {size} px, live nf4 T5", dora | {dtype: "fp8_e4m3"} | live, size, 1),
-    ]
+        Cell(both, dora | {dtype: "fp8_e4m3", "step.accumulation": 2}, size, 1, one_thread=True),
+        Cell(
+            f"float8 DoRA {size} px, shared by two processes", dora | {dtype: "fp8_e4m3", "memory.shard": True}, size, 1,
+            processes=2, equals=both, one_thread=True, limits=Limits(peak_gib=9.0),
+        ),
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -358,7 +382,8 @@ def run_cell(cell: Cell, place: Place, results: Mapping[str, Any]) -> dict[str, 
         done = [entry["step"] for entry in lines(output / "metrics.jsonl")]
         require(killed.status == -signal.SIGKILL and done == [1], f"killed too late: steps {done} were done")
         peak_before = killed.peak
-    ran = train(tree, *(["--resume_from", "auto"] if cell.kill else []))
+    resume = ["--resume_from", "auto"] if cell.kill else []
+    ran = train(tree, *resume, processes=cell.processes, one_thread=cell.one_thread)
     require(ran.status == 0, f"exit status {ran.status}")
     steps = lines(output / "metrics.jsonl")
     require([entry["step"] for entry in steps] == list(range(1, cell.steps + 1)), "metrics.jsonl lacks steps")
@@ -379,6 +404,7 @@ def run_cell(cell: Cell, place: Place, results: Mapping[str, Any]) -> dict[str, 
         other = results[cell.equals]["sha256"]
         odd = sorted(name for name in other.keys() | result["sha256"] if other.get(name) != result["sha256"].get(name))
         require(not odd, f"not the bytes of {cell.equals!r}: {', '.join(odd)}")
+        require(result["loss"] == results[cell.equals]["loss"], f"not the losses of {cell.equals!r}: {result['loss']}")
         result["equal_bytes"] = cell.equals
     if place.size == "full":
         peak, closing = result["peak_bytes"] / GIB, result["closing_seconds"]

@@ -5,7 +5,9 @@ What processes do beside one another is in unit/runtime/test_sharding.py: here t
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 
 from proofs.forks import Server
 from tests.harness import DENOISER, Workbench, metrics_of
-from tests.integration.test_processes import made, run_both, tree
+from tests.integration.test_processes import LOST, made, run_both, start_both, tree
 from trainer.base.errors import UserError
 from trainer.checkpoint import store
 from trainer.kernels import dora_torch
@@ -78,6 +80,30 @@ def test_its_bytes_are_those_of_a_run_that_has_the_base_whole(
             n: e for n, e in whole.items() if n.startswith(last)
         }
         shutil.rmtree(bench.tmp / "stopped")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("signum", "adapter", "saved"), [(signal.SIGKILL, "dora", []), (signal.SIGSTOP, "lora", [2])], ids=["dora", "lora"]
+)
+def test_a_process_that_is_lost_takes_its_part_along(
+    server: Server, bench: Workbench, signum: int, adapter: str, saved: list[int]
+) -> None:
+    """The other one ends with status 143, and half-writes nothing. It saves the last whole step where a checkpoint needs no
+    norm of the base."""
+    nothing = dict.fromkeys(("validation__every_steps", "validation__loss_every_steps", "checkpoint__every_steps"), 0)
+    more = {"memory__shard": True, "run__lost_after": 10, "export__every_steps": 0} | nothing
+    config = config_of(bench, "out", "sdxl", "bf16", adapter, **more)
+    patch = f"at, victim, signum = 'step', 1, {int(signum)}\n{LOST}"
+    both = start_both(server, bench, config, patch=patch, launched=False)
+    try:
+        status = server.wait(both.pids[0])
+    finally:
+        os.kill(both.pids[1], signal.SIGKILL)  # a zombie still has its number
+    server.wait(both.pids[1])
+    assert status == 143 and "Traceback" not in both.said, both.said[-3000:]
+    assert store.steps(bench.tmp / "out" / "checkpoints") == saved
+    assert not list((bench.tmp / "out").rglob("*.tmp"))
 
 
 def planned(bench: Workbench, processes: int, **more: Any) -> Forecast:
