@@ -1,6 +1,6 @@
 """Under torchrun's agent a run that loses processes ends as one that lost none: proofs/lost.py, in parts.
 
-`slow` has six seeds, in which every kind of fault comes, and a machine that is frozen, missed and comes back; `proof` has
+`slow` has seven seeds, in which every kind of fault comes, and a machine that is frozen, missed and comes back; `proof` has
 sixty seeds. That a start reads no key of another is in unit/runtime/test_starts.py.
 """
 
@@ -23,7 +23,7 @@ from tests.harness import Workbench
 from tests.integration.test_processes import assert_same_course
 from trainer import config as configs
 
-SEEDS = (2, 4, 6, 7, 16, 22)
+SEEDS = (2, 4, 6, 7, 10, 16, 22)
 
 
 @pytest.fixture(scope="module")

@@ -472,6 +472,12 @@ def stepping(self, number, *more):
         os.kill(os.getpid(), signum)
     return step(self, number, *more)
 caches.fill_latents, Step.run = encoding, stepping
+close = runs.close
+def closing(*arguments, **more):
+    if at == 'closing' and rank == victim:
+        os.kill(os.getpid(), signum)
+    return close(*arguments, **more)
+runs.close = closing
 """
 
 
@@ -483,6 +489,7 @@ caches.fill_latents, Step.run = encoding, stepping
         ("step", 1, signal.SIGKILL),
         ("step", 1, signal.SIGSTOP),
         ("saving", 0, signal.SIGSTOP),
+        ("closing", 0, signal.SIGSTOP),
     ],
 )
 def test_without_a_launcher_a_lost_process_ends_the_other(
@@ -508,7 +515,7 @@ def test_without_a_launcher_a_lost_process_ends_the_other(
         rf"^error: process {victim} \(host \S+, pid {both.pids[victim]}\){main} (is gone|has given no sign)", errors, re.M
     )
     assert "Traceback" not in errors, errors[-3000:]
-    assert store.steps(bench.tmp / "two" / "checkpoints") == ([2] if at == "step" else [])
+    assert store.steps(bench.tmp / "two" / "checkpoints") == {"step": [2], "closing": [LENGTH]}.get(at, [])
     left = [path.name for path in (bench.tmp / "two").rglob("*") if path.name.endswith(".tmp")]
     assert left == ([".step-00000002.new.tmp"] if at == "saving" else []), "of a kill alone, for the next start to remove"
 

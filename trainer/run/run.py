@@ -100,6 +100,7 @@ def prepared(config: Config, *, resume_from: str | None, allowed: Allowance | No
             mirrored(run.plan.config, context, signals, run.progress.step),
         ):
             yield run, signals
+        peers.leave_together()
 
 
 @dataclass(frozen=True)
@@ -370,7 +371,6 @@ def close(run: Run, signals: Signals, *, finished: bool) -> None:
         else:
             artifacts.leave_files()
             artifacts.leave_report()
-        run.context.processes.settle()  # the main process may need what the others have a part of
     except Interrupted as error:
         last = "the last step" if finished else f"step {run.progress.step}"
         where = f"after {last}, which is saved; adapter files or the report may be missing, or those of an earlier stop"

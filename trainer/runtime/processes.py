@@ -167,6 +167,17 @@ class Processes:
             self._tell(f"{self._meetings}/{self.rank}", True)
             self._await([f"{self._meetings}/{rank}" for rank in range(self.count)], self.check if obey else self._listen)
 
+    def leave_together(self) -> None:
+        """Wait, at the end of a run, until every process is done with it. Who had left would not miss one that hangs.
+
+        The main process, which may have the store, leaves last. Raises PeerStopped.
+        """
+        self.wait()
+        if self._store is not None:
+            self._tell(f"left/{self.rank}", True)
+            if self.is_main:
+                self._await([f"left/{rank}" for rank in range(self.count)], self._listen)
+
     @contextmanager
     def main_first(self) -> Iterator[None]:
         """The main process goes through the block before the others. Raises what `check` raises."""

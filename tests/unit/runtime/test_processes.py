@@ -62,6 +62,40 @@ def test_the_main_process_goes_first_however_long_it_takes(pair) -> None:
     assert order == [0, 1]
 
 
+def test_all_leave_together_and_the_main_process_last(pair) -> None:
+    """However long it takes: the others hear of what goes wrong until then."""
+    left: list[int] = []
+
+    def main(view: Processes, signals: Signals) -> None:
+        time.sleep(0.5)
+        left.append(-1)
+        view.leave_together()
+        left.append(0)
+
+    def other(view: Processes, signals: Signals) -> None:
+        tell = view._tell
+
+        def slowly(key: str, value: object) -> None:
+            if key == "left/1":
+                time.sleep(0.5)
+                left.append(1)
+            tell(key, value)
+
+        view._tell = slowly
+        view.leave_together()
+
+    assert side_by_side(pair, main, other) == [None, None]
+    assert left == [-1, 1, 0]
+
+
+def test_who_waits_to_leave_hears_that_the_main_process_failed(pair) -> None:
+    def fails(view: Processes, signals: Signals) -> None:
+        raise UserError("a full disk")
+
+    _, second = side_by_side(pair, fails, lambda view, signals: view.leave_together())
+    assert isinstance(second, PeerStopped) and second.status == 2
+
+
 def test_an_error_of_the_main_process_alone_ends_the_other_with_its_status(pair) -> None:
     def main(view: Processes, signals: Signals) -> None:
         with view.main_first():
