@@ -196,6 +196,20 @@ def test_another_global_batch_is_refused(bench: Workbench) -> None:
         train(configs.parse(tree(bench, "out", processes=2)), resume_from="auto")
 
 
+@pytest.mark.slow
+def test_with_a_mirror_two_processes_go_on_in_an_empty_folder(server: Server, bench: Workbench) -> None:
+    """The main one fetches the checkpoint, and the other finds it there."""
+    few = {"run__max_steps": 4, "checkpoint__mirror": f"file://{bench.tmp / 'bucket'}"}
+    run_both(server, bench, tree(bench, "whole", processes=2, run__max_steps=4))
+    run_both(server, bench, tree(bench, "lost", processes=2, **few, run__stop_after=2))
+    shutil.rmtree(bench.tmp / "lost")
+    said = run_both(server, bench, tree(bench, "lost", processes=2, **few), "--resume_from", "auto")
+    assert "step-00000002 came from file://" in said
+    last = f"checkpoints/{store.folder_name(4)}/"
+    one, two = ({n: e for n, e in made(bench.tmp / out).items() if n.startswith(last)} for out in ("whole", "lost"))
+    assert one == two and len(one) >= 2
+
+
 def poison(bench: Workbench, sample: str) -> None:
     """Put NaN into the cached latents of a photo."""
     with built(configs.parse(tree(bench, "unused", processes=1, step__non_finite="skip"))) as run:

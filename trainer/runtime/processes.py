@@ -20,7 +20,7 @@ from trainer.base.console import write
 from trainer.base.errors import PeerStopped, ending
 from trainer.base.signals import Signals
 from trainer.runtime.heartbeat import REPLACED, STATUS, Heartbeat
-from trainer.runtime.starts import meet, prefix_of
+from trainer.runtime.starts import meet, prefix_of, refuse_nameless
 
 # Of a reduction: longer than processes can differ in one step (reading, a larger bucket, one micro-batch more). It does not
 # serve to find a process that died: the connection breaks then, the launcher ends the others, and signs of life are missed.
@@ -296,8 +296,9 @@ def launched() -> bool:
 def start(device: torch.device, *, lost_after: float) -> Processes:
     """accelerate's view of devices and processes. It computes nothing for us: mixed precision is ours.
 
-    Raises PeerStopped where not all processes come.
+    Raises PeerStopped where not all processes come, UserError where they were started in a way that is not torch's.
     """
+    refuse_nameless(os.environ)
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
 

@@ -8,14 +8,33 @@ may differ between machines, and stands still when one comes or goes. So each st
 import json
 import time
 import uuid
+from collections.abc import Mapping
 
-from trainer.base.errors import PeerStopped
+from trainer.base.errors import PeerStopped, UserError
 from trainer.runtime.heartbeat import REPLACED, STATUS, Store
 
 STARTS = "starts"  # how many there were
 PAUSE = 0.02  # seconds between two looks
 # From the first process that is there to the last: they import libraries, on a cold disk for minutes.
 PATIENCE = 600.0
+
+# What MPI's launchers and Slurm's `srun` say of how many processes they started.
+COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+def refuse_nameless(environment: Mapping[str, str]) -> None:
+    """Raises UserError where a launcher started several processes, and they do not know it in torch's way: each would train
+    alone, into one folder."""
+    if {"RANK", "WORLD_SIZE"} <= environment.keys():
+        return
+    for name in COUNTS:
+        count = environment.get(name, "")
+        if count.isdecimal() and int(count) > 1:
+            raise UserError(
+                f"{name} = {count}: several processes were started without RANK and WORLD_SIZE; start one for each machine: "
+                "torchrun --nnodes NODES --nproc_per_node CARDS train.py ..., or set RANK, LOCAL_RANK, WORLD_SIZE, "
+                "MASTER_ADDR and MASTER_PORT for each"
+            )
 
 
 def prefix_of(number: int) -> str:

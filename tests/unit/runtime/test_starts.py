@@ -7,11 +7,13 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
-from trainer.base.errors import PeerStopped
+from trainer.base.errors import PeerStopped, UserError
+from trainer.runtime import processes
 from trainer.runtime.heartbeat import REPLACED
-from trainer.runtime.starts import meet, prefix_of
+from trainer.runtime.starts import COUNTS, meet, prefix_of, refuse_nameless
 
 
 def come(pool: ThreadPoolExecutor, store: HashStore, count: int, ranks: list[int]) -> list[Future]:
@@ -53,3 +55,20 @@ def test_one_whose_rank_an_earlier_process_had_is_not_meant_by_its_number() -> N
         with pytest.raises(PeerStopped, match="process 0, which all others wait for, did not come") as missed:
             meet(store, rank=1, count=2, patience=0.1)
     assert missed.value.status == 143
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_processes_that_do_not_know_of_one_another_are_refused(name: str) -> None:
+    with pytest.raises(UserError, match=rf"^{name} = 4: several processes .*torchrun --nnodes") as refused:
+        refuse_nameless({name: "4", "WORLD_SIZE": "4"})
+    assert "\n" not in str(refused.value)
+    for environment in ({name: "1"}, {name: "4", "RANK": "0", "WORLD_SIZE": "4"}, {name: ""}, {}):
+        refuse_nameless(environment)
+
+
+def test_it_is_refused_before_anything_is_asked_of_the_others(monkeypatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PMI_SIZE", "2")
+    with pytest.raises(UserError, match="PMI_SIZE = 2"):
+        processes.start(torch.device("cpu"), lost_after=60.0)
