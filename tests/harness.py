@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,18 @@ class Workbench:
         path = self.tmp / name
         path.write_text(tomli_w.dumps(dict(tree)))
         return path
+
+
+def pairs(*factors: Sequence[Any]) -> set[tuple[Any, ...]]:
+    """Cells of a product, few of them, in which every two levels of two factors meet. The same ones each time."""
+    cells = list(product(*factors))
+    met = {cell: set(combinations(enumerate(cell), 2)) for cell in cells}
+    missing, chosen = set().union(*met.values()), set()
+    while missing:
+        best = max(cells, key=lambda cell: len(met[cell] & missing))
+        chosen.add(best)
+        missing -= met[best]
+    return chosen
 
 
 @contextmanager

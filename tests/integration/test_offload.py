@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.harness import DENOISER, Workbench, built, metrics_of, take_step
+from tests.harness import DENOISER, Workbench, built, metrics_of, pairs, take_step
 from trainer import config as configs
 from trainer.base.errors import UserError
 from trainer.kernels import dora_torch
@@ -43,20 +44,20 @@ def gradients(config: configs.Config, copies: int = 0) -> list[torch.Tensor]:
         return found
 
 
-@pytest.mark.parametrize("family", ["sdxl", "flux"])
+FACTORS = (tuple(DENOISER), ("bf16", "fp8_e4m3", "int8", "nf4"), ("lora", "dora"), (False, True))
+QUICK = {("fp8_e4m3", "dora", True), ("bf16", "lora", False)}
+FEW = pairs(*FACTORS)
+
+
+def marked(cell: tuple[Any, ...]) -> Any:
+    """Two cells of each family are quick, and every two levels meet in the slow ones."""
+    marks = () if cell[1:] in QUICK else (pytest.mark.slow if cell in FEW else pytest.mark.proof)
+    return pytest.param(*cell, marks=marks)
+
+
 @pytest.mark.parametrize(
-    ("storage", "adapter", "recomputed"),
-    [
-        ("fp8_e4m3", "dora", True), ("bf16", "lora", False),
-        *(
-            pytest.param(storage, adapter, recomputed, marks=pytest.mark.proof if recomputed == 2 else pytest.mark.slow)
-            for storage in ("bf16", "fp8_e4m3", "int8", "nf4")
-            for adapter in ("lora", "dora")
-            for recomputed in (False, True, 2)
-            if (storage, adapter, recomputed) not in (("fp8_e4m3", "dora", True), ("bf16", "lora", False))
-        ),
-    ],
-)  # fmt: skip
+    ("family", "storage", "adapter", "recomputed"), [marked(cell) for cell in product(*FACTORS[:-1], (False, True, 2))]
+)
 def test_every_gradient_is_that_of_a_resident_base(
     bench: Workbench, family: str, storage: str, adapter: str, recomputed: bool | int
 ) -> None:

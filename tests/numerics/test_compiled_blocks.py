@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock, FluxTransformerBlock
 from torch import Tensor, nn
 
+from tests.harness import pairs
 from trainer.adapters import Method, inject, match_targets
 from trainer.adapters.adapter import ADAPTER_NAME
 from trainer.adapters.layers import AdaptedLayer
@@ -36,6 +38,8 @@ BLOCKS: dict[str, tuple[str, Callable[[], nn.Module]]] = {
     "sdxl": ("sdxl", lambda: BasicTransformerBlock(WIDTH, **SIZES, cross_attention_dim=24)),
 }
 STORAGES = ("bf16", "fp8_e4m3", "int8", "nf4")
+FACTORS = (tuple(BLOCKS), ("lora", "dora"), STORAGES)
+FEW = pairs(*FACTORS)
 
 
 @dataclass
@@ -158,10 +162,10 @@ def compiled(of: Built, folder: Path, monkeypatch: pytest.MonkeyPatch, backend: 
     return compiler
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("adapter", ["lora", "dora"])
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize(
+    ("kind", "adapter", "storage"),
+    [pytest.param(*cell, marks=pytest.mark.slow if cell in FEW else pytest.mark.proof) for cell in product(*FACTORS)],
+)
 def test_traced_and_differentiated_a_block_has_the_same_bytes(tmp_path, monkeypatch, kind, adapter, storage) -> None:
     """In one program, which an update of the adapter does not make anew."""
     ordinary, other = (built(kind, adapter, storage) for _ in range(2))

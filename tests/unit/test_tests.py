@@ -5,11 +5,15 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+from itertools import combinations, product
+from math import prod
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tests.harness import ROOT
+from tests.harness import ROOT, pairs
 
 TESTS = ROOT / "tests"
 # Of the trees as such, and of no room.
@@ -155,3 +159,15 @@ def test_what_the_continuous_checks_leave_out_is_marked_so() -> None:
     assert "-m 'not slow and not proof and not gpu'" in options["addopts"]
     assert '-m "not proof and not gpu"' in (ROOT / "scripts" / "test.sh").read_text(encoding="utf-8")
     assert "exec bash scripts/test.sh --all\n" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+@given(st.lists(st.integers(2, 4).map(range), min_size=2, max_size=4))
+def test_in_pairs_every_two_levels_meet(factors: list[range]) -> None:
+    """And no cell is there for nothing."""
+    cells = pairs(*factors)
+
+    def met(some: set[tuple[int, ...]]) -> set[tuple[tuple[int, int], ...]]:
+        return {two for cell in some for two in combinations(enumerate(cell), 2)}
+
+    assert met(cells) == met(set(product(*factors)))
+    assert len(cells) < prod(map(len, factors)) or len(factors) == 2
