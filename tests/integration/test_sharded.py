@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from proofs.forks import Server
-from tests.harness import DENOISER, Workbench, metrics_of
+from tests.harness import DENOISER, Workbench, built, metrics_of
 from tests.integration.test_processes import LOST, made, run_both, start_both, tree
 from trainer.base.errors import UserError
 from trainer.checkpoint import store
@@ -104,6 +104,14 @@ def test_a_process_that_is_lost_takes_its_part_along(
     assert status == 143 and "Traceback" not in both.said, both.said[-3000:]
     assert store.steps(bench.tmp / "out" / "checkpoints") == saved
     assert not list((bench.tmp / "out").rglob("*.tmp"))
+
+
+def test_what_is_whole_is_loaded_without_the_others(bench: Workbench, monkeypatch) -> None:
+    """As the VAE by the main process alone, for samples, while the others lend: they would take it for its end."""
+    with built(bench.config("sdxl", adapter__targets=["*attn1.to_q"])) as run:
+        monkeypatch.setattr(run.context.processes, "settle", lambda: pytest.fail("in common"))
+        run.components.let_go(["vae"])
+        assert run.components.load("vae") is run.model.modules["vae"]
 
 
 def planned(bench: Workbench, processes: int, **more: Any) -> Forecast:

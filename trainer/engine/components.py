@@ -102,7 +102,8 @@ class Components:
         if converted is not None and self.processes.is_main:
             self.processes.say(f"{name}: {converted.found} of {converted.wanted} converted weights were in model.cache_dir")
             converted.store(module, phases=self.phases)
-        self.processes.settle()  # what has a part in each process, the main one stores whole
+        if isinstance(self.streamers.get(name), Sharder):
+            self.processes.settle()  # all load it, and the main one may store it whole
         in_file = held_as(self.source, name)
         if in_file and not storage.format.quantised:
             self.processes.say(f"{name}: held as {in_file[0]} in the model's file, widened to {storage.format.name}")
