@@ -195,9 +195,10 @@ def check_folder(folder: Path, key: str) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path, *, shared: bool = False) -> Iterator[None]:
     """Hold a folder for this process alone, by a record lock on `path` in it, which ends with the process, however it ends.
 
+    shared: hold it beside others who share it, which keeps those away who want it alone, and asks whether there is one.
     Raises UserError where another holds it. Nothing is held where there are no such locks (Windows, some network mounts).
     A lock of this kind is not inherited: workers that outlive a killed run for a moment do not hold it.
     """
@@ -207,7 +208,7 @@ def locked(path: Path) -> Iterator[None]:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
             raise UserError(
                 f"another run writes to {str(path.parent)!r}: wait for its end, or choose another run.output_dir"

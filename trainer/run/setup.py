@@ -113,7 +113,7 @@ def begin(
     files.check_folder(layout.root, "run.output_dir")
     files.check_folder(cache_dir(config), "data.cache_dir")
     if layout.lock.exists() and os.access(layout.lock, os.W_OK):
-        with files.locked(layout.lock):
+        with files.locked(layout.lock, shared=True):  # each process of this start asks at about the same time
             pass
     return Beginning(plan, layout, saved, pieces, progress, start, environment, attention)
 

@@ -123,3 +123,25 @@ def test_sizes_have_the_units_that_they_name(text: str, count: int) -> None:
 def test_a_size_without_a_unit_is_none(text: str) -> None:
     with pytest.raises(ValueError, match="write a number and its unit"):
         files.parse_size(text)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork, and record locks")
+def test_those_who_share_a_lock_keep_away_only_one_who_wants_it_alone(tmp_path: Path) -> None:
+    """All processes of a start ask at about the same time whether another run has the folder."""
+
+    def elsewhere(shared: bool) -> bool:
+        """Whether another process gets it."""
+        child = os.fork()
+        if child == 0:
+            try:
+                with files.locked(tmp_path / "lock", shared=shared):
+                    os._exit(0)
+            except UserError:
+                os._exit(2)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    with files.locked(tmp_path / "lock", shared=True):
+        assert (elsewhere(shared=True), elsewhere(shared=False)) == (True, False)
+    with files.locked(tmp_path / "lock"):
+        assert (elsewhere(shared=True), elsewhere(shared=False)) == (False, False)
+    assert elsewhere(shared=False)
