@@ -78,8 +78,12 @@ class Processes:
     # --- what lies in parts in all of them (runtime/sharding.py) ------------------------------------------------------
 
     def lend_with(self, lend: Callable[[], bool] | None) -> None:
-        """Have `settle` call `lend` until it says that nobody wants anything; None: nothing lies in parts any more."""
+        """Have `settle` call `lend` until it says that nobody wants anything; None: nothing lies in parts any more.
+
+        At first all meet here. Raises as `wait`, with `obey`.
+        """
         if lend is not None and self._rounds is None:
+            self.wait(obey=True)  # torch waits there for the last one, and hears of no signal and no failure meanwhile
             self._rounds = torch.distributed.new_group(backend="gloo", timeout=REDUCTION_TIMEOUT)
         self._lend = lend
 

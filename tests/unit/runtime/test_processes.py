@@ -177,10 +177,25 @@ def test_whatever_is_done_in_common_comes_after_lending(pair, monkeypatch) -> No
         view.settle()
 
     def other(view: Processes, signals: Signals) -> None:
+        view.wait()  # for both to lend
         view.wait()
 
     assert side_by_side(pair, work, other) == [None, None]
     assert done == ["lent", "lent", "met", "lent", "reduced", "met", "reduced", "reduced", "met", "lent", "met"]
+
+
+def test_who_is_first_to_lend_hears_of_one_that_failed(pair, monkeypatch) -> None:
+    """And does not wait in torch for a process that will not come."""
+    monkeypatch.setattr(torch.distributed, "new_group", lambda **more: pytest.fail("not all are there"))
+
+    def first(view: Processes, signals: Signals) -> None:
+        view.lend_with(lambda: False)
+
+    def fails(view: Processes, signals: Signals) -> None:
+        raise UserError("a file is damaged")
+
+    heard, _ = side_by_side(pair, first, fails)
+    assert isinstance(heard, PeerStopped) and heard.status == 2
 
 
 class LateWork:
