@@ -35,9 +35,10 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import cells, lessons, plain_peft  # noqa: E402
 from benchmarks.lessons import CURVE_DRAWS, TRAINED, Examiner, distances, drawn, machine, now, updates  # noqa: E402
 from benchmarks.plain_peft import run_losses  # noqa: E402
-from tests.harness import DENOISER, built, take_step  # noqa: E402
+from tests.harness import built, take_step  # noqa: E402
 from trainer import config as configs  # noqa: E402
 from trainer import kernels  # noqa: E402
+from trainer.models import FAMILIES  # noqa: E402
 from trainer.quantization import FrozenLayer  # noqa: E402
 from trainer.run.run import Run  # noqa: E402
 
@@ -101,7 +102,7 @@ def config(
     """As lessons.config, with what the cell changes."""
     dtype, _, backend = cell.storage.partition("-")
     stored = {"dtype": dtype} | ({"backend": backend} if backend else {})
-    changes = {f"model__components__{DENOISER[cell.family]}": stored} | cell.changes
+    changes = {f"model__components__{FAMILIES[cell.family].denoiser}": stored} | cell.changes
     return lessons.config(cell.family, seed, out, cache, changes=changes, steps=steps, known=known, drawn=cell.draws)
 
 

@@ -219,7 +219,7 @@ def main() -> int:
         models = make_models(Path(folder) / "models") if any(cell.size == "tiny" for cell in cells) else Path(folder)
         if SHORT in cells:
             with patch.object(make_model, "short_configs", deeper):
-                make_model.make("short", SHORT.family, "diffusers", models / "short", 0, "epsilon", False, False)
+                make_model.make("short", SHORT.family, "diffusers", models / "short", 0, "epsilon", None, False)
         for cell in cells:
             seconds = timed(cell, asked.sides, asked.rounds, asked.warm_up, models, Path(folder))
             found = ratios(seconds, SIDES[asked.sides][1])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from pocket import credits, data, draw, flux, icons
+from pocket import credits, data, draw, flux, flux2, icons
 
 SHOWN = 100  # subjects on the sheet
 COLUMNS = 10
@@ -53,8 +53,12 @@ def figures(drawn: torch.Tensor, truth: torch.Tensor, encode) -> dict[str, float
     return result
 
 
-NAMES = {"sdxl": "SDXL", "flux": "Flux dev"}
-MORE = {"sdxl": {}, "flux": {"max_sequence_length": flux.T5_LENGTH}}  # what its pipeline is told beside steps and guidance
+NAMES = {"sdxl": "SDXL", "flux": "Flux dev", "flux2": "FLUX.2 klein"}
+MORE = {
+    "sdxl": {},
+    "flux": {"max_sequence_length": flux.T5_LENGTH},
+    "flux2": {"max_sequence_length": flux2.TEXT_LENGTH},
+}  # what its pipeline is told beside steps and guidance
 
 
 def page(family: str, measured: Mapping[str, float], logs: Mapping[str, Path], parts: Sequence[str]) -> str:
@@ -90,6 +94,7 @@ def write(
     captions = [icons.caption(name, style) for name, style in chosen]
     drawn, truth = draw.draw(pipeline, captions, seed=0, **MORE[family]), truths(rendered, chosen)
     contact_sheet(drawn, truth, folder / "contact_sheet.png")
-    scale, shift = pipeline.vae.config.scaling_factor, pipeline.vae.config.shift_factor or 0.0
+    config = pipeline.vae.config
+    scale, shift = config.get("scaling_factor", 1.0), config.get("shift_factor") or 0.0
     measured = figures(drawn, truth, lambda values: (data.encode(pipeline.vae, values) - shift) * scale)
     (folder / "README.md").write_text(page(family, measured, logs, parts), encoding="utf-8")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKL
+from diffusers import AutoencoderKL, AutoencoderKLFlux2
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from pocket import flux, sdxl, vae
+from pocket import flux, flux2, sdxl, vae
 from scripts.make_model import clip_tokenizer_files, to_json, write_texts
 from trainer.models.tokenizers import END, embedded_merges
 
@@ -41,9 +43,27 @@ def write_flux(out: Path, module: flux.Denoiser, autoencoder: AutoencoderKL, sca
     write_texts(out, texts)
 
 
-def write_text_encoders(out: Path, module: sdxl.Denoiser | flux.Denoiser) -> None:
+def write_flux2(out: Path, module: flux2.Denoiser, autoencoder: AutoencoderKLFlux2) -> None:
+    """The pipeline, without its card."""
+    autoencoder.to(torch.bfloat16).save_pretrained(out / "vae")
+    module.transformer.to(torch.bfloat16).save_pretrained(out / "transformer")
+    # The whole class has a norm behind its last layer, which is not read.
+    module.text_encoder.model.norm = Qwen3RMSNorm(module.text_encoder.config.hidden_size)
+    write_text_encoders(out, module, ("text_encoder",))
+    texts = {f"tokenizer/{name}": text for name, text in flux2.tokenizer_files().items()}
+    scheduler = {"_class_name": "FlowMatchEulerDiscreteScheduler", **flux2.SCHEDULER}
+    texts["scheduler/scheduler_config.json"] = to_json(scheduler)
+    texts["model_index.json"] = (PUBLISHED / "flux2-klein-4b" / "model_index.json").read_text()
+    write_texts(out, texts)
+
+
+def write_text_encoders(
+    out: Path,
+    module: sdxl.Denoiser | flux.Denoiser | flux2.Denoiser,
+    names: Sequence[str] = ("text_encoder", "text_encoder_2"),
+) -> None:
     """In bf16, to be loaded as fp32: where nobody says a dtype, transformers takes the file's and diffusers fp32."""
-    for name in ("text_encoder", "text_encoder_2"):
+    for name in names:
         getattr(module, name).to(torch.bfloat16).save_pretrained(out / name)
         config = read_json(out / name / "config.json")
         write_texts(out / name, {"config.json": to_json(config | {"dtype": "float32"})})

@@ -2,6 +2,7 @@
 
     python -m pocket.make --work DIR icons examples vae sdxl sdxl-folder sdxl-card
     python -m pocket.make --work DIR flux flux-guided flux-folder flux-card
+    python -m pocket.make --work DIR icons flux2 flux2-folder flux2-card
 
 Needs npm and, beside the trainer, `pip install -e .[pocket]`.
 
@@ -20,10 +21,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from pocket import card, data, examples, flux, folder, icons, sdxl, training, vae
+from pocket import card, data, examples, flux, flux2, folder, icons, sdxl, training, vae
 from trainer.base.errors import UserError
 
-STEPS = {"vae": 6_500, "sdxl": 12_000, "flux": 8_000, "flux-guided": 2_000}
+STEPS = {"vae": 6_500, "sdxl": 12_000, "flux": 8_000, "flux-guided": 2_000, "flux2": 12_000}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -103,9 +104,21 @@ def write_flux(asked: argparse.Namespace) -> None:
     folder.write_flux(asked.work / "pocket_flux", module, autoencoder(asked), *latent_factors(asked))
 
 
+def train_flux2(asked: argparse.Namespace) -> None:
+    shown, _ = flux2.examples(asked.work / "icons.safetensors")
+    steps = asked.steps or STEPS["flux2"]
+    flux2.train(shown, asked.work / "flux2.safetensors", seed=asked.seed, steps=steps, seconds=asked.seconds)
+
+
+def write_flux2(asked: argparse.Namespace) -> None:
+    module = training.load_average(flux2.build(asked.seed), asked.work / "flux2.safetensors", seed=asked.seed)
+    flux2.know_unknown_words(module)
+    folder.write_flux2(asked.work / "pocket_flux2", module, flux2.examples(asked.work / "icons.safetensors")[1])
+
+
 def write_cards(family: str) -> Callable[[argparse.Namespace], None]:
     """The card tells all that was trained for this family, and how to make it again."""
-    trained = {"sdxl": ["vae", "sdxl"], "flux": ["vae", "flux", "flux-guided"]}[family]
+    trained = {"sdxl": ["vae", "sdxl"], "flux": ["vae", "flux", "flux-guided"], "flux2": ["flux2"]}[family]
 
     def write(asked: argparse.Namespace) -> None:
         logs = {part: asked.work / f"{part}.jsonl" for part in trained}
@@ -130,6 +143,9 @@ PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
     "flux-guided": distil_flux,
     "flux-folder": write_flux,
     "flux-card": write_cards("flux"),
+    "flux2": train_flux2,
+    "flux2-folder": write_flux2,
+    "flux2-card": write_cards("flux2"),
 }
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python proofs/full_size.py --family sdxl
     python proofs/full_size.py --family flux --against 819532f
+    python proofs/full_size.py --family flux2
 
 Each cell is one thing shown: a storage format loaded and trained, a kill and a resume with equal bytes, a single file. Of
 every phase of a cell the time, the peak resident memory and the bytes read and written are measured. Cells whose results are
@@ -50,7 +51,7 @@ from trainer.base.tensorfile import TensorFile  # noqa: E402
 
 GIB = 2**30
 SAMPLE_SECONDS = 0.05
-DENOISER = {"sdxl": "unet", "flux": "transformer"}
+DENOISER = {"sdxl": "unet", "flux": "transformer", "flux2": "transformer"}
 READER_MENDED = "bf06028"
 SINGLE = "single file"
 PAGE = ROOT / "docs" / "full_size.md"
@@ -240,6 +241,17 @@ def flux_cells(size: int) -> list[Cell]:
     ]  # fmt: skip
 
 
+def flux2_cells(size: int) -> list[Cell]:
+    dora, dtype = {"adapter.type": "dora"}, "model.components.transformer.dtype"
+    float8, limits = f"float8 DoRA {size} px", Limits(peak_gib=9.0)
+    return [
+        Cell(float8, dora | {dtype: "fp8_e4m3"}, size, 2, limits=limits),
+        Cell(f"{float8}, killed", dora | {dtype: "fp8_e4m3"}, size, 2, kill=True, equals=float8, limits=limits),
+        Cell(f"{float8}, {SINGLE}", dora | {dtype: "fp8_e4m3"}, size, 2, model=SINGLE, equals=float8),
+        Cell(f"nf4 LoRA {size} px", {dtype: "nf4"}, size, 1),
+    ]
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a proof has its models and its runs."""
@@ -253,7 +265,8 @@ class Place:
         return self.family if self.size == "full" else f"{self.family}-{self.size}"
 
     def model(self, kind: str) -> Path:
-        return self.folder / (f"{self.name}-one.safetensors" if kind == SINGLE else self.name)
+        # The file's name says what its model_index.json would: a base model of FLUX.2 klein.
+        return self.folder / (f"{self.name}-klein-base-one.safetensors" if kind == SINGLE else self.name)
 
     @property
     def runs(self) -> Path:
@@ -290,7 +303,7 @@ def config(cell: Cell, place: Place, output: Path, *, cache: str = "cache", **mo
         "validation.every_steps": 0,
         "logging.tensorboard": False,
     }
-    if place.family == "flux" and place.size != "full":
+    if place.family != "sdxl" and place.size != "full":
         settings["data.text_length"] = 64
     for key, value in (settings | dict(cell.settings) | more).items():
         *tables, leaf = key.split(".")
@@ -523,7 +536,7 @@ def write_page(family: str, tree: Mapping[str, Any]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", choices=("sdxl", "flux"), required=True)
+    parser.add_argument("--family", choices=tuple(DENOISER), required=True)
     parser.add_argument("--size", choices=("full", "short"), default="full", help="short: few blocks, for tests")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="models are taken from there, or written and kept there")
     parser.add_argument("--against", metavar="COMMIT", help="Flux: time one float8 step of that commit, too")
@@ -548,7 +561,7 @@ def main(arguments: list[str] | None = None) -> int:
     folder = options.keep.absolute() if kept else Path(tempfile.mkdtemp(prefix="full-size-"))
     place = Place(folder, options.family, options.size)
     large, small = (512, 256) if full else (128, 64)
-    cells = sdxl_cells(large, small) if options.family == "sdxl" else flux_cells(small)
+    cells = {"sdxl": partial(sdxl_cells, large), "flux": flux_cells, "flux2": flux2_cells}[options.family](small)
     work: dict[str, tuple[str, Callable[[], dict[str, Any] | None]]] = {"plan": ("shards", partial(plan, cells[0], place))}
     work |= {cell.name: (cell.model, partial(run_cell, cell, place, results)) for cell in cells}
     if options.against:

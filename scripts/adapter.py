@@ -10,10 +10,10 @@
     python scripts/adapter.py ema outputs/bear --length 0.1                            # an average of its weights
     python scripts/adapter.py push outputs/bear/adapters --repo me/bear                # to the Hugging Face hub, as private
 
-Files of diffusers, PEFT, kohya, LyCORIS, ComfyUI, OneTrainer and ai-toolkit are read, LoRA and DoRA, for SDXL and Flux
-(docs/adapter_files.md). --base names the model where a file is for another size than the published ones, and where weights
-are needed. Exit status: 0 done; 2 for a file or an argument that cannot be used, with the reason on stderr; 4 for values
-that are not finite.
+Files of diffusers, PEFT, kohya, LyCORIS, ComfyUI, OneTrainer and ai-toolkit are read, LoRA and DoRA, for SDXL, Flux and
+FLUX.2 (docs/adapter_files.md). --base names the model where a file is for another size than the published ones, and where
+weights are needed. Exit status: 0 done; 2 for a file or an argument that cannot be used, with the reason on stderr; 4 for
+values that are not finite.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def export(chosen: argparse.Namespace) -> None:
     written = opened.export(chosen.folder, sample=opened.sample())
     for format, path in written.items():
         write(f"{format}: {path}")
-    for sentence in not_loaded_by_diffusers(opened.layers):
+    for sentence in not_loaded_by_diffusers(n for n in opened.layers if n.partition(".")[0] not in opened.model.family.peft):
         write(f"note: {sentence}")
     if (comfyui := written.get("comfyui")) and (said := TensorFile(comfyui).metadata.get(sd_scripts.ENTRY)):
         write(f"note: {sd_scripts.sentence(said)}")
@@ -291,7 +291,7 @@ def reads_a_file(command: argparse.ArgumentParser) -> None:
 
 def names_a_model(command: argparse.ArgumentParser) -> None:
     command.add_argument("--base", metavar="MODEL", help="the model that it is for: folder, .safetensors file or hub id")
-    command.add_argument("--family", help="where the keys are those of several: sdxl or flux")
+    command.add_argument("--family", help="where the keys are those of several: sdxl, flux or flux2")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -341,7 +341,7 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("a", metavar="A", type=Path, help="an adapter file, or a checkpoint's folder")
     command.add_argument("b", metavar="B", type=Path, help="another")
     command.add_argument("--base", metavar="MODEL", help="the model that they are for; a DoRA needs its weights")
-    command.add_argument("--family", help="where the keys are those of several: sdxl or flux")
+    command.add_argument("--family", help="where the keys are those of several: sdxl, flux or flux2")
     command = commands.add_parser("resize", help="a file with a lower rank")
     command.set_defaults(run=resize)
     reads_a_file(command)

@@ -1,15 +1,16 @@
-"""Write an SDXL or Flux checkpoint with random weights: the true architecture, the same bytes every time.
+"""Write an SDXL, Flux or FLUX.2 [klein] checkpoint with random weights: the true architecture, the same bytes every time.
 
     python scripts/make_model.py --size tiny --family sdxl --layout diffusers models/tiny-sdxl
     python scripts/make_model.py --size full --family flux --layout single_file models/flux.safetensors
 
-tiny: a few megabytes; the demo and the tests train on it. full: the published sizes (SDXL 7.1 GB, Flux 34 GB), for proofs
-that need real bytes and no download. short: the published widths with few blocks (1.5 to 2.1 GB), for tests of them. Weights
-are bf16, the VAE's fp32; activations are of order 1. At most a few hundred megabytes are in memory at any time.
+tiny: a few megabytes; the demo and the tests train on it. full: the published sizes (7 to 34 GB), for
+proofs that need real bytes and no download. short: the published widths with few blocks (1.5 to 2.1 GB; klein keeps its
+text encoder, 9 GB), for tests of them. Weights are bf16, the VAE's fp32; activations are of order 1. At most a few hundred
+megabytes are in memory at any time.
 
 diffusers: OUT is a folder that stock pipelines load; weights beyond 5 GB lie in shards. single_file: OUT is one .safetensors
-file under the original names (SDXL: every component, Flux: the transformer alone), and the folder of its stem beside it has
-configs, scheduler and tokenizers, for Flux also the text encoders and the VAE.
+file under the original names (SDXL: every component, the others: the transformer alone), and the folder of its stem beside it
+has configs, scheduler and tokenizers, for these also the text encoders and the VAE.
 
 --sparse leaves the weights out: the files have their headers and sizes, take next to no disk, and every weight is read as
 zero. That is enough for plans, and to measure memory.
@@ -44,7 +45,7 @@ from trainer.base.types import Link  # noqa: E402
 from trainer.cli.tools import run_tool  # noqa: E402
 from trainer.models import FAMILIES  # noqa: E402
 from trainer.models.names import join_parts  # noqa: E402
-from trainer.models.tokenizers import END, START, clip_vocabulary, embedded_merges  # noqa: E402
+from trainer.models.tokenizers import END, START, byte_alphabet, clip_vocabulary, embedded_merges  # noqa: E402
 
 PUBLISHED = ROOT / "trainer" / "models" / "published"
 MERGES = 1000
@@ -52,7 +53,22 @@ T5_SENTINELS = 100
 SHARD_BYTES = 5 * 10**9  # at most, as transformers and diffusers write them
 # A full model's weights are one block of drawn numbers, repeated. A prime: a matrix's rows all begin elsewhere in the block.
 BLOCK_NUMBERS = 4_194_301
-DENOISER = {"sdxl": "unet", "flux": "transformer"}
+# By family, its published folders by what --variant calls them; the first if it is not given.
+VARIANTS = {
+    "sdxl": {"": "sdxl"},
+    "flux": {"dev": "flux-dev", "schnell": "flux-schnell"},
+    "flux2": {"4b": "flux2-klein-4b", "9b": "flux2-klein-9b", "distilled": "flux2-klein-4b"},
+}
+SPACE, LINE = "\u0120", "\u010a"  # as byte-level BPE writes a space and the end of a line
+# Qwen3's special tokens, as far as its chat template has them, by id after the vocabulary.
+QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
+# A message by Qwen3's template, as far as captions need it: with thinking off it adds an empty think block.
+QWEN_TEMPLATE = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+    "{%- endif %}"
+)
 
 # What the tokenizers are trained on: words of captions, the commoner ones first.
 CAPTION_WORDS = (ROOT / "scripts" / "caption_words.txt").read_text(encoding="utf-8").split()
@@ -144,6 +160,35 @@ def t5_tokenizer_files(vocabulary: list[tuple[str, float]], length: int = 512) -
     }
 
 
+def qwen_tokenizer_files(merges: list[tuple[str, str]], words: Sequence[str]) -> dict[str, str]:
+    """File name to text: byte-level BPE as Qwen3 has it, of merges without their ends of words; a word behind a space, and
+    two ends of lines, are one token."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    pairs = dict.fromkeys((left.removesuffix("</w>"), right.removesuffix("</w>")) for left, right in merges)
+    alphabet = byte_alphabet()
+    known, kept = dict.fromkeys(alphabet), []
+    for left, right in pairs:
+        if left in known and right in known:
+            known[left + right] = None
+            kept.append((left, right))
+    for left, right in [(SPACE, word) for word in dict.fromkeys(words) if word in known] + [(LINE, LINE)]:
+        known[left + right] = None
+        kept.append((left, right))
+    vocabulary = {token: i for i, token in enumerate(known)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=kept))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in QWEN_SPECIAL])
+    special = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    settings = {**special, "model_max_length": 131072, "tokenizer_class": "Qwen2Tokenizer", "chat_template": QWEN_TEMPLATE}
+    return {
+        "special_tokens_map.json": to_json(special),
+        "tokenizer.json": to_json(json.loads(tokenizer.to_str())),
+        "tokenizer_config.json": to_json(settings),
+    }
+
+
 # ------------------------------------------------------------------------------------------------------- configs
 
 
@@ -222,6 +267,36 @@ def tiny_flux(variant: str, clip_vocabulary: int, t5_vocabulary: int) -> dict[st
     }
 
 
+def tiny_flux2(variant: str) -> dict[str, dict[str, Any]]:
+    width, layers = 32, 28  # one layer more than is read
+    return {
+        "text_encoder": published(variant, "text_encoder/config.json")
+        | {
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "head_dim": 16,
+            "hidden_size": width,
+            "intermediate_size": 2 * width,
+            "num_attention_heads": 2,
+            "num_hidden_layers": layers,
+            "num_key_value_heads": 1,
+            "torch_dtype": "float32",
+            "vocab_size": 2048,  # as the published one, larger than the tokenizer
+        },
+        "transformer": published(variant, "transformer/config.json")
+        | {
+            "attention_head_dim": 16,
+            "axes_dims_rope": [4, 4, 4, 4],
+            "in_channels": 16,
+            "joint_attention_dim": 3 * width,
+            "num_attention_heads": 4,
+            "num_layers": 2,
+            "num_single_layers": 2,
+        },
+        "vae": vae_config(published(variant, "vae/config.json")) | {"latent_channels": 4},
+    }
+
+
 def full_configs(variant: str) -> dict[str, dict[str, Any]]:
     """The published configs as they are."""
     parts = published(variant, "model_index.json").items()
@@ -233,7 +308,7 @@ def full_configs(variant: str) -> dict[str, dict[str, Any]]:
 
 # The published widths; one block of each kind, and what is read at a text encoder's last layer but one.
 FEWER_BLOCKS: dict[str, dict[str, Any]] = {
-    "text_encoder": {"num_hidden_layers": 2},
+    "text_encoder": {"num_hidden_layers": 2},  # of CLIP
     "text_encoder_2": {"num_hidden_layers": 2, "num_layers": 1, "num_decoder_layers": 1},
     "transformer": {"num_layers": 1, "num_single_layers": 1},
     "unet": {"layers_per_block": 1, "transformer_layers_per_block": [1, 1, 1]},
@@ -241,9 +316,14 @@ FEWER_BLOCKS: dict[str, dict[str, Any]] = {
 }
 
 
+def is_qwen(config: Mapping[str, Any]) -> bool:
+    """Whether it is a Qwen3's, of which the text is read after 27 of its layers, so that none can be left out."""
+    return config.get("model_type") == "qwen3"
+
+
 def short_configs(variant: str) -> dict[str, dict[str, Any]]:
     return {
-        name: config | {key: value for key, value in FEWER_BLOCKS[name].items() if key in config}
+        name: config | {key: value for key, value in FEWER_BLOCKS[name].items() if key in config and not is_qwen(config)}
         for name, config in full_configs(variant).items()
     }
 
@@ -252,10 +332,33 @@ def short_configs(variant: str) -> dict[str, dict[str, Any]]:
 
 # Standard deviations: of the weight itself for tables, elsewhere a gain on 1 / sqrt(fan in). The first match counts.
 # Layers that close a residual branch are damped, T5's queries make up for its missing 1 / sqrt(head width).
-TABLE_STD = (("*token_embedding.*", 0.5), ("*position_embedding.*", 0.1), ("shared.*", 1.0), ("*relative_attention*", 0.3))
+TABLE_STD = (
+    ("*embed_tokens.*", 1.0),
+    ("lm_head.*", 0.1),
+    ("*token_embedding.*", 0.5),
+    ("*position_embedding.*", 0.1),
+    ("shared.*", 1.0),
+    ("*relative_attention*", 0.3),
+)
 GAINS = (
     ("*SelfAttention.q.*", 0.25),
-    *((pattern, 0.5) for pattern in ("*conv2.*", "*out.0.*", "*.out_proj.*", "*fc2.*", "*net.2.*", "*.wo.*", "*.o.*")),
+    *(
+        (pattern, 0.5)
+        for pattern in (
+            "*conv2.*",
+            "*out.0.*",
+            "*.out_proj.*",
+            "*fc2.*",
+            "*net.2.*",
+            "*.wo.*",
+            "*.o.*",
+            "*.o_proj.*",
+            "*.down_proj.*",
+            "*.linear_out.*",
+            "*attn.to_out.weight",
+            "*to_add_out.*",
+        )
+    ),
 )
 
 
@@ -301,7 +404,7 @@ def _number(text: str) -> int:
 
 def random_weights(component: str, class_name: str, config: Mapping[str, Any], draw: Draw) -> dict[str, Recipe]:
     """Weights whose activations are of order 1, made as they are written: fp32 for a VAE, bf16 for all else."""
-    vae = class_name == "AutoencoderKL"
+    vae = class_name in ("AutoencoderKL", "AutoencoderKLFlux2")
     dtype = torch.float32 if vae else torch.bfloat16
 
     def make(name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -311,9 +414,12 @@ def random_weights(component: str, class_name: str, config: Mapping[str, Any], d
         return _latents_scaled(name, tiled(drawn, shape), config)
 
     tables = {c.class_name: c.names for family in FAMILIES.values() for c in family.components if c.names}
-    by_hand = clip_shapes if class_name == "CLIPTextModel" else t5_shapes
-    shapes = tables[class_name](config).shapes if class_name in tables else by_hand(config)
-    return {name: Recipe(dtype, shape, partial(make, name, shape)) for name, shape in shapes.items()}
+    by_hand = {"CLIPTextModel": clip_shapes, "T5EncoderModel": t5_shapes, "Qwen3ForCausalLM": qwen_shapes}
+    shapes = tables[class_name](config).shapes if class_name in tables else by_hand[class_name](config)
+    recipes = {name: Recipe(dtype, shape, partial(make, name, shape)) for name, shape in shapes.items()}
+    if "bn.running_mean" in recipes:  # as the published files have it
+        recipes["bn.num_batches_tracked"] = Recipe(torch.int64, (), lambda: torch.zeros((), dtype=torch.int64))
+    return recipes
 
 
 def clip_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -354,6 +460,21 @@ def t5_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     }
 
 
+def qwen_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of Qwen3ForCausalLM, as the published files name them."""
+    width, hidden, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    inner, kept = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    layer = {"self_attn.q_proj": (inner, width), "self_attn.k_proj": (kept, width), "self_attn.v_proj": (kept, width)}
+    layer |= {"self_attn.o_proj": (width, inner), "self_attn.q_norm": (head,), "self_attn.k_norm": (head,)}
+    layer |= {"mlp.gate_proj": (hidden, width), "mlp.up_proj": (hidden, width), "mlp.down_proj": (width, hidden)}
+    layer |= {"input_layernorm": (width,), "post_attention_layernorm": (width,)}
+    layers = {
+        f"model.layers.{i}.{name}.weight": shape for i in range(config["num_hidden_layers"]) for name, shape in layer.items()
+    }
+    shapes = {"model.embed_tokens.weight": (config["vocab_size"], width), **layers, "model.norm.weight": (width,)}
+    return shapes | ({} if config["tie_word_embeddings"] else {"lm_head.weight": (config["vocab_size"], width)})
+
+
 def _scaled(name: str, shape: tuple[int, ...], noise: torch.Tensor) -> torch.Tensor:
     """`noise`, which is a tensor of that name and shape or a part of one, with the mean and the deviation that it has."""
     table = next((std for pattern, std in TABLE_STD if fnmatchcase(name, pattern)), None)
@@ -368,19 +489,24 @@ def _scaled(name: str, shape: tuple[int, ...], noise: torch.Tensor) -> torch.Ten
 
 
 def _latents_scaled(name: str, weight: torch.Tensor, config: Mapping[str, Any]) -> torch.Tensor:
-    """Latents as wide and as far from 0 as the scaling and shift factors say, and nearly certain ones."""
+    """Latents as wide and as far from 0 as the scaling and shift factors say, and nearly certain ones. Statistics of latents,
+    where the VAE has these instead, are those of latents as they are."""
+    if name == "bn.running_mean":
+        return weight * 0.1
+    if name == "bn.running_var":
+        return weight.abs() + 0.5
     last = "quant_conv" if config.get("use_quant_conv", True) else "encoder.conv_out"
     first = "post_quant_conv" if config.get("use_post_quant_conv", True) else "decoder.conv_in"
     mean = slice(0, config["latent_channels"])
     log_variance = slice(config["latent_channels"], None)
     if name == f"{last}.weight":
-        weight[mean] /= config["scaling_factor"]
+        weight[mean] /= config.get("scaling_factor", 1.0)
         weight[log_variance] *= 0.1
     elif name == f"{last}.bias":
         weight[mean] += config.get("shift_factor") or 0.0
         weight[log_variance] -= 6.0
     elif name == f"{first}.weight":
-        weight *= config["scaling_factor"]
+        weight *= config.get("scaling_factor", 1.0)
     return weight
 
 
@@ -482,13 +608,14 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 def make(
-    size: str, family: str, layout: str, out: Path, seed: int, prediction: str, schnell: bool, sparse: bool = False
+    size: str, family: str, layout: str, out: Path, seed: int, prediction: str, variant: str | None, sparse: bool = False
 ) -> None:
     """Write the checkpoint. Raises UserError for choices that do not go together, where `out` exists or finds no room."""
-    if schnell and family != "flux":
-        raise UserError("--schnell is a variant of Flux; give --family flux with it")
+    kinds = VARIANTS[family]
+    if variant is not None and variant not in kinds:
+        raise UserError(f"--variant {variant} is none of {family}; it has {' and '.join(filter(None, kinds)) or 'none'}")
     if prediction == "v" and family != "sdxl":
-        raise UserError("--prediction v is a variant of SDXL; Flux predicts a velocity of its own")
+        raise UserError("--prediction v is a variant of SDXL; the others predict a velocity of their own")
     single = layout == "single_file"
     if single and out.suffix != ".safetensors":
         raise UserError(f"OUT = {str(out)!r} must end in .safetensors with --layout single_file")
@@ -497,21 +624,27 @@ def make(
         if path.exists():
             raise UserError(f"{path} exists; remove it or give another OUT")
 
-    variant = "sdxl" if family == "sdxl" else "flux-schnell" if schnell else "flux-dev"
+    kind, variant = variant, kinds[variant or next(iter(kinds))]
     own_merges = train_bpe(CAPTION_WORDS, MERGES)
     merges = own_merges if size == "tiny" else list(embedded_merges())
-    tokenizers = {"tokenizer": clip_tokenizer_files(merges, END)}
+    t5 = t5_vocabulary(CAPTION_WORDS, own_merges)
+    tokenizers = {
+        "tokenizer": qwen_tokenizer_files(own_merges, CAPTION_WORDS)
+        if family == "flux2"
+        else clip_tokenizer_files(merges, END)
+    }
     if family == "sdxl":
         tokenizers["tokenizer_2"] = clip_tokenizer_files(merges, "!")
-    else:
-        t5 = t5_vocabulary(CAPTION_WORDS, own_merges)
+    elif family == "flux":
         tokenizers["tokenizer_2"] = t5_tokenizer_files(t5)
     if size == "tiny":
         clip_size = len(clip_vocabulary(merges))
-        configs = tiny_sdxl(clip_size) if family == "sdxl" else tiny_flux(variant, clip_size, len(t5))
+        tiny = {"sdxl": partial(tiny_sdxl, clip_size), "flux": partial(tiny_flux, variant, clip_size, len(t5)),
+                "flux2": partial(tiny_flux2, variant)}  # fmt: skip
+        configs = tiny[family]()
     else:
         configs = full_configs(variant) if size == "full" else short_configs(variant)
-    index = published(variant, "model_index.json")
+    index = published(variant, "model_index.json") | ({"is_distilled": True} if kind == "distilled" else {})
     scheduler = published(variant, "scheduler/scheduler_config.json")
     # A single file says this by its marker tensors, as the ones in the wild do, not by a scheduler config.
     if prediction == "v" and not single:
@@ -537,7 +670,7 @@ def make(
     if single and family == "sdxl":
         write(out, sdxl_single_file(configs, weights, prediction))
     elif single:
-        links = FAMILIES["flux"].module_links("transformer", configs["transformer"])
+        links = FAMILIES[family].module_links("transformer", configs["transformer"])
         write(out, original_tensors(links, "", weights["transformer"]))
 
 
@@ -545,14 +678,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("--size", choices=("tiny", "short", "full"), required=True)
-    parser.add_argument("--family", choices=("sdxl", "flux"), required=True)
+    parser.add_argument("--family", choices=tuple(VARIANTS), required=True)
     parser.add_argument("--layout", choices=("diffusers", "single_file"), required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--prediction", choices=("epsilon", "v"), default="epsilon", help="SDXL's objective")
-    parser.add_argument("--schnell", action="store_true", help="Flux without guidance embedding")
+    variants = [name for kinds in VARIANTS.values() for name in kinds if name]
+    parser.add_argument("--variant", choices=variants, help="of flux: dev, schnell; of flux2: 4b, 9b, distilled")
     parser.add_argument("--sparse", action="store_true", help="headers alone: every weight is read as zero")
     asked = parser.parse_args(arguments)
-    wanted = asked.size, asked.family, asked.layout, asked.out, asked.seed, asked.prediction, asked.schnell, asked.sparse
+    wanted = asked.size, asked.family, asked.layout, asked.out, asked.seed, asked.prediction, asked.variant, asked.sparse
     return run_tool(lambda: make(*wanted))
 
 

@@ -137,7 +137,7 @@ def cell(size: int) -> str:
     return f"{size / 2**30:.1f}: {card}"
 
 
-NAMES = {"sdxl": "SDXL", "flux": "Flux", "bf16": "bf16", "fp8_e4m3": "float8", "nf4": "4-bit"}
+NAMES = {"sdxl": "SDXL", "flux": "Flux", "flux2": "FLUX.2 klein 4B", "bf16": "bf16", "fp8_e4m3": "float8", "nf4": "4-bit"}
 
 
 def readme_table(document: str) -> Iterator[str]:

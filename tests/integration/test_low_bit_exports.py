@@ -71,7 +71,7 @@ class Trained:
         norms = norms or self.norms.now()
         tensors = export.kohya_tensors(
             of_adapter(self.adapter, norms, convention), modules=self.fused, norms=norms,
-            prefixes=FAMILIES[self.family].kohya_prefix, rows=lambda name: self.base_layer(name).weight_shape[0],
+            prefixes=FAMILIES[self.family].kohya_prefixes({}.get), rows=lambda name: self.base_layer(name).weight_shape[0],
         )  # fmt: skip
         return made(tensors)
 
@@ -173,7 +173,7 @@ def kohya_modules(run: Trained, model: torch.nn.Module) -> Iterator[tuple[str, t
         ]
         if module.swap:
             both = [torch.cat(weight.chunk(2)[::-1]) for weight in both]
-        yield f"{family.kohya_prefix[prefix]}_{module.original.replace('.', '_')}", *both
+        yield f"{family.kohya_prefixes({}.get)[prefix]}_{module.original.replace('.', '_')}", *both
 
 
 def rows_off(got: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -361,7 +361,7 @@ def test_the_files_say_what_base_they_are_for(models: Path, tmp_path: Path) -> N
         )  # fmt: skip
         files = export.AdapterFiles(
             folder=tmp_path, formats=("diffusers", "comfyui"), dora_scale="comfyui_released", fused=run.fused, rows=len,
-            prefixes=FAMILIES["sdxl"].kohya_prefix,
+            prefixes=FAMILIES["sdxl"].kohya_prefixes({}.get),
         )  # fmt: skip
         own, norms = partial(of_adapter, run.adapter, run.norms.now()), run.norms.now()
         written = export.write_files(files, "bear", about, own, norms)

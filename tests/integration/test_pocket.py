@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pocket import card, data, draw, flux, icons, make, sdxl, training, vae
-from tests.harness import DENOISER
 from trainer.cli import main as cli
+from trainer.models import FAMILIES
 
-TRAININGS = ("vae", "sdxl", "flux", "flux-guided")
+TRAININGS = ("vae", "sdxl", "flux", "flux-guided", "flux2")
 SHAPES = (
     '<circle cx="16" cy="16" r="{}" fill="{}"/>',
     '<rect x="4" y="4" width="{}" height="20" fill="{}"/>',
@@ -56,7 +56,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("family", ["sdxl", "flux"])
+@pytest.mark.parametrize("family", ["sdxl", "flux", "flux2"])
 def test_the_folder_draws_and_trains(work: Path, family: str, tmp_path: Path, capsys) -> None:
     """In a stock pipeline, and in a run over it as float8, which exports and draws as well."""
     from diffusers import DiffusionPipeline
@@ -80,7 +80,7 @@ max_steps = 2
 [model]
 family = "{family}"
 path = "{folder}"
-[model.components.{DENOISER[family]}]
+[model.components.{FAMILIES[family].denoiser}]
 dtype = "fp8_e4m3"
 [adapter]
 type = "dora"

@@ -17,6 +17,7 @@ from trainer.data.cache.texts import TOGETHER
 from trainer.memory_plan.dry_run import without_values
 from trainer.memory_plan.estimate import SAMPLES, STEP, Forecaster, forecast
 from trainer.memory_plan.suggestions import streamed
+from trainer.models import FAMILIES
 from trainer.plan.run_plan import make_plan, open_source, resolve
 from trainer.runtime.streaming import device_bytes
 
@@ -100,7 +101,7 @@ def test_a_step_over_a_streamed_base(tmp_path, family: str, most: float) -> None
 def test_the_presets() -> None:
     """Each is named in docs/memory.md."""
     names = {path.stem for path in PRESETS}
-    wanted = {f"{family}_{card}gb" for family in DENOISER for card in (8, 10, 12, 16, 24, 80)}
+    wanted = {f"{family}_{card}gb" for family in FAMILIES for card in (8, 10, 12, 16, 24, 80)}
     assert names == wanted
     assert all(f"`{name}.toml`" in (ROOT / "docs" / "memory.md").read_text() for name in wanted)
 

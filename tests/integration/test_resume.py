@@ -156,6 +156,7 @@ def test_what_may_change_changes_no_byte(bench: Workbench) -> None:
         "data.cache": "test_another_cache_changes_no_byte",
         # It changes the last bits, and says so.
         "step.attention": "test_choices.py: test_attention_may_change_where_no_bytes_are_promised",
+        "model.allow_distilled": "test_flux2.py: test_a_distilled_model_that_is_allowed_is_drawn_without_guidance",
         "step.graphs": "test_gpu.py: test_graphs_leave_the_bytes_of_eager_steps",
         "ema.snapshot_every_steps": "test_ema_power.py: test_no_gap_and_no_copy_after_stops_kills_and_ways_back",
     }  # fmt: skip

@@ -76,8 +76,20 @@ def write_as(
     for form, count in opened.read.fused.items():
         how = "its parts of A and B" if form == "block-diagonal" else "its rows of B, and all of A"
         notes.append(f"{count} modules of several layers were {form}: each layer gets {how}, which is exact")
+    if to == "diffusers":
+        portable, apart = portable.parted(opened.model.family.peft)
+        if apart and not portable.layers:
+            raise UserError(
+                f"{opened.path} adapts {', '.join(apart)} alone, which diffusers does not load for this model; --to comfyui "
+                "keeps it"
+            )
+        notes += [
+            f"{len(left.layers)} layers of {component} were left out, as diffusers does not load them for this model; "
+            "--to comfyui keeps them"
+            for component, left in apart.items()
+        ]
+        notes += export.not_loaded_by_diffusers(portable.layers)
     tensors = tensors_of(portable, opened.model, to, weight, notes)
-    notes += export.not_loaded_by_diffusers(portable.layers) if to == "diffusers" else []
     fields = _metadata(opened, portable, to)
     if to in KOHYA and (said := sd_scripts.left_out_phrase(portable, opened.model.family.not_in_sd_scripts)):
         fields[sd_scripts.ENTRY] = said
@@ -123,9 +135,8 @@ def tensors_of(portable: Portable, model: NamedModel, to: str, weight: WeightOf 
             norms[name] = RowNorms(weight(name).flatten(1).norm(dim=1), None, None)
     for links in modules.values():
         _note_joined(portable, components, links, notes)
-    return export.kohya_tensors(
-        portable, modules=modules, prefixes=family.kohya_prefix, rows=lambda name: shapes[name][0], norms=norms
-    )
+    prefixes = family.kohya_prefixes(model.config)
+    return export.kohya_tensors(portable, modules=modules, prefixes=prefixes, rows=lambda name: shapes[name][0], norms=norms)
 
 
 def _note_joined(portable: Portable, components: list[str], links, notes: list[str]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.adapter_files.read import NamedModel, open_adapter
+from trainer.adapters.peft_config import CONFIG, WEIGHTS
 from trainer.adapters.portable import is_finite
 from trainer.base.errors import NonFiniteError, UserError, one_line
 from trainer.base.progress import QUIET, Phases
@@ -34,10 +35,12 @@ class Pushed:
 
 def files_of(folder: Path) -> dict[str, Path]:
     """What of a folder is sent, by its path in the repository. Raises UserError where no adapter file is there."""
-    adapters = sorted(folder.glob("*.safetensors"))
+    adapters = [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob(f"*/{WEIGHTS}"))]
     if not adapters:
         raise UserError(f"{folder} has no .safetensors file; give the folder with a run's adapter files")
-    others = [*folder.glob(CARD), *sorted(folder.glob("images/*.png"))]
+    beside = [path.with_name(CONFIG) for path in adapters if path.name == WEIGHTS]
+    beside = [path.with_name(CONFIG) for path in adapters if path.name == WEIGHTS]
+    others = [*beside, *folder.glob(CARD), *sorted(folder.glob("images/*.png"))]
     return {path.relative_to(folder).as_posix(): path for path in (*adapters, *others)}
 
 

@@ -219,6 +219,8 @@ def open_adapter(path: Path | str, models: list[NamedModel] | None = None, *, fa
     if not known:
         raise _not_known(path, stems, models, tables)
     fitting = [model for model in known if all(hint == file.metadata.get(key) for key, hint in _hints(model, file))] or known
+    if len(fitting) > 1:
+        fitting = [model for model in fitting if _shaped(file, stems, tables[id(model)], model)] or fitting
     named = {model.family.name for model in fitting}
     if len(named) > 1:
         raise UserError(
@@ -231,6 +233,19 @@ def open_adapter(path: Path | str, models: list[NamedModel] | None = None, *, fa
     used = {name: shapes[name] for name in read.portable.layers}
     same = [m.label for m in fitting if used.items() <= m.full_layers(m.named_in(stems)).items()]
     return OpenedAdapter(path, model, tuple(same), read)
+
+
+def _shaped(file: TensorFile, stems: Mapping[str, Mapping[str, str]], table: Mapping[str, Module], model: NamedModel) -> bool:
+    """Whether the layers of a model have the rows and columns of what the file adds to them. stems: of `table`."""
+    shapes = model.full_layers(model.named_in(stems))
+    for stem, keys in stems.items():
+        parts = [shapes[part] for part in table[stem].parts]
+        wanted = {"a": (1, parts[0][1]), "b": (0, sum(part[0] for part in parts))}
+        for role, (axis, count) in wanted.items():
+            shape = file.entries[keys[role]].shape if role in keys else ()
+            if len(shape) > 1 and shape[axis] != count:
+                return False
+    return True
 
 
 def _hints(model: NamedModel, file: TensorFile) -> list[tuple[str, str]]:
@@ -330,9 +345,10 @@ class OpenedCheckpoint:
             formats=self.formats,
             dora_scale=self.dora_scale,
             fused={name: self.model.modules(name) for name in self.components},
-            prefixes=self.model.family.kohya_prefix,
+            prefixes=self.model.family.kohya_prefixes(self.model.config),
             rows=lambda name: shapes[name][0],
             not_in_sd_scripts=self.model.family.not_in_sd_scripts,
+            peft=self.model.family.peft,
         )
         picture = thumbnail(sample, THUMBNAIL) if sample else ""
         return export.write_files(files, stem or self.about.name, self.about, self.portable, self.norms, thumbnail=picture)

@@ -12,16 +12,16 @@ Nothing here reads a frozen weight: what a DoRA's files need of them is their ro
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainer.adapters import sd_scripts
+from trainer.adapters import peft_config, sd_scripts
 from trainer.adapters.hashes import with_hash
-from trainer.adapters.portable import AllNorms, DoraScale, Factors, Portable, by_component, derived
+from trainer.adapters.portable import AllNorms, DoraScale, Factors, Portable, by_component, derived, widest
 from trainer.adapters.targets import Target, lora_config
 from trainer.base.errors import NotTrained, UserError
 from trainer.base.files import Advance, Write, unheard, write_atomic
@@ -69,10 +69,16 @@ class About:
     average: str = ""
 
 
-def file_names(stem: str, formats: Sequence[str] = FORMATS) -> dict[str, str]:
-    """What `write_files` writes, by format."""
+def file_names(
+    stem: str, formats: Sequence[str] = FORMATS, adapted: Collection[str] = (), peft: Collection[str] = ()
+) -> dict[str, str]:
+    """What `write_files` writes, by format: of adapted components in `peft` "peft COMPONENT", each in a folder of PEFT's."""
     names = {"diffusers": f"{stem}.safetensors", "comfyui": f"{stem}_comfyui.safetensors"}
-    return {format: name for format, name in names.items() if format in formats}
+    if adapted and peft and not set(adapted) - set(peft):
+        names.pop("diffusers")  # it would be empty
+    own = [component for component in adapted if component in peft and "diffusers" in formats]
+    apart = {f"peft {component}": f"{stem}_{component}/{peft_config.WEIGHTS}" for component in own}
+    return {format: name for format, name in names.items() if format in formats} | apart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +86,7 @@ class AdapterFiles:
     """The files that a run makes of its adapter, and how it makes them.
 
     formats: of FORMATS. dora_scale: what the magnitudes of the kohya file mean. fused: as `modules` of `kohya_tensors`;
-    prefixes, rows: as there. not_in_sd_scripts: as a family has them.
+    prefixes, rows: as there. not_in_sd_scripts, peft: as a family has them.
     """
 
     folder: Path
@@ -90,6 +96,7 @@ class AdapterFiles:
     prefixes: Mapping[str, str]
     rows: Callable[[str], int]
     not_in_sd_scripts: Sequence[str] = ()
+    peft: Mapping[str, str] = field(default_factory=dict)
     write: Write = write_atomic
 
 
@@ -103,16 +110,22 @@ def write_files(
     thumbnail: str = "",
     advance: Advance = unheard,
 ) -> dict[str, Path]:
-    """Write a run's adapter files; returns them by format ("diffusers", "comfyui").
+    """Write a run's adapter files; returns them by format (`file_names`).
 
     portable: the adapter, with magnitudes of the meaning asked for. norms: what `kohya_tensors` takes. thumbnail: a small
     picture as a data URI.
     advance: counts layers made ready, of each file, and gets 0 for a piece of one that was written.
     Raises NonFiniteError where a tensor is not finite, NotTrained where no update has reached it, and writes nothing then.
     """
-    written = {format: files.folder / name for format, name in file_names(stem, files.formats).items()}
     meanings: dict[str, DoraScale] = {"diffusers": "magnitude", "comfyui": files.dora_scale}
-    made = {format: portable(meanings[format]) for format in written}
+    whole = {format: portable(meanings[format]) for format in files.formats}
+    adapted = {target.component: None for adapter in whole.values() for target in adapter.targets}
+    names = file_names(stem, files.formats, adapted, files.peft)
+    written = {format: files.folder / name for format, name in names.items()}
+    if "diffusers" in whole:
+        whole["diffusers"], apart = whole["diffusers"].parted(files.peft)
+        whole |= {f"peft {component}": adapter for component, adapter in apart.items()}
+    made = {format: whole[format] for format in written}
     for adapter in made.values():
         adapter.check_finite(advance)
     if not any(factors.b.make().any() for adapter in made.values() for factors in adapter.layers.values()):
@@ -126,6 +139,12 @@ def write_files(
         if format == "diffusers":
             tensors = diffusers_tensors(adapter, advance)
             fields = metadata(adapter, about, convention="magnitude") | diffusers_metadata(adapter)
+        elif format != "comfyui":
+            before = files.peft[format.removeprefix("peft ")]
+            tensors = peft_config.renamed(diffusers_tensors(adapter, advance), before)
+            fields = metadata(adapter, about, convention="magnitude") | {"format": "pt"}
+            said = lora_config(adapter.targets, dora=adapter.dora, rslora=adapter.rslora)
+            files.write(path.with_name(peft_config.CONFIG), [peft_config.written(said, before)])
         else:
             tensors = kohya_tensors(
                 adapter, modules=files.fused, prefixes=files.prefixes, rows=files.rows, norms=norms, advance=advance
@@ -247,7 +266,8 @@ def kohya_tensors(
     """The adapter's tensors under kohya keys, A and B in the dtypes that they have, alpha in fp32.
 
     modules: component -> its modules under the names to write (empty: the layers under their own names).
-    prefixes: component -> key prefix. rows: full name of a layer of `fused_with` -> how many it has.
+    prefixes: component -> key prefix; behind one that ends in a dot, names keep their dots.
+    rows: full name of a layer of `fused_with` -> how many it has.
     norms: for DoRA, of the layers of `fused_with`, by full name.
     advance: counts layers. Raises UserError where the magnitudes of one module cannot be put together.
     """
@@ -257,7 +277,8 @@ def kohya_tensors(
         known = {part for module in wanted for part in module.parts}
         wanted += [Link(name, (name,)) for name in layers if name not in known]
         for module in wanted:
-            key = f"{prefixes[component]}_{module.original.replace('.', '_')}"
+            prefix, name = prefixes[component], module.original
+            key = prefix + name if prefix.endswith(".") else f"{prefix}_{name.replace('.', '_')}"
             full = Link(key, tuple(f"{component}.{part}" for part in module.parts), module.op)
             tensors |= _kohya_module(portable, full, rows, norms)
             advance(sum(part in portable.layers for part in full.parts))
@@ -292,7 +313,7 @@ def _kohya_module(portable: Portable, module: Link, rows: Callable[[str], int], 
         made = [factors.a.make() for factors in ([first] if shared else present.values())]
         return made[0] if len(made) == 1 else torch.cat([a.to(dtype_a) for a in made])
 
-    dtype_a, dtype_b = (_widest([getattr(factors, which) for factors in present.values()]) for which in "ab")
+    dtype_a, dtype_b = (widest([getattr(factors, which) for factors in present.values()]) for which in "ab")
     tensors: dict[str, Any] = {
         f"{key}.lora_down.weight": Recipe(dtype_a, (rank, *first.a.shape[1:]), down),
         f"{key}.lora_up.weight": Recipe(dtype_b, (total, rank, *kernel), up),
@@ -342,13 +363,6 @@ def _one_a(parts: Sequence[Factors]) -> bool:
     if any((part.a.shape, part.a.dtype, part.scaling) != (first.a.shape, first.a.dtype, first.scaling) for part in parts):
         return False
     return all(part.a is first.a or torch.equal(part.a.make(), first.a.make()) for part in parts[1:])
-
-
-def _widest(tensors: Sequence[Recipe]) -> torch.dtype:
-    widest = tensors[0].dtype
-    for tensor in tensors[1:]:
-        widest = torch.promote_types(widest, tensor.dtype) if tensor.dtype != widest else widest
-    return widest
 
 
 def metadata(adapter: Portable, about: About, *, convention: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ The first is what a training changes. To go from one to the other takes ||W|| an
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
@@ -112,6 +112,15 @@ class Portable:
         """The same with other layers."""
         return replace(self, layers=dict(layers))
 
+    def parted(self, apart: Collection[str]) -> tuple[Self, dict[str, Self]]:
+        """(the same without the components `apart`, each of these that it adapts by itself)."""
+        own: dict[str, dict[str, Factors]] = {}
+        for name, factors in self.layers.items():
+            component = name.partition(".")[0]
+            own.setdefault(component if component in apart else "", {})[name] = factors
+        rest = self.with_layers(own.pop("", {}))
+        return rest, {component: self.with_layers(layers) for component, layers in own.items()}
+
     def check_finite(self, advance: Advance = unheard) -> None:
         """Raises NonFiniteError, naming the tensor. Reads everything, one tensor after another."""
         for name, factors in self.layers.items():
@@ -176,6 +185,14 @@ def _told(
     if meaning == "comfyui_released":
         return released_scale(m, norms)
     return magnitude(m, a.cpu().flatten(1), b.cpu().flatten(1), scaling, norms)
+
+
+def widest(tensors: Sequence[Recipe]) -> torch.dtype:
+    """The dtype that holds the numbers of all."""
+    dtype = tensors[0].dtype
+    for tensor in tensors[1:]:
+        dtype = torch.promote_types(dtype, tensor.dtype) if tensor.dtype != dtype else dtype
+    return dtype
 
 
 def by_component(portable: Portable) -> Iterator[tuple[str, dict[str, Factors]]]:

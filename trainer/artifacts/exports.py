@@ -1,7 +1,7 @@
 """What a run leaves for people: samples, adapter files, the "did it take?" table and the report."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -95,7 +95,7 @@ class Artifacts:
         config = self.plan.config
         stem = f"{config.run.name}-{at.step:08d}"
         stems = [stem + ending for ending in self.state.weights_for_use()]
-        files = [file for each in stems for file in export.file_names(each, config.export.formats).values()]
+        files = [file for each in stems for file in self._names(each, config.export.formats)]
         if not at.fresh and all((self.context.layout.adapters / file).exists() for file in files):
             return
         try:
@@ -103,6 +103,11 @@ class Artifacts:
                 self.export(stem, group.write)
         except NotTrained as error:
             self.context.processes.say(f"warning: {error}")
+
+    def _names(self, stem: str, formats: Sequence[str] = export.FORMATS) -> list[str]:
+        """The adapter files of a stem, below their folder."""
+        model = self.plan.model
+        return list(export.file_names(stem, formats, model.adapted, model.family.peft).values())
 
     def export(self, stem: str, write: Write = write_atomic) -> dict[str, Path]:
         """Write the adapter's files, and those of its average; returns them by format, the average's by "FORMAT, average"."""
@@ -117,9 +122,10 @@ class Artifacts:
             formats=config.export.formats,
             dora_scale=config.export.dora_scale,
             fused=plan.model.fused,
-            prefixes=plan.model.family.kohya_prefix,
+            prefixes=plan.model.family.kohya_prefixes(plan.model.source.config),
             rows=lambda name: components.layer(name).weight_shape[0],
             not_in_sd_scripts=plan.model.family.not_in_sd_scripts,
+            peft=plan.model.family.peft,
             write=write,
         )
         written = {}
@@ -149,7 +155,7 @@ class Artifacts:
         with FileGroup() as group:
             written = self.export(name, group.write)
             for ending in self.state.weights_for_use() if written else ():
-                for file in export.file_names(name + ending).values():
+                for file in self._names(name + ending):
                     if (path := self.context.layout.adapters / file) not in written.values():
                         group.remove(path)
             if written:
@@ -182,7 +188,7 @@ class Artifacts:
     def earlier(self) -> list[str]:
         """The names of adapter files and card that are there, without a step in their names."""
         stems = [self.plan.config.run.name + ending for ending in self.state.weights_for_use()]
-        names = [name for stem in stems for name in export.file_names(stem).values()]
+        names = [name for stem in stems for name in self._names(stem)]
         return [name for name in (*names, self.context.layout.card.name) if (self.context.layout.adapters / name).exists()]
 
     def _say_where(self, written: Mapping[str, Path]) -> None:
@@ -195,11 +201,16 @@ class Artifacts:
                 say(f"    {path}", whole=True)
                 if said := TensorFile(path).metadata.get(sd_scripts.ENTRY):
                     say(f"note: {sd_scripts.sentence(said)}")
+            elif kind.startswith("peft"):
+                component = kind.removeprefix("peft ").partition(",")[0]
+                say(f"adapter ({kind}): diffusers does not load it from a file of its own for this model; load it with")
+                say(f'    peft.PeftModel.from_pretrained(pipe.{component}, "{path.parent}")', whole=True)
             else:
                 say(f"adapter ({kind}): load it with")
                 say(f'    pipe.load_lora_weights("{path}")', whole=True)
-        for sentence in export.not_loaded_by_diffusers(self.state.adapter.layers) if "diffusers" in written else ():
-            self.context.processes.say(f"note: {sentence}")
+        layers = [name for name in self.state.adapter.layers if name.partition(".")[0] not in self.plan.model.family.peft]
+        for sentence in export.not_loaded_by_diffusers(layers) if "diffusers" in written else ():
+            say(f"note: {sentence}")
 
     def finish(self) -> None:
         """Leave what a whole training leaves: the adapter files, the "did it take?" table and the report.
@@ -268,6 +279,7 @@ class Artifacts:
                 continue
             with self.context.phases("reading the adapter file back", file.stat().st_size, "B") as phase, used():
                 own = of_adapter(self.state.adapter, self.state.norms.now(), "magnitude", lambda count: phase.check())
+                own, _ = own.parted(self.plan.model.family.peft)
                 live = {name: tensor.make() for name, tensor in export.diffusers_tensors(own).items()}
                 read = weight_change.read_back(file, live, phase.advance)
             magnitudes = " (magnitudes: as made for the file's base)" if self.state.adapter.dora else ""

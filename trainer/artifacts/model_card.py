@@ -36,7 +36,7 @@ def write_card(plan: RunPlan, about: About, layout: Layout, written: Mapping[str
     for old in layout.card_images.glob("*.png"):
         if PICTURE.fullmatch(old.name) and old.name not in {file.name for file in samples}:
             files.remove(old)
-    said = text(plan, about, {form: path.name for form, path in written.items()}, samples)
+    said = text(plan, about, {form: path.relative_to(layout.adapters).as_posix() for form, path in written.items()}, samples)
     files.write(layout.card, [f"{said}{_seal(said)}".encode()])
     return ""
 
@@ -82,7 +82,14 @@ def text(plan: RunPlan, about: About, files: Mapping[str, str], samples: Sequenc
         is_dora=plan.config.adapter.type == "dora",
         predicts_v=getattr(objective, "prediction", None) == "v",
         zero_terminal_snr=getattr(objective, "zero_terminal_snr", False),
-        unread=not_loaded_by_diffusers(f"{target.component}.{target.name}" for target in plan.model.targets),
+        unread=not_loaded_by_diffusers(
+            f"{target.component}.{target.name}"
+            for target in plan.model.targets
+            if target.component not in plan.model.family.peft
+        ),
+        apart={
+            form.removeprefix("peft "): name for form, name in files.items() if form.startswith("peft ") and ", " not in form
+        },
         arguments=_arguments(plan, about),
         trained=_trained(plan, about),
     )
@@ -115,9 +122,12 @@ def _arguments(plan: RunPlan, about: About) -> list[str]:
     if request is None:
         return [repr(about.trigger_phrase or "a photo")]
     # The negative is given where it is empty, too: a pipeline may take none for something else than the empty text.
+    negative = f"negative_prompt={request.negative!r}"
+    if not plan.model.family.negative_text:
+        negative = f"negative_prompt_embeds=pipe.encode_prompt({request.negative!r})[0]"
     return [
         repr(request.prompt),
-        f"negative_prompt={request.negative!r}",
+        negative,
         f"width={request.width}",
         f"height={request.height}",
         f"num_inference_steps={request.steps}",

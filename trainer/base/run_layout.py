@@ -75,7 +75,7 @@ class Layout:
 
     def adapter_steps(self, name: str) -> list[int]:
         """Steps of the run `name` whose adapter is there: in a checkpoint, or in a file of its own."""
-        file = re.compile(rf"{re.escape(name)}-(\d{{8}})(?:_\w+)?\.safetensors")
+        file = re.compile(rf"{re.escape(name)}-(\d{{8}})(?:_\w+)?(?:\.safetensors)?")
         files = [int(found[1]) for path in self.adapters.glob("*") if (found := file.fullmatch(path.name))]
         saved = [step for path in self.checkpoints.glob("*") if (step := step_of(path.name)) is not None]
         return sorted({*files, *saved})
@@ -95,7 +95,7 @@ class Layout:
             return 0
         found = re.fullmatch(
             rf"{averages}/step-(\d{{8}})\.safetensors|{samples}/step-(\d{{8}})/[^/]+"
-            rf"|{adapters}/{re.escape(name)}-(\d{{8}})(?:_\w+)?\.safetensors",
+            rf"|{adapters}/{re.escape(name)}-(\d{{8}})(?:_\w+)?(?:\.safetensors|/[^/]+)",
             path,
         )
         return None if found is None else int(found[1] or found[2] or found[3])
@@ -108,14 +108,15 @@ class Layout:
 
     def end_files(self, name: str) -> list[str]:
         """What the end of the run `name` leaves, or a stop: adapter files, card and pictures, and last the report."""
-        made = [path for path in (self.adapters, self.card_images) for path in sorted(path.glob("*")) if path.is_file()]
+        there = (*self.adapters.glob("*"), *self.adapters.glob("*/adapter_*"), *self.card_images.glob("*"))
+        made = sorted(path for path in there if path.is_file())
         paths = [path.relative_to(self.root).as_posix() for path in (*made, self.before_after, self.report) if path.is_file()]
         return [path for path in paths if self.step_of_result(path, name) is None and not Path(path).name.startswith(".")]
 
     def later_results(self, name: str, after: int) -> list[Path]:
         """What the steps beyond `after` left of the run `name`: samples, averages, adapter files (the end's, too), report."""
-        step = re.compile(rf"step-(\d{{8}})|{re.escape(name)}-(\d{{8}})(?:_\w+)?\.safetensors")
-        end = re.compile(rf"{re.escape(name)}(?:_\w+)?\.safetensors")
+        step = re.compile(rf"step-(\d{{8}})|{re.escape(name)}-(\d{{8}})(?:_\w+)?(?:\.safetensors)?")
+        end = re.compile(rf"{re.escape(name)}(?:\.safetensors|_\w+(?:\.safetensors)?)")
         later = [
             path
             for path in (*self.samples.glob("step-*"), *self.adapters.glob("*"))

@@ -29,7 +29,9 @@ class Parser(argparse.ArgumentParser):
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line's options by name. arguments: None takes those of this process. Exits with status 2 after a
     mistake."""
-    parser = Parser(prog="train.py", description="Fine-tune a LoRA or DoRA adapter for SDXL or Flux.", allow_abbrev=False)
+    parser = Parser(
+        prog="train.py", description="Fine-tune a LoRA or DoRA adapter for SDXL, Flux or FLUX.2.", allow_abbrev=False
+    )
     parser.add_argument("--config", metavar="FILE", help="a TOML file, or the bare name of one in configs/")
     parser.add_argument(
         "--resume_from", metavar="auto|latest|DIR", help="go on from a checkpoint; auto starts fresh where none exists"

@@ -37,9 +37,10 @@ class ObjectiveTable(Table):
     p2_k: Annotated[Positive, ReadWith("objective.weighting", ("p2",))] = 1.0
     """The constant."""
     timesteps: Literal["auto", "uniform", "logit_normal", "sigmoid", "mode", "cosmap", "power"] = "auto"
-    """Which amounts of noise are drawn. `auto` is `uniform` for SDXL, `logit_normal` for Flux."""
+    """Which amounts of noise are drawn. `auto` is `logit_normal` for Flux, `uniform` for SDXL and FLUX.2."""
     shift: Literal["auto"] | Positive = "auto"
-    """Moves the times towards noise. `auto` follows the resolution (3.16 at 1024 px); 1.0 is none."""
+    """Moves the times towards noise; 1.0 is none. `auto` follows the resolution (3.16 at 1024 px), but for
+    `uniform` times on FLUX.2."""
     logit_mean: float = 0.0
     """Of `logit_normal` and `sigmoid`: above 0 more noise."""
     logit_std: Positive = 1.0

@@ -37,7 +37,7 @@ def without_modules(plan: ModelPlan, device: torch.device, tokenizers: dict[str,
         scheduler=plan.source.scheduler,
         compute={name: storage.compute for name, storage in plan.storage.items()},
         device=device,
-        options={"objective": plan.objective, **plan.options},
+        options={"objective": plan.objective, "distillation": plan.source.markers.distillation, **plan.options},
     )
 
 

@@ -120,10 +120,15 @@ class DryStep(Step):
 class Unfetched:
     """Stands for a tokenizer that is not on this machine yet: every text is as long as can be."""
 
-    model_max_length = 512  # of T5, the only one whose file is too large to come with the program
+    model_max_length = 512  # of T5
 
     def __call__(self, texts: Sequence[str], *, max_length: int, **_: Any) -> SimpleNamespace:
-        return SimpleNamespace(input_ids=torch.zeros(len(texts), max_length, dtype=torch.int64))
+        ids = torch.zeros(len(texts), max_length, dtype=torch.int64)
+        return SimpleNamespace(input_ids=ids, attention_mask=torch.ones_like(ids))
+
+    def apply_chat_template(self, conversation: Sequence[Mapping[str, str]], **_: Any) -> str:
+        """The text of a message, which is as long as can be in any template."""
+        return conversation[-1]["content"]
 
 
 class Unread(Components):

@@ -36,6 +36,7 @@ class Component:
     prefixes: what stands before those names in a single file; without any of these, the names stand alone.
     file: what a file of this component alone is usually called.
     blocks: of a text encoder, fnmatch patterns of its blocks, which can be streamed; of the denoiser `Family.blocks`.
+    built(config): the config of the module that is built, where not all that files hold is read.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Component:
     prefixes: tuple[str, ...] = ()
     file: str = "FILE.safetensors"
     blocks: tuple[str, ...] = ()
+    built: Callable[[ComponentConfig], ComponentConfig] = lambda config: config
 
     def prefix_in(self, names: Collection[str]) -> str | None:
         """What stands before the component's names in a single file with these; None where none of its prefixes does."""
@@ -59,19 +61,20 @@ class Component:
 class Markers:
     """What a checkpoint's files themselves say of its objective: tensors that are no weights, by name.
 
-    edm: the tensor that says EDM, its model and its file, for a message.
+    edm: the tensor that says EDM, its model and its file, for a message. distillation: of `Family.distillations`.
     """
 
     v_prediction: bool = False
     zero_terminal_snr: bool = False
     edm: str | None = None
+    distillation: str | None = None
 
 
 @dataclass
 class Model:
     """The loaded parts of one model. Components that left memory are absent from `modules`.
 
-    options: "objective", and the values of the config keys in `Family.reads`, by their last names.
+    options: "objective", "distillation" as Markers, and the values of the config keys in `Family.reads`, by their last names.
     """
 
     modules: dict[str, nn.Module]
@@ -158,11 +161,13 @@ class Family:
     `objective` gets
       their values by their last names, and so does Model.options.
     timesteps: what objective.timesteps may be, where it is read; the first is what "auto" is.
-    tokenizers: the name of a tokenizer's folder -> the text encoder it belongs to.
+    tokenizers: the name of a tokenizer's folder -> the text encoder it belongs to. chat_templates: those that need one.
     input_layer: the denoiser's parameter [N, channels, ...] that reads the latents.
     check(configs by component, channels that `input_layer` reads): raises UserError for a model of this architecture that is
       trained for something else.
     harmless: fnmatch patterns of tensors that files hold beside the weights and that say nothing a loader needs.
+    distillations: of a family that has a base model and a distilled one, their names, which `model.variant` takes.
+    distillation(name of a file or repository) -> which of them it is; None: the name does not say.
     published(names of a single file's tensors) -> the folder of embedded configs that it takes; None: it needs its own.
     hub_ids: the published models, by id -> the folder of their embedded configs.
     count_tokens(model, captions) -> for every tokenizer (tokens of each caption, tokens it may have).
@@ -182,7 +187,12 @@ class Family:
     shared_inputs: component -> groups of endings of layer names; Linears that differ in nothing else read one tensor,
       which is not changed in between.
     no_gradient(component, config) -> fnmatch patterns of layers whose output never reaches the loss.
-    kohya: component -> prefix of its keys in kohya files, where it is not the usual one.
+    kohya: component -> prefix of its keys in kohya files, where it is not the usual one, or a function of its config that
+      gives it. Behind one that ends in a dot, names keep their dots.
+    no_fp16: component that does not compute in fp16 -> why.
+    negative_text: whether its pipeline of diffusers takes the negative prompt as a text.
+    peft: text encoder that diffusers' loader of adapters does not take -> what stands before its layers' names in the
+      pipeline's module. Its adapter goes into a folder of PEFT's, and not into the file for diffusers.
     key_styles: of adapter files, beside the usual ones (`adapter_keys`).
     not_in_sd_scripts: fnmatch patterns of full names of layers that sd-scripts builds no LoRA module for.
     metadata(the denoiser's config, what is predicted) -> what adapter files say of the family.
@@ -205,6 +215,8 @@ class Family:
     input_layer: str = ""
     check: Callable[[Mapping[str, dict], int | None], None] = lambda configs, inputs: None
     harmless: tuple[str, ...] = ()
+    distillations: tuple[str, ...] = ()
+    distillation: Callable[[str], str | None] = lambda name: None
     published: Callable[[set[str]], str | None] = lambda names: None
     hub_ids: Mapping[str, str] = field(default_factory=dict)
     count_tokens: Callable[[Model, Sequence[str]], dict[str, tuple[list[int], int]]] = count_prompt_tokens
@@ -221,7 +233,11 @@ class Family:
     gates: tuple[str, ...] = ()
     shared_inputs: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
     no_gradient: Callable[[str, dict], tuple[str, ...]] = lambda component, config: ()
-    kohya: Mapping[str, str] = field(default_factory=dict)
+    kohya: Mapping[str, str | Callable[[ComponentConfig], str]] = field(default_factory=dict)
+    no_fp16: Mapping[str, str] = field(default_factory=dict)
+    negative_text: bool = True
+    chat_templates: tuple[str, ...] = ()
+    peft: Mapping[str, str] = field(default_factory=dict)
     key_styles: tuple[KeyStyle, ...] = ()
     not_in_sd_scripts: tuple[str, ...] = ()
     metadata: Callable[[dict, str], dict[str, str]] = lambda config, prediction: {}
@@ -281,11 +297,11 @@ class Family:
         gated = any(fnmatchcase(layer, pattern) for layer in adapted for pattern in self.gates)
         return () if gated or (half and self.clips) else self.unread
 
-    @property
-    def kohya_prefix(self) -> dict[str, str]:
-        """Component -> what stands before its keys in kohya files."""
+    def kohya_prefixes(self, config: Callable[[str], ComponentConfig]) -> dict[str, str]:
+        """Component -> what stands before its keys in kohya files. config: of a component."""
         encoders = {name: f"lora_te{number}" for number, name in enumerate(self.text_encoders, 1)}
-        return {self.denoiser: "lora_unet", **encoders, **self.kohya}
+        own = {name: given if isinstance(given, str) else given(config(name)) for name, given in self.kohya.items()}
+        return {self.denoiser: "lora_unet", **encoders, **own}
 
     @property
     def adapter_keys(self) -> tuple[KeyStyle, ...]:
@@ -305,9 +321,10 @@ class Family:
             KeyStyle("SimpleTuner's LyCORIS", denoiser, "lycoris_", flat=True),
             KeyStyle("ComfyUI generic", denoiser, "diffusion_model.", original=True),
         ]
-        for name in self.text_encoders:
+        for number, name in enumerate(self.text_encoders, 1):
             styles.append(KeyStyle("diffusers", name, f"{name}."))
-            styles.append(KeyStyle("kohya", name, f"{self.kohya_prefix[name]}_", flat=True))
+            if isinstance(prefix := self.kohya.get(name, f"lora_te{number}"), str):
+                styles.append(KeyStyle("kohya", name, f"{prefix}_", flat=True))
         return (*styles, *self.key_styles)
 
     def flat_prefix(self, component: str, convention: str) -> str:

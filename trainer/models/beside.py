@@ -18,7 +18,7 @@ from trainer.models.loading import ModelSource
 FOLDERS = ("text_encoders", "clip", "text_encoder", "vae")
 ABOVE = 3  # folders
 # Of files that lie among others: what their names are likely to say.
-LIKELY = re.compile(r"(^|[^a-z])(clip|te|text.?enc\w*|t5\w*|vae|ae)([^a-z]|$)", re.IGNORECASE)
+LIKELY = re.compile(r"(^|[^a-z])(clip|te|text.?enc\w*|t5\w*|qwen\w*|vae|ae)([^a-z]|$)", re.IGNORECASE)
 MOST = 200  # files whose headers are read
 
 
@@ -44,7 +44,7 @@ def complete(source: ModelSource) -> ModelSource:
             questions.append(_question(source, name, fitting))
     source = source.with_parts(found)
     for name in source.family.tokenizers:
-        if not tokenizers.is_usable(source.tokenizer_folder(name)):
+        if not tokenizers.is_usable(source.tokenizer_folder(name), chat=name in source.family.chat_templates):
             place = source.overrides.get(source.family.tokenizers[name], path).parent / name
             questions.append(f"{name}: none in {place}; copy that folder of the model's repository there")
     if questions:

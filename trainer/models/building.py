@@ -24,7 +24,7 @@ def build(component: Component, config: ComponentConfig, where: Path | str = "")
     """
     from accelerate import init_empty_weights
 
-    config = {key: value for key, value in config.items() if not key.startswith("_")}
+    config = {key: value for key, value in component.built(config).items() if not key.startswith("_")}
     cls: Any = getattr(importlib.import_module(component.library), component.class_name)
     with blamed_on(where or _usual(component), component, config), init_empty_weights(include_buffers=False):
         module = cls.from_config(config) if component.library == "diffusers" else cls(cls.config_class.from_dict(config))

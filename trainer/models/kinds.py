@@ -13,8 +13,9 @@ from trainer.base.errors import UserError
 from trainer.models.config_files import read_json
 from trainer.models.names import Shape
 
-SDXL, FLUX = "sdxl", "flux"  # families by name, as in FAMILIES
-TRAINED = {SDXL: "an SDXL model", FLUX: "a Flux model"}
+SDXL, FLUX, FLUX2 = "sdxl", "flux", "flux2"  # families by name, as in FAMILIES
+TRAINED = {SDXL: "an SDXL model", FLUX: "a Flux model", FLUX2: "FLUX.2 [klein]"}
+ANY_TRAINED = " or ".join([", ".join(list(TRAINED.values())[:-1]), TRAINED[FLUX2]])
 
 
 @dataclass(frozen=True)
@@ -34,20 +35,24 @@ ENDINGS = (
     (r"(controlnet_cond_embedding|input_hint_block|controlnet_blocks)\..*", "a ControlNet"),
     (r"(emb_params|string_to_param\..*)", "a textual inversion embedding"),
 )  # fmt: skip
-# Parts of tensors' names, of models whose denoiser is not trained here, before those that look alike.
+# Parts of tensors' names, all of which a file has, before those that look alike.
 DENOISERS = (
-    ("distilled_guidance_layer.", ModelKind("Chroma")),
-    ("double_stream_modulation_img.", ModelKind("FLUX.2")),
-    ("joint_blocks.0.", ModelKind("Stable Diffusion 3")),
-    ("double_blocks.0.img_attn.", ModelKind("a Flux model", FLUX)),
-    ("single_transformer_blocks.0.attn.", ModelKind("a Flux model", FLUX)),
+    (("distilled_guidance_layer.",), ModelKind("Chroma")),
+    (("double_stream_modulation_img.", "guidance_in."), ModelKind("FLUX.2 [dev]")),
+    (("double_stream_modulation_img.", "guidance_embedder."), ModelKind("FLUX.2 [dev]")),
+    (("double_stream_modulation_img.",), ModelKind("FLUX.2 [klein]", FLUX2)),
+    (("joint_blocks.0.",), ModelKind("Stable Diffusion 3")),
+    (("double_blocks.0.img_attn.",), ModelKind("a Flux model", FLUX)),
+    (("single_transformer_blocks.0.attn.",), ModelKind("a Flux model", FLUX)),
 )
 # By what the beginning of a pipeline's class name says.
 PIPELINES = (
     ("StableDiffusionXL", ModelKind("an SDXL model", SDXL)),
     ("StableDiffusion3", ModelKind("Stable Diffusion 3")),
     ("StableDiffusion", ModelKind("Stable Diffusion 1 or 2")),
-    ("Flux2", ModelKind("FLUX.2")),
+    ("Flux2KleinKV", ModelKind("FLUX.2 [klein] that keeps keys and values of its references (distilled)")),
+    ("Flux2Klein", ModelKind("FLUX.2 [klein]", FLUX2)),
+    ("Flux2", ModelKind("FLUX.2 [dev]")),
     ("Flux", ModelKind("a Flux model", FLUX)),
 )
 # A UNet by the channels of what its cross attention reads.
@@ -68,8 +73,8 @@ def kind_of(shapes: Mapping[str, Shape]) -> ModelKind | None:
     for ending, name in ENDINGS:
         if any(re.search(rf"(^|.*){ending}$", key) for key in shapes):
             return ModelKind(name)
-    for part, kind in DENOISERS:
-        if any(part in key for key in shapes):
+    for parts, kind in DENOISERS:
+        if all(any(part in key for key in shapes) for part in parts):
             return kind
     context = next((shape[1] for key, shape in shapes.items() if CROSS.search(key) and len(shape) == 2), None)
     if context is not None:
@@ -85,6 +90,8 @@ def _part_of(shapes: Mapping[str, Shape]) -> ModelKind | None:
         return ModelKind("a T5 text encoder alone", part="T5")
     if any(CLIP.search(key) for key in shapes):
         return ModelKind("a CLIP text encoder alone", part="CLIP")
+    if any(key.endswith("layers.0.self_attn.q_norm.weight") for key in shapes):
+        return ModelKind("a Qwen3 text encoder alone", part="Qwen3")
     if any(LANGUAGE.search(key) for key in shapes):
         return ModelKind("a language model")
     if any("decoder.conv_in.weight" in key for key in shapes):
@@ -123,7 +130,7 @@ def refuse_other(key: str, family: str, kind: ModelKind | None) -> None:
         )
     if kind.family is not None:
         raise OfAnotherFamily(f"{key} is {kind.name}, and model.family = {family!r}; set model.family = {kind.family!r}")
-    raise UserError(f"{key} is {kind.name}, which is not trained here; give {' or '.join(TRAINED.values())}")
+    raise UserError(f"{key} is {kind.name}, which is not trained here; give {ANY_TRAINED}")
 
 
 def instead_of_a_model(names: Collection[str], config: Callable[[], dict[str, Any]], *, on_the_hub: bool = False) -> str:
@@ -137,7 +144,7 @@ def instead_of_a_model(names: Collection[str], config: Callable[[], dict[str, An
     if named := said.get("_class_name"):
         return f"it holds one part of a model, {named}; give its folder in model.components.NAME.path, and the model here"
     if isinstance(named := said.get("architectures"), list) and named:
-        return f"it holds {named[0]}; give {' or '.join(TRAINED.values())}"
+        return f"it holds {named[0]}; give {ANY_TRAINED}"
     files = sorted(name for name in names if name.endswith(".safetensors"))
     if files:
         remedy = "download one, and give the file's path" if on_the_hub else "give the path of the file"

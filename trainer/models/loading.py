@@ -78,12 +78,13 @@ class ModelSource:
         """Looked for in the whole of every file that something is read from; v and its zero SNR are the denoiser's affair."""
         files = {c.name: self.weights(c.name).files for c in self.family.components if self.is_here(c.name)}
         own = [name for file in files.get(self.family.denoiser, ()) for name in file.entries]
-        edm = None
-        for file in {file.path: file for component in files.values() for file in component}.values():
-            found = variants.edm_marker(file.entries)
-            edm = edm or (found and f"{file.path} holds {found}")
+        every = {file.path: variants.edm_marker(file.entries) for component in files.values() for file in component}
+        edm = next((f"{path} holds {found}" for path, found in every.items() if found), None)
         v, zero_snr = (any(variants.is_marker(name, marker) for name in own) for marker in ("v_pred", "ztsnr"))
-        return Markers(v, zero_snr, edm)
+        name = self.root.name if self.repository is None else self.repository.hub_id
+        parts = self.overrides.get(self.family.denoiser), self.single_file and self.single_file.path
+        place = variants.place_of(self.root, name, *parts, embedded=PUBLISHED in self.root.parents)
+        return Markers(v, zero_snr, edm, variants.distillation(self.family, self.wanted.distillation, place))
 
     def config(self, name: str) -> dict[str, Any]:
         """config.json, with what it leaves out and the family reads; of a single file without one, as its shapes say."""
@@ -307,7 +308,7 @@ class ModelSource:
         return by_name | {
             "tokenizers": self.tokenizer_fingerprint,
             "scheduler": _json_sha256(scheduler),
-            "markers": _json_sha256(asdict(self.markers)),
+            "markers": _json_sha256(asdict(replace(self.markers, distillation=None))),
         }
 
     @cached_property
@@ -329,9 +330,10 @@ class ModelSource:
         places = [override / name, override.parent / name] if override is not None else []
         first = next((place for place in places if place.is_dir()), usual)
         files = [file for file in (override, self.single_file and self.single_file.path) if file is not None]
-        if not files or tokenizers.is_usable(first):
+        chat = name in self.family.chat_templates
+        if not files or tokenizers.is_usable(first, chat=chat):
             return first
-        return tokenizers.beside(files, name, self.family.component(encoder).class_name) or first
+        return tokenizers.beside(files, name, self.family.component(encoder).class_name, chat=chat) or first
 
     def build(self, name: str) -> nn.Module:
         """The component in eval mode, its parameters on the meta device."""
@@ -341,7 +343,7 @@ class ModelSource:
         """Refuse a model that lacks a tokenizer. Of a hub id they are here with the configs, if it could be asked."""
         asked = self.repository is None or (self.embedded is None and self.repository.unreachable is None)
         for name in self.family.tokenizers if self.fetched or asked else ():
-            tokenizers.check_tokenizer(self.tokenizer_folder(name), name)
+            tokenizers.check_tokenizer(self.tokenizer_folder(name), name, chat=name in self.family.chat_templates)
 
     def verify(self, name: str) -> None:
         """Refuse a component whose files lack a tensor, have one too many or of another shape. Reads headers only."""

@@ -44,6 +44,8 @@ def open_model(
         _refuse_pickle(f"model.components.{name}.path", override)
     local = Path(path)
     _refuse_pickle("model.path", local)
+    if wanted.variant in family.distillations:
+        wanted = replace(wanted, variant=None, distillation=wanted.variant)
     opened = partial(ModelSource, family, recognise=recognise, overrides=overrides, wanted=wanted)
     if config and not local.is_file():
         raise UserError(f"model.config = {config!r} belongs to a single file; {path!r} brings its own configs, leave it out")

@@ -93,21 +93,29 @@ def _is_whole(folder: Path) -> bool:
     return any((folder / file).is_file() for file in VOCABULARIES)
 
 
-def is_usable(folder: Path) -> bool:
-    """Whether a tokenizer can be made of it. CLIP's vocabulary is embedded; T5's sentencepiece model is not."""
+def is_usable(folder: Path, *, chat: bool = False) -> bool:
+    """Whether a tokenizer can be made of it. CLIP's vocabulary is embedded; T5's sentencepiece model is not. chat: whether it
+    needs a chat template."""
+    if chat:
+        return _is_whole(folder) and has_template(folder)
     return _is_whole(folder) or _is_clip(_config(folder))
 
 
-def beside(files: Sequence[Path], name: str, encoder_class: str) -> Path | None:
+def has_template(folder: Path) -> bool:
+    """Whether the tokenizer there can write chat messages."""
+    return "chat_template" in _config(folder) or any((folder / f"chat_template.{end}").is_file() for end in ("jinja", "json"))
+
+
+def beside(files: Sequence[Path], name: str, encoder_class: str, *, chat: bool = False) -> Path | None:
     """A usable one for the encoder in one of these files: beside it, or ComfyUI's own, in whose folder it lies."""
     comfy = COMFYUI.get(encoder_class)
     places = [file.parent / name for file in files]
     places += [folder / comfy for file in files for folder in file.absolute().parents if comfy]
-    return next((place for place in places if is_usable(place)), None)
+    return next((place for place in places if is_usable(place, chat=chat)), None)
 
 
-def check_tokenizer(folder: Path, name: str) -> bool:
-    """Whether the folder has a vocabulary of its own. Raises UserError where it needs one and has none.
+def check_tokenizer(folder: Path, name: str, *, chat: bool = False) -> bool:
+    """Whether the folder has a vocabulary of its own. Raises UserError where it needs one, or a chat template, and has none.
 
     name: of the model's tokenizer.
     """
@@ -116,6 +124,11 @@ def check_tokenizer(folder: Path, name: str) -> bool:
         raise UserError(
             f"the model has no {name} ({folder} has none of {', '.join(VOCABULARIES)}), and only CLIP's tokenizer is "
             f"embedded: set model.config to a folder that has {name}/, as the model's repository on the hub has"
+        )
+    if chat and not has_template(folder):
+        raise UserError(
+            f"the {name} in {folder} has no chat template, by which this model's captions are written: copy the folder "
+            f"{name}/ of the model's repository on the hub there"
         )
     return whole
 

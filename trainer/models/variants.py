@@ -2,10 +2,13 @@
 
 import math
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from trainer.base.errors import UserError
-from trainer.models.base import LATENT_SIDE
+from trainer.models.base import LATENT_SIDE, Family
+from trainer.models.config_files import read_json
 
 # Names of marker tensors. A prefix may stand before them.
 EDM_MARKERS = {"CosXL": ("edm_vpred.sigma_max", "edm_vpred.sigma_min"), "Playground 2.5": ("edm_mean", "edm_std")}
@@ -31,6 +34,45 @@ def check_scheduler(scheduler: Mapping[str, Any], family: str, allowed: Collecti
         f"the model's scheduler_config.json has _class_name = {name!r}{kind}, which is not trained as {family}; "
         f"{family} has one of {', '.join(sorted(allowed))}"
     )
+
+
+@dataclass(frozen=True)
+class DenoiserOrigin:
+    """The place that a denoiser comes from. name: of the file, folder or repository. folder: that may have a pipeline's
+    index. whole: it has one, which is a base model's where it says nothing."""
+
+    name: str
+    folder: Path | None
+    whole: bool = False
+
+
+def place_of(root: Path, name: str, override: Path | None, file: Path | None, *, embedded: bool) -> DenoiserOrigin:
+    """The place of a denoiser. root: of the model's configs. name: of folder or repository. override: where the denoiser is
+    from, if from elsewhere. file: a single one. embedded: whether the configs come with the program."""
+    if override is not None:
+        around = [folder for folder in (override.parent, override.parent.parent) if (folder / "model_index.json").is_file()]
+        own = override.stem if override.is_file() else override.name
+        return DenoiserOrigin(around[0].name, around[0], whole=True) if around else DenoiserOrigin(own, None)
+    if file is not None:
+        return DenoiserOrigin(file.stem, None if embedded else root)
+    return DenoiserOrigin(name, None if embedded else root, whole=not embedded)
+
+
+def distillation(family: Family, asked: str | None, place: DenoiserOrigin) -> str | None:
+    """The one of `family.distillations` that the index of the denoiser's pipeline tells, else that is asked for, else that
+    the name tells; None where none does, and of a family that has none. Raises UserError where the index says otherwise than
+    is asked for."""
+    if not family.distillations:
+        return None
+    base, distilled = family.distillations
+    path = None if place.folder is None else place.folder / "model_index.json"
+    said = read_json(path).get("is_distilled") if path is not None and path.is_file() else None
+    if said is None:
+        return asked or family.distillation(place.name) or (base if place.whole else None)
+    found = distilled if said else base
+    if asked not in (None, found):
+        raise UserError(f"model.variant = {asked!r}: {path} says is_distilled = {str(said).lower()}; leave it out")
+    return found
 
 
 def check_latents(
@@ -73,8 +115,9 @@ def check_latents(
         known = not all(configs[encoder].get("_assumed") for encoder, _ in given)
         if known and isinstance(read, int) and None not in sizes and sum(sizes) != read:
             raise UserError(
-                f"the {denoiser} reads {read} numbers of text ({key}), and {' and '.join(encoder for encoder, _ in given)} "
-                f"give {' + '.join(map(str, sizes))}: they do not belong together; use the text encoders of this model"
+                f"the {denoiser} reads {read} numbers of text ({key}), and "
+                f"{' and '.join(dict.fromkeys(encoder for encoder, _ in given))} give {' + '.join(map(str, sizes))}: "
+                "they do not belong together; use the text encoders of this model"
             )
 
 

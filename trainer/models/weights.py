@@ -227,10 +227,11 @@ def plan_reads(
 
 
 def same_names(expected: Mapping[str, Shape], index: Iterable[str]) -> list[Link]:
-    """Identity links; files of another transformers version differ by one leading `text_model.`."""
+    """Identity links; files of another transformers version differ by one leading `text_model.`, those of a language model by
+    `model.`, behind which its layers lie."""
     rename = {}
     for key in index:
-        for candidate in (key, f"text_model.{key}", key.removeprefix("text_model.")):
+        for candidate in (key, f"text_model.{key}", key.removeprefix("text_model."), key.removeprefix("model.")):
             if candidate in expected:
                 rename[candidate] = key
                 break

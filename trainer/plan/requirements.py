@@ -16,6 +16,7 @@ from trainer.optim import OPTIMIZERS
 # By the key, the models that read it.
 FAMILY_KEYS = {
     "model.prediction": "models that predict either noise or v",
+    "model.allow_distilled": "models that have a distilled twin",
     "model.zero_terminal_snr": "models with a noise schedule that may end at zero SNR",
     **dict.fromkeys(objectives.KEYS, "diffusion and flow matching models"),
     **dict.fromkeys(("objective.shift", "objective.mode_scale"), "flow matching models"),

@@ -129,6 +129,11 @@ def storages(config: Config, family: Family) -> dict[str, Storage]:
                 "are a few hundred MB, and errors show in every image); use fp32, bf16 or fp16"
             )
         compute = precision.compute_dtype(chosen.compute)
+        if component.name in family.no_fp16 and chosen.compute == "fp16":
+            raise UserError(
+                f"the {component.name} of {family.name} does not compute in fp16: {family.no_fp16[component.name]}; set "
+                f"precision.compute or model.components.{component.name}.compute to 'bf16' or 'fp32'"
+            )
         scaled = config.precision.matmul == "fp8" and component.role == "denoiser"
         if scaled and (chosen.dtype, chosen.compute) != ("fp8_e4m3", "bf16"):
             raise UserError(

@@ -25,6 +25,7 @@ from trainer.runtime.attention import OWN
 # to.
 MAY_CHANGE = (
     "run.max_steps", "run.epochs", "run.stop_after", "run.lost_after", "run.output_dir", "model.cache_dir",
+    "model.allow_distilled",
     "data.cache", "data.cache_dir", "data.cache_limit", "data.num_workers", "memory.*", "step.accumulation",
     "step.non_finite", "step.max_skipped", "step.attention", "step.graphs",
     "ema.snapshot_every_steps", "validation.*", "logging.*", "export.*", "checkpoint.*",

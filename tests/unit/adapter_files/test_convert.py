@@ -35,9 +35,9 @@ def written(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, st
     return path
 
 
-def converted(path: Path, to: str, **more) -> tuple[dict[str, torch.Tensor], Converted]:
+def converted(path: Path, to: str, family: str | None = None, **more) -> tuple[dict[str, torch.Tensor], Converted]:
     out = path.with_name(f"{to}.safetensors")
-    done = convert(open_adapter(path), out, to, **more)
+    done = convert(open_adapter(path, family=family), out, to, **more)
     return TensorFile(out).read_all(), done
 
 
@@ -67,13 +67,13 @@ def test_layers_of_one_module_may_have_scales_that_differ(tmp_path: Path, shared
         tensors |= {f"{stem}.lora_down.weight": a, f"{stem}.lora_up.weight": b, f"{stem}.alpha": torch.tensor(alpha)}
         products.append(applied(tensors, stem))
     file = written(tmp_path / "a.safetensors", tensors)
-    fused, done = converted(file, "kohya")
+    fused, done = converted(file, "kohya", "flux")  # FLUX.2 klein 4B has such layers, too
     assert sorted(fused) == [f"{FUSED}.{end}" for end in ("alpha", "lora_down.weight", "lora_up.weight")]
     assert len(fused[f"{FUSED}.lora_down.weight"]) == sum(ranks)
     assert any("layers of different scales: B carries the ratio" in note for note in done.notes)
     wanted = torch.cat(products)
     assert (applied(fused, FUSED) - wanted).norm() <= 2**-23 * wanted.norm()
-    back, _ = converted(tmp_path / "kohya.safetensors", "onetrainer")
+    back, _ = converted(tmp_path / "kohya.safetensors", "onetrainer", "flux")
     for name, expected in zip(QKV, products, strict=True):
         stem = "lora_transformer_" + name.removeprefix("transformer.").replace(".", "_")
         assert (applied(back, stem) - expected).norm() <= 2**-23 * expected.norm(), name
@@ -86,8 +86,8 @@ def test_layers_of_one_scale_and_one_a_stay_one_pair(tmp_path: Path) -> None:
         f"{FUSED}.alpha": torch.tensor(2.0),
     }
     file = written(tmp_path / "a.safetensors", fused)
-    converted(file, "diffusers")
-    back, _ = converted(tmp_path / "diffusers.safetensors", "kohya")
+    converted(file, "diffusers", "flux")
+    back, _ = converted(tmp_path / "diffusers.safetensors", "kohya", "flux")
     assert back.keys() == fused.keys() and all(torch.equal(back[key], tensor) for key, tensor in fused.items())
 
 

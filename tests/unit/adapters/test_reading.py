@@ -167,7 +167,7 @@ REFUSED = {
     "unknown layer": ({**FORMS["kohya"], "lora_unet_input_blocks_99_0.alpha": A},
                       "1 of its 2 modules .*'lora_unet_input_bl.*--base"),
     "unknown model": (pair("transformer_blocks.0.txt_mlp.lora_A.weight", "transformer_blocks.0.txt_mlp.lora_B.weight"),
-                      r"those of no model that is known here \(sdxl, flux-dev, flux-schnell\)"),
+                      r"those of no model that is known here \(sdxl, flux-dev, flux-schnell, flux2-klein-4b, .*9b\)"),
     "twice": ({**FORMS["kohya"], **FORMS["diffusers"]}, "to_q twice, as '"),
     "one tensor twice": ({**FORMS["diffusers"], f"{Q}.lora.down.weight": A}, "has one tensor twice"),
     "integers": ({f"{STEM}.lora_down.weight": A.int(), f"{STEM}.lora_up.weight": B}, "int32 in .*floating point"),
@@ -328,3 +328,17 @@ def test_one_value_that_is_not_finite_is_found_wherever_it_stands(dtype: torch.d
         if not math.isfinite(float(torch.tensor(wrong).to(dtype))):
             there = values.float().index_fill(0, torch.tensor([place]), wrong).to(dtype)
             assert not is_finite(there) and not is_finite(there.view(8, 8).t()), wrong
+
+
+@pytest.mark.parametrize(("rows", "family"), [(21504, "flux"), (27648, "flux2")])
+def test_layers_of_one_name_are_told_apart_by_their_sizes(tmp_path: Path, rows: int, family: str) -> None:
+    """Flux and FLUX.2 klein 4B have single blocks of one name and one width."""
+    stem = "lora_unet_single_blocks_3_linear1"
+    read = opened(tmp_path, {f"{stem}.lora_up.weight": torch.ones(rows, 2), f"{stem}.lora_down.weight": torch.ones(2, 3072)})
+    assert read.model.family.name == family
+    alike = {f"lora_unet_double_blocks_0_img_attn_qkv.lora_{end}.weight": torch.ones(shape)
+             for end, shape in (("up", (9216, 2)), ("down", (2, 3072)))}  # fmt: skip
+    with pytest.raises(UserError, match="its keys are those of flux and flux2 alike, .* give --family"):
+        opened(tmp_path, alike)
+    assert opened(tmp_path, alike, {"modelspec.architecture": "flux-2-klein-4b/lora"}).model.label == "flux2-klein-4b"
+    assert opened(tmp_path, alike, family=family).model.family.name == family

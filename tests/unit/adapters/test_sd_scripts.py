@@ -89,7 +89,7 @@ def test_the_header_of_the_kohya_file_says_it(tmp_path: Path, layers: str, dora:
     for patterns in (PATTERNS, ()):
         how = export.AdapterFiles(
             folder=tmp_path / str(len(patterns)), formats=export.FORMATS, dora_scale="magnitude", rows=len,
-            fused={"unet": of.modules("unet")}, prefixes=of.family.kohya_prefix, not_in_sd_scripts=patterns,
+            fused={"unet": of.modules("unet")}, prefixes=of.family.kohya_prefixes(of.config), not_in_sd_scripts=patterns,
         )  # fmt: skip
         files[patterns] = export.write_files(how, "bear", about, lambda meaning: made, {})
     said = layers == "all" and not dora
@@ -101,7 +101,8 @@ def test_the_header_of_the_kohya_file_says_it(tmp_path: Path, layers: str, dora:
     heard: list[str] = []
     processes = SimpleNamespace(say=lambda line, whole=False: heard.append(line))
     state = SimpleNamespace(adapter=SimpleNamespace(layers=made.layers))
-    run = SimpleNamespace(context=SimpleNamespace(processes=processes), state=state)
+    plan = SimpleNamespace(model=SimpleNamespace(family=of.family))
+    run = SimpleNamespace(context=SimpleNamespace(processes=processes), state=state, plan=plan)
     Artifacts._say_where(run, files[PATTERNS])  # the end of a run
     assert [line for line in heard if "sd-scripts" in line] == ([f"note: {sd_scripts.sentence(entry)}"] if said else [])
 

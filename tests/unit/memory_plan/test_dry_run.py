@@ -13,7 +13,7 @@ from trainer.base.memory import checkpoint_blocks
 from trainer.kernels import dora_torch, scratch
 from trainer.memory_plan.dry_run import META, Rehearsal, Unread, without_values
 from trainer.memory_plan.op_trace import Trace
-from trainer.models.flux.attention import JointAttention
+from trainer.models.shared.joint_attention import JointAttention
 from trainer.plan.run_plan import make_plan, open_source, resolve
 from trainer.runtime.attention import Attention
 

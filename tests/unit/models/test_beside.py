@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.make_model import clip_shapes, t5_shapes, write_sparse
+from scripts.make_model import clip_shapes, qwen_shapes, t5_shapes, write_sparse
 from trainer.base.errors import UserError
 from trainer.base.tensorfile import Recipe
 from trainer.models import FAMILIES
@@ -24,7 +24,7 @@ from trainer.models.names import Shape
 from trainer.models.opening import open_model
 from trainer.models.weights import original_shape
 
-LABELS = {"sdxl": "sdxl", "flux": "flux-dev"}
+LABELS = {"sdxl": "sdxl", "flux": "flux-dev", "flux2": "flux2-klein-4b"}
 
 
 @cache
@@ -35,8 +35,8 @@ def shapes_of(family: str, component: str) -> Mapping[str, Shape]:
     if known.names is not None:
         names = known.names(config)
         return {link.original: original_shape([names.shapes[part] for part in link.parts], link.op) for link in names.links}
-    if known.class_name == "T5EncoderModel":
-        return t5_shapes(config)
+    if known.class_name in ("T5EncoderModel", "Qwen3Model"):
+        return t5_shapes(config) if known.class_name == "T5EncoderModel" else qwen_shapes(config)
     return {f"text_model.{name}": shape for name, shape in clip_shapes(config).items()}
 
 

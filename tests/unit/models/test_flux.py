@@ -11,7 +11,8 @@ from torch import nn
 from trainer.base.errors import UserError
 from trainer.models import FAMILIES
 from trainer.models.base import Markers, Model
-from trainer.models.flux import encode_images, image_ids, keep_time_exact, pack, resolution_shift, t5_length, unpack
+from trainer.models.flux import encode_images, image_ids, pack, t5_length, unpack
+from trainer.models.shared.flow import keep_time_exact, resolution_shift
 
 FLUX = FAMILIES["flux"]
 EULER, HEUN = ({"_class_name": f"FlowMatch{kind}DiscreteScheduler"} for kind in ("Euler", "Heun"))
@@ -47,6 +48,7 @@ def test_the_time_embedding_gets_its_time_in_fp32() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.time_text_embed = nn.Module()
+            self.time_text_embed.timestep_embedder = nn.Identity()
             self.time_text_embed.forward = lambda *given: seen.append(given)
 
         def forward(self, hidden, timestep, guidance=None):
@@ -54,7 +56,7 @@ def test_the_time_embedding_gets_its_time_in_fp32() -> None:
             self.time_text_embed(time, *more, hidden)
 
     transformer = Transformer()
-    keep_time_exact(transformer)
+    keep_time_exact(transformer, transformer.time_text_embed)
     hidden = torch.zeros(1, dtype=torch.bfloat16)
     transformer(hidden, timestep=torch.tensor([0.501]))
     transformer(hidden, timestep=torch.tensor([0.501]), guidance=torch.tensor([3.503]))

@@ -42,8 +42,9 @@ FILES: Mapping[str, Mapping[str, Shape]] = {
     },
     "Stable Diffusion 3": {"model.diffusion_model.joint_blocks.0.x_block.attn.qkv.weight": (4608, 1536)},
     "Chroma": {"distilled_guidance_layer.in_proj.weight": (5120, 64), "double_blocks.0.img_attn.qkv.weight": (9216, 3072)},
-    "FLUX.2": {
+    "FLUX.2 [dev]": {
         "double_stream_modulation_img.lin.weight": (36864, 6144), "double_blocks.0.img_attn.qkv.weight": (18432, 6144),
+        "guidance_in.in_layer.weight": (6144, 256),
     },
     "a language model": {
         "model.embed_tokens.weight": (32000, 4096), "model.layers.0.self_attn.q_proj.weight": (4096, 4096),
@@ -67,7 +68,7 @@ ADAPTERS = {
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_of_another_kind_is_named(tmp_path: Path, name: str, family: str) -> None:
     path = put(tmp_path / "model.safetensors", FILES[name])
-    with pytest.raises(UserError, match="which is not trained here; give an SDXL model or a Flux model") as refusal:
+    with pytest.raises(UserError, match="which is not trained here; give an SDXL model, a Flux model or FLUX") as refusal:
         open_model(FAMILIES[family], str(path))
     assert f"model.path = {str(path)!r} is {name}, which" in str(refusal.value)
 
@@ -79,7 +80,7 @@ def test_an_adapter_is_no_model(tmp_path: Path, shapes: Mapping[str, Shape]) -> 
         open_model(FAMILIES["flux"], str(path))
 
 
-@pytest.mark.parametrize(("own", "component"), [("sdxl", "unet"), ("flux", "transformer")])
+@pytest.mark.parametrize(("own", "component"), [("sdxl", "unet"), ("flux", "transformer"), ("flux2", "transformer")])
 @pytest.mark.parametrize("layout", ["original", "prefixed", "diffusers"])
 def test_a_model_of_the_other_family_is_named(tmp_path: Path, own: str, component: str, layout: str) -> None:
     shapes, known = shapes_of(own, component), FAMILIES[own].component(component)
@@ -88,17 +89,19 @@ def test_a_model_of_the_other_family_is_named(tmp_path: Path, own: str, componen
     elif layout == "diffusers":
         config = json.loads((PUBLISHED / LABELS[own] / component / "config.json").read_text())
         shapes = known.names(config).shapes
-    path, (other,) = put(tmp_path / "model.safetensors", shapes), FAMILIES.keys() - {own}
+    path = put(tmp_path / "model.safetensors", shapes)
     assert open_model(FAMILIES[own], str(path)).single_file is not None
-    said = f"is an? (SDXL|Flux) model, and model.family = '{other}'; set model.family = '{own}'"
-    with pytest.raises(UserError, match=said):
-        open_model(FAMILIES[other], str(path))
+    for other in FAMILIES.keys() - {own}:
+        said = rf"is (an SDXL model|a Flux model|FLUX\.2 \[klein\]), and model.family = '{other}'; set model.family = '{own}'"
+        with pytest.raises(UserError, match=said):
+            open_model(FAMILIES[other], str(path))
 
 
 @pytest.mark.parametrize(
     ("family", "component", "name"),
     [("flux", "vae", "a VAE"), ("sdxl", "vae", "a VAE"), ("flux", "text_encoder_2", "a T5 text encoder"),
-     ("flux", "text_encoder", "a CLIP text encoder"), ("sdxl", "text_encoder_2", "a CLIP text encoder")],
+     ("flux", "text_encoder", "a CLIP text encoder"), ("sdxl", "text_encoder_2", "a CLIP text encoder"),
+     ("flux2", "text_encoder", "a Qwen3 text encoder"), ("flux2", "vae", "a VAE")],
 )  # fmt: skip
 def test_a_part_alone_is_named(tmp_path: Path, family: str, component: str, name: str) -> None:
     path = put(tmp_path / "part.safetensors", shapes_of(family, component))
@@ -137,7 +140,8 @@ def folder(place: Path, **files: Any) -> str:
         ("StableDiffusionPipeline", {"cross_attention_dim": 1024}, r"is Stable Diffusion 2\.x"),
         ("StableDiffusionPipeline", None, "is Stable Diffusion 1 or 2"),
         ("StableDiffusion3Pipeline", None, "is Stable Diffusion 3"),
-        ("Flux2Pipeline", None, "is FLUX.2"),
+        ("Flux2Pipeline", None, r"is FLUX\.2 \[dev\]"),
+        ("Flux2KleinPipeline", None, r"is FLUX\.2 \[klein\], and model.family = 'sdxl'; set model.family = 'flux2'"),
     ],
 )
 def test_a_folder_of_another_kind_is_named(tmp_path: Path, pipeline: str, unet: dict | None, said: str) -> None:
@@ -159,7 +163,7 @@ def test_the_refiners_folder_is_named(tmp_path: Path) -> None:
     [
         (
             {"config": {"architectures": ["LlamaForCausalLM"]}},
-            "it holds LlamaForCausalLM; give an SDXL model or a Flux model",
+            "it holds LlamaForCausalLM; give an SDXL model, a Flux model or FLUX",
         ),
         ({"adapter_config": {"r": 4}}, "it holds an adapter; .* set adapter.init_from"),
         (

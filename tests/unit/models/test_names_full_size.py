@@ -25,6 +25,8 @@ PREFIXES = {
     ("sdxl", "text_encoder_2"): "conditioner.embedders.1.model.",
     ("flux-dev", "transformer"): "",
     ("flux-schnell", "transformer"): "",
+    ("flux2-klein-4b", "transformer"): "",
+    ("flux2-klein-9b", "transformer"): "",
     ("flux-dev", "vae"): "",
     ("flux-dev", "text_encoder"): "text_encoders.clip_l.transformer.",
 }
@@ -64,6 +66,8 @@ def diffusers_names(family: str, component: str, file: dict[str, torch.Tensor]) 
         return single_file_utils.convert_ldm_unet_checkpoint(file, config)
     if component == "vae":
         return single_file_utils.convert_ldm_vae_checkpoint(file, config)
+    if family.startswith("flux2"):
+        return single_file_utils.convert_flux2_transformer_checkpoint_to_diffusers(file)
     if component == "transformer":
         return single_file_utils.convert_flux_transformer_checkpoint_to_diffusers(file)
     prefix = PREFIXES[family, component]

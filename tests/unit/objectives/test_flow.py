@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from trainer.base.errors import UserError
 from trainer.models.base import Markers
-from trainer.models.flux import objective, resolution_shift
+from trainer.models.flux import objective
+from trainer.models.shared.flow import resolution_shift
 from trainer.objectives import Flow, Loss, Noise, Times
 
 SCHEDULER = {"_class_name": "FlowMatchEulerDiscreteScheduler"}

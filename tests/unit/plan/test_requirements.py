@@ -21,6 +21,7 @@ from trainer.plan.requirements import FAMILY_KEYS, family_options, refuse_unread
 
 SET = {
     "model.prediction": "v",
+    "model.allow_distilled": True,
     "model.zero_terminal_snr": False,
     "objective.timesteps": "uniform",
     "objective.shift": 3.0,

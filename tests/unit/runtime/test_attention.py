@@ -12,7 +12,7 @@ from torch.backends import cuda
 from tests.numerics.test_attention import block
 from trainer.base.errors import UserError
 from trainer.models import FAMILIES
-from trainer.models.flux.attention import JointAttention
+from trainer.models.shared.joint_attention import JointAttention
 from trainer.runtime import attention
 from trainer.runtime.attention import ORDER, TORCHS_OWN, Attention
 

@@ -6,24 +6,22 @@ zero; no attention mask for T5; CLIP gives only the pooled vector; the transform
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import nn
 
 from trainer.base.errors import UserError
 from trainer.base.types import Batch, Conditioning
 from trainer.models import variants
 from trainer.models.base import Component, Family, Markers, Model, SampleRequest, count_prompt_tokens, draw
-from trainer.models.flux import attention, names
+from trainer.models.flux import names
 from trainer.models.names import ComponentConfig
-from trainer.models.shared import clip, vae
-from trainer.objectives import KEYS, Flow, Loss, Noise, Times, from_choices
+from trainer.models.shared import clip, joint_attention, vae
+from trainer.models.shared.flow import READS, TIMESTEPS, flow, keep_time_exact
+from trainer.objectives import Flow
 
 DEFAULT_GUIDANCE = 3.5
 T5_LENGTH_DEV, T5_LENGTH_SCHNELL = 512, 256
-SCHEDULERS = frozenset({"FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler"})
-TIMESTEPS = ("logit_normal", "uniform", "sigmoid", "mode", "cosmap", "power")
 INPUTS = {
     128: "a Control model (Canny or Depth: latents and the control image's)",
     384: "Flux Fill (latents, the masked image's and the mask)",
@@ -31,31 +29,9 @@ INPUTS = {
 TEXTS = {"pooled_projection_dim": [("text_encoder", "hidden_size")], "joint_attention_dim": [("text_encoder_2", "d_model")]}
 
 
-def resolution_shift(tokens: int) -> float:
-    """e^mu, mu = 0.5 + 0.65 (tokens - 256) / 3840, as Flux's released sampler: 1.88 at 1024 tokens (512 px), 3.16 at 4096."""
-    return float(torch.tensor(0.5 + 0.65 * (tokens - 256) / 3840, dtype=torch.float64).exp())
-
-
-def objective(
-    scheduler: ComponentConfig,
-    markers: Markers,
-    *,
-    timesteps: str = "auto",
-    shift: Literal["auto"] | float = "auto",
-    stratified: bool = False,
-    **choices: Any,
-) -> Flow:
+def objective(scheduler: ComponentConfig, markers: Markers, *, timesteps: str = "auto", **choices: Any) -> Flow:
     """Shifted by the resolution, if not asked otherwise; "sigmoid" is the name of times that are not."""
-    variants.check_scheduler(scheduler, "flux", SCHEDULERS)
-    if shift == "auto":
-        shift = 1.0 if timesteps == "sigmoid" else resolution_shift
-    return Flow(
-        times=from_choices(Times, choices, timesteps=TIMESTEPS[0] if timesteps == "auto" else timesteps),
-        shift=shift,
-        loss=from_choices(Loss, choices),
-        noise=from_choices(Noise, choices),
-        stratified=stratified,
-    )
+    return flow(scheduler, "flux", timesteps=TIMESTEPS[0] if timesteps == "auto" else timesteps, **choices)
 
 
 def encode_images(model: Model, pixels: torch.Tensor) -> torch.Tensor:
@@ -142,26 +118,6 @@ def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning
     return unpack(tokens, height, width)
 
 
-def keep_time_exact(transformer: nn.Module) -> None:
-    """Let the sinusoidal embedding see t and guidance in fp32.
-
-    diffusers casts both to the activations' dtype before it multiplies by 1000: in bf16 a t of 0.501 becomes 0.5.
-    """
-    exact: dict[str, torch.Tensor | None] = {}
-
-    def remember(module, args, kwargs):
-        exact["time"], exact["guidance"] = kwargs["timestep"], kwargs.get("guidance")
-
-    def restore(module, args):
-        given = [exact["time"] * 1000]
-        if exact["guidance"] is not None:
-            given.append(exact["guidance"] * 1000)
-        return (*given, *args[len(given) :])
-
-    transformer.register_forward_pre_hook(remember, with_kwargs=True)
-    transformer.time_text_embed.register_forward_pre_hook(restore)
-
-
 def sample(model: Model, request: SampleRequest, conditioning: Conditioning, negative: Conditioning):
     """An image by diffusers' own pipeline."""
     from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
@@ -216,9 +172,7 @@ FAMILY = Family(
     ),
     input_layer="x_embedder.weight",
     check=partial(variants.check_latents, denoiser="transformer", fold=4, kinds=INPUTS, texts=TEXTS, shifted=True),
-    reads=(
-        *KEYS, "objective.mode_scale", "objective.shift", "objective.guidance", "data.text_length",
-    ),
+    reads=(*READS, "objective.guidance", "data.text_length"),
     timesteps=TIMESTEPS,
     tokenizers={"tokenizer": "text_encoder", "tokenizer_2": "text_encoder_2"},
     size_multiple=16,
@@ -232,9 +186,11 @@ FAMILY = Family(
     encode_text=encode_text,
     count_tokens=count_tokens,
     predict=predict,
-    attention=attention.processor,
+    attention=joint_attention.processor,
     sample=sample,
-    adjust=lambda component, module: keep_time_exact(module) if component == "transformer" else None,
+    adjust=lambda component, module: (
+        keep_time_exact(module, module.time_text_embed) if component == "transformer" else None
+    ),
     blocks=("transformer_blocks.*", "single_transformer_blocks.*"),
     unread=("*.ff.net.2", "*.ff_context.net.2", "single_transformer_blocks.*.proj_out"),
     gates=("text_encoder.*", "transformer.time_text_embed.*", "transformer.*.norm*.linear"),

@@ -13,8 +13,9 @@ from trainer.models.names import ComponentConfig, Names, Shape, how_many
 DEFAULTS = {"block_out_channels": [64], "in_channels": 3, "latent_channels": 4, "layers_per_block": 1, "out_channels": 3}
 
 
-def vae_names(config: ComponentConfig) -> Names:
-    """The VAE's names in the original layout, and the shapes of its tensors."""
+def vae_names(config: ComponentConfig, *, quant: str = "quant_conv", post_quant: str = "post_quant_conv") -> Names:
+    """The VAE's names in the original layout, and the shapes of its tensors. quant, post_quant: the original names of the
+    convolutions between it and the latents."""
     names = Names()
     channels, latent = list(config["block_out_channels"]), config["latent_channels"]
     layers, top = config["layers_per_block"], len(channels) - 1
@@ -52,10 +53,11 @@ def vae_names(config: ComponentConfig) -> Names:
     names.layer("encoder.norm_out", "encoder.conv_norm_out", (width,))
     same("encoder.conv_out", (2 * latent, width, 3, 3))  # mean and log variance
     if config.get("use_quant_conv", True):
-        same("quant_conv", (2 * latent, 2 * latent, 1, 1))
+        names.layer(quant, "quant_conv", (2 * latent, 2 * latent, 1, 1))
 
     if config.get("use_post_quant_conv", True):
-        same("post_quant_conv", (latent, latent, 1, 1))
+        names.layer(post_quant, "post_quant_conv", (latent, latent, 1, 1))
+    width = (channels := list(config.get("decoder_block_out_channels") or channels))[-1]
     same("decoder.conv_in", (width, latent, 3, 3))
     middle("decoder", width)
     # The original counts the decoder's levels by resolution as well, so from the outside in.

@@ -1,4 +1,4 @@
-"""Attention of the transformer's blocks, as a processor of diffusers that takes any function of query, key and value."""
+"""Attention over text and image, as a processor of diffusers that takes any function of query, key and value."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from torch import nn
 
 
 class JointAttention:
-    """A processor for diffusers' `FluxAttention`, over text and image. attend: as torch's scaled_dot_product_attention."""
+    """A processor for diffusers' `FluxAttention` and `Flux2Attention`. attend: as torch's scaled_dot_product_attention."""
 
     def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
         from diffusers.models.embeddings import apply_rotary_emb

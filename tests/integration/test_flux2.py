@@ -1,0 +1,234 @@
+"""FLUX.2 klein on a tiny model: trained, resumed, exported and loaded by the stock pipeline, in pairs of choices.
+
+What its room computes, bit by bit: unit/models/test_flux2.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import Flux2KleinPipeline
+from peft import PeftModel
+
+from scripts import adapter as adapter_tool
+from scripts import make_model
+from tests.harness import Workbench, built, metrics_of, pairs, train_built
+from trainer import config as configs
+from trainer.adapter_files import push
+from trainer.adapter_files.read import NamedModel, open_adapter, whole_model_at
+from trainer.base.errors import UserError
+from trainer.base.tensorfile import TensorFile
+from trainer.cli import main as cli
+from trainer.models.weights import original_shape
+from trainer.quantization import recognise
+
+FACTORS = (("bf16", "fp8_e4m3", "int8", "nf4"), ("fp32", "bf16"), ("lora", "dora"), ("attention+mlp", "all"), (False, True))
+CELLS = sorted(pairs(*FACTORS))
+STREAMED = {"gradient_checkpointing": True, "offload": "blocks", "resident_blocks": 1}
+QUICK = ("fp8_e4m3", "fp32", "dora", "all", True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def flux2(models: Path) -> None:
+    """A tiny klein beside the other tiny models."""
+    wanted = ["--size", "tiny", "--family", "flux2", "--layout", "diffusers", str(models / "flux2")]
+    assert (models / "flux2").exists() or make_model.main(wanted) == 0
+
+
+def tree(bench: Workbench, out: str, storage: str, compute: str, kind: str, targets: str, streamed: bool) -> dict[str, Any]:
+    return bench.tree(
+        "flux2", run__output_dir=str(bench.tmp / out), precision__compute=compute, adapter__type=kind,
+        adapter__targets=targets, model__components={"transformer": {"dtype": storage}}, optimizer__lr=1e-2,
+        checkpoint__every_steps=2, memory=STREAMED if streamed else {},
+        adapter__rules=[{"component": "transformer", "match": "*to_v", "rank": 2, "alpha": 3.0}],
+    )  # fmt: skip
+
+
+def train(config: dict[str, Any], *arguments: str, bench: Workbench) -> None:
+    assert cli.main(["--config", str(bench.write(config)), *arguments]) == 0
+
+
+@pytest.mark.parametrize("cell", [QUICK, *(pytest.param(cell, marks=pytest.mark.slow) for cell in CELLS if cell != QUICK)])
+def test_it_trains_resumes_and_loads_in_the_stock_pipeline(bench: Workbench, caplog, cell: tuple) -> None:
+    train(tree(bench, "whole", *cell), bench=bench)
+    parts = tree(bench, "parts", *cell)
+    train(parts | {"run": parts["run"] | {"stop_after": 2}}, bench=bench)
+    train(parts, "--resume_from", "auto", bench=bench)
+    whole, again = bench.tmp / "whole", bench.tmp / "parts"
+    last = "checkpoints/step-00000003"
+    for name in ("adapters/bear.safetensors", "adapters/bear_comfyui.safetensors", f"{last}/adapter.safetensors",
+                 f"{last}/optimizer.safetensors"):  # fmt: skip
+        assert (whole / name).read_bytes() == (again / name).read_bytes(), name
+    assert metrics_of(whole) == metrics_of(again)
+
+    pipe = Flux2KleinPipeline.from_pretrained(bench.models / "flux2", torch_dtype=torch.float32)
+    with caplog.at_level(logging.WARNING):
+        pipe.load_lora_weights(str(whole / "adapters" / "bear.safetensors"))
+    assert not [record for record in caplog.records if "key" in record.getMessage()], caplog.text
+    loaded = {name: value for name, value in pipe.transformer.named_parameters() if "lora_" in name}
+    file = TensorFile(whole / "adapters" / "bear.safetensors")
+    assert len(loaded) == len(file.entries)
+    assert_adapted_weights(bench, whole, cell, pipe)
+
+
+def assert_adapted_weights(bench: Workbench, out: Path, cell: tuple, pipe: Flux2KleinPipeline) -> None:
+    """Of each layer the weight that the stock pipeline multiplies by, over its own 16-bit base, is W16 + s B A, and of a DoRA
+    each row has that direction and the trained norm, in fp64. But for what the norm of a quantised row does not know:
+    2 s <(W16 - W)_n, (B A)_n> under the root."""
+    resident = tree(bench, out.name, *cell[:-1], False)
+    with built(configs.parse(resident), resume_from="auto") as run:
+        for name, layer in run.adapter.layers.items():
+            stock = pipe.transformer.get_submodule(name.partition(".")[2])
+            a, b = (getattr(layer, f"lora_{part}")["default"].weight.detach().double() for part in "AB")
+            a16, b16 = (getattr(stock, f"lora_{part}")["default_0"].weight.detach().double() for part in "AB")
+            w16, scaling = stock.base_layer.weight.detach().double(), layer.scaling["default"]
+            assert torch.equal(a, a16) and torch.equal(b, b16) and stock.scaling["default_0"] == scaling, name
+            if cell[2] == "lora":
+                continue
+            w, m = layer.get_base_layer().dequantize(torch.float32).double(), layer.lora_magnitude_vector["default"].weight
+            m16 = stock.lora_magnitude_vector["default_0"].weight.detach().double()
+            g = m.detach().double() / (w + scaling * b @ a).norm(dim=1)
+            adapted = w16 + scaling * b @ a
+            missing = 2 * scaling * ((w16 - w) * (b @ a)).sum(1)
+            expected = g * (adapted.square().sum(1) - missing).sqrt()
+            assert torch.allclose(m16, expected, rtol=1e-5, atol=0), name
+
+
+@pytest.fixture(scope="module")
+def everything(models: Path, tmp_path_factory) -> Path:
+    """The output of a DoRA on all layers of the transformer, and on some of Qwen3's."""
+    bench = Workbench(models, tmp_path_factory.mktemp("everything"))
+    rules = [{"component": "text_encoder", "match": "layers.2[0-9].*_proj", "rank": 3, "alpha": 1.5}]
+    config = bench.tree("flux2", adapter__type="dora", adapter__targets="all", adapter__rules=rules, optimizer__lr=1e-2)
+    train(config, bench=bench)
+    return bench.tmp / "out"
+
+
+def test_comfyui_has_a_layer_for_every_key(everything: Path, models: Path, capsys) -> None:
+    """Names and shapes of its model: of the transformer the original ones, flat, modulation and time among them; of Qwen3
+    `text_encoders.` and the name in its state dict (comfy/lora.py, `model_lora_keys_unet` and `model_lora_keys_clip`)."""
+    opened = open_adapter(everything / "adapters" / "bear_comfyui.safetensors", [tiny(models)])
+    family, config = opened.model.family, opened.model.config("transformer")
+    names = family.component("transformer").names(config)
+    known = {
+        f"lora_unet_{link.original.removesuffix('.weight').replace('.', '_')}":
+            original_shape([names.shapes[part] for part in link.parts], link.op)
+        for link in names.links
+    }  # fmt: skip
+    encoder = opened.model.layers("text_encoder").items()
+    known |= {f"text_encoders.qwen3_4b.transformer.model.{name}": shape for name, shape in encoder}
+    file = TensorFile(everything / "adapters" / "bear_comfyui.safetensors")
+    stems = {key.partition(".lora_")[0] for key in file.entries if ".lora_" in key}
+    assert stems <= known.keys()
+    for stem in stems:
+        rows, columns = known[stem]
+        up, down = (file.entries[f"{stem}.lora_{end}.weight"].shape for end in ("up", "down"))
+        assert (up[0], down[1]) == (rows, columns) and file.entries[f"{stem}.dora_scale"].shape == (rows, 1)
+    assert {"lora_unet_double_stream_modulation_img_lin", "lora_unet_time_in_in_layer", "lora_unet_single_blocks_1_linear1",
+            "lora_unet_final_layer_adaLN_modulation_1", "lora_unet_double_blocks_0_txt_attn_qkv",
+            "text_encoders.qwen3_4b.transformer.model.layers.20.self_attn.q_proj"} <= stems  # fmt: skip
+    assert "text_encoders.qwen3_4b.transformer.model.layers.19.mlp.up_proj" not in stems
+
+
+def tiny(models: Path) -> NamedModel:
+    return whole_model_at(str(models / "flux2"), recognise)
+
+
+def test_an_adapter_of_qwen3_goes_into_a_folder_of_pefts_and_not_into_the_file_for_diffusers(
+    everything: Path, models: Path, tmp_path: Path, capsys
+) -> None:
+    """Whose loader takes the transformer alone. What the folder holds is what was trained, and is read back as that."""
+    keys = TensorFile(everything / "adapters" / "bear.safetensors").entries
+    assert keys and all(key.startswith("transformer.") for key in keys)
+    pipe = Flux2KleinPipeline.from_pretrained(models / "flux2", torch_dtype=torch.float32)
+    pipe.load_lora_weights(str(everything / "adapters" / "bear.safetensors"))
+    folder = everything / "adapters" / "bear_text_encoder"
+    assert {path.name for path in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    checkpoint = everything / "checkpoints" / "step-00000003"
+    assert adapter_tool.main(["export", str(checkpoint), str(tmp_path / "again")]) == 0
+    assert "peft text_encoder: " in capsys.readouterr().out
+    for path in folder.iterdir():
+        assert (tmp_path / "again" / folder.name / path.name).read_bytes() == path.read_bytes()
+
+    PeftModel.from_pretrained(pipe.text_encoder, str(folder))
+    stock = {n: layer for n, layer in pipe.text_encoder.named_modules() if hasattr(layer, "lora_magnitude_vector")}
+    kohya = open_adapter(everything / "adapters" / "bear_comfyui.safetensors", [tiny(models)]).portable
+    ours = open_adapter(folder, [tiny(models)]).portable
+    assert {f"text_encoder.{name.removeprefix('model.')}" for name in stock} == set(ours.layers)
+    assert set(ours.layers) == {name for name in kohya.layers if name.startswith("text_encoder.")}
+    for name, layer in stock.items():
+        factors = ours.layers[f"text_encoder.{name.removeprefix('model.')}"]
+        assert torch.equal(layer.lora_A["default"].weight, factors.a.make()) and layer.scaling["default"] == 0.5
+        assert torch.equal(layer.lora_magnitude_vector["default"].weight, factors.magnitude.make().flatten())
+
+
+def test_what_becomes_of_the_folder_of_pefts(bench: Workbench) -> None:
+    """It follows its files. Of an adapter of Qwen3 alone there is no file for diffusers. A way back sets it
+    aside, another choice of formats deletes it; a push sends it, and the card says how to load it."""
+    rules = [{"component": "text_encoder", "match": "*_proj"}]
+    config = bench.tree(
+        "flux2", adapter__targets=[], adapter__rules=rules, optimizer__lr=1e-2, checkpoint__every_steps=1,
+        export__every_steps=2, validation__every_steps=3, validation__steps=1, validation__prompts=["a bear"],
+    )  # fmt: skip
+    train(config, bench=bench)
+    adapters = bench.tmp / "out" / "adapters"
+    names = {
+        "bear_comfyui.safetensors",
+        "bear_text_encoder",
+        "bear-00000002_comfyui.safetensors",
+        "bear-00000002_text_encoder",
+    }
+    assert {path.name for path in adapters.iterdir()} == names | {"README.md", "images"}
+    train(config, "--resume_from", str(bench.tmp / "out" / "checkpoints" / "step-00000001"), bench=bench)
+    (aside,) = bench.tmp.glob("out/superseded-after-*")
+    assert {path.name for path in aside.rglob("*bear*")} >= names
+    assert {path.name for path in adapters.iterdir()} == names | {"README.md", "images"}
+
+    del config["adapter"]["targets"]
+    config["run"] |= {"output_dir": str(bench.tmp / "both"), "stop_after": 2}
+    train(config, bench=bench)
+    adapters = bench.tmp / "both" / "adapters"
+    card = (adapters / "README.md").read_text()
+    assert 'PeftModel.from_pretrained(pipe.text_encoder, "bear_text_encoder")' in card and "load_lora_weights" in card
+    assert "negative_prompt_embeds=pipe.encode_prompt('')[0]" in card
+    sent = push.files_of(adapters)
+    assert {"bear_text_encoder/adapter_model.safetensors", "bear_text_encoder/adapter_config.json"} <= sent.keys()
+    del config["run"]["stop_after"]
+    config["export"] |= {"formats": ["comfyui"]}
+    train(config, "--resume_from", "auto", bench=bench)
+    assert not (adapters / "bear_text_encoder" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"model__variant": "distilled"}, r"the distilled model .*model\.allow_distilled = true"),
+        ({"precision__compute": "fp16"}, r"the transformer of flux2 does not compute in fp16: .* set precision\.compute"),
+        ({"objective__guidance": 2.0}, r"objective\.guidance = 2\.0 has no effect on flux2"),
+        (
+            {"adapter__rules": [{"component": "text_encoder", "match": "*q_proj"}], "data__cache_text": True},
+            r"data\.cache_text = true cannot be combined with adapting text_encoder",
+        ),
+    ],
+)
+def test_what_is_refused(bench: Workbench, changed: dict, said: str) -> None:
+    with pytest.raises(UserError, match=said), built(bench.config("flux2", **changed)):
+        pass
+
+
+def test_a_distilled_model_that_is_allowed_is_drawn_without_guidance(bench: Workbench) -> None:
+    """And goes on where it had been taken for a base model: what is allowed changes no step."""
+    train(bench.tree("flux2", model__variant="base", run__max_steps=2, run__stop_after=1), bench=bench)
+    config = bench.config(
+        "flux2", model__variant="distilled", model__allow_distilled=True, run__max_steps=2, validation__every_steps=2,
+        validation__steps=2, validation__prompts=["a bear"],
+    )  # fmt: skip
+    with built(config, resume_from="auto") as run:
+        passes = []
+        run.model.modules["transformer"].register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+        assert train_built(run)
+        assert passes.count(False) == 2, "an image of two steps"

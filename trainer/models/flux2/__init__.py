@@ -1,0 +1,254 @@
+"""FLUX.2 [klein]: Qwen3, read at three of its layers, and a rectified-flow transformer over 128-channel latents.
+
+Conventions of the released pipeline (diffusers' Flux2KleinPipeline): the caption is a chat message with thinking off, padded
+to 512 tokens, of which the transformer reads all, without a mask; latents are 2 x 2 patches, normalised by the VAE's stored
+statistics; positions have four axes (image, row, column, text); the transformer takes t in [0, 1], and no guidance.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.base.errors import UserError
+from trainer.base.types import Batch, Conditioning
+from trainer.models import variants
+from trainer.models.base import Component, Family, Markers, Model, SampleRequest, count_prompt_tokens, draw
+from trainer.models.flux2 import attention, names
+from trainer.models.shared import vae
+from trainer.models.shared.flow import READS, TIMESTEPS, flow, keep_time_exact
+from trainer.objectives import Flow
+
+TEXT_LENGTH = 512  # tokens of a caption's chat message that are read; Qwen3's tokenizer takes many more
+BASE, DISTILLED = "base", "distilled"
+GUIDANCE = {BASE: 4.0, DISTILLED: 1.0}
+SIZES = {3072: "4b", 4096: "9b"}  # by the transformer's width
+
+
+def objective(
+    scheduler: Mapping[str, Any], markers: Markers, *, timesteps: str = "auto", allow_distilled: bool = False, **choices: Any
+) -> Flow:
+    """Uniform times without a shift, if not asked otherwise; all others but "sigmoid" are shifted by the resolution."""
+    if markers.distillation is None:
+        raise UserError(
+            "neither this FLUX.2 klein's model_index.json (is_distilled) nor its name says whether it is the base model or "
+            f"the distilled one; set model.variant = {BASE!r} or {DISTILLED!r}"
+        )
+    if markers.distillation == DISTILLED and not allow_distilled:
+        raise UserError(
+            "this FLUX.2 klein is the distilled model (4 steps, no guidance), and training it collapses: images turn grey or "
+            "alike. Train on FLUX.2-klein-base. Where its name is wrong, set model.variant = 'base'; "
+            "model.allow_distilled = true trains it all the same"
+        )
+    timesteps = CHOICES[0] if timesteps == "auto" else timesteps
+    return flow(scheduler, "flux2", timesteps=timesteps, unshifted=("uniform", "sigmoid"), **choices)
+
+
+CHOICES = ("uniform", *(name for name in TIMESTEPS if name != "uniform"))
+
+
+def distillation(name: str) -> str | None:
+    """The one that a file or repository of this name is, as the publisher names them; None where the name does not say."""
+    if "klein" in name.lower() and re.search(r"(?<![a-z])base(?![a-z])", name.lower()):
+        return BASE
+    return DISTILLED if re.search(r"klein[-_ ]?[49]b(?![a-z])", name.lower()) else None
+
+
+def patches(latents: torch.Tensor) -> torch.Tensor:
+    """[B, C, H, W] -> [B, 4C, H/2, W/2]: each 2 x 2 patch one latent, channel-major."""
+    return torch.pixel_unshuffle(latents, 2)
+
+
+def encode_images(model: Model, pixels: torch.Tensor) -> torch.Tensor:
+    """Latents [B, 128, H/16, W/16] of pixels [B, 3, H, W] from -1 to 1: the posterior's mean in patches, normalised."""
+    module = model.modules["vae"]
+    latents = patches(vae.posterior_mean(module, pixels.to(model.device)))
+    mean, variance = (each.float().view(1, -1, 1, 1) for each in (module.bn.running_mean, module.bn.running_var))
+    return (latents - mean) / torch.sqrt(variance + module.config.batch_norm_eps)
+
+
+def chat(tokenizer: Any, caption: str) -> str:
+    """The text that is read for a caption: Qwen3's chat template, with thinking off, which adds an empty think block."""
+    message = [{"role": "user", "content": caption}]
+    return tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+
+
+def text_length(model: Model) -> int:
+    """The tokens that are read of a caption: data.text_length, else 512."""
+    return model.options.get("text_length") or TEXT_LENGTH
+
+
+def tokens(model: Model, encoder: str, captions: Sequence[str]) -> Sequence[torch.Tensor]:
+    """The ids of each caption, and which of them are no padding: int64 [2, L]."""
+    tokenizer = model.tokenizers["tokenizer"]
+    texts = [chat(tokenizer, caption) for caption in captions]
+    read = tokenizer(texts, padding="max_length", max_length=text_length(model), truncation=True, return_tensors="pt")
+    return torch.stack([read.input_ids, read.attention_mask], dim=1).unbind()
+
+
+def count_tokens(model: Model, captions: Sequence[str]) -> dict[str, tuple[list[int], int]]:
+    """(tokens of each caption in its chat message, tokens that are read)."""
+    counts = count_prompt_tokens(model, [chat(model.tokenizers["tokenizer"], caption) for caption in captions])
+    return {"tokenizer": (counts["tokenizer"][0], text_length(model))}
+
+
+def encode_text(model: Model, encoder: str, tokens: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What Qwen3 has after 9, 18 and 27 of its layers, side by side: "sequence" [B, L, 3 D]. Rows of padding are read."""
+    ids, present = torch.stack(list(tokens)).unbind(1)
+    length = ids.shape[1]
+    # Made here: what the library makes depends on whether there is any padding.
+    causal = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()
+    output = model.modules[encoder](
+        ids, attention_mask=causal & present.bool()[:, None, None, :], use_cache=False, output_hidden_states=True
+    )
+    sequence = torch.cat([output.hidden_states[layer] for layer in names.LAYERS], dim=-1)
+    return {"sequence": sequence.to(model.compute[encoder])}
+
+
+def positions(images: int, height: int, width: int, texts: int, device: torch.device) -> torch.Tensor:
+    """fp32 [images * height * width * texts, 4] from the given counts: (image, row, column, text) of every token."""
+    counts = (torch.arange(count, device=device) for count in (images, height, width, texts))
+    return torch.cartesian_prod(*counts).float()
+
+
+def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning: Conditioning, batch: Batch) -> torch.Tensor:
+    """The predicted velocity, noise - latents: [B, 128, h, w]."""
+    height, width = noised.shape[-2:]
+    tokens = model.modules["transformer"](
+        hidden_states=noised.flatten(2).transpose(1, 2),
+        encoder_hidden_states=conditioning.sequence,
+        timestep=time,
+        img_ids=positions(1, height, width, 1, noised.device),
+        txt_ids=positions(1, 1, 1, conditioning.sequence.shape[1], noised.device),
+        return_dict=False,
+    )[0]
+    return tokens.transpose(1, 2).unflatten(2, (height, width))
+
+
+def sample(model: Model, request: SampleRequest, conditioning: Conditioning, negative: Conditioning):
+    """An image by diffusers' own pipeline."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, Flux2KleinPipeline
+
+    kind = model.options.get("distillation") or BASE
+    pipeline = Flux2KleinPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler.from_config(dict(model.scheduler)),
+        vae=vae.for_size(model.modules["vae"], request.width, request.height),
+        text_encoder=None, tokenizer=None, transformer=model.modules["transformer"], is_distilled=kind == DISTILLED,
+    )  # fmt: skip
+    embedded = {"prompt_embeds": conditioning.sequence, "negative_prompt_embeds": negative.sequence}
+    return draw(pipeline, request, GUIDANCE[kind], **embedded)
+
+
+def check(configs: Mapping[str, Mapping[str, Any]], inputs: int) -> None:
+    """Refuse FLUX.2 [dev], a text encoder that is too short, and parts that do not belong together."""
+    transformer, encoder = configs["transformer"], configs["text_encoder"]
+    if transformer.get("guidance_embeds"):
+        raise UserError(
+            "the transformer has a guidance embedding: it is FLUX.2 [dev], which is not trained here; use FLUX.2 [klein]"
+        )
+    if not encoder.get("_assumed") and encoder["num_hidden_layers"] < names.LAYERS[-1]:
+        raise UserError(
+            f"the text_encoder has {encoder['num_hidden_layers']} layers, and the text is read after layers "
+            f"{', '.join(map(str, names.LAYERS))}; use the Qwen3 of this model"
+        )
+    variants.check_latents(
+        configs, inputs, denoiser="transformer", fold=4, kinds={},
+        texts={"joint_attention_dim": [("text_encoder", "hidden_size")] * len(names.LAYERS)},
+    )  # fmt: skip
+
+
+def adjust(component: str, module: nn.Module) -> None:
+    """Keep the transformer's times exact, and Qwen3's last layer that is read without the norm that follows all of them."""
+    if component == "transformer":
+        keep_time_exact(module, module.time_guidance_embed)
+    elif component == "text_encoder":
+        module.norm = nn.Identity()
+
+
+def published(tensors: set[str]) -> str:
+    """The folder of embedded configs for a file: klein 9B has 8 double blocks, 4B has 5."""
+    eighth = re.compile(r"(^|\.)(double_blocks|transformer_blocks)\.7\.")
+    return "flux2-klein-9b" if any(map(eighth.search, tensors)) else "flux2-klein-4b"
+
+
+def metadata(config: dict, prediction: str) -> dict[str, str]:
+    """What adapter files say of the family."""
+    size = SIZES.get(config["num_attention_heads"] * config["attention_head_dim"], "4b")
+    return {
+        "modelspec.architecture": f"flux-2-klein-{size}/lora",
+        "modelspec.implementation": "https://github.com/black-forest-labs/flux2",
+        "modelspec.prediction_type": "velocity",
+        "ss_base_model_version": "flux2",
+        "ss_network_module": "networks.lora_flux_2",
+    }
+
+
+_ATTENTION = ("*.attn.to_?", "*.attn.to_out.0", "*.attn.add_?_proj", "*.attn.to_add_out",
+              "single_transformer_blocks.*.attn.to_qkv_mlp_proj", "single_transformer_blocks.*.attn.to_out")  # fmt: skip
+_MLP = ("*.ff.linear_in", "*.ff.linear_out", "*.ff_context.linear_in", "*.ff_context.linear_out")
+_OUTSIDE = ("x_embedder", "context_embedder", "time_guidance_embed.*", "norm_out.linear", "proj_out")  # of the blocks
+_MODULATION = ("*_modulation*.linear",)
+_LINEAR = (*_ATTENTION, *_MLP, *_MODULATION, *_OUTSIDE)
+
+FAMILY = Family(
+    name="flux2",
+    components=(
+        Component(
+            "text_encoder", "transformers", "Qwen3Model", "text_encoder",
+            defaults=names.QWEN_DEFAULTS, infer=names.infer_qwen, built=names.read_layers,
+            prefixes=("text_encoders.qwen3_4b.transformer.", "text_encoders.qwen3_8b.transformer."),
+            file="qwen_3_4b.safetensors", blocks=("layers.*",),
+        ),
+        Component(
+            "transformer", "diffusers", "Flux2Transformer2DModel", "denoiser",
+            sensitive=(*_OUTSIDE, *_MODULATION), names=names.transformer_names, defaults=names.DEFAULTS,
+            infer=names.infer_transformer, prefixes=("model.diffusion_model.",),
+        ),
+        Component(
+            "vae", "diffusers", "AutoencoderKLFlux2", "vae", ("*",), names.latents_names, names.VAE_DEFAULTS,
+            names.infer_latents, ("vae.",), "flux2-vae.safetensors",
+        ),
+    ),
+    chat_templates=("tokenizer",),
+    input_layer="x_embedder.weight",
+    latent_side=16,
+    size_multiple=16,
+    check=check,
+    reads=(*READS, "data.text_length", "model.allow_distilled", "validation.samples.*.negative"),
+    timesteps=CHOICES,
+    distillations=(BASE, DISTILLED),
+    distillation=distillation,
+    presets={
+        "attention": _ATTENTION, "attention+mlp": (*_ATTENTION, *_MLP), "linear": _LINEAR, "all": _LINEAR,
+    },
+    harmless=names.HARMLESS,
+    published=published,
+    hub_ids={
+        f"black-forest-labs/FLUX.2-klein-{kind}{size.upper()}": f"flux2-klein-{size}"
+        for size in SIZES.values() for kind in ("base-", "")
+    },
+    objective=objective,
+    encode_images=encode_images,
+    tokens=tokens,
+    encode_text=encode_text,
+    count_tokens=count_tokens,
+    predict=predict,
+    attention=attention.processor,
+    sample=sample,
+    adjust=adjust,
+    blocks=("transformer_blocks.*", "single_transformer_blocks.*"),
+    unread=("*.ff.linear_out", "*.ff_context.linear_out", "single_transformer_blocks.*.attn.to_out"),
+    gates=("transformer.time_guidance_embed.*", "transformer.*_modulation*.linear"),
+    shared_inputs={
+        "transformer": (("attn.to_q", "attn.to_k", "attn.to_v"), ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")),
+        "text_encoder": (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")),
+    },
+    kohya={"text_encoder": names.qwen_prefix},
+    peft={"text_encoder": "model."},
+    no_fp16={"transformer": "its activations leave the range of fp16, and NaN is reported (musubi-tuner #897)"},
+    negative_text=False,
+    key_styles=names.KEY_STYLES,
+    metadata=metadata,
+)  # fmt: skip

@@ -1,0 +1,42 @@
+"""Attention of the transformer's blocks, as processors of diffusers that take any function of query, key and value."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.models.shared.joint_attention import JointAttention
+
+
+class ParallelAttention:
+    """A processor for diffusers' `Flux2ParallelSelfAttention`, whose one projection gives query, key, value and both halves
+    of the feed-forward. attend: as torch's scaled_dot_product_attention."""
+
+    def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
+        from diffusers.models.embeddings import apply_rotary_emb
+
+        self.attend, self.turned = attend, apply_rotary_emb
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """[B, tokens, width] of text and image."""
+        parts = [3 * attn.inner_dim, attn.mlp_mult_factor * attn.mlp_hidden_dim]
+        attended, feed = attn.to_qkv_mlp_proj(hidden_states).split(parts, dim=-1)
+        query, key, value = (part.unflatten(-1, (-1, attn.head_dim)) for part in attended.chunk(3, dim=-1))
+        query, key = attn.norm_q(query), attn.norm_k(key)
+        if image_rotary_emb is not None:
+            query = self.turned(query, image_rotary_emb, sequence_dim=1)
+            key = self.turned(key, image_rotary_emb, sequence_dim=1)
+        out = self.attend(*(each.transpose(1, 2) for each in (query, key, value)), attention_mask)
+        return attn.to_out(torch.cat([out.transpose(1, 2).flatten(2), attn.mlp_act_fn(feed)], dim=-1))
+
+
+def processor(layer: nn.Module, attend: Callable[..., torch.Tensor]) -> JointAttention | ParallelAttention:
+    """A processor for this layer."""
+    return ParallelAttention(attend) if hasattr(layer, "to_qkv_mlp_proj") else JointAttention(attend)

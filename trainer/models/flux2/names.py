@@ -1,0 +1,172 @@
+"""The names of FLUX.2's transformer and VAE in the original layout, and what its files hold beside weights.
+
+Source of the original names: black-forest-labs/flux2 (`src/flux2/model.py`, `autoencoder.py`). No layer of the transformer
+has a bias.
+"""
+
+from collections.abc import Mapping
+
+from trainer.base.errors import UserError
+from trainer.base.key_styles import KeyStyle
+from trainer.models.names import ComponentConfig, Names, Shape, how_many
+from trainer.models.shared.vae import infer_vae, vae_names
+
+# What a config.json leaves out, as the classes take it.
+DEFAULTS = {
+    "attention_head_dim": 128, "axes_dims_rope": [32, 32, 32, 32], "guidance_embeds": True, "in_channels": 128,
+    "joint_attention_dim": 15360, "mlp_ratio": 3.0, "num_attention_heads": 48, "num_layers": 8, "num_single_layers": 48,
+    "timestep_guidance_channels": 256,
+}  # fmt: skip
+VAE_DEFAULTS = {
+    "batch_norm_eps": 1e-4, "block_out_channels": [128, 256, 512, 512], "in_channels": 3, "latent_channels": 32,
+    "layers_per_block": 2, "out_channels": 3,
+}  # fmt: skip
+QWEN_DEFAULTS = {"hidden_size": 4096, "num_hidden_layers": 32}
+
+LAYERS = (9, 18, 27)  # of Qwen3, after so many of which the text is read; 0: its embeddings
+# Layers above the last that is read, the output layer, a counter of the VAE's statistics.
+HARMLESS = (
+    "*layers.2[789].*", "*layers.[3-9][0-9].*", "lm_head.weight", "*.lm_head.weight", "*bn.num_batches_tracked",
+)  # fmt: skip
+
+# Of ComfyUI, by the width of the text encoder: the name that it gives it.
+QWEN = {2560: "qwen3_4b", 4096: "qwen3_8b"}
+
+
+def qwen_prefix(config: ComponentConfig) -> str:
+    """What stands before the text encoder's layers in ComfyUI's adapter files (comfy/lora.py, "generic lora format")."""
+    return f"text_encoders.{QWEN.get(config['hidden_size'], 'qwen3_4b')}.transformer.model."
+
+
+KEY_STYLES = (
+    KeyStyle("OneTrainer", "transformer", "lora_transformer_", flat=True),
+    *(KeyStyle("ComfyUI generic", "text_encoder", qwen_prefix({"hidden_size": width})) for width in QWEN),
+    KeyStyle("kohya", "text_encoder", "lora_te_", flat=True),
+    KeyStyle("PEFT of a whole Qwen3", "text_encoder", "base_model.model.model."),
+)
+
+
+def transformer_names(config: ComponentConfig) -> Names:
+    """Flux2Transformer2DModel."""
+    names = Names()
+    head, times = config["attention_head_dim"], config["timestep_guidance_channels"]
+    width = config["num_attention_heads"] * head
+    feed = int(width * config["mlp_ratio"])
+
+    def linear(original: str, part: str, outputs: int, inputs: int) -> None:
+        names.layer(original, part, (outputs, inputs), bias=False)
+
+    def qk_norm(original: str, query: str, key: str) -> None:
+        names.add(f"{original}.query_norm.scale", {f"{query}.weight": (head,)})
+        names.add(f"{original}.key_norm.scale", {f"{key}.weight": (head,)})
+
+    for original, part in (("time_in", "timestep_embedder"), ("guidance_in", "guidance_embedder")):
+        if original == "time_in" or config["guidance_embeds"]:
+            linear(f"{original}.in_layer", f"time_guidance_embed.{part}.linear_1", width, times)
+            linear(f"{original}.out_layer", f"time_guidance_embed.{part}.linear_2", width, width)
+    for modulation, count in (("double_stream_modulation_img", 6), ("double_stream_modulation_txt", 6),
+                              ("single_stream_modulation", 3)):  # fmt: skip
+        linear(f"{modulation}.lin", f"{modulation}.linear", count * width, width)
+    linear("img_in", "x_embedder", width, config["in_channels"])
+    linear("txt_in", "context_embedder", width, config["joint_attention_dim"])
+
+    streams = (
+        # original stream, feed-forward, q/k/v, output, norms of q and k
+        ("img", "ff", ("to_q", "to_k", "to_v"), "to_out.0", ("norm_q", "norm_k")),
+        ("txt", "ff_context", ("add_q_proj", "add_k_proj", "add_v_proj"), "to_add_out", ("norm_added_q", "norm_added_k")),
+    )
+    for i in range(config["num_layers"]):
+        for stream, ff, qkv, output, norms in streams:
+            original, part = f"double_blocks.{i}.{stream}", f"transformer_blocks.{i}"
+            names.add(f"{original}_attn.qkv.weight", {f"{part}.attn.{name}.weight": (width, width) for name in qkv})
+            qk_norm(f"{original}_attn.norm", *(f"{part}.attn.{norm}" for norm in norms))
+            linear(f"{original}_attn.proj", f"{part}.attn.{output}", width, width)
+            linear(f"{original}_mlp.0", f"{part}.{ff}.linear_in", 2 * feed, width)
+            linear(f"{original}_mlp.2", f"{part}.{ff}.linear_out", width, feed)
+
+    for i in range(config["num_single_layers"]):
+        original, part = f"single_blocks.{i}", f"single_transformer_blocks.{i}.attn"
+        linear(f"{original}.linear1", f"{part}.to_qkv_mlp_proj", 3 * width + 2 * feed, width)
+        qk_norm(f"{original}.norm", f"{part}.norm_q", f"{part}.norm_k")
+        linear(f"{original}.linear2", f"{part}.to_out", width, width + feed)
+
+    # The original's last modulation gives (shift, scale), diffusers' gives (scale, shift).
+    names.add("final_layer.adaLN_modulation.1.weight", {"norm_out.linear.weight": (2 * width, width)}, "swap_halves")
+    outputs = config.get("patch_size", 1) ** 2 * (config.get("out_channels") or config["in_channels"])
+    linear("final_layer.linear", "proj_out", outputs, width)
+    return names
+
+
+def infer_transformer(shapes: Mapping[str, Shape], base: dict) -> dict:
+    """The values of the transformer's config that its tensors' shapes tell; {} where they are of something else."""
+    norm = "double_blocks.0.img_attn.norm.query_norm.scale"
+    if norm not in shapes:
+        return {}
+    (head,) = shapes[norm]
+    if head != sum(base["axes_dims_rope"]):
+        raise UserError(
+            f"the transformer of this file has heads of {head} (the published models: {sum(base['axes_dims_rope'])}), "
+            "and how its rotary embedding divides them is written nowhere in it; give its config with model.config"
+        )
+    width, inputs = shapes["img_in.weight"]
+    outputs = shapes["final_layer.linear.weight"][0]
+    return {
+        "attention_head_dim": head,
+        "guidance_embeds": "guidance_in.in_layer.weight" in shapes,
+        "in_channels": inputs,
+        "joint_attention_dim": shapes["txt_in.weight"][1],
+        "mlp_ratio": shapes["double_blocks.0.img_mlp.2.weight"][1] / width,
+        "num_attention_heads": width // head,
+        "num_layers": how_many(shapes, "double_blocks."),
+        "num_single_layers": how_many(shapes, "single_blocks."),
+        "out_channels": None if outputs == inputs else outputs,
+        "timestep_guidance_channels": shapes["time_in.in_layer.weight"][1],
+    }
+
+
+def infer_qwen(shapes: Mapping[str, Shape], base: dict) -> dict:
+    """The values that shapes tell of the config of Qwen3, whose files have the library's names."""
+    start = "model." if "model.embed_tokens.weight" in shapes else ""
+    if f"{start}layers.0.self_attn.q_norm.weight" not in shapes:
+        return {}
+    attention = f"{start}layers.0.self_attn"
+    (head,) = shapes[f"{attention}.q_norm.weight"]
+    vocabulary, width = shapes[f"{start}embed_tokens.weight"]
+    layers = how_many(shapes, f"{start}layers.")
+    return {
+        "head_dim": head,
+        "hidden_size": width,
+        "intermediate_size": shapes[f"{start}layers.0.mlp.gate_proj.weight"][0],
+        "layer_types": ["full_attention"] * layers,
+        "num_attention_heads": shapes[f"{attention}.q_proj.weight"][0] // head,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": shapes[f"{attention}.k_proj.weight"][0] // head,
+        "vocab_size": vocabulary,
+    }
+
+
+def read_layers(config: ComponentConfig) -> dict:
+    """The config of the Qwen3 that is built: without the layers after the last that is read."""
+    kept = min(config["num_hidden_layers"], LAYERS[-1])
+    types = {"layer_types": list(config["layer_types"])[:kept]} if config.get("layer_types") else {}
+    return {**config, "num_hidden_layers": kept, **types}
+
+
+def latents_names(config: ComponentConfig) -> Names:
+    """The names of AutoencoderKLFlux2, with the statistics of its latents."""
+    names = vae_names(config, quant="encoder.quant_conv", post_quant="decoder.post_quant_conv")
+    statistics = (4 * config["latent_channels"],)
+    for name in ("bn.running_mean", "bn.running_var"):
+        names.add(name, {name: statistics})
+    return names
+
+
+def infer_latents(shapes: Mapping[str, Shape], base: dict) -> dict:
+    """The values of the VAE's config that its tensors' shapes tell; {} where they are of something else."""
+    found = infer_vae(shapes, base)
+    if found:
+        decoder = [shapes[f"decoder.up.{i}.block.0.conv2.weight"][0] for i in range(len(found["block_out_channels"]))]
+        found["decoder_block_out_channels"] = None if decoder == found["block_out_channels"] else decoder
+        found["use_quant_conv"] = "encoder.quant_conv.weight" in shapes
+        found["use_post_quant_conv"] = "decoder.post_quant_conv.weight" in shapes
+    return found
