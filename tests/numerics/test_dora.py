@@ -222,6 +222,10 @@ def test_linear_against_dense_fp64(m, n, k, rank, alpha, rslora, bias, dora, far
     channels_last=st.booleans(), far=st.sampled_from([0.0, 3.0]),
     storage=st.sampled_from(["fp32", "fp8_e4m3", "int8"]), seed=st.integers(0, 2**31),
 )  # fmt: skip
+@example(
+    batch=2, n=1, k=1, height=3, width=3, kernel=(1, 2), stride=(1, 2), padding=(0, 0), rank=32, bias=None, dora=False,
+    channels_last=True, far=0.0, storage="fp32", seed=0,
+)  # fmt: skip
 def test_conv_against_dense_fp64(
     batch, n, k, height, width, kernel, stride, padding, rank, bias, dora, channels_last, far, storage, seed
 ) -> None:
