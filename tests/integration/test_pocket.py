@@ -67,7 +67,7 @@ def test_the_folder_draws_and_trains(work: Path, family: str, tmp_path: Path, ca
     pipeline = DiffusionPipeline.from_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
     settings = {"width": 64, "height": 64, "num_inference_steps": 2, **card.MORE[family]}
-    image = pipeline("a red apple, noto style", **settings).images[0]
+    image = pipeline(prompt="a red apple, noto style", **settings).images[0]
     assert image.size == (64, 64)
 
     config = tmp_path / "run.toml"

@@ -119,14 +119,15 @@ def _number(asked: Mapping[str, Any], key: str) -> str:
 def _arguments(plan: RunPlan, about: About) -> list[str]:
     """What a pipeline takes to draw the first sample at full strength, in Python."""
     request = next((request for request in plan.data.requests if request.strength == 1), None)
+    named = "" if plan.model.family.negative_text else "prompt="  # its first argument is a picture
     if request is None:
-        return [repr(about.trigger_phrase or "a photo")]
+        return [named + repr(about.trigger_phrase or "a photo")]
     # The negative is given where it is empty, too: a pipeline may take none for something else than the empty text.
     negative = f"negative_prompt={request.negative!r}"
     if not plan.model.family.negative_text:
         negative = f"negative_prompt_embeds=pipe.encode_prompt({request.negative!r})[0]"
     return [
-        repr(request.prompt),
+        named + repr(request.prompt),
         negative,
         f"width={request.width}",
         f"height={request.height}",

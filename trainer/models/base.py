@@ -190,7 +190,7 @@ class Family:
     kohya: component -> prefix of its keys in kohya files, where it is not the usual one, or a function of its config that
       gives it. Behind one that ends in a dot, names keep their dots.
     no_fp16: component that does not compute in fp16 -> why.
-    negative_text: whether its pipeline of diffusers takes the negative prompt as a text.
+    negative_text: whether its pipeline of diffusers takes the negative prompt as a text, and the prompt first.
     peft: text encoder that diffusers' loader of adapters does not take -> what stands before its layers' names in the
       pipeline's module. Its adapter goes into a folder of PEFT's, and not into the file for diffusers.
     key_styles: of adapter files, beside the usual ones (`adapter_keys`).
