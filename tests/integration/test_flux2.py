@@ -146,6 +146,8 @@ def test_an_adapter_of_qwen3_goes_into_a_folder_of_pefts_and_not_into_the_file_f
     pipe.load_lora_weights(str(everything / "adapters" / "bear.safetensors"))
     folder = everything / "adapters" / "bear_text_encoder"
     assert {path.name for path in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    ends = {key.rpartition("_proj.")[2] for key in TensorFile(folder / "adapter_model.safetensors").entries}
+    assert ends == {"lora_A.weight", "lora_B.weight", "lora_magnitude_vector"}, "as PEFT saves them"
     checkpoint = everything / "checkpoints" / "step-00000003"
     assert adapter_tool.main(["export", str(checkpoint), str(tmp_path / "again")]) == 0
     assert "peft text_encoder: " in capsys.readouterr().out
