@@ -21,6 +21,8 @@ from trainer.base import console, signals
 # Two runs that are compared byte by byte started at the same time.
 os.environ.setdefault("SOURCE_DATE_EPOCH", "1735689600")
 
+HANGS = 900  # seconds after which a test is ended: ten times what the longest takes
+
 # A machine that is busy with something else is no fault of a test.
 settings.register_profile("busy", deadline=None)
 settings.load_profile("busy")
@@ -33,9 +35,14 @@ def pytest_configure() -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """A case that is marked as its whole test is: the other cases are so marked too, and were meant to be quick."""
+    """A case that is marked as its whole test is: the other cases are so marked too, and were meant to be quick.
+
+    What hangs is ended with the stacks of its threads (pytest-timeout), so that it has a name; a proof may take hours.
+    """
     marks = [mark.name for mark in item.iter_markers() if mark.name in ("slow", "proof", "gpu")]
     assert len(marks) == len({*marks}), f"{item.nodeid}: the mark of the test is the mark of a case, too; leave out one"
+    if not {"proof", "gpu"} & {*marks}:
+        item.add_marker(pytest.mark.timeout(HANGS))
 
 
 @pytest.fixture(scope="session", autouse=True)
