@@ -62,7 +62,7 @@ class Denoiser(nn.Module):
         )
         # Read after the last layer, which the whole Qwen3 would follow with its norm.
         sequence = flux2.encode_text(model, "text_encoder", ids.unbind())["sequence"]
-        return flux2.predict(model, noised, time, SimpleNamespace(sequence=sequence), None)
+        return flux2.predict(model, noised, time, SimpleNamespace(sequence=sequence), SimpleNamespace(references=()))
 
 
 def build(seed: int) -> Denoiser:

@@ -38,7 +38,7 @@ def sample(chosen: argparse.Namespace) -> None:
     config = config_of(chosen)
     drawing = Drawing(
         chosen.prompt, chosen.negative, chosen.seeds or (config.validation.seed,), chosen.strengths,
-        chosen.width, chosen.height, chosen.steps, chosen.guidance,
+        chosen.width, chosen.height, chosen.steps, chosen.guidance, chosen.references,
     )  # fmt: skip
     adapters = [strength_of(file) for file in chosen.files]
     for path in draw(config, adapters, drawing, chosen.out, grid=chosen.grid, phases=Phases(show=True)):
@@ -74,6 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--height", type=int, metavar="PX")
     parser.add_argument("--steps", type=int, help="default: validation.steps")
     parser.add_argument("--guidance", type=float, help="default: the family's")
+    parser.add_argument("--references", nargs="+", default=[], metavar="IMAGE", help="what the model is shown, in order")
     parser.add_argument("--out", type=Path, default=Path("samples"), metavar="FOLDER", help="default: samples")
     parser.add_argument("--grid", action="store_true", help="a contact sheet beside them: grid.png")
     parser.add_argument("--compute", choices=("fp32", "bf16", "fp16"), default="bf16", help="of a MODEL; default: bf16")

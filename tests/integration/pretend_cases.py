@@ -77,7 +77,7 @@ def rehearsed(folder: Path, family: str, *, size: str, triton: bool = False, **c
 def micro_batches(run: Rehearsal, *sizes: tuple[int, int]):
     run.encode_images(*sizes[0], 1)
     told = run.encode_prompts(["a plush bear"]) if run.plan.model.cache_text else None
-    return [run.batch(width, height, told, 1, first=index) for index, (width, height) in enumerate(sizes)]
+    return [run.batch((size,), told, 1, first=index) for index, size in enumerate(sizes)]
 
 
 def update(run: Rehearsal, *sizes: tuple[int, int], broken: Callable[[], None] = lambda: None) -> None:
@@ -127,7 +127,7 @@ def test_a_run_from_its_first_photo_to_a_sample(folder: Path, size: str, family:
         adapter__targets="attention+mlp" if size == "full" else FEW[family],
     ) as run:
         told, latents = run.encode_prompts(["a plush bear"]), run.encode_images(1024, 1024, 1)
-        assert latents.shape == run.batch(1024, 1024, told, 1).latents.shape
+        assert latents.shape == run.batch(((1024, 1024),), told, 1).latents.shape
         run.components.let_go(run.plan.model.family.text_encoders)
         update(run, (1024, 1024), (832, 1216))
         image = run.sample(run.plan.data.requests[0], told, told)

@@ -9,6 +9,7 @@ from typing import Any
 
 from trainer.base.console import printable
 from trainer.base.progress import QUIET, Phases
+from trainer.data import buckets
 from trainer.data.batches import sampler, short_batches
 from trainer.data.captions import captions
 from trainer.data.examples import Example
@@ -92,12 +93,10 @@ def _more(rows: Sequence[Any]) -> list[str]:
 def _buckets(data: DataPlan) -> dict[str, Any]:
     size, merges = data.config.batch_size, data.config.short_batches == "merge"
     counts, left = short_batches.appearances(data.examples), short_batches.short(data.examples, batch_size=size)
-    photos: dict[tuple[int, int], int] = {}
-    for example in data.examples:
-        photos[example.bucket] = photos.get(example.bucket, 0) + 1
+    photos = Counter(example.layout for example in data.examples)
     rows = [
-        (_by(bucket), photos[bucket], count, -(-count // size), size if merges else left.get(bucket, size))
-        for bucket, count in sorted(counts.items())
+        (buckets.named(layout), photos[layout], count, -(-count // size), size if merges else left.get(layout, size))
+        for layout, count in sorted(counts.items())
     ]
     every = sampler.batches_per_epoch(data.examples, batch_size=size)
     notes = [f"{every:,} batches an epoch, of {size} photos."]

@@ -29,10 +29,11 @@ from trainer.engine.assembly import build_adapter
 from trainer.engine.components import Components
 from trainer.models.base import SampleRequest
 from trainer.models.loading import ModelSource
-from trainer.plan import run_plan, storage
+from trainer.plan import storage
 from trainer.plan.data_sources import resolutions
 from trainer.plan.requirements import family_options
 from trainer.plan.run_plan import ModelPlan, fetched, find_objective, open_source, resolve
+from trainer.plan.samples import check_sizes, references
 from trainer.report.before_after import scaled, table
 from trainer.resume.initial_adapter import Start
 from trainer.runtime.attention import few_tokens_in_fp32
@@ -62,16 +63,18 @@ class Drawing:
     height: int | None = None
     steps: int | None = None
     guidance: float | None = None
+    references: Sequence[str] = ()
 
     def requests(self, config: Config, adapters: Sequence[tuple[Path, float]]) -> list[AskedSample]:
         """The samples to draw, by prompt, then seed, then strength."""
         side = config.validation.resolution or max(resolutions(config.data.resolution))
         steps = self.steps or config.validation.steps
+        shown = {"references": tuple(self.references), "images": references(self.references, "--references")}
         with_ = tuple(path.name if strength == 1 else f"{path.name}:{strength:g}" for path, strength in adapters)
         return [
             AskedSample(
                 prompt, self.negative, self.width or side, self.height or side, seed, steps, self.guidance, strength,
-                config.model.path, with_,
+                **shown, model=config.model.path, adapters=with_,
             )
             for prompt in self.prompts for seed in self.seeds for strength in self.strengths
         ]  # fmt: skip
@@ -97,8 +100,10 @@ def draw(
     config = resolve(config, source)
     if drawing.negative and "validation.samples.*.negative" not in source.family.reads:
         raise UserError(f"--negative {drawing.negative!r}: {source.family.name} has no negative prompt; leave it out")
+    if drawing.references and "validation.samples.*.references" not in source.family.reads:
+        raise UserError(f"--references: {source.family.name} is shown no images; leave it out")
     requests = drawing.requests(config, adapters)
-    run_plan.check_sizes(requests, source.family.size_multiple)
+    check_sizes(requests, source.family.size_multiple)
     model = NamedModel(source.family, config.model.path, source.config, source)
     opened = [(open_adapter(path, [model]), strength) for path, strength in adapters]
     portable, strength = as_one(opened)

@@ -87,6 +87,7 @@ class Artifacts:
         ):
             # Before the samples: where these are, the next start takes the step's drawing for done.
             sampling.keep_truths(requests, self.plan.truths, self.context.layout.truths)
+            sampling.keep_references(requests, self.context.layout.references)
             sampling.draw_samples(requests, sample=sample, folder=folder, weights=weights)
         give_back()
 

@@ -53,6 +53,7 @@ class Layout:
         self.averages = root / "ema"  # those set aside, from which others are made after the training
         self.samples = root / "samples"
         self.truths = self.samples / "truth"  # what samples ought to look like, where that is known
+        self.references = self.samples / "references"  # what the model is shown for them
         self.before_after = root / "before_after.png"
         self.metrics = root / "metrics.jsonl"  # one JSON object a step
         self.mirror = root / "mirror.json"  # the name that the run has where it is copied to (checkpoint.mirror)
@@ -91,7 +92,7 @@ class Layout:
         name; None for all others. path: below the root, with "/". name: of the run."""
         folders = (folder.relative_to(self.root).as_posix() for folder in (self.averages, self.samples, self.adapters))
         averages, samples, adapters = map(re.escape, folders)
-        if re.fullmatch(rf"{re.escape(self.truths.relative_to(self.root).as_posix())}/[^/]+", path):
+        if Path(path).parent in [each.relative_to(self.root) for each in (self.truths, self.references)]:
             return 0
         found = re.fullmatch(
             rf"{averages}/step-(\d{{8}})\.safetensors|{samples}/step-(\d{{8}})/[^/]+"

@@ -71,7 +71,7 @@ class Occurrence:
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch, all of one bucket, on the CPU until the step moves it.
+    """One micro-batch, all of one bucket and one layout of references, on the CPU until the step moves it.
 
     occurrences: of each sample; none of a batch that a step moved, which has tensors alone.
     latents: fp32 [B, C, H, W], already normalised by the family.
@@ -79,6 +79,7 @@ class Batch:
     conditioning: cached encodings of `captions`, or None when they are encoded live.
     original_size, crop_top_left, target_size: int64 [B, 2] as (height, width) or (top, left), in pixels.
     loss_weights: fp32 [B, H, W], what the squared error of each latent is multiplied by; None: 1 everywhere.
+    references: what the model is shown beside each sample, fp32 [B, C, h, w] each, of sizes of their own, in order.
     """
 
     occurrences: tuple[Occurrence, ...]
@@ -89,6 +90,7 @@ class Batch:
     crop_top_left: torch.Tensor
     target_size: torch.Tensor
     loss_weights: torch.Tensor | None = None
+    references: tuple[torch.Tensor, ...] = ()
 
     def pin_memory(self) -> Self:
         """The same in page-locked memory: torch's loader asks for it."""

@@ -6,10 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from trainer.config.kinds import (
+from trainer.config.kinds import (  # fmt: skip
     Colour,
     Count,
     CountOrShare,
+    GivenPath,
     PathText,
     Positive,
     ReadWith,
@@ -17,7 +18,7 @@ from trainer.config.kinds import (
     SizeText,
     Table,
     expand_source,
-)  # fmt: skip
+)
 
 
 def _different(resolutions: tuple[int, ...]) -> tuple[int, ...]:
@@ -49,6 +50,8 @@ class SourceTable(Table):
     """As `data.masks`, for this source."""
     unmasked_weight: Unmasked | None = None
     """As `data.unmasked_weight`, for this source."""
+    references: GivenPath | None = None
+    """The images that the model is shown beside each photo: `files` (`NAME.ref.png`, `NAME.ref2.png`), or their folder."""
     loss_weight: Positive = 1.0
     """Multiplies the loss of each photo."""
     regularisation: bool = False

@@ -13,11 +13,16 @@ from PIL import Image
 from trainer.base.errors import UserError
 
 Bucket = tuple[int, int]  # (width, height) in pixels
+ReferenceLayout = tuple[Bucket, ...]  # a photo's bucket, and those of its references
 
 # (zoom, right, down): the factor by which a photo is scaled beyond just covering the bucket, and how far the crop lies from
 # its centre, in shares of the bucket's sides.
 Crop = tuple[float, float, float]
 CENTRE: Crop = (1.0, 0.0, 0.0)
+
+# Of reference images, as FLUX.2's pipeline in diffusers takes them (Flux2ImageProcessor): the largest area in pixels, the
+# shortest side, the largest aspect ratio.
+REFERENCE_AREA, REFERENCE_SIDE, REFERENCE_ASPECT = 1024 * 1024, 64, 8
 
 RESIZE_FILTER = Image.Resampling.LANCZOS
 
@@ -36,6 +41,13 @@ class Placement:
     crop_top_left: tuple[int, int]
     target_size: tuple[int, int]
     resized_size: tuple[int, int]
+
+
+def named(layout: ReferenceLayout) -> str:
+    """ "512x768", and with references "512x768 beside 1024x1024"."""
+    (width, height), *references = layout
+    beside = " and ".join(f"{w}x{h}" for w, h in references)
+    return f"{width}x{height}" + (f" beside {beside}" if beside else "")
 
 
 def bucket_step(resolution: int) -> int:
@@ -150,6 +162,37 @@ def fit(image: Image.Image, bucket: Bucket, *, flip: bool = False, crop: Crop = 
     if flip:
         fitted = fitted.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     return fitted, place(image.width, image.height, bucket, flip=flip, crop=crop)
+
+
+def reference_bucket(width: int, height: int, *, step: int) -> Bucket:
+    """The (width, height) at which a reference is shown: its own, no larger than REFERENCE_AREA, in multiples of `step`.
+
+    Raises ValueError, with the reason, for one that the released pipeline would not take.
+    """
+    if min(width, height) < REFERENCE_SIDE or max(width, height) > REFERENCE_ASPECT * min(width, height):
+        raise ValueError(
+            f"{width} x {height} pixels; a reference has sides of at least {REFERENCE_SIDE} pixels, the long one at most "
+            f"{REFERENCE_ASPECT} times the short one"
+        )
+    width, height = _within_area(width, height)
+    return _one_of_its_size((width // step * step, height // step * step))
+
+
+def _within_area(width: int, height: int) -> tuple[int, int]:
+    if width * height <= REFERENCE_AREA:
+        return width, height
+    scale = math.sqrt(REFERENCE_AREA / (width * height))
+    return int(width * scale), int(height * scale)
+
+
+def show_reference(image: Image.Image, bucket: Bucket, *, flip: bool = False) -> Image.Image:
+    """The reference, shrunk where it is larger than REFERENCE_AREA (Lanczos), cropped at the centre; mirrored if `flip`."""
+    width, height = _within_area(image.width, image.height)
+    if (width, height) != image.size:
+        image = image.resize((width, height), RESIZE_FILTER)
+    left, top = (width - bucket[0]) // 2, (height - bucket[1]) // 2
+    image = image.crop((left, top, left + bucket[0], top + bucket[1]))
+    return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else image
 
 
 def to_pixels(image: Image.Image) -> torch.Tensor:

@@ -1,21 +1,23 @@
 """Photos at the sizes that their source asks for."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from trainer.base.errors import UserError
-from trainer.data.buckets import Bucket, bucket_of_shape, bucket_within, covers
+from trainer.data.buckets import Bucket, ReferenceLayout, bucket_of_shape, bucket_within, covers, reference_bucket
 from trainer.data.sources import Photo
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A photo at one size.
+    """A photo at one size; or a reference of one, at the size at which it is shown.
 
     sample: the photo's, plus "@RESOLUTION" if its source has several; an occurrence refers to it.
     captions: the variants of its caption (caption_rules.py), at least one; every appearance draws one.
     small: whether the photo does not cover the bucket of its shape: it is enlarged, or trained in a smaller one.
     merged: whether it was moved to the bucket from one that could not fill a batch (short_batches.py).
+    references: that the model is shown beside it, in order.
     """
 
     sample: str
@@ -24,13 +26,19 @@ class Example:
     captions: tuple[str, ...]
     small: bool = False
     merged: bool = False
+    references: tuple["Example", ...] = ()
+
+    @property
+    def layout(self) -> ReferenceLayout:
+        """What the photos of a batch have in common: their bucket, and the sizes of their references."""
+        return (self.bucket, *(each.bucket for each in self.references))
 
 
-def examples(photos: Sequence[Photo], *, step: int, enlarge: bool, seed: int) -> tuple[Example, ...]:
+def examples(photos: Sequence[Photo], *, step: int, enlarge: bool, seed: int, multiple: int = 16) -> tuple[Example, ...]:
     """One example for each photo and resolution of its source.
 
-    step: the sides of buckets are multiples of it, in pixels. enlarge: scale a photo up if it is smaller than the bucket of
-    its shape.
+    step: the sides of buckets are multiples of it, in pixels. multiple: those of references are. enlarge: scale a photo up if
+    it is smaller than the bucket of its shape.
     seed: the run's, of the captions' variants.
     Raises UserError for a resolution without a bucket, and for photos that are too small for every bucket, naming all.
     """
@@ -38,6 +46,7 @@ def examples(photos: Sequence[Photo], *, step: int, enlarge: bool, seed: int) ->
     for photo in photos:
         captions = photo.source.caption_rules.variants_of(photo.caption, seed=seed, sample=photo.sample)
         several = len(photo.source.resolutions) > 1
+        shown = tuple(_reference(each, multiple) for each in photo.beside.references)
         for resolution in photo.source.resolutions:
             usual = bucket_of_shape(photo.width, photo.height, resolution=resolution, step=step)
             bucket = usual if enlarge else bucket_within(photo.width, photo.height, resolution=resolution, step=step)
@@ -49,7 +58,7 @@ def examples(photos: Sequence[Photo], *, step: int, enlarge: bool, seed: int) ->
                 continue
             name = f"{photo.sample}@{resolution}" if several else photo.sample
             small = not covers(photo.width, photo.height, usual)
-            made.append(Example(name, photo, bucket, captions, small))
+            made.append(Example(name, photo, bucket, captions, small, references=shown))
     if problems:
         count = "1 photo is" if len(problems) == 1 else f"{len(problems)} photos are"
         listed = "\n".join(f"  {problem}" for problem in problems)
@@ -57,3 +66,13 @@ def examples(photos: Sequence[Photo], *, step: int, enlarge: bool, seed: int) ->
             f"data.sources: {count} too small; remove them, lower the resolution, or set data.enlarge = true:\n{listed}"
         )
     return tuple(made)
+
+
+def extremes(examples: Iterable[Example]) -> list[ReferenceLayout]:
+    """The largest bucket with its references, and the smallest where that is another."""
+    layouts = sorted({example.layout for example in examples}, key=lambda layout: (sum(map(prod, layout)), layout))
+    return list(dict.fromkeys((layouts[-1], layouts[0]))) if layouts else []
+
+
+def _reference(photo: Photo, multiple: int) -> Example:
+    return Example(photo.sample, photo, reference_bucket(photo.width, photo.height, step=multiple), ("",))

@@ -15,11 +15,11 @@ from PIL import Image
 
 from trainer.base.errors import UserError
 from trainer.base.progress import QUIET, Phases
-from trainer.data import layouts
+from trainer.data import buckets, layouts
 from trainer.data.images import near_duplicates
 from trainer.data.images.decode import decode, decode_mask
 from trainer.data.images.kinds import IMAGES
-from trainer.data.sources import FoundPhoto, Listing, Mask, Photo, Scanned, Source
+from trainer.data.sources import Beside, FoundPhoto, Listing, Mask, Photo, Place, Scanned, Source
 from trainer.data.threads import in_threads
 
 # No text encoder reads a tenth of it, and a tokenizer takes seconds for a file that is no caption.
@@ -45,8 +45,8 @@ def refuse_damaged(scanned: Scanned) -> None:
 def survey(sources: Sequence[Source], *, strict_captions: bool = False, phases: Phases = QUIET) -> Scanned:
     """The sound photos of the sources, in order of source, then of name, and all problems of the others.
 
-    Every image is decoded in full. Problems are of folders, images, masks and captions; with `strict_captions` a missing or
-    empty caption is one.
+    Every image is decoded in full. Problems are of folders, images, masks, references and captions; with `strict_captions` a
+    missing or empty caption is one.
     """
     listings = [layouts.listing(source) for source in sources]
     problems = [problem for each in listings for problem in each.problems]
@@ -75,7 +75,7 @@ def _taken(listings: Sequence[Listing]) -> Iterator[FoundPhoto]:
 
 
 def _read(found: FoundPhoto, *, strict_captions: bool) -> Photo | list[str]:
-    """The photo, or the problems of it, its mask and its caption, one line each."""
+    """The photo, or the problems of it, its mask, its references and its caption, one line each."""
     problems: list[str] = []
     shown = str(found.image)
     if not _is_utf8(found.source.path + found.name):
@@ -101,6 +101,8 @@ def _read(found: FoundPhoto, *, strict_captions: bool) -> Photo | list[str]:
         notes = (*notes, *more)
     elif found.mask is not None:
         notes = (*notes, 'its mask file is not used (masks is not "files")')
+    numbered = enumerate(found.references, 1)
+    references = [_read_reference(found, place, number, problems) for number, place in numbered]
     caption = _read_caption(found, problems)
     if caption and len(caption) > LONGEST_CAPTION:
         problems.append(f"{shown}: its caption has {len(caption):,} characters; {LONGEST_CAPTION:,} are the most")
@@ -118,7 +120,7 @@ def _read(found: FoundPhoto, *, strict_captions: bool) -> Photo | list[str]:
         repeats=found.source.repeats * found.repeats,
         sha256=sha256,
         choices=decoded.choices,
-        mask=mask,
+        beside=Beside(mask, tuple(each for each in references if each is not None)),
         look=look,
         caption_from="" if caption is None else found.caption_from,
         notes=notes,
@@ -149,6 +151,23 @@ def _read_mask(found: FoundPhoto, size: tuple[int, int], problems: list[str]) ->
     except ValueError as error:
         problems.append(f"{shown}: {error}")
     return hashlib.sha256(data).hexdigest(), notes
+
+
+def _read_reference(found: FoundPhoto, place: Place, number: int, problems: list[str]) -> Photo | None:
+    """A reference, without a caption; None where there is a problem with it."""
+    try:
+        data = place.read()
+        decoded = decode(data, background=found.source.background)
+        buckets.reference_bucket(*decoded.image.size, step=1)
+    except OSError as error:
+        problems.append(f"{place}: cannot be read ({error.strerror})")
+    except ValueError as error:
+        problems.append(f"{place}: {error} (reference {number} of {found.image})")
+    else:
+        name = f"{found.sample}, reference {number}"
+        digest = hashlib.sha256(data).hexdigest()
+        return Photo(name, found.source, place, decoded.image.size, "", 1, digest, decoded.choices)
+    return None
 
 
 def _is_utf8(text: str) -> bool:

@@ -27,6 +27,7 @@ class Source:
     crop_jitter: how far a crop may be from the centre, and zoom in, as a share of the bucket's sides.
     colour_jitter: the share by which brightness, contrast and saturation may differ. image_variants: of each photo.
     masks: "none"; "files" beside the photos; "alpha": their transparency. unmasked_weight: the weight of black parts.
+    references: where the images are that the model is shown beside each photo: "files" beside it, or a folder; None: none.
     loss_weight: multiplies the loss of each of its photos. regularisation: its photos do not show the subject; they preserve
     what the model knew before.
     """
@@ -46,6 +47,7 @@ class Source:
     colour_jitter: float = 0.0
     image_variants: int = 4
     masks: str = "none"
+    references: str | None = None
     unmasked_weight: float = 0.0
     loss_weight: float = 1.0
     regularisation: bool = False
@@ -57,7 +59,7 @@ class Source:
 
 
 class Place(Protocol):
-    """The place of the bytes of an image or a mask. Its text is for people."""
+    """The place of the bytes of an image: a photo, a mask, a reference. Its text is for people."""
 
     def read(self) -> bytes:
         """Raises OSError; ValueError with the reason, if the file that contains them is damaged."""
@@ -111,7 +113,8 @@ class FoundPhoto:
     """An image of a source, not read yet.
 
     name: within the source, with slashes. caption: its place, its text, or None. mask: the place of its mask, or None.
-    repeats: multiplies those of the source. caption_from: where the caption was found, for people; "" without one.
+    references: their places, in order. repeats: multiplies those of the source. caption_from: where the caption was found,
+    for people; "" without one.
     """
 
     source: Source
@@ -119,6 +122,7 @@ class FoundPhoto:
     image: Place
     caption: CaptionPlace | str | None
     mask: Place | None = None
+    references: tuple[Place, ...] = ()
     repeats: int = 1
     caption_from: str = ""
 
@@ -151,8 +155,16 @@ class Mask:
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """What belongs to a photo. mask: None: it counts everywhere. references: images that the model is shown, in order."""
+
+    mask: Mask | None = None
+    references: tuple["Photo", ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Photo:
-    """One training image and its captions.
+    """One training image and its captions; or a reference of one, which has none.
 
     sample: "INDEX/name/within/the/source", the key of every draw that is made for it.
     size: (width, height) in pixels, after the EXIF orientation is applied.
@@ -160,7 +172,6 @@ class Photo:
     repeats: how often the photo appears in an epoch.  sha256: of the image's bytes.
     choices: what decides its pixels besides those bytes (decode.Decoded); usually empty.
     look: its perceptual hash (near_duplicates.py).  caption_from: where the caption was found, for people; "" without one.
-    mask: None: it counts everywhere.
     notes: for people, about this photo.
     """
 
@@ -172,7 +183,7 @@ class Photo:
     repeats: int
     sha256: str
     choices: tuple[str, ...] = ()
-    mask: Mask | None = None
+    beside: Beside = Beside()
     look: bytes = b""
     caption_from: str = ""
     notes: tuple[str, ...] = ()
@@ -188,14 +199,21 @@ class Photo:
         return self.size[1]
 
     @property
+    def mask(self) -> Mask | None:
+        """Its mask; None: it counts everywhere."""
+        return self.beside.mask
+
+    @property
     def has_caption(self) -> bool:
         """Whether one was found; it may be empty."""
         return bool(self.caption_from)
 
     @property
     def contents(self) -> str | list[str]:
-        """What decides its pixels and mask. The digest of the bytes alone if nothing else does, as in earlier runs."""
-        more = (*self.choices, *((f"mask {self.mask.sha256}",) if self.mask else ()))
+        """What decides its pixels, its mask and its references. The digest of the bytes alone if nothing else does, as in
+        earlier runs."""
+        more = [*self.choices, *((f"mask {self.mask.sha256}",) if self.mask else ())]
+        more += [f"reference {' '.join((each.sha256, *each.choices))}" for each in self.beside.references]
         return [self.sha256, *more] if more else self.sha256
 
 

@@ -103,7 +103,10 @@ class HeldOutLoss:
     @cached_property
     def mark(self) -> str:
         """The digest of photos, captions and draws."""
-        photos = {kind: [[e.photo.sha256, e.photo.caption] for e in examples] for kind, examples in self.measured.items()}
+        photos = {
+            kind: [[e.photo.sha256, e.photo.caption, *(each.photo.sha256 for each in e.references)] for e in examples]
+            for kind, examples in self.measured.items()
+        }
         return sha256(json_bytes({"seed": self.seed, "photos": photos})).hexdigest()[:16]
 
     def measure(self) -> Fields:

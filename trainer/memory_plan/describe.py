@@ -102,7 +102,7 @@ def step_seconds(plan: RunPlan, found: Forecast, machine: Machine) -> tuple[floa
     the share of their tensors that an average micro-batch has."""
     config = plan.config
     step = next(phase for phase in found.phases if phase.name.startswith(STEP))
-    sizes = [(prod(example.bucket), example.photo.repeats) for example in plan.data.examples]
+    sizes = [(sum(map(prod, example.layout)), example.photo.repeats) for example in plan.data.examples]
     pixels = sum(size * repeats for size, repeats in sizes)
     batches = config.step.accumulation
     share = pixels / plan.length.steps_per_epoch / (batches * config.data.batch_size * max(size for size, _ in sizes))

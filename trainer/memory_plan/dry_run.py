@@ -24,6 +24,7 @@ from trainer.base.progress import QUIET
 from trainer.base.protocols import Kernels
 from trainer.base.types import Batch, Conditioning, Occurrence
 from trainer.checkpoint.pieces import Pieces
+from trainer.data.buckets import ReferenceLayout
 from trainer.ema import Averages
 from trainer.engine.assembly import build_adapter, build_step
 from trainer.engine.components import Components
@@ -240,23 +241,27 @@ class Rehearsal:
         given = {each.name: getattr(step, each.name) for each in fields(step)}
         return adapter, norms, state.optimizer, state.averages, self.step_class(**given)
 
-    def batch(self, width: int, height: int, conditioning: Conditioning | None, count: int, first: int = 0) -> Batch:
-        """A micro-batch of one bucket, once images were encoded.
+    def batch(self, layout: ReferenceLayout, conditioning: Conditioning | None, count: int, first: int = 0) -> Batch:
+        """A micro-batch of one layout, once images were encoded.
 
         conditioning: of as many captions; None where the run encodes them live.
         """
-        side = self.plan.model.family.latent_side
+        side, (width, height) = self.plan.model.family.latent_side, layout[0]
         with unset_fake_temporarily():
             size = torch.tensor([[height, width]] * count)
             corner = torch.zeros_like(size)
+        latents, *references = (
+            torch.empty(count, self.channels, height // side, width // side, device=self.host) for width, height in layout
+        )
         return Batch(
             occurrences=tuple(Occurrence(0, f"0/{first + index}.png", 0) for index in range(count)),
-            latents=torch.empty(count, self.channels, height // side, width // side, device=self.host),
+            latents=latents,
             captions=("",) * count,
             conditioning=conditioning,
             original_size=size,
             crop_top_left=corner,
             target_size=size,
+            references=tuple(references),
         )
 
     def step(self, batches: Sequence[Batch], losses: Callable[..., Tensor] | None = None) -> StepResult:

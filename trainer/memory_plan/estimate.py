@@ -16,15 +16,17 @@ from torch import Tensor, nn
 from trainer import optim
 from trainer.base.protocols import Kernels
 from trainer.base.types import Conditioning
+from trainer.data.buckets import ReferenceLayout, named
 from trainer.data.cache import fill
 from trainer.data.cache.texts import HELD_BYTES, at_once
-from trainer.data.examples import Example
+from trainer.data.examples import extremes
 from trainer.engine.encoding import captions_at_once, captions_of, prompts_of
 from trainer.memory_plan.dry_run import Rehearsal, without_values
 from trainer.memory_plan.op_trace import Cost, Trace
 from trainer.models.base import SampleRequest
 from trainer.plan import fixed_draws
 from trainer.plan.run_plan import RunPlan
+from trainer.plan.samples import pixels_of
 
 # Of an accelerator: its context (0.4 to 0.8 GiB on CUDA) with the libraries' workspaces, and a share for what the allocator
 # loses. Of a CPU: the code that its libraries read in and make as they compute, and what the allocator keeps.
@@ -137,17 +139,18 @@ class Forecaster:
 
     def forecast(self) -> Forecast:
         """The forecast: every phase gone through, in the order of a run."""
-        config, sizes = self.plan.config, _sizes(self.plan.data.examples)
-        measured = _sizes([example for examples in self.plan.data.measured.values() for example in examples])[:1]
+        config, layouts = self.plan.config, extremes(self.plan.data.examples)
+        measured = extremes([example for examples in self.plan.data.measured.values() for example in examples])[:1]
+        encoded = {bucket for example in self.plan.data.encoded for bucket in example.layout}
         stay = config.data.cache == "none"
-        encoding = [*self.captions(stay=stay), self.photos(*max([sizes[0], *measured], key=prod))]
+        encoding = [*self.captions(stay=stay), self.photos(*max(encoded, key=lambda bucket: (prod(bucket), bucket)))]
         if not stay:
             self._let_go([self.family.vae])
         self.prepare()
-        training = [self.step(*size, config.data.batch_size) for size in sizes]
+        training = [self.step(layout, config.data.batch_size) for layout in layouts]
         if self.on_cpu:
             training += self.update(max(training, key=lambda phase: phase.peak))
-        training += [self.held_out_loss(*size) for size in measured]
+        training += [self.held_out_loss(layout) for layout in measured]
         if stay:  # and encode beside what the steps have
             there = {"weights": sum(self.weights.values())} | self.held
             encoding = [
@@ -155,7 +158,7 @@ class Forecaster:
                 for phase in encoding
             ]
         if self.plan.data.requests:
-            training.append(self.sample(max(self.plan.data.requests, key=lambda request: request.width * request.height)))
+            training.append(self.sample(max(self.plan.data.requests, key=pixels_of)))
         checkpoint, start = self.checkpoint_bytes(), self.start_bytes()
         if self.on_cpu and start:
             training = [replace(phase, parts=phase.parts | {"adapter": phase.parts["adapter"] + start}) for phase in training]
@@ -210,7 +213,7 @@ class Forecaster:
             self.held["averages"] = self.trace.enter(averages.tensors)
         self.held["optimizer"] = optim.state_bytes(self.plan.config.optimizer.name, step.optimizer)
 
-    def step(self, width: int, height: int, count: int) -> Stage:
+    def step(self, layout: ReferenceLayout, count: int) -> Stage:
         """One over a micro-batch of so many images, after what an update made stale is made anew."""
         from trainer.adapters.layers import refresh  # it loads PEFT, which takes a second
 
@@ -224,13 +227,13 @@ class Forecaster:
             saved = self.trace.alive - before
             return found
 
-        with self._phase(f"{STEP} {width}x{height}, batch {count}") as phases:
+        with self._phase(f"{STEP} {named(layout)}, batch {count}") as phases:
             adapter.mark_stale()
             for owner, layers in adapter.together.items():
                 self.run.components.enter(owner)
                 refresh(layers)
             once, self.trace.cost = self.trace.cost, Cost()
-            self.run.step([self.run.batch(width, height, conditioning, count)], noting)
+            self.run.step([self.run.batch(layout, conditioning, count)], noting)
         (phase,) = phases
         parts = phase.parts | {"saved": saved, "transient": phase.parts["transient"] - saved}
         return replace(phase, parts=parts, once=once)
@@ -245,12 +248,12 @@ class Forecaster:
             parts = {part: size for part, size in step.parts.items() if part != "saved"}
             yield Stage(f"{UPDATE} by {name}", parts | {"transient": freed + scratch}, step.loaded)
 
-    def held_out_loss(self, width: int, height: int) -> Stage:
+    def held_out_loss(self, layout: ReferenceLayout) -> Stage:
         """The phase of the held-out loss, with as many draws as are computed at once."""
         count = fixed_draws.at_once(self.plan.data)
         told = self._prompts(1) if self.plan.model.cache_text else None
-        with self._phase(f"{HELD_OUT} {width}x{height}, batch {count}") as phases:
-            self.run.held_out_loss(self.run.batch(width, height, told, 1), count)
+        with self._phase(f"{HELD_OUT} {named(layout)}, batch {count}") as phases:
+            self.run.held_out_loss(self.run.batch(layout, told, 1), count)
         return phases[0]
 
     def sample(self, request: SampleRequest) -> Stage:
@@ -375,12 +378,6 @@ class Forecaster:
 
     def _parameter_bytes(self) -> int:
         return sum(parameter.nbytes for parameter in self.run.trained[0].named_parameters().values())
-
-
-def _sizes(examples: Sequence[Example]) -> list[tuple[int, int]]:
-    """(width, height) of the largest bucket, and of the smallest where that is another."""
-    sizes = sorted({example.bucket for example in examples}, key=lambda size: (prod(size), size))
-    return list(dict.fromkeys((sizes[-1], sizes[0]))) if sizes else []
 
 
 def _own(layer: nn.Module) -> Iterator[Tensor]:

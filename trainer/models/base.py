@@ -88,7 +88,10 @@ class Model:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One image to draw: sizes in pixels, `guidance` None for the family's default, strength of the adapter."""
+    """One image to draw: sizes in pixels, `guidance` None for the family's default, strength of the adapter.
+
+    references: the files of the images that the model is shown; images: these, PIL images in RGB.
+    """
 
     prompt: str
     negative: str
@@ -98,9 +101,11 @@ class SampleRequest:
     steps: int
     guidance: float | None
     strength: float = 1.0
+    references: tuple[str, ...] = ()
+    images: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
 
-def draw(pipeline: Any, request: SampleRequest, guidance: float, **embedded: torch.Tensor) -> Any:
+def draw(pipeline: Any, request: SampleRequest, guidance: float, **embedded: Any) -> Any:
     """The PIL image that a pipeline of diffusers gives. guidance: where the request asks for none."""
     pipeline.set_progress_bar_config(disable=True)
     sizes = {"width": request.width, "height": request.height, "num_inference_steps": request.steps}

@@ -2,13 +2,14 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from math import prod
+from math import isqrt, prod
 from typing import Any
 
 from trainer.base.console import printable, shortlist
 from trainer.base.tensorfile import size_text
 from trainer.config import Config
 from trainer.data.batches import sampler, short_batches
+from trainer.data.buckets import REFERENCE_AREA, named
 from trainer.data.captions import prompts
 from trainer.data.sources import Photo, Scanned, Source, noted
 from trainer.models.loading import ModelSource
@@ -130,7 +131,7 @@ def data_lines(config: Config, data: DataPlan, length: Length, *, text: str = ""
     per_step = f"up to {batch_size} images of one shape" if batch_size > 1 else "1 image"
     per_step = f"up to {accumulation} batches (step.accumulation) of {per_step}" if accumulation > 1 else per_step
     per_step += f", in each of {length.processes} processes" if length.processes > 1 else ""
-    shown = ", ".join(f"{w}x{h}: {n}" for (w, h), n in sorted(short_batches.appearances(data.examples).items()))
+    shown = ", ".join(f"{named(each)}: {n}" for each, n in sorted(short_batches.appearances(data.examples).items()))
     subject = [photo for photo in data.photos if not photo.source.regularisation]
     prior = [photo for photo in data.photos if photo.source.regularisation]
     kept = f" + {_count(prior, 'regularisation image')}{_times(prior)}" if prior else ""
@@ -212,7 +213,7 @@ def _short_batches(data: DataPlan) -> str:
         return f"none of {count} an epoch; merged: {moved} moved to another bucket, {again} more appearances"
     if not left:
         return f"none of {count} an epoch"
-    which = ", ".join(f"{w}x{h}: {size} of {batch_size}" for (w, h), size in left.items())
+    which = ", ".join(f"{named(layout)}: {size} of {batch_size}" for layout, size in left.items())
     below, factor = short_batches.would_fill(examples, batch_size=batch_size)
     return (
         f"{len(left)} of {count} an epoch ({which}); filled by data.batch_size = {below}, by {factor} x the repeats, or by "
@@ -252,7 +253,7 @@ def _times(photos: Sequence[Photo]) -> str:
 
 
 def _weight_lines(photos: Sequence[Photo]) -> list[str]:
-    """A line for each source with masks or another loss weight."""
+    """A line for each source with masks, references or another loss weight."""
     found: dict[int, list[Photo]] = {}
     for photo in photos:
         found.setdefault(photo.source.index, []).append(photo)
@@ -264,9 +265,24 @@ def _weight_lines(photos: Sequence[Photo]) -> list[str]:
         if source.masks != "none":
             masked = sum(photo.mask is not None for photo in mine)
             said.append(f"{masked} of {len(mine)} photos with a mask, unmasked parts weigh {source.unmasked_weight:g}")
+        if source.references:
+            said.append(_references(mine))
         if said:
             lines.append(f"  {printable(source.path)}: {'; '.join(said)}")
     return lines
+
+
+def _references(photos: Sequence[Photo]) -> str:
+    """How many images the model is shown beside each photo, and which of them are shrunk for it."""
+    count = len(photos[0].beside.references)
+    large = [
+        printable(photo.sample)
+        for photo in photos
+        if any(each.width * each.height > REFERENCE_AREA for each in photo.beside.references)
+    ]
+    area = f"{isqrt(REFERENCE_AREA)} x {isqrt(REFERENCE_AREA)}"
+    shrunk = f", shrunk to the area of {area} at {_count(large, 'photo')} ({shortlist(large, SHOWN)})" if large else ""
+    return f"{_count(range(count), 'reference')} beside each photo{shrunk}"
 
 
 def _view_lines(sources: Sequence[Source]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from functools import reduce
-from operator import getitem
 from typing import Any
 
 from trainer import config as configs
@@ -31,6 +30,7 @@ FAMILY_KEYS = {
     "data.clip_chunks": "models whose denoiser reads the tokens of a CLIP encoder",
     "data.text_length": "models with a text encoder whose length can be chosen",
     "validation.samples.*.negative": "models that are sampled with a negative prompt",
+    **dict.fromkeys(("data.sources.*.references", "validation.samples.*.references"), "models that edit reference images"),
 }  # fmt: skip
 
 
@@ -143,7 +143,7 @@ def _refuse(config: Config, unread: Mapping[str, str]) -> None:
         name, whole = configs.generic(key), configs.whole(key)
         if whole != key and {whole, configs.generic(whole)} & unread.keys():  # one of a list's values, which are one choice
             key, name = whole, configs.generic(whole)
-            value = reduce(getitem, key.split("."), tree)
+            value = reduce(lambda node, part: node[int(part) if isinstance(node, list) else part], key.split("."), tree)
         effect = unread.get(key, unread.get(name))
         if effect is not None and value != defaults.get(name):
             lines.append(f"{key} = {value!r} has no effect {effect}")

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
-from PIL import Image, ImageOps
+from PIL import Image
 
 from trainer import quantization
 from trainer.adapters import Rule, Target, adaptable_layers, match_targets
@@ -15,13 +15,11 @@ from trainer.base import patterns
 from trainer.base.errors import UserError
 from trainer.base.progress import QUIET, Phases
 from trainer.base.types import Link
-from trainer.config import Config, DataTable, SampleTable
+from trainer.config import Config, DataTable
 from trainer.data import buckets, held_out
 from trainer.data.batches import sampler, short_batches
-from trainer.data.captions import prompts
 from trainer.data.examples import Example, examples
 from trainer.data.images import near_duplicates
-from trainer.data.images.decode import load_rgb
 from trainer.data.scan import refuse_damaged
 from trainer.data.sources import Photo, Scanned
 from trainer.models import family_named
@@ -33,8 +31,9 @@ from trainer.models.weight_sets import Wanted
 from trainer.monitoring.trackers import check_wandb
 from trainer.objectives import Objective
 from trainer.plan import optimizer_rules, storage
-from trainer.plan.data_sources import read_sources, resolutions, sources_of
+from trainer.plan.data_sources import read_sources, sources_of
 from trainer.plan.requirements import family_options, refuse_averages, refuse_unread, refuse_unread_by_model
+from trainer.plan.samples import requests_of, truths_of
 from trainer.plan.storage import Storage
 from trainer.runtime import precision
 from trainer.runtime.processes import Processes
@@ -217,14 +216,14 @@ def make_plan(config: Config, source: ModelSource, *, processes: int, phases: Ph
         length=length,
         shapes=shapes,
         skipped=skipped,
-        truths=_truths(config, data.requests),
+        truths=truths_of(config, data.requests),
     )
 
 
 def with_config(plan: RunPlan, config: Config) -> RunPlan:
     """The plan under a config that differs in the optimizer or in the batches. Its photos are not read again."""
     data, length = plan_data(config, plan.model.family, processes=plan.length.processes, scanned=plan.data.scanned)
-    return replace(plan, config=config, data=data, length=length, truths=_truths(config, data.requests))
+    return replace(plan, config=config, data=data, length=length, truths=truths_of(config, data.requests))
 
 
 def plan_data(
@@ -246,15 +245,16 @@ def plan_data(
                 f"use a multiple of {family.size_multiple} that is at most the resolution"
             )
     photos, apart = held_out.split(scanned.photos, data.held_out)
-    sized = partial(examples, step=data.bucket_step, enlarge=data.enlarge, seed=config.run.seed)
+    sized = partial(
+        examples, step=data.bucket_step, enlarge=data.enlarge, seed=config.run.seed, multiple=family.size_multiple
+    )
     bucketed = sized(photos)
     if data.short_batches == "merge":
         bucketed = short_batches.merged(bucketed, batch_size=data.batch_size, enlarge=data.enlarge)
     group = config.step.accumulation * processes
     steps_per_epoch = sampler.steps_per_epoch(bucketed, batch_size=data.batch_size, group=group)
     kept = sized(apart)
-    requests = _requests(config, bucketed)
-    check_sizes(requests, family.size_multiple)
+    requests = requests_of(config, bucketed, family.size_multiple)
     planned = DataPlan(
         config=data,
         scanned=scanned,
@@ -353,41 +353,3 @@ def refuse_idle_steps(config: Config, targets: Sequence[Target], max_steps: int)
             f"adapter.rules: every adapted layer stops by step {max(stop or 0 for stop in stops)}, and {asked}: nothing "
             "would be trained after that; leave out a stop_step, or lower the run's length"
         )
-
-
-def _requests(config: Config, trained: Sequence[Example]) -> tuple[SampleRequest, ...]:
-    wanted = config.validation
-    if wanted.every_steps == 0:
-        return ()
-    size = wanted.resolution or max(resolutions(config.data.resolution))
-    texts = prompts.of_captions(trained) if isinstance(wanted.prompts, str) else wanted.prompts
-    asked = (*(SampleTable(prompt=prompt) for prompt in texts), *wanted.samples)
-    default = {"width": size, "height": size, "seed": wanted.seed, "steps": wanted.steps, "guidance": None}
-    return tuple(SampleRequest(**default | sample.model_dump(exclude_none=True, exclude={"truth"})) for sample in asked)
-
-
-def _truths(config: Config, requests: tuple[SampleRequest, ...]) -> tuple[Image.Image | None, ...]:
-    """What the samples ought to look like, scaled to cover their sizes and cropped; None where it is not known."""
-    truths: list[Image.Image | None] = [None] * len(requests)
-    for index, (sample, request) in enumerate(zip(config.validation.samples, requests, strict=False)):
-        if sample.truth is not None:
-            try:
-                picture = load_rgb(sample.truth)
-            except (OSError, ValueError) as error:
-                reason = getattr(error, "strerror", None) or str(error)
-                raise UserError(
-                    f"validation.samples[{index}].truth = {sample.truth!r}: {reason}; give an image file, or leave it out"
-                ) from error
-            truths[index] = ImageOps.fit(picture, (request.width, request.height), Image.Resampling.LANCZOS)
-    return tuple(truths)
-
-
-def check_sizes(requests: Sequence[Any], multiple: int) -> None:
-    """Raises UserError where a sample's size is not a multiple of what the model needs."""
-    for index, request in enumerate(requests):
-        if request.width % multiple or request.height % multiple:
-            raise UserError(
-                f"validation sample {index}: {request.width}x{request.height} is not a multiple of {multiple}; "
-                f"use {round(request.width / multiple) * multiple or multiple}x"
-                f"{round(request.height / multiple) * multiple or multiple}"
-            )

@@ -31,7 +31,8 @@ class Embedded:
 class Row:
     """What was asked, and what came of it. detail: all but the prompt, in words.
 
-    files: by step. images: of these, the ones that the page holds. truth: what it ought to look like, if known.
+    files: by step. images: of these, the ones that the page holds. truth: what it ought to look like, if known. references:
+    what the model is shown for it.
     """
 
     prompt: str
@@ -39,6 +40,7 @@ class Row:
     files: dict[int, Path] = field(default_factory=dict)
     images: dict[int, Embedded] = field(default_factory=dict)
     truth: Embedded | None = None
+    references: tuple[Embedded, ...] = ()
 
     @property
     def ends(self) -> list[Path]:
@@ -73,7 +75,7 @@ class Samples:
 
 
 def read_samples(folder: Path, thumbnails: Thumbnails | None = None, check: Callable[[], None] = lambda: None) -> Samples:
-    """Read FOLDER/step-00000000/*.png and FOLDER/truth/*.png. thumbnails: those of earlier readings.
+    """Read FOLDER/step-00000000/*.png, FOLDER/truth/*.png and FOLDER/references/*.png. thumbnails: those of earlier readings.
 
     An image belongs to the row of its PNG's text entry "request", whatever its file is called: a run may go on with other
     prompts. Without that entry it is the prompt, else the file's name, and the size that make the row.
@@ -95,12 +97,12 @@ def read_samples(folder: Path, thumbnails: Thumbnails | None = None, check: Call
         row = rows.setdefault(key, Row(said.prompt or file.stem, _detail(said.request)))
         row.files[step] = file
         place[key] = -step, file.stem
-    truths = {said.request: file for file in pngs(folder, "truth/*.png") if (said := thumbnails.describe(file)) is not None}
-    known = {what: truths[plain_request(what)] for what, _ in rows if plain_request(what) in truths}
+    truths, shown_for = (_by_request(folder, kind, thumbnails) for kind in ("truth", "references"))
     ends = [file for row in rows.values() for file in row.ends]
     every = 1 + (len(files) - len(ends)) // MOST_BETWEEN
     between = [file for row in rows.values() for file in [*row.files.values()][1:-1][::-every]]
-    pictures = thumbnails.of([*ends, *dict.fromkeys(known.values())], between, check)
+    beside = [file for what, _ in rows for known in (truths, shown_for) for file in known.get(plain_request(what), [])]
+    pictures = thumbnails.of([*ends, *dict.fromkeys(beside)], between, check)
     broken = {file for file in (*ends, *between) if file not in pictures}  # below a sound head
 
     def image(file: Path) -> Embedded | None:
@@ -112,10 +114,21 @@ def read_samples(folder: Path, thumbnails: Thumbnails | None = None, check: Call
     for (what, _), row in rows.items():
         row.files = {step: file for step, file in row.files.items() if file not in broken}
         row.images = {step: shown for step, file in sorted(row.files.items()) if (shown := image(file)) is not None}
-        row.truth = image(known[what]) if what in known else None
+        asked_for = plain_request(what)
+        row.truth = next(map(image, truths.get(asked_for, [])), None)
+        row.references = tuple(each for file in shown_for.get(asked_for, []) if (each := image(file)) is not None)
     steps = tuple(sorted({step for file, step in files if file not in broken}))
     shown = sorted((key for key, row in rows.items() if row.images), key=place.__getitem__)
     return Samples(steps, tuple(rows[key] for key in shown), len(found) - len(files) + len(broken))
+
+
+def _by_request(folder: Path, kind: str, thumbnails: Thumbnails) -> dict[str | None, list[Path]]:
+    """The files of FOLDER/KIND by what was asked for, in the order of their names."""
+    found: dict[str | None, list[Path]] = {}
+    for file in pngs(folder, f"{kind}/*.png"):
+        if (said := thumbnails.describe(file)) is not None:
+            found.setdefault(said.request, []).append(file)
+    return found
 
 
 def step_name(step: int) -> str:

@@ -1,10 +1,13 @@
 """Photos at the sizes that their sources ask for."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from trainer.base.errors import UserError
 from trainer.config import DataTable
-from trainer.data.examples import examples
+from trainer.data.examples import examples, extremes
 from trainer.data.sources import File, Photo, Source
 from trainer.plan.data_sources import sources_of
 
@@ -59,3 +62,17 @@ def test_what_a_source_does_not_say_the_data_table_says_for_it() -> None:
     first, second = sources_of(table)
     assert (first.resolutions, first.flip, first.caption_dropout) == ((512,), True, 0.3)
     assert (second.resolutions, second.flip, second.caption_dropout) == ((768, 1024), False, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("buckets", "planned"),
+    [
+        ([(64, 64)], [(64, 64)]), ([(64, 64), (64, 64)], [(64, 64)]), ([], []),
+        # By area: a long narrow one is not the largest. Of equal ones one is enough.
+        ([(1536, 512), (1024, 1024), (896, 1152)], [(1024, 1024), (1536, 512)]),
+        ([(512, 512), (1024, 768), (768, 1024), (640, 640)], [(1024, 768), (512, 512)]),
+    ],
+)  # fmt: skip
+def test_a_step_is_planned_at_the_largest_and_the_smallest_size(buckets: Any, planned: Any) -> None:
+    examples: Any = [SimpleNamespace(layout=(bucket,)) for bucket in buckets]
+    assert extremes(examples) == [(bucket,) for bucket in planned]

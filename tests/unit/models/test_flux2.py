@@ -19,6 +19,7 @@ from torch.nn.functional import layer_norm, scaled_dot_product_attention, silu
 from scripts import make_model
 from trainer.base.errors import UserError
 from trainer.base.types import Conditioning
+from trainer.data import buckets
 from trainer.models import FAMILIES
 from trainer.models.base import Markers, Model, SampleRequest
 from trainer.models.flux2 import distillation, encode_images, patches, positions, sample
@@ -72,13 +73,39 @@ def photo(width: int, height: int) -> torch.Tensor:
     return torch.rand(2, 3, height, width, generator=torch.Generator().manual_seed(3)) * 2 - 1
 
 
+def noise(width: int, height: int, seed: int = 0) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+@pytest.mark.parametrize("size", [(64, 64), (70, 83), (1024, 1024), (1025, 1024), (2000, 700), (1333, 2001)])
+def test_a_reference_is_shown_as_the_stock_pipeline_shows_it(stock, size: tuple[int, int]) -> None:
+    """Pixel by pixel: its own size in multiples of 16, shrunk where it is larger than 1024 x 1024."""
+    image, processor = noise(*size), stock.image_processor
+    bucket = buckets.reference_bucket(*size, step=16)
+    theirs = processor._resize_if_exceeds_area(image)
+    width, height = (side // 16 * 16 for side in theirs.size)
+    assert bucket == (width, height)
+    ours = buckets.to_pixels(buckets.show_reference(image, bucket))
+    assert torch.equal(ours[None], processor.preprocess(theirs, height=height, width=width, resize_mode="crop"))
+    flipped = buckets.to_pixels(buckets.show_reference(image, bucket, flip=True))
+    assert torch.equal(flipped, ours.flip(2))
+
+
+@pytest.mark.parametrize("size", [(63, 64), (64, 513), (1000, 100)])
+def test_a_reference_that_the_stock_pipeline_refuses_is_refused(stock, size: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="too small|too extreme"):
+        stock.image_processor.check_image_input(noise(*size))
+    with pytest.raises(ValueError, match=f"{size[0]} x {size[1]} pixels; a reference has sides of at least 64 pixels"):
+        buckets.reference_bucket(*size, step=16)
+
+
 def test_captions_are_read_as_the_stock_pipeline_reads_them(model: Model, stock, encoded: Conditioning) -> None:
     """Each alone, whatever stands beside it; all 512 rows, none of them masked, and the padding's are not zero."""
     with torch.no_grad():
         theirs, ids = stock.encode_prompt(CAPTIONS)
     assert torch.equal(encoded.sequence, theirs) and encoded.mask is None and encoded.pooled is None
     assert encoded.sequence.shape == (3, 512, 3 * 32) and bool(encoded.sequence[1].any(1).all())
-    assert torch.equal(positions(1, 1, 1, 512, CPU), ids[0].float())
+    assert torch.equal(positions(0, 1, 1, 512, CPU), ids[0].float())
     counts, most = FAMILY.count_tokens(model, CAPTIONS)["tokenizer"]
     assert most == 512 and counts[1] < counts[0] < 512 < counts[2]
 
@@ -116,33 +143,50 @@ def test_patches_are_the_stock_pipelines() -> None:
     assert torch.equal(patches(latents), Flux2KleinPipeline._patchify_latents(latents))
 
 
-def velocity(model: Model, latents: torch.Tensor, time: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-    return FAMILY.predict(model, latents, time, Conditioning(text), SimpleNamespace())  # it reads nothing of the batch
+def velocity(
+    model: Model, latents: torch.Tensor, time: torch.Tensor, text: torch.Tensor, *references: torch.Tensor
+) -> torch.Tensor:
+    batch = SimpleNamespace(references=references)  # it reads nothing else of the batch
+    return FAMILY.predict(model, latents, time, Conditioning(text), batch)
 
 
-@pytest.mark.parametrize(("height", "width"), [(4, 4), (3, 5)])
-def test_the_velocity_is_the_stock_pipelines_and_that_of_fp64(model: Model, stock, encoded, height: int, width: int) -> None:
+@pytest.mark.parametrize(("height", "width", "shown"), [(4, 4, ()), (3, 5, ()), (4, 4, ((3, 5),)), (3, 5, ((4, 4), (2, 6)))])
+def test_the_velocity_is_the_stock_pipelines_and_that_of_fp64(
+    model: Model, stock, encoded, height: int, width: int, shown: tuple[tuple[int, int], ...]
+) -> None:
+    """Also with one and with two references, whose order counts."""
     latents, time = drawn(2, 16, height, width), torch.tensor([0.501, 0.037])
+    references = [drawn(2, 16, *size, seed=7 + index) for index, size in enumerate(shown)]
     text = encoded.sequence[:2]
+    img_ids = stock._prepare_latent_ids(latents)
+    if references:
+        img_ids = torch.cat([img_ids, stock._prepare_image_ids([each[:1] for each in references]).expand(2, -1, -1)], 1)
     with torch.no_grad():
-        ours = velocity(model, latents, time, text)
+        ours = velocity(model, latents, time, text, *references)
         theirs = stock.transformer(
-            hidden_states=stock._pack_latents(latents), encoder_hidden_states=text, timestep=time, guidance=None,
-            txt_ids=stock._prepare_text_ids(text), img_ids=stock._prepare_latent_ids(latents), return_dict=False,
-        )[0]  # fmt: skip
+            hidden_states=torch.cat([stock._pack_latents(each) for each in (latents, *references)], 1),
+            encoder_hidden_states=text, timestep=time, guidance=None, txt_ids=stock._prepare_text_ids(text),
+            img_ids=img_ids, return_dict=False,
+        )[0][:, : height * width]  # fmt: skip
+        if len(references) > 1:
+            turned = velocity(model, latents, time, text, *references[::-1])
+            assert (turned - ours).norm() > 1e-4 * ours.norm()
     assert torch.equal(ours, theirs.transpose(1, 2).unflatten(2, (height, width)))
-    exact = forward(model.modules["transformer"], latents, time, text)
+    exact = forward(model.modules["transformer"], latents, time, text, *references)
     assert (ours - exact).norm() <= 2**-18 * exact.norm()  # fp32 rounds by 2^-24, some sixty operations deep
     target = drawn(2, 16, height, width, seed=1)
     loss, wanted = ((ours - target) ** 2).mean(), ((exact - target) ** 2).mean()
     assert abs(loss.item() / wanted.item() - 1) < 1e-6
 
 
-def forward(module: nn.Module, latents: torch.Tensor, time: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+def forward(
+    module: nn.Module, latents: torch.Tensor, time: torch.Tensor, text: torch.Tensor, *references: torch.Tensor
+) -> torch.Tensor:
     """The transformer in fp64, from its weights by the library's names: the FLUX.2 reference (src/flux2/model.py) in words.
 
     One modulation for all blocks of a kind; LayerNorms without weights; RMSNorm of queries and keys; four rotary axes of
-    theta 2000, over neighbouring pairs; text first; SwiGLU; the last modulation gives scale and then shift.
+    theta 2000, over neighbouring pairs; text first; SwiGLU; the last modulation gives scale and then shift. References come
+    last, as images 10, 20, ...
     """
     w = {name: parameter.double() for name, parameter in module.named_parameters()}
     heads, size = module.config.num_attention_heads, module.config.attention_head_dim
@@ -170,8 +214,9 @@ def forward(module: nn.Module, latents: torch.Tensor, time: torch.Tensor, text: 
         return scaled_dot_product_attention(turned(query), turned(key), value).transpose(1, 2).flatten(2)
 
     (_, _, rows, columns), length = latents.shape, text.shape[1]
+    images = [(10 * number, *each.shape[-2:]) for number, each in enumerate((latents, *references))]
     places = [(0, 0, 0, at) for at in range(length)] + [
-        (0, row, column, 0) for row in range(rows) for column in range(columns)
+        (number, row, column, 0) for number, high, wide in images for row in range(high) for column in range(wide)
     ]
     axes = [
         torch.outer(
@@ -192,7 +237,7 @@ def forward(module: nn.Module, latents: torch.Tensor, time: torch.Tensor, text: 
         return linear(silu(temb), f"{name}.linear")[:, None].chunk(count, -1)
 
     image, words = (
-        linear(latents.double().flatten(2).transpose(1, 2), "x_embedder"),
+        linear(torch.cat([e.double().flatten(2).transpose(1, 2) for e in (latents, *references)], 1), "x_embedder"),
         linear(text.double(), "context_embedder"),
     )
     of_image, of_text = (modulation(f"double_stream_modulation_{kind}", 6) for kind in ("img", "txt"))
@@ -220,7 +265,7 @@ def forward(module: nn.Module, latents: torch.Tensor, time: torch.Tensor, text: 
         both = both + of_both[2] * linear(torch.cat([out, swiglu(fused[..., 3 * heads * size :])], -1), f"{at}.to_out")
     scale, shift = linear(silu(temb), "norm_out.linear")[:, None].chunk(2, -1)
     out = linear(norm(both[:, length:], shift, scale), "proj_out")
-    return out.transpose(1, 2).unflatten(2, (rows, columns))
+    return out[:, : rows * columns].transpose(1, 2).unflatten(2, (rows, columns))
 
 
 def test_our_attention_is_the_librarys(model: Model, encoded: Conditioning) -> None:
@@ -239,20 +284,25 @@ def test_our_attention_is_the_librarys(model: Model, encoded: Conditioning) -> N
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "guidance"), [("base", 4.0), ("distilled", 1.0)])
-def test_a_sample_is_the_stock_pipelines(model: Model, stock, encoded: Conditioning, kind: str, guidance: float) -> None:
-    """The base model takes a second pass for its guidance, the distilled one none."""
+@pytest.mark.parametrize(
+    ("kind", "guidance", "sizes"), [("base", 4.0, ()), ("distilled", 1.0, ()), ("base", 4.0, ((70, 83), (1100, 1000)))]
+)
+def test_a_sample_is_the_stock_pipelines(
+    model: Model, stock, encoded: Conditioning, kind: str, guidance: float, sizes: tuple[tuple[int, int], ...]
+) -> None:
+    """The base model takes a second pass for its guidance, the distilled one none. Also with references."""
     model.options = {"distillation": kind}
     passes = []
     hook = model.modules["transformer"].register_forward_hook(lambda *_: passes.append(1))
-    request = SampleRequest(CAPTIONS[0], "", 48, 64, seed=5, steps=3, guidance=None)
+    shown = tuple(noise(*size, seed=index) for index, size in enumerate(sizes))
+    request = SampleRequest(CAPTIONS[0], "", 48, 64, seed=5, steps=3, guidance=None, images=shown)
     with torch.no_grad():
         ours = sample(model, request, Conditioning(encoded.sequence[:1]), Conditioning(encoded.sequence[1:2]))
     hook.remove()
     stock.register_to_config(is_distilled=kind == "distilled")
     theirs = stock(
         prompt=CAPTIONS[0], width=48, height=64, num_inference_steps=3, guidance_scale=guidance,
-        generator=torch.Generator("cpu").manual_seed(5),
+        generator=torch.Generator("cpu").manual_seed(5), image=list(shown) or None,
     ).images[0]  # fmt: skip
     assert isinstance(ours, Image.Image) and np.array_equal(np.asarray(ours), np.asarray(theirs))
     assert len(passes) == (6 if kind == "base" else 3)

@@ -10,7 +10,7 @@ import pytest
 from trainer import config as configs
 from trainer.adapters import Target
 from trainer.base.errors import UserError
-from trainer.plan.run_plan import Length, RunPlan, check_sizes, refuse_idle_steps
+from trainer.plan.run_plan import Length, RunPlan, refuse_idle_steps
 
 
 def config(run: dict[str, Any], **tables: Any) -> configs.Config:
@@ -51,15 +51,3 @@ def test_whether_a_checkpoint_comes_before_the_last_step(steps: int, checkpoint:
     asked = config({"max_steps": steps}, checkpoint=checkpoint)
     plan: Any = SimpleNamespace(config=asked, length=Length(processes=1, steps_per_epoch=5, max_steps=steps))
     assert RunPlan.saves_before_the_end.fget(plan) == before  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    ("size", "said"), [((1024, 768), ""), ((1024, 764), "use 1024x768"), ((1001, 1020), "use 1000x1024"), ((3, 8), "use 8x8")]
-)
-def test_a_size_that_the_model_does_not_draw_is_refused_with_the_nearest(size: tuple[int, int], said: str) -> None:
-    requests = [SimpleNamespace(width=64, height=64), SimpleNamespace(width=size[0], height=size[1])]
-    if not said:
-        check_sizes(requests, 8)
-        return
-    with pytest.raises(UserError, match=f"validation sample 1: {size[0]}x{size[1]} is not a multiple of 8; {said}"):
-        check_sizes(requests, 8)

@@ -62,15 +62,13 @@ class Reader:
         return self.finish(self.read(occurrences))
 
     def read(self, occurrences: MicroBatch) -> Batch:
-        """The part of a batch that a worker can make: all of it with a cache. Without one, `latents` are still pixels."""
-        latents, texts, placements, weights = [], [], [], []
+        """The part of a batch that a worker can make: all of it with a cache. Without one, latents are still pixels."""
+        latents, references, texts, placements, weights = [], [], [], [], []
         for occurrence in occurrences:
             example = self.examples[occurrence.sample]
             view = views.drawn(self.seed, occurrence, example)
-            if self.cache is None:
-                latents.append(_as_scanned(example.photo.image, lambda example=example, view=view: pixels(example, view)))
-            else:
-                latents.append(self.cache.get(latent_key(example, view, fingerprint=self.latent_fingerprint))["latents"])
+            latents.append(self._latents(example, view))
+            references.append([self._latents(*each) for each in views.beside(example, view)])
             placements.append(view.place(example))
             weights.append(self.loss_weights(example, view))
             texts.append(captions.drawn(self.seed, occurrence, example))
@@ -83,7 +81,14 @@ class Reader:
             crop_top_left=torch.tensor([p.crop_top_left for p in placements], dtype=torch.int64),
             target_size=torch.tensor([p.target_size for p in placements], dtype=torch.int64),
             loss_weights=_stacked(weights),
+            references=tuple(map(torch.stack, zip(*references, strict=True))),
         )
+
+    def _latents(self, example: Example, view: View) -> torch.Tensor:
+        """Of one view: from the cache; without one its pixels."""
+        if self.cache is None:
+            return _as_scanned(example.photo.image, lambda: pixels(example, view))
+        return self.cache.get(latent_key(example, view, fingerprint=self.latent_fingerprint))["latents"]
 
     def loss_weights(self, example: Example, view: View) -> torch.Tensor | None:
         """fp32 [h, w]: the weight of each latent by its mask, times its source's weight; None: 1 everywhere."""
@@ -103,10 +108,16 @@ class Reader:
         """Completes the batch of `read`. It may encode, so only the process with the encoders may call it."""
         if self.cache is not None:
             return batch
-        assert self.encoders is not None
+        encoders = self.encoders
+        assert encoders is not None
+
+        def encoded(images: torch.Tensor) -> torch.Tensor:
+            return torch.stack([latents_of(image, encoders.images) for image in images])
+
         return replace(
             batch,
-            latents=torch.stack([latents_of(image, self.encoders.images) for image in batch.latents]),
+            latents=encoded(batch.latents),
+            references=tuple(map(encoded, batch.references)),
             conditioning=None if self.text_fingerprint is None else self.conditioning(batch.captions),
         )
 

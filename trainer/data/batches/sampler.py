@@ -11,55 +11,55 @@ from dataclasses import replace
 from trainer.base import draws
 from trainer.base.types import Occurrence
 from trainer.data.batches.short_batches import appearances
-from trainer.data.buckets import Bucket
+from trainer.data.buckets import ReferenceLayout
 from trainer.data.examples import Example
 
 MicroBatch = tuple[Occurrence, ...]
 
 
-def epoch_order(examples: Sequence[Example], *, seed: int, epoch: int) -> list[tuple[Occurrence, Bucket]]:
-    """Every (example, repeat) of the epoch, sorted by its draw."""
+def epoch_order(examples: Sequence[Example], *, seed: int, epoch: int) -> list[tuple[Occurrence, ReferenceLayout]]:
+    """Every (example, repeat) of the epoch, sorted by its draw, with its layout."""
     drawn = sorted(
-        (draws.uniform(seed, "order", epoch, example.sample, repeat), example.sample, repeat, example.bucket)
+        (draws.uniform(seed, "order", epoch, example.sample, repeat), example.sample, repeat, example.layout)
         for example in examples
         for repeat in range(example.photo.repeats)
     )
     drawn.reverse()
     order = []
     while drawn:  # each is let go of at once: of a hundred thousand photos there is one list
-        _, sample, repeat, bucket = drawn.pop()
-        order.append((Occurrence(epoch, sample, repeat), bucket))
+        _, sample, repeat, layout = drawn.pop()
+        order.append((Occurrence(epoch, sample, repeat), layout))
     return order
 
 
 def epoch_batches(
     examples: Sequence[Example], *, seed: int, epoch: int, batch_size: int, fill: bool = False
 ) -> list[MicroBatch]:
-    """The epoch's micro-batches, each of one bucket.
+    """The epoch's micro-batches, each of one layout: a bucket, and sizes of references.
 
-    Going through the global order, a batch is emitted when its bucket has `batch_size` samples; what remains in each
-    bucket follows as one shorter batch, in the order of first samples. Nothing is dropped or shown twice.
-    fill: these batches are filled with further appearances of the bucket's first samples in this order, each with
+    Going through the global order, a batch is emitted when its layout has `batch_size` samples; what remains of each
+    follows as one shorter batch, in the order of first samples. Nothing is dropped or shown twice.
+    fill: these batches are filled with further appearances of the layout's first samples in this order, each with
     the next repeat number of its photo, so that it has draws of its own.
     """
     batches: list[MicroBatch] = []
-    open_batches: dict[Bucket, list[Occurrence]] = {}
+    open_batches: dict[ReferenceLayout, list[Occurrence]] = {}
     order = epoch_order(examples, seed=seed, epoch=epoch)
-    for occurrence, bucket in order:
-        batch = open_batches.setdefault(bucket, [])
+    for occurrence, layout in order:
+        batch = open_batches.setdefault(layout, [])
         batch.append(occurrence)
         if len(batch) == batch_size:
-            batches.append(tuple(open_batches.pop(bucket)))
+            batches.append(tuple(open_batches.pop(layout)))
     if fill:
         repeats = {example.sample: example.photo.repeats for example in examples}
-        firsts: dict[Bucket, list[Occurrence]] = {bucket: [] for bucket in open_batches}
-        for occurrence, bucket in order:
-            if bucket in firsts and len(firsts[bucket]) < batch_size:
-                firsts[bucket].append(occurrence)
-        for bucket, batch in open_batches.items():
+        firsts: dict[ReferenceLayout, list[Occurrence]] = {layout: [] for layout in open_batches}
+        for occurrence, layout in order:
+            if layout in firsts and len(firsts[layout]) < batch_size:
+                firsts[layout].append(occurrence)
+        for layout, batch in open_batches.items():
             for again in range(batch_size - len(batch)):
-                rounds, place = divmod(again, len(firsts[bucket]))
-                first = firsts[bucket][place]
+                rounds, place = divmod(again, len(firsts[layout]))
+                first = firsts[layout][place]
                 batch.append(replace(first, repeat=first.repeat + (rounds + 1) * repeats[first.sample]))
     # A batch enters the dictionary with its first sample, so insertion order is the order of first samples.
     batches += [tuple(batch) for batch in open_batches.values()]
@@ -68,7 +68,7 @@ def epoch_batches(
 
 
 def batches_per_epoch(examples: Sequence[Example], *, batch_size: int) -> int:
-    """Micro-batches in every epoch: the count depends on the buckets' sizes alone, so it never changes."""
+    """Micro-batches in every epoch: the count depends on how many photos have a layout, so it never changes."""
     return sum(math.ceil(size / batch_size) for size in appearances(examples).values())
 
 

@@ -61,6 +61,8 @@ def _unpacked(value: Any) -> Any:
 
 
 def _within(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, tuple):
+        return tuple(change(each) for each in value)
     if not isinstance(value, (Batch, Conditioning)):
         return value
     return replace(value, **{field.name: change(getattr(value, field.name)) for field in fields(value)})

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from trainer.data.buckets import Bucket, covers
+from trainer.data.buckets import Bucket, ReferenceLayout, covers
 from trainer.data.examples import Example
 
 # Buckets may be merged if their aspect ratios, and their areas, differ by at most this factor. A photo of the bucket's shape
@@ -13,27 +13,28 @@ from trainer.data.examples import Example
 APART = 1.5
 
 
-def appearances(examples: Iterable[Example]) -> Counter[Bucket]:
-    """Appearances in an epoch, by bucket."""
-    sizes: Counter[Bucket] = Counter()
+def appearances(examples: Iterable[Example]) -> Counter[ReferenceLayout]:
+    """Appearances in an epoch, by bucket and sizes of references."""
+    sizes: Counter[ReferenceLayout] = Counter()
     for example in examples:
-        sizes[example.bucket] += example.photo.repeats
+        sizes[example.layout] += example.photo.repeats
     return sizes
 
 
-def shapes(examples: Sequence[Example], *, batch_size: int, fill: bool) -> set[tuple[Bucket, int]]:
-    """(bucket, photos) of every kind of micro-batch, a bucket on its side counted as the same. fill: short ones are."""
+def shapes(examples: Sequence[Example], *, batch_size: int, fill: bool) -> set[tuple[ReferenceLayout, int]]:
+    """(layout, photos) of every kind of micro-batch, a bucket on its side counted as the same. fill: short ones are."""
     found = set()
-    for bucket, size in appearances(examples).items():
+    for layout, size in appearances(examples).items():
         full, left = divmod(size, batch_size)
         whole = [batch_size] if full or fill else []
-        found |= {((max(bucket), min(bucket)), count) for count in [*whole, *([left] if left and not fill else [])]}
+        lying = tuple((max(bucket), min(bucket)) for bucket in layout)
+        found |= {(lying, count) for count in [*whole, *([left] if left and not fill else [])]}
     return found
 
 
-def short(examples: Iterable[Example], *, batch_size: int) -> dict[Bucket, int]:
-    """The number of photos in the last batch of each bucket in which that is not full."""
-    return {bucket: left for bucket, size in sorted(appearances(examples).items()) if (left := size % batch_size)}
+def short(examples: Iterable[Example], *, batch_size: int) -> dict[ReferenceLayout, int]:
+    """The number of photos in the last batch of each layout in which that is not full."""
+    return {layout: left for layout, size in sorted(appearances(examples).items()) if (left := size % batch_size)}
 
 
 def would_fill(examples: Iterable[Example], *, batch_size: int) -> tuple[int, int]:
@@ -49,16 +50,16 @@ def merged(examples: Sequence[Example], *, batch_size: int, enlarge: bool) -> tu
     The smallest bucket goes first. Each of its photos moves to the bucket nearest to its own aspect ratio, of those that
     are at most APART from the photo's first bucket, however often it moves, and that it covers (unless `enlarge`). If one
     photo of a bucket has no such bucket, the bucket stays. This repeats until every bucket that is smaller than a batch
-    stays.
+    stays. References keep their sizes: only buckets with the same ones beside them are merged.
     """
-    members: dict[Bucket, list[int]] = defaultdict(list)
+    members: dict[ReferenceLayout, list[int]] = defaultdict(list)
     for index, example in enumerate(examples):
-        members[example.bucket].append(index)
+        members[example.layout].append(index)
     sizes, staying = appearances(examples), set()
     result = list(examples)
-    while small := [bucket for bucket, size in sizes.items() if size < batch_size and bucket not in staying]:
-        least = min(small, key=lambda bucket: (sizes[bucket], bucket))
-        others = [bucket for bucket in sizes if bucket != least]
+    while small := [layout for layout, size in sizes.items() if size < batch_size and layout not in staying]:
+        least = min(small, key=lambda layout: (sizes[layout], layout))
+        others = [layout[0] for layout in sizes if layout != least and layout[1:] == least[1:]]
         ways = {index: _way(examples[index], others, enlarge) for index in members[least]}
         if None in ways.values():
             staying.add(least)
@@ -66,8 +67,8 @@ def merged(examples: Sequence[Example], *, batch_size: int, enlarge: bool) -> tu
         del sizes[least], members[least]
         for index, bucket in ways.items():
             result[index] = replace(examples[index], bucket=bucket, merged=True)
-            sizes[bucket] += examples[index].photo.repeats
-            members[bucket].append(index)
+            sizes[result[index].layout] += examples[index].photo.repeats
+            members[result[index].layout].append(index)
     return tuple(result)
 
 

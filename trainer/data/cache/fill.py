@@ -44,12 +44,12 @@ def latent_key(example: Example, view: View, *, fingerprint: str) -> str:
         "latent",
         image=photo.sha256,
         bucket=list(example.bucket),
-        resize=f"cover {buckets.RESIZE_FILTER.name}, crop centre",
+        resize=f"{'within' if view.reference else 'cover'} {buckets.RESIZE_FILTER.name}, crop centre",
         flip=view.flip,
         version=PREPROCESSING_VERSION,
         encoder=fingerprint,
         **({"choices": list(photo.choices)} if photo.choices else {}),
-        **_crop(example, view),
+        **({} if view.reference else _crop(example, view)),
         **({"colours": list(view.colours)} if view.colours else {}),
         **({"tiles": side} if (side := tiles.side(*example.bucket)) else {}),
     )
@@ -84,11 +84,12 @@ def text_key(caption: str, *, fingerprint: str) -> str:
 
 
 def latents_wanted(examples: Sequence[Example], *, seed: int, fingerprint: str) -> dict[str, tuple[Example, View]]:
-    """Every view that may be drawn, by its key."""
+    """Every view that may be drawn, and the references beside it, by their keys."""
     wanted: dict[str, tuple[Example, View]] = {}
     for example in examples:
         for view in views.every(seed, example):
-            wanted.setdefault(latent_key(example, view, fingerprint=fingerprint), (example, view))
+            for seen in ((example, view), *views.beside(example, view)):
+                wanted.setdefault(latent_key(*seen, fingerprint=fingerprint), seen)
     return wanted
 
 

@@ -22,11 +22,13 @@ ENHANCERS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
 @dataclass(frozen=True, slots=True)
 class View:
     """What is drawn for one appearance of a photo. flip: mirrored, with its crop. crop: as `buckets.place` takes it.
-    colours: a factor for each of ENHANCERS, or empty."""
+    colours: a factor for each of ENHANCERS, or empty. reference: whether it is a reference, which is not scaled to cover its
+    bucket."""
 
     flip: bool = False
     crop: Crop = CENTRE
     colours: tuple[float, ...] = ()
+    reference: bool = False
 
     def place(self, example: Example) -> Placement:
         """The place of the photo in its bucket."""
@@ -34,7 +36,9 @@ class View:
         return buckets.place(photo.width, photo.height, example.bucket, flip=self.flip, crop=self.crop)
 
     def show(self, image: Image.Image, example: Example) -> Image.Image:
-        """The photo as it is trained."""
+        """The photo as it is trained, the reference as it is shown."""
+        if self.reference:
+            return buckets.show_reference(image, example.bucket, flip=self.flip)
         fitted, _ = buckets.fit(image, example.bucket, flip=self.flip, crop=self.crop)
         for enhancer, factor in zip(ENHANCERS, self.colours, strict=False):
             fitted = enhancer(fitted).enhance(factor)
@@ -54,6 +58,11 @@ def drawn(seed: int, occurrence: Occurrence, example: Example) -> View:
     number = int(draws.uniform(seed, "image_variant", *key) * source.image_variants) if source.jitters else 0
     flip = source.flip and draws.uniform(seed, "flip", *key) < FLIP_PROBABILITY
     return replace(_variant(seed, example, number), flip=flip)
+
+
+def beside(example: Example, view: View) -> list[tuple[Example, View]]:
+    """The references as they are shown beside that view of the photo: whole, and mirrored where it is."""
+    return [(each, View(flip=view.flip, reference=True)) for each in example.references]
 
 
 def _variant(seed: int, example: Example, number: int) -> View:

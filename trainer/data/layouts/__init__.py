@@ -1,5 +1,6 @@
 """Lists what a source's path contains: one module for each layout."""
 
+from trainer.base.console import printable
 from trainer.data.layouts import folder, hf, shards
 from trainer.data.sources import Listing, Source
 
@@ -13,6 +14,9 @@ def caption_places(source: Source) -> str:
 
 def listing(source: Source) -> Listing:
     """The contents of `source`, in the order of names. Reads no image."""
+    if source.references and (hf.is_dataset(source.path) or shards.is_shards(source.path)):
+        why = f"references = {source.references!r}: they are found for a folder of photos, not for this; leave it out"
+        return Listing([], problems=[f"{printable(source.path)}: {why}"])
     if hf.is_dataset(source.path):
         return hf.listing(source)
     return shards.listing(source) if shards.is_shards(source.path) else folder.listing(source)

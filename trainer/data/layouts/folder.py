@@ -10,6 +10,7 @@ from trainer.data.images.kinds import CAPTIONS, IMAGES, MASK_ENDINGS, TABLES
 from trainer.data.layouts import kohya
 from trainer.data.layouts.beside import NO_IMAGE, Companions, readable, sort_out, why_no_photo
 from trainer.data.layouts.records import JsonCaption
+from trainer.data.layouts.references import References, refuse_differing, within
 from trainer.data.layouts.table import FILE_NAMES, ImageTable, looks_like_one, read_table
 from trainer.data.layouts.walk import Folder, Tree
 from trainer.data.sources import CaptionPlace, FoundPhoto, Listing, Source
@@ -66,6 +67,7 @@ class Reading:
             self._refuse_rows(table)
         self._refuse_idle_columns()
         self._refuse_undecodable()
+        self.problems += refuse_differing(self.found)
         others = ", ".join(f"{count} {printable(suffix)}" for suffix, count in self.other_files.most_common(5))
         if not self.found and not self.problems:
             but = f"; it holds other files: {others}" if others else ""
@@ -79,8 +81,16 @@ class Reading:
         self.left_out.append((os.path.join(self.root, name), why))
 
     def _read_folder(self, folder: str, files: list[str]) -> None:
+        if within(os.path.join(self.root, folder), self.source):
+            for name in files:
+                self._leave_out(folder + name, "a reference")
+            return
         files, table = self._find_table(folder, files)
-        contents, around = sort_out(files), kohya.folder_of(self.root, folder)
+        references = References(self.source, self.tree, folder, files)
+        contents, around = (
+            sort_out(name for name in files if name not in references.beside),
+            kohya.folder_of(self.root, folder),
+        )
         captions = Companions(contents.captions, contents.images, CAPTIONS)
         masks = Companions(contents.masks, contents.images, MASK_ENDINGS)
         rest, unused = contents.rest, contents.unread
@@ -104,13 +114,15 @@ class Reading:
                     image=self.tree.place(name),
                     caption=caption,
                     mask=self.tree.place(folder + mask) if mask else None,
+                    references=references.take(image) if self.source.references else (),
                     repeats=around[1] if around else 1,
                     caption_from="" if origin == NO_CAPTION else origin or table.name,
                 )
             )
         by_name = f'captions = "{self.source.captions}"'
         instead = by_name if self.source.captions != "auto" else f"{printable(table.name)} is used instead" if table else ""
-        rest += captions.rest(unused, instead) + masks.rest(unused)
+        rest += captions.rest(unused, instead) + masks.rest(unused) + references.rest()
+        self.problems += references.problems
         readable_stems = {os.path.splitext(image)[0] for image in contents.images}
         for name in contents.unread:
             stem, suffix = os.path.splitext(name)

@@ -24,6 +24,7 @@ from trainer.objectives import Flow
 TEXT_LENGTH = 512  # tokens of a caption's chat message that are read; Qwen3's tokenizer takes many more
 BASE, DISTILLED = "base", "distilled"
 GUIDANCE = {BASE: 4.0, DISTILLED: 1.0}
+APART = 10  # between the numbers of two images, on the first axis of positions
 SIZES = {3072: "4b", 4096: "9b"}  # by the transformer's width
 
 
@@ -107,24 +108,25 @@ def encode_text(model: Model, encoder: str, tokens: Sequence[torch.Tensor]) -> d
     return {"sequence": sequence.to(model.compute[encoder])}
 
 
-def positions(images: int, height: int, width: int, texts: int, device: torch.device) -> torch.Tensor:
-    """fp32 [images * height * width * texts, 4] from the given counts: (image, row, column, text) of every token."""
-    counts = (torch.arange(count, device=device) for count in (images, height, width, texts))
-    return torch.cartesian_prod(*counts).float()
+def positions(image: int, height: int, width: int, texts: int, device: torch.device) -> torch.Tensor:
+    """fp32 [height * width * texts, 4] of the given counts: (image, row, column, text) of every token of one image."""
+    counts = (torch.arange(count, device=device) for count in (height, width, texts))
+    return torch.cartesian_prod(torch.tensor([image], device=device), *counts).float()
 
 
 def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning: Conditioning, batch: Batch) -> torch.Tensor:
-    """The predicted velocity, noise - latents: [B, 128, h, w]."""
+    """The predicted velocity, noise - latents: [B, 128, h, w]. References follow the noised tokens, as images 10, 20, ..."""
     height, width = noised.shape[-2:]
+    shown = (noised, *batch.references)
     tokens = model.modules["transformer"](
-        hidden_states=noised.flatten(2).transpose(1, 2),
+        hidden_states=torch.cat([each.to(noised).flatten(2).transpose(1, 2) for each in shown], dim=1),
         encoder_hidden_states=conditioning.sequence,
         timestep=time,
-        img_ids=positions(1, height, width, 1, noised.device),
-        txt_ids=positions(1, 1, 1, conditioning.sequence.shape[1], noised.device),
+        img_ids=torch.cat([positions(APART * index, *each.shape[-2:], 1, noised.device) for index, each in enumerate(shown)]),
+        txt_ids=positions(0, 1, 1, conditioning.sequence.shape[1], noised.device),
         return_dict=False,
     )[0]
-    return tokens.transpose(1, 2).unflatten(2, (height, width))
+    return tokens[:, : height * width].transpose(1, 2).unflatten(2, (height, width))
 
 
 def sample(model: Model, request: SampleRequest, conditioning: Conditioning, negative: Conditioning):
@@ -138,7 +140,7 @@ def sample(model: Model, request: SampleRequest, conditioning: Conditioning, neg
         text_encoder=None, tokenizer=None, transformer=model.modules["transformer"], is_distilled=kind == DISTILLED,
     )  # fmt: skip
     embedded = {"prompt_embeds": conditioning.sequence, "negative_prompt_embeds": negative.sequence}
-    return draw(pipeline, request, GUIDANCE[kind], **embedded)
+    return draw(pipeline, request, GUIDANCE[kind], image=list(request.images) or None, **embedded)
 
 
 def check(configs: Mapping[str, Mapping[str, Any]], inputs: int) -> None:
@@ -216,7 +218,8 @@ FAMILY = Family(
     latent_side=16,
     size_multiple=16,
     check=check,
-    reads=(*READS, "data.text_length", "model.allow_distilled", "validation.samples.*.negative"),
+    reads=(*READS, "data.text_length", "model.allow_distilled", "validation.samples.*.negative",
+           "data.sources.*.references", "validation.samples.*.references"),  # fmt: skip
     timesteps=CHOICES,
     distillations=(BASE, DISTILLED),
     distillation=distillation,

@@ -56,7 +56,7 @@ def test_nobody_is_enlarged_by_merging() -> None:
 
 def test_repeats_count() -> None:
     made = examples([photo(0, *SQUARE, repeats=4), photo(1, *WIDE, repeats=2)], step=64, enlarge=False, seed=7)
-    assert short_batches.short(made, batch_size=3) == {(1024, 1024): 1, (1216, 832): 2}
+    assert short_batches.short(made, batch_size=3) == {((1024, 1024),): 1, ((1216, 832),): 2}
     assert short_batches.would_fill(made, batch_size=3) == (2, 3)
     assert short_batches.short(made, batch_size=2) == {}
     assert by_sample(short_batches.merged(made, batch_size=3, enlarge=False)) == [(1024, 1024)] * 2

@@ -1,0 +1,35 @@
+"""Samples that are asked for: their sizes, and the pictures that belong to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from PIL import Image
+
+from trainer.base.errors import UserError
+from trainer.plan.samples import check_sizes, references
+
+
+@pytest.mark.parametrize(
+    ("size", "said"), [((1024, 768), ""), ((1024, 764), "use 1024x768"), ((1001, 1020), "use 1000x1024"), ((3, 8), "use 8x8")]
+)
+def test_a_size_that_the_model_does_not_draw_is_refused_with_the_nearest(size: tuple[int, int], said: str) -> None:
+    requests = [SimpleNamespace(width=64, height=64), SimpleNamespace(width=size[0], height=size[1])]
+    if not said:
+        check_sizes(requests, 8)
+        return
+    with pytest.raises(UserError, match=f"validation sample 1: {size[0]}x{size[1]} is not a multiple of 8; {said}"):
+        check_sizes(requests, 8)
+
+
+def test_what_no_pipeline_takes_as_a_reference_is_refused_by_its_key(tmp_path: Path) -> None:
+    good, narrow, broken = (str(tmp_path / name) for name in ("good.png", "narrow.png", "broken.png"))
+    Image.new("RGB", (64, 80)).save(good)
+    Image.new("RGB", (640, 64)).save(narrow)
+    Path(broken).write_bytes(b"x")
+    assert [image.size for image in references([good, good], "key")] == [(64, 80)] * 2
+    for path, said in ((narrow, "640 x 64 pixels; a reference has"), (broken, "give an image file"), ("gone.png", "No such")):
+        with pytest.raises(UserError, match=rf"key\[1\] = .*{said}"):
+            references([good, path], "key")

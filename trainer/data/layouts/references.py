@@ -1,0 +1,110 @@
+"""Reference images: those that the model is shown beside each photo, found by the photo's name."""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from trainer.base.console import printable
+from trainer.data.images.kinds import IMAGES
+from trainer.data.layouts.walk import Tree
+from trainer.data.sources import File, FoundPhoto, Place, Source
+
+BESIDE = "files"  # in place of a folder: beside the photos
+_NUMBERED = re.compile(r"(.+)\.ref([1-9]\d*)?", re.DOTALL | re.IGNORECASE)
+
+
+class References:
+    """Finds the references of the photos of one folder: NAME.ref.png, NAME.ref2.png, ... beside them, or in a folder of
+    their own, where the first may have the photo's own name."""
+
+    def __init__(self, source: Source, tree: Tree, folder: str, files: Sequence[str]) -> None:
+        """folder: within the source, with a slash at its end. files: in it."""
+        asked, self.problems = source.references, []
+        beside = asked == BESIDE
+        self.root = None if beside or asked is None else asked
+        self._tree, self._folder, self._taken = tree, folder, set[str]()
+        self._by_name: dict[str, dict[int, list[str]]] = {}
+        if asked is not None:
+            for name in files if beside else self._listed():
+                self._sort_in(name, plain=not beside)
+
+    def _listed(self) -> list[str]:
+        assert self.root is not None
+        path = os.path.join(self.root, self._folder)
+        try:
+            return sorted(os.listdir(path))
+        except FileNotFoundError:
+            return []  # each photo says that it has none
+        except OSError as error:
+            self.problems.append(f"{printable(path)}: {error.strerror}")
+            return []
+
+    def _sort_in(self, name: str, *, plain: bool) -> None:
+        """plain: whether a name without a number is that of a first one."""
+        stem, suffix = os.path.splitext(name)
+        if suffix.lower() not in IMAGES or name.startswith("."):
+            return
+        numbered = _NUMBERED.fullmatch(stem)
+        if numbered is None and not plain:
+            return
+        own, number = (stem, 1) if numbered is None else (numbered[1], int(numbered[2] or 1))
+        self._by_name.setdefault(own.casefold(), {}).setdefault(number, []).append(name)
+
+    @property
+    def beside(self) -> set[str]:
+        """The files of the photos' own folder that are references."""
+        return (
+            set() if self.root else {name for found in self._by_name.values() for names in found.values() for name in names}
+        )
+
+    def take(self, image: str) -> tuple[Place, ...]:
+        """Those of a photo, in order. image: its name in the folder. What is missing or doubled is a problem."""
+        stem = os.path.splitext(image)[0]
+        found = self._by_name.get(stem.casefold(), {})
+        self._taken.add(stem.casefold())
+        shown = printable(str(self._tree.place(self._folder + image)))
+        if not found:
+            where = f"{printable(stem)}.* in {printable(os.path.join(self.root, self._folder))}" if self.root else (
+                f"{printable(stem)}.ref.png beside it"
+            )  # fmt: skip
+            self.problems.append(f"{shown}: no reference image for it ({where})")
+        elif sorted(found) != list(range(1, len(found) + 1)):
+            missing = next(number for number in range(1, max(found)) if number not in found)
+            self.problems.append(f"{shown}: it has reference {max(found)}, and reference {missing} is missing")
+        for number, names in found.items():
+            if len(names) > 1:
+                self.problems.append(f"{shown}: {', '.join(map(printable, names))} are all its reference {number}; keep one")
+        return tuple(self._place(found[number][0]) for number in sorted(found))
+
+    def _place(self, name: str) -> Place:
+        return File(self.root, self._folder + name) if self.root else self._tree.place(self._folder + name)
+
+    def rest(self) -> list[tuple[str, str]]:
+        """(name, reason) of references beside the photos that no photo has."""
+        if self.root:
+            return []
+        left = (names for stem, found in self._by_name.items() if stem not in self._taken for names in found.values())
+        return [(name, "no image has its name") for names in left for name in names]
+
+
+def within(folder: str, source: Source) -> bool:
+    """Whether a folder of the source is that of its references."""
+    if source.references in (None, BESIDE):
+        return False
+    return (os.path.abspath(folder) + os.sep).startswith(os.path.abspath(source.references) + os.sep)
+
+
+def refuse_differing(found: Iterable[FoundPhoto]) -> list[str]:
+    """A problem for each photo with another count of references than most of its source: batches have one layout."""
+    photos = [photo for photo in found if photo.references]
+    counts = Counter(len(photo.references) for photo in photos)
+    if len(counts) < 2:
+        return []
+    (usual, _), *_ = counts.most_common(1)
+    return [
+        f"{photo.image}: {len(photo.references)} reference{'s' * (len(photo.references) > 1)}, and most photos of its source "
+        f"have {usual}; give all the same number, or make two sources of them"
+        for photo in photos
+        if len(photo.references) != usual
+    ]
