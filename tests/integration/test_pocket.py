@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pocket import card, data, draw, flux, icons, make, sdxl, training, vae
+from pocket import card, data, draw, flux, flux2, icons, make, sdxl, training, vae
 from trainer.cli import main as cli
 from trainer.models import FAMILIES
 
@@ -137,7 +137,12 @@ def coloured(style: int, subject: int) -> list[int]:
 
 
 class Eyes(torch.nn.Module):
-    """An autoencoder whose latents are the picture's own colours."""
+    """An autoencoder whose latents are the picture's own colours, with the statistics that FLUX.2's has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = torch.nn.BatchNorm2d(4 * 3)
+        self.config = SimpleNamespace(batch_norm_eps=1e-4)
 
     def encode(self, values: torch.Tensor) -> SimpleNamespace:
         return SimpleNamespace(latent_dist=SimpleNamespace(mean=values[..., :8, :8]))
@@ -154,10 +159,12 @@ def test_trainings_get_no_picture_that_is_held_out(tmp_path: Path, monkeypatch: 
         rendered[style] = whole.expand(-1, -1, icons.SIZE, icons.SIZE).contiguous()
     save_file(rendered, tmp_path / "icons.safetensors")
     got: dict[str, object] = {}
-    for name, module, function in (("vae", vae, "train"), ("sdxl", sdxl, "train"), ("flux", flux, "train")):
-        monkeypatch.setattr(module, function, lambda shown, *_, name=name, **__: got.update({name: shown}))
+    eyes = Eyes()
+    for name, module in (("vae", vae), ("sdxl", sdxl), ("flux", flux), ("flux2", flux2)):
+        monkeypatch.setattr(module, "train", lambda shown, *_, name=name, **__: got.update({name: shown}))
+    monkeypatch.setattr(flux2, "autoencoder", lambda: eyes)
     monkeypatch.setattr(flux, "distil", lambda shown, *_, **__: got.update({"flux-guided": shown}))
-    monkeypatch.setattr(make, "autoencoder", lambda asked: Eyes())
+    monkeypatch.setattr(make, "autoencoder", lambda asked: eyes)
     assert make.main(["--work", str(tmp_path), *TRAININGS]) == 0
     allowed = {
         (style, name) for style in icons.TRAINED_STYLES for name in icons.SUBJECTS if name not in icons.left_out(style)
@@ -172,8 +179,12 @@ def test_trainings_get_no_picture_that_is_held_out(tmp_path: Path, monkeypatch: 
     scale, shift = make.latent_factors(SimpleNamespace(work=tmp_path, seed=0))
     for part in TRAININGS[1:]:
         shown: data.Examples = got[part]
-        moved = 0.0 if part == "sdxl" else shift
-        colours = ((shown.latents[:, :, 0, 0] / scale + moved) + 1) * 127.5
+        if part == "flux2":  # whose latents are patches, normalised by statistics
+            deviation = torch.sqrt(eyes.bn.running_var + 1e-4)
+            values = (shown.latents[:, :, 0, 0] * deviation + eyes.bn.running_mean)[:, ::4]
+        else:
+            values = shown.latents[:, :, 0, 0] / scale + (0.0 if part == "sdxl" else shift)
+        colours = (values + 1) * 127.5
         seen = [whose(colour) for colour in colours]
         assert set(seen) == allowed and len(seen) == len(allowed)
         assert shown.captions == [icons.caption(name, style) for style, name in seen]
