@@ -93,7 +93,12 @@ FLUX = (
     Cell("flux", "stored-bf16", storage="bf16"),
     Cell("flux", "stored-nf4", storage="nf4"),
 )
-CELLS = (*SDXL, *FLUX)
+FLUX2 = (
+    Cell("flux2", "default", draws=True),
+    Cell("flux2", "lora", LORA),
+    Cell("flux2", "logit-normal", {"objective__timesteps": "logit_normal"}),
+)
+CELLS = (*SDXL, *FLUX, *FLUX2)
 
 
 def config(

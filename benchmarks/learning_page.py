@@ -158,6 +158,22 @@ def peft(results: Results) -> str:
     return table(titles, rows)
 
 
+def times(results: Results) -> str:
+    """FLUX.2's default distribution of times beside the other: when each reaches the worse one's mean last loss."""
+    named = {"uniform": "flux2/default", "logit-normal, shifted by the resolution": "flux2/logit-normal"}
+    if not set(named.values()) <= results.keys():
+        return ""
+    goal = max(mean(run["curve"][-1][2] for run in results[path]) for path in named.values())
+    rows = []
+    for name, path in named.items():
+        by_step = [[(step, step, loss) for step, _, loss in run["curve"]] for run in results[path]]
+        reached = [seconds_to(curve, goal) for curve in by_step]
+        steps = [step for step in reached if step is not None]
+        late = f" ({len(steps)} of {len(reached)} seeds)" if len(steps) < len(reached) else ""
+        rows.append([name, band(falls(results[path])), (band(steps, "{:.0f}".format) if steps else "never") + late])
+    return table(["times", "held-out loss falls by", f"steps to a held-out loss of {goal:.3f}"], rows)
+
+
 # --- plots ------------------------------------------------------------------------------------------------------------
 
 
@@ -235,6 +251,8 @@ def write(results: Results, docs: Path) -> Path:
         exams=EXAMS,
         factors_sdxl=factors(results, "sdxl"),
         factors_flux=factors(results, "flux"),
+        factors_flux2=factors(results, "flux2"),
+        times=times(results),
         nf4=f" nf4 stores {share(nf4[0]['quantised'])} of the weights." if (nf4 := results.get("flux/stored-nf4")) else "",
         ranks=picture("learning/ranks", "held-out loss over steps, by rank") if "ranks" in made else "",
         kept_share=f"{KEPT:.0%}",

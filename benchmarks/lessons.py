@@ -30,6 +30,8 @@ from trainer.base.types import Occurrence  # noqa: E402
 from trainer.data.batches import sampler  # noqa: E402
 from trainer.engine.encoding import prompt_conditioning  # noqa: E402
 from trainer.models.base import SampleRequest  # noqa: E402
+from trainer.plan.requirements import family_options  # noqa: E402
+from trainer.plan.run_plan import find_objective  # noqa: E402
 from trainer.run.run import Run  # noqa: E402
 
 ICONS = ROOT / "examples" / "icons"
@@ -91,8 +93,9 @@ class Examiner:
         self.run = run
         self.predict = predict or (lambda *inputs: run.family.predict(run.model, *inputs))
         self.used = list(run.state.weights_for_use().values())[-1]  # the average, where there is one
-        # The plain loss, whatever the run weighs.
-        self.objective = run.plan.model.objective.plain()
+        # The plain loss at the demo's times, whatever the run weighs and draws.
+        demo = configs.load(f"pocket_{run.family.name}.toml", [])
+        self.objective = find_objective(run.plan.model.source, family_options(demo, run.family)).plain()
 
     def samples(self, source: int) -> list[str]:
         """The photos of a source, by its place in the config."""

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from pocket import card, data, examples, flux, flux2, folder, icons, sdxl, training, vae
 from trainer.base.errors import UserError
 
-STEPS = {"vae": 6_500, "sdxl": 12_000, "flux": 8_000, "flux-guided": 2_000, "flux2": 12_000}
+STEPS = {"vae": 6_500, "sdxl": 12_000, "flux": 8_000, "flux-guided": 2_000, "flux2": 9_000}
 
 
 def main(arguments: list[str] | None = None) -> int:

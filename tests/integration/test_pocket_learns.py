@@ -15,10 +15,10 @@ import torch
 from PIL import Image
 
 from benchmarks import learning, learning_page
-from pocket import card, data, draw, flux, icons
+from pocket import card, data, draw, flux, flux2, icons
 from tests.harness import ROOT
 
-FAMILIES = ("sdxl", "flux")
+FAMILIES = ("sdxl", "flux", "flux2")
 DEMO = {family: next(cell for cell in learning.CELLS if cell.path == f"{family}/default") for family in FAMILIES}
 
 
@@ -55,7 +55,7 @@ def test_what_it_is_asked_for_was_not_trained_on(family: str) -> None:
         truth = ROOT / sample.truth
         assert truth.is_file() and truth.name not in lessons
         assert sample.prompt == truth.with_suffix(".txt").read_text().strip()
-    assert demo.data.text_length == {"sdxl": None, "flux": flux.T5_LENGTH}[family]
+    assert demo.data.text_length == {"sdxl": None, "flux": flux.T5_LENGTH, "flux2": flux2.TEXT_LENGTH}[family]
 
 
 @pytest.mark.proof
@@ -88,7 +88,7 @@ def test_the_demo_teaches_a_style_and_keeps_the_subjects(family: str, tmp_path: 
     result = learning.measure(DEMO[family], 0, tmp_path / "cache", known=())
     (fall,) = learning_page.falls([result])
     show(capsys, f"{family}: held-out loss of the unseen style: falls by {fall:.1%} ({result['seconds']:.0f} s of training)")
-    assert fall >= 0.25
+    assert fall >= {"sdxl": 0.25, "flux": 0.25, "flux2": 0.5}[family]
     for space in ("pixels", "features"):
         nearer, own = learning_page.nearer(result, space), learning_page.own(result, space)
         show(capsys, f"{space}: {nearer} of 60 icons are nearer to the truth than before, {own} nearer to their own")
@@ -172,7 +172,8 @@ def test_the_pocket_models_draw_what_they_are_told(family: str, count: int, caps
         left, top = (number % card.COLUMNS) * 2 * size + size, number // card.COLUMNS * size
         pixels = draw.pixels(sheet.crop((left, top, left + size, top + size)))
         truth.append(pixels)
-    scale, shift = pipeline.vae.config.scaling_factor, pipeline.vae.config.shift_factor or 0.0
+    config = pipeline.vae.config  # FLUX.2's latents have statistics in place of these
+    scale, shift = config.get("scaling_factor", 1.0), config.get("shift_factor") or 0.0
     figures = card.figures(images, torch.stack(truth), lambda values: (data.encode(pipeline.vae, values) - shift) * scale)
     show(capsys, f"pocket {family}: {figures}")
     assert len(chosen) == count and card.SHOWN == 100
