@@ -43,7 +43,7 @@ def planned(family: str, storage: str, adapter: str, recomputed: bool, resident:
             forecaster = Forecaster(plan, kernels.planned("auto"))
             list(forecaster.captions(stay=False)), forecaster.photos(512, 512)
             forecaster.prepare()
-            stages = {at: forecaster.step(at[0], *at) for at in product(SIZES, BATCHES)}
+            stages = {at: forecaster.step(((at[0], at[0]),), at[1]) for at in product(SIZES, BATCHES)}
     return {at: stage.peak - stage.loaded.get(plan.model.family.vae, 0) for at, stage in stages.items()}
 
 

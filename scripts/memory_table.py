@@ -104,7 +104,7 @@ def needed(model: Model, folder: Path, sides: tuple[int, ...] = RESOLUTIONS) -> 
         photos = {side: forecaster.photos(side, side) for side, _ in cells}
         forecaster.prepare()
         samples = {side: forecaster.sample(replace(request, width=side, height=side)) for side, _ in cells}
-        steps = {(side, count): forecaster.step(side, side, count) for side, count in cells}
+        steps = {(side, count): forecaster.step(((side, side),), count) for side, count in cells}
     return {
         (side, count): Forecast((*captions, photos[side], step, samples[side]), 0, 0).total
         for (side, count), step in steps.items()

@@ -180,7 +180,7 @@ def _plain(key: str) -> str:
 
 
 def _read_by(key: str) -> str:
-    generic = key.replace("validation.samples.", "validation.samples.*.")
+    generic = key.replace("validation.samples.", "validation.samples.*.").replace("data.sources.", "data.sources.*.")
     if generic not in FAMILY_KEYS:
         return "all"
     return ", ".join(f"`{name}`" for name, family in FAMILIES.items() if generic in family.reads)

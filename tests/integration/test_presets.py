@@ -41,7 +41,7 @@ def test_a_preset_fits_its_card_with_5_percent_to_spare(tmp_path, monkeypatch, p
     with without_values():
         forecaster = Forecaster(plan, kernels.planned("auto"))
         found = forecaster.forecast()
-        smaller = [forecaster.step(side, side, count) for side in SMALLER]  # beside all that samples left loaded
+        smaller = [forecaster.step(((side, side),), count) for side in SMALLER]  # beside all that samples left loaded
     memory = int(card) * 2**30
     assert any(phase.name.startswith(SAMPLES) for phase in found.phases)
     (step,) = [phase for phase in found.phases if phase.name == f"{STEP} 1024x1024, batch {count}"]
@@ -89,7 +89,7 @@ def test_a_step_over_a_streamed_base(tmp_path, family: str, most: float) -> None
             forecaster = Forecaster(each, kernels.planned("auto"))
             list(forecaster.captions(stay=False)), forecaster.photos(512, 512)
             forecaster.prepare()
-            stage, streaming = forecaster.step(1024, 1024, 1), forecaster.streaming()
+            stage, streaming = forecaster.step(((1024, 1024),), 1), forecaster.streaming()
         peaks[name] = stage.peak
     assert streaming is not None and streaming.resident == 20
     assert peaks["streamed"] <= most * 2**30, f"{peaks['streamed'] / 2**30:.2f} GiB"

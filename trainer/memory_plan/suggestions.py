@@ -113,7 +113,8 @@ def _ladder(plan: RunPlan, kernels: Kernels, found: Forecast) -> Iterator[_Rung]
         )
     yield from _smaller(plan, family.denoiser, "the frozen weights are rounded, see docs/precision.md: another run")
     largest = plan.data.resolution
-    if largest > 512:
+    # References keep their sizes: with them the share that a smaller photo saves is another.
+    if largest > 512 and not any(example.references for example in plan.data.examples):
         # The VAE takes a large photo in tiles: what it needs is that of one.
         encoded = max(
             min(prod(example.bucket), (tiles.side(*example.bucket) or 2**31) ** 2) for example in plan.data.examples

@@ -111,7 +111,7 @@ def encode_text(model: Model, encoder: str, tokens: Sequence[torch.Tensor]) -> d
 def positions(image: int, height: int, width: int, texts: int, device: torch.device) -> torch.Tensor:
     """fp32 [height * width * texts, 4] of the given counts: (image, row, column, text) of every token of one image."""
     counts = (torch.arange(count, device=device) for count in (height, width, texts))
-    return torch.cartesian_prod(torch.tensor([image], device=device), *counts).float()
+    return torch.cartesian_prod(torch.full((1,), image, device=device), *counts).float()
 
 
 def predict(model: Model, noised: torch.Tensor, time: torch.Tensor, conditioning: Conditioning, batch: Batch) -> torch.Tensor:
