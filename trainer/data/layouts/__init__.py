@@ -2,6 +2,7 @@
 
 from trainer.base.console import printable
 from trainer.data.layouts import folder, hf, shards
+from trainer.data.layouts.references import misplaced
 from trainer.data.sources import Listing, Source
 
 
@@ -17,6 +18,8 @@ def listing(source: Source) -> Listing:
     if source.references and (hf.is_dataset(source.path) or shards.is_shards(source.path)):
         why = f"references = {source.references!r}: they are found for a folder of photos, not for this; leave it out"
         return Listing([], problems=[f"{printable(source.path)}: {why}"])
+    if why := misplaced(source):
+        return Listing([], problems=[why])
     if hf.is_dataset(source.path):
         return hf.listing(source)
     return shards.listing(source) if shards.is_shards(source.path) else folder.listing(source)

@@ -89,10 +89,22 @@ class References:
 
 
 def within(folder: str, source: Source) -> bool:
-    """Whether a folder of the source is that of its references."""
+    """Whether a folder is that of the source's references, or lies in it."""
     if source.references in (None, BESIDE):
         return False
-    return (os.path.abspath(folder) + os.sep).startswith(os.path.abspath(source.references) + os.sep)
+    return os.path.join(os.path.realpath(folder), "").startswith(os.path.join(os.path.realpath(source.references), ""))
+
+
+def misplaced(source: Source) -> str:
+    """Why the folder of the references cannot be that; "" where it can."""
+    if source.references in (None, BESIDE):
+        return ""
+    given = f"{printable(source.path)}: references = {source.references!r}"
+    if not os.path.isdir(source.references):
+        return f"{given}: no such folder; 'files' takes NAME.ref.png beside each photo"
+    if within(source.path, source):
+        return f"{given} holds the photos themselves; give a folder of references alone, or 'files'"
+    return ""
 
 
 def refuse_differing(found: Iterable[FoundPhoto]) -> list[str]:

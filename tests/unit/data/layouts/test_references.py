@@ -103,8 +103,19 @@ def test_a_damaged_one_is_named_with_its_photo(tmp_path: Path) -> None:
     assert narrow.startswith(f"{tmp_path}/b.ref.png: 640 x 64 pixels; a reference has sides of at least 64 pixels")
     with pytest.raises(UserError, match="2 problems"):
         scan([source(tmp_path)])
-    missing = problems(tmp_path, str(tmp_path / "nowhere"))
-    assert missing.count("no reference image for it") == 4, "where there is no folder, b.ref.png is a photo, too"
+
+
+def test_a_folder_that_cannot_be_that_of_references_is_named_once(tmp_path: Path) -> None:
+    """Whatever the number of photos. A link to a folder within the source is that folder."""
+    for name in ("set/after/a.png", "set/after/b.png", "set/after/before/a.png", "set/after/before/b.png"):
+        save(tmp_path / name)
+    after = tmp_path / "set" / "after"
+    gone = problems(after, str(tmp_path / "gone"))
+    assert gone == f"{after}: references = '{tmp_path}/gone': no such folder; 'files' takes NAME.ref.png beside each photo"
+    for above in (tmp_path / "set", after):
+        assert problems(after, str(above)).startswith(f"{after}: references = '{above}' holds the photos themselves; give")
+    (tmp_path / "link").symlink_to(after)
+    assert shown(tmp_path / "link", str(after / "before")) == {"0/a.png": ["a.png"], "0/b.png": ["b.png"]}
 
 
 @pytest.fixture
