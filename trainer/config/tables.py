@@ -256,9 +256,9 @@ class SampleTable(Table):
     """How closely the image follows the prompt. Left out: 5.0 for SDXL, 3.5 for Flux."""
     strength: Share = 1.0
     """The adapter's strength."""
-    references: Strings = ()
+    references: Annotated[tuple[PathText, ...], Field(strict=False)] = ()
     """The images that the model is shown, as files."""
-    truth: str | None = None
+    truth: PathText | None = None
     """A picture that the sample ought to look like. It stands beside it in the report."""
 
 

@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from trainer.base.errors import UserError
+from trainer.config import SampleTable
 from trainer.plan.samples import check_sizes, references
 
 
@@ -33,3 +34,9 @@ def test_what_no_pipeline_takes_as_a_reference_is_refused_by_its_key(tmp_path: P
     for path, said in ((narrow, "640 x 64 pixels; a reference has"), (broken, "give an image file"), ("gone.png", "No such")):
         with pytest.raises(UserError, match=rf"key\[1\] = .*{said}"):
             references([good, path], "key")
+
+
+def test_a_sample_finds_its_pictures_in_the_home_folder(monkeypatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    sample = SampleTable(prompt="a", references=("~/a.png",), truth="~/b.png")
+    assert (sample.references, sample.truth) == (("/home/someone/a.png",), "/home/someone/b.png")
