@@ -6,6 +6,7 @@ unit/models/test_flux2.py.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,17 @@ from PIL import Image
 from scripts import make_model
 from tests.harness import Workbench, built, metrics_of
 from trainer import config as configs
+from trainer.artifacts import model_card
 from trainer.artifacts.sampling import by_request
 from trainer.base.run_layout import Layout
 from trainer.cli import main as cli
 from trainer.engine.step import draw_time_and_noise
 from trainer.kernels import dora_torch
-from trainer.memory_plan.estimate import STEP, forecast
+from trainer.memory_plan import suggestions
+from trainer.memory_plan.estimate import STEP, Forecast, forecast
 from trainer.plan.run_plan import make_plan, open_source, resolve
+from trainer.report.compared import compare
+from trainer.report.watch_server import Runs
 
 NAMES = ("a", "b", "c", "d")
 
@@ -99,7 +104,7 @@ def test_the_loss_is_that_of_the_librarys_script(bench: Workbench, photos: Path,
 
 
 def test_a_run_goes_on_in_the_same_bytes_and_its_report_shows_what_the_model_was_shown(
-    bench: Workbench, photos: Path, capsys
+    bench: Workbench, photos: Path, capsys, monkeypatch
 ) -> None:
     second_references(photos)
     sample = {"prompt": "make it a", "steps": 1, "references": [str(photos / f"a.ref{n}.png") for n in ("", "2")]}
@@ -134,6 +139,38 @@ def test_a_run_goes_on_in_the_same_bytes_and_its_report_shows_what_the_model_was
     page = layout.report.read_text()
     order = [page.index(f"{name}</figcaption>") for name in ("reference 1", "reference 2", "before training", "the truth")]
     assert order == sorted(order)
+    # The card's code draws with them, from the card's own folder.
+    (code,) = re.findall(r"```python\n(.*?)```", layout.card.read_text(), re.DOTALL)
+    assert 'image=[load_image("images/00-01.png"), load_image("images/00-02.png")]' in code
+    monkeypatch.chdir(layout.adapters)
+    exec(code.replace(model_card.PLACEHOLDER, str(bench.models / "flux2")).replace('"cuda"', '"cpu"'), {})
+    assert Image.open("drawn.png").size == (64, 64)
+    said = compare(Runs([layout.root, bench.tmp / "parts"]).seen()[0], {})
+    assert said.count("shown to the model</figcaption>") == 2, "once for both runs"
+
+
+def test_captions_as_prompts_show_the_photos_references_and_their_truth(bench: Workbench, photos: Path) -> None:
+    """At the size at which the photo is trained, whatever that of the samples is."""
+    second_references(photos)
+    config = configs.parse(tree(bench, photos, validation__every_steps=1, validation__prompts="captions"))
+    source = open_source(config)
+    plan = make_plan(resolve(config, source), source, processes=1)
+    for request, truth, name in zip(plan.data.requests, plan.truths, "ac", strict=True):
+        files = [photos / f"{name}.ref{number}.png" for number in ("", "2")]
+        assert (request.prompt, request.references) == (f"make it {name}", tuple(map(str, files)))
+        assert [image.tobytes() for image in request.images] == [Image.open(file).tobytes() for file in files]
+        assert (
+            truth.tobytes() == Image.open(photos / f"{name}.png").tobytes() and (request.width, request.height) == truth.size
+        )
+
+
+def test_latents_of_a_reference_that_are_not_finite_are_named_as_latents(bench: Workbench, photos: Path) -> None:
+    with built(configs.parse(tree(bench, photos)), resume_from=None) as run:
+        (occurrences,) = next(run.updates())
+        batch = run.reader[occurrences]
+        batch.references[0][1, 0, 0, 0] = float("nan")
+        assert batch.describe().startswith("2 photo(s) of 64x64 with references of 5x4 latents (0/")
+        assert run.step.run(1, [batch], occurrences).refused == f"the latents of {occurrences[1].sample} are not finite"
 
 
 def test_a_plan_counts_what_is_shown(bench: Workbench, photos: Path) -> None:
@@ -159,3 +196,22 @@ def test_a_plan_counts_what_is_shown(bench: Workbench, photos: Path) -> None:
     assert step(large).name == f"{STEP} 96x96, batch 2"
     saved = [step(each).parts["saved"] for each in (alone, one, large)]
     assert saved[0] < 0.98 * saved[1] and saved[1] == pytest.approx(saved[2], rel=1e-3)
+
+
+def test_advice_counts_the_photos_share_of_the_tokens_alone(bench: Workbench, photos: Path) -> None:
+    """References keep their sizes at a smaller resolution."""
+    for name in NAMES:
+        save(photos / f"{name}.ref.png", (640, 640), 1)
+
+    def saved(found: Forecast) -> int:
+        (phase,) = [phase for phase in found.phases if phase.name.startswith(STEP)]
+        return phase.parts["saved"]
+
+    plans = []
+    for resolution in (1024, 512):
+        config = configs.parse(tree(bench, photos, data__resolution=resolution, data__enlarge=True))
+        source = open_source(config)
+        plans.append(make_plan(resolve(config, source), source, processes=1))
+    large, small = (forecast(plan, dora_torch) for plan in plans)
+    (rung,) = [each for each in suggestions._ladder(plans[0], dora_torch, large) if each.what == "data.resolution = 512"]
+    assert saved(rung.change(large)) == pytest.approx(saved(small), rel=0.1) and saved(small) > 0.4 * saved(large)

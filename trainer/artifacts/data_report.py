@@ -7,12 +7,15 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
+from PIL import Image
+
 from trainer.base.console import printable
 from trainer.base.progress import QUIET, Phases
 from trainer.data import buckets
 from trainer.data.batches import sampler, short_batches
 from trainer.data.captions import captions
 from trainer.data.examples import Example
+from trainer.data.images import views
 from trainer.data.images.decode import decode
 from trainer.data.images.views import View
 from trainer.data.scan import strict_problem
@@ -180,14 +183,13 @@ def _share(sizes: Sequence[int]) -> int:
 
 
 def _picture(example: Example, *, limits: Mapping[str, captions.Tokens]) -> dict[str, Any]:
-    """A picture for report/page.py: a small JPEG (None if the photo can no longer be read) and the lines below it."""
+    """A picture for report/page.py: a small JPEG (None if the photo can no longer be read), references before the photo,
+    and the lines below it."""
     photo, jpeg = example.photo, None
     try:
-        image = decode(photo.image.read(), background=photo.source.background).image
-        fitted = View().show(image, example)
-        fitted.thumbnail((PICTURE_PX, PICTURE_PX))
+        shown = [_small(*each) for each in (*views.beside(example, View()), (example, View()))]
         buffer = io.BytesIO()
-        fitted.save(buffer, "JPEG", quality=JPEG_QUALITY)
+        _in_a_row(shown).save(buffer, "JPEG", quality=JPEG_QUALITY)
         jpeg = buffer.getvalue()
     except (OSError, ValueError):
         pass  # it could be read when the run began; the page says that it is gone
@@ -199,10 +201,25 @@ def _picture(example: Example, *, limits: Mapping[str, captions.Tokens]) -> dict
     if len(variants) > VARIANTS:
         lines.append(f"and {len(variants) - VARIANTS} more variants")
     moved = ", the bucket of others (data.short_batches)" if example.merged else ""
-    about = f"{_pixels(photo)}, scaled and cropped to {_by(example.bucket)}{moved}"
+    about = f"{_pixels(photo)}, scaled and cropped to {buckets.named(example.layout)}{moved}"
     origin = f"caption from {photo.caption_from}" if photo.caption_from else "no caption was found"
     details = [about, origin, *photo.notes]
     return {"jpeg": jpeg, "title": printable(example.sample), "lines": lines, "details": details}
+
+
+def _small(example: Example, view: View) -> Image.Image:
+    shown = view.show(decode(example.photo.image.read(), background=example.photo.source.background).image, example)
+    shown.thumbnail((PICTURE_PX, PICTURE_PX))
+    return shown
+
+
+def _in_a_row(images: Sequence[Image.Image]) -> Image.Image:
+    row = Image.new("RGB", (sum(each.width for each in images), max(each.height for each in images)), "white")
+    left = 0
+    for each in images:
+        row.paste(each, (left, 0))
+        left += each.width
+    return row
 
 
 def _pixels(photo: Photo) -> str:

@@ -101,7 +101,8 @@ def draw(
     if drawing.negative and "validation.samples.*.negative" not in source.family.reads:
         raise UserError(f"--negative {drawing.negative!r}: {source.family.name} has no negative prompt; leave it out")
     if drawing.references and "validation.samples.*.references" not in source.family.reads:
-        raise UserError(f"--references: {source.family.name} is shown no images; leave it out")
+        shown = " ".join(drawing.references)
+        raise UserError(f"--references {shown}: {source.family.name} is shown no images; leave it out")
     requests = drawing.requests(config, adapters)
     check_sizes(requests, source.family.size_multiple)
     model = NamedModel(source.family, config.model.path, source.config, source)

@@ -7,20 +7,23 @@ left, and nothing of it from the clock.
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from trainer.adapters.export import About, not_loaded_by_diffusers
 from trainer.base.files import FileGroup
-from trainer.base.pictures import asked_of, at_full_strength, is_sound, pngs
+from trainer.base.pictures import asked_of, at_full_strength, is_sound, png, pngs
 from trainer.base.run_layout import AVERAGE, Layout
 from trainer.base.templates import environment
+from trainer.data.buckets import reference_bucket, show_reference
 from trainer.plan.run_plan import RunPlan
 
 TEMPLATES = Path(__file__).parent / "templates"
 PLACEHOLDER = "BASE_MODEL"
-PICTURE = re.compile(rf"\d+({AVERAGE})?\.png")  # of a run
+PICTURE = re.compile(rf"\d+({AVERAGE}|-\d+)?\.png")  # of a run: a sample, or what the model is shown for it
 
 
 def write_card(plan: RunPlan, about: About, layout: Layout, written: Mapping[str, Path], files: FileGroup) -> str:
@@ -33,8 +36,11 @@ def write_card(plan: RunPlan, about: About, layout: Layout, written: Mapping[str
     samples = [file for file in pngs(layout.samples_of(about.step)) if is_sound(file)]
     for file in samples:
         files.write(layout.card_images / file.name, [file.read_bytes()])
+    shown = dict(_references(plan))
+    for name, image in shown.items():
+        files.write(layout.card_images / name, [png(image)])
     for old in layout.card_images.glob("*.png"):
-        if PICTURE.fullmatch(old.name) and old.name not in {file.name for file in samples}:
+        if PICTURE.fullmatch(old.name) and old.name not in {*shown, *(file.name for file in samples)}:
             files.remove(old)
     said = text(plan, about, {form: path.relative_to(layout.adapters).as_posix() for form, path in written.items()}, samples)
     files.write(layout.card, [f"{said}{_seal(said)}".encode()])
@@ -118,7 +124,7 @@ def _number(asked: Mapping[str, Any], key: str) -> str:
 
 def _arguments(plan: RunPlan, about: About) -> list[str]:
     """What a pipeline takes to draw the first sample at full strength, in Python."""
-    request = next((request for request in plan.data.requests if request.strength == 1), None)
+    index, request = next(((at, one) for at, one in enumerate(plan.data.requests) if one.strength == 1), (0, None))
     named = "" if plan.model.family.negative_text else "prompt="  # its first argument is a picture
     if request is None:
         return [named + repr(about.trigger_phrase or "a photo")]
@@ -126,7 +132,9 @@ def _arguments(plan: RunPlan, about: About) -> list[str]:
     negative = f"negative_prompt={request.negative!r}"
     if not plan.model.family.negative_text:
         negative = f"negative_prompt_embeds=pipe.encode_prompt({request.negative!r})[0]"
+    shown = ", ".join(f'load_image("images/{_shown(index, number)}")' for number, _ in enumerate(request.images))
     return [
+        *([f"image=[{shown}]"] if shown else []),
         named + repr(request.prompt),
         negative,
         f"width={request.width}",
@@ -135,6 +143,17 @@ def _arguments(plan: RunPlan, about: About) -> list[str]:
         *([] if request.guidance is None else [f"guidance_scale={request.guidance}"]),
         f'generator=torch.Generator("cpu").manual_seed({request.seed})',
     ]
+
+
+def _references(plan: RunPlan) -> Iterator[tuple[str, Image.Image]]:
+    """(name in the card's folder, picture) of what the model is shown for the samples, no larger than it takes them."""
+    for index, request in enumerate(plan.data.requests):
+        for number, image in enumerate(request.images):
+            yield _shown(index, number), show_reference(image, reference_bucket(*image.size, step=1))
+
+
+def _shown(index: int, number: int) -> str:
+    return f"{index:02d}-{number + 1:02d}.png"
 
 
 def _trained(plan: RunPlan, about: About) -> dict[str, Any]:

@@ -34,6 +34,13 @@ def pngs(folder: Path, pattern: str = "*.png") -> list[Path]:
     return [file for file in sorted(folder.glob(pattern)) if not file.name.startswith(".") and file.is_file()]
 
 
+def png(image: Any) -> bytes:
+    """A PIL image as the bytes of a PNG file."""
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
 def is_sound(file: Path) -> bool:
     """Whether all of it can be decoded."""
     from PIL import Image

@@ -97,10 +97,16 @@ class Batch:
         return each_tensor(self, torch.Tensor.pin_memory)
 
     def describe(self) -> str:
-        """Its bucket and samples, for a message."""
-        height, width = self.target_size[0].tolist()
+        """Its sizes and samples, for a message."""
         names = ", ".join(printable(occurrence.sample) for occurrence in self.occurrences)
-        return f"{len(self.occurrences)} photo(s) of {width}x{height} ({names})"
+        return f"{self.sized()} ({names})"
+
+    def sized(self) -> str:
+        """How many photos of which size, and how large the latents of what is shown beside them are."""
+        height, width = self.target_size[0].tolist()
+        shown = " and ".join(f"{each.shape[-1]}x{each.shape[-2]}" for each in self.references)
+        beside = f" with references of {shown} latents" if shown else ""
+        return f"{len(self.occurrences)} photo(s) of {width}x{height}{beside}"
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,8 @@ def _read(found: FoundPhoto, *, strict_captions: bool) -> Photo | list[str]:
     elif found.mask is not None:
         notes = (*notes, 'its mask file is not used (masks is not "files")')
     numbered = enumerate(found.references, 1)
-    references = [_read_reference(found, place, number, problems) for number, place in numbered]
+    references = [one for number, place in numbered if (one := _read_reference(found, place, number, problems))]
+    notes = (*notes, *(note for each in references for note in each.notes))
     caption = _read_caption(found, problems)
     if caption and len(caption) > LONGEST_CAPTION:
         problems.append(f"{shown}: its caption has {len(caption):,} characters; {LONGEST_CAPTION:,} are the most")
@@ -120,7 +121,7 @@ def _read(found: FoundPhoto, *, strict_captions: bool) -> Photo | list[str]:
         repeats=found.source.repeats * found.repeats,
         sha256=sha256,
         choices=decoded.choices,
-        beside=Beside(mask, tuple(each for each in references if each is not None)),
+        beside=Beside(mask, tuple(references)),
         look=look,
         caption_from="" if caption is None else found.caption_from,
         notes=notes,
@@ -165,8 +166,9 @@ def _read_reference(found: FoundPhoto, place: Place, number: int, problems: list
         problems.append(f"{place}: {error} (reference {number} of {found.image})")
     else:
         name = f"{found.sample}, reference {number}"
-        digest = hashlib.sha256(data).hexdigest()
-        return Photo(name, found.source, place, decoded.image.size, "", 1, digest, decoded.choices)
+        digest, said = hashlib.sha256(data).hexdigest(), (*decoded.notes, *_misnamed(str(place), decoded.format))
+        notes = tuple(sys.intern(f"reference {number}: {note}") for note in said)
+        return Photo(name, found.source, place, decoded.image.size, "", 1, digest, decoded.choices, notes=notes)
     return None
 
 

@@ -114,8 +114,7 @@ class Graphs:
             if self.met[shapes] <= WARM_UP:
                 return self.recorder.warm(lambda: self._run(inputs, share))
             self.recorded[shapes] = self._record(inputs, share)
-            (height, width), count = batch.target_size.tolist()[0], len(batch.occurrences)
-            self.say(f"step.graphs: micro-batches of {count} photo(s) of {width}x{height} are a CUDA graph now")
+            self.say(f"step.graphs: micro-batches of {batch.sized()} are a CUDA graph now")
         replay, given, losses = self.recorded[shapes]
         for static, tensor in zip(given, tensors_of((inputs, share)), strict=True):
             static.copy_(tensor)

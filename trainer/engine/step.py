@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
@@ -223,7 +223,8 @@ class Step:
             parameter.grad.zero_()
         for index, batch in enumerate(batches):
             here = [place[occurrence] for occurrence in batch.occurrences]
-            broken = ~torch.isfinite(batch.latents).flatten(1).all(1)
+            encoded = (batch.latents, *batch.references)
+            broken = reduce(torch.logical_or, (~torch.isfinite(each).flatten(1).all(1) for each in encoded))
             if bad_latents or broken.any():
                 # There will be no update: the rest is only looked at, to name all of them at once.
                 bad_latents = True

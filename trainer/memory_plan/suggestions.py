@@ -10,6 +10,8 @@ import torch
 
 from trainer.base import tiles
 from trainer.base.protocols import Kernels
+from trainer.data.buckets import Bucket
+from trainer.data.examples import extremes
 from trainer.memory_plan.estimate import PHOTOS, SAMPLES, STEP, Forecast, Stage, forecast
 from trainer.plan.run_plan import RunPlan
 from trainer.plan.storage import held_as, resident_blocks, weight_bytes
@@ -113,16 +115,17 @@ def _ladder(plan: RunPlan, kernels: Kernels, found: Forecast) -> Iterator[_Rung]
         )
     yield from _smaller(plan, family.denoiser, "the frozen weights are rounded, see docs/precision.md: another run")
     largest = plan.data.resolution
-    # References keep their sizes: with them the share that a smaller photo saves is another.
-    if largest > 512 and not any(example.references for example in plan.data.examples):
-        # The VAE takes a large photo in tiles: what it needs is that of one.
-        encoded = max(
-            min(prod(example.bucket), (tiles.side(*example.bucket) or 2**31) ** 2) for example in plan.data.examples
-        )
+    if largest > 512:
+        # References keep their sizes.
+        (photo, *shown), *_ = extremes(plan.data.examples)
+        kept, smaller = sum(map(prod, shown)), prod(photo) * (512 / largest) ** 2
+        beside = max((_encoded(each.bucket) for e in plan.data.examples for each in e.references), default=0)
+        encoded = max(beside, *(_encoded(example.bucket) for example in plan.data.examples))
+        step, photos = (smaller + kept) / (prod(photo) + kept), max(512**2, beside) / encoded
         yield _Rung(
             "data.resolution = 512",
             "the photos are trained at half the size or less: another run",
-            lambda found: _scaled(_scaled(found, STEP, (512 / largest) ** 2), PHOTOS, 512**2 / encoded),
+            lambda found: _scaled(_scaled(found, STEP, step), PHOTOS, photos),
         )
 
 
@@ -155,6 +158,11 @@ def _smaller(plan: RunPlan, name: str, price: str) -> Iterator[_Rung]:
         if there < now:
             change = partial(_with_share, name=name, share=there / now)
             yield _Rung(f"model.components.{name}.dtype = {dtype!r}", price, change)
+
+
+def _encoded(bucket: Bucket) -> int:
+    """The pixels that the VAE has at a time: it takes a large photo in tiles, and what it needs is that of one."""
+    return min(prod(bucket), (tiles.side(*bucket) or 2**31) ** 2)
 
 
 def _part(phase: Stage, part: str, size: int) -> Stage:

@@ -9,8 +9,9 @@ from trainer.base.console import printable, shortlist
 from trainer.base.tensorfile import size_text
 from trainer.config import Config
 from trainer.data.batches import sampler, short_batches
-from trainer.data.buckets import REFERENCE_AREA, named
+from trainer.data.buckets import REFERENCE_AREA, named, reference_bucket
 from trainer.data.captions import prompts
+from trainer.data.examples import Example
 from trainer.data.sources import Photo, Scanned, Source, noted
 from trainer.models.loading import ModelSource
 from trainer.monitoring.course import HELD_OUT_PHOTOS
@@ -156,7 +157,7 @@ def data_lines(config: Config, data: DataPlan, length: Length, *, text: str = ""
         *_alone(subject),
         *_without_prompts(config, data),
         *(f"  warning: {line}" for line in prompts.warnings((r.prompt for r in data.requests), data.examples)),
-        *_weight_lines(data.photos),
+        *_weight_lines(data),
         *_view_lines(sources),
         *(f"  {line}" for line in data.scanned.notes),
         *(f"  {line}" for line in _grouped(noted(data.photos), "photo")),
@@ -252,10 +253,10 @@ def _times(photos: Sequence[Photo]) -> str:
     return "" if repeats == [1] else f" x {'/'.join(map(str, repeats))} repeats"
 
 
-def _weight_lines(photos: Sequence[Photo]) -> list[str]:
+def _weight_lines(data: DataPlan) -> list[str]:
     """A line for each source with masks, references or another loss weight."""
     found: dict[int, list[Photo]] = {}
-    for photo in photos:
+    for photo in data.photos:
         found.setdefault(photo.source.index, []).append(photo)
     lines = []
     for mine in found.values():
@@ -266,23 +267,25 @@ def _weight_lines(photos: Sequence[Photo]) -> list[str]:
             masked = sum(photo.mask is not None for photo in mine)
             said.append(f"{masked} of {len(mine)} photos with a mask, unmasked parts weigh {source.unmasked_weight:g}")
         if source.references:
-            said.append(_references(mine))
+            said.append(_references([e for e in (*data.examples, *data.held_out) if e.photo.source is source]))
         if said:
             lines.append(f"  {printable(source.path)}: {'; '.join(said)}")
     return lines
 
 
-def _references(photos: Sequence[Photo]) -> str:
-    """How many images the model is shown beside each photo, and which of them are shrunk for it."""
-    count = len(photos[0].beside.references)
-    large = [
-        printable(photo.sample)
-        for photo in photos
-        if any(each.width * each.height > REFERENCE_AREA for each in photo.beside.references)
-    ]
+def _references(examples: Sequence[Example]) -> str:
+    """How many images the model is shown beside each photo, and of which photos they are shrunk or cut for it."""
+    large, cut = (
+        list(dict.fromkeys(printable(e.photo.sample) for e in examples if any(map(changed, e.references))))
+        for changed in (
+            lambda each: each.photo.width * each.photo.height > REFERENCE_AREA,
+            lambda each: reference_bucket(*each.photo.size, step=1) != each.bucket,
+        )
+    )
     area = f"{isqrt(REFERENCE_AREA)} x {isqrt(REFERENCE_AREA)}"
     shrunk = f", shrunk to the area of {area} at {_count(large, 'photo')} ({shortlist(large, SHOWN)})" if large else ""
-    return f"{_count(range(count), 'reference')} beside each photo{shrunk}"
+    edges = f", their edges cut to sides that the model takes at {_count(cut, 'photo')} ({shortlist(cut, SHOWN)})"
+    return f"{_count(examples[0].references, 'reference')} beside each photo{shrunk}{edges if cut else ''}"
 
 
 def _view_lines(sources: Sequence[Source]) -> list[str]:

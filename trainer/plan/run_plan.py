@@ -216,14 +216,14 @@ def make_plan(config: Config, source: ModelSource, *, processes: int, phases: Ph
         length=length,
         shapes=shapes,
         skipped=skipped,
-        truths=truths_of(config, data.requests),
+        truths=truths_of(config, data.requests, data.examples),
     )
 
 
 def with_config(plan: RunPlan, config: Config) -> RunPlan:
     """The plan under a config that differs in the optimizer or in the batches. Its photos are not read again."""
     data, length = plan_data(config, plan.model.family, processes=plan.length.processes, scanned=plan.data.scanned)
-    return replace(plan, config=config, data=data, length=length, truths=truths_of(config, data.requests))
+    return replace(plan, config=config, data=data, length=length, truths=truths_of(config, data.requests, data.examples))
 
 
 def plan_data(

@@ -1,6 +1,6 @@
 """The samples that a run is asked for, with the pictures that belong to them: checked before a weight is read."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -8,11 +8,12 @@ from typing import Any
 from PIL import Image, ImageOps
 
 from trainer.base.errors import UserError
-from trainer.config import Config, SampleTable
+from trainer.config import Config
 from trainer.data import buckets
 from trainer.data.captions import prompts
 from trainer.data.examples import Example
-from trainer.data.images.decode import load_rgb
+from trainer.data.images.decode import decode, load_rgb
+from trainer.data.sources import Photo
 from trainer.models.base import SampleRequest
 from trainer.plan.data_sources import resolutions
 
@@ -23,16 +24,32 @@ def requests_of(config: Config, trained: Sequence[Example], multiple: int) -> tu
     if wanted.every_steps == 0:
         return ()
     size = wanted.resolution or max(resolutions(config.data.resolution))
-    texts = prompts.of_captions(trained) if isinstance(wanted.prompts, str) else wanted.prompts
-    asked = (*(SampleTable(prompt=prompt) for prompt in texts), *wanted.samples)
-    default = {"width": size, "height": size, "seed": wanted.seed, "steps": wanted.steps, "guidance": None}
-    requests = []
-    for index, sample in enumerate(asked):
+    default = {"negative": "", "width": size, "height": size, "seed": wanted.seed, "steps": wanted.steps, "guidance": None}
+    if isinstance(wanted.prompts, str):
+        requests = [_of_example(example, default) for example in prompts.of_captions(trained)]
+    else:
+        requests = [SampleRequest(**default | {"prompt": prompt}) for prompt in wanted.prompts]
+    for index, sample in enumerate(wanted.samples):
         key = f"validation.samples[{index}].references"
         given = sample.model_dump(exclude_none=True, exclude={"truth"})
         requests.append(SampleRequest(**default | given, images=references(sample.references, key)))
     check_sizes(requests, multiple)
     return tuple(requests)
+
+
+def _of_example(example: Example, default: Mapping[str, Any]) -> SampleRequest:
+    """A caption as a prompt. Of an edit: at the size at which it is trained, shown what the model is shown for it."""
+    shown = [each.photo for each in example.references]
+    width, height = example.bucket
+    edit = {"width": width, "height": height, "references": tuple(str(photo.image) for photo in shown)} if shown else {}
+    return SampleRequest(**default | edit | {"prompt": example.captions[0]}, images=tuple(map(_pixels, shown)))
+
+
+def _pixels(photo: Photo) -> Image.Image:
+    try:
+        return decode(photo.image.read(), background=photo.source.background).image
+    except (OSError, ValueError) as error:
+        raise UserError(f"{photo.image}: {error}; it was read a moment ago: it has changed") from error
 
 
 def references(paths: Sequence[str], key: str) -> tuple[Image.Image, ...]:
@@ -46,14 +63,23 @@ def references(paths: Sequence[str], key: str) -> tuple[Image.Image, ...]:
     return tuple(_picture(read, path, f"{key}[{number}]") for number, path in enumerate(paths))
 
 
-def truths_of(config: Config, requests: Sequence[SampleRequest]) -> tuple[Image.Image | None, ...]:
-    """What the samples ought to look like, scaled to cover their sizes and cropped; None where it is not known."""
-    truths: list[Image.Image | None] = [None] * len(requests)
-    for index, (sample, request) in enumerate(zip(config.validation.samples, requests, strict=False)):
-        if sample.truth is not None:
-            picture = _picture(load_rgb, sample.truth, f"validation.samples[{index}].truth")
-            truths[index] = ImageOps.fit(picture, (request.width, request.height), Image.Resampling.LANCZOS)
-    return tuple(truths)
+def truths_of(
+    config: Config, requests: Sequence[SampleRequest], trained: Sequence[Example]
+) -> tuple[Image.Image | None, ...]:
+    """What the samples ought to look like, scaled to cover their sizes and cropped; None where it is not known. Of an edit
+    out of the captions it is the photo."""
+    if not requests:
+        return ()
+    truths: list[Image.Image | None] = [None] * (len(requests) - len(config.validation.samples))
+    if isinstance(config.validation.prompts, str):
+        truths = [_pixels(e.photo) if e.references else None for e in prompts.of_captions(trained)]
+    for index, sample in enumerate(config.validation.samples):
+        key = f"validation.samples[{index}].truth"
+        truths.append(None if sample.truth is None else _picture(load_rgb, sample.truth, key))
+    return tuple(
+        truth and ImageOps.fit(truth, (request.width, request.height), Image.Resampling.LANCZOS)
+        for truth, request in zip(truths, requests, strict=True)
+    )
 
 
 def _picture(read: Callable[[str | Path], Image.Image], path: str, key: str) -> Image.Image:

@@ -24,13 +24,15 @@ def words(text: str) -> set[str]:
     return set(_WORD.findall(text.casefold())) - COMMON
 
 
-def of_captions(examples: Sequence[Example]) -> list[str]:
-    """Two captions as they are trained on, the first and one of the middle; fewer where there are no others.
+def of_captions(examples: Sequence[Example]) -> list[Example]:
+    """Two examples whose captions, as they are trained on, are prompts: the first and one of the middle; fewer where there
+    are no other captions.
 
     Those of regularisation images do not count.
     """
-    told = [e.captions[0] for e in examples if not e.photo.source.regularisation and e.captions[0]]
-    return list(dict.fromkeys((told[0], told[len(told) // 2]))) if told else []
+    told = [e for e in examples if not e.photo.source.regularisation and e.captions[0]]
+    chosen = [told[0], told[len(told) // 2]] if told else []
+    return chosen[: len({e.captions[0] for e in chosen})]
 
 
 def warnings(prompts: Iterable[str], examples: Sequence[Example]) -> list[str]:

@@ -10,7 +10,7 @@ from trainer.data.images.kinds import CAPTIONS, IMAGES, MASK_ENDINGS, TABLES
 from trainer.data.layouts import kohya
 from trainer.data.layouts.beside import NO_IMAGE, Companions, readable, sort_out, why_no_photo
 from trainer.data.layouts.records import JsonCaption
-from trainer.data.layouts.references import References, refuse_differing, within
+from trainer.data.layouts.references import BESIDE, References, refuse_differing, unused, within
 from trainer.data.layouts.table import FILE_NAMES, ImageTable, looks_like_one, read_table
 from trainer.data.layouts.walk import Folder, Tree
 from trainer.data.sources import CaptionPlace, FoundPhoto, Listing, Source
@@ -54,6 +54,7 @@ class Reading:
         self.origins: Counter[str] = Counter()  # of captions
         self.kohya: Counter[tuple[str, int]] = Counter()  # images by folder's name and repeats
         self.tables: dict[str, ImageTable] = {}  # by folder
+        self.shown: set[str] = set()  # the references that a photo has
         self.other_files: Counter[str] = Counter()  # by suffix
         self.undecodable: dict[str, list[str]] = {}  # images of which there is no readable one of the same name, by reason
 
@@ -67,6 +68,8 @@ class Reading:
             self._refuse_rows(table)
         self._refuse_idle_columns()
         self._refuse_undecodable()
+        if self.source.references not in (None, BESIDE):
+            self.left_out += unused(self.source.references, self.shown, self.problems)
         self.problems += refuse_differing(self.found)
         others = ", ".join(f"{count} {printable(suffix)}" for suffix, count in self.other_files.most_common(5))
         if not self.found and not self.problems:
@@ -82,8 +85,6 @@ class Reading:
 
     def _read_folder(self, folder: str, files: list[str]) -> None:
         if within(os.path.join(self.root, folder), self.source):
-            for name in files:
-                self._leave_out(folder + name, "a reference")
             return
         files, table = self._find_table(folder, files)
         references = References(self.source, self.tree, folder, files)
@@ -93,14 +94,14 @@ class Reading:
         )
         captions = Companions(contents.captions, contents.images, CAPTIONS)
         masks = Companions(contents.masks, contents.images, MASK_ENDINGS)
-        rest, unused = contents.rest, contents.unread
+        rest, not_trained = contents.rest, contents.unread
         for image in contents.images:
             name, row = folder + image, None
             if table is not None:
                 row = table.rows.pop(name, None)
                 if row is None:
                     rest.append((image, f"no row of {printable(table.name)} names it"))
-                    unused.append(image)
+                    not_trained.append(image)
                     continue
             caption, origin = self._caption(folder, image, row[1] if row else None, captions, around)
             self.origins[origin or table.name] += 1
@@ -121,7 +122,8 @@ class Reading:
             )
         by_name = f'captions = "{self.source.captions}"'
         instead = by_name if self.source.captions != "auto" else f"{printable(table.name)} is used instead" if table else ""
-        rest += captions.rest(unused, instead) + masks.rest(unused) + references.rest()
+        rest += captions.rest(not_trained, instead) + masks.rest(not_trained) + references.rest(not_trained)
+        self.shown |= {folder + name for name in references.taken}
         self.problems += references.problems
         readable_stems = {os.path.splitext(image)[0] for image in contents.images}
         for name in contents.unread:

@@ -3,14 +3,17 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from trainer.base.console import printable
+from trainer.data.images import plugins
 from trainer.data.images.kinds import IMAGES
-from trainer.data.layouts.walk import Tree
+from trainer.data.layouts.beside import why_no_photo
+from trainer.data.layouts.walk import Tree, walk
 from trainer.data.sources import File, FoundPhoto, Place, Source
 
 BESIDE = "files"  # in place of a folder: beside the photos
+NOT_SHOWN = "a reference, and no image has its name"
 _NUMBERED = re.compile(r"(.+)\.ref([1-9]\d*)?", re.DOTALL | re.IGNORECASE)
 
 
@@ -23,8 +26,11 @@ class References:
         asked, self.problems = source.references, []
         beside = asked == BESIDE
         self.root = None if beside or asked is None else asked
-        self._tree, self._folder, self._taken = tree, folder, set[str]()
-        self._by_name: dict[str, dict[int, list[str]]] = {}
+        self._tree, self._folder = tree, folder
+        self.taken: set[str] = set()  # their names, without the folder
+        # One whose photo has exactly its name belongs to that photo alone; of others the letters' case does not count.
+        self._images = {stem for stem, suffix in map(os.path.splitext, files) if suffix.lower() in IMAGES}
+        self._by_name: dict[tuple[str, bool], dict[int, list[str]]] = {}  # by the photo's name, and whether it is exact
         if asked is not None:
             for name in files if beside else self._listed():
                 self._sort_in(name, plain=not beside)
@@ -49,7 +55,8 @@ class References:
         if numbered is None and not plain:
             return
         own, number = (stem, 1) if numbered is None else (numbered[1], int(numbered[2] or 1))
-        self._by_name.setdefault(own.casefold(), {}).setdefault(number, []).append(name)
+        key = (own, True) if own in self._images else (own.casefold(), False)
+        self._by_name.setdefault(key, {}).setdefault(number, []).append(name)
 
     @property
     def beside(self) -> set[str]:
@@ -61,8 +68,11 @@ class References:
     def take(self, image: str) -> tuple[Place, ...]:
         """Those of a photo, in order. image: its name in the folder. What is missing or doubled is a problem."""
         stem = os.path.splitext(image)[0]
-        found = self._by_name.get(stem.casefold(), {})
-        self._taken.add(stem.casefold())
+        found: dict[int, list[str]] = {}
+        for key in ((stem, True), (stem.casefold(), False)):
+            for number, names in self._by_name.get(key, {}).items():
+                found.setdefault(number, []).extend(names)
+        self.taken |= {name for names in found.values() for name in names}
         shown = printable(str(self._tree.place(self._folder + image)))
         if not found:
             where = f"{printable(stem)}.* in {printable(os.path.join(self.root, self._folder))}" if self.root else (
@@ -80,12 +90,25 @@ class References:
     def _place(self, name: str) -> Place:
         return File(self.root, self._folder + name) if self.root else self._tree.place(self._folder + name)
 
-    def rest(self) -> list[tuple[str, str]]:
-        """(name, reason) of references beside the photos that no photo has."""
-        if self.root:
-            return []
-        left = (names for stem, found in self._by_name.items() if stem not in self._taken for names in found.values())
-        return [(name, "no image has its name") for names in left for name in names]
+    def rest(self, left_out: Iterable[str]) -> list[tuple[str, str]]:
+        """(name, reason) of references beside the photos that no photo has. left_out: images that are not trained on."""
+        unused = {os.path.splitext(image)[0].casefold() for image in left_out}
+        return [
+            (name, "its image is left out" if stem.casefold() in unused else NOT_SHOWN)
+            for (stem, _), found in self._by_name.items()
+            for name in (name for names in found.values() for name in names)
+            if name not in self.taken and not self.root
+        ]
+
+
+def unused(root: str, taken: Collection[str], problems: list[str]) -> list[tuple[str, str]]:
+    """(path, reason) of the files in a folder of references that no photo has. taken: by their names within it."""
+    left_out: list[tuple[str, str]] = []
+    for folder, files in walk(root, lambda name, why: left_out.append((name, why)), problems):
+        for name in files:
+            if folder + name not in taken:
+                left_out.append((folder + name, why_no_photo(name, plugins.lacking()) or NOT_SHOWN))
+    return [(os.path.join(root, name), why) for name, why in left_out]
 
 
 def within(folder: str, source: Source) -> bool:

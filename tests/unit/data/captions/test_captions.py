@@ -130,9 +130,13 @@ def test_triggers_are_those_of_the_subject() -> None:
 
 def test_prompts_out_of_captions_are_as_they_are_trained_on() -> None:
     """Two that differ, of the subject's photos, with what is put before them."""
+
+    def texts(examples: list[Example]) -> list[str]:
+        return [each.captions[0] for each in prompts.of_captions(examples)]
+
     told = [example("a.jpg", "a log"), example("b.jpg", ""), example("c.jpg", "grass"), example("d.jpg", "a wall")]
-    assert prompts.of_captions(told) == ["a log", "grass"]
-    assert prompts.of_captions([example("a.jpg", "a log"), example("b.jpg", "a log")]) == ["a log"]
-    assert prompts.of_captions([example("a.jpg", "")]) == []
+    assert texts(told) == ["a log", "grass"]
+    assert texts([example("a.jpg", "a log"), example("b.jpg", "a log")]) == ["a log"]
+    assert texts([example("a.jpg", "")]) == []
     prior = example("p.jpg", "a dog", source=replace(SOURCE, regularisation=True))
-    assert prompts.of_captions([prior, example("b.jpg", "a log")]) == ["a log"]
+    assert texts([prior, example("b.jpg", "a log")]) == ["a log"]

@@ -59,6 +59,51 @@ def test_they_lie_beside_the_photos_or_in_a_folder_of_their_own(tmp_path: Path) 
     assert shown(tmp_path / "apart", str(tmp_path / "apart" / "before") + "/../before") == found
 
 
+def test_references_of_names_that_differ_in_case_alone_are_told_apart(tmp_path: Path) -> None:
+    """A reference whose photo has exactly its name is that photo's; another is that of any case."""
+    for name in ("A.png", "a.png", "A.ref.png", "a.ref.png", "Log.png", "log.REF.png"):
+        save(tmp_path / name)
+    found = {"0/A.png": ["A.ref.png"], "0/a.png": ["a.ref.png"], "0/Log.png": ["log.REF.png"]}
+    assert shown(tmp_path) == found
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_no_photo_has_is_left_out_and_named(tmp_path: Path, inside: bool) -> None:
+    before = tmp_path / "after" / "before" if inside else tmp_path / "before"
+    (before / "none").mkdir(parents=True)
+    for name in ("01.png", "77.png", "01.ref02.png", "none/01.png", ".hidden.png"):
+        save(before / name)
+    (before / "01.psd").write_bytes(b"x")
+    save(tmp_path / "after" / "01.png")
+    left_out = dict(survey([source(tmp_path / "after", str(before))]).left_out)
+    alone = "a reference, and no image has its name"
+    assert left_out == {str(before / name): alone for name in ("77.png", "01.ref02.png", "none/01.png")} | {
+        str(before / ".hidden.png"): "hidden",
+        str(before / "01.psd"): ".psd images are not read; convert them to PNG or JPEG",
+    }
+
+
+def test_a_reference_whose_photo_is_left_out_is_told_so(tmp_path: Path) -> None:
+    for name in ("01.png", "01.ref.png", "02.png", "02.ref.png", "03.ref.png"):
+        save(tmp_path / name)
+    (tmp_path / "metadata.csv").write_text("file_name,text\n01.png,a log\n")
+    left_out = dict(survey([source(tmp_path)]).left_out)
+    assert left_out[f"{tmp_path}/02.ref.png"] == "its image is left out"
+    assert left_out[f"{tmp_path}/03.ref.png"] == "a reference, and no image has its name"
+    assert set(left_out) == {f"{tmp_path}/{name}" for name in ("02.png", "02.ref.png", "03.ref.png")}
+
+
+def test_what_the_decoder_says_of_a_reference_is_a_note_of_its_photo(tmp_path: Path) -> None:
+    save(tmp_path / "a.png")
+    frames = [Image.new("RGB", (64, 64), colour) for colour in ("red", "blue")]
+    frames[0].save(tmp_path / "a.ref.png", format="GIF", save_all=True, append_images=frames[1:])
+    (photo,) = scan([source(tmp_path)]).photos
+    assert photo.notes == (
+        "reference 1: it has several frames or pages, only the first is trained",
+        "reference 1: its name ends in .png, its bytes are GIF",
+    )
+
+
 @pytest.mark.parametrize("path", ["photos.tar", "hf:photos"])
 def test_they_are_of_folders_alone(path: str) -> None:
     said = f"{path}: references = 'files': they are found for a folder of photos, not for this; leave it out"
