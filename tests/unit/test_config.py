@@ -90,7 +90,16 @@ def test_defaults_people_rely_on() -> None:
     assert (config.checkpoint.every_steps, config.checkpoint.every_minutes, config.run.lost_after) == (500, 10, 60)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda p: p.name)
+SHIPPED = sorted((ROOT / "configs").glob("*.toml"))
+COMPARISONS = [path for path in SHIPPED if path.name.startswith("compare_")]
+
+
+@pytest.mark.parametrize("path", COMPARISONS, ids=lambda p: p.name)
+def test_shipped_comparisons_are_accepted(path: Path) -> None:
+    assert configs.read_comparison(path.name).runs
+
+
+@pytest.mark.parametrize("path", [path for path in SHIPPED if path not in COMPARISONS], ids=lambda p: p.name)
 def test_shipped_configs_are_accepted_and_round_trip(path: Path) -> None:
     config = configs.load(path.name, [])
     again = configs.parse(tomllib.loads(configs.dumps(config)))

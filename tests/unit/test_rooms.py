@@ -42,6 +42,7 @@ FILES = 20
 ONLY_FOR: dict[str, tuple[str, ...]] = {
     "config": (
         "cli/*",
+        "run/comparison.py",
         "run/mirroring.py",
         "run/output_folder.py",
         "run/run.py",

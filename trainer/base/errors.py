@@ -54,7 +54,7 @@ class Interrupted(Exception):
         self, signum: int, where: str = "before the first step of this start", remedy: str = "go on with --resume_from auto"
     ) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name} {where}; {remedy}")
-        self.signum, self.status = signum, 128 + signum
+        self.signum, self.status, self.where = signum, 128 + signum, where
 
 
 class PeerStopped(RuntimeError):

@@ -53,6 +53,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--new", metavar="PHOTOS", help="write a first config for a folder of photos, and show its data and its plan"
     )
+    parser.add_argument(
+        "--compare", metavar="FILE", help="train variants of a config with the same seeds, and judge them in pairs"
+    )
     parser.add_argument("--model", metavar="PATH", help="with --new: a diffusers folder, a .safetensors file or a hub id")
     chosen, others = parser.parse_known_args(arguments)
     if others:
@@ -61,10 +64,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         for option, given in (("config", chosen.config), ("resume_from", chosen.resume_from)):
             if given:
                 parser.error(f"--new and --{option} do not go together; change the config that --new writes")
+    elif chosen.compare is not None:
+        options = {"config": "config", "resume_from": "resume_from", "overrides": "set", "plan_memory": "plan_memory"}
+        for name, option in options.items():
+            if getattr(chosen, name):
+                parser.error(f"--compare and --{option} do not go together; change the file that --compare names")
     elif chosen.model is not None:
         parser.error("--model belongs to --new; write --set model.path=" + chosen.model)
     elif chosen.config is None:
-        parser.error("give --config FILE (configs/ has some), or --new PHOTOS to begin with")
+        parser.error("give --config FILE (configs/ has some), --compare FILE, or --new PHOTOS to begin with")
     return chosen
 
 
@@ -79,7 +87,8 @@ def again(arguments: Sequence[str]) -> str:
             kept.append(argument)
     empty = [one == "--set" and after.startswith("--") for one, after in pairwise([*kept, "--"])]
     kept = [argument for argument, nothing in zip(kept, empty, strict=True) if not nothing]
-    return shlex.join(["python", "train.py", *kept, "--resume_from", "auto"])
+    whole = any(argument.partition("=")[0] == "--compare" for argument in kept)  # its runs go on by themselves
+    return shlex.join(["python", "train.py", *kept, *([] if whole else ["--resume_from", "auto"])])
 
 
 def _unknown(others: Sequence[str], parser: Parser) -> str:

@@ -35,6 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         from trainer import config
         from trainer.cli.plan_command import preview
         from trainer.resume import allowed_changes
+        from trainer.run.comparison import compare_all
         from trainer.run.run import train
 
         # Looking through the libraries' objects would be most of a collection, and of a plan a tenth.
@@ -45,6 +46,9 @@ def main(arguments: list[str] | None = None) -> int:
         if chosen.new is not None:
             with signals.undoing():
                 write_first(chosen.new, model=chosen.model, memory=memory, overrides=overrides)
+            return 0
+        if chosen.compare is not None:
+            compare_all(config.read_comparison(chosen.compare), only_plan=chosen.plan)
             return 0
         loaded = config.load(chosen.config, overrides)
         resume_from = chosen.resume_from and config.expand_home(chosen.resume_from, "--resume_from")

@@ -1,5 +1,6 @@
 """The TOML contract: tables.py has the keys, reading.py the way from a file to them, mistakes.py what is said of the rest."""
 
+from trainer.config.comparison import Variation, Variations, literal, read_comparison
 from trainer.config.data_tables import DataTable, Resolutions
 from trainer.config.keys import choices, fields, flatten, generic, known_keys, unread, whole
 from trainer.config.kinds import Table, expand_home
@@ -10,7 +11,8 @@ from trainer.config.training_tables import ObjectiveTable, OptimizerTable, Sched
 
 __all__ = [
     "ComponentTable", "Config", "DataTable", "ObjectiveTable", "OptimizerTable", "Resolutions", "SampleTable",
-    "ScheduleTable", "Table",
-    "choices", "dumps", "expand_home", "fields", "flatten", "generic", "hint", "known_keys", "load", "near_miss", "override",
-    "parse", "read_resolved", "tree", "unread", "whole",
+    "ScheduleTable", "Table", "Variation", "Variations",
+    "choices", "dumps", "expand_home", "fields", "flatten", "generic", "hint", "known_keys", "literal", "load", "near_miss",
+    "override",
+    "parse", "read_comparison", "read_resolved", "tree", "unread", "whole",
 ]  # fmt: skip

@@ -27,25 +27,35 @@ def load(path: str, overrides: list[str]) -> Config:
 
     Raises UserError for a missing file, bad TOML, an unknown key, a wrong type or an impossible combination.
     """
-    file = Path(expand_home(path, "--config"))
+    tree = read_toml(path, "--config")
+    if "variant" in tree:
+        raise UserError(f"--config {path}: this compares variants of a config; write --compare {path}")
+    override(tree, overrides)
+    return parse(tree)
+
+
+def read_toml(path: str, option: str) -> dict[str, Any]:
+    """The tree of a TOML file, by its path or the bare name of one in configs/. option: of the command line, for messages.
+    Raises UserError for a missing file and for bad TOML."""
+    file = Path(expand_home(path, option))
     if not file.exists() and file.name == path and (CONFIG_FOLDER / path).exists():
         file = CONFIG_FOLDER / path
     text = ""
     try:
         text = file.read_text(encoding="utf-8")
-        tree = tomllib.loads(text)
+        return tomllib.loads(text)
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
-        known = sorted(p.name for p in CONFIG_FOLDER.glob("*.toml"))
+        compares = option == "--compare"
+        known = sorted(p.name for p in CONFIG_FOLDER.glob("*.toml") if p.name.startswith("compare_") == compares)
         named = {Path(name).stem: name for name in known} | {p.stem: str(p) for p in sorted(file.parent.glob("*.toml"))}
         meant = named.get(patterns.near(file.stem, named, cutoff=0.8) or "")
-        remedy = f"did you mean {meant}?" if meant else "python train.py --new PHOTOS writes one"
-        raise UserError(f"--config {path}: {error.strerror}; {remedy}\nin configs/: {', '.join(known)}") from error
+        first = "docs/compare.md tells how to write one" if compares else "python train.py --new PHOTOS writes one"
+        remedy = f"did you mean {meant}?" if meant else first
+        raise UserError(f"{option} {path}: {error.strerror}; {remedy}\nin configs/: {', '.join(known)}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"--config {path}: not UTF-8 at byte {error.start}") from error
+        raise UserError(f"{option} {path}: not UTF-8 at byte {error.start}") from error
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"--config {path}: not valid TOML: {error}{_backslash(text, error)}{_other(file)}") from error
-    override(tree, overrides)
-    return parse(tree)
+        raise UserError(f"{option} {path}: not valid TOML: {error}{_backslash(text, error)}{_other(file)}") from error
 
 
 def _other(file: Path) -> str:

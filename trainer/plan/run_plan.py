@@ -177,13 +177,16 @@ def open_source(config: Config) -> ModelSource:
     return source
 
 
-def make_plan(config: Config, source: ModelSource, *, processes: int, phases: Phases = QUIET) -> RunPlan:
-    """Check everything that can be without weights. Raises UserError for what cannot work. config: the resolved one."""
+def make_plan(
+    config: Config, source: ModelSource, *, processes: int, phases: Phases = QUIET, scanned: Scanned | None = None
+) -> RunPlan:
+    """Check everything that can be without weights. Raises UserError for what cannot work. config: the resolved one.
+    scanned: the photos, where they were read already."""
     family = source.family
     if config.logging.wandb:
         check_wandb()
     components = storage.storages(config, family)
-    data, length = plan_data(config, family, processes=processes, phases=phases)
+    data, length = plan_data(config, family, processes=processes, phases=phases, scanned=scanned)
     options = family_options(config, family)
     objective = find_objective(source, options)
     source.check_tokenizers()

@@ -5,21 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 from urllib.parse import quote
 
 from trainer.base.errors import NonFiniteError
 from trainer.base.progress import duration
+from trainer.base.run_layout import Layout
 from trainer.monitoring.course import PHOTOS, moved_by
 from trainer.report import curves
 from trainer.report.curves import Curve
-from trainer.report.history import History, Series, Standing
+from trainer.report.history import History, Series, Standing, read_standing
 from trainer.report.live import CAUSES, quiet_for
+from trainer.report.paired import Pair
 from trainer.report.rendering import document
-from trainer.report.samples import Row, Samples
+from trainer.report.samples import Row, Samples, read_samples
+from trainer.report.settings import values
 from trainer.report.status import State, judged
 from trainer.report.tables import size
+from trainer.report.thumbnails import Thumbnails
 
 DRAWN = 8  # lines of a chart that can still be told apart
 ALL = 1e15  # seconds: of a page that nobody expects to be written again
@@ -29,7 +33,7 @@ OWN = {"run.name", "run.output_dir", "run.stop_after", "data.cache_dir"}  # keys
 @dataclass(frozen=True)
 class Seen:
     """A run as its files tell it. name: unique on the page. config: the resolved one, by full key. kept: steps whose adapter
-    can be taken."""
+    can be taken. variant: what a comparison calls its setting; "" where none does."""
 
     name: str
     config: Mapping[str, Any]
@@ -37,6 +41,7 @@ class Seen:
     samples: Samples
     kept: Sequence[int]
     standing: Standing
+    variant: str = ""
 
     @property
     def link(self) -> str:
@@ -72,11 +77,20 @@ class Seen:
         return [started, *(time for step, time in times if step > self.standing.begun and time is not None)]
 
 
+def seen(name: str, layout: Layout, history: History | None = None, thumbnails: Thumbnails | None = None) -> Seen:
+    """The run in a folder. history, thumbnails: those of an earlier reading, which go on."""
+    config, history = values(layout.config), history or History(layout.metrics)
+    kept = layout.adapter_steps(str(config.get("run.name", name)))
+    samples = read_samples(layout.samples, thumbnails)
+    return Seen(name, config, history.read(), samples, kept, read_standing(layout.phases))
+
+
 def compare(runs: Sequence[Seen], unread: Mapping[str, str], now: float | None = None) -> str:
     """The page as text. unread: by name, why the files of a run could not be read. now: Unix time; None: the present."""
     now = time.time() if now is None else now
-    groups, cards = _groups(runs), _cards(runs)
+    groups, cards = grouped(runs), _cards(runs)
     charts, notes = _curves(groups)
+    pairs = pairs_of(groups)
     return document(
         "comparison.html",
         name=f"{len(runs)} run{'' if len(runs) == 1 else 's'}",
@@ -85,6 +99,8 @@ def compare(runs: Sequence[Seen], unread: Mapping[str, str], now: float | None =
         unread=unread,
         groups=[_table_part(group, f"line{place}" if place < DRAWN else "", now) for place, group in enumerate(groups)],
         charts=charts,
+        pairs=pairs,
+        intervals=[chart for pair in pairs if (chart := pair.chart())],
         notes=notes,
         several=[card for card in cards.items() if len(card[1]) > 1],
         alone=[card for card in cards.items() if len(card[1]) == 1],
@@ -94,7 +110,7 @@ def compare(runs: Sequence[Seen], unread: Mapping[str, str], now: float | None =
     )
 
 
-def _groups(runs: Sequence[Seen]) -> list[list[Seen]]:
+def grouped(runs: Sequence[Seen]) -> list[list[Seen]]:
     """Runs that differ in their seed alone are one group, in the order of their first ones. One without a config is alone.
 
     What they measure is the same, too: a seed changes no held-out photo, the data may.
@@ -104,6 +120,24 @@ def _groups(runs: Sequence[Seen]) -> list[list[Seen]]:
         told = frozenset((key, repr(value)) for key, value in run.config.items() if key not in {*OWN, "run.seed"})
         groups.setdefault((told, _mark(run.history)) if told else place, []).append(run)
     return list(groups.values())
+
+
+def pairs_of(groups: Sequence[Sequence[Seen]]) -> list[Pair]:
+    """Every two groups that measured the same photos with two common seeds, in the order of the groups."""
+    found = []
+    for first, second in combinations(groups, 2):
+        if _mark(first[0].history) != _mark(second[0].history):
+            continue
+        losses = [
+            {run.config.get("run.seed"): run.history.series("held_out_loss") for run in group} for group in (first, second)
+        ]
+        if pair := Pair.of(_called(first), _called(second), *losses):
+            found.append(pair)
+    return found
+
+
+def _called(group: Sequence[Seen]) -> str:
+    return group[0].variant or group[0].name
 
 
 def _table_part(group: Sequence[Seen], line: str, now: float) -> dict[str, Any]:
@@ -169,7 +203,7 @@ def _curves(groups: Sequence[Sequence[Seen]]) -> tuple[list[str], list[str]]:
             found = [of(run) for run in group]
             drawn = curves.spread(found) if len(group) > 1 else found
             middle, *band = [curves.last_of_slices(series) for series in drawn] if smooth else drawn
-            name = f"{group[0].name} ({len(group)} runs)" if band else group[0].name
+            name = f"{_called(group)} ({len(group)} runs)" if band else _called(group)
             lines.append(Curve(name, middle, f"line{place}", band))
         return curves.draw(title, unit, [line for line in lines if line.series], about=about, range_of=steps, wide=wide)
 

@@ -22,11 +22,9 @@ from trainer.base.console import printable, write
 from trainer.base.errors import UserError
 from trainer.base.files import open_regular
 from trainer.base.run_layout import Layout
-from trainer.report.compared import Seen, compare
-from trainer.report.history import History, read_standing
+from trainer.report.compared import Seen, compare, seen
+from trainer.report.history import History
 from trainer.report.rendering import policy
-from trainer.report.samples import read_samples
-from trainer.report.settings import values
 from trainer.report.thumbnails import Thumbnails
 
 LOOPBACK = "127.0.0.1"
@@ -88,11 +86,7 @@ class Runs:
         return seen, unread
 
     def _seen(self, name: str, layout: Layout) -> Seen:
-        history, thumbnails = self._read.setdefault(layout.root, (History(layout.metrics), Thumbnails()))
-        config = values(layout.config)
-        kept = layout.adapter_steps(str(config.get("run.name", name)))
-        samples = read_samples(layout.samples, thumbnails)
-        return Seen(name, config, history.read(), samples, kept, read_standing(layout.phases))
+        return seen(name, layout, *self._read.setdefault(layout.root, (History(layout.metrics), Thumbnails())))
 
 
 def _host(header: str) -> str | None:

@@ -272,8 +272,12 @@ def pin_environment(
         name = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, cuBLAS workspace {workspace}"
     else:
         name = f"{device.type} with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
-    versions = {library: _version(library) for library in dict.fromkeys((*LIBRARIES, optim.options.package_of(optimizer)))}
-    return Pin({**versions, "device": name, **chosen}, check)
+    return Pin({**versions(optimizer), "device": name, **chosen}, check)
+
+
+def versions(optimizer: str) -> dict[str, str]:
+    """The versions of the libraries that a step is computed by. optimizer: its name in the table."""
+    return {library: _version(library) for library in dict.fromkeys((*LIBRARIES, optim.options.package_of(optimizer)))}
 
 
 def _version(library: str) -> str:

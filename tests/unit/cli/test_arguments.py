@@ -9,7 +9,7 @@ import pytest
 from trainer.cli import arguments
 
 MISTAKES = [
-    ([], "give --config FILE (configs/ has some), or --new PHOTOS to begin with"),
+    ([], "give --config FILE (configs/ has some), --compare FILE, or --new PHOTOS to begin with"),
     (["my.toml"], "my.toml stands alone; write --config my.toml"),
     (["--config"], "--config needs a value after it"),
     (["--config", "c", "--resume_from"], "--resume_from needs a value after it"),

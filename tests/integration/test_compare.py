@@ -1,0 +1,146 @@
+"""`train.py --compare` on a tiny model: which runs are made, and made again; what a stop leaves; the page."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from PIL import Image
+
+from tests.harness import PHOTOS, Workbench
+from trainer import config as configs
+from trainer.base.errors import Interrupted
+from trainer.cli import main as cli
+from trainer.run import comparison
+
+DEFAULT = {"one": {}, "two": {"optimizer": {"lr": 1e-2}}}
+
+
+@pytest.fixture
+def trained(monkeypatch) -> list[str]:
+    """The folders that were trained in, in order."""
+    folders: list[str] = []
+    real = comparison.train
+
+    def train(config: configs.Config, **given: Any) -> bool:
+        folders.append(Path(config.run.output_dir).name)
+        return real(config, **given)
+
+    monkeypatch.setattr(comparison, "train", train)
+    return folders
+
+
+@pytest.fixture
+def photos(bench: Workbench) -> Path:
+    return Path(shutil.copytree(PHOTOS, bench.tmp / "photos"))
+
+
+def compare(bench: Workbench, photos: Path, *arguments: str, variants: dict = DEFAULT, **more: Any) -> int:
+    keys = {"run__max_steps": 2, "data__sources": [{"path": str(photos)}], "data__held_out": 2}
+    base = bench.tree(**(keys | {"validation__loss_every_steps": 1} | more))
+    del base["data"]["cache_dir"]
+    bench.write(base, "base.toml")
+    asked = {
+        "config": str(bench.tmp / "base.toml"), "output_dir": str(bench.tmp / "out"), "seeds": [1, 2],
+        "variant": [{"name": name, "set": keys} for name, keys in variants.items()],
+    }  # fmt: skip
+    (bench.tmp / "compare.toml").write_text(tomli_w.dumps(asked))
+    return cli.main(["--compare", str(bench.tmp / "compare.toml"), *arguments])
+
+
+def test_a_run_is_made_once_and_what_changed_is_made_again(
+    bench: Workbench, photos: Path, trained, capsys, monkeypatch
+) -> None:
+    assert compare(bench, photos) == 0
+    said = capsys.readouterr().out
+    assert [name.rpartition("-")[0] for name in trained] == ["one-1", "two-1", "one-2", "two-2"]
+    assert "one is " in said or "one and two are not told apart" in said
+    assert f"comparison: {bench.tmp}/out/comparison.html" in said
+    page = (bench.tmp / "out" / "comparison.html").read_text()
+    assert all(f'href="{name}/report.html"' in page for name in trained) and "one less two" in page
+    first = [*trained]
+    # Other names of variants, another order, where it reports to: no other runs.
+    trained.clear()
+    assert compare(bench, photos, variants={"2": DEFAULT["two"], "1": {}}, logging__tensorboard=True) == 0 and not trained
+    # A further variant is one more run of each seed.
+    assert compare(bench, photos, variants=DEFAULT | {"three": {"adapter": {"rank": 2}}}) == 0
+    assert [name.rpartition("-")[0] for name in trained] == ["three-1", "three-2"]
+    trained.clear()
+    picture = next(photos.glob("*.jpg"))
+    Image.open(picture).transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(picture)
+    assert compare(bench, photos) == 0
+    assert len(trained) == 4 and not {*trained} & {*first}
+    trained.clear()
+    monkeypatch.setattr(comparison, "__version__", "next")
+    assert compare(bench, photos) == 0 and len(trained) == 4
+
+
+def test_what_is_stopped_goes_on_and_ends_in_the_bytes_of_its_own_command(
+    bench: Workbench, photos: Path, trained, capsys, monkeypatch
+) -> None:
+    assert compare(bench, photos, "--plan") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("python train.py ")]
+    assert len(lines) == 4 and not (bench.tmp / "out").exists() and not trained
+    assert cli.main([*shlex.split(lines[1])[2:], f"--set=run.output_dir={bench.tmp}/alone"]) == 0
+
+    real = comparison.train
+
+    def stopped(config: configs.Config, **given: Any) -> bool:
+        if "two-1" not in config.run.output_dir:
+            return real(config, **given)
+        real(config.model_copy(update={"run": config.run.model_copy(update={"stop_after": 1})}), **given)
+        raise Interrupted(signal.SIGTERM, "after step 1")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(comparison, "train", stopped)
+        assert compare(bench, photos) == 143
+    said = capsys.readouterr()
+    assert "stopped by SIGTERM after step 1 (run 2 of 4: two, seed 1); the same command goes on" in said.err
+    assert said.err.rstrip().endswith(f"go on: python train.py --compare {bench.tmp}/compare.toml")
+    trained.clear()
+    assert compare(bench, photos) == 0
+    assert [name.rpartition("-")[0] for name in trained] == ["two-1", "one-2", "two-2"]
+    assert "resuming" in capsys.readouterr().out
+    (folder,) = (bench.tmp / "out").glob("two-1-*")
+    for name in ("adapters/bear.safetensors", "checkpoints/step-00000002/optimizer.safetensors"):
+        assert (folder / name).read_bytes() == (bench.tmp / "alone" / name).read_bytes()
+
+
+def test_a_variant_that_leaves_the_numbers_is_told_and_the_others_go_on(
+    bench: Workbench, photos: Path, trained, capsys
+) -> None:
+    wild = {"optimizer": {"lr": 1e30}}
+    assert compare(bench, photos, variants={"one": {}, "wild": wild}, run__max_steps=4) == 0
+    assert len(trained) == 4
+    said = capsys.readouterr().out
+    assert "wild, seed 1: ended: " in said
+    trained.clear()
+    assert compare(bench, photos, variants={"one": {}, "wild": wild}, run__max_steps=4) == 0
+    assert not trained and "wild, seed 2: not finite already" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("variants", "said"),
+    [
+        ({"one": {}, "two": {"model": {"components": {"unte": {"dtype": "bf16"}}}}}, "variant 'two': model.components.unte"),
+        ({"one": {}, "two": {"adapter": {"targets": ["nothing*"]}}}, "variant 'two': adapter.targets"),
+    ],
+)
+def test_a_variant_that_cannot_be_trained_is_refused_before_anything_is_written(
+    bench: Workbench, photos: Path, trained, capsys, variants: dict, said: str
+) -> None:
+    assert compare(bench, photos, variants=variants) == 2
+    assert said in capsys.readouterr().err and not (bench.tmp / "out").exists() and not trained
+
+
+def test_several_processes_are_sent_to_the_commands_of_the_runs(bench: Workbench, photos: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert (
+        compare(bench, photos) == 2
+        and "each run by its own command, which --compare FILE --plan prints" in capsys.readouterr().err
+    )

@@ -1,0 +1,92 @@
+"""Paired differences: Student's t against published values and its density, false alarms, and what is said."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from trainer.report.paired import Difference, Pair, critical, within
+
+
+# Two-sided 95 %: NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.2.
+@pytest.mark.parametrize(
+    ("freedom", "value"), [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (9, 2.262), (10, 2.228), (60, 2.000)]
+)
+def test_critical_values_are_those_of_the_tables(freedom: int, value: float) -> None:
+    assert critical(freedom) == pytest.approx(value, abs=6e-4)
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 6, 7, 30])
+def test_the_probability_is_the_integral_of_the_density(freedom: int) -> None:
+    scale = math.gamma((freedom + 1) / 2) / (math.sqrt(freedom * math.pi) * math.gamma(freedom / 2))
+    count, end = 20_000, 2.5
+
+    def density(t: float) -> float:
+        return scale * (1 + t * t / freedom) ** (-(freedom + 1) / 2)
+
+    middles = (end * (place + 0.5) / count for place in range(count))
+    assert within(end, freedom) == pytest.approx(2 * sum(map(density, middles)) * end / count, rel=1e-6)
+
+
+def losses(seed: int, count: int, *, shift: float, spread: float = 0.02, own: float = 0.002) -> tuple[dict, dict]:
+    """Held-out losses of two settings: what a seed does is in both, and each has a little of its own."""
+    draw = random.Random(seed)
+    first, second = {}, {}
+    for number in range(count):
+        common = 0.5 + draw.gauss(0, spread)
+        for found, moved in ((first, 0.0), (second, shift)):
+            found[number] = [(0, 0.9), (40, common + moved + draw.gauss(0, own))]
+    return first, second
+
+
+def judged(seed: int, count: int, shift: float) -> Pair:
+    pair = Pair.of("a", "b", *losses(seed, count, shift=shift))
+    assert pair is not None and pair.seeds == count
+    return pair
+
+
+def test_equal_settings_are_seldom_told_apart_and_a_difference_is() -> None:
+    """A hundred comparisons of three seeds. The difference is ten times what each run has of its own, and as large as what
+    the seed does: without the pairs it would be lost."""
+    alarms = sum(judged(seed, 3, 0.0).last.told_apart for seed in range(100))
+    assert 1 <= alarms <= 10
+    found = [judged(seed, 3, 0.02).last for seed in range(100)]
+    assert sum(each.told_apart for each in found) >= 90
+    assert all(each.error < each.unpaired_error / 3 for each in found if each.unpaired_error > 0.01)
+
+
+def test_as_many_more_seeds_as_are_said_would_tell_two_apart() -> None:
+    """With the same mean and spread: those of twice as many differences, each as far from the mean as before."""
+    at = Difference(40, [0.50, 0.51, 0.53], [0.51, 0.50, 0.55])
+    assert not at.told_apart and at.more_seeds is not None
+    spread = math.sqrt(sum((d - at.mean) ** 2 for d in at.each) / 2)
+    for more, apart in ((at.more_seeds - 1, False), (at.more_seeds, True)):
+        half = critical(3 + more - 1) * spread / math.sqrt(3 + more)
+        assert (half < abs(at.mean)) == apart
+    assert Difference(40, [0.0, 1.0], [1.0, 0.0]).more_seeds is None, "a mean of 0 is never told apart"
+
+
+def test_what_is_said_of_a_pair() -> None:
+    better = Pair.of("dora", "lora", *({s: [(5, 0.4 + s / 100 + m)] for s in range(3)} for m in (0.0, 0.1)))
+    assert better is not None
+    assert better.sentence().startswith("dora is better than lora: the held-out loss of dora is lower by 0.1, 19.61% of it")
+    assert "(95 % interval of the difference -0.1 to -0.1, 3 seeds, step 5)" in better.sentence()
+    same = Pair.of("a", "b", *({s: [(5, 0.4 + s)] for s in range(2)} for _ in "ab"))
+    assert same is not None and same.sentence() == "a and b are equal: the same held-out loss in all 2 seeds."
+    unclear = Pair.of("a", "b", {0: [(5, 0.5)], 1: [(5, 0.6)]}, {0: [(5, 0.55)], 1: [(5, 0.56)]})
+    assert unclear is not None and unclear.sentence().startswith(
+        "a and b are not told apart: the held-out loss of a is lower"
+    )
+    assert unclear.sentence().endswith("more seeds would, if mean and spread stay as they are.")
+
+
+def test_a_step_counts_where_both_were_measured_with_two_common_seeds() -> None:
+    """A value that is not finite is none; a run that is shorter or missing leaves the steps that both have."""
+    first = {0: [(0, 1.0), (5, 0.5), (10, 0.4)], 1: [(0, 1.0), (5, None), (10, 0.4)], 2: [(0, 1.0), (5, 0.6)]}
+    second = {0: [(0, 1.0), (5, 0.5)], 1: [(0, 1.0), (5, 0.4)], 2: [(0, 1.0), (5, 0.3)], 3: [(0, 1.0)]}
+    pair = Pair.of("a", "b", first, second)
+    assert pair is not None and [(at.step, len(at.each)) for at in pair.by_step] == [(0, 3), (5, 2)]
+    assert pair.last.first == (0.5, 0.6) and pair.last.second == (0.5, 0.3)
+    assert Pair.of("a", "b", {0: [(0, 1.0)]}, {0: [(0, 1.0)]}) is None
