@@ -4,7 +4,7 @@
     .venv/bin/python scripts/pictures.py outputs/ink
 
 It writes docs/before_after.png (all subjects), docs/pictures/before_after.png (two of them, large), and with Chromium the top
-of the run's report, in light and dark; with --data_report also that of a data report.
+of the run's report, in light and dark; with --data_report or --comparison also the top of such a page, or that alone.
 """
 
 from __future__ import annotations
@@ -64,16 +64,19 @@ def screenshots(page: Path, name: str, pictures: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="the demo's output folder")
+    parser.add_argument("run", type=Path, nargs="?", help="the demo's output folder")
     parser.add_argument("--data_report", type=Path, help="the page that scripts/data.py report wrote")
+    parser.add_argument("--comparison", type=Path, help="the page that train.py --compare wrote")
     chosen = parser.parse_args(arguments)
     pictures = ROOT / "docs" / "pictures"
     pictures.mkdir(exist_ok=True)
-    shutil.copyfile(chosen.run / "before_after.png", ROOT / "docs" / "before_after.png")
-    small(large(chosen.run), pictures / "before_after.png")
-    screenshots(chosen.run / "report.html", "report", pictures)
-    if chosen.data_report:
-        screenshots(chosen.data_report, "data_report", pictures)
+    if chosen.run:
+        shutil.copyfile(chosen.run / "before_after.png", ROOT / "docs" / "before_after.png")
+        small(large(chosen.run), pictures / "before_after.png")
+        screenshots(chosen.run / "report.html", "report", pictures)
+    for name in ("data_report", "comparison"):
+        if page := getattr(chosen, name):
+            screenshots(page, name, pictures)
     return 0
 
 

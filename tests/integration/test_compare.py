@@ -144,3 +144,16 @@ def test_several_processes_are_sent_to_the_commands_of_the_runs(bench: Workbench
         compare(bench, photos) == 2
         and "each run by its own command, which --compare FILE --plan prints" in capsys.readouterr().err
     )
+
+
+@pytest.mark.proof
+def test_a_planted_difference_is_told_apart_with_three_seeds(bench: Workbench, capsys) -> None:
+    """A rate of 3e-4 against 1e-3, on the pocket SDXL, in 30 steps."""
+    asked = {
+        "config": "pocket_sdxl.toml", "output_dir": str(bench.tmp / "out"), "seeds": [0, 1, 2],
+        "set": {"run": {"max_steps": 30}, "data": {"held_out": 4}, "validation": {"loss_every_steps": 30, "every_steps": 0}},
+        "variant": [{"name": name, "set": {"optimizer": {"lr": lr}}} for name, lr in (("slow", 3e-4), ("fast", 1e-3))],
+    }  # fmt: skip
+    (bench.tmp / "compare.toml").write_text(tomli_w.dumps(asked))
+    assert cli.main(["--compare", str(bench.tmp / "compare.toml")]) == 0
+    assert "slow is worse than fast: the held-out loss of slow is higher by" in capsys.readouterr().out
