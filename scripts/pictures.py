@@ -4,7 +4,7 @@
     .venv/bin/python scripts/pictures.py outputs/ink
 
 It writes docs/before_after.png (all subjects), docs/pictures/before_after.png (two of them, large), and with Chromium the top
-of the run's report, in light and dark; with --data_report or --comparison also the top of such a page, or that alone.
+of the run's report, in light and dark; with --data_report, --comparison or --fork also (or only) that of such a page.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def small(picture: Image.Image, path: Path) -> None:
     picture.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
-def screenshots(page: Path, name: str, pictures: Path) -> None:
+def screenshots(page: Path | str, name: str, pictures: Path) -> None:
     """The page's top, as NAME-light.png and NAME-dark.png."""
     from tests.browser import Browser
 
@@ -66,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, nargs="?", help="the demo's output folder")
     parser.add_argument("--data_report", type=Path, help="the page that scripts/data.py report wrote")
+    parser.add_argument("--fork", type=Path, help="the report of a run that --fork_from began")
     parser.add_argument("--comparison", type=Path, help="the page that train.py --compare wrote")
     chosen = parser.parse_args(arguments)
     pictures = ROOT / "docs" / "pictures"
@@ -77,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("data_report", "comparison"):
         if page := getattr(chosen, name):
             screenshots(page, name, pictures)
+    if chosen.fork:
+        screenshots(f"{chosen.fork.resolve().as_uri()}#the-fork", "fork", pictures)
     return 0
 
 

@@ -50,6 +50,7 @@ ONLY_FOR: dict[str, tuple[str, ...]] = {
         "artifacts/draw.py",
         "engine/assembly.py",
         "resume/allowed_changes.py",
+        "resume/fork.py",
         "resume/pins.py",
         "resume/start_point.py",
         "plan/*",

@@ -56,6 +56,7 @@ class Layout:
         self.references = self.samples / "references"  # what the model is shown for them
         self.before_after = root / "before_after.png"
         self.metrics = root / "metrics.jsonl"  # one JSON object a step
+        self.original = root / "original.jsonl"  # the log of the run that this one was forked from, as it was then
         self.mirror = root / "mirror.json"  # the name that the run has where it is copied to (checkpoint.mirror)
         self.phases = root / "phases.jsonl"  # one for each long piece of work
         self.report = root / "report.html"

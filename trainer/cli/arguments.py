@@ -54,6 +54,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--new", metavar="PHOTOS", help="write a first config for a folder of photos, and show its data and its plan"
     )
     parser.add_argument(
+        "--fork_from", metavar="CHECKPOINT",
+        help="a new run that goes on from a checkpoint with what --set changes, and every draw the same",
+    )  # fmt: skip
+    parser.add_argument(
         "--compare", metavar="FILE", help="train variants of a config with the same seeds, and judge them in pairs"
     )
     parser.add_argument("--model", metavar="PATH", help="with --new: a diffusers folder, a .safetensors file or a hub id")
@@ -69,6 +73,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         for name, option in options.items():
             if getattr(chosen, name):
                 parser.error(f"--compare and --{option} do not go together; change the file that --compare names")
+    elif chosen.fork_from is not None:
+        for option, given in (("config", chosen.config), ("resume_from", chosen.resume_from), ("allow", chosen.allow)):
+            if given:
+                parser.error(f"--fork_from and --{option} do not go together; what --set changes is allowed")
     elif chosen.model is not None:
         parser.error("--model belongs to --new; write --set model.path=" + chosen.model)
     elif chosen.config is None:

@@ -25,7 +25,8 @@ def main(arguments: list[str] | None = None) -> int:
     planned = chosen.new is not None or chosen.plan or chosen.plan_memory is not None
     # Where a launcher started several processes, only the user knows how.
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    going_on = f"go on: {again(sys.argv[1:] if arguments is None else arguments)}"
+    given = sys.argv[1:] if arguments is None else arguments
+    going_on = f"go on: {again(given)}"
     signals.hold_save()
     quiet_libraries()
     # Importing the libraries makes millions of objects and no garbage; collecting meanwhile takes a sixth of the time to
@@ -33,8 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
     gc.disable()
     try:
         from trainer import config
+        from trainer.cli.launch import launched, next_command
         from trainer.cli.plan_command import preview
-        from trainer.resume import allowed_changes
         from trainer.run.comparison import compare_all
         from trainer.run.run import train
 
@@ -50,9 +51,8 @@ def main(arguments: list[str] | None = None) -> int:
         if chosen.compare is not None:
             compare_all(config.read_comparison(chosen.compare), only_plan=chosen.plan)
             return 0
-        loaded = config.load(chosen.config, overrides)
-        resume_from = chosen.resume_from and config.expand_home(chosen.resume_from, "--resume_from")
-        allowed = allowed_changes.parse(chosen.allow, resume_from)
+        loaded, resume_from, allowed = launched(chosen, overrides)
+        going_on = f"go on: {next_command(chosen, loaded, given)}"
         if planned:
             preview(loaded, memory, resume_from=resume_from, allowed=allowed)
         else:

@@ -294,6 +294,8 @@ class LoggingTable(Table):
     """Write event files for TensorBoard."""
     wandb: bool = False
     """Send the numbers of metrics.jsonl to Weights & Biases, too (docs/watching.md)."""
+    draws: bool = False
+    """Log a digest of each step's noise and times, to compare the draws of two runs."""
     every_seconds: Annotated[float, Field(ge=1)] = 10.0
     """Seconds between two lines of progress, where there is no terminal (docs/watching.md)."""
 

@@ -17,6 +17,7 @@ from trainer.checkpoint.pieces import Pieces
 from trainer.checkpoint.state import Progress
 from trainer.config import Config
 from trainer.engine.components import Components
+from trainer.engine.draw_digest import DrawDigest, Drawn, unheard
 from trainer.engine.graphs import CudaGraphs, Graphs
 from trainer.engine.step import Losses, Step
 from trainer.plan.run_plan import RunPlan
@@ -140,13 +141,15 @@ def build_step(
     options = config.adapter
     training = adapter.training(config.run.seed, rank_dropout=options.rank_dropout, module_dropout=options.module_dropout)
 
-    def after_update(step: int) -> dict[str, float | None]:
+    draws = DrawDigest(config.logging.draws)
+
+    def after_update(step: int) -> dict[str, Any]:
         told = {} if options.max_norm is None else {"layers_limited": adapter.limit_norms(options.max_norm, step)}
         adapter.mark_stale()
         averages.update()
-        return told | kept.log_fields() | (components.compiler.told() if components.compiler else {})
+        return told | draws.told() | kept.log_fields() | (components.compiler.told() if components.compiler else {})
 
-    losses = losses_of(components, config.run.seed)
+    losses = losses_of(components, config.run.seed, draws.add)
     step = Step(
         losses=losses,
         # A rehearsal of another machine's run has no such device: it counts an eager step.
@@ -201,8 +204,8 @@ def _optimizer(config: Config, adapter: Adapter, encoders: Sequence[str], total:
     return optimizer, schedule
 
 
-def losses_of(components: Components, seed: int) -> Losses:
-    """The losses of the loaded model, as a Step takes them."""
+def losses_of(components: Components, seed: int, drawn: Drawn = unheard) -> Losses:
+    """The losses of the loaded model, as a Step takes them. drawn: is given what is drawn (Losses)."""
     family, model = components.family, components.model
     return Losses(
         objective=components.plan.objective,
@@ -212,6 +215,7 @@ def losses_of(components: Components, seed: int) -> Losses:
         image_tokens=family.image_tokens,
         seed=seed,
         device=components.processes.device,
+        drawn=drawn,
     )
 
 

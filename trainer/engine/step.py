@@ -14,6 +14,7 @@ from trainer.base.console import printable
 from trainer.base.errors import OutOfMemory
 from trainer.base.memory import is_out_of_memory
 from trainer.base.types import Batch, Conditioning, Occurrence, each_tensor
+from trainer.engine.draw_digest import Drawn, unheard
 from trainer.objectives import AtTime, Objective, stratified
 
 
@@ -59,7 +60,7 @@ class Losses:
     In two parts: `inputs`, which is all that the host does, and `of`, which launches what the device does. What `of` launches
     follows from the shapes of its inputs alone, and it reads nothing back.
     predict, tokens, encode, image_tokens: the model's, as a family has them. tokens, encode: used where the batch carries no
-    conditioning.
+    conditioning. drawn: is given the time and the noise of each micro-batch, on the CPU.
     """
 
     objective: Objective
@@ -69,6 +70,7 @@ class Losses:
     image_tokens: Callable[[int, int], int]
     seed: int
     device: torch.device
+    drawn: Drawn = unheard
 
     def __call__(self, batch: Batch, update: Sequence[Occurrence] = ()) -> torch.Tensor:
         return self.of(self.inputs(batch, update))
@@ -79,6 +81,7 @@ class Losses:
         height, width = batch.target_size.tolist()[0]
         tokens = self.image_tokens(height, width)
         time, noise = draw_time_and_noise(batch, objective=objective, tokens=tokens, seed=self.seed, update=update)
+        self.drawn(time, noise)
         keys = [astuple(occurrence) for occurrence in batch.occurrences]
         more = objective.noise.perturbation(noise.shape[1:], self.seed, keys)
         live = {} if batch.conditioning is not None else self.tokens(batch.captions)
@@ -117,7 +120,7 @@ class StepResult:
     loss_scale: float
     refused: str = ""
     bad_latents: bool = False
-    told: Mapping[str, float | None] = field(default_factory=dict)
+    told: Mapping[str, Any] = field(default_factory=dict)
 
 
 def backward(losses: torch.Tensor, share: torch.Tensor, attention: AbstractContextManager[Any] | None = None) -> torch.Tensor:
@@ -154,7 +157,7 @@ class Step:
     schedule: torch.optim.lr_scheduler.LambdaLR
     scaler: torch.amp.GradScaler
     max_grad_norm: float
-    after_update: Callable[[int], Mapping[str, float | None]]
+    after_update: Callable[[int], Mapping[str, Any]]
     sum: Callable[..., None]
     training: Callable[[int, int], AbstractContextManager[None]]
     attention: Callable[[], AbstractContextManager[Any]] = nullcontext

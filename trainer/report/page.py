@@ -11,6 +11,7 @@ from typing import Any
 
 from trainer.base.run_layout import Layout, step_of
 from trainer.report import blocks, charts, rendering
+from trainer.report.forked import forked
 from trainer.report.history import Events, History
 from trainer.report.rendering import document
 from trainer.report.samples import Samples
@@ -72,6 +73,7 @@ def render(contents: PageContents) -> str:
         moved=blocks.by_container(changes),
         shades=blocks.legend(),
         saved=_saved(contents.run.layout),
+        fork=forked(contents.history, contents.run.layout),
         config=configuration(contents.run.layout.config),
         watched=contents.watched if contents.state.alive else None,
     )

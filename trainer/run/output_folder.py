@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer import config as configs
 from trainer.base import files
-from trainer.base.run_layout import folder_name, step_of
+from trainer.base.run_layout import Layout, folder_name, step_of
 from trainer.checkpoint import store
 from trainer.checkpoint.pieces import Pieces
 from trainer.checkpoint.state import Progress
@@ -53,6 +53,7 @@ def opened(
         # the next start would know of them, then the log loses their lines.
         own = layout.checkpoints / folder_name(step)
         if resumed is not None and (changed or named.get(resumed, resumed).resolve() != own.resolve()):
+            _bring(Layout(resumed.resolve().parent.parent), layout, resumed)
             store.save(layout.checkpoints, step, pieces.pack(), instead=True)
         if store.steps(layout.checkpoints)[-1:] > [step]:
             aside = start_point.set_aside_results(layout, name=config.run.name, after=step)
@@ -82,6 +83,20 @@ def opened(
             if phases.record is not None:
                 with suppress(OSError):  # what ended the run is told, and not that this could not be written
                     phases.record.add(_moment(STOP, step) | why)
+
+
+def _bring(old: Layout, layout: Layout, checkpoint: Path) -> None:
+    """Copy what the run of a checkpoint from elsewhere logged and drew: this run goes on with it. Of a checkpoint that lies
+    alone there is nothing."""
+    if old.checkpoints != checkpoint.resolve().parent or old.root == layout.root.resolve() or layout.metrics.exists():
+        return
+    if old.metrics.exists():
+        log = old.metrics.read_bytes()
+        files.write_atomic(layout.original, [log])
+        files.write_atomic(layout.metrics, [log])  # what is of later steps is cut like that of any start
+    if old.samples.is_dir() and not layout.samples.exists():
+        with files.appearing(layout.samples) as copied:
+            shutil.copytree(old.samples, copied, dirs_exist_ok=True)
 
 
 def _moment(what: str, step: int) -> dict[str, Any]:

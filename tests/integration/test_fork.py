@@ -1,0 +1,102 @@
+"""`train.py --fork_from`: a new run that goes on from a checkpoint with something changed, and every draw the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.harness import Workbench, metrics_of
+from trainer.base.run_layout import Layout
+from trainer.cli import main as cli
+
+DRAWN = {"logging__draws": True, "data__held_out": 2, "validation__loss_every_steps": 2, "data__flip": True}
+
+
+@pytest.fixture
+def original(bench: Workbench) -> Path:
+    """The checkpoint of step 2 of a run of 5."""
+    tree = bench.tree(run__max_steps=5, adapter__type="dora", checkpoint__every_steps=2, **DRAWN)
+    assert cli.main(["--config", str(bench.write(tree))]) == 0
+    return bench.tmp / "out" / "checkpoints" / "step-00000002"
+
+
+def fork(checkpoint: Path, *overrides: str) -> int:
+    return cli.main(["--fork_from", str(checkpoint), *(word for each in overrides for word in ("--set", each))])
+
+
+def draws_of(folder: Path) -> list[str]:
+    return [json.loads(line)["draws"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_with_nothing_changed_it_is_the_original(bench: Workbench, original: Path, capsys) -> None:
+    """In the folder that it names by itself. Its page says that nothing differs."""
+    out, new = bench.tmp / "out", bench.tmp / "out-from-2"
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert fork(original) == 0
+    last = "checkpoints/step-00000005"
+    for name in ("adapters/bear.safetensors", f"{last}/adapter.safetensors", f"{last}/optimizer.safetensors"):
+        assert (new / name).read_bytes() == (out / name).read_bytes(), name
+    assert metrics_of(new) == metrics_of(out)
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    page = Layout(new).report.read_text()
+    assert "It goes on from step 2 of another run" in page
+    assert "Its held-out loss is equal to that of the original at step 5." in page
+    assert "Its loss of a step is equal to that of the original on average over 3 steps." in page
+
+
+def test_with_another_rate_every_draw_is_the_same_and_the_page_shows_both(bench: Workbench, original: Path) -> None:
+    out, new = bench.tmp / "out", bench.tmp / "wild"
+    assert fork(original, "optimizer.lr=1e-2", f"run.output_dir={new}", "run.stop_after=4") == 0
+    assert cli.main(["--config", str(new / "config.toml"), "--set", "run.stop_after=", "--resume_from", "auto"]) == 0
+    assert draws_of(new) == draws_of(out) and len(set(draws_of(out))) == 5
+    losses = [[line["loss"] for line in metrics_of(folder)] for folder in (new, out)]
+    assert losses[0][:3] == losses[1][:3] and losses[0][3:] != losses[1][3:], "the rate is first felt after step 3"
+    page = Layout(new).report.read_text()
+    assert "the original</" in page and "Difference of the held-out loss" in page
+    assert "optimizer.lr: 0.0001" in page
+
+
+def test_it_goes_on_where_it_was_killed_before_its_own_checkpoint(bench: Workbench, original: Path, capsys) -> None:
+    new = Layout(bench.tmp / "out-from-2")
+    new.root.mkdir()
+    new.report.write_text("of a start that was killed")
+    assert fork(original, "run.stop_after=3") == 0
+    said = capsys.readouterr().out
+    assert f"go on: python train.py --config {new.config} --resume_from auto" in said
+    shutil.rmtree(original.parent.parent)
+    assert cli.main(["--config", str(new.config), "--set", "run.stop_after=", "--resume_from", "auto"]) == 0
+    assert [line["step"] for line in metrics_of(new.root)] == [1, 2, 3, 4, 5]
+
+
+REFUSED: list[tuple[tuple[str, ...], str]] = [
+    (("adapter.rank=2",), "adapter.rank cannot change in mid-run: the saved adapter would not fit"),
+    (("model.family=flux",), "model.family cannot change in mid-run: the adapter was trained on that model"),
+    (("data.sources=[]",), "data.sources: a fork keeps photos and draws"),
+    (("run.seed=3",), "run.seed: a fork keeps photos and draws"),
+    (("data.batch_size=1",), "data.batch_size: a fork keeps photos and draws"),
+    (("optimizer.rl=1",), "unknown key optimizer.rl; did you mean optimizer.lr?"),
+    (("run.max_steps=1",), "the run's length is 1 steps, but"),
+]
+
+
+def test_what_a_fork_cannot_be_is_refused_in_one_message(bench: Workbench, original: Path, capsys) -> None:
+    there = set(bench.tmp.rglob("*"))
+    for overrides, said in REFUSED:
+        assert fork(original, *overrides) == 2
+        assert said in capsys.readouterr().err
+    assert fork(original, f"run.output_dir={bench.tmp}/out") == 2
+    assert f"run.output_dir = '{bench.tmp}/out' is there already; go on with that run by --config" in capsys.readouterr().err
+    for path in (original.parent, bench.tmp / "gone", Path("auto")):
+        assert fork(path) == 2
+        assert "checkpoint" in capsys.readouterr().err
+    assert set(bench.tmp.rglob("*")) == there
+
+
+@pytest.mark.parametrize("option", ["--config", "--resume_from", "--allow"])
+def test_it_stands_alone(capsys, option: str) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--fork_from", "x", option, "y"])
+    assert f"--fork_from and {option} do not go together" in capsys.readouterr().err

@@ -1,0 +1,62 @@
+"""A fork beside the run that it comes from: both lines, and their difference since they parted.
+
+The steps of both have the same photos, noise and times. So the loss of a step jitters with these, and the difference does
+not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import fmean
+
+from trainer.base.run_layout import Layout
+from trainer.report import curves
+from trainer.report.curves import Curve
+from trainer.report.history import History, Series, read_starts
+
+
+@dataclass(frozen=True)
+class Fork:
+    """What a page says of a fork. step: after which it parted from its run. charts: SVG figures."""
+
+    step: int
+    said: tuple[str, ...]
+    charts: tuple[str, ...]
+
+
+def forked(history: History, layout: Layout) -> Fork | None:
+    """The fork that a run is; None of a run that began by itself."""
+    if not layout.original.exists():
+        return None
+    original, (step, _) = History(layout.original).read(), read_starts(layout.phases)[0]
+    said, charts = [], []
+    for field, name in (("held_out_loss", "held-out loss"), ("loss", "loss of a step")):
+        apart = difference(history.series(field), original.series(field), step)
+        if not apart:
+            continue
+        values = [value for _, value in apart if value is not None]
+        at = f"at step {apart[-1][0]:,.0f}" if field == "held_out_loss" else f"on average over {len(values)} steps"
+        value = values[-1] if field == "held_out_loss" else fmean(values)
+        how = "equal to" if not any(values) else f"{'lower' if value < 0 else 'higher'} by {abs(value):.4g} than"
+        said.append(f"Its {name} is {how} that of the original {at}.")
+        both = [Curve("this run", history.series(field), "line0"), Curve("the original", original.series(field), "line1")]
+        window = curves.smoothing_window(len(apart)) if field == "loss" else 0
+        line = curves.smooth(apart, window) if window else apart
+        about = "This run less the original, at the same photos, noise and times: below 0 this run is better."
+        charts += [
+            curves.draw(f"{name[0].upper()}{name[1:]}, both runs", "", [_smoothed(each) for each in both]),
+            curves.draw(f"Difference of the {name}", "", [Curve("difference", line, "line0")], about=about),
+        ]
+    return Fork(step, tuple(said), tuple(charts))
+
+
+def difference(series: Series, original: Series, after: int) -> Series:
+    """(step, value less the original's) of the steps beyond `after` at which both have one."""
+    known = dict(original)
+    both = ((step, value, known.get(step)) for step, value in series if step > after)
+    return [(step, value - other) for step, value, other in both if value is not None and other is not None]
+
+
+def _smoothed(curve: Curve) -> Curve:
+    window = curves.smoothing_window(len(curve.series))
+    return Curve(curve.name, curves.smooth(curve.series, window), curve.kind) if window else curve
