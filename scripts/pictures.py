@@ -53,8 +53,8 @@ def screenshots(page: Path | str, name: str, pictures: Path) -> None:
     from tests.browser import Browser
 
     with Browser() as browser:
-        tab = browser.tab()
         for scheme in ("light", "dark"):
+            tab = browser.tab()  # the same address in the same tab would not be loaded again
             path = pictures / f"{name}-{scheme}.png"
             tab.look(WIDTH, scheme, HEIGHT)
             tab.open(page)

@@ -39,13 +39,12 @@ def forked(history: History, layout: Layout) -> Fork | None:
         value = values[-1] if field == "held_out_loss" else fmean(values)
         how = "equal to" if not any(values) else f"{'lower' if value < 0 else 'higher'} by {abs(value):.4g} than"
         said.append(f"Its {name} is {how} that of the original {at}.")
-        both = [Curve("this run", history.series(field), "line0"), Curve("the original", original.series(field), "line1")]
-        window = curves.smoothing_window(len(apart)) if field == "loss" else 0
-        line = curves.smooth(apart, window) if window else apart
+        smooth = _smooth if field == "loss" else list
+        both = {"this run": smooth(history.series(field)), "the original": smooth(original.series(field))}
         about = "This run less the original, at the same photos, noise and times: below 0 this run is better."
         charts += [
-            curves.draw(f"{name[0].upper()}{name[1:]}, both runs", "", [_smoothed(each) for each in both]),
-            curves.draw(f"Difference of the {name}", "", [Curve("difference", line, "line0")], about=about),
+            curves.draw(f"{name[0].upper()}{name[1:]}, both runs", "", curves.lines_of(both)),
+            curves.draw(f"Difference of the {name}", "", [Curve("difference", smooth(apart), "line0")], about=about),
         ]
     return Fork(step, tuple(said), tuple(charts))
 
@@ -57,6 +56,6 @@ def difference(series: Series, original: Series, after: int) -> Series:
     return [(step, value - other) for step, value, other in both if value is not None and other is not None]
 
 
-def _smoothed(curve: Curve) -> Curve:
-    window = curves.smoothing_window(len(curve.series))
-    return Curve(curve.name, curves.smooth(curve.series, window), curve.kind) if window else curve
+def _smooth(series: Series) -> Series:
+    window = curves.smoothing_window(len(series))
+    return curves.smooth(series, window) if window else series
