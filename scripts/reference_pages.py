@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,14 @@ config, the message says the same. Where there is no such key here, the first co
 A name may stand in a table of the other trainer (`train.lr`). "-" means that we know of no such key there. The names follow
 the documentation and the sources of those trainers; not every key of theirs is here.
 
+`scripts/import_config.py` turns a whole config of theirs into one of ours ([import.md](import.md)).
+
 [data.md](data.md#coming-from-another-trainer) has the layouts of their data sets. [conventions.md](conventions.md) says which
 numbers mean something else there: `alpha` above all.
+"""
+LOOKED_UP = """
+The names were looked up among the options in the sources of these programs: {commits}. A name in *italics* is not looked up:
+it is not among them, but from their documentation, an option of a network's or a data set's own table, or what people write.
 """
 SPELT = """
 ## Values
@@ -88,20 +94,23 @@ def key_page() -> str:
 
 
 def names_page() -> str:
-    lines = [NAMES.rstrip()]
     tables = other_trainers.tables()
+    commits = ", ".join(f"{name} {commit}" for name, commit in tables.commits.items())
+    lines = [NAMES.rstrip(), LOOKED_UP.format(commits=commits).rstrip()]
     for subject, rows in tables.names.items():
         lines += [f"\n## {subject}\n", _row("here", *tables.trainers), "|---" * (len(tables.trainers) + 1) + "|"]
         for row in rows:
             meant = row["here"]
             here = meant.replace("*", r"\*") if " " in meant else f"`{meant}`"
-            lines.append(_row(here, *(_quoted(row.get(trainer, "")) or "-" for trainer in tables.trainers)))
+            cells = (_quoted(row.get(trainer, ""), tables.not_looked_up[trainer].split()) for trainer in tables.trainers)
+            lines.append(_row(here, *(cell or "-" for cell in cells)))
     lines += [SPELT, *(_row(f"`{ours}`", _quoted(others)) for ours, others in tables.values.items())]
     return HEAD + "\n".join(lines) + "\n"
 
 
-def _quoted(names: str) -> str:
-    return ", ".join(f"`{name}`" for name in names.split())
+def _quoted(names: str, doubtful: Collection[str] = ()) -> str:
+    """The names as code; those of `doubtful` in italics."""
+    return ", ".join(f"*`{name}`*" if name in doubtful else f"`{name}`" for name in names.split())
 
 
 def _row(*cells: str) -> str:

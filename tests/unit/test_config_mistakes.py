@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 import runpy
 from importlib import resources
 
 import pytest
 
+from tests.foreign_configs import FACTS
 from trainer import config as configs
 from trainer.base import other_trainers
 from trainer.base.errors import UserError
@@ -265,6 +267,32 @@ def test_every_row_of_other_trainers_names_is_of_trainers_that_there_are() -> No
     for row in (row for rows in tables.names.values() for row in rows):
         assert row["here"] and row.keys() > {"here"} and row.keys() <= {"here", *tables.trainers}
         assert all(value == " ".join(value.split()) for value in row.values())
+
+
+@pytest.mark.skipif(not FACTS.is_file(), reason="the lists of the programs' options are not beside the checkout")
+def test_every_name_was_looked_up_at_the_commit_or_is_marked() -> None:
+    tables = other_trainers.tables()
+    rows = [row for rows in tables.names.values() for row in rows]
+    listed = json.loads(FACTS.read_text(encoding="utf-8"))
+    assert len(listed) == len(tables.trainers)
+    for trainer, (program, options) in zip(tables.trainers, listed.items(), strict=True):
+        assert program.endswith(tables.commits[trainer]) and trainer.startswith(program.split()[0])
+        names = [name for row in rows for name in row.get(trainer, "").split()]
+        unknown = {name for name in names if name.rpartition(".")[2] not in options}
+        assert {*tables.not_looked_up[trainer].split()} == unknown
+
+
+def test_facts_of_other_trainers_are_of_names_that_there_are() -> None:
+    from trainer.models import FAMILIES
+
+    tables, facts = other_trainers.tables(), other_trainers.facts()
+    assert facts.defaults.keys() == facts.defaults_at.keys() == facts.unlooked_defaults.keys() == facts.differs.keys()
+    assert facts.defaults.keys() == facts.targets.keys() == {*tables.trainers[:-1]}
+    for trainer, unlooked in facts.unlooked_defaults.items():
+        assert {*unlooked.split()} <= facts.defaults[trainer].keys()
+        for family, targets in facts.targets[trainer].items():
+            assert "*" in targets or targets in FAMILIES[family].presets
+    assert facts.flavours.keys() == FAMILIES.keys() == facts.layer_presets.keys()
 
 
 # As the programs' own sources have them, and some that they have not, which people write all the same.

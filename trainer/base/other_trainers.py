@@ -1,12 +1,25 @@
 """What people type who come from other trainers, and what it is here: the tables of other_trainers.json.
 
     trainers   the programs; the last has the names that none of them has, but that people write
+    commits    of each program, where its names were looked up
+    not_looked_up  the names that are not among the options of the program at that commit: from its documentation
     names      options and config keys by subject: "here", a key or, where that is not all, a sentence (it has blanks); then
                the names that each trainer has for it, with their table or without
     absent     by key, a sentence on values that it has nothing for, and those values
     values     how others spell what a key may be, in lower case with underscores
 
 docs/other_trainers.md shows names and values, and scripts/reference_pages.py writes it.
+
+other_trainers_facts.json has the numbers that a config there and one here do not share, for trainer/cli/translate:
+
+    defaults   by program, what an option is that its config leaves out; defaults_at: where that was looked up
+    unlooked_defaults  those of them that were not looked up
+    targets    by program and family, the layers that it adapts where its config does not say: a preset here, or patterns
+    layer_presets  by family, OneTrainer's names for parts of a layer's name
+    flavours   by family, SimpleTuner's names for models; "" is its default
+    times      by program, its names for distributions of times, and ours
+    guidance, layers_option  by program, the name of an option that has a family's name in it
+    differs    by program and family ("": all), what it does otherwise whatever its config says
 """
 
 import json
@@ -14,6 +27,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib import resources
+from typing import Any
 
 TABLED = ("dtype",)  # so common a name that it means the same only in its table
 
@@ -23,6 +37,8 @@ class OtherTrainers:
     """The tables of the file, with lists of names written in one string, parted by blanks."""
 
     trainers: list[str]
+    commits: Mapping[str, str]
+    not_looked_up: Mapping[str, str]
     names: Mapping[str, list[Mapping[str, str]]]
     absent: Mapping[str, Mapping[str, str]]
     values: Mapping[str, str]
@@ -39,6 +55,29 @@ class OtherTrainers:
         return keys
 
 
+@dataclass(frozen=True)
+class OtherDefaults:
+    """The tables of other_trainers_facts.json, with lists of names written in one string, parted by blanks."""
+
+    defaults: Mapping[str, Mapping[str, Any]]
+    defaults_at: Mapping[str, str]
+    unlooked_defaults: Mapping[str, str]
+    targets: Mapping[str, Mapping[str, str]]
+    layer_presets: Mapping[str, Mapping[str, str]]
+    flavours: Mapping[str, Mapping[str, str]]
+    times: Mapping[str, Mapping[str, str]]
+    guidance: Mapping[str, str]
+    layers_option: Mapping[str, str]
+    differs: Mapping[str, Mapping[str, list[str]]]
+
+
+@cache
+def facts() -> OtherDefaults:
+    """The content of other_trainers_facts.json."""
+    file = resources.files("trainer.base") / "other_trainers_facts.json"
+    return OtherDefaults(**json.loads(file.read_text(encoding="utf-8")))
+
+
 @cache
 def tables() -> OtherTrainers:
     """The file's content. It is read when the first mistake is to be explained."""
@@ -49,6 +88,18 @@ def tables() -> OtherTrainers:
 def plain(name: str) -> str:
     """A name as the tables have it: `--Train-Batch-Size` is train_batch_size."""
     return name.strip().lstrip("-").lower().replace("-", "_").replace(" ", "_")
+
+
+def row_for(trainer: str, name: str) -> str | None:
+    """The key, or the sentence, for an option of this trainer, by its whole name or the last part of it."""
+    rows = {
+        known: row["here"]
+        for row in reversed([row for rows in tables().names.values() for row in rows])
+        for known in row.get(trainer, "").split()
+    }
+    lasts = {known.rpartition(".")[2]: here for known, here in reversed(rows.items())}
+    whole = plain(name)
+    return rows.get(whole) or rows.get(whole.rpartition(".")[2]) or lasts.get(whole.rpartition(".")[2])
 
 
 def key_for(name: str) -> str | None:

@@ -43,6 +43,16 @@ TIMESTEPS_OF = {
 
 def refuse_unread(config: Config, family: Family) -> None:
     """Raises UserError, a line for each key that is set and not read: by the family, or beside the other keys."""
+    named = config.objective.timesteps
+    if named != "auto" and "objective.timesteps" in family.reads and named not in family.timesteps:
+        raise UserError(
+            f"objective.timesteps = {named!r} is not for {family.name}; use {', '.join(map(repr, family.timesteps))}"
+        )
+    _refuse(config, unread_keys(config, family))
+
+
+def unread_keys(config: Config, family: Family) -> dict[str, str]:
+    """The keys that have no effect, set or not: by key ("*": of all entries of a list), beside what, and the remedy."""
     absent = FAMILY_KEYS.keys() - set(family.reads)
     by_family = {key: f"on {family.name}; leave it out (only {FAMILY_KEYS[key]} read it)" for key in absent}
     if not any(rule.component in family.text_encoders for rule in config.adapter.rules):
@@ -52,12 +62,7 @@ def refuse_unread(config: Config, family: Family) -> None:
         by_family["memory.offload"] = f"on {family.name}, which names no blocks to stream; leave it out"
         by_family["memory.shard"] = f"on {family.name}, which names no blocks to share out; leave it out"
         by_family["step.compile"] = f"on {family.name}, which names no blocks to compile; leave it out"
-    named = config.objective.timesteps
-    if named != "auto" and "objective.timesteps" not in absent and named not in family.timesteps:
-        raise UserError(
-            f"objective.timesteps = {named!r} is not for {family.name}; use {', '.join(map(repr, family.timesteps))}"
-        )
-    _refuse(config, unread_beside_others(config) | _unread_of_objective(config.objective, family) | by_family)
+    return unread_beside_others(config) | _unread_of_objective(config.objective, family) | by_family
 
 
 def unread_beside_others(config: Config) -> dict[str, str]:

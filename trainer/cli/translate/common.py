@@ -1,0 +1,214 @@
+"""What the translations of all trainers need: the family, its layers and formats, optimizers, schedules, plain renames."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import Any, get_args
+
+from trainer import config as configs
+from trainer.base import other_trainers
+from trainer.base.errors import UserError
+from trainer.cli.translate.draft import ABSENT, DIFFERS, FILL, UNKNOWN, Draft, Options, shown
+from trainer.config import ScheduleTable
+from trainer.config.kinds import Compute, Dtype
+from trainer.models import FAMILIES, Family
+from trainer.optim.options import options_of
+from trainer.optim.table import OPTIMIZERS
+
+PHOTOS = "data/my_photos"  # stands for the folder of photos that a config does not name
+CONV = "*conv*"
+TEXT_LAYERS = "*layers.*"  # of a CLIP text encoder: its attention and MLP, without what stands around the layers
+OFF: tuple[Any, ...] = (None, False, "", [], {})
+
+
+def set_family(draft: Draft, word: str | None, why: str) -> Family | None:
+    """Write model.family for what another trainer calls `word`. None, and a refusal, where it is none of ours."""
+    name = draft.fixed.get("model.family") or other_trainers.value_for(word, FAMILIES)
+    if name in FAMILIES:
+        draft.set("model.family", name, why)
+        return FAMILIES[name]
+    absent = other_trainers.why_absent("model.family", word) or f"it is none of {', '.join(FAMILIES)}"
+    draft.cannot("model.family", f"{why}: {absent}")
+    return None
+
+
+def set_path(draft: Draft, path: str, why: str) -> None:
+    """Write model.path, or refuse a model that is known to be another kind of model."""
+    if absent := other_trainers.why_absent("model.path", path):
+        draft.cannot("model.path", f"{why}: {absent}")
+    draft.set("model.path", path, why)
+
+
+def set_run(draft: Draft, name: str, why: str, folder: str, why_folder: str) -> None:
+    """Write the run's name, as files may be named, and its folder."""
+    named = re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip("._-") or "adapter"
+    draft.set("run.name", named, why)
+    draft.set("run.output_dir", folder, why_folder)
+
+
+def set_dtype(draft: Draft, component: str, value: Any, why: str) -> None:
+    """Write the storage format of a component, or say that there is none of that name."""
+    known = other_trainers.value_for(value, get_args(Dtype))
+    if known is None:
+        draft.note(ABSENT, f"{why}: no storage format of that name; the default is taken")
+        return
+    draft.set(f"model.components.{component}.dtype", known, why)
+    if known not in get_args(Compute) and other_trainers.plain(str(value)) != known:
+        draft.note(DIFFERS, f"{why}: {known} here is another way to scale and round than there (docs/precision.md)")
+
+
+def set_compute(draft: Draft, family: Family, value: Any, why: str, *, stores: bool = False) -> None:
+    """Write the number format of the computation. stores: the frozen weights have it, too, where nothing else is said."""
+    known = other_trainers.value_for(value, get_args(Compute))
+    if known is None:
+        draft.note(ABSENT, f"{why}: no number format of that name; the default is taken")
+        return
+    draft.set("precision.compute", known, why)
+    for component in (family.denoiser, *family.text_encoders) if stores else ():
+        if f"model.components.{component}.dtype" not in draft.keys:
+            draft.set(f"model.components.{component}.dtype", known, f"{why}: the frozen weights have it there, too")
+
+
+def set_targets(draft: Draft, family: Family) -> None:
+    """Write the layers that the program adapts where its config does not say."""
+    said = other_trainers.facts().targets[draft.trainer].get(family.name)
+    if said is None:
+        draft.note(FILL, f"adapter.targets: which layers {draft.trainer} adapts of this model was not looked up")
+        return
+    targets = said.split() if "*" in said else said
+    draft.set("adapter.targets", targets, f"the layers that {draft.trainer} adapts")
+
+
+def note_differences(draft: Draft, family: Family) -> None:
+    """Say what the program does otherwise in every run: with all models, then with this one."""
+    differs = other_trainers.facts().differs[draft.trainer]
+    for text in (*differs.get("", ()), *differs.get(family.name, ())):
+        draft.note(DIFFERS, text)
+
+
+def set_scale(draft: Draft, rank: tuple[Any, str], alpha: tuple[Any, str]) -> None:
+    """Write rank and alpha, each with its reason."""
+    draft.set("adapter.rank", int(rank[0]), rank[1])
+    draft.set("adapter.alpha", float(alpha[0]), f"{alpha[1]}; the update is scaled by alpha / rank, here as there")
+
+
+def set_optimizer(draft: Draft, name: str, why: str, options: Mapping[str, Any]) -> None:
+    """Write the optimizer and what it is given: decay, betas and eps by our keys, the rest by the library's names."""
+    known = draft.fixed.get("optimizer.name") or other_trainers.value_for(name.rpartition(".")[2], OPTIMIZERS)
+    if known not in OPTIMIZERS:
+        draft.cannot("optimizer.name", f"{why}: no such optimizer here; there are {', '.join(OPTIMIZERS)}")
+        return
+    draft.set("optimizer.name", known, why)
+    taken = options_of(known)
+    for key, value in options.items():
+        told = f"{key} = {shown(value)}, of the optimizer"
+        if key in ("weight_decay", "eps"):
+            draft.set(f"optimizer.{key}", float(value), told)
+        elif key == "betas":
+            draft.set("optimizer.betas", [float(beta) for beta in value], told)
+        elif key in taken:
+            draft.set(f"optimizer.options.{key}", value, told)
+        else:
+            draft.note(ABSENT, f"{told}: {known} takes no such option here")
+
+
+def set_schedule(draft: Draft, name: str, why: str, warmup: tuple[Any, str], *, idle_when_constant: bool) -> None:
+    """Write the schedule and its warm-up. idle_when_constant: "constant" has none there, whatever is written."""
+    known = other_trainers.value_for(name, get_args(ScheduleTable.model_fields["name"].annotation))
+    if known is None:
+        draft.cannot("schedule.name", f"{why}: no such schedule here")
+        return
+    draft.set("schedule.name", known, why)
+    steps, told = warmup
+    if idle_when_constant and other_trainers.plain(name) == "constant" and steps:
+        steps, told = 0, f"{told}, which {name} does not read there"
+    draft.set("schedule.warmup", steps if 0 < steps < 1 else int(steps), told)
+
+
+def set_text_rates(draft: Draft, encoders: Mapping[str, tuple[float | None, str]]) -> None:
+    """Write a rule for each text encoder that is trained, by its name, with its rate (None: optimizer.lr)."""
+    for name, (rate, why) in encoders.items():
+        rule: dict[str, tuple[Any, str]] = {"component": (name, why), "match": (TEXT_LAYERS, "its attention and MLP")}
+        if rate is not None:
+            rule["lr"] = (float(rate), why)
+        draft.rules.append(rule)
+
+
+def set_ema(draft: Draft, decay: tuple[float, str]) -> None:
+    """Write an average with this decay."""
+    draft.set("ema.kind", "constant", decay[1])
+    draft.set("ema.decay", float(decay[0]), decay[1])
+    draft.note(DIFFERS, f"{decay[1]}: the average here follows faster in the first updates (docs/ema.md)")
+
+
+def side_of(resolution: Any) -> int:
+    """data.resolution for "1024", 1024, "1024,768" or [1024, 768] that bound an area: the side of a square as large.
+
+    A multiple of 8, the nearest. Raises ValueError for what is no size.
+    """
+    sides = resolution if isinstance(resolution, (list, tuple)) else re.split(r"[,x]", str(resolution))
+    width, height = (float(sides[0]), float(sides[-1]))
+    return max(16, round((width * height) ** 0.5 / 8) * 8)
+
+
+def folder_name(path: str) -> str:
+    """The last part of a path without its suffix, of Windows or not."""
+    return PurePosixPath(path.replace("\\", "/").rstrip("/")).stem
+
+
+def carry_rest(draft: Draft, options: Options) -> None:
+    """Write what nothing has read and what is only called otherwise; say why of what there is nothing for."""
+    for name, value in options.rest().items():
+        here = other_trainers.row_for(draft.trainer, f"{options.prefix.rpartition(' ')[2]}{name}")
+        told = options.told(name)
+        if here is None and value not in OFF:
+            draft.note(UNKNOWN, told)
+        elif here is None:
+            continue
+        elif " " in here:
+            if value not in OFF:
+                draft.note(ABSENT, f"{told}: {here}")
+        elif here not in draft.keys and ".0." not in here and ".1." not in here:
+            _rename(draft, here, value, told)
+
+
+def _rename(draft: Draft, key: str, value: Any, why: str) -> None:
+    """Write the key if it takes the value, or the one that this value is called here."""
+    if value is None or value == "":
+        return
+    tree: dict[str, Any] = {}
+    *tables, last = key.split(".")
+    node = tree
+    for table in tables:
+        node = node.setdefault(table, {})
+    for candidate in (value, *_ours(key, value)):
+        node[last] = candidate
+        if _takes(tree):
+            draft.set(key, candidate, why)
+            return
+    draft.note(ABSENT, f"{why}: {key} takes no such value here (docs/keys.md)")
+
+
+def _ours(key: str, value: Any) -> list[Any]:
+    """What the value may be called here: another word, or the same number as another kind."""
+    field = dict(configs.fields()).get(configs.generic(key))
+    words = list(re.findall(r"'([\w+]+)'", str(field.annotation))) if field is not None else []
+    named = other_trainers.value_for(value, words)
+    numbers = [float(value)] if isinstance(value, int) and not isinstance(value, bool) else []
+    return ([named] if named else []) + numbers
+
+
+def _takes(tree: dict[str, Any]) -> bool:
+    """Whether the config with these keys and nothing else but what it needs is one."""
+    whole = {
+        "run": {"name": "any", "output_dir": "any", "max_steps": 1, **tree.get("run", {})},
+        "model": {"family": "any", "path": "any", **tree.get("model", {})},
+        "data": {"sources": [{"path": "any"}], **tree.get("data", {})},
+    }
+    try:
+        configs.parse({**tree, **whole})
+    except UserError:
+        return False
+    return True

@@ -1,0 +1,133 @@
+"""A file of another trainer, read: whose it is, and its options by name."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+import yaml
+from tomlkit.exceptions import TOMLKitError
+
+from trainer.base.errors import UserError
+
+# Options by which a config is known as that of a program: one of each group.
+SIGNS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "ai-toolkit": (("job",), ("config.process",)),
+    "SimpleTuner": (("model_family",),),
+    "OneTrainer": (("training_method", "base_model_name"), ("model_type", "concept_file_name")),
+    "sd-scripts": (
+        ("pretrained_model_name_or_path", "network_module", "network_dim", "train_data_dir", "dataset_config", "config_file"),
+    ),
+}
+SCRIPT = re.compile(r"([\w./\\-]*?)(\w*train_network)\.py\b")
+PROMPT_FLAG = re.compile(r"\s--?(\w+)\s")
+
+
+def read(path: Path) -> tuple[str, dict[str, Any]]:
+    """(the trainer, its config as a tree) of the file. Raises UserError for one that is nobody's, or cannot be read."""
+    tree = read_tree(path)
+    names = _names(tree)
+    for trainer, groups in SIGNS.items():
+        if all(names.intersection(group) for group in groups):
+            return trainer, tree
+    top = ", ".join(sorted(tree)[:6]) if isinstance(tree, Mapping) and tree else "nothing that has a name"
+    hint = ""
+    if names >= {"run", "model"}:
+        hint = "; it is a config of this program: train with it (train.py --config)"
+    elif isinstance(tree, list) or "datasets" in names:
+        hint = "; it describes data alone: give the config that names it, and this file as --data"
+    raise UserError(f"{path}: no config of sd-scripts, OneTrainer, ai-toolkit or SimpleTuner: it has {top}{hint}")
+
+
+def _names(tree: Any) -> set[str]:
+    """The names of a tree's first two floors, with and without their table."""
+    if not isinstance(tree, Mapping):
+        return set()
+    inner = {f"{name}.{key}" for name, table in tree.items() if isinstance(table, Mapping) for key in table}
+    return {*map(str, tree), *inner, *(name.rpartition(".")[2] for name in inner if name.partition(".")[0] != "config")}
+
+
+def read_tree(path: Path) -> Any:
+    """What a TOML, YAML or JSON file holds, or a command line in a file of any other kind. Raises UserError."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    readers = {".toml": _toml, ".yaml": yaml.safe_load, ".yml": yaml.safe_load, ".json": json.loads}
+    try:
+        tree = readers.get(path.suffix.lower(), _command_line)(text)
+    except (TOMLKitError, yaml.YAMLError, ValueError) as error:
+        first = " ".join(str(error).split())
+        raise UserError(f"{path} cannot be read: {first}") from error
+    if isinstance(tree, dict) and "_metadata" in tree and isinstance(tree.get("config"), dict):
+        tree = tree["config"]
+    if isinstance(tree, dict) and any(str(key).startswith("--") for key in tree):
+        return {str(key).lstrip("-"): value for key, value in tree.items()}
+    return tree
+
+
+def _toml(text: str) -> dict[str, Any]:
+    return tomlkit.parse(text).unwrap()
+
+
+def _command_line(text: str) -> dict[str, Any]:
+    """The options of the command that runs a script for networks, by their names. Empty where there is none."""
+    joined = re.sub(r"[\\^`][ \t]*\r?\n", " ", text)
+    for line in joined.splitlines():
+        found = SCRIPT.search(line)
+        if not found or line.lstrip().startswith("#"):
+            continue
+        return {"script": found[2], **_options(shlex.split(line[found.end() :], comments=True))}
+    return {}
+
+
+def _options(words: Sequence[str]) -> dict[str, Any]:
+    """`--name value ...` by name; without a value true, with several a list, each a number where it is one."""
+    options: dict[str, Any] = {}
+    values: list[Any] = []
+    name = ""
+    for word in [*words, "--"]:
+        if word.startswith("--"):
+            if name:
+                options[name] = values[0] if len(values) == 1 else values or True
+            name, equals, value = word[2:].partition("=")
+            values = [literal(value)] if equals else []
+        elif name:
+            values.append(literal(word))
+    return options
+
+
+def literal(word: str) -> Any:
+    """A number or a truth value where the word is one, else the word."""
+    if word.lower() in ("true", "false"):
+        return word.lower() == "true"
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(word)
+    return word
+
+
+def find_beside(name: str, config: Path, given: Iterable[Path]) -> Path | None:
+    """A file that a config names: one of `given` if it has that name or is alone, else from here, else near the config."""
+    given = list(given)
+    last = Path(name.replace("\\", "/"))
+    named = [path for path in given if path.name == last.name] or (given if len(given) == 1 else [])
+    near = [
+        last,
+        *(folder / last for folder in config.absolute().parents),
+        config.parent / last.name,
+        config.parent.parent / last.name,
+    ]
+    return next((path for path in [*named, *near] if path.is_file()), None)
+
+
+def prompt_line(line: str) -> tuple[str, dict[str, Any]]:
+    """(the prompt, its flags by name) of a prompt with flags behind it: `a dog --w 512 --d 7`."""
+    text, *parts = PROMPT_FLAG.split(f" {line.strip()} ")
+    return text.strip(), {flag: literal(value.strip()) for flag, value in zip(parts[::2], parts[1::2], strict=True)}
