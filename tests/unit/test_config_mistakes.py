@@ -244,7 +244,7 @@ def test_a_config_of_another_trainer_is_told_where_its_keys_are(tmp_path, name: 
     (tmp_path / name).write_text("job: extension" if "y" in name else '{"a": 1}')
     with pytest.raises(UserError, match="not valid TOML") as refused:
         configs.load(str(tmp_path / name), [])
-    assert (f"a config is TOML, not {kind}; docs/other_trainers.md" in str(refused.value)) == bool(kind)
+    assert (f"a config is TOML, not {kind}; python scripts/import_config.py" in str(refused.value)) == bool(kind)
 
 
 def test_the_names_of_other_trainers_are_read_for_a_mistake_alone(monkeypatch, capsys) -> None:

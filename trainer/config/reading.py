@@ -63,7 +63,8 @@ def _other(file: Path) -> str:
     if file.suffix not in (".yaml", ".yml", ".json"):
         return ""
     kind = file.suffix[1:].upper()
-    return f"\na config is TOML, not {kind}; docs/other_trainers.md has what keys of other trainers are called here"
+    made = f"python scripts/import_config.py {file} makes one of another trainer's"
+    return f"\na config is TOML, not {kind}; {made}"
 
 
 def _backslash(text: str, error: tomllib.TOMLDecodeError) -> str:
