@@ -2,9 +2,11 @@
 
     bash scripts/demo.sh
     .venv/bin/python scripts/pictures.py outputs/ink
+    .venv/bin/python scripts/pictures.py --audit audit/audit.html      # one page's alone
 
 It writes docs/before_after.png (all subjects), docs/pictures/before_after.png (two of them, large), and with Chromium the top
-of the run's report, in light and dark; with --data_report, --comparison or --fork also (or only) that of such a page.
+of the run's report, in light and dark; with --data_report, --comparison, --audit or --fork also
+(or only) that of such a page.
 """
 
 from __future__ import annotations
@@ -68,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--data_report", type=Path, help="the page that scripts/data.py report wrote")
     parser.add_argument("--fork", type=Path, help="the report of a run that --fork_from began")
     parser.add_argument("--comparison", type=Path, help="the page that train.py --compare wrote")
+    parser.add_argument("--audit", type=Path, help="the page that scripts/audit.py wrote")
     chosen = parser.parse_args(arguments)
     pictures = ROOT / "docs" / "pictures"
     pictures.mkdir(exist_ok=True)
@@ -75,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shutil.copyfile(chosen.run / "before_after.png", ROOT / "docs" / "before_after.png")
         small(large(chosen.run), pictures / "before_after.png")
         screenshots(chosen.run / "report.html", "report", pictures)
-    for name in ("data_report", "comparison"):
+    for name in ("data_report", "comparison", "audit"):
         if page := getattr(chosen, name):
             screenshots(page, name, pictures)
     if chosen.fork:

@@ -11,7 +11,7 @@ as a fourth.
 (sample, the variant's number, axis), of a photo at one size: "crop_jitter" (zoom, right, down), "colour_jitter".
 (a photo's digest, the draw's number), of what is only measured: "held_out_time", "held_out_noise".
 (the module's name): "init". (step, the micro-batch's place in the update): "dropout"; with the layer's name as a third:
-"layer_dropout".
+"layer_dropout". (the draw's number, among all): "audit_probe".
 """
 
 import hashlib

@@ -121,17 +121,22 @@ class Components:
         """Freeze the layers of a component without memory, and have its blocks streamed, or shared out, where the plan says
         so. Returns the tensors that get no memory of the device."""
         self.plan.storage[name].swap(module, held=self.source.held(name), kernels=self.kernels)
+        streamer = self.streamer(name, module)
+        if streamer is None:
+            return ()
+        self.streamers[name] = streamer
+        return streamer.at_home()
+
+    def streamer(self, name: str, module: torch.nn.Module) -> Streamer | None:
+        """What streams the blocks of a component, or shares them out, where the plan says so."""
         shared = self.plan.parts > 1 and name == self.family.denoiser
         if not shared and name not in self.plan.resident:
-            return ()
+            return None
         blocks, device = self.family.ordered_blocks(name, module), self.model.device
         if shared:
             peers = self.processes if self.processes.count > 1 else None
-            streamer: Streamer = Sharder(blocks, device, parts=self.plan.parts, peers=peers)
-        else:
-            streamer = Streamer(blocks, self.plan.resident[name], device)
-        self.streamers[name] = streamer
-        return streamer.at_home()
+            return Sharder(blocks, device, parts=self.plan.parts, peers=peers)
+        return Streamer(blocks, self.plan.resident[name], device)
 
     def streamed_blocks(self, names: Collection[str]) -> dict[str, torch.nn.Module]:
         """The streamed blocks of these components by full name."""

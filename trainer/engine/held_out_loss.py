@@ -37,17 +37,31 @@ def share_of_time(seed: int, sha256: str, number: int) -> float:
     return (number % QUARTERS + draws.uniform(seed, "held_out_time", sha256, number)) / QUARTERS
 
 
-def squared_errors(components: Components) -> Callable[[Batch, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """(one photo, shares of time [n], noise fp32 [n, C, h, w]) -> fp32 [n]: the mean squared error of each prediction."""
+Errors = Callable[[Batch, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def predictions(components: Components) -> Callable[[Batch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """(one photo, shares of time [n], noise fp32 [n, C, h, w]) -> (prediction, target), both fp32 [n, C, h, w]."""
     family, model, objective = components.family, components.model, components.plan.objective
 
-    @torch.no_grad()
-    def measure(batch: Batch, shares: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    def predict(batch: Batch, shares: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         told, time = batch.conditioning or family.encode_prompts(model, batch.captions), objective.time_at(shares)
         given = _repeated(replace(batch, conditioning=told), len(shares)), noise, time, objective.at(time)
         batch, noise, time, at = each_tensor(given, lambda tensor: tensor.to(model.device))
         prediction = family.predict(model, objective.noised(batch.latents, noise, at), time, batch.conditioning, batch)
-        return (prediction.float() - objective.target(batch.latents, noise, at)).square().flatten(1).mean(1)
+        return prediction.float(), objective.target(batch.latents, noise, at)
+
+    return predict
+
+
+def squared_errors(components: Components) -> Errors:
+    """(one photo, shares of time [n], noise fp32 [n, C, h, w]) -> fp32 [n]: the mean squared error of each prediction."""
+    predict = predictions(components)
+
+    @torch.no_grad()
+    def measure(batch: Batch, shares: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        prediction, target = predict(batch, shares, noise)
+        return (prediction - target).square().flatten(1).mean(1)
 
     return measure
 
@@ -64,18 +78,19 @@ class HeldOutLoss:
 
     measured: examples by kind. seed: of the draws. errors: (batch, shares of time, noise) -> each draw's. copies: how many of
     the held-out photos have a near duplicate that is trained on. evaluating: a context in which the adapter has the weights
-    to be used.
+    to be used. name: of the phase.
     """
 
     measured: Mapping[str, Sequence[Example]]
     seed: int
     at_once: int
     reader: Reader
-    errors: Callable[[Batch, torch.Tensor, torch.Tensor], torch.Tensor]
+    errors: Errors
     evaluating: Callable[[], AbstractContextManager[None]]
     processes: Processes
     phases: Phases
     copies: int = 0
+    name: str = "held-out loss"
 
     @staticmethod
     def of(
@@ -117,7 +132,7 @@ class HeldOutLoss:
         work, cut_off = self._share(), 1
         try:
             with (
-                self.phases("held-out loss", sum(len(numbers) for _, numbers, _ in work), "draw") as phase,
+                self.phases(self.name, sum(len(numbers) for _, numbers, _ in work), "draw") as phase,
                 phase.between_modules(),
                 self.evaluating(),
             ):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
 from trainer.monitoring.course import PHOTOS
 from trainer.report import curves
 from trainer.report.curves import Curve
@@ -39,6 +42,15 @@ def draw_all(history: History, events: Events = NOTHING) -> list[str]:
     others = [field for field in history.fields if field not in known and len(set(history.values(field))) > 1]
     figures += [single(field, field.replace("_", " ").capitalize(), "") for field in others]
     return [figure for figure in figures if figure]
+
+
+def remaining(costs: Mapping[str, Sequence[float]]) -> str:
+    """The chart of what formats change of a prediction once their first 0, 1, 2, ... layers are excluded. costs: in percent,
+    by format."""
+    drawn = curves.lines_of({name: list(enumerate(values)) for name, values in costs.items()})
+    lines = [replace(line, over="excluded layers") for line in drawn]
+    about = "Of all layers at the left; further right without the costliest ones, as many as stand below."
+    return curves.draw("Change of the prediction", "%", lines, about=about, wide=True)
 
 
 def smoothed(series: Series) -> list[Curve]:

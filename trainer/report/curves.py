@@ -26,12 +26,13 @@ Point = tuple[float, float]
 @dataclass(frozen=True)
 class Curve:
     """A series to draw. kind: "raw" is faint; "line0" to "line7" are told apart by colour and dashes. band: the lowest and
-    the highest value by step, of several series whose middle this one is; else empty."""
+    the highest value by step, of several series whose middle this one is; else empty. over: what its steps count."""
 
     name: str
     series: Series
     kind: str
     band: Sequence[Series] = ()
+    over: str = "steps"
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def draw(
     axes = Axes.over(steps, values, log=min(values) > 0 and max(values) / min(values) > LOG_ABOVE)
     ends = {line.name: [value for _, value in line.series if value is not None] for line in lines}
     said = "; ".join(f"{name} from {own[0]:.4g} to {own[-1]:.4g}" for name, own in ends.items())
-    summary = f"{title} over steps {axes.first:g} to {axes.last:g}: {said}"
+    summary = f"{title} over {lines[0].over} {axes.first:g} to {axes.last:g}: {said}"
     inside = {
         name: [axes.x_of(step) for step in mine if axes.first <= step <= axes.last] for name, mine in events.steps.items()
     }

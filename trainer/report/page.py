@@ -90,6 +90,11 @@ def render_data(*, name: str, data: Sections) -> str:
     return document("data_report.html", name=name, data=pictured | care | plain, scripted=False)
 
 
+def render_audit(*, name: str, parts: Sections, remaining: Mapping[str, Sequence[float]]) -> str:
+    """A page about what storage formats cost a model. remaining: as `charts.remaining` takes it."""
+    return document("audit.html", name=name, parts=parts, chart=charts.remaining(remaining), scripted=False)
+
+
 def data_part(data: Sections) -> str:
     """What a run's page shows of its data, the same for as long as it goes on."""
     pictured, care, plain = sorted_out(data)

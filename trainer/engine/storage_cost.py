@@ -1,0 +1,325 @@
+"""What it costs to store the denoiser in a format: the change of its predictions and of the held-out loss, layer by layer.
+
+A layer that is stored otherwise has W + dW in place of W. To first order its output changes by dW x, and the prediction p by
+J dW x, with J the derivative of p by that output. Neither J nor a gradient of W's size is made: a backward pass brings
+g = J^T c to each layer, for two cotangents c at once, and <g, dW x> is summed up there for every format, sample by sample.
+
+    along = <r, J dW x>   c = r = p - target, the residual
+    probe = <v, J dW x>   c = v, of independent standard normal numbers
+
+The expectation of probe^2 over v is ||J dW x||^2 (Hutchinson's estimator of a trace). Errors of different layers are nearly
+independent, so their squares are added. The loss of a sample of n numbers is ||r||^2 / n: to first order it changes by
+2 along / n. The second order is ||d||^2 / n of the prediction's change d, and the residual times the curvature of p in W,
+which is not computed and was seen to cancel most of it, or all. So the band of an estimate has ||d||^2 / n on both sides.
+`measured` leaves nothing out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from trainer.base import draws
+from trainer.base.errors import NonFiniteError
+from trainer.base.memory import checkpoint_blocks
+from trainer.base.types import Batch
+from trainer.engine.components import Components
+from trainer.engine.held_out_loss import HeldOutLoss, predictions
+from trainer.quantization import Format, FrozenLayer
+
+SURE = 1.96  # standard errors: 95 % of a normal distribution
+
+Formats = Mapping[str, Format]  # of the layers that a storage quantises, by name
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What a denoiser predicts at the fixed draws. residuals: fp32 [C, h, w] of each draw, on the CPU: prediction - target.
+    errors, power: [D], the mean square of each residual, and of each prediction."""
+
+    residuals: tuple[torch.Tensor, ...]
+    errors: tuple[float, ...]
+    power: tuple[float, ...]
+
+    @property
+    def loss(self) -> float:
+        """The loss, as a run logs it."""
+        return fmean(self.errors)
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A change of each draw. loss: fp64 [D], of its error. moved: fp64 [D], the mean square of its prediction's change.
+    first_order: whether the loss is an estimate of first order."""
+
+    loss: torch.Tensor
+    moved: torch.Tensor
+    first_order: bool = False
+
+    @property
+    def of_loss(self) -> float:
+        """The change of the loss: the mean over draws."""
+        return float(self.loss.mean())
+
+    @property
+    def band(self) -> float:
+        """Half of the interval that holds the change of the loss with 95 %, were other noises and times drawn: 1.96 standard
+        errors of the mean over draws, of an estimate with its second order added. Infinite of one draw."""
+        count = len(self.loss)
+        drawn = SURE * float(self.loss.std()) / math.sqrt(count) if count > 1 else math.inf
+        return drawn + self.of_prediction if self.first_order else drawn
+
+    @property
+    def of_prediction(self) -> float:
+        """The mean squared change of the prediction, in units of the loss."""
+        return float(self.moved.mean())
+
+    def relative(self, base: Predictions) -> float:
+        """The root mean square of the prediction's change, over that of the prediction."""
+        return math.sqrt(self.of_prediction / fmean(base.power))
+
+
+def measured(base: Predictions, other: Predictions) -> Effect:
+    """The difference of two denoisers' predictions at the same draws."""
+    pairs = zip(base.residuals, other.residuals, strict=True)
+    moved = torch.stack([(then.double() - now.double()).square().mean() for now, then in pairs])
+    errors = (torch.tensor(each.errors, dtype=torch.float64) for each in (other, base))
+    return Effect(torch.sub(*errors), moved)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The estimate of one storage. layers: [L] names. along, probe: fp64 [L, D]. sizes: fp64 [D], the numbers in each
+    draw's prediction. Both are of the change that this storage makes of a layer."""
+
+    layers: tuple[str, ...]
+    along: torch.Tensor
+    probe: torch.Tensor
+    sizes: torch.Tensor
+
+    def effect(self, chosen: Collection[str]) -> Effect:
+        """The effect of these layers together, the others as in the base."""
+        rows = [place for place, name in enumerate(self.layers) if name in chosen]
+        along, squares = self.along[rows].sum(0), self.probe[rows].square().sum(0)
+        return Effect(2 * along / self.sizes, squares / self.sizes, first_order=True)
+
+    def ranked(self) -> list[str]:
+        """The layers, the one that changes the prediction most first."""
+        moved = (self.probe.square() / self.sizes).mean(1)
+        return [self.layers[place] for place in moved.argsort(descending=True, stable=True).tolist()]
+
+
+def twin(layer: FrozenLayer, format: Format, dtype: torch.dtype) -> torch.Tensor:
+    """A dense layer's weight as it would be read from that format, in `dtype` and its own shape."""
+    weight = layer.stored().codes.view(layer.weight_shape)
+    payload = format.empty_payload(layer.weight_shape, weight.device)
+    format.quantize_into(weight, payload)
+    return layer.kernels.upcast(format.stored(payload, layer.weight_shape), dtype).view(layer.weight_shape)
+
+
+@contextmanager
+def swapped(layer: FrozenLayer, format: Format) -> Iterator[None]:
+    """A block in which one layer computes with what that format would hold."""
+    layer.merged_weight = twin(layer, format, torch.float32)
+    try:
+        yield
+    finally:
+        layer.merged_weight = None
+
+
+def predict(held_out: HeldOutLoss, components: Components, what: str) -> Predictions:
+    """The loaded denoiser's predictions at the fixed draws. what: names the phase. Raises NonFiniteError."""
+    compute = predictions(components)
+    residuals: list[torch.Tensor] = []
+    errors: list[float] = []
+    power: list[float] = []
+
+    @torch.no_grad()
+    def measure(batch: Batch, shares: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        prediction, target = compute(batch, shares, noise)
+        residual = prediction - target
+        squared = residual.square().flatten(1).mean(1)
+        residuals.extend(residual.cpu())
+        errors.extend(squared.tolist())
+        power.extend(prediction.square().flatten(1).mean(1, dtype=torch.float64).tolist())
+        return squared
+
+    replace(held_out, errors=measure, name=what).measure()
+    if not all(map(math.isfinite, (*errors, *power))):
+        raise NonFiniteError(f"{what}: predictions are not finite")
+    return Predictions(tuple(residuals), tuple(errors), tuple(power))
+
+
+def estimate(
+    held_out: HeldOutLoss,
+    components: Components,
+    denoiser: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    stored: Sequence[Formats],
+) -> list[Terms]:
+    """The terms of each storage, in one forward and one backward pass for each draw. Gradients of the blocks are made by
+    recomputation, from now on too. Raises NonFiniteError."""
+    layers = {name: layer for name, layer in denoiser.named_modules() if isinstance(layer, FrozenLayer)}
+    checkpoint_blocks(blocks, True, compiled=list(blocks))
+    sums = Account(stored)
+    compute, anchor = predictions(components), torch.zeros((), device=components.model.device, requires_grad=True)
+
+    def errors(batch: Batch, shares: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        count = len(shares)
+        with torch.enable_grad():
+            # Each draw twice: one half of the gradients is the residual's, the other the probe's.
+            prediction, target = compute(batch, shares.repeat(2), noise.repeat(2, *[1] * (noise.dim() - 1)))
+        residual = (prediction - target).detach()[:count]
+        sums.begin(count, residual[0].numel())
+        places = range(sums.end - count, sums.end)
+        probes = [draws.normal(residual.shape[1:], held_out.seed, "audit_probe", place) for place in places]
+        cotangent = torch.cat([residual, torch.stack(probes).to(residual.device)])
+        with components.attention.used():  # blocks run again
+            torch.autograd.grad(prediction, anchor, cotangent, allow_unused=True)
+        return residual.square().flatten(1).mean(1)
+
+    with ExitStack() as hooks:
+        for name in dict.fromkeys(name for formats in stored for name in formats):
+            show = partial(sums.add, name, layers[name])
+            hooks.callback(layers[name].register_forward_hook(partial(_watch, anchor, show)).remove)
+        replace(held_out, errors=errors, name="estimating every layer").measure()
+    return sums.terms()
+
+
+class Account:
+    """The terms of several storages while they are summed up. end: how many draws have begun."""
+
+    def __init__(self, stored: Sequence[Formats]) -> None:
+        self.stored, self.count, self.end = stored, 0, 0
+        self.sizes: list[int] = []
+        self.found: list[dict[str, list[torch.Tensor]]] = [{name: [] for name in formats} for formats in stored]
+
+    def begin(self, count: int, size: int) -> None:
+        """Begin with `count` further draws, of predictions of `size` numbers."""
+        self.count, self.end = count, self.end + count
+        self.sizes += [size] * count
+        for found in self.found:
+            for sums in found.values():
+                sums.append(torch.zeros(2, count, dtype=torch.float64))
+
+    @torch.no_grad()
+    def add(self, name: str, layer: FrozenLayer, x: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Add what a layer adds. x: its input, of the draws twice over. gradient: of its output."""
+        assert len(x) == len(gradient) == 2 * self.count, name
+        x, gradient = x[: self.count].float(), gradient.float()
+        for formats, found in zip(self.stored, self.found, strict=True):
+            if name in formats:
+                change = twin(layer, formats[name], layer.compute_dtype).float().sub_(layer.compute_weight())
+                moved = layer.product(x, change)
+                both = [(moved * half).flatten(1).sum(1, dtype=torch.float64) for half in gradient.split(self.count)]
+                found[name][-1] += torch.stack(both).cpu()
+
+    def terms(self) -> list[Terms]:
+        """The terms, once all draws are through. Raises NonFiniteError."""
+        made, sizes = [], torch.tensor(self.sizes, dtype=torch.float64)
+        for found in self.found:
+            sums = torch.stack([torch.cat(parts, 1) for parts in found.values()])
+            if not bool(sums.isfinite().all()):
+                worst = next(name for name, own in zip(found, sums, strict=True) if not bool(own.isfinite().all()))
+                raise NonFiniteError(
+                    f"the gradient at {worst} is not finite; compute in another way: precision.compute = 'bf16' or 'fp32'"
+                )
+            made.append(Terms(tuple(found), sums[:, 0], sums[:, 1], sizes))
+        return made
+
+
+def _watch(
+    anchor: torch.Tensor,
+    show: Callable[[torch.Tensor, torch.Tensor], None],
+    layer: nn.Module,
+    given: tuple,
+    output: torch.Tensor,
+) -> torch.Tensor | None:
+    return _Watched.apply(output, given[0].detach(), anchor, show) if torch.is_grad_enabled() else None
+
+
+class _Watched(torch.autograd.Function):
+    """A layer's output as it is. The backward pass shows the layer's input and the output's gradient.
+
+    anchor: a number that the graph leads to. So there is a gradient where nothing else asks for one: no weight does, and nor
+    does what the model is told.
+    """
+
+    @staticmethod
+    def forward(ctx, output, x, anchor, show):
+        ctx.save_for_backward(x)
+        ctx.show = show
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        ctx.show(*ctx.saved_tensors, gradient)
+        return gradient, None, None, None
+
+
+# --- what was found ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer in a format, the others as in the base. alone: as measured; None where it was not. more: bytes that it takes
+    beyond the format's where it is excluded."""
+
+    name: str
+    estimated: Effect
+    alone: Effect | None
+    more: int
+
+    @property
+    def moved(self) -> float:
+        """The mean squared change of the prediction, as well as it is known."""
+        return (self.alone or self.estimated).of_prediction
+
+
+@dataclass(frozen=True)
+class FormatCost:
+    """A storage of the denoiser. layers: those that it quantises, the costliest first. estimated, whole: the effect of all of
+    them, as estimated and as measured. spared: as measured without those in `exclude`; None where there are none. remaining:
+    the estimate of the mean squared change of the prediction once the first 0, 1, ... layers are excluded. bytes: of the
+    quantised layers."""
+
+    name: str
+    dtype: str
+    backend: str
+    layers: tuple[LayerCost, ...]
+    estimated: Effect
+    whole: Effect
+    spared: Effect | None
+    exclude: tuple[str, ...]
+    remaining: tuple[float, ...]
+    bytes: int
+
+    @property
+    def more(self) -> int:
+        """The bytes that `exclude` takes beyond the format's."""
+        return sum(layer.more for layer in self.layers if layer.name in self.exclude)
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What formats cost a model. denoiser: the component's name. stored: the base's format. kind: of the photos, "held_out"
+    or "trained". kept: the config's own `exclude`."""
+
+    model: str
+    denoiser: str
+    stored: str
+    kind: str
+    photos: int
+    base: Predictions
+    kept: tuple[str, ...]
+    costs: tuple[FormatCost, ...]

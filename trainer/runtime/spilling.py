@@ -1,0 +1,89 @@
+"""A frozen base in a file: its blocks come from the disk, one after the other, and memory holds two of them.
+
+The order, the looking ahead and the hooks are those of runtime/streaming.py. The file has no name: it is gone with the
+process.
+"""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor, nn
+
+from trainer.base.tensorfile import size_text
+from trainer.quantization import Payload
+from trainer.runtime.streaming import MemoryCopies, Streamed, Streamer, places_of
+
+
+@dataclass
+class InFile:
+    """The home of a layer in the file. payload: its form alone. starts: the place of each tensor. device: that computes."""
+
+    file: BinaryIO
+    payload: Payload
+    starts: Mapping[str, int]
+    device: torch.device
+    digests = {}
+
+    def whole(self) -> Payload:
+        """The payload, read for whoever asks out of turn."""
+        return {name: self._read(name, form).to(self.device) for name, form in self.payload.items()}
+
+    def _read(self, name: str, form: Tensor) -> Tensor:
+        flat = torch.empty(form.numel() * form.itemsize, dtype=torch.uint8)
+        _fill(self.file, self.starts[name], flat)
+        return flat.view(form.dtype).view(form.shape)
+
+    def fill(self, payload: Payload) -> None:
+        """Write the payload."""
+        for name, tensor in payload.items():
+            self.file.seek(self.starts[name])
+            self.file.write(memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+
+
+class Spiller(Streamer):
+    """Streams all blocks of one module from a file in `folder`. Raises OSError where there is no room."""
+
+    def __init__(self, blocks: Mapping[str, nn.Module], device: torch.device, folder: Path) -> None:
+        self.file: Any = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  (close has its end)
+        self.places: dict[int, int] = {}
+        self.end = 0
+        super().__init__(blocks, 0, device, MemoryCopies())
+
+    def __str__(self) -> str:
+        return f"{self.count} blocks are read from the disk as they are needed: {size_text(self.end)} in a temporary file"
+
+    def kept_of(self, size: int) -> int:
+        return 0
+
+    def homes(self, block: Streamed) -> Sequence[InFile]:
+        self.places[block.place], first = self.end, self.end
+        self.end += block.size
+        starts = [{name: first + start for name, start in own.items()} for own in places_of(block.layers)[0]]
+        forms = [{name: tensor.to("meta") for name, tensor in layer.payload().items()} for layer in block.layers]
+        return [InFile(self.file, form, own, self.device) for form, own in zip(forms, starts, strict=True)]
+
+    def start(self, block: Streamed, into: Tensor) -> None:
+        into = into[: block.size]
+        read = into if into.device.type == "cpu" else torch.empty(block.size, dtype=torch.uint8)
+        _fill(self.file, self.places[block.place], read)
+        if read is not into:
+            into.copy_(read)
+
+    def close(self) -> None:
+        super().close()
+        self.file.close()
+
+
+def _fill(file: BinaryIO, start: int, flat: Tensor) -> None:
+    """Read a flat tensor of bytes. What lies behind the last written byte, the padding of the last layer, stays as it is."""
+    view, done = memoryview(flat.numpy()), 0
+    file.seek(start)
+    while done < len(view):
+        count = file.readinto(view[done:])  # type: ignore[attr-defined]
+        if not count:
+            return
+        done += count
