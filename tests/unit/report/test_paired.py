@@ -57,6 +57,14 @@ def test_equal_settings_are_seldom_told_apart_and_a_difference_is() -> None:
     assert all(each.error < each.unpaired_error / 3 for each in found if each.unpaired_error > 0.01)
 
 
+def test_the_interval_of_an_example_by_hand() -> None:
+    """Differences of 1, 2 and 3: a mean of 2, a standard deviation of 1, so 2 +- 4.3027 / sqrt(3)."""
+    at = Difference(40, [1.0, 2.0, 3.0], [0.0, 0.0, 0.0])
+    assert (at.mean, at.error) == (2, pytest.approx(1 / math.sqrt(3)))
+    assert at.interval == (pytest.approx(-0.4841, abs=1e-4), pytest.approx(4.4841, abs=1e-4)) and not at.told_apart
+    assert Difference(40, [1.0, 2.0, 3.0], [3.0, 2.0, 1.0]).unpaired_error == pytest.approx(math.sqrt(2 / 3))
+
+
 def test_as_many_more_seeds_as_are_said_would_tell_two_apart() -> None:
     """With the same mean and spread: those of twice as many differences, each as far from the mean as before."""
     at = Difference(40, [0.50, 0.51, 0.53], [0.51, 0.50, 0.55])
