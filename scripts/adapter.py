@@ -8,6 +8,7 @@
     python scripts/adapter.py compare A.safetensors B.safetensors
     python scripts/adapter.py resize bear.safetensors small.safetensors --rank 4
     python scripts/adapter.py ema outputs/bear --length 0.1                            # an average of its weights
+    python scripts/adapter.py average mean.safetensors A.safetensors B.safetensors --rank 8   # of several runs
     python scripts/adapter.py push outputs/bear/adapters --repo me/bear                # to the Hugging Face hub, as private
 
 Files of diffusers, PEFT, kohya, LyCORIS, ComfyUI, OneTrainer and ai-toolkit are read, LoRA and DoRA, for SDXL, Flux and
@@ -186,6 +187,47 @@ def resize(chosen: argparse.Namespace) -> None:
         write(f"  {note}")
 
 
+def average(chosen: argparse.Namespace) -> None:
+    """Write the mean of several adapters, and say what its rank loses; with a run's config also its held-out loss."""
+    from trainer.adapter_files.average import Averaged, average, base_of, shares_of
+    from trainer.adapter_files.read import open_checkpoint
+    from trainer.adapters.peft_config import is_peft_folder
+    from trainer.base.progress import Phases
+    from trainer.models.base_weights import BaseWeights
+
+    shares, adapters, weight = shares_of(chosen.weights, len(chosen.files)), [], None
+    config = None
+    if chosen.config is not None:
+        from trainer import config as configs
+
+        config = configs.load(chosen.config, [])
+    base = chosen.base or (config.model.path if config is not None else None)
+    models = models_of(base) if base else None
+    if models is not None:
+        weight = BaseWeights(models[0].source).weight
+    for path, share in zip(chosen.files, shares, strict=True):
+        if path.is_dir() and not is_peft_folder(path):
+            held = open_checkpoint(path)
+            adapters.append(Averaged(path, held.model, held.portable("magnitude"), share, base_of(path)))
+            continue
+        opened = opened_file(path, base, chosen.family)
+        weight = weight or base_weight(opened)
+        for doubt in opened.doubts:
+            write(f"warning: {doubt}")
+        adapters.append(Averaged(path, opened.model, opened.portable, share, base_of(path)))
+    made = average(adapters, chosen.out, chosen.rank, weight=weight, to=chosen.to, phases=Phases(show=True))
+    portable = made.converted.portable
+    kind, ranks = "DoRA" if portable.dora else "LoRA", max(each.rank for each in portable.layers.values())
+    write(f"{chosen.to}: {chosen.out}: {kind} of rank {ranks} at most, the mean of {len(adapters)}")
+    for line in made.lines():
+        write(f"  {line}")
+    if config is not None:
+        from trainer.run.measured import held_out_loss
+
+        fields = held_out_loss(config, chosen.out, rank=ranks, dora=portable.dora)
+        write("  " + ", ".join(f"{name} {value:.6g}" for name, value in fields.items() if name.endswith("_loss")))
+
+
 def strength_of(given: str) -> tuple[Path, float]:
     """FILE or FILE:STRENGTH."""
     path, colon, number = given.rpartition(":")
@@ -355,6 +397,15 @@ def main(arguments: list[str] | None = None) -> int:
     )
     command.add_argument("--step", type=int, help="up to this step; default: the last one that was set aside")
     command.add_argument("--folder", type=Path, help="where the files go; default: OUTPUT_DIR/adapters")
+    command = commands.add_parser("average", help="the mean of several adapters of one model")
+    command.set_defaults(run=average)
+    command.add_argument("out", metavar="OUT", type=Path, help="the adapter file to write (.safetensors)")
+    command.add_argument("files", metavar="FILE", type=Path, nargs="+", help="adapter files, or checkpoints' folders")
+    command.add_argument("--weights", type=float, nargs="+", metavar="W", help="of each, in their order; default: equal")
+    command.add_argument("--rank", type=int, required=True, metavar="R", help="the highest that a layer of the mean may have")
+    command.add_argument("--to", choices=("diffusers", "kohya", "comfyui", "onetrainer"), default="diffusers")
+    command.add_argument("--config", metavar="TOML", help="a run's config: the mean's loss on its held-out photos, too")
+    names_a_model(command)
     command = commands.add_parser("push", help="a folder of adapter files to the Hugging Face hub")
     command.set_defaults(run=push)
     command.add_argument("folder", metavar="FOLDER", type=Path, help="adapter files, README.md, images/")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 from proofs.forks import Server
+from scripts import adapter as adapter_tool
+from scripts import make_model
 from tests.harness import Workbench, built, metrics_of
 from tests.integration import test_processes as processes
 from tests.optimizers import ENTRIES
@@ -246,3 +249,27 @@ def test_two_processes_share_it(server: Server, bench: Workbench) -> None:
     assert statuses == [128 + signal.SIGTERM] * 2, said
     (step,) = store.steps(bench.tmp / "stopped" / "checkpoints")
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == list(range(1, step + 1)) and step < 100
+
+
+@pytest.mark.slow
+def test_the_mean_of_a_runs_adapter_with_itself_has_the_loss_that_the_run_logged(bench: Workbench, capsys) -> None:
+    """Of `adapter.py average --config`: of a checkpoint and of the file that the run made of it."""
+    logged = [entry for entry in run(bench, "out", **ON) if "held_out_loss" in entry][-1]
+    out, mean = bench.tmp / "out", bench.tmp / "mean.safetensors"
+    given = [str(store.newest_valid(out / "checkpoints")[0]), str(out / "adapters" / "bear.safetensors")]
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    config = ["--config", str(out / "config.toml")]
+    assert adapter_tool.main(["average", str(mean), *given, "--rank", "4", "--weights", "3", "1", *config]) == 0
+    said = capsys.readouterr().out
+    assert "DoRA of rank 4 at most, the mean of 2" in said
+    told = {name: float(value) for name, value in re.findall(r"(\w+_loss) ([\d.]+)", said)}
+    assert told == pytest.approx({name: logged[name] for name in ("held_out_loss", "trained_loss")}, rel=1e-5)
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    # The frozen weights of another model have other digests.
+    other = bench.tmp / "other"
+    assert make_model.main([*["--size", "tiny", "--family", "sdxl", "--layout", "diffusers", "--seed", "5"], str(other)]) == 0
+    run(bench, "elsewhere", model__path=str(other), data__cache_dir=str(bench.tmp / "cache"), run__max_steps=1)
+    apart = str(bench.tmp / "elsewhere" / "adapters" / "bear.safetensors")
+    assert adapter_tool.main(["average", str(bench.tmp / "no.safetensors"), given[0], apart, "--rank", "4", *config]) == 2
+    assert "were trained over different models" in capsys.readouterr().err and not (bench.tmp / "no.safetensors").exists()

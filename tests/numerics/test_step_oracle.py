@@ -15,11 +15,19 @@ from torch.func import functional_call
 
 from tests.harness import DENOISER, PHOTOS, Workbench, built
 from trainer.base import draws
+from trainer.base.types import Batch
+from trainer.engine.exact import compute_exactly
+from trainer.engine.judged import Judge, Made
+from trainer.engine.rounding import InFp64
+from trainer.engine.step import StepResult
+from trainer.run.run import Run
 
 SEED = 7
 # fp32 keeps 24 bits; rounding errors of some hundred layers add up like a random walk, and gradients pass each twice.
 LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 2e-4
+# Of the run's step in fp64, over the same latents: what follows from the times has 24 bits.
+EXACT = 1e-6
 
 
 # Choices of an objective that the oracle knows, beside the plain one.
@@ -40,11 +48,12 @@ def read_photo(name: str, width: int, height: int) -> torch.Tensor:
 
 
 def oracle_loss(
-    family: str, folder, photos: list[str], adapter: dict, scaling: dict, dora: bool, latents: torch.Tensor, chosen: bool
-):
+    family: str, folder, photos: list[str], adapter: dict, scaling: dict, dora: bool, latents: torch.Tensor, chosen: bool,
+    encoded: Batch | None = None,
+):  # fmt: skip
     """(loss, gradients by the trainer's parameter names), fp64. latents: the weight of each, [B, 1, h, w].
 
-    chosen: with CHOICES and COMMON.
+    chosen: with CHOICES and COMMON. encoded: photos and captions as the trainer encoded them; Flux's time in fp32, then.
     """
     from diffusers import AutoencoderKL, FluxTransformer2DModel, UNet2DConditionModel
     from transformers import AutoTokenizer, CLIPTextModel, CLIPTextModelWithProjection, T5EncoderModel
@@ -88,7 +97,9 @@ def oracle_loss(
         two = CLIPTextModelWithProjection.from_pretrained(folder / "text_encoder_2").double()
         out_1, out_2 = one(ids, output_hidden_states=True), two(ids_2, output_hidden_states=True)
         sequence = torch.cat([out_1.hidden_states[-2], out_2.hidden_states[-2]], -1)
-        x0 = z * 0.13025
+        x0, pooled = z * 0.13025, out_2.text_embeds
+        if encoded is not None:
+            x0, sequence, pooled = in_fp64(encoded)
         betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2
         abar = torch.cumprod(1 - betas, 0)
         t = torch.tensor([int(value * 1000) for value in u])
@@ -99,9 +110,10 @@ def oracle_loss(
             weight = sigma  # debiased: 1 / sqrt(SNR)
         sizes = [Image.open(PHOTOS / p).size for p in photos]
         time_ids = torch.tensor([[h, w, 0, 0, 64, 64] for w, h in sizes], dtype=torch.float64)
-        added = {"text_embeds": out_2.text_embeds, "time_ids": time_ids}
+        added = {"text_embeds": pooled, "time_ids": time_ids}
         inputs = {"encoder_hidden_states": sequence, "added_cond_kwargs": added}
-        prediction = functional_call(model, weights, (x_t, t), inputs).sample
+        with InFp64():
+            prediction = functional_call(model, weights, (x_t, t), inputs).sample
         target = noise
     else:
         t5 = AutoTokenizer.from_pretrained(folder / "tokenizer_2")
@@ -109,12 +121,16 @@ def oracle_loss(
         pooled = CLIPTextModel.from_pretrained(folder / "text_encoder").double()(ids).pooler_output
         sequence = T5EncoderModel.from_pretrained(folder / "text_encoder_2").double()(ids_2)[0]
         x0 = (z - vae.config.shift_factor) * vae.config.scaling_factor
+        if encoded is not None:
+            x0, sequence, pooled = in_fp64(encoded)
         # logit-normal, then the shift for (64 / 16)^2 = 16 tokens
         shift = math.exp(0.5 + 0.65 * (16 - 256) / 3840)
         plain = [torch.sigmoid(torch.special.ndtri(torch.tensor(value, dtype=torch.float64))) for value in u]
         if chosen:
             shift, plain = 2.0, [torch.tensor(value, dtype=torch.float64) for value in u]
         t = torch.stack([shift * value / (1 + (shift - 1) * value) for value in plain])
+        if encoded is not None:
+            t = t.float().double()  # as the run has it; its sines are of 1000 t
         x_t = (1 - t.view(-1, 1, 1, 1)) * x0 + t.view(-1, 1, 1, 1) * seen
         sigma = (t / (1 - t)).view(-1, 1, 1, 1)
         b, c, h, w = x_t.shape
@@ -124,12 +140,13 @@ def oracle_loss(
             dim=1,
         )
         img_ids = torch.tensor([[0.0, i, j] for i in range(h // 2) for j in range(w // 2)], dtype=torch.float64)
-        predicted = functional_call(
-            model, weights, (),
-            {"hidden_states": tokens, "timestep": t, "guidance": torch.ones(b, dtype=torch.float64),
-             "encoder_hidden_states": sequence, "pooled_projections": pooled, "img_ids": img_ids,
-             "txt_ids": torch.zeros(sequence.shape[1], 3, dtype=torch.float64)},
-        ).sample  # fmt: skip
+        inputs = {
+            "hidden_states": tokens, "timestep": t, "guidance": torch.ones(b, dtype=torch.float64),
+            "encoder_hidden_states": sequence, "pooled_projections": pooled, "img_ids": img_ids,
+            "txt_ids": torch.zeros(sequence.shape[1], 3, dtype=torch.float64),
+        }  # fmt: skip
+        with InFp64():
+            predicted = functional_call(model, weights, (), inputs).sample
         prediction = torch.empty_like(x_t)
         for index, (i, j) in enumerate((i, j) for i in range(h // 2) for j in range(w // 2)):
             prediction[:, :, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2] = predicted[:, index].view(b, c, 2, 2)
@@ -141,6 +158,12 @@ def oracle_loss(
     loss = (weight * latents * errors).mean()
     loss.backward()
     return loss.item(), {name: leaf.grad for name, leaf in leaves.items()}
+
+
+def in_fp64(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(latents, sequence, pooled)."""
+    told = batch.conditioning
+    return batch.latents.double(), told.sequence.double(), told.pooled.double()
 
 
 @pytest.mark.parametrize("family", ["sdxl", "flux"])
@@ -207,3 +230,16 @@ def test_loss_and_gradients_equal_the_papers_formulas(
             worst[name] = float((parameter.grad - expected).norm() / expected.norm())
         name = max(worst, key=worst.get)
         assert worst[name] < GRADIENT_TOLERANCE, f"{name}: {worst[name]:.2e}"
+        given = run.adapter.state_dict(), scaling, kind == "dora", latents, chosen
+        check_exact(run, batch, *oracle_loss(family, bench.models / family, photos, *given, batch))
+
+
+def check_exact(run: Run, batch: Batch, loss: float, gradients: dict) -> None:
+    """The run's own step in fp64 (`scripts/replay.py`) is that of the formulas, over what the run encoded."""
+    compute_exactly(run.components)
+    training = run.adapter.training(SEED)
+    made = Made(1, StepResult(None, None, (), True, 1.0), {}, [batch], batch.occurrences, {})
+    exact = Judge(run.step.losses, run.adapter, training, torch.float32).passed(made, None)
+    assert abs(exact.loss / loss - 1) < EXACT
+    for name, expected in gradients.items():
+        assert float((exact.gradients[name] - expected).norm() / expected.norm()) < EXACT, name

@@ -43,8 +43,10 @@ ONLY_FOR: dict[str, tuple[str, ...]] = {
     "config": (
         "cli/*",
         "run/comparison.py",
+        "run/measured.py",
         "run/mirroring.py",
         "run/output_folder.py",
+        "run/replay.py",
         "run/run.py",
         "run/setup.py",
         "artifacts/draw.py",

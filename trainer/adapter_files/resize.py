@@ -9,8 +9,8 @@ import torch
 
 from trainer.adapter_files.convert import Converted, WeightOf, write_as
 from trainer.adapter_files.read import NamedModel, OpenedAdapter
-from trainer.adapters.portable import Factors, Portable, recipe
-from trainer.adapters.ranks import nearest, relative_error, shrunk, with_factors
+from trainer.adapters.portable import Factors, Portable
+from trainer.adapters.ranks import blank, nearest, relative_error, shrunk, with_factors
 from trainer.adapters.reading import ReadAdapter
 from trainer.base.console import shortlist
 from trainer.base.errors import UserError
@@ -26,7 +26,7 @@ def resize(opened: OpenedAdapter, out: Path, rank: int, *, weight: WeightOf | No
     Scales and a DoRA's magnitudes stay, and so does the format, diffusers' or kohya's. weight: of the base model, where it
     was given.
     """
-    _check(rank)
+    check_rank(rank)
     layers, lost = dict(opened.portable.layers), {}
     for name, factors in layers.items():
         if factors.rank > rank:
@@ -78,7 +78,7 @@ def extract(
 
     Two weights are in memory at once, and the adapter. Layers that do not differ get none.
     """
-    _check(rank)
+    check_rank(rank)
     assert tuned.source is not None and base.source is not None
     weights, theirs = BaseWeights(tuned.source), BaseWeights(base.source)
     shapes = base.full_layers(base.adaptable)
@@ -99,7 +99,7 @@ def extract(
             if not bool(change.any()):
                 continue
             a, b = nearest(change, rank)
-            layers[name] = with_factors(_empty(shape), a, b, 1.0)
+            layers[name] = with_factors(blank(shape), a, b, 1.0)
             left, whole = relative_error(change, layers[name].a.make(), layers[name].b.make(), 1.0)
             lost_sq, change_sq, tails[name] = lost_sq + left**2, change_sq + whole**2, left / whole
     if not layers:
@@ -124,12 +124,7 @@ def _others(weights: BaseWeights, theirs: BaseWeights, components: Sequence[str]
     return found
 
 
-def _empty(shape: Sequence[int]) -> Factors:
-    """Of a layer with that weight, to take the shapes and dtypes from."""
-    ones = (1,) * (len(shape) - 2)
-    return Factors(recipe(torch.empty(0, *shape[1:])), recipe(torch.empty(shape[0], 0, *ones)), 1.0)
-
-
-def _check(rank: int) -> None:
+def check_rank(rank: int) -> None:
+    """Raises UserError for one below 1."""
     if rank < 1:
         raise UserError(f"--rank {rank}: a rank is at least 1")

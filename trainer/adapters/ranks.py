@@ -5,6 +5,7 @@ The nearest matrix of rank r keeps the r largest singular values; what is lost i
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -35,6 +36,12 @@ def with_factors(factors: Factors, a_RK: torch.Tensor, b_NR: torch.Tensor, scali
     a = a_RK.view(rank, *factors.a.shape[1:]).to(factors.a.dtype)
     b = b_NR.reshape(len(b_NR), rank, *factors.b.shape[2:]).to(factors.b.dtype)
     return replace(factors, a=recipe(a), b=recipe(b.contiguous()), alpha=scaling * rank, rslora=False)
+
+
+def blank(shape: Sequence[int]) -> Factors:
+    """An adapter of rank 0, fp32, for a weight of that shape: to take shapes and dtypes from (`with_factors`)."""
+    ones = (1,) * (len(shape) - 2)
+    return Factors(recipe(torch.empty(0, *shape[1:])), recipe(torch.empty(shape[0], 0, *ones)), 1.0)
 
 
 def product_norm(b_NR: torch.Tensor, a_RK: torch.Tensor) -> float:

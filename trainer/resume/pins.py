@@ -169,10 +169,12 @@ def _other_photos(found: Mapping[str, list[str]], changed: list[str], counts: st
         return
     listed = [f"{how}: {name}" for how, names in found.items() for name in _some(names, LISTED)]
     listing = "\n".join(listed or [f"other {', other '.join(changed)}"])
-    raise UserError(
-        f"the data are not those of the checkpoint ({counts}):\n{listing}\nrestore them, or end the present epoch here and "
-        f"start a new one over these: {allowed.way([PHOTOS])}, or start a new run (another run.output_dir)"
+    ways = (
+        f", or end the present epoch here and start a new one over these: {allowed.way([PHOTOS])}, or start a new run "
+        "(another run.output_dir)"
     )
+    restore = f"restore them{ways if allowed.resume_from else ''}"
+    raise UserError(f"the data are not those of the checkpoint ({counts}):\n{listing}\n{restore}")
 
 
 def _some(names: list[str], count: int) -> list[str]:

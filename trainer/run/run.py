@@ -51,7 +51,7 @@ from trainer.run.checkpointing import Saves
 from trainer.run.loop import Loop
 from trainer.run.mirroring import ask_mirror, mirrored
 from trainer.run.output_folder import open_trackers, opened
-from trainer.run.setup import Beginning, Launch, begin, cache_dir
+from trainer.run.setup import Beginning, Launch, begin, cache_dir, updates_of
 from trainer.runtime.attention import Attention
 from trainer.runtime.compilation import Compiler
 from trainer.runtime.context import RunContext
@@ -145,16 +145,7 @@ class Run:
 
     def updates(self) -> Iterator[list[sampler.MicroBatch]]:
         """Every update's micro-batches, of all processes, from the present step on."""
-        config = self.plan.config
-        return sampler.all_updates(
-            self.plan.data.examples,
-            seed=config.run.seed,
-            batch_size=config.data.batch_size,
-            group=config.step.accumulation * self.context.processes.count,
-            after=self.progress.step,
-            fill=config.data.short_batches == "merge",
-            began=self.plan.length.began,
-        )
+        return updates_of(self.plan, after=self.progress.step)
 
     def data(self) -> Generator[tuple[list[sampler.MicroBatch], list[Batch]]]:
         """Every update, and this process's share of it, read."""

@@ -5,7 +5,7 @@ written over is a warning there: a plan writes nothing.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from trainer.checkpoint.pieces import Pieces
 from trainer.checkpoint.state import Pin, Progress, Saved
 from trainer.config import Config
 from trainer.data import identity
+from trainer.data.batches import sampler
 from trainer.engine.components import tokenizers_alone
 from trainer.engine.encoding import report_captions
 from trainer.memory_plan.fitting import fitted
@@ -103,7 +104,7 @@ def begin(
     environment, attention = None, planned(config.step.attention)
     if there.device is not None:
         attention = choose_attention(plan, there.device, say)
-        pin = _environment(config, there.device, there.kernels.name, str(attention), processes, say)
+        pin = environment_pin(config, there.device, there.kernels.name, str(attention), processes, say)
         environment = pieces.enter("environment", pin)
     if saved is not None:
         start_point.check_length(plan, progress, saved.folder)
@@ -118,9 +119,10 @@ def begin(
     return Beginning(plan, layout, saved, pieces, progress, start, environment, attention)
 
 
-def _environment(
+def environment_pin(
     config: Config, device: torch.device, kernels: str, attention: str, processes: int, say: Callable[[str], None]
 ) -> Pin:
+    """What a step's last bits depend on, here."""
     # Only a compiler makes other sums of a block that is recomputed.
     compiled = f"blocks, gradient_checkpointing = {config.memory.gradient_checkpointing}"
     chosen = {
@@ -148,3 +150,17 @@ def choose_attention(plan: RunPlan, device: torch.device, say: Callable[[str], N
 def cache_dir(config: Config) -> Path:
     """The folder of cached encodings."""
     return Path(config.data.cache_dir or Layout(Path(config.run.output_dir)).cache)
+
+
+def updates_of(plan: RunPlan, *, after: int) -> Iterator[list[sampler.MicroBatch]]:
+    """Every update's micro-batches, of all processes, beyond step `after`."""
+    config = plan.config
+    return sampler.all_updates(
+        plan.data.examples,
+        seed=config.run.seed,
+        batch_size=config.data.batch_size,
+        group=config.step.accumulation * plan.length.processes,
+        after=after,
+        fill=config.data.short_batches == "merge",
+        began=plan.length.began,
+    )

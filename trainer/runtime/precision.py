@@ -66,15 +66,33 @@ def keep_activations(module: nn.Module, compute: torch.dtype) -> None:
     floating-point parameters computes as its library wrote it and its output is cast.
     """
 
-    def cast(child: nn.Module, args, output):
-        return output.to(compute) if isinstance(output, torch.Tensor) and output.is_floating_point() else output
-
     for child in module.modules():
         if isinstance(child, (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)):
             if child.weight is not None:
                 child.__class__ = _cast_norm(type(child))
         elif compute != torch.float32 and any(p.is_floating_point() for p in child.parameters(recurse=False)):
-            child.register_forward_hook(cast)
+            child.register_forward_hook(_HandsOn(compute))
+
+
+class _HandsOn:
+    """A hook of a module that casts what its forward gives."""
+
+    def __init__(self, compute: torch.dtype) -> None:
+        self.compute = compute
+
+    def __call__(self, child: nn.Module, args, output):
+        return output.to(self.compute) if isinstance(output, torch.Tensor) and output.is_floating_point() else output
+
+
+def widen(module: nn.Module) -> None:
+    """Make the module itself, apart from its children, compute in fp64: its floating-point parameters and buffers become
+    fp64, and so does what it hands on (`keep_activations`). There is no way back."""
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        if tensor.is_floating_point():
+            tensor.data, tensor.grad = tensor.data.double(), None
+    for hook in module._forward_hooks.values():
+        if isinstance(hook, _HandsOn):
+            hook.compute = torch.float64
 
 
 @cache

@@ -1,0 +1,173 @@
+"""`scripts/replay.py` on runs of the tiny models: what a run logged is explained, and three kinds of tampering are named."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from scripts import replay
+from tests.harness import DENOISER, PHOTOS, Workbench, built, pairs
+from trainer import config as configs
+from trainer import kernels
+from trainer.base import files
+from trainer.base.tensorfile import TensorFile, write_tensors
+from trainer.checkpoint import store
+from trainer.checkpoint.state import STATE
+from trainer.cli import main as cli
+from trainer.kernels import dora_torch
+
+STEPS, BEGUN = 5, 2  # of a run, and at its first checkpoint
+
+
+def trained(bench: Workbench, name: str = "run", *, steps: int = STEPS, stop: int | None = None, **more) -> Path:
+    """The checkpoint at step BEGUN of a run of a DoRA in bf16, one photo a step, over photos of its own."""
+    photos = bench.tmp / "photos"
+    if not photos.exists():
+        shutil.copytree(PHOTOS, photos)
+    keys = {
+        "adapter__type": "dora", "precision__compute": "bf16", "optimizer__lr": 1e-3, "run__max_steps": steps,
+        "run__output_dir": str(bench.tmp / name), "data__sources": [{"path": str(photos)}], "data__batch_size": 1,
+    }  # fmt: skip
+    tree = bench.tree("flux", **keys | more)
+    config = ["--config", str(bench.write(tree, f"{name}.toml"))]
+    # A stop writes a checkpoint, and so does the end.
+    assert cli.main([*config, "--set", f"run.stop_after={BEGUN}"]) == 0
+    assert cli.main([*config, "--resume_from", "auto", *([] if stop is None else ["--set", f"run.stop_after={stop}"])]) == 0
+    return bench.tmp / name / "checkpoints" / store.folder_name(BEGUN)
+
+
+def reseal(folder: Path) -> None:
+    """The manifest of what a checkpoint holds now."""
+    listed = json.loads((folder / store.MANIFEST).read_text())["files"]
+    told = {}
+    for name in listed:
+        data = (folder / name).read_bytes()
+        told[name] = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+    (folder / store.MANIFEST).write_bytes(files.json_bytes({"files": told}))
+
+
+def contents(root: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def ran(capsys, *arguments: str) -> tuple[int, str]:
+    capsys.readouterr()
+    status = replay.main([*arguments])
+    said = capsys.readouterr()
+    return status, said.out + said.err
+
+
+@pytest.mark.slow
+def test_what_a_run_logged_is_explained_and_tampering_is_named(bench: Workbench, capsys, monkeypatch) -> None:
+    folder = trained(bench)
+    before = contents(folder.parent.parent)
+    status, said = ran(capsys, str(folder), "--all", "--plot", str(bench.tmp / "steps.png"))
+    assert status == 0 and "3 of 3 steps explained by rounding" in said, said
+    assert "3 of 3 steps have the very numbers of the log" in said and "step-00000005, bit for bit" in said
+    assert contents(folder.parent.parent) == before, "nothing of the run is written"
+    assert Image.open(bench.tmp / "steps.png").size[0] > 400
+
+    # A kernel that is wrong now: of the step as it was logged, and of its gradient in fp64.
+    right = dora_torch.adapter_gradients
+
+    def wrong(*given):
+        db, dm, sb = right(*given)
+        return db, dm, -sb
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dora_torch, "adapter_gradients", wrong)
+        status, said = ran(capsys, str(folder))
+    assert status == replay.NOT_EXPLAINED and "step 3 is NOT EXPLAINED" in said and "gradients of layers are off" in said
+
+    # A tensor of the checkpoint, sealed again: no step after it is what was logged.
+    other = bench.tmp / "tampered"
+    shutil.copytree(folder.parent.parent, other)
+    forged = other / "checkpoints" / folder.name
+    adapter = TensorFile(forged / "adapter.safetensors")
+    tensors = adapter.read_all()
+    name = sorted(name for name in tensors if name.endswith("lora_B.weight"))[0]
+    write_tensors(adapter.path, tensors | {name: tensors[name] * 1.1}, adapter.metadata)
+    reseal(forged)
+    status, said = ran(capsys, str(forged), "--step", "4")
+    assert status == replay.NOT_EXPLAINED and "step 3 is NOT EXPLAINED" in said, said
+
+    # Of the next one: the steps are as logged, and it does not hold what they make.
+    shutil.copytree(folder, forged, dirs_exist_ok=True)
+    following = forged.with_name(store.folder_name(STEPS))
+    adapter = TensorFile(following / "adapter.safetensors")
+    tensors = adapter.read_all()
+    write_tensors(adapter.path, tensors | {name: tensors[name] * 1.1}, adapter.metadata)
+    reseal(following)
+    status, said = ran(capsys, str(forged), "--step", str(STEPS))
+    assert status == replay.NOT_EXPLAINED and f"1 tensors differ, {name} first" in said, said
+
+
+@pytest.mark.slow
+def test_a_photo_that_was_changed_is_named_or_its_step(bench: Workbench, capsys) -> None:
+    folder = trained(bench)
+    with built(configs.load(str(bench.tmp / "run.toml"), [f"run.output_dir={bench.tmp / 'plan'}"])) as run:
+        seen = [update[0][0].sample for update in islice(run.updates(), STEPS)]
+    assert len(set(seen)) == STEPS, "each photo once"
+    step = STEPS - 1
+    photo = bench.tmp / "photos" / seen[step - 1].removeprefix("0/")
+    Image.open(photo).transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(photo, quality=95)
+    status, said = ran(capsys, str(folder))
+    assert status == 2 and f"other contents: 0/{photo.name}" in said and said.count("error:") == 1
+    assert "Loading weights" not in said and "--allow" not in said
+    # With the digests of the new photos in the checkpoint, too: a step that saw it is not what was logged.
+    donor = trained(bench, "donor")
+    shutil.copy(donor / "data.safetensors", folder / "data.safetensors")
+    state, taken = (files.read_json(each / STATE) for each in (folder, donor))
+    state["pieces"]["data"] = taken["pieces"]["data"]
+    (folder / STATE).write_bytes(files.json_bytes(state))
+    reseal(folder)
+    status, said = ran(capsys, str(folder), "--step", str(step))
+    assert status == replay.NOT_EXPLAINED and f"step {step} is NOT EXPLAINED" in said, said
+    assert ran(capsys, str(folder), "--step", str(step - 1))[0] == 0
+    shutil.rmtree(bench.tmp / "photos")
+    status, said = ran(capsys, str(folder))
+    assert status == 2 and said.count("error:") == 1 and str(bench.tmp / "photos") in said
+
+
+@pytest.mark.slow
+def test_a_kernel_that_was_wrong_in_the_run_is_named_by_its_first_step(bench: Workbench, capsys, monkeypatch) -> None:
+    right = dora_torch.compose
+    folder = trained(bench, stop=3)
+    with monkeypatch.context() as patch:
+        # Its g is off by a hundredth.
+        patch.setattr(dora_torch, "compose", lambda z, t, sb, g, *rest: right(z, t, sb, g * 1.01, *rest))
+        assert cli.main(["--config", str(bench.tmp / "run.toml"), "--resume_from", "auto"]) == 0
+    assert ran(capsys, str(folder), "--all")[0] == 0, "step 3 was made by the right one"
+    status, said = ran(capsys, str(folder.with_name(store.folder_name(3))), "--step", "4")
+    assert status == replay.NOT_EXPLAINED and "step 4 is NOT EXPLAINED" in said, said
+
+
+FORMATS = ("fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "int2", "nf4", "fp4", "fp8 products")
+# Float8 products are refused where anything but bf16 is computed in.
+CELLS = pairs(("lora", "dora"), ("fp32", "bf16", "fp16"), FORMATS[:-1]) | {
+    (kind, "bf16", FORMATS[-1]) for kind in ("lora", "dora")
+}
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(("kind", "compute", "stored"), sorted(CELLS))
+def test_twenty_of_twenty_steps_in_every_precision(
+    bench: Workbench, capsys, monkeypatch, kind: str, compute: str, stored: str
+) -> None:
+    more = {}
+    if stored == "fp8 products":
+        monkeypatch.setattr(kernels, "FP8_MIN_WEIGHTS", 1)
+        monkeypatch.setattr(kernels, "FP8_MIN_ROWS", 1)
+        stored, more = "fp8_e4m3", {"precision__matmul": "fp8"}
+    components = {DENOISER["flux"]: {"dtype": stored}}
+    folder = trained(
+        bench, steps=BEGUN + 20, adapter__type=kind, precision__compute=compute, model__components=components, **more
+    )  # fmt: skip
+    status, said = ran(capsys, str(folder), "--all")
+    assert status == 0 and "20 of 20 steps explained by rounding" in said, said

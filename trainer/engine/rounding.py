@@ -1,0 +1,214 @@
+"""What rounding may do to a step, found out by doing it: Monte Carlo arithmetic (Parker 1997; CESTAC, Vignes 1974).
+
+A step that runs in fp64 is run again with an error of random size and sign in each of its results, as large as the rounding
+of the run's compute dtype can be. What comes out of several such repetitions is spread as results of the run may be,
+whatever the order of its sums and whichever kernels compute them: the error is put in below the layers, and passes forward
+and backward as a rounding does.
+
+Of an operation with the results r, in the unit roundoff u and the smallest step e of the compute dtype, and xi uniform in
+[-1, 1]:
+
+    r -> r + max(u |r|, e / 2) xi                       of each result in fp64, which stands for the compute dtype
+    x -> x (1 + sqrt(K) 2^-24 xi)                       of an operand of a product before it: K terms are summed in fp32,
+                                                        where a sum one by one of terms of random sign errs so
+    x -> x + max(u |x|, e / 2) xi                       of the operands of a fused normalisation or attention, which casts its
+                                                        weights, and rounds within
+
+Results in fp32 are what they are in the run: there the program says so, and they round by themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+SUM_ROUNDOFF = 2.0**-24  # of a product: cuBLAS, CUTLASS and the CPU's libraries sum 16-bit products in fp32, too
+
+# The operand of a product that errs for its sum, and which dimensions of which operand are summed over.
+PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "convolution": 0, "convolution_backward": 0}
+
+# Of an operation that is fused: the operands that it casts, or rounds on its way, and how many of its results are
+# activations.
+FUSED = {
+    "native_layer_norm": ((0, 2, 3), 1),
+    "native_group_norm": ((0, 1, 2), 1),
+    "_fused_rms_norm": ((0, 2), 1),
+    "native_layer_norm_backward": ((0,), 3),
+    "native_group_norm_backward": ((0,), 3),
+    "_fused_rms_norm_backward": ((0,), 2),
+    "_scaled_dot_product_flash_attention_for_cpu": ((0, 1, 2), 1),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": ((0, 1, 2, 3), 3),
+    "_scaled_dot_product_efficient_attention": ((0, 1, 2), 1),
+    "_scaled_dot_product_efficient_attention_backward": ((0, 1, 2, 3), 3),
+}
+
+# What gives numbers that were there before.
+MOVES = {
+    "_unsafe_view", "_reshape_alias", "abs", "alias", "as_strided_scatter", "bernoulli", "bernoulli_", "cat", "clone",
+    "constant_pad_nd", "copysign", "detach", "embedding", "empty", "empty_like", "empty_strided", "fill", "fill_", "flip",
+    "gather", "index", "index_select", "lift_fresh", "masked_fill", "masked_fill_", "max_pool2d_with_indices", "neg",
+    "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones_like", "relu", "repeat",
+    "repeat_interleave", "roll", "select_backward", "slice_backward", "slice_scatter", "stack", "upsample_nearest2d",
+    "where", "zero_", "zeros_like",
+}  # fmt: skip
+
+
+class InFp64(TorchFunctionMode):
+    """A block in which what is said to be fp32 is fp64: `x.float()`, `x.to(torch.float32)`, `dtype=torch.float32`."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        args = [torch.float64 if each is torch.float32 else each for each in args]
+        kwargs = {key: torch.float64 if each is torch.float32 else each for key, each in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+class Rounded(TorchDispatchMode):
+    """A block in which every result in fp64 errs as if it were rounded to `dtype`. generator: of the errors, on their device.
+
+    A run's own fp64, as some families make their angles in, is left alone: what no activation entered.
+    """
+
+    def __init__(self, dtype: torch.dtype, generator: torch.Generator) -> None:
+        super().__init__()
+        limits = torch.finfo(dtype)
+        self.unit, self.floor, self.largest = limits.eps / 2, limits.smallest_normal * limits.eps / 2, limits.max
+        self.generator, self.quiet = generator, 0
+        self.own = WeakIdKeyDictionary()  # tensors in fp64 that no activation entered
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, func._schema.name.removeprefix("aten::")
+        if self.quiet:
+            return func(*args, **kwargs)
+        entered = [each for each in _tensors(args) if _is_wide(each)]
+        fused, activations = FUSED.get(name, ((), None))
+        args = list(args)
+        for place in fused:
+            if isinstance(args[place], Tensor) and _is_wide(args[place]):
+                args[place] = self.erring(args[place].clone())
+        if name in PRODUCTS and _is_wide(args[PRODUCTS[name]]):
+            place = PRODUCTS[name]
+            args[place] = self._noise(args[place], math.sqrt(_terms(name, args)) * SUM_ROUNDOFF, 0.0).add_(args[place])
+        given = func(*args, **kwargs)
+        results = [each for each in _tensors(given if isinstance(given, (tuple, list)) else (given,)) if _is_wide(each)]
+        cast = name in ("_to_copy", "copy_") and any(
+            each.is_floating_point() and not _is_wide(each) for each in _tensors(args)[-1:]
+        )
+        if not cast and all(each in self.own for each in entered):
+            self.own.update(dict.fromkeys(results, True))
+            return given
+        if cast or not (name in MOVES or name in ("_to_copy", "copy_") or _is_view(func)):
+            for each in results[:activations]:
+                self.erring(each)
+        return given
+
+    def erring(self, tensor: Tensor, unit: float | None = None) -> Tensor:
+        """The tensor, in which each number errs by a rounding, in place; what is too large for the dtype is infinite. unit:
+        another roundoff than the dtype's."""
+        tensor.add_(self._noise(tensor, self.unit if unit is None else unit, self.floor))
+        return tensor.masked_fill_(tensor.abs() > self.largest, math.inf) if self.largest < 1e30 else tensor
+
+    def _noise(self, tensor: Tensor, unit: float, floor: float) -> Tensor:
+        xi = torch.empty_like(tensor).uniform_(-1, 1, generator=self.generator)
+        if floor < 1e-30:  # of dtypes with the exponents of fp32 no number of a step comes near it
+            return xi.mul_(tensor).mul_(unit)
+        return xi.mul_(tensor.abs().mul_(unit).clamp_min_(floor)).mul_(tensor != 0)
+
+
+_now: list[Rounded] = []
+
+
+@contextmanager
+def rounded_to(dtype: torch.dtype, generator: torch.Generator) -> Iterator[None]:
+    """A block in which the step is run as `Rounded` says, and `quietly`, `erring` and `by_row` know of it."""
+    _now.append(Rounded(dtype, generator))
+    try:
+        with _now[-1]:
+            yield
+    finally:
+        _now.pop()
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """A block of operations that are one in the run, which rounds once: none of their results errs."""
+    for mode in _now:
+        mode.quiet += 1
+    try:
+        yield
+    finally:
+        for mode in _now:
+            mode.quiet -= 1
+
+
+def erring(tensor: Tensor, unit: float | None = None) -> Tensor:
+    """The tensor with a rounding of its own, or as it is where nothing is to err. unit: the roundoff; left out: the compute
+    dtype's."""
+    if not _now:
+        return tensor
+    with quietly():
+        return tensor + _now[-1].erring(tensor.detach().clone(), unit).sub_(tensor.detach())
+
+
+class _ByRow(torch.autograd.Function):
+    """Errors of a float8 product's operands, whose rows have a scale each: of x on the way forward, or of the gradient on the
+    way back. Each is multiplied out as it would be; nothing is saved."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, codes: torch.dtype, backward: bool) -> Tensor:
+        ctx.codes, ctx.back = codes, backward
+        return x.view_as(x) if backward else _by_row(x, codes)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        return (_by_row(dy, ctx.codes) if ctx.back else dy), None, None
+
+
+def by_row(x: Tensor, codes: torch.dtype, *, backward: bool) -> Tensor:
+    """x [..., K] as its float8 codes may have it, or with such errors in its gradient; as it is where nothing is to err."""
+    return _ByRow.apply(x, codes, backward) if _now else x
+
+
+def _by_row(x: Tensor, codes: torch.dtype) -> Tensor:
+    limits = torch.finfo(codes)
+    with quietly():
+        largest = x.abs().amax(-1, keepdim=True)
+        step = largest / limits.max * (limits.smallest_normal * limits.eps / 2)
+        xi = torch.empty_like(x).uniform_(-1, 1, generator=_now[-1].generator)
+        # The largest is a code itself: it makes the scale.
+        return x + torch.maximum(x.abs() * (limits.eps / 2), step) * xi * ((x != 0) & (x.abs() < largest))
+
+
+def _terms(name: str, args: list) -> int:
+    """How many products a result is the sum of."""
+    if name == "convolution":
+        return args[1].numel() // args[1].shape[0]
+    if name == "convolution_backward":
+        pixels, weight = args[0].numel() // args[0].shape[1], args[2]
+        return max(pixels, weight.numel() // weight.shape[1])
+    return args[PRODUCTS[name]].shape[-1]
+
+
+def _is_wide(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.float64
+
+
+def _is_view(func) -> bool:
+    """Whether the result is the memory of an argument, unchanged."""
+    aliases = [each.alias_info for each in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def _tensors(values) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        found += [value] if isinstance(value, Tensor) else _tensors(value) if isinstance(value, (tuple, list)) else []
+    return found
