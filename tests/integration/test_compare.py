@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import signal
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.harness import PHOTOS, Workbench
 from trainer import config as configs
 from trainer.base.errors import Interrupted
 from trainer.cli import main as cli
+from trainer.resume.pins import MAY_CHANGE
 from trainer.run import comparison
 
 DEFAULT = {"one": {}, "two": {"optimizer": {"lr": 1e-2}}}
@@ -64,12 +66,18 @@ def test_a_run_is_made_once_and_what_changed_is_made_again(
     page = (bench.tmp / "out" / "comparison.html").read_text()
     assert all(f'href="{name}/report.html"' in page for name in trained) and "one less two" in page
     first = [*trained]
-    # Other names of variants, another order, where it reports to: no other runs.
+    # Other names of variants, another order, where it reports to, where it stops: no other runs, and one judgement.
     trained.clear()
-    assert compare(bench, photos, variants={"2": DEFAULT["two"], "1": {}}, logging__tensorboard=True) == 0 and not trained
-    # A further variant is one more run of each seed.
-    assert compare(bench, photos, variants=DEFAULT | {"three": {"adapter": {"rank": 2}}}) == 0
-    assert [name.rpartition("-")[0] for name in trained] == ["three-1", "three-2"]
+    assert compare(bench, photos, variants={"2": DEFAULT["two"], "1": {}}, logging__tensorboard=True, run__stop_after=1) == 0
+    assert not trained and "2 seeds, step 2)" in capsys.readouterr().out
+    # A further variant is one more run of each seed; so is one that starts from an adapter file, and another such file.
+    start = bench.tmp / "start.safetensors"
+    shutil.copy(bench.tmp / "out" / first[0] / "adapters" / f"{first[0]}.safetensors", start)
+    warm = DEFAULT | {"warm": {"adapter": {"init_from": str(start)}}}
+    assert compare(bench, photos, variants=warm) == 0
+    assert [name.rpartition("-")[0] for name in trained] == ["warm-1", "warm-2"]
+    shutil.copy(bench.tmp / "out" / first[1] / "adapters" / f"{first[1]}.safetensors", start)
+    assert compare(bench, photos, variants=warm) == 0 and len(trained) == 4
     trained.clear()
     picture = next(photos.glob("*.jpg"))
     Image.open(picture).transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(picture)
@@ -86,6 +94,9 @@ def test_what_is_stopped_goes_on_and_ends_in_the_bytes_of_its_own_command(
     assert compare(bench, photos, "--plan") == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("python train.py ")]
     assert len(lines) == 4 and not (bench.tmp / "out").exists() and not trained
+    assert len({line.partition("run.name=")[2].split()[0] for line in lines}) == 4, (
+        "a mirror, a log elsewhere know them apart"
+    )
     assert cli.main([*shlex.split(lines[1])[2:], f"--set=run.output_dir={bench.tmp}/alone"]) == 0
 
     real = comparison.train
@@ -107,7 +118,7 @@ def test_what_is_stopped_goes_on_and_ends_in_the_bytes_of_its_own_command(
     assert [name.rpartition("-")[0] for name in trained] == ["two-1", "one-2", "two-2"]
     assert "resuming" in capsys.readouterr().out
     (folder,) = (bench.tmp / "out").glob("two-1-*")
-    for name in ("adapters/bear.safetensors", "checkpoints/step-00000002/optimizer.safetensors"):
+    for name in (f"adapters/{folder.name}.safetensors", "checkpoints/step-00000002/optimizer.safetensors"):
         assert (folder / name).read_bytes() == (bench.tmp / "alone" / name).read_bytes()
 
 
@@ -118,7 +129,9 @@ def test_a_variant_that_leaves_the_numbers_is_told_and_the_others_go_on(
     assert compare(bench, photos, variants={"one": {}, "wild": wild}, run__max_steps=4) == 0
     assert len(trained) == 4
     said = capsys.readouterr().out
-    assert "wild, seed 1: ended: " in said
+    assert "wild, seed 1: ended: " in said and " are equal" not in said
+    assert "wild is not judged: 2 of its 2 runs ended, as a value was not finite." in said
+    assert "wild is not judged" in (bench.tmp / "out" / "comparison.html").read_text()
     trained.clear()
     assert compare(bench, photos, variants={"one": {}, "wild": wild}, run__max_steps=4) == 0
     assert not trained and "wild, seed 2: not finite already" in capsys.readouterr().out
@@ -136,6 +149,19 @@ def test_a_variant_that_cannot_be_trained_is_refused_before_anything_is_written(
 ) -> None:
     assert compare(bench, photos, variants=variants) == 2
     assert said in capsys.readouterr().err and not (bench.tmp / "out").exists() and not trained
+
+
+def test_what_makes_no_other_run_may_change_in_mid_run() -> None:
+    """Else an edit that keeps a run's folder would keep the run from going on there. Its name is that of the folder."""
+    kept = [key for key in configs.known_keys() if any(fnmatchcase(key, pattern) for pattern in comparison.NO_OTHER_RUN)]
+    assert [key for key in kept if not any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)] == ["run.name"]
+
+
+def test_with_a_mirror_each_run_has_its_own(bench: Workbench, photos: Path, capsys) -> None:
+    assert compare(bench, photos, "--plan", checkpoint__mirror=f"file://{bench.tmp}/mirror") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("python train.py ")]
+    names = [line.partition("run.name=")[2].split()[0].strip("'\"") for line in lines]
+    assert [f'mirror/{name}"' in line for name, line in zip(names, lines, strict=True)] == [True] * 4
 
 
 def test_several_processes_are_sent_to_the_commands_of_the_runs(bench: Workbench, photos: Path, capsys, monkeypatch) -> None:

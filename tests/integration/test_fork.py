@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.harness import Workbench, metrics_of
 from trainer.base.run_layout import Layout
 from trainer.cli import main as cli
+from trainer.run import output_folder
 
 DRAWN = {"logging__draws": True, "data__held_out": 2, "validation__loss_every_steps": 2, "data__flip": True}
 
@@ -59,10 +62,28 @@ def test_with_another_rate_every_draw_is_the_same_and_the_page_shows_both(bench:
     assert "optimizer.lr: 0.0001" in page
 
 
-def test_it_goes_on_where_it_was_killed_before_its_own_checkpoint(bench: Workbench, original: Path, capsys) -> None:
+@pytest.mark.parametrize("at", ["the first page", "its config", "its first checkpoint"])
+def test_the_same_command_goes_on_after_a_kill_before_its_first_checkpoint(
+    bench: Workbench, original: Path, capsys, monkeypatch, at: str
+) -> None:
+    """Whatever the killed start had written by then. Afterwards the fork is a run of its own."""
     new = Layout(bench.tmp / "out-from-2")
-    new.root.mkdir()
-    new.report.write_text("of a start that was killed")
+
+    def killed(*given: Any, **more: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "somewhere")
+
+    with monkeypatch.context() as patch:
+        if at == "the first page":
+            new.root.mkdir()
+            new.report.write_text("of a start that was killed")
+            (new.root / ".report.html.1.tmp").write_text("half")
+        else:
+            patch.setattr(*{
+                "its config": (output_folder.configs, "dumps"), "its first checkpoint": (output_folder.store, "save")
+            }[at], killed)  # fmt: skip
+            assert fork(original) == 6
+            assert f"go on: python train.py --fork_from {original}" in capsys.readouterr().err
+    assert new.original.exists() == (at != "the first page")
     assert fork(original, "run.stop_after=3") == 0
     said = capsys.readouterr().out
     assert f"go on: python train.py --config {new.config} --resume_from auto" in said
@@ -77,6 +98,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("data.sources=[]",), "data.sources: a fork keeps photos and draws"),
     (("run.seed=3",), "run.seed: a fork keeps photos and draws"),
     (("data.batch_size=1",), "data.batch_size: a fork keeps photos and draws"),
+    (('run={name="x", output_dir="y", seed=9, max_steps=5}',), "run.seed: a fork keeps photos and draws"),
     (("optimizer.rl=1",), "unknown key optimizer.rl; did you mean optimizer.lr?"),
     (("run.max_steps=1",), "the run's length is 1 steps, but"),
 ]

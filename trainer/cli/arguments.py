@@ -64,24 +64,29 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     chosen, others = parser.parse_known_args(arguments)
     if others:
         parser.error(_unknown(others, parser))
-    if chosen.new is not None:
-        for option, given in (("config", chosen.config), ("resume_from", chosen.resume_from)):
-            if given:
-                parser.error(f"--new and --{option} do not go together; change the config that --new writes")
-    elif chosen.compare is not None:
-        options = {"config": "config", "resume_from": "resume_from", "overrides": "set", "plan_memory": "plan_memory"}
-        for name, option in options.items():
-            if getattr(chosen, name):
-                parser.error(f"--compare and --{option} do not go together; change the file that --compare names")
-    elif chosen.fork_from is not None:
-        for option, given in (("config", chosen.config), ("resume_from", chosen.resume_from), ("allow", chosen.allow)):
-            if given:
-                parser.error(f"--fork_from and --{option} do not go together; what --set changes is allowed")
-    elif chosen.model is not None:
-        parser.error("--model belongs to --new; write --set model.path=" + chosen.model)
-    elif chosen.config is None:
-        parser.error("give --config FILE (configs/ has some), --compare FILE, or --new PHOTOS to begin with")
+    _refuse_mixed(chosen, parser)
     return chosen
+
+
+# What begins a run: of each the options that do not go with it, and what to do in place of them.
+BESIDE = {
+    "new": ("compare fork_from config resume_from allow", "change the config that --new writes"),
+    "compare": ("fork_from config resume_from allow set plan_memory model", "change the file that --compare names"),
+    "fork_from": ("config resume_from allow model", "what --set changes is allowed"),
+}
+
+
+def _refuse_mixed(chosen: argparse.Namespace, parser: Parser) -> None:
+    given = vars(chosen) | {"set": chosen.overrides}
+    begins = next((name for name in BESIDE if given[name] is not None), None)
+    if begins is None and chosen.model is not None:
+        parser.error("--model belongs to --new; write --set model.path=" + chosen.model)
+    if begins is None and chosen.config is None:
+        parser.error("give --config FILE (configs/ has some), --compare FILE, or --new PHOTOS to begin with")
+    others, remedy = BESIDE.get(begins or "", ("", ""))
+    for name in others.split():
+        if given[name]:
+            parser.error(f"--{begins} and --{name} do not go together; {remedy}")
 
 
 def again(arguments: Sequence[str]) -> str:

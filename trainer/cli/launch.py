@@ -10,7 +10,7 @@ from trainer.base.run_layout import Layout
 from trainer.cli.arguments import again
 from trainer.resume import allowed_changes
 from trainer.resume.allowed_changes import Allowance
-from trainer.resume.fork import fork
+from trainer.resume.fork import begun, fork
 
 
 def launched(chosen: Namespace, overrides: Sequence[str]) -> tuple[config.Config, str | None, Allowance]:
@@ -25,8 +25,10 @@ def launched(chosen: Namespace, overrides: Sequence[str]) -> tuple[config.Config
 
 
 def next_command(chosen: Namespace, loaded: config.Config, arguments: Sequence[str]) -> str:
-    """The command line that goes on with the run. A fork is a run of its own by then."""
+    """The command line that goes on with the run. A fork is a run of its own from its first checkpoint on."""
     if chosen.fork_from is None:
         return again(arguments)
-    written = Layout(Path(loaded.run.output_dir)).config
-    return shlex.join(["python", "train.py", "--config", str(written), "--resume_from", "auto"])
+    layout = Layout(Path(loaded.run.output_dir))
+    if not begun(layout):
+        return shlex.join(["python", "train.py", *arguments])
+    return shlex.join(["python", "train.py", "--config", str(layout.config), "--resume_from", "auto"])

@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     # Where a launcher started several processes, only the user knows how.
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
     given = sys.argv[1:] if arguments is None else arguments
-    going_on = f"go on: {again(given)}"
+    next_one = partial(again, given)
     signals.hold_save()
     quiet_libraries()
     # Importing the libraries makes millions of objects and no garbage; collecting meanwhile takes a sixth of the time to
@@ -52,19 +53,19 @@ def main(arguments: list[str] | None = None) -> int:
             compare_all(config.read_comparison(chosen.compare), only_plan=chosen.plan)
             return 0
         loaded, resume_from, allowed = launched(chosen, overrides)
-        going_on = f"go on: {next_command(chosen, loaded, given)}"
+        next_one = partial(next_command, chosen, loaded, given)
         if planned:
             preview(loaded, memory, resume_from=resume_from, allowed=allowed)
         else:
             if not train(loaded, resume_from=resume_from, allowed=allowed) and alone:
-                write(going_on, whole=True)
+                write(f"go on: {next_one()}", whole=True)
     except (Exception, KeyboardInterrupt) as error:
         status, said = ending(error)
         if status == 1 and not isinstance(error, PeerStopped):
             raise
         said = told(error, said)
         if alone and not planned and (status == 6 or status > 128):
-            said += f"\n{going_on}"
+            said += f"\ngo on: {next_one()}"
         write(said, sys.stderr, whole=True)
         return status
     finally:

@@ -85,7 +85,7 @@ def read_comparison(path: str) -> Variations:
         Variation(variant.name, seed, overrides, _config(path, table.config, variant.name, overrides))
         for seed in table.seeds
         for variant in table.variant
-        for overrides in [(*_overrides(table.set), *_overrides(variant.set), f"run.seed={seed}")]
+        for overrides in [(*_overrides(table.set), *_overrides(variant.set), f"run.seed={seed}", "run.stop_after=")]
     ]
     config = runs[0].config
     if not config.validation.loss_every_steps or not config.data.held_out:

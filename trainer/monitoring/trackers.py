@@ -98,13 +98,14 @@ class WeightsAndBiases:
     """One run there for one run here, however often it is resumed, in the project of WANDB_PROJECT. What a killed
     start had logged after its last checkpoint appears twice.
 
-    folder: where the library keeps what it sends. about: the run's name and when it first started: they make the run's id.
+    folder: where the library keeps what it sends. about: the run's name, when it first started, and of a fork its folder:
+    they make the run's id.
     config: the resolved one. say: is told the run's address, and once why nothing more is sent.
     Raises UserError where the service does not take the run.
     """
 
     def __init__(
-        self, folder: Path, *, about: tuple[str, str], config: Mapping[str, Any], say: Callable[[str], None]
+        self, folder: Path, *, about: tuple[str, ...], config: Mapping[str, Any], say: Callable[[str], None]
     ) -> None:
         import wandb
         from wandb.errors import Error

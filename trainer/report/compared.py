@@ -100,6 +100,7 @@ def compare(runs: Sequence[Seen], unread: Mapping[str, str], now: float | None =
         groups=[_table_part(group, f"line{place}" if place < DRAWN else "", now) for place, group in enumerate(groups)],
         charts=charts,
         pairs=pairs,
+        diverged=diverged(groups) if any(run.variant for run in runs) else [],
         intervals=[chart for pair in pairs if (chart := pair.chart())],
         notes=notes,
         several=[card for card in cards.items() if len(card[1]) > 1],
@@ -117,15 +118,18 @@ def grouped(runs: Sequence[Seen]) -> list[list[Seen]]:
     """
     groups: dict[Any, list[Seen]] = {}
     for place, run in enumerate(runs):
-        told = frozenset((key, repr(value)) for key, value in run.config.items() if key not in {*OWN, "run.seed"})
+        told = run.variant or frozenset(
+            (key, repr(value)) for key, value in run.config.items() if key not in {*OWN, "run.seed"}
+        )
         groups.setdefault((told, _mark(run.history)) if told else place, []).append(run)
     return list(groups.values())
 
 
 def pairs_of(groups: Sequence[Sequence[Seen]]) -> list[Pair]:
-    """Every two groups that measured the same photos with two common seeds, in the order of the groups."""
+    """Every two groups that measured the same photos with two common seeds, in the order of the groups. One of which a run
+    left the numbers is not judged by those that did not."""
     found = []
-    for first, second in combinations(groups, 2):
+    for first, second in combinations((group for group in groups if not any(map(_left_the_numbers, group))), 2):
         if _mark(first[0].history) != _mark(second[0].history):
             continue
         losses = [
@@ -134,6 +138,20 @@ def pairs_of(groups: Sequence[Sequence[Seen]]) -> list[Pair]:
         if pair := Pair.of(_called(first), _called(second), *losses):
             found.append(pair)
     return found
+
+
+def diverged(groups: Sequence[Sequence[Seen]]) -> list[str]:
+    """A sentence on each group of which a run met a value that is not finite."""
+    counts = [(group, sum(map(_left_the_numbers, group))) for group in groups]
+    return [
+        f"{_called(group)} is not judged: {count} of its {len(group)} runs ended, as a value was not finite."
+        for group, count in counts
+        if count
+    ]
+
+
+def _left_the_numbers(run: Seen) -> bool:
+    return run.standing.why == CAUSES[NonFiniteError]
 
 
 def _called(group: Sequence[Seen]) -> str:

@@ -112,7 +112,7 @@ class Pair:
         common = sorted(losses.keys() & others.keys())
         mine, theirs = ([dict(found[seed]) for seed in common] for found in (losses, others))
         found = []
-        for step in sorted({step for series in mine for step in series}):
+        for step in sorted({step for series in mine for step in series if step > 0}):  # before, nothing differs
             both = [(a[step], b[step]) for a, b in zip(mine, theirs, strict=True) if step in a and step in b]
             known = [(a, b) for a, b in both if a is not None and b is not None]
             if len(known) > 1:
@@ -128,7 +128,7 @@ class Pair:
         """A sentence: which of the two is better at the last step, and how sure that is."""
         at, names = self.last, f"{self.first} and {self.second}"
         if not any(at.each):
-            return f"{names} are equal: the same held-out loss in all {self.seeds} seeds."
+            return f"{names} are equal: the same held-out loss at step {at.step:,.0f} in all {self.seeds} seeds."
         low, high = at.interval
         share = f", {abs(at.mean) / fmean(at.second):.2%} of it" if fmean(at.second) else ""
         measured = (

@@ -33,17 +33,36 @@ def fork(checkpoint: str, overrides: Sequence[str]) -> tuple[Config, Allowance]:
     tree["run"]["output_dir"] = f"{old.root}-from-{step_of(folder.name) or folder.name}"
     if tree["data"].get("cache_dir") is None and old.cache.is_dir():
         tree["data"]["cache_dir"] = str(old.cache)
-    keys = configs.override(tree, overrides)
+    before = configs.flatten(tree)
+    configs.override(tree, overrides)
+    after = configs.flatten(tree)
+    keys = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
     for key in keys:
         _refuse(key)
     config = configs.parse(tree)
     new = Layout(Path(config.run.output_dir))
-    if new.root.exists() and (not new.root.is_dir() or {*new.root.iterdir()} - {new.report, new.cache, new.lock}):
+    if _holds_a_run(new):
         raise UserError(
             f"--fork_from {checkpoint}: run.output_dir = {str(new.root)!r} is there already; go on with that run by --config "
             f"{new.config} --resume_from auto, or choose another folder with --set run.output_dir=FOLDER"
         )
     return config, Allowance(tuple(key for key in keys if not _free(key)), str(folder))
+
+
+def begun(layout: Layout) -> bool:
+    """Whether there is a checkpoint of the run: from then on it goes on by itself."""
+    return bool(store.steps(layout.checkpoints) or store.unnamed(layout.checkpoints))
+
+
+def _holds_a_run(layout: Layout) -> bool:
+    """Whether there is more in a folder than what a start of a fork leaves that was killed before its first checkpoint."""
+    if not layout.root.is_dir():
+        return layout.root.exists()
+    left = {layout.report, layout.cache, layout.lock}
+    if layout.original.exists():
+        left |= {layout.original, layout.metrics, layout.samples, layout.phases, layout.config, layout.tensorboard}
+        left |= set() if begun(layout) else {layout.checkpoints}
+    return any(path not in left and not path.name.endswith(".tmp") for path in layout.root.iterdir())
 
 
 def _free(key: str) -> bool:
@@ -54,10 +73,11 @@ def _free(key: str) -> bool:
 def _refuse(key: str) -> None:
     if _free(key):
         return
+    named = configs.whole(key)
     if reason := never(key):
-        raise UserError(f"--fork_from: {key} cannot change in mid-run: {reason}; leave it out, or start a new run")
+        raise UserError(f"--fork_from: {named} cannot change in mid-run: {reason}; leave it out, or start a new run")
     if any(key == shared or key.startswith(f"{shared}.") for shared in DRAWS):
         raise UserError(
-            f"--fork_from: {key}: a fork keeps photos and draws, so that it can be compared with its original; leave "
+            f"--fork_from: {named}: a fork keeps photos and draws, so that it can be compared with its original; leave "
             "it out, or go on with other photos or draws by --resume_from CHECKPOINT --allow data"
         )

@@ -26,15 +26,17 @@ from trainer.base.progress import Phases
 from trainer.base.run_layout import Layout
 from trainer.config import Config, Variation, Variations
 from trainer.data import identity
-from trainer.plan.run_plan import RunPlan, make_plan, open_source, resolve
-from trainer.report.compared import Seen, compare, grouped, pairs_of, seen
+from trainer.plan.run_plan import RunPlan, fetched, make_plan, open_source, resolve
+from trainer.report.compared import Seen, compare, diverged, grouped, pairs_of, seen
 from trainer.resume import pins
+from trainer.resume.initial_adapter import open_start
 from trainer.run.run import train
+from trainer.runtime.device import start_processes
 
-# Keys by whose values no run becomes another: names, places, what it reports and what it keeps.
+# Keys by whose values no run becomes another: places, what it reports and what it keeps. The name is the folder's.
 NO_OTHER_RUN = (
-    "run.name", "run.output_dir", "run.lost_after", "model.cache_dir", "data.cache*", "data.num_workers",
-    "logging.*", "export.*", "checkpoint.*",
+    "run.name", "run.output_dir", "run.lost_after", "model.cache_dir", "data.cache", "data.cache_dir", "data.cache_limit",
+    "data.num_workers", "logging.*", "export.*", "checkpoint.*",
 )  # fmt: skip
 PAGE = "comparison.html"
 
@@ -96,10 +98,13 @@ def compare_all(asked: Variations, *, only_plan: bool = False) -> None:
             gc.collect()
             give_back()
         write_page(asked, runs)
-    page, judged = write_page(asked, runs), pairs_of(grouped([run.seen() for run in runs]))
+    page, groups = write_page(asked, runs), grouped([run.seen() for run in runs])
+    judged, lost = pairs_of(groups), diverged(groups)
     for pair in judged:
         write(f"{pair.sentence()}\n  {pair.errors()}", whole=True)
-    if not judged:
+    for sentence in lost:
+        write(sentence)
+    if not judged and not lost:
         write("nothing can be compared: no two variants have a held-out loss of two common seeds")
     write(f"comparison: {page}")
 
@@ -117,8 +122,8 @@ def write_page(asked: Variations, runs: Sequence[Compared]) -> Path:
 
 
 def planned(asked: Variations) -> list[Compared]:
-    """The runs, each checked as far as it can be without weights. Reads the photos once; hashes the model's files. Raises
-    UserError."""
+    """The runs, each checked as far as it can be without weights. Reads the photos once; fetches a hub id; hashes the model's
+    files. Raises UserError."""
     root = Path(asked.output_dir)
     if root.exists() and not root.is_dir():
         raise UserError(f"output_dir = {asked.output_dir!r} is a file; give a folder")
@@ -130,6 +135,8 @@ def planned(asked: Variations) -> list[Compared]:
             source = open_source(each.config)
             config = resolve(each.config, source)
             plan = make_plan(config, source, processes=1, phases=phases, scanned=first and first.data.scanned)
+            if source.repository is not None:
+                plan = replace(plan, model=fetched(plan.model, start_processes(config), phases))
         except UserError as error:
             raise UserError(f"variant {each.variant!r}: {error}") from error
         first = first or plan
@@ -146,6 +153,7 @@ def mark(plan: RunPlan, digests: FileDigests) -> str:
         "config": kept,
         "photos": [identity.parts(plan.data.examples), identity.parts(plan.data.held_out)],
         "model": plan.model.source.contents(components, digests.of),
+        "start": open_start(plan).sha256,
         "versions": {"trainer": __version__, **pins.versions(plan.config.optimizer.name)},
     }
     return hashlib.sha256(json_bytes(parts)).hexdigest()[:12]
@@ -156,7 +164,9 @@ def _compared(asked: Variations, each: Variation, digest: str) -> Compared:
     root = Path(asked.output_dir)
     there = sorted(path for path in root.glob(f"*-{digest}") if path.is_dir())
     folder = there[0] if there else root / f"{each.variant}-{each.seed}-{digest}"
-    own = {"run.output_dir": str(folder)}
+    own = {"run.name": folder.name, "run.output_dir": str(folder)}
+    if (mirror := each.config.checkpoint.mirror) is not None:
+        own["checkpoint.mirror"] = f"{mirror}/{folder.name}"
     if each.config.data.cache_dir is None and each.config.data.cache == "disk":
         own["data.cache_dir"] = str(Layout(root).cache)  # what is encoded once serves all
     overrides = [*each.overrides, *(f"{key}={configs.literal(value)}" for key, value in own.items())]

@@ -39,6 +39,7 @@ def opened(
         yield
         return
     with files.locked(layout.lock):
+        _bring(resumed, layout)  # first: by it a start that is killed before its first checkpoint is known as a fork
         if phases.record is not None:
             phases.record.open(layout.phases)
             phases.record.add(_moment(START, step) | {"total": total})
@@ -53,7 +54,6 @@ def opened(
         # the next start would know of them, then the log loses their lines.
         own = layout.checkpoints / folder_name(step)
         if resumed is not None and (changed or named.get(resumed, resumed).resolve() != own.resolve()):
-            _bring(Layout(resumed.resolve().parent.parent), layout, resumed)
             store.save(layout.checkpoints, step, pieces.pack(), instead=True)
         if store.steps(layout.checkpoints)[-1:] > [step]:
             aside = start_point.set_aside_results(layout, name=config.run.name, after=step)
@@ -85,15 +85,15 @@ def opened(
                     phases.record.add(_moment(STOP, step) | why)
 
 
-def _bring(old: Layout, layout: Layout, checkpoint: Path) -> None:
+def _bring(checkpoint: Path | None, layout: Layout) -> None:
     """Copy what the run of a checkpoint from elsewhere logged and drew: this run goes on with it. Of a checkpoint that lies
     alone there is nothing."""
-    if old.checkpoints != checkpoint.resolve().parent or old.root == layout.root.resolve() or layout.metrics.exists():
+    old = Layout(checkpoint.resolve().parent.parent) if checkpoint else layout
+    if checkpoint is None or old.root == layout.root.resolve() or old.checkpoints != checkpoint.resolve().parent:
         return
-    if old.metrics.exists():
-        log = old.metrics.read_bytes()
-        files.write_atomic(layout.original, [log])
-        files.write_atomic(layout.metrics, [log])  # what is of later steps is cut like that of any start
+    log = old.metrics.read_bytes() if old.metrics.exists() else b""
+    files.write_atomic(layout.original, [log])
+    files.write_atomic(layout.metrics, [log])  # what is of later steps is cut like that of any start
     if old.samples.is_dir() and not layout.samples.exists():
         with files.appearing(layout.samples) as copied:
             shutil.copytree(old.samples, copied, dirs_exist_ok=True)
@@ -110,6 +110,8 @@ def open_trackers(config: Config, context: RunContext, progress: Progress) -> li
     if config.logging.tensorboard and processes.is_main:
         trackers.append(TensorBoard(layout.tensorboard))
     if config.logging.wandb and processes.is_main:
-        about, values = (config.run.name, progress.started), config.model_dump(mode="json", exclude_none=True)
+        values = config.model_dump(mode="json", exclude_none=True)
+        # A fork has its name and its date from its original.
+        about = (config.run.name, progress.started, *((str(layout.root),) if layout.original.exists() else ()))
         trackers.append(WeightsAndBiases(layout.root, about=about, config=values, say=processes.say))
     return trackers

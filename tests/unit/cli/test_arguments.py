@@ -29,6 +29,11 @@ MISTAKES = [
     (["--config", "c", "--dry-run"], "--dry-run is no option; write --plan"),
     (["--confg", "c"], "--confg is no option; write --config"),
     (["--config", "c", "--new", "photos"], "--new and --config do not go together; change the config that --new writes"),
+    (["--compare", "c", "--fork_from", "d"], "--compare and --fork_from do not go together; change the file that --compare "
+     "names"),
+    (["--compare", "c", "--set", "a=1"], "--compare and --set do not go together; change the file that --compare names"),
+    (["--new", "p", "--compare", "c"], "--new and --compare do not go together; change the config that --new writes"),
+    (["--fork_from", "c", "--model", "m"], "--fork_from and --model do not go together; what --set changes is allowed"),
     (["--config", "c", "--model", "m"], "--model belongs to --new; write --set model.path=m"),
     (["--config", "c", "--foo"], "--foo is no option"),
 ]  # fmt: skip

@@ -82,7 +82,7 @@ def test_what_is_said_of_a_pair() -> None:
     assert better.sentence().startswith("dora is better than lora: the held-out loss of dora is lower by 0.1, 19.61% of it")
     assert "(95 % interval of the difference -0.1 to -0.1, 3 seeds, step 5)" in better.sentence()
     same = Pair.of("a", "b", *({s: [(5, 0.4 + s)] for s in range(2)} for _ in "ab"))
-    assert same is not None and same.sentence() == "a and b are equal: the same held-out loss in all 2 seeds."
+    assert same is not None and same.sentence() == "a and b are equal: the same held-out loss at step 5 in all 2 seeds."
     unclear = Pair.of("a", "b", {0: [(5, 0.5)], 1: [(5, 0.6)]}, {0: [(5, 0.55)], 1: [(5, 0.56)]})
     assert unclear is not None and unclear.sentence().startswith(
         "a and b are not told apart: the held-out loss of a is lower"
@@ -95,6 +95,8 @@ def test_a_step_counts_where_both_were_measured_with_two_common_seeds() -> None:
     first = {0: [(0, 1.0), (5, 0.5), (10, 0.4)], 1: [(0, 1.0), (5, None), (10, 0.4)], 2: [(0, 1.0), (5, 0.6)]}
     second = {0: [(0, 1.0), (5, 0.5)], 1: [(0, 1.0), (5, 0.4)], 2: [(0, 1.0), (5, 0.3)], 3: [(0, 1.0)]}
     pair = Pair.of("a", "b", first, second)
-    assert pair is not None and [(at.step, len(at.each)) for at in pair.by_step] == [(0, 3), (5, 2)]
+    assert pair is not None and [(at.step, len(at.each)) for at in pair.by_step] == [(5, 2)]
     assert pair.last.first == (0.5, 0.6) and pair.last.second == (0.5, 0.3)
-    assert Pair.of("a", "b", {0: [(0, 1.0)]}, {0: [(0, 1.0)]}) is None
+    assert Pair.of("a", "b", {0: [(5, 1.0)]}, {0: [(5, 1.0)]}) is None
+    untrained = {0: [(0, 1.0)], 1: [(0, 1.0)]}
+    assert Pair.of("a", "b", untrained, untrained) is None, "before training nothing differs"
