@@ -29,7 +29,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import pages  # noqa: E402
 from proofs.shared import PHOTOS, make_models, worktree  # noqa: E402
+from trainer.report.paired import critical  # noqa: E402
 
 RESOLUTION, BATCH, RANK, LR, SEED = 64, 2, 8, 1e-4, 0
 WARM_UP = 10  # steps of a process whose time is not counted to a step's
@@ -167,32 +168,10 @@ def table(kind: str, rounds: list[dict[str, Measured]]) -> str:
 # --- against an earlier commit ------------------------------------------------------------------------------------------
 
 
-@cache
-def t_quantile(degrees: int, probability: float = 0.975) -> float:
-    """Student's t: the value below which a draw lies with `probability` (above 0.5), to about seven digits.
-
-    Its density is c (1 + x^2 / n)^(-(n + 1) / 2), c = gamma((n + 1) / 2) / (sqrt(n pi) gamma(n / 2)). With x = sqrt(n) tan(a)
-    the mass up to x is c sqrt(n) times the integral of cos(a)^(n - 1), over a finite range: Simpson's rule.
-    """
-    n, slices = degrees, 400
-    scale = math.exp(math.lgamma((n + 1) / 2) - math.lgamma(n / 2)) / math.sqrt(math.pi)
-
-    def mass(angle: float) -> float:
-        h = angle / slices
-        inner = sum((4 if i % 2 else 2) * math.cos(i * h) ** (n - 1) for i in range(1, slices))
-        return 0.5 + scale * h / 3 * (1 + inner + math.cos(angle) ** (n - 1))
-
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if mass(middle) < probability else (low, middle)
-    return math.sqrt(n) * math.tan(low)
-
-
 def interval(ratios: list[float]) -> tuple[float, float, float]:
     """(geometric mean, lower and upper end of its 95 % interval) of at least two ratios; see the top of this file."""
     logs = [math.log(ratio) for ratio in ratios]
-    mean, half = statistics.mean(logs), statistics.stdev(logs) * t_quantile(len(logs) - 1) / math.sqrt(len(logs))
+    mean, half = statistics.mean(logs), statistics.stdev(logs) * critical(len(logs) - 1) / math.sqrt(len(logs))
     return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
 

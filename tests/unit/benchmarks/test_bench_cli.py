@@ -19,12 +19,6 @@ def run_of(seconds: float) -> bench_cli.Measured:
     return bench_cli.Measured(seconds, 2 * seconds, 3 * seconds, 2**20, 8, seconds / 10)
 
 
-# https://www.itl.nist.gov/div898/handbook/eda/section3/eda3672.htm
-@pytest.mark.parametrize(("degrees", "value"), [(1, 12.706), (2, 4.303), (14, 2.145), (29, 2.045), (100, 1.984)])
-def test_students_t(degrees: int, value: float) -> None:
-    assert bench_cli.t_quantile(degrees) == pytest.approx(value, abs=6e-4)
-
-
 def test_the_interval_holds_the_true_ratio_in_95_of_100_tries() -> None:
     random.seed(0)
     tries = 2000
