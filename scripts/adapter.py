@@ -195,12 +195,17 @@ def average(chosen: argparse.Namespace) -> None:
     from trainer.base.progress import Phases
     from trainer.models.base_weights import BaseWeights
 
+    if chosen.out.suffix != ".safetensors" or chosen.out.exists():
+        why = "is there already" if chosen.out.exists() else "is no .safetensors file"
+        raise UserError(f"{chosen.out} {why}; OUT comes first: adapter.py average OUT FILE FILE ... --rank R")
     shares, adapters, weight = shares_of(chosen.weights, len(chosen.files)), [], None
     config = None
     if chosen.config is not None:
         from trainer import config as configs
+        from trainer.run.measured import check_held_out
 
         config = configs.load(chosen.config, [])
+        check_held_out(config)
     base = chosen.base or (config.model.path if config is not None else None)
     models = models_of(base) if base else None
     if models is not None:

@@ -139,6 +139,10 @@ def refusals(bench: Workbench) -> dict[str, tuple[list[str], str]]:
             [model, "--config", path, "--set", "precision.matmul=fp8", "model.components.unet.dtype=fp8_e4m3"],
             "precision.matmul = 'fp8'",
         ),
+        "no layer left": (
+            [model, "--config", path, "--set", 'model.components.unet.exclude=["*"]', "--formats", "nf4"],
+            "--formats nf4: no layer of the unet would be stored so; look at its exclude = ['*']",
+        ),
         "no layers": ([model, "--config", path, "--layers", "0"], "--layers 0"),
         "out is a file": ([model, "--config", path, "--out", str(bench.tmp / "photo.jpg")], "--out"),
     }  # fmt: skip

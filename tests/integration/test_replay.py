@@ -171,3 +171,20 @@ def test_twenty_of_twenty_steps_in_every_precision(
     )  # fmt: skip
     status, said = ran(capsys, str(folder), "--all")
     assert status == 0 and "20 of 20 steps explained by rounding" in said, said
+
+
+@pytest.mark.slow
+def test_where_roundings_need_not_repeat_only_the_bounds_count(bench: Workbench, capsys) -> None:
+    """Of a run that compiled its blocks, and of one that went on in another environment before its next checkpoint."""
+    few = {"adapter__targets": ["*attn.to_q"], "step__compile": "blocks"}
+    folder = trained(bench, "compiled", steps=BEGUN + 1, **few)
+    status, said = ran(capsys, str(folder))
+    assert status == 0 and "blocks were compiled there, and are not here" in said, said
+    folder = trained(bench, "moved", steps=BEGUN + 1)
+    following = folder.with_name(store.folder_name(BEGUN + 1))
+    state = json.loads((following / "state.json").read_text())
+    state["pieces"]["environment"]["state"]["torch"] = "2.0"
+    (following / "state.json").write_text(json.dumps(state))
+    reseal(following)
+    status, said = ran(capsys, str(folder))
+    assert status == 0 and "went on in another environment before its next checkpoint" in said, said

@@ -38,6 +38,7 @@ def compute_exactly(components: Components) -> None:
         components.model.modules[components.family.denoiser].__dict__.pop("forward")
     for module in components.model.modules.values():
         for layer in [*module.modules()]:
+            precision.hand_on_fp64(layer)
             if isinstance(layer, FrozenLayer):
                 layer.__class__ = _frozen(type(layer))
             elif isinstance(layer, AdaptedLayer):

@@ -20,7 +20,7 @@ from torch import nn
 
 from trainer import kernels, quantization
 from trainer.base.digests import FileDigests
-from trainer.base.errors import NonFiniteError
+from trainer.base.errors import NonFiniteError, UserError
 from trainer.base.files import make_folder
 from trainer.base.memory import find_blocks
 from trainer.base.progress import Phases
@@ -119,16 +119,22 @@ class Bench:
 
 def audit(plan: AuditPlan, folder: Path, *, most: int, alone: int, phases: Phases) -> Audit:
     """The audit of a model's denoiser. most: layers to exclude in each format. alone: how many of the costliest are measured
-    one by one. folder: has room for the base. Raises NonFiniteError."""
+    one by one. folder: has room for the base. Raises NonFiniteError, and UserError for a format that would store no layer."""
     run, peers = plan.run, start_processes(plan.run.config)
     attention = choose_attention(run, peers.device, peers.say)
     run = replace(run, model=fetched(run.model, peers, phases), data=replace(run.data, examples=()))
     bench = Bench(run, kernels.choose(run.config.adapter.kernels, peers.device), attention, peers, phases)
+    layers = [bench.quantised(storage) for storage in plan.stored]
+    for storage, formats_of in zip(plan.stored, layers, strict=True):
+        if not formats_of:
+            raise UserError(
+                f"--formats {storage.format.dtype_name}: no layer of the {storage.name} would be stored so; look at its "
+                f"exclude = {list(storage.exclude)}"
+            )
     components = bench.components(run.model, partial(OnDisk, folder))
     bench = replace(bench, reader=encode(run, components, MemoryCache(), on_non_finite=_refuse))
     denoiser, held_out = bench.load(components), bench.held_out(components)
     base = predict(held_out, components, "held-out loss of the base")
-    layers = [bench.quantised(storage) for storage in plan.stored]
     blocks = find_blocks(denoiser, run.model.family.blocks)
     terms = estimate(held_out, components, denoiser, blocks, layers)
     single: list[dict[str, Effect]] = []

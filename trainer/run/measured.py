@@ -13,14 +13,19 @@ from trainer.engine.held_out_loss import HeldOutLoss
 from trainer.run.run import prepared
 
 
+def check_held_out(config: Config) -> None:
+    """Raises UserError where the config holds no photos out."""
+    if not config.data.held_out:
+        raise UserError("data.held_out = 0 in the config: no photos are held out, and their loss is what is asked for")
+
+
 def held_out_loss(config: Config, file: Path, *, rank: int, dora: bool) -> dict[str, Any]:
     """The fields of the log, of the model and the held-out photos of a run's config, with the adapter of `file` in it.
 
     rank, dora: of the file. Writes nothing but caches. Raises UserError where the config holds no photos out, or the file has
     layers that its run does not adapt.
     """
-    if not config.data.held_out:
-        raise UserError("data.held_out = 0 in the config: no photos are held out, and their loss is what is asked for")
+    check_held_out(config)
     tree = configs.tree(config)
     with TemporaryDirectory(prefix="measured-") as elsewhere:
         tree["run"] |= {"output_dir": str(Path(elsewhere) / "run"), "deterministic": False}

@@ -217,6 +217,12 @@ def _rebuilt(config: Config, span: Span, phases: Phases) -> Rebuilt:
     how = f"{config.precision.compute}, {stored.name} stored as {stored.format.name}"
     if stored.scaled_matmul:
         how += ", float8 products"
+    if config.step.compile != "none":
+        differs.append("blocks were compiled there, and are not here")
+    if span.following is not None:
+        there, later = (Saved.whatever(each).values("environment") for each in (span.folder, span.following))
+        if there != later:
+            differs.append("the run itself went on in another environment before its next checkpoint")
     return Rebuilt(plan, components, reader, state, watched(step, state.adapter), how, "; ".join(differs))
 
 

@@ -86,10 +86,14 @@ class _HandsOn:
 
 def widen(module: nn.Module) -> None:
     """Make the module itself, apart from its children, compute in fp64: its floating-point parameters and buffers become
-    fp64, and so does what it hands on (`keep_activations`). There is no way back."""
+    fp64. There is no way back."""
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
         if tensor.is_floating_point():
             tensor.data, tensor.grad = tensor.data.double(), None
+
+
+def hand_on_fp64(module: nn.Module) -> None:
+    """Make the module hand on fp64, where `keep_activations` lets it hand on the compute dtype. There is no way back."""
     for hook in module._forward_hooks.values():
         if isinstance(hook, _HandsOn):
             hook.compute = torch.float64

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from scripts import adapter
 from trainer.adapter_files.average import Averaged, average, check_bases, shares_of
 from trainer.adapter_files.read import open_adapter, published
 from trainer.adapters.portable import Factors, Portable, recipe
@@ -154,6 +155,16 @@ def test_unequal_bases_are_refused(tmp_path: Path) -> None:
     assert "other bytes" in refused([one, replace(two, base={place: "a"}), replace(one, base={place: "b"})], out)
     stored_otherwise = replace(two, base={("unet.conv_in", "weight", "fp8_e4m3", "native", "F8_E4M3"): "b"})
     check_bases([replace(one, base={place: "a"}), stored_otherwise])
+
+
+@pytest.mark.parametrize("out", ["a.safetensors", "mean.txt"])
+def test_the_first_file_is_not_taken_for_the_one_to_write(tmp_path: Path, capsys, out: str) -> None:
+    """Where OUT is forgotten."""
+    (tmp_path / "a.safetensors").write_bytes(b"mine")
+    files = [str(tmp_path / name) for name in (out, "b.safetensors", "c.safetensors")]
+    assert adapter.main(["average", *files, "--rank", "4"]) == 2
+    assert f"{tmp_path / out} is " in (said := capsys.readouterr().err) and "OUT comes first" in said
+    assert (tmp_path / "a.safetensors").read_bytes() == b"mine" and len([*tmp_path.iterdir()]) == 1
 
 
 def test_what_cannot_be_averaged_is_refused(tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ SIGNS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("pretrained_model_name_or_path", "network_module", "network_dim", "train_data_dir", "dataset_config", "config_file"),
     ),
 }
+OF_A_WINDOW = ("LoRA_type", "max_resolution")  # names of kohya_ss's own
 SCRIPT = re.compile(r"([\w./\\-]*?)(\w*train_network)\.py\b")
+VARIABLE = re.compile(r"^[ \t]*(?:export[ \t]+)?(\w+)=('[^']*'|\"[^\"$]*\"|[^\s'\"$]*)[ \t]*$", re.MULTILINE)  # of a shell
 PROMPT_FLAG = re.compile(r"\s--?(\w+)\s")
 
 
@@ -33,6 +35,11 @@ def read(path: Path) -> tuple[str, dict[str, Any]]:
     """(the trainer, its config as a tree) of the file. Raises UserError for one that is nobody's, or cannot be read."""
     tree = read_tree(path)
     names = _names(tree)
+    if names.intersection(OF_A_WINDOW):
+        raise UserError(
+            f"{path}: the settings of kohya_ss's window, which calls options by other names; let it print the training "
+            "command, and give a file with that"
+        )
     for trainer, groups in SIGNS.items():
         if all(names.intersection(group) for group in groups):
             return trainer, tree
@@ -79,11 +86,16 @@ def _toml(text: str) -> dict[str, Any]:
 def _command_line(text: str) -> dict[str, Any]:
     """The options of the command that runs a script for networks, by their names. Empty where there is none."""
     joined = re.sub(r"[\\^`][ \t]*\r?\n", " ", text)
+    known = {name: value.strip("'\"") for name, value in VARIABLE.findall(joined)}
     for line in joined.splitlines():
         found = SCRIPT.search(line)
         if not found or line.lstrip().startswith("#"):
             continue
-        return {"script": found[2], **_options(shlex.split(line[found.end() :], comments=True))}
+        said = re.sub(r"\$(?:\{(\w+)\}|(\w+))", lambda name: known.get(name[1] or name[2], name[0]), line[found.end() :])
+        options = _options(shlex.split(said, comments=True))
+        if unset := [name for name, value in options.items() if "$" in str(value)]:
+            raise ValueError(f"--{unset[0]} {options[unset[0]]}: the file does not say what that is; write the value there")
+        return {"script": found[2], **options}
     return {}
 
 

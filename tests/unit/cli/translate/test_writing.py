@@ -145,8 +145,19 @@ def test_what_would_train_something_else_is_refused_until_it_is_chosen(tmp_path:
 NOBODYS = {
     "a.yaml": "model: {a: 1}\nlearning_rate: 1e-4\n", "a.json": '{"train_folder": "x"}', "a.toml": "[a]\nb = 1\n",
     "a.sh": "python train.py --config x\n", "broken.json": "{", "broken.yaml": "a: [", "broken.toml": "a = ",
-    "list.json": "[]", "data.toml": "[general]\n[[datasets]]\n", "ours.toml": "[run]\nname = 'a'\n[model]\nfamily = 'b'\n",
+    "list.json": "[]", "window.json": '{"LoRA_type": "Standard", "pretrained_model_name_or_path": "x"}',
+    "unset.sh": "accelerate launch sdxl_train_network.py --network_dim=$DIM\n",
+    "data.toml": "[general]\n[[datasets]]\n", "ours.toml": "[run]\nname = 'a'\n[model]\nfamily = 'b'\n",
 }  # fmt: skip
+
+
+def test_a_shells_variables_stand_for_what_the_file_says(tmp_path: Path) -> None:
+    lines = ["MODEL='a b.safetensors'", "export DIM=8", "accelerate launch sdxl_train_network.py \\",
+             '  --pretrained_model_name_or_path="$MODEL" --network_dim=${DIM} --network_alpha=4 \\',
+             "  --train_data_dir=photos --output_dir=out --output_name=x --network_module=networks.lora"]  # fmt: skip
+    (tmp_path / "train.sh").write_text("\n".join(lines))
+    draft = drafted(tmp_path / "train.sh")
+    assert (draft.value("model.path"), draft.value("adapter.rank")) == ("a b.safetensors", 8)
 
 
 @pytest.mark.parametrize("name", NOBODYS)
