@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import signal
 from types import SimpleNamespace
 
@@ -113,7 +112,7 @@ def test_a_stop_ends_at_a_second_signal_and_when_its_time_is_over(bench: Workben
                 if why == "time":
                     clock.now += 0.2
                 elif len(at) == LATE:
-                    os.kill(os.getpid(), signal.SIGHUP)  # heard by the main thread, whichever thread this is
+                    signal.raise_signal(signal.SIGHUP)
             check(self)
 
         def begun(self, name, *more, **settings):
