@@ -55,6 +55,7 @@ def compare(bench: Workbench, photos: Path, *arguments: str, variants: dict = DE
     return cli.main(["--compare", str(bench.tmp / "compare.toml"), *arguments])
 
 
+@pytest.mark.slow
 def test_a_run_is_made_once_and_what_changed_is_made_again(
     bench: Workbench, photos: Path, trained, capsys, monkeypatch
 ) -> None:
@@ -71,23 +72,30 @@ def test_a_run_is_made_once_and_what_changed_is_made_again(
     assert compare(bench, photos, variants={"2": DEFAULT["two"], "1": {}}, logging__tensorboard=True, run__stop_after=1) == 0
     assert not trained and "2 seeds, step 2)" in capsys.readouterr().out
     # A further variant is one more run of each seed; so is one that starts from an adapter file, and another such file.
+    capsys.readouterr()
+
+    def to_be_trained(variants: dict = DEFAULT) -> int:
+        assert compare(bench, photos, "--plan", variants=variants) == 0
+        return capsys.readouterr().out.count(": to be trained")
+
     start = bench.tmp / "start.safetensors"
+    warm = {"warm": {"adapter": {"init_from": str(start)}}, **DEFAULT}
     shutil.copy(bench.tmp / "out" / first[0] / "adapters" / f"{first[0]}.safetensors", start)
-    warm = DEFAULT | {"warm": {"adapter": {"init_from": str(start)}}}
+    assert to_be_trained() == 0 and to_be_trained(warm) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(comparison, "__version__", "next")
+        assert to_be_trained() == 4
     assert compare(bench, photos, variants=warm) == 0
-    assert [name.rpartition("-")[0] for name in trained] == ["warm-1", "warm-2"]
+    assert [name.rpartition("-")[0] for name in trained] == ["warm-1", "warm-2"] and to_be_trained(warm) == 0
     shutil.copy(bench.tmp / "out" / first[1] / "adapters" / f"{first[1]}.safetensors", start)
-    assert compare(bench, photos, variants=warm) == 0 and len(trained) == 4
-    trained.clear()
+    capsys.readouterr()
+    assert to_be_trained(warm) == 2
     picture = next(photos.glob("*.jpg"))
     Image.open(picture).transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(picture)
-    assert compare(bench, photos) == 0
-    assert len(trained) == 4 and not {*trained} & {*first}
-    trained.clear()
-    monkeypatch.setattr(comparison, "__version__", "next")
-    assert compare(bench, photos) == 0 and len(trained) == 4
+    assert to_be_trained() == 4
 
 
+@pytest.mark.slow
 def test_what_is_stopped_goes_on_and_ends_in_the_bytes_of_its_own_command(
     bench: Workbench, photos: Path, trained, capsys, monkeypatch
 ) -> None:
@@ -122,6 +130,7 @@ def test_what_is_stopped_goes_on_and_ends_in_the_bytes_of_its_own_command(
         assert (folder / name).read_bytes() == (bench.tmp / "alone" / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_variant_that_leaves_the_numbers_is_told_and_the_others_go_on(
     bench: Workbench, photos: Path, trained, capsys
 ) -> None:
