@@ -16,7 +16,8 @@ ROWS = 256  # of a dense change at once
 
 
 def shrunk(factors: Factors, rank: int) -> tuple[Factors, float]:
-    """(the nearest of rank `rank`, what is lost of ||s B A||, relative). The scale s stays; A and B keep their dtypes.
+    """(the nearest of rank `rank`, what is lost of ||s B A||, relative). The scale s stays; A and B keep their dtypes. A
+    layer with a shorter side holds no more than that side: its rank is that.
 
     B A is never made: with B = Q_b R_b and A^T = Q_a R_a its singular values are those of R_b R_a^T [R, R].
     """
@@ -24,6 +25,7 @@ def shrunk(factors: Factors, rank: int) -> tuple[Factors, float]:
     q_b, r_b = torch.linalg.qr(b)
     q_a, r_a = torch.linalg.qr(a.t())
     u, s, vh = torch.linalg.svd(r_b @ r_a.t())
+    rank = min(rank, len(s))
     kept = s[:rank].sqrt()
     new_b, new_a = (q_b @ u[:, :rank]) * kept, kept[:, None] * (vh[:rank] @ q_a.t())
     lost = float(s[rank:].square().sum().sqrt() / s.square().sum().sqrt().clamp_min(1e-300))

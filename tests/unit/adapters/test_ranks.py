@@ -44,3 +44,12 @@ def test_a_shrunk_adapter_keeps_its_scale_and_tells_what_it_lost() -> None:
     rest = b.double() @ a.double() - made.b.make().double() @ made.a.make().double()
     assert torch.allclose(rest.norm(), values[2:].norm(), rtol=1e-5)
     assert ranks.product_norm(b.double(), a.double()) == pytest.approx(float(values.norm()), rel=1e-12)
+
+
+@pytest.mark.parametrize("sides", [(3, 6), (6, 3)])
+def test_a_layer_that_is_narrower_than_the_rank_loses_nothing(sides: tuple[int, int]) -> None:
+    """A file may hold a rank that its narrowest layer has no room for."""
+    a, b = drawn(8, sides[1], seed=1), drawn(sides[0], 8, seed=2)
+    made, lost = ranks.shrunk(Factors(recipe(a), recipe(b), alpha=4.0), 5)
+    assert made.rank == 3 and made.scaling == 0.5 and lost == pytest.approx(0, abs=1e-12)
+    assert torch.allclose(made.b.make() @ made.a.make(), b @ a)
