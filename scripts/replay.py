@@ -64,7 +64,8 @@ def told(span: Span, found: Replay, *, layers: int) -> list[str]:
         f"bound: {FACTOR:g} times the root mean square of {REPETITIONS} steps in fp64 with random roundings (docs/replay.md)"
     ]
     if len(found.judgements) > 1:
-        lines += ["", *table(found.judgements)]
+        most = ", ".join(f"{name} {max(values):.2g}" for name, values in shares(found.judgements).items())
+        lines += ["", *table(found.judgements), f"largest error / bound: {most}"]
         shown = [each for each in found.judgements if not each.explained][:1] or found.judgements[-1:]
     else:
         shown = found.judgements
@@ -84,6 +85,15 @@ def table(judgements: Sequence[JudgedStep]) -> list[str]:
         worst = f"{worst_layer(each).share:.2g}" if each.layers else "overflow"
         lines.append(f"{each.number:>8} {numbers} {worst:>12}{'' if each.explained else '  NOT EXPLAINED'}")
     return lines
+
+
+def shares(judgements: Sequence[JudgedStep]) -> dict[str, list[float]]:
+    """What of its bound each step takes."""
+    return {
+        "loss": [each.loss.share for each in judgements],
+        "gradient norm": [each.norm.share for each in judgements],
+        "gradient of the worst layer": [worst_layer(each).share if each.layers else 0.0 for each in judgements],
+    }
 
 
 def step_told(judgement: JudgedStep, layers: int) -> list[str]:
@@ -159,15 +169,10 @@ def plot(found: Replay, path: Path) -> None:
     from matplotlib.figure import Figure
 
     steps = [each.number for each in found.judgements]
-    series = {
-        "loss": [each.loss.share for each in found.judgements],
-        "gradient norm": [each.norm.share for each in found.judgements],
-        "gradient of the worst layer": [worst_layer(each).share if each.layers else 0.0 for each in found.judgements],
-    }
     figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for (label, values), marker in zip(series.items(), "osx", strict=True):
+    for (label, values), marker in zip(shares(found.judgements).items(), "osx", strict=True):
         axes.plot(steps, values, marker, label=label)
     axes.axhline(1.0, color="black", linewidth=1, label="bound")
     axes.set_yscale("log")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from itertools import islice
 from pathlib import Path
@@ -25,7 +26,9 @@ from trainer.kernels import dora_torch
 STEPS, BEGUN = 5, 2  # of a run, and at its first checkpoint
 
 
-def trained(bench: Workbench, name: str = "run", *, steps: int = STEPS, stop: int | None = None, **more) -> Path:
+def trained(
+    bench: Workbench, name: str = "run", *, family: str = "flux", steps: int = STEPS, stop: int | None = None, **more
+) -> Path:
     """The checkpoint at step BEGUN of a run of a DoRA in bf16, one photo a step, over photos of its own."""
     photos = bench.tmp / "photos"
     if not photos.exists():
@@ -34,7 +37,7 @@ def trained(bench: Workbench, name: str = "run", *, steps: int = STEPS, stop: in
         "adapter__type": "dora", "precision__compute": "bf16", "optimizer__lr": 1e-3, "run__max_steps": steps,
         "run__output_dir": str(bench.tmp / name), "data__sources": [{"path": str(photos)}], "data__batch_size": 1,
     }  # fmt: skip
-    tree = bench.tree("flux", **keys | more)
+    tree = bench.tree(family, **keys | more)
     config = ["--config", str(bench.write(tree, f"{name}.toml"))]
     # A stop writes a checkpoint, and so does the end.
     assert cli.main([*config, "--set", f"run.stop_after={BEGUN}"]) == 0
@@ -156,21 +159,30 @@ CELLS = pairs(("lora", "dora"), ("fp32", "bf16", "fp16"), FORMATS[:-1]) | {
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize(("kind", "compute", "stored"), sorted(CELLS))
+@pytest.mark.parametrize(
+    ("family", "kind", "compute", "stored"),
+    [*(("flux", *cell) for cell in sorted(CELLS)), ("sdxl", "dora", "bf16", "bf16"), ("sdxl", "lora", "fp32", "fp32")],
+)
 def test_twenty_of_twenty_steps_in_every_precision(
-    bench: Workbench, capsys, monkeypatch, kind: str, compute: str, stored: str
+    bench: Workbench, capsys, monkeypatch, family: str, kind: str, compute: str, stored: str
 ) -> None:
-    more = {}
+    """Each also prints the row of the table in docs/replay.md."""
+    more, held = {}, stored
     if stored == "fp8 products":
         monkeypatch.setattr(kernels, "FP8_MIN_WEIGHTS", 1)
         monkeypatch.setattr(kernels, "FP8_MIN_ROWS", 1)
-        stored, more = "fp8_e4m3", {"precision__matmul": "fp8"}
-    components = {DENOISER["flux"]: {"dtype": stored}}
+        held, more = "fp8_e4m3", {"precision__matmul": "fp8"}
+    components = {DENOISER[family]: {"dtype": held}}
     folder = trained(
-        bench, steps=BEGUN + 20, adapter__type=kind, precision__compute=compute, model__components=components, **more
+        bench, family=family, steps=BEGUN + 20, adapter__type=kind, precision__compute=compute, model__components=components,
+        **more,
     )  # fmt: skip
     status, said = ran(capsys, str(folder), "--all")
     assert status == 0 and "20 of 20 steps explained by rounding" in said, said
+    assert "done again here, 20 of 20 steps have the very numbers of the log" in said, said
+    most = re.search("largest error / bound: loss (.*), gradient norm (.*), gradient of the worst layer (.*)", said)
+    assert most is not None
+    print("|", " | ".join((family, kind, compute, stored, *most.groups())), "|")
 
 
 @pytest.mark.slow

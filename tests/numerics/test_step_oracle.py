@@ -16,7 +16,7 @@ from torch.func import functional_call
 from tests.harness import DENOISER, PHOTOS, Workbench, built
 from trainer.base import draws
 from trainer.base.types import Batch
-from trainer.engine.exact import compute_exactly
+from trainer.engine.exact import computing_exactly
 from trainer.engine.judged import Judge, Made
 from trainer.engine.rounding import InFp64
 from trainer.engine.step import StepResult
@@ -236,10 +236,10 @@ def test_loss_and_gradients_equal_the_papers_formulas(
 
 def check_exact(run: Run, batch: Batch, loss: float, gradients: dict) -> None:
     """The run's own step in fp64 (`scripts/replay.py`) is that of the formulas, over what the run encoded."""
-    compute_exactly(run.components)
     training = run.adapter.training(SEED)
     made = Made(1, StepResult(None, None, (), True, 1.0), {}, [batch], batch.occurrences, {})
-    exact = Judge(run.step.losses, run.adapter, training, torch.float32).passed(made, None)
+    with computing_exactly(run.components):
+        exact = Judge(run.step.losses, run.adapter, training, torch.float32).passed(made, None)
     assert abs(exact.loss / loss - 1) < EXACT
     for name, expected in gradients.items():
         assert float((exact.gradients[name] - expected).norm() / expected.norm()) < EXACT, name

@@ -10,6 +10,8 @@ The decoded weight is made again in the backward pass, so that no more than one 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
@@ -27,25 +29,31 @@ from trainer.quantization.layers import FrozenLayer
 from trainer.runtime import precision
 
 
-def compute_exactly(components: Components) -> None:
-    """Make the loaded model and the adapter in it compute in fp64. There is no way back: the steps are over.
+@contextmanager
+def computing_exactly(components: Components) -> Iterator[None]:
+    """Within it the loaded model and the adapter in it compute in fp64; after it they are what they were, to the bit.
 
-    What a step reads stays what it is: payloads as they are stored, parameters by their values.
+    What a step reads stays what it is: payloads as they are stored, parameters by their values. A parameter that is changed
+    within it, or given a gradient, has its own again afterwards.
     """
     from trainer.adapters.layers import AdaptedLayer  # it loads PEFT, which takes a second: not to read a config
 
-    if components.attention.kinds:  # kernels of 16 bits
-        components.model.modules[components.family.denoiser].__dict__.pop("forward")
-    for module in components.model.modules.values():
-        for layer in [*module.modules()]:
-            precision.hand_on_fp64(layer)
-            if isinstance(layer, FrozenLayer):
-                layer.__class__ = _frozen(type(layer))
-            elif isinstance(layer, AdaptedLayer):
-                layer.__class__ = _adapted(type(layer))
-            else:
-                precision.widen(layer)
-    components.model.compute.update(dict.fromkeys(components.model.compute, torch.float64))
+    with ExitStack() as back:
+        if components.attention.kinds:  # kernels of 16 bits
+            own = components.model.modules[components.family.denoiser].__dict__
+            back.callback(own.__setitem__, "forward", own.pop("forward"))
+        for module in components.model.modules.values():
+            for layer in [*module.modules()]:
+                back.enter_context(precision.handing_on_fp64(layer))
+                if isinstance(layer, (FrozenLayer, AdaptedLayer)):
+                    back.callback(setattr, layer, "__class__", type(layer))
+                    layer.__class__ = _frozen(type(layer)) if isinstance(layer, FrozenLayer) else _adapted(type(layer))
+                else:
+                    back.enter_context(precision.widened(layer))
+        compute = components.model.compute
+        back.callback(compute.update, dict(compute))
+        compute.update(dict.fromkeys(compute, torch.float64))
+        yield
 
 
 @cache

@@ -121,8 +121,7 @@ class Passed:
 
 @dataclass(frozen=True)
 class Judge:
-    """Judges steps of a model that computes exactly (exact.compute_exactly). dtype: what the run computes in. training: as a
-    Step has it."""
+    """Judges steps of a model within `exact.computing_exactly`. dtype: what the run computes in. training: as of a Step."""
 
     losses: Losses
     adapter: Adapter

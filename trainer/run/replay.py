@@ -1,6 +1,8 @@
 """Logged steps, done again from a checkpoint: in the run's own precision and in fp64. Nothing of the run is changed.
 
-    the checkpoint -> the run as it began there -> its steps up to the one that is asked for -> the same in fp64 -> judgements
+    the checkpoint -> the run as it began there -> a step -> the same in fp64 -> its judgement -> the next step
+
+One step is in memory at a time.
 
 The run's files are only read. Its cache is not: photos and captions are encoded anew, in memory, so that a cache which holds
 something else is found out.
@@ -29,7 +31,7 @@ from trainer.data.batches.sampler import MicroBatch
 from trainer.engine.assembly import TrainState
 from trainer.engine.components import Components
 from trainer.engine.encoding import encode
-from trainer.engine.exact import compute_exactly
+from trainer.engine.exact import computing_exactly
 from trainer.engine.judged import Judge, JudgedStep, Made, WatchedStep, watched
 from trainer.monitoring import metrics
 from trainer.plan.data_sources import open_cache
@@ -154,25 +156,24 @@ def replay(span: Span, overrides: Sequence[str] = (), *, phases: Phases) -> Repl
         device, deterministic = rebuilt.components.model.device, rebuilt.plan.config.run.deterministic
         repeats = not rebuilt.environment and (device.type == "cpu" or deterministic)
         found = Replay(rebuilt.precision, rebuilt.environment, repeats)
-        kept = []
-        with phases("the steps again", span.last - span.first + 1, "step") as phase:
+        judge = _judge(rebuilt)
+        with phases("steps", span.last - span.first + 1, "step") as phase:
             for made in _again(span, rebuilt):
                 if (made.result.loss, made.result.grad_norm) != span.logged[made.number]:
                     found.unequal.append(made.number)
                 if made.number in span.judged:
-                    kept.append(made)
+                    with computing_exactly(rebuilt.components):
+                        found.judgements.append(judge.judge(made, span.logged[made.number]))
                 phase.advance(1)
         found.strangers = _strangers(span, rebuilt.state)
-        compute_exactly(rebuilt.components)
-        model, losses = rebuilt.plan.model, rebuilt.step.losses
-        dtypes = [model.storage[name].compute for name in model.in_steps]
-        coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-        judge = Judge(losses, rebuilt.state.adapter, rebuilt.step.training, coarsest)
-        with phases("the same in fp64", len(kept), "step") as phase:
-            for made in kept:
-                found.judgements.append(judge.judge(made, span.logged[made.number]))
-                phase.advance(1)
         return found
+
+
+def _judge(rebuilt: Rebuilt) -> Judge:
+    model = rebuilt.plan.model
+    dtypes = [model.storage[name].compute for name in model.in_steps]
+    coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+    return Judge(rebuilt.step.losses, rebuilt.state.adapter, rebuilt.step.training, coarsest)
 
 
 def _config(span: Span, overrides: Sequence[str], elsewhere: Path) -> Config:

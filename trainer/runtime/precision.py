@@ -6,7 +6,8 @@ fails for four of the nine pairs of fp32, bf16 and fp16.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -84,19 +85,33 @@ class _HandsOn:
         return output.to(self.compute) if isinstance(output, torch.Tensor) and output.is_floating_point() else output
 
 
-def widen(module: nn.Module) -> None:
-    """Make the module itself, apart from its children, compute in fp64: its floating-point parameters and buffers become
-    fp64. There is no way back."""
-    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-        if tensor.is_floating_point():
-            tensor.data, tensor.grad = tensor.data.double(), None
+@contextmanager
+def widened(module: nn.Module) -> Iterator[None]:
+    """Within it the module itself, apart from its children, computes in fp64: its floating-point parameters and buffers are
+    fp64, without gradients."""
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    before = [(each, each.data, each.grad) for each in own if each.is_floating_point()]
+    for each, _, _ in before:
+        each.data, each.grad = each.data.double(), None
+    try:
+        yield
+    finally:
+        for each, data, gradient in before:
+            each.grad = None  # of the other dtype
+            each.data, each.grad = data, gradient
 
 
-def hand_on_fp64(module: nn.Module) -> None:
-    """Make the module hand on fp64, where `keep_activations` lets it hand on the compute dtype. There is no way back."""
-    for hook in module._forward_hooks.values():
-        if isinstance(hook, _HandsOn):
-            hook.compute = torch.float64
+@contextmanager
+def handing_on_fp64(module: nn.Module) -> Iterator[None]:
+    """Within it the module hands on fp64, where `keep_activations` lets it hand on the compute dtype."""
+    before = [(hook, hook.compute) for hook in module._forward_hooks.values() if isinstance(hook, _HandsOn)]
+    for hook, _ in before:
+        hook.compute = torch.float64
+    try:
+        yield
+    finally:
+        for hook, compute in before:
+            hook.compute = compute
 
 
 @cache
