@@ -10,7 +10,7 @@ from typing import Any, get_args
 from trainer import config as configs
 from trainer.base import other_trainers
 from trainer.base.errors import UserError
-from trainer.cli.translate.draft import ABSENT, DIFFERS, FILL, UNKNOWN, Draft, Options, shown
+from trainer.cli.translate.draft import ABSENT, DIFFERS, FILL, UNKNOWN, Draft, Options, as_number
 from trainer.config import ScheduleTable
 from trainer.config.kinds import Compute, Dtype
 from trainer.models import FAMILIES, Family
@@ -29,7 +29,7 @@ def set_family(draft: Draft, word: str | None, why: str) -> Family | None:
     if name in FAMILIES:
         draft.set("model.family", name, why)
         return FAMILIES[name]
-    absent = other_trainers.why_absent("model.family", word) or f"it is none of {', '.join(FAMILIES)}"
+    absent = other_trainers.why_absent("model.family", word) or f"it should be one of {', '.join(FAMILIES)}"
     draft.cannot("model.family", f"{why}: {absent}")
     return None
 
@@ -48,18 +48,18 @@ def set_run(draft: Draft, name: str, why: str, folder: str, why_folder: str) -> 
     draft.set("run.output_dir", folder, why_folder)
 
 
-def set_dtype(draft: Draft, component: str, value: Any, why: str) -> None:
+def set_dtype(draft: Draft, component: str, value: str | None, why: str) -> None:
     """Write the storage format of a component, or say that there is none of that name."""
     known = other_trainers.value_for(value, get_args(Dtype))
     if known is None:
         draft.note(ABSENT, f"{why}: no storage format of that name; the default is taken")
         return
     draft.set(f"model.components.{component}.dtype", known, why)
-    if known not in get_args(Compute) and other_trainers.plain(str(value)) != known:
+    if known not in get_args(Compute) and other_trainers.plain(value or "") != known:
         draft.note(DIFFERS, f"{why}: {known} here is another way to scale and round than there (docs/precision.md)")
 
 
-def set_compute(draft: Draft, family: Family, value: Any, why: str, *, stores: bool = False) -> None:
+def set_compute(draft: Draft, family: Family, value: str | None, why: str, *, stores: bool = False) -> None:
     """Write the number format of the computation. stores: the frozen weights have it, too, where nothing else is said."""
     known = other_trainers.value_for(value, get_args(Compute))
     if known is None:
@@ -88,13 +88,13 @@ def note_differences(draft: Draft, family: Family) -> None:
         draft.note(DIFFERS, text)
 
 
-def set_scale(draft: Draft, rank: tuple[Any, str], alpha: tuple[Any, str]) -> None:
+def set_scale(draft: Draft, rank: tuple[int, str], alpha: tuple[float, str]) -> None:
     """Write rank and alpha, each with its reason."""
-    draft.set("adapter.rank", int(rank[0]), rank[1])
+    draft.set("adapter.rank", *rank)
     draft.set("adapter.alpha", float(alpha[0]), f"{alpha[1]}; the update is scaled by alpha / rank, here as there")
 
 
-def set_optimizer(draft: Draft, name: str, why: str, options: Mapping[str, Any]) -> None:
+def set_optimizer(draft: Draft, name: str, why: str, options: Options) -> None:
     """Write the optimizer and what it is given: decay, betas and eps by our keys, the rest by the library's names."""
     known = draft.fixed.get("optimizer.name") or other_trainers.value_for(name.rpartition(".")[2], OPTIMIZERS)
     if known not in OPTIMIZERS:
@@ -102,19 +102,19 @@ def set_optimizer(draft: Draft, name: str, why: str, options: Mapping[str, Any])
         return
     draft.set("optimizer.name", known, why)
     taken = options_of(known)
-    for key, value in options.items():
-        told = f"{key} = {shown(value)}, of the optimizer"
-        if key in ("weight_decay", "eps"):
-            draft.set(f"optimizer.{key}", float(value), told)
+    for key, value in options.given.items():
+        told = f"{options.told(key)}, of the optimizer"
+        if key in ("weight_decay", "eps") and options.has(key):
+            draft.set(f"optimizer.{key}", float(options.number(key)), told)
         elif key == "betas":
-            draft.set("optimizer.betas", [float(beta) for beta in value], told)
+            draft.set("optimizer.betas", [float(beta) for beta in options.numbers(key)], told)
         elif key in taken:
             draft.set(f"optimizer.options.{key}", value, told)
         else:
             draft.note(ABSENT, f"{told}: {known} takes no such option here")
 
 
-def set_schedule(draft: Draft, name: str, why: str, warmup: tuple[Any, str], *, idle_when_constant: bool) -> None:
+def set_schedule(draft: Draft, name: str, why: str, warmup: tuple[float, str], *, idle_when_constant: bool) -> None:
     """Write the schedule and its warm-up. idle_when_constant: "constant" has none there, whatever is written."""
     known = other_trainers.value_for(name, get_args(ScheduleTable.model_fields["name"].annotation))
     if known is None:
@@ -143,14 +143,16 @@ def set_ema(draft: Draft, decay: tuple[float, str]) -> None:
     draft.note(DIFFERS, f"{decay[1]}: the average here follows faster in the first updates (docs/ema.md)")
 
 
-def side_of(resolution: Any) -> int:
+def side_of(options: Options, name: str, text: str = "") -> int:
     """data.resolution for "1024", 1024, "1024,768" or [1024, 768] that bound an area: the side of a square as large.
 
-    A multiple of 8, the nearest. Raises ValueError for what is no size.
+    A multiple of 8, the nearest. text: that part of the option's value alone. Raises UserError for what is no size.
     """
-    sides = resolution if isinstance(resolution, (list, tuple)) else re.split(r"[,x]", str(resolution))
-    width, height = (float(sides[0]), float(sides[-1]))
-    return max(16, round((width * height) ** 0.5 / 8) * 8)
+    parts = [text] if text else options.entries(name)
+    sides = [as_number(side) for part in parts for side in re.split(r"[,x]", str(part))]
+    if not sides or not all(side and 0 < side < 2**20 for side in sides):
+        raise options.wrong(name, 'a size, such as 1024 or "1024,768"')
+    return max(16, round((sides[0] * sides[-1]) ** 0.5 / 8) * 8)
 
 
 def folder_name(path: str) -> str:
@@ -196,8 +198,8 @@ def _ours(key: str, value: Any) -> list[Any]:
     field = dict(configs.fields()).get(configs.generic(key))
     words = list(re.findall(r"'([\w+]+)'", str(field.annotation))) if field is not None else []
     named = other_trainers.value_for(value, words)
-    numbers = [float(value)] if isinstance(value, int) and not isinstance(value, bool) else []
-    return ([named] if named else []) + numbers
+    number = as_number(value)
+    return ([named] if named else []) + ([] if number is None else [number, float(number)])
 
 
 def _takes(tree: dict[str, Any]) -> bool:

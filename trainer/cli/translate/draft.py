@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
+
+from trainer.base.errors import UserError
+from trainer.cli.translate.reading import literal
 
 # What stands at the file's head, in this order.
 FILL = "To be filled in"
 ABSENT = "No equivalent here"
 DIFFERS = "Differs here"
 UNKNOWN = "Not looked up: names that are not known here; nothing was made of them"
+SWITCHES = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False, "none": False}
 
 
 @dataclass
 class Options:
     """One table of another trainer's config by plain names. It remembers which of them were read.
 
-    given: as the file has them. defaults: what the program takes for those that the file leaves out. prefix: put before a
-    name when it is told.
+    given: as the file has them. file: where they stand. defaults: what the program takes for those that the file leaves out.
+    prefix: put before a name when it is told. What takes a name and `otherwise` returns what the file says, else the
+    program's default, else `otherwise`; it raises UserError, with the file and the option, for a value of another kind.
     """
 
     given: dict[str, Any]
+    file: Path | str
     defaults: Mapping[str, Any] = field(default_factory=dict)
     prefix: str = ""
     read: set[str] = field(default_factory=set)
@@ -32,11 +41,81 @@ class Options:
         return self.given.get(name) is not None
 
     def get(self, name: str, otherwise: Any = None) -> Any:
-        """What the file says, else the program's default, else `otherwise`."""
+        """The value, of whatever kind it is."""
         self.read.add(name)
         if self.has(name):
             return self.given[name]
         return self.defaults.get(name, otherwise)
+
+    def wrong(self, name: str, kind: str) -> UserError:
+        """The error for a value that is not of the kind that it should be."""
+        return UserError(f"{self.file}: {self.told(name)}: it should be {kind}")
+
+    def word(self, name: str, otherwise: Any = None) -> Any:
+        """The value as text; a number is its digits."""
+        value = self.get(name, otherwise)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (str, int, float))):
+            raise self.wrong(name, "text")
+        return value if value is None else str(value)
+
+    def number(self, name: str, otherwise: Any = None, *, least: float = -math.inf) -> Any:
+        """A number, `least` or more, also where it is written as text."""
+        value = self.get(name, otherwise)
+        return None if value is None else self._number(name, value, least)
+
+    def numbers(self, name: str, *, least: float = -math.inf) -> list[Any]:
+        """A list of numbers; a number alone is a list of one."""
+        return [self._number(name, each, least) for each in self.entries(name)]
+
+    def whole(self, name: str, otherwise: Any = None, *, least: float = -math.inf) -> Any:
+        """A whole number, `least` or more, also where it is written as text."""
+        value = self.number(name, otherwise, least=least)
+        if value is not None and value != int(value):
+            raise self.wrong(name, "a whole number")
+        return None if value is None else int(value)
+
+    def _number(self, name: str, value: Any, least: float) -> Any:
+        number = as_number(value)
+        if number is None or number < least:
+            raise self.wrong(name, "a number" + (f", {least:g} or more" if least > -math.inf else ""))
+        return number
+
+    def flag(self, name: str, otherwise: bool = False) -> bool:
+        """Whether it is on. None is off."""
+        value = self.get(name, otherwise)
+        said = SWITCHES.get(str(value).lower()) if value is None or isinstance(value, (str, int, float)) else None
+        if said is None:
+            raise self.wrong(name, "true or false")
+        return said
+
+    def entries(self, name: str) -> list[Any]:
+        """A list of texts and numbers; one alone is a list of one, none an empty list."""
+        value = self.get(name)
+        listed = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(each, (str, int, float)) and not isinstance(each, bool) for each in listed):
+            raise self.wrong(name, "a list of texts or numbers")
+        return listed
+
+    def table(self, name: str, prefix: str = "") -> Options:
+        """A table within this one; an empty one where it is left out."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.wrong(name, "a table: names with their values")
+        return Options(value or {}, self.file, prefix=prefix)
+
+    def tables(self, name: str, prefix: str, defaults: Mapping[str, Any] | None = None) -> list[Options]:
+        """The tables of a list within this table; none where it is left out."""
+        value = self.get(name)
+        if value is not None and not (isinstance(value, list) and all(isinstance(each, dict) for each in value)):
+            raise self.wrong(name, "a list of tables: of names with their values")
+        return [Options(each, self.file, defaults or {}, prefix) for each in value or ()]
+
+    def opened(self, *parts: str) -> Options:
+        """The same options, with those of the tables `parts` beside them, by dotted name."""
+        flat = {name: value for name, value in self.given.items() if name not in parts}
+        for part in parts:
+            flat |= {f"{part}.{name}": value for name, value in self.table(part).given.items()}
+        return replace(self, given=flat)
 
     def pass_by(self, *names: str) -> None:
         """Count them as read: they say nothing beside what was read already."""
@@ -52,6 +131,14 @@ class Options:
     def rest(self) -> dict[str, Any]:
         """What the file says and nothing has read."""
         return {name: value for name, value in self.given.items() if name not in self.read}
+
+
+def as_number(value: Any) -> int | float | None:
+    """The number that a value is, or that is written in it; None where there is none, or none that is finite."""
+    number = literal(value) if isinstance(value, str) else value
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not abs(number) <= sys.float_info.max:
+        return None
+    return number
 
 
 def shown(value: Any) -> str:
@@ -87,8 +174,8 @@ class Draft:
         self.keys[key] = (value, why)
 
     def carry(self, options: Options, name: str, key: str) -> None:
-        """Write the key with the option's value as it is; nothing where neither the file nor the program has one."""
-        value = options.get(name)
+        """Write the key with the option's whole number; nothing where neither the file nor the program has one."""
+        value = options.whole(name)
         if value is not None:
             self.set(key, value, options.told(name))
 

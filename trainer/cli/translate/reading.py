@@ -16,15 +16,20 @@ from tomlkit.exceptions import TOMLKitError
 
 from trainer.base.errors import UserError
 
-# Options by which a config is known as that of a program: one of each group.
+# Options by which a config is known as that of a program: one of each group. Of those, no other program has the last group's.
 SIGNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "ai-toolkit": (("job",), ("config.process",)),
-    "SimpleTuner": (("model_family",),),
+    "SimpleTuner": (
+        ("model_family", "data_backend_config", "lora_type", "base_model_precision", "checkpoint_step_interval",
+         "validation_resolution", "validation_guidance", "validation_num_inference_steps", "validation_step_interval",
+         "aspect_bucket_alignment", "caption_dropout_probability", "flow_schedule_shift", "flux_guidance_value"),
+    ),
     "OneTrainer": (("training_method", "base_model_name"), ("model_type", "concept_file_name")),
     "sd-scripts": (
-        ("pretrained_model_name_or_path", "network_module", "network_dim", "train_data_dir", "dataset_config", "config_file"),
+        ("script", "config_file", "network_module", "network_dim", "network_args", "network_weights", "dataset_config",
+         "reg_data_dir", "optimizer_type", "max_train_epochs", "output_name", "sample_prompts"),
     ),
-}
+}  # fmt: skip
 OF_A_WINDOW = ("LoRA_type", "max_resolution")  # names of kohya_ss's own
 SCRIPT = re.compile(r"([\w./\\-]*?)(\w*train_network)\.py\b")
 VARIABLE = re.compile(r"^[ \t]*(?:export[ \t]+)?(\w+)=('[^']*'|\"[^\"$]*\"|[^\s'\"$]*)[ \t]*$", re.MULTILINE)  # of a shell
@@ -60,23 +65,41 @@ def _names(tree: Any) -> set[str]:
     return {*map(str, tree), *inner, *(name.rpartition(".")[2] for name in inner if name.partition(".")[0] != "config")}
 
 
+def read_text(path: Path) -> str:
+    """The text of a file. Raises UserError."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} cannot be read: it is not in UTF-8; save it in that") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+
+
 def read_tree(path: Path) -> Any:
     """What a TOML, YAML or JSON file holds, or a command line in a file of any other kind. Raises UserError."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
+    text = read_text(path)
     readers = {".toml": _toml, ".yaml": yaml.safe_load, ".yml": yaml.safe_load, ".json": json.loads}
     try:
-        tree = readers.get(path.suffix.lower(), _command_line)(text)
+        tree = _plain(readers.get(path.suffix.lower(), _command_line)(text))
     except (TOMLKitError, yaml.YAMLError, ValueError) as error:
         first = " ".join(str(error).split())
         raise UserError(f"{path} cannot be read: {first}") from error
+    except RecursionError as error:
+        raise UserError(f"{path} cannot be read: its lists or tables stand too deep in one another") from error
     if isinstance(tree, dict) and "_metadata" in tree and isinstance(tree.get("config"), dict):
         tree = tree["config"]
     if isinstance(tree, dict) and any(str(key).startswith("--") for key in tree):
         return {str(key).lstrip("-"): value for key, value in tree.items()}
     return tree
+
+
+def _plain(tree: Any) -> Any:
+    """The tree with text for its names and for what JSON has no kind of, such as a date."""
+    if isinstance(tree, dict):
+        return {str(name): _plain(value) for name, value in tree.items()}
+    if isinstance(tree, list):
+        return [_plain(value) for value in tree]
+    return tree if tree is None or isinstance(tree, (str, int, float)) else str(tree)
 
 
 def _toml(text: str) -> dict[str, Any]:

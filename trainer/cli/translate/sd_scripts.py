@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trainer.base import other_trainers
 from trainer.cli.translate import common
 from trainer.cli.translate.draft import ABSENT, DIFFERS, FILL, Draft, Options
-from trainer.cli.translate.reading import find_beside, literal, prompt_line, read_tree
+from trainer.cli.translate.reading import find_beside, literal, prompt_line, read_text, read_tree
 from trainer.data.layouts.kohya import NAME
 from trainer.models import Family
 
 # What a subset may say, and what it is in a source.
 SUBSET = {
-    "caption_prefix": "prefix", "caption_suffix": "suffix", "caption_dropout_rate": "caption_dropout",
-    "caption_tag_dropout_rate": "tag_dropout", "shuffle_caption": "shuffle", "keep_tokens": "keep", "flip_aug": "flip",
-    "enable_wildcard": "wildcards", "caption_separator": "separator",
+    "caption_prefix": ("prefix", "word"), "caption_suffix": ("suffix", "word"),
+    "caption_dropout_rate": ("caption_dropout", "number"), "caption_tag_dropout_rate": ("tag_dropout", "number"),
+    "shuffle_caption": ("shuffle", "flag"), "keep_tokens": ("keep", "whole"), "flip_aug": ("flip", "flag"),
+    "enable_wildcard": ("wildcards", "flag"), "caption_separator": ("separator", "word"),
 }  # fmt: skip
 BY_TAGS = ("keep_tokens", "caption_separator")  # read only where tags are shuffled or dropped
 # Said of each subset that they hold for, and not again of the dataset around it.
@@ -27,15 +30,15 @@ OF_SUBSETS = ("color_aug", "random_crop", "face_crop_aug_range", "caption_extens
               "min_bucket_reso", "max_bucket_reso", "bucket_no_upscale", "bucket_reso_steps")  # fmt: skip
 
 
-def translate(draft: Draft, tree: Mapping[str, Any], config: Path, data: Sequence[Path]) -> None:
+def translate(draft: Draft, tree: Options, config: Path, data: Sequence[Path]) -> None:
     """Make the draft of a flat or sectioned config of sd-scripts. config: its path; data: files given beside it."""
-    options = Options(_flat(tree, config, data), other_trainers.facts().defaults[draft.trainer])
+    options = _flat(tree, config)
     family = _family(draft, options)
     if family is None:
         return
-    common.set_path(draft, options.get("pretrained_model_name_or_path", ""), options.told("pretrained_model_name_or_path"))
-    name = options.get("output_name")
-    common.set_run(draft, name, options.told("output_name"), options.get("output_dir"), options.told("output_dir"))
+    common.set_path(draft, options.word("pretrained_model_name_or_path", ""), options.told("pretrained_model_name_or_path"))
+    name = options.word("output_name")
+    common.set_run(draft, name, options.told("output_name"), options.word("output_dir"), options.told("output_dir"))
     _length(draft, options)
     _network(draft, options, family)
     _rates(draft, options, family)
@@ -49,20 +52,20 @@ def translate(draft: Draft, tree: Mapping[str, Any], config: Path, data: Sequenc
     common.carry_rest(draft, options)
 
 
-def _flat(tree: Mapping[str, Any], config: Path, data: Sequence[Path]) -> dict[str, Any]:
+def _flat(tree: Options, config: Path) -> Options:
     """The options in one table, those of --config_file below those of the command line."""
+    named = tree.word("config_file")
+    path = find_beside(named, config, ()) if named else None
+    below = Options({"options": read_tree(path)}, path).table("options") if path else tree
     flat: dict[str, Any] = {}
-    if isinstance(named := tree.get("config_file"), str) and (path := find_beside(named, config, ())):
-        flat = _flat(read_tree(path), config, data)
-    for name, value in tree.items():
+    for name, value in [*below.given.items(), *tree.given.items()]:
         flat |= value if isinstance(value, dict) else {name: value}
-    return flat
+    return replace(tree, given=flat, file=f"{config}, with {path}" if path else config)
 
 
 def _family(draft: Draft, options: Options) -> Family | None:
     """The script's name says it; else the network's module, else the text encoders that a model of one family has."""
-    script = str(options.get("script") or "")
-    module = str(options.get("network_module") or "")
+    script, module = options.word("script", ""), options.word("network_module", "")
     if script:
         return common.set_family(draft, script, f"{script}.py")
     if other_trainers.value_for(module, common.FAMILIES):
@@ -75,73 +78,70 @@ def _family(draft: Draft, options: Options) -> Family | None:
 
 def _length(draft: Draft, options: Options) -> None:
     options.pass_by("max_train_steps")
-    if options.get("max_train_epochs"):
-        draft.set("run.epochs", options.get("max_train_epochs"), options.told("max_train_epochs"))
+    if options.whole("max_train_epochs"):
+        draft.carry(options, "max_train_epochs", "run.epochs")
     else:
         draft.carry(options, "max_train_steps", "run.max_steps")
     draft.carry(options, "seed", "run.seed")
     draft.carry(options, "gradient_accumulation_steps", "step.accumulation")
-    draft.set("step.max_grad_norm", float(options.get("max_grad_norm")), options.told("max_grad_norm"))
-    draft.carry(options, "gradient_checkpointing", "memory.gradient_checkpointing")
+    draft.set("step.max_grad_norm", float(options.number("max_grad_norm")), options.told("max_grad_norm"))
+    name = "gradient_checkpointing"
+    draft.set("memory.gradient_checkpointing", options.flag(name), options.told(name))
     if not options.has("seed"):
         draft.note(DIFFERS, "seed is left out: another one each time there, 0 here")
 
 
 def _network(draft: Draft, options: Options, family: Family) -> None:
-    arguments = {
-        key: literal(value) for key, _, value in (str(each).partition("=") for each in _list(options, "network_args"))
-    }
-    network = Options(arguments, prefix="network_args ")
-    algorithm = str(network.get("algo") or ("lora" if "lora" in str(options.get("network_module", "lora")) else "other"))
+    network = _arguments(options, "network_args", "network_args ")
+    algorithm = network.word("algo", "lora" if "lora" in options.word("network_module", "lora") else "other")
     if other_trainers.value_for(algorithm, ("lora", "dora")) is None:
         draft.cannot("adapter.type", f"{network.told('algo')}: there is none: an adapter is a LoRA or a DoRA")
-    draft.set(
-        "adapter.type",
-        "dora" if network.get("dora_wd") else "lora",
-        network.told("dora_wd" if network.get("dora_wd") else "algo", "lora"),
-    )
+    dora = network.flag("dora_wd")
+    draft.set("adapter.type", "dora" if dora else "lora", network.told("dora_wd" if dora else "algo", "lora"))
     common.set_scale(
         draft,
-        (options.get("network_dim"), options.told("network_dim")),
-        (options.get("network_alpha"), options.told("network_alpha")),
+        (options.whole("network_dim"), options.told("network_dim")),
+        (float(options.number("network_alpha")), options.told("network_alpha")),
     )
     common.set_targets(draft, family)
-    if network.get("conv_dim"):
+    if network.whole("conv_dim"):
         draft.rules.append({
             "component": (family.denoiser, network.told("conv_dim")), "match": (common.CONV, network.told("conv_dim")),
-            "rank": (int(network.get("conv_dim")), network.told("conv_dim")),
-            "alpha": (float(network.get("conv_alpha", 1)), network.told("conv_alpha", 1)),
+            "rank": (network.whole("conv_dim"), network.told("conv_dim")),
+            "alpha": (float(network.number("conv_alpha", 1)), network.told("conv_alpha", 1)),
         })  # fmt: skip
     for name in ("rank_dropout", "module_dropout"):
         if network.has(name):
-            draft.set(f"adapter.{name}", float(network.get(name)), network.told(name))
+            draft.set(f"adapter.{name}", float(network.number(name)), network.told(name))
     common.carry_rest(draft, network)
 
 
-def _list(options: Options, name: str) -> list[Any]:
-    value = options.get(name) or []
-    return value if isinstance(value, list) else [value] if isinstance(value, (int, float)) else str(value).split()
+def _arguments(options: Options, name: str, prefix: str) -> Options:
+    """The `key=value` of an option that takes several, in one text or a list: numbers, truth values, lists or text."""
+    each = [part for entry in options.entries(name) for part in re.split(r"\s+(?=\w+\s*=)", str(entry).strip())]
+    return Options(
+        {key.strip(): _value(value) for key, _, value in (part.partition("=") for part in each)}, options.file, prefix=prefix
+    )
 
 
 def _rates(draft: Draft, options: Options, family: Family) -> None:
     name = "unet_lr" if options.has("unet_lr") else "learning_rate"
     options.pass_by("learning_rate")
-    draft.set("optimizer.lr", float(options.get(name)), options.told(name))
-    given = {key: _value(value) for key, _, value in (str(each).partition("=") for each in _list(options, "optimizer_args"))}
+    draft.set("optimizer.lr", float(options.number(name)), options.told(name))
     kind = "optimizer_type"
-    common.set_optimizer(draft, str(options.get(kind) or "AdamW"), options.told(kind), given)
+    common.set_optimizer(draft, options.word(kind) or "AdamW", options.told(kind), _arguments(options, "optimizer_args", ""))
     warmup = "lr_warmup_steps"
     common.set_schedule(
-        draft, options.get("lr_scheduler"), options.told("lr_scheduler"), (options.get(warmup), options.told(warmup)),
+        draft, options.word("lr_scheduler"), options.told("lr_scheduler"), (options.number(warmup), options.told(warmup)),
         idle_when_constant=True,
     )  # fmt: skip
-    if options.get("network_train_text_encoder_only"):
+    if options.flag("network_train_text_encoder_only"):
         draft.cannot("adapter.targets", "network_train_text_encoder_only: the denoiser is always trained here")
     told = "text_encoder_lr" if options.has("text_encoder_lr") else "learning_rate"
-    lrs = _list(options, "text_encoder_lr") or [options.get("learning_rate")]
+    lrs = options.numbers(told) or options.numbers("learning_rate")
     # T5 alone is left out if the program is not told otherwise.
     clips = [name for name in family.text_encoders if family.component(name).class_name.startswith("CLIP")]
-    if not options.get("network_train_unet_only"):
+    if not options.flag("network_train_unet_only"):
         why = f"{options.told(told)}; network_train_unet_only is left out"
         rates = {name: (float(lrs[min(place, len(lrs) - 1)]), why) for place, name in enumerate(clips)}
         common.set_text_rates(draft, {name: rate for name, rate in rates.items() if rate[0] > 0})
@@ -154,24 +154,25 @@ def _value(text: str) -> Any:
 
 def _precision(draft: Draft, options: Options, family: Family) -> None:
     for name in ("fp8_base", "fp8_base_unet"):
-        if options.get(name):
+        if options.flag(name):
             common.set_dtype(draft, family.denoiser, "float8", options.told(name))
     name = "mixed_precision"
-    common.set_compute(draft, family, options.get(name), options.told(name), stores=True)
+    common.set_compute(draft, family, options.word(name), options.told(name), stores=True)
 
 
 def _objective(draft: Draft, options: Options, family: Family) -> None:
-    low, high = options.get("min_timestep"), options.get("max_timestep")
+    low, high = options.number("min_timestep"), options.number("max_timestep")
     if low or high:
         told = " and ".join(options.told(name) for name in ("min_timestep", "max_timestep") if options.has(name))
         draft.set("objective.t_range", [(low or 0) / 1000, (1000 if high is None else high) / 1000], f"{told}, of 1000")
-    flow = [options.get(name) for name in ("timestep_sampling", "weighting_scheme", "sigmoid_scale", "discrete_flow_shift")]
-    predicts = [options.get(name) for name in ("model_prediction_type", "guidance_scale")]
+    sampling, scheme = options.word("timestep_sampling"), options.word("weighting_scheme")
+    scale, shift = options.number("sigmoid_scale"), options.number("discrete_flow_shift")
+    predicted, guidance = options.word("model_prediction_type"), options.number("guidance_scale")
     if "objective.shift" not in family.reads:
         return
-    _times(draft, options, *flow)
-    draft.set("objective.guidance", float(predicts[1]), options.told("guidance_scale"))
-    if predicts[0] != "raw":
+    _times(draft, options, sampling, scheme, scale, shift)
+    draft.set("objective.guidance", float(guidance), options.told("guidance_scale"))
+    if predicted != "raw":
         draft.note(
             DIFFERS, f"{options.told('model_prediction_type')}: the velocity itself is trained here, as with raw there"
         )
@@ -186,7 +187,7 @@ def _times(draft: Draft, options: Options, sampling: str, scheme: str, scale: fl
             draft.note(ABSENT, f"{options.told('weighting_scheme')}: it weighs the loss there; uniform times are drawn here")
         if times == "logit_normal" and options.has("logit_mean"):
             draft.set(
-                "objective.logit_mean", -float(options.get("logit_mean")), f"{options.told('logit_mean')}: the other sign"
+                "objective.logit_mean", -float(options.number("logit_mean")), f"{options.told('logit_mean')}: the other sign"
             )
         times, told = times or "uniform", f"{told}, {options.told('weighting_scheme')}"
         draft.set("objective.shift", float(shift), options.told("discrete_flow_shift"))
@@ -207,56 +208,56 @@ def _times(draft: Draft, options: Options, sampling: str, scheme: str, scale: fl
 def _data(draft: Draft, options: Options, config: Path, data: Sequence[Path]) -> None:
     draft.carry(options, "train_batch_size", "data.batch_size")
     if options.has("resolution"):
-        draft.set("data.resolution", common.side_of(options.get("resolution")), options.told("resolution"))
-    for name in ("caption_dropout_rate", "prior_loss_weight", *SUBSET):
-        options.pass_by(name)
-    draft.set("data.caption_dropout", float(options.get("caption_dropout_rate")), options.told("caption_dropout_rate"))
-    named = options.get("dataset_config")
-    path = find_beside(str(named), config, data) if named else next(iter(data), None)
+        draft.set("data.resolution", common.side_of(options, "resolution"), options.told("resolution"))
+    options.pass_by("prior_loss_weight")
+    for name, (_, kind) in SUBSET.items():
+        getattr(options, kind)(name)  # they are read again for each source, where these do not say it
+    draft.set("data.caption_dropout", float(options.number("caption_dropout_rate")), options.told("caption_dropout_rate"))
+    named = options.word("dataset_config")
+    path = find_beside(named, config, data) if named else next(iter(data), None)
     if path is not None:
-        tree = read_tree(path)
-        general = tree.get("general", {})
-        for dataset in tree.get("datasets", []):
-            _dataset(draft, options, {**general, **{k: v for k, v in dataset.items() if k != "subsets"}}, dataset["subsets"])
+        tree = Options({"data": read_tree(path)}, path).table("data")
+        for dataset in tree.tables("datasets", "datasets "):
+            _dataset(draft, options, replace(dataset, given={**tree.table("general").given, **dataset.given}))
     elif options.has("train_data_dir"):
-        _source(draft, options, options.given, {"image_dir": options.get("train_data_dir")}, numbered=True)
+        _source(draft, options, replace(options, given={"image_dir": options.word("train_data_dir")}), {}, numbered=True)
         if options.has("reg_data_dir"):
-            _source(draft, options, options.given, {"image_dir": options.get("reg_data_dir"), "is_reg": True}, numbered=True)
+            reg = {"image_dir": options.word("reg_data_dir"), "is_reg": True}
+            _source(draft, options, replace(options, given=reg), {}, numbered=True)
     else:
         draft.sources.append({"path": (common.PHOTOS, "a stand-in: the photos' folder goes here")})
         why = f"{options.told('dataset_config')}: not found; give it as --data" if named else "no folder of photos is named"
         draft.note(FILL, f"data.sources: {why}")
 
 
-def _dataset(draft: Draft, options: Options, dataset: Mapping[str, Any], subsets: Sequence[Mapping[str, Any]]) -> None:
+def _dataset(draft: Draft, options: Options, table: Options) -> None:
     """One [[datasets]]: what it says of batch and size for all of its subsets, then a source for each."""
-    table = Options(dict(dataset), prefix="datasets ")
+    subsets = table.tables("subsets", "subset ")
+    if not subsets:
+        raise table.wrong("subsets", "a list of tables, each with its image_dir")
     if table.has("batch_size"):
-        if draft.sources and draft.keys["data.batch_size"][0] != table.get("batch_size"):
+        if draft.sources and draft.keys["data.batch_size"][0] != table.whole("batch_size"):
             draft.note(ABSENT, f"{table.told('batch_size')}: one batch size is for all sources here")
         else:
             draft.carry(table, "batch_size", "data.batch_size")
     for subset in subsets:
-        _source(draft, options, {**options.given, **dataset}, subset, numbered=False)
+        _source(draft, options, subset, table.given, numbered=False)
     for name in (*SUBSET, *OF_SUBSETS, "resolution", "num_repeats", "batch_size"):
         table.pass_by(name)
     common.carry_rest(draft, table)
 
 
-def _source(draft: Draft, options: Options, around: Mapping[str, Any], subset: Mapping[str, Any], *, numbered: bool) -> None:
-    """One subset as a source. around: what holds for it where it says nothing. numbered: its folders' numbers count."""
-    given = {
-        **{
-            name: around[name]
-            for name in (*SUBSET, *OF_SUBSETS, "num_repeats", "resolution", "class_tokens")
-            if name in around
-        },
-        **subset,
-    }
-    table = Options(given, {"num_repeats": 1}, prefix="subset ")
-    path = str(table.get("image_dir", ""))
+def _source(draft: Draft, options: Options, subset: Options, dataset: Mapping[str, Any], *, numbered: bool) -> None:
+    """One subset as a source. dataset: what holds for it, before the options, where it says nothing.
+
+    numbered: its folders' numbers count.
+    """
+    names = (*SUBSET, *OF_SUBSETS, "num_repeats", "resolution", "class_tokens")
+    around = {name: value for name, value in {**options.given, **dataset}.items() if name in names}
+    table = Options({**around, **subset.given}, subset.file, {"num_repeats": 1}, prefix="subset ")
+    path = table.word("image_dir", "")
     source: dict[str, tuple[Any, str]] = {"path": (path, table.told("image_dir"))}
-    repeats = int(table.get("num_repeats"))
+    repeats = table.whole("num_repeats")
     match = NAME.fullmatch(common.folder_name(path))
     if numbered:
         repeats = 1
@@ -272,26 +273,20 @@ def _source(draft: Draft, options: Options, around: Mapping[str, Any], subset: M
             table.told("num_repeats") + (f", over the folder's {match[1]}" if match else ""),
         )
     if table.has("resolution") and not options.has("resolution"):
-        source["resolution"] = (common.side_of(table.get("resolution")), table.told("resolution"))
-    by_tags = bool(table.get("shuffle_caption") or table.get("caption_tag_dropout_rate"))
-    for name, key in SUBSET.items():
-        if table.has(name) and table.get(name) not in common.OFF and (by_tags or name not in BY_TAGS):
-            value = table.get(name)
-            value = (
-                float(value)
-                if key in ("caption_dropout", "tag_dropout")
-                else f"{value.strip()} "
-                if key == "separator"
-                else value
-            )
+        source["resolution"] = (common.side_of(table, "resolution"), table.told("resolution"))
+    by_tags = table.flag("shuffle_caption") or table.number("caption_tag_dropout_rate")
+    for name, (key, kind) in SUBSET.items():
+        value = getattr(table, kind)(name)
+        if value and (by_tags or name not in BY_TAGS):
+            value = float(value) if kind == "number" else f"{value.strip()} " if key == "separator" else value
             source[key] = (value, table.told(name))
-    if table.get("is_reg"):
+    if table.flag("is_reg"):
         source["regularisation"] = (True, table.told("is_reg"))
-        source["loss_weight"] = (float(options.get("prior_loss_weight")), options.told("prior_loss_weight"))
+        source["loss_weight"] = (float(options.number("prior_loss_weight")), options.told("prior_loss_weight"))
         draft.note(DIFFERS, f"{path}: regularisation photos are repeated there until they are as many as the others")
     if table.has("class_tokens"):
-        source["trigger"] = (table.get("class_tokens"), f"{table.told('class_tokens')}: put before captions without it, too")
-    if not table.get("enable_bucket") and not options.get("enable_bucket"):
+        source["trigger"] = (table.word("class_tokens"), f"{table.told('class_tokens')}: put before captions without it, too")
+    if not table.flag("enable_bucket") and not options.flag("enable_bucket"):
         draft.note(DIFFERS, "enable_bucket is left out: photos are cut to one shape there, to buckets of their shapes here")
     draft.sources.append(source)
     common.carry_rest(draft, table)
@@ -301,21 +296,21 @@ def _intervals(draft: Draft, options: Options, config: Path, data: Sequence[Path
     name = "save_every_n_steps"
     if options.has(name):
         draft.carry(options, name, "checkpoint.every_steps")
-        draft.set("export.every_steps", options.get(name), f"{options.told(name)}: the adapter's files, too")
+        draft.set("export.every_steps", options.whole(name), f"{options.told(name)}: the adapter's files, too")
     if options.has("save_last_n_steps") and options.has(name):
-        kept = max(1, math.ceil(options.get("save_last_n_steps") / options.get(name)))
+        kept = max(1, math.ceil(options.whole("save_last_n_steps") / options.whole(name, least=1)))
         draft.set(
             "checkpoint.keep_last", kept, f"{options.told('save_last_n_steps')} / {options.told(name)}; adapter files stay"
         )
-    draft.set("validation.every_steps", options.get("sample_every_n_steps") or 0, options.told("sample_every_n_steps"))
-    if not options.get("sample_prompts"):
+    draft.set("validation.every_steps", options.whole("sample_every_n_steps", 0), options.told("sample_every_n_steps"))
+    if not options.word("sample_prompts"):
         return
-    path = find_beside(str(options.get("sample_prompts")), config, data)
+    path = find_beside(options.word("sample_prompts"), config, data)
     if path is None:
         draft.note(FILL, f"{options.told('sample_prompts')}: not found; give it as --data, or write validation.prompts")
         return
     flags = {"w": "width", "h": "height", "d": "seed", "s": "steps", "l": "guidance", "g": "guidance", "n": "negative"}
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in read_text(path).splitlines():
         prompt, given = prompt_line(line)
         if prompt and not prompt.startswith("#"):
             sample = {"prompt": (prompt, f"sample_prompts = {path.name}")}

@@ -17,7 +17,7 @@ from trainer.base.console import printable
 from trainer.base.errors import UserError
 from trainer.base.files import write_atomic
 from trainer.cli.translate import ai_toolkit, onetrainer, sd_scripts, simpletuner
-from trainer.cli.translate.draft import ABSENT, DIFFERS, Draft
+from trainer.cli.translate.draft import ABSENT, DIFFERS, Draft, Options
 from trainer.cli.translate.reading import read
 from trainer.config import Config
 from trainer.models import FAMILIES
@@ -61,11 +61,7 @@ def drafted(file: Path, *, data: Sequence[Path] = (), overrides: Sequence[str] =
         *tables, last = key.split(".")
         fixed[key] = reduce(lambda node, part: node[part], tables, one).get(last)
     draft = Draft(trainer, fixed)
-    # Whose values are of another kind than the program takes is told so, whatever the code did with them first.
-    try:
-        TRANSLATIONS[trainer](draft, tree, file, data)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{file}: {trainer}: a value is of another kind than that program takes: {error}") from error
+    TRANSLATIONS[trainer](draft, Options(tree, file, other_trainers.facts().defaults[trainer]), file, data)
     if draft.refusals:
         raise UserError(f"{file} ({trainer}) cannot be brought along:\n" + "\n".join(f"  {each}" for each in draft.refusals))
     _fix(draft)
@@ -107,7 +103,7 @@ def _take_out(draft: Draft, config: Config) -> bool:
     """Remove what nothing reads; whether there was such a thing."""
     unread = unread_keys(config, FAMILIES[config.model.family])
     before = sum(map(len, (draft.keys, *draft.sources, *draft.samples)))
-    for key, lack in unread.items():
+    for key, lack in sorted(unread.items()):
         for kept in [name for name in draft.keys if configs.generic(name) == configs.generic(key)]:
             value, why = draft.keys.pop(kept)
             if why == SET:

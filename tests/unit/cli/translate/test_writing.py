@@ -170,19 +170,6 @@ def test_a_config_of_no_trainer_that_is_known_is_refused(tmp_path: Path, capsys,
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-@pytest.mark.parametrize(
-    ("trainer", "before", "after"),
-    [("ai-toolkit", "linear: 8", "linear: eight"), ("OneTrainer", '"epochs": 12', '"epochs": "many"'),
-     ("SimpleTuner", '"--learning_rate": 0.0003', '"--learning_rate": "fast"')],
-)  # fmt: skip
-def test_a_value_of_another_kind_is_a_users_mistake(tmp_path: Path, trainer: str, before: str, after: str) -> None:
-    file = foreign_configs.write(tmp_path, trainer)
-    assert before in (text := file.read_text())
-    file.write_text(text.replace(before, after))
-    with pytest.raises(UserError, match="of another kind than that program takes"):
-        drafted(file)
-
-
 def test_a_file_that_is_there_is_not_written_over(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     file = foreign_configs.write(tmp_path, "ai-toolkit")
