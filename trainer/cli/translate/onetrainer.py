@@ -292,6 +292,8 @@ def _samples(draft: Draft, options: Options, config: Path, data: Sequence[Path])
     options.pass_by("sample_after")
     name = options.word("sample_definition_file_name")
     found = find_beside(name, config, [path for path in data if "sample" in path.name])
+    if options.has("sample_definition_file_name") and not (found or options.has("samples")):
+        draft.note(FILL, f"{options.told('sample_definition_file_name')}: not found; give it as --data, or write prompts")
     for given in _listed(options, "samples", found):
         if given.flag("enabled", True):
             sample = {"prompt": (given.word("prompt", ""), "samples prompt")}

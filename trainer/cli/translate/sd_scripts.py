@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.base import other_trainers
+from trainer.base.errors import UserError
 from trainer.cli.translate import common
 from trainer.cli.translate.draft import ABSENT, DIFFERS, FILL, Draft, Options
 from trainer.cli.translate.reading import find_beside, literal, prompt_line, read_text, read_tree
@@ -32,7 +33,9 @@ OF_SUBSETS = ("color_aug", "random_crop", "face_crop_aug_range", "caption_extens
 
 def translate(draft: Draft, tree: Options, config: Path, data: Sequence[Path]) -> None:
     """Make the draft of a flat or sectioned config of sd-scripts. config: its path; data: files given beside it."""
-    options = _flat(tree, config)
+    below = _config_file(tree, config, data)
+    options = _flat(tree, below)
+    data = [path for path in data if path != below.file]
     family = _family(draft, options)
     if family is None:
         return
@@ -52,15 +55,24 @@ def translate(draft: Draft, tree: Options, config: Path, data: Sequence[Path]) -
     common.carry_rest(draft, options)
 
 
-def _flat(tree: Options, config: Path) -> Options:
-    """The options in one table, those of --config_file below those of the command line."""
+def _config_file(tree: Options, config: Path, data: Sequence[Path]) -> Options:
+    """What the file of --config_file says; the same options where none is named. Raises UserError where it is not found."""
     named = tree.word("config_file")
-    path = find_beside(named, config, ()) if named else None
-    below = Options({"options": read_tree(path)}, path).table("options") if path else tree
+    if not named:
+        return tree
+    named = named if named.endswith(".toml") else f"{named}.toml"
+    path = find_beside(named, config, [path for path in data if named.endswith(path.name)])
+    if path is None:
+        raise UserError(f"{config}: {tree.told('config_file')}: not found, and options stand in it; give it as --data")
+    return Options({"options": read_tree(path)}, path).table("options")
+
+
+def _flat(tree: Options, below: Options) -> Options:
+    """The options in one table, those of --config_file below those of the command line."""
     flat: dict[str, Any] = {}
     for name, value in [*below.given.items(), *tree.given.items()]:
         flat |= value if isinstance(value, dict) else {name: value}
-    return replace(tree, given=flat, file=f"{config}, with {path}" if path else config)
+    return replace(tree, given=flat, file=tree.file if below is tree else f"{tree.file}, with {below.file}")
 
 
 def _family(draft: Draft, options: Options) -> Family | None:

@@ -164,8 +164,13 @@ def test_a_program_is_known_by_names_that_no_other_has(trainer: str) -> None:
 
 
 def test_a_simpletuner_config_without_its_family_asks_for_it(tmp_path: Path) -> None:
-    file = foreign_configs.write(tmp_path, "SimpleTuner")
-    file.write_text(file.read_text().replace('"--model_family": "flux", ', ""))
+    said = {
+        "pretrained_model_name_or_path": "m",
+        "model_type": "lora",
+        "data_backend_config": "b.json",
+        "learning_rate": 1e-4,
+    }
+    (file := tmp_path / "a.json").write_text(json.dumps({f"--{name}": value for name, value in said.items()}))
     with pytest.raises(UserError, match=r"\(SimpleTuner\).*\n  model_family is left out: .*; --set model.family=VALUE says"):
         drafted(file)
     draft = drafted(file, overrides=["model.family=flux"])

@@ -147,6 +147,7 @@ NOBODYS = {
     "a.sh": "python train.py --config x\n", "broken.json": "{", "broken.yaml": "a: [", "broken.toml": "a = ",
     "list.json": "[]", "window.json": '{"LoRA_type": "Standard", "pretrained_model_name_or_path": "x"}',
     "unset.sh": "accelerate launch sdxl_train_network.py --network_dim=$DIM\n",
+    "many.json": '{"pretrained_model_name_or_path": "m", "learning_rate": 1e-4}',
     "data.toml": "[general]\n[[datasets]]\n", "ours.toml": "[run]\nname = 'a'\n[model]\nfamily = 'b'\n",
 }  # fmt: skip
 
@@ -158,6 +159,20 @@ def test_a_shells_variables_stand_for_what_the_file_says(tmp_path: Path) -> None
     (tmp_path / "train.sh").write_text("\n".join(lines))
     draft = drafted(tmp_path / "train.sh")
     assert (draft.value("model.path"), draft.value("adapter.rank")) == ("a b.safetensors", 8)
+
+
+def test_the_options_of_a_config_file_are_below_those_of_the_command_line(tmp_path: Path) -> None:
+    (file := tmp_path / "train.sh").write_text("python sdxl_train_network.py --config_file there/c --network_dim 8\n")
+    options = 'pretrained_model_name_or_path = "m"\ntrain_data_dir = "img"\n[n]\nnetwork_dim = 4\nnetwork_alpha = RATE\n'
+    with pytest.raises(UserError, match='config_file = "there/c": not found, and options stand in it; give it as --data'):
+        drafted(file)
+    (tmp_path / "elsewhere").mkdir()
+    (config := tmp_path / "elsewhere" / "c.toml").write_text(options.replace("RATE", "2"))
+    found, _ = imported(file, data=(config,))
+    assert (found["adapter.rank"], found["adapter.alpha"], found["data.sources.0.path"]) == (8, 2.0, "img")
+    (tmp_path / "c.toml").write_text(options.replace("RATE", "[]"))
+    with pytest.raises(UserError, match=r"train.sh, with .*c.toml: network_alpha = \[\]: it should be a number"):
+        drafted(file)
 
 
 @pytest.mark.parametrize("name", NOBODYS)
