@@ -149,8 +149,8 @@ def side_of(options: Options, name: str, text: str = "") -> int:
     A multiple of 8, the nearest. text: that part of the option's value alone. Raises UserError for what is no size.
     """
     parts = [text] if text else options.entries(name)
-    sides = [as_number(side) for part in parts for side in re.split(r"[,x]", str(part))]
-    if not sides or not all(side and 0 < side < 2**20 for side in sides):
+    sides = [as_number(side) or 0 for part in parts for side in re.split(r"[,x]", str(part))]
+    if not sides or not all(0 < side < 2**20 for side in sides):
         raise options.wrong(name, 'a size, such as 1024 or "1024,768"')
     return max(16, round((sides[0] * sides[-1]) ** 0.5 / 8) * 8)
 

@@ -14,6 +14,8 @@ from trainer.models import Family
 
 PARTS = ("unet", "prior", "transformer", "text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4", "vae",
          "quantization", "optimizer")  # fmt: skip
+LISTS = {"concepts": "concept ", "samples": "sample "}  # beside the options, and how their entries are told
+CONCEPTS, SAMPLES = LISTS
 WEIGHTS = {"MIN_SNR_GAMMA": "min_snr", "DEBIASED_ESTIMATION": "debiased", "P2": "p2"}
 SAMPLE = {
     "negative_prompt": ("negative", "word"), "width": ("width", "whole"), "height": ("height", "whole"),
@@ -212,7 +214,7 @@ def _data(draft: Draft, options: Options, config: Path, data: Sequence[Path]) ->
     draft.set("data.resolution", sizes if len(sizes) > 1 else sizes[0], options.told("resolution"))
     draft.set("data.caption_dropout", 0.0, f"{draft.trainer} drops no whole captions")
     found = find_beside(options.word("concept_file_name"), config, [path for path in data if "sample" not in path.name])
-    for concept in _listed(options, "concepts", found):
+    for concept in _listed(options, CONCEPTS, found):
         if concept.flag("enabled", True):
             _source(draft, concept.opened("image", "text"))
     if not draft.sources:
@@ -223,10 +225,10 @@ def _data(draft: Draft, options: Options, config: Path, data: Sequence[Path]) ->
 
 def _listed(options: Options, name: str, found: Path | None) -> list[Options]:
     """The tables of a list that stands in the config, else in the file that was found."""
-    listed = options.tables(name, f"{name.removesuffix('s')} ")
+    listed = options.tables(name, LISTS[name])
     if listed or not found:
         return listed
-    return Options({name: read_tree(found)}, found).tables(name, f"{name.removesuffix('s')} ")
+    return Options({name: read_tree(found)}, found).tables(name, LISTS[name])
 
 
 def _source(draft: Draft, table: Options) -> None:
@@ -292,9 +294,9 @@ def _samples(draft: Draft, options: Options, config: Path, data: Sequence[Path])
     options.pass_by("sample_after")
     name = options.word("sample_definition_file_name")
     found = find_beside(name, config, [path for path in data if "sample" in path.name])
-    if options.has("sample_definition_file_name") and not (found or options.has("samples")):
+    if options.has("sample_definition_file_name") and not (found or options.has(SAMPLES)):
         draft.note(FILL, f"{options.told('sample_definition_file_name')}: not found; give it as --data, or write prompts")
-    for given in _listed(options, "samples", found):
+    for given in _listed(options, SAMPLES, found):
         if given.flag("enabled", True):
             sample = {"prompt": (given.word("prompt", ""), "samples prompt")}
             for there, (here, kind) in SAMPLE.items():

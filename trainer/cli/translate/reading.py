@@ -22,7 +22,7 @@ SIGNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "SimpleTuner": (
         ("model_family", "data_backend_config", "lora_type", "base_model_precision", "checkpoint_step_interval",
          "validation_resolution", "validation_guidance", "validation_num_inference_steps", "validation_step_interval",
-         "aspect_bucket_alignment", "caption_dropout_probability", "flow_schedule_shift", "flux_guidance_value"),
+         "aspect_bucket_alignment", "caption_dropout_probability", "flow_schedule_shift"),
     ),
     "OneTrainer": (("training_method", "base_model_name"), ("model_type", "concept_file_name")),
     "sd-scripts": (
