@@ -188,49 +188,71 @@ def resize(chosen: argparse.Namespace) -> None:
 
 
 def average(chosen: argparse.Namespace) -> None:
-    """Write the mean of several adapters, and say what its rank loses; with a run's config also its held-out loss."""
-    from trainer.adapter_files.average import Averaged, average, base_of, shares_of
-    from trainer.adapter_files.read import open_checkpoint
-    from trainer.adapters.peft_config import is_peft_folder
+    """Write the mean of several adapters, and say what its rank loses; with a run's config also the held-out losses of all.
+
+    OUT is written once nothing but the loss of the mean is left to do.
+    """
+    from trainer.adapter_files.average import average, shares_of
+    from trainer.base.files import check_folder
     from trainer.base.progress import Phases
     from trainer.models.base_weights import BaseWeights
 
     if chosen.out.suffix != ".safetensors" or chosen.out.exists():
         why = "is there already" if chosen.out.exists() else "is no .safetensors file"
         raise UserError(f"{chosen.out} {why}; OUT comes first: adapter.py average OUT FILE FILE ... --rank R")
-    shares, adapters, weight = shares_of(chosen.weights, len(chosen.files)), [], None
-    config = None
+    check_folder(chosen.out.parent, "the folder of OUT")
+    shares, phases, base, config = shares_of(chosen.weights, len(chosen.files)), Phases(show=True), chosen.base, None
     if chosen.config is not None:
         from trainer import config as configs
-        from trainer.run.measured import check_held_out
 
         config = configs.load(chosen.config, [])
-        check_held_out(config)
-    base = chosen.base or (config.model.path if config is not None else None)
+        base = base or config.model.path
     models = models_of(base) if base else None
-    if models is not None:
-        weight = BaseWeights(models[0].source).weight
-    for path, share in zip(chosen.files, shares, strict=True):
-        if path.is_dir() and not is_peft_folder(path):
-            held = open_checkpoint(path)
-            adapters.append(Averaged(path, held.model, held.portable("magnitude"), share, base_of(path)))
-            continue
-        opened = opened_file(path, base, chosen.family)
-        weight = weight or base_weight(opened)
-        for doubt in opened.doubts:
-            write(f"warning: {doubt}")
-        adapters.append(Averaged(path, opened.model, opened.portable, share, base_of(path)))
-    made = average(adapters, chosen.out, chosen.rank, weight=weight, to=chosen.to, phases=Phases(show=True))
+    adapters = [to_average(path, share, base, chosen.family) for path, share in zip(chosen.files, shares, strict=True)]
+    known = [models[0].source] if models else [each.model.source for each in adapters if each.model.source is not None]
+    weight = BaseWeights(known[0]).weight if known else None
+    losses, measured = [], None
+    if config is not None:
+        measured = losses_for(config, adapters, chosen.rank, weight, phases)
+        losses = [("without an adapter", measured.of(None))]
+        losses += [(str(each.path), measured.of(each.portable)) for each in adapters]
+    made = average(adapters, chosen.out, chosen.rank, weight=weight, to=chosen.to, phases=phases)
     portable = made.converted.portable
     kind, ranks = "DoRA" if portable.dora else "LoRA", max(each.rank for each in portable.layers.values())
     write(f"{chosen.to}: {chosen.out}: {kind} of rank {ranks} at most, the mean of {len(adapters)}")
     for line in made.lines():
         write(f"  {line}")
-    if config is not None:
-        from trainer.run.measured import held_out_loss
+    if measured is not None:
+        from trainer.run.measured import lines
 
-        fields = held_out_loss(config, chosen.out, rank=ranks, dora=portable.dora)
-        write("  " + ", ".join(f"{name} {value:.6g}" for name, value in fields.items() if name.endswith("_loss")))
+        for line in lines([*losses, (str(chosen.out), measured.of(portable))]):
+            write(f"  {line}", whole=True)
+
+
+def to_average(path: Path, share: float, base: str | None, family: str | None):
+    """A file or a checkpoint that goes into a mean."""
+    from trainer.adapter_files.average import Averaged, base_of
+    from trainer.adapter_files.read import open_checkpoint
+    from trainer.adapters.peft_config import is_peft_folder
+
+    if path.is_dir() and not is_peft_folder(path):
+        held = open_checkpoint(path)
+        return Averaged(path, held.model, held.portable("magnitude"), share, base_of(path))
+    opened = opened_file(path, base, family)
+    for doubt in opened.doubts:
+        write(f"warning: {doubt}")
+    return Averaged(path, opened.model, opened.portable, share, base_of(path))
+
+
+def losses_for(config, adapters, rank: int, weight, phases):
+    """What measures them in the model of a run's config. Raises UserError for all that can be told without its weights."""
+    from trainer.adapter_files.average import check
+    from trainer.run.measured import HeldOutLosses, plan_losses
+    from trainer.runtime.libraries import quiet_libraries
+
+    quiet_libraries()
+    check(adapters, rank, weight)
+    return HeldOutLosses(plan_losses(config, adapters, rank, phases), phases)
 
 
 def strength_of(given: str) -> tuple[Path, float]:

@@ -20,6 +20,7 @@ from tests.integration import test_processes as processes
 from tests.optimizers import ENTRIES
 from trainer import config as configs
 from trainer.base import draws
+from trainer.base.errors import NonFiniteError
 from trainer.base.progress import Phases
 from trainer.base.types import Occurrence
 from trainer.checkpoint import store
@@ -32,6 +33,7 @@ from trainer.memory_plan.op_trace import Trace
 from trainer.optim import OPTIMIZERS
 from trainer.plan import fixed_draws
 from trainer.plan.run_plan import make_plan, open_source, resolve
+from trainer.run import measured
 from trainer.run.run import train
 
 LENGTH = 5
@@ -251,25 +253,91 @@ def test_two_processes_share_it(server: Server, bench: Workbench) -> None:
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == list(range(1, step + 1)) and step < 100
 
 
+def average(*arguments: object) -> int:
+    return adapter_tool.main(["average", *map(str, arguments)])
+
+
+def told(said: str) -> dict[str, list[float]]:
+    """Whose -> [the held-out loss, that of trained photos], of what `adapter.py average --config` prints."""
+    found = re.findall(r"^ +([\d.]+) +([\d.]+)  (\S.*)$", said, re.MULTILINE)
+    return {name: [float(held_out), float(trained)] for held_out, trained, name in found}
+
+
+def losses(entry: dict[str, Any]) -> Any:
+    return pytest.approx([entry[name] for name in ("held_out_loss", "trained_loss")], rel=1e-5)
+
+
 @pytest.mark.slow
-def test_the_mean_of_a_runs_adapter_with_itself_has_the_loss_that_the_run_logged(bench: Workbench, capsys) -> None:
-    """Of `adapter.py average --config`: of a checkpoint and of the file that the run made of it."""
-    logged = [entry for entry in run(bench, "out", **ON) if "held_out_loss" in entry][-1]
-    out, mean = bench.tmp / "out", bench.tmp / "mean.safetensors"
-    given = [str(store.newest_valid(out / "checkpoints")[0]), str(out / "adapters" / "bear.safetensors")]
-    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+def test_average_tells_the_losses_that_the_runs_logged(bench: Workbench, capsys) -> None:
+    """`adapter.py average --config`: of the model alone, of a checkpoint of a DoRA, of a file of a LoRA that has less, and of
+    the mean. It says nothing else, and leaves the runs as they are."""
+    dora = run(bench, "dora", **ON, run__max_steps=2)
+    less = {"adapter__type": "lora", "adapter__rank": 2, "adapter__targets": ["conv_in"]}
+    lora = run(bench, "lora", **ON, run__max_steps=2, run__seed=8, **less)
+    given = [store.newest_valid(bench.tmp / "dora" / "checkpoints")[0], bench.tmp / "lora" / "adapters" / "bear.safetensors"]
+    before = {path: path.read_bytes() for path in bench.tmp.rglob("*") if path.is_file()}
+    out, config = bench.tmp / "mean.safetensors", ["--config", bench.tmp / "dora" / "config.toml"]
     capsys.readouterr()
-    config = ["--config", str(out / "config.toml")]
-    assert adapter_tool.main(["average", str(mean), *given, "--rank", "4", "--weights", "3", "1", *config]) == 0
+    assert average(out, *given, "--rank", 6, "--weights", 3, 1, *config) == 0
     said = capsys.readouterr().out
-    assert "DoRA of rank 4 at most, the mean of 2" in said
-    told = {name: float(value) for name, value in re.findall(r"(\w+_loss) ([\d.]+)", said)}
-    assert told == pytest.approx({name: logged[name] for name in ("held_out_loss", "trained_loss")}, rel=1e-5)
-    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
-    # The frozen weights of another model have other digests.
+    found = told(said)
+    assert [*found] == ["without an adapter", *map(str, given), str(out)]
+    alone, one, other, mean = found.values()
+    assert alone == losses(dora[0]["at_start"])
+    assert one == losses(dora[-1]) and other == losses(lora[-1]) and one != pytest.approx(other, rel=1e-3)
+    assert said.startswith(f"diffusers: {out}: DoRA of rank 6 at most, the mean of 2\n  of the mean's change of the weights ")
+    assert said.count("\n") == 2 + 1 + len(found), "nothing of what a run says when it starts"
+    assert {path: path.read_bytes() for path in bench.tmp.rglob("*") if path.is_file() and path != out} == before
+    # The mean of a file with itself is the file; its loss is what was told of the mean before.
+    again = bench.tmp / "again.safetensors"
+    assert average(again, out, out, "--rank", 6, *config) == 0
+    found = told(capsys.readouterr().out)
+    assert found[str(out)] == pytest.approx(mean, rel=1e-5) and found[str(again)] == pytest.approx(mean, rel=1e-5)
+
+
+def test_average_writes_nothing_where_a_loss_cannot_be_measured(bench: Workbench, capsys, monkeypatch) -> None:
+    """What can be told is refused before the model's weights are read; what fails later comes before the mean is written."""
+    run(bench, "out", run__max_steps=1)
+    checkpoint = store.newest_valid(bench.tmp / "out" / "checkpoints")[0]
+    file, out = bench.tmp / "out" / "adapters" / "bear.safetensors", bench.tmp / "mean" / "mean.safetensors"
+
+    def refused(status: int = 2, given: Any = file, **changes: Any) -> str:
+        config = bench.write(tree(bench, "none", **changes))
+        there = {*bench.tmp.rglob("*")}
+        capsys.readouterr()
+        assert average(out, given, given, "--rank", 4, "--config", config) == status
+        assert {*bench.tmp.rglob("*")} == there, "nothing is written, nor begun"
+        said = capsys.readouterr()
+        assert not said.out and said.err.count("error: ") == 1
+        return said.err
+
+    with monkeypatch.context() as patch:
+        patch.setattr(measured, "HeldOutLosses", None)  # a weight is read
+        assert "data.held_out = 0 in the config" in refused(data__held_out=0)
+        assert "nowhere" in refused(data__sources=[{"path": str(bench.tmp / "nowhere")}])
+        assert "data.held_out = 9" in refused(data__held_out=9)
+        said = refused(adapter__targets=["conv_in"])
+        assert f"{file} has layers that this run does not adapt" in said and "attn1.to_q" in said
+        assert "nothing" in refused(model__path=str(bench.tmp / "nothing"))
+        assert "is of sdxl, the config's model of flux" in refused(
+            given=checkpoint, model__family="flux", model__path=str(bench.models / "flux"), adapter__targets=TARGETS["flux"]
+        )
+        assert "adapter.colour" in refused(adapter__colour="red")
+
+    def fails(*given: Any) -> None:
+        raise NonFiniteError("an overflow")
+
+    monkeypatch.setattr(held_out_loss.HeldOutLoss, "measure", fails)
+    assert "an overflow" in refused(status=4)
+
+
+@pytest.mark.slow
+def test_adapters_of_different_models_have_no_mean(bench: Workbench, capsys) -> None:
+    """The frozen weights of another model have other digests."""
+    run(bench, "one", run__max_steps=1)
     other = bench.tmp / "other"
     assert make_model.main([*["--size", "tiny", "--family", "sdxl", "--layout", "diffusers", "--seed", "5"], str(other)]) == 0
-    run(bench, "elsewhere", model__path=str(other), data__cache_dir=str(bench.tmp / "cache"), run__max_steps=1)
-    apart = str(bench.tmp / "elsewhere" / "adapters" / "bear.safetensors")
-    assert adapter_tool.main(["average", str(bench.tmp / "no.safetensors"), given[0], apart, "--rank", "4", *config]) == 2
-    assert "were trained over different models" in capsys.readouterr().err and not (bench.tmp / "no.safetensors").exists()
+    run(bench, "two", model__path=str(other), data__cache_dir=str(bench.tmp / "cache"), run__max_steps=1)
+    files, out = [bench.tmp / name / "adapters" / "bear.safetensors" for name in ("one", "two")], bench.tmp / "no.safetensors"
+    assert average(out, *files, "--rank", 4, "--base", other) == 2
+    assert "were trained over different models" in capsys.readouterr().err and not out.exists()

@@ -135,6 +135,19 @@ def check_bases(adapters: Sequence[Averaged]) -> None:
                 )
 
 
+def check(adapters: Sequence[Averaged], rank: int, weight: WeightOf | None) -> None:
+    """Raises UserError or NonFiniteError where it can be told, before anything is computed, that they have no mean of such a
+    rank. weight: as `average` takes it."""
+    check_rank(rank)
+    if len(adapters) < 2:
+        raise UserError(f"average takes at least two adapters, and there is {len(adapters)}: {adapters[0].path}")
+    check_bases(adapters)
+    for each in adapters:
+        each.portable.check_finite()
+    if weight is None and any(each.portable.dora for each in adapters):
+        raise UserError("the mean of a DoRA takes the weights of the model that it was trained over: give it with --base")
+
+
 def average(
     adapters: Sequence[Averaged], out: Path, rank: int, *, weight: WeightOf | None = None, to: str = "diffusers",
     phases: Phases = QUIET,
@@ -144,15 +157,8 @@ def average(
     weight: of the base, for a DoRA. One layer is in memory at a time, and the mean. Raises UserError for unequal bases, and
     where the base's weights are needed.
     """
-    check_rank(rank)
-    if len(adapters) < 2:
-        raise UserError(f"average takes at least two adapters, and there is {len(adapters)}: {adapters[0].path}")
-    check_bases(adapters)
-    for each in adapters:
-        each.portable.check_finite()
+    check(adapters, rank, weight)
     dora = any(each.portable.dora for each in adapters)
-    if dora and weight is None:
-        raise UserError("the mean of a DoRA takes the weights of the model that it was trained over: give it with --base")
     names = list(dict.fromkeys(name for each in adapters for name in each.portable.layers))
     layers: dict[str, Factors] = {}
     tails: dict[str, float] = {}

@@ -6,12 +6,12 @@ from trainer.config.keys import choices, fields, flatten, generic, known_keys, u
 from trainer.config.kinds import Table, expand_home
 from trainer.config.mistakes import hint, near_miss
 from trainer.config.reading import dumps, load, override, parse, read_resolved, tree
-from trainer.config.tables import ComponentTable, Config, SampleTable
+from trainer.config.tables import AdapterTable, ComponentTable, Config, LoggingTable, RuleTable, SampleTable, ValidationTable
 from trainer.config.training_tables import ObjectiveTable, OptimizerTable, ScheduleTable
 
 __all__ = [
-    "ComponentTable", "Config", "DataTable", "ObjectiveTable", "OptimizerTable", "Resolutions", "SampleTable",
-    "ScheduleTable", "Table", "Variation", "Variations",
+    "AdapterTable", "ComponentTable", "Config", "DataTable", "LoggingTable", "ObjectiveTable", "OptimizerTable",
+    "Resolutions", "RuleTable", "SampleTable", "ScheduleTable", "Table", "ValidationTable", "Variation", "Variations",
     "choices", "dumps", "expand_home", "fields", "flatten", "generic", "hint", "known_keys", "literal", "load", "near_miss",
     "override",
     "parse", "read_comparison", "read_resolved", "tree", "unread", "whole",

@@ -153,7 +153,7 @@ def open_start(plan: RunPlan, *, resumed: bool = False) -> Start:
 
     resumed: it is not read, and need not be there. Raises UserError for what does not fit.
     """
-    adapter, path = plan.config.adapter, plan.config.adapter.init_from
+    path = plan.config.adapter.init_from
     if path is None:
         return Start()
     place = Path(path)
@@ -173,11 +173,13 @@ def open_start(plan: RunPlan, *, resumed: bool = False) -> Start:
             portable, doubts = opened.portable, opened.doubts
     except UserError as error:
         raise UserError(f"{key}: {error}") from error
-    _check(key, portable, plan, dora=adapter.type == "dora", resize=adapter.init_resize)
+    check_fits(key, portable, plan)
     return Start(path, hash_file(held), portable, doubts=doubts)
 
 
-def _check(key: str, portable: Portable, plan: RunPlan, *, dora: bool, resize: bool) -> None:
+def check_fits(key: str, portable: Portable, plan: RunPlan) -> None:
+    """Raises UserError where an adapter cannot be put into a run's. key: how the message names it."""
+    dora, resize = plan.config.adapter.type == "dora", plan.config.adapter.init_resize
     targets = {f"{target.component}.{target.name}": target for target in plan.model.targets}
     beyond = [name for name in portable.layers if name not in targets]
     if beyond:

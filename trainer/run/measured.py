@@ -1,42 +1,116 @@
-"""The held-out loss of an adapter file, as a run measures and logs it."""
+"""The held-out losses of adapters, as a run measures and logs them: its model is loaded once, and takes one after the other.
+
+config, adapters -> a run with room for each -> refusals -> photos, model -> an adapter in its layers -> its loss -> the next
+
+Nothing is trained and nothing written but caches of the model's own; photos and captions are encoded in memory.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 
-from trainer import config as configs
-from trainer.base.errors import UserError
-from trainer.config import Config
+from trainer.adapter_files.average import Averaged
+from trainer.adapters.portable import Portable
+from trainer.base.digests import FileDigests
+from trainer.base.errors import NonFiniteError, UserError
+from trainer.base.progress import Phases
+from trainer.checkpoint.pieces import Pieces
+from trainer.config import AdapterTable, Config, LoggingTable, RuleTable, ValidationTable
+from trainer.data.cache.entries import MemoryCache
+from trainer.engine.assembly import build_adapter
+from trainer.engine.components import Components
+from trainer.engine.encoding import encode
 from trainer.engine.held_out_loss import HeldOutLoss
-from trainer.run.run import prepared
+from trainer.memory_plan.fitting import fitted
+from trainer.plan.run_plan import RunPlan, fetched, make_plan, open_source, resolve
+from trainer.resume.initial_adapter import Start, check_fits
+from trainer.run.setup import choose_attention
+from trainer.runtime.device import Memory, start_processes
+from trainer.runtime.jobs import Fields
+
+KINDS = ("held_out_loss", "trained_loss")
 
 
-def check_held_out(config: Config) -> None:
-    """Raises UserError where the config holds no photos out."""
+def plan_losses(config: Config, adapters: Sequence[Averaged], rank: int, phases: Phases) -> RunPlan:
+    """A run of the config whose adapter has room for each of these, and for their mean of at most that rank.
+
+    Reads photos and headers. Raises UserError where the config holds no photos out, for what its run would refuse, and for an
+    adapter that does not fit its model or has layers that it does not adapt.
+    """
     if not config.data.held_out:
         raise UserError("data.held_out = 0 in the config: no photos are held out, and their loss is what is asked for")
+    source = open_source(config)
+    ranks = [max(factors.rank for factors in each.portable.layers.values()) for each in adapters]
+    config = _measuring(config, max(*ranks, min(rank, sum(ranks))), dora=any(each.portable.dora for each in adapters))
+    plan = make_plan(resolve(config, source), source, processes=1, phases=phases)
+    for each in adapters:
+        if each.model.family is not source.family:
+            raise UserError(f"{each.path} is of {each.model.family.name}, the config's model of {source.family.name}")
+        check_fits(str(each.path), each.portable, plan)
+    return plan
 
 
-def held_out_loss(config: Config, file: Path, *, rank: int, dora: bool) -> dict[str, Any]:
-    """The fields of the log, of the model and the held-out photos of a run's config, with the adapter of `file` in it.
+def _measuring(config: Config, rank: int, *, dora: bool) -> Config:
+    """The config of a run with such an adapter that measures the loss, and neither trains, writes nor compiles."""
+    own, step, memory = config.adapter, config.step, config.memory
+    rules = tuple(RuleTable(component=rule.component, match=rule.match) for rule in own.rules)
+    kept = {"targets": own.targets, "kernels": own.kernels, "rules": rules}
+    return config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"deterministic": False}),
+            "adapter": AdapterTable(type="dora" if dora else "lora", rank=rank, init_resize=True, **kept),
+            "data": config.data.model_copy(update={"cache": "memory"}),
+            "step": step.model_copy(update={"compile": "none", "graphs": False}),
+            "memory": memory.model_copy(update={"shard": False, "gradient_checkpointing": False}),
+            "validation": ValidationTable(every_steps=0, loss_every_steps=1, seed=config.validation.seed),
+            "logging": LoggingTable(tensorboard=False),
+        }
+    )
 
-    rank, dora: of the file. Writes nothing but caches. Raises UserError where the config holds no photos out, or the file has
-    layers that its run does not adapt.
+
+class HeldOutLosses:
+    """The held-out losses of adapters in one model.
+
+    plan: of `plan_losses`, for the adapters that it was made for. Photos are encoded and the model is loaded here.
     """
-    check_held_out(config)
-    tree = configs.tree(config)
-    with TemporaryDirectory(prefix="measured-") as elsewhere:
-        tree["run"] |= {"output_dir": str(Path(elsewhere) / "run"), "deterministic": False}
-        tree["data"].update(cache="memory", cache_dir=elsewhere)
-        tree["checkpoint"].pop("mirror", None)
-        tree["logging"] = {"tensorboard": False}
-        tree["validation"] |= {"prompts": [], "samples": [], "every_steps": 0, "loss_every_steps": 1}
-        own = {"type": "dora" if dora else "lora", "rank": rank, "init_from": str(file.absolute()), "init_resize": True}
-        tree["adapter"] = {key: value for key, value in tree["adapter"].items() if key != "alpha"} | own
-        for rule in tree["adapter"].get("rules", ()):
-            rule.pop("alpha", None)
-            rule.pop("rank", None)
-        with prepared(configs.parse(tree), resume_from=None) as (run, _):
-            return HeldOutLoss.of(run.plan, run.components, run.reader, run.state.evaluating).measure()
+
+    def __init__(self, plan: RunPlan, phases: Phases) -> None:
+        peers = start_processes(plan.config, quiet=True)
+        if peers.count > 1:
+            raise UserError(f"{peers.count} processes were started; the losses are measured by one, without torchrun")
+        there = Memory.of(peers.device, plan.config)
+        plan = fitted(plan, there.kernels, there.size, base=there.base)
+        plan = replace(plan, model=fetched(plan.model, peers, phases))
+        components = Components(
+            plan.model, kernels=there.kernels, digests=FileDigests(phases=phases), processes=peers, phases=phases,
+            attention=choose_attention(plan, peers.device, peers.say),
+        )  # fmt: skip
+        read = replace(plan, data=replace(plan.data, examples=()))
+        reader = encode(read, components, MemoryCache(), on_non_finite=_refuse)
+        for name in plan.model.in_steps:
+            components.load(name)
+        self._adapter, self._norms = build_adapter(plan.config, components, Pieces(None))
+        self._without = {name: tensor.clone() for name, tensor in self._adapter.state_dict().items()}
+        self._loss = HeldOutLoss.of(plan, components, reader, nullcontext)
+
+    def of(self, portable: Portable | None) -> Fields:
+        """The fields of the log with this adapter; None: without one."""
+        self._adapter.load_state_dict(self._without)  # which changes nothing in any layer
+        if portable is not None:
+            Start(portable=portable).apply(self._adapter, self._norms, lambda line: None)
+        return self._loss.measure()
+
+
+def lines(losses: Sequence[tuple[str, Fields]]) -> list[str]:
+    """A table for people. losses: (whose, the fields of its log)."""
+    rows = [[*("not finite" if (loss := fields[kind]) is None else f"{loss:.6g}" for kind in KINDS)] for _, fields in losses]
+    return [
+        "  ".join((*(f"{cell:>13}" for cell in row), name)).rstrip()
+        for row, name in zip([[*KINDS], *rows], ["", *(name for name, _ in losses)], strict=True)
+    ]
+
+
+def _refuse(what: str) -> None:
+    raise NonFiniteError(f"{what}: the encoding is not finite")

@@ -104,6 +104,6 @@ def _limits(cgroups: Path, root: Path) -> Iterator[int]:
                 yield int(limit)
 
 
-def start_processes(config: Config) -> Processes:
-    """The processes of this run, on the devices that the config asks for."""
-    return processes.start(check_device(config), lost_after=config.run.lost_after)
+def start_processes(config: Config, *, quiet: bool = False) -> Processes:
+    """The processes of this run, on the devices that the config asks for. quiet: they say nothing but warnings."""
+    return processes.start(check_device(config), lost_after=config.run.lost_after, quiet=quiet)

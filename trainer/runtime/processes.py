@@ -33,14 +33,15 @@ class Processes:
     """This process among its equals: device, count, rank. Methods are called by all of them in the same order.
 
     `check` may be called at any time. store: of this start alone; None where there is one process. lost_after: seconds
-    without a sign of life.
+    without a sign of life. quiet: what they say is left out, but for warnings.
     """
 
-    def __init__(self, accelerator, store=None, *, lost_after: float) -> None:
+    def __init__(self, accelerator, store=None, *, lost_after: float, quiet: bool = False) -> None:
         self.device: torch.device = accelerator.device
         self.count: int = accelerator.num_processes
         self.rank: int = accelerator.process_index
         self.is_main: bool = accelerator.is_main_process
+        self._quiet = quiet
         self._signals = Signals()
         self._store: Any = store if self.count > 1 else None
         self._meetings, self._asked = 0, 0.0
@@ -50,7 +51,7 @@ class Processes:
 
     def say(self, text: str, *, whole: bool = False) -> None:
         """Print what the run says, once. whole: no line is broken."""
-        if self.is_main:
+        if self.is_main and (not self._quiet or text.startswith("warning:")):
             write(text, whole=whole)
 
     def sum(self, *tensors: torch.Tensor) -> None:
@@ -297,8 +298,9 @@ def launched() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_torchelastic_launched()
 
 
-def start(device: torch.device, *, lost_after: float) -> Processes:
-    """accelerate's view of devices and processes. It computes nothing for us: mixed precision is ours.
+def start(device: torch.device, *, lost_after: float, quiet: bool = False) -> Processes:
+    """accelerate's view of devices and processes. It computes nothing for us: mixed precision is ours. quiet: as Processes
+    have it.
 
     Raises PeerStopped where not all processes come, UserError where they were started in a way that is not torch's.
     """
@@ -310,7 +312,7 @@ def start(device: torch.device, *, lost_after: float) -> Processes:
     store = _open_store() if launched() or int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
     patient = InitProcessGroupKwargs(init_method=f"{SCHEME}://" if store else None, timeout=REDUCTION_TIMEOUT)
     accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision="no", kwargs_handlers=[patient])
-    return Processes(accelerator, store, lost_after=lost_after)
+    return Processes(accelerator, store, lost_after=lost_after, quiet=quiet)
 
 
 def _open_store():

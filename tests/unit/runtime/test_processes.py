@@ -48,6 +48,16 @@ def side_by_side(pair, *works: Callable[[Processes, Signals], object]) -> list[o
         return [job.result(timeout=30) for job in jobs]
 
 
+def test_a_quiet_process_says_warnings_alone(capsys) -> None:
+    alone = SimpleNamespace(device=torch.device("cpu"), num_processes=1, process_index=0, is_main_process=True)
+    for quiet in (False, True):
+        view = Processes(alone, lost_after=LOST_AFTER, quiet=quiet)
+        view.say("cache: 12 latents")
+        view.say("warning: the cache is open to others")
+    told = "warning: the cache is open to others\n"
+    assert capsys.readouterr().out == f"cache: 12 latents\n{told}{told}"
+
+
 def test_the_main_process_goes_first_however_long_it_takes(pair) -> None:
     order = []
 
