@@ -42,7 +42,7 @@ RANKS = (4, 8, 16, 32, 80)
 
 def measured(folders: Sequence[Path], ranks: Sequence[int], phases: Phases) -> dict[str, Any]:
     """The losses of a variant's runs, of its model alone and of the runs' mean. lost: by a rank, as a share of the change."""
-    config = configs.load(Layout(folders[0]).config, [])
+    config = configs.load(str(Layout(folders[0]).config), [])
     models = models_at(config.model.path, recognise)
     opened = [open_adapter(Layout(folder).adapters / f"{folder.name}.safetensors", models) for folder in folders]
     adapters = [Averaged(each.path, each.model, each.portable, 1 / len(opened)) for each in opened]
@@ -73,18 +73,19 @@ def table(results: Mapping[str, Any]) -> str:
 
 
 def draw(axes: Any, results: Mapping[str, Any]) -> None:
-    """Of each variant the seeds as points, at the left, and the mean as a line over its rank."""
+    """Of each variant the seeds as points, at the left, the best of them as a line, and the mean over its rank."""
     for colour, (name, found) in zip(pages.COLOURS, results.items(), strict=False):
         ranks, losses = zip(*((each["rank"], each["loss"]) for each in found["means"]), strict=True)
-        axes.axhspan(min(found["seeds"]), max(found["seeds"]), color=colour, alpha=0.12, linewidth=0)
-        axes.plot([min(ranks) / 1.5] * len(found["seeds"]), found["seeds"], "x", color=colour, label=f"{name}: each seed")
+        beside = min(ranks) / 2
+        axes.plot([beside] * len(found["seeds"]), found["seeds"], "x", color=colour, label=f"{name}: each seed")
+        axes.axhline(min(found["seeds"]), color=colour, linestyle=":", linewidth=1.2, label=f"{name}: best seed")
         axes.plot(ranks, losses, "o-", color=colour, label=f"{name}: mean of {len(found['seeds'])} seeds")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ranks, [str(rank) for rank in ranks])
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([beside, *ranks], ["each", *map(str, ranks)])
     axes.minorticks_off()
-    axes.set_xlabel("rank of the mean")
+    axes.set_xlabel("each seed, and the rank of their mean")
     axes.set_ylabel("held-out loss")
-    axes.legend()
+    axes.legend(ncols=len(results), loc="upper right")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

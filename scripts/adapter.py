@@ -12,9 +12,9 @@
     python scripts/adapter.py push outputs/bear/adapters --repo me/bear                # to the Hugging Face hub, as private
 
 Files of diffusers, PEFT, kohya, LyCORIS, ComfyUI, OneTrainer and ai-toolkit are read, LoRA and DoRA, for SDXL, Flux and
-FLUX.2 (docs/adapter_files.md). --base names the model where a file is for another size than the published ones, and where
-weights are needed. Exit status: 0 done; 2 for a file or an argument that cannot be used, with the reason on stderr; 4 for
-values that are not finite.
+FLUX.2 (docs/adapter_files.md, docs/average.md). --base names the model where a file is for another size than the published
+ones, and where weights are needed. Exit status: 0 done; 2 for a file or an argument that cannot be used, with the reason on
+stderr; 4 for values that are not finite.
 """
 
 from __future__ import annotations
@@ -431,7 +431,7 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--weights", type=float, nargs="+", metavar="W", help="of each, in their order; default: equal")
     command.add_argument("--rank", type=int, required=True, metavar="R", help="the highest that a layer of the mean may have")
     command.add_argument("--to", choices=("diffusers", "kohya", "comfyui", "onetrainer"), default="diffusers")
-    command.add_argument("--config", metavar="TOML", help="a run's config: the mean's loss on its held-out photos, too")
+    command.add_argument("--config", metavar="TOML", help="a run's config: the losses of all on its held-out photos, too")
     names_a_model(command)
     command = commands.add_parser("push", help="a folder of adapter files to the Hugging Face hub")
     command.set_defaults(run=push)
