@@ -14,6 +14,7 @@ from PIL import Image
 
 from scripts import make_model, replay
 from tests.harness import PHOTOS, Workbench, built, pairs
+from tests.integration.test_compiled import traced_only
 from trainer import config as configs
 from trainer import kernels
 from trainer.base import files
@@ -190,8 +191,9 @@ def test_twenty_of_twenty_steps_in_every_precision(
 
 
 @pytest.mark.slow
-def test_where_roundings_need_not_repeat_only_the_bounds_count(bench: Workbench, capsys) -> None:
+def test_where_roundings_need_not_repeat_only_the_bounds_count(bench: Workbench, capsys, monkeypatch) -> None:
     """Of a run that compiled its blocks, and of one that went on in another environment before its next checkpoint."""
+    traced_only(monkeypatch)
     few = {"adapter__targets": ["*attn.to_q"], "step__compile": "blocks"}
     folder = trained(bench, "compiled", steps=BEGUN + 1, **few)
     status, said = ran(capsys, str(folder))
