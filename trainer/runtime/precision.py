@@ -87,8 +87,8 @@ class _HandsOn:
 
 @contextmanager
 def widened(module: nn.Module) -> Iterator[None]:
-    """Within it the module itself, apart from its children, computes in fp64: its floating-point parameters and buffers are
-    fp64, without gradients."""
+    """A context in which the module itself, apart from its children, computes in fp64: its floating-point parameters and
+    buffers are fp64, without gradients."""
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     before = [(each, each.data, each.grad) for each in own if each.is_floating_point()]
     for each, _, _ in before:
@@ -103,7 +103,7 @@ def widened(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def handing_on_fp64(module: nn.Module) -> Iterator[None]:
-    """Within it the module hands on fp64, where `keep_activations` lets it hand on the compute dtype."""
+    """A context in which the module hands on fp64, where `keep_activations` lets it hand on the compute dtype."""
     before = [(hook, hook.compute) for hook in module._forward_hooks.values() if isinstance(hook, _HandsOn)]
     for hook, _ in before:
         hook.compute = torch.float64
