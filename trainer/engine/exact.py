@@ -31,7 +31,7 @@ from trainer.runtime import precision
 
 @contextmanager
 def computing_exactly(components: Components) -> Iterator[None]:
-    """A context in which the loaded model and the adapter in it compute in fp64; after it they are what they were, bit by bit.
+    """A context in which the loaded model and the adapter in it compute in fp64; then they are as before, bit by bit.
 
     What a step reads stays what it is: payloads as they are stored, parameters by their values. A parameter that is changed
     within it, or given a gradient, has its own again afterwards.
