@@ -252,7 +252,7 @@ def losses_for(config, adapters, rank: int, weight, phases):
 
     quiet_libraries()
     check(adapters, rank, weight)
-    return HeldOutLosses(plan_losses(config, adapters, rank, phases), phases)
+    return HeldOutLosses(plan_losses(config, adapters, rank, phases), adapters, phases)
 
 
 def strength_of(given: str) -> tuple[Path, float]:

@@ -45,6 +45,10 @@ def replayed(chosen: argparse.Namespace) -> int:
     quiet_libraries()
     if chosen.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise UserError("--plot needs matplotlib: pip install 'reference-adapter-trainer[plots]'")
+    if chosen.plot is not None and (chosen.plot.is_dir() or chosen.plot.suffix.lower() != ".png"):
+        raise UserError(f"--plot {chosen.plot}: give the path of a .png file")
+    if chosen.layers < 0:
+        raise UserError(f"--layers {chosen.layers}: give a number of gradients to list, or 0 for none")
     span = span_of(chosen.checkpoint, chosen.step, every=chosen.all)
     overrides = [item for group in chosen.overrides for item in group]
     found = replay(span, overrides, phases=Phases(show=True))

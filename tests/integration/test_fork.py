@@ -111,9 +111,14 @@ def test_what_a_fork_cannot_be_is_refused_in_one_message(bench: Workbench, origi
         assert said in capsys.readouterr().err
     assert fork(original, f"run.output_dir={bench.tmp}/out") == 2
     assert f"run.output_dir = '{bench.tmp}/out' is there already; go on with that run by --config" in capsys.readouterr().err
-    for path in (original.parent, bench.tmp / "gone", Path("auto")):
+    for path, said in (
+        (original.parent, f"'{original.parent}' holds checkpoints, it is none"),
+        (bench.tmp / "gone", f"'{bench.tmp}/gone' is not a folder"),
+        (Path("auto"), "auto: give a checkpoint's folder"),
+    ):
         assert fork(path) == 2
-        assert "checkpoint" in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: --fork_from {said}") and "resume_from" not in error
     assert set(bench.tmp.rglob("*")) == there
 
 

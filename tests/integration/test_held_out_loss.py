@@ -286,7 +286,8 @@ def test_average_tells_the_losses_that_the_runs_logged(bench: Workbench, capsys)
     assert alone == losses(dora[0]["at_start"])
     assert one == losses(dora[-1]) and other == losses(lora[-1]) and one != pytest.approx(other, rel=1e-3)
     assert said.startswith(f"diffusers: {out}: DoRA of rank 6 at most, the mean of 2\n  of the mean's change of the weights ")
-    assert said.count("\n") == 2 + 1 + len(found), "nothing of what a run says when it starts"
+    assert "fewer than 4 photos decides nothing" in said and "1 held-out photos" in said
+    assert said.count("\n") == 2 + 2 + 1 + len(found), "nothing of what a run says when it starts"
     assert {path: path.read_bytes() for path in bench.tmp.rglob("*") if path.is_file() and path != out} == before
     # The mean of a file with itself is the file; its loss is what was told of the mean before.
     again = bench.tmp / "again.safetensors"
@@ -340,4 +341,9 @@ def test_adapters_of_different_models_have_no_mean(bench: Workbench, capsys) -> 
     run(bench, "two", model__path=str(other), data__cache_dir=str(bench.tmp / "cache"), run__max_steps=1)
     files, out = [bench.tmp / name / "adapters" / "bear.safetensors" for name in ("one", "two")], bench.tmp / "no.safetensors"
     assert average(out, *files, "--rank", 4, "--base", other) == 2
-    assert "were trained over different models" in capsys.readouterr().err and not out.exists()
+    assert "are over different models" in capsys.readouterr().err and not out.exists()
+    # The model in which the losses are measured is one of them.
+    config = bench.tmp / "two" / "config.toml"
+    assert average(out, files[0], files[0], "--rank", 4, "--config", config) == 2
+    said = capsys.readouterr().err
+    assert f"the config's {other} and {files[0]} are over different models" in said and not out.exists()

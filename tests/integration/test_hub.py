@@ -441,6 +441,12 @@ def test_a_folder_that_is_missing_beside_others_is_not_asked_of_the_hub(bench: W
         assert not served.asked
 
 
+@pytest.mark.parametrize("path", ["models/tiny flux", "models/Bär", "models/a--b"])
+def test_what_can_be_no_name_on_the_hub_is_refused(bench: Workbench, path: str) -> None:
+    with pytest.raises(UserError, match=f"model.path = '{path}' is no local file or folder"):
+        open_hub(bench, path)
+
+
 @pytest.mark.slow
 def test_a_disk_that_fills_up_and_a_signal_at_the_true_command_line(bench: Workbench, both: Path, monkeypatch) -> None:
     """Status 6, then status 143, each with what came so far kept; the third start fetches the rest."""

@@ -68,6 +68,7 @@ def variant(name: str = "b", keys: str = "") -> str:
         ({"variants": ""}, "there is none of the variants; write two [[variant]] tables"),
         ({"variants": '[[variant]]\nname = "a"\n'}, "there is only 'a' of the variants"),
         ({"variants": variant("a")}, "two variants are named 'a'"),
+        ({"variants": variant("slow lr")}, "variant.1.name = 'slow lr': use letters, digits, '.', '_' and '-'"),
         ({"head": "seeds = [1]"}, "seeds = [1]: give two at least"),
         ({"head": "seeds = [1, 1]"}, "seeds = [1, 1]: give two at least, each once"),
         ({"head": ""}, "seeds is required"),

@@ -19,6 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ from trainer.checkpoint.state import QUANTIZATION
 
 # Entries of a file's header that tell its base apart from others. The hashes are those that kohya's trainers write.
 BASE_ENTRIES = (*HINTS, "ss_new_sd_model_hash", "ss_sd_model_hash")
+Base = Mapping[tuple[str, ...], str]  # of each frozen tensor (layer, tensor, format, backend, dtype) -> its digest
 # Below that share of what the g_i are in size, gm is what rounding left of numbers that cancelled.
 LEAST_GAIN = 1e-6
 
@@ -51,7 +53,7 @@ class Averaged:
     model: NamedModel
     portable: Portable
     share: float = 1.0
-    base: Mapping[tuple[str, ...], str] = field(default_factory=dict)
+    base: Base = field(default_factory=dict)
 
     def described(self) -> dict[str, object]:
         """What the mean's file says of it."""
@@ -73,8 +75,8 @@ class Mean:
         """What was made, in lines for people."""
         worst = max(self.tails, key=lambda name: self.tails[name])
         return [
-            f"of the mean's change of the weights {self.lost / max(self.change, 1e-300):.4%} is lost in all, "
-            f"{self.tails[worst]:.2%} at most ({worst})",
+            f"of the mean's change of the weights {100 * self.lost / max(self.change, 1e-300):.4g}% is lost in all, "
+            f"{100 * self.tails[worst]:.4g}% at most ({worst})",
             *self.converted.notes,
         ]
 
@@ -90,7 +92,7 @@ def shares_of(weights: Sequence[float] | None, count: int) -> list[float]:
     return [each / sum(weights) for each in weights]
 
 
-def base_of(path: Path) -> dict[tuple[str, ...], str]:
+def base_of(path: Path) -> Base:
     """The digests of the frozen weights of the run that an adapter is of: of a checkpoint its own, of a file that lies where
     its run wrote it those of the newest checkpoint there. Empty where nothing tells."""
     folder: Path | None = path
@@ -99,8 +101,13 @@ def base_of(path: Path) -> dict[tuple[str, ...], str]:
         folder = store.newest_valid(layout.checkpoints)[0] if path.absolute().parent == layout.adapters else None
     if folder is None or not (folder / QUANTIZATION).is_file():
         return {}
+    return digests_in(read_json(folder / QUANTIZATION))
+
+
+def digests_in(record: Mapping[str, Mapping[str, Any]]) -> Base:
+    """The digests of a record as `quantization.json` has it."""
     found = {}
-    for name, entry in read_json(folder / QUANTIZATION).items():
+    for name, entry in record.items():
         how = str(entry.get("format")), str(entry.get("backend"))
         for key, tensor in entry["tensors"].items():
             found[name, key, *how, tensor["dtype"]] = tensor["sha256"]
@@ -123,15 +130,19 @@ def check_bases(adapters: Sequence[Averaged]) -> None:
             one, two = (each.portable.metadata.get(key) for each in (first, other))
             if one and two and one != two:
                 raise UserError(f"{pair}: {key} is {one!r} and {two!r}; a mean takes one base")
-    # Each with each: of two that are stored alike, what both hold has to be equal.
-    known: dict[tuple[str, ...], tuple[str, Path]] = {}
-    for each in adapters:
-        for place, digest in each.base.items():
-            then, path = known.setdefault(place, (digest, each.path))
+    check_digests([(str(each.path), each.base) for each in adapters])
+
+
+def check_digests(bases: Sequence[tuple[str, Base]]) -> None:
+    """Raises UserError where two of (whose, base) differ: of two that are stored alike, what both hold has to be equal."""
+    known: dict[tuple[str, ...], tuple[str, str]] = {}
+    for whose, base in bases:
+        for place, digest in base.items():
+            then, other = known.setdefault(place, (digest, whose))
             if then != digest:
                 raise UserError(
-                    f"{path} and {each.path} were trained over different models: {place[0]}.{place[1]} has other bytes; "
-                    "a mean takes one base"
+                    f"{other} and {whose} are over different models: {place[0]}.{place[1]} has other bytes; a mean takes one "
+                    "base"
                 )
 
 

@@ -289,16 +289,21 @@ def find(root: Path, resume_from: str | None, phases: Phases = QUIET) -> tuple[P
         if folder is None and resume_from == "latest":
             raise UserError(f"--resume_from latest: there is no checkpoint in {root}; use --resume_from auto to start fresh")
         return folder, passed
-    folder = Path(resume_from)
+    return named(resume_from, ", or auto with that run.output_dir", phases=phases), []
+
+
+def named(given: str, otherwise: str = "", *, option: str = "--resume_from", phases: Phases = QUIET) -> Path:
+    """The checkpoint in the folder that an option gives. otherwise: what could be given in its place.
+
+    Raises UserError for a folder that is none.
+    """
+    folder = Path(given)
     inner = (Layout(folder).checkpoints, *(folder / folder_name(step) for step in steps(folder)))
     if any(path.is_dir() for path in inner):
-        raise UserError(
-            f"--resume_from {resume_from!r} holds checkpoints, it is none: give one of its step-... folders, or auto with "
-            "that run.output_dir"
-        )
+        raise UserError(f"{option} {given!r} holds checkpoints, it is none: give one of its step-... folders{otherwise}")
     if not folder.is_dir():
-        raise UserError(f"--resume_from {resume_from!r} is not a folder; give auto, latest or a checkpoint's folder")
+        raise UserError(f"{option} {given!r} is not a folder; give a checkpoint's folder{otherwise}")
     reason = problem(folder, phases)
     if reason is not None:
-        raise UserError(f"--resume_from {resume_from!r} is not a valid checkpoint: {reason}")
-    return folder, []
+        raise UserError(f"{option} {given!r} is not a valid checkpoint: {reason}")
+    return folder

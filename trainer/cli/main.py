@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from trainer.base import signals
 from trainer.base.console import write
-from trainer.base.errors import PeerStopped, ending, told
+from trainer.base.errors import Interrupted, PeerStopped, ending, told
 from trainer.cli.arguments import again, parse
 from trainer.runtime.libraries import quiet_libraries
 
@@ -60,6 +60,8 @@ def main(arguments: list[str] | None = None) -> int:
             if not train(loaded, resume_from=resume_from, allowed=allowed) and alone:
                 write(f"go on: {next_one()}", whole=True)
     except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, Interrupted) and chosen.fork_from is not None and alone:
+            error = Interrupted(error.signum, error.where, "this command goes on")
         status, said = ending(error)
         if status == 1 and not isinstance(error, PeerStopped):
             raise

@@ -120,6 +120,7 @@ def _choices(item: Any) -> list[str]:
 # What a pattern of the tables takes, by key.
 PATTERNS = {
     "run.name": "use letters, digits, '.', '_' and '-', a letter or digit first; files are named by it",
+    "variant.*.name": "use letters, digits, '.', '_' and '-', a letter or digit first; folders are named by it",
     "model.revision": "write a branch, a tag or a commit of the repository, for example main",
     "model.variant": "use letters, digits, '_' and '-', for example fp16",
     "data.background": 'write a colour as "#rrggbb", for example "#ffffff"',

@@ -282,9 +282,9 @@ def look(hub_id: str, revision: str | None = None) -> Repository:
     from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()  # they would stand between our own lines
-    folder = Path(constants.HF_HUB_CACHE).expanduser() / repo_folder_name(repo_id=hub_id, repo_type="model")
     opened = partial(Repository, hub_id, revision=revision or MAIN)
     try:
+        folder = Path(constants.HF_HUB_CACHE).expanduser() / repo_folder_name(repo_id=hub_id, repo_type="model")
         info = HfApi().model_info(hub_id, revision=revision, files_metadata=True, timeout=TIMEOUT)
     except RevisionNotFoundError as error:
         if revision is None:

@@ -239,12 +239,19 @@ def _held_out(config: Config, data: DataPlan) -> list[str]:
             lines.append(
                 "  warning: no photo is held out, so this loss cannot show memorising; data.held_out = 0.1 holds out a tenth"
             )
-        elif apart < HELD_OUT_PHOTOS:
-            lines.append(
-                f"  warning: a held-out loss of fewer than {HELD_OUT_PHOTOS} photos decides nothing; set data.held_out = "
-                f"{HELD_OUT_PHOTOS} or more"
-            )
+        elif warning := too_few(apart):
+            lines.append(f"  {warning}")
     return lines
+
+
+def too_few(apart: int) -> str:
+    """The warning for a held-out loss of so few photos; "" where they are enough."""
+    if apart >= HELD_OUT_PHOTOS:
+        return ""
+    return (
+        f"warning: a held-out loss of fewer than {HELD_OUT_PHOTOS} photos decides nothing; set data.held_out = "
+        f"{HELD_OUT_PHOTOS} or more"
+    )
 
 
 def _times(photos: Sequence[Photo]) -> str:

@@ -23,10 +23,10 @@ def fork(checkpoint: str, overrides: Sequence[str]) -> tuple[Config, Allowance]:
     Without run.output_dir among them its folder is that of the old run with "-from-STEP" behind its name. Raises UserError
     for a folder that is no checkpoint, a key that a fork cannot change, and an output folder that holds a run.
     """
-    folder, _ = store.find(Path(), checkpoint)
-    if folder is None or checkpoint in ("auto", "latest"):
+    if checkpoint in ("auto", "latest"):
         example = Layout(Path("RUN")).checkpoints / folder_name(500)
         raise UserError(f"--fork_from {checkpoint}: give a checkpoint's folder, for example {example}")
+    folder = store.named(checkpoint, option="--fork_from")
     tree = dict(Saved.whatever(folder).state("config"))
     old = Layout(Path(tree["run"]["output_dir"]))
     tree["run"].pop("stop_after", None)

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
-from trainer.adapter_files.average import Averaged
+from trainer import quantization
+from trainer.adapter_files.average import Averaged, check_digests, digests_in
 from trainer.adapters.portable import Portable
+from trainer.base.console import write
 from trainer.base.digests import FileDigests
 from trainer.base.errors import NonFiniteError, UserError
 from trainer.base.progress import Phases
@@ -24,6 +26,8 @@ from trainer.engine.components import Components
 from trainer.engine.encoding import encode
 from trainer.engine.held_out_loss import HeldOutLoss
 from trainer.memory_plan.fitting import fitted
+from trainer.monitoring.course import COPIES, COUNT
+from trainer.plan.describe import too_few
 from trainer.plan.run_plan import RunPlan, fetched, make_plan, open_source, resolve
 from trainer.resume.initial_adapter import Start, check_fits
 from trainer.run.setup import choose_attention
@@ -73,10 +77,11 @@ def _measuring(config: Config, rank: int, *, dora: bool) -> Config:
 class HeldOutLosses:
     """The held-out losses of adapters in one model.
 
-    plan: of `plan_losses`, for the adapters that it was made for. Photos are encoded and the model is loaded here.
+    plan: of `plan_losses`, for these adapters. Photos are encoded and the model is loaded here. Raises UserError for an
+    adapter that is known to be of another model.
     """
 
-    def __init__(self, plan: RunPlan, phases: Phases) -> None:
+    def __init__(self, plan: RunPlan, adapters: Sequence[Averaged], phases: Phases) -> None:
         peers = start_processes(plan.config, quiet=True)
         if peers.count > 1:
             raise UserError(f"{peers.count} processes were started; the losses are measured by one, without torchrun")
@@ -85,12 +90,14 @@ class HeldOutLosses:
         plan = replace(plan, model=fetched(plan.model, peers, phases))
         components = Components(
             plan.model, kernels=there.kernels, digests=FileDigests(phases=phases), processes=peers, phases=phases,
-            attention=choose_attention(plan, peers.device, peers.say),
+            attention=choose_attention(plan, peers.device, write),
         )  # fmt: skip
         read = replace(plan, data=replace(plan.data, examples=()))
         reader = encode(read, components, MemoryCache(), on_non_finite=_refuse)
-        for name in plan.model.in_steps:
-            components.load(name)
+        modules = [(name, components.load(name)) for name in plan.model.in_steps]
+        if known := [(str(each.path), each.base) for each in adapters if each.base]:
+            own = digests_in(quantization.record(modules, phases))
+            check_digests([(f"the config's {plan.config.model.path}", own), *known])
         self._adapter, self._norms = build_adapter(plan.config, components, Pieces(None))
         self._without = {name: tensor.clone() for name, tensor in self._adapter.state_dict().items()}
         self._loss = HeldOutLoss.of(plan, components, reader, nullcontext)
@@ -105,11 +112,15 @@ class HeldOutLosses:
 
 def lines(losses: Sequence[tuple[str, Fields]]) -> list[str]:
     """A table for people. losses: (whose, the fields of its log)."""
+    last = losses[-1][1]
+    photos, near = last[COUNT], last[COPIES]
+    said = f"{photos} held-out photos" + (f", {near} of them with a near duplicate that is trained on" if near else "")
     rows = [[*("not finite" if (loss := fields[kind]) is None else f"{loss:.6g}" for kind in KINDS)] for _, fields in losses]
-    return [
+    table = [
         "  ".join((*(f"{cell:>13}" for cell in row), name)).rstrip()
         for row, name in zip([[*KINDS], *rows], ["", *(name for name, _ in losses)], strict=True)
     ]
+    return [*filter(None, [too_few(photos)]), said, *table]
 
 
 def _refuse(what: str) -> None:
