@@ -5,15 +5,17 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.harness import Workbench, metrics_of
+from trainer.base.errors import Interrupted
 from trainer.base.run_layout import Layout
 from trainer.cli import main as cli
-from trainer.run import output_folder
+from trainer.run import output_folder, run
 
 DRAWN = {"logging__draws": True, "data__held_out": 2, "validation__loss_every_steps": 2, "data__flip": True}
 
@@ -90,6 +92,16 @@ def test_the_same_command_goes_on_after_a_kill_before_its_first_checkpoint(
     shutil.rmtree(original.parent.parent)
     assert cli.main(["--config", str(new.config), "--set", "run.stop_after=", "--resume_from", "auto"]) == 0
     assert [line["step"] for line in metrics_of(new.root)] == [1, 2, 3, 4, 5]
+
+
+def test_a_stop_before_its_first_step_names_the_one_command_that_goes_on(original: Path, capsys, monkeypatch) -> None:
+    def stopped(*given: Any, **more: Any) -> bool:
+        raise Interrupted(signal.SIGTERM)
+
+    monkeypatch.setattr(run, "train", stopped)
+    assert fork(original) == 143
+    said = capsys.readouterr().err
+    assert "this command goes on" in said and said.count("go on:") == 1 and "--resume_from" not in said
 
 
 REFUSED: list[tuple[tuple[str, ...], str]] = [

@@ -153,6 +153,16 @@ def test_a_kernel_that_was_wrong_in_the_run_is_named_by_its_first_step(bench: Wo
     assert status == replay.NOT_EXPLAINED and "step 4 is NOT EXPLAINED" in said, said
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [(["--plot", "."], "--plot .: give the path of a .png file"), (["--plot", "x.pdf"], "--plot x.pdf: give the path"),
+     (["--layers", "-1"], "--layers -1: give a number of gradients to list"), ([], "is not a folder")],
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused_before_anything_is_read(tmp_path: Path, capsys, more: list[str], said: str) -> None:
+    status, told = ran(capsys, str(tmp_path / "gone"), *more)
+    assert status == 2 and said in told and told.count("error: ") == 1
+
+
 FORMATS = ("fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "int2", "nf4", "fp4", "fp8 products")
 # Float8 products are refused where anything but bf16 is computed in.
 CELLS = pairs(("lora", "dora"), ("fp32", "bf16", "fp16"), FORMATS[:-1]) | {
