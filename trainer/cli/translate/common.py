@@ -10,7 +10,7 @@ from typing import Any, get_args
 from trainer import config as configs
 from trainer.base import other_trainers
 from trainer.base.errors import UserError
-from trainer.cli.translate.draft import ABSENT, DIFFERS, FILL, UNKNOWN, Draft, Options, as_number
+from trainer.cli.translate.draft import ABSENT, DIFFERS, FILL, SWITCHES, UNKNOWN, Draft, Options, as_number
 from trainer.config import ScheduleTable
 from trainer.config.kinds import Compute, Dtype
 from trainer.models import FAMILIES, Family
@@ -165,15 +165,20 @@ def carry_rest(draft: Draft, options: Options) -> None:
     for name, value in options.rest().items():
         here = other_trainers.row_for(draft.trainer, f"{options.prefix.rpartition(' ')[2]}{name}")
         told = options.told(name)
-        if here is None and value not in OFF:
+        if here is None and not _is_off(value):
             draft.note(UNKNOWN, told)
         elif here is None:
             continue
         elif " " in here:
-            if value not in OFF:
+            if not _is_off(value):
                 draft.note(ABSENT, f"{told}: {here}")
         elif here not in draft.keys and ".0." not in here and ".1." not in here:
             _rename(draft, here, value, told)
+
+
+def _is_off(value: Any) -> bool:
+    """Whether the option does nothing, also where that is written as text."""
+    return value in OFF or as_number(value) == 0 or str(value).lower() == "false"
 
 
 def _rename(draft: Draft, key: str, value: Any, why: str) -> None:
@@ -194,12 +199,15 @@ def _rename(draft: Draft, key: str, value: Any, why: str) -> None:
 
 
 def _ours(key: str, value: Any) -> list[Any]:
-    """What the value may be called here: another word, or the same number as another kind."""
+    """What the value may be called here: another word, or the same number, truth value or text as another kind."""
     field = dict(configs.fields()).get(configs.generic(key))
     words = list(re.findall(r"'([\w+]+)'", str(field.annotation))) if field is not None else []
     named = other_trainers.value_for(value, words)
     number = as_number(value)
-    return ([named] if named else []) + ([] if number is None else [number, float(number)])
+    ours = ([named] if named else []) + ([] if number is None else [number, float(number)])
+    if isinstance(value, str) and value.lower() in SWITCHES:
+        ours.append(SWITCHES[value.lower()])
+    return [*ours, str(value)] if number is not None else ours
 
 
 def _takes(tree: dict[str, Any]) -> bool:

@@ -142,8 +142,13 @@ def as_number(value: Any) -> int | float | None:
 
 
 def shown(value: Any) -> str:
-    """A value in one short line."""
-    text = json.dumps(value, ensure_ascii=False) if not isinstance(value, float) else f"{value:g}"
+    """A value in one short line; a number in a text as it is written there, without quotes."""
+    if isinstance(value, list):
+        text = f"[{', '.join(map(shown, value))}]"
+    elif isinstance(value, str) and as_number(value) is not None:
+        text = value
+    else:
+        text = json.dumps(value, ensure_ascii=False) if not isinstance(value, float) else f"{value:g}"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -123,7 +123,7 @@ def _command_line(text: str) -> dict[str, Any]:
 
 
 def _options(words: Sequence[str]) -> dict[str, Any]:
-    """`--name value ...` by name; without a value true, with several a list, each a number where it is one."""
+    """`--name value ...` by name; without a value true, with several a list; each a text, as it stands."""
     options: dict[str, Any] = {}
     values: list[Any] = []
     name = ""
@@ -132,9 +132,9 @@ def _options(words: Sequence[str]) -> dict[str, Any]:
             if name:
                 options[name] = values[0] if len(values) == 1 else values or True
             name, equals, value = word[2:].partition("=")
-            values = [literal(value)] if equals else []
+            values = [value] if equals else []
         elif name:
-            values.append(literal(word))
+            values.append(word)
     return options
 
 
@@ -165,4 +165,5 @@ def find_beside(name: str, config: Path, given: Iterable[Path]) -> Path | None:
 def prompt_line(line: str) -> tuple[str, dict[str, Any]]:
     """(the prompt, its flags by name) of a prompt with flags behind it: `a dog --w 512 --d 7`."""
     text, *parts = PROMPT_FLAG.split(f" {line.strip()} ")
-    return text.strip(), {flag: literal(value.strip()) for flag, value in zip(parts[::2], parts[1::2], strict=True)}
+    flags = {flag: value.strip() for flag, value in zip(parts[::2], parts[1::2], strict=True)}
+    return text.strip(), {flag: value if flag == "n" else literal(value) for flag, value in flags.items()}

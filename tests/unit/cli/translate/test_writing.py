@@ -161,6 +161,26 @@ def test_a_shells_variables_stand_for_what_the_file_says(tmp_path: Path) -> None
     assert (draft.value("model.path"), draft.value("adapter.rank")) == ("a b.safetensors", 8)
 
 
+@pytest.mark.parametrize(
+    ("said", "key", "value"),
+    [
+        ("--train_data_dir 2024_05_01", "data.sources.0.path", "2024_05_01"), ("--output_name 007", "run.name", "007"),
+        ("--output_name 1e5", "run.name", "1e5"), ("--output_dir=001", "run.output_dir", "001"),
+        ("--output_name true", "run.name", "true"), ("--network_weights 0010", "adapter.init_from", "0010"),
+        ("--scale_weight_norms 1", "adapter.max_norm", 1.0), ("--max_data_loader_n_workers 2", "data.num_workers", 2),
+        ("--zero_terminal_snr", "model.zero_terminal_snr", True), ("--zero_terminal_snr=true", "model.zero_terminal_snr", True),
+        ("--learning_rate 1e-4", "optimizer.lr", 1e-4),
+    ],
+)  # fmt: skip
+def test_a_word_of_a_command_line_is_text_until_a_key_needs_another_kind(
+    tmp_path: Path, said: str, key: str, value: object
+) -> None:
+    needed = "--pretrained_model_name_or_path m --network_module networks.lora --network_train_unet_only --train_data_dir img"
+    (file := tmp_path / "train.sh").write_text(f"python sdxl_train_network.py {needed} --unlisted 0 --unnamed false {said}\n")
+    found, draft = imported(file)
+    assert found[key] == value and type(found[key]) is type(value) and not draft.notes[UNKNOWN]
+
+
 def test_the_options_of_a_config_file_are_below_those_of_the_command_line(tmp_path: Path) -> None:
     (file := tmp_path / "train.sh").write_text("python sdxl_train_network.py --config_file there/c --network_dim 8\n")
     options = 'pretrained_model_name_or_path = "m"\ntrain_data_dir = "img"\n[n]\nnetwork_dim = 4\nnetwork_alpha = RATE\n'
