@@ -89,9 +89,9 @@ class Options:
         return said
 
     def entries(self, name: str) -> list[Any]:
-        """A list of texts and numbers; one alone is a list of one, none an empty list."""
+        """A list of texts and numbers; one alone is a list of one, none an empty list; null is no entry."""
         value = self.get(name)
-        listed = value if isinstance(value, list) else [] if value is None else [value]
+        listed = [each for each in (value if isinstance(value, list) else [value]) if each is not None]
         if not all(isinstance(each, (str, int, float)) and not isinstance(each, bool) for each in listed):
             raise self.wrong(name, "a list of texts or numbers")
         return listed

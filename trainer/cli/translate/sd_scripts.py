@@ -30,6 +30,8 @@ OF_SUBSETS = ("color_aug", "random_crop", "face_crop_aug_range", "caption_extens
               "secondary_separator", "keep_tokens_separator", "caption_dropout_every_n_epochs", "enable_bucket",
               "min_bucket_reso", "max_bucket_reso", "bucket_no_upscale", "bucket_reso_steps")  # fmt: skip
 
+SEVERAL = ("network_args", "optimizer_args", "lr_scheduler_args", "text_encoder_lr")  # may stand without a value: none
+
 
 def translate(draft: Draft, tree: Options, config: Path, data: Sequence[Path]) -> None:
     """Make the draft of a flat or sectioned config of sd-scripts. config: its path; data: files given beside it."""
@@ -70,7 +72,8 @@ def _config_file(tree: Options, config: Path, data: Sequence[Path]) -> Options:
 def _flat(tree: Options, below: Options) -> Options:
     """The options in one table, those of --config_file below those of the command line."""
     flat: dict[str, Any] = {}
-    for name, value in [*below.given.items(), *tree.given.items()]:
+    said = {name: [] if value is True and name in SEVERAL else value for name, value in tree.given.items()}
+    for name, value in [*below.given.items(), *said.items()]:
         flat |= value if isinstance(value, dict) else {name: value}
     return replace(tree, given=flat, file=tree.file if below is tree else f"{tree.file}, with {below.file}")
 

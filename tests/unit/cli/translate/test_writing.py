@@ -169,7 +169,8 @@ def test_a_shells_variables_stand_for_what_the_file_says(tmp_path: Path) -> None
         ("--output_name true", "run.name", "true"), ("--network_weights 0010", "adapter.init_from", "0010"),
         ("--scale_weight_norms 1", "adapter.max_norm", 1.0), ("--max_data_loader_n_workers 2", "data.num_workers", 2),
         ("--zero_terminal_snr", "model.zero_terminal_snr", True), ("--zero_terminal_snr=true", "model.zero_terminal_snr", True),
-        ("--learning_rate 1e-4", "optimizer.lr", 1e-4),
+        ("--learning_rate 1e-4", "optimizer.lr", 1e-4), ("--optimizer_args --lr_scheduler linear", "schedule.name", "linear"),
+        ("--network_args --network_dim 8", "adapter.rank", 8), ("--lr_scheduler_args --text_encoder_lr", "optimizer.lr", 2e-6),
     ],
 )  # fmt: skip
 def test_a_word_of_a_command_line_is_text_until_a_key_needs_another_kind(
@@ -233,6 +234,15 @@ def test_what_sd_scripts_takes_where_nothing_is_said(tmp_path: Path, said: str, 
     file.write_text(f"{needed}network_train_unet_only = true\n{said}\n")
     found, _ = imported(file)
     assert found[key] == value
+
+
+def test_null_is_no_entry_of_a_list(tmp_path: Path) -> None:
+    file = foreign_configs.write(tmp_path, "ai-toolkit")
+    text = file.read_text().replace('prompts: ["[trigger] on a beach", ', "prompts: [null, ")
+    file.write_text(text.replace("- folder_path: img\n", "- folder_path: img\n          control_path: [null]\n"))
+    found, _ = imported(file)
+    assert found["validation.samples.0.seed"] == 9 and "validation.samples.1.prompt" not in found
+    assert not found.get("data.sources.0.references")
 
 
 def test_a_list_of_data_that_is_not_there_is_asked_for(tmp_path: Path) -> None:
