@@ -10,7 +10,7 @@ from typing import Any, get_args
 from trainer import config as configs
 from trainer.base import other_trainers
 from trainer.base.errors import UserError
-from trainer.cli.translate.draft import ABSENT, DIFFERS, FILL, SWITCHES, UNKNOWN, Draft, Options, as_number
+from trainer.cli.translate.draft import ABSENT, DIFFERS, FILL, SWITCHES, UNKNOWN, Draft, Options, as_number, as_share
 from trainer.config import ScheduleTable
 from trainer.config.kinds import Compute, Dtype
 from trainer.models import FAMILIES, Family
@@ -203,7 +203,8 @@ def _ours(key: str, value: Any) -> list[Any]:
     field = dict(configs.fields()).get(configs.generic(key))
     words = list(re.findall(r"'([\w+]+)'", str(field.annotation))) if field is not None else []
     named = other_trainers.value_for(value, words)
-    number = as_number(value)
+    share = as_share(value)
+    number = as_number(value) if share is None else share
     ours = ([named] if named else []) + ([] if number is None else [number, float(number)])
     if isinstance(value, str) and value.lower() in SWITCHES:
         ours.append(SWITCHES[value.lower()])

@@ -74,6 +74,13 @@ class Options:
             raise self.wrong(name, "a whole number")
         return None if value is None else int(value)
 
+    def steps(self, name: str) -> Any:
+        """A number of steps, or the share of all steps that `N%` is."""
+        share = as_share(self.get(name))
+        if share is not None and not 0 <= share < 1:
+            raise self.wrong(name, "a number of steps, or a share below 100%")
+        return self.number(name) if share is None else share
+
     def _number(self, name: str, value: Any, least: float) -> Any:
         number = as_number(value)
         if number is None or number < least:
@@ -139,6 +146,12 @@ def as_number(value: Any) -> int | float | None:
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not abs(number) <= sys.float_info.max:
         return None
     return number
+
+
+def as_share(value: Any) -> float | None:
+    """N / 100 for the text `N%`; None for all else."""
+    number = as_number(value[:-1]) if isinstance(value, str) and value.endswith("%") else None
+    return None if number is None else number / 100
 
 
 def shown(value: Any) -> str:

@@ -147,7 +147,7 @@ def _rates(draft: Draft, options: Options, family: Family) -> None:
     common.set_optimizer(draft, options.word(kind) or "AdamW", options.told(kind), _arguments(options, "optimizer_args", ""))
     warmup = "lr_warmup_steps"
     common.set_schedule(
-        draft, options.word("lr_scheduler"), options.told("lr_scheduler"), (options.number(warmup), options.told(warmup)),
+        draft, options.word("lr_scheduler"), options.told("lr_scheduler"), (options.steps(warmup), options.told(warmup)),
         idle_when_constant=True,
     )  # fmt: skip
     if options.flag("network_train_text_encoder_only"):

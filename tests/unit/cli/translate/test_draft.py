@@ -23,6 +23,8 @@ WRONG: tuple[Any, ...] = ("big", ["big"], {"big": 1}, None, -1, 0.5, True)
 MISTAKES = [
     ("sd-scripts", "--network_dim 32", "--network_dim 3 2", "train.sh", "network_dim = [3, 2]: it should be a number"),
     ("sd-scripts", "--unet_lr 2e-4", "--unet_lr fast", "train.sh", 'unet_lr = "fast": it should be a number'),
+    ("sd-scripts", "--lr_warmup_steps 10", "--lr_warmup_steps 100%", "train.sh",
+     'lr_warmup_steps = "100%": it should be a number of steps, or a share below 100%'),
     ("sd-scripts", "betas=0.9,0.99", "betas=0.9,high", "train.sh", 'betas = [0.9, "high"]: it should be a number'),
     ("sd-scripts", "--save_every_n_steps 20", "--save_every_n_steps 0", "train.sh",
      "save_every_n_steps = 0: it should be a number, 1 or more"),

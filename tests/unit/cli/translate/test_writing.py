@@ -168,8 +168,10 @@ def test_a_shells_variables_stand_for_what_the_file_says(tmp_path: Path) -> None
         ("--output_name 1e5", "run.name", "1e5"), ("--output_dir=001", "run.output_dir", "001"),
         ("--output_name true", "run.name", "true"), ("--network_weights 0010", "adapter.init_from", "0010"),
         ("--scale_weight_norms 1", "adapter.max_norm", 1.0), ("--max_data_loader_n_workers 2", "data.num_workers", 2),
-        ("--zero_terminal_snr", "model.zero_terminal_snr", True), ("--zero_terminal_snr=true", "model.zero_terminal_snr", True),
-        ("--learning_rate 1e-4", "optimizer.lr", 1e-4), ("--optimizer_args --lr_scheduler linear", "schedule.name", "linear"),
+        ("--zero_terminal_snr", "model.zero_terminal_snr", True),
+        ("--zero_terminal_snr=true", "model.zero_terminal_snr", True),
+        ("--lr_scheduler linear --lr_warmup_steps 5%", "schedule.warmup", 0.05), ("--learning_rate 1e-4", "optimizer.lr", 1e-4),
+        ("--optimizer_args --lr_scheduler linear", "schedule.name", "linear"),
         ("--network_args --network_dim 8", "adapter.rank", 8), ("--lr_scheduler_args --text_encoder_lr", "optimizer.lr", 2e-6),
     ],
 )  # fmt: skip
@@ -226,6 +228,9 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path: Path, capsys, monkey
         ("", "run.max_steps", 1600), ("", "precision.compute", "fp32"), ("", "data.caption_dropout", 0.0),
         ("lr_warmup_steps = 50", "schedule.warmup", 0),  # which "constant" does not read there
         ('lr_warmup_steps = 50\nlr_scheduler = "constant_with_warmup"', "schedule.warmup", 50),
+        ('lr_warmup_steps = "5%"\nlr_scheduler = "linear"', "schedule.warmup", 0.05),
+        ('lr_warmup_steps = "0%"\nlr_scheduler = "linear"', "schedule.warmup", 0),
+        ('lr_decay_steps = "10%"\nlr_scheduler = "warmup_stable_decay"', "schedule.decay", 0.1),
     ],
 )  # fmt: skip
 def test_what_sd_scripts_takes_where_nothing_is_said(tmp_path: Path, said: str, key: str, value: object) -> None:
