@@ -40,6 +40,10 @@ class Options:
         """Whether the file says something of it."""
         return self.given.get(name) is not None
 
+    def null(self, name: str) -> bool:
+        """Whether the file says null, which is not the same as leaving it out where that has a default there."""
+        return name in self.given and self.given[name] is None
+
     def get(self, name: str, otherwise: Any = None) -> Any:
         """The value, of whatever kind it is."""
         self.read.add(name)

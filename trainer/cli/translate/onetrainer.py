@@ -59,7 +59,12 @@ def _length(draft: Draft, options: Options, sizes: int) -> None:
     draft.set("run.epochs", epochs, told)
     draft.carry(options, "batch_size", "data.batch_size")
     draft.carry(options, "gradient_accumulation_steps", "step.accumulation")
-    draft.set("step.max_grad_norm", float(options.number("clip_grad_norm")), options.told("clip_grad_norm"))
+    clip = "clip_grad_norm"
+    if options.null(clip):
+        draft.set("step.max_grad_norm", 0.0, f"{clip} = null: nothing is clipped there")
+    else:
+        draft.set("step.max_grad_norm", float(options.number(clip)), options.told(clip))
+    options.pass_by(clip)
     name = "gradient_checkpointing"
     recomputed = options.get(name) == "CPU_OFFLOADED" or options.flag(name)
     draft.set("memory.gradient_checkpointing", recomputed, options.told(name))
@@ -133,7 +138,8 @@ def _rates(draft: Draft, options: Options, family: Family) -> None:
         if options.flag(f"{encoder}.train", True):
             rates[encoder] = (rate * scale if rate is not None else None, options.told(f"{encoder}.train", True))
             stop = f"{encoder}.stop_training_after"
-            draft.note(DIFFERS, f"{options.told(stop, 30)} epochs: a rule's stop_step counts steps, so it is not written")
+            if not options.null(stop) and options.word(f"{stop}_unit") != "NEVER":
+                draft.note(DIFFERS, f"{options.told(stop, 30)} epochs: a rule's stop_step counts steps, so it is not written")
             options.pass_by(stop, f"{stop}_unit")
     common.set_text_rates(draft, rates)
     if not options.flag(f"{family.denoiser}.train", True):

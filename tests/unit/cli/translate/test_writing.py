@@ -241,6 +241,19 @@ def test_what_sd_scripts_takes_where_nothing_is_said(tmp_path: Path, said: str, 
     assert found[key] == value
 
 
+@pytest.mark.parametrize("stop", ['"stop_training_after": null', '"stop_training_after_unit": "NEVER"'])
+def test_null_in_onetrainer_is_not_the_default_of_what_is_left_out(tmp_path: Path, stop: str) -> None:
+    file = foreign_configs.write(tmp_path, "OneTrainer")
+    _, draft = imported(file)
+    assert any("text_encoder.stop_training_after is left out: 30 there" in note for note in draft.notes[DIFFERS])
+    text = file.read_text().replace('"text_encoder": {', f'"clip_grad_norm": null, "text_encoder": {{{stop}, ')
+    file.write_text(text)
+    found, draft = imported(file)
+    assert found["step.max_grad_norm"] == 0.0
+    assert draft.keys["step.max_grad_norm"][1] == "clip_grad_norm = null: nothing is clipped there"
+    assert not any("stop_training_after" in note for notes in draft.notes.values() for note in notes)
+
+
 def test_null_is_no_entry_of_a_list(tmp_path: Path) -> None:
     file = foreign_configs.write(tmp_path, "ai-toolkit")
     text = file.read_text().replace('prompts: ["[trigger] on a beach", ', "prompts: [null, ")
