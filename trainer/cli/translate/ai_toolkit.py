@@ -22,6 +22,13 @@ DATASET = {
 FLAGS = {"w": "width", "h": "height", "d": "seed", "seed": "seed", "l": "guidance", "cfg": "guidance", "s": "steps",
          "steps": "steps", "n": "negative", "m": "strength", "network_multiplier": "strength"}  # fmt: skip
 
+# Of an entry of sample.samples: what it is in a sample, and whether sample says it for those entries that do not.
+SAMPLE = {
+    "width": ("width", "whole", True), "height": ("height", "whole", True), "guidance_scale": ("guidance", "number", True),
+    "neg": ("negative", "word", True), "network_multiplier": ("strength", "number", True), "seed": ("seed", "whole", False),
+    "sample_steps": ("steps", "whole", False),
+}  # fmt: skip
+
 
 def translate(draft: Draft, tree: Options, config: Path, data: Sequence[Path]) -> None:
     """Make the draft of a job's first process."""
@@ -230,22 +237,24 @@ def _source(draft: Draft, table: Options, options: Options) -> None:
 
 def _samples(draft: Draft, options: Options, family: Family) -> None:
     """The prompts, with their own flags; [trigger] in them is the trigger."""
-    shared = {
-        "width": ("sample.width", "whole"), "height": ("sample.height", "whole"),
-        "guidance": ("sample.guidance_scale", "number"), "negative": ("sample.neg", "word"),
-    }  # fmt: skip
     draft.carry(options, "sample.seed", "validation.seed")
     draft.carry(options, "sample.sample_steps", "validation.steps")
     seed, walk = options.whole("sample.seed"), options.flag("sample.walk_seed")
-    asked = [table.word("prompt", "") for table in options.tables("sample.samples", "sample.samples ")]
-    for place, line in enumerate(asked or map(str, options.entries("sample.prompts"))):
-        prompt, flags = prompt_line(line.replace("[trigger]", options.word("trigger_word", "")))
-        sample: dict[str, tuple[Any, str]] = {"prompt": (prompt, "sample.prompts")}
-        for key, (name, kind) in shared.items():
-            if value := getattr(options, kind)(name):
-                sample[key] = (value, options.told(name))
+    listed = options.tables("sample.samples", "sample.samples.")
+    plain = [
+        Options({"prompt": str(line)}, options.file, prefix="sample.prompts ") for line in options.entries("sample.prompts")
+    ]
+    for place, entry in enumerate(listed or plain):
+        line = entry.word("prompt", "").replace("[trigger]", options.word("trigger_word", ""))
+        prompt, flags = prompt_line(line)
+        sample: dict[str, tuple[Any, str]] = {"prompt": (prompt, "sample.samples" if listed else "sample.prompts")}
         if walk:
             sample["seed"] = (seed + place, f"{options.told('sample.seed')} + {place}: walk_seed")
+        for there, (key, kind, is_shared) in SAMPLE.items():
+            table, name = (entry, there) if entry.has(there) or not is_shared else (options, f"sample.{there}")
+            value = getattr(table, kind)(name)
+            if value not in (None, ""):
+                sample[key] = (float(value) if key == "strength" else value, table.told(name))
         sample |= {FLAGS[flag]: (value, f"--{flag}") for flag, value in flags.items() if flag in FLAGS}
         if idle := [flag for flag in flags if flag not in FLAGS]:
             draft.note(
@@ -253,3 +262,4 @@ def _samples(draft: Draft, options: Options, family: Family) -> None:
                 f"--{idle[0]} in a prompt: references of a sample are validation.samples.references, of models that edit",
             )
         draft.samples.append(sample)
+        common.carry_rest(draft, entry)

@@ -170,9 +170,11 @@ def test_a_shells_variables_stand_for_what_the_file_says(tmp_path: Path) -> None
         ("--scale_weight_norms 1", "adapter.max_norm", 1.0), ("--max_data_loader_n_workers 2", "data.num_workers", 2),
         ("--zero_terminal_snr", "model.zero_terminal_snr", True),
         ("--zero_terminal_snr=true", "model.zero_terminal_snr", True),
-        ("--lr_scheduler linear --lr_warmup_steps 5%", "schedule.warmup", 0.05), ("--learning_rate 1e-4", "optimizer.lr", 1e-4),
+        ("--lr_scheduler linear --lr_warmup_steps 5%", "schedule.warmup", 0.05),
+        ("--learning_rate 1e-4", "optimizer.lr", 1e-4),
         ("--optimizer_args --lr_scheduler linear", "schedule.name", "linear"),
-        ("--network_args --network_dim 8", "adapter.rank", 8), ("--lr_scheduler_args --text_encoder_lr", "optimizer.lr", 2e-6),
+        ("--network_args --network_dim 8", "adapter.rank", 8),
+        ("--lr_scheduler_args --text_encoder_lr", "optimizer.lr", 2e-6),
     ],
 )  # fmt: skip
 def test_a_word_of_a_command_line_is_text_until_a_key_needs_another_kind(
@@ -252,6 +254,23 @@ def test_null_in_onetrainer_is_not_the_default_of_what_is_left_out(tmp_path: Pat
     assert found["step.max_grad_norm"] == 0.0
     assert draft.keys["step.max_grad_norm"][1] == "clip_grad_norm = null: nothing is clipped there"
     assert not any("stop_training_after" in note for notes in draft.notes.values() for note in notes)
+
+
+def test_an_entry_of_samples_stands_before_what_all_samples_share(tmp_path: Path) -> None:
+    file = foreign_configs.write(tmp_path, "ai-toolkit")
+    entry = (
+        '{prompt: "[trigger] at home --h 640", width: 256, height: 320, seed: 0, neg: "", guidance_scale: 0, sample_steps: 7'
+    )
+    listed = f"samples: [{entry}, network_multiplier: 0.5, unheard_of: 3}}, {{prompt: a bear}}]"
+    file.write_text(re.sub(r"prompts: \[.*\]", listed, file.read_text()))
+    found, draft = imported(file)
+    expected = {"prompt": "sks at home", "width": 256, "height": 640, "seed": 0, "guidance": 0, "steps": 7, "strength": 0.5}
+    assert {key: found[f"validation.samples.0.{key}"] for key in expected} == expected
+    shared = {"prompt": "a bear", "width": 1024, "height": 768, "seed": 43, "guidance": 4, "strength": 1.0}
+    assert {key: found[f"validation.samples.1.{key}"] for key in shared} == shared
+    assert draft.notes[UNKNOWN] == ["sample.samples.unheard_of = 3"]
+    assert "sample.samples.width = 256" in text_of(draft, file)
+    assert [note for note in draft.notes[ABSENT] if "negative" in note]  # of the second: Flux is drawn without
 
 
 def test_null_is_no_entry_of_a_list(tmp_path: Path) -> None:
