@@ -252,7 +252,7 @@ def _samples(draft: Draft, options: Options, family: Family) -> None:
             sample["seed"] = (seed + place, f"{options.told('sample.seed')} + {place}: walk_seed")
         for there, (key, kind, is_shared) in SAMPLE.items():
             table, name = (entry, there) if entry.has(there) or not is_shared else (options, f"sample.{there}")
-            value = getattr(table, kind)(name)
+            value = None if table.get(name) is False else getattr(table, kind)(name)  # false is the default of neg there
             if value not in (None, ""):
                 sample[key] = (float(value) if key == "strength" else value, table.told(name))
         sample |= {FLAGS[flag]: (value, f"--{flag}") for flag, value in flags.items() if flag in FLAGS}

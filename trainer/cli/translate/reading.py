@@ -66,13 +66,18 @@ def _names(tree: Any) -> set[str]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file. Raises UserError."""
+    """The text of a file that is not empty. Raises UserError."""
+    if not path.is_file():
+        raise UserError(f"{path} {'is a folder' if path.is_dir() else 'is not there'}; give the file of a config")
     try:
-        return path.read_text(encoding="utf-8-sig")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} cannot be read: it is not in UTF-8; save it in that") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error}") from error
+    if not text.strip():
+        raise UserError(f"{path} is empty; give the file of a config")
+    return text
 
 
 def read_tree(path: Path) -> Any:

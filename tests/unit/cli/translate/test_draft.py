@@ -177,3 +177,11 @@ def test_a_simpletuner_config_without_its_family_asks_for_it(tmp_path: Path) -> 
         drafted(file)
     draft = drafted(file, overrides=["model.family=flux"])
     assert draft.trainer == "SimpleTuner" and checked(draft, file).model.family == "flux"
+
+
+@pytest.mark.parametrize(("name", "said"), [("gone.json", "is not there"), (".", "is a folder"), ("empty.yaml", "is empty")])
+def test_a_file_that_is_none_is_named(tmp_path: Path, monkeypatch, name: str, said: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty.yaml").write_text(" \n")
+    with pytest.raises(UserError, match=f"^{name} {said}; give the file of a config$"):
+        read_tree(Path(name))

@@ -258,10 +258,8 @@ def test_null_in_onetrainer_is_not_the_default_of_what_is_left_out(tmp_path: Pat
 
 def test_an_entry_of_samples_stands_before_what_all_samples_share(tmp_path: Path) -> None:
     file = foreign_configs.write(tmp_path, "ai-toolkit")
-    entry = (
-        '{prompt: "[trigger] at home --h 640", width: 256, height: 320, seed: 0, neg: "", guidance_scale: 0, sample_steps: 7'
-    )
-    listed = f"samples: [{entry}, network_multiplier: 0.5, unheard_of: 3}}, {{prompt: a bear}}]"
+    entry = '{prompt: "[trigger] at home --h 640", width: 256, height: 320, seed: 0, neg: false, guidance_scale: 0'
+    listed = f"samples: [{entry}, sample_steps: 7, network_multiplier: 0.5, unheard_of: 3}}, {{prompt: a bear}}]"
     file.write_text(re.sub(r"prompts: \[.*\]", listed, file.read_text()))
     found, draft = imported(file)
     expected = {"prompt": "sks at home", "width": 256, "height": 640, "seed": 0, "guidance": 0, "steps": 7, "strength": 0.5}
