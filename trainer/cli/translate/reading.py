@@ -66,23 +66,22 @@ def _names(tree: Any) -> set[str]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file that is not empty. Raises UserError."""
+    """The text of a file. Raises UserError."""
     if not path.is_file():
         raise UserError(f"{path} {'is a folder' if path.is_dir() else 'is not there'}; give the file of a config")
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} cannot be read: it is not in UTF-8; save it in that") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error}") from error
-    if not text.strip():
-        raise UserError(f"{path} is empty; give the file of a config")
-    return text
 
 
 def read_tree(path: Path) -> Any:
     """What a TOML, YAML or JSON file holds, or a command line in a file of any other kind. Raises UserError."""
     text = read_text(path)
+    if not text.strip():
+        raise UserError(f"{path} is empty; give the file of a config")
     readers = {".toml": _toml, ".yaml": yaml.safe_load, ".yml": yaml.safe_load, ".json": json.loads}
     try:
         tree = _plain(readers.get(path.suffix.lower(), _command_line)(text))
