@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trainer.optim.libraries import StateLayout, keeps, like
-from trainer.optim.table import Entry
+from trainer.optim.table import OptimizerKind
 
 
 class Growing(torch.optim.Optimizer):
@@ -94,7 +94,7 @@ def factored_layouts(shape: torch.Size, group: Mapping[str, Any]) -> list[StateL
 
 
 ENTRIES = {
-    "growing": Entry(lambda: Growing, keeps("momentum"), betas=None, eps=None, group_keys=("d", "k")),
-    "averaging": Entry(lambda: Averaging, keeps("z"), betas=None, eps=None, group_keys=("weight_sum",), modes=True),
-    "factored": Entry(lambda: Factored, factored_layouts, betas=None, eps=None, flat=False),
+    "growing": OptimizerKind(lambda: Growing, keeps("momentum"), betas=None, eps=None, group_keys=("d", "k")),
+    "averaging": OptimizerKind(lambda: Averaging, keeps("z"), betas=None, eps=None, group_keys=("weight_sum",), modes=True),
+    "factored": OptimizerKind(lambda: Factored, factored_layouts, betas=None, eps=None, flat=False),
 }

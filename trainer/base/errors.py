@@ -1,7 +1,23 @@
-"""How a run can fail, and the exit status that tells it. Imports next to nothing, so that the command line starts at once."""
+"""How a run can fail, and the exit status that tells it. Imports next to nothing, so that the command line starts at once.
+
+`reading` is the one context in which files of others are read: configs, tokenizers, indexes, tables, captions, adapters. What
+a library raises there is the file's fault, and becomes one sentence for its owner. What our own code raises is a fault of
+ours, and stays what it is. A conversion of a value is a call of `converted`, so that its error is the file's, too.
+"""
 
 import errno
 import signal
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+T = TypeVar("T")
+OWN, STANDARD = str(Path(__file__).parents[1]), sysconfig.get_path("stdlib")  # folders of code: ours, Python's
+PACKAGES = {"site-packages", "dist-packages"}
+AGAIN = "download or copy it again"
 
 STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG}
 
@@ -104,3 +120,59 @@ def told(error: BaseException, said: str) -> str:
         return said
     first, *rest = said.splitlines() or [""]
     return "\n".join([f"error: {first}", *(f"       {line}" for line in rest)])
+
+
+@contextmanager
+def reading(file: Path | str, what: str = "", *, remedy: str = AGAIN) -> Iterator[None]:
+    """A block that reads `file`, which others wrote. Raises UserError with the file, `what` and the remedy for what a
+    library raises within, and for a ValueError, with which our own readers refuse what a file holds.
+
+    what: the key, row or part that is read. An OSError with a number is the system's, and stays.
+    """
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    # Any exception: the readers of a dozen formats raise many kinds, tokenizers' even a bare Exception.
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None or not raised_by_file(error):
+            raise
+        raise UserError(f"{file}: {f'{what}: ' if what else ''}{reason_of(error)}; {remedy}") from error
+
+
+def reason_of(error: BaseException) -> str:
+    """What an exception of a library says, in one line of at most 300 characters, with its kind where that is needed."""
+    said = one_line(error)[:300]
+    plain = isinstance(error, (ValueError, OSError)) or said == type(error).__name__
+    return said if plain else f"{said} ({type(error).__name__})"
+
+
+def raised_by_file(error: BaseException) -> bool:
+    """Whether an exception came out of a library's code, or is a ValueError: so that what was read is at fault. Code in
+    Rust leaves no place, and raises a bare Exception."""
+    place = _innermost(error.__traceback__)
+    library = place.startswith(STANDARD) or not PACKAGES.isdisjoint(Path(place).parts)
+    return isinstance(error, ValueError) or type(error) is Exception or (library and not place.startswith(OWN))
+
+
+def _innermost(traceback: TracebackType | None) -> str:
+    """The file of the code that raised; of code without one (a dataclass makes some), of what called that."""
+    file = ""
+    while traceback is not None:
+        name, traceback = traceback.tb_frame.f_code.co_filename, traceback.tb_next
+        file = file if name.startswith("<") else name
+    return file
+
+
+def converted(convert: Callable[..., T], value: object, should_be: str) -> T:
+    """convert(value), of a file's value. Raises ValueError that names the value and what it should be."""
+    try:
+        return convert(value)
+    except (TypeError, ValueError, OverflowError, ArithmeticError) as error:
+        raise ValueError(f"{shown(value)} should be {should_be}") from error
+
+
+def shown(value: object) -> str:
+    """A value for a message, in at most 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

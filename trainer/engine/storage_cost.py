@@ -169,7 +169,7 @@ def estimate(
     recomputation, from now on too. Raises NonFiniteError."""
     layers = {name: layer for name, layer in denoiser.named_modules() if isinstance(layer, FrozenLayer)}
     checkpoint_blocks(blocks, True, compiled=list(blocks))
-    sums = Account(stored)
+    sums = ErrorSums(stored)
     compute, anchor = predictions(components), torch.zeros((), device=components.model.device, requires_grad=True)
 
     def errors(batch: Batch, shares: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
@@ -194,7 +194,7 @@ def estimate(
     return sums.terms()
 
 
-class Account:
+class ErrorSums:
     """The terms of several storages while they are summed up. end: how many draws have begun."""
 
     def __init__(self, stored: Sequence[Formats]) -> None:

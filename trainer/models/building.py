@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainer.models.base import Component
-from trainer.models.config_files import blamed_on
+from trainer.models.config_files import as_taken, blamed_on, culprit, parameters_of
 from trainer.models.names import ComponentConfig, Shape
 
 # Replaces layers of a module without memory; may return tensors that it gave memory elsewhere, where they stay.
@@ -26,8 +26,14 @@ def build(component: Component, config: ComponentConfig, where: Path | str = "")
 
     config = {key: value for key, value in component.built(config).items() if not key.startswith("_")}
     cls: Any = getattr(importlib.import_module(component.library), component.class_name)
-    with blamed_on(where or _usual(component), component, config), init_empty_weights(include_buffers=False):
-        module = cls.from_config(config) if component.library == "diffusers" else cls(cls.config_class.from_dict(config))
+    config = as_taken(config, parameters_of(component.library, component.class_name))
+
+    def made(config: dict[str, Any]) -> nn.Module:
+        with init_empty_weights(include_buffers=False):
+            return cls.from_config(config) if component.library == "diffusers" else cls(cls.config_class.from_dict(config))
+
+    with blamed_on(where or _usual(component), component, lambda: culprit(config, component.library, cls.__name__, made)):
+        module = made(config)
     return module.eval().requires_grad_(False)
 
 

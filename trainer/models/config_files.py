@@ -1,39 +1,51 @@
 """A model's JSON files: read, and refused with the file, the key and the value where they are damaged."""
 
+import importlib
+import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from trainer.base.errors import UserError, one_line
+from trainer.base.errors import UserError, raised_by_file, reading, shown
 from trainer.base.files import refuse_irregular
 from trainer.models.base import Component, Family
 from trainer.models.hub import Repository
 from trainer.models.names import ComponentConfig
 
 PUBLISHED = Path(__file__).parent / "published"
-# What the libraries raise where a value of a config makes no module. They check few values: most fail as whatever computes
-# with them. So no code of ours but what infers a config from a file's shapes runs where these are taken for the file's.
-UNBUILDABLE = (
-    ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError,
-)  # fmt: skip
+RESTORE = "restore the file, as the model's repository has it"
+MOST = 2**31  # of any whole number: no model counts so far
 
 
 @contextmanager
-def blamed_on(where: Path | str, component: Component, config: ComponentConfig) -> Iterator[None]:
-    """A block in which an error that a value of the config causes is the user's: with the file, and the key where it can
-    be told."""
+def blamed_on(where: Path | str, component: Component, named: Callable[[], str] = lambda: "") -> Iterator[None]:
+    """A block in which what a library raises about the component's config is the user's error, with the file. named: gives
+    the key that is at fault, as text, once something was raised."""
     try:
-        yield
-    except UserError:
-        raise
-    except UNBUILDABLE as error:
-        said = one_line(error)[:300]
-        named = [f"{key} = {value!r}" for key, value in config.items() if isinstance(value, str) and value and value in said]
-        what = f"{where} describes no {component.class_name}{f' ({named[0]})' if named else ''}"
-        raise UserError(f"{what}: {said}; restore the file, as the model's repository has it") from error
+        with reading(where, f"describes no {component.class_name}", remedy=RESTORE):
+            yield
+    except UserError as error:
+        raise UserError(str(error).replace(component.class_name, component.class_name + named(), 1)) from error
+
+
+def culprit(config: ComponentConfig, library: str, class_name: str, build: Callable[[dict[str, Any]], object]) -> str:
+    """The first value without which the class takes the config, as text; all that others need not have, where there is none
+    such: they do not go together. build: makes the module of a config."""
+    own = {k: v for k, v in config.items() if v != parameters_of(library, class_name).get(k, (None, None))[1]}
+    for key in own:
+        try:
+            build({other: value for other, value in config.items() if other != key})
+        except Exception as error:
+            if not raised_by_file(error):
+                raise
+        else:
+            return f" ({key} = {shown(own[key])})"
+    return f" ({', '.join(f'{key} = {shown(value)}' for key, value in own.items())})"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -81,34 +93,92 @@ def published_config(labels: tuple[str, ...], component: str) -> dict[str, Any]:
     return next((read_json(place) for place in places if place.is_file()), {})
 
 
-def check_values(where: Path | str, config: ComponentConfig, usual: ComponentConfig, needed: ComponentConfig) -> None:
-    """Refuse a value of another kind than the published model's, where that has one.
+def parameters_of(library: str, class_name: object) -> Mapping[str, tuple[Any, Any]]:
+    """(annotation, default) of each value that a class of diffusers or transformers takes from its config; empty where the
+    library has no class of that name."""
+    return _parameters_of(library, class_name) if isinstance(class_name, str) else {}
 
-    usual: the published config. needed: what the family reads, which must not be null. A list of values may stand for one.
-    """
+
+@cache
+def _parameters_of(library: str, class_name: str) -> Mapping[str, tuple[Any, Any]]:
+    cls: Any = getattr(importlib.import_module(library), class_name, None)
+    if cls is None:
+        return {}
+    if library == "transformers":
+        own = cls.config_class
+        return {field.name: (field.type, getattr(own, field.name, None)) for field in fields(own)}
+    hints, signature = get_type_hints(cls.__init__), inspect.signature(cls.__init__).parameters
+    return {key: (hints.get(key, Any), each.default) for key, each in signature.items() if each.default is not each.empty}
+
+
+def as_taken(config: ComponentConfig, taken: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
+    """The config as a strict class takes it: 1 is 1.0 where that is wanted, and null is left out where it is no value."""
+    given = {}
     for key, value in config.items():
-        wanted = usual.get(key, needed.get(key))
-        if wanted is None or key.startswith("_"):
+        hint, default = taken.get(key, (Any, None))
+        if type(value) is int and (hint is float or type(default) is float):
+            value = float(value)
+        if value is not None or default is None or _fits(None, hint):
+            given[key] = value
+    return given
+
+
+def check_values(
+    where: Path, config: ComponentConfig, library: str, class_name: object, *, usual: ComponentConfig = {},
+    needed: ComponentConfig = {},
+) -> None:  # fmt: skip
+    """Refuse a value of another kind than both the published model's and what the library's class takes, and a count that
+    none can be.
+
+    usual: the published config. needed: what the family reads, which must not be null.
+    """
+    taken = parameters_of(library, class_name)
+    for key, value in config.items():
+        hint, default = taken.get(key, (Any, None))
+        wanted = usual.get(key, needed.get(key, default))
+        if key.startswith("_") or (key in usual and value == usual[key]) or (key not in taken and wanted is None):
             continue
-        listed = isinstance(value, list) or not isinstance(needed.get(key), list)
-        if (value is None and key in needed) or (value is not None and not (listed and _alike(value, wanted))):
-            raise UserError(
-                f"{where}: {key} = {_shown(value)}, where others have {_shown(wanted)}; restore the file, as the model's "
-                "repository has it"
-            )
+        fits = key not in needed if value is None else _alike(value, wanted) or (key in taken and _fits(value, hint))
+        if not fits or not _counts(key, value, wanted):
+            should = f"others have {shown(wanted)}" if wanted is not None else f"{_kind_name(hint)} is taken"
+            raise UserError(f"{where}: {key} = {shown(value)}, where {should}; {RESTORE}")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value of JSON is of the annotated type. Libraries annotate lists of any length as tuples of one."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(value, each) for each in inner)
+    if origin is Literal:
+        return value in inner
+    if origin in (list, tuple) or hint in (list, tuple):
+        among = [each for each in inner if each is not ...]
+        return isinstance(value, list) and all(any(_fits(each, one) for one in among) for each in value if among)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+    if hint in (int, str, bool):
+        return type(value) is hint
+    return (value is None) == (hint is NoneType) if hint is NoneType or value is None else True
+
+
+def _counts(key: str, value: Any, wanted: Any) -> bool:
+    """Whether whole numbers are below MOST, and a count that others have is one: a size, not an id."""
+    if isinstance(value, list):
+        return bool(value or not wanted) and all(_counts(key, each, 0) for each in value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        return True
+    count = type(wanted) is int and wanted > 0 and not key.endswith("_id")
+    return (1 if count else -MOST) <= value < MOST
 
 
 def _alike(value: Any, wanted: Any) -> bool:
-    if isinstance(value, list):
-        return not isinstance(wanted, dict) and all(_alike(each, wanted) for each in value)
+    """Whether a value is of the kind that others have."""
     if isinstance(wanted, list):
-        return not wanted or _alike(value, wanted[0])
-    if isinstance(value, float) and not abs(value) < float("inf"):
-        return False
-    number = isinstance(wanted, int | float) and not isinstance(wanted, bool)
-    return isinstance(value, int | float) and not isinstance(value, bool) if number else isinstance(value, type(wanted))
+        return isinstance(value, list) and (not wanted or all(_alike(each, wanted[0]) for each in value))
+    if isinstance(wanted, float):
+        return _fits(value, float)
+    return type(value) is type(wanted)
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+def _kind_name(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) else str(hint)

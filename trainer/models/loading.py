@@ -23,7 +23,15 @@ from trainer.base.types import HeldWeight, Link
 from trainer.models import hub, tokenizers, variants
 from trainer.models.base import Family, Markers
 from trainer.models.building import Swap, allocate, build, shapes_of
-from trainer.models.config_files import PUBLISHED, blamed_on, check_values, published_config, read_json, read_of, shards
+from trainer.models.config_files import (
+    PUBLISHED,
+    blamed_on,
+    check_values,
+    published_config,
+    read_json,
+    read_of,
+    shards,
+)  # fmt: skip
 from trainer.models.weight_sets import PICKLES, WEIGHT_STEMS, Wanted, WeightChoice, choose, weight_sets
 from trainer.models.weights import Headers, Read, Recognise, Weights, plan_reads
 
@@ -71,7 +79,10 @@ class ModelSource:
     @cached_property
     def scheduler(self) -> dict[str, Any]:
         """The scheduler's config."""
-        return read_json(self._beside("scheduler/scheduler_config.json"))
+        path = self._beside("scheduler/scheduler_config.json")
+        config = read_json(path)
+        check_values(path, config, "diffusers", config.get("_class_name"))
+        return config
 
     @cached_property
     def markers(self) -> Markers:
@@ -90,7 +101,8 @@ class ModelSource:
         """config.json, with what it leaves out and the family reads; of a single file without one, as its shapes say."""
         component, path = self.family.component(name), self.config_file(name)
         config = {**component.defaults, **self._config(name)}
-        check_values(path, config, published_config(tuple(self.family.hub_ids.values()), name), component.defaults)
+        usual = published_config(tuple(self.family.hub_ids.values()), name)
+        check_values(path, config, component.library, component.class_name, usual=usual, needed=component.defaults)
         return config
 
     def config_file(self, name: str) -> Path:
@@ -117,7 +129,7 @@ class ModelSource:
                     "is told; use a model in diffusers' layout, or the 16-bit file"
                 )
             shapes = {key: entry.shape for key, entry in entries.items()}
-            with blamed_on(file.path, component, {}):
+            with blamed_on(file.path, component):
                 config |= component.infer(shapes, config)
         return config
 
@@ -316,7 +328,7 @@ class ModelSource:
         """SHA-256 over the tokenizers' files, and how they are read."""
         digest = hashlib.sha256()
         for name in self.family.tokenizers:
-            digest.update(tokenizers.reading(self.tokenizer_folder(name)))
+            digest.update(tokenizers.padding_rule(self.tokenizer_folder(name)))
             there = sorted(self.tokenizer_folder(name).glob("*"))
             for path in (path for path in there if path.is_file() and not path.name.startswith(".")):
                 digest.update(path.name.encode() + b"\0" + path.read_bytes())

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trainer.base.errors import UserError
+from trainer.base.errors import AGAIN, UserError, reading, shown
 from trainer.models.config_files import read_json
 
 EMBEDDED_MERGES = Path(__file__).parent / "published" / "clip_bpe_merges.txt.gz"
@@ -70,8 +70,12 @@ def _config(folder: Path) -> dict[str, Any]:
     return read_json(settings) if settings.is_file() else {}
 
 
+def _class_of(config: dict[str, Any]) -> str:
+    return str(config.get("tokenizer_class", ""))
+
+
 def _is_clip(config: dict[str, Any]) -> bool:
-    return config.get("tokenizer_class", "").startswith("CLIPTokenizer")
+    return _class_of(config).startswith("CLIPTokenizer")
 
 
 def _padding(config: dict[str, Any]) -> str:
@@ -79,7 +83,7 @@ def _padding(config: dict[str, Any]) -> str:
     return pad["content"] if isinstance(pad, dict) else pad
 
 
-def reading(folder: Path) -> bytes:
+def padding_rule(folder: Path) -> bytes:
     """What else than its files decides which ids a tokenizer gives.
 
     Change this text when the same files give other ids than before. Empty as long as that has never happened: what was
@@ -136,21 +140,34 @@ def check_tokenizer(folder: Path, name: str, *, chat: bool = False) -> bool:
 def load_tokenizer(folder: Path, name: str) -> Any:
     """The tokenizer in a folder; where that only says "CLIPTokenizer", the embedded vocabulary.
 
-    name: of the model's tokenizer. Raises UserError where the folder needs a vocabulary and has none.
+    name: of the model's tokenizer. Raises UserError where the folder needs a vocabulary and has none, and where a file there
+    gives no tokenizer of transformers that can encode a text.
     """
     whole = check_tokenizer(folder, name)
-    config = _config(folder)
+    config, file = _config(folder), folder / "tokenizer.json"
+    remedy = "download the folder again; code of a model's own is never run, so it must be a tokenizer of transformers"
+    if file.is_file():
+        from tokenizers import Tokenizer
+
+        with reading(file, remedy=AGAIN):
+            Tokenizer.from_file(str(file))
+    with reading(folder, "cannot be read as a tokenizer", remedy=remedy):
+        tokenizer = _made(folder, config, whole)
+        # What it is asked for later: padding, a length, and for chats its template.
+        tokenizer(["a", "b c"], padding="max_length", max_length=8, truncation=True, return_tensors="pt")
+        length = tokenizer.model_max_length
+        if not isinstance(length, int | float) or length < 1:
+            raise ValueError(f"model_max_length = {shown(length)}, where others have a count of tokens")
+        if has_template(folder):
+            tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    return tokenizer
+
+
+def _made(folder: Path, config: dict[str, Any], whole: bool) -> Any:
     if _is_clip(config):
         return build_clip_tokenizer(folder) if whole else build_clip_tokenizer(None, _padding(config))
     from transformers import AutoTokenizer, T5TokenizerFast
 
-    t5 = config.get("tokenizer_class", "").startswith("T5Tokenizer")
-    chosen = T5TokenizerFast if t5 else AutoTokenizer
-    try:
-        # Said in so many words: left out, transformers asks at the terminal whether it may run the folder's own code.
-        return chosen.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, OSError) as error:
-        raise UserError(
-            f"the tokenizer in {folder} cannot be read: {str(error).splitlines()[0]}\ncode of a model's own is never run; "
-            "set model.config to a folder with a tokenizer of transformers"
-        ) from error
+    chosen = T5TokenizerFast if _class_of(config).startswith("T5Tokenizer") else AutoTokenizer
+    # Said in so many words: left out, transformers asks at the terminal whether it may run the folder's own code.
+    return chosen.from_pretrained(folder, trust_remote_code=False)

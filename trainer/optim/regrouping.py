@@ -8,7 +8,7 @@ import torch
 
 from trainer.base.errors import UserError
 from trainer.optim.parameters import ALIGNMENT, padded
-from trainer.optim.table import Entry
+from trainer.optim.table import OptimizerKind
 
 Held = dict[str, Any]
 
@@ -22,7 +22,7 @@ class Regrouping:
     now: Sequence[Sequence[str]]
     sizes: Mapping[str, int]
 
-    def __call__(self, saved: Mapping[str, Held], entry: Entry) -> dict[str, Held]:
+    def __call__(self, saved: Mapping[str, Held], entry: OptimizerKind) -> dict[str, Held]:
         """The state for this run's groups, by owner as OptimizerState names them. saved: the checkpoint's, by owner.
 
         No bit is computed: blocks of 8-bit states never span two parameters. Raises UserError where groups that become one

@@ -14,7 +14,7 @@ from trainer.optim.parameters import flatten, matrices
 
 
 @dataclass(frozen=True)
-class Entry:
+class OptimizerKind:
     """One entry of the table.
 
     library: imports the library, and gives its class.
@@ -58,50 +58,50 @@ class Entry:
     schedules: tuple[str, ...] | None = None
 
 
-def _blockwise(name: str, states: int, **more: Any) -> Entry:
+def _blockwise(name: str, states: int, **more: Any) -> OptimizerKind:
     """bitsandbytes decodes and encodes the whole state on a CPU."""
     shared = ("step", *(f"qmap{i + 1}" for i in range(states)))
     library, keeps = libraries.bitsandbytes(name), libraries.blockwise_keeps(states)
-    return Entry(library, keeps, libraries.blockwise, eight_bit=True, shared=shared, **more)
+    return OptimizerKind(library, keeps, libraries.blockwise, eight_bit=True, shared=shared, **more)
 
 
 OPTIMIZERS = {
-    "adamw": Entry(lambda: torch.optim.AdamW, libraries.adamw_keeps, fixed={"fused": True}),
+    "adamw": OptimizerKind(lambda: torch.optim.AdamW, libraries.adamw_keeps, fixed={"fused": True}),
     "adamw8bit": _blockwise("AdamW8bit", 2, cpu_scratch=20),
     "paged_adamw8bit": _blockwise("PagedAdamW8bit", 2, hold=libraries.paged, paged=True, cpu_scratch=20),
-    "lion": Entry(
+    "lion": OptimizerKind(
         libraries.kozistr("Lion"), libraries.keeps("exp_avg"), libraries.counting, betas=(0.9, 0.99), eps=None,
         group_keys=("step",), cpu_scratch=4,
     ),
     "lion8bit": _blockwise("Lion8bit", 1, betas=(0.9, 0.99), eps=None, cpu_scratch=20),
     # With its scale_parameter a matrix moves in proportion to its size: B, which starts at zero, would hardly move.
-    "adafactor": Entry(
+    "adafactor": OptimizerKind(
         libraries.transformers_adafactor, libraries.adafactor_keeps, betas=None, eps=None, flat=False,
         presets={"scale_parameter": False}, fixed={"relative_step": False, "warmup_init": False}, cpu_scratch=8,
     ),
     # The presets are its author's advice for diffusion models (github.com/konstmish/prodigy).
-    "prodigy": Entry(
+    "prodigy": OptimizerKind(
         libraries.kozistr("Prodigy"), libraries.keeps("s", "p0", "exp_avg", "exp_avg_sq"), libraries.prodigy,
         presets={"safeguard_warmup": True, "bias_correction": True}, group_keys=("step", "d", "d_max", "d_numerator"),
         derived=("d_de_nom", "d_hat"), finds=Finds(), cpu_scratch=4,
     ),
-    "schedulefree_adamw": Entry(
+    "schedulefree_adamw": OptimizerKind(
         libraries.schedulefree, libraries.keeps("z", "exp_avg_sq"), group_keys=("k", "weight_sum", "lr_max"),
         derived=("scheduled_lr",), modes=True, schedules=("constant",), cpu_scratch=4,
     ),
-    "came": Entry(
+    "came": OptimizerKind(
         libraries.kozistr("CAME"), libraries.came_keeps, libraries.counting, betas=(0.9, 0.999, 0.9999), eps=None, flat=False,
         group_keys=("step",), cpu_scratch=8,
     ),
     # With match_rms_adamw an update of a matrix is as large as AdamW's: one optimizer.lr for both parts (arXiv 2502.16982).
-    "muon": Entry(
+    "muon": OptimizerKind(
         lambda: torch.optim.Muon, libraries.muon_keeps, libraries.muon, flat=False,
         presets={"adjust_lr_fn": "match_rms_adamw"}, apart=True, cpu_scratch=8,
     ),
 }  # fmt: skip
 
 
-def optimizer_named(name: str) -> Entry:
+def optimizer_named(name: str) -> OptimizerKind:
     """Raises UserError, with the name that was probably meant."""
     if name not in OPTIMIZERS:
         raise UserError(f"optimizer.name = {name!r} is not known; {patterns.suggestion(name, OPTIMIZERS)}")
@@ -129,7 +129,7 @@ def build_optimizer(
     min_8bit_size: int = 4096,
     options: Mapping[str, Any] = {},
 ) -> torch.optim.Optimizer:
-    """The optimizer `name`. groups: those that `Entry.make` takes, not laid out yet. betas, eps: None for the library's.
+    """The optimizer `name`. groups: as `OptimizerKind.make` takes them, not laid out. betas, eps: None for the library's.
     options: beyond the presets.
 
     The parameters get gradients, to be zeroed in place, never set to None.

@@ -8,7 +8,7 @@ import torch
 from trainer.base.errors import UserError
 from trainer.config import Config, OptimizerTable
 from trainer.optim import options
-from trainer.optim.table import Entry, optimizer_named
+from trainer.optim.table import OptimizerKind, optimizer_named
 
 
 def resolve(table: OptimizerTable) -> OptimizerTable:
@@ -36,9 +36,9 @@ class Exclusion:
     refusal: what is said of a config of such an optimizer; "" where nothing is in its way.
     """
 
-    concerns: Callable[[Entry], bool]
-    what: Callable[[Entry], str]
-    refusal: Callable[[Config, Entry], str]
+    concerns: Callable[[OptimizerKind], bool]
+    what: Callable[[OptimizerKind], str]
+    refusal: Callable[[Config, OptimizerKind], str]
 
 
 def check(config: Config) -> None:
@@ -56,15 +56,15 @@ def does_not_go_with(name: str) -> list[str]:
     return [exclusion.what(entry) for exclusion in EXCLUSIONS if exclusion.concerns(entry)]
 
 
-def _finds(entry: Entry) -> bool:
+def _finds(entry: OptimizerKind) -> bool:
     return entry.finds is not None
 
 
-def _modes(entry: Entry) -> bool:
+def _modes(entry: OptimizerKind) -> bool:
     return entry.modes
 
 
-def _unlike_a_factor(config: Config, entry: Entry) -> str:
+def _unlike_a_factor(config: Config, entry: OptimizerKind) -> str:
     chosen, (low, high) = config.optimizer, entry.finds.lr  # type: ignore[union-attr]
     if low <= chosen.lr <= high:
         return ""
@@ -74,19 +74,19 @@ def _unlike_a_factor(config: Config, entry: Entry) -> str:
     )
 
 
-def _differing_rates(config: Config, entry: Entry) -> str:
+def _differing_rates(config: Config, entry: OptimizerKind) -> str:
     differing = ", ".join(_other_rates(config))
     one = f"{config.optimizer.name} takes one rate, which it finds for all parameters together"
     return f"{one}; leave out {differing}" if differing else ""
 
 
-def _stopping(config: Config, entry: Entry) -> str:
+def _stopping(config: Config, entry: OptimizerKind) -> str:
     rules = ", ".join(f"adapter.rules[{i}].stop_step" for i, r in enumerate(config.adapter.rules) if r.stop_step is not None)
     one = f"{config.optimizer.name} estimates one rate over all parameters to the end"
     return f"{one}; leave out {rules}" if rules else ""
 
 
-def _falling(config: Config, entry: Entry) -> str:
+def _falling(config: Config, entry: OptimizerKind) -> str:
     name, allowed = config.schedule.name, entry.schedules or ()
     if name in allowed:
         return ""
@@ -97,7 +97,7 @@ def _falling(config: Config, entry: Entry) -> str:
     )
 
 
-def _averaged(config: Config, entry: Entry) -> str:
+def _averaged(config: Config, entry: OptimizerKind) -> str:
     if config.ema.kind == "none":
         return ""
     return (
@@ -107,7 +107,7 @@ def _averaged(config: Config, entry: Entry) -> str:
     )
 
 
-def _limited(config: Config, entry: Entry) -> str:
+def _limited(config: Config, entry: OptimizerKind) -> str:
     if config.adapter.max_norm is None:
         return ""
     return (
@@ -120,7 +120,7 @@ def _limited(config: Config, entry: Entry) -> str:
 def _without(key: str) -> Exclusion:
     """Of a library that has no such keyword."""
 
-    def refusal(config: Config, entry: Entry) -> str:
+    def refusal(config: Config, entry: OptimizerKind) -> str:
         value = getattr(config.optimizer, key)
         value = list(value) if isinstance(value, tuple) else value
         unread = f"optimizer.{key} = {value!r} has no effect with optimizer.name = {config.optimizer.name!r}; leave it out"

@@ -1,0 +1,159 @@
+"""Every file of others, with one value changed, is read or refused in one sentence that names the file and the key.
+
+What our own code raises meanwhile is a fault of ours, and no sentence about the file.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import ROOT, Workbench
+from trainer.base.errors import UserError, ending
+from trainer.models import FAMILIES
+from trainer.models.loading import ModelSource
+from trainer.models.opening import open_model
+from trainer.models.tokenizers import load_tokenizer
+
+ODD: tuple[Any, ...] = (
+    None, True, 1, -1, 0, 1.5, 10**30, float("inf"), "x", "", [24], [], [[1]], {}, {"a": 1},
+)  # fmt: skip
+SEEDED = 300
+
+
+@dataclass(frozen=True)
+class Change:
+    """One value in one JSON file of a model. path: of the value."""
+
+    family: str
+    file: str
+    path: tuple[str | int, ...]
+    value: Any
+
+    def __str__(self) -> str:
+        return f"{self.family} {self.file} {'.'.join(map(str, self.path))} = {self.value!r}"
+
+    @property
+    def key(self) -> str:
+        """The last name in the path: the values of a list have its name."""
+        return next(part for part in reversed(self.path) if isinstance(part, str))
+
+    def write(self, root: Path, original: Any) -> None:
+        tree = copy.deepcopy(original)
+        node = tree
+        for part in self.path[:-1]:
+            node = node[part]
+        node[self.path[-1]] = self.value
+        (root / self.file).write_text(json.dumps(tree))
+
+
+def paths_of(tree: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Every value but those of a vocabulary, of lists the first two."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree[:2]) if isinstance(tree, list) else ()
+    for key, value in items:
+        if path[:1] == ("model",) and key in ("vocab", "merges"):
+            yield (*path, key)
+        elif not str(key).startswith("_") or key == "_class_name":
+            yield (*path, key)
+            yield from paths_of(value, (*path, key)) if len(path) < 3 else ()
+
+
+def files_of(root: Path) -> list[str]:
+    names = ("model_index.json", "config.json", "scheduler_config.json", "tokenizer.json", "tokenizer_config.json",
+             "special_tokens_map.json")  # fmt: skip
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*.json") if path.name in names)
+
+
+def every_change(root: Path, family: str) -> list[Change]:
+    trees = {file: json.loads((root / file).read_text()) for file in files_of(root)}
+    return [Change(family, file, path, odd) for file, tree in trees.items() for path in paths_of(tree) for odd in ODD]
+
+
+def readers(root: Path, family: str, file: str) -> list[Callable[[], Any]]:
+    """What a run reads of the file, before any weight."""
+
+    def source() -> ModelSource:
+        return open_model(FAMILIES[family], str(root))
+
+    part = Path(file).parts[0]
+    if file == "model_index.json":
+        return [source]
+    if part == "scheduler":
+        return [lambda: source().scheduler]
+    if file.endswith("/config.json"):
+        return [lambda: source().check_kind(), lambda: source().verify(part), lambda: source().build(part)]
+    return [lambda: source().check_tokenizers(), lambda: load_tokenizer(root / part, part)]
+
+
+def fault(change: Change, root: Path) -> str:
+    """What is wrong with how the changed file is read; "" where nothing is."""
+    for read in readers(root, change.family, change.file):
+        try:
+            read()
+        except UserError as error:
+            said = str(error)
+            place = str(root / change.file) if "token" not in change.file else str(root / Path(change.file).parts[0])
+            if place not in said and Path(change.file).parts[0] not in said:
+                return f"{change}: no file in {said!r}"
+            words = [change.key, *(word for word in change.key.split("_") if len(word) > 4)]
+            if "config.json" in change.file and "token" not in change.file and not any(word in said for word in words):
+                return f"{change}: no key in {said!r}"
+            return ""
+        except Exception as error:
+            return f"{change}: {type(error).__name__}: {error}"
+    return ""
+
+
+def faults(changes: list[Change], roots: dict[str, Path]) -> list[str]:
+    wrong = []
+    for change in changes:
+        root = roots[change.family]
+        original = (root / change.file).read_bytes()
+        change.write(root, json.loads(original))
+        wrong.append(fault(change, root))
+        (root / change.file).write_bytes(original)
+    return [each for each in wrong if each]
+
+
+@pytest.fixture
+def roots(bench: Workbench) -> dict[str, Path]:
+    made = {"sdxl": bench.models / "sdxl", "flux": bench.models / "flux", "flux2": ROOT / "examples" / "pocket_flux2"}
+    assert made.keys() == FAMILIES.keys()
+    return {family: shutil.copytree(root, bench.tmp / family) for family, root in made.items()}
+
+
+def test_a_changed_value_is_read_or_named(roots: dict[str, Path]) -> None:
+    changes = [change for family, root in roots.items() for change in every_change(root, family)]
+    assert len(changes) > 5 * SEEDED
+    wrong = faults(random.Random(48).sample(changes, SEEDED), roots)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_changed_value_is_read_or_named(roots: dict[str, Path], family: str) -> None:
+    wrong = faults(every_change(roots[family], family), roots)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("place", ["trainer.models.loading.check_values", "trainer.models.tokenizers._padding"])
+def test_a_mistake_of_ours_is_not_blamed_on_a_file(roots: dict[str, Path], place: str, monkeypatch) -> None:
+    """It keeps its traceback, and status 1."""
+
+    def mistaken(*given: Any, **keys: Any) -> None:
+        raise TypeError("planted")
+
+    monkeypatch.setattr(place, mistaken)
+    source = open_model(FAMILIES["sdxl"], str(roots["sdxl"]))
+    with pytest.raises(TypeError, match="planted") as error:
+        source.check_kind()
+        load_tokenizer(roots["sdxl"] / "tokenizer", "tokenizer")
+    assert ending(error.value)[0] == 1
