@@ -156,7 +156,7 @@ LARGE = {
     "base/protocols.py:Kernels.adapter_gradients",
     "data/sources.py:Source",
     "models/base.py:Family",
-    "optim/table.py:Entry",
+    "optim/table.py:OptimizerKind",
 }
 
 
