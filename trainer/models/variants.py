@@ -92,14 +92,16 @@ def variant_of(
     said = read_json(path).get("is_distilled") if path is not None and path.is_file() else None
     shown, why = family.shown(config), "its tensors show"
     if said is not None:
-        shown, why = distilled if said else base, f"{path} says is_distilled = {str(said).lower()}"
+        shown, why = distilled if said else base, f"{path} says (is_distilled = {str(said).lower()})"
     words = [("name", name) for name in place.names]
     words += [(key, place.metadata[key]) for key in NAMED_IN if family.presumed and key in place.metadata]
     named = next(((found, f"its {what} says ({word})") for what, word in words if (found := family.distillation(word))), None)
     if shown is not None:
         if asked not in (None, shown):
-            raise UserError(f"model.variant = {asked!r}: {why}, the model is {shown}; leave it out")
-        return Variant(shown, why, certain=True, otherwise=f"{named[1]} {named[0]}" if named and named[0] != shown else "")
+            raise UserError(f"model.variant = {asked!r}: the model is {shown}, as {why}; leave it out")
+        return Variant(
+            shown, why, certain=True, otherwise=f"{named[0]}, as {named[1]}" if named and named[0] != shown else ""
+        )
     usual = family.presumed or (base if place.whole else None)
     found, why = (asked, "model.variant says") if asked else named or (usual, "nothing says which it is")
     return Variant(found, why, certain=bool(asked), unlike=family.presumed not in (None, found))

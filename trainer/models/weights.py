@@ -220,7 +220,10 @@ def plan_reads(
         covered |= set(link.parts)
     absent = sorted(expected.keys() - covered)
     if absent:
-        raise UserError(f"{where}: tensor {absent[0]!r} of component {name!r} is missing ({len(absent)} in all)")
+        raise UserError(
+            f"{where}: tensor {absent[0]!r} of component {name!r} is missing ({len(absent)} of {len(expected)} in all); "
+            "use a whole file of this model"
+        )
     # A single file holds several components; under an empty prefix all of them are seen.
     apart = () if weights.prefix else tuple(others)
     odd = sorted(

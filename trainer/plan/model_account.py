@@ -22,7 +22,7 @@ def model_account(source: ModelSource, options: Mapping[str, Any]) -> Account:
             remedy="" if variant.certain else f"for {other}, model.variant = {other!r}",
         )
     if variant.otherwise:
-        account.add(Heading.WARNING, f"{variant.otherwise}, and {variant.why} that the model is {variant.name}")
+        account.add(Heading.WARNING, f"the model is {variant.name}, as {variant.why}, and not {variant.otherwise}")
     _add_parts(account, source)
     if source.embedded and not source.fetched:
         account.add(Heading.ASSUMED, f"configs as embedded: nothing was fetched ({source.embedded})")
@@ -39,7 +39,7 @@ def _add_parts(account: Account, source: ModelSource) -> None:
         usual = kinds.PIPELINES.get(source.family.name)
         if usual is not None and pipeline not in ("", usual):
             account.add(Heading.NOTE, f"its pipeline calls itself {pipeline}, and is trained as {usual}")
-    found = [f"{name}, {place}" for name, place in source.found.items()]
+    found = [f"{name}: {place}" for name, place in source.found.items()]
     if found:
         account.add(
             Heading.NOTE, "found beside the model", found, noun="part", remedy="model.components.NAME.path gives another"
