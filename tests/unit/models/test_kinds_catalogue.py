@@ -95,7 +95,7 @@ def test_the_denoisers_class_counts_where_it_is_anothers(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ({"modular_model_index": {"_class_name": "Flux3ModularPipeline"}}, r"holds FLUX\.3 \[klein\] \(Flux3Mod.*not trained"),
+        ({"modular_model_index": {"_class_name": "Flux3ModularPipeline"}}, r"holds FLUX\.3 \[klein\] \(Flux3M.*not trained"),
         ({"modular_model_index": {"_class_name": "FluxModularPipeline"}}, "pipeline, FluxModularPipeline, whose parts"),
         ({"config": {"_class_name": "QwenImageTransformer2DModel"}}, "it holds Qwen-Image .*which is not trained here"),
         ({"config": {"_class_name": "FluxControlNetModel"}}, "it holds a ControlNet .*which is not trained here"),
