@@ -26,6 +26,7 @@ from trainer.models.config_files import PUBLISHED
 from trainer.models.loading import load_tokenizers
 from trainer.models.names import join_parts
 from trainer.models.opening import open_model
+from trainer.plan.model_account import model_account
 from trainer.plan.run_plan import open_source, resolve
 from trainer.plan.storage import Storage
 from trainer.quantization import FORMATS
@@ -182,15 +183,16 @@ def test_a_folder_of_configs_that_was_given_is_taken_as_it_is(bench: Workbench, 
     shutil.rmtree(beside / "tokenizer")
     (beside / "scheduler/scheduler_config.json").unlink()
     assert cli.main(["--config", str(bench.write(bench.tree("sdxl", model__path=str(path)))), "--plan"]) == 0
-    assert "  of the published model's configs: scheduler, tokenizer\n" in capsys.readouterr().out
+    assert "  assumed: 2 parts: configs of the published sdxl (scheduler, tokenizer); " in capsys.readouterr().out
     (beside / "vae/config.json").unlink()
-    assert open_model(FAMILIES["sdxl"], str(path)).published_parts == ["vae", "scheduler", "tokenizer"]
+    said = "configs of the published sdxl (scheduler, tokenizer, vae)"
+    assert said in str(model_account(open_model(FAMILIES["sdxl"], str(path)), {}).lines())
     given = bench.tree("sdxl", model__path=str(path), model__config=str(beside))
     for part in ("vae/config.json", "scheduler/scheduler_config.json"):
         refused(bench, capsys, f"{part} does not exist; complete the model folder, or point model.config", tree=given)
         shutil.copy(bench.models / "sdxl" / part, beside / part)
     refused(bench, capsys, "the model has no tokenizer", "set model.config to a folder that has tokenizer/", tree=given)
-    assert open_model(FAMILIES["sdxl"], str(path), config=str(beside)).published_parts == []
+    assert model_account(open_model(FAMILIES["sdxl"], str(path), config=str(beside)), {}).lines() == []
 
 
 def test_a_block_that_is_missing_is_named_with_its_prefix(bench: Workbench) -> None:

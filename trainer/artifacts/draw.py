@@ -183,7 +183,7 @@ def _as_read(config: Config, portable: Portable | None) -> Config:
 
 def _plan(config: Config, source: ModelSource, portable: Portable | None) -> ModelPlan:
     family, options = source.family, family_options(config, source.family)
-    options |= {"allow_distilled": True} if family.distillations else {}  # nothing is trained
+    options |= {"allow_distilled": True} if "model.allow_distilled" in family.reads else {}  # nothing is trained
     targets = tuple(portable.targets) if portable else ()
     stored = storage.storages(config, family)
     source.check_tokenizers()

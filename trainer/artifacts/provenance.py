@@ -73,7 +73,8 @@ class Origin:
         """Of the header, what is not about the step: of the family, of kohya's trainer, and where the weights come from."""
         plan, family, changes = self.plan, self.plan.model.family, self.progress.changes
         prediction = getattr(plan.model.objective, "prediction", "velocity")
-        entries = {**family.metadata(plan.model.source.config(family.denoiser), prediction), **self._training}
+        config = plan.model.source.config(family.denoiser) | {"_variant": plan.model.source.variant.name}
+        entries = {**family.metadata(config, prediction), **self._training}
         if plan.config.export.license:
             entries["modelspec.license"] = plan.config.export.license
         if lineage := self.start.lineage():

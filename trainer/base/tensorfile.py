@@ -26,6 +26,11 @@ DTYPES: dict[str, torch.dtype] = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's reference implementation
 MAX_DIMENSIONS = 64  # numpy takes no more, and multiplying a million sizes would take hours
+SUFFIXES = (".safetensors", ".sft")  # in any case of letters
+# Of files of other formats: what is said of them, by their suffixes and by their beginning.
+_FORMATS = json.loads(Path(__file__).with_name("file_formats.json").read_text(encoding="utf-8"))
+OTHER_SUFFIXES = {suffix: what for suffixes, what in _FORMATS["suffixes"].items() for suffix in suffixes.split()}
+PICKLES = tuple(suffix for suffix, what in OTHER_SUFFIXES.items() if "pickle" in what)
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,39 @@ class TensorEntry:
     shape: tuple[int, ...]
     start: int
     bytes: int
+
+
+def is_safetensors(path: Path | str) -> bool:
+    """Whether the name is that of a safetensors file."""
+    return Path(path).suffix.lower() in SUFFIXES
+
+
+def refuse_other_format(key: str, path: Path) -> None:
+    """Refuse a file that is not named as safetensors, with what to do. key: of the config."""
+    if is_safetensors(path):
+        return
+    what = OTHER_SUFFIXES.get(path.suffix.lower())
+    if what is None:
+        try:
+            TensorFile(path)
+            what = f"is a safetensors file under another name; rename it to {path.name}{SUFFIXES[0]}"
+        except UserError as error:
+            what = f"is not a .safetensors file: {str(error).removeprefix(str(path)).strip()}"
+    raise UserError(f"{key} = {str(path)!r} {what}")
+
+
+def count_not_finite(tensor: torch.Tensor) -> int:
+    """The number of NaN and infinite values. Of a sound tensor one pass over its memory."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return 0
+    if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        least = 0x7F if tensor.dtype is torch.float8_e4m3fn else 0x7C  # of the codes without their sign
+        pieces = tensor.reshape(-1).view(torch.uint8).split(CHUNK_BYTES)
+        return sum(int((piece & 0x7F).ge_(least).sum()) for piece in pieces)
+    least, most = tensor.aminmax()  # both are NaN where any value is
+    if math.isfinite(least) and math.isfinite(most):
+        return 0
+    return int((~torch.isfinite(tensor)).sum())
 
 
 class TensorFile:
@@ -86,12 +124,16 @@ def _parse_header(path: Path, file, total: int) -> tuple[dict[str, str], dict[st
     def broken(what: str) -> UserError:
         return UserError(f"{path} is not a complete safetensors file ({what}); download or copy it again.")
 
-    prefix = file.read(8)
-    if len(prefix) < 8:
-        raise broken(f"it has only {total} bytes")
-    length = int.from_bytes(prefix, "little")
-    if length > min(MAX_HEADER_BYTES, total - 8):
-        raise broken(f"its header claims {length} bytes, the file has {total}")
+    start = file.read(32)
+    length = int.from_bytes(start[:8], "little")
+    if total < 8 or length > min(MAX_HEADER_BYTES, total - 8):
+        for beginning, what in _FORMATS["beginnings"].items():
+            if start.startswith(beginning.encode()):
+                raise UserError(f"{path} is not a safetensors file: {what}")
+        raise broken(
+            f"its header claims {length} bytes, the file has {total}" if total >= 8 else f"it has only {total} bytes"
+        )
+    file.seek(8)
     try:
         header = json.loads(file.read(length))
     except (ValueError, RecursionError) as error:  # bad UTF-8 or bad JSON; nested a thousand deep

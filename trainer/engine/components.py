@@ -51,7 +51,7 @@ def tokenizers_alone(source: ModelSource, options: Mapping[str, Any]) -> Model:
         scheduler={},
         compute={},
         device=torch.device("cpu"),
-        options=options,
+        options={"distillation": source.markers.distillation, **options},
     )
 
 

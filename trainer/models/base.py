@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from trainer.base.key_styles import KeyStyle
 from trainer.base.memory import find_blocks
 from trainer.base.types import Batch, Conditioning, Link
-from trainer.models.names import ComponentConfig, Names, Shape
+from trainer.models.names import ComponentConfig, Names, Shape, under_original_names
 from trainer.objectives import Objective
 
 COUNTED_AT_ONCE = 1000
@@ -52,9 +52,18 @@ class Component:
     blocks: tuple[str, ...] = ()
     built: Callable[[ComponentConfig], ComponentConfig] = lambda config: config
 
+    def inferred(self, shapes: Mapping[str, Shape], config: dict) -> dict:
+        """What `infer` gives, of a file with the names of the original layout or of the module."""
+        if (found := self.infer(shapes, config)) or self.names is None:
+            return found
+        return self.infer(under_original_names(shapes, self.names, {**self.defaults, **config}), config)
+
     def prefix_in(self, names: Collection[str]) -> str | None:
-        """What stands before the component's names in a single file with these; None where none of its prefixes does."""
-        return next((p for p in self.prefixes if any(name.startswith(p) for name in names)), None)
+        """What stands before the component's names in a single file with these; None where none of its prefixes does. A file
+        may also name it by its folder in diffusers, and wrap a denoiser in `model.`."""
+        wrapped = ("diffusion_model.", "model.") if self.role == "denoiser" else ()
+        prefixes = (*self.prefixes, f"{self.name}.", *wrapped)
+        return next((p for p in prefixes if any(name.startswith(p) for name in names)), None)
 
 
 @dataclass(frozen=True)
@@ -173,7 +182,12 @@ class Family:
     harmless: fnmatch patterns of tensors that files hold beside the weights and that say nothing a loader needs.
     distillations: of a family that has a base model and a distilled one, their names, which `model.variant` takes.
     distillation(name of a file or repository) -> which of them it is; None: the name does not say.
-    published(names of a single file's tensors) -> the folder of embedded configs that it takes; None: it needs its own.
+    shown(the denoiser's config) -> which of them its tensors show; None: they do not.
+    presumed: the one that a model is taken for of which nothing says it; None: a base model where a pipeline's index says
+      nothing, and else the user is asked.
+    follows(one of them, values of the config keys in `reads`) -> what it decides, for people.
+    published(names of a single file's tensors, which of the distillations it is) -> the folder of embedded configs that it
+      takes; None: it needs its own.
     hub_ids: the published models, by id -> the folder of their embedded configs.
     count_tokens(model, captions) -> for every tokenizer (tokens of each caption, tokens it may have).
     join(what each text encoder gave, in their order) -> the conditioning.
@@ -222,7 +236,10 @@ class Family:
     harmless: tuple[str, ...] = ()
     distillations: tuple[str, ...] = ()
     distillation: Callable[[str], str | None] = lambda name: None
-    published: Callable[[set[str]], str | None] = lambda names: None
+    shown: Callable[[ComponentConfig], str | None] = lambda config: None
+    presumed: str | None = None
+    follows: Callable[[str, Mapping[str, Any]], str] = lambda variant, options: ""
+    published: Callable[..., str | None] = lambda names, variant=None: None
     hub_ids: Mapping[str, str] = field(default_factory=dict)
     count_tokens: Callable[[Model, Sequence[str]], dict[str, tuple[list[int], int]]] = count_prompt_tokens
     join: Callable[[Sequence[Mapping[str, torch.Tensor]]], Conditioning] = join

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainer.base.errors import UserError
-from trainer.base.tensorfile import TensorFile
+from trainer.base.tensorfile import TensorFile, is_safetensors
 from trainer.models import tokenizers
 from trainer.models.kinds import kind_of
 from trainer.models.loading import ModelSource
@@ -93,7 +93,7 @@ def _candidates(model: Path) -> Iterator[Path]:
     seen = {model.resolve()}
     for folder in _folders(model):
         mixed = folder.resolve() == model.parent.resolve()
-        for file in sorted(folder.glob("*.safetensors") if mixed else folder.rglob("*.safetensors")):
+        for file in sorted(filter(is_safetensors, folder.glob("*") if mixed else folder.rglob("*"))):
             if file.is_file() and file.resolve() not in seen and (not mixed or LIKELY.search(file.stem)):
                 if len(seen) > MOST:
                     return

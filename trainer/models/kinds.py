@@ -1,20 +1,29 @@
 """What a file or a folder is, by what it says of itself: so that a model of another kind is refused under its own name.
 
-A file is told by the names and shapes of the tensors in its header, a folder by its model_index.json or config.json.
+A file is told by the names and shapes of the tensors in its header, a folder by the classes in its model_index.json and
+config.json. catalogue.json has the kinds that are known, each a name for people or a family that is trained here:
+classes: by the beginning of a class's name; the longest counts.
+tensors: by patterns of the names, all of which a file has, or lacks behind a "!"; the first kind that fits counts.
+unets: by the channels of what the cross attention of a UNet reads.
+parts: of files without a denoiser: the beginning of the names of their classes, and a pattern.
 """
 
+import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainer.base.errors import UserError
+from trainer.base.tensorfile import is_safetensors
+from trainer.models.base import Component
 from trainer.models.config_files import read_json
 from trainer.models.names import Shape
 
 SDXL, FLUX, FLUX2 = "sdxl", "flux", "flux2"  # families by name, as in FAMILIES
 TRAINED = {SDXL: "an SDXL model", FLUX: "a Flux model", FLUX2: "FLUX.2 [klein]"}
+PIPELINES = {SDXL: "StableDiffusionXLPipeline", FLUX: "FluxPipeline", FLUX2: "Flux2KleinPipeline"}  # their usual ones
 ANY_TRAINED = " or ".join([", ".join(list(TRAINED.values())[:-1]), TRAINED[FLUX2]])
 
 
@@ -28,91 +37,77 @@ class ModelKind:
     part: str = ""
 
 
-# An ending of a tensor's name, of files that hold no model. The first that fits counts.
-ENDINGS = (
-    (r"\.(lora_(down|up|A|B|mid)|lora\.(down|up)|hada_w1_[ab]|lokr_w[12](_[ab])?|oft_blocks|dora_scale)(\.\w+)?(\.weight)?",
-     "a LoRA or another adapter, not the model that it is for (to start a run from it, set adapter.init_from)"),
-    (r"(controlnet_cond_embedding|input_hint_block|controlnet_blocks)\..*", "a ControlNet"),
-    (r"(emb_params|string_to_param\..*)", "a textual inversion embedding"),
-)  # fmt: skip
-# Parts of tensors' names, all of which a file has, before those that look alike.
-DENOISERS = (
-    (("distilled_guidance_layer.",), ModelKind("Chroma")),
-    (("double_stream_modulation_img.", "guidance_in."), ModelKind("FLUX.2 [dev]")),
-    (("double_stream_modulation_img.", "guidance_embedder."), ModelKind("FLUX.2 [dev]")),
-    (("double_stream_modulation_img.",), ModelKind("FLUX.2 [klein]", FLUX2)),
-    (("joint_blocks.0.",), ModelKind("Stable Diffusion 3")),
-    (("double_blocks.0.img_attn.",), ModelKind("a Flux model", FLUX)),
-    (("single_transformer_blocks.0.attn.",), ModelKind("a Flux model", FLUX)),
-)
-# By what the beginning of a pipeline's class name says.
-PIPELINES = (
-    ("StableDiffusionXL", ModelKind("an SDXL model", SDXL)),
-    ("StableDiffusion3", ModelKind("Stable Diffusion 3")),
-    ("StableDiffusion", ModelKind("Stable Diffusion 1 or 2")),
-    ("Flux2KleinKV", ModelKind("FLUX.2 [klein] that keeps keys and values of its references (distilled)")),
-    ("Flux2Klein", ModelKind("FLUX.2 [klein]", FLUX2)),
-    ("Flux2", ModelKind("FLUX.2 [dev]")),
-    ("Flux", ModelKind("a Flux model", FLUX)),
-)
-# A UNet by the channels of what its cross attention reads.
-UNETS = {
-    768: ModelKind("Stable Diffusion 1.x (1.4, 1.5 and their fine-tunes)"),
-    1024: ModelKind("Stable Diffusion 2.x"),
-    1280: ModelKind("the SDXL refiner"),
-}
+_CATALOGUE = json.loads(Path(__file__).with_name("catalogue.json").read_text(encoding="utf-8"))
+CLASSES: Mapping[str, str] = _CATALOGUE["classes"]
+TENSORS: Sequence[Sequence[str]] = _CATALOGUE["tensors"]
+PARTS: Sequence[Sequence[str]] = _CATALOGUE["parts"]
+UNETS = {int(context): ModelKind(name) for context, name in _CATALOGUE["unets"].items()}
+CONTROLNET = re.compile(r"ControlNet\w*Model$")
 CROSS = re.compile(r"(input_blocks|down_blocks)\..*\.attn2\.to_k\.weight$")
-# open_clip's names, those of transformers, and those of transformers since 5.6.
-CLIP = re.compile(r"transformer\.resblocks\.0\.|text_model\.encoder\.layers\.0\.|^encoder\.layers\.0\.layer_norm1\.")
 INPUT = re.compile(r"(^|\.)(input_blocks\.0\.0|conv_in)\.weight$")
-LANGUAGE = re.compile(r"(^|\.)(model\.layers\.0\.|transformer\.h\.0\.|embed_tokens\.weight$|lm_head\.weight$)")
 
 
 def kind_of(shapes: Mapping[str, Shape]) -> ModelKind | None:
     """The kind of a file with these tensors; None where nothing is known of it."""
-    for ending, name in ENDINGS:
-        if any(re.search(rf"(^|.*){ending}$", key) for key in shapes):
-            return ModelKind(name)
-    for parts, kind in DENOISERS:
-        if all(any(part in key for key in shapes) for part in parts):
-            return kind
+    names = "\n".join(shapes)
+
+    def has(part: str) -> bool:
+        return (re.search(part.removeprefix("!"), names, re.MULTILINE) is None) == part.startswith("!")
+
+    for kind, *parts in TENSORS:
+        if all(map(has, parts)):
+            return _named(kind)
     context = next((shape[1] for key, shape in shapes.items() if CROSS.search(key) and len(shape) == 2), None)
     if context is not None:
-        sized = any("label_emb." in key or "add_embedding." in key for key in shapes)
-        kind = UNETS.get(context) or (ModelKind("an SDXL model", SDXL) if sized else None)
+        kind = UNETS.get(context) or (_named(SDXL) if has("label_emb.|add_embedding.") else None)
         inputs = next((shape[1] for key, shape in shapes.items() if INPUT.search(key) and len(shape) == 4), 4)
         return ModelKind(f"{kind.name}, for inpainting") if kind and kind.family is None and inputs == 9 else kind
-    return _part_of(shapes)
+    return next((ModelKind(name, part=part) for name, part, pattern in PARTS if has(pattern)), None)
 
 
-def _part_of(shapes: Mapping[str, Shape]) -> ModelKind | None:
-    if any("encoder.block.0.layer.0.SelfAttention." in key for key in shapes):
-        return ModelKind("a T5 text encoder alone", part="T5")
-    if any(CLIP.search(key) for key in shapes):
-        return ModelKind("a CLIP text encoder alone", part="CLIP")
-    if any(key.endswith("layers.0.self_attn.q_norm.weight") for key in shapes):
-        return ModelKind("a Qwen3 text encoder alone", part="Qwen3")
-    if any(LANGUAGE.search(key) for key in shapes):
-        return ModelKind("a language model")
-    if any("decoder.conv_in.weight" in key for key in shapes):
-        return ModelKind("a VAE alone", part="Autoencoder")
-    return None
+def _named(kind: str) -> ModelKind:
+    return ModelKind(TRAINED[kind], kind) if kind in TRAINED else ModelKind(kind)
+
+
+def kind_of_class(name: str) -> ModelKind | None:
+    """The kind of a pipeline or a part, by the name of its class in diffusers; None where the name alone does not say."""
+    if CONTROLNET.search(name):
+        return ModelKind("a ControlNet")
+    beginnings = [beginning for beginning in CLASSES if name.startswith(beginning)]
+    return _named(CLASSES[max(beginnings, key=len)]) if beginnings else None
 
 
 def kind_of_folder(folder: Path) -> ModelKind | None:
-    """The kind of a folder with a model_index.json; None where nothing is known of it."""
+    """The kind of a folder with a model_index.json: that of its pipeline, unless its denoiser is another's. None where no
+    class is named."""
     index = read_json(folder / "model_index.json")
-    pipeline = str(index.get("_class_name"))
-    kind = next((kind for start, kind in PIPELINES if pipeline.startswith(start)), None)
+    pipeline = class_in(index)
+    kind, denoiser, config = kind_of_class(pipeline), None, {}
+    for part in ("transformer", "unet"):
+        path = folder / part / "config.json"
+        config = read_json(path) if path.is_file() else config
+        named = class_in(config) or _last(index.get(part))
+        denoiser = denoiser or (kind_of_class(named) if named else None)
     if kind is not None and kind.family == SDXL and index.get("text_encoder") == [None, None]:
         return UNETS[1280]
-    if pipeline.startswith("StableDiffusion") and kind is not None and kind.family is None:
-        unet = folder / "unet" / "config.json"
-        config = read_json(unet) if unet.is_file() else {}
+    if kind is not None and kind.name == CLASSES["StableDiffusion"]:
         context = config.get("cross_attention_dim")
-        found = UNETS.get(context, kind) if isinstance(context, int) and not pipeline.startswith("StableDiffusion3") else kind
-        return ModelKind(f"{found.name}, for inpainting") if config.get("in_channels") == 9 else found
+        kind = UNETS.get(context, kind) if isinstance(context, int) else kind
+        return ModelKind(f"{kind.name}, for inpainting") if config.get("in_channels") == 9 else kind
+    if kind is None or (kind.family is not None and denoiser is not None and denoiser.family != kind.family):
+        kind = denoiser or kind or (ModelKind(f"a model of {pipeline}") if pipeline else None)
     return kind
+
+
+def class_in(config: Mapping[str, Any]) -> str:
+    """The class that a model_index.json or config.json names; "" where it names none."""
+    return _last(config.get("_class_name"))
+
+
+def _last(named: Any) -> str:
+    """The class of an entry of an index, which may name its library, too."""
+    last = named[-1] if isinstance(named, list) and named else named
+    return last if isinstance(last, str) else ""
 
 
 class OfAnotherFamily(UserError):
@@ -133,19 +128,34 @@ def refuse_other(key: str, family: str, kind: ModelKind | None) -> None:
     raise UserError(f"{key} is {kind.name}, which is not trained here; give {ANY_TRAINED}")
 
 
-def instead_of_a_model(names: Collection[str], config: Callable[[], dict[str, Any]], *, on_the_hub: bool = False) -> str:
+def refuse_part(file: Path, config: Mapping[str, Any], component: Component) -> None:
+    """Refuse a part of a model whose config.json, `file`, names another class."""
+    named = class_in(config)
+    if named not in ("", component.class_name):
+        kind = kind_of_class(named)
+        of = f", of {kind.name}, which is not trained here" if kind is not None and kind.family is None else ""
+        raise UserError(f"{file}: _class_name = {named!r}{of}; the {component.name} is a {component.class_name}")
+
+
+def instead_of_a_model(names: Collection[str], read: Callable[[str], dict[str, Any]], *, on_the_hub: bool = False) -> str:
     """What a folder or a repository without model_index.json is, and the remedy.
 
-    names: of its files. config: reads its config.json, where there is one.
+    names: of its files. read: reads one of its JSON files.
     """
     if not {"adapter_config.json", "pytorch_lora_weights.safetensors"}.isdisjoint(names):
         return "it holds an adapter; give the model that it is for (to start a run from it, set adapter.init_from)"
-    said = config() if "config.json" in names else {}
-    if named := said.get("_class_name"):
+    config = next((name for name in ("config.json", "modular_model_index.json") if name in names), None)
+    content = read(config) if config else {}
+    if named := class_in(content):
+        kind = kind_of_class(named)
+        if kind is not None and kind.family is None:
+            return f"it holds {kind.name} ({named}), which is not trained here; give {ANY_TRAINED}"
+        if config != "config.json":
+            return f"it holds a modular pipeline, {named}, whose parts lie elsewhere; give a whole diffusers folder"
         return f"it holds one part of a model, {named}; give its folder in model.components.NAME.path, and the model here"
-    if isinstance(named := said.get("architectures"), list) and named:
+    if isinstance(named := content.get("architectures"), list) and named:
         return f"it holds {named[0]}; give {ANY_TRAINED}"
-    files = sorted(name for name in names if name.endswith(".safetensors"))
+    files = sorted(name for name in names if is_safetensors(name))
     if files:
         remedy = "download one, and give the file's path" if on_the_hub else "give the path of the file"
         return f"it holds {', '.join(files[:3])}{' and more' if len(files) > 3 else ''}; {remedy}"

@@ -18,21 +18,13 @@ from torch import nn
 
 from trainer.base.errors import UserError
 from trainer.base.progress import QUIET, Phases
-from trainer.base.tensorfile import TensorFile
+from trainer.base.tensorfile import PICKLES, TensorFile, is_safetensors
 from trainer.base.types import HeldWeight, Link
-from trainer.models import hub, tokenizers, variants
+from trainer.models import hub, kinds, tokenizers, variants
 from trainer.models.base import Family, Markers
 from trainer.models.building import Swap, allocate, build, shapes_of
-from trainer.models.config_files import (
-    PUBLISHED,
-    blamed_on,
-    check_values,
-    published_config,
-    read_json,
-    read_of,
-    shards,
-)  # fmt: skip
-from trainer.models.weight_sets import PICKLES, WEIGHT_STEMS, Wanted, WeightChoice, choose, weight_sets
+from trainer.models.config_files import PUBLISHED, blamed_on, check_values, published_config, read_json, read_of, shards
+from trainer.models.weight_sets import WEIGHT_STEMS, Wanted, WeightChoice, choose, weight_sets
 from trainer.models.weights import Headers, Read, Recognise, Weights, plan_reads
 
 
@@ -61,25 +53,15 @@ class ModelSource:
     embedded: str | None = None
     _headers: Headers = field(default_factory=Headers, repr=False)
 
-    def _beside(self, relative: str) -> Path:
+    def beside(self, relative: str) -> Path:
         """A file or folder of configs."""
         own = self.root / relative
         return own if own.exists() or self.published is None else self.published / relative
 
-    @property
-    def published_parts(self) -> list[str]:
-        """What of a single file's configs is the published model's: components, scheduler and tokenizers."""
-        folders = {name for name, override in self.overrides.items() if override.is_dir()}
-        components = [c.name for c in self.family.components if c.name not in folders]
-        places = {name: self._beside(f"{name}/config.json") for name in components}
-        places["scheduler"] = self._beside("scheduler/scheduler_config.json")
-        places |= {name: self.tokenizer_folder(name) for name in self.family.tokenizers}
-        return [name for name, place in places.items() if self.published in place.parents]
-
     @cached_property
     def scheduler(self) -> dict[str, Any]:
         """The scheduler's config."""
-        path = self._beside("scheduler/scheduler_config.json")
+        path = self.beside("scheduler/scheduler_config.json")
         config = read_json(path)
         check_values(path, config, "diffusers", config.get("_class_name"))
         return config
@@ -92,10 +74,15 @@ class ModelSource:
         every = {file.path: variants.edm_marker(file.entries) for component in files.values() for file in component}
         edm = next((f"{path} holds {found}" for path, found in every.items() if found), None)
         v, zero_snr = (any(variants.is_marker(name, marker) for name in own) for marker in ("v_pred", "ztsnr"))
+        return Markers(v, zero_snr, edm, self.variant.name)
+
+    @cached_property
+    def variant(self) -> variants.Variant:
+        """The one of the family's published models that this one is, or is made of."""
         name = self.root.name if self.repository is None else self.repository.hub_id
-        parts = self.overrides.get(self.family.denoiser), self.single_file and self.single_file.path
-        place = variants.place_of(self.root, name, *parts, embedded=PUBLISHED in self.root.parents)
-        return Markers(v, zero_snr, edm, variants.distillation(self.family, self.wanted.distillation, place))
+        override, embedded = self.overrides.get(self.family.denoiser), PUBLISHED in self.root.parents
+        place = variants.place_of(self.root, name, override, self.single_file, embedded=embedded)
+        return variants.variant_of(self.family, self.wanted.distillation, place, self.config(self.family.denoiser))
 
     def config(self, name: str) -> dict[str, Any]:
         """config.json, with what it leaves out and the family reads; of a single file without one, as its shapes say."""
@@ -109,7 +96,7 @@ class ModelSource:
         """The component's config.json, whether it is there or not. Raises UserError where a folder of its own has none."""
         override = self.overrides.get(name)
         if override is None or not override.is_dir():
-            return self._beside(f"{name}/config.json")
+            return self.beside(f"{name}/config.json")
         for folder in (override, override / name):
             if (folder / "config.json").exists():
                 return folder / "config.json"
@@ -130,7 +117,7 @@ class ModelSource:
                 )
             shapes = {key: entry.shape for key, entry in entries.items()}
             with blamed_on(file.path, component):
-                config |= component.infer(shapes, config)
+                config |= component.inferred(shapes, config)
         return config
 
     @property
@@ -159,8 +146,6 @@ class ModelSource:
             if files.index is not None:
                 names = shards(folder / files.index)
             return tuple(TensorFile(folder / file) for file in names), "", None
-        if override is not None and override.suffix != ".safetensors":
-            raise UserError(f"model.components.{name}.path = {str(override)!r} is neither a folder nor a .safetensors file")
         file = TensorFile(override) if override is not None else self.single_file
         assert file is not None
         prefix = component.prefix_in(file.entries)
@@ -184,7 +169,7 @@ class ModelSource:
             return own_folder
         # A single file that holds the denoiser alone; the folder of its configs may hold the other components.
         apart = component.role != "denoiser" and component.prefix_in(self.single_file.entries) is None
-        return own_folder if apart and any(own_folder.glob("*.safetensors")) else None
+        return own_folder if apart and any(map(is_safetensors, own_folder.glob("*"))) else None
 
     def lacks(self, name: str) -> bool:
         """Whether the single file holds the component neither itself nor in the folder of its configs, and none is given."""
@@ -203,6 +188,8 @@ class ModelSource:
         """Refuse a model that is trained for something else, and parts that do not belong together, if they are here."""
         names = [component.name for component in self.family.components]
         configs = {name: self.config(name) | {"_assumed": self.lacks(name)} for name in names}
+        for name in (self.family.denoiser, self.family.vae):
+            kinds.refuse_part(self.config_file(name), configs[name], self.family.component(name))
         shape = self.shape(self.family.denoiser, self.family.input_layer)
         self.family.check(configs, shape[1] if shape else configs[self.family.denoiser].get("in_channels"))
 
@@ -321,6 +308,7 @@ class ModelSource:
             "tokenizers": self.tokenizer_fingerprint,
             "scheduler": _json_sha256(scheduler),
             "markers": _json_sha256(asdict(replace(self.markers, distillation=None))),
+            **({"variant": self.variant.name} if self.variant.unlike else {}),
         }
 
     @cached_property
@@ -338,7 +326,7 @@ class ModelSource:
         """A tokenizer lies beside the text encoder it belongs to: in the model, or beside the encoder's own path. Where that
         has none, ComfyUI's own serves, in whose folder a file lies."""
         encoder = self.family.tokenizers[name]
-        override, usual = self.overrides.get(encoder), self._beside(name)
+        override, usual = self.overrides.get(encoder), self.beside(name)
         places = [override / name, override.parent / name] if override is not None else []
         first = next((place for place in places if place.is_dir()), usual)
         files = [file for file in (override, self.single_file and self.single_file.path) if file is not None]
@@ -399,7 +387,9 @@ class ModelSource:
 
     def reads(self, name: str) -> list[Read]:
         """What fills the component. Reads headers only; raises UserError for a tensor that is missing or wrong."""
-        others = [prefix for c in self.family.components if c.name != name for prefix in c.prefixes]
+        others = [
+            p for c in self.family.components if c.name != name and c.role != "denoiser" for p in (*c.prefixes, f"{c.name}.")
+        ]
         return plan_reads(name, self.weights(name), self._expected(name), others=others, harmless=self.family.harmless)
 
 

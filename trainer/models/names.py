@@ -16,7 +16,7 @@ always have it, and so have kohya's adapter keys.
 Legend: an "original" is a name in the original checkpoint, a "part" is a name in the library's module.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,8 @@ from trainer.base.types import Link
 
 ComponentConfig = Mapping[str, Any]
 Shape = tuple[int, ...]
+# The length of a list of modules, by its key in a config.
+LISTS = {"num_layers": "transformer_blocks.", "num_single_layers": "single_transformer_blocks."}
 
 
 def join_parts(link: Link, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -76,6 +78,24 @@ class Names:
 def each_level(value: int | Sequence[int], levels: int) -> list[int]:
     """One value a level: the list, or the same number `levels` times."""
     return [value] * levels if isinstance(value, int) else list(value)
+
+
+def original_shape(parts: Sequence[Shape], op: str) -> Shape:
+    """The shape of the original's tensor that is made of parts of these shapes by `op`."""
+    if not parts[0]:
+        return ()
+    shape = (sum(part[0] for part in parts), *parts[0][1:])
+    return shape[::-1] if op == "transpose" else (*shape, 1, 1) if op == "squeeze" else shape
+
+
+def under_original_names(
+    shapes: Mapping[str, Shape], names: Callable[[ComponentConfig], Names], config: dict
+) -> dict[str, Shape]:
+    """The shapes by the names of the original layout, of a file with those of the module. config: of a model of the kind."""
+    own = {key: how_many(shapes, prefix) for key, prefix in LISTS.items()} | {"guidance_embeds": True}
+    links = names(config | {key: value for key, value in own.items() if key in config}).links
+    whole = [link for link in links if shapes.keys() >= set(link.parts)]
+    return {link.original: original_shape([shapes[part] for part in link.parts], link.op) for link in whole}
 
 
 def how_many(shapes: Mapping[str, Shape], prefix: str) -> int:

@@ -9,13 +9,13 @@ from typing import Any
 
 from trainer.base.console import shortlist
 from trainer.base.errors import UserError
-from trainer.base.tensorfile import TensorFile
+from trainer.base.tensorfile import PICKLES, TensorFile, is_safetensors, refuse_other_format
 from trainer.base.types import Recognised
-from trainer.models import hub, kinds
+from trainer.models import hub, kinds, variants
 from trainer.models.base import Family
 from trainer.models.config_files import PUBLISHED, read_json, read_of
 from trainer.models.loading import ModelSource
-from trainer.models.weight_sets import ANY, PICKLES, PLAIN, Wanted
+from trainer.models.weight_sets import ANY, PLAIN, SHARD, Wanted
 from trainer.models.weights import Recognise
 
 
@@ -41,9 +41,9 @@ def open_model(
     for name, override in overrides.items():
         if not override.exists():
             raise UserError(f"model.components.{name}.path = {str(override)!r} does not exist")
-        _refuse_pickle(f"model.components.{name}.path", override)
+        _refuse_file(f"model.components.{name}.path", override)
     local = Path(path)
-    _refuse_pickle("model.path", local)
+    _refuse_file("model.path", local)
     if wanted.variant in family.distillations:
         wanted = replace(wanted, variant=None, distillation=wanted.variant)
     opened = partial(ModelSource, family, recognise=recognise, overrides=overrides, wanted=wanted)
@@ -66,23 +66,22 @@ def open_model(
 def _of_folder(opened: Callable[..., ModelSource], family: Family, path: str) -> ModelSource:
     local = Path(path)
     if not (local / "model_index.json").is_file():
-        what = kinds.instead_of_a_model(os.listdir(local), lambda: read_json(local / "config.json"))
+        what = kinds.instead_of_a_model(os.listdir(local), lambda name: read_json(local / name))
         raise UserError(f"model.path = {path!r} is not a diffusers folder (no model_index.json); {what}")
     kinds.refuse_other(f"model.path = {path!r}", family.name, kinds.kind_of_folder(local))
     return opened(root=local)
 
 
-def _of_file(opened: Callable[..., ModelSource], family: Family, path: str, config: str | None) -> ModelSource:
+def _of_file(opened: partial[ModelSource], family: Family, path: str, config: str | None) -> ModelSource:
     local = Path(path)
-    if local.suffix != ".safetensors":
-        instead = "; this program does not read GGUF: use the 16-bit or float8 file" if local.suffix == ".gguf" else ""
-        raise UserError(f"model.path = {path!r} is not a .safetensors file{instead}")
     file = TensorFile(local)
     kinds.refuse_other(f"model.path = {path!r}", family.name, kinds.kind_of(file.shapes))
     root = Path(config) if config else local.with_suffix("")
     if config and not root.is_dir():
         raise UserError(f"model.config = {config!r} is not a folder")
-    embedded = None if config else family.published(set(file.entries))
+    place = variants.place_of(root, root.name, None, file, embedded=not root.is_dir())
+    variant = variants.variant_of(family, opened.keywords["wanted"].distillation, place)
+    embedded = None if config else family.published(set(file.entries), variant.name)
     published = PUBLISHED / embedded if embedded else None
     if not root.is_dir() and published is None:
         raise UserError(f"model.path = {path!r}: no configs of {family.name} are embedded; give them with model.config")
@@ -92,7 +91,7 @@ def _of_file(opened: Callable[..., ModelSource], family: Family, path: str, conf
 def _check_hub_id(path: str, family: Family) -> None:
     """Raises UserError for the path of a file or folder that is not there."""
     local = Path(path)
-    no_id = local.suffix == ".safetensors" or path.count("/") != 1 or path.startswith((".", "/"))
+    no_id = is_safetensors(local) or path.count("/") != 1 or path.startswith((".", "/"))
     if no_id or (local.parent.is_dir() and path not in family.hub_ids):
         what = "give a diffusers folder, a .safetensors file or a hub id"
         if local.parent.is_dir() and local.parent != Path():
@@ -106,13 +105,13 @@ def _of_repository(opened: Callable[..., ModelSource], family: Family, path: str
     repository, embedded = hub.look(path, revision), None
     if repository.files and "model_index.json" not in repository.files:
 
-        def config() -> dict[str, Any]:
+        def read(name: str) -> dict[str, Any]:
             try:
-                return read_json(repository.fetch(["config.json"]) / "config.json")
+                return read_json(repository.fetch([name]) / name)
             except UserError:  # behind a licence, for one: to accept it would not help
                 return {}
 
-        what = kinds.instead_of_a_model(repository.files, config, on_the_hub=True)
+        what = kinds.instead_of_a_model(repository.files, read, on_the_hub=True)
         raise UserError(f"model.path = {path!r}: this repository is not in diffusers' layout (no model_index.json); {what}")
     try:
         root = repository.fetch(read_of(family, repository))
@@ -140,6 +139,12 @@ def _check_variant(source: ModelSource, path: str) -> None:
         )
 
 
-def _refuse_pickle(key: str, path: Path) -> None:
-    if path.suffix in PICKLES:
-        raise UserError(f"{key} = {str(path)!r} is a pickle, which can run code; convert it to .safetensors")
+def _refuse_file(key: str, path: Path) -> None:
+    """Refuse a file that is not named as safetensors, or is one of several shards."""
+    if path.is_file() or path.suffix.lower() in PICKLES:
+        refuse_other_format(key, path)
+    if (found := SHARD.search(path.stem)) and int(found[2]) > 1 and path.is_file():
+        raise UserError(
+            f"{key} = {str(path)!r} is shard {int(found[1])} of {int(found[2])} alone; give the whole diffusers folder, or "
+            "the folder of all shards, their index and config.json in model.components.NAME.path"
+        )

@@ -2,14 +2,18 @@
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from trainer.base.errors import UserError
+from trainer.base.tensorfile import TensorFile
 from trainer.models.base import LATENT_SIDE, Family
 from trainer.models.config_files import read_json
 
+# Keys of a file's metadata. Not read of FLUX.2, where "klein-4b" is what all of that size are called there.
+NAMED_IN = ("modelspec.title", "modelspec.architecture")
 # Names of marker tensors. A prefix may stand before them.
 EDM_MARKERS = {"CosXL": ("edm_vpred.sigma_max", "edm_vpred.sigma_min"), "Playground 2.5": ("edm_mean", "edm_std")}
 # What the beginning of a scheduler's class name says.
@@ -38,41 +42,69 @@ def check_scheduler(scheduler: Mapping[str, Any], family: str, allowed: Collecti
 
 @dataclass(frozen=True)
 class DenoiserOrigin:
-    """The place that a denoiser comes from. name: of the file, folder or repository. folder: that may have a pipeline's
-    index. whole: it has one, which is a base model's where it says nothing."""
+    """The place that a denoiser comes from. names: of the file or folder and of the folder around a file, or of the
+    repository. folder: that may have a pipeline's index. whole: it has one. metadata: of the file."""
 
-    name: str
+    names: tuple[str, ...]
     folder: Path | None
     whole: bool = False
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
-def place_of(root: Path, name: str, override: Path | None, file: Path | None, *, embedded: bool) -> DenoiserOrigin:
+def place_of(root: Path, name: str, override: Path | None, file: TensorFile | None, *, embedded: bool) -> DenoiserOrigin:
     """The place of a denoiser. root: of the model's configs. name: of folder or repository. override: where the denoiser is
     from, if from elsewhere. file: a single one. embedded: whether the configs come with the program."""
     if override is not None:
         around = [folder for folder in (override.parent, override.parent.parent) if (folder / "model_index.json").is_file()]
-        own = override.stem if override.is_file() else override.name
-        return DenoiserOrigin(around[0].name, around[0], whole=True) if around else DenoiserOrigin(own, None)
+        if around:
+            return DenoiserOrigin((around[0].name,), around[0], whole=True)
+        if override.is_file():
+            return DenoiserOrigin((override.stem, override.parent.name), None, metadata=TensorFile(override).metadata)
+        return DenoiserOrigin((override.name,), None)
     if file is not None:
-        return DenoiserOrigin(file.stem, None if embedded else root)
-    return DenoiserOrigin(name, None if embedded else root, whole=not embedded)
+        return DenoiserOrigin((file.path.stem, file.path.parent.name), None if embedded else root, metadata=file.metadata)
+    return DenoiserOrigin((name,), None if embedded else root, whole=not embedded)
 
 
-def distillation(family: Family, asked: str | None, place: DenoiserOrigin) -> str | None:
-    """The one of `family.distillations` that the index of the denoiser's pipeline tells, else that is asked for, else that
-    the name tells; None where none does, and of a family that has none. Raises UserError where the index says otherwise than
-    is asked for."""
+@dataclass(frozen=True)
+class Variant:
+    """One of `Family.distillations`. name: None where nothing says which. why: a phrase. certain: index, tensors or
+    `model.variant` say it, and no name alone. unlike: what tensors alone would be taken for. otherwise: a name that says
+    another, with the words for it."""
+
+    name: str | None = None
+    why: str = ""
+    certain: bool = False
+    unlike: bool = False
+    otherwise: str = ""
+
+
+def variant_of(
+    family: Family, asked: str | None, place: DenoiserOrigin, config: Mapping[str, Any] = MappingProxyType({})
+) -> Variant:
+    """The one of `family.distillations` that the index of the denoiser's pipeline or its tensors tell, else that is asked
+    for, else that a name tells. config: the denoiser's, where it is known. Raises UserError where index or tensors say
+    otherwise than is asked for."""
     if not family.distillations:
-        return None
+        return Variant()
     base, distilled = family.distillations
     path = None if place.folder is None else place.folder / "model_index.json"
     said = read_json(path).get("is_distilled") if path is not None and path.is_file() else None
-    if said is None:
-        return asked or family.distillation(place.name) or (base if place.whole else None)
-    found = distilled if said else base
-    if asked not in (None, found):
-        raise UserError(f"model.variant = {asked!r}: {path} says is_distilled = {str(said).lower()}; leave it out")
-    return found
+    shown, why = family.shown(config), "its tensors show"
+    if said is not None:
+        shown, why = distilled if said else base, f"{path} says (is_distilled = {str(said).lower()})"
+    words = [("name", name) for name in place.names]
+    words += [(key, place.metadata[key]) for key in NAMED_IN if family.presumed and key in place.metadata]
+    named = next(((found, f"its {what} says ({word})") for what, word in words if (found := family.distillation(word))), None)
+    if shown is not None:
+        if asked not in (None, shown):
+            raise UserError(f"model.variant = {asked!r}: the model is {shown}, as {why}; leave it out")
+        return Variant(
+            shown, why, certain=True, otherwise=f"{named[0]}, as {named[1]}" if named and named[0] != shown else ""
+        )
+    usual = family.presumed or (base if place.whole else None)
+    found, why = (asked, "model.variant says") if asked else named or (usual, "nothing says which it is")
+    return Variant(found, why, certain=bool(asked), unlike=family.presumed not in (None, found))
 
 
 def check_latents(

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from trainer.base.errors import UserError
 from trainer.base.tensorfile import size_text
 
-PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 # Both libraries' names for a component's weights in a folder.
 WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
 PLAIN = "none"  # model.variant: the files without a variant in their names
@@ -24,9 +23,11 @@ SIXTEEN_BIT = ("fp16", "bf16")
 # A variant that is not smaller than this share of the plain files holds as many bits: those are 16-bit already.
 SMALLER = 0.75
 
+SHARD = re.compile(r"-(\d{5})-of-(\d{5})(\.[^./]+)?$")  # the end of a name
+_SUFFIX = r"\.(?i:safetensors|sft)"  # as `tensorfile.SUFFIXES`
 _STEM = f"(?P<stem>{'|'.join(WEIGHT_STEMS)})"
 _TENSORS = re.compile(
-    rf"{_STEM}(\.(?P<new>[^./]+?))?(?P<shard>-\d{{5}}-of-(?P<count>\d{{5}}))?(\.(?P<old>[^./]+))?\.safetensors"
+    rf"{_STEM}(\.(?P<new>[^./]+?))?(?P<shard>-\d{{5}}-of-(?P<count>\d{{5}}))?(\.(?P<old>[^./]+?))?{_SUFFIX}"
 )
 _INDEX = re.compile(rf"{_STEM}\.safetensors(\.(?P<old>[^./]+))?\.index(\.(?P<new>[^./]+))?\.json")
 

@@ -12,9 +12,9 @@ from trainer.base.errors import UserError
 from trainer.base.files import Advance, unheard
 from trainer.base.progress import Phase
 from trainer.base.protocols import WeightOwner
-from trainer.base.tensorfile import NAMES, TensorEntry, TensorFile
+from trainer.base.tensorfile import NAMES, TensorEntry, TensorFile, count_not_finite
 from trainer.base.types import HeldWeight, Link, Recognised
-from trainer.models.names import Shape, split_original
+from trainer.models.names import Shape, original_shape, split_original
 
 Recognise = Callable[[Mapping[str, TensorEntry]], Recognised]
 
@@ -63,8 +63,14 @@ class Weights:
         return self.index[key].entries[self.prefix + key]
 
     def read(self, key: str, advance: Advance = unheard) -> torch.Tensor:
-        """A tensor, as its file has it."""
-        return self.index[key].read(self.prefix + key, advance)
+        """A tensor, as its file has it. Raises UserError where a value is not finite."""
+        tensor = self.index[key].read(self.prefix + key, advance)
+        if count := count_not_finite(tensor):
+            raise UserError(
+                f"{self.index[key].path}: {count:,} of {tensor.numel():,} values of tensor {self.prefix + key!r} are NaN or "
+                "infinite, as a broken merge or conversion leaves them; make or download the file again, or use another copy"
+            )
+        return tensor
 
 
 @dataclass(frozen=True)
@@ -193,10 +199,14 @@ def plan_reads(
     """
     where = weights.files[0].path if len(weights.files) == 1 else weights.files[0].path.parent
     reads, claimed, covered = [], set(), set()
-    for link in weights.links_to(expected):
+    links = weights.links_to(expected)
+    if missing := [weights.prefix + link.original for link in links if link.original not in weights.shapes]:
+        raise UserError(
+            f"{where}: tensor {missing[0]!r} of component {name!r} is missing ({len(missing)} of {len(links)} in all); use a "
+            "whole file of this model"
+        )
+    for link in links:
         tensor = weights.prefix + link.original
-        if link.original not in weights.shapes:
-            raise UserError(f"{where}: tensor {tensor!r} of component {name!r} is missing")
         wanted = [expected[part] for part in link.parts]
         read = Read(weights, link, original_shape(wanted, link.op), tuple(wanted))
         shape = weights.shapes[link.original]
@@ -210,7 +220,10 @@ def plan_reads(
         covered |= set(link.parts)
     absent = sorted(expected.keys() - covered)
     if absent:
-        raise UserError(f"{where}: tensor {absent[0]!r} of component {name!r} is missing ({len(absent)} in all)")
+        raise UserError(
+            f"{where}: tensor {absent[0]!r} of component {name!r} is missing ({len(absent)} of {len(expected)} in all); "
+            "use a whole file of this model"
+        )
     # A single file holds several components; under an empty prefix all of them are seen.
     apart = () if weights.prefix else tuple(others)
     odd = sorted(
@@ -239,11 +252,3 @@ def same_names(expected: Mapping[str, Shape], index: Iterable[str]) -> list[Link
         # T5 lists its one embedding table under two names; files hold either or both.
         rename.setdefault("encoder.embed_tokens.weight", rename["shared.weight"])
     return [Link(key, (target,)) for target, key in rename.items()]
-
-
-def original_shape(parts: Sequence[Shape], op: str) -> Shape:
-    """The shape of the original's tensor that is made of parts of these shapes by `op`."""
-    if not parts[0]:
-        return ()
-    shape = (sum(part[0] for part in parts), *parts[0][1:])
-    return shape[::-1] if op == "transpose" else (*shape, 1, 1) if op == "squeeze" else shape

@@ -14,8 +14,8 @@ from trainer.base.tensorfile import Recipe, Tensors
 from trainer.base.types import Link
 from trainer.models.base import Component
 from trainer.models.loading import ModelSource
-from trainer.models.names import Shape
-from trainer.models.weights import Read, original_shape
+from trainer.models.names import Shape, original_shape
+from trainer.models.weights import Read
 
 MARKERS = {"v_pred": ("prediction_type", "v_prediction"), "ztsnr": ("rescale_betas_zero_snr", True)}
 

@@ -13,10 +13,10 @@ from trainer.data.buckets import REFERENCE_AREA, named, reference_bucket
 from trainer.data.captions import prompts
 from trainer.data.examples import Example
 from trainer.data.sources import Photo, Scanned, Source, noted
-from trainer.models.loading import ModelSource
 from trainer.monitoring.course import HELD_OUT_PHOTOS
 from trainer.plan import fixed_draws, optimizer_rules
 from trainer.plan.data_sources import sources_of
+from trainer.plan.model_account import model_account
 from trainer.plan.run_plan import DataPlan, Length, RunPlan
 from trainer.plan.storage import weight_bytes
 
@@ -45,16 +45,10 @@ def describe(plan: RunPlan, *, sizes: bool, data: bool = True) -> str:
             count = weight_bytes(plan.model.source, component, held=plan.model.source.held(name))
             total += count
             line += f"  {size_text(count)}"
-        chosen = plan.model.source.weight_choice(name)
-        if chosen is not None and chosen.why:
-            line += f"; reads the {chosen.files} ({chosen.why})"
         lines.append(line)
     if sizes:
         lines.append(f"  weights in all   {size_text(total)}")
-    if plan.model.source.published_parts:
-        lines.append(f"  of the published model's configs: {', '.join(plan.model.source.published_parts)}")
-    lines += [f"  found beside the model: {name}, {place}" for name, place in plan.model.source.found.items()]
-    lines += _hub_lines(plan.model.source)
+    lines += [f"  {line}" for line in model_account(plan.model.source, plan.model.options).lines()]
     lines += [*_adapter_lines(plan), f"objective {plan.model.objective.describe()}"]
     doubts = plan.model.objective.doubts()
     if plan.model.objective.stratified and config.data.batch_size * config.step.accumulation * plan.length.processes == 1:
@@ -87,19 +81,6 @@ def describe(plan: RunPlan, *, sizes: bool, data: bool = True) -> str:
         )
         lines.append(f"note: only the end and a stop are saved ({keys}): a kill or a power cut loses all that was trained")
     return "\n".join(lines)
-
-
-def _hub_lines(source: ModelSource) -> list[str]:
-    """What of a hub id is not here yet."""
-    if source.fetched:
-        return []
-    lines = []
-    if source.embedded:
-        lines.append(f"  configs as embedded: nothing was fetched ({source.embedded})")
-    count = source.to_fetch()
-    if count:
-        lines.append(f"  to be downloaded {size_text(count)}, into {source.repository.blobs.parent}")
-    return lines
 
 
 def _adapter_lines(plan: RunPlan) -> list[str]:

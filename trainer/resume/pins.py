@@ -190,6 +190,7 @@ def pin_model(digests: Mapping[str, str], *, cached: Collection[str] = (), snaps
     cached: components whose digest is of their files too. snapshots: of a hub id, the cache's folder of them.
     """
     words = {"scheduler": "scheduler_config.json", "markers": "marker tensors of the objective", "tokenizers": "tokenizers"}
+    words |= {"variant": "variant (model.variant says which)"}
     words |= {name: f"{name} (its files or its config.json)" for name in cached}
 
     def check(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -16,7 +16,16 @@ from safetensors.torch import load_file, save_file
 from scripts.make_model import write_sparse
 from trainer.base.errors import UserError
 from trainer.base.files import remove_leftovers
-from trainer.base.tensorfile import DTYPES, Recipe, TensorFile, tensor_sha256, write_tensors
+from trainer.base.tensorfile import (
+    DTYPES,
+    Recipe,
+    TensorFile,
+    count_not_finite,
+    is_safetensors,
+    refuse_other_format,
+    tensor_sha256,
+    write_tensors,
+)
 
 
 def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -118,3 +127,66 @@ def test_files_beyond_four_gigabytes(tmp_path, gigabytes) -> None:
     opened = TensorFile(path)
     assert opened.entries["large"].bytes == large and opened.entries["large"].shape == (large // 2,)
     assert opened.read("last").tolist() == [1.5, -2.0, 3.0]
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "A.SAFETENSORS", "ae.sft", "b.Sft"])
+def test_names_of_safetensors_in_any_letters(tmp_path, name: str) -> None:
+    assert is_safetensors(name)
+    refuse_other_format("model.path", tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.ckpt", b"", "is a pickle, which can run code; convert it"),
+        ("a.PTH", b"", "is a pickle"),
+        ("a.gguf", b"GGUF", "is not a .safetensors file; .* does not read GGUF: use the 16-bit or float8 file"),
+        ("a.safetensors.crdownload", b"", "is an unfinished download; let it finish"),
+        ("a.safetensors.part", b"", "is an unfinished download"),
+        ("model.safetensors.index.json", b"{}", "is not a .safetensors file; of an index of shards give"),
+        ("a.txt", b"hello", r"is not a .safetensors file: is not a complete safetensors file \(it has only 5 bytes\)"),
+        ("blob", (2).to_bytes(8, "little") + b"{}", "is a safetensors file .*; rename it to blob.safetensors"),
+    ],
+)
+def test_a_file_of_another_name_gets_one_message_with_the_remedy(tmp_path, name: str, content: bytes, said: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=f"^model.path = '.*{name}' {said}"):
+        refuse_other_format("model.path", tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "it has only 0 bytes"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "a Git LFS pointer; run"),
+        (b"<!DOCTYPE html><html><body>Sign in</body></html>", "a web page, .* download the file itself"),
+        (b"GGUF" + bytes(40), "it is GGUF"),
+        (b"PK\x03\x04" + bytes(40), "an archive, perhaps a pickle"),
+        (b"\xff" * 40, "its header claims .* download or copy it again"),
+    ],
+)
+def test_what_lies_under_the_name_of_safetensors_is_named(tmp_path, content: bytes, said: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(UserError, match=f"model.safetensors is not a .*{said}"):
+        TensorFile(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_every_value_that_is_not_finite_is_counted(dtype: torch.dtype) -> None:
+    tensor = torch.linspace(-60000, 60000, 999, dtype=torch.float64).to(dtype).reshape(27, 37)
+    assert count_not_finite(tensor) == count_not_finite(tensor[:0]) == count_not_finite(torch.arange(3)) == 0
+    for count, value in enumerate((float("nan"), float("inf"), -float("inf")), 1):
+        tensor[count, 3] = value
+        assert count_not_finite(tensor) == count
+
+
+@pytest.mark.parametrize(
+    ("dtype", "codes"), [(torch.float8_e4m3fn, [0x7F, 0xFF]), (torch.float8_e5m2, [0x7C, 0xFC, 0x7D, 0xFF])]
+)
+def test_every_code_of_float8_that_is_not_finite_is_counted(dtype: torch.dtype, codes: list[int]) -> None:
+    every = torch.arange(256, dtype=torch.uint8).view(dtype)
+    assert count_not_finite(every) == int((~torch.isfinite(every.float())).sum()) > 0
+    sound = every[torch.isfinite(every.float())]
+    assert count_not_finite(sound) == 0
+    for code in codes:
+        assert count_not_finite(torch.tensor([1, code, 2], dtype=torch.uint8).view(dtype)) == 1

@@ -344,7 +344,10 @@ def test_base_or_distilled_is_told_by_the_index_else_by_what_is_asked_for_else_b
     named = tmp_path / "flux-2-klein-4b.safetensors"
     made["single_file"].rename(named)
     assert told(folder, component_paths={"transformer": str(named)}) == "distilled"
-    with pytest.raises(UserError, match=r"model\.variant = 'base': .*model_index\.json says is_distilled = true"):
+    with pytest.raises(
+        UserError,
+        match=r"model\.variant = 'base': the model is distilled, as .*json says \(is_distilled = true\); leave it out",
+    ):
         told(whole, wanted=Wanted("base"))
     silent = tmp_path / "FLUX.2-klein-4B"
     silent.symlink_to(folder)

@@ -4,7 +4,8 @@ Conventions of the released pipeline: latents = (z - shift) * scale, packed 2 x 
 zero; no attention mask for T5; CLIP gives only the pooled vector; the transformer takes t in [0, 1].
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,10 @@ from trainer.objectives import Flow
 
 DEFAULT_GUIDANCE = 3.5
 T5_LENGTH_DEV, T5_LENGTH_SCHNELL = 512, 256
+DEV, SCHNELL = "dev", "schnell"
+# What names of either say, and of models made of it without distillation: as people write them, in lower case.
+NAMED_DEV = re.compile(r"(?<![a-z])(flux)?[-_. \d]*dev(?![a-z])|dev2pro|de[-_ ]?distil|un[-_ ]?distil")
+NAMED_SCHNELL = re.compile(r"schnell|libre[-_ ]?flux|open[-_ ]?flux")
 INPUTS = {
     128: "a Control model (Canny or Depth: latents and the control image's)",
     384: "Flux Fill (latents, the masked image's and the mask)",
@@ -41,14 +46,34 @@ def encode_images(model: Model, pixels: torch.Tensor) -> torch.Tensor:
     return (mean - module.config.shift_factor) * module.config.scaling_factor
 
 
+def distillation(name: str) -> str | None:
+    """The one that a file or repository of this name is, or is made of; None where the name says neither, or both."""
+    dev, schnell = NAMED_DEV.search(name.lower()), NAMED_SCHNELL.search(name.lower())
+    if schnell:
+        return None if dev and "distil" not in dev[0] else SCHNELL
+    return DEV if dev else None
+
+
+def follows(variant: str, options: Mapping[str, Any]) -> str:
+    """What dev and schnell decide."""
+    tokens = options.get("text_length") or {DEV: T5_LENGTH_DEV, SCHNELL: T5_LENGTH_SCHNELL}[variant]
+    return f"T5 reads up to {tokens} tokens of a caption (data.text_length), and adapter files say flux-1-{variant}"
+
+
+def published(tensors: set[str], variant: str | None = SCHNELL) -> str:
+    """The folder of embedded configs for a file. A guidance embedding is dev's."""
+    guided = any("guidance_in." in name or "guidance_embedder." in name for name in tensors)
+    return "flux-dev" if guided else f"flux-{variant}"
+
+
 def t5_length(model: Model) -> int:
     """The tokens that T5 reads of a caption: data.text_length, else 512 (dev) or 256 (schnell). Raises UserError for too
     many."""
     chosen, longest = model.options.get("text_length"), model.tokenizers["tokenizer_2"].model_max_length
     if chosen and chosen > longest:
         raise UserError(f"data.text_length = {chosen} is more than the model's T5 tokenizer takes; use at most {longest}")
-    guided = model.configs["transformer"].get("guidance_embeds", False)
-    length = chosen or (T5_LENGTH_DEV if guided else T5_LENGTH_SCHNELL)
+    dev = model.configs["transformer"].get("guidance_embeds", False) or model.options.get("distillation") == DEV
+    length = chosen or (T5_LENGTH_DEV if dev else T5_LENGTH_SCHNELL)
     return min(length, longest)
 
 
@@ -133,7 +158,7 @@ def sample(model: Model, request: SampleRequest, conditioning: Conditioning, neg
 
 def metadata(config: dict, prediction: str) -> dict[str, str]:
     """What adapter files say of the family."""
-    variant = "dev" if config.get("guidance_embeds") else "schnell"
+    variant = DEV if config.get("guidance_embeds") else config.get("_variant") or SCHNELL
     return {
         "modelspec.architecture": f"flux-1-{variant}/lora",
         "modelspec.implementation": "https://github.com/black-forest-labs/flux",
@@ -178,7 +203,10 @@ FAMILY = Family(
     size_multiple=16,
     presets={"attention": _ATTENTION, "attention+mlp": (*_ATTENTION, *_MLP), "linear": _LINEAR, "all": _LINEAR},
     harmless=names.HARMLESS,
-    published=lambda tensors: "flux-dev" if any("guidance_in" in name for name in tensors) else "flux-schnell",
+    distillations=(DEV, SCHNELL), distillation=distillation, presumed=SCHNELL,
+    shown=lambda config: DEV if config.get("guidance_embeds") else None,
+    follows=follows,
+    published=published,
     hub_ids={"black-forest-labs/FLUX.1-dev": "flux-dev", "black-forest-labs/FLUX.1-schnell": "flux-schnell"},
     objective=objective,
     encode_images=encode_images,

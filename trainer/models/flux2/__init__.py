@@ -169,7 +169,7 @@ def adjust(component: str, module: nn.Module) -> None:
         module.norm = nn.Identity()
 
 
-def published(tensors: set[str]) -> str:
+def published(tensors: set[str], variant: str | None = None) -> str:
     """The folder of embedded configs for a file: klein 9B has 8 double blocks, 4B has 5."""
     eighth = re.compile(r"(^|\.)(double_blocks|transformer_blocks)\.7\.")
     return "flux2-klein-9b" if any(map(eighth.search, tensors)) else "flux2-klein-4b"

@@ -218,7 +218,7 @@ FAMILY = Family(
     size_multiple=8,
     presets={"attention": _ATTENTION, "attention+mlp": (*_ATTENTION, *_MLP), "linear": _LINEAR, "all": (*_LINEAR, *_CONV)},
     harmless=names.HARMLESS,
-    published=lambda tensors: "sdxl",
+    published=lambda tensors, variant=None: "sdxl",
     hub_ids={"stabilityai/stable-diffusion-xl-base-1.0": "sdxl"},
     objective=objective,
     encode_images=encode_images,

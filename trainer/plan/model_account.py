@@ -1,0 +1,57 @@
+"""The account of the model: what is assumed of it, where its parts were found, and which of their files are read."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.base.account import Account, Heading
+from trainer.base.tensorfile import size_text
+from trainer.models import kinds
+from trainer.models.config_files import PUBLISHED, read_json
+from trainer.models.loading import ModelSource
+
+
+def model_account(source: ModelSource, options: Mapping[str, Any]) -> Account:
+    """The account of a model that was opened. options: of the config keys that the family reads, by their last names."""
+    account, variant = Account(), source.variant
+    if variant.name is not None:
+        follows = f": {decides}" if (decides := source.family.follows(variant.name, options)) else ""
+        other = next(name for name in source.family.distillations if name != variant.name)
+        account.add(
+            Heading.NOTE if variant.certain else Heading.ASSUMED,
+            f"the model is {variant.name} or made of it, as {variant.why}{follows}",
+            remedy="" if variant.certain else f"for {other}, model.variant = {other!r}",
+        )
+    if variant.otherwise:
+        account.add(Heading.WARNING, f"the model is {variant.name}, as {variant.why}, and not {variant.otherwise}")
+    _add_parts(account, source)
+    if source.embedded and not source.fetched:
+        account.add(Heading.ASSUMED, f"configs as embedded: nothing was fetched ({source.embedded})")
+    if count := source.to_fetch():
+        account.add(Heading.NOTE, f"to be downloaded {size_text(count)}, into {source.repository.blobs.parent}")
+    return account
+
+
+def _add_parts(account: Account, source: ModelSource) -> None:
+    """Where the parts come from: the pipeline of a folder, places beside a single file, published configs, chosen files."""
+    index = source.root / "model_index.json"
+    if index.is_file() and PUBLISHED not in index.parents:
+        pipeline = kinds.class_in(read_json(index))
+        usual = kinds.PIPELINES.get(source.family.name)
+        if usual is not None and pipeline not in ("", usual):
+            account.add(Heading.NOTE, f"its pipeline calls itself {pipeline}, and is trained as {usual}")
+    found = [f"{name}: {place}" for name, place in source.found.items()]
+    if found:
+        account.add(
+            Heading.NOTE, "found beside the model", found, noun="part", remedy="model.components.NAME.path gives another"
+        )
+    places = {"scheduler": source.beside("scheduler/scheduler_config.json")}
+    places |= {name: source.tokenizer_folder(name) for name in source.family.tokenizers}
+    places |= {component.name: source.config_file(component.name) for component in source.family.components}
+    parts = [name for name, place in places.items() if source.published in place.parents]
+    if parts:
+        reason = f"configs of the published {source.published.name}"
+        account.add(Heading.ASSUMED, reason, parts, noun="part", remedy="model.config gives a folder of others")
+    for component in source.family.components:
+        chosen = source.weight_choice(component.name)
+        if chosen is not None and chosen.why:
+            account.add(Heading.NOTE, f"{component.name} reads the {chosen.files} ({chosen.why})")
