@@ -6,6 +6,7 @@ from typing import Any
 
 from trainer.base.files import parse_size
 from trainer.base.progress import Phases
+from trainer.base.text import visible
 from trainer.config import DataTable, Resolutions, Table
 from trainer.data.cache.entries import Cache, MemoryCache
 from trainer.data.caption_rules import CaptionRules
@@ -20,7 +21,12 @@ def sources_of(data: DataTable) -> tuple[Source, ...]:
             index=index,
             resolutions=resolutions(table.resolution or data.resolution),
             caption_rules=CaptionRules(
-                lines=table.caption_lines, variants=data.caption_variants, **_of_the_same_name(CaptionRules, table)
+                lines=table.caption_lines,
+                variants=data.caption_variants,
+                **{
+                    name: visible(value) if isinstance(value, str) else value
+                    for name, value in _of_the_same_name(CaptionRules, table).items()
+                },
             ),
             **_of_the_same_name(Source, table, data),
         )
