@@ -50,12 +50,10 @@ def decoded(data: bytes, *, utf16: bool = True) -> str:
     Raises ValueError with the remedy for bytes of another coding, a pointer, a web page.
     """
     _refuse_documents(data)
-    if data.startswith(UTF16):
-        if not utf16:
-            raise ValueError("UTF-16 (as PowerShell and older editors write it); save it as UTF-8")
-        return data.decode("utf-16")
+    if data.startswith(UTF16) and not utf16:
+        raise ValueError("UTF-16 (as PowerShell and older editors write it); save it as UTF-8")
     try:
-        text = data.decode("utf-8-sig")
+        text = data.decode("utf-16" if data.startswith(UTF16) else "utf-8-sig")
     except UnicodeDecodeError as error:
         at, odd = error.start, data[error.start : error.start + 1]
         letter = odd.decode("cp1252", "ignore")

@@ -21,12 +21,7 @@ def sources_of(data: DataTable) -> tuple[Source, ...]:
             index=index,
             resolutions=resolutions(table.resolution or data.resolution),
             caption_rules=CaptionRules(
-                lines=table.caption_lines,
-                variants=data.caption_variants,
-                **{
-                    name: visible(value) if isinstance(value, str) else value
-                    for name, value in _of_the_same_name(CaptionRules, table).items()
-                },
+                lines=table.caption_lines, variants=data.caption_variants, **_of_the_same_name(CaptionRules, table)
             ),
             **_of_the_same_name(Source, table, data),
         )
@@ -37,7 +32,11 @@ def sources_of(data: DataTable) -> tuple[Source, ...]:
 def _of_the_same_name(made: type, *tables: Table) -> dict[str, Any]:
     """What the tables, the first before the second, set of a dataclass's fields."""
     given = {field.name: [getattr(table, field.name, None) for table in tables] for field in fields(made)}
-    return {name: value for name, values in given.items() for value in values[::-1] if value is not None}
+    found = {name: value for name, values in given.items() for value in values[::-1] if value is not None}
+    # Paths and columns stay as they are on the disk.
+    return {
+        name: visible(value) if made is CaptionRules and isinstance(value, str) else value for name, value in found.items()
+    }
 
 
 def resolutions(given: Resolutions) -> tuple[int, ...]:
