@@ -14,11 +14,12 @@ import torch
 from tests.harness import ROOT, Workbench, built, metrics_of
 from trainer import config as configs
 from trainer.base import files
+from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile
 from trainer.checkpoint import store
 from trainer.cli import main as cli
 from trainer.monitoring import metrics
-from trainer.resume import pins
+from trainer.resume import allowed_changes, pins
 from trainer.run.loop import Loop
 
 
@@ -33,10 +34,10 @@ def run_tree(bench: Workbench, out: str, **overrides) -> dict:
     )  # fmt: skip
 
 
-def train(tree: dict, resume_from: str | None = None) -> None:
+def train(tree: dict, resume_from: str | None = None, allow: str | None = None) -> None:
     from trainer.run.run import train
 
-    train(configs.parse(tree), resume_from=resume_from)
+    train(configs.parse(tree), resume_from=resume_from, allowed=allowed_changes.parse(allow, resume_from))
 
 
 def adapter_bytes(bench: Workbench, out: str) -> bytes:
@@ -86,14 +87,22 @@ def test_resume_finished_run_only_writes_the_adapter_again(bench: Workbench, cap
 
 
 @pytest.mark.slow
-def test_longer_run_continues_with_the_frozen_schedule(bench: Workbench) -> None:
+def test_longer_run_continues_with_the_frozen_schedule_or_another_one(bench: Workbench) -> None:
+    """Where that has fallen to 0 it has to be allowed to change: what the refusal names leads on."""
     tree = run_tree(bench, "out", run__max_steps=2, step__accumulation=1)
     train(tree)
     tree["run"]["max_steps"] = 3
-    train(tree, "auto")
+    with pytest.raises(
+        UserError, match=r"steps 3 to 3 would train nothing: .*total_steps = 3.*--resume_from auto --allow schedule"
+    ):
+        train(tree, "auto")
+    tree["schedule"]["total_steps"] = 3
+    train(tree, "auto", "schedule")
+    tree["run"]["max_steps"], tree["schedule"]["end"] = 4, 0.25
+    train(tree, "auto", "schedule")
     entries = metrics_of(bench.tmp / "out")
-    assert [e["step"] for e in entries] == [1, 2, 3]
-    assert entries[-1]["lr"] == pytest.approx(0, abs=1e-9), "the cosine was frozen at 2 steps"
+    assert [e["step"] for e in entries] == [1, 2, 3, 4]
+    assert entries[2]["lr"] > 0 and entries[3]["lr"] == pytest.approx(0.25 * tree["optimizer"]["lr"]), "frozen at 3 steps"
 
 
 @pytest.mark.slow

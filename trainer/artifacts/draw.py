@@ -21,10 +21,12 @@ from trainer.base.digests import FileDigests
 from trainer.base.errors import UserError
 from trainer.base.files import write_atomic
 from trainer.base.progress import QUIET, Phases
+from trainer.base.text import visible
 from trainer.base.types import Conditioning
 from trainer.checkpoint.pieces import Pieces
 from trainer.config import Config
 from trainer.data.cache.texts import one_after_another
+from trainer.data.captions import prompts
 from trainer.engine.assembly import build_adapter
 from trainer.engine.components import Components
 from trainer.models.base import SampleRequest
@@ -73,7 +75,8 @@ class Drawing:
         with_ = tuple(path.name if strength == 1 else f"{path.name}:{strength:g}" for path, strength in adapters)
         return [
             AskedSample(
-                prompt, self.negative, self.width or side, self.height or side, seed, steps, self.guidance, strength,
+                visible(prompt), visible(self.negative), self.width or side, self.height or side, seed, steps, self.guidance,
+                strength,
                 **shown, model=config.model.path, adapters=with_,
             )
             for prompt in self.prompts for seed in self.seeds for strength in self.strengths
@@ -111,7 +114,10 @@ def draw(
     config = _as_read(config, portable)
     plan = _plan(config, source, portable)
     peers = start_processes(config)
-    for doubt in (doubt for each, _ in opened for doubt in each.doubts):
+    for doubt in (
+        *(doubt for each, _ in opened for doubt in each.doubts),
+        *prompts.unread((*drawing.prompts, drawing.negative)),
+    ):
         peers.say(f"warning: {doubt}")
     fused = kernels.choose(config.adapter.kernels, peers.device)
     plan = fetched(plan, peers, phases)

@@ -4,6 +4,7 @@ The only file that may be imported where nothing is installed.
 """
 
 import importlib.util
+import io
 import os
 import shlex
 import shutil
@@ -21,9 +22,17 @@ LOAD = "/proc/loadavg"  # where Linux tells how many programs want a core now
 
 
 def prepare(arguments):
-    """Call `choose_waiting`, then `check`. Every program calls it before it imports a library."""
+    """Call `show_everything`, `choose_waiting`, then `check`. Every program calls it before it imports a library."""
+    show_everything()
     choose_waiting()
     check(arguments)
+
+
+def show_everything():
+    """Write as an escape what a terminal or a log cannot show: a letter that is not of its coding, or a byte of a name."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and (stream.errors == "strict" or stream.encoding.lower() != "utf-8"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def choose_waiting():

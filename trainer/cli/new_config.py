@@ -21,6 +21,7 @@ from trainer.base.console import printable
 from trainer.base.errors import UserError
 from trainer.base.files import write_atomic
 from trainer.base.progress import Phases
+from trainer.base.text import holds
 from trainer.config import Config
 from trainer.config.reading import CONFIG_FOLDER
 from trainer.config.tables import CheckpointTable
@@ -281,5 +282,4 @@ def prompts(captions: Sequence[str], trigger: str) -> list[str]:
     if not captions:
         return [trigger]
     chosen = dict.fromkeys((captions[0], captions[len(captions) // 2]))
-    holds = trigger.lower()
-    return [each if holds in each.lower() else f"{trigger}, {each}" for each in chosen]
+    return [each if not trigger or holds(each, trigger) else f"{trigger}, {each}" for each in chosen]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ from pydantic import ValidationError
 
 from trainer.base import patterns
 from trainer.base.errors import UserError
+from trainer.base.text import decoded
 from trainer.config import mistakes
 from trainer.config.kinds import expand_home
 from trainer.config.tables import Config
 
+ODD_QUOTES = "\u2018\u2019\u201a\u201c\u201d\u201e\u00ab\u00bb\uff02\uff07"
 CONFIG_FOLDER = Path(__file__).resolve().parent.parent.parent / "configs"
 
 
@@ -42,7 +45,7 @@ def read_toml(path: str, option: str) -> dict[str, Any]:
         file = CONFIG_FOLDER / path
     text = ""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = decoded(file.read_bytes(), utf16=False).lstrip("\ufeff")
         return tomllib.loads(text)
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
         compares = option == "--compare"
@@ -52,10 +55,10 @@ def read_toml(path: str, option: str) -> dict[str, Any]:
         first = "docs/compare.md tells how to write one" if compares else "python train.py --new PHOTOS writes one"
         remedy = f"did you mean {meant}?" if meant else first
         raise UserError(f"{option} {path}: {error.strerror}; {remedy}\nin configs/: {', '.join(known)}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{option} {path}: not UTF-8 at byte {error.start}") from error
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{option} {path}: not valid TOML: {error}{_backslash(text, error)}{_other(file)}") from error
+        raise UserError(f"{option} {path}: not valid TOML: {error}{_remedy(text, error)}{_other(file)}") from error
+    except ValueError as error:
+        raise UserError(f"{option} {path}: {error}") from error
 
 
 def _other(file: Path) -> str:
@@ -67,15 +70,19 @@ def _other(file: Path) -> str:
     return f"\na config is TOML, not {kind}; {made}"
 
 
-def _backslash(text: str, error: tomllib.TOMLDecodeError) -> str:
-    r"""The remedy where the line of the error has a path as Windows writes it within double quotes; else "".
+def _remedy(text: str, error: tomllib.TOMLDecodeError) -> str:
+    r"""The remedy where the line of the error has a path as Windows writes it within double quotes, or quotes and spaces as
+    word processors and web pages write them; else "".
 
     Within double quotes TOML takes \U and its like as the beginning of a character's number.
     """
     at = re.search(r"at line (\d+)", str(error))
-    line = text.splitlines()[int(at[1]) - 1] if at else ""
-    written = re.search(r'"([^"]*\\[^"]*)"', line)
-    return f"\nwrite that path with /, or in single quotes: '{written[1]}'" if written else ""
+    line = [*text.split("\n"), ""][int(at[1]) - 1] if at else ""
+    if written := re.search(r'"([^"]*\\[^"]*)"', line):
+        return f"\nwrite that path with /, or in single quotes: '{written[1]}'"
+    odd = sorted({each for each in line if each in ODD_QUOTES or not (each.isprintable() or each in "\t\r")})
+    named = ", ".join(f"U+{ord(each):04X} ({unicodedata.name(each, 'a control character').lower()})" for each in odd)
+    return f"\nthat line has {named}: write plain quotes and spaces" if odd else ""
 
 
 def parse(tree: dict[str, Any]) -> Config:
@@ -123,7 +130,7 @@ def _apply(tree: dict[str, Any], override: str) -> str:
         value = None if remove else tomllib.loads(f"value = {text.strip()}")["value"]
     except tomllib.TOMLDecodeError as error:
         value = text.strip()  # a bare word is a string
-        remedy = _backslash(text, error)
+        remedy = _remedy(text, error)
         if remedy or (len(value) > 1 and value[0] == value[-1] == '"'):
             raise UserError(f"--set {override!r}: not valid TOML: {error}{remedy}") from error
     *tables, last = key.strip().split(".")

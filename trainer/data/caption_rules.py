@@ -9,9 +9,9 @@ import re
 from dataclasses import dataclass
 
 from trainer.base import draws
+from trainer.base.text import holds, in_word
 
 WILDCARD = re.compile(r"\{([^{}|]*(?:\|[^{}|]*)+)\}")  # the innermost: without braces inside
-WORD = "[A-Za-z0-9_]"  # of scripts that put spaces between words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +93,7 @@ class CaptionRules:
         return text
 
 
-def holds(text: str, words: str) -> bool:
-    """Whether `text` contains `words` as whole words, in any case."""
-    return re.search(f"(?<!{WORD}){re.escape(words)}(?!{WORD})", text, re.IGNORECASE) is not None
-
-
 def _beside(left: str, right: str) -> str:
-    glued = left[-1:].isalnum() and right[:1].isalnum()
+    last = left[-1:]
+    glued = (last.isalnum() or (in_word(last) and last != "_")) and right[:1].isalnum()
     return f"{left} {right}" if glued else left + right

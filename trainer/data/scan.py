@@ -15,6 +15,7 @@ from PIL import Image
 
 from trainer.base.errors import UserError
 from trainer.base.progress import QUIET, Phases
+from trainer.base.text import decoded, invisible, visible
 from trainer.data import buckets, layouts
 from trainer.data.images import near_duplicates
 from trainer.data.images.decode import decode, decode_mask
@@ -104,7 +105,10 @@ def _read(found: FoundPhoto, *, strict_captions: bool) -> Photo | list[str]:
     numbered = enumerate(found.references, 1)
     references = [one for number, place in numbered if (one := _read_reference(found, place, number, problems))]
     notes = (*notes, *(note for each in references for note in each.notes))
-    caption = _read_caption(found, problems)
+    text = _read_caption(found, problems)
+    caption = None if text is None else visible(text).strip()
+    if text and (dropped := invisible(text)):
+        notes = (*notes, sys.intern(f"its caption had invisible characters ({dropped}), dropped"))
     if caption and len(caption) > LONGEST_CAPTION:
         problems.append(f"{shown}: its caption has {len(caption):,} characters; {LONGEST_CAPTION:,} are the most")
     if strict_captions and (why := strict_problem(found.source, caption)) and (caption is None or not problems):
@@ -191,16 +195,14 @@ def _misnamed(name: str, kind: str) -> tuple[str, ...]:
 
 
 def _read_caption(found: FoundPhoto, problems: list[str]) -> str | None:
-    """The stripped caption; None if there is none."""
+    """The caption; None if there is none."""
     if found.caption is None or isinstance(found.caption, str):
         return found.caption
     try:
         data = found.caption.read()
-        return None if data is None else data.decode("utf-8-sig").strip()
+        return decoded(data) if isinstance(data, bytes) else data
     except OSError as error:
         problems.append(f"{found.caption}: cannot be read ({error.strerror})")
-    except UnicodeDecodeError as error:
-        problems.append(f"{found.caption}: the caption is not UTF-8 (at byte {error.start}); save it as UTF-8")
     except ValueError as error:
         problems.append(f"{found.caption}: {error}")
     return ""

@@ -67,11 +67,11 @@ class Place(Protocol):
 
 
 class CaptionPlace(Protocol):
-    """The place of the bytes of a caption."""
+    """The place of a caption."""
 
-    def read(self) -> bytes | None:
-        """UTF-8; None if the file says that there is no caption. Raises OSError; ValueError with the reason, if the file
-        that contains it is damaged."""
+    def read(self) -> bytes | str | None:
+        """The bytes of a file that is the caption, or the text in another; None if that says that there is no caption. Raises
+        OSError; ValueError with the reason, if the file is damaged."""
         ...
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from trainer.base.files import parse_size
 from trainer.base.progress import Phases
+from trainer.base.text import visible
 from trainer.config import DataTable, Resolutions, Table
 from trainer.data.cache.entries import Cache, MemoryCache
 from trainer.data.caption_rules import CaptionRules
@@ -31,7 +32,11 @@ def sources_of(data: DataTable) -> tuple[Source, ...]:
 def _of_the_same_name(made: type, *tables: Table) -> dict[str, Any]:
     """What the tables, the first before the second, set of a dataclass's fields."""
     given = {field.name: [getattr(table, field.name, None) for table in tables] for field in fields(made)}
-    return {name: value for name, values in given.items() for value in values[::-1] if value is not None}
+    found = {name: value for name, values in given.items() for value in values[::-1] if value is not None}
+    # Paths and columns stay as they are on the disk.
+    return {
+        name: visible(value) if made is CaptionRules and isinstance(value, str) else value for name, value in found.items()
+    }
 
 
 def resolutions(given: Resolutions) -> tuple[int, ...]:

@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 from math import isqrt, prod
 from typing import Any
 
+from trainer import config as configs
 from trainer.base.console import printable, shortlist
 from trainer.base.tensorfile import size_text
+from trainer.base.text import invisible
 from trainer.config import Config
 from trainer.data.batches import sampler, short_batches
 from trainer.data.buckets import REFERENCE_AREA, named, reference_bucket
@@ -137,6 +139,8 @@ def data_lines(config: Config, data: DataPlan, length: Length, *, text: str = ""
         + (f"; text {text}" if text else ""),
         *_alone(subject),
         *_without_prompts(config, data),
+        *_invisible(config),
+        *(f"  warning: {line}" for line in prompts.unread(text for r in data.requests for text in (r.prompt, r.negative))),
         *(f"  warning: {line}" for line in prompts.warnings((r.prompt for r in data.requests), data.examples)),
         *_weight_lines(data),
         *_view_lines(sources),
@@ -146,6 +150,14 @@ def data_lines(config: Config, data: DataPlan, length: Length, *, text: str = ""
         *_held_out(config, data),
         *_alike_lines(data),
     ]
+
+
+def _invisible(config: Config) -> list[str]:
+    """Of the texts that the config gives, those that lose characters."""
+    found = {key: invisible(str(text)) for key, text in configs.flatten(configs.tree(config)).items()}
+    texts = {"prompt", "prompts", "negative", "trigger", "prefix", "suffix"}
+    lost = {key: what for key, what in found.items() if what and texts.intersection(key.split("."))}
+    return [f"  warning: {key} has invisible characters ({what}), dropped" for key, what in lost.items()]
 
 
 def _alone(photos: Sequence[Photo]) -> list[str]:

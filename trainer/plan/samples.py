@@ -1,6 +1,7 @@
 """The samples that a run is asked for, with the pictures that belong to them: checked before a weight is read."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 from PIL import Image, ImageOps
 
 from trainer.base.errors import UserError
+from trainer.base.text import visible
 from trainer.config import Config
 from trainer.data import buckets
 from trainer.data.captions import prompts
@@ -34,7 +36,7 @@ def requests_of(config: Config, trained: Sequence[Example], multiple: int) -> tu
         given = sample.model_dump(exclude_none=True, exclude={"truth"})
         requests.append(SampleRequest(**default | given, images=references(sample.references, key)))
     check_sizes(requests, multiple)
-    return tuple(requests)
+    return tuple(replace(each, prompt=visible(each.prompt), negative=visible(each.negative)) for each in requests)
 
 
 def _of_example(example: Example, default: Mapping[str, Any]) -> SampleRequest:

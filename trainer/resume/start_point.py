@@ -174,10 +174,32 @@ def go_on(plan: RunPlan, progress: Progress, allowed: Allowance, say: Callable[[
     return replace(plan, length=length)
 
 
-def check_length(plan: RunPlan, progress: Progress, folder: Path) -> None:
-    """Refuse to go on from a checkpoint beyond the run's end. Raises UserError."""
-    if plan.length.max_steps < progress.step:
+def check_length(
+    plan: RunPlan, progress: Progress, folder: Path | None, allowed: Allowance, say: Callable[[str], None]
+) -> None:
+    """Refuse to go on from a checkpoint beyond the run's end, and steps at a rate of 0 behind the schedule's; warn of a stop
+    that is reached. folder: of the checkpoint; None: a fresh start. Raises UserError."""
+    last = plan.length.max_steps
+    if last < progress.step:
         raise UserError(
-            f"the run's length is {plan.length.max_steps} steps, but {folder} is at step {progress.step}; "
-            "raise run.max_steps or run.epochs"
+            f"the run's length is {last} steps, but {folder} is at step {progress.step}; raise run.max_steps or run.epochs"
         )
+    if (stop := plan.config.run.stop_after) is not None and stop <= progress.step < last:
+        say(f"warning: run.stop_after = {stop}: step {progress.step} is reached, so this start trains nothing; raise it")
+    way = f"; go on from the next step with {allowed.way(['schedule'])} (a fork: with --set alone)" if folder else ""
+    refuse_idle_steps(plan.config.schedule, length=progress.total_steps, done=progress.step, last=last, way=way)
+
+
+def refuse_idle_steps(falls: ScheduleTable, *, length: int, done: int, last: int, way: str = "") -> None:
+    """Raises UserError where steps behind the schedule's end, of those after `done` up to `last`, have a rate of 0. length:
+    of the schedule. way: to change it in mid-run."""
+    first = max(done, length) + 1
+    stays = falls.end > 0 or falls.name == "constant" or (falls.name == "wsd" and not optim.steps_of(falls.decay, length))
+    if stays or first > last:
+        return
+    longer = f"set schedule.total_steps = {last}" if way else "leave out schedule.total_steps"
+    raise UserError(
+        f"steps {first} to {last} would train nothing: schedule.name = {falls.name!r} ends after {length} steps, and its "
+        f"rate is 0 from there on; {longer}, set schedule.end above 0, or set schedule.name = 'constant'{way}; or train "
+        f"{first - 1} steps in all"
+    )

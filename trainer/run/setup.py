@@ -106,8 +106,7 @@ def begin(
         attention = choose_attention(plan, there.device, say)
         pin = environment_pin(config, there.device, there.kernels.name, str(attention), processes, say)
         environment = pieces.enter("environment", pin)
-    if saved is not None:
-        start_point.check_length(plan, progress, saved.folder)
+    start_point.check_length(plan, progress, saved and saved.folder, allowed, say)
     if config.data.strict_captions and source.fetched:
         report_captions(plan.data, source.family, tokenizers_alone(source, plan.model.options))
     layout = Layout(Path(config.run.output_dir))

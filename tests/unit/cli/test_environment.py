@@ -164,6 +164,21 @@ def test_every_program_chooses_before_a_library_is_loaded(program: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=without).returncode == 77
 
 
+@pytest.mark.parametrize("coding", ["cp1252", "ascii", "ascii:surrogateescape", "utf-8", "utf-16"])
+def test_what_a_terminal_cannot_show_is_written_as_an_escape(coding: str) -> None:
+    """Nor does a name that is not UTF-8 end a program. What can be shown is."""
+    code = "from trainer.cli import environment; environment.show_everything(); print('caf\\xe9 \\U0001f600 \\udcff')"
+    code += "; import sys; print('\\U0001f600', file=sys.stderr)"
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, env=os.environ | {"PYTHONIOENCODING": coding}
+    )
+    assert run.returncode == 0, run.stderr
+    cafe = "caf\\xe9" if coding.startswith("ascii") else "caf\xe9"
+    smile = "\U0001f600" if coding.startswith("utf") else r"\U0001f600"
+    name = coding.partition(":")[0]
+    assert run.stdout.decode(name).strip() == f"{cafe} {smile} \\udcff" and run.stderr.decode(name).strip() == smile
+
+
 def test_the_help_loads_no_module_that_only_a_run_needs() -> None:
     code = "import sys, trainer.cli.environment, trainer.cli.main; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()

@@ -583,7 +583,7 @@ def test_columns_that_nothing_has_are_refused(tmp_path):
         ),
         (b'{"caption": 7}', "the caption is not text but 7"),
         (b'{"caption": "\\ud800"}', "the caption is not Unicode"),
-        (b'{"caption": "caf\xe9"}', "not JSON"),
+        (b'{"caption": "caf\xe9"}', "not UTF-8 (at byte 16, line 1: 0xe9, é in Windows-1252); save it as UTF-8"),
     ],
 )
 def test_a_json_file_without_a_caption_is_refused(data, said, small, tmp_path):

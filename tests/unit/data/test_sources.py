@@ -223,6 +223,74 @@ def test_a_caption_that_is_none_is_refused_before_a_tokenizer_meets_it(tmp_path)
         scan([Source(0, str(tmp_path))])
 
 
+def test_captions_lose_what_no_editor_shows_and_each_photo_says_so(tmp_path):
+    """From every kind of place: a file, JSON, a name, a row."""
+    for name in ("a", "b", "c"):
+        write(tmp_path, f"{name}.png", encoded(flat("RGB", "red"), "PNG"))
+    write(tmp_path, "a.txt", b"\xef\xbb\xbf" * 2 + "a\u200b dog\u2060\n".encode())
+    write(tmp_path, "b.json", json.dumps({"caption": "\ufeffa \u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645"}))
+    write(tmp_path, "c.txt", "\u200b\n")
+    write(tmp_path / "named", "a \u200bdog.png", encoded(flat("RGB", "red"), "PNG"))
+    write(tmp_path / "table", "a.png", encoded(flat("RGB", "red"), "PNG"))
+    write(tmp_path / "table", "metadata.csv", b"\xef\xbb\xbf" * 2 + "file_name,text\na.png,a \u200bdog\n".encode())
+    (tmp_path / "files").mkdir()
+    for file in [each for each in tmp_path.iterdir() if each.is_file()]:
+        file.rename(tmp_path / "files" / file.name)
+    sources = [("files", "auto"), ("named", "filename"), ("table", "auto")]
+    found = scan([Source(index, str(tmp_path / name), captions=how) for index, (name, how) in enumerate(sources)])
+    expected = ["a dog", "a \u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645", "", "a dog", "a dog"]
+    assert [photo.caption for photo in found.photos] == expected
+    notes = [
+        f"its caption had invisible characters ({which}), dropped" for which in ("U+200B, U+2060, U+FEFF", "U+FEFF", "U+200B")
+    ]
+    assert [photo.notes for photo in found.photos] == [(note,) for note in (*notes, notes[2], notes[2])]
+    with pytest.raises(UserError, match=r"1 problem.*\n.*c\.txt: the caption is empty"):
+        scan([Source(0, str(tmp_path / "files"))], strict_captions=True)
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.txt", "a.json", "a.mask.png", "a.ref.png", "metadata.csv", "metadata.parquet"])
+def test_a_pointer_of_git_lfs_is_none_of_them(tmp_path, name):
+    for each in ("a.png", "a.ref.png"):
+        write(tmp_path, each, encoded(flat("RGB", "red"), "PNG"))
+    write(tmp_path, name, f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d' * 32}\nsize 17\n")
+    with pytest.raises(UserError, match=rf"{name}: .*Git LFS pointer.*git lfs pull"):
+        scan([Source(0, str(tmp_path), masks="files", references="files")])
+
+
+@pytest.mark.parametrize("forms", [("NFD", "NFC"), ("NFC", "NFD")])
+def test_what_belongs_to_a_photo_is_found_in_either_form_of_its_letters(tmp_path, forms):
+    """A Mac writes names in NFD. No name is rewritten."""
+    theirs, mine = (unicodedata.normalize(form, "Caf\u00e9") for form in forms)
+    for own, beside in ((theirs, mine), ("plain", "plain")):
+        for name in (f"{own}.png", f"{beside}.mask.png", f"{beside.lower()}.ref.png"):
+            write(tmp_path, name, encoded(flat("L", 255, (64, 64)), "PNG"))
+    write(tmp_path, f"{mine.lower()}.txt", "a cup")
+    (photo, _) = scan([Source(0, str(tmp_path), masks="files", references="files")]).photos
+    assert (photo.sample, photo.caption, photo.mask is not None) == (f"0/{theirs}.png", "a cup", True)
+    assert len(photo.beside.references) == 1
+    table = tmp_path / "table"
+    write(table, f"{theirs}.png", encoded(flat("RGB", "red"), "PNG"))
+    write(table, "metadata.jsonl", json.dumps({"file_name": f"{mine}.png", "text": "a cup"}))
+    assert [(photo.sample, photo.caption) for photo in scan([Source(0, str(table))]).photos] == [(f"0/{theirs}.png", "a cup")]
+
+
+def test_two_photos_whose_names_differ_in_form_alone_have_their_own(tmp_path):
+    forms = [unicodedata.normalize(form, "caf\u00e9") for form in ("NFC", "NFD")]
+    rows = []
+    for form, caption in zip(forms, ("composed", "decomposed"), strict=True):
+        for folder in ("beside", "table"):
+            write(tmp_path / folder, f"{form}.png", encoded(flat("RGB", "red"), "PNG"))
+        write(tmp_path / "beside", f"{form}.txt", caption)
+        rows.append(json.dumps({"file_name": f"{form}.png", "text": caption}))
+    write(tmp_path / "table", "metadata.jsonl", "\n".join(rows))
+    for folder in ("beside", "table"):
+        photos = scan([Source(0, str(tmp_path / folder))]).photos
+        assert {photo.sample: photo.caption for photo in photos} == {
+            f"0/{forms[0]}.png": "composed",
+            f"0/{forms[1]}.png": "decomposed",
+        }
+
+
 @pytest.mark.skipif(os.name == "nt", reason="file names are Unicode there")
 def test_a_name_that_is_not_utf8_is_refused_printably(tmp_path):
     with open(os.path.join(os.fsencode(tmp_path), b"caf\xe9.png"), "wb") as file:

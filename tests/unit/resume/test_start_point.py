@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from trainer.base.errors import UserError
 from trainer.base.run_layout import Layout
 from trainer.config import ScheduleTable
-from trainer.resume.start_point import _schedule_length, set_aside_results
+from trainer.optim import SCHEDULES, build_schedule, steps_of
+from trainer.resume.start_point import _schedule_length, refuse_idle_steps, set_aside_results
 
 
 def left_by(root: Path, steps: int, word: str) -> None:
@@ -50,3 +52,27 @@ def test_a_warm_up_that_no_schedule_ends_is_refused(given: dict, length: int | N
             _schedule_length(schedule, 40)
     else:
         assert _schedule_length(schedule, 40) == length
+
+
+@pytest.mark.parametrize("more", [{}, {"end": 0.1}, {"decay": 0}, {"warmup": 0}, {"power": 5.0}, {"cycles": 3}])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_steps_at_a_rate_of_nothing_are_refused_and_no_others(name: str, more: dict) -> None:
+    """The rates are those of the schedule itself."""
+    falls = ScheduleTable(**{"name": name, "warmup": 2} | more)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    keys = {"end": falls.end, "cycles": falls.cycles, "power": falls.power, "decay": steps_of(falls.decay, 6)}
+    schedule = build_schedule(name, optimizer, total_steps=6, warmup=falls.warmup, **keys)
+    rates = [schedule.lr_lambdas[0](n) for n in range(12)]
+    for done, last in ((0, 6), (0, 7), (3, 6), (6, 6), (3, 12), (6, 12), (8, 12)):
+        idle = [step for step in range(max(done, falls.warmup) + 1, last + 1) if rates[step - 1] == 0]
+        if not idle:
+            refuse_idle_steps(falls, length=6, done=done, last=last)
+            continue
+        with pytest.raises(
+            UserError, match=f"^steps {idle[0]} to {last} would train nothing: .*; leave out schedule.total_steps"
+        ):
+            refuse_idle_steps(falls, length=6, done=done, last=last)
+        with pytest.raises(
+            UserError, match=f"set schedule.total_steps = {last}, .*; with --allow; or train {idle[0] - 1} steps"
+        ):
+            refuse_idle_steps(falls, length=6, done=done, last=last, way="; with --allow")

@@ -15,6 +15,7 @@ import yaml
 from tomlkit.exceptions import TOMLKitError
 
 from trainer.base.errors import UserError
+from trainer.base.text import decoded
 
 # Options by which a config is known as that of a program: one of each group. Of those, no other program has the last group's.
 SIGNS: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -70,9 +71,9 @@ def read_text(path: Path) -> str:
     if not path.is_file():
         raise UserError(f"{path} {'is a folder' if path.is_dir() else 'is not there'}; give the file of a config")
     try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} cannot be read: it is not in UTF-8; save it in that") from error
+        return decoded(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error}") from error
 

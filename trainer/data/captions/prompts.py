@@ -3,25 +3,50 @@
 import re
 from collections.abc import Iterable, Sequence
 
-from trainer.data.caption_rules import holds
+from trainer.base.text import UNSPACED, folded, holds, in_word
 from trainer.data.captions.captions import triggers
 from trainer.data.examples import Example
 
-# Scripts without spaces: every character counts as a word.
-_SINGLE = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\uac00-\ud7af"
-_WORD = re.compile(f"[{_SINGLE}]|[^\\W_{_SINGLE}]+")
 # Words that do not describe a picture's contents.
-COMMON = frozenset(
-    _WORD.findall(
-        "a an the this that these those of on in at by to for from with without and or but not no as is are was be it its "
-        "his her their my your our one two some any very photo photos photograph picture image"
-    )
+# Flags of sd-scripts and of Midjourney; weights, networks, schedules, breaks and escapes of A1111's kind and of InvokeAI.
+OTHERS = re.compile(
+    r"(?<!\S)--[a-z]\w*|<\w+:[^<>]*>|\([^()]*:\s*[\d.]+\s*\)|\[[^][]*:\s*[\d.]+\s*\]|\(\(|\\[()]|[\w)]\+\+|\bBREAK\b"
+    r"|(?i:\bnegative prompt:|\bsampler:|\bcfg scale:)|\bembedding:\w+"
 )
+_COMMON = (
+    "a an the this that these those of on in at by to for from with without and or but not no as is are was be it its "
+    "his her their my your our one two some any very photo photos photograph picture image"
+)
+COMMON = frozenset(_COMMON.split())
+
+
+class _Spaced(dict[int, str]):
+    """By code point, what stands for a character in a text that is split into words."""
+
+    def __missing__(self, code: int) -> str:
+        each = chr(code)
+        alone = f" {each} " if UNSPACED.match(each) else " "
+        self[code] = each if in_word(each) and each != "_" else alone
+        return self[code]
+
+
+_SPACED = _Spaced()
 
 
 def words(text: str) -> set[str]:
     """The words in lower case, without COMMON ones."""
-    return set(_WORD.findall(text.casefold())) - COMMON
+    return set(folded(text).translate(_SPACED).split()) - COMMON
+
+
+def unread(prompts: Iterable[str]) -> list[str]:
+    """A line on each prompt with what other programs read as settings."""
+    found = {prompt: [each[0].strip() for each in OTHERS.finditer(prompt)] for prompt in dict.fromkeys(prompts)}
+    return [
+        f"the prompt {prompt!r} has {', '.join(dict.fromkeys(marks))}, which other programs read as settings; here all of it "
+        "is words: give [[validation.samples]] with width, height, negative, seed, steps and guidance, and no weights"
+        for prompt, marks in found.items()
+        if marks
+    ]
 
 
 def of_captions(examples: Sequence[Example]) -> list[Example]:

@@ -15,7 +15,8 @@ from PIL import ExifTags, Image, ImageChops, ImageCms, UnidentifiedImageError
 
 from trainer.base.errors import one_line
 from trainer.base.pictures import DECODE_ERRORS as OF_DECODERS
-from trainer.data.images import jxl, plugins
+from trainer.base.text import refuse_pointer
+from trainer.data.images import jxl, plugins, png
 from trainer.data.images.kinds import IMAGES
 
 FORMATS = tuple(dict.fromkeys(IMAGES.values()))
@@ -105,9 +106,11 @@ def _loaded(data: bytes) -> Iterator[Image.Image]:
     """The decoded image. Any error in its bytes, also inside the context, becomes a ValueError."""
     if not data:
         raise ValueError("the file is empty (0 bytes)")
+    refuse_pointer(data)
     plugin = plugins.wanted(data)
     lacks = plugins.load(plugin) if plugin else ""
     decoders = PILLOWS if plugin is None or lacks else (*PILLOWS, plugin)
+    data, profile, lost = png.lean(data)
     try:
         if plugin == "JXL" and not lacks:
             data = jxl.codestream(data)
@@ -121,6 +124,9 @@ def _loaded(data: bytes) -> Iterator[Image.Image]:
                 with _room.for_pixels(*image.size):
                     image.load()
                     _refuse_large(*image.size)
+                    image.info |= {"icc_profile": profile} if profile else {}
+                    # What cannot be read as EXIF is noted as such.
+                    image.info |= {"exif": b"too large"} if lost and "exif" not in image.info else {}
                     yield image
     except UnidentifiedImageError as error:
         raise ValueError(lacks or f"not a {KNOWN} image, or its header is damaged") from error

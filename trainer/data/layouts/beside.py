@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from trainer.base.console import printable
+from trainer.base.text import composed
 from trainer.data.images import plugins
 from trainer.data.images.kinds import CAPTIONS, IMAGES, MASK_ENDINGS, UNREAD_IMAGES, VIDEOS
 
@@ -65,7 +66,7 @@ def readable() -> str:
 
 
 class Companions:
-    """Finds the caption or mask of each image by its name, in any letter case.
+    """Finds the caption or mask of each image by its name, in any letter case and either form of its letters (a Mac's).
 
     endings: of the companions' names; if an image has several, the one with the first ending is used.
     """
@@ -78,13 +79,13 @@ class Companions:
                 self._by_stem.setdefault(name[: -len(ending)], []).append((name, ending))
         # A companion whose image has exactly its name belongs to that image alone.
         self._images = {_stem(image) for image in images}
-        self._by_folded = {stem.casefold(): stem for stem in self._by_stem if stem not in self._images}
+        self._by_folded = {folded(stem): stem for stem in self._by_stem if stem not in self._images}
         self._taken: dict[str, str] = {}  # by the image's name, the companion's; both without endings
 
     def take(self, image: str) -> str | None:
         """The companion's name; None if there is none. Two images of one name share it."""
         own = _stem(image)
-        stem = own if own in self._by_stem else self._by_folded.get(own.casefold(), own)
+        stem = own if own in self._by_stem else self._by_folded.get(folded(own), own)
         if stem not in self._by_stem:
             return None
         self._taken[own] = stem
@@ -95,21 +96,26 @@ class Companions:
 
         left_out: images that are not trained on. why: the reason for companions of other images, for which none was taken.
         """
-        unused = {_stem(image).casefold() for image in left_out}
-        taken = {image.casefold(): self._by_stem[stem][0][0] for image, stem in self._taken.items()}
-        used, done, found = {stem.casefold() for stem in self._images}, set(self._taken.values()), []
+        unused = {folded(_stem(image)) for image in left_out}
+        taken = {folded(image): self._by_stem[stem][0][0] for image, stem in self._taken.items()}
+        used, done, found = {folded(stem) for stem in self._images}, set(self._taken.values()), []
         for stem, files in self._by_stem.items():
-            folded = stem.casefold()
+            own = folded(stem)
             if stem in done:
                 reason = f"{files[0][1]} is used instead"
-            elif folded in taken:
-                reason = f"{printable(taken[folded])} is used instead"
-            elif folded in unused:
+            elif own in taken:
+                reason = f"{printable(taken[own])} is used instead"
+            elif own in unused:
                 reason = "its image is left out"
             else:
-                reason = why if folded in used else "no image has its name"
+                reason = why if own in used else "no image has its name"
             found += [(name, reason) for name, _ in files[stem in done :]]
         return found
+
+
+def folded(name: str) -> str:
+    """A name as it is compared with others."""
+    return composed(composed(name).casefold())
 
 
 def _stem(name: str) -> str:

@@ -95,6 +95,8 @@ class Reading:
         captions = Companions(contents.captions, contents.images, CAPTIONS)
         masks = Companions(contents.masks, contents.images, MASK_ENDINGS)
         rest, not_trained = contents.rest, contents.unread
+        if table is not None:
+            table.adopt([folder + image for image in contents.images])
         for image in contents.images:
             name, row = folder + image, None
             if table is not None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.base.text import decoded
 from trainer.data.sources import Place
 
 FIELDS = ("caption", "text", "prompt")  # the first that exists is used
@@ -35,7 +36,7 @@ def shortened(value: Any, length: int = 60) -> str:
 
 @dataclass(frozen=True, slots=True)
 class JsonCaption:
-    """A field of a JSON file, as the bytes of a caption file. Null is no caption, as in a table."""
+    """A field of a JSON file. Null is no caption, as in a table."""
 
     file: Place
     field: str | None
@@ -43,11 +44,11 @@ class JsonCaption:
     def __str__(self) -> str:
         return str(self.file)
 
-    def read(self) -> bytes | None:
+    def read(self) -> str | None:
         """Raises OSError, and ValueError if the file has no such field."""
         try:
-            record = json.loads(self.file.read())
-        except (ValueError, RecursionError) as error:
+            record = json.loads(decoded(self.file.read()))
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"not JSON ({error})") from error
         if not isinstance(record, Mapping):
             raise ValueError("not a JSON object with a field for the caption")
@@ -57,5 +58,4 @@ class JsonCaption:
             raise ValueError(
                 f"has no field {asked} (it has {shortened(list(record))}); name the caption's field with caption_column"
             )
-        caption = caption_in(record[field])
-        return None if caption is None else caption.encode()
+        return caption_in(record[field])

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from trainer.base.console import printable
 from trainer.data.images import plugins
 from trainer.data.images.kinds import IMAGES
-from trainer.data.layouts.beside import why_no_photo
+from trainer.data.layouts.beside import folded, why_no_photo
 from trainer.data.layouts.walk import Tree, walk
 from trainer.data.sources import File, FoundPhoto, Place, Source
 
@@ -55,7 +55,7 @@ class References:
         if numbered is None and not plain:
             return
         own, number = (stem, 1) if numbered is None else (numbered[1], int(numbered[2] or 1))
-        key = (own, True) if own in self._images else (own.casefold(), False)
+        key = (own, True) if own in self._images else (folded(own), False)
         self._by_name.setdefault(key, {}).setdefault(number, []).append(name)
 
     @property
@@ -69,7 +69,7 @@ class References:
         """Those of a photo, in order. image: its name in the folder. What is missing or doubled is a problem."""
         stem = os.path.splitext(image)[0]
         found: dict[int, list[str]] = {}
-        for key in ((stem, True), (stem.casefold(), False)):
+        for key in ((stem, True), (folded(stem), False)):
             for number, names in self._by_name.get(key, {}).items():
                 found.setdefault(number, []).extend(names)
         self.taken |= {name for names in found.values() for name in names}
@@ -92,9 +92,9 @@ class References:
 
     def rest(self, left_out: Iterable[str]) -> list[tuple[str, str]]:
         """(name, reason) of references beside the photos that no photo has. left_out: images that are not trained on."""
-        unused = {os.path.splitext(image)[0].casefold() for image in left_out}
+        unused = {folded(os.path.splitext(image)[0]) for image in left_out}
         return [
-            (name, "its image is left out" if stem.casefold() in unused else NOT_SHOWN)
+            (name, "its image is left out" if folded(stem) in unused else NOT_SHOWN)
             for (stem, _), found in self._by_name.items()
             for name in (name for names in found.values() for name in names)
             if name not in self.taken and not self.root

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.base.console import printable
+from trainer.base.text import composed, opened, refuse_pointer, visible
 from trainer.data.images.kinds import TABLES
 from trainer.data.layouts.records import caption_field, caption_in, shortened
 from trainer.data.sources import Source
@@ -36,6 +37,14 @@ class ImageTable:
     def folder(self) -> str:
         """The folder of the files that it may name, with a slash at its end; "" for the source's own."""
         return self.name[: self.name.rfind("/") + 1]
+
+    def adopt(self, names: list[str]) -> None:
+        """Give rows the names of files from which only the form of the letters differs (a Mac's)."""
+        forms = {composed(name): name for name in names if name not in self.rows and not name.isascii()}
+        own = set(names) if forms else set(self.rows)
+        for name in [each for each in self.rows.keys() - own if composed(each) in forms]:
+            if mine := forms.pop(composed(name), None):
+                self.rows[mine] = self.rows.pop(name)
 
 
 def looks_like_one(path: str) -> bool:
@@ -98,8 +107,9 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    with path.open(encoding="utf-8-sig") as file:
+    with opened(path) as file:
         for number, line in enumerate(file, start=1):
+            line = line.lstrip("\ufeff")
             if not line.strip():
                 continue
             try:
@@ -113,9 +123,9 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """An empty cell is no caption, as null is in other tables."""
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with opened(path, newline="") as file:
         rows = csv.reader(file, strict=True)
-        names = next(rows, [])
+        names = [visible(name) for name in next(rows, [])]
         for number, cells in enumerate(rows, start=1):
             if not cells:
                 continue
@@ -129,6 +139,8 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     import pyarrow.parquet  # takes tens of megabytes, so only if needed
 
+    with path.open("rb") as beginning:
+        refuse_pointer(beginning.read(100))
     file, number = pyarrow.parquet.ParquetFile(path), 0
     packed = (pyarrow.types.is_binary, pyarrow.types.is_large_binary, pyarrow.types.is_struct)
     light = [column.name for column in file.schema_arrow if not any(kind(column.type) for kind in packed)]

@@ -9,6 +9,8 @@ import tarfile
 from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
+from trainer.base.text import refuse_pointer
+
 BLOCK = 512
 MAX_TEXT = 1 << 20  # bytes of a header's text: a name, a pax record
 MAX_PADDING = 1 << 20  # writers fill an archive up to a multiple of their buffer
@@ -99,6 +101,7 @@ def _header(block: bytes, at: int) -> _Header | None:
 def _refuse_others(block: bytes) -> None:
     if not block:
         raise ValueError("empty (0 bytes)")
+    refuse_pointer(block)
     for magic, kind in COMPRESSED.items():
         if block.startswith(magic):
             raise ValueError(

@@ -140,3 +140,43 @@ def test_prompts_out_of_captions_are_as_they_are_trained_on() -> None:
     assert texts([example("a.jpg", "")]) == []
     prior = example("p.jpg", "a dog", source=replace(SOURCE, regularisation=True))
     assert texts([prior, example("b.jpg", "a log")]) == ["a log"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "marks"),
+    [
+        ("a shape --w 128 --h 64 --n blurry --d 1 --l 7 --s 20", "--w, --h, --n, --d, --l, --s"),
+        ("--ar 16:9 a dog", "--ar"),
+        ("a dog <lora:bear:0.8>", "<lora:bear:0.8>"),
+        ("a (red:1.2) dog, [cat:0.5]", "(red:1.2), [cat:0.5]"),
+        ("a dog BREAK a cat", "BREAK"),
+        ("a dog\nNegative prompt: blurry\nSteps: 20, Sampler: Euler", "Negative prompt:, Sampler:"),
+        (r"saber \(fate\), ((red))", r"\(, \), (("),
+        ("a dog++", "g++"),
+    ],
+)
+def test_what_other_programs_read_as_settings_is_named(prompt: str, marks: str) -> None:
+    (line,) = prompts.unread([prompt, prompt])
+    assert f"has {marks}, which other programs read" in line and "[[validation.samples]]" in line
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["a dog -- and a cat", "a well-lit dog", "a {red|blue} dog", "a dog (of 3)", "3:2, a dog", "break, C+", "a < b > c", ""],
+)
+def test_plain_prompts_have_no_settings(prompt: str) -> None:
+    assert not prompts.unread([prompt])
+
+
+def test_words_are_of_every_alphabet() -> None:
+    assert (
+        prompts.words("Caf\u00e9, the \u043a\u043e\u0442")
+        == prompts.words("cafe\u0301 \u041a\u041e\u0422")
+        == {"caf\u00e9", "\u043a\u043e\u0442"}
+    )
+    assert prompts.words("\u0915\u0941\u0924\u094d\u0924\u093e sks_dog") == {
+        "\u0915\u0941\u0924\u094d\u0924\u093e",
+        "sks",
+        "dog",
+    }
+    assert prompts.words("\u7ea2\u732b") == {"\u7ea2", "\u732b"}

@@ -1,0 +1,49 @@
+"""What a PNG holds beside its pixels. Pillow inflates all of it, and refuses a sound photo for the size of its text or of its
+colour profile: a workflow of ComfyUI, a screen's profile.
+"""
+
+import struct
+import zlib
+
+SIGNATURE = b"\x89PNG\r\n\x1a\n"
+TEXT = (b"tEXt", b"zTXt", b"iTXt")
+UPRIGHT = (b"XML:com.adobe.xmp\0", b"Raw profile type exif\0")  # keywords of text that may say which side is up
+PILLOWS_LIMIT, LIMIT = 1 << 20, 32 << 20  # bytes of one inflated chunk
+
+
+def lean(data: bytes) -> tuple[bytes, bytes | None, bool]:
+    """(a file's bytes without its text, its colour profile where that is too large for Pillow, whether text that may say
+    which side is up was too large for it, too). A damaged file keeps what follows the damage."""
+    if not data.startswith(SIGNATURE):
+        return data, None, False
+    kept, profile, lost, begin, at = [], None, False, 0, len(SIGNATURE)
+    while at + 12 <= len(data):
+        length, kind = struct.unpack_from(">I4s", data, at)
+        body, start, at = data[at + 8 : at + 8 + length] if kind in (*TEXT, b"iCCP") else b"", at, at + 12 + length
+        if at > len(data) or kind == b"IEND":
+            break
+        if kind == b"iCCP":
+            profile = _too_large(body) or profile
+            drop = profile is not None
+        else:
+            drop = kind in TEXT
+            if drop and body.startswith(UPRIGHT):
+                drop = length > LIMIT or _too_large(body) is not None
+                lost = lost or drop
+        if drop:
+            kept.append(data[begin:start])
+            begin = at
+    return b"".join((*kept, data[begin:])) if kept else data, profile, lost
+
+
+def _too_large(body: bytes) -> bytes | None:
+    """What is compressed in a chunk, where Pillow would refuse its size; at most LIMIT bytes of it. It begins at the first
+    place that begins a zlib stream (RFC 1950) and inflates."""
+    for header in range(body.find(b"\0") + 1, min(len(body), 200)):
+        if body[header] & 15 == 8 and int.from_bytes(body[header : header + 2]) % 31 == 0:
+            try:
+                inflated = zlib.decompressobj().decompress(memoryview(body)[header:], LIMIT)
+            except zlib.error:
+                continue
+            return inflated if len(inflated) > PILLOWS_LIMIT else None
+    return None
