@@ -111,8 +111,8 @@ def draw(
     config = _as_read(config, portable)
     plan = _plan(config, source, portable)
     peers = start_processes(config)
-    for doubt in (doubt for each, _ in opened for doubt in each.doubts):
-        peers.say(f"warning: {doubt}")
+    for line in (line for each, _ in opened for line in each.account.lines()):
+        peers.say(line)
     fused = kernels.choose(config.adapter.kernels, peers.device)
     plan = fetched(plan, peers, phases)
     components = Components(plan, kernels=fused, digests=FileDigests(phases=phases), processes=peers, phases=phases)

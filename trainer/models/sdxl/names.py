@@ -49,6 +49,9 @@ KEY_STYLES = (
     KeyStyle("diffusers", "text_encoder", "text_encoder.text_model."),
     KeyStyle("ComfyUI generic", "text_encoder", "text_encoders.clip_l.transformer.text_model."),
     KeyStyle("ComfyUI generic", "text_encoder_2", "text_encoders.clip_g.transformer."),
+    KeyStyle("ComfyUI generic", "text_encoder", "lora_te_text_model_", flat=True),
+    KeyStyle("OneTrainer with original names", "text_encoder", "clip_l.text_model."),
+    KeyStyle("OneTrainer with original names", "text_encoder_2", "clip_g."),
 )
 
 
