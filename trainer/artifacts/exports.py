@@ -200,6 +200,8 @@ class Artifacts:
                 # Each a line of its own, to be copied.
                 say(f"adapter ({kind}): copy this file into ComfyUI/models/loras (Forge: models/Lora)")
                 say(f"    {path}", whole=True)
+                if self.state.adapter.dora:
+                    say(export.NOT_FOR_A_DORA)
                 if said := TensorFile(path).metadata.get(sd_scripts.ENTRY):
                     say(f"note: {sd_scripts.sentence(said)}")
             elif kind.startswith("peft"):
