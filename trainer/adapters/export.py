@@ -32,10 +32,7 @@ DORA_SCALE_MEANING = {
     "comfyui_released": "g * ||W||, g = m / ||W + sBA|| as trained: where the reader divides by ||W|| (ComfyUI's releases)",
     "magnitude": "g * ||W + sBA||: where the reader divides by ||W + sBA|| (LyCORIS, PEFT's definition)",
 }
-NOT_FOR_A_DORA = (
-    "note: a DoRA is not for A1111, InvokeAI and sd-scripts, which draw something else with it: merge it into the model "
-    "(scripts/adapter.py merge), or make a LoRA of it (scripts/adapter.py convert --to lora)"
-)
+
 
 FORMATS = ("diffusers", "comfyui")
 

@@ -25,6 +25,7 @@ from trainer.base.reading import reading
 from trainer.base.tensorfile import Recipe, TensorFile
 
 Shapes = Mapping[str, tuple[int, ...]]
+Stems = Mapping[str, Mapping[str, str]]  # stem -> role -> key
 METADATA = "lora_adapter_metadata"
 MOST_RANK = 2**14  # about the rows of the largest layers: beyond it a file of zeros would ask for all memory
 NO_ALPHA = "not given: the scale is 1"
@@ -53,9 +54,7 @@ def stems_of(file: TensorFile) -> dict[str, dict[str, str]]:
     return taken_apart(file.entries, file.path)
 
 
-def read_adapter(
-    file: TensorFile, stems: Mapping[str, Mapping[str, str]], table: KeyTable, shapes: Shapes, advice: str = ""
-) -> ReadAdapter:
+def read_adapter(file: TensorFile, stems: Stems, table: KeyTable, shapes: Shapes, advice: str = "") -> ReadAdapter:
     """The file by a model's table of keys. shapes: of every adaptable layer's weight, by full name.
 
     advice: what a message about other shapes ends with.
@@ -96,30 +95,23 @@ def read_adapter(
     return result
 
 
-def _account(
-    file: TensorFile, stems: Mapping[str, Mapping[str, str]], meaning: DoraScale | None, unscaled: list[str]
-) -> Account:
+def _account(file: TensorFile, stems: Stems, meaning: DoraScale | None, unscaled: list[str]) -> Account:
     """What the keys alone leave to be assumed of a file, and what of them is not read. unscaled: stems without an alpha."""
-
-    def having(role: str) -> list[str]:
-        return [keys[role] for keys in stems.values() if role in keys]
-
+    scaled, scalars = ([keys[role] for keys in stems.values() if role in keys] for role in ("dora_scale", "scalar"))
     entries = [
         Entry(
             Heading.ASSUMED, f"no alpha in {file.path}, so the scale is taken for 1", unscaled,
             f"if PEFT saved the file, put its {CONFIG} beside it, which has the scale", "module",
         ),
         Entry(
-            Heading.ASSUMED,
-            f"dora_scale in {file.path} is taken for m of m (W + sBA) / ||W + sBA||, the norm by rows where it is a column "
-            "[rows, 1], by columns where it is a row [1, columns]",
-            [] if meaning else having("dora_scale"),
+            Heading.ASSUMED, f"dora_scale in {file.path} is taken for m of m (W + sBA) / ||W + sBA||, the norm by rows where "
+            "it is a column [rows, 1], by columns where it is a row [1, columns]", [] if meaning else scaled,
             "a file made for readers that divide by ||W|| has dora_scale = comfyui_released in its header's ss_network_args",
             "magnitude",
         ),
         Entry(
             Heading.NOTE, f"LyCORIS' scalar in {file.path} is multiplied into the scale; ComfyUI and A1111 leave it out",
-            having("scalar"), noun="module",
+            scalars, noun="module",
         ),
         Entry(
             Heading.LEFT_OUT, f"{file.path} bundles embeddings of words, which are no part of a LoRA",
@@ -167,7 +159,7 @@ class _Reader:
                 raise self.wrong(stem, f"holds {self.file.entries[key].dtype} in {key!r} where numbers are floating point")
         a, b = _stored(self.file, keys["a"]), _stored(self.file, keys["b"])
         if "mid" in keys:
-            a = self.with_core(stem, a, _stored(self.file, keys["mid"]))
+            a = self.with_core(stem, a, _stored(self.file, keys["mid"]), shape[2:])
         rank, rows = (a.shape or (0,))[0], (b.shape or (0,))[0]
         if max(rank, *b.shape[1:2]) > MOST_RANK:
             raise self.wrong(
@@ -186,8 +178,8 @@ class _Reader:
         factors = Factors(a, b, *self.alpha(stem, keys, module, rank))
         if "scalar" in keys:
             scalar = self.number(keys["scalar"])
-            factors = replace(factors, alpha=factors.alpha * (scalar or 1.0))
-            factors = factors if scalar else replace(factors, b=derived(b, b.shape, torch.zeros_like))
+            changed = {"alpha": factors.alpha * scalar} if scalar else {"b": derived(b, b.shape, torch.zeros_like)}
+            factors = replace(factors, **changed)
         if m := keys.get("magnitude") or keys.get("dora_scale"):
             factors = replace(factors, **self.magnitude(stem, m, "magnitude" in keys, shape))
         return factors
@@ -202,19 +194,14 @@ class _Reader:
             raise UserError(f"{self.file.path}: {key!r} is {number}, not a number to scale by")
         return number
 
-    def with_core(self, stem: str, a: Recipe, core: Recipe) -> Recipe:
+    def with_core(self, stem: str, a: Recipe, core: Recipe, kernel: tuple[int, ...]) -> Recipe:
         """A [R, K, kh, kw], fp32, of A [R, K, 1, 1] and LyCORIS' Tucker core [R, R, kh, kw]."""
-        if (
-            len(core.shape) != 4
-            or core.shape[0] != core.shape[1]
-            or core.shape[1:2] != a.shape[:1]
-            or math.prod(a.shape[2:]) != 1
-        ):
+        if core.shape != (*a.shape[:1] * 2, *kernel) or math.prod(a.shape[2:]) != 1:
             raise self.wrong(stem, f"has A {list(a.shape)} and a core (lora_mid) {list(core.shape)}, which do not fit")
-        shape = (core.shape[0], *a.shape[1:2], *core.shape[2:])
         return Recipe(
-            torch.float32, shape, lambda: torch.einsum("rsij,sk->rkij", core.make().float(), a.make().float().flatten(1))
-        )
+            torch.float32, (*a.shape[:2], *kernel),
+            lambda: torch.einsum("rs...,sk->rk...", core.make().float(), a.make().float().flatten(1)),
+        )  # fmt: skip
 
     def alpha(self, stem: str, keys: Mapping[str, str], module: Module, rank: int) -> tuple[float, bool]:
         """(alpha, whether the scale is rsLoRA's)."""

@@ -200,9 +200,12 @@ class Artifacts:
                 # Each a line of its own, to be copied.
                 say(f"adapter ({kind}): copy this file into ComfyUI/models/loras (Forge: models/Lora)")
                 say(f"    {path}", whole=True)
-                if self.state.adapter.dora:
-                    say(export.NOT_FOR_A_DORA)
-                if said := TensorFile(path).metadata.get(sd_scripts.ENTRY):
+                fields = TensorFile(path).metadata
+                if fields.get("ss_network_module") == export.DORA_MODULE:
+                    say(
+                        "    not for A1111, InvokeAI and sd-scripts, as it is a DoRA: scripts/adapter.py merge, or convert --to lora"
+                    )
+                if said := fields.get(sd_scripts.ENTRY):
                     say(f"note: {sd_scripts.sentence(said)}")
             elif kind.startswith("peft"):
                 component = kind.removeprefix("peft ").partition(",")[0]

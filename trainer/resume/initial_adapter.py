@@ -30,6 +30,9 @@ from trainer.checkpoint.pieces import Pieces
 from trainer.kernels.dora_torch import TINY
 from trainer.plan.run_plan import RunPlan
 
+READ_BEFORE = "the model reads the encoder before these layers, so they change no picture, and nothing trains them"
+UNTRAINED = "their B is zero, so they change nothing, and this run does not adapt them"
+
 
 @dataclass
 class Start:
@@ -187,20 +190,15 @@ def with_effect(portable: Portable, plan: RunPlan, account: Account) -> Portable
     """
     family, adapted = plan.model.family, {f"{target.component}.{target.name}" for target in plan.model.targets}
     unread = {name: family.no_gradient(name, plan.model.source.config(name)) for name in family.text_encoders}
-    layers = dict(portable.layers)
+    kept = {}
     for name, factors in portable.layers.items():
         component, _, layer = name.partition(".")
-        if name in adapted:
-            continue
-        if any(fnmatchcase(layer, pattern) for pattern in unread.get(component, ())):
-            reason = "the model reads the encoder before these layers, so they change no picture, and nothing trains them"
-        elif factors.magnitude is None and not bool(factors.b.make().any()):
-            reason = "their B is zero, so they change nothing, and this run does not adapt them"
+        dead = any(fnmatchcase(layer, pattern) for pattern in unread.get(component, ()))
+        if name in adapted or not (dead or factors.magnitude is None and not factors.b.make().any()):
+            kept[name] = factors
         else:
-            continue
-        account.add(Heading.LEFT_OUT, reason, [name], noun="layer")
-        del layers[name]
-    return portable.with_layers(layers)
+            account.add(Heading.LEFT_OUT, READ_BEFORE if dead else UNTRAINED, [name], noun="layer")
+    return portable.with_layers(kept)
 
 
 def check_fits(key: str, portable: Portable, plan: RunPlan) -> None:
@@ -242,12 +240,10 @@ def check_fits(key: str, portable: Portable, plan: RunPlan) -> None:
 
 def _lines_for(beyond: list[str], portable: Portable, plan: RunPlan) -> list[str]:
     """The lines of the config that adapt the layers `beyond`, by full name, beside the others of the file."""
-    lines = {}
-    for component in dict.fromkeys(name.partition(".")[0] for name in beyond):
-        lines[component] = f'[[adapter.rules]] component = "{component}", match = "*" (a line each)'
-    if (denoiser := plan.model.family.denoiser) in lines:
-        layers = [target.name for target in portable.targets if target.component == denoiser]
-        presets = plan.model.family.presets.items()
-        wide = (name for name, patterns in presets if all(any(fnmatchcase(n, p) for p in patterns) for n in layers))
-        lines[denoiser] = f'adapter.targets = "{next(wide, "all")}"'
-    return list(lines.values())
+    names, family = dict.fromkeys(name.partition(".")[0] for name in beyond), plan.model.family
+    layers = [target.name for target in portable.targets if target.component == family.denoiser]
+    wide = (
+        name for name, patterns in family.presets.items() if all(any(fnmatchcase(n, p) for p in patterns) for n in layers)
+    )
+    rule = '[[adapter.rules]] component = "{}", match = "*" (a line each)'
+    return [f'adapter.targets = "{next(wide, "all")}"' if name == family.denoiser else rule.format(name) for name in names]

@@ -27,19 +27,17 @@ HARMLESS = (
 )
 
 
-def xlabs(links: Sequence[Link]) -> Iterator[Link]:
-    """The modules that XLabs trains, under its names: a block's attention is a processor; of linear1 q, k and v alone."""
+def other_names(links: Sequence[Link]) -> Iterator[Link]:
+    """The modules that XLabs trains, under its names: a block's attention is a processor; of linear1 q, k and v alone.
+    And OneTrainer's name of the embedder."""
     for link in links:
         if found := re.fullmatch(r"(double_blocks\.\d+)\.(img|txt)_attn\.(qkv|proj)", link.original):
             yield Link(f"{found[1]}.processor.{found[3]}_lora{1 if found[2] == 'img' else 2}", link.parts)
         elif found := re.fullmatch(r"(single_blocks\.\d+)\.linear([12])", link.original):
             name, parts = ("qkv", link.parts[:3]) if found[2] == "1" else ("proj", link.parts)
             yield from (Link(f"{found[1]}.{between}{name}", parts) for between in ("processor.", ""))
-
-
-def onetrainer_embedder(links: Sequence[Link]) -> Iterator[Link]:
-    """The one module that OneTrainer names otherwise than the original layout."""
-    return (Link("img_in.proj", link.parts) for link in links if link.original == "img_in")
+        elif link.original == "img_in":
+            yield Link("img_in.proj", link.parts)
 
 
 # Of adapter files. OneTrainer counts T5 as the second encoder (modules/util/convert/lora/convert_flux_lora.py), sd-scripts
@@ -53,9 +51,9 @@ KEY_STYLES = (
     KeyStyle("ComfyUI generic", "text_encoder", "lora_te_text_model_", flat=True),
     KeyStyle("OneTrainer with original names", "text_encoder", "clip_l.text_model."),
     KeyStyle("OneTrainer with original names", "text_encoder_2", "t5."),
-    KeyStyle("OneTrainer with original names", "transformer", "transformer.", original=True, links=onetrainer_embedder),
-    KeyStyle("XLabs", "transformer", "", original=True, links=xlabs),
-    KeyStyle("XLabs", "transformer", "diffusion_model.", original=True, links=xlabs),
+    KeyStyle("OneTrainer with original names", "transformer", "transformer.", original=True, links=other_names),
+    KeyStyle("XLabs", "transformer", "", original=True, links=other_names),
+    KeyStyle("XLabs", "transformer", "diffusion_model.", original=True, links=other_names),
 )
 
 
