@@ -36,12 +36,12 @@ _OTHER = {
     "GLoRA (LyCORIS writes it)": r"\.[ab][12]\.weight$",
     "IA3 (LyCORIS and PEFT write it)": r"\.(on_input|ia3_l)(\.\w+)*$",
     "VeRA (PEFT writes it)": r"\.vera_lambda_\w+(\.\w+)*$",
-    "a Control LoRA of Flux, which changes norms, biases and the input layer": r"norm\.(query|key)_norm\.scale$",
+    "a Control LoRA of Flux (it takes a picture, too; ComfyUI and diffusers load it)": r"norm\.(query|key)_norm\.scale$",
     "with whole differences of weights, biases or norms (LyCORIS with train_norm, and ComfyUI's extraction, write them)":
         r"\.(diff|diff_b|w_norm|b_norm|set_weight)$",
-    "a LoRA that changes a weight's shape (a Control LoRA, saved by ComfyUI)": r"\.reshape_weight$",
+    "a Control LoRA of Flux (it changes a weight's shape; ComfyUI loads it)": r"\.reshape_weight$",
     "a LoRA of an embedding (PEFT writes it)": r"\.lora_embedding_[AB](\.\w+)*$",
-    "a LoRA with biases (PEFT's lora_bias, a Control LoRA of Flux)": r"\.lora_(A|B|up|down)(\.\w+)?\.bias$",
+    "a LoRA with biases (PEFT's lora_bias writes them)": r"\.lora_(A|B|up|down)(\.\w+)?\.bias$",
 }  # fmt: skip
 _WORDS = re.compile(r"^bundle_emb\.|^emb_params$|^string_to_param")  # embeddings: OneTrainer bundles them with a LoRA
 INSTEAD = (
@@ -112,9 +112,9 @@ def taken_apart(keys: Iterable[str], where: object) -> dict[str, dict[str, str]]
         twice = stems.setdefault(stem, {}).setdefault(role, key)
         if twice != key:
             raise UserError(f"{where} has one tensor twice, as {twice!r} and as {key!r}; which of them counts is not known")
-    for what, odd in other.items():
-        if what:
-            raise UserError(f"{where} is {what}, which is neither LoRA nor DoRA and is not read: {some(odd)}; {INSTEAD}")
+    for what in (what for what in _OTHER if what in other):
+        instead = "" if "Control" in what else f"; {INSTEAD}"
+        raise UserError(f"{where} is {what}, which is neither LoRA nor DoRA and is not read: {some(other[what])}{instead}")
     if other:
         raise UserError(f"{where} has keys that no adapter file has: {some(other[''])}")
     return stems

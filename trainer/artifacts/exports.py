@@ -202,9 +202,7 @@ class Artifacts:
                 say(f"    {path}", whole=True)
                 fields = TensorFile(path).metadata
                 if fields.get("ss_network_module") == export.DORA_MODULE:
-                    say(
-                        "    not for A1111, InvokeAI and sd-scripts, as it is a DoRA: scripts/adapter.py merge, or convert --to lora"
-                    )
+                    say("    as a DoRA not for A1111, InvokeAI, sd-scripts: merge or convert --to lora (scripts/adapter.py)")
                 if said := fields.get(sd_scripts.ENTRY):
                     say(f"note: {sd_scripts.sentence(said)}")
             elif kind.startswith("peft"):
