@@ -75,4 +75,5 @@ def counted(count: int, noun: str) -> str:
 
 
 def _sum(entries: Sequence[Entry]) -> str:
-    return counted(sum(len(entry.names) for entry in entries), "file")
+    nouns = {entry.noun for entry in entries}
+    return counted(sum(len(entry.names) for entry in entries), nouns.pop() if len(nouns) == 1 else "file")
