@@ -4,7 +4,7 @@ Legend of the shape letters: B batch, C latent channels, H and W latent height a
 P pooled width, M rows of an activation (tokens), K input features, N output features, R rank.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Self
 
