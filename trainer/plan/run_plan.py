@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from PIL import Image
@@ -12,6 +12,7 @@ from trainer import quantization
 from trainer.adapters import Rule, Target, adaptable_layers, match_targets
 from trainer.adapters.export import fused_modules
 from trainer.base import patterns
+from trainer.base.account import Account, Heading
 from trainer.base.errors import UserError
 from trainer.base.progress import QUIET, Phases
 from trainer.base.types import Link
@@ -56,6 +57,18 @@ class DataPlan:
     def encoded(self) -> tuple[Example, ...]:
         """Every example whose latents and captions a run reads."""
         return (*self.examples, *(example for examples in self.measured.values() for example in examples))
+
+    @cached_property
+    def account(self) -> Account:
+        """What became of all files, and of which photos the crop cuts most away."""
+        account, least = self.scanned.account + Account(), dict[str, float]()
+        for example in (*self.examples, *self.held_out):
+            kept = buckets.share_kept(*example.photo.size, example.bucket)
+            least[example.photo.sample] = min(kept, least.get(example.photo.sample, 1.0))
+        for kept, name in sorted((kept, name) for name, kept in least.items() if kept < 0.5):
+            why, remedy = "the crop cuts more than half of it away", "cut it into several photos"
+            account.add(Heading.WARNING, why, [f"{name}: {kept:.0%} is kept"], remedy=remedy, noun="photo")
+        return account
 
     @property
     def resolution(self) -> int:
@@ -239,7 +252,7 @@ def plan_data(
     """
     data = config.data
     if scanned is None:
-        scanned = read_sources(data, phases)
+        scanned = read_sources(config, phases)
         refuse_damaged(scanned)
     for resolution in {each for source in sources_of(data) for each in source.resolutions}:
         if data.bucket_step % family.size_multiple or resolution < data.bucket_step:

@@ -17,7 +17,7 @@ from trainer import config as configs
 from trainer.base.errors import UserError
 from trainer.data import layouts
 from trainer.data.scan import scan
-from trainer.data.sources import Listing, Source
+from trainer.data.sources import Listing, Scanned, Source
 
 
 def png(colour: int = 0) -> bytes:
@@ -50,6 +50,10 @@ def listed(path: str, **keys) -> Listing:
     return layouts.listing(Source(0, path, **keys))
 
 
+def told(listing: Listing) -> Scanned:
+    return Scanned((), listing.account)
+
+
 def captions(listing: Listing) -> list[str | None]:
     return [item.caption for item in listing.found]
 
@@ -59,7 +63,7 @@ def test_captions_come_from_the_first_column_that_has_them(tmp_path):
     path = saved(tmp_path / "d", columns, "image")
     listing = listed(path)
     assert captions(listing) == ["said", None, ""]
-    assert listing.notes[0] == f"captions of {path}: 2 from column text; 1 images have none"
+    assert told(listing).notes[0] == f"captions of {path}: 2 from column text; 1 images have none"
     assert captions(listed(path, caption_column="prompt")) == ["p"] * 3
     assert captions(listed(path, caption_column="all")) == ["a\nb", "c", None]
     assert captions(listed(path, captions="none")) == [None] * 3
@@ -67,7 +71,7 @@ def test_captions_come_from_the_first_column_that_has_them(tmp_path):
 
 def test_without_a_column_of_captions_its_columns_are_told(tmp_path):
     listing = listed(saved(tmp_path / "d", {"image": encoded(1), "words": ["x"]}, "image"))
-    assert captions(listing) == [None] and "none. Its columns: image, words. caption_column names" in listing.notes[0]
+    assert captions(listing) == [None] and "none. Its columns: image, words. caption_column names" in told(listing).notes[0]
 
 
 def test_what_cannot_be_meant_is_refused(tmp_path):
