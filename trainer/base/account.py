@@ -81,8 +81,9 @@ class Account:
         used, left_out = [e for e in self if e.heading is Heading.USED], self.entries(Heading.LEFT_OUT)
         lines = []
         if used:
-            rest = f"; {sum(entry.count for entry in left_out):,} left out" if left_out else ""
-            lines.append(f"found {', '.join([counted(entry.count, entry.noun) for entry in used if entry.count])}{rest}")
+            parts = [counted(entry.count, entry.noun) for entry in used if entry.count]
+            rest = [f"{sum(entry.count for entry in left_out):,} left out"] if left_out else []
+            lines.append(f"found: {', '.join(parts + rest)}")
         lines += [str(entry) for entry in self.entries(Heading.NOTE)]
         for heading in (Heading.ASSUMED, Heading.WARNING):
             lines += [f"{heading}: {entry}" for entry in self.entries(heading)]

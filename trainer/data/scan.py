@@ -70,7 +70,7 @@ def survey(
     account = Account([*own, *(entry for each in listings for entry in each.account)])
     for photo in photos:
         for note in photo.notes:
-            account.add(Heading.NOTE, note, [photo.sample], noun="photo")
+            account.add(Heading.NOTE, note, [str(photo.image)], noun="photo")
     _warn(account, sources, photos)
     return Scanned(tuple(photos), account, tuple(problems))
 
@@ -90,9 +90,9 @@ def _warn(account: Account, sources: Sequence[Source], photos: Sequence[Photo]) 
             account.add(Heading.WARNING, f'{key}: masks = "{source.masks}", and no photo has a mask; looked for {looked}')
     given = [photo for photo in photos if photo.caption and photo.caption_from not in layouts.CAPTIONS_OF_NAMES]
     counts = Counter(photo.caption for photo in given)
-    if same := [photo.sample for photo in given if counts[photo.caption] > 1]:
-        heading = Heading.WARNING if len(counts) == 1 and len(same) > 2 else Heading.NOTE
-        account.add(heading, "with the caption of another photo", same, noun="photo")
+    if same := [str(photo.image) for photo in given if counts[photo.caption] > 2]:
+        heading = Heading.WARNING if len(counts) == 1 else Heading.NOTE
+        account.add(heading, "one caption is that of three photos or more", same, noun="photo")
 
 
 def _taken(listings: Sequence[Listing]) -> Iterator[FoundPhoto]:

@@ -12,7 +12,7 @@ from trainer import quantization
 from trainer.adapters import Rule, Target, adaptable_layers, match_targets
 from trainer.adapters.export import fused_modules
 from trainer.base import patterns
-from trainer.base.account import Account, Heading
+from trainer.base.account import Account, Entry, Heading
 from trainer.base.errors import UserError
 from trainer.base.progress import QUIET, Phases
 from trainer.base.types import Link
@@ -61,14 +61,15 @@ class DataPlan:
     @cached_property
     def account(self) -> Account:
         """What became of all files, and of which photos the crop cuts most away."""
-        account, least = self.scanned.account + Account(), dict[str, float]()
+        least: dict[str, float] = {}
         for example in (*self.examples, *self.held_out):
             kept = buckets.share_kept(*example.photo.size, example.bucket)
-            least[example.photo.sample] = min(kept, least.get(example.photo.sample, 1.0))
-        for kept, name in sorted((kept, name) for name, kept in least.items() if kept < 0.5):
-            why, remedy = "the crop cuts more than half of it away", "cut it into several photos"
-            account.add(Heading.WARNING, why, [f"{name}: {kept:.0%} is kept"], remedy=remedy, noun="photo")
-        return account
+            if kept < 0.5:
+                name = str(example.photo.image)
+                least[name] = min(kept, least.get(name, kept))
+        names = [f"{name}: {kept:.0%}" for name, kept in sorted(least.items(), key=lambda item: item[1])]
+        why, remedy = "the crop keeps less than half of it", "cut it into several photos"
+        return self.scanned.account + Account([Entry(Heading.WARNING, why, names, len(names), remedy, "photo")] * bool(names))
 
     @property
     def resolution(self) -> int:

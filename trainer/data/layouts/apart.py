@@ -20,8 +20,8 @@ SYSTEM_FILES = re.compile(
     re.IGNORECASE,
 )
 KOHYA_ZERO = re.compile(r"0_\s*\S.*", re.DOTALL)
-RUN = "the output of a run"
-OWNED = "a source within a source: "
+RUN = "the output of a training run"
+OWNED = "a source of its own"
 # What is trained and looks unintended, by the name of a folder or the end of a photo's name.
 COPIES = re.compile(
     r"(samples?|logs?|outputs?|grids?|previews?|validation(_\w+)?|(txt|img)2img-(images|grids)|step-\d+|backups?|old|thumbs?|"
@@ -36,7 +36,7 @@ CONTROLS = (
     r"seg_?maps?|alpha"
 )
 MASK_FOLDER = re.compile(rf"_*({MASKS})[-_ ]?\d*", re.IGNORECASE)
-LOOKS_LIKE_MASK = re.compile(rf"(.*[-_. ])?({MASKS}|{CONTROLS})\d*|.*\.ref\d*", re.IGNORECASE | re.DOTALL)
+LOOKS_LIKE_MASK = re.compile(rf"(.*[-_.])?({MASKS}|{CONTROLS})\d*|.*\.ref\d*", re.IGNORECASE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def owned(source: Source, sources: Sequence[Source], outputs: Sequence[str]) -> 
     owners = {}
     for other in sources:
         if os.path.isdir(folder_of(other)) and other is not source:
-            owners[inode(folder_of(other))] = f"{OWNED}its photos are those of data.sources.{other.index} alone"
+            owners[inode(folder_of(other))] = f"{OWNED} (data.sources.{other.index}), and no part of the one around it"
         if other.references and other.references != "files":
             owners[inode(other.references)] = "" if other is source else f"references of data.sources.{other.index}"
     own = inode(folder_of(source))
@@ -71,9 +71,9 @@ def why(name: str, *, is_folder: bool) -> str:
     if name.startswith("."):
         return "hidden"
     if is_folder and name.casefold() in SYSTEM_FOLDERS or not is_folder and SYSTEM_FILES.fullmatch(name):
-        return "of the system, a NAS or a bin"
+        return "thumbnails or settings of a system or a NAS, or its bin"
     if is_folder and KOHYA_ZERO.fullmatch(name):
-        return "0 repeats, by the number in kohya's folder name"
+        return "the 0 before kohya's folder name means 0 repeats"
     return ""
 
 
@@ -101,7 +101,7 @@ def looks_unintended(name: str) -> str:
     """Why a photo looks as if it should not be trained, by its name within the source; "" if it does not."""
     *folders, file = name.split("/")
     if LOOKS_LIKE_MASK.fullmatch(os.path.splitext(file)[0]) or any(map(LOOKS_LIKE_MASK.fullmatch, folders)):
-        return "trained as photos, and named like masks, references or images for a ControlNet"
+        return "named like a mask, a reference or an image for a ControlNet, and trained as a photo"
     if any(map(COPIES.fullmatch, folders)):
-        return "trained as photos, from a folder named like copies, a bin or the output of a program"
+        return "in a folder whose name means samples, copies or rejected photos, and trained"
     return ""

@@ -39,7 +39,7 @@ def sort_out(files: Collection[str], wanted: Collection[str] = ()) -> Contents:
         elif _is_mask(name) or not plain and folded(without_mask_ending(name)) in images:
             contents.masks.append(name)
         elif further and not plain and folded(further[1]) in images:
-            contents.rest.append((name, "a further mask or an image for a condition, of the photo whose name it has"))
+            contents.rest.append((name, "a further mask or a condition image of the photo beside it"))
         elif why := why_no_photo(name, lacking):
             contents.rest.append((name, why))
             if suffix in IMAGES or suffix in UNREAD_IMAGES:

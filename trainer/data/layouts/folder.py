@@ -18,6 +18,7 @@ from trainer.data.layouts.table import FILE_NAMES, ImageTable, looks_like_one, r
 from trainer.data.layouts.walk import NO_OWNERS, Folder, Tree
 from trainer.data.sources import CaptionPlace, FoundPhoto, Listing, Source
 
+MOVE_OUT = "move out what should not be trained"
 NO_CAPTION, OF_FILE, OF_FOLDER, OF_KOHYA = "no caption", "file names", "folder names", "kohya's folder names"
 CAPTION_PLACES = f"{', '.join(CAPTIONS)} beside it, or a row of metadata"
 
@@ -92,7 +93,7 @@ class Reading:
 
     def _count_out(self, path: str, why: str, count: int) -> None:
         heading, noun = (Heading.WARNING, "folder") if why.startswith(apart.OWNED) else (Heading.LEFT_OUT, "file")
-        self.account.add(heading, why, [path], count=count, noun=noun)
+        self.account.add(heading, why, [path], count=None if heading is Heading.WARNING else count, noun=noun)
 
     def _leave_out_folders_of_masks(self) -> None:
         """Leave out an image without a caption of its own in a folder named like masks, if a photo elsewhere has its name."""
@@ -106,7 +107,9 @@ class Reading:
         stems = {_stem(found.name) for found in self.found if found.name not in probable} if probable else set()
         out = {name for name in probable if _stem(name) in stems or _stem(f"{without_mask_ending(name)}.") in stems}
         for name in sorted(out):
-            self._leave_out(name, "in a folder of masks or conditions, with the name of a photo; masks lie beside the photos")
+            self._leave_out(
+                name, "in a folder of masks, with the name of a photo; put masks beside the photos: NAME.mask.png"
+            )
         self.found = [found for found in self.found if found.name not in out]
 
     def _read_folder(self, folder: str, files: list[str]) -> None:
@@ -247,12 +250,12 @@ class Reading:
         self.account.add(Heading.USED, "", count=len(self.shown), noun="reference")
         shared = [str(found.image) for found in self.found if files[found.caption] > 1]
         if shared:
-            warn("one caption file belongs to several photos of its name", shared, noun="photo")
+            warn("one caption file for two photos of one name", shared, noun="photo", remedy="rename one of them")
         if misnamed := self._misnamed_tables():
             warn(misnamed)
         for found in self.found:
             if why := apart.looks_unintended(found.name):
-                warn(why, [str(found.image)], noun="photo", remedy="move out what is none")
+                warn(why, [str(found.image)], noun="photo", remedy=MOVE_OUT)
         self._note_kohya()
 
     def _note_kohya(self) -> None:
@@ -263,15 +266,10 @@ class Reading:
                 numbered[around[:2]] += count
         for (name, repeats), count in numbered.items():
             self.account.add(Heading.NOTE, f"{printable(name)}: {repeats} repeats of {count} images")
-        others = [folder for folder in photos if not self.around[folder]]
-        large = [folder for folder in others if any(map(kohya.NUMBERED.fullmatch, folder.split("/")))]
-        warn = partial(self.account.add, Heading.WARNING, noun="folder")
-        if large:
-            remedy = "kohya's sd-scripts repeats them so often: set repeats, or use three digits"
-            warn("the number in the name is not read as repeats, it has more than three digits", large, remedy=remedy)
-        if numbered and (rest := [os.path.join(self.root, folder) for folder in others if folder not in large]):
-            remedy = "move them out, or number them"
-            warn("trained beside kohya's numbered folders, without a number; sd-scripts skips them", rest, remedy=remedy)
+        rest = [folder for folder, around in self.around.items() if folder in photos and not around]
+        if odd := [os.path.join(self.root, folder) for folder in rest if numbered or kohya.LARGE.search(folder)]:
+            why = "no repeats of at most three digits in the name, so its photos count once (sd-scripts reads any number)"
+            self.account.add(Heading.WARNING, why, odd, noun="folder", remedy=MOVE_OUT)
 
     def _misnamed_tables(self) -> str:
         """What to rename, where there is no table of images, but files that look like one by their first row; else ""."""
