@@ -15,10 +15,6 @@ SYSTEM_FOLDERS = frozenset({
     "@recently-snapshot", "@tmp", "@sharebin", "@sharesnap", "@__thumb", "@transcode", "~snapshot", "_gsdata_",
     "~stversions", "__pycache__", "node_modules",
 })  # fmt: skip
-SYSTEM_FILES = re.compile(
-    r"(eh)?thumbs(_vista)?\.db|thumbcache_.*\.db|desktop\.ini|autorun\.inf|icon\r|syno(photo|file|video)_.*|~\$.*",
-    re.IGNORECASE,
-)
 KOHYA_ZERO = re.compile(r"0_\s*\S.*", re.DOTALL)
 RUN = "the output of a training run"
 OWNED = "a source of its own"
@@ -70,7 +66,7 @@ def why(name: str, *, is_folder: bool) -> str:
     """Why a file or folder is left out, by its own name; "" if it is read."""
     if name.startswith("."):
         return "hidden"
-    if is_folder and name.casefold() in SYSTEM_FOLDERS or not is_folder and SYSTEM_FILES.fullmatch(name):
+    if is_folder and name.casefold() in SYSTEM_FOLDERS:
         return "thumbnails or settings of a system or a NAS, or its bin"
     if is_folder and KOHYA_ZERO.fullmatch(name):
         return "the 0 before kohya's folder name means 0 repeats"

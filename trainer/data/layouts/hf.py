@@ -5,7 +5,7 @@ https://huggingface.co/docs/datasets/image_dataset
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +13,10 @@ from trainer.base.account import Account, Heading
 from trainer.base.console import printable
 from trainer.base.errors import one_line
 from trainer.data.images.kinds import IMAGES
+from trainer.data.layouts import apart
 from trainer.data.layouts.records import FIELDS, caption_field, caption_in, shortened
-from trainer.data.layouts.walk import walk
+from trainer.data.layouts.table import FILE_NAMES
+from trainer.data.layouts.walk import LeaveOut, walk
 from trainer.data.sources import HUB as PREFIX
 from trainer.data.sources import File, FoundPhoto, Listing, Source
 
@@ -135,29 +137,33 @@ def _listing(source: Source) -> Listing:
 
 
 def _enter_the_rest(account: Account, name: str, everything: Any, files: Mapping[str, list[str]], split: str) -> None:
-    """What of the dataset is not trained on: rows of other splits, and of a folder the files that are in none.
+    """What of the dataset is not trained on: rows of other splits, or of a folder on this disk the files of none.
 
-    files: of a folder on this disk, by split.
+    files: of such a folder, by split.
     """
-    mine = {os.path.abspath(path) for path in files.get(split, ())}
-    others = {os.path.abspath(path): other for other, paths in files.items() for path in paths}
-    images = [path for path in mine if _is_image(path)]
+    splits = {path: each for each, paths in files.items() for path in paths}
+    account.add(Heading.USED, "", count=sum(not _is_image(path) for path in files.get(split, ())), noun="data file")
 
     def leave_out(file: str, why: str, count: int) -> None:
         account.add(Heading.LEFT_OUT, why, [os.path.join(name, file)], count=count)
 
-    for folder, names in walk(name, leave_out, []) if files else ():
-        for file in names:
-            path = os.path.abspath(os.path.join(name, folder + file))
-            if path not in mine:
-                other = f"in the split {others[path]}, which @{others[path]} reads" if path in others else "in no split"
-                leave_out(folder + file, other, 1)
-    account.add(Heading.USED, "", count=len(mine) - len(images), noun="data file")
-    if isinstance(everything, Mapping) and not images:
-        for other, rows in everything.items():
-            if other != split:
-                why = "in another split, which @SPLIT reads"
-                account.add(Heading.LEFT_OUT, why, [f"split {other}"], count=len(rows), noun="row")
+    for path in _paths(name, leave_out) if files else ():
+        if (of := splits.get(os.path.abspath(path))) != split:
+            leave_out(os.path.relpath(path, name), f"in the split {of}" if of else "in no split", 1)
+    if isinstance(everything, Mapping) and not any(map(_is_image, splits)):
+        for each, rows in everything.items():
+            if each != split:
+                account.add(Heading.LEFT_OUT, "in another split", [f"split {each}"], count=len(rows), noun="row")
+
+
+def _paths(root: str, leave_out: LeaveOut = lambda *_: None) -> Iterator[str]:
+    """The files of a folder on this disk, as `walk` finds them."""
+    return (os.path.join(root, folder + file) for folder, files in walk(root, leave_out, []) for file in files)
+
+
+def _is_apart(path: str, root: str) -> bool:
+    inner = os.path.relpath(path, root)
+    return not inner.startswith("..") and bool(apart.why_path(inner))
 
 
 def _spelled(path: str) -> tuple[str, str | None, str | None]:
@@ -189,14 +195,15 @@ def _load(name: str, configuration: str | None, asked: str | None, account: Acco
         if not local:
             return datasets.load_dataset(name, configuration), {}
         config = datasets.load_dataset_builder(name, configuration).config
-        files, more = config.data_files or {}, {}
-        if asked is None and config.name == "default" and not _split_on_purpose(name, files):
+        theirs, root = config.data_files or {}, os.path.abspath(name)
+        files = {split: [path for path in mine if not _is_apart(path, root)] for split, mine in theirs.items()}
+        if asked is None and config.name == "default" and not _split_on_purpose(root, files):
             # The library takes "test tubes.png" for one of a split "test", and loses what has no such word.
-            more = {"data_files": {"train": "**"}}
-            files = datasets.load_dataset_builder(name, **more).config.data_files
+            kinds = {os.path.splitext(path)[1].lower() for mine in files.values() for path in mine}
+            files = {"train": [path for path in _paths(root) if path.lower().endswith((*kinds, *FILE_NAMES))]}
             why = "words such as train or test in some file names make no splits, all is read; @SPLIT reads one of them"
             account.add(Heading.NOTE, f"{printable(name)}: {why}")
-        return datasets.load_dataset(name, configuration, **more), files
+        return datasets.load_dataset(name, configuration, data_files=None if files == theirs else files), files
     except MemoryError:
         raise
     # Any exception: the readers of a dozen formats raise many kinds, also AttributeError for a malformed file.
@@ -210,23 +217,21 @@ def _load(name: str, configuration: str | None, asked: str | None, account: Acco
         ) from error
 
 
-def _split_on_purpose(name: str, files: Mapping[str, list[str]]) -> bool:
+def _split_on_purpose(root: str, files: Mapping[str, list[str]]) -> bool:
     """Whether a folder's splits are meant: of photos by folders, of other data by the names of files; or there is one alone,
     of all files."""
-    root = os.path.abspath(name)
-    paths = {split: [os.path.relpath(path, root) for path in mine] for split, mine in files.items()}
-    of_photos = any(_is_image(path) for mine in paths.values() for path in mine)
+    given = {path for mine in files.values() for path in mine}
+    of_photos = any(map(_is_image, given))
 
     def told(path: str) -> bool:
-        return bool(OF_TRAIN.search((os.path.dirname(path) if of_photos else path).lower()))
+        inner = os.path.relpath(path, root).lower()
+        return bool(OF_TRAIN.search(os.path.dirname(inner) if of_photos else inner))
 
-    if paths.get("train") and all(map(told, paths["train"])):
+    if files.get("train") and all(map(told, files["train"])):
         return True
-    given = {path for mine in paths.values() for path in mine}
     suffixes = {os.path.splitext(path)[1].lower() for path in given}
-    there = (folder + file for folder, names in walk(name, lambda *_: None, []) for file in names)
-    lost = [path for path in there if path not in given and os.path.splitext(path)[1].lower() in suffixes]
-    return not lost and (len(paths) == 1 or not of_photos)
+    lost = any(path not in given and os.path.splitext(path)[1].lower() in suffixes for path in _paths(root))
+    return not lost and (len(files) == 1 or not of_photos)
 
 
 def _is_image(path: str) -> bool:
