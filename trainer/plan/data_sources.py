@@ -41,7 +41,7 @@ def resolutions(given: Resolutions) -> tuple[int, ...]:
 
 def read_sources(config: Config, phases: Phases) -> Scanned:
     """All photos, read and checked. Problems are in `damaged`."""
-    data, written = config.data, (config.run.output_dir, config.data.cache_dir, config.model.cache_dir)
+    data, written = config.data, (config.run.output_dir, config.checkpoint.mirror, config.data.cache_dir)
     outputs = [folder for folder in written if folder]
     return survey(sources_of(data), strict_captions=data.strict_captions, phases=phases, outputs=outputs)
 

@@ -289,7 +289,7 @@ def test_splits_by_folders_stay_and_what_is_in_others_is_named(tmp_path: Path) -
     assert [photo.sample for photo in scanned.photos] == ["0/0", "0/1"]
     assert {Path(path).name: why for path, why in scanned.left_out} == {
         "c.png": "in the split test",
-        "@eaDir": "thumbnails or settings of a system or a NAS, or its bin",
+        "@eaDir": "thumbnails, settings or the bin of a system or a NAS",
         "d.png": "in no split",
     }
     asked = scan([Source(0, f"hf:{tmp_path}@test", resolutions=(64,))])

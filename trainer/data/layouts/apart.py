@@ -17,10 +17,10 @@ SYSTEM_FOLDERS = frozenset({
 })  # fmt: skip
 KOHYA_ZERO = re.compile(r"0_\s*\S.*", re.DOTALL)
 RUN = "the output of a training run"
-OWNED = "a source of its own"
+OWNED = "read as data.sources."
 # What is trained and looks unintended, by the name of a folder or the end of a photo's name.
 COPIES = re.compile(
-    r"(samples?|logs?|outputs?|grids?|previews?|validation(_\w+)?|(txt|img)2img-(images|grids)|step-\d+|backups?|old|thumbs?|"
+    r"(samples?|logs?|wandb|tensorboard|outputs?|grids?|previews?|validation(_\w+)?|(txt|img)2img-(images|grids)|step-\d+|backups?|old|thumbs?|"
     r"thumbnails?|trash|bin|recycle ?bin|deleted|rejected|discarded|duplicates?)",
     re.IGNORECASE,
 )
@@ -55,7 +55,7 @@ def owned(source: Source, sources: Sequence[Source], outputs: Sequence[str]) -> 
     owners = {}
     for other in sources:
         if os.path.isdir(folder_of(other)) and other is not source:
-            owners[inode(folder_of(other))] = f"{OWNED} (data.sources.{other.index}), and no part of the one around it"
+            owners[inode(folder_of(other))] = f"{OWNED}{other.index} alone, and not with the source around it"
         if other.references and other.references != "files":
             owners[inode(other.references)] = "" if other is source else f"references of data.sources.{other.index}"
     own = inode(folder_of(source))
@@ -67,9 +67,9 @@ def why(name: str, *, is_folder: bool) -> str:
     if name.startswith("."):
         return "hidden"
     if is_folder and name.casefold() in SYSTEM_FOLDERS:
-        return "thumbnails or settings of a system or a NAS, or its bin"
+        return "thumbnails, settings or the bin of a system or a NAS"
     if is_folder and KOHYA_ZERO.fullmatch(name):
-        return "the 0 before kohya's folder name means 0 repeats"
+        return "the folder's number is 0: no repeats, as with kohya's sd-scripts"
     return ""
 
 

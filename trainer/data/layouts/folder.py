@@ -196,12 +196,15 @@ class Reading:
     def _refuse_rows(self, table: ImageTable) -> None:
         """Report the rows for which no image was found."""
         found = {found.name for found in self.found} if table.rows else set()
+        out = tuple(name for entry in self.account for name in entry.names if name.endswith("/"))
         for name, (number, _) in table.rows.items():
             path = os.path.join(self.root, name)
             if name in found:
                 why = "the metadata of its own subfolder names it too; remove one of the rows"
             elif any(part.startswith(".") for part in name.split("/")):
                 why = "hidden; give it another name"
+            elif path.startswith(out):
+                why = "its folder is left out; remove the row"
             elif os.path.exists(path):
                 why = why_no_photo(name, plugins.lacking()) or "no file of exactly this name"
                 why += f" ({readable()})" if why == NO_IMAGE else ""
@@ -268,8 +271,9 @@ class Reading:
             self.account.add(Heading.NOTE, f"{printable(name)}: {repeats} repeats of {count} images")
         rest = [folder for folder, around in self.around.items() if folder in photos and not around]
         if odd := [os.path.join(self.root, folder) for folder in rest if numbered or kohya.LARGE.search(folder)]:
-            why = "no repeats of at most three digits in the name, so its photos count once (sd-scripts reads any number)"
-            self.account.add(Heading.WARNING, why, odd, noun="folder", remedy=MOVE_OUT)
+            why = "no number of repeats (up to three digits) before the name, so its photos count once"
+            remedy = "kohya's sd-scripts reads any number, and skips a folder without one"
+            self.account.add(Heading.WARNING, why, odd, noun="folder", remedy=remedy)
 
     def _misnamed_tables(self) -> str:
         """What to rename, where there is no table of images, but files that look like one by their first row; else ""."""

@@ -129,10 +129,13 @@ def test_masks_that_are_asked_for_and_nowhere_are_warned_of(tmp_path: Path) -> N
 def test_folders_beside_kohya_s_and_numbers_that_are_not_read_are_named(tmp_path: Path) -> None:
     fill(tmp_path, "10_a/1.png", "rejected/2.png", "1000_cat/3.png", "2023_trip/4.png")
     said = warnings(seen(tmp_path))
-    assert "3 folders: no repeats" in said and f"({tmp_path}/1000_cat/, {tmp_path}/2023_trip/, {tmp_path}/rejected/)" in said
+    assert (
+        "3 folders: no number of repeats" in said
+        and f"({tmp_path}/1000_cat/, {tmp_path}/2023_trip/, {tmp_path}/rejected/)" in said
+    )
     assert "in a folder whose name means" in said
     assert not warnings(seen(fill(tmp_path / "years", "2023_trip/5.png", "01_first/6.png")))
-    assert "no repeats" in warnings(seen(fill(tmp_path / "one", "1000_cat/7.png")))
+    assert "no number of repeats" in warnings(seen(fill(tmp_path / "one", "1000_cat/7.png")))
 
 
 @pytest.mark.parametrize("way", ["inner", "inner/", "other/../inner", "link", "inner/metadata.csv"])
@@ -142,7 +145,7 @@ def test_a_source_within_another_owns_its_photos(tmp_path: Path, way: str) -> No
     (tmp_path / "all/link").symlink_to(tmp_path / "all/inner")
     scanned = seen(tmp_path / "all", f"{tmp_path}/all/{way}")
     assert samples(scanned) == ["0/a.png", "0/other/c.png", "1/b.png"]
-    assert "a source of its own (data.sources.1)" in warnings(scanned)
+    assert "read as data.sources.1 alone" in warnings(scanned)
 
 
 def test_the_same_folder_twice_is_warned_of(tmp_path: Path) -> None:
@@ -171,3 +174,10 @@ def test_a_caption_of_several_photos_is_named(tmp_path: Path) -> None:
     for name in ("d.jpg", "d.png"):
         (tmp_path / name).unlink()
     assert "3 photos: one caption is that of three photos" in warnings(seen(tmp_path))
+
+
+def test_a_row_that_names_a_photo_of_a_folder_that_is_left_out_says_so(tmp_path: Path) -> None:
+    fill(tmp_path, "a.png", "0_old/b.png", "reg/c.png")
+    (tmp_path / "metadata.csv").write_text("file_name,text\na.png,a\n0_old/b.png,b\nreg/c.png,c\n")
+    damaged = seen(tmp_path, tmp_path / "reg").damaged
+    assert [line.rpartition(": ")[2] for line in damaged] == ["its folder is left out; remove the row"] * 2
