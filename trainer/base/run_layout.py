@@ -1,6 +1,7 @@
 """Every path under a run's output folder, by name. docs/resume.md shows the tree."""
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 
@@ -126,3 +127,13 @@ class Layout:
         ]
         later += [path for path in self.averages.glob("*") if (snapshot_step(path.name) or 0) > after]
         return [*later, *(path for path in (self.report, self.before_after, self.card, self.card_images) if path.exists())]
+
+
+# What a run leaves in its output folder, by name.
+MADE_BY_RUNS = frozenset(path.parts[0] for path in vars(Layout(Path())).values() if path.parts)
+
+
+def holds_run(names: Collection[str]) -> bool:
+    """Whether a folder of these files and folders is the output folder of a run."""
+    of = Layout(Path())
+    return of.config.name in names and (of.metrics.name in names or of.checkpoints.name in names)
