@@ -4,6 +4,7 @@ What a library raises there is the file's fault, and becomes one sentence for it
 of ours, and stays what it is. A conversion of a value is a call of a function below, so that its error is the file's, too.
 """
 
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,11 @@ from typing import TypeVar
 from trainer.base.errors import UserError, one_line
 
 T = TypeVar("T")
-LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+# Packages also lie where sys.path says: beside an environment that sees those of another.
+LIBRARIES = tuple(
+    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    | {place for place in sys.path if place.endswith(("site-packages", "dist-packages"))}
+)
 AGAIN = "download or copy it again"
 
 

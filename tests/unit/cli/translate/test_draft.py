@@ -32,7 +32,7 @@ MISTAKES = [
      'subset resolution = "big": it should be a size, such as 1024 or "1024,768"'),
     ("sd-scripts", "datasets.subsets", "datasets.parts", "data.toml",
      "datasets subsets is left out: it should be a list of tables, each with its image_dir"),
-    ("sd-scripts", "beach", "\xe9t\xe9", "prompts.txt", "it is not in UTF-8; save it in that"),
+    ("sd-scripts", "beach", "\xe9t\xe9", "prompts.txt", "it is not in UTF-8; save it in UTF-8"),
     ("OneTrainer", '"epochs": 12', '"epochs": "many"', "config.json", 'epochs = "many": it should be a number'),
     ("OneTrainer", '"epochs": 12', '"epochs": 1.5', "config.json", "epochs = 1.5: it should be a whole number"),
     ("OneTrainer", '{"enable_random_flip": false}', "3", "concepts.json",
