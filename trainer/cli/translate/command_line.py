@@ -24,7 +24,7 @@ ASSIGNMENTS = [
     re.compile(pattern, re.MULTILINE | re.I)
     for pattern in (
         r"^[ \t]*@?set[ \t]+\"?(\w+)=([^\"\n]*|\"[^\"\n]*\")\"?[ \t]*$",
-        r"^[ \t]*\$(?:env:)?(\w+)[ \t]*=[ \t]*(@?\([^()]*\)|\"[^\"\n]*\"|'[^'\n]*'|[^\s#;@]+)",
+        r"^[ \t]*\$(?:env:)?(\w+)[ \t]*=[ \t]*(@\([^()]*\)|\"[^\"\n]*\"|'[^'\n]*'|[^\s#;@(\[]+)",
         r"^[ \t]*(?:export[ \t]+)?(\w+)=(\([^()]*\)|'[^'\n]*'|\"[^\"\n]*\"|[^\s'\"]*)[ \t;]*(?:#.*)?$",
     )
 ]
@@ -48,7 +48,9 @@ def command_options(text: str, path: Path) -> dict[str, Any]:
         return list(lexer)
 
     given = [pair for pattern in ASSIGNMENTS for pair in pattern.findall(text)]
-    known = {"psscriptroot": folder, "home": "~", **{name.lower(): value.strip("\"'") for name, value in given}}
+    known = {"psscriptroot": folder, "home": "~"}
+    for name, value in given:
+        known[name.lower()] = NAMED.sub(lambda found: _value(found, known), value.strip("\"'"))
     for command in _commands(text):
         if "train" not in NAMED.sub(lambda found: _value(found, known), command):
             continue
@@ -88,10 +90,9 @@ def _value(found: re.Match[str], known: Mapping[str, str]) -> str:
 def _in_place(word: str, known: Mapping[str, str], split: Split) -> list[str]:
     """The words that a word becomes with the values of its variables: several where it is one that holds options."""
     alone = NAMED.fullmatch(word)
-    for _ in range(9):  # a value may name another variable
-        word = NAMED.sub(lambda found: _value(found, known), word)
+    word = NAMED.sub(lambda found: _value(found, known), word)
     if alone and word.lstrip("@(\"' \n").startswith("--"):
-        return split(re.sub(r"^@?\(|\)$|,(?=\s*[\"'])", " ", word))
+        return split(re.sub(r"^@?\(|\)$|(?<=[\"']),", " ", word))
     return [word]
 
 
@@ -109,7 +110,7 @@ def _options(words: Sequence[str], added: Sequence[str] = ()) -> dict[str, Any]:
                 options[name] = values[0] if len(values) == 1 else values or True
             name, equals, value = word[2:].partition("=")
             values = [value] if equals else []
-        elif NAMED.fullmatch(word) and (values or not name):
+        elif NAMED.fullmatch(word) and (values or re.search("arg|opt|extra", word, re.I)):
             options[word] = [*added] or "further options, which the file does not say"
         elif name:
             values.append(word)

@@ -24,7 +24,7 @@ from trainer.cli.translate.draft import (
     as_number,
     as_share,
 )
-from trainer.cli.translate.reading import literal
+from trainer.cli.translate.reading import literal, path_here
 from trainer.config import ScheduleTable
 from trainer.config.kinds import Compute, Dtype
 from trainer.models import FAMILIES, Family
@@ -34,6 +34,7 @@ from trainer.optim.table import OPTIMIZERS
 PHOTOS = "data/my_photos"  # stands for the folder of photos that a config does not name
 CONV = "*conv*"
 TEXT_LAYERS = "*layers.*"  # of a CLIP text encoder: its attention and MLP, without what stands around the layers
+PATHS = ("path", "output_dir", "init_from", "config", "cache_dir", "references", "truth")
 WRITE = re.compile(r"write (\w+) = (\"[^\"]+\"|\d+|true) in \[([\w.]+)\]")  # a sentence that is a line of a config
 OFF: tuple[Any, ...] = (None, False, "", [], {})
 
@@ -43,7 +44,7 @@ def set_family(draft: Draft, word: str | None, why: str, model: str = "") -> Fam
 
     model: a model's path, whose name tells the family where no word does.
     """
-    patterns, last = other_trainers.facts().model_names, folder_name(model).lower()
+    patterns, last = other_trainers.facts().model_names, model.replace("\\", "/").rpartition("/")[2].lower()
     guessed = "" if word else next((family for family, pattern in patterns.items() if re.search(pattern, last)), "")
     word = word or guessed
     name = draft.fixed.get("model.family") or other_trainers.value_for(word, FAMILIES)
@@ -62,6 +63,18 @@ def set_path(draft: Draft, path: str, why: str) -> None:
     if absent := other_trainers.why_absent("model.path", path):
         draft.cannot("model.path", f"{why}: {absent}")
     draft.set("model.path", path, why)
+
+
+def is_path(key: str) -> bool:
+    """Whether the key's value, or each of its list, is a file or a folder."""
+    return key.rstrip(".0123456789").rpartition(".")[2] in PATHS
+
+
+def place_here(key: str, value: Any) -> Any:
+    """The value of a key; a path of Windows as it is on this machine."""
+    if isinstance(value, list):
+        return [place_here(key, each) for each in value]
+    return path_here(value) if isinstance(value, str) and is_path(key) else value
 
 
 def set_run(draft: Draft, name: str, why: str, folder: str, why_folder: str) -> None:
@@ -251,6 +264,7 @@ def _rename(draft: Draft, key: str, value: Any, why: str) -> None:
     node = tree
     for table in tables:
         node = node.setdefault(table, {})
+    value = place_here(key, value)
     for candidate in (value, *_ours(key, value)):
         node[last] = candidate
         if _takes(tree):

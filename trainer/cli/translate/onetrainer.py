@@ -79,6 +79,8 @@ def _length(draft: Draft, options: Options, sizes: int) -> None:
         draft.set("checkpoint.every_steps", 0, options.told("backup_after_unit"))
     elif unit == "STEP":
         draft.carry(options, "backup_after", "checkpoint.every_steps")
+    elif unit == "EPOCH":
+        draft.epochs["checkpoint.every_steps"] = (options.whole("backup_after"), f"{options.told('backup_after')} epochs")
     elif unit != "NEVER":
         draft.note(
             ABSENT, f"{options.told('backup_after')} {unit}: checkpoint.every_steps counts steps; its default is taken"
@@ -293,6 +295,8 @@ def _samples(draft: Draft, options: Options, config: Path, data: Sequence[Path])
     unit = options.word("sample_after_unit")
     if unit == "STEP":
         draft.carry(options, "sample_after", "validation.every_steps")
+    elif unit == "EPOCH":
+        draft.epochs["validation.every_steps"] = (options.whole("sample_after"), f"{options.told('sample_after')} epochs")
     elif unit != "NEVER":
         draft.note(
             ABSENT, f"{options.told('sample_after')} {unit}: validation.every_steps counts steps; its default is taken"

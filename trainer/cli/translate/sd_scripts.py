@@ -302,7 +302,7 @@ def _source(draft: Draft, options: Options, subset: Options, dataset: Mapping[st
     by_tags = table.flag("shuffle_caption") or table.number("caption_tag_dropout_rate")
     for name, (key, kind) in SUBSET.items():
         value = getattr(table, kind)(name)
-        if value and (by_tags or name not in BY_TAGS):
+        if value and (by_tags or name not in BY_TAGS) and value != draft.value(f"data.{key}"):
             value = float(value) if kind == "number" else f"{value.strip()} " if key == "separator" else value
             source[key] = (value, table.told(name))
     if table.flag("is_reg"):

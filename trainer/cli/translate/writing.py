@@ -18,7 +18,7 @@ from trainer.base.errors import UserError
 from trainer.base.files import write_atomic
 from trainer.cli.translate import ai_toolkit, common, onetrainer, sd_scripts, simpletuner
 from trainer.cli.translate.draft import ABSENT, DIFFERS, FILL, Draft, Options
-from trainer.cli.translate.reading import path_here, read
+from trainer.cli.translate.reading import read
 from trainer.config import Config
 from trainer.data import buckets
 from trainer.models import FAMILIES
@@ -31,7 +31,6 @@ TRANSLATIONS = {
     "sd-scripts": sd_scripts.translate, "OneTrainer": onetrainer.translate, "ai-toolkit": ai_toolkit.translate,
     "SimpleTuner": simpletuner.translate,
 }  # fmt: skip
-PATHS = ("path", "output_dir", "init_from", "config", "cache_dir", "references", "truth")
 SET = "as --set said"
 COMMENT_AT = 40  # the column where a short line's reason begins
 
@@ -72,22 +71,11 @@ def drafted(file: Path, *, data: Sequence[Path] = (), overrides: Sequence[str] =
     TRANSLATIONS[trainer](draft, Options(tree, file, other_trainers.facts().defaults[trainer]), file, data)
     if draft.refusals:
         raise UserError(f"{file} ({trainer}) cannot be brought along:\n" + "\n".join(f"  {each}" for each in draft.refusals))
-    for table, entries in {"": [draft.keys], **draft.lists}.items():
-        for entry in entries:
-            entry |= {name: (_here(value), why) for name, (value, why) in entry.items() if _is_path(f"{table}.{name}")}
+    for entry in (draft.keys, *(entry for entries in draft.lists.values() for entry in entries)):
+        entry |= {key: (common.place_here(key, value), why) for key, (value, why) in entry.items()}
     common.suit_optimizer(draft)
     _fix(draft)
     return draft
-
-
-def _is_path(key: str) -> bool:
-    return key.rpartition(".")[2] in PATHS and not key.startswith("adapter.rules")
-
-
-def _here(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_here(each) for each in value]
-    return path_here(value) if isinstance(value, str) else value
 
 
 def _count_epochs(draft: Draft, config: Config) -> bool:
@@ -114,9 +102,11 @@ def _count_epochs(draft: Draft, config: Config) -> bool:
 def note_missing(draft: Draft, config: Config) -> None:
     """Say which files and folders that the config names are not on this machine."""
     for key, value in configs.flatten(configs.tree(config)).items():
-        if not isinstance(value, str) or not _is_path(key.rstrip(".0123456789")) or os.path.exists(value):
+        if not isinstance(value, str) or not common.is_path(key) or os.path.exists(value):
             continue
         place = PurePath(value)
+        if place.suffix in (".ckpt", ".pt", ".pth"):
+            draft.note(FILL, f"{key}: {value}: a pickle, which is not read here; save it as .safetensors")
         if key == "run.output_dir":
             if place.parts[:2] == ("/", "mnt") and not Path(*place.parts[:3]).exists():
                 draft.note(FILL, f"{key}: {value}: there is no {Path(*place.parts[:3])} here")
