@@ -207,6 +207,12 @@ def test_a_config_of_another_program_is_refused_by_its_name(tmp_path: Path, prog
     assert str(refused.value).startswith(f"{file}: a config of {program}, which is not read here; ")
 
 
+@pytest.mark.parametrize(("name", "key"), [("vae", "model.components.vae.path"), ("network_weights", "adapter.init_from")])
+def test_a_path_that_is_only_called_otherwise_is_one_here(tmp_path: Path, name: str, key: str) -> None:
+    (file := config(tmp_path)).write_text(f"{file.read_text()}{name} = 'W:\\x\\y.safetensors'\n")
+    assert made(file)[0][key] == "/mnt/w/x/y.safetensors"
+
+
 def test_a_size_may_have_a_blank(tmp_path: Path) -> None:
     (file := tmp_path / "a.sh").write_text(
         f"python sdxl_train_network.py --pretrained_model_name_or_path m --train_data_dir i --resolution=768, 768 {OPTIONS}\n"
