@@ -162,7 +162,7 @@ mixed_precision = "bf16"
 """,
     "train.bat": '@echo off\r\naccelerate launch "C:\\kohya\\sdxl_train_network.py" ^\r\n --train_data_dir="E:\\my pets\\img"'
     ' --pretrained_model_name_or_path=E:\\models\\x.safetensors ^\r\n --resolution=512,512 --network_dim=8 '
-    "--output_name=pets --network_module=networks.lora --max_train_steps=40 --train_batch_size=3 --optimizer_type=AdamW\r\npause\r\n",
+    "--output_name=pets --network_module=networks.lora --max_train_steps=40 --train_batch_size=3\r\npause\r\n",
     "window.json": json.dumps(
         {"LoRA_type": "Standard", "sdxl": True, "pretrained_model_name_or_path": "E:\\models\\x.safetensors",
          "train_data_dir": "E:\\pets\\img", "output_dir": "", "output_name": "pets", "max_resolution": "512,512",

@@ -15,8 +15,8 @@ UNSET = (None, "", False, "none", "None")
 
 @cache
 def programs() -> dict[str, Any]:
-    """programs.json: kohya_gui, and under refused the programs whose configs are not read: names by which they are known,
-    two of them, and how to go on."""
+    """programs.json: by what options a program is known (signs, one of each group; refused, two of them, and how to go on),
+    kohya_ss's names, and of each program what a name in a table is here, and of what kind."""
     return json.loads((resources.files("trainer.cli.translate") / "programs.json").read_text(encoding="utf-8"))
 
 

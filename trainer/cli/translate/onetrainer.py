@@ -9,6 +9,7 @@ from typing import Any
 from trainer.base import other_trainers
 from trainer.cli.translate import common
 from trainer.cli.translate.draft import ABSENT, DIFFERS, FILL, Draft, Options
+from trainer.cli.translate.kohya_gui import programs
 from trainer.cli.translate.reading import find_beside, read_tree
 from trainer.models import Family
 
@@ -17,10 +18,7 @@ PARTS = ("unet", "prior", "transformer", "text_encoder", "text_encoder_2", "text
 LISTS = {"concepts": "concept ", "samples": "sample "}  # beside the options, and how their entries are told
 CONCEPTS, SAMPLES = LISTS
 WEIGHTS = {"MIN_SNR_GAMMA": "min_snr", "DEBIASED_ESTIMATION": "debiased", "P2": "p2"}
-SAMPLE = {
-    "negative_prompt": ("negative", "word"), "width": ("width", "whole"), "height": ("height", "whole"),
-    "seed": ("seed", "whole"), "diffusion_steps": ("steps", "whole"), "cfg_scale": ("guidance", "number"),
-}  # fmt: skip
+SAMPLE = programs()["onetrainer_sample"]
 PROMPTS = {"sample": "auto", "filename": "filename", "concept": "none"}
 
 

@@ -20,19 +20,7 @@ from trainer.cli.translate import kohya_gui
 from trainer.cli.translate.command_line import command_options, variables
 
 # Options by which a config is known as that of a program: one of each group. Of those, no other program has the last group's.
-SIGNS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "ai-toolkit": (("job",), ("config.process",)),
-    "SimpleTuner": (
-        ("model_family", "data_backend_config", "lora_type", "base_model_precision", "checkpoint_step_interval",
-         "validation_resolution", "validation_guidance", "validation_num_inference_steps", "validation_step_interval",
-         "aspect_bucket_alignment", "caption_dropout_probability", "flow_schedule_shift"),
-    ),
-    "OneTrainer": (("training_method", "base_model_name"), ("model_type", "concept_file_name")),
-    "sd-scripts": (
-        ("script", "config_file", "network_module", "network_dim", "network_args", "network_weights", "dataset_config",
-         "reg_data_dir", "optimizer_type", "max_train_epochs", "output_name", "sample_prompts"),
-    ),
-}  # fmt: skip
+SIGNS: dict[str, list[list[str]]] = kohya_gui.programs()["signs"]
 WINDOW = {"LoRA_type", "max_resolution"}  # names of kohya_ss's own
 WINDOWS_PATH = re.compile(r'"[A-Za-z]:\\(?![\\/])[^"\n]*"')
 PROMPT_FLAG = re.compile(r"\s--?(\w+)\s")

@@ -13,30 +13,20 @@ from trainer.base import other_trainers
 from trainer.base.errors import UserError
 from trainer.cli.translate import common
 from trainer.cli.translate.draft import ABSENT, DIFFERS, FILL, Draft, Options
+from trainer.cli.translate.kohya_gui import programs
 from trainer.cli.translate.reading import find_beside, literal, prompt_line, read_text, read_tree
 from trainer.data.layouts.kohya import NAME
 from trainer.models import Family
 
 # What a subset may say, and what it is in a source.
-SUBSET = {
-    "caption_prefix": ("prefix", "word"), "caption_suffix": ("suffix", "word"),
-    "caption_dropout_rate": ("caption_dropout", "number"), "caption_tag_dropout_rate": ("tag_dropout", "number"),
-    "shuffle_caption": ("shuffle", "flag"), "keep_tokens": ("keep", "whole"), "flip_aug": ("flip", "flag"),
-    "enable_wildcard": ("wildcards", "flag"), "caption_separator": ("separator", "word"),
-}  # fmt: skip
+SUBSET = programs()["sd_scripts_subset"]
 BY_TAGS = ("keep_tokens", "caption_separator")  # read only where tags are shuffled or dropped
 # Said of each subset that they hold for, and not again of the dataset around it.
 OF_SUBSETS = ("color_aug", "random_crop", "face_crop_aug_range", "caption_extension", "token_warmup_step", "token_warmup_min",
               "secondary_separator", "keep_tokens_separator", "caption_dropout_every_n_epochs", "enable_bucket",
               "min_bucket_reso", "max_bucket_reso", "bucket_no_upscale", "bucket_reso_steps")  # fmt: skip
 
-# Of a prompt: the flags behind it, and the names of a table for it.
 FLAGS = {"w": "width", "h": "height", "d": "seed", "s": "steps", "l": "guidance", "g": "guidance", "n": "negative"}
-PROMPTS = {
-    "prompt": ("prompt", "word"), "negative_prompt": ("negative", "word"), "width": ("width", "whole"),
-    "height": ("height", "whole"), "seed": ("seed", "whole"), "sample_steps": ("steps", "whole"),
-    "scale": ("guidance", "number"), "guidance_scale": ("guidance", "number"),
-}  # fmt: skip
 SEVERAL = ("network_args", "optimizer_args", "lr_scheduler_args", "text_encoder_lr")  # may stand without a value: none
 
 
@@ -338,7 +328,7 @@ def _intervals(draft: Draft, options: Options, config: Path, data: Sequence[Path
 
 
 def _samples(draft: Draft, options: Options, config: Path, data: Sequence[Path]) -> None:
-    """The prompts: lines of a file or of a window, or the tables of a JSON or TOML file."""
+    """The prompts: lines of a file or of a window."""
     listed, told = options.entries("sample_prompts"), "sample_prompts"
     if listed and not isinstance(options.get("sample_prompts"), list):
         path = find_beside(str(listed[0]), config, data)
@@ -347,13 +337,7 @@ def _samples(draft: Draft, options: Options, config: Path, data: Sequence[Path])
             return
         told = f"{told} = {path.name}"
         if path.suffix.lower() in (".json", ".toml"):
-            listed_there = Options({"prompt": read_tree(path)}, path)
-            if isinstance(listed_there.get("prompt"), dict):  # of TOML: [prompt], and [[prompt.subset]] for each
-                listed_there = listed_there.table("prompt").table("prompt")
-                listed_there.given["prompt"] = listed_there.given.get("subset")
-            for table in listed_there.tables("prompt", "", listed_there.given):
-                given = {key: (table, name, kind) for name, (key, kind) in PROMPTS.items() if table.get(name) is not None}
-                draft.samples.append({key: (getattr(table, kind)(name), told) for key, (table, name, kind) in given.items()})
+            draft.note(FILL, f"{told}: tables of prompts; write them as [[validation.samples]]")
             return
         listed = read_text(path).splitlines()
     for line in listed:
