@@ -127,7 +127,8 @@ def reading(file: Path | str, what: str = "", *, remedy: str = AGAIN) -> Iterato
     """A block that reads `file`, which others wrote. Raises UserError with the file, `what` and the remedy for what a
     library raises within, and for a ValueError, with which our own readers refuse what a file holds.
 
-    what: the key, row or part that is read. An OSError with a number is the system's, and stays.
+    what: the key, row or part that is read. remedy: "" where the ValueErrors have their own. An OSError with a number is the
+    system's, and stays.
     """
     try:
         yield
@@ -137,7 +138,8 @@ def reading(file: Path | str, what: str = "", *, remedy: str = AGAIN) -> Iterato
     except Exception as error:
         if isinstance(error, OSError) and error.errno is not None or not raised_by_file(error):
             raise
-        raise UserError(f"{file}: {f'{what}: ' if what else ''}{reason_of(error)}; {remedy}") from error
+        said = f"{file}: {f'{what}: ' if what else ''}{reason_of(error)}"
+        raise UserError(f"{said}; {remedy}" if remedy else said) from error
 
 
 def reason_of(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 
 import pytest
 
@@ -15,7 +16,9 @@ from trainer.base.errors import (
     OutOfMemory,
     PeerStopped,
     UserError,
+    converted,
     ending,
+    reading,
 )
 
 
@@ -41,3 +44,22 @@ from trainer.base.errors import (
 def test_each_end_has_its_status(error: BaseException, status: int, said: str) -> None:
     found = ending(error)
     assert found[0] == status and said in found[1]
+
+
+def test_what_a_library_raises_while_a_file_is_read_is_the_files_fault() -> None:
+    with (
+        pytest.raises(UserError, match=r"^a\.json: row 3: Expecting value.*; mend it$"),
+        reading("a.json", "row 3", remedy="mend it"),
+    ):
+        json.loads("x")
+    with pytest.raises(UserError, match="'x' should be a whole number"), reading("a.json"):
+        converted(int, "x", "a whole number")
+
+
+@pytest.mark.parametrize(
+    "raised", [TypeError("ours"), KeyError("ours"), MemoryError(), OSError(errno.EIO, "broken"), UserError("x")]
+)
+def test_what_our_own_code_or_the_system_raises_meanwhile_stays(raised: BaseException) -> None:
+    with pytest.raises(type(raised)) as error, reading("a.json"):
+        raise raised
+    assert error.value is raised

@@ -59,7 +59,7 @@ def read_text(path: Path) -> str:
     """The text of a file. Raises UserError."""
     if not path.is_file():
         raise UserError(f"{path} {'is a folder' if path.is_dir() else 'is not there'}; give the file of a config")
-    with reading(path, remedy="give a config in text"):
+    with reading(path, remedy=""):
         return decoded(path.read_bytes()).replace("\r\n", "\n").replace("\r", "\n")
 
 
