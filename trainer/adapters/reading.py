@@ -19,7 +19,7 @@ from trainer.adapters.keys import KeyTable, Module, embeddings_in, some, taken_a
 from trainer.adapters.peft_config import CONFIG, PeftConfig, config_beside
 from trainer.adapters.portable import Axis, DoraScale, Factors, Portable, derived
 from trainer.adapters.splitting import split
-from trainer.base.account import Account, Entry, Heading
+from trainer.base.account import Account, Heading
 from trainer.base.errors import UserError, reading
 from trainer.base.tensorfile import Recipe, TensorFile
 
@@ -33,10 +33,9 @@ Said = PeftConfig | dict[str, dict[str, Any]]  # what a file's scales are: PEFT'
 
 @dataclass
 class ReadAdapter:
-    """What an adapter file holds. portable: what was read. conventions: how many modules were named in which way. fused: how
-    many modules held several layers, by form (splitting.py). alphas: where the scales come from. absent: rows of fused
-    modules without an adapter, whose magnitudes are the model's norms and were left out. account: what was assumed of the
-    file, and left out of it."""
+    """What an adapter file holds. conventions: how many modules were named in which way. fused: how many held several layers,
+    by form (splitting.py). alphas: where the scales come from. absent: rows of fused modules without an adapter, whose
+    magnitudes are the model's norms and were left out. account: what was assumed of the file, and left out of it."""
 
     portable: Portable
     conventions: Counter[str] = field(default_factory=Counter)
@@ -54,22 +53,17 @@ def stems_of(file: TensorFile) -> dict[str, dict[str, str]]:
 
 
 def read_adapter(file: TensorFile, stems: Stems, table: KeyTable, shapes: Shapes, advice: str = "") -> ReadAdapter:
-    """The file by a model's table of keys. shapes: of every adaptable layer's weight, by full name.
+    """The file by a model's table of keys. Reads alphas, the B of fused modules, and the config beside a file of PEFT's own.
 
-    advice: what a message about other shapes ends with.
-
-    Reads alphas, the B of fused modules, and the config beside a file of PEFT's own. Raises UserError where a module is not
-    the model's, is there twice, lacks a tensor or does not fit.
+    shapes: of every adaptable layer's weight, by full name. advice: what a message about other shapes ends with. Raises
+    UserError where a module is not the model's, is there twice, lacks a tensor or does not fit.
     """
-    unknown = sorted(stem for stem in stems if stem not in table)
-    if unknown:
-        keys = [key for stem in unknown for key in stems[stem].values()]
-        raise UserError(f"{file.path} has keys of no layer that the model has: {some(keys)}")
+    if unknown := [key for stem in sorted(stems.keys() - table.keys()) for key in stems[stem].values()]:
+        raise UserError(f"{file.path} has keys of no layer that the model has: {some(unknown)}")
     meaning = _meaning(file)
     result = ReadAdapter(Portable({}, meaning or "magnitude", dict(file.metadata)))
     reader = _Reader(file, config_beside(file.path, stems) or _said_alphas(file), result.alphas, advice)
-    layers: dict[str, Factors] = {}
-    by_layer: dict[str, str] = {}
+    layers, by_layer = {}, {}
     for stem, keys in stems.items():
         module = table[stem]
         for part in module.parts:
@@ -97,27 +91,30 @@ def read_adapter(file: TensorFile, stems: Stems, table: KeyTable, shapes: Shapes
 def _account(file: TensorFile, stems: Stems, meaning: DoraScale | None, unscaled: list[str]) -> Account:
     """What the keys alone leave to be assumed of a file, and what of them is not read. unscaled: stems without an alpha."""
     scaled, scalars = ([keys[role] for keys in stems.values() if role in keys] for role in ("dora_scale", "scalar"))
-    entries = [
-        Entry(
-            Heading.ASSUMED, f"no alpha in {file.path}, so the scale is taken for 1", unscaled,
+    account, path = Account(), file.path
+    for heading, reason, names, remedy, noun in (
+        (
+            Heading.ASSUMED, f"no alpha in {path}, so the scale is taken for 1", unscaled,
             f"if PEFT saved the file, put its {CONFIG} beside it, which has the scale", "module",
         ),
-        Entry(
-            Heading.ASSUMED, f"dora_scale in {file.path} is taken for m of m (W + sBA) / ||W + sBA||, the norm by rows where "
+        (
+            Heading.ASSUMED, f"dora_scale in {path} is taken for m of m (W + sBA) / ||W + sBA||, the norm by rows where "
             "it is a column [rows, 1], by columns where it is a row [1, columns]", [] if meaning else scaled,
             "a file made for readers that divide by ||W|| has dora_scale = comfyui_released in its header's ss_network_args",
             "magnitude",
         ),
-        Entry(
-            Heading.NOTE, f"LyCORIS' scalar in {file.path} is multiplied into the scale; ComfyUI and A1111 leave it out",
-            scalars, noun="module",
+        (
+            Heading.NOTE, f"LyCORIS' scalar in {path} is multiplied into the scale; ComfyUI and A1111 leave it out", scalars,
+            "", "module",
         ),
-        Entry(
-            Heading.LEFT_OUT, f"{file.path} bundles embeddings of words, which are no part of a LoRA",
+        (
+            Heading.LEFT_OUT, f"{path} bundles embeddings of words, which are no part of a LoRA",
             embeddings_in(file.entries), "OneTrainer writes them to a file of their own, too", "tensor",
         ),
-    ]  # fmt: skip
-    return Account(entry for entry in entries if entry.names)
+    ):  # fmt: skip
+        if names:
+            account.add(heading, reason, names, remedy=remedy, noun=noun)
+    return account
 
 
 def _meaning(file: TensorFile) -> DoraScale | None:
@@ -160,19 +157,15 @@ class _Reader:
         if "mid" in keys:
             a = self.with_core(stem, a, _stored(self.file, keys["mid"]), shape[2:])
         rank, rows = (a.shape or (0,))[0], (b.shape or (0,))[0]
-        if max(rank, *b.shape[1:2]) > MOST_RANK:
-            raise self.wrong(
-                stem, f"has rank {max(rank, *b.shape[1:2])}, and {MOST_RANK} is the most that is read; the file is damaged"
-            )
+        if (largest := max(rank, *b.shape[1:2])) > MOST_RANK:
+            raise self.wrong(stem, f"has rank {largest}, and {MOST_RANK} is the most that is read; the file is damaged")
         kernel = [1] * (len(shape) - 2)
         wanted_a, wanted_b = (rank, *shape[1:]), (shape[0], rank, *kernel)
         # 1x1 convolutions are kept as Linears by some, and the other way round.
         if rank < 1 or not _same_but_ones(a.shape, wanted_a) or not _same_but_ones(b.shape, wanted_b):
-            raise self.wrong(
-                stem,
-                f"has A {list(a.shape)} and B {list(b.shape)}, which do not fit each other and the layer's weight "
-                f"{list(shape)} ({rows} rows); the file is for a model of another size, or damaged{self.advice}",
-            )
+            given, weight = f"has A {list(a.shape)} and B {list(b.shape)}", f"the layer's weight {list(shape)} ({rows} rows)"
+            why = f"the file is for a model of another size, or damaged{self.advice}"
+            raise self.wrong(stem, f"{given}, which do not fit each other and {weight}; {why}")
         a, b = _shaped(a, wanted_a), _shaped(b, wanted_b)
         factors = Factors(a, b, *self.alpha(stem, keys, module, rank))
         if "scalar" in keys:
@@ -205,10 +198,8 @@ class _Reader:
     def alpha(self, stem: str, keys: Mapping[str, str], module: Module, rank: int) -> tuple[float, bool]:
         """(alpha, whether the scale is rsLoRA's)."""
         if isinstance(self.said, PeftConfig):
-            if "alpha" in keys:
-                raise self.said.wrong(
-                    f"gives the alphas, and the file has {keys['alpha']!r}: which of them counts is not known"
-                )
+            if own := keys.get("alpha"):
+                raise self.said.wrong(f"gives the alphas, and the file has {own!r}: which of them counts is not known")
             self.alphas["in PEFT's adapter_config.json"] += 1
             return self.said.alpha(stem, rank, dora="magnitude" in keys or "dora_scale" in keys), self.said.rslora
         if "alpha" in keys:
@@ -237,11 +228,8 @@ class _Reader:
         elif not peft and stored.shape in [(1, columns, *ones), (1, columns)]:
             axis, length = "input", columns
         else:
-            raise self.wrong(
-                stem,
-                f"has a magnitude of shape {list(stored.shape)}; in kohya's keys it is [{rows}, 1] of the output axis or "
-                f"[1, {columns}] of the input axis, in PEFT's [{rows}]",
-            )
+            kohyas = f"in kohya's keys it is [{rows}, 1] of the output axis or [1, {columns}] of the input axis"
+            raise self.wrong(stem, f"has a magnitude of shape {list(stored.shape)}; {kohyas}, in PEFT's [{rows}]")
         return {"magnitude": derived(stored, (length,), lambda t: t.reshape(-1)), "axis": axis}
 
 
@@ -269,7 +257,6 @@ def _said_alphas(file: TensorFile) -> dict[str, dict[str, Any]]:
     text = file.metadata.get(METADATA)
     if text is None:
         return {}
-
     remedy = "without it the scale of the adapter is not known: save the file again"
     with reading(file.path, f"the header's {METADATA}", remedy=remedy):
         fields = json.loads(text)

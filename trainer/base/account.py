@@ -3,7 +3,8 @@
 The data has an account and the model has one. The start of a run, --plan and the data page print them.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -24,9 +25,8 @@ class Heading(StrEnum):
 
 @dataclass
 class Entry:
-    """Items that share a reason. reason: a phrase for people. names: of the items; empty for a statement about the whole.
-    count: of the items: a folder is one name, and counts with all its files. remedy: what changes it, mostly a config key; ""
-    where nothing does. noun: the kind of the items, in the singular."""
+    """Items that share a reason, which is a phrase. names: empty for a statement about the whole. count: of the items: a
+    folder is one name, and counts with all its files. remedy: what changes it, mostly a config key. noun: in the singular."""
 
     heading: Heading
     reason: str
@@ -47,7 +47,8 @@ class Account:
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
         self._entries: dict[tuple[Heading, str, str], Entry] = {}
         for entry in entries:
-            self.add(entry.heading, entry.reason, entry.names, count=entry.count, remedy=entry.remedy, noun=entry.noun)
+            count = entry.count or len(entry.names)
+            self.add(entry.heading, entry.reason, entry.names, count=count, remedy=entry.remedy, noun=entry.noun)
 
     def add(
         self,
@@ -79,25 +80,19 @@ class Account:
     def lines(self) -> list[str]:
         """What is printed: the counts, then a line for each entry."""
         used, left_out = [e for e in self if e.heading is Heading.USED], self.entries(Heading.LEFT_OUT)
-        lines = []
-        if used:
-            parts = [counted(entry.count, entry.noun) for entry in used if entry.count]
-            rest = [f"{sum(entry.count for entry in left_out):,} left out"] if left_out else []
-            lines.append(f"found: {', '.join(parts + rest)}")
-        lines += [str(entry) for entry in self.entries(Heading.NOTE)]
+        parts = [counted(entry.count, entry.noun) for entry in used if entry.count]
+        parts += [f"{sum(entry.count for entry in left_out):,} left out"] if left_out else []
+        lines = [f"found: {', '.join(parts)}"] if used else []
+        lines += map(str, self.entries(Heading.NOTE))
         for heading in (Heading.ASSUMED, Heading.WARNING):
             lines += [f"{heading}: {entry}" for entry in self.entries(heading)]
-        if left_out:
-            lines.append(f"{Heading.LEFT_OUT}: {_sum(left_out)}")
-            lines += [f"  {entry}" for entry in left_out]
-        return lines
+        sums: Counter[str] = Counter()
+        for entry in left_out:
+            sums[entry.noun] += entry.count
+        lines += [f"{Heading.LEFT_OUT}: {', '.join(counted(n, noun) for noun, n in sums.items())}"] if left_out else []
+        return lines + [f"  {entry}" for entry in left_out]
 
 
 def counted(count: int, noun: str) -> str:
     """The number with its noun, which gets an s but for 1."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def _sum(entries: Sequence[Entry]) -> str:
-    nouns = dict.fromkeys(entry.noun for entry in entries)
-    return ", ".join([counted(sum(e.count for e in entries if e.noun == noun), noun) for noun in nouns])

@@ -130,9 +130,7 @@ def _parse_header(path: Path, file, total: int) -> tuple[dict[str, str], dict[st
         for beginning, what in _FORMATS["beginnings"].items():
             if start.startswith(beginning.encode()):
                 raise UserError(f"{path} is not a safetensors file: {what}")
-        raise broken(
-            f"its header claims {length} bytes, the file has {total}" if total >= 8 else f"it has only {total} bytes"
-        )
+        raise broken(f"it has only {total} bytes" if total < 8 else f"its header claims {length} bytes, the file has {total}")
     file.seek(8)
     try:
         header = json.loads(file.read(length))
@@ -147,21 +145,18 @@ def _parse_header(path: Path, file, total: int) -> tuple[dict[str, str], dict[st
         "".join([*header, *metadata, *metadata.values()]).encode()
     except UnicodeEncodeError as error:
         raise broken("its header has names that are not Unicode") from error
-    entries: dict[str, TensorEntry] = {}
-    spans: list[tuple[int, int]] = []
+    entries, spans, left = {}, [], total - 8 - length
     for name, item in header.items():
-        if isinstance(item, dict) and isinstance(item.get("dtype"), str) and item["dtype"] not in DTYPES:
-            raise UserError(
-                f"{path}: tensor {name!r} has dtype {item['dtype']!r}, which is not supported; use a 16-bit file "
-                f"(supported: {', '.join(DTYPES)})"
-            )
+        if isinstance(item, dict) and isinstance(given := item.get("dtype"), str) and given not in DTYPES:
+            remedy = f"use a 16-bit file (supported: {', '.join(DTYPES)})"
+            raise UserError(f"{path}: tensor {name!r} has dtype {given!r}, which is not supported; {remedy}")
         try:
             dtype, shape, (start, end) = DTYPES[item["dtype"]], item["shape"], item["data_offsets"]
         except (KeyError, TypeError, ValueError) as error:
             raise broken(f"the entry of tensor {name!r} is malformed or has an unknown dtype") from error
         if not _is_shape(shape) or not _is_size(start) or not _is_size(end):
             raise broken(f"the shape or the offsets of tensor {name!r} are not sizes")
-        if end - start != math.prod(shape) * dtype.itemsize or end > total - 8 - length:
+        if end - start != math.prod(shape) * dtype.itemsize or end > left:
             raise broken(f"tensor {name!r} lies outside the file or has the wrong size")
         entries[name] = TensorEntry(dtype, tuple(shape), 8 + length + start, end - start)
         spans.append((start, end))
@@ -170,8 +165,8 @@ def _parse_header(path: Path, file, total: int) -> tuple[dict[str, str], dict[st
         if start != position:
             raise broken("its tensors overlap or leave holes")
         position = end
-    if position != total - 8 - length:
-        raise broken(f"{total - 8 - length - position} bytes belong to no tensor")
+    if position != left:
+        raise broken(f"{left - position} bytes belong to no tensor")
     return metadata, entries
 
 
@@ -181,12 +176,9 @@ def _is_size(number: object) -> bool:
 
 def _is_shape(sizes: object) -> bool:
     """Whether torch can hold a tensor of that shape, as far as its 64-bit strides go: sizes of zero count as one there."""
-    return (
-        isinstance(sizes, list)
-        and len(sizes) <= MAX_DIMENSIONS
-        and all(map(_is_size, sizes))
-        and math.prod(max(n, 1) for n in sizes) < 2**63
-    )
+    if not isinstance(sizes, list) or len(sizes) > MAX_DIMENSIONS or not all(map(_is_size, sizes)):
+        return False
+    return math.prod(max(n, 1) for n in sizes) < 2**63
 
 
 @dataclass(frozen=True)

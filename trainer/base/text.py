@@ -19,20 +19,23 @@ UNSPACED = re.compile(
     "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u312f\u31a0-\u31ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
     "\uff66-\uff9f\U00020000-\U0003ffff]"
 )
-# The beginning of a file that is not the text that it should be.
-POINTERS = {
+PAGE = "an HTML page, as a failed download leaves one; get the file itself"
+# What stands in the place of a file, by its beginning.
+STAND_INS = {
     b"version https://git-lfs.github.com/spec/": "a Git LFS pointer, not the file itself; run `git lfs pull` where it lies",
     b"/annex/objects/": "a git-annex pointer, not the file itself; run `git annex get` where it lies",
+    b"<!doctype html": PAGE,
+    b"<html": PAGE,
+    b"{\\rtf": "RTF; save it as plain text",
 }
-PAGE = "an HTML page, as a failed download leaves one; get the file itself"
-DOCUMENTS = {b"<!doctype html": PAGE, b"<html": PAGE, b"{\\rtf": "RTF; save it as plain text"}
 UTF16 = (BOM_UTF16_LE, BOM_UTF16_BE)
 
 
-def refuse_pointer(data: bytes) -> None:
-    """Raises ValueError for the bytes that stand for a large file that was not fetched."""
-    for beginning, what in POINTERS.items():
-        if data.startswith(beginning):
+def refuse_stand_in(data: bytes) -> None:
+    """Raises ValueError for a large file that was not fetched, a web page, a document of an editor."""
+    beginning = data[:200].removeprefix(BOM_UTF8).lstrip().lower()
+    for mark, what in STAND_INS.items():
+        if beginning.startswith(mark):
             raise ValueError(what)
 
 
@@ -40,16 +43,16 @@ def opened(path: Path, newline: str | None = None) -> TextIO:
     """A text file, to be read in lines: UTF-8, or UTF-16 with its mark. Raises ValueError for what is no text."""
     with path.open("rb") as file:
         beginning = file.read(200)
-    _refuse_documents(beginning)
+    refuse_stand_in(beginning)
     return path.open(encoding="utf-16" if beginning.startswith(UTF16) else "utf-8-sig", newline=newline)
 
 
 def decoded(data: bytes, *, utf16: bool = True) -> str:
-    """The text of a file, without its byte order mark. utf16: that is read, too, where the file begins with its mark.
+    """The text of a file, without its byte order mark. utf16: whether that is read, too, where the file has its mark.
 
-    Raises ValueError with the remedy for bytes of another coding, a pointer, a web page.
+    Raises ValueError with the remedy.
     """
-    _refuse_documents(data)
+    refuse_stand_in(data)
     if data.startswith(UTF16) and not utf16:
         raise ValueError("UTF-16 (as PowerShell and older editors write it); save it as UTF-8")
     try:
@@ -63,14 +66,6 @@ def decoded(data: bytes, *, utf16: bool = True) -> str:
     if text.count("\0") * 4 > len(text):
         raise ValueError("not UTF-8 (NUL between the letters: UTF-16 without its mark, or no text); save it as UTF-8")
     return text
-
-
-def _refuse_documents(data: bytes) -> None:
-    refuse_pointer(data)
-    beginning = data[:200].removeprefix(BOM_UTF8).lstrip().lower()
-    for mark, what in DOCUMENTS.items():
-        if beginning.startswith(mark):
-            raise ValueError(what)
 
 
 def visible(text: str) -> str:

@@ -9,12 +9,12 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import partial
 
 from PIL import Image
 
-from trainer.base.account import Account, Entry, Heading
+from trainer.base.account import Account, Entry, Heading, counted
 from trainer.base.errors import UserError
 from trainer.base.progress import QUIET, Phases
 from trainer.base.text import decoded, invisible, visible
@@ -39,11 +39,9 @@ def scan(sources: Sequence[Source], *, strict_captions: bool = False, phases: Ph
 
 def refuse_damaged(scanned: Scanned) -> None:
     """Raises one UserError that names every problem."""
-    if not scanned.damaged:
-        return
-    count = "1 problem" if len(scanned.damaged) == 1 else f"{len(scanned.damaged)} problems"
-    listed = "\n".join(f"  {problem}" for problem in scanned.damaged)
-    raise UserError(f"data.sources: {count}; repair or remove these:\n{listed}")
+    if scanned.damaged:
+        listed = "\n".join(f"  {problem}" for problem in scanned.damaged)
+        raise UserError(f"data.sources: {counted(len(scanned.damaged), 'problem')}; repair or remove these:\n{listed}")
 
 
 def survey(
@@ -105,6 +103,17 @@ def _taken(listings: Sequence[Listing]) -> Iterator[FoundPhoto]:
             yield found.pop()
 
 
+@contextmanager
+def _noting(problems: list[str], file: object, more: str = "") -> Iterator[None]:
+    """A block that reads a file. What it raises becomes a problem. more: for the line of a damaged file."""
+    try:
+        yield
+    except OSError as error:
+        problems.append(f"{file}: cannot be read ({error.strerror})")
+    except ValueError as error:
+        problems.append(f"{file}: {error}{more}")
+
+
 def _read(found: FoundPhoto, *, strict_captions: bool) -> Photo | list[str]:
     """The photo, or the problems of it, its mask, its references and its caption, one line each."""
     problems: list[str] = []
@@ -112,15 +121,11 @@ def _read(found: FoundPhoto, *, strict_captions: bool) -> Photo | list[str]:
     if not _is_utf8(found.source.path + found.name):
         problems.append(f"{shown}: the file's name is not UTF-8")
     data, decoded, notes, look = b"", None, (), b""
-    try:
+    with _noting(problems, shown):
         data = found.image.read()
         decoded = decode(data, background=found.source.background)
         notes = (*decoded.notes, *_misnamed(found.name, decoded.format))
         look = near_duplicates.look(decoded.image)
-    except OSError as error:
-        problems.append(f"{shown}: cannot be read ({error.strerror})")
-    except ValueError as error:
-        problems.append(f"{shown}: {error}")
     sha256 = hashlib.sha256(data).hexdigest()
     mask = None
     if decoded is not None and found.source.masks == "alpha" and decoded.alpha is not None:
@@ -130,8 +135,8 @@ def _read(found: FoundPhoto, *, strict_captions: bool) -> Photo | list[str]:
         digest, more = _read_mask(found, decoded.image.size, problems)
         mask = Mask(found.mask, digest)
         notes = (*notes, *more)
-    numbered = enumerate(found.references, 1)
-    references = [one for number, place in numbered if (one := _read_reference(found, place, number, problems))]
+    references = [_read_reference(found, place, number, problems) for number, place in enumerate(found.references, 1)]
+    references = [each for each in references if each is not None]
     notes = (*notes, *(note for each in references for note in each.notes))
     text = _read_caption(found, problems)
     caption = None if text is None else visible(text).strip()
@@ -169,34 +174,23 @@ def strict_problem(source: Source, caption: str | None) -> str:
 
 def _read_mask(found: FoundPhoto, size: tuple[int, int], problems: list[str]) -> tuple[str, tuple[str, ...]]:
     """(the digest of its bytes, notes). size: of the photo."""
-    data, notes, shown = b"", (), str(found.mask)
-    try:
+    data, notes = b"", ()
+    with _noting(problems, found.mask):
         data = found.mask.read()
         mask = decode_mask(data)
         if mask.size != size:
-            problems.append(
-                f"{shown}: the mask has {mask.width} x {mask.height} pixels, its photo {size[0]} x {size[1]}; save it at the "
-                "photo's size"
-            )
+            pixels = f"{mask.width} x {mask.height} pixels, its photo {size[0]} x {size[1]}"
+            problems.append(f"{found.mask}: the mask has {pixels}; save it at the photo's size")
         notes = _black(mask, found.source)
-    except OSError as error:
-        problems.append(f"{shown}: cannot be read ({error.strerror})")
-    except ValueError as error:
-        problems.append(f"{shown}: {error}")
     return hashlib.sha256(data).hexdigest(), notes
 
 
 def _read_reference(found: FoundPhoto, place: Place, number: int, problems: list[str]) -> Photo | None:
     """A reference, without a caption; None where there is a problem with it."""
-    try:
+    with _noting(problems, place, f" (reference {number} of {found.image})"):
         data = place.read()
         decoded = decode(data, background=found.source.background)
         buckets.reference_bucket(*decoded.image.size, step=1)
-    except OSError as error:
-        problems.append(f"{place}: cannot be read ({error.strerror})")
-    except ValueError as error:
-        problems.append(f"{place}: {error} (reference {number} of {found.image})")
-    else:
         name = f"{found.sample}, reference {number}"
         digest, said = hashlib.sha256(data).hexdigest(), (*decoded.notes, *_misnamed(str(place), decoded.format))
         notes = tuple(sys.intern(f"reference {number}: {note}") for note in said)
@@ -209,9 +203,8 @@ def _is_utf8(text: str) -> bool:
 
 
 def _black(mask: Image.Image, source: Source) -> tuple[str, ...]:
-    if mask.getextrema()[1] or source.unmasked_weight:
-        return ()
-    return ("its mask is black all over: nothing is learnt from it",)
+    counts = mask.getextrema()[1] or source.unmasked_weight
+    return () if counts else ("its mask is black all over: nothing is learnt from it",)
 
 
 def _misnamed(name: str, kind: str) -> tuple[str, ...]:
@@ -226,11 +219,7 @@ def _read_caption(found: FoundPhoto, problems: list[str]) -> str | None:
     """The caption; None if there is none."""
     if found.caption is None or isinstance(found.caption, str):
         return found.caption
-    try:
+    with _noting(problems, found.caption):
         data = found.caption.read()
         return decoded(data) if isinstance(data, bytes) else data
-    except OSError as error:
-        problems.append(f"{found.caption}: cannot be read ({error.strerror})")
-    except ValueError as error:
-        problems.append(f"{found.caption}: {error}")
     return ""

@@ -136,11 +136,8 @@ class FoundPhoto:
 
 @dataclass(frozen=True)
 class Listing:
-    """What a source holds.
-
-    found: the reader removes them one by one. account: what became of all other files. problems: what has to be repaired
-    before a run.
-    """
+    """What a source holds. found: the reader removes them one by one. account: what became of all other files. problems: what
+    has to be repaired before a run."""
 
     found: list[FoundPhoto]
     account: Account = field(default_factory=Account)

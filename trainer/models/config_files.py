@@ -11,7 +11,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from trainer.base.errors import UserError, raised_by_file, reading, shown
+from trainer.base.errors import AGAIN, UserError, raised_by_file, reading, shown
 from trainer.base.files import refuse_irregular
 from trainer.models.base import Component, Family
 from trainer.models.hub import Repository
@@ -36,16 +36,17 @@ def blamed_on(where: Path | str, component: Component, named: Callable[[], str] 
 def culprit(config: ComponentConfig, library: str, class_name: str, build: Callable[[dict[str, Any]], object]) -> str:
     """The first value without which the class takes the config, as text; all that others need not have, where there is none
     such: they do not go together. build: makes the module of a config."""
-    own = {k: v for k, v in config.items() if v != parameters_of(library, class_name).get(k, (None, None))[1]}
-    for key in own:
+    taken = parameters_of(library, class_name)
+    own = {k: f"{k} = {shown(v)}" for k, v in config.items() if v != taken.get(k, (None, None))[1]}
+    for key, said in own.items():
         try:
             build({other: value for other, value in config.items() if other != key})
         except Exception as error:
             if not raised_by_file(error):
                 raise
         else:
-            return f" ({key} = {shown(own[key])})"
-    return f" ({', '.join(f'{key} = {shown(value)}' for key, value in own.items())})"
+            return f" ({said})"
+    return f" ({', '.join(own.values())})"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -57,14 +58,13 @@ def read_json(path: Path) -> dict[str, Any]:
         refuse_irregular(path)
         tree = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise UserError(
-            f"{path} does not exist; complete the model folder, or point model.config (or the component's path) to one"
-        ) from error
+        remedy = "complete the model folder, or point model.config (or the component's path) to one"
+        raise UserError(f"{path} does not exist; {remedy}") from error
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise UserError(f"{path} is not valid JSON: {reason}; download or copy it again") from error
+        raise UserError(f"{path} is not valid JSON: {reason}; {AGAIN}") from error
     if not isinstance(tree, dict):
-        raise UserError(f"{path} is not a JSON object; download or copy it again")
+        raise UserError(f"{path} is not a JSON object; {AGAIN}")
     return tree
 
 
@@ -79,10 +79,10 @@ def shards(index: Path) -> list[str]:
     """The files that an index of shards names, which lie beside it. Raises UserError for a name of another folder."""
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise UserError(f"{index} has no weight_map from tensors to files; download or copy it again")
+        raise UserError(f"{index} has no weight_map from tensors to files; {AGAIN}")
     for name in names.values():
         if Path(name).name != name or "\\" in name:
-            raise UserError(f"{index} names {name!r}, which is not a file beside it; download or copy it again")
+            raise UserError(f"{index} names {name!r}, which is not a file beside it; {AGAIN}")
     return sorted(set(names.values()))
 
 
@@ -93,14 +93,10 @@ def published_config(labels: tuple[str, ...], component: str) -> dict[str, Any]:
     return next((read_json(place) for place in places if place.is_file()), {})
 
 
-def parameters_of(library: str, class_name: object) -> Mapping[str, tuple[Any, Any]]:
+@cache
+def parameters_of(library: str, class_name: str) -> Mapping[str, tuple[Any, Any]]:
     """(annotation, default) of each value that a class of diffusers or transformers takes from its config; empty where the
     library has no class of that name."""
-    return _parameters_of(library, class_name) if isinstance(class_name, str) else {}
-
-
-@cache
-def _parameters_of(library: str, class_name: str) -> Mapping[str, tuple[Any, Any]]:
     cls: Any = getattr(importlib.import_module(library), class_name, None)
     if cls is None:
         return {}
@@ -132,7 +128,7 @@ def check_values(
 
     usual: the published config. needed: what the family reads, which must not be null.
     """
-    taken = parameters_of(library, class_name)
+    taken = parameters_of(library, class_name) if isinstance(class_name, str) else {}
     for key, value in config.items():
         hint, default = taken.get(key, (Any, None))
         wanted = usual.get(key, needed.get(key, default))
@@ -140,7 +136,8 @@ def check_values(
             continue
         fits = key not in needed if value is None else _alike(value, wanted) or (key in taken and _fits(value, hint))
         if not fits or not _counts(key, value, wanted):
-            should = f"others have {shown(wanted)}" if wanted is not None else f"{_kind_name(hint)} is taken"
+            kind = hint.__name__ if isinstance(hint, type) else hint
+            should = f"others have {shown(wanted)}" if wanted is not None else f"{kind} is taken"
             raise UserError(f"{where}: {key} = {shown(value)}, where {should}; {RESTORE}")
 
 
@@ -178,7 +175,3 @@ def _alike(value: Any, wanted: Any) -> bool:
     if isinstance(wanted, float):
         return _fits(value, float)
     return type(value) is type(wanted)
-
-
-def _kind_name(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) else str(hint)

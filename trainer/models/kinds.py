@@ -29,8 +29,8 @@ ANY_TRAINED = " or ".join([", ".join(list(TRAINED.values())[:-1]), TRAINED[FLUX2
 
 @dataclass(frozen=True)
 class ModelKind:
-    """A kind of model that people have. name: for people. family: that trains it; None: none. part: where it is one
-    without a denoiser, the beginning of the names of its classes."""
+    """A kind of model that people have. name: for people. family: that trains it. part: of a file without a denoiser, the
+    beginning of the names of its classes."""
 
     name: str
     family: str | None = None
@@ -54,14 +54,16 @@ def kind_of(shapes: Mapping[str, Shape]) -> ModelKind | None:
     def has(part: str) -> bool:
         return (re.search(part.removeprefix("!"), names, re.MULTILINE) is None) == part.startswith("!")
 
+    def columns(pattern: re.Pattern[str], dimensions: int) -> int | None:
+        found = (shape[1] for key, shape in shapes.items() if pattern.search(key) and len(shape) == dimensions)
+        return next(found, None)
+
     for kind, *parts in TENSORS:
         if all(map(has, parts)):
             return _named(kind)
-    context = next((shape[1] for key, shape in shapes.items() if CROSS.search(key) and len(shape) == 2), None)
-    if context is not None:
+    if (context := columns(CROSS, 2)) is not None:
         kind = UNETS.get(context) or (_named(SDXL) if has("label_emb.|add_embedding.") else None)
-        inputs = next((shape[1] for key, shape in shapes.items() if INPUT.search(key) and len(shape) == 4), 4)
-        return ModelKind(f"{kind.name}, for inpainting") if kind and kind.family is None and inputs == 9 else kind
+        return ModelKind(f"{kind.name}, for inpainting") if kind and kind.family is None and columns(INPUT, 4) == 9 else kind
     return next((ModelKind(name, part=part) for name, part, pattern in PARTS if has(pattern)), None)
 
 
@@ -78,8 +80,7 @@ def kind_of_class(name: str) -> ModelKind | None:
 
 
 def kind_of_folder(folder: Path) -> ModelKind | None:
-    """The kind of a folder with a model_index.json: that of its pipeline, unless its denoiser is another's. None where no
-    class is named."""
+    """The kind of a folder with a model_index.json: that of its pipeline, unless its denoiser is another's."""
     index = read_json(folder / "model_index.json")
     pipeline = class_in(index)
     kind, denoiser, config = kind_of_class(pipeline), None, {}
@@ -88,15 +89,15 @@ def kind_of_folder(folder: Path) -> ModelKind | None:
         config = read_json(path) if path.is_file() else config
         named = class_in(config) or _last(index.get(part))
         denoiser = denoiser or (kind_of_class(named) if named else None)
-    if kind is not None and kind.family == SDXL and index.get("text_encoder") == [None, None]:
+    if kind is None:
+        return denoiser or (ModelKind(f"a model of {pipeline}") if pipeline else None)
+    if kind.family == SDXL and index.get("text_encoder") == [None, None]:
         return UNETS[1280]
-    if kind is not None and kind.name == CLASSES["StableDiffusion"]:
+    if kind.name == CLASSES["StableDiffusion"]:
         context = config.get("cross_attention_dim")
         kind = UNETS.get(context, kind) if isinstance(context, int) else kind
         return ModelKind(f"{kind.name}, for inpainting") if config.get("in_channels") == 9 else kind
-    if kind is None or (kind.family is not None and denoiser is not None and denoiser.family != kind.family):
-        kind = denoiser or kind or (ModelKind(f"a model of {pipeline}") if pipeline else None)
-    return kind
+    return denoiser if kind.family and denoiser and denoiser.family != kind.family else kind
 
 
 def class_in(config: Mapping[str, Any]) -> str:
@@ -119,10 +120,8 @@ def refuse_other(key: str, family: str, kind: ModelKind | None) -> None:
     if kind is None or family not in TRAINED or kind.family == family:
         return
     if kind.part:
-        raise UserError(
-            f"{key} is {kind.name}: it belongs into the path of its own component, for example model.components.vae.path; "
-            "model.path names the file with the unet or transformer"
-        )
+        own = "it belongs into the path of its own component, for example model.components.vae.path"
+        raise UserError(f"{key} is {kind.name}: {own}; model.path names the file with the unet or transformer")
     if kind.family is not None:
         raise OfAnotherFamily(f"{key} is {kind.name}, and model.family = {family!r}; set model.family = {kind.family!r}")
     raise UserError(f"{key} is {kind.name}, which is not trained here; give {ANY_TRAINED}")
@@ -138,10 +137,7 @@ def refuse_part(file: Path, config: Mapping[str, Any], component: Component) -> 
 
 
 def instead_of_a_model(names: Collection[str], read: Callable[[str], dict[str, Any]], *, on_the_hub: bool = False) -> str:
-    """What a folder or a repository without model_index.json is, and the remedy.
-
-    names: of its files. read: reads one of its JSON files.
-    """
+    """What a folder or a repository of the files `names`, without model_index.json, is, and the remedy."""
     if not {"adapter_config.json", "pytorch_lora_weights.safetensors"}.isdisjoint(names):
         return "it holds an adapter; give the model that it is for (to start a run from it, set adapter.init_from)"
     config = next((name for name in ("config.json", "modular_model_index.json") if name in names), None)
@@ -155,8 +151,7 @@ def instead_of_a_model(names: Collection[str], read: Callable[[str], dict[str, A
         return f"it holds one part of a model, {named}; give its folder in model.components.NAME.path, and the model here"
     if isinstance(named := content.get("architectures"), list) and named:
         return f"it holds {named[0]}; give {ANY_TRAINED}"
-    files = sorted(name for name in names if is_safetensors(name))
-    if files:
+    if files := sorted(name for name in names if is_safetensors(name)):
         remedy = "download one, and give the file's path" if on_the_hub else "give the path of the file"
         return f"it holds {', '.join(files[:3])}{' and more' if len(files) > 3 else ''}; {remedy}"
     return "it lacks model_index.json; give a whole diffusers folder, a .safetensors file or a hub id"

@@ -35,9 +35,8 @@ class ModelSource:
     root: diffusers folder, or the folder of configs of a single file. published: the published model's configs, for what the
     folder found beside a single file lacks; None where the folder was given.
     found: those of `overrides` that nobody gave: they lie beside the single file (beside.complete).
-    wanted: by it the files are chosen of a component that has several.
-    repository: of a hub id. fetched: False for a hub id whose weights are not all here. embedded: why its configs are the
-    embedded ones.
+    wanted: chooses among several files of a component. repository: of a hub id. fetched: False for a hub id whose weights are
+    not all here. embedded: why its configs are the embedded ones.
     """
 
     family: Family
@@ -142,9 +141,7 @@ class ModelSource:
         folder = self._folder(name)
         if folder is not None:
             files = self._choose(name, folder).files
-            names = files.names
-            if files.index is not None:
-                names = shards(folder / files.index)
+            names = files.names if files.index is None else shards(folder / files.index)
             return tuple(TensorFile(folder / file) for file in names), "", None
         file = TensorFile(override) if override is not None else self.single_file
         assert file is not None
@@ -159,24 +156,23 @@ class ModelSource:
 
     def _folder(self, name: str) -> Path | None:
         """Where the component's weights lie under diffusers' names; None where they are read from a single file."""
-        component, override = self.family.component(name), self.overrides.get(name)
-        own_folder = self.root / name
-        if override is not None and override.is_dir():
-            return override / name if (override / name).is_dir() else override
+        override, own_folder = self.overrides.get(name), self.root / name
         if override is not None:
-            return None
+            own_folder = override / name if (override / name).is_dir() else override
+            return own_folder if override.is_dir() else None
         if self.single_file is None:
             return own_folder
         # A single file that holds the denoiser alone; the folder of its configs may hold the other components.
-        apart = component.role != "denoiser" and component.prefix_in(self.single_file.entries) is None
-        return own_folder if apart and any(map(is_safetensors, own_folder.glob("*"))) else None
+        return own_folder if self._is_apart(name) and any(map(is_safetensors, own_folder.glob("*"))) else None
+
+    def _is_apart(self, name: str) -> bool:
+        """Whether there is a single file that does not hold the component."""
+        component, file = self.family.component(name), self.single_file
+        return file is not None and component.role != "denoiser" and component.prefix_in(file.entries) is None
 
     def lacks(self, name: str) -> bool:
         """Whether the single file holds the component neither itself nor in the folder of its configs, and none is given."""
-        component = self.family.component(name)
-        if self.single_file is None or name in self.overrides or component.role == "denoiser":
-            return False
-        return self._folder(name) is None and component.prefix_in(self.single_file.entries) is None
+        return name not in self.overrides and self._is_apart(name) and self._folder(name) is None
 
     def with_parts(self, found: Mapping[str, Path]) -> Self:
         """This source with components from places that were found."""
@@ -204,9 +200,8 @@ class ModelSource:
     def unlisted(self, name: str) -> bool:
         """Whether the hub could not be asked for the component's files, and none are here whole."""
         repository = None if name in self.overrides else self.repository
-        if repository is None or repository.unreachable is None:
-            return False
-        return not any(held.whole for held in weight_sets(repository.listing(name)))
+        asked = repository is None or repository.unreachable is None
+        return not asked and not any(held.whole for held in weight_sets(repository.listing(name)))
 
     def _choose(self, name: str, folder: Path) -> WeightChoice:
         repository = None if name in self.overrides else self.repository
@@ -223,10 +218,8 @@ class ModelSource:
             return choose(sets, variant=self.wanted.variant, stored=stored, where=where)
         pickles = sorted(file for file in listing if file.endswith(PICKLES))
         found = f"; {pickles[0]} there is a pickle, which can run code: convert it" if pickles else ""
-        raise UserError(
-            f"component {name!r} of the model has no weights: "
-            f"{where}/{WEIGHT_STEMS[0]}.safetensors (or {WEIGHT_STEMS[1]}.safetensors) is missing{found}"
-        )
+        usual = f"{where}/{WEIGHT_STEMS[0]}.safetensors (or {WEIGHT_STEMS[1]}.safetensors)"
+        raise UserError(f"component {name!r} of the model has no weights: {usual} is missing{found}")
 
     def weight_names(self) -> list[str]:
         """The files of the repository that hold the weights, as chosen; none of a component that is not listed."""
@@ -296,20 +289,15 @@ class ModelSource:
         encoders: components whose encodings are cached: their files stand for these. The others' configs shape what is done
         with their tensors. Where the files lie does not count.
         """
-        by_name = {}
-        for component in self.family.components:
-            if component.name in encoders:
-                by_name[component.name] = self.fingerprint(component.name, digest)
-            else:
-                config = {key: value for key, value in self.config(component.name).items() if not key.startswith("_")}
-                by_name[component.name] = _json_sha256(config)
+        found = {}
+        for name in (component.name for component in self.family.components):
+            config = {key: value for key, value in self.config(name).items() if not key.startswith("_")}
+            found[name] = self.fingerprint(name, digest) if name in encoders else _json_sha256(config)
         scheduler = {key: value for key, value in self.scheduler.items() if key != "_diffusers_version"}
-        return by_name | {
-            "tokenizers": self.tokenizer_fingerprint,
-            "scheduler": _json_sha256(scheduler),
-            "markers": _json_sha256(asdict(replace(self.markers, distillation=None))),
-            **({"variant": self.variant.name} if self.variant.unlike else {}),
-        }
+        found["tokenizers"] = self.tokenizer_fingerprint
+        found["scheduler"] = _json_sha256(scheduler)
+        found["markers"] = _json_sha256(asdict(replace(self.markers, distillation=None)))
+        return found | ({"variant": self.variant.name} if self.variant.unlike else {})
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:

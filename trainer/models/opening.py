@@ -29,13 +29,12 @@ def open_model(
     wanted: Wanted = ANY,
     recognise: Recognise = lambda entries: Recognised({}, frozenset()),
 ) -> ModelSource:
-    """Resolve `path`: a diffusers folder, a single .safetensors file, or else a hub id.
+    """Resolve `path`: a diffusers folder, a single .safetensors file, or else a hub id, of which configs and tokenizers are
+    fetched. The embedded configs serve where a published model's cannot be had.
 
     config: a folder of component configs, scheduler and tokenizers for a single file; without it the folder of the
-    file's stem beside it, else the embedded configs of the published models.
-    revision: a branch, tag or commit of a hub id.
+    file's stem beside it, else the embedded configs of the published models. revision: a branch, tag or commit of a hub id.
     recognise: finds the weights that a file holds quantised (quantization.recognise).
-    Of a hub id only configs and tokenizers are fetched; the embedded configs serve where a published model's cannot be had.
     """
     overrides = {name: Path(value) for name, value in component_paths.items()}
     for name, override in overrides.items():
@@ -58,8 +57,7 @@ def open_model(
     else:
         _check_hub_id(path, family)
         source = _of_repository(opened, family, path, revision)
-    if wanted.variant is not None:
-        _check_variant(source, path)
+    _check_variant(source, path)
     return source
 
 
@@ -128,15 +126,15 @@ def _of_repository(opened: Callable[..., ModelSource], family: Family, path: str
 
 def _check_variant(source: ModelSource, path: str) -> None:
     """Refuse a `model.variant` that no component has."""
+    asked = source.wanted.variant
+    if asked is None:
+        return
     chosen = [source.weight_choice(component.name) for component in source.family.components]
-    wanted = None if source.wanted.variant == PLAIN else source.wanted.variant
     known = [one.files.variant for one in chosen if one is not None]
     listed = source.repository is None or source.repository.unreachable is None
-    if wanted not in known and listed:
-        raise UserError(
-            f"model.variant = {source.wanted.variant!r}: no component of {path!r} has such files "
-            "(diffusion_pytorch_model.VARIANT.safetensors, model.VARIANT.safetensors); leave it out"
-        )
+    if listed and (None if asked == PLAIN else asked) not in known:
+        names = "diffusion_pytorch_model.VARIANT.safetensors, model.VARIANT.safetensors"
+        raise UserError(f"model.variant = {asked!r}: no component of {path!r} has such files ({names}); leave it out")
 
 
 def _refuse_file(key: str, path: Path) -> None:
@@ -144,7 +142,6 @@ def _refuse_file(key: str, path: Path) -> None:
     if path.is_file() or path.suffix.lower() in PICKLES:
         refuse_other_format(key, path)
     if (found := SHARD.search(path.stem)) and int(found[2]) > 1 and path.is_file():
-        raise UserError(
-            f"{key} = {str(path)!r} is shard {int(found[1])} of {int(found[2])} alone; give the whole diffusers folder, or "
-            "the folder of all shards, their index and config.json in model.components.NAME.path"
-        )
+        remedy = "the folder of all shards, their index and config.json in model.components.NAME.path"
+        which = f"shard {int(found[1])} of {int(found[2])} alone"
+        raise UserError(f"{key} = {str(path)!r} is {which}; give the whole diffusers folder, or {remedy}")

@@ -10,7 +10,7 @@ from typing import Any
 from trainer.base.errors import UserError
 from trainer.base.tensorfile import TensorFile
 from trainer.models.base import LATENT_SIDE, Family
-from trainer.models.config_files import read_json
+from trainer.models.config_files import RESTORE, read_json
 
 # Keys of a file's metadata. Not read of FLUX.2, where "klein-4b" is what all of that size are called there.
 NAMED_IN = ("modelspec.title", "modelspec.architecture")
@@ -32,18 +32,17 @@ def check_scheduler(scheduler: Mapping[str, Any], family: str, allowed: Collecti
     if isinstance(name, str) and name in allowed:
         return
     own = {start for start in SCHEDULER_KINDS for known in allowed if known.startswith(start)}
-    kinds = (kind for start, kind in SCHEDULER_KINDS.items() if start not in own and str(name).startswith(start))
-    kind = next((f", {kind}" for kind in kinds), "")
+    kinds = (f", {kind}" for start, kind in SCHEDULER_KINDS.items() if start not in own and str(name).startswith(start))
     raise UserError(
-        f"the model's scheduler_config.json has _class_name = {name!r}{kind}, which is not trained as {family}; "
+        f"the model's scheduler_config.json has _class_name = {name!r}{next(kinds, '')}, which is not trained as {family}; "
         f"{family} has one of {', '.join(sorted(allowed))}"
     )
 
 
 @dataclass(frozen=True)
 class DenoiserOrigin:
-    """The place that a denoiser comes from. names: of the file or folder and of the folder around a file, or of the
-    repository. folder: that may have a pipeline's index. whole: it has one. metadata: of the file."""
+    """The place that a denoiser comes from. names: of file, folder or repository, and of the folder around a file. folder:
+    that may have a pipeline's index. whole: it has one."""
 
     names: tuple[str, ...]
     folder: Path | None
@@ -54,16 +53,17 @@ class DenoiserOrigin:
 def place_of(root: Path, name: str, override: Path | None, file: TensorFile | None, *, embedded: bool) -> DenoiserOrigin:
     """The place of a denoiser. root: of the model's configs. name: of folder or repository. override: where the denoiser is
     from, if from elsewhere. file: a single one. embedded: whether the configs come with the program."""
+    folder = None if embedded else root
     if override is not None:
         around = [folder for folder in (override.parent, override.parent.parent) if (folder / "model_index.json").is_file()]
         if around:
             return DenoiserOrigin((around[0].name,), around[0], whole=True)
-        if override.is_file():
-            return DenoiserOrigin((override.stem, override.parent.name), None, metadata=TensorFile(override).metadata)
-        return DenoiserOrigin((override.name,), None)
+        if not override.is_file():
+            return DenoiserOrigin((override.name,), None)
+        file, folder = TensorFile(override), None
     if file is not None:
-        return DenoiserOrigin((file.path.stem, file.path.parent.name), None if embedded else root, metadata=file.metadata)
-    return DenoiserOrigin((name,), None if embedded else root, whole=not embedded)
+        return DenoiserOrigin((file.path.stem, file.path.parent.name), folder, metadata=file.metadata)
+    return DenoiserOrigin((name,), folder, whole=not embedded)
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,8 @@ def variant_of(
     if shown is not None:
         if asked not in (None, shown):
             raise UserError(f"model.variant = {asked!r}: the model is {shown}, as {why}; leave it out")
-        return Variant(
-            shown, why, certain=True, otherwise=f"{named[0]}, as {named[1]}" if named and named[0] != shown else ""
-        )
+        otherwise = f"{named[0]}, as {named[1]}" if named and named[0] != shown else ""
+        return Variant(shown, why, certain=True, otherwise=otherwise)
     usual = family.presumed or (base if place.whole else None)
     found, why = (asked, "model.variant says") if asked else named or (usual, "nothing says which it is")
     return Variant(found, why, certain=bool(asked), unlike=family.presumed not in (None, found))
@@ -138,48 +137,46 @@ def check_latents(
         )
     for key in ("latents_mean", "latents_std"):
         if vae.get(key) is not None:
-            raise UserError(
-                f"the vae's config.json has {key} = {vae[key]}: latents normalised channel by channel, as Playground 2.5 "
-                "(an EDM model) has them, are not trained here"
-            )
+            normalised = "latents normalised channel by channel, as Playground 2.5 (an EDM model) has them"
+            raise UserError(f"the vae's config.json has {key} = {vae[key]}: {normalised}, are not trained here")
     for key, given in texts.items():
         read, sizes = configs[denoiser].get(key), [configs[encoder].get(own) for encoder, own in given]
         known = not all(configs[encoder].get("_assumed") for encoder, _ in given)
         if known and isinstance(read, int) and None not in sizes and sum(sizes) != read:
+            encoders = " and ".join(dict.fromkeys(encoder for encoder, _ in given))
             raise UserError(
-                f"the {denoiser} reads {read} numbers of text ({key}), and "
-                f"{' and '.join(dict.fromkeys(encoder for encoder, _ in given))} give {' + '.join(map(str, sizes))}: "
+                f"the {denoiser} reads {read} numbers of text ({key}), and {encoders} give {' + '.join(map(str, sizes))}: "
                 "they do not belong together; use the text encoders of this model"
             )
 
 
 def _check_vae(vae: Mapping[str, Any], shifted: bool) -> None:
     """Refuse a VAE whose latents would be zero or infinite, or are of another size than masks and plan are made for."""
-    for key in ("scaling_factor", "shift_factor") if shifted else ("scaling_factor",):
-        value = vae.get(key, 1.0 if key == "scaling_factor" else None)  # the class has a scale of its own
+    # By key: the class's own value, what the number must be, the least one.
+    numbers = {"scaling_factor": (1.0, "a number above 0", 0.0), "shift_factor": (None, "a number", -math.inf)}
+    for key, (usual, what, least) in list(numbers.items())[: 1 + shifted]:
+        value = vae.get(key, usual)
         usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not (usable and (value > 0 or key == "shift_factor")):
-            raise UserError(
-                f"the vae's config.json has {key} = {value!r:.80}: latents are made with it, so it is a number"
-                f"{' above 0' if key == 'scaling_factor' else ''}; restore the file, as the model's repository has it"
-            )
-    levels = len(vae["block_out_channels"])
-    if 2 ** (levels - 1) != LATENT_SIDE:
-        side = 2 ** (levels - 1)
+        if not usable or value <= least:
+            made = f"latents are made with it, so it is {what}; {RESTORE}"
+            raise UserError(f"the vae's config.json has {key} = {value!r:.80}: {made}")
+    channels, wanted = vae["block_out_channels"], LATENT_SIDE
+    if (side := 2 ** (len(channels) - 1)) != wanted:
         raise UserError(
-            f"the vae's config.json has block_out_channels = {vae['block_out_channels']!r:.80}: {levels} levels give one "
-            f"latent for {side} x {side} pixels; use a VAE of {LATENT_SIDE.bit_length()} levels, "
-            f"for {LATENT_SIDE} x {LATENT_SIDE}"
+            f"the vae's config.json has block_out_channels = {channels!r:.80}: {len(channels)} levels give one latent for "
+            f"{side} x {side} pixels; use a VAE of {wanted.bit_length()} levels, for {wanted} x {wanted}"
         )
 
 
 def edm_marker(names: Collection[str]) -> str | None:
     """The first tensor that says EDM and the model it is known of, for a message; None where there is none."""
-    for name in sorted(names):
-        for model, markers in EDM_MARKERS.items():
-            if any(is_marker(name, marker) for marker in markers):
-                return f"{name!r} ({model})"
-    return None
+    found = (
+        f"{name!r} ({model})"
+        for name in sorted(names)
+        for model, markers in EDM_MARKERS.items()
+        if any(is_marker(name, marker) for marker in markers)
+    )
+    return next(found, None)
 
 
 def is_marker(name: str, marker: str) -> bool:

@@ -66,10 +66,9 @@ class Weights:
         """A tensor, as its file has it. Raises UserError where a value is not finite."""
         tensor = self.index[key].read(self.prefix + key, advance)
         if count := count_not_finite(tensor):
-            raise UserError(
-                f"{self.index[key].path}: {count:,} of {tensor.numel():,} values of tensor {self.prefix + key!r} are NaN or "
-                "infinite, as a broken merge or conversion leaves them; make or download the file again, or use another copy"
-            )
+            values = f"{count:,} of {tensor.numel():,} values of tensor {self.prefix + key!r} are NaN or infinite"
+            why = "as a broken merge or conversion leaves them; make or download the file again, or use another copy"
+            raise UserError(f"{self.index[key].path}: {values}, {why}")
         return tensor
 
 
@@ -100,21 +99,19 @@ class Read:
 
     def check(self) -> None:
         """Refuse what cannot be placed, as far as headers and the short descriptions beside quantised weights tell."""
-        held = self.held
-        if held is None:
-            original = self.link.original
-            if not (dtype := self.weights.entry(original).dtype).is_floating_point:
-                raise UserError(
-                    f"{self.weights.index[original].path}: tensor {self.weights.prefix + original!r} holds {NAMES[dtype]} "
-                    "where weights are floating-point numbers; download or copy the file again, or use the 16-bit file"
+        held, original = self.held, self.link.original
+        if held is not None:
+            if held.shape is None and (len(self.link.parts) > 1 or self.link.op != "rows"):
+                raise self.refusal(
+                    "several layers share it, or their rows lie in another order, and its blocks need not end with a row; "
+                    "use the model in diffusers' layout, or its 16-bit file"
                 )
-            return
-        if held.shape is None and (len(self.link.parts) > 1 or self.link.op != "rows"):
-            raise self.refusal(
-                "several layers share it, or their rows lie in another order, and its blocks need not end with a row; "
-                "use the model in diffusers' layout, or its 16-bit file"
+            self._checked(held.check, held.described)
+        elif not (dtype := self.weights.entry(original).dtype).is_floating_point:
+            raise UserError(
+                f"{self.weights.index[original].path}: tensor {self.weights.prefix + original!r} holds {NAMES[dtype]} "
+                "where weights are floating-point numbers; download or copy the file again, or use the 16-bit file"
             )
-        self._checked(held.check, held.described)
 
     def place(self, module: nn.Module, device: torch.device, phase: Phase) -> None:
         """Read the tensor, and convert it into the module's own, or take its payload over where that is stored so."""
@@ -198,39 +195,29 @@ def plan_reads(
     Raises UserError for a missing, wrongly shaped or unexpected tensor, naming it.
     """
     where = weights.files[0].path if len(weights.files) == 1 else weights.files[0].path.parent
-    reads, claimed, covered = [], set(), set()
-    links = weights.links_to(expected)
-    if missing := [weights.prefix + link.original for link in links if link.original not in weights.shapes]:
-        raise UserError(
-            f"{where}: tensor {missing[0]!r} of component {name!r} is missing ({len(missing)} of {len(links)} in all); use a "
-            "whole file of this model"
-        )
+
+    def refuse_missing(missing: Sequence[str], count: int) -> None:
+        if missing:
+            share = f"{len(missing)} of {count} in all"
+            tensor = f"{where}: tensor {missing[0]!r} of component {name!r}"
+            raise UserError(f"{tensor} is missing ({share}); use a whole file of this model")
+
+    reads, links = [], weights.links_to(expected)
+    refuse_missing([weights.prefix + link.original for link in links if link.original not in weights.shapes], len(links))
     for link in links:
-        tensor = weights.prefix + link.original
         wanted = [expected[part] for part in link.parts]
-        read = Read(weights, link, original_shape(wanted, link.op), tuple(wanted))
-        shape = weights.shapes[link.original]
+        read, shape = Read(weights, link, original_shape(wanted, link.op), tuple(wanted)), weights.shapes[link.original]
         if shape not in (read.shape, None):
-            raise UserError(
-                f"{where}: tensor {tensor!r} has shape {shape}, the config of component {name!r} wants {read.shape}"
-            )
+            tensor = f"{where}: tensor {weights.prefix + link.original!r}"
+            raise UserError(f"{tensor} has shape {shape}, the config of component {name!r} wants {read.shape}")
         read.check()
         reads.append(read)
-        claimed.add(link.original)
-        covered |= set(link.parts)
-    absent = sorted(expected.keys() - covered)
-    if absent:
-        raise UserError(
-            f"{where}: tensor {absent[0]!r} of component {name!r} is missing ({len(absent)} of {len(expected)} in all); "
-            "use a whole file of this model"
-        )
+    refuse_missing(sorted(expected.keys() - {part for link in links for part in link.parts}), len(expected))
     # A single file holds several components; under an empty prefix all of them are seen.
     apart = () if weights.prefix else tuple(others)
-    odd = sorted(
-        key
-        for key in weights.shapes.keys() - claimed
-        if not key.startswith(apart) and not any(fnmatchcase(weights.prefix + key, pattern) for pattern in harmless)
-    )
+    unclaimed = sorted(weights.shapes.keys() - {link.original for link in links})
+    odd = [key for key in unclaimed if not key.startswith(apart)]
+    odd = [key for key in odd if not any(fnmatchcase(weights.prefix + key, pattern) for pattern in harmless)]
     if odd:
         raise UserError(
             f"{where}: unexpected tensor {weights.prefix + odd[0]!r} ({len(odd)} in all); the file is not this "
@@ -244,10 +231,9 @@ def same_names(expected: Mapping[str, Shape], index: Iterable[str]) -> list[Link
     `model.`, behind which its layers lie."""
     rename = {}
     for key in index:
-        for candidate in (key, f"text_model.{key}", key.removeprefix("text_model."), key.removeprefix("model.")):
-            if candidate in expected:
-                rename[candidate] = key
-                break
+        candidates = (key, f"text_model.{key}", key.removeprefix("text_model."), key.removeprefix("model."))
+        if own := next((candidate for candidate in candidates if candidate in expected), None):
+            rename[own] = key
     if "shared.weight" in rename and "encoder.embed_tokens.weight" in expected:
         # T5 lists its one embedding table under two names; files hold either or both.
         rename.setdefault("encoder.embed_tokens.weight", rename["shared.weight"])

@@ -1,11 +1,11 @@
 """How a plan is printed: at the start of a run, and by --plan."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import isqrt, prod
-from typing import Any
 
 from trainer import config as configs
+from trainer.base.account import counted
 from trainer.base.console import printable, shortlist
 from trainer.base.tensorfile import size_text
 from trainer.base.text import invisible
@@ -23,6 +23,7 @@ from trainer.plan.run_plan import DataPlan, Length, RunPlan
 from trainer.plan.storage import weight_bytes
 
 SHOWN = 20  # names in one line
+TEXTS = {"prompt", "prompts", "negative", "trigger", "prefix", "suffix"}  # keys, or parts of them
 
 
 def describe_head(config: Config, *, on_cpu: bool) -> str:
@@ -54,9 +55,8 @@ def describe(plan: RunPlan, *, sizes: bool, data: bool = True) -> str:
     lines += [*_adapter_lines(plan), f"objective {plan.model.objective.describe()}"]
     doubts = plan.model.objective.doubts()
     if plan.model.objective.stratified and config.data.batch_size * config.step.accumulation * plan.length.processes == 1:
-        doubts.append(
-            "objective.stratified has no effect on updates of one photo; raise data.batch_size or step.accumulation"
-        )
+        remedy = "raise data.batch_size or step.accumulation"
+        doubts.append(f"objective.stratified has no effect on updates of one photo; {remedy}")
     lines += [f"warning: {doubt}" for doubt in doubts]
     lines += data_lines(config, plan.data, plan.length, text=_text(plan)) if data else []
     group, end = config.optimizer, f", ending at {config.schedule.end:g} of the rate" if config.schedule.end else ""
@@ -66,47 +66,36 @@ def describe(plan: RunPlan, *, sizes: bool, data: bool = True) -> str:
     )
     lines += [f"  {line}" for line in optimizer_rules.start_lines(config, plan.length.max_steps)]
     if config.step.compile == "blocks":
-        kinds = short_batches.shapes(
-            plan.data.examples, batch_size=config.data.batch_size, fill=config.data.short_batches == "merge"
-        )
-        count = f"{len(kinds)} {'shape' if len(kinds) == 1 else 'shapes'} of micro-batches"
+        size, fill = config.data.batch_size, config.data.short_batches == "merge"
+        kinds = short_batches.shapes(plan.data.examples, batch_size=size, fill=fill)
         each = ", and for each length of captions" if config.data.clip_chunks > 1 else ""
-        lines.append(f"blocks are compiled: each kind for {count}{each}")
-    if config.checkpoint.mirror is not None:
-        lines.append(
-            f"mirror {config.checkpoint.mirror}: checkpoints are copied there ({config.checkpoint.keep_last} are kept), and "
-            "at the end the adapter files and the report"
-        )
+        lines.append(f"blocks are compiled: each kind for {counted(len(kinds), 'shape')} of micro-batches{each}")
+    kept = config.checkpoint
+    if kept.mirror is not None:
+        copied = f"checkpoints are copied there ({kept.keep_last} are kept)"
+        lines.append(f"mirror {kept.mirror}: {copied}, and at the end the adapter files and the report")
     if plan.length.max_steps > 1 and not plan.saves_before_the_end:
-        keys = ", ".join(
-            f"checkpoint.{key} = {getattr(config.checkpoint, key):g}" for key in ("every_steps", "every_minutes")
-        )
+        keys = f"checkpoint.every_steps = {kept.every_steps:g}, checkpoint.every_minutes = {kept.every_minutes:g}"
         lines.append(f"note: only the end and a stop are saved ({keys}): a kill or a power cut loses all that was trained")
     return "\n".join(lines)
 
 
 def _adapter_lines(plan: RunPlan) -> list[str]:
-    adapter = plan.config.adapter
-    lines = []
+    adapter, lines = plan.config.adapter, []
+    dora, formula = adapter.type == "dora", "alpha / sqrt(rank)" if adapter.rslora else "alpha / rank"
     for component in plan.model.adapted:
         mine = [t for t in plan.model.targets if t.component == component]
-        dora = adapter.type == "dora"
-        count = sum(_adapter_parameters(plan.shapes[t.component, t.name], t.rank, dora) for t in mine)
+        shapes = [(plan.shapes[t.component, t.name], t.rank) for t in mine]
+        count = sum(rank * (rows + prod(rest)) + rows * dora for (rows, *rest), rank in shapes)
         kinds = Counter((t.rank, t.alpha, t.scaling(adapter.rslora), t.lr, t.stop_step) for t in mine)
         lines.append(f"adapter {adapter.type} on {component}: {len(mine)} layers, {count:,} trainable parameters (fp32)")
         for (rank, alpha, scaling, lr, stop), layers in sorted(kinds.items(), key=str):
             rate = f", lr {lr:g}" if lr is not None else ""
             stops = f", trained up to step {stop}" if stop is not None else ""
-            formula = "alpha / sqrt(rank)" if adapter.rslora else "alpha / rank"
             lines.append(f"  {layers} layers: rank {rank}, alpha {alpha:g}, {formula} = {scaling:g}{rate}{stops}")
     if plan.skipped:
         lines.append(f"  skipped, without a gradient path: {len(plan.skipped)} layers ({plan.skipped[0]}, ...)")
     return lines
-
-
-def _adapter_parameters(shape: tuple[int, ...], rank: int, dora: bool) -> int:
-    rows, columns = shape[0], prod(shape[1:])
-    return rank * (rows + columns) + (rows if dora else 0)
 
 
 def data_lines(config: Config, data: DataPlan, length: Length, *, text: str = "") -> list[str]:
@@ -118,7 +107,7 @@ def data_lines(config: Config, data: DataPlan, length: Length, *, text: str = ""
     shown = ", ".join(f"{named(each)}: {n}" for each, n in sorted(short_batches.appearances(data.examples).items()))
     subject = [photo for photo in data.photos if not photo.source.regularisation]
     prior = [photo for photo in data.photos if photo.source.regularisation]
-    kept = f" + {_count(prior, 'regularisation image')}{_times(prior)}" if prior else ""
+    kept = f" + {counted(len(prior), 'regularisation image')}{_times(prior)}" if prior else ""
     captions = sum(not photo.caption for photo in data.photos)
     too_small = sum(example.small for example in data.examples)
     instead = "enlarged" if data.config.enlarge else "trained in a smaller one (data.enlarge = true enlarges them)"
@@ -131,17 +120,13 @@ def data_lines(config: Config, data: DataPlan, length: Length, *, text: str = ""
     first, epoch = length.began
     said = f"{length.max_steps} steps = {epoch + (length.max_steps - first) / length.steps_per_epoch:.4g} epochs"
     return [
-        f"data {_count(subject, 'image')}{_times(subject)}{kept}: {length.steps_per_epoch} "
-        f"{'step' if length.steps_per_epoch == 1 else 'steps'} an epoch; a step has {per_step}; {said}",
+        f"data {counted(len(subject), 'image')}{_times(subject)}{kept}: {counted(length.steps_per_epoch, 'step')} an epoch; "
+        f"a step has {per_step}; {said}",
         f"  buckets (images an epoch) {shown}{small}",
         f"  short batches: {_short_batches(data)}",
         f"  captions: {captions} missing or empty; {varied}dropped with probability {dropout}; flip {flip}"
         + (f"; text {text}" if text else ""),
-        *_alone(subject),
-        *_without_prompts(config, data),
-        *_invisible(config),
-        *(f"  warning: {line}" for line in prompts.unread(text for r in data.requests for text in (r.prompt, r.negative))),
-        *(f"  warning: {line}" for line in prompts.warnings((r.prompt for r in data.requests), data.examples)),
+        *(f"  warning: {line}" for line in _doubts(config, data, subject)),
         *_weight_lines(data),
         *_view_lines(sources),
         *(f"  {line}" for line in data.account.lines()),
@@ -150,48 +135,32 @@ def data_lines(config: Config, data: DataPlan, length: Length, *, text: str = ""
     ]
 
 
-def _invisible(config: Config) -> list[str]:
-    """Of the texts that the config gives, those that lose characters."""
-    found = {key: invisible(str(text)) for key, text in configs.flatten(configs.tree(config)).items()}
-    texts = {"prompt", "prompts", "negative", "trigger", "prefix", "suffix"}
-    lost = {key: what for key, what in found.items() if what and texts.intersection(key.split("."))}
-    return [f"  warning: {key} has invisible characters ({what}), dropped" for key, what in lost.items()]
-
-
-def _alone(photos: Sequence[Photo]) -> list[str]:
-    if len(photos) != 1:
-        return []
-    return ["  warning: this is one photo alone, and the adapter learns to draw just that picture; 10 to 30 are usual"]
-
-
-def _without_prompts(config: Config, data: DataPlan) -> list[str]:
-    wanted = config.validation
-    if data.requests or not wanted.every_steps or wanted.prompts != "captions":
-        return []
-    return ["  warning: no samples are drawn: validation.prompts = 'captions', and no photo has a caption; give a list"]
+def _doubts(config: Config, data: DataPlan, subject: Sequence[Photo]) -> Iterator[str]:
+    """What looks unintended of the photos of the subject, and of the texts that the config gives."""
+    if len(subject) == 1:
+        yield "this is one photo alone, and the adapter learns to draw just that picture; 10 to 30 are usual"
+    if config.validation.every_steps and config.validation.prompts == "captions" and not data.requests:
+        yield "no samples are drawn: validation.prompts = 'captions', and no photo has a caption; give a list"
+    for key, text in configs.flatten(configs.tree(config)).items():
+        if not TEXTS.isdisjoint(key.split(".")) and (lost := invisible(str(text))):
+            yield f"{key} has invisible characters ({lost}), dropped"
+    yield from prompts.unread(text for r in data.requests for text in (r.prompt, r.negative))
+    yield from prompts.warnings((r.prompt for r in data.requests), data.examples)
 
 
 def _alike_lines(data: DataPlan) -> list[str]:
     """How many photos are near duplicates, and a warning if one of them is held out and another trained on."""
-    if not data.alike:
-        return []
-    lines = [f"  near duplicates: {_groups(data.alike)}"]
     held_out = {example.photo.sample for example in data.held_out}
     across = [group for group in data.alike if len({photo.sample in held_out for photo in group}) == 2]
-    if across:
-        lines.append(f"  warning: near duplicates on both sides of data.held_out: {_groups(across)}")
-    return lines
+    found = {"near duplicates": data.alike, "warning: near duplicates on both sides of data.held_out": across}
+    return [f"  {what}: {_groups(groups)}" for what, groups in found.items() if groups]
 
 
 def _groups(groups: Sequence[Sequence[Photo]]) -> str:
     """The counts, and the first three groups with up to three names each."""
-    shown = [
-        " = ".join([printable(photo.sample) for photo in group[:3]] + (["..."] if len(group) > 3 else []))
-        for group in groups[:3]
-    ]
-    more = "; ..." if len(groups) > 3 else ""
-    count = f"{len(groups)} group{'' if len(groups) == 1 else 's'}"
-    return f"{sum(map(len, groups))} photos in {count} ({'; '.join(shown)}{more})"
+    names = [[printable(photo.sample) for photo in group[:3]] + ["..."] * (len(group) > 3) for group in groups[:3]]
+    shown = [" = ".join(group) for group in names] + ["..."] * (len(groups) > 3)
+    return f"{sum(map(len, groups))} photos in {counted(len(groups), 'group')} ({'; '.join(shown)})"
 
 
 def _short_batches(data: DataPlan) -> str:
@@ -207,10 +176,8 @@ def _short_batches(data: DataPlan) -> str:
         return f"none of {count} an epoch"
     which = ", ".join(f"{named(layout)}: {size} of {batch_size}" for layout, size in left.items())
     below, factor = short_batches.would_fill(examples, batch_size=batch_size)
-    return (
-        f"{len(left)} of {count} an epoch ({which}); filled by data.batch_size = {below}, by {factor} x the repeats, or by "
-        "data.short_batches = 'merge'"
-    )
+    remedy = f"data.batch_size = {below}, by {factor} x the repeats, or by data.short_batches = 'merge'"
+    return f"{len(left)} of {count} an epoch ({which}); filled by {remedy}"
 
 
 def _held_out(config: Config, data: DataPlan) -> list[str]:
@@ -221,43 +188,33 @@ def _held_out(config: Config, data: DataPlan) -> list[str]:
         lines = [f"  held out, never trained on: {photos}: {shortlist(names, SHOWN)}"]
     if data.measured:
         counts = " and ".join(f"{len(examples)} {kind.replace('_', '-')}" for kind, examples in data.measured.items())
-        lines.append(
-            f"  loss at fixed draws of {counts} photos: {fixed_draws.forwards(data)} images pass the denoiser before "
-            f"the first step, every {config.validation.loss_every_steps} steps and at the end"
-        )
+        when = f"before the first step, every {config.validation.loss_every_steps} steps and at the end"
+        passing = f"{fixed_draws.forwards(data)} images pass the denoiser"
+        lines.append(f"  loss at fixed draws of {counts} photos: {passing} {when}")
+        none = "warning: no photo is held out, so this loss cannot show memorising; data.held_out = 0.1 holds out a tenth"
         apart = len(data.measured.get("held_out", ()))
-        if not apart:
-            lines.append(
-                "  warning: no photo is held out, so this loss cannot show memorising; data.held_out = 0.1 holds out a tenth"
-            )
-        elif warning := too_few(apart):
-            lines.append(f"  {warning}")
+        warning = too_few(apart) if apart else none
+        lines += [f"  {warning}"] if warning else []
     return lines
 
 
 def too_few(apart: int) -> str:
     """The warning for a held-out loss of so few photos; "" where they are enough."""
-    if apart >= HELD_OUT_PHOTOS:
-        return ""
-    return (
-        f"warning: a held-out loss of fewer than {HELD_OUT_PHOTOS} photos decides nothing; set data.held_out = "
-        f"{HELD_OUT_PHOTOS} or more"
-    )
+    enough = HELD_OUT_PHOTOS
+    why = f"a held-out loss of fewer than {enough} photos decides nothing; set data.held_out = {enough} or more"
+    return f"warning: {why}" if apart < enough else ""
 
 
 def _times(photos: Sequence[Photo]) -> str:
-    """How often each is there in an epoch; "" where that is once."""
     repeats = sorted({photo.repeats for photo in photos})
     return "" if repeats == [1] else f" x {'/'.join(map(str, repeats))} repeats"
 
 
 def _weight_lines(data: DataPlan) -> list[str]:
     """A line for each source with masks, references or another loss weight."""
-    found: dict[int, list[Photo]] = {}
-    for photo in data.photos:
-        found.setdefault(photo.source.index, []).append(photo)
     lines = []
-    for mine in found.values():
+    for index in dict.fromkeys(photo.source.index for photo in data.photos):
+        mine = [photo for photo in data.photos if photo.source.index == index]
         source, said = mine[0].source, []
         if source.regularisation or source.loss_weight != 1:
             said.append(f"loss weight {source.loss_weight:g}" + (", regularisation images" if source.regularisation else ""))
@@ -273,34 +230,28 @@ def _weight_lines(data: DataPlan) -> list[str]:
 
 def _references(examples: Sequence[Example]) -> str:
     """How many images the model is shown beside each photo, and of which photos they are shrunk or cut for it."""
-    large, cut = (
-        list(dict.fromkeys(printable(e.photo.sample) for e in examples if any(map(changed, e.references))))
-        for changed in (
-            lambda each: each.photo.width * each.photo.height > REFERENCE_AREA,
-            lambda each: reference_bucket(*each.photo.size, step=1) != each.bucket,
-        )
-    )
-    area = f"{isqrt(REFERENCE_AREA)} x {isqrt(REFERENCE_AREA)}"
-    shrunk = f", shrunk to the area of {area} at {_count(large, 'photo')} ({shortlist(large, SHOWN)})" if large else ""
-    edges = f", their edges cut to sides that the model takes at {_count(cut, 'photo')} ({shortlist(cut, SHOWN)})"
-    return f"{_count(examples[0].references, 'reference')} beside each photo{shrunk}{edges if cut else ''}"
+    side = isqrt(REFERENCE_AREA)
+    changes = {
+        f"shrunk to the area of {side} x {side}": lambda each: each.photo.width * each.photo.height > REFERENCE_AREA,
+        "their edges cut to sides that the model takes": lambda each: (
+            reference_bucket(*each.photo.size, step=1) != each.bucket
+        ),
+    }
+    said = f"{counted(len(examples[0].references), 'reference')} beside each photo"
+    for what, is_changed in changes.items():
+        if names := list(dict.fromkeys(e.photo.sample for e in examples if any(map(is_changed, e.references)))):
+            said += f", {what} at {counted(len(names), 'photo')} ({shortlist(names, SHOWN)})"
+    return said
 
 
 def _view_lines(sources: Sequence[Source]) -> list[str]:
     one = sources[0]
-    if not one.jitters:
-        return []
-    return [
-        f"  image variants: {one.image_variants} of each photo, the first unchanged, the others with crop jitter "
-        f"{one.crop_jitter:g} and colour jitter {one.colour_jitter:g}"
-    ]
+    jitters = f"crop jitter {one.crop_jitter:g} and colour jitter {one.colour_jitter:g}"
+    line = f"  image variants: {one.image_variants} of each photo, the first unchanged, the others with {jitters}"
+    return [line] if one.jitters else []
 
 
 def _text(plan: RunPlan) -> str:
     if not plan.model.cache_text:
         return "encoded live"
     return "encoded when it is drawn" if plan.config.data.cache == "none" else "cached"
-
-
-def _count(things: Sequence[Any], noun: str) -> str:
-    return f"{len(things)} {noun}{'' if len(things) == 1 else 's'}"

@@ -35,20 +35,16 @@ def _add_parts(account: Account, source: ModelSource) -> None:
     """Where the parts come from: the pipeline of a folder, places beside a single file, published configs, chosen files."""
     index = source.root / "model_index.json"
     if index.is_file() and PUBLISHED not in index.parents:
-        pipeline = kinds.class_in(read_json(index))
-        usual = kinds.PIPELINES.get(source.family.name)
+        pipeline, usual = kinds.class_in(read_json(index)), kinds.PIPELINES.get(source.family.name)
         if usual is not None and pipeline not in ("", usual):
             account.add(Heading.NOTE, f"its pipeline calls itself {pipeline}, and is trained as {usual}")
-    found = [f"{name}: {place}" for name, place in source.found.items()]
-    if found:
-        account.add(
-            Heading.NOTE, "found beside the model", found, noun="part", remedy="model.components.NAME.path gives another"
-        )
+    if found := [f"{name}: {place}" for name, place in source.found.items()]:
+        remedy = "model.components.NAME.path gives another"
+        account.add(Heading.NOTE, "found beside the model", found, noun="part", remedy=remedy)
     places = {"scheduler": source.beside("scheduler/scheduler_config.json")}
     places |= {name: source.tokenizer_folder(name) for name in source.family.tokenizers}
     places |= {component.name: source.config_file(component.name) for component in source.family.components}
-    parts = [name for name, place in places.items() if source.published in place.parents]
-    if parts:
+    if parts := [name for name, place in places.items() if source.published in place.parents]:
         reason = f"configs of the published {source.published.name}"
         account.add(Heading.ASSUMED, reason, parts, noun="part", remedy="model.config gives a folder of others")
     for component in source.family.components:

@@ -39,9 +39,8 @@ class Start:
     """A piece of the checkpoint: which file a run started from, and with which weights. A resumed run needs the file no more.
 
     path: as adapter.init_from gives it; "" in a run that starts anew. sha256: of the file, of a checkpoint its
-    adapter.safetensors; "" where it is gone. portable: what was read; None in a run that starts anew, or is resumed.
-    weights: as Adapter.state_dict had them before the first step, on the CPU; what training changed is told from there. None
-    in a run that starts anew.
+    adapter.safetensors; "" where it is gone. portable: what was read; None in a run that is resumed.
+    weights: as Adapter.state_dict had them before the first step, on the CPU; what training changed is told from there.
     account: what was assumed of the file, and left out of it.
     """
 
@@ -75,17 +74,14 @@ class Start:
         self.weights = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
         then = str(state["sha256"])
         if self.sha256 and self.sha256 != then:
-            raise UserError(
-                f"adapter.init_from = {self.path!r} is not the file that the run started from (SHA-256 {self.sha256[:12]}, "
-                f"then {then[:12]}); restore it, or remove it: the checkpoint has its weights"
-            )
+            digests = f"(SHA-256 {self.sha256[:12]}, then {then[:12]})"
+            other = f"adapter.init_from = {self.path!r} is not the file that the run started from {digests}"
+            raise UserError(f"{other}; restore it, or remove it: the checkpoint has its weights")
         self.path, self.sha256 = str(state["file"]), then
 
     def apply(self, adapter: Adapter, norms: Norms, say: Callable[[str], object]) -> None:
-        """Put what was read into the adapter, say what came in, and keep it as `weights`.
-
-        Raises UserError for a value that is not finite, and for kept weights that are of another adapter.
-        """
+        """Put what was read into the adapter, say what came in, and keep it as `weights`. Raises UserError for a value that
+        is not finite, and for kept weights that are of another adapter."""
         if self.portable is not None:
             self._put_in(self.portable, adapter, norms, say)
         if not self.path:
@@ -110,9 +106,8 @@ class Start:
             for name, factors in portable.layers.items():
                 self._set_magnitude(adapter, name, factors, now[name])
             adapter.mark_stale()
-        fresh = len(adapter.layers) - len(portable.layers)
         said = f"starting from {self.path}: {len(portable.layers)} layers"
-        if fresh:
+        if fresh := len(adapter.layers) - len(portable.layers):
             said += f"; {fresh} others are not in it and start anew"
         if self.lost:
             worst = max(self.lost, key=lambda name: self.lost[name])
@@ -154,10 +149,8 @@ def _in_fp32(factors: Factors) -> Factors:
 
 
 def open_start(plan: RunPlan, *, resumed: bool = False) -> Start:
-    """What adapter.init_from names, checked against the plan. Reads headers and scales.
-
-    resumed: it is not read, and need not be there. Raises UserError for what does not fit.
-    """
+    """What adapter.init_from names, checked against the plan. Reads headers and scales. resumed: it is not read, and need not
+    be there. Raises UserError for what does not fit."""
     path = plan.config.adapter.init_from
     if path is None:
         return Start()
@@ -184,10 +177,8 @@ def open_start(plan: RunPlan, *, resumed: bool = False) -> Start:
 
 
 def with_effect(portable: Portable, plan: RunPlan, account: Account) -> Portable:
-    """The adapter without layers that this run does not adapt and that change nothing; they are entered in the account.
-
-    Reads B of the layers that are not adapted.
-    """
+    """The adapter without layers that this run does not adapt and that change nothing: they are entered in the account. Reads
+    B of the layers that are not adapted."""
     family, adapted = plan.model.family, {f"{target.component}.{target.name}" for target in plan.model.targets}
     unread = {name: family.no_gradient(name, plan.model.source.config(name)) for name in family.text_encoders}
     kept = {}
@@ -205,45 +196,34 @@ def check_fits(key: str, portable: Portable, plan: RunPlan) -> None:
     """Raises UserError where an adapter cannot be put into a run's. key: how the message names it."""
     dora, resize = plan.config.adapter.type == "dora", plan.config.adapter.init_resize
     targets = {f"{target.component}.{target.name}": target for target in plan.model.targets}
-    beyond = [name for name in portable.layers if name not in targets]
-    if beyond:
-        raise UserError(
-            f"{key} has layers that this run does not adapt, and they would be lost: {some(beyond)}; take them with "
-            + " and ".join(_lines_for(beyond, portable, plan))
-        )
+    if beyond := [name for name in portable.layers if name not in targets]:
+        lost = f"layers that this run does not adapt, and they would be lost: {some(beyond)}"
+        raise UserError(f"{key} has {lost}; take them with {' and '.join(_lines_for(beyond, portable, plan))}")
     if not portable.layers:
         raise UserError(f"{key} has no layer that changes anything in this run; leave it out, or take another file")
+    as_lora = "make a LoRA of it: python scripts/adapter.py convert --to lora"
     if portable.dora and not dora:
-        raise UserError(
-            f"{key} is a DoRA and adapter.type = 'lora'; set adapter.type = 'dora', or make a LoRA of it: "
-            "python scripts/adapter.py convert --to lora"
-        )
+        raise UserError(f"{key} is a DoRA and adapter.type = 'lora'; set adapter.type = 'dora', or {as_lora}")
     for name, factors in portable.layers.items():
         target = targets[name]
         shape = plan.shapes[target.component, target.name]
         if factors.weight_shape != tuple(shape):
-            raise UserError(
-                f"{key}: {name} is for a weight {list(factors.weight_shape)}, the model's is {list(shape)}; "
-                "it was trained over another model"
-            )
+            sizes = f"{list(factors.weight_shape)}, the model's is {list(shape)}"
+            raise UserError(f"{key}: {name} is for a weight {sizes}; it was trained over another model")
         if factors.axis == "input" and factors.magnitude is not None:
-            raise UserError(
-                f"{key}: the magnitude of {name} is of the input axis, here it is of the output axis; make a LoRA of it: "
-                "python scripts/adapter.py convert --to lora"
-            )
+            axes = f"the magnitude of {name} is of the input axis, here it is of the output axis"
+            raise UserError(f"{key}: {axes}; {as_lora}")
         if factors.rank != target.rank and not resize:
-            raise UserError(
-                f"{key}: {name} has rank {factors.rank}, this run {target.rank}; set adapter.rank (or a rule's) to it, or "
-                "adapter.init_resize = true to grow it without a change, or to shrink it to the nearest of that rank"
-            )
+            ranks = f"{key}: {name} has rank {factors.rank}, this run {target.rank}; set adapter.rank (or a rule's) to it"
+            way = "adapter.init_resize = true to grow it without a change, or to shrink it to the nearest of that rank"
+            raise UserError(f"{ranks}, or {way}")
 
 
 def _lines_for(beyond: list[str], portable: Portable, plan: RunPlan) -> list[str]:
     """The lines of the config that adapt the layers `beyond`, by full name, beside the others of the file."""
     names, family = dict.fromkeys(name.partition(".")[0] for name in beyond), plan.model.family
     layers = [target.name for target in portable.targets if target.component == family.denoiser]
-    wide = (
-        name for name, patterns in family.presets.items() if all(any(fnmatchcase(n, p) for p in patterns) for n in layers)
-    )
+    fit = {preset: all(any(fnmatchcase(n, p) for p in own) for n in layers) for preset, own in family.presets.items()}
+    wide = next((preset for preset, fits in fit.items() if fits), "all")
     rule = '[[adapter.rules]] component = "{}", match = "*" (a line each)'
-    return [f'adapter.targets = "{next(wide, "all")}"' if name == family.denoiser else rule.format(name) for name in names]
+    return [f'adapter.targets = "{wide}"' if name == family.denoiser else rule.format(name) for name in names]

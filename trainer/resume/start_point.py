@@ -53,10 +53,8 @@ def find_start(
         config = as_chosen(config, saved.state("config"))
         saved.restore(config=pin_config(config, f"the checkpoint {folder}", allowed=allowed))
         if folder.resolve().parent != layout.checkpoints.resolve() and results:
-            raise UserError(
-                f"--resume_from {folder}: {output_dir} already holds a run; "
-                "go on there with --resume_from auto, or choose another run.output_dir to branch off from that checkpoint"
-            )
+            way = "go on there with --resume_from auto, or choose another run.output_dir to branch off from that checkpoint"
+            raise UserError(f"--resume_from {folder}: {output_dir} already holds a run; {way}")
         return saved, config, passed_over
     if results and not layout.config.exists():
         raise UserError(f"{output_dir} holds another run without a config.toml; choose another")
@@ -68,13 +66,11 @@ def find_start(
         now = configs.tree(as_chosen(config, was))
         refuse_changes(was, now, output_dir, may_change=may_change, allowed=Allowance(resume_from=way))
     if steps:
-        started = (
-            f"{output_dir} already holds this run's checkpoints; "
-            "add --resume_from auto to go on, or choose another run.output_dir"
-        )
+        remedy = "add --resume_from auto to go on, or choose another run.output_dir"
+        started = f"{output_dir} already holds this run's checkpoints; {remedy}"
         if not planned:
             raise UserError(started)
-        return None, config, [*passed_over, started]
+        passed_over = [*passed_over, started]
     return None, config, passed_over
 
 
@@ -96,9 +92,8 @@ def as_chosen(config: Config, saved: Mapping[str, Any]) -> Config:
     count, fewer = config.data.batch_size, was.get("data.batch_size")
     if "batch" in fixed and type(fewer) is int and 0 < fewer < count and count % fewer == 0:
         accumulation = config.step.accumulation * count // fewer
-        data = config.data.model_copy(update={"batch_size": fewer})
         step = config.step.model_copy(update={"accumulation": accumulation})
-        config = config.model_copy(update={"data": data, "step": step})
+        config = config.model_copy(update={"data": config.data.model_copy(update={"batch_size": fewer}), "step": step})
     return config
 
 
@@ -123,8 +118,7 @@ def set_aside_results(layout: Layout, *, name: str, after: int) -> Path | None:
 
 
 def first_progress(plan: RunPlan) -> Progress:
-    """The progress of a fresh run. Raises UserError for a warm-up that its schedule, which is frozen here, would never
-    end."""
+    """The progress of a fresh run. Raises UserError for a warm-up that its schedule, frozen here, would never end."""
     # A date for reproducible files: https://reproducible-builds.org/specs/source-date-epoch/
     clock = int(os.environ.get("SOURCE_DATE_EPOCH") or time.time())
     started = datetime.fromtimestamp(clock, UTC).isoformat(timespec="seconds")
@@ -137,15 +131,12 @@ def _schedule_length(schedule: ScheduleTable, max_steps: int) -> int:
     longer = "lower it, or set schedule.total_steps to the length that the run will have in the end"
     warmup, decay = (optim.steps_of(given, length) for given in (schedule.warmup, schedule.decay))
     if warmup > length:
-        raise UserError(
-            f"schedule.warmup = {schedule.warmup} steps is longer than the schedule of {length} steps: the rate would "
-            f"never reach optimizer.lr; {longer}"
-        )
+        what = f"schedule.warmup = {schedule.warmup} steps is longer than the schedule of {length} steps"
+        raise UserError(f"{what}: the rate would never reach optimizer.lr; {longer}")
     if "decay" in optim.SCHEDULES[schedule.name].reads and warmup + decay > length:
-        raise UserError(
-            f"schedule.decay = {schedule.decay} and schedule.warmup = {schedule.warmup} are {decay} + {warmup} steps, more "
-            f"than the schedule's {length}: the fall would begin before the warm-up's end; {longer}"
-        )
+        what = f"schedule.decay = {schedule.decay} and schedule.warmup = {schedule.warmup} are {decay} + {warmup} steps"
+        why = "the fall would begin before the warm-up's end"
+        raise UserError(f"{what}, more than the schedule's {length}: {why}; {longer}")
     return length
 
 
@@ -181,9 +172,8 @@ def check_length(
     that is reached. folder: of the checkpoint; None: a fresh start. Raises UserError."""
     last = plan.length.max_steps
     if last < progress.step:
-        raise UserError(
-            f"the run's length is {last} steps, but {folder} is at step {progress.step}; raise run.max_steps or run.epochs"
-        )
+        beyond = f"the run's length is {last} steps, but {folder} is at step {progress.step}"
+        raise UserError(f"{beyond}; raise run.max_steps or run.epochs")
     if (stop := plan.config.run.stop_after) is not None and stop <= progress.step < last:
         say(f"warning: run.stop_after = {stop}: step {progress.step} is reached, so this start trains nothing; raise it")
     way = f"; go on from the next step with {allowed.way(['schedule'])} (a fork: with --set alone)" if folder else ""
@@ -198,8 +188,6 @@ def refuse_idle_steps(falls: ScheduleTable, *, length: int, done: int, last: int
     if stays or first > last:
         return
     longer = f"set schedule.total_steps = {last}" if way else "leave out schedule.total_steps"
-    raise UserError(
-        f"steps {first} to {last} would train nothing: schedule.name = {falls.name!r} ends after {length} steps, and its "
-        f"rate is 0 from there on; {longer}, set schedule.end above 0, or set schedule.name = 'constant'{way}; or train "
-        f"{first - 1} steps in all"
-    )
+    ends = f"schedule.name = {falls.name!r} ends after {length} steps, and its rate is 0 from there on"
+    others = f"set schedule.end above 0, or set schedule.name = 'constant'{way}; or train {first - 1} steps in all"
+    raise UserError(f"steps {first} to {last} would train nothing: {ends}; {longer}, {others}")

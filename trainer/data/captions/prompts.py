@@ -7,12 +7,12 @@ from trainer.base.text import UNSPACED, folded, holds, in_word
 from trainer.data.captions.captions import triggers
 from trainer.data.examples import Example
 
-# Words that do not describe a picture's contents.
 # Flags of sd-scripts and of Midjourney; weights, networks, schedules, breaks and escapes of A1111's kind and of InvokeAI.
 OTHERS = re.compile(
     r"(?<!\S)--[a-z]\w*|<\w+:[^<>]*>|\([^()]*:\s*[\d.]+\s*\)|\[[^][]*:\s*[\d.]+\s*\]|\(\(|\\[()]|[\w)]\+\+|\bBREAK\b"
     r"|(?i:\bnegative prompt:|\bsampler:|\bcfg scale:)|\bembedding:\w+"
 )
+# Words that do not describe a picture's contents.
 _COMMON = (
     "a an the this that these those of on in at by to for from with without and or but not no as is are was be it its "
     "his her their my your our one two some any very photo photos photograph picture image"
@@ -50,11 +50,8 @@ def unread(prompts: Iterable[str]) -> list[str]:
 
 
 def of_captions(examples: Sequence[Example]) -> list[Example]:
-    """Two examples whose captions, as they are trained on, are prompts: the first and one of the middle; fewer where there
-    are no other captions.
-
-    Those of regularisation images do not count.
-    """
+    """Two examples whose captions are prompts: the first and one of the middle, fewer where there are no other captions, and
+    none of regularisation images."""
     told = [e for e in examples if not e.photo.source.regularisation and e.captions[0]]
     chosen = [told[0], told[len(told) // 2]] if told else []
     return chosen[: len({e.captions[0] for e in chosen})]
@@ -67,8 +64,7 @@ def warnings(prompts: Iterable[str], examples: Sequence[Example]) -> list[str]:
     A prompt without words gives no warning, and nor does a set whose captions have none.
     """
     asked = {prompt: words(prompt) for prompt in dict.fromkeys(prompts)}
-    known, wanted = False, set().union(*asked.values())
-    found: set[str] = set()
+    known, found, wanted = False, set(), set().union(*asked.values())
     for text in {text for e in examples if not e.photo.source.regularisation for text in e.captions}:
         own = words(text)
         known = known or bool(own)
@@ -78,20 +74,10 @@ def warnings(prompts: Iterable[str], examples: Sequence[Example]) -> list[str]:
     strange = [prompt for prompt, own in asked.items() if known and own and not own & found]
     names = triggers(examples)
     without = [p for p in asked if names and p not in strange and not any(holds(p, name) for name in names)]
+    hardly = "no word with any caption or trigger: the samples will hardly show what is trained"
+    perhaps = f"no trigger ({', '.join(names)}): the samples may not show what is trained"
     lines = []
-    if strange:
-        lines.append(
-            f"{_quoted(strange, 'shares', 'share')} no word with any caption or trigger: the samples will hardly show "
-            "what is trained"
-        )
-    if without:
-        lines.append(
-            f"{_quoted(without, 'has', 'have')} no trigger ({', '.join(names)}): the samples may not show what is trained"
-        )
+    for mine, one, several, rest in ((strange, "shares", "share", hardly), (without, "has", "have", perhaps)):
+        noun, verb = ("prompt", one) if len(mine) == 1 else ("prompts", several)
+        lines += [f"the {noun} {', '.join(map(repr, mine))} {verb} {rest}"] if mine else []
     return lines
-
-
-def _quoted(prompts: Sequence[str], one: str, several: str) -> str:
-    """The prompts with the verb: `one` of a single prompt, `several` of more."""
-    quoted = ", ".join(map(repr, prompts))
-    return f"the prompt {quoted} {one}" if len(prompts) == 1 else f"the prompts {quoted} {several}"

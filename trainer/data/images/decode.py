@@ -15,7 +15,7 @@ from PIL import ExifTags, Image, ImageChops, ImageCms, UnidentifiedImageError
 
 from trainer.base.errors import one_line
 from trainer.base.pictures import DECODE_ERRORS as OF_DECODERS
-from trainer.base.text import refuse_pointer
+from trainer.base.text import refuse_stand_in
 from trainer.data.images import jxl, plugins, png
 from trainer.data.images.kinds import IMAGES
 
@@ -106,7 +106,7 @@ def _loaded(data: bytes) -> Iterator[Image.Image]:
     """The decoded image. Any error in its bytes, also inside the context, becomes a ValueError."""
     if not data:
         raise ValueError("the file is empty (0 bytes)")
-    refuse_pointer(data)
+    refuse_stand_in(data)
     plugin = plugins.wanted(data)
     lacks = plugins.load(plugin) if plugin else ""
     decoders = PILLOWS if plugin is None or lacks else (*PILLOWS, plugin)

@@ -22,14 +22,13 @@ def lean(data: bytes) -> tuple[bytes, bytes | None, bool]:
         body, start, at = data[at + 8 : at + 8 + length] if kind in (*TEXT, b"iCCP") else b"", at, at + 12 + length
         if at > len(data) or kind == b"IEND":
             break
+        drop = kind in TEXT
         if kind == b"iCCP":
             profile = _too_large(body) or profile
             drop = profile is not None
-        else:
-            drop = kind in TEXT
-            if drop and body.startswith(UPRIGHT):
-                drop = length > LIMIT or _too_large(body) is not None
-                lost = lost or drop
+        elif body.startswith(UPRIGHT):
+            drop = length > LIMIT or _too_large(body) is not None
+            lost = lost or drop
         if drop:
             kept.append(data[begin:start])
             begin = at

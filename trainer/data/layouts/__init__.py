@@ -19,11 +19,11 @@ def caption_places(source: Source) -> str:
 
 def listing(source: Source, owned: Apart = NO_OWNERS) -> Listing:
     """The contents of `source`, in the order of names. Reads no image. owned: folders that are not the source's own."""
-    if source.references and (hf.is_dataset(source.path) or shards.is_shards(source.path)):
-        why = f"references = {source.references!r}: they are found for a folder of photos, not for this; leave it out"
-        return Listing([], problems=[f"{printable(source.path)}: {why}"])
-    if why := misplaced(source):
+    layout = hf if hf.is_dataset(source.path) else shards if shards.is_shards(source.path) else None
+    why = misplaced(source)
+    if layout and source.references:
+        rest = "they are found for a folder of photos, not for this; leave it out"
+        why = f"{printable(source.path)}: references = {source.references!r}: {rest}"
+    if why:
         return Listing([], problems=[why])
-    if hf.is_dataset(source.path):
-        return hf.listing(source)
-    return shards.listing(source) if shards.is_shards(source.path) else folder.listing(source, owned)
+    return layout.listing(source) if layout else folder.listing(source, owned)

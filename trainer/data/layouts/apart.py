@@ -20,13 +20,11 @@ RUN = "the output of a training run"
 OWNED = "read as data.sources."
 # What is trained and looks unintended, by the name of a folder or the end of a photo's name.
 COPIES = re.compile(
-    r"(samples?|logs?|wandb|tensorboard|outputs?|grids?|previews?|validation(_\w+)?|(txt|img)2img-(images|grids)|step-\d+|backups?|old|thumbs?|"
-    r"thumbnails?|trash|bin|recycle ?bin|deleted|rejected|discarded|duplicates?)",
+    r"(samples?|logs?|wandb|tensorboard|outputs?|grids?|previews?|validation(_\w+)?|(txt|img)2img-(images|grids)|step-\d+|"
+    r"backups?|old|thumb(nail)?s?|trash|bin|recycle ?bin|deleted|rejected|discarded|duplicates?)",
     re.IGNORECASE,
 )
-MASKS = (
-    r"(alpha_?)?masks?|mask(labels?|_?images?)|condlabels?|control(s|_?images?|_?nets?)?|condition(s|ing(_?images?|_?data)?)?"
-)
+MASKS = r"(alpha_?)?masks?|mask(label|_?image)s?|condlabels?|control(_?image|_?net)?s?|condition(s|ing(_?images?|_?data)?)?"
 CONTROLS = (
     r"canny|depth(_?maps?)?|normal_?maps?|open_?pose|dw_?pose|line_?art|scribbles?|soft_?edges?|hed|mlsd|segmentations?|"
     r"seg_?maps?|alpha"
@@ -37,21 +35,21 @@ LOOKS_LIKE_MASK = re.compile(rf"(.*[-_.])?({MASKS}|{CONTROLS})\d*|.*\.ref\d*", r
 
 @dataclass(frozen=True)
 class Apart:
-    """Folders with an owner, by device and inode. owners: the reason to leave out a folder whose files another source counts;
-    "" for a folder of references, which are counted elsewhere. outputs: of the run that is planned."""
+    """Folders with an owner, by `inode`. owners: the reason to leave a folder out; "" for one of the source's references,
+    which are counted elsewhere. outputs: of the run that is planned."""
 
     owners: Mapping[tuple[int, int] | None, str] = field(default_factory=dict)
     outputs: Collection[tuple[int, int] | None] = ()
 
 
 def folder_of(source: Source) -> str:
-    """The folder whose files are the source's; of an archive or a single file none, but a path that is no folder."""
+    """The folder whose files are the source's; of an archive its own path."""
     path = source.path.removeprefix(HUB) or "."
     return os.path.dirname(path) or "." if path.lower().endswith(TABLES) and not os.path.isdir(path) else path
 
 
 def owned(source: Source, sources: Sequence[Source], outputs: Sequence[str]) -> Apart:
-    """What lies below a source and is not its own. sources: all of them. outputs: folders of the run."""
+    """What lies below a source and is not its own."""
     owners = {}
     for other in sources:
         if os.path.isdir(folder_of(other)) and other is not source:
@@ -66,11 +64,11 @@ def why(name: str, *, is_folder: bool) -> str:
     """Why a file or folder is left out, by its own name; "" if it is read."""
     if name.startswith("."):
         return "hidden"
-    if is_folder and name.casefold() in SYSTEM_FOLDERS:
+    if not is_folder:
+        return ""
+    if name.casefold() in SYSTEM_FOLDERS:
         return "thumbnails, settings or the bin of a system or a NAS"
-    if is_folder and KOHYA_ZERO.fullmatch(name):
-        return "the folder's number is 0: no repeats, as with kohya's sd-scripts"
-    return ""
+    return "the folder's number is 0: no repeats, as with kohya's sd-scripts" if KOHYA_ZERO.fullmatch(name) else ""
 
 
 def why_path(path: str) -> str:
@@ -86,11 +84,6 @@ def inode(path: str) -> tuple[int, int] | None:
     except (OSError, ValueError):
         return None
     return status.st_dev, status.st_ino
-
-
-def files_below(path: str) -> int:
-    """The number of files in a folder that is left out, links to folders not followed."""
-    return sum(len(files) for _, _, files in os.walk(path))
 
 
 def looks_unintended(name: str) -> str:

@@ -83,9 +83,7 @@ def readable() -> str:
 
 class Companions:
     """Finds the caption or mask of each image by its name, in any letter case and either form of its letters (a Mac's).
-
-    endings: of the companions' names; if an image has several, the one with the first ending is used.
-    """
+    endings: of the companions' names; the first counts most."""
 
     def __init__(self, files: Iterable[str], images: Iterable[str], endings: tuple[str, ...]) -> None:
         self._by_stem: dict[str, list[tuple[str, str]]] = {}  # (name, ending), the preferred first
@@ -108,19 +106,16 @@ class Companions:
         return self._by_stem[stem][0][0]
 
     def rest(self, left_out: Iterable[str], why: str = "") -> list[tuple[str, str]]:
-        """(name, reason) of all companions that are not used.
-
-        left_out: images that are not trained on. why: the reason for companions of other images, for which none was taken.
-        """
+        """(name, reason) of all companions that are not used. left_out: images that are not trained on. why: the reason for
+        companions of other images, for which none was taken."""
         unused = {folded(_stem(image)) for image in left_out}
         taken = {folded(image): self._by_stem[stem][0][0] for image, stem in self._taken.items()}
         used, done, found = {folded(stem) for stem in self._images}, set(self._taken.values()), []
         for stem, files in self._by_stem.items():
             own = folded(stem)
-            if stem in done:
-                reason = f"{files[0][1]} is used instead"
-            elif own in taken:
-                reason = f"{printable(taken[own])} is used instead"
+            instead = files[0][1] if stem in done else printable(taken.get(own, ""))
+            if instead:
+                reason = f"{instead} is used instead"
             elif own in unused:
                 reason = "its image is left out"
             else:

@@ -31,16 +31,16 @@ def listing(source: Source, owned: Apart = NO_OWNERS) -> Listing:
     it (CAPTIONS), the words of the kohya folder around it.
     """
     path = source.path or "."
-    is_table = os.path.splitext(path)[1].lower() in TABLES
+    root, name = os.path.split(path)
+    suffix = os.path.splitext(name)[1].lower()
     if os.path.isdir(path):
         return Reading(source, Folder(path, owned)).listing()
     if not os.path.exists(path):
-        problem = "no such file" if is_table else "no such folder"
-    elif os.path.splitext(path)[1].lower() in IMAGES:
-        problem = f"one photo; give the folder that holds your photos ({printable(os.path.dirname(path) or '.')})"
-    elif is_table:
-        root, name = os.path.split(path)
+        problem = "no such file" if suffix in TABLES else "no such folder"
+    elif suffix in TABLES:
         return Reading(source, Folder(root or ".", owned), name).listing()
+    elif suffix in IMAGES:
+        problem = f"one photo; give the folder that holds your photos ({printable(root or '.')})"
     else:
         problem = f"not a folder, and not a table of images ({', '.join(TABLES)})"
     return Listing([], problems=[f"{printable(path)}: {problem}"])
@@ -76,16 +76,16 @@ class Reading:
             unused(self.source.references, self.shown, self._count_out, self.problems)
         self.problems += refuse_differing(self.found)
         others = ", ".join(f"{count} {printable(suffix)}" for suffix, count in self.other_files.most_common(5))
-        if not self.found and not self.problems:
-            but = f"; it holds other files: {others}" if others else ""
-            but += f"; for the archives give {os.path.join(self.title, '*.tar')}" if self.other_files[".tar"] else ""
-            dataset = sum(self.other_files[suffix] for suffix in (".parquet", ".arrow"))
-            but += f"; for the dataset in them give hf:{self.title}" if dataset else ""
-            reasons = {entry.reason for entry in self.account.entries(Heading.LEFT_OUT)}
-            but += "".join(f"; {lacks}" for lacks in plugins.lacking().values() if lacks in reasons)
-            self.problems.append(f"{self.title}: no images in it ({readable()}){but}")
         if self.found:
             self._note(others)
+        elif not self.problems:
+            but = [f"it holds other files: {others}"] if others else []
+            but += [f"for the archives give {os.path.join(self.title, '*.tar')}"] if self.other_files[".tar"] else []
+            dataset = not self.other_files.keys().isdisjoint((".parquet", ".arrow"))
+            but += [f"for the dataset in them give hf:{self.title}"] if dataset else []
+            reasons = {entry.reason for entry in self.account.entries(Heading.LEFT_OUT)}
+            but += [lacks for lacks in plugins.lacking().values() if lacks in reasons]
+            self.problems.append("; ".join([f"{self.title}: no images in it ({readable()})", *but]))
         return Listing(self.found, self.account, self.problems)
 
     def _leave_out(self, name: str, why: str, count: int = 1) -> None:
@@ -106,10 +106,9 @@ class Reading:
         }
         stems = {_stem(found.name) for found in self.found if found.name not in probable} if probable else set()
         out = {name for name in probable if _stem(name) in stems or _stem(f"{without_mask_ending(name)}.") in stems}
+        why = "in a folder of masks, with the name of a photo; put masks beside the photos: NAME.mask.png"
         for name in sorted(out):
-            self._leave_out(
-                name, "in a folder of masks, with the name of a photo; put masks beside the photos: NAME.mask.png"
-            )
+            self._leave_out(name, why)
         self.found = [found for found in self.found if found.name not in out]
 
     def _read_folder(self, folder: str, files: list[str]) -> None:
@@ -133,19 +132,13 @@ class Reading:
                     not_trained.append(image)
                     continue
             caption, origin = self._caption(folder, image, row[1] if row else None, captions, around)
+            origin = "" if origin == NO_CAPTION else origin or table.name
             mask = masks.take(image) if self.source.masks == "files" else None
-            self.found.append(
-                FoundPhoto(
-                    source=self.source,
-                    name=name,
-                    image=self.tree.place(name),
-                    caption=caption,
-                    mask=self.tree.place(folder + mask) if mask else None,
-                    references=references.take(image) if self.source.references else (),
-                    repeats=around[1] if around else 1,
-                    caption_from="" if origin == NO_CAPTION else origin or table.name,
-                )
-            )
+            mask = self.tree.place(folder + mask) if mask else None
+            shown = references.take(image) if self.source.references else ()
+            repeats = around[1] if around else 1
+            found = FoundPhoto(self.source, name, self.tree.place(name), caption, mask, shown, repeats, origin)
+            self.found.append(found)
         by_name = f'captions = "{self.source.captions}"'
         instead = by_name if self.source.captions != "auto" else f"{printable(table.name)} is used instead" if table else ""
         rest += captions.rest(not_trained, instead) + references.rest(not_trained)
@@ -155,8 +148,8 @@ class Reading:
         readable_stems = {os.path.splitext(image)[0] for image in contents.images}
         for name in contents.unread:
             stem, suffix = os.path.splitext(name)
-            if stem not in readable_stems and suffix.lower() in IMAGES:
-                self.undecodable.setdefault(plugins.lacking()[IMAGES[suffix.lower()]], []).append(folder + name)
+            if stem not in readable_stems and (format := IMAGES.get(suffix.lower())):
+                self.undecodable.setdefault(plugins.lacking()[format], []).append(folder + name)
         for name, why in sorted(rest):
             self.other_files[os.path.splitext(name)[1].lower() or "without a suffix"] += 1
             self._leave_out(folder + name, why)
@@ -168,7 +161,8 @@ class Reading:
         if self.source.captions == "filename":
             return _words(os.path.splitext(image)[0]), OF_FILE
         if self.source.captions == "folder":
-            return _words(around[2] if around else folder_name(self.root, folder)), OF_FOLDER
+            own = os.path.basename(os.path.abspath(os.path.join(self.root, folder)))
+            return _words(around[2] if around else own.removesuffix(".tar")), OF_FOLDER
         if self.source.captions == "none":
             return None, NO_CAPTION
         if text is not None:
@@ -181,8 +175,10 @@ class Reading:
 
     def _find_table(self, folder: str, files: list[str]) -> tuple[list[str], ImageTable | None]:
         """(the other files, the table that counts for the folder: its own, else that of the nearest parent)."""
-        mine = [name for name in files if name.lower() in FILE_NAMES] if not self.only_table else []
-        mine = [self.only_table] if self.only_table and not folder else mine
+        if self.only_table:
+            mine = [] if folder else [self.only_table]
+        else:
+            mine = [name for name in files if name.lower() in FILE_NAMES]
         if len(mine) > 1:
             path = printable(os.path.join(self.root, folder))
             self.problems.append(f"{path}: has {' and '.join(mine)}; keep one, or give its path")
@@ -215,14 +211,14 @@ class Reading:
             self.problems.append(f"{printable(os.path.join(self.root, table.name))}: row {number} names {name!r}: {why}")
 
     def _refuse_idle_columns(self) -> None:
-        key = f"data.sources.{self.source.index}"
+        if self.tables:
+            return
+        json = any(found.caption_from == ".json" for found in self.found)
         none = f"has no effect: {self.title} has no table of images (metadata.jsonl, .csv, .parquet)"
-        if self.source.image_column and not self.tables:
-            self.problems.append(f"{key}.image_column = {self.source.image_column!r} {none}; leave it out")
-        if self.source.caption_column and not self.tables and not any(found.caption_from == ".json" for found in self.found):
-            self.problems.append(
-                f"{key}.caption_column = {self.source.caption_column!r} {none} and no .json captions; leave it out"
-            )
+        idle = {"image_column": none, "caption_column": "" if json else f"{none} and no .json captions"}
+        for key, why in idle.items():
+            if why and (column := getattr(self.source, key)):
+                self.problems.append(f"data.sources.{self.source.index}.{key} = {column!r} {why}; leave it out")
 
     def _refuse_undecodable(self) -> None:
         """Report photos for which a plug-in is missing, where others of the source can be read: else a few train for all."""
@@ -233,28 +229,21 @@ class Reading:
     def _note(self, others: str) -> None:
         """Enter what is used: captions and where they were found, masks, references, tables, kohya's folders."""
         note, warn = partial(self.account.add, Heading.NOTE), partial(self.account.add, Heading.WARNING)
+        looked = (
+            f"Looked for {', '.join(CAPTIONS)} beside the images and for metadata; found {others or 'no other files'}. "
+            'captions = "filename" or "folder" uses names as captions; "none" trains without captions'
+        )
         origins = Counter(found.caption_from for found in self.found)
-        none = origins.pop("", 0)
-        counts = ", ".join(f"{count} from {origin}" for origin, count in sorted(origins.items()))
-        line = f"captions of {self.title}: {counts or 'none'}{f'; {none} images have none' if origins and none else ''}"
-        if self.source.captions == "none":
-            line += ' (captions = "none")'
-        elif not origins:
-            line += (
-                f". Looked for {', '.join(CAPTIONS)} beside the images and for metadata; found {others or 'no other files'}. "
-                'captions = "filename" or "folder" uses names as captions; "none" trains without captions'
-            )
-        note(line)
+        note(captions_note(self.title, self.source.captions, origins, looked))
         for table in self.tables.values():
             column = f"column {table.caption_column}" if table.caption_column else "no caption column"
             note(f"{printable(os.path.join(self.root, table.name))}: names the images, {column}")
         files = Counter(found.caption for found in self.found if not isinstance(found.caption, str | None))
         masks = {found.mask for found in self.found if found.mask}
-        for noun, count in (("caption file", len(files)), ("mask", len(masks)), ("table of images", len(self.tables))):
-            self.account.add(Heading.USED, "", count=count, noun=noun)
-        self.account.add(Heading.USED, "", count=len(self.shown), noun="reference")
-        shared = [str(found.image) for found in self.found if files[found.caption] > 1]
-        if shared:
+        used = {"caption file": files, "mask": masks, "table of images": self.tables, "reference": self.shown}
+        for noun, items in used.items():
+            self.account.add(Heading.USED, "", count=len(items), noun=noun)
+        if shared := [str(found.image) for found in self.found if files[found.caption] > 1]:
             warn("one caption file for two photos of one name", shared, noun="photo", remedy="rename one of them")
         if misnamed := self._misnamed_tables():
             warn(misnamed)
@@ -264,11 +253,8 @@ class Reading:
         self._note_kohya()
 
     def _note_kohya(self) -> None:
-        photos = Counter(_folder(found.name) for found in self.found)
-        numbered: Counter[tuple[str, int]] = Counter()
-        for folder, count in photos.items():
-            if around := self.around[folder]:
-                numbered[around[:2]] += count
+        photos = {_folder(found.name) for found in self.found}
+        numbered = Counter(around[:2] for found in self.found if (around := self.around[_folder(found.name)]))
         for (name, repeats), count in numbered.items():
             self.account.add(Heading.NOTE, f"{printable(name)}: {repeats} repeats of {count} images")
         rest = [folder for folder, around in self.around.items() if folder in photos and not around]
@@ -279,18 +265,23 @@ class Reading:
 
     def _misnamed_tables(self) -> str:
         """What to rename, where there is no table of images, but files that look like one by their first row; else ""."""
-        if self.tables or self.only_table:
-            return ""
-        for path in (name for entry in self.account.entries(Heading.LEFT_OUT) for name in entry.names):
+        left_out = [] if self.tables or self.only_table else self.account.entries(Heading.LEFT_OUT)
+        for path in (name for entry in left_out for name in entry.names):
             suffix = os.path.splitext(path)[1].lower()
             if suffix in TABLES and looks_like_one(path):
                 return f"{printable(path)} is not read; rename it to metadata{suffix}, and its rows give the captions"
         return ""
 
 
-def folder_name(root: str, folder: str) -> str:
-    """The folder's own name; of an archive without its suffix."""
-    return os.path.basename(os.path.abspath(os.path.join(root, folder))).removesuffix(".tar")
+def captions_note(title: str, captions: str, origins: Counter[str], looked: str) -> str:
+    """How many photos have their captions from where. captions: of the source. origins: the counts, under "" of photos
+    without one. looked: what is said where there are none."""
+    found = ", ".join(f"{count} from {origin}" for origin, count in sorted(origins.items()) if origin)
+    none = f"; {origins['']} images have none" if found and origins[""] else ""
+    line = f"captions of {title}: {found or 'none'}{none}"
+    if captions == "none":
+        return f'{line} (captions = "none")'
+    return line if found else f"{line}. {looked}"
 
 
 def _folder(name: str) -> str:

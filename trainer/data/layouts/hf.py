@@ -5,15 +5,17 @@ https://huggingface.co/docs/datasets/image_dataset
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.base.account import Account, Heading
+from trainer.base.account import Account, Entry, Heading
 from trainer.base.console import printable
 from trainer.base.errors import one_line
 from trainer.data.images.kinds import IMAGES
 from trainer.data.layouts import apart
+from trainer.data.layouts.folder import captions_note
 from trainer.data.layouts.records import FIELDS, caption_field, caption_in, shortened
 from trainer.data.layouts.table import FILE_NAMES
 from trainer.data.layouts.walk import LeaveOut, walk
@@ -22,16 +24,11 @@ from trainer.data.sources import File, FoundPhoto, Listing, Source
 
 # NAME, or with a configuration or a split: NAME:CONFIGURATION@SPLIT. The first spelling whose NAME is a path that exists
 # is used, else the last, which no path with "@" matches.
-SPELLINGS = tuple(
-    map(
-        re.compile,
-        (
-            r"(?P<name>.+)",
-            r"(?P<name>.+)@(?P<split>[^@/]+)",
-            r"(?P<name>.+):(?P<configuration>[^:@/\\]+)(?:@(?P<split>[^@/]+))?",
-            r"(?P<name>[^@]+?)(?::(?P<configuration>[^:@/\\]+))?(?:@(?P<split>[^@/]+))?",
-        ),
-    )
+SPELLINGS = (
+    r"(?P<name>.+)",
+    r"(?P<name>.+)@(?P<split>[^@/]+)",
+    r"(?P<name>.+):(?P<configuration>[^:@/\\]+)(?:@(?P<split>[^@/]+))?",
+    r"(?P<name>[^@]+?)(?::(?P<configuration>[^:@/\\]+))?(?:@(?P<split>[^@/]+))?",
 )
 OF_TRAIN = re.compile(r"(?<![a-z])train(ing)?(?![a-z])")  # a folder or a file that is of the split on purpose
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -51,11 +48,8 @@ def caption_places(source: Source) -> str:
 
 
 def listing(source: Source) -> Listing:
-    """A dataset's photos and captions. path: hf:NAME of the hub, or hf:PATH of a folder or file that `datasets` reads, also
-    what `save_to_disk` wrote.
-
-    Samples are named by their rows, from 0 on.
-    """
+    """A dataset's photos and captions; samples are named by their rows, from 0 on. path: hf:NAME of the hub, or hf:PATH of a
+    folder or file that `datasets` reads, also what `save_to_disk` wrote."""
     try:
         return _listing(source)
     except ValueError as error:
@@ -112,35 +106,19 @@ def _listing(source: Source) -> Listing:
         raise ValueError(f"has no column {source.caption_column} for captions ({shortened(loaded.column_names, 200)})")
     images, problems = Images(source.path, dataset, column, _roots(name)), []
     captions = _captions(loaded, chosen, problems, source.path) if source.captions == "auto" and chosen else {}
-    origin = f"column {chosen}"
-    found = [
-        FoundPhoto(
-            source,
-            str(number),
-            RowImage(images, number),
-            captions.get(number),
-            caption_from=origin if number in captions else "",
-        )
-        for number in range(len(dataset))
-    ]
-    said = f"{len(captions)} from column {chosen}" if captions else "none"
-    said += ' (captions = "none")' if source.captions == "none" else ""
-    if captions and len(captions) < len(found):
-        said += f"; {len(found) - len(captions)} images have none"
-    elif not captions and source.captions == "auto":
-        said += f". Its columns: {printable(', '.join(loaded.column_names))}. caption_column names another one"
-    of = f"{printable(source.path)}: {f'split {printable(split)}, ' if split else ''}images of column {printable(column)}"
-    notes = Account()
-    for note in (f"captions of {printable(source.path)}: {said}", of):
-        notes.add(Heading.NOTE, note)
-    return Listing(found, notes + account, problems)
+    found, of_column = [], f"column {chosen}"
+    for number in range(len(dataset)):
+        origin = of_column if number in captions else ""
+        found.append(FoundPhoto(source, str(number), RowImage(images, number), captions.get(number), caption_from=origin))
+    looked = f"Its columns: {printable(', '.join(loaded.column_names))}. caption_column names another one"
+    title, of = printable(source.path), f"split {printable(split)}, " if split else ""
+    line = captions_note(title, source.captions, Counter(photo.caption_from for photo in found), looked)
+    notes = (line, f"{title}: {of}images of column {printable(column)}")
+    return Listing(found, Account(Entry(Heading.NOTE, note) for note in notes) + account, problems)
 
 
 def _enter_the_rest(account: Account, name: str, everything: Any, files: Mapping[str, list[str]], split: str) -> None:
-    """What of the dataset is not trained on: rows of other splits, or of a folder on this disk the files of none.
-
-    files: of such a folder, by split.
-    """
+    """Enter what is not trained on: rows of other splits, or files of a folder on this disk. files: of it, by split."""
     splits = {path: each for each, paths in files.items() for path in paths}
     account.add(Heading.USED, "", count=sum(not _is_image(path) for path in files.get(split, ())), noun="data file")
 
@@ -169,7 +147,7 @@ def _is_apart(path: str, root: str) -> bool:
 def _spelled(path: str) -> tuple[str, str | None, str | None]:
     """(name, configuration, split). A path that exists may hold "@" and ":" itself. Raises ValueError."""
     for spelling in SPELLINGS:
-        match = spelling.fullmatch(path.removeprefix(PREFIX))
+        match = re.fullmatch(spelling, path.removeprefix(PREFIX))
         if match and (spelling is SPELLINGS[-1] or os.path.exists(match["name"])):
             found = match.groupdict()
             return found["name"], found.get("configuration"), found.get("split")
@@ -199,7 +177,7 @@ def _load(name: str, configuration: str | None, asked: str | None, account: Acco
         files = {split: [path for path in mine if not _is_apart(path, root)] for split, mine in theirs.items()}
         if asked is None and config.name == "default" and not _split_on_purpose(root, files):
             # The library takes "test tubes.png" for one of a split "test", and loses what has no such word.
-            kinds = {os.path.splitext(path)[1].lower() for mine in files.values() for path in mine}
+            kinds = {_suffix(path) for mine in files.values() for path in mine}
             files = {"train": [path for path in _paths(root) if path.lower().endswith((*kinds, *FILE_NAMES))]}
             why = "words such as train or test in some file names make no splits, all is read; @SPLIT reads one of them"
             account.add(Heading.NOTE, f"{printable(name)}: {why}")
@@ -211,10 +189,8 @@ def _load(name: str, configuration: str | None, asked: str | None, account: Acco
         if local:
             remedy = "repair its files, or write it again with save_to_disk or to_parquet"
             raise ValueError(f"cannot be read as a dataset ({_said(error)}); {remedy}") from error
-        raise ValueError(
-            f"cannot be fetched from the hub, and there is no such folder ({_said(error)}); without a network, fetch "
-            "it elsewhere, write it with save_to_disk, and give that folder"
-        ) from error
+        remedy = "without a network, fetch it elsewhere, write it with save_to_disk, and give that folder"
+        raise ValueError(f"cannot be fetched from the hub, and there is no such folder ({_said(error)}); {remedy}") from error
 
 
 def _split_on_purpose(root: str, files: Mapping[str, list[str]]) -> bool:
@@ -222,20 +198,20 @@ def _split_on_purpose(root: str, files: Mapping[str, list[str]]) -> bool:
     of all files."""
     given = {path for mine in files.values() for path in mine}
     of_photos = any(map(_is_image, given))
-
-    def told(path: str) -> bool:
-        inner = os.path.relpath(path, root).lower()
-        return bool(OF_TRAIN.search(os.path.dirname(inner) if of_photos else inner))
-
-    if files.get("train") and all(map(told, files["train"])):
+    names = [os.path.relpath(path, root).lower() for path in files.get("train", ())]
+    if names and all(OF_TRAIN.search(os.path.dirname(name) if of_photos else name) for name in names):
         return True
-    suffixes = {os.path.splitext(path)[1].lower() for path in given}
-    lost = any(path not in given and os.path.splitext(path)[1].lower() in suffixes for path in _paths(root))
+    suffixes = set(map(_suffix, given))
+    lost = any(path not in given and _suffix(path) in suffixes for path in _paths(root))
     return not lost and (len(files) == 1 or not of_photos)
 
 
+def _suffix(path: str) -> str:
+    return os.path.splitext(path)[1].lower()
+
+
 def _is_image(path: str) -> bool:
-    return os.path.splitext(path)[1].lower() in IMAGES
+    return _suffix(path) in IMAGES
 
 
 def _said(error: BaseException) -> str:
@@ -282,8 +258,7 @@ def _captions(loaded: Any, column: str, problems: list[str], title: str) -> dict
     for rows in loaded.select_columns([column]).iter(batch_size=1000):
         for value in rows[column]:
             try:
-                caption = caption_in(value)
-                if caption is not None:
+                if (caption := caption_in(value)) is not None:
                     captions[number] = caption
             except ValueError as error:
                 problems.append(f"{printable(title)}, row {number}: {error}")

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
+from trainer.base.account import counted
 from trainer.base.console import printable
 from trainer.data.images import plugins
 from trainer.data.images.kinds import IMAGES
@@ -36,8 +37,7 @@ class References:
                 self._sort_in(name, plain=not beside)
 
     def _listed(self) -> list[str]:
-        assert self.root is not None
-        path = os.path.join(self.root, self._folder)
+        path = os.path.join(self.root or "", self._folder)
         try:
             return sorted(os.listdir(path))
         except FileNotFoundError:
@@ -61,9 +61,8 @@ class References:
     @property
     def beside(self) -> set[str]:
         """The files of the photos' own folder that are references."""
-        return (
-            set() if self.root else {name for found in self._by_name.values() for names in found.values() for name in names}
-        )
+        every = {name for found in self._by_name.values() for names in found.values() for name in names}
+        return set() if self.root else every
 
     def take(self, image: str) -> tuple[Place, ...]:
         """Those of a photo, in order. image: its name in the folder. What is missing or doubled is a problem."""
@@ -75,10 +74,8 @@ class References:
         self.taken |= {name for names in found.values() for name in names}
         shown = printable(str(self._tree.place(self._folder + image)))
         if not found:
-            where = f"{printable(stem)}.* in {printable(os.path.join(self.root, self._folder))}" if self.root else (
-                f"{printable(stem)}.ref.png beside it"
-            )  # fmt: skip
-            self.problems.append(f"{shown}: no reference image for it ({where})")
+            place = f".* in {printable(os.path.join(self.root, self._folder))}" if self.root else ".ref.png beside it"
+            self.problems.append(f"{shown}: no reference image for it ({printable(stem)}{place})")
         elif sorted(found) != list(range(1, len(found) + 1)):
             missing = next(number for number in range(1, max(found)) if number not in found)
             self.problems.append(f"{shown}: it has reference {max(found)}, and reference {missing} is missing")
@@ -95,9 +92,10 @@ class References:
         unused = {folded(os.path.splitext(image)[0]) for image in left_out}
         return [
             (name, "its image is left out" if folded(stem) in unused else NOT_SHOWN)
-            for (stem, _), found in self._by_name.items()
-            for name in (name for names in found.values() for name in names)
-            if name not in self.taken and not self.root
+            for (stem, _), found in (() if self.root else self._by_name.items())
+            for names in found.values()
+            for name in names
+            if name not in self.taken
         ]
 
 
@@ -125,14 +123,7 @@ def misplaced(source: Source) -> str:
 
 def refuse_differing(found: Iterable[FoundPhoto]) -> list[str]:
     """A problem for each photo with another count of references than most of its source: batches have one layout."""
-    photos = [photo for photo in found if photo.references]
-    counts = Counter(len(photo.references) for photo in photos)
-    if len(counts) < 2:
-        return []
-    (usual, _), *_ = counts.most_common(1)
-    return [
-        f"{photo.image}: {len(photo.references)} reference{'s' * (len(photo.references) > 1)}, and most photos of its source "
-        f"have {usual}; give all the same number, or make two sources of them"
-        for photo in photos
-        if len(photo.references) != usual
-    ]
+    counts = {photo.image: len(photo.references) for photo in found if photo.references}
+    usual = next((count for count, _ in Counter(counts.values()).most_common(1)), 0)
+    rest = f"and most photos of its source have {usual}; give all the same number, or make two sources of them"
+    return [f"{image}: {counted(count, 'reference')}, {rest}" for image, count in counts.items() if count != usual]

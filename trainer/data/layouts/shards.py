@@ -6,6 +6,7 @@ https://github.com/webdataset/webdataset#the-webdataset-format
 import errno
 import glob
 import itertools
+import math
 import os
 import re
 import stat
@@ -33,11 +34,8 @@ def is_shards(path: str) -> bool:
 
 
 def listing(source: Source) -> Listing:
-    """The photos and captions of tar archives. path: an archive, or a pattern of some: `*`, `?`, `[...]`, and as in
-    WebDataset `{000..003}` and `{a,b}`.
-
-    Samples are named by archive and member. Otherwise an archive is read as a folder is (folder.py).
-    """
+    """The photos and captions of tar archives, read as folders are (folder.py); samples are named by archive and member.
+    path: an archive, or a pattern of some: `*`, `?`, `[...]`, and as in WebDataset `{000..003}` and `{a,b}`."""
     problems: list[str] = []
     try:
         paths = _matching(source.path, problems)
@@ -166,10 +164,7 @@ def _matching(path: str, problems: list[str]) -> list[str]:
 
 def _expanded(pattern: str) -> Iterator[str]:
     choices = [[part] if index % 2 == 0 else _choices(part) for index, part in enumerate(BRACES.split(pattern))]
-    count = 1
-    for choice in choices:
-        count *= len(choice)
-    if count > MAX_NAMES:
+    if (count := math.prod(map(len, choices))) > MAX_NAMES:
         raise ValueError(f"expands to {count:,} archives, the limit is {MAX_NAMES:,}")
     return map("".join, itertools.product(*choices))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.base.console import printable
-from trainer.base.text import composed, opened, refuse_pointer, visible
+from trainer.base.text import composed, opened, refuse_stand_in, visible
 from trainer.data.images.kinds import TABLES
 from trainer.data.layouts.records import caption_field, caption_in, shortened
 from trainer.data.sources import Source
@@ -58,36 +58,36 @@ def looks_like_one(path: str) -> bool:
 def read_table(root: str, name: str, source: Source) -> ImageTable:
     """Reads a table. Its `problems` say why rows cannot be used."""
     table, path = ImageTable(name), os.path.join(root, name)
-    shown, column = printable(path), source.image_column or IMAGE_COLUMN
+    column = source.image_column or IMAGE_COLUMN
+
+    def refuse(why: str) -> None:
+        table.problems.append(f"{printable(path)}: {why}")
+
     try:
         for number, row in _rows(Path(path)):
             if column not in row:
-                names = shortened(list(row), 200)
-                table.problems.append(f"{shown}: row {number} has no column {column} ({names}); name it with image_column")
+                refuse(f"row {number} has no column {column} ({shortened(list(row), 200)}); name it with image_column")
                 if not table.rows:
                     return table  # the other rows will not have it either
                 continue
             chosen = caption_field(row, source.caption_column)
             table.caption_column = table.caption_column or chosen
             try:
-                image, caption = _image_name(row[column]), caption_in(row[chosen]) if chosen else None
+                image, caption = table.folder + _image_name(row[column]), caption_in(row[chosen]) if chosen else None
             except ValueError as error:
-                table.problems.append(f"{shown}: row {number}: {error}")
+                refuse(f"row {number}: {error}")
                 continue
-            image = table.folder + image
-            if image in table.rows:
-                first = table.rows[image][0]
-                table.problems.append(f"{shown}: row {number} names {image!r} again, after row {first}; keep one of them")
-            else:
-                table.rows[image] = number, caption
+            first, _ = table.rows.setdefault(image, (number, caption))
+            if first != number:
+                refuse(f"row {number} names {image!r} again, after row {first}; keep one of them")
     except OSError as error:
-        table.problems.append(f"{shown}: cannot be read ({error.strerror or error})")
+        refuse(f"cannot be read ({error.strerror or error})")
     except UnicodeDecodeError as error:
-        table.problems.append(f"{shown}: not UTF-8 (at byte {error.start}); save it as UTF-8")
+        refuse(f"not UTF-8 (at byte {error.start}); save it as UTF-8")
     except (ValueError, csv.Error) as error:
-        table.problems.append(f"{shown}: {error}")
+        refuse(str(error))
     if source.caption_column and table.rows and table.caption_column is None:
-        table.problems.append(f"{shown}: no row has the column {source.caption_column} that caption_column names")
+        refuse(f"no row has the column {source.caption_column} that caption_column names")
     return table
 
 
@@ -130,9 +130,8 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             if not cells:
                 continue
             if len(cells) != len(names):
-                raise ValueError(
-                    f"row {number} has {len(cells)} cells, the first line {len(names)}; put text that has commas in quotes"
-                )
+                counts = f"row {number} has {len(cells)} cells, the first line {len(names)}"
+                raise ValueError(f"{counts}; put text that has commas in quotes")
             yield number, {name: cell or None for name, cell in zip(names, cells, strict=True)}
 
 
@@ -140,7 +139,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     import pyarrow.parquet  # takes tens of megabytes, so only if needed
 
     with path.open("rb") as beginning:
-        refuse_pointer(beginning.read(100))
+        refuse_stand_in(beginning.read(200))
     file, number = pyarrow.parquet.ParquetFile(path), 0
     packed = (pyarrow.types.is_binary, pyarrow.types.is_large_binary, pyarrow.types.is_struct)
     light = [column.name for column in file.schema_arrow if not any(kind(column.type) for kind in packed)]

@@ -9,7 +9,7 @@ import tarfile
 from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
-from trainer.base.text import refuse_pointer
+from trainer.base.text import refuse_stand_in
 
 BLOCK = 512
 MAX_TEXT = 1 << 20  # bytes of a header's text: a name, a pax record
@@ -90,9 +90,8 @@ def _header(block: bytes, at: int) -> _Header | None:
     try:
         info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
     except tarfile.HeaderError as error:
-        raise ValueError(
-            f"damaged at byte {at:,} ({error}); copy or download it again" if at else "not a tar archive"
-        ) from error
+        what = f"damaged at byte {at:,} ({error}); copy or download it again" if at else "not a tar archive"
+        raise ValueError(what) from error
     if info.size < 0:
         raise ValueError(f"damaged at byte {at:,} ({info.name!r} has {info.size} bytes)")
     return _Header(info.name, info.type, info.size, block)
@@ -101,12 +100,11 @@ def _header(block: bytes, at: int) -> _Header | None:
 def _refuse_others(block: bytes) -> None:
     if not block:
         raise ValueError("empty (0 bytes)")
-    refuse_pointer(block)
+    refuse_stand_in(block)
     for magic, kind in COMPRESSED.items():
         if block.startswith(magic):
-            raise ValueError(
-                f"compressed with {kind}, so single photos cannot be read from it; decompress it to a plain .tar"
-            )
+            why = "so single photos cannot be read from it; decompress it to a plain .tar"
+            raise ValueError(f"compressed with {kind}, {why}")
 
 
 def _unread(kind: bytes, fields: dict[str, str]) -> str | None:
@@ -119,9 +117,8 @@ def _unread(kind: bytes, fields: dict[str, str]) -> str | None:
 
 def _text(file: BinaryIO, size: int, at: int) -> bytes:
     if size > MAX_TEXT:
-        raise ValueError(
-            f"damaged at byte {at:,} (a header with {size:,} bytes of text, more than the limit of {MAX_TEXT:,})"
-        )
+        why = f"a header with {size:,} bytes of text, more than the limit of {MAX_TEXT:,}"
+        raise ValueError(f"damaged at byte {at:,} ({why})")
     text = file.read(size)
     if len(text) < size:
         raise ValueError(f"cut off at byte {at + BLOCK + len(text):,}, within a header; copy or download it again")
@@ -162,9 +159,8 @@ def _check_end(file: BinaryIO, at: int) -> None:
     file.seek(at)
     rest = file.read(MAX_PADDING + 1)
     if len(rest) > MAX_PADDING or rest.count(0) < len(rest):
-        raise ValueError(
-            f"continues after its end mark at byte {at:,}; give archives one by one, or join them with tar --concatenate"
-        )
+        remedy = "give archives one by one, or join them with tar --concatenate"
+        raise ValueError(f"continues after its end mark at byte {at:,}; {remedy}")
 
 
 def _padded(size: int) -> int:

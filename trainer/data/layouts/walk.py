@@ -24,7 +24,6 @@ class Tree(Protocol):
         """(its name, the sorted names of its files) of every folder, a folder before its subfolders.
 
         A folder's name is relative to `root`, with slashes and one at its end; `root` itself is "".
-
         leave_out: called with (name, reason, count of files) for everything that is not among them.
         """
         ...
@@ -49,10 +48,9 @@ class Folder:
 
 
 def walk(root: str, leave_out: LeaveOut, problems: list[str], owned: Apart = NO_OWNERS) -> Iterator[tuple[str, list[str]]]:
-    """(name, sorted names of its files) of `root` and every folder below it, a folder before its subfolders.
+    """A folder's files, as `Tree.walk` gives them. Symbolic links are followed; a folder that is reached twice is read once.
+    Each folder is listed once, and no file is opened.
 
-    A name is relative to `root`, with slashes and one at its end. Symbolic links are followed; a folder that is reached twice
-    is read once. Each folder is listed once, and no file is opened.
     leave_out: called for what is not of the person (apart.py), for folders of others, and for one that was read before.
     """
     ahead, seen = [""], {}
@@ -75,12 +73,12 @@ def walk(root: str, leave_out: LeaveOut, problems: list[str], owned: Apart = NO_
                 names = {entry.name: _is_folder(entry) for entry in entries}
             of_a_run = key in owned.outputs or holds_run(names.keys())
             if folder and of_a_run:
-                leave_out(folder, apart.RUN, apart.files_below(path))
+                leave_out(folder, apart.RUN, _files_below(path))
                 continue
             for name, is_folder in names.items():
                 why = apart.why(name, is_folder=is_folder) or (apart.RUN if of_a_run and name in MADE_BY_RUNS else "")
                 if why:
-                    count = apart.files_below(os.path.join(path, name)) if is_folder else 1
+                    count = _files_below(os.path.join(path, name)) if is_folder else 1
                     leave_out(folder + name + "/" * is_folder, why, count)
                 elif is_folder:
                     inner.append(folder + name + "/")
@@ -90,6 +88,10 @@ def walk(root: str, leave_out: LeaveOut, problems: list[str], owned: Apart = NO_
             problems.append(f"{printable(path)}: {error.strerror}")
         ahead += sorted(inner, key=lambda name: name[:-1], reverse=True)
         yield folder, sorted(files)
+
+
+def _files_below(path: str) -> int:
+    return sum(len(files) for _, _, files in os.walk(path))
 
 
 def _is_folder(entry: os.DirEntry) -> bool:
