@@ -19,7 +19,7 @@ from trainer.adapters.keys import KeyTable, Module, embeddings_in, some, taken_a
 from trainer.adapters.peft_config import CONFIG, PeftConfig, config_beside
 from trainer.adapters.portable import Axis, DoraScale, Factors, Portable, derived
 from trainer.adapters.splitting import split
-from trainer.base.account import Account, Entry, Heading
+from trainer.base.account import Account, Heading
 from trainer.base.errors import UserError, reading
 from trainer.base.tensorfile import Recipe, TensorFile
 
@@ -97,27 +97,30 @@ def read_adapter(file: TensorFile, stems: Stems, table: KeyTable, shapes: Shapes
 def _account(file: TensorFile, stems: Stems, meaning: DoraScale | None, unscaled: list[str]) -> Account:
     """What the keys alone leave to be assumed of a file, and what of them is not read. unscaled: stems without an alpha."""
     scaled, scalars = ([keys[role] for keys in stems.values() if role in keys] for role in ("dora_scale", "scalar"))
-    entries = [
-        Entry(
-            Heading.ASSUMED, f"no alpha in {file.path}, so the scale is taken for 1", unscaled,
+    account, path = Account(), file.path
+    for heading, reason, names, remedy, noun in (
+        (
+            Heading.ASSUMED, f"no alpha in {path}, so the scale is taken for 1", unscaled,
             f"if PEFT saved the file, put its {CONFIG} beside it, which has the scale", "module",
         ),
-        Entry(
-            Heading.ASSUMED, f"dora_scale in {file.path} is taken for m of m (W + sBA) / ||W + sBA||, the norm by rows where "
+        (
+            Heading.ASSUMED, f"dora_scale in {path} is taken for m of m (W + sBA) / ||W + sBA||, the norm by rows where "
             "it is a column [rows, 1], by columns where it is a row [1, columns]", [] if meaning else scaled,
             "a file made for readers that divide by ||W|| has dora_scale = comfyui_released in its header's ss_network_args",
             "magnitude",
         ),
-        Entry(
-            Heading.NOTE, f"LyCORIS' scalar in {file.path} is multiplied into the scale; ComfyUI and A1111 leave it out",
-            scalars, noun="module",
+        (
+            Heading.NOTE, f"LyCORIS' scalar in {path} is multiplied into the scale; ComfyUI and A1111 leave it out", scalars,
+            "", "module",
         ),
-        Entry(
-            Heading.LEFT_OUT, f"{file.path} bundles embeddings of words, which are no part of a LoRA",
+        (
+            Heading.LEFT_OUT, f"{path} bundles embeddings of words, which are no part of a LoRA",
             embeddings_in(file.entries), "OneTrainer writes them to a file of their own, too", "tensor",
         ),
-    ]  # fmt: skip
-    return Account(entry for entry in entries if entry.names)
+    ):  # fmt: skip
+        if names:
+            account.add(heading, reason, names, remedy=remedy, noun=noun)
+    return account
 
 
 def _meaning(file: TensorFile) -> DoraScale | None:
