@@ -127,8 +127,8 @@ def merge(chosen: argparse.Namespace) -> None:
                 "adapter.py merge MODEL ADAPTER OUT"
             )
         adapters.append(Applied(open_adapter(path, [model]), strength))
-    for doubt in (doubt for each in adapters for doubt in each.opened.doubts):
-        write(f"warning: {doubt}")
+    for line in (line for each in adapters for line in each.opened.account.lines()):
+        write(line)
     made = merge(model, adapters, chosen.out, dtype=chosen.dtype, phases=Phases(show=True))
     write(f"merged: {made.path}: {len(made.layers)} layers of {model.family.name} changed")
     finer = "; --dtype fp32 keeps it" if made.lost > 0.01 and chosen.dtype != "fp32" else ""
@@ -167,8 +167,8 @@ def compare(chosen: argparse.Namespace) -> None:
             opened = opened_file(path, chosen.base, chosen.family)
             portables.append(opened.portable)
             weight = weight or base_weight(opened)
-            for doubt in opened.doubts:
-                write(f"warning: {doubt}")
+            for line in opened.account.lines():
+                write(line)
     if chosen.a.is_file() and chosen.b.is_file() and hash_file(chosen.a) == hash_file(chosen.b):
         write("the files are equal, byte for byte")
     write("\n".join(compare(*portables, weight).lines()))
@@ -237,8 +237,8 @@ def to_average(path: Path, share: float, base: str | None, family: str | None):
         held = open_checkpoint(path)
         return Averaged(path, held.model, held.portable("magnitude"), share, base_of(path))
     opened = opened_file(path, base, family)
-    for doubt in opened.doubts:
-        write(f"warning: {doubt}")
+    for line in opened.account.lines():
+        write(line)
     return Averaged(path, opened.model, opened.portable, share, base_of(path))
 
 

@@ -29,6 +29,7 @@ from trainer.cli.tools import run_tool  # noqa: E402
 
 def imported(chosen: argparse.Namespace) -> None:
     """Write the config, and say what is to be known of it."""
+    from trainer.cli.translate.draft import FILL, SAME
     from trainer.cli.translate.writing import import_config
     from trainer.runtime.libraries import quiet_libraries
 
@@ -36,12 +37,16 @@ def imported(chosen: argparse.Namespace) -> None:
     overrides = [item for group in chosen.overrides for item in group]
     path, draft = import_config(chosen.file, chosen.out, data=chosen.data, overrides=overrides)
     write(f"{draft.trainer}: {path}")
-    for heading, notes in draft.notes.items():
+    for heading, notes in sorted(draft.notes.items(), key=lambda pair: pair[0] == FILL):  # last, for it comes first in work
+        if notes and heading == SAME:
+            names = dict.fromkeys(note.partition(" = ")[0] for note in notes)
+            write(f"{heading}: {', '.join(names)}; the file's head says why")
+            continue
         if notes:
             write(f"{heading}:")
         for note in notes:
             write(f"  {note}")
-    write(f"next: python train.py --config {path} --plan")
+    write(f"next: {'fill that in, then ' if draft.notes[FILL] else ''}python train.py --config {path} --plan")
 
 
 def main(arguments: list[str] | None = None) -> int:

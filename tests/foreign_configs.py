@@ -137,3 +137,38 @@ def write(folder: Path, trainer: str, model: str = "MODEL") -> Path:
     for name, text in MADE[trainer].items():
         (folder / name).write_text(text.replace("MODEL", model), encoding="utf-8")
     return folder / next(iter(MADE[trainer]))
+
+
+# As they lie on Windows disks: the photos and the model are where --set says.
+WINDOWS = {
+    "old.toml": """pretrained_model_name_or_path = "E:/models/sdXL_v10.safetensors"
+train_data_dir = "E:/pets/img"
+output_dir = 'E:\\pets\\model'
+output_name = "pets"
+resolution = "512,512"
+network_module = "networks.lora"
+network_dim = 8
+unet_lr = 5e-5
+optimizer_type = "Prodigy"
+optimizer_args = ["decouple=True", "d_coef=1.5", "use_bias_correction=True"]
+train_batch_size = 3
+max_train_epochs = 4
+save_every_n_epochs = 2
+sample_every_n_epochs = 1
+sample_prompts = 'E:\\pets\\prompts.txt'
+max_token_length = 150
+cache_latents = true
+mixed_precision = "bf16"
+""",
+    "train.bat": '@echo off\r\naccelerate launch "C:\\kohya\\sdxl_train_network.py" ^\r\n --train_data_dir="E:\\my pets\\img"'
+    ' --pretrained_model_name_or_path=E:\\models\\x.safetensors ^\r\n --resolution=512,512 --network_dim=8 '
+    "--output_name=pets --network_module=networks.lora --max_train_steps=40 --train_batch_size=3\r\npause\r\n",
+    "window.json": json.dumps(
+        {"LoRA_type": "Standard", "sdxl": True, "pretrained_model_name_or_path": "E:\\models\\x.safetensors",
+         "train_data_dir": "E:\\pets\\img", "output_dir": "", "output_name": "pets", "max_resolution": "512,512",
+         "epoch": "4", "lr_warmup": 5, "lr_scheduler": "cosine", "learning_rate": 0.0001, "unet_lr": 0.0001,
+         "text_encoder_lr": 0, "network_dim": 8, "network_alpha": 4, "optimizer": "AdamW", "train_batch_size": "3",
+         "save_every_n_epochs": 1,
+         "sample_prompts": "a cat --w 256 --h 256", "sample_every_n_epochs": 2, "max_token_length": "225", "seed": ""}
+    ),
+}  # fmt: skip

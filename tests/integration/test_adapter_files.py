@@ -375,9 +375,9 @@ def test_whatever_reads_a_file_without_an_alpha_says_so(bench: Workbench, capsys
     ends = (("A", torch.ones(4, width)), ("B", torch.ones(width, 4) / 100))
     file = bench.tmp / "adapter_model.safetensors"
     write_tensors(file, {f"base_model.model.{layer}.lora_{end}.weight": t for end, t in ends})
-    (doubt,) = started(starting(bench, "flux lora", file, adapter__rules=[])).doubts
-    assert doubt.startswith(
-        f"{file}: 1 of its modules have no alpha, so their scale is taken for 1; if PEFT saved the file, put"
+    (line,) = started(starting(bench, "flux lora", file, adapter__rules=[])).account.lines()
+    assert (
+        line.startswith(f"assumed: 1 module: no alpha in {file}, so the scale is taken for 1 (") and "if PEFT saved" in line
     )
     config = bench.write(bench.tree("flux", adapter__init_from=str(file)))
     drawn = ["--prompt", "a", "--steps", "1", "--width", "32", "--height", "32", "--out", f"{out}.drawn"]
@@ -389,7 +389,7 @@ def test_whatever_reads_a_file_without_an_alpha_says_so(bench: Workbench, capsys
         (script.main, ["resize", file, f"{out}.2.safetensors", "--base", flux, "--rank", "2"]),
     ):  # fmt: skip
         assert act([*map(str, arguments)]) == 0, arguments
-        assert doubt in " ".join(capsys.readouterr().out.split()), arguments
+        assert line in " ".join(capsys.readouterr().out.split()), arguments
 
 
 def started(config) -> Start:
@@ -412,9 +412,62 @@ def test_a_start_that_does_not_fit_is_refused_before_weights_are_read(outputs: R
     )
     assert "is not a valid checkpoint" in refusal(starting(bench, "flux lora", bench.tmp))
     fewer = refusal(starting(bench, "flux lora", lora, adapter__targets=["*to_q"]))
-    assert "has layers that this run does not adapt" in fewer and "widen adapter.targets" in fewer
+    assert "has layers that this run does not adapt" in fewer and 'take them with adapter.targets = "attention+mlp"' in fewer
     other = refusal(starting(bench, "sdxl dora", lora))
     assert "of its 14 modules are those of" in other and "'transformer." in other and "--base" not in other
+
+
+def of_encoder(bench: Workbench, zero: Callable[[int], bool], **more: torch.Tensor) -> Path:
+    """A file as sd-scripts writes it of SDXL's first encoder: every layer. zero: of a layer's number, whether its B is."""
+    tensors = dict(more)
+    for name, (rows, columns) in (
+        models_at(str(bench.models / "sdxl"), quantization.recognise)[0].layers("text_encoder").items()
+    ):
+        stem = f"lora_te1_text_model_{name.replace('.', '_')}"
+        made = torch.zeros if zero(int(name.split(".")[2])) else torch.ones
+        tensors |= {f"{stem}.lora_down.weight": torch.ones(4, columns), f"{stem}.lora_up.weight": made(rows, 4)}
+        tensors[f"{stem}.alpha"] = torch.tensor(4)
+    write_tensors(bench.tmp / "kohya.safetensors", tensors, {"ss_base_model_version": "sdxl_base_v1-0"})
+    return bench.tmp / "kohya.safetensors"
+
+
+def test_layers_that_change_no_picture_are_left_out_by_name(bench: Workbench) -> None:
+    """SDXL reads its first encoder before the last layer: files of sd-scripts have that layer all the same."""
+    rule = [{"component": "text_encoder", "match": "*"}]
+    last = f"text_encoder.encoder.layers.{bench_layers(bench) - 1}."
+    for untrained in (True, False):
+        file = of_encoder(bench, lambda number, untrained=untrained: untrained and number == bench_layers(bench) - 1)
+        start = started(bench.config("sdxl", adapter__rank=4, adapter__rules=rule, adapter__init_from=str(file)))
+        head, line = start.account.lines()
+        assert head == "left out: 6 layers" and "change no picture" in line and f"{last}self_attn.k_proj" in line
+        assert len(start.portable.layers) == 6 * (bench_layers(bench) - 1) and not any(
+            n.startswith(last) for n in start.portable.layers
+        )
+    trained = bench.config("sdxl", adapter__rank=4, adapter__init_from=str(of_encoder(bench, lambda number: False)))
+    assert '[[adapter.rules]] component = "text_encoder", match = "*"' in refusal(trained)
+    nothing = bench.config("sdxl", adapter__rank=4, adapter__init_from=str(of_encoder(bench, lambda number: True)))
+    assert "has no layer that changes anything in this run" in refusal(nothing)
+    stem, width = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q", unet_width(bench)
+    unet = {
+        f"{stem}.lora_down.weight": torch.ones(4, width),
+        f"{stem}.lora_up.weight": torch.ones(width, 4),
+        f"{stem}.alpha": torch.tensor(4.0),
+    }
+    start = started(
+        bench.config("sdxl", adapter__rank=4, adapter__init_from=str(of_encoder(bench, lambda number: True, **unet)))
+    )
+    assert len(start.portable.layers) == 1 and any("their B is zero" in line for line in start.account.lines())
+
+
+def bench_layers(bench: Workbench) -> int:
+    """The layers of the tiny SDXL's first encoder."""
+    return json.loads((bench.models / "sdxl" / "text_encoder" / "config.json").read_text())["num_hidden_layers"]
+
+
+def unet_width(bench: Workbench) -> int:
+    """The width of its middle block's attention."""
+    layers = models_at(str(bench.models / "sdxl"), quantization.recognise)[0].layers("unet")
+    return layers["mid_block.attentions.0.transformer_blocks.0.attn1.to_q"][0]
 
 
 def test_a_conversion_reads_a_tensor_a_few_times(tmp_path: Path, monkeypatch) -> None:

@@ -15,10 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from PIL import Image
 
 from tests.harness import ROOT, Workbench
+from trainer.adapter_files.read import open_adapter
 from trainer.base.errors import UserError, ending
+from trainer.base.tensorfile import write_tensors
+from trainer.data import scan
+from trainer.data.sources import Source
 from trainer.models import FAMILIES
+from trainer.models.config_files import shards
 from trainer.models.loading import ModelSource
 from trainer.models.opening import open_model
 from trainer.models.tokenizers import load_tokenizer
@@ -26,6 +33,7 @@ from trainer.models.tokenizers import load_tokenizer
 ODD: tuple[Any, ...] = (
     None, True, 1, -1, 0, 1.5, 10**30, float("inf"), "x", "", [24], [], [[1]], {}, {"a": 1},
 )  # fmt: skip
+KINDS = (None, True, -1, 10**30, "x", [24])  # one of each, where every value is changed
 SEEDED = 300
 
 
@@ -72,9 +80,9 @@ def files_of(root: Path) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.rglob("*.json") if path.name in names)
 
 
-def every_change(root: Path, family: str) -> list[Change]:
+def every_change(root: Path, family: str, values: tuple[Any, ...]) -> list[Change]:
     trees = {file: json.loads((root / file).read_text()) for file in files_of(root)}
-    return [Change(family, file, path, odd) for file, tree in trees.items() for path in paths_of(tree) for odd in ODD]
+    return [Change(family, file, path, odd) for file, tree in trees.items() for path in paths_of(tree) for odd in values]
 
 
 def readers(root: Path, family: str, file: str) -> list[Callable[[], Any]]:
@@ -131,7 +139,7 @@ def roots(bench: Workbench) -> dict[str, Path]:
 
 
 def test_a_changed_value_is_read_or_named(roots: dict[str, Path]) -> None:
-    changes = [change for family, root in roots.items() for change in every_change(root, family)]
+    changes = [change for family, root in roots.items() for change in every_change(root, family, ODD)]
     assert len(changes) > 5 * SEEDED
     wrong = faults(random.Random(48).sample(changes, SEEDED), roots)
     assert not wrong, "\n".join(wrong)
@@ -140,11 +148,11 @@ def test_a_changed_value_is_read_or_named(roots: dict[str, Path]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_changed_value_is_read_or_named(roots: dict[str, Path], family: str) -> None:
-    wrong = faults(every_change(roots[family], family), roots)
+    wrong = faults(every_change(roots[family], family, KINDS), roots)
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("place", ["trainer.models.loading.check_values", "trainer.models.tokenizers._padding"])
+@pytest.mark.parametrize("place", ["trainer.models.loading.check_values", "trainer.models.tokenizers._made"])
 def test_a_mistake_of_ours_is_not_blamed_on_a_file(roots: dict[str, Path], place: str, monkeypatch) -> None:
     """It keeps its traceback, and status 1."""
 
@@ -157,3 +165,74 @@ def test_a_mistake_of_ours_is_not_blamed_on_a_file(roots: dict[str, Path], place
         source.check_kind()
         load_tokenizer(roots["sdxl"] / "tokenizer", "tokenizer")
     assert ending(error.value)[0] == 1
+
+
+def surveyed(folder: Path) -> list[str]:
+    """The problems of a folder of photos."""
+    return list(scan.survey([Source(index=0, path=str(folder), resolutions=(64,))]).damaged)
+
+
+def of_photos(folder: Path) -> None:
+    for name in ("a", "b"):
+        Image.new("RGB", (64, 64), "red").save(folder / f"{name}.png")
+
+
+def table(folder: Path) -> Path:
+    """A table of images, of one row."""
+    of_photos(folder)
+    file = folder / "metadata.jsonl"
+    file.write_text(json.dumps({"file_name": "a.png", "text": "a cup"}))
+    return file
+
+
+def caption(folder: Path) -> Path:
+    """A caption in JSON."""
+    of_photos(folder)
+    file = folder / "a.json"
+    file.write_text(json.dumps({"caption": "a cup", "tags": ["cup"]}))
+    return file
+
+
+def peft(folder: Path) -> Path:
+    """What PEFT writes beside a LoRA."""
+    layer = "base_model.model.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
+    tensors = {f"{layer}.lora_A.weight": torch.ones(4, 1280), f"{layer}.lora_B.weight": torch.ones(1280, 4)}
+    write_tensors(folder / "adapter_model.safetensors", tensors)
+    file = folder / "adapter_config.json"
+    fields = {
+        "peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["to_q"], "use_dora": False, "bias": "none",
+        "rank_pattern": {"to_q": 4}, "alpha_pattern": {}, "init_lora_weights": True, "modules_to_save": None,
+    }  # fmt: skip
+    file.write_text(json.dumps(fields))
+    return file
+
+
+def index(folder: Path) -> Path:
+    """An index of shards."""
+    file = folder / "model.safetensors.index.json"
+    file.write_text(json.dumps({"metadata": {"total_size": 8}, "weight_map": {"a": "one.safetensors"}}))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("make", "read"),
+    [
+        (table, lambda file: surveyed(file.parent)), (caption, lambda file: surveyed(file.parent)),
+        (peft, lambda file: open_adapter(file.parent / "adapter_model.safetensors")), (index, shards),
+    ],
+    ids=["table", "caption", "adapter_config", "index"],
+)  # fmt: skip
+def test_other_files_are_read_or_named(tmp_path: Path, make: Callable, read: Callable) -> None:
+    file = make(tmp_path)
+    tree, wrong = json.loads(file.read_text()), []
+    assert not read(file) or make is peft or make is index
+    for path in paths_of(tree):
+        for odd in ODD:
+            Change("", file.name, path, odd).write(tmp_path, tree)
+            try:
+                said = read(file)
+            except UserError as error:
+                said = [str(error)]
+            if isinstance(said, list) and any(str(file.parent) not in line for line in said if make is not index):
+                wrong.append(f"{path} = {odd!r}: {said}")
+    assert not wrong, "\n".join(wrong)

@@ -10,6 +10,7 @@ import pytest
 from scripts import import_config
 from tests import foreign_configs
 from tests.harness import PHOTOS, Workbench
+from trainer import config as configs
 from trainer.cli import main as cli
 
 # By trainer: the model's folder, and the appearances of the folders' five photos each in an epoch, worked out by hand.
@@ -33,6 +34,30 @@ def test_a_config_of_another_trainer_plans_its_appearances(bench: Workbench, cap
     assert cli.main(["--config", "made.toml", "--plan"]) == 0
     planned = capsys.readouterr().out
     assert images_an_epoch(planned) == appearances, planned
+
+
+# By file: what the plan's config has, worked out by hand; an epoch of five photos in batches of three has some steps.
+WINDOWS = {
+    "old.toml": {"run.epochs": 4, "data.clip_chunks": 2, "optimizer.lr": 1.0, "optimizer.options.d_coef": 1.5},
+    "train.bat": {"run.max_steps": 40, "run.name": "pets", "export.every_steps": 0},
+    "window.json": {"run.epochs": 4, "data.clip_chunks": 3, "schedule.warmup": 0.05, "validation.samples.0.width": 256},
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_config_from_a_windows_disk_passes_the_plan(bench: Workbench, capsys, monkeypatch, name: str) -> None:
+    monkeypatch.chdir(bench.tmp)
+    (bench.tmp / name).write_text(foreign_configs.WINDOWS[name], newline="")
+    there = [f"model.path={bench.models / 'sdxl'}", f"data.sources.0.path={PHOTOS}", "run.output_dir=out"]
+    assert import_config.main([name, "--out", "made.toml", "--set", *there]) == 0
+    *_, following = capsys.readouterr().out.splitlines()
+    assert following.endswith("python train.py --config made.toml --plan")
+    assert cli.main(["--config", "made.toml", "--plan"]) == 0
+    (steps,) = re.findall(r"(\d+) steps? an epoch", capsys.readouterr().out)
+    found = configs.flatten(configs.tree(configs.load("made.toml", [])))
+    epochs = {"old.toml": {"export": 2, "validation": 1}, "window.json": {"export": 1, "validation": 2}}.get(name, {})
+    expected = WINDOWS[name] | {f"{table}.every_steps": count * int(steps) for table, count in epochs.items()}
+    assert {key: found[key] for key in expected} == expected
 
 
 def images_an_epoch(planned: str) -> int:

@@ -48,7 +48,8 @@ def test_the_plan_tells_where_captions_come_from_and_what_is_left_out(bench: Wor
         "  2_sks bear: 2 repeats of 1 images\n",
         "  left out: 7 files\n",
         f"    4 files: .psd images are not read; convert them to PNG or JPEG ("
-        f"{photos}/a.psd, {photos}/b.psd, {photos}/c.psd, ...)\n",
+        f"{photos}/a.psd, {photos}/b.psd, {photos}/c.psd and 1 more)\n",
+        "  found: 5 photos, 3 caption files, 7 left out\n",
         f"    2 files: no image has its name ({photos}/00.txt, {photos}/four.txt)\n",
         f"    1 file: hidden ({photos}/.DS_Store)\n",
     ):

@@ -72,7 +72,7 @@ def write_as(
     """Write `portable`, made of what was opened, under the keys of the format. weight: of the base model, where it was
     given. Raises UserError for what the format cannot hold."""
     portable.check_finite()
-    notes += opened.doubts
+    notes += opened.account.lines()
     for form, count in opened.read.fused.items():
         how = "its parts of A and B" if form == "block-diagonal" else "its rows of B, and all of A"
         notes.append(f"{count} modules of several layers were {form}: each layer gets {how}, which is exact")

@@ -21,6 +21,7 @@ from trainer.adapters.peft_config import WEIGHTS, is_peft_folder
 from trainer.adapters.portable import AllNorms, DoraScale, Portable, of_state
 from trainer.adapters.reading import ReadAdapter, read_adapter, stems_of
 from trainer.adapters.targets import Rates, Rule, Target, adaptable_layers, grouped, with_rates
+from trainer.base.account import Account
 from trainer.base.errors import UserError
 from trainer.base.pictures import THUMBNAIL, first_sample, thumbnail
 from trainer.base.run_layout import Layout, folder_name
@@ -175,9 +176,9 @@ class OpenedAdapter:
         return list(dict.fromkeys(name.partition(".")[0] for name in self.portable.layers))
 
     @property
-    def doubts(self) -> list[str]:
-        """What was assumed, because nothing says it, in sentences: whoever uses the file says them."""
-        return self.read.doubts(self.path)
+    def account(self) -> Account:
+        """What was assumed, because nothing says it, and what of the file is not read: whoever uses it prints this."""
+        return self.read.account
 
 
 def looks_like_an_adapter(path: Path) -> bool:

@@ -65,7 +65,7 @@ def lines(opened: OpenedAdapter, layers: list[LayerReport]) -> list[str]:
         f"  scale (alpha / rank): {_counted(Counter(f'{layer.scaling:g}' for layer in layers), 'layers')}"
         + ("; rsLoRA" if portable.rslora else ""),
     ]
-    said += [f"  {doubt}" for doubt in opened.doubts]
+    said += [f"  {line}" for line in opened.account.lines()]
     if portable.dora:
         axes = Counter(factors.axis for factors in portable.layers.values() if factors.magnitude is not None)
         said.append(f"  magnitudes: {_counted(axes, 'layers')} axis; {DORA_SCALE_MEANING[portable.meaning]}")

@@ -12,35 +12,41 @@ from dataclasses import dataclass
 
 from trainer.base.console import shortlist
 from trainer.base.errors import UserError
-from trainer.base.key_styles import KeyStyle
-from trainer.base.types import Link
+from trainer.base.types import KeyStyle, Link
 
 # A name between A and weight is PEFT's adapter name ("default").
 _SUFFIXES = {
     "a": r"\.lora_down\.weight|_lora\.down\.weight|\.lora\.down\.weight|\.lora_linear_layer\.down\.weight"
-    r"|\.lora_A(?:(?:\.\w+)?\.weight)?",
+    r"|\.lora_A(?:(?:\.\w+)?\.weight)?|(?<=_lora[12])\.down\.weight",
     "b": r"\.lora_up\.weight|_lora\.up\.weight|\.lora\.up\.weight|\.lora_linear_layer\.up\.weight"
-    r"|\.lora_B(?:(?:\.\w+)?\.weight)?",
+    r"|\.lora_B(?:(?:\.\w+)?\.weight)?|(?<=_lora[12])\.up\.weight",
     "alpha": r"\.alpha",
-    "magnitude": r"\.lora_magnitude_vector(?:\.\w+){0,2}",
+    "scalar": r"\.scalar",
+    "mid": r"\.lora_mid(?:\.weight)?",
+    "magnitude": r"\.lora_magnitude_vector(?:\.\w+){0,2}|\.magnitude",
     "dora_scale": r"\.dora_scale",
 }
 _KEY = re.compile("|".join(f"(?P<{role}>{pattern})$" for role, pattern in _SUFFIXES.items()))
-# What else is known by its suffix, and why it is no plain LoRA or DoRA.
+# What else is known by its suffix, and why it is no plain LoRA or DoRA, with the programs that write it.
 _OTHER = {
-    "LoHa (Hadamard products)": r"\.hada_[wt]\d(_[ab])?$",
-    "LoKr (Kronecker products)": r"\.lokr_[wt]\d(_[ab])?$",
-    "a LoCon with a Tucker core (lora_mid)": r"\.lora_mid(\.weight)?$",
-    "OFT or BOFT (rotations)": r"\.(oft_\w+|oft_blocks|oft_diag)(\.\w+)*$",
-    "GLoRA": r"\.[ab][12]\.weight$",
-    "IA3": r"\.(on_input|ia3_l)(\.\w+)*$",
-    "VeRA": r"\.vera_lambda_\w+(\.\w+)*$",
-    "a whole difference of weights (diff)": r"\.(diff|diff_b|w_norm|b_norm|set_weight)$",
-    "a LoRA that changes a weight's shape": r"\.reshape_weight$",
-    "a LoRA of an embedding": r"\.lora_embedding_[AB](\.\w+)*$",
-    "a LoRA with biases": r"\.lora_[AB](\.\w+)?\.bias$",
-    "a textual inversion (embeddings of words)": r"^bundle_emb\.|^emb_params$|^string_to_param",
+    "LoHa (Hadamard products; LyCORIS, kohya_ss, OneTrainer and SimpleTuner write it)": r"\.hada_[wt]\d(_[ab])?$",
+    "LoKr (Kronecker products; LyCORIS, ai-toolkit, kohya_ss and SimpleTuner write it)": r"\.lokr_[wt]\d(_[ab])?$",
+    "OFT or BOFT (rotations; OneTrainer, LyCORIS and PEFT write it)": r"\.(oft_\w+|oft_blocks|oft_diag)(\.\w+)*$",
+    "GLoRA (LyCORIS writes it)": r"\.[ab][12]\.weight$",
+    "IA3 (LyCORIS and PEFT write it)": r"\.(on_input|ia3_l)(\.\w+)*$",
+    "VeRA (PEFT writes it)": r"\.vera_lambda_\w+(\.\w+)*$",
+    "a Control LoRA of Flux (it takes a picture, too; ComfyUI and diffusers load it)": r"norm\.(query|key)_norm\.scale$",
+    "with whole differences of weights, biases or norms (LyCORIS with train_norm, and ComfyUI's extraction, write them)":
+        r"\.(diff|diff_b|w_norm|b_norm|set_weight)$",
+    "a Control LoRA of Flux (it changes a weight's shape; ComfyUI loads it)": r"\.reshape_weight$",
+    "a LoRA of an embedding (PEFT writes it)": r"\.lora_embedding_[AB](\.\w+)*$",
+    "a LoRA with biases (PEFT's lora_bias writes them)": r"\.lora_(A|B|up|down)(\.\w+)?\.bias$",
 }  # fmt: skip
+_WORDS = re.compile(r"^bundle_emb\.|^emb_params$|^string_to_param")  # embeddings: OneTrainer bundles them with a LoRA
+INSTEAD = (
+    "merge it into its model with a program that reads it (ComfyUI: Load LoRA, then Save Checkpoint), and make a LoRA of the "
+    "difference, whose error is printed: python scripts/adapter.py extract MERGED MODEL OUT --rank 32"
+)
 NAMED = 6  # keys that a refusal lists
 # Of diffusers before 0.22: the attention's processor had the adapter.
 _PROCESSOR = re.compile(r"\.processor\.(to_out|to_q|to_k|to_v|to_add_out|add_\w_proj)$")
@@ -73,7 +79,8 @@ def key_table(
     for style in styles:
         known = set(layers.get(style.component, ()))
         if style.original:
-            links = [link for link in modules.get(style.component, ()) if known.issuperset(link.parts)]
+            own = modules.get(style.component, ())
+            links = [link for link in (style.links(own) if style.links else own) if known.issuperset(link.parts)]
         else:
             links = [Link(name, (name,)) for name in sorted(known)]
         for link in links:
@@ -85,13 +92,16 @@ def key_table(
 
 
 def taken_apart(keys: Iterable[str], where: object) -> dict[str, dict[str, str]]:
-    """Stem -> role ("a", "b", "alpha", "magnitude", "dora_scale") -> key.
+    """Stem -> role (of `_SUFFIXES`) -> key, without the keys of `embeddings_in`.
 
     Raises UserError for keys of another method, and for those of none.
     """
     stems: dict[str, dict[str, str]] = {}
     other: dict[str, list[str]] = {}
-    for key in keys:
+    words = embeddings_in(keys := list(keys))
+    if len(words) == len(keys) > 0:
+        raise UserError(f"{where} is a textual inversion (embeddings of words), and no adapter: {some(words)}")
+    for key in (key for key in keys if not _WORDS.search(key)):
         found = _KEY.search(key)
         if found is None:
             what = next((what for what, pattern in _OTHER.items() if re.search(pattern, key)), "")
@@ -101,15 +111,23 @@ def taken_apart(keys: Iterable[str], where: object) -> dict[str, dict[str, str]]
         twice = stems.setdefault(stem, {}).setdefault(role, key)
         if twice != key:
             raise UserError(f"{where} has one tensor twice, as {twice!r} and as {key!r}; which of them counts is not known")
-    for what, odd in other.items():
-        if what:
-            raise UserError(f"{where} is {what}, which is neither LoRA nor DoRA and cannot be read: {some(odd)}")
+    for what in (what for what in _OTHER if what in other):
+        instead = "" if "Control" in what else f"; {INSTEAD}"
+        raise UserError(f"{where} is {what}, which is neither LoRA nor DoRA and is not read: {some(other[what])}{instead}")
     if other:
         raise UserError(f"{where} has keys that no adapter file has: {some(other[''])}")
     return stems
 
 
+def embeddings_in(keys: Iterable[str]) -> list[str]:
+    """The keys of embeddings of words, which may lie beside an adapter."""
+    return [key for key in keys if _WORDS.search(key)]
+
+
 def _modern(stem: str) -> str:
+    """The stem without what wrappers of the module, and some programs, put around it."""
+    stem = stem.replace("_orig_mod.", "").removeprefix("module.").removesuffix("_")
+    stem = stem.removeprefix("model.") if stem.startswith("model.diffusion_model.") else stem
     found = _PROCESSOR.search(stem)
     if found is None:
         return stem

@@ -127,7 +127,7 @@ class Portable:
             for kind, tensor in factors.tensors().items():
                 if not is_finite(tensor.make()):
                     raise NonFiniteError(
-                        f"the adapter's {kind} of {name} is not finite; it was not exported. Resume an earlier checkpoint"
+                        f"the adapter's {kind} of {name} is not finite; it was not exported. Take another file or checkpoint"
                     )
             advance(0)
 

@@ -3,7 +3,7 @@
 A module's tensors are A, B, and what else it has: `.alpha`, and of a DoRA `.lora_magnitude_vector` (the output axis, by
 PEFT's definition) or `.dora_scale` ([N, 1]: the output axis; [1, K]: the input axis). The scale is alpha / rank: alpha stands
 beside the module, in diffusers' `lora_adapter_metadata`, or in the config that PEFT saves beside the file (peft_config.py);
-without any of them the scale is 1.
+without any of them the scale is 1. LyCORIS' `.scalar` is one more factor, and its `.lora_mid` a Tucker core between A and B.
 """
 
 import json
@@ -11,17 +11,20 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-from trainer.adapters.keys import KeyTable, Module, some, taken_apart
+import torch
+
+from trainer.adapters.keys import KeyTable, Module, embeddings_in, some, taken_apart
 from trainer.adapters.peft_config import CONFIG, PeftConfig, config_beside
 from trainer.adapters.portable import Axis, DoraScale, Factors, Portable, derived
 from trainer.adapters.splitting import split
-from trainer.base.errors import UserError
+from trainer.base.account import Account, Entry, Heading
+from trainer.base.errors import UserError, reading
 from trainer.base.tensorfile import Recipe, TensorFile
 
 Shapes = Mapping[str, tuple[int, ...]]
+Stems = Mapping[str, Mapping[str, str]]  # stem -> role -> key
 METADATA = "lora_adapter_metadata"
 MOST_RANK = 2**14  # about the rows of the largest layers: beyond it a file of zeros would ask for all memory
 NO_ALPHA = "not given: the scale is 1"
@@ -32,22 +35,15 @@ Said = PeftConfig | dict[str, dict[str, Any]]  # what a file's scales are: PEFT'
 class ReadAdapter:
     """What an adapter file holds. portable: what was read. conventions: how many modules were named in which way. fused: how
     many modules held several layers, by form (splitting.py). alphas: where the scales come from. absent: rows of fused
-    modules without an adapter, whose magnitudes are the model's norms and were left out."""
+    modules without an adapter, whose magnitudes are the model's norms and were left out. account: what was assumed of the
+    file, and left out of it."""
 
     portable: Portable
     conventions: Counter[str] = field(default_factory=Counter)
     fused: Counter[str] = field(default_factory=Counter)
     alphas: Counter[str] = field(default_factory=Counter)
     absent: list[str] = field(default_factory=list)
-
-    def doubts(self, path: Path) -> list[str]:
-        """What was assumed of the file at `path`, because nothing says it, in sentences."""
-        if not (unscaled := self.alphas[NO_ALPHA]):
-            return []
-        return [
-            f"{path}: {unscaled} of its modules have no alpha, so their scale is taken for 1; if PEFT saved the file, put "
-            f"its {CONFIG} beside it, which has the scale"
-        ]
+    account: Account = field(default_factory=Account)
 
 
 def stems_of(file: TensorFile) -> dict[str, dict[str, str]]:
@@ -57,9 +53,7 @@ def stems_of(file: TensorFile) -> dict[str, dict[str, str]]:
     return taken_apart(file.entries, file.path)
 
 
-def read_adapter(
-    file: TensorFile, stems: Mapping[str, Mapping[str, str]], table: KeyTable, shapes: Shapes, advice: str = ""
-) -> ReadAdapter:
+def read_adapter(file: TensorFile, stems: Stems, table: KeyTable, shapes: Shapes, advice: str = "") -> ReadAdapter:
     """The file by a model's table of keys. shapes: of every adaptable layer's weight, by full name.
 
     advice: what a message about other shapes ends with.
@@ -71,7 +65,8 @@ def read_adapter(
     if unknown:
         keys = [key for stem in unknown for key in stems[stem].values()]
         raise UserError(f"{file.path} has keys of no layer that the model has: {some(keys)}")
-    result = ReadAdapter(Portable({}, _meaning(file), dict(file.metadata)))
+    meaning = _meaning(file)
+    result = ReadAdapter(Portable({}, meaning or "magnitude", dict(file.metadata)))
     reader = _Reader(file, config_beside(file.path, stems) or _said_alphas(file), result.alphas, advice)
     layers: dict[str, Factors] = {}
     by_layer: dict[str, str] = {}
@@ -95,28 +90,57 @@ def read_adapter(
                 result.absent.append(name)
     ordered = {name: layers[name] for name in shapes if name in layers}
     result.portable = replace(result.portable, layers=ordered)
+    result.account = _account(file, stems, meaning, reader.unscaled)
     return result
 
 
-def _meaning(file: TensorFile) -> DoraScale:
-    """What the file's magnitudes are, as this program notes it; the definition where nothing is noted."""
+def _account(file: TensorFile, stems: Stems, meaning: DoraScale | None, unscaled: list[str]) -> Account:
+    """What the keys alone leave to be assumed of a file, and what of them is not read. unscaled: stems without an alpha."""
+    scaled, scalars = ([keys[role] for keys in stems.values() if role in keys] for role in ("dora_scale", "scalar"))
+    entries = [
+        Entry(
+            Heading.ASSUMED, f"no alpha in {file.path}, so the scale is taken for 1", unscaled,
+            f"if PEFT saved the file, put its {CONFIG} beside it, which has the scale", "module",
+        ),
+        Entry(
+            Heading.ASSUMED, f"dora_scale in {file.path} is taken for m of m (W + sBA) / ||W + sBA||, the norm by rows where "
+            "it is a column [rows, 1], by columns where it is a row [1, columns]", [] if meaning else scaled,
+            "a file made for readers that divide by ||W|| has dora_scale = comfyui_released in its header's ss_network_args",
+            "magnitude",
+        ),
+        Entry(
+            Heading.NOTE, f"LyCORIS' scalar in {file.path} is multiplied into the scale; ComfyUI and A1111 leave it out",
+            scalars, noun="module",
+        ),
+        Entry(
+            Heading.LEFT_OUT, f"{file.path} bundles embeddings of words, which are no part of a LoRA",
+            embeddings_in(file.entries), "OneTrainer writes them to a file of their own, too", "tensor",
+        ),
+    ]  # fmt: skip
+    return Account(entry for entry in entries if entry.names)
+
+
+def _meaning(file: TensorFile) -> DoraScale | None:
+    """What the file's magnitudes are, as this program notes it; None where nothing that can be read is noted."""
     try:
         args = json.loads(file.metadata.get("ss_network_args", "{}"))
-    except (ValueError, RecursionError):
-        return "magnitude"
-    said = args.get("dora_scale") if isinstance(args, dict) else None
-    return "comfyui_released" if isinstance(said, str) and said.startswith("comfyui_released") else "magnitude"
+    except (ValueError, RecursionError):  # only a DoRA needs it, and other programs write what they like
+        return None
+    said = str(args.get("dora_scale")) if isinstance(args, dict) else ""
+    meanings: tuple[DoraScale, ...] = ("comfyui_released", "magnitude")
+    return next((meaning for meaning in meanings if said.startswith(meaning)), None)
 
 
 @dataclass(frozen=True)
 class _Reader:
     """Reads the modules of one file. said: what its scales are. alphas: counts where they come from. advice: as of
-    `read_adapter`."""
+    `read_adapter`. unscaled: the stems of modules without an alpha."""
 
     file: TensorFile
     said: Said
     alphas: Counter[str]
     advice: str
+    unscaled: list[str] = field(default_factory=list)
 
     def wrong(self, stem: str, what: str) -> UserError:
         return UserError(f"{self.file.path}: {stem!r} {what}")
@@ -129,10 +153,12 @@ class _Reader:
             raise self.wrong(stem, f"has no {names[absent[0]]}, only {some(sorted(keys.values()))}; it is not whole")
         if "magnitude" in keys and "dora_scale" in keys:
             raise self.wrong(stem, "has lora_magnitude_vector and dora_scale; which of them counts is not known")
-        for key in keys.values():
-            if not self.file.entries[key].dtype.is_floating_point:
+        for role, key in keys.items():
+            if role not in ("alpha", "scalar") and not self.file.entries[key].dtype.is_floating_point:
                 raise self.wrong(stem, f"holds {self.file.entries[key].dtype} in {key!r} where numbers are floating point")
         a, b = _stored(self.file, keys["a"]), _stored(self.file, keys["b"])
+        if "mid" in keys:
+            a = self.with_core(stem, a, _stored(self.file, keys["mid"]), shape[2:])
         rank, rows = (a.shape or (0,))[0], (b.shape or (0,))[0]
         if max(rank, *b.shape[1:2]) > MOST_RANK:
             raise self.wrong(
@@ -149,9 +175,32 @@ class _Reader:
             )
         a, b = _shaped(a, wanted_a), _shaped(b, wanted_b)
         factors = Factors(a, b, *self.alpha(stem, keys, module, rank))
+        if "scalar" in keys:
+            scalar = self.number(keys["scalar"])
+            changed = {"alpha": factors.alpha * scalar} if scalar else {"b": derived(b, b.shape, torch.zeros_like)}
+            factors = replace(factors, **changed)
         if m := keys.get("magnitude") or keys.get("dora_scale"):
             factors = replace(factors, **self.magnitude(stem, m, "magnitude" in keys, shape))
         return factors
+
+    def number(self, key: str) -> float:
+        """The one number of a tensor, of whatever dtype."""
+        entry = self.file.entries[key]
+        if math.prod(entry.shape) != 1:
+            raise UserError(f"{self.file.path}: {key!r} has shape {list(entry.shape)}, and is to be one number")
+        number = float(self.file.read(key).double().reshape(()))
+        if not math.isfinite(number):
+            raise UserError(f"{self.file.path}: {key!r} is {number}, not a number to scale by")
+        return number
+
+    def with_core(self, stem: str, a: Recipe, core: Recipe, kernel: tuple[int, ...]) -> Recipe:
+        """A [R, K, kh, kw], fp32, of A [R, K, 1, 1] and LyCORIS' Tucker core [R, R, kh, kw]."""
+        if core.shape != (*a.shape[:1] * 2, *kernel) or math.prod(a.shape[2:]) != 1:
+            raise self.wrong(stem, f"has A {list(a.shape)} and a core (lora_mid) {list(core.shape)}, which do not fit")
+        return Recipe(
+            torch.float32, (*a.shape[:2], *kernel),
+            lambda: torch.einsum("rs...,sk->rk...", core.make().float(), a.make().float().flatten(1)),
+        )  # fmt: skip
 
     def alpha(self, stem: str, keys: Mapping[str, str], module: Module, rank: int) -> tuple[float, bool]:
         """(alpha, whether the scale is rsLoRA's)."""
@@ -163,12 +212,8 @@ class _Reader:
             self.alphas["in PEFT's adapter_config.json"] += 1
             return self.said.alpha(stem, rank, dora="magnitude" in keys or "dora_scale" in keys), self.said.rslora
         if "alpha" in keys:
-            entry = self.file.entries[keys["alpha"]]
-            if math.prod(entry.shape) != 1:
-                raise UserError(f"{self.file.path}: {keys['alpha']!r} has shape {list(entry.shape)}, an alpha is one number")
-            alpha = float(self.file.read(keys["alpha"]).double().reshape(()))
-            if not math.isfinite(alpha) or alpha == 0:
-                raise UserError(f"{self.file.path}: {keys['alpha']!r} is {alpha}, not a number to scale by")
+            if (alpha := self.number(keys["alpha"])) == 0:
+                raise UserError(f"{self.file.path}: {keys['alpha']!r} is 0, not a number to scale by")
             self.alphas["beside the module"] += 1
             return alpha, False
         component, _, name = module.parts[0].partition(".")
@@ -178,6 +223,7 @@ class _Reader:
             self.alphas["in the metadata"] += 1
             return config["alpha"] if pattern is None else pattern[1], config["rslora"]
         self.alphas[NO_ALPHA] += 1
+        self.unscaled.append(stem)
         return float(rank), False
 
     def magnitude(self, stem: str, key: str, peft: bool, shape: tuple[int, ...]) -> dict[str, Any]:
@@ -224,34 +270,34 @@ def _said_alphas(file: TensorFile) -> dict[str, dict[str, Any]]:
     if text is None:
         return {}
 
-    def broken(what: str) -> UserError:
-        return UserError(f"{file.path}: its metadata {METADATA} {what}; without it the scale of the adapter is not known")
-
-    try:
+    remedy = "without it the scale of the adapter is not known: save the file again"
+    with reading(file.path, f"the header's {METADATA}", remedy=remedy):
         fields = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise broken("is not JSON") from error
-    if not isinstance(fields, dict):
-        raise broken("is not a JSON object")
+        if not isinstance(fields, dict):
+            raise ValueError("it is not a JSON object")
     said: dict[str, dict[str, Any]] = {}
     for key, alpha in fields.items():
         component, _, what = key.rpartition(".")
         if what != "lora_alpha":
             continue
-        patterns = fields.get(f"{component}.alpha_pattern") or {}
-        if not isinstance(patterns, dict) or not all(_is_number(number) and number for number in (alpha, *patterns.values())):
-            raise broken(f"gives {component!r:.200} an alpha that is no number to scale by")
-        named = []
-        for pattern, number in patterns.items():
-            name = pattern.removeprefix("^").removesuffix("$").replace("\\.", ".")
-            if not all(letter.isalnum() or letter in "._" for letter in name):
-                raise broken(f"has the pattern {pattern[:200]!r}, which is no layer's name")
-            named.append((name, float(number), pattern.startswith("^")))
-        said[component] = {
-            "alpha": float(alpha), "rslora": fields.get(f"{component}.use_rslora") is True, "patterns": named,
-        }  # fmt: skip
+        with reading(file.path, f"the header's {METADATA}, {key!r:.200}", remedy=remedy):
+            patterns = fields.get(f"{component}.alpha_pattern") or {}
+            if not isinstance(patterns, dict) or not all(_is_number(number) for number in (alpha, *patterns.values())):
+                raise ValueError("it gives an alpha that is no number to scale by")
+            said[component] = {
+                "alpha": float(alpha), "rslora": fields.get(f"{component}.use_rslora") is True,
+                "patterns": [_pattern(*pattern) for pattern in patterns.items()],
+            }  # fmt: skip
     return said
 
 
+def _pattern(pattern: str, number: float) -> tuple[str, float, bool]:
+    """(name, alpha, whether the name is a layer's whole name)."""
+    name = pattern.removeprefix("^").removesuffix("$").replace("\\.", ".")
+    if not all(letter.isalnum() or letter in "._" for letter in name):
+        raise ValueError(f"it has the pattern {pattern[:200]!r}, which is no layer's name")
+    return name, float(number), pattern.startswith("^")
+
+
 def _is_number(value: object) -> bool:
-    return (type(value) is int and abs(value) < 2**53) or (isinstance(value, float) and math.isfinite(value))
+    return type(value) in (int, float) and 0 < abs(value) < 2**53

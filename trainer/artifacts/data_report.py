@@ -9,6 +9,7 @@ from typing import Any
 
 from PIL import Image
 
+from trainer.base.account import Entry, Heading
 from trainer.base.console import printable
 from trainer.base.progress import QUIET, Phases
 from trainer.data import buckets
@@ -19,7 +20,7 @@ from trainer.data.images import views
 from trainer.data.images.decode import decode
 from trainer.data.images.views import View
 from trainer.data.scan import strict_problem
-from trainer.data.sources import Photo, noted
+from trainer.data.sources import Photo
 from trainer.data.threads import in_threads
 from trainer.plan.run_plan import DataPlan
 
@@ -54,7 +55,7 @@ def text(data: DataPlan, lines: Sequence[str], said: captions.CaptionReport) -> 
 def sections(data: DataPlan, lines: Sequence[str], said: captions.CaptionReport, phases: Phases = QUIET) -> Sections:
     """The sections of the page. lines: as `data_lines` gives. said: of the same data. Reads the pictured photos again."""
     photos = {photo.sample: photo for photo in data.scanned.photos}
-    notes = noted(data.scanned.photos)
+    notes, warnings = ([e for e in data.account.entries(kind) if e.names] for kind in (Heading.NOTE, Heading.WARNING))
     held_out = dict.fromkeys(example.photo.sample for example in data.held_out)
     found: Sections = {
         "Damaged": {
@@ -73,7 +74,8 @@ def sections(data: DataPlan, lines: Sequence[str], said: captions.CaptionReport,
         ),
         "Smaller than the bucket of their shape": _table(("photo", "pixels", "trained at", "enlarged"), _small_rows(data)),
         "Held out": _table(("never trained on", "pixels"), ((printable(name), _pixels(photos[name])) for name in held_out)),
-        "Notes": _table(("photo", "note"), ((name, note) for note, names in notes.items() for name in names)),
+        "Used, and perhaps not intended": _table(("what", "why"), _by_name(warnings)),
+        "Notes": _table(("photo", "note"), _by_name(notes)),
         "Left out": {
             "columns": ("file", "why"),
             "rows": [(printable(what), why) for what, why in data.scanned.left_out],
@@ -82,6 +84,10 @@ def sections(data: DataPlan, lines: Sequence[str], said: captions.CaptionReport,
         **_pictures(data, said, phases),
     }
     return {title: section for title, section in found.items() if any(section.get(k) for k in ("text", "pictures", "rows"))}
+
+
+def _by_name(entries: Sequence[Entry]) -> Iterator[tuple[str, str]]:
+    return ((printable(name), entry.reason) for entry in entries for name in entry.names)
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]], notes: Sequence[str] = ()) -> dict[str, Any]:

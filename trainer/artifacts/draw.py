@@ -114,11 +114,9 @@ def draw(
     config = _as_read(config, portable)
     plan = _plan(config, source, portable)
     peers = start_processes(config)
-    for doubt in (
-        *(doubt for each, _ in opened for doubt in each.doubts),
-        *prompts.unread((*drawing.prompts, drawing.negative)),
-    ):
-        peers.say(f"warning: {doubt}")
+    warnings = [f"warning: {doubt}" for doubt in prompts.unread((*drawing.prompts, drawing.negative))]
+    for line in (*(line for each, _ in opened for line in each.account.lines()), *warnings):
+        peers.say(line)
     fused = kernels.choose(config.adapter.kernels, peers.device)
     plan = fetched(plan, peers, phases)
     components = Components(plan, kernels=fused, digests=FileDigests(phases=phases), processes=peers, phases=phases)

@@ -191,7 +191,10 @@ class Artifacts:
                 # Each a line of its own, to be copied.
                 say(f"adapter ({kind}): copy this file into ComfyUI/models/loras (Forge: models/Lora)")
                 say(f"    {path}", whole=True)
-                if said := TensorFile(path).metadata.get(sd_scripts.ENTRY):
+                fields = TensorFile(path).metadata
+                if fields.get("ss_network_module") == export.DORA_MODULE:
+                    say("    as a DoRA not for A1111, InvokeAI, sd-scripts: merge or convert --to lora (scripts/adapter.py)")
+                if said := fields.get(sd_scripts.ENTRY):
                     say(f"note: {sd_scripts.sentence(said)}")
             elif kind.startswith("peft"):
                 component = kind.removeprefix("peft ").partition(",")[0]

@@ -3,7 +3,7 @@
 The data has an account and the model has one. The start of a run, --plan and the data page print them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -15,6 +15,7 @@ SHOWN = 3  # names of an entry in one line
 class Heading(StrEnum):
     """What an entry says of its items, in the order of printing."""
 
+    USED = "used"  # counted by their noun alone
     NOTE = "note"  # what is used, and how
     ASSUMED = "assumed"  # what no file and no key says
     WARNING = "warning"  # what is used and looks unintended
@@ -24,16 +25,18 @@ class Heading(StrEnum):
 @dataclass
 class Entry:
     """Items that share a reason. reason: a phrase for people. names: of the items; empty for a statement about the whole.
-    remedy: what changes it, mostly a config key; "" where nothing does. noun: the kind of the items, in the singular."""
+    count: of the items: a folder is one name, and counts with all its files. remedy: what changes it, mostly a config key; ""
+    where nothing does. noun: the kind of the items, in the singular."""
 
     heading: Heading
     reason: str
     names: list[str] = field(default_factory=list)
+    count: int = 0
     remedy: str = ""
     noun: str = "file"
 
     def __str__(self) -> str:
-        items = f"{counted(len(self.names), self.noun)}: " if self.names else ""
+        items = f"{counted(self.count, self.noun)}: " if self.count else ""
         names = f" ({shortlist(self.names, SHOWN)})" if self.names else ""
         return f"{items}{self.reason}{names}{f'; {self.remedy}' if self.remedy else ''}"
 
@@ -44,26 +47,47 @@ class Account:
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
         self._entries: dict[tuple[Heading, str, str], Entry] = {}
         for entry in entries:
-            self.add(entry.heading, entry.reason, entry.names, remedy=entry.remedy, noun=entry.noun)
+            self.add(entry.heading, entry.reason, entry.names, count=entry.count, remedy=entry.remedy, noun=entry.noun)
 
-    def add(self, heading: Heading, reason: str, names: Iterable[str] = (), *, remedy: str = "", noun: str = "file") -> None:
-        """Add items to the entry of this reason and noun."""
+    def add(
+        self,
+        heading: Heading,
+        reason: str,
+        names: Iterable[str] = (),
+        *,
+        count: int | None = None,
+        remedy: str = "",
+        noun: str = "file",
+    ) -> None:
+        """Add items to the entry of this reason and noun. count: left out: of the names."""
         entry = self._entries.setdefault((heading, reason, noun), Entry(heading, reason, remedy=remedy, noun=noun))
+        before = len(entry.names)
         entry.names += names
+        entry.count += len(entry.names) - before if count is None else count
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
 
     def __add__(self, other: "Account") -> "Account":
-        return Account([*self._entries.values(), *other._entries.values()])
+        return Account([*self, *other])
 
     def entries(self, heading: Heading) -> list[Entry]:
-        """The entries of a heading, those of most items first."""
-        return sorted((e for e in self._entries.values() if e.heading is heading), key=lambda e: -len(e.names))
+        """The entries of a heading: statements about the whole, then those of most items first."""
+        mine = [entry for entry in self if entry.heading is heading]
+        return sorted(mine, key=lambda entry: (bool(entry.names), -entry.count))
 
     def lines(self) -> list[str]:
-        """What is printed: a line for each entry, below the heading's own count where things were left out."""
-        lines = [str(entry) for entry in self.entries(Heading.NOTE)]
+        """What is printed: the counts, then a line for each entry."""
+        used, left_out = [e for e in self if e.heading is Heading.USED], self.entries(Heading.LEFT_OUT)
+        lines = []
+        if used:
+            parts = [counted(entry.count, entry.noun) for entry in used if entry.count]
+            rest = [f"{sum(entry.count for entry in left_out):,} left out"] if left_out else []
+            lines.append(f"found: {', '.join(parts + rest)}")
+        lines += [str(entry) for entry in self.entries(Heading.NOTE)]
         for heading in (Heading.ASSUMED, Heading.WARNING):
             lines += [f"{heading}: {entry}" for entry in self.entries(heading)]
-        if left_out := self.entries(Heading.LEFT_OUT):
+        if left_out:
             lines.append(f"{Heading.LEFT_OUT}: {_sum(left_out)}")
             lines += [f"  {entry}" for entry in left_out]
         return lines
@@ -75,4 +99,5 @@ def counted(count: int, noun: str) -> str:
 
 
 def _sum(entries: Sequence[Entry]) -> str:
-    return counted(sum(len(entry.names) for entry in entries), "file")
+    nouns = dict.fromkeys(entry.noun for entry in entries)
+    return ", ".join([counted(sum(e.count for e in entries if e.noun == noun), noun) for noun in nouns])

@@ -19,6 +19,8 @@ other_trainers_facts.json has the numbers that a config there and one here do no
     flavours   by family, SimpleTuner's names for models; "" is its default
     times      by program, its names for distributions of times, and ours
     guidance, layers_option  by program, the name of an option that has a family's name in it
+    model_names  by family, a pattern of the names that its models have
+    optimizers  what a library there calls an option of the one here; its defaults, by program and optimizer
     differs    by program and family ("": all), what it does otherwise whatever its config says
 """
 
@@ -69,6 +71,8 @@ class OtherDefaults:
     guidance: Mapping[str, str]
     layers_option: Mapping[str, str]
     differs: Mapping[str, Mapping[str, list[str]]]
+    model_names: Mapping[str, str]
+    optimizers: Mapping[str, Mapping[str, Any]]
 
 
 @cache

@@ -1,6 +1,7 @@
 """Every path under a run's output folder, by name. docs/resume.md shows the tree."""
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 
@@ -109,3 +110,13 @@ class Layout:
             if ((found := step.fullmatch(path.name)) and int(found[1] or found[2]) > after) or end.fullmatch(path.name)
         ]
         return [*later, *(path for path in (self.report, self.before_after, self.card, self.card_images) if path.exists())]
+
+
+# What a run leaves in its output folder, by name.
+MADE_BY_RUNS = frozenset(path.parts[0] for path in vars(Layout(Path())).values() if path.parts)
+
+
+def holds_run(names: Collection[str]) -> bool:
+    """Whether a folder of these files and folders is the output folder of a run."""
+    of = Layout(Path())
+    return of.config.name in names and (of.metrics.name in names or of.checkpoints.name in names)

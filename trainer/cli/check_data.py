@@ -36,7 +36,7 @@ def report_data(config: Config, out: Path | None = None) -> int:
     config = resolve(config, source)
     source.check_tokenizers()
     phases = Phases(show=True)
-    scanned = read_sources(config.data, phases)
+    scanned = read_sources(config, phases)
     if not scanned.photos:
         refuse_damaged(scanned)
     processes = int(os.environ.get("WORLD_SIZE", "1"))

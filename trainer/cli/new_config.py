@@ -71,7 +71,7 @@ def write_first_config(
     if model is not None and "model.path" in given:
         raise UserError(f"--model {model} and --set model.path={tree['model'].get('path')} both name the model; give one")
     config = configs.parse(tree)
-    scanned = read_sources(config.data, phases)
+    scanned = read_sources(config, phases)
     if not scanned.photos:
         why = "".join(f"\n  {problem}" for problem in scanned.damaged)
         raise UserError(f"--new {photos}: no photos can be read there; give a folder that holds some{why}")

@@ -154,6 +154,12 @@ def kept_box(placement: Placement) -> tuple[float, float, float, float]:
     return left * scale_x, top * scale_y, right, bottom
 
 
+def share_kept(width: int, height: int, bucket: Bucket) -> float:
+    """The share of a photo's area that the crop to a bucket keeps."""
+    left, top, right, bottom = kept_box(place(width, height, bucket))
+    return (right - left) * (bottom - top) / (width * height)
+
+
 def fit(image: Image.Image, bucket: Bucket, *, flip: bool = False, crop: Crop = CENTRE) -> tuple[Image.Image, Placement]:
     """The photo resized to cover the bucket (Lanczos) and cropped to it as `place` says; mirrored if `flip`."""
     # Resizing only what is kept equals cropping afterwards and bounds the memory for a very narrow photo.

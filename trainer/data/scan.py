@@ -7,19 +7,22 @@ silently.
 import hashlib
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import partial
 
 from PIL import Image
 
+from trainer.base.account import Account, Entry, Heading
 from trainer.base.errors import UserError
 from trainer.base.progress import QUIET, Phases
 from trainer.base.text import decoded, invisible, visible
 from trainer.data import buckets, layouts
 from trainer.data.images import near_duplicates
 from trainer.data.images.decode import decode, decode_mask
-from trainer.data.images.kinds import IMAGES
+from trainer.data.images.kinds import IMAGES, MASK_ENDINGS
+from trainer.data.layouts import apart
 from trainer.data.sources import Beside, FoundPhoto, Listing, Mask, Photo, Place, Scanned, Source
 from trainer.data.threads import in_threads
 
@@ -43,13 +46,15 @@ def refuse_damaged(scanned: Scanned) -> None:
     raise UserError(f"data.sources: {count}; repair or remove these:\n{listed}")
 
 
-def survey(sources: Sequence[Source], *, strict_captions: bool = False, phases: Phases = QUIET) -> Scanned:
+def survey(
+    sources: Sequence[Source], *, strict_captions: bool = False, phases: Phases = QUIET, outputs: Sequence[str] = ()
+) -> Scanned:
     """The sound photos of the sources, in order of source, then of name, and all problems of the others.
 
     Every image is decoded in full. Problems are of folders, images, masks, references and captions; with `strict_captions` a
-    missing or empty caption is one.
+    missing or empty caption is one. outputs: folders in which the run writes, which hold no photos.
     """
-    listings = [layouts.listing(source) for source in sources]
+    listings = [layouts.listing(source, apart.owned(source, sources, outputs)) for source in sources]
     problems = [problem for each in listings for problem in each.problems]
     read = partial(_read, strict_captions=strict_captions)
     photos: list[Photo] = []
@@ -61,9 +66,34 @@ def survey(sources: Sequence[Source], *, strict_captions: bool = False, phases: 
                 photos.append(result)
             else:
                 problems += result
-    left_out = tuple(item for each in listings for item in each.left_out)
-    notes = tuple(line for each in listings for line in each.notes)
-    return Scanned(tuple(photos), left_out, notes, tuple(problems))
+    own = [Entry(Heading.USED, "", count=len(photos), noun="photo")]
+    own += [Entry(Heading.USED, "", count=count - len(photos), noun="damaged photo")]
+    account = Account([*own, *(entry for each in listings for entry in each.account)])
+    for photo in photos:
+        for note in photo.notes:
+            account.add(Heading.NOTE, note, [str(photo.image)], noun="photo")
+    _warn(account, sources, photos)
+    return Scanned(tuple(photos), account, tuple(problems))
+
+
+def _warn(account: Account, sources: Sequence[Source], photos: Sequence[Photo]) -> None:
+    """Enter what is trained and looks unintended, of all photos together."""
+    firsts: dict[tuple[int, int] | None, Source] = {}
+    masked = Counter(photo.source.index for photo in photos if photo.mask)
+    for source in sources:
+        key = f"data.sources.{source.index}"
+        first = firsts.setdefault(apart.inode(apart.folder_of(source)) or (-1, source.index), source)
+        if first is not source:
+            what = f"{key} has the same folder as data.sources.{first.index} ({source.path})"
+            account.add(Heading.WARNING, f"{what}: photos that both have are trained twice")
+        if source.masks != "none" and not masked[source.index] and not source.regularisation:
+            looked = f"NAME{MASK_ENDINGS[0]} beside NAME.jpg" if source.masks == "files" else "photos with transparency"
+            account.add(Heading.WARNING, f'{key}: masks = "{source.masks}", and no photo has a mask; looked for {looked}')
+    given = [photo for photo in photos if photo.caption and photo.caption_from not in layouts.CAPTIONS_OF_NAMES]
+    counts = Counter(photo.caption for photo in given)
+    if same := [str(photo.image) for photo in given if counts[photo.caption] > 2]:
+        heading = Heading.WARNING if len(counts) == 1 else Heading.NOTE
+        account.add(heading, "one caption is that of three photos or more", same, noun="photo")
 
 
 def _taken(listings: Sequence[Listing]) -> Iterator[FoundPhoto]:
@@ -96,12 +126,10 @@ def _read(found: FoundPhoto, *, strict_captions: bool) -> Photo | list[str]:
     if decoded is not None and found.source.masks == "alpha" and decoded.alpha is not None:
         mask = Mask(found.image, sha256)
         notes = (*notes, *_black(decoded.alpha, found.source))
-    if decoded is not None and found.source.masks == "files" and found.mask is not None:
+    if decoded is not None and found.mask is not None:
         digest, more = _read_mask(found, decoded.image.size, problems)
         mask = Mask(found.mask, digest)
         notes = (*notes, *more)
-    elif found.mask is not None:
-        notes = (*notes, 'its mask file is not used (masks is not "files")')
     numbered = enumerate(found.references, 1)
     references = [one for number, place in numbered if (one := _read_reference(found, place, number, problems))]
     notes = (*notes, *(note for each in references for note in each.notes))

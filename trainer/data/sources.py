@@ -3,13 +3,15 @@
 import errno
 import os
 import stat
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from trainer.base.account import Account, Heading
 from trainer.base.console import printable
 from trainer.data.caption_rules import CaptionRules
 
+HUB = "hf:"  # begins the path of a source that is a dataset of the library datasets
 MAX_BYTES = 2 << 30  # of one file: the largest photo that is read has 200 million pixels, of at most 8 bytes
 
 
@@ -136,14 +138,13 @@ class FoundPhoto:
 class Listing:
     """What a source holds.
 
-    found: the reader removes them one by one. left_out: (file, reason) of everything that is not trained on. problems: what
-    has to be repaired before a run. notes: further lines for the start of a run.
+    found: the reader removes them one by one. account: what became of all other files. problems: what has to be repaired
+    before a run.
     """
 
     found: list[FoundPhoto]
-    left_out: Sequence[tuple[str, str]] = ()
+    account: Account = field(default_factory=Account)
     problems: Sequence[str] = ()
-    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,23 +218,24 @@ class Photo:
         return [self.sha256, *more] if more else self.sha256
 
 
-def noted(photos: Iterable[Photo]) -> dict[str, list[str]]:
-    """The printable samples that have a note, by note."""
-    found: dict[str, list[str]] = {}
-    for photo in photos:
-        for note in photo.notes:
-            found.setdefault(note, []).append(printable(photo.sample))
-    return found
-
-
 @dataclass(frozen=True)
 class Scanned:
-    """The checked contents of all sources. left_out, notes: as in a Listing.
+    """The checked contents of all sources, and the account of their files.
 
     damaged: what has to be repaired before a run, a file and the reason in each line. None of `photos` is among them.
     """
 
     photos: tuple[Photo, ...]
-    left_out: tuple[tuple[str, str], ...] = ()
-    notes: tuple[str, ...] = ()
+    account: Account = field(default_factory=Account)
     damaged: tuple[str, ...] = ()
+
+    @property
+    def left_out(self) -> tuple[tuple[str, str], ...]:
+        """(file or folder, reason) of everything that is not used."""
+        return tuple((name, entry.reason) for entry in self.account.entries(Heading.LEFT_OUT) for name in entry.names)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The lines of the account that are about what is used."""
+        warnings = (f"{Heading.WARNING}: {entry}" for entry in self.account.entries(Heading.WARNING))
+        return (*map(str, self.account.entries(Heading.NOTE)), *warnings)

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from trainer.base.key_styles import KeyStyle
 from trainer.base.memory import find_blocks
-from trainer.base.types import Batch, Conditioning, Link
+from trainer.base.types import Batch, Conditioning, KeyStyle, Link, separate
 from trainer.models.names import ComponentConfig, Names, Shape, under_original_names
 from trainer.objectives import Objective
 
@@ -342,6 +341,11 @@ class Family:
             KeyStyle("kohya with diffusers names", denoiser, "lora_unet_", flat=True),
             KeyStyle("SimpleTuner's LyCORIS", denoiser, "lycoris_", flat=True),
             KeyStyle("ComfyUI generic", denoiser, "diffusion_model.", original=True),
+            KeyStyle("original names", denoiser, "", original=True),
+            KeyStyle("PEFT of the original model", denoiser, "base_model.model.diffusion_model.", original=True),
+            KeyStyle("PEFT of the original model", denoiser, "base_model.model.", original=True),
+            KeyStyle("OneTrainer with original names", denoiser, f"{denoiser}.", original=True),
+            KeyStyle("OneTrainer with original names", denoiser, f"{denoiser}.", original=True, links=separate),
         ]
         for number, name in enumerate(self.text_encoders, 1):
             styles.append(KeyStyle("diffusers", name, f"{name}."))

@@ -7,7 +7,7 @@ from typing import Any
 from trainer.base.files import parse_size
 from trainer.base.progress import Phases
 from trainer.base.text import visible
-from trainer.config import DataTable, Resolutions, Table
+from trainer.config import Config, DataTable, Resolutions, Table
 from trainer.data.cache.entries import Cache, MemoryCache
 from trainer.data.caption_rules import CaptionRules
 from trainer.data.scan import survey
@@ -44,9 +44,11 @@ def resolutions(given: Resolutions) -> tuple[int, ...]:
     return (given,) if isinstance(given, int) else tuple(sorted(given))
 
 
-def read_sources(data: DataTable, phases: Phases) -> Scanned:
+def read_sources(config: Config, phases: Phases) -> Scanned:
     """All photos, read and checked. Problems are in `damaged`."""
-    return survey(sources_of(data), strict_captions=data.strict_captions, phases=phases)
+    data, written = config.data, (config.run.output_dir, config.checkpoint.mirror, config.data.cache_dir)
+    outputs = [folder for folder in written if folder]
+    return survey(sources_of(data), strict_captions=data.strict_captions, phases=phases, outputs=outputs)
 
 
 def open_cache(data: DataTable, folder: Path) -> Cache | MemoryCache | None:

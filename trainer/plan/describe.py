@@ -1,7 +1,7 @@
 """How a plan is printed: at the start of a run, and by --plan."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import isqrt, prod
 from typing import Any
 
@@ -14,7 +14,7 @@ from trainer.data.batches import sampler, short_batches
 from trainer.data.buckets import REFERENCE_AREA, named, reference_bucket
 from trainer.data.captions import prompts
 from trainer.data.examples import Example
-from trainer.data.sources import Photo, Scanned, Source, noted
+from trainer.data.sources import Photo, Source
 from trainer.monitoring.course import HELD_OUT_PHOTOS
 from trainer.plan import fixed_draws, optimizer_rules
 from trainer.plan.data_sources import sources_of
@@ -144,9 +144,7 @@ def data_lines(config: Config, data: DataPlan, length: Length, *, text: str = ""
         *(f"  warning: {line}" for line in prompts.warnings((r.prompt for r in data.requests), data.examples)),
         *_weight_lines(data),
         *_view_lines(sources),
-        *(f"  {line}" for line in data.scanned.notes),
-        *(f"  {line}" for line in _grouped(noted(data.photos), "photo")),
-        *_left_out_lines(data.scanned),
+        *(f"  {line}" for line in data.account.lines()),
         *_held_out(config, data),
         *_alike_lines(data),
     ]
@@ -296,24 +294,6 @@ def _view_lines(sources: Sequence[Source]) -> list[str]:
         f"  image variants: {one.image_variants} of each photo, the first unchanged, the others with crop jitter "
         f"{one.crop_jitter:g} and colour jitter {one.colour_jitter:g}"
     ]
-
-
-def _left_out_lines(scanned: Scanned) -> list[str]:
-    if not scanned.left_out:
-        return []
-    by_reason: dict[str, list[str]] = {}
-    for what, why in scanned.left_out:
-        by_reason.setdefault(why, []).append(printable(what))
-    return [f"  left out: {_count(scanned.left_out, 'file')}", *(f"    {line}" for line in _grouped(by_reason, "file"))]
-
-
-def _grouped(groups: Mapping[str, Sequence[str]], noun: str) -> list[str]:
-    """A line for each group, the largest first, with the first three names of it."""
-    lines = []
-    for said, names in sorted(groups.items(), key=lambda group: -len(group[1])):
-        more = ", ..." if len(names) > 3 else ""
-        lines.append(f"{_count(names, noun)}: {said} ({', '.join(names[:3])}{more})")
-    return lines
 
 
 def _text(plan: RunPlan) -> str:

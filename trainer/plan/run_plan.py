@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from PIL import Image
@@ -12,6 +12,7 @@ from trainer import quantization
 from trainer.adapters import Rule, Target, adaptable_layers, match_targets
 from trainer.adapters.export import fused_modules
 from trainer.base import patterns
+from trainer.base.account import Account, Entry, Heading
 from trainer.base.errors import UserError
 from trainer.base.progress import QUIET, Phases
 from trainer.base.types import Link
@@ -56,6 +57,19 @@ class DataPlan:
     def encoded(self) -> tuple[Example, ...]:
         """Every example whose latents and captions a run reads."""
         return (*self.examples, *(example for examples in self.measured.values() for example in examples))
+
+    @cached_property
+    def account(self) -> Account:
+        """What became of all files, and of which photos the crop cuts most away."""
+        least: dict[str, float] = {}
+        for example in (*self.examples, *self.held_out):
+            kept = buckets.share_kept(*example.photo.size, example.bucket)
+            if kept < 0.5:
+                name = str(example.photo.image)
+                least[name] = min(kept, least.get(name, kept))
+        names = [f"{name}: {kept:.0%}" for name, kept in sorted(least.items(), key=lambda item: item[1])]
+        why, remedy = "the crop keeps less than half of it", "cut it into several photos"
+        return self.scanned.account + Account([Entry(Heading.WARNING, why, names, len(names), remedy, "photo")] * bool(names))
 
     @property
     def resolution(self) -> int:
@@ -238,7 +252,7 @@ def plan_data(
     """
     data = config.data
     if scanned is None:
-        scanned = read_sources(data, phases)
+        scanned = read_sources(config, phases)
         refuse_damaged(scanned)
     for resolution in {each for source in sources_of(data) for each in source.resolutions}:
         if data.bucket_step % family.size_multiple or resolution < data.bucket_step:

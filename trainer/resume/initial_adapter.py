@@ -10,6 +10,7 @@ it does not have (layers, ranks beyond its own) starts as in any run: A drawn, B
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,15 @@ from trainer.adapters.norms import Norms, RowNorms, magnitude
 from trainer.adapters.peft_config import WEIGHTS, is_peft_folder
 from trainer.adapters.portable import Factors, Portable, is_finite, recipe
 from trainer.adapters.ranks import shrunk
+from trainer.base.account import Account, Heading
 from trainer.base.errors import UserError
 from trainer.base.files import hash_file
 from trainer.checkpoint.pieces import Pieces
 from trainer.kernels.dora_torch import TINY
 from trainer.plan.run_plan import RunPlan
+
+READ_BEFORE = "the model reads the encoder before these layers, so they change no picture, and nothing trains them"
+UNTRAINED = "their B is zero, so they change nothing, and this run does not adapt them"
 
 
 @dataclass
@@ -37,7 +42,7 @@ class Start:
     adapter.safetensors; "" where it is gone. portable: what was read; None in a run that starts anew, or is resumed.
     weights: as Adapter.state_dict had them before the first step, on the CPU; what training changed is told from there. None
     in a run that starts anew.
-    doubts: what was assumed of the file, in sentences.
+    account: what was assumed of the file, and left out of it.
     """
 
     path: str = ""
@@ -45,7 +50,7 @@ class Start:
     portable: Portable | None = None
     lost: dict[str, float] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] | None = None
-    doubts: list[str] = field(default_factory=list)
+    account: Account = field(default_factory=Account)
 
     @property
     def name(self) -> str:
@@ -166,15 +171,34 @@ def open_start(plan: RunPlan, *, resumed: bool = False) -> Start:
         raise UserError(f"{key} does not exist; give an adapter file, a folder that PEFT saved, or a checkpoint's folder")
     try:
         if place.is_dir() and not peft:
-            portable, doubts = open_checkpoint(place).portable("magnitude"), []
+            portable, account = open_checkpoint(place).portable("magnitude"), Account()
         else:
             model = NamedModel(plan.model.family, plan.config.model.path, plan.model.source.config, plan.model.source)
             opened = open_adapter(place, [model])
-            portable, doubts = opened.portable, opened.doubts
+            portable, account = opened.portable, opened.account
     except UserError as error:
         raise UserError(f"{key}: {error}") from error
+    portable = with_effect(portable, plan, account)
     check_fits(key, portable, plan)
-    return Start(path, hash_file(held), portable, doubts=doubts)
+    return Start(path, hash_file(held), portable, account=account)
+
+
+def with_effect(portable: Portable, plan: RunPlan, account: Account) -> Portable:
+    """The adapter without layers that this run does not adapt and that change nothing; they are entered in the account.
+
+    Reads B of the layers that are not adapted.
+    """
+    family, adapted = plan.model.family, {f"{target.component}.{target.name}" for target in plan.model.targets}
+    unread = {name: family.no_gradient(name, plan.model.source.config(name)) for name in family.text_encoders}
+    kept = {}
+    for name, factors in portable.layers.items():
+        component, _, layer = name.partition(".")
+        dead = any(fnmatchcase(layer, pattern) for pattern in unread.get(component, ()))
+        if name in adapted or not (dead or factors.magnitude is None and not factors.b.make().any()):
+            kept[name] = factors
+        else:
+            account.add(Heading.LEFT_OUT, READ_BEFORE if dead else UNTRAINED, [name], noun="layer")
+    return portable.with_layers(kept)
 
 
 def check_fits(key: str, portable: Portable, plan: RunPlan) -> None:
@@ -184,9 +208,11 @@ def check_fits(key: str, portable: Portable, plan: RunPlan) -> None:
     beyond = [name for name in portable.layers if name not in targets]
     if beyond:
         raise UserError(
-            f"{key} has layers that this run does not adapt, and they would be lost: {some(beyond)}; "
-            "widen adapter.targets or adapter.rules"
+            f"{key} has layers that this run does not adapt, and they would be lost: {some(beyond)}; take them with "
+            + " and ".join(_lines_for(beyond, portable, plan))
         )
+    if not portable.layers:
+        raise UserError(f"{key} has no layer that changes anything in this run; leave it out, or take another file")
     if portable.dora and not dora:
         raise UserError(
             f"{key} is a DoRA and adapter.type = 'lora'; set adapter.type = 'dora', or make a LoRA of it: "
@@ -210,3 +236,14 @@ def check_fits(key: str, portable: Portable, plan: RunPlan) -> None:
                 f"{key}: {name} has rank {factors.rank}, this run {target.rank}; set adapter.rank (or a rule's) to it, or "
                 "adapter.init_resize = true to grow it without a change, or to shrink it to the nearest of that rank"
             )
+
+
+def _lines_for(beyond: list[str], portable: Portable, plan: RunPlan) -> list[str]:
+    """The lines of the config that adapt the layers `beyond`, by full name, beside the others of the file."""
+    names, family = dict.fromkeys(name.partition(".")[0] for name in beyond), plan.model.family
+    layers = [target.name for target in portable.targets if target.component == family.denoiser]
+    wide = (
+        name for name, patterns in family.presets.items() if all(any(fnmatchcase(n, p) for p in patterns) for n in layers)
+    )
+    rule = '[[adapter.rules]] component = "{}", match = "*" (a line each)'
+    return [f'adapter.targets = "{next(wide, "all")}"' if name == family.denoiser else rule.format(name) for name in names]

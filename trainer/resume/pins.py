@@ -174,7 +174,9 @@ def _other_photos(found: Mapping[str, list[str]], changed: list[str], counts: st
         f", or end the present epoch here and start a new one over these: {allowed.way([PHOTOS])}, or start a new run "
         "(another run.output_dir)"
     )
-    restore = f"restore them{ways if allowed.resume_from else ''}"
+    # A later version may leave out what an earlier one trained: thumbnails, samples, masks.
+    why = " (--plan names what is left out now, and why; the version that began the run still trains it)"
+    restore = f"restore them{why if 'removed' in found else ''}{ways if allowed.resume_from else ''}"
     raise UserError(f"the data are not those of the checkpoint ({counts}):\n{listing}\n{restore}")
 
 

@@ -84,7 +84,7 @@ def begin(
     kept = () if saved is None else start_point.fixed_levers(config)
     plan = fitted(plan, there.kernels, there.size, base=there.base, kept=kept, say=say)
     config = plan.config
-    for line in (*warnings, *start.doubts, *container.doubts(Path(config.run.output_dir), "run.output_dir")):
+    for line in (*warnings, *start.account.lines(), *container.doubts(Path(config.run.output_dir), "run.output_dir")):
         say(f"warning: {line}")
     pieces = Pieces(saved, start_point.census(config))
     pieces.enter("config", pins.pin_config(config, allowed=allowed))

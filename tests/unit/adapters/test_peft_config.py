@@ -124,11 +124,11 @@ def test_the_file_and_the_folder_are_one(tmp_path: Path, capsys) -> None:
     assert open_adapter(folder / "own.safetensors").portable.rslora
     (folder / "adapter_config.json").unlink()  # without it nothing says the scale, and that is said
     assert script.main(["convert", str(folder / "adapter_model.safetensors"), str(tmp_path / "2"), "--to", "kohya"]) == 0
-    (doubt,) = open_adapter(folder / "adapter_model.safetensors").doubts
-    assert doubt.startswith(
-        f"{folder / 'adapter_model.safetensors'}: 4 of its modules have no alpha, so their scale is taken for 1;"
+    (line,) = open_adapter(folder / "adapter_model.safetensors").account.lines()
+    assert line.startswith(
+        f"assumed: 4 modules: no alpha in {folder / 'adapter_model.safetensors'}, so the scale is taken for 1 ("
     )
-    assert "put its adapter_config.json beside it" in doubt and doubt in capsys.readouterr().out
+    assert "put its adapter_config.json beside it" in line and line in capsys.readouterr().out
 
 
 def edited(folder: Path, **fields: Any) -> Path:

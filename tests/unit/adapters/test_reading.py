@@ -34,7 +34,8 @@ def pair(a: str, b: str) -> dict[str, torch.Tensor]:
 
 
 INNER = Q.removeprefix("unet.")
-FLAT = "middle_block_1_transformer_blocks_0_attn1_to_q"
+DOTTED = "middle_block.1.transformer_blocks.0.attn1.to_q"
+FLAT = DOTTED.replace(".", "_")
 FORMS = {
     "diffusers": pair(f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"),
     "diffusers 0.2x": pair(f"{Q}.lora.down.weight", f"{Q}.lora.up.weight"),
@@ -62,6 +63,24 @@ FORMS = {
         "diffusion_model.middle_block.1.transformer_blocks.0.attn1.to_q.lora_B.weight",
     ),
     "no ends": pair(f"{Q}.lora_A", f"{Q}.lora_B"),
+    "processors without prefix": pair(
+        f"{INNER.replace('to_q', 'processor.to_q')}_lora.down.weight",
+        f"{INNER.replace('to_q', 'processor.to_q')}_lora.up.weight",
+    ),
+    "OneTrainer, original names": pair(f"unet.{DOTTED}.lora_down.weight", f"unet.{DOTTED}.lora_up.weight"),
+    "original names": pair(f"{DOTTED}.lora_A.weight", f"{DOTTED}.lora_B.weight"),
+    "of a whole checkpoint": pair(
+        f"model.diffusion_model.{DOTTED}.lora_A.weight", f"model.diffusion_model.{DOTTED}.lora_B.weight"
+    ),
+    "PEFT of the original": pair(
+        f"base_model.model.diffusion_model.{DOTTED}.lora_A.default.weight",
+        f"base_model.model.diffusion_model.{DOTTED}.lora_B.default.weight",
+    ),
+    "PEFT of the bare original": pair(f"base_model.model.{DOTTED}.lora_A.weight", f"base_model.model.{DOTTED}.lora_B.weight"),
+    "compiled and wrapped": pair(
+        f"module.unet._orig_mod.{INNER}.lora_A.weight", f"module.unet._orig_mod.{INNER}.lora_B.weight"
+    ),
+    "an underscore at the end": pair(f"lora_unet_{FLAT}_.lora_down.weight", f"lora_unet_{FLAT}_.lora_up.weight"),
 }
 
 
@@ -100,8 +119,10 @@ def test_t5_is_known_under_the_numbers_of_both_trainers(tmp_path: Path) -> None:
 def test_the_scale_is_read_from_where_it_stands(tmp_path: Path) -> None:
     keys = FORMS["kohya"]
     stem = next(iter(keys)).partition(".")[0]
-    for alpha in (torch.tensor(1.5), torch.tensor([1.5], dtype=torch.bfloat16)):
+    for alpha in (torch.tensor(1.5), torch.tensor([1.5], dtype=torch.bfloat16), torch.tensor([[1.5]], dtype=torch.float64)):
         assert opened(tmp_path, {**keys, f"{stem}.alpha": alpha}).portable.layers[Q].scaling == 0.75
+    for kind in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):  # sd-scripts' tools write integers
+        assert opened(tmp_path, {**keys, f"{stem}.alpha": torch.tensor(3, dtype=kind)}).portable.layers[Q].scaling == 1.5
     peft = FORMS["diffusers"]
     for said, scaling in (
         ({"unet.lora_alpha": 3, "unet.r": 2}, 1.5),
@@ -117,13 +138,14 @@ def test_the_scale_is_read_from_where_it_stands(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("{", "is not JSON"), ("[]", "is not a JSON object"), ('{"unet.lora_alpha": "8"}', "an alpha that is no number"),
+    [("{", "Expecting property name"), ("[]", "not a JSON object"), ('{"unet.lora_alpha": "8"}', "alpha that is no number"),
      ('{"unet.lora_alpha": NaN}', "no number"), ('{"unet.lora_alpha": 0}', "no number to scale by"),
-     ('{"unet.lora_alpha": 1' + "0" * 400 + "}", "no number"), ("[" * 100_000, "is not JSON"),
+     ('{"unet.lora_alpha": 1' + "0" * 400 + "}", "no number"), ("[" * 100_000, "RecursionError"),
+     ('{"unet.lora_alpha": 1' + "0" * 5000 + "}", "4300"),
      ('{"unet.lora_alpha": 1, "unet.alpha_pattern": {"(a+)+$": 1}}', "the pattern .* which is no layer's name")],
 )  # fmt: skip
 def test_metadata_that_do_not_give_a_scale_are_refused(tmp_path: Path, text: str, words: str) -> None:
-    with pytest.raises(UserError, match=f"lora_adapter_metadata .*{words}"):
+    with pytest.raises(UserError, match=f"a.safetensors: the header's lora_adapter_metadata.*{words}.*save the file again"):
         opened(tmp_path, FORMS["diffusers"], {"lora_adapter_metadata": text})
 
 
@@ -153,13 +175,16 @@ def test_a_magnitude_is_of_the_axis_that_its_shape_says(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "LoHa": ({f"{STEM}.hada_w1_a": A}, r"is LoHa \(Hadamard products\), which is neither"),
-    "LoKr": ({f"{STEM}.lokr_w1": A, f"{STEM}.lokr_w2_a": A}, r"is LoKr \(Kronecker products\).*lokr_w1.*lokr_w2_a"),
-    "Tucker": ({**FORMS["kohya"], f"{STEM}.lora_mid.weight": A}, "Tucker core"),
-    "OFT": ({f"{STEM}.oft_blocks": A}, "OFT or BOFT"),
-    "difference": ({f"{STEM}.diff": A}, "a whole difference of weights"),
+    "LoHa": ({f"{STEM}.hada_w1_a": A}, r"is LoHa \(Hadamard products; LyCORIS.* write it\), which is neither"),
+    "LoKr": ({f"{STEM}.lokr_w1": A, f"{STEM}.lokr_w2_a": A},
+             r"is LoKr \(.*ai-toolkit.*\), .*lokr_w1.*lokr_w2_a.*; merge it .*adapter.py extract MERGED MODEL OUT"),
+    "Tucker": ({**FORMS["kohya"], f"{STEM}.lora_mid.weight": A}, r"a core \(lora_mid\) \[2, 1280\], which do not fit"),
+    "OFT": ({f"{STEM}.oft_blocks": A}, "OFT or BOFT .*OneTrainer.*; merge it into its model"),
+    "difference": ({f"{STEM}.diff": A}, "with whole differences of weights.*train_norm.*; merge it"),
+    "norms": ({**FORMS["kohya"], "diffusion_model.k_norm.diff": A}, "whole differences .*'diffusion_model.k_norm.diff'"),
+    "Control LoRA": ({"double_blocks.0.img_attn.norm.query_norm.scale": A, "img_in.lora_B.bias": A}, "Control LoRA of Flux"),
     "biases": ({**FORMS["diffusers"], f"{Q}.lora_B.bias": A}, "a LoRA with biases"),
-    "textual inversion": ({**FORMS["kohya"], "bundle_emb.word.string_to_param": A}, "a textual inversion"),
+    "textual inversion": ({"bundle_emb.word.clip_l": A, "emb_params": A}, "is a textual inversion .* and no adapter"),
     "a model": ({"model.diffusion_model.out.2.weight": A}, "has keys that no adapter file has: 'model.diffusion_model.out.2"),
     "nothing": ({}, "holds no tensors"),
     "only A": ({f"{STEM}.lora_down.weight": A}, r"has no B \(lora_B, lora_up\), only .*it is not whole"),
@@ -174,7 +199,7 @@ REFUSED = {
     "another size": ({f"{STEM}.lora_down.weight": A[:, :640], f"{STEM}.lora_up.weight": B},
                      r"A \[2, 640\] and B \[1280, 2\], which do not fit"),
     "ranks differ": ({f"{STEM}.lora_down.weight": A[:1], f"{STEM}.lora_up.weight": B}, "do not fit each other"),
-    "alpha of many": ({**FORMS["kohya"], f"{STEM}.alpha": torch.ones(2)}, "an alpha is one number"),
+    "alpha of many": ({**FORMS["kohya"], f"{STEM}.alpha": torch.ones(2)}, "and is to be one number"),
     "alpha not finite": ({**FORMS["kohya"], f"{STEM}.alpha": torch.tensor(float("nan"))}, "is nan, not a number to scale by"),
     "flat magnitude": ({**FORMS["kohya"], f"{STEM}.dora_scale": torch.ones(1280)}, r"magnitude of shape \[1280\]"),
     "two magnitudes": ({**FORMS["kohya"], f"{STEM}.dora_scale": torch.ones(1280, 1),
@@ -268,6 +293,93 @@ def test_an_untrained_fused_module_is_split_evenly(tmp_path: Path) -> None:
     read = opened(tmp_path, fused_keys(torch.zeros(sum(ROWS), 8), torch.arange(8 * 3072.0).view(8, 3072)))
     assert [f.rank for f in read.portable.layers.values()] == [2, 2, 2, 2]
     assert torch.equal(torch.cat([f.a.make() for f in read.portable.layers.values()]), torch.arange(8 * 3072.0).view(8, 3072))
+
+
+DOUBLE = "transformer.transformer_blocks.0.attn"
+
+
+@pytest.mark.parametrize("prefix", ["", "diffusion_model."])
+@pytest.mark.parametrize(
+    ("number", "names"), [(1, ("to_q", "to_k", "to_v")), (2, ("add_q_proj", "add_k_proj", "add_v_proj"))]
+)
+def test_xlabs_processors_are_the_attention_of_both_streams(tmp_path: Path, prefix: str, number: int, names) -> None:
+    up, down = torch.randn(9216, 4), torch.randn(4, 3072)
+    stem, out = f"{prefix}double_blocks.0.processor.qkv_lora{number}", "to_out.0" if number == 1 else "to_add_out"
+    proj = {f"{stem.replace('qkv', 'proj')}.{end}.weight": t for end, t in (("down", down), ("up", up[:3072]))}
+    read = opened(tmp_path, {f"{stem}.down.weight": down, f"{stem}.up.weight": up, **proj}, family="flux")
+    layers = read.portable.layers
+    assert list(layers) == [f"{DOUBLE}.{name}" for name in (*names, out)] or set(layers) == {
+        f"{DOUBLE}.{name}" for name in (*names, out)
+    }
+    for name, rows in zip(names, up.split(3072), strict=True):
+        assert torch.equal(layers[f"{DOUBLE}.{name}"].b.make(), rows)
+
+
+def test_xlabs_adapts_q_k_and_v_of_a_single_block_alone(tmp_path: Path) -> None:
+    for between in ("processor.", ""):
+        stem = f"single_blocks.3.{between}qkv_lora"
+        keys = {f"{stem}.down.weight": torch.ones(4, 3072), f"{stem}.up.weight": torch.ones(9216, 4)}
+        assert list(opened(tmp_path, keys, family="flux").portable.layers) == NAMES[:3]
+
+
+def test_onetrainer_numbers_the_layers_of_a_module(tmp_path: Path) -> None:
+    keys: dict[str, torch.Tensor] = {}
+    for index, rows in enumerate(ROWS):
+        stem = f"transformer.single_blocks.3.linear1.{index}"
+        keys |= {
+            f"{stem}.lora_down.weight": torch.ones(1, 3072),
+            f"{stem}.lora_up.weight": torch.full((rows, 1), 1.0 + index),
+        }
+    stem = "transformer.img_in.proj"
+    keys |= {f"{stem}.lora_down.weight": torch.ones(1, 64), f"{stem}.lora_up.weight": torch.ones(3072, 1)}
+    layers = opened(tmp_path, keys, family="flux").portable.layers
+    assert set(layers) == {*NAMES, "transformer.x_embedder"}
+    assert [float(layers[name].b.make()[0, 0]) for name in NAMES] == [1, 2, 3, 4]
+
+
+def test_a_scalar_of_lycoris_is_one_more_factor(tmp_path: Path) -> None:
+    alpha = {f"{STEM}.alpha": torch.tensor(2.0)}
+    read = opened(tmp_path, {**FORMS["kohya"], **alpha, f"{STEM}.scalar": torch.tensor(0.5)})
+    assert read.portable.layers[Q].scaling == 0.5 and "LyCORIS' scalar" in read.account.lines()[0]
+    untrained = opened(tmp_path, {**FORMS["kohya"], **alpha, f"{STEM}.scalar": torch.tensor(0.0)}).portable.layers[Q]
+    assert not untrained.b.make().any() and untrained.scaling == 1.0
+
+
+def test_a_tucker_core_is_multiplied_into_a(tmp_path: Path) -> None:
+    """As the three convolutions one after another, in fp64."""
+    g, stem = torch.Generator().manual_seed(3), "lora_unet_input_blocks_0_0"
+    down, mid, up = (torch.randn(*shape, generator=g) for shape in ((2, 4, 1, 1), (2, 2, 3, 3), (320, 2, 1, 1)))
+    keys = {f"{stem}.lora_down.weight": down, f"{stem}.lora_mid.weight": mid, f"{stem}.lora_up.weight": up}
+    factors = opened(tmp_path, keys).portable.layers[PROJ]
+    x = torch.randn(1, 4, 5, 5, generator=g).double()
+    conv = torch.nn.functional.conv2d
+    wanted = conv(conv(conv(x, down.double()), mid.double(), padding=1), up.double())
+    made = conv(conv(x, factors.a.make().double(), padding=1), factors.b.make().double())
+    assert factors.rank == 2 and torch.allclose(made, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_what_dora_scale_means_is_said_where_the_header_does_not_say_it(tmp_path: Path) -> None:
+    keys = {**FORMS["kohya"], f"{STEM}.alpha": torch.tensor(2.0), f"{STEM}.dora_scale": torch.ones(1280, 1)}
+    for args in (None, "no JSON", "[]", json.dumps({"dora_wd": "True", "wd_on_output": "True"})):
+        read = opened(tmp_path, keys, {"ss_network_args": args} if args else None)
+        (line,) = read.account.lines()
+        assert (
+            line.startswith("assumed: 1 magnitude: dora_scale in ") and "norm by rows" in line and "ss_network_args" in line
+        )
+        assert read.portable.meaning == "magnitude"
+    for meaning in ("comfyui_released", "magnitude"):
+        read = opened(tmp_path, keys, {"ss_network_args": json.dumps({"dora_scale": f"{meaning}: said"})})
+        assert not read.account.lines() and read.portable.meaning == meaning
+    peft = {**FORMS["diffusers"], f"{Q}.alpha": torch.tensor(2.0), f"{Q}.magnitude": torch.ones(1280)}  # ai-toolkit's
+    assert not opened(tmp_path, peft).account.lines() and opened(tmp_path, peft).portable.layers[Q].axis == "output"
+
+
+def test_bundled_embeddings_are_left_out_by_name(tmp_path: Path) -> None:
+    words = [f"bundle_emb.token{n}.clip_l" for n in range(5)]
+    keys = {**FORMS["kohya"], f"{STEM}.alpha": torch.tensor(2.0), **dict.fromkeys(words, torch.ones(2, 768))}
+    read = opened(tmp_path, keys)
+    said = read.account.lines()
+    assert list(read.portable.layers) == [Q] and said[0] == "left out: 5 tensors" and "bundle_emb.token0.clip_l" in said[1]
 
 
 def test_nothing_is_read_before_it_is_asked_for(tmp_path: Path, monkeypatch) -> None:

@@ -25,7 +25,7 @@ from trainer.data import layouts
 from trainer.data.examples import examples
 from trainer.data.identity import fingerprint
 from trainer.data.scan import scan
-from trainer.data.sources import Listing, Source
+from trainer.data.sources import Listing, Scanned, Source
 
 STEMS = ("00", "01", "02", "03", "04")
 # As they stand in the files, written out: no reader of captions has made them.
@@ -85,6 +85,7 @@ class Layout:
     """make: (stem -> PNG) -> files of the source. path: of the source, below the folder that they are written to.
 
     names, repeats, captions: by stem, where they are not "00.png", 1 and CAPTIONS. dataset: read by `datasets`, this split.
+    others: how many further splits it has.
     """
 
     make: Callable[[Mapping[str, bytes]], Files]
@@ -94,6 +95,7 @@ class Layout:
     captions: Callable[[str], str] = CAPTIONS.__getitem__
     repeats: int = 1
     dataset: str | None = None
+    others: int = 0
 
 
 def pngs(small: Mapping[str, bytes], folder: str = "") -> Files:
@@ -272,6 +274,7 @@ LAYOUTS: dict[str, Layout] = {
         lambda small: saved(small, with_bytes, lambda dataset, folder: dataset.save_to_disk(folder), "bears"),
         name=by_row,
         dataset="@bears",
+        others=1,
     ),
     "hf, a folder of parquet": Layout(
         lambda small: saved(small, with_bytes, lambda dataset, folder: dataset.to_parquet(folder / "train.parquet")),
@@ -304,7 +307,7 @@ def test_every_layout_gives_the_same_samples_and_captions(layout: Layout, small,
         (f"4/{layout.name(stem)}", layout.captions(stem), True, 2 * layout.repeats, *WIDE[stem], small[stem])
         for stem in STEMS
     ]
-    assert scanned.left_out == ()
+    assert [why for _, why in scanned.left_out] == ["in another split"] * layout.others
 
 
 def test_an_ordinary_folder_has_the_digests_it_always_had():
@@ -323,6 +326,10 @@ def listed(root: Path | str, **keys) -> Listing:
     return layouts.listing(Source(0, str(root), **keys))
 
 
+def told(listing: Listing) -> Scanned:
+    return Scanned((), listing.account)
+
+
 def captions_of(listing: Listing) -> dict[str, str | None]:
     """By the image's name; of a file its name."""
     return {
@@ -335,13 +342,13 @@ def test_of_several_captions_the_first_kind_is_taken_and_the_others_are_named(tm
     write(tmp_path, dict.fromkeys(["a.png", "a.json", "a.caption", "a.TXT", "b.png", "b.json", "b.Caption", "c.png"], "x"))
     listing = listed(tmp_path)
     assert captions_of(listing) == {"a.png": "a.TXT", "b.png": "b.Caption", "c.png": None}
-    left = {os.path.basename(what): why for what, why in listing.left_out}
+    left = {os.path.basename(what): why for what, why in told(listing).left_out}
     assert left == {
         "a.json": ".txt is used instead",
         "a.caption": ".txt is used instead",
         "b.json": ".caption is used instead",
     }
-    assert "1 from .caption, 1 from .txt; 1 images have none" in listing.notes[0]
+    assert "1 from .caption, 1 from .txt; 1 images have none" in told(listing).notes[0]
 
 
 def test_a_caption_of_exactly_the_image_s_name_belongs_to_it_alone(tmp_path):
@@ -364,10 +371,10 @@ def test_masks_are_no_images(tmp_path):
         "e.png",
     ]
     write(tmp_path, dict.fromkeys(names, "x"))
-    listing = listed(tmp_path)
+    listing = listed(tmp_path, masks="files")
     masks = {item.name: item.mask and os.path.basename(str(item.mask)) for item in listing.found}
     assert masks == {"a.png": "a.mask.png", "b.jpg": "B-MaskLabel.png", "c.png": "c.mask.png", "e.png": None}
-    left = {os.path.basename(what): why for what, why in listing.left_out}
+    left = {os.path.basename(what): why for what, why in told(listing).left_out}
     assert left == {"c-masklabel.png": ".mask.png is used instead", "d.mask.png": "no image has its name"}
 
 
@@ -377,7 +384,7 @@ def test_a_companion_that_is_not_taken_says_what_is_taken_instead(tmp_path):
         "b.psd", "b.txt", "b.json", "b.mask.png", "c.txt", "c.json",
     ]  # fmt: skip
     write(tmp_path, dict.fromkeys(names, "x"))
-    left = {os.path.basename(what): why for what, why in listed(tmp_path).left_out}
+    left = {os.path.basename(what): why for what, why in told(listed(tmp_path, masks="files")).left_out}
     assert left == {
         "A.txt": "a.txt is used instead",
         "A.json": "a.txt is used instead",
@@ -401,7 +408,9 @@ def test_captions_by_name_read_no_file(tmp_path):
     }.items():
         listing = listed(tmp_path, captions=keys)
         assert captions_of(listing) == captions
-        assert [(os.path.basename(what), why) for what, why in listing.left_out] == [("a_b.txt", f'captions = "{keys}"')]
+        assert [(os.path.basename(what), why) for what, why in told(listing).left_out] == [
+            ("a_b.txt", f'captions = "{keys}"')
+        ]
         assert [item.repeats for item in listing.found] == [10, 1]
 
 
@@ -417,8 +426,12 @@ def test_auto_that_finds_nothing_says_what_it_found(tmp_path):
     write(tmp_path, dict.fromkeys(["a.png", "b.png", "a.tags", "b.tags", "notes.md"], "x"))
     listing = listed(tmp_path)
     assert captions_of(listing) == {"a.png": None, "b.png": None}
-    assert "captions of" in listing.notes[0] and ": none." in listing.notes[0] and "found 2 .tags, 1 .md" in listing.notes[0]
-    assert 'captions = "filename"' in listing.notes[0]
+    assert (
+        "captions of" in told(listing).notes[0]
+        and ": none." in told(listing).notes[0]
+        and "found 2 .tags, 1 .md" in told(listing).notes[0]
+    )
+    assert 'captions = "filename"' in told(listing).notes[0]
 
 
 @pytest.mark.parametrize(
@@ -433,7 +446,7 @@ def test_which_folders_are_kohya_s(name, repeats, tmp_path):
     listing = listed(tmp_path)
     (item,) = listing.found
     assert item.repeats == (repeats or 1) and (item.caption is None) == (repeats is None)
-    assert any(f"{repeats} repeats of 1 images" in line for line in listing.notes) == (repeats is not None)
+    assert any(f"{repeats} repeats of 1 images" in line for line in told(listing).notes) == (repeats is not None)
 
 
 def problems(root: Path | str, **keys) -> list[str]:
@@ -507,11 +520,11 @@ def test_two_tables_in_a_folder_are_refused_and_one_of_them_can_be_named(tmp_pat
     assert any("metadata.csv and metadata.jsonl; keep one, or give its path" in problem for problem in problems(tmp_path))
     listing = listed(tmp_path / "metadata.csv")
     assert captions_of(listing) == {"a.png": "other"} and not listing.problems
-    assert listing.left_out == [(f"{tmp_path}/metadata.jsonl", "not an image")]
+    assert told(listing).left_out == ((f"{tmp_path}/metadata.jsonl", "not an image"),)
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "told"),
+    ("name", "text", "right"),
     [
         ("captions.csv", "file_name,text\na.png,said\n", "metadata.csv"),
         ("captions.jsonl", jsonl([{"file_name": "a.png", "text": "said"}]), "metadata.jsonl"),
@@ -519,13 +532,13 @@ def test_two_tables_in_a_folder_are_refused_and_one_of_them_can_be_named(tmp_pat
         ("broken.csv", 'file_name,text\n"a.png', ""),
     ],
 )
-def test_a_table_of_another_name_is_told_to_be_renamed(tmp_path, name: str, text: str, told: str):
+def test_a_table_of_another_name_is_told_to_be_renamed(tmp_path, name: str, text: str, right: str):
     write(tmp_path, {"a.png": "x", name: text})
-    warnings = [note for note in listed(tmp_path).notes if note.startswith("warning: ")]
-    expected = f"warning: {tmp_path}/{name} is not read; rename it to {told}, and its rows give the captions"
-    assert warnings == ([expected] if told else [])
-    if told:
-        (tmp_path / name).rename(tmp_path / told)
+    warnings = [note for note in told(listed(tmp_path)).notes if note.startswith("warning: ")]
+    expected = f"warning: {tmp_path}/{name} is not read; rename it to {right}, and its rows give the captions"
+    assert warnings == ([expected] if right else [])
+    if right:
+        (tmp_path / name).rename(tmp_path / right)
         assert captions_of(listed(tmp_path)) == {"a.png": "said"}
 
 
@@ -542,7 +555,7 @@ def test_a_table_says_which_images_and_its_text_goes_before_a_file(tmp_path):
     write(tmp_path, files | {"metadata.jsonl": jsonl(rows)})
     listing = listed(tmp_path)
     assert captions_of(listing) == {"a.png": "said", "b.png": "b.txt", "c.png": ""} and not listing.problems
-    assert {os.path.basename(what): why for what, why in listing.left_out} == {
+    assert {os.path.basename(what): why for what, why in told(listing).left_out} == {
         "a.txt": "metadata.jsonl is used instead",
         "c.txt": "metadata.jsonl is used instead",
         "d.png": "no row of metadata.jsonl names it",
@@ -634,7 +647,9 @@ def test_what_is_left_out_is_told_by_reason(tmp_path):
     names = [".hidden.png", ".git/x.png", "notes.md", "film.mp4", "raw.CR2", "orphan.txt", "a.png", "sub/.DS_Store"]
     write(tmp_path, dict.fromkeys(names, "x"))
     (tmp_path / "sub/back").symlink_to(tmp_path)
-    assert {os.path.relpath(what, tmp_path) + "/" * what.endswith("/"): why for what, why in listed(tmp_path).left_out} == {
+    assert {
+        os.path.relpath(what, tmp_path) + "/" * what.endswith("/"): why for what, why in told(listed(tmp_path)).left_out
+    } == {
         ".hidden.png": "hidden",
         ".git/": "hidden",
         "notes.md": "not an image",
@@ -682,13 +697,13 @@ def test_every_file_is_used_or_named(tmp_path_factory, names, captions, with_tab
         write(root, {"metadata.jsonl": jsonl(rows)})
     listing = listed(root, captions=captions)
     used = [str(place) for item in listing.found for place in (item.image, item.caption, item.mask)]
-    left = [what for what, _ in listing.left_out]
+    left = [what for what, _ in told(listing).left_out]
     for name in names:
         path = os.path.join(root, name)
         there = used.count(path) > 0, any(path == what or (what.endswith("/") and path.startswith(what)) for what in left)
         assert sum(there) == 1, (name, there)
     assert len(left) == len(set(left))
-    for what, why in listing.left_out:
+    for what, why in told(listing).left_out:
         assert why.strip(), what
         if (
             why.endswith(" is used instead") and why != "metadata.jsonl is used instead"

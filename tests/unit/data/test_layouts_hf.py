@@ -17,7 +17,7 @@ from trainer import config as configs
 from trainer.base.errors import UserError
 from trainer.data import layouts
 from trainer.data.scan import scan
-from trainer.data.sources import Listing, Source
+from trainer.data.sources import Listing, Scanned, Source
 
 
 def png(colour: int = 0) -> bytes:
@@ -50,6 +50,10 @@ def listed(path: str, **keys) -> Listing:
     return layouts.listing(Source(0, path, **keys))
 
 
+def told(listing: Listing) -> Scanned:
+    return Scanned((), listing.account)
+
+
 def captions(listing: Listing) -> list[str | None]:
     return [item.caption for item in listing.found]
 
@@ -59,7 +63,7 @@ def test_captions_come_from_the_first_column_that_has_them(tmp_path):
     path = saved(tmp_path / "d", columns, "image")
     listing = listed(path)
     assert captions(listing) == ["said", None, ""]
-    assert listing.notes[0] == f"captions of {path}: 2 from column text; 1 images have none"
+    assert told(listing).notes[0] == f"captions of {path}: 2 from column text; 1 images have none"
     assert captions(listed(path, caption_column="prompt")) == ["p"] * 3
     assert captions(listed(path, caption_column="all")) == ["a\nb", "c", None]
     assert captions(listed(path, captions="none")) == [None] * 3
@@ -67,7 +71,7 @@ def test_captions_come_from_the_first_column_that_has_them(tmp_path):
 
 def test_without_a_column_of_captions_its_columns_are_told(tmp_path):
     listing = listed(saved(tmp_path / "d", {"image": encoded(1), "words": ["x"]}, "image"))
-    assert captions(listing) == [None] and "none. Its columns: image, words. caption_column names" in listing.notes[0]
+    assert captions(listing) == [None] and "none. Its columns: image, words. caption_column names" in told(listing).notes[0]
 
 
 def test_what_cannot_be_meant_is_refused(tmp_path):
@@ -252,3 +256,58 @@ def test_home_is_expanded_behind_the_prefix(tmp_path, monkeypatch):
         "data": {"sources": [{"path": "hf:~/d@train"}, {"path": "hf:owner/name"}]},
     }
     assert [source.path for source in configs.parse(tree).data.sources] == [f"hf:{tmp_path}/d@train", "hf:owner/name"]
+
+
+def folder_of_photos(root: Path, *names: str, table: bool = True) -> Path:
+    for number, name in enumerate(names):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(png(number))
+    if table:
+        rows = [{"file_name": name, "text": Path(name).stem} for name in names]
+        (root / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("a cat.png", "a train.png", "test tubes.png"),
+        ("train 1.png", "test 2.png", "val 3.png"),
+        ("a.png", "dev/b.png", "c.png"),
+        ("a training.png", "b.png"),
+    ],
+)
+def test_words_in_names_of_photos_make_no_splits(tmp_path: Path, names: tuple[str, ...]) -> None:
+    scanned = scan([Source(0, f"hf:{folder_of_photos(tmp_path / 'set', *names)}", resolutions=(64,))])
+    assert sorted(photo.caption for photo in scanned.photos) == sorted(Path(name).stem for name in names)
+    assert any("make no splits" in note for note in scanned.notes) and not scanned.left_out
+
+
+def test_splits_by_folders_stay_and_what_is_in_others_is_named(tmp_path: Path) -> None:
+    names = ("train/a.png", "train/b.png", "test/c.png", "@eaDir/c.png", "d.png")
+    scanned = scan([Source(0, f"hf:{folder_of_photos(tmp_path, *names, table=False)}", resolutions=(64,))])
+    assert [photo.sample for photo in scanned.photos] == ["0/0", "0/1"]
+    assert {Path(path).name: why for path, why in scanned.left_out} == {
+        "c.png": "in the split test",
+        "@eaDir": "thumbnails, settings or the bin of a system or a NAS",
+        "d.png": "in no split",
+    }
+    asked = scan([Source(0, f"hf:{tmp_path}@test", resolutions=(64,))])
+    assert len(asked.photos) == 1 and len(asked.left_out) == 4
+
+
+def test_a_folder_of_photos_without_such_words_is_read_as_ever(tmp_path: Path) -> None:
+    scanned = scan([Source(0, f"hf:{folder_of_photos(tmp_path, 'a.png', 'b/c.png', 'b/thumbs/d.png')}", resolutions=(64,))])
+    assert [photo.caption for photo in scanned.photos] == ["a", "c", "d"] and not scanned.left_out
+    folder_of_photos(tmp_path / "@eaDir", "e.png", table=False)
+    assert [photo.caption for photo in scan([Source(0, f"hf:{tmp_path}", resolutions=(64,))]).photos] == ["a", "c", "d"]
+
+
+def test_parquet_files_of_which_one_is_named_like_a_split_are_all_read(tmp_path: Path) -> None:
+    for name in ("bears.parquet", "test bears.parquet"):
+        dataset = datasets.Dataset.from_dict({"image": encoded(2), "text": ["one", "two"]})
+        dataset.cast_column("image", datasets.Image()).to_parquet(tmp_path / name)
+    listing = listed(f"hf:{tmp_path}")
+    assert len(listing.found) == 4 and "make no splits" in "".join(told(listing).notes)
+    (problem,) = layouts.listing(Source(0, str(tmp_path))).problems
+    assert problem.endswith(f"for the dataset in them give hf:{tmp_path}")

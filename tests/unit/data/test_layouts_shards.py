@@ -18,7 +18,7 @@ from trainer.base.errors import UserError
 from trainer.data import layouts
 from trainer.data.layouts import tar
 from trainer.data.scan import scan
-from trainer.data.sources import MAX_BYTES, Listing, Source
+from trainer.data.sources import MAX_BYTES, Listing, Scanned, Source
 
 
 def png(colour: int = 0) -> bytes:
@@ -45,6 +45,10 @@ def special(name: str, kind: bytes, link: str = "") -> tarfile.TarInfo:
 
 def listed(path: Path | str, **keys) -> Listing:
     return layouts.listing(Source(0, str(path), **keys))
+
+
+def told(listing: Listing) -> Scanned:
+    return Scanned((), listing.account)
 
 
 def header(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
@@ -152,7 +156,7 @@ def test_a_sparse_member_is_left_out_and_the_next_is_found(blocks, tmp_path):
     listing = listed(path)
     assert [item.name for item in listing.found] == ["a.tar/b.png"] and not listing.problems
     assert listing.found[0].image.read() == b"abc"
-    assert [why for _, why in listing.left_out] == [tar.SPARSE]
+    assert [why for _, why in told(listing).left_out] == [tar.SPARSE]
 
 
 def test_what_a_link_says_of_its_size_counts_for_nothing(tmp_path):
@@ -284,19 +288,21 @@ def test_archives_in_a_folder_are_told_how_to_be_read(tmp_path):
     (problem,) = listed(tmp_path).problems
     assert problem.endswith(f"other files: 1 .tar; for the archives give {tmp_path}/*.tar")
     (tmp_path / "b.png").write_bytes(png())
-    assert listed(tmp_path).left_out == [(f"{tmp_path}/a.tar", "an archive; give its path, or a pattern such as *.tar")]
+    assert told(listed(tmp_path)).left_out == (
+        (f"{tmp_path}/a.tar", "an archive; give its path, or a pattern such as *.tar"),
+    )
 
 
 def test_masks_and_the_other_parts_of_a_sample_are_no_photos(tmp_path):
     names = ["a.png", "a.mask.png", "a.depth.png", "a.cls", "b.v1.png", "b.v2.png", "c.jpg", "C-masklabel.png"]
-    listing = listed(archive(tmp_path / "a.tar", *((name, name.encode()) for name in names)))
+    listing = listed(archive(tmp_path / "a.tar", *((name, name.encode()) for name in names)), masks="files")
     assert {item.name: item.mask and item.mask.read() for item in listing.found} == {
         "a.tar/a.png": b"a.mask.png",
         "a.tar/b.v1.png": None,
         "a.tar/b.v2.png": None,
         "a.tar/c.jpg": b"C-masklabel.png",
     }
-    assert {Path(what).name: why for what, why in listing.left_out} == {
+    assert {Path(what).name: why for what, why in told(listing).left_out} == {
         "a.depth.png": "another part of a sample that has a photo",
         "a.cls": "not an image",
     }

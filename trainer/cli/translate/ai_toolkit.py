@@ -9,25 +9,17 @@ from typing import Any
 from trainer.base import other_trainers
 from trainer.cli.translate import common
 from trainer.cli.translate.draft import ABSENT, FILL, Draft, Options
+from trainer.cli.translate.kohya_gui import programs
 from trainer.cli.translate.reading import literal, prompt_line
 from trainer.models import Family
 
 # The times of flow matching; a weighted loss or a learnt blend has no equivalent.
 TIMES = {"sigmoid": ("sigmoid", None), "linear": ("uniform", 1.0), "shift": ("uniform", "auto")}
 TABLES = ("network", "save", "train", "train.ema_config", "model", "sample")
-DATASET = {
-    "token_dropout_rate": ("tag_dropout", "number"), "shuffle_tokens": ("shuffle", "flag"), "keep_tokens": ("keep", "whole"),
-    "flip_x": ("flip", "flag"), "trigger_word": ("trigger", "word"), "loss_multiplier": ("loss_weight", "number"),
-}  # fmt: skip
-FLAGS = {"w": "width", "h": "height", "d": "seed", "seed": "seed", "l": "guidance", "cfg": "guidance", "s": "steps",
-         "steps": "steps", "n": "negative", "m": "strength", "network_multiplier": "strength"}  # fmt: skip
+DATASET, FLAGS = programs()["ai_toolkit_dataset"], programs()["ai_toolkit_flags"]
 
 # Of an entry of sample.samples: what it is in a sample, and whether sample says it for those entries that do not.
-SAMPLE = {
-    "width": ("width", "whole", True), "height": ("height", "whole", True), "guidance_scale": ("guidance", "number", True),
-    "neg": ("negative", "word", True), "network_multiplier": ("strength", "number", True), "seed": ("seed", "whole", False),
-    "sample_steps": ("steps", "whole", False),
-}  # fmt: skip
+SAMPLE = programs()["ai_toolkit_sample"]
 
 
 def translate(draft: Draft, tree: Options, config: Path, data: Sequence[Path]) -> None:

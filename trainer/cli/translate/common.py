@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any, get_args
 
 from trainer import config as configs
 from trainer.base import other_trainers
 from trainer.base.errors import UserError
-from trainer.cli.translate.draft import ABSENT, DIFFERS, FILL, SWITCHES, UNKNOWN, Draft, Options, as_number, as_share
+from trainer.cli.translate.draft import (
+    ABSENT,
+    ASSUMED,
+    DIFFERS,
+    FILL,
+    SAME,
+    SWITCHES,
+    UNKNOWN,
+    Draft,
+    Options,
+    as_number,
+    as_share,
+)
+from trainer.cli.translate.reading import literal, path_here
 from trainer.config import ScheduleTable
 from trainer.config.kinds import Compute, Dtype
 from trainer.models import FAMILIES, Family
@@ -20,14 +34,24 @@ from trainer.optim.table import OPTIMIZERS
 PHOTOS = "data/my_photos"  # stands for the folder of photos that a config does not name
 CONV = "*conv*"
 TEXT_LAYERS = "*layers.*"  # of a CLIP text encoder: its attention and MLP, without what stands around the layers
+PATHS = ("path", "output_dir", "init_from", "config", "cache_dir", "references", "truth")
+WRITE = re.compile(r"write (\w+) = (\"[^\"]+\"|\d+|true) in \[([\w.]+)\]")  # a sentence that is a line of a config
 OFF: tuple[Any, ...] = (None, False, "", [], {})
 
 
-def set_family(draft: Draft, word: str | None, why: str) -> Family | None:
-    """Write model.family for what another trainer calls `word`. None, and a refusal, where it is none of ours."""
+def set_family(draft: Draft, word: str | None, why: str, model: str = "") -> Family | None:
+    """Write model.family for what another trainer calls `word`. None, and a refusal, where it is none of ours.
+
+    model: a model's path, whose name tells the family where no word does.
+    """
+    patterns, last = other_trainers.facts().model_names, model.replace("\\", "/").rpartition("/")[2].lower()
+    guessed = "" if word else next((family for family, pattern in patterns.items() if re.search(pattern, last)), "")
+    word = word or guessed
     name = draft.fixed.get("model.family") or other_trainers.value_for(word, FAMILIES)
     if name in FAMILIES:
         draft.set("model.family", name, why)
+        if guessed and "model.family" not in draft.fixed:
+            draft.note(ASSUMED, f"model.family = {name}, as the name says: {why}; --set model.family=... says otherwise")
         return FAMILIES[name]
     absent = other_trainers.why_absent("model.family", word) or f"it should be one of {', '.join(FAMILIES)}"
     draft.cannot("model.family", f"{why}: {absent}")
@@ -39,6 +63,18 @@ def set_path(draft: Draft, path: str, why: str) -> None:
     if absent := other_trainers.why_absent("model.path", path):
         draft.cannot("model.path", f"{why}: {absent}")
     draft.set("model.path", path, why)
+
+
+def is_path(key: str) -> bool:
+    """Whether the key's value, or each of its list, is a file or a folder."""
+    return key.rstrip(".0123456789").rpartition(".")[2] in PATHS
+
+
+def place_here(key: str, value: Any) -> Any:
+    """The value of a key; a path of Windows as it is on this machine."""
+    if isinstance(value, list):
+        return [place_here(key, each) for each in value]
+    return path_here(value) if isinstance(value, str) and is_path(key) else value
 
 
 def set_run(draft: Draft, name: str, why: str, folder: str, why_folder: str) -> None:
@@ -101,17 +137,42 @@ def set_optimizer(draft: Draft, name: str, why: str, options: Options) -> None:
         draft.cannot("optimizer.name", f"{why}: no such optimizer here; there are {', '.join(OPTIMIZERS)}")
         return
     draft.set("optimizer.name", known, why)
-    taken = options_of(known)
-    for key, value in options.given.items():
-        told = f"{options.told(key)}, of the optimizer"
-        if key in ("weight_decay", "eps") and options.has(key):
+    taken, facts = options_of(known), other_trainers.facts().optimizers
+    defaults = facts["defaults"].get(draft.trainer, {}).get(known, {})
+    options = replace(options, given={**dict.fromkeys(defaults), **options.given}, defaults=defaults)
+    for there in options.given:
+        key, value = facts["options"].get(there, there), options.get(there)
+        told = f"{options.told(there)}, of the optimizer"
+        if key in ("weight_decay", "eps") and value is not None:
             draft.set(f"optimizer.{key}", float(options.number(key)), told)
         elif key == "betas":
             draft.set("optimizer.betas", [float(beta) for beta in options.numbers(key)], told)
         elif key in taken:
             draft.set(f"optimizer.options.{key}", value, told)
-        else:
+        elif not _is_off(value):
             draft.note(ABSENT, f"{told}: {known} takes no such option here")
+
+
+def suit_optimizer(draft: Draft) -> None:
+    """Change what the optimizer here does not go with, and say so: a small factor of a rate that it finds, several rates, a
+    falling schedule."""
+    name = draft.value("optimizer.name")
+    if name not in OPTIMIZERS:
+        return
+    entry, (rate, why) = OPTIMIZERS[name], draft.keys["optimizer.lr"]
+    if entry.finds and not entry.finds.lr[0] <= rate <= entry.finds.lr[1]:
+        draft.set("optimizer.lr", 1.0, f"{why}; {name} finds the rate itself, and 1.0 is its factor")
+        draft.note(
+            DIFFERS, f"{why}: a factor of the rate that {name} finds, so small that it would learn nothing; 1.0 is written"
+        )
+    for rule in draft.rules if entry.finds else ():
+        if rule.get("lr", (rate, ""))[0] != rate:
+            draft.note(DIFFERS, f"{rule['lr'][1]}: {name} takes one rate for all here")
+        rule.pop("lr", None)
+    schedule, why = draft.keys["schedule.name"]
+    if entry.schedules and schedule not in entry.schedules:
+        draft.set("schedule.name", entry.schedules[0], why)
+        draft.note(DIFFERS, f"{why}: {name} averages its weights in place of a falling rate; {entry.schedules[0]} is written")
 
 
 def set_schedule(draft: Draft, name: str, why: str, warmup: tuple[float, str], *, idle_when_constant: bool) -> None:
@@ -149,7 +210,7 @@ def side_of(options: Options, name: str, text: str = "") -> int:
     A multiple of 8, the nearest. text: that part of the option's value alone. Raises UserError for what is no size.
     """
     parts = [text] if text else options.entries(name)
-    sides = [as_number(side) or 0 for part in parts for side in re.split(r"[,x]", str(part))]
+    sides = [as_number(side) or 0 for part in parts for side in re.split(r"[,x]", str(part).strip().rstrip(","))]
     if not sides or not all(0 < side < 2**20 for side in sides):
         raise options.wrong(name, 'a size, such as 1024 or "1024,768"')
     return max(16, round((sides[0] * sides[-1]) ** 0.5 / 8) * 8)
@@ -170,10 +231,23 @@ def carry_rest(draft: Draft, options: Options) -> None:
         elif here is None:
             continue
         elif " " in here:
-            if not _is_off(value):
-                draft.note(ABSENT, f"{told}: {here}")
+            _sentence(draft, here, value, told)
         elif here not in draft.keys and ".0." not in here and ".1." not in here:
             _rename(draft, here, value, told)
+
+
+def _sentence(draft: Draft, here: str, value: Any, told: str) -> None:
+    """Say what a sentence says of an option that is on, or write the key and the value that it names."""
+    written = WRITE.fullmatch(here)
+    if _is_off(value):
+        return
+    if here.startswith("leave it out"):
+        draft.note(SAME, f"{told}: {here.removeprefix('leave it out').lstrip(':; ')}")
+    elif written and (as_number(value) or SWITCHES.get(str(value).lower())):
+        if f"{written[3]}.{written[1]}" not in draft.keys:
+            draft.set(f"{written[3]}.{written[1]}", literal(written[2].strip('"')), told)
+    else:
+        draft.note(ABSENT, f"{told}: {here}")
 
 
 def _is_off(value: Any) -> bool:
@@ -190,12 +264,14 @@ def _rename(draft: Draft, key: str, value: Any, why: str) -> None:
     node = tree
     for table in tables:
         node = node.setdefault(table, {})
+    value = place_here(key, value)
     for candidate in (value, *_ours(key, value)):
         node[last] = candidate
         if _takes(tree):
             draft.set(key, candidate, why)
             return
-    draft.note(ABSENT, f"{why}: {key} takes no such value here (docs/keys.md)")
+    if not _is_off(value):
+        draft.note(ABSENT, f"{why}: {key} takes no such value here (docs/keys.md)")
 
 
 def _ours(key: str, value: Any) -> list[Any]:

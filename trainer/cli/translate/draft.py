@@ -15,8 +15,10 @@ from trainer.cli.translate.reading import literal
 
 # What stands at the file's head, in this order.
 FILL = "To be filled in"
+ASSUMED = "Assumed"
 ABSENT = "No equivalent here"
 DIFFERS = "Differs here"
+SAME = "Needs no key here"
 UNKNOWN = "Not looked up: names that are not known here; nothing was made of them"
 SWITCHES = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False, "none": False}
 
@@ -172,6 +174,7 @@ def shown(value: Any) -> str:
 class Draft:
     """Keys with their reasons, sources, samples, and what is said at the file's head.
 
+    epochs: by a key that counts steps, so many epochs and the reason.
     fixed: values by key as --set gave them. They stay, whatever the other config says, and what cannot be done for such a
     key is not said.
     """
@@ -183,7 +186,8 @@ class Draft:
         self.sources: list[dict[str, tuple[Any, str]]] = []
         self.samples: list[dict[str, tuple[Any, str]]] = []
         self.rules: list[dict[str, tuple[Any, str]]] = []
-        self.notes: dict[str, list[str]] = {FILL: [], ABSENT: [], DIFFERS: [], UNKNOWN: []}
+        self.notes: dict[str, list[str]] = {heading: [] for heading in (FILL, ASSUMED, ABSENT, DIFFERS, UNKNOWN, SAME)}
+        self.epochs: dict[str, tuple[int, str]] = {}
         self.refusals: list[str] = []
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 from trainer.base import other_trainers
 from trainer.cli.translate import common
 from trainer.cli.translate.draft import ABSENT, DIFFERS, FILL, Draft, Options
+from trainer.cli.translate.kohya_gui import programs
 from trainer.cli.translate.reading import find_beside, read_tree
 from trainer.models import Family
 
@@ -17,10 +18,7 @@ PARTS = ("unet", "prior", "transformer", "text_encoder", "text_encoder_2", "text
 LISTS = {"concepts": "concept ", "samples": "sample "}  # beside the options, and how their entries are told
 CONCEPTS, SAMPLES = LISTS
 WEIGHTS = {"MIN_SNR_GAMMA": "min_snr", "DEBIASED_ESTIMATION": "debiased", "P2": "p2"}
-SAMPLE = {
-    "negative_prompt": ("negative", "word"), "width": ("width", "whole"), "height": ("height", "whole"),
-    "seed": ("seed", "whole"), "diffusion_steps": ("steps", "whole"), "cfg_scale": ("guidance", "number"),
-}  # fmt: skip
+SAMPLE = programs()["onetrainer_sample"]
 PROMPTS = {"sample": "auto", "filename": "filename", "concept": "none"}
 
 
@@ -79,6 +77,8 @@ def _length(draft: Draft, options: Options, sizes: int) -> None:
         draft.set("checkpoint.every_steps", 0, options.told("backup_after_unit"))
     elif unit == "STEP":
         draft.carry(options, "backup_after", "checkpoint.every_steps")
+    elif unit == "EPOCH":
+        draft.epochs["checkpoint.every_steps"] = (options.whole("backup_after"), f"{options.told('backup_after')} epochs")
     elif unit != "NEVER":
         draft.note(
             ABSENT, f"{options.told('backup_after')} {unit}: checkpoint.every_steps counts steps; its default is taken"
@@ -293,6 +293,8 @@ def _samples(draft: Draft, options: Options, config: Path, data: Sequence[Path])
     unit = options.word("sample_after_unit")
     if unit == "STEP":
         draft.carry(options, "sample_after", "validation.every_steps")
+    elif unit == "EPOCH":
+        draft.epochs["validation.every_steps"] = (options.whole("sample_after"), f"{options.told('sample_after')} epochs")
     elif unit != "NEVER":
         draft.note(
             ABSENT, f"{options.told('sample_after')} {unit}: validation.every_steps counts steps; its default is taken"

@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import tomlkit
 import yaml
-from tomlkit.exceptions import TOMLKitError
 
-from trainer.base.errors import UserError
+from trainer.base.errors import UserError, reading
 from trainer.base.text import decoded
+from trainer.cli.translate import kohya_gui
+from trainer.cli.translate.command_line import command_options, variables
 
 # Options by which a config is known as that of a program: one of each group. Of those, no other program has the last group's.
-SIGNS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "ai-toolkit": (("job",), ("config.process",)),
-    "SimpleTuner": (
-        ("model_family", "data_backend_config", "lora_type", "base_model_precision", "checkpoint_step_interval",
-         "validation_resolution", "validation_guidance", "validation_num_inference_steps", "validation_step_interval",
-         "aspect_bucket_alignment", "caption_dropout_probability", "flow_schedule_shift"),
-    ),
-    "OneTrainer": (("training_method", "base_model_name"), ("model_type", "concept_file_name")),
-    "sd-scripts": (
-        ("script", "config_file", "network_module", "network_dim", "network_args", "network_weights", "dataset_config",
-         "reg_data_dir", "optimizer_type", "max_train_epochs", "output_name", "sample_prompts"),
-    ),
-}  # fmt: skip
-OF_A_WINDOW = ("LoRA_type", "max_resolution")  # names of kohya_ss's own
-SCRIPT = re.compile(r"([\w./\\-]*?)(\w*train_network)\.py\b")
-VARIABLE = re.compile(r"^[ \t]*(?:export[ \t]+)?(\w+)=('[^']*'|\"[^\"$]*\"|[^\s'\"$]*)[ \t]*$", re.MULTILINE)  # of a shell
+SIGNS: dict[str, list[list[str]]] = kohya_gui.programs()["signs"]
+WINDOW = {"LoRA_type", "max_resolution"}  # names of kohya_ss's own
+WINDOWS_PATH = re.compile(r'"[A-Za-z]:\\(?![\\/])[^"\n]*"')
 PROMPT_FLAG = re.compile(r"\s--?(\w+)\s")
 
 
@@ -41,11 +29,12 @@ def read(path: Path) -> tuple[str, dict[str, Any]]:
     """(the trainer, its config as a tree) of the file. Raises UserError for one that is nobody's, or cannot be read."""
     tree = read_tree(path)
     names = _names(tree)
-    if names.intersection(OF_A_WINDOW):
-        raise UserError(
-            f"{path}: the settings of kohya_ss's window, which calls options by other names; let it print the training "
-            "command, and give a file with that"
-        )
+    if names & WINDOW:
+        with reading(path, "additional_parameters", remedy="correct it in the file"):
+            return "sd-scripts", kohya_gui.as_options(tree)
+    for trainer, refused in kohya_gui.programs()["refused"].items():
+        if len(names.intersection(refused["names"].split())) > 1:
+            raise UserError(f"{path}: a config of {trainer}, which is not read here; {refused['go on']}")
     for trainer, groups in SIGNS.items():
         if all(names.intersection(group) for group in groups):
             return trainer, tree
@@ -70,12 +59,8 @@ def read_text(path: Path) -> str:
     """The text of a file. Raises UserError."""
     if not path.is_file():
         raise UserError(f"{path} {'is a folder' if path.is_dir() else 'is not there'}; give the file of a config")
-    try:
-        return decoded(path.read_bytes())
-    except ValueError as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
+    with reading(path, remedy="give a config in text"):
+        return decoded(path.read_bytes()).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def read_tree(path: Path) -> Any:
@@ -84,18 +69,26 @@ def read_tree(path: Path) -> Any:
     if not text.strip():
         raise UserError(f"{path} is empty; give the file of a config")
     readers = {".toml": _toml, ".yaml": yaml.safe_load, ".yml": yaml.safe_load, ".json": json.loads}
-    try:
-        tree = _plain(readers.get(path.suffix.lower(), _command_line)(text))
-    except (TOMLKitError, yaml.YAMLError, ValueError) as error:
-        first = " ".join(str(error).split())
-        raise UserError(f"{path} cannot be read: {first}") from error
-    except RecursionError as error:
-        raise UserError(f"{path} cannot be read: its lists or tables stand too deep in one another") from error
+    reader = readers.get(path.suffix.lower())
+    with reading(path, remedy="correct it in the file"):
+        try:
+            tree = _plain(reader(WINDOWS_PATH.sub(_escaped, text)) if reader else _of_command(text, path))
+        except RecursionError as error:
+            raise ValueError("its lists or tables stand too deep in one another") from error
     if isinstance(tree, dict) and "_metadata" in tree and isinstance(tree.get("config"), dict):
         tree = tree["config"]
     if isinstance(tree, dict) and any(str(key).startswith("--") for key in tree):
         return {str(key).lstrip("-"): value for key, value in tree.items()}
     return tree
+
+
+def _escaped(found: re.Match[str]) -> str:
+    """A path of Windows in double quotes whose first backslash is single: so each is meant as it stands."""
+    return found[0].replace("\\", "\\\\")
+
+
+def _of_command(text: str, path: Path) -> dict[str, Any]:
+    return command_options(text, path) or dict.fromkeys(variables(text), "")
 
 
 def _plain(tree: Any) -> Any:
@@ -111,38 +104,6 @@ def _toml(text: str) -> dict[str, Any]:
     return tomlkit.parse(text).unwrap()
 
 
-def _command_line(text: str) -> dict[str, Any]:
-    """The options of the command that runs a script for networks, by their names. Empty where there is none."""
-    joined = re.sub(r"[\\^`][ \t]*\r?\n", " ", text)
-    known = {name: value.strip("'\"") for name, value in VARIABLE.findall(joined)}
-    for line in joined.splitlines():
-        found = SCRIPT.search(line)
-        if not found or line.lstrip().startswith("#"):
-            continue
-        said = re.sub(r"\$(?:\{(\w+)\}|(\w+))", lambda name: known.get(name[1] or name[2], name[0]), line[found.end() :])
-        options = _options(shlex.split(said, comments=True))
-        if unset := [name for name, value in options.items() if "$" in str(value)]:
-            raise ValueError(f"--{unset[0]} {options[unset[0]]}: the file does not say what that is; write the value there")
-        return {"script": found[2], **options}
-    return {}
-
-
-def _options(words: Sequence[str]) -> dict[str, Any]:
-    """`--name value ...` by name; without a value true, with several a list; each a text, as it stands."""
-    options: dict[str, Any] = {}
-    values: list[Any] = []
-    name = ""
-    for word in [*words, "--"]:
-        if word.startswith("--"):
-            if name:
-                options[name] = values[0] if len(values) == 1 else values or True
-            name, equals, value = word[2:].partition("=")
-            values = [value] if equals else []
-        elif name:
-            values.append(word)
-    return options
-
-
 def literal(word: str) -> Any:
     """A number or a truth value where the word is one, else the word."""
     if word.lower() in ("true", "false"):
@@ -153,10 +114,28 @@ def literal(word: str) -> Any:
     return word
 
 
+def path_here(path: str) -> str:
+    """A path of Windows as WSL has it: `C:\\a` is /mnt/c/a, a share or an unknown place is below /mnt; others as they stand.
+
+    On Windows itself every path stays.
+    """
+    path = path.strip().strip("\"'").removeprefix("file:///")
+    if os.name == "nt" or os.path.exists(path):
+        return path
+    slashed = re.sub(r"^//[?.]/(?:UNC(?=/))?", "", path.replace("\\", "/"))
+    if drive := re.match(r"([A-Za-z]):/*(.*)", slashed):
+        return f"/mnt/{drive[1].lower()}/{drive[2]}".rstrip("/")
+    if share := re.match(r"//+(wsl\$|wsl\.localhost)/[^/]+(/.*)", slashed, re.I):
+        return share[2]
+    if slashed.startswith("//") or path.startswith("\\"):
+        return f"/mnt/{slashed.lstrip('/')}"
+    return f"~{slashed[13:]}" if slashed.upper().startswith("%USERPROFILE%") else slashed
+
+
 def find_beside(name: str, config: Path, given: Iterable[Path]) -> Path | None:
     """A file that a config names: one of `given` if it has that name or is alone, else from here, else near the config."""
     given = list(given)
-    last = Path(name.replace("\\", "/"))
+    last = Path(path_here(name))
     named = [path for path in given if path.name == last.name] or (given if len(given) == 1 else [])
     near = [
         last,

@@ -13,23 +13,20 @@ from trainer.base import other_trainers
 from trainer.base.errors import UserError
 from trainer.cli.translate import common
 from trainer.cli.translate.draft import ABSENT, DIFFERS, FILL, Draft, Options
+from trainer.cli.translate.kohya_gui import programs
 from trainer.cli.translate.reading import find_beside, literal, prompt_line, read_text, read_tree
 from trainer.data.layouts.kohya import NAME
 from trainer.models import Family
 
 # What a subset may say, and what it is in a source.
-SUBSET = {
-    "caption_prefix": ("prefix", "word"), "caption_suffix": ("suffix", "word"),
-    "caption_dropout_rate": ("caption_dropout", "number"), "caption_tag_dropout_rate": ("tag_dropout", "number"),
-    "shuffle_caption": ("shuffle", "flag"), "keep_tokens": ("keep", "whole"), "flip_aug": ("flip", "flag"),
-    "enable_wildcard": ("wildcards", "flag"), "caption_separator": ("separator", "word"),
-}  # fmt: skip
+SUBSET = programs()["sd_scripts_subset"]
 BY_TAGS = ("keep_tokens", "caption_separator")  # read only where tags are shuffled or dropped
 # Said of each subset that they hold for, and not again of the dataset around it.
 OF_SUBSETS = ("color_aug", "random_crop", "face_crop_aug_range", "caption_extension", "token_warmup_step", "token_warmup_min",
               "secondary_separator", "keep_tokens_separator", "caption_dropout_every_n_epochs", "enable_bucket",
               "min_bucket_reso", "max_bucket_reso", "bucket_no_upscale", "bucket_reso_steps")  # fmt: skip
 
+FLAGS = {"w": "width", "h": "height", "d": "seed", "s": "steps", "l": "guidance", "g": "guidance", "n": "negative"}
 SEVERAL = ("network_args", "optimizer_args", "lr_scheduler_args", "text_encoder_lr")  # may stand without a value: none
 
 
@@ -85,10 +82,9 @@ def _family(draft: Draft, options: Options) -> Family | None:
         return common.set_family(draft, script, f"{script}.py")
     if other_trainers.value_for(module, common.FAMILIES):
         return common.set_family(draft, module, options.told("network_module"))
-    if "model.family" in draft.fixed:
-        return common.set_family(draft, None, "")
-    draft.cannot("model.family", "sd-scripts: the config does not say which script it is for, so not which model")
-    return None
+    named = "model_train_type" if options.has("model_train_type") else "pretrained_model_name_or_path"
+    why = options.told(named) if options.has(named) else "the config does not say which script it is for, so not which model"
+    return common.set_family(draft, None, why, options.word(named, ""))
 
 
 def _length(draft: Draft, options: Options) -> None:
@@ -228,6 +224,9 @@ def _data(draft: Draft, options: Options, config: Path, data: Sequence[Path]) ->
     for name, (_, kind) in SUBSET.items():
         getattr(options, kind)(name)  # they are read again for each source, where these do not say it
     draft.set("data.caption_dropout", float(options.number("caption_dropout_rate")), options.told("caption_dropout_rate"))
+    if options.whole("max_token_length"):
+        chunks = math.ceil(options.whole("max_token_length", least=1) / 75)
+        draft.set("data.clip_chunks", chunks, f"{options.told('max_token_length')}, in chunks of 75")
     named = options.word("dataset_config")
     path = find_beside(named, config, data) if named else next(iter(data), None)
     if path is not None:
@@ -235,10 +234,11 @@ def _data(draft: Draft, options: Options, config: Path, data: Sequence[Path]) ->
         for dataset in tree.tables("datasets", "datasets "):
             _dataset(draft, options, replace(dataset, given={**tree.table("general").given, **dataset.given}))
     elif options.has("train_data_dir"):
-        _source(draft, options, replace(options, given={"image_dir": options.word("train_data_dir")}), {}, numbered=True)
+        folder = {"image_dir": options.word("train_data_dir")}
+        _source(draft, options, replace(options, given=folder), {}, numbered="train_data_dir")
         if options.has("reg_data_dir"):
             reg = {"image_dir": options.word("reg_data_dir"), "is_reg": True}
-            _source(draft, options, replace(options, given=reg), {}, numbered=True)
+            _source(draft, options, replace(options, given=reg), {}, numbered="reg_data_dir")
     else:
         draft.sources.append({"path": (common.PHOTOS, "a stand-in: the photos' folder goes here")})
         why = f"{options.told('dataset_config')}: not found; give it as --data" if named else "no folder of photos is named"
@@ -256,22 +256,22 @@ def _dataset(draft: Draft, options: Options, table: Options) -> None:
         else:
             draft.carry(table, "batch_size", "data.batch_size")
     for subset in subsets:
-        _source(draft, options, subset, table.given, numbered=False)
+        _source(draft, options, subset, table.given, numbered="")
     for name in (*SUBSET, *OF_SUBSETS, "resolution", "num_repeats", "batch_size"):
         table.pass_by(name)
     common.carry_rest(draft, table)
 
 
-def _source(draft: Draft, options: Options, subset: Options, dataset: Mapping[str, Any], *, numbered: bool) -> None:
+def _source(draft: Draft, options: Options, subset: Options, dataset: Mapping[str, Any], *, numbered: str) -> None:
     """One subset as a source. dataset: what holds for it, before the options, where it says nothing.
 
-    numbered: its folders' numbers count.
+    numbered: the option that names the folder, where its folders' numbers count.
     """
     names = (*SUBSET, *OF_SUBSETS, "num_repeats", "resolution", "class_tokens")
     around = {name: value for name, value in {**options.given, **dataset}.items() if name in names}
-    table = Options({**around, **subset.given}, subset.file, {"num_repeats": 1}, prefix="subset ")
+    table = Options({**around, **subset.given}, subset.file, {"num_repeats": 1}, prefix="" if numbered else "subset ")
     path = table.word("image_dir", "")
-    source: dict[str, tuple[Any, str]] = {"path": (path, table.told("image_dir"))}
+    source: dict[str, tuple[Any, str]] = {"path": (path, options.told(numbered) if numbered else table.told("image_dir"))}
     repeats = table.whole("num_repeats")
     match = NAME.fullmatch(common.folder_name(path))
     if numbered:
@@ -292,7 +292,7 @@ def _source(draft: Draft, options: Options, subset: Options, dataset: Mapping[st
     by_tags = table.flag("shuffle_caption") or table.number("caption_tag_dropout_rate")
     for name, (key, kind) in SUBSET.items():
         value = getattr(table, kind)(name)
-        if value and (by_tags or name not in BY_TAGS):
+        if value and (by_tags or name not in BY_TAGS) and value != draft.value(f"data.{key}"):
             value = float(value) if kind == "number" else f"{value.strip()} " if key == "separator" else value
             source[key] = (value, table.told(name))
     if table.flag("is_reg"):
@@ -317,17 +317,32 @@ def _intervals(draft: Draft, options: Options, config: Path, data: Sequence[Path
         draft.set(
             "checkpoint.keep_last", kept, f"{options.told('save_last_n_steps')} / {options.told(name)}; adapter files stay"
         )
-    draft.set("validation.every_steps", options.whole("sample_every_n_steps", 0), options.told("sample_every_n_steps"))
-    if not options.word("sample_prompts"):
-        return
-    path = find_beside(options.word("sample_prompts"), config, data)
-    if path is None:
-        draft.note(FILL, f"{options.told('sample_prompts')}: not found; give it as --data, or write validation.prompts")
-        return
-    flags = {"w": "width", "h": "height", "d": "seed", "s": "steps", "l": "guidance", "g": "guidance", "n": "negative"}
-    for line in read_text(path).splitlines():
-        prompt, given = prompt_line(line)
+    for every, key in (("save_every_n_epochs", "export.every_steps"), ("sample_every_n_epochs", "validation.every_steps")):
+        options.pass_by(every)
+        if options.whole(every, 0) > 0 and not options.has(every.replace("epochs", "steps")):
+            draft.epochs[key] = (options.whole(every), options.told(every))
+    name = "sample_every_n_steps"
+    if "validation.every_steps" not in draft.epochs:
+        draft.set("validation.every_steps", options.whole(name, 0), options.told(name))
+    _samples(draft, options, config, data)
+
+
+def _samples(draft: Draft, options: Options, config: Path, data: Sequence[Path]) -> None:
+    """The prompts: lines of a file or of a window."""
+    listed, told = options.entries("sample_prompts"), "sample_prompts"
+    if listed and not isinstance(options.get("sample_prompts"), list):
+        path = find_beside(str(listed[0]), config, data)
+        if path is None:
+            draft.note(FILL, f"{options.told(told)}: not found; give it as --data, or write validation.prompts")
+            return
+        told = f"{told} = {path.name}"
+        if path.suffix.lower() in (".json", ".toml"):
+            draft.note(FILL, f"{told}: tables of prompts; write them as [[validation.samples]]")
+            return
+        listed = read_text(path).splitlines()
+    for line in listed:
+        prompt, given = prompt_line(str(line))
         if prompt and not prompt.startswith("#"):
-            sample = {"prompt": (prompt, f"sample_prompts = {path.name}")}
-            sample |= {flags[flag]: (value, f"--{flag}") for flag, value in given.items() if flag in flags and value != ""}
+            sample = {"prompt": (prompt, told)}
+            sample |= {FLAGS[flag]: (value, f"--{flag}") for flag, value in given.items() if flag in FLAGS and value != ""}
             draft.samples.append(sample)

@@ -9,7 +9,7 @@ from typing import Any
 from trainer.base import other_trainers
 from trainer.cli.translate import common
 from trainer.cli.translate.draft import ABSENT, DIFFERS, FILL, Draft, Options
-from trainer.cli.translate.reading import find_beside, read_tree
+from trainer.cli.translate.reading import find_beside, path_here, read_tree
 from trainer.models import Family
 
 CAPTIONS = {"textfile": "auto", "filename": "filename", "instanceprompt": "none", "parquet": "auto", "huggingface": "auto"}
@@ -29,10 +29,8 @@ def translate(draft: Draft, options: Options, config: Path, data: Sequence[Path]
     if family is None:
         return
     _path(draft, options, family)
-    folder = options.word("output_dir")
-    common.set_run(
-        draft, folder.rstrip("/").rpartition("/")[2], options.told("output_dir"), folder, options.told("output_dir")
-    )
+    folder, told = options.word("output_dir"), options.told("output_dir")
+    common.set_run(draft, path_here(folder).rstrip("/").rpartition("/")[2], told, folder, told)
     _length(draft, options)
     _network(draft, options, family)
     _rates(draft, options)
@@ -82,6 +80,9 @@ def _length(draft: Draft, options: Options) -> None:
     name = "checkpoint_step_interval" if not options.has("checkpointing_steps") else "checkpointing_steps"
     draft.carry(options, name, "checkpoint.every_steps")
     draft.set("export.every_steps", options.whole(name), f"{options.told(name)}: the adapter's files, too; they stay")
+    for name, key in (("checkpoint_epoch_interval", "checkpoint"), ("validation_epoch_interval", "validation")):
+        if options.whole(name):
+            draft.epochs[f"{key}.every_steps"] = (options.whole(name), options.told(name))
     draft.carry(options, "checkpoints_total_limit", "checkpoint.keep_last")
     if options.flag("use_ema"):
         common.set_ema(draft, (options.number("ema_decay", 0.995), options.told("ema_decay", 0.995)))

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import reduce
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import tomlkit
@@ -16,12 +16,16 @@ from trainer.base import other_trainers
 from trainer.base.console import printable
 from trainer.base.errors import UserError
 from trainer.base.files import write_atomic
-from trainer.cli.translate import ai_toolkit, onetrainer, sd_scripts, simpletuner
-from trainer.cli.translate.draft import ABSENT, DIFFERS, Draft, Options
+from trainer.cli.translate import ai_toolkit, common, onetrainer, sd_scripts, simpletuner
+from trainer.cli.translate.draft import ABSENT, DIFFERS, FILL, Draft, Options
 from trainer.cli.translate.reading import read
 from trainer.config import Config
+from trainer.data import buckets
 from trainer.models import FAMILIES
+from trainer.plan import optimizer_rules
+from trainer.plan.data_sources import sources_of
 from trainer.plan.requirements import unread_keys
+from trainer.plan.run_plan import plan_data
 
 TRANSLATIONS = {
     "sd-scripts": sd_scripts.translate, "OneTrainer": onetrainer.translate, "ai-toolkit": ai_toolkit.translate,
@@ -44,6 +48,9 @@ def import_config(
         raise UserError(f"--data {missing[0]}: there is no such file")
     draft = drafted(file, data=data, overrides=overrides)
     config = checked(draft, file)
+    if _count_epochs(draft, config):
+        config = checked(draft, file)
+    note_missing(draft, config)
     path = out or Path(f"{config.run.name}.toml")
     if path.exists():
         raise UserError(f"{path} is there; give another file as --out, or move it out of the way")
@@ -64,8 +71,47 @@ def drafted(file: Path, *, data: Sequence[Path] = (), overrides: Sequence[str] =
     TRANSLATIONS[trainer](draft, Options(tree, file, other_trainers.facts().defaults[trainer]), file, data)
     if draft.refusals:
         raise UserError(f"{file} ({trainer}) cannot be brought along:\n" + "\n".join(f"  {each}" for each in draft.refusals))
+    for entry in (draft.keys, *(entry for entries in draft.lists.values() for entry in entries)):
+        entry |= {key: (common.place_here(key, value), why) for key, (value, why) in entry.items()}
+    common.suit_optimizer(draft)
     _fix(draft)
     return draft
+
+
+def _count_epochs(draft: Draft, config: Config) -> bool:
+    """Write the steps of so many epochs where the photos are here to be counted, else say what is to be written."""
+    length, why = None, "the photos are not here, so the steps of an epoch are not known"
+    if draft.epochs and all(Path(source.path).exists() for source in config.data.sources):
+        smallest = min(each for source in sources_of(config.data) for each in source.resolutions)
+        data = config.data.model_copy(update={"bucket_step": config.data.bucket_step or buckets.bucket_step(smallest)})
+        config = config.model_copy(update={"data": data})
+        try:
+            _, length = plan_data(config, FAMILIES[config.model.family], processes=1)
+        except UserError as error:
+            why = f"the photos cannot be counted: {str(error).partition(chr(10))[0]}"
+    for key, (epochs, told) in draft.epochs.items():
+        if key in draft.fixed:
+            continue
+        if length is not None:
+            draft.set(key, epochs * length.steps_per_epoch, f"{told}: an epoch has {length.steps_per_epoch} steps")
+        else:
+            draft.note(FILL, f"{key}: {told}; {why}. --plan says how many an epoch has")
+    return length is not None
+
+
+def note_missing(draft: Draft, config: Config) -> None:
+    """Say which files and folders that the config names are not on this machine."""
+    for key, value in configs.flatten(configs.tree(config)).items():
+        if not isinstance(value, str) or not common.is_path(key) or os.path.exists(value):
+            continue
+        place = PurePath(value)
+        if place.suffix in (".ckpt", ".pt", ".pth"):
+            draft.note(FILL, f"{key}: {value}: a pickle, which is not read here; save it as .safetensors")
+        if key == "run.output_dir":
+            if place.parts[:2] == ("/", "mnt") and not Path(*place.parts[:3]).exists():
+                draft.note(FILL, f"{key}: {value}: there is no {Path(*place.parts[:3])} here")
+        elif key != "model.path" or place.is_absolute() or place.suffix or len(place.parts) != 2:  # a hub id is no path
+            draft.note(FILL, f"{key}: {value} is not on this machine")
 
 
 def _fix(draft: Draft) -> None:
@@ -92,6 +138,7 @@ def checked(draft: Draft, file: Path) -> Config:
     for _ in range(len(draft.keys)):
         try:
             config = configs.parse(tree_of(draft))
+            optimizer_rules.check(config)
         except UserError as error:
             raise UserError(f"{file} ({draft.trainer}) gives a config that is refused here:\n{error}") from error
         if not _take_out(draft, config):

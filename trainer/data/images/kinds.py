@@ -18,6 +18,13 @@ VIDEOS = frozenset({".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".wmv", ".m
 # If an image has several, the first is used.
 CAPTIONS = (".txt", ".caption", ".json")
 MASK_ENDINGS = (".mask.png", "-masklabel.png")
+# Endings of masks where an image has the rest of the name, and they have no caption of their own.
+PROBABLE_MASK_ENDINGS = tuple(
+    word + suffix
+    for word in (".mask", "-masklabel", "_masklabel", "-mask", "_mask")
+    for suffix in IMAGES
+    if word + suffix not in MASK_ENDINGS
+)
 
 # Metadata files. In a folder they are named `metadata`.
 TABLES = (".jsonl", ".csv", ".parquet")

@@ -1,15 +1,18 @@
 """The files of one folder: images, and the captions and masks that belong to them by name."""
 
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from trainer.base.console import printable
 from trainer.base.text import composed
 from trainer.data.images import plugins
-from trainer.data.images.kinds import CAPTIONS, IMAGES, MASK_ENDINGS, UNREAD_IMAGES, VIDEOS
+from trainer.data.images.kinds import CAPTIONS, IMAGES, MASK_ENDINGS, PROBABLE_MASK_ENDINGS, UNREAD_IMAGES, VIDEOS
 
 NO_IMAGE = "not an image"
+# OneTrainer's further masks and its images of a condition: they belong to a photo, and are none.
+FURTHER = re.compile(r"(.+)[-_.](mask\d+|masklabel\d+|condlabel\d*)", re.IGNORECASE | re.DOTALL)
 
 
 @dataclass
@@ -23,15 +26,20 @@ class Contents:
     unread: list[str] = field(default_factory=list)
 
 
-def sort_out(files: Iterable[str]) -> Contents:
-    """A folder's files by what they are. files: names without hidden ones, sorted."""
+def sort_out(files: Collection[str], wanted: Collection[str] = ()) -> Contents:
+    """A folder's files by what they are. files: names without hidden ones, sorted. wanted: photos in any case."""
     contents, lacking = Contents(), plugins.lacking()
+    images, captioned = ({folded(_stem(name)) for name in files if _suffix(name) in kind} for kind in (IMAGES, CAPTIONS))
     for name in files:
-        suffix = os.path.splitext(name)[1].lower()
+        suffix = _suffix(name)
+        further = FURTHER.fullmatch(_stem(name)) if suffix in IMAGES else None
+        plain = name in wanted or folded(_stem(name)) in captioned
         if suffix in CAPTIONS:
             contents.captions.append(name)
-        elif _is_mask(name):
+        elif _is_mask(name) or not plain and folded(without_mask_ending(name)) in images:
             contents.masks.append(name)
+        elif further and not plain and folded(further[1]) in images:
+            contents.rest.append((name, "a further mask or a condition image of the photo beside it"))
         elif why := why_no_photo(name, lacking):
             contents.rest.append((name, why))
             if suffix in IMAGES or suffix in UNREAD_IMAGES:
@@ -39,6 +47,14 @@ def sort_out(files: Iterable[str]) -> Contents:
         else:
             contents.images.append(name)
     return contents
+
+
+def without_mask_ending(name: str) -> str:
+    """The name of the image whose mask it probably is, without a suffix; "" if it does not look like a mask."""
+    lower = name.lower()
+    if not lower.endswith(PROBABLE_MASK_ENDINGS):
+        return ""
+    return name[: -len(next(ending for ending in PROBABLE_MASK_ENDINGS if lower.endswith(ending)))]
 
 
 def _is_mask(name: str) -> bool:
@@ -120,3 +136,7 @@ def folded(name: str) -> str:
 
 def _stem(name: str) -> str:
     return os.path.splitext(name)[0]
+
+
+def _suffix(name: str) -> str:
+    return os.path.splitext(name)[1].lower()

@@ -3,25 +3,29 @@
 import os
 import sys
 from collections import Counter
+from functools import partial
 
+from trainer.base.account import Account, Heading
 from trainer.base.console import printable
 from trainer.data.images import plugins
-from trainer.data.images.kinds import CAPTIONS, IMAGES, MASK_ENDINGS, TABLES
-from trainer.data.layouts import kohya
-from trainer.data.layouts.beside import NO_IMAGE, Companions, readable, sort_out, why_no_photo
+from trainer.data.images.kinds import CAPTIONS, IMAGES, MASK_ENDINGS, PROBABLE_MASK_ENDINGS, TABLES
+from trainer.data.layouts import apart, kohya
+from trainer.data.layouts.apart import Apart
+from trainer.data.layouts.beside import NO_IMAGE, Companions, folded, readable, sort_out, why_no_photo, without_mask_ending
 from trainer.data.layouts.records import JsonCaption
-from trainer.data.layouts.references import BESIDE, References, refuse_differing, unused, within
+from trainer.data.layouts.references import BESIDE, References, refuse_differing, unused
 from trainer.data.layouts.table import FILE_NAMES, ImageTable, looks_like_one, read_table
-from trainer.data.layouts.walk import Folder, Tree
+from trainer.data.layouts.walk import NO_OWNERS, Folder, Tree
 from trainer.data.sources import CaptionPlace, FoundPhoto, Listing, Source
 
-NO_CAPTION = "no caption"
+MOVE_OUT = "move out what should not be trained"
+NO_CAPTION, OF_FILE, OF_FOLDER, OF_KOHYA = "no caption", "file names", "folder names", "kohya's folder names"
 CAPTION_PLACES = f"{', '.join(CAPTIONS)} beside it, or a row of metadata"
 
 
-def listing(source: Source) -> Listing:
+def listing(source: Source, owned: Apart = NO_OWNERS) -> Listing:
     """A folder's photos and captions. path: the folder, or a table in it. If there is a table, the images that it names are
-    used, else every image.
+    used, else every image. owned: folders that are not the source's own.
 
     With `captions = "auto"` the caption of an image is the first of these that exists: the text of its row, the file beside
     it (CAPTIONS), the words of the kohya folder around it.
@@ -29,14 +33,14 @@ def listing(source: Source) -> Listing:
     path = source.path or "."
     is_table = os.path.splitext(path)[1].lower() in TABLES
     if os.path.isdir(path):
-        return Reading(source, Folder(path)).listing()
+        return Reading(source, Folder(path, owned)).listing()
     if not os.path.exists(path):
         problem = "no such file" if is_table else "no such folder"
     elif os.path.splitext(path)[1].lower() in IMAGES:
         problem = f"one photo; give the folder that holds your photos ({printable(os.path.dirname(path) or '.')})"
     elif is_table:
         root, name = os.path.split(path)
-        return Reading(source, Folder(root or "."), name).listing()
+        return Reading(source, Folder(root or ".", owned), name).listing()
     else:
         problem = f"not a folder, and not a table of images ({', '.join(TABLES)})"
     return Listing([], problems=[f"{printable(path)}: {problem}"])
@@ -49,10 +53,9 @@ class Reading:
         self.source, self.tree, self.root, self.only_table = source, tree, tree.root, table
         self.title = printable(tree.title)
         self.found: list[FoundPhoto] = []
-        self.left_out: list[tuple[str, str]] = []
+        self.account = Account()
         self.problems: list[str] = []
-        self.origins: Counter[str] = Counter()  # of captions
-        self.kohya: Counter[tuple[str, int]] = Counter()  # images by folder's name and repeats
+        self.around: dict[str, tuple[str, int, str] | None] = {}  # kohya's folder by folder
         self.tables: dict[str, ImageTable] = {}  # by folder
         self.shown: set[str] = set()  # the references that a photo has
         self.other_files: Counter[str] = Counter()  # by suffix
@@ -63,37 +66,61 @@ class Reading:
         for folder, files in self.tree.walk(self._leave_out, self.problems):
             self._read_folder(folder, files)
         self.found.sort(key=lambda found: found.name)
+        self._leave_out_folders_of_masks()
         for table in self.tables.values():
             self.problems += table.problems
             self._refuse_rows(table)
         self._refuse_idle_columns()
         self._refuse_undecodable()
         if self.source.references not in (None, BESIDE):
-            self.left_out += unused(self.source.references, self.shown, self.problems)
+            unused(self.source.references, self.shown, self._count_out, self.problems)
         self.problems += refuse_differing(self.found)
         others = ", ".join(f"{count} {printable(suffix)}" for suffix, count in self.other_files.most_common(5))
         if not self.found and not self.problems:
             but = f"; it holds other files: {others}" if others else ""
             but += f"; for the archives give {os.path.join(self.title, '*.tar')}" if self.other_files[".tar"] else ""
-            reasons = {why for _, why in self.left_out}
+            dataset = sum(self.other_files[suffix] for suffix in (".parquet", ".arrow"))
+            but += f"; for the dataset in them give hf:{self.title}" if dataset else ""
+            reasons = {entry.reason for entry in self.account.entries(Heading.LEFT_OUT)}
             but += "".join(f"; {lacks}" for lacks in plugins.lacking().values() if lacks in reasons)
             self.problems.append(f"{self.title}: no images in it ({readable()}){but}")
-        return Listing(self.found, self.left_out, self.problems, self._notes(others) if self.found else ())
+        if self.found:
+            self._note(others)
+        return Listing(self.found, self.account, self.problems)
 
-    def _leave_out(self, name: str, why: str) -> None:
-        self.left_out.append((os.path.join(self.root, name), why))
+    def _leave_out(self, name: str, why: str, count: int = 1) -> None:
+        self._count_out(os.path.join(self.root, name), why, count)
+
+    def _count_out(self, path: str, why: str, count: int) -> None:
+        heading, noun = (Heading.WARNING, "folder") if why.startswith(apart.OWNED) else (Heading.LEFT_OUT, "file")
+        self.account.add(heading, why, [path], count=None if heading is Heading.WARNING else count, noun=noun)
+
+    def _leave_out_folders_of_masks(self) -> None:
+        """Leave out an image without a caption of its own in a folder named like masks, if a photo elsewhere has its name."""
+        probable = {
+            found.name
+            for found in self.found
+            if any(map(apart.MASK_FOLDER.fullmatch, found.name.split("/")[:-1]))
+            and (found.caption is None or isinstance(found.caption, str))
+            and not (found.mask or found.references or self._table_of(_folder(found.name)))
+        }
+        stems = {_stem(found.name) for found in self.found if found.name not in probable} if probable else set()
+        out = {name for name in probable if _stem(name) in stems or _stem(f"{without_mask_ending(name)}.") in stems}
+        for name in sorted(out):
+            self._leave_out(
+                name, "in a folder of masks, with the name of a photo; put masks beside the photos: NAME.mask.png"
+            )
+        self.found = [found for found in self.found if found.name not in out]
 
     def _read_folder(self, folder: str, files: list[str]) -> None:
-        if within(os.path.join(self.root, folder), self.source):
-            return
         files, table = self._find_table(folder, files)
         references = References(self.source, self.tree, folder, files)
-        contents, around = (
-            sort_out(name for name in files if name not in references.beside),
-            kohya.folder_of(self.root, folder),
-        )
+        beside = references.beside
+        wanted = {name for name in files if folder + name in table.rows} if table else ()
+        contents = sort_out([name for name in files if name not in beside], wanted)
+        around = self.around[folder] = kohya.folder_of(self.root, folder)
         captions = Companions(contents.captions, contents.images, CAPTIONS)
-        masks = Companions(contents.masks, contents.images, MASK_ENDINGS)
+        masks = Companions(contents.masks, contents.images, MASK_ENDINGS + PROBABLE_MASK_ENDINGS)
         rest, not_trained = contents.rest, contents.unread
         if table is not None:
             table.adopt([folder + image for image in contents.images])
@@ -106,10 +133,7 @@ class Reading:
                     not_trained.append(image)
                     continue
             caption, origin = self._caption(folder, image, row[1] if row else None, captions, around)
-            self.origins[origin or table.name] += 1
-            mask = masks.take(image)
-            if around:
-                self.kohya[around[:2]] += 1
+            mask = masks.take(image) if self.source.masks == "files" else None
             self.found.append(
                 FoundPhoto(
                     source=self.source,
@@ -124,7 +148,8 @@ class Reading:
             )
         by_name = f'captions = "{self.source.captions}"'
         instead = by_name if self.source.captions != "auto" else f"{printable(table.name)} is used instead" if table else ""
-        rest += captions.rest(not_trained, instead) + masks.rest(not_trained) + references.rest(not_trained)
+        rest += captions.rest(not_trained, instead) + references.rest(not_trained)
+        rest += masks.rest(not_trained, f'a mask, and masks = "{self.source.masks}"')
         self.shown |= {folder + name for name in references.taken}
         self.problems += references.problems
         readable_stems = {os.path.splitext(image)[0] for image in contents.images}
@@ -141,16 +166,16 @@ class Reading:
     ) -> tuple[CaptionPlace | str | None, str]:
         """(caption, where it was found). text: of the image's row; the origin "" stands for the row's table."""
         if self.source.captions == "filename":
-            return _words(os.path.splitext(image)[0]), "file names"
+            return _words(os.path.splitext(image)[0]), OF_FILE
         if self.source.captions == "folder":
-            return _words(around[2] if around else folder_name(self.root, folder)), "folder names"
+            return _words(around[2] if around else folder_name(self.root, folder)), OF_FOLDER
         if self.source.captions == "none":
             return None, NO_CAPTION
         if text is not None:
             return text, ""
         beside = captions.take(image)
         if beside is None:
-            return (around[2], "kohya's folder names") if around else (None, NO_CAPTION)
+            return (around[2], OF_KOHYA) if around else (None, NO_CAPTION)
         file, suffix = self.tree.place(folder + beside), sys.intern(os.path.splitext(beside)[1].lower())
         return JsonCaption(file, self.source.caption_column) if suffix == ".json" else file, suffix
 
@@ -163,19 +188,25 @@ class Reading:
             self.problems.append(f"{path}: has {' and '.join(mine)}; keep one, or give its path")
         if mine:
             self.tables[folder] = read_table(self.root, folder + mine[0], self.source)
+        return [name for name in files if name not in mine], self._table_of(folder)
+
+    def _table_of(self, folder: str) -> ImageTable | None:
         while folder and folder not in self.tables:
             folder = folder[: folder.rfind("/", 0, -1) + 1]
-        return [name for name in files if name not in mine], self.tables.get(folder)
+        return self.tables.get(folder)
 
     def _refuse_rows(self, table: ImageTable) -> None:
         """Report the rows for which no image was found."""
         found = {found.name for found in self.found} if table.rows else set()
+        out = tuple(name for entry in self.account for name in entry.names if name.endswith("/"))
         for name, (number, _) in table.rows.items():
             path = os.path.join(self.root, name)
             if name in found:
                 why = "the metadata of its own subfolder names it too; remove one of the rows"
             elif any(part.startswith(".") for part in name.split("/")):
                 why = "hidden; give it another name"
+            elif path.startswith(out):
+                why = "its folder is left out; remove the row"
             elif os.path.exists(path):
                 why = why_no_photo(name, plugins.lacking()) or "no file of exactly this name"
                 why += f" ({readable()})" if why == NO_IMAGE else ""
@@ -188,7 +219,7 @@ class Reading:
         none = f"has no effect: {self.title} has no table of images (metadata.jsonl, .csv, .parquet)"
         if self.source.image_column and not self.tables:
             self.problems.append(f"{key}.image_column = {self.source.image_column!r} {none}; leave it out")
-        if self.source.caption_column and not self.tables and not self.origins[".json"]:
+        if self.source.caption_column and not self.tables and not any(found.caption_from == ".json" for found in self.found):
             self.problems.append(
                 f"{key}.caption_column = {self.source.caption_column!r} {none} and no .json captions; leave it out"
             )
@@ -199,32 +230,58 @@ class Reading:
             few = ", ".join(map(printable, names[:3])) + (", ..." if len(names) > 3 else "")
             self.problems.append(f"{self.title}: {len(names)} of its {len(names) + len(self.found)} photos ({few}): {why}")
 
-    def _notes(self, others: str) -> list[str]:
-        """Where captions were found, the tables, and the kohya folders."""
-        taken = {origin: count for origin, count in sorted(self.origins.items()) if origin != NO_CAPTION}
-        counts, none = ", ".join(f"{count} from {origin}" for origin, count in taken.items()), self.origins[NO_CAPTION]
-        few = f"; {none} images have none" if taken and none else ""
-        lines = [f"captions of {self.title}: {counts or 'none'}{few}"]
+    def _note(self, others: str) -> None:
+        """Enter what is used: captions and where they were found, masks, references, tables, kohya's folders."""
+        note, warn = partial(self.account.add, Heading.NOTE), partial(self.account.add, Heading.WARNING)
+        origins = Counter(found.caption_from for found in self.found)
+        none = origins.pop("", 0)
+        counts = ", ".join(f"{count} from {origin}" for origin, count in sorted(origins.items()))
+        line = f"captions of {self.title}: {counts or 'none'}{f'; {none} images have none' if origins and none else ''}"
         if self.source.captions == "none":
-            lines[0] += ' (captions = "none")'
-        elif not taken:
-            lines[0] += (
+            line += ' (captions = "none")'
+        elif not origins:
+            line += (
                 f". Looked for {', '.join(CAPTIONS)} beside the images and for metadata; found {others or 'no other files'}. "
                 'captions = "filename" or "folder" uses names as captions; "none" trains without captions'
             )
-        if misnamed := self._misnamed_tables():
-            lines.append(f"warning: {misnamed}")
+        note(line)
         for table in self.tables.values():
             column = f"column {table.caption_column}" if table.caption_column else "no caption column"
-            lines.append(f"{printable(os.path.join(self.root, table.name))}: names the images, {column}")
-        lines += [f"{printable(name)}: {repeats} repeats of {count} images" for (name, repeats), count in self.kohya.items()]
-        return lines
+            note(f"{printable(os.path.join(self.root, table.name))}: names the images, {column}")
+        files = Counter(found.caption for found in self.found if not isinstance(found.caption, str | None))
+        masks = {found.mask for found in self.found if found.mask}
+        for noun, count in (("caption file", len(files)), ("mask", len(masks)), ("table of images", len(self.tables))):
+            self.account.add(Heading.USED, "", count=count, noun=noun)
+        self.account.add(Heading.USED, "", count=len(self.shown), noun="reference")
+        shared = [str(found.image) for found in self.found if files[found.caption] > 1]
+        if shared:
+            warn("one caption file for two photos of one name", shared, noun="photo", remedy="rename one of them")
+        if misnamed := self._misnamed_tables():
+            warn(misnamed)
+        for found in self.found:
+            if why := apart.looks_unintended(found.name):
+                warn(why, [str(found.image)], noun="photo", remedy=MOVE_OUT)
+        self._note_kohya()
+
+    def _note_kohya(self) -> None:
+        photos = Counter(_folder(found.name) for found in self.found)
+        numbered: Counter[tuple[str, int]] = Counter()
+        for folder, count in photos.items():
+            if around := self.around[folder]:
+                numbered[around[:2]] += count
+        for (name, repeats), count in numbered.items():
+            self.account.add(Heading.NOTE, f"{printable(name)}: {repeats} repeats of {count} images")
+        rest = [folder for folder, around in self.around.items() if folder in photos and not around]
+        if odd := [os.path.join(self.root, folder) for folder in rest if numbered or kohya.LARGE.search(folder)]:
+            why = "no number of repeats (up to three digits) before the name, so its photos count once"
+            remedy = "kohya's sd-scripts reads any number, and skips a folder without one"
+            self.account.add(Heading.WARNING, why, odd, noun="folder", remedy=remedy)
 
     def _misnamed_tables(self) -> str:
         """What to rename, where there is no table of images, but files that look like one by their first row; else ""."""
         if self.tables or self.only_table:
             return ""
-        for path, _ in self.left_out:
+        for path in (name for entry in self.account.entries(Heading.LEFT_OUT) for name in entry.names):
             suffix = os.path.splitext(path)[1].lower()
             if suffix in TABLES and looks_like_one(path):
                 return f"{printable(path)} is not read; rename it to metadata{suffix}, and its rows give the captions"
@@ -234,6 +291,15 @@ class Reading:
 def folder_name(root: str, folder: str) -> str:
     """The folder's own name; of an archive without its suffix."""
     return os.path.basename(os.path.abspath(os.path.join(root, folder))).removesuffix(".tar")
+
+
+def _folder(name: str) -> str:
+    """The folder of a file within the source, with a slash at its end; "" for the source's own."""
+    return name[: name.rfind("/") + 1]
+
+
+def _stem(name: str) -> str:
+    return folded(os.path.splitext(os.path.basename(name))[0])
 
 
 def _words(name: str) -> str:

@@ -5,16 +5,21 @@ https://huggingface.co/docs/datasets/image_dataset
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.base.account import Account, Heading
 from trainer.base.console import printable
 from trainer.base.errors import one_line
+from trainer.data.images.kinds import IMAGES
+from trainer.data.layouts import apart
 from trainer.data.layouts.records import FIELDS, caption_field, caption_in, shortened
+from trainer.data.layouts.table import FILE_NAMES
+from trainer.data.layouts.walk import LeaveOut, walk
+from trainer.data.sources import HUB as PREFIX
 from trainer.data.sources import File, FoundPhoto, Listing, Source
 
-PREFIX = "hf:"
 # NAME, or with a configuration or a split: NAME:CONFIGURATION@SPLIT. The first spelling whose NAME is a path that exists
 # is used, else the last, which no path with "@" matches.
 SPELLINGS = tuple(
@@ -28,6 +33,7 @@ SPELLINGS = tuple(
         ),
     )
 )
+OF_TRAIN = re.compile(r"(?<![a-z])train(ing)?(?![a-z])")  # a folder or a file that is of the split on purpose
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 IMAGE_COLUMN = "image"
 
@@ -96,7 +102,10 @@ def _listing(source: Source) -> Listing:
     name, configuration, asked = _spelled(source.path)
     if source.captions in ("filename", "folder"):
         raise ValueError(f'captions = "{source.captions}" has no effect: its images are not files; set caption_column')
-    loaded, split = _split(_load(name, configuration), asked)
+    account = Account()
+    everything, files = _load(name, configuration, asked, account)
+    loaded, split = _split(everything, asked)
+    _enter_the_rest(account, name, everything, files, split)
     dataset, column = _with_images(loaded, source.image_column)
     chosen = caption_field([each for each in loaded.column_names if each != column], source.caption_column)
     if source.caption_column and chosen is None:
@@ -120,11 +129,41 @@ def _listing(source: Source) -> Listing:
         said += f"; {len(found) - len(captions)} images have none"
     elif not captions and source.captions == "auto":
         said += f". Its columns: {printable(', '.join(loaded.column_names))}. caption_column names another one"
-    notes = [
-        f"captions of {printable(source.path)}: {said}",
-        f"{printable(source.path)}: {f'split {printable(split)}, ' if split else ''}images of column {printable(column)}",
-    ]
-    return Listing(found, problems=problems, notes=notes)
+    of = f"{printable(source.path)}: {f'split {printable(split)}, ' if split else ''}images of column {printable(column)}"
+    notes = Account()
+    for note in (f"captions of {printable(source.path)}: {said}", of):
+        notes.add(Heading.NOTE, note)
+    return Listing(found, notes + account, problems)
+
+
+def _enter_the_rest(account: Account, name: str, everything: Any, files: Mapping[str, list[str]], split: str) -> None:
+    """What of the dataset is not trained on: rows of other splits, or of a folder on this disk the files of none.
+
+    files: of such a folder, by split.
+    """
+    splits = {path: each for each, paths in files.items() for path in paths}
+    account.add(Heading.USED, "", count=sum(not _is_image(path) for path in files.get(split, ())), noun="data file")
+
+    def leave_out(file: str, why: str, count: int) -> None:
+        account.add(Heading.LEFT_OUT, why, [os.path.join(name, file)], count=count)
+
+    for path in _paths(name, leave_out) if files else ():
+        if (of := splits.get(os.path.abspath(path))) != split:
+            leave_out(os.path.relpath(path, name), f"in the split {of}" if of else "in no split", 1)
+    if isinstance(everything, Mapping) and not any(map(_is_image, splits)):
+        for each, rows in everything.items():
+            if each != split:
+                account.add(Heading.LEFT_OUT, "in another split", [f"split {each}"], count=len(rows), noun="row")
+
+
+def _paths(root: str, leave_out: LeaveOut = lambda *_: None) -> Iterator[str]:
+    """The files of a folder on this disk, as `walk` finds them."""
+    return (os.path.join(root, folder + file) for folder, files in walk(root, leave_out, []) for file in files)
+
+
+def _is_apart(path: str, root: str) -> bool:
+    inner = os.path.relpath(path, root)
+    return not inner.startswith("..") and bool(apart.why_path(inner))
 
 
 def _spelled(path: str) -> tuple[str, str | None, str | None]:
@@ -137,8 +176,8 @@ def _spelled(path: str) -> tuple[str, str | None, str | None]:
     raise ValueError("write hf:NAME, hf:NAME@SPLIT or hf:NAME:CONFIGURATION@SPLIT")
 
 
-def _load(name: str, configuration: str | None) -> Any:
-    """A dataset, or several by split. Raises ValueError with the reason."""
+def _load(name: str, configuration: str | None, asked: str | None, account: Account) -> tuple[Any, Mapping[str, list[str]]]:
+    """A dataset, or several by split; and of a folder on this disk the files by split. Raises ValueError with the reason."""
     local = os.path.exists(name)
     if not local and not HUB_NAME.fullmatch(name):
         raise ValueError("no such folder or file, and not a valid name of a dataset on the hub")
@@ -149,11 +188,22 @@ def _load(name: str, configuration: str | None) -> Any:
         if saved:
             if configuration:
                 raise ValueError(f"was written by save_to_disk, which knows no configurations; leave out :{configuration}")
-            return datasets.load_from_disk(name)
+            return datasets.load_from_disk(name), {}
         if os.path.isfile(name):
             folder, file = os.path.split(os.path.abspath(name))
-            return datasets.load_dataset(folder, configuration, data_files=file)
-        return datasets.load_dataset(name, configuration)
+            return datasets.load_dataset(folder, configuration, data_files=file), {}
+        if not local:
+            return datasets.load_dataset(name, configuration), {}
+        config = datasets.load_dataset_builder(name, configuration).config
+        theirs, root = config.data_files or {}, os.path.abspath(name)
+        files = {split: [path for path in mine if not _is_apart(path, root)] for split, mine in theirs.items()}
+        if asked is None and config.name == "default" and not _split_on_purpose(root, files):
+            # The library takes "test tubes.png" for one of a split "test", and loses what has no such word.
+            kinds = {os.path.splitext(path)[1].lower() for mine in files.values() for path in mine}
+            files = {"train": [path for path in _paths(root) if path.lower().endswith((*kinds, *FILE_NAMES))]}
+            why = "words such as train or test in some file names make no splits, all is read; @SPLIT reads one of them"
+            account.add(Heading.NOTE, f"{printable(name)}: {why}")
+        return datasets.load_dataset(name, configuration, data_files=None if files == theirs else files), files
     except MemoryError:
         raise
     # Any exception: the readers of a dozen formats raise many kinds, also AttributeError for a malformed file.
@@ -165,6 +215,27 @@ def _load(name: str, configuration: str | None) -> Any:
             f"cannot be fetched from the hub, and there is no such folder ({_said(error)}); without a network, fetch "
             "it elsewhere, write it with save_to_disk, and give that folder"
         ) from error
+
+
+def _split_on_purpose(root: str, files: Mapping[str, list[str]]) -> bool:
+    """Whether a folder's splits are meant: of photos by folders, of other data by the names of files; or there is one alone,
+    of all files."""
+    given = {path for mine in files.values() for path in mine}
+    of_photos = any(map(_is_image, given))
+
+    def told(path: str) -> bool:
+        inner = os.path.relpath(path, root).lower()
+        return bool(OF_TRAIN.search(os.path.dirname(inner) if of_photos else inner))
+
+    if files.get("train") and all(map(told, files["train"])):
+        return True
+    suffixes = {os.path.splitext(path)[1].lower() for path in given}
+    lost = any(path not in given and os.path.splitext(path)[1].lower() in suffixes for path in _paths(root))
+    return not lost and (len(files) == 1 or not of_photos)
+
+
+def _is_image(path: str) -> bool:
+    return os.path.splitext(path)[1].lower() in IMAGES
 
 
 def _said(error: BaseException) -> str:

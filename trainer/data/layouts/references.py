@@ -9,7 +9,7 @@ from trainer.base.console import printable
 from trainer.data.images import plugins
 from trainer.data.images.kinds import IMAGES
 from trainer.data.layouts.beside import folded, why_no_photo
-from trainer.data.layouts.walk import Tree, walk
+from trainer.data.layouts.walk import LeaveOut, Tree, walk
 from trainer.data.sources import File, FoundPhoto, Place, Source
 
 BESIDE = "files"  # in place of a folder: beside the photos
@@ -101,21 +101,13 @@ class References:
         ]
 
 
-def unused(root: str, taken: Collection[str], problems: list[str]) -> list[tuple[str, str]]:
-    """(path, reason) of the files in a folder of references that no photo has. taken: by their names within it."""
-    left_out: list[tuple[str, str]] = []
-    for folder, files in walk(root, lambda name, why: left_out.append((name, why)), problems):
+def unused(root: str, taken: Collection[str], leave_out: LeaveOut, problems: list[str]) -> None:
+    """Leave out the files in a folder of references that no photo has. taken: by their names within it."""
+    for folder, files in walk(root, lambda name, why, count: leave_out(os.path.join(root, name), why, count), problems):
         for name in files:
             if folder + name not in taken:
-                left_out.append((folder + name, why_no_photo(name, plugins.lacking()) or NOT_SHOWN))
-    return [(os.path.join(root, name), why) for name, why in left_out]
-
-
-def within(folder: str, source: Source) -> bool:
-    """Whether a folder is that of the source's references, or lies in it."""
-    if source.references in (None, BESIDE):
-        return False
-    return os.path.join(os.path.realpath(folder), "").startswith(os.path.join(os.path.realpath(source.references), ""))
+                why = why_no_photo(name, plugins.lacking()) or NOT_SHOWN
+                leave_out(os.path.join(root, folder + name), why, 1)
 
 
 def misplaced(source: Source) -> str:
@@ -125,7 +117,8 @@ def misplaced(source: Source) -> str:
     given = f"{printable(source.path)}: references = {source.references!r}"
     if not os.path.isdir(source.references):
         return f"{given}: no such folder; 'files' takes NAME.ref.png beside each photo"
-    if within(source.path, source):
+    inner, outer = (os.path.join(os.path.realpath(path), "") for path in (source.path, source.references))
+    if inner.startswith(outer):
         return f"{given} holds the photos themselves; give a folder of references alone, or 'files'"
     return ""
 

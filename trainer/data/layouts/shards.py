@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from trainer.base.console import printable
 from trainer.data.images.kinds import CAPTIONS, IMAGES, MASK_ENDINGS
-from trainer.data.layouts import tar
+from trainer.data.layouts import apart, tar
 from trainer.data.layouts.folder import Reading
 from trainer.data.layouts.table import FILE_NAMES
 from trainer.data.layouts.walk import LeaveOut
@@ -112,13 +112,13 @@ class Archives:
                     parts = [part for part in member.name.split("/") if part not in ("", ".")]
                     name = "/".join((archive, *parts))
                     if member.unread is not None:
-                        leave_out(f"{archive}/{member.name}", member.unread)
+                        leave_out(f"{archive}/{member.name}", member.unread, 1)
                     elif ".." in parts or not parts or member.name.startswith("/"):
-                        leave_out(f"{archive}/{member.name}", "its name leads out of the archive")
-                    elif any(part.startswith(".") for part in parts):
-                        leave_out(name, "hidden")
+                        leave_out(f"{archive}/{member.name}", "its name leads out of the archive", 1)
+                    elif why := apart.why_path("/".join(parts)):
+                        leave_out(name, why, 1)
                     elif parts[-1].lower() in FILE_NAMES:
-                        leave_out(name, "a table in an archive is not read; put captions beside the images")
+                        leave_out(name, "a table in an archive is not read; put captions beside the images", 1)
                     elif name in self._places:
                         problems.append(f"{printable(path)}: holds {printable('/'.join(parts))} twice; keep one of them")
                     else:
@@ -140,7 +140,7 @@ def _images_of_samples(folder: str, files: list[str], leave_out: LeaveOut) -> li
         if image is None or name.lower().endswith(MASK_ENDINGS):
             kept.append(name)
         else:
-            leave_out(folder + name, "another part of a sample that has a photo")
+            leave_out(folder + name, "another part of a sample that has a photo", 1)
     return kept
 
 

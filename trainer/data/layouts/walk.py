@@ -5,9 +5,13 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from trainer.base.console import printable
+from trainer.base.run_layout import MADE_BY_RUNS, holds_run
+from trainer.data.layouts import apart
+from trainer.data.layouts.apart import Apart
 from trainer.data.sources import File, Place
 
-LeaveOut = Callable[[str, str], None]
+LeaveOut = Callable[[str, str, int], None]
+NO_OWNERS = Apart()
 
 
 class Tree(Protocol):
@@ -21,7 +25,7 @@ class Tree(Protocol):
 
         A folder's name is relative to `root`, with slashes and one at its end; `root` itself is "".
 
-        leave_out: called with (name, reason) for everything that is not among them.
+        leave_out: called with (name, reason, count of files) for everything that is not among them.
         """
         ...
 
@@ -33,22 +37,23 @@ class Tree(Protocol):
 class Folder:
     """A Tree that is a folder on the disk."""
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, owned: Apart = NO_OWNERS) -> None:
         self.title = self.root = root
+        self._owned = owned
 
     def walk(self, leave_out: LeaveOut, problems: list[str]) -> Iterator[tuple[str, list[str]]]:
-        return walk(self.root, leave_out, problems)
+        return walk(self.root, leave_out, problems, self._owned)
 
     def place(self, name: str) -> Place:
         return File(self.root, name)
 
 
-def walk(root: str, leave_out: LeaveOut, problems: list[str]) -> Iterator[tuple[str, list[str]]]:
+def walk(root: str, leave_out: LeaveOut, problems: list[str], owned: Apart = NO_OWNERS) -> Iterator[tuple[str, list[str]]]:
     """(name, sorted names of its files) of `root` and every folder below it, a folder before its subfolders.
 
     A name is relative to `root`, with slashes and one at its end. Symbolic links are followed; a folder that is reached twice
     is read once. Each folder is listed once, and no file is opened.
-    leave_out: called for hidden files and folders, and for a folder that was read before.
+    leave_out: called for what is not of the person (apart.py), for folders of others, and for one that was read before.
     """
     ahead, seen = [""], {}
     while ahead:
@@ -57,20 +62,30 @@ def walk(root: str, leave_out: LeaveOut, problems: list[str]) -> Iterator[tuple[
         files, inner = [], []
         try:
             status = os.stat(path)
-            first = seen.setdefault((status.st_dev, status.st_ino), folder)
+            key = status.st_dev, status.st_ino
+            first = seen.setdefault(key, folder)
             if first != folder:
-                leave_out(folder, f"a link to the folder {printable(first or root)}, which is read already")
+                leave_out(folder, f"a link to the folder {printable(first or root)}, which is read already", 0)
+                continue
+            if folder and key in owned.owners:
+                if owned.owners[key]:
+                    leave_out(folder, owned.owners[key], 0)
                 continue
             with os.scandir(path) as entries:
-                for entry in entries:
-                    name = folder + entry.name
-                    is_folder = _is_folder(entry)
-                    if entry.name.startswith("."):
-                        leave_out(name + "/" * is_folder, "hidden")
-                    elif is_folder:
-                        inner.append(name + "/")
-                    else:
-                        files.append(entry.name)
+                names = {entry.name: _is_folder(entry) for entry in entries}
+            of_a_run = key in owned.outputs or holds_run(names.keys())
+            if folder and of_a_run:
+                leave_out(folder, apart.RUN, apart.files_below(path))
+                continue
+            for name, is_folder in names.items():
+                why = apart.why(name, is_folder=is_folder) or (apart.RUN if of_a_run and name in MADE_BY_RUNS else "")
+                if why:
+                    count = apart.files_below(os.path.join(path, name)) if is_folder else 1
+                    leave_out(folder + name + "/" * is_folder, why, count)
+                elif is_folder:
+                    inner.append(folder + name + "/")
+                else:
+                    files.append(name)
         except OSError as error:
             problems.append(f"{printable(path)}: {error.strerror}")
         ahead += sorted(inner, key=lambda name: name[:-1], reverse=True)

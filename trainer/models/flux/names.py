@@ -1,9 +1,10 @@
 """The names of Flux's transformer in the original layout, and what its files hold beside weights."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 
 from trainer.base.errors import UserError
-from trainer.base.key_styles import KeyStyle
+from trainer.base.types import KeyStyle, Link
 from trainer.models.names import ComponentConfig, Names, Shape, how_many
 
 # What a config.json leaves out, as the class takes it.
@@ -24,6 +25,20 @@ HARMLESS = (
     "spiece_model",
 )
 
+
+def other_names(links: Sequence[Link]) -> Iterator[Link]:
+    """The modules that XLabs trains, under its names: a block's attention is a processor; of linear1 q, k and v alone.
+    And OneTrainer's name of the embedder."""
+    for link in links:
+        if found := re.fullmatch(r"(double_blocks\.\d+)\.(img|txt)_attn\.(qkv|proj)", link.original):
+            yield Link(f"{found[1]}.processor.{found[3]}_lora{1 if found[2] == 'img' else 2}", link.parts)
+        elif found := re.fullmatch(r"(single_blocks\.\d+)\.linear([12])", link.original):
+            name, parts = ("qkv", link.parts[:3]) if found[2] == "1" else ("proj", link.parts)
+            yield from (Link(f"{found[1]}.{between}{name}", parts) for between in ("processor.", ""))
+        elif link.original == "img_in":
+            yield Link("img_in.proj", link.parts)
+
+
 # Of adapter files. OneTrainer counts T5 as the second encoder (modules/util/convert/lora/convert_flux_lora.py), sd-scripts
 # as the third.
 KEY_STYLES = (
@@ -32,6 +47,12 @@ KEY_STYLES = (
     KeyStyle("diffusers", "text_encoder", "text_encoder.text_model."),
     KeyStyle("ComfyUI generic", "text_encoder", "text_encoders.clip_l.transformer.text_model."),
     KeyStyle("ComfyUI generic", "text_encoder_2", "text_encoders.t5xxl.transformer."),
+    KeyStyle("ComfyUI generic", "text_encoder", "lora_te_text_model_", flat=True),
+    KeyStyle("OneTrainer with original names", "text_encoder", "clip_l.text_model."),
+    KeyStyle("OneTrainer with original names", "text_encoder_2", "t5."),
+    KeyStyle("OneTrainer with original names", "transformer", "transformer.", original=True, links=other_names),
+    KeyStyle("XLabs", "transformer", "", original=True, links=other_names),
+    KeyStyle("XLabs", "transformer", "diffusion_model.", original=True, links=other_names),
 )
 
 

@@ -7,7 +7,7 @@ has a bias.
 from collections.abc import Mapping
 
 from trainer.base.errors import UserError
-from trainer.base.key_styles import KeyStyle
+from trainer.base.types import KeyStyle
 from trainer.models.names import ComponentConfig, Names, Shape, how_many
 from trainer.models.shared.vae import infer_vae, vae_names
 

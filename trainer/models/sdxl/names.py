@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 
 from trainer.base.errors import UserError
-from trainer.base.key_styles import KeyStyle
+from trainer.base.types import KeyStyle
 from trainer.models.names import ComponentConfig, Names, Shape, each_level, how_many
 
 # What a config.json leaves out, as the class takes it.
@@ -49,6 +49,9 @@ KEY_STYLES = (
     KeyStyle("diffusers", "text_encoder", "text_encoder.text_model."),
     KeyStyle("ComfyUI generic", "text_encoder", "text_encoders.clip_l.transformer.text_model."),
     KeyStyle("ComfyUI generic", "text_encoder_2", "text_encoders.clip_g.transformer."),
+    KeyStyle("ComfyUI generic", "text_encoder", "lora_te_text_model_", flat=True),
+    KeyStyle("OneTrainer with original names", "text_encoder", "clip_l.text_model."),
+    KeyStyle("OneTrainer with original names", "text_encoder_2", "clip_g."),
 )
 
 

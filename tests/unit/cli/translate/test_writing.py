@@ -16,7 +16,7 @@ from tests import foreign_configs
 from tests.harness import ROOT
 from trainer import config as configs
 from trainer.base.errors import UserError
-from trainer.cli.translate.draft import ABSENT, DIFFERS, FILL, UNKNOWN
+from trainer.cli.translate.draft import ABSENT, DIFFERS, FILL, SAME, UNKNOWN
 from trainer.cli.translate.writing import checked, drafted, text_of
 
 # By trainer, what its own program would do with the config of tests/foreign_configs.py, worked out by hand.
@@ -100,7 +100,7 @@ def test_every_line_says_where_it_comes_from(tmp_path: Path, trainer: str) -> No
 
 def test_what_has_no_equivalent_and_what_is_not_known_is_named(tmp_path: Path) -> None:
     _, draft = imported(foreign_configs.write(tmp_path, "sd-scripts"))
-    assert any("clip_skip = 2: leave it out" in note for note in draft.notes[ABSENT])
+    assert any("clip_skip = 2: the last but one layer is read" in note for note in draft.notes[SAME])
     assert draft.notes[UNKNOWN] == ["no_such_option = 3"]
     assert any("regularisation photos are repeated there" in note for note in draft.notes[DIFFERS])
     _, draft = imported(foreign_configs.write(tmp_path, "ai-toolkit"))
@@ -145,7 +145,7 @@ def test_what_would_train_something_else_is_refused_until_it_is_chosen(tmp_path:
 NOBODYS = {
     "a.yaml": "model: {a: 1}\nlearning_rate: 1e-4\n", "a.json": '{"train_folder": "x"}', "a.toml": "[a]\nb = 1\n",
     "a.sh": "python train.py --config x\n", "broken.json": "{", "broken.yaml": "a: [", "broken.toml": "a = ",
-    "list.json": "[]", "window.json": '{"LoRA_type": "Standard", "pretrained_model_name_or_path": "x"}',
+    "list.json": "[]",
     "unset.sh": "accelerate launch sdxl_train_network.py --network_dim=$DIM\n",
     "many.json": '{"pretrained_model_name_or_path": "m", "learning_rate": 1e-4}',
     "data.toml": "[general]\n[[datasets]]\n", "ours.toml": "[run]\nname = 'a'\n[model]\nfamily = 'b'\n",

@@ -31,7 +31,7 @@ from trainer.data.images.decode import MAX_PIXELS, decode, decode_mask
 from trainer.data.images.kinds import IMAGES
 from trainer.data.images.views import View
 from trainer.data.scan import scan
-from trainer.data.sources import Source, noted
+from trainer.data.sources import Source
 
 PHOTO = Path("examples/bear_plushie/00.jpg")
 
@@ -315,8 +315,8 @@ def test_masks_are_read_as_they_are():
 def test_a_name_of_another_format_is_told(tmp_path):
     (tmp_path / "a.jpg").write_bytes(encoded(small_photo(), "PNG"))
     (tmp_path / "b.JPG").write_bytes(encoded(small_photo(), "JPEG"))
-    photos = scan([Source(0, str(tmp_path))]).photos
-    assert noted(photos) == {"its name ends in .jpg, its bytes are PNG": ["0/a.jpg"]}
+    notes = scan([Source(0, str(tmp_path))]).notes
+    assert f"1 photo: its name ends in .jpg, its bytes are PNG ({tmp_path}/a.jpg)" in notes
 
 
 def test_a_key_follows_what_decides_the_pixels_and_no_more(tmp_path):

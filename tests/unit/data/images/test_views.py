@@ -217,9 +217,9 @@ def test_what_is_wrong_with_masks_is_told(tmp_path):
         UserError, match=r"(?s)2 problems.*1\.mask\.png: not a .*2\.mask\.png: the mask has 5 x 7 pixels, its photo"
     ):
         scan([Source(0, str(folder), masks="files")])
-    unused = scan([Source(0, str(folder))]).photos
-    assert sum("its mask file is not used" in note for photo in unused for note in photo.notes) == 8
-    assert all(photo.mask is None and photo.contents == photo.sha256 for photo in unused)
+    unused = scan([Source(0, str(folder))])
+    assert [why for _, why in unused.left_out] == ['a mask, and masks = "none"'] * 8
+    assert all(photo.mask is None and photo.contents == photo.sha256 for photo in unused.photos)
     for number in (1, 2):
         (folder / f"{number}.mask.png").unlink()
     photos = scan([Source(0, str(folder), masks="files")]).photos
