@@ -317,9 +317,8 @@ class OpenedCheckpoint:
         return tuple(format for format, meaning in meanings.items() if enough[meaning])
 
     def averaged(self) -> "OpenedCheckpoint | None":
-        """With the average that its run exports, but not the norms of those weights (`formats`); None where it keeps none."""
-        saved = Saved.whatever(self.folder)
-        if "ema" not in saved.pieces:
+        """The checkpoint with the average that its run exports, not with its norms (`formats`); None where it keeps none."""
+        if "ema" not in (saved := Saved.whatever(self.folder)).pieces:
             return None
         kept, decay = saved.state("ema"), saved.state("config")["ema"]["decay"]
         state = {name: kept[key] for name in self._state if (key := ema.OF + name) in kept}
