@@ -98,7 +98,8 @@ def state_bytes(run: Run) -> int:
     """Of what the optimizer keeps, and of an average."""
     states = run.state.optimizer.optimizer.state.values()
     kept = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
-    return sum(tensor.nbytes for tensor in [*kept, *run.state.averages.tensors])
+    average = run.state.average.weights.values() if run.state.average else ()
+    return sum(tensor.nbytes for tensor in [*kept, *average])
 
 
 def measure(choice: Choice, seed: int, cache: Path, steps: int | None = None) -> cells.Result:

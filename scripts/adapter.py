@@ -7,7 +7,6 @@
     python scripts/adapter.py extract TUNED BASE lora.safetensors --rank 16            # the difference of two models
     python scripts/adapter.py compare A.safetensors B.safetensors
     python scripts/adapter.py resize bear.safetensors small.safetensors --rank 4
-    python scripts/adapter.py ema outputs/bear --length 0.1                            # an average of its weights
     python scripts/adapter.py average mean.safetensors A.safetensors B.safetensors --rank 8   # of several runs
     python scripts/adapter.py push outputs/bear/adapters --repo me/bear                # to the Hugging Face hub, as private
 
@@ -40,14 +39,13 @@ from trainer.cli.tools import run_tool  # noqa: E402
 
 NOT_WRITTEN = (
     "not written: this DoRA file needs the norms of the averaged weights, which a checkpoint does not have. The run writes "
-    "it (export.every_steps, and at its end); with ema.kind = 'power' `adapter.py ema` makes it, too"
+    "it (export.every_steps, and at its end)"
 )
 
 
 def export(chosen: argparse.Namespace) -> None:
     """Write NAME.safetensors and NAME_comfyui.safetensors of a checkpoint, as its run would, and those of the average that it
     keeps. Reads no weight of the model."""
-    from trainer.adapter_files.posthoc_ema import averaged_checkpoint
     from trainer.adapter_files.read import open_checkpoint
     from trainer.adapters import sd_scripts
     from trainer.adapters.export import not_loaded_by_diffusers
@@ -55,7 +53,7 @@ def export(chosen: argparse.Namespace) -> None:
     from trainer.base.tensorfile import TensorFile
 
     opened = open_checkpoint(chosen.checkpoint)
-    averaged = averaged_checkpoint(opened)
+    averaged = opened.averaged()
     written = opened.export(chosen.folder, sample=opened.sample())
     for format, path in written.items():
         write(f"{format}: {path}")
@@ -269,13 +267,6 @@ def strength_of(given: str) -> tuple[Path, float]:
     return Path(path), strength
 
 
-def ema(chosen: argparse.Namespace) -> None:
-    """Write the adapter files of an average of any length, made of those that a run set aside (docs/ema.md)."""
-    from trainer.adapter_files.posthoc_ema import average
-
-    write("\n".join(average(chosen.output, chosen.length, step=chosen.step, folder=chosen.folder).lines()))
-
-
 def push(chosen: argparse.Namespace) -> None:
     """Send a folder of adapter files and its model card to the Hugging Face hub."""
     from trainer.adapter_files.push import push
@@ -416,14 +407,6 @@ def main(arguments: list[str] | None = None) -> int:
     reads_a_file(command)
     command.add_argument("out", metavar="OUT", type=Path, help="the file to write (.safetensors)")
     command.add_argument("--rank", type=int, required=True, metavar="R", help="the highest that a layer may have")
-    command = commands.add_parser("ema", help="an average of a run's weights, of any length")
-    command.set_defaults(run=ema)
-    command.add_argument("output", metavar="OUTPUT_DIR", type=Path, help="a run's folder, made with ema.kind = 'power'")
-    command.add_argument(
-        "--length", type=float, required=True, help="standard deviation of the profile as a share of the run: 0.05 to 0.25"
-    )
-    command.add_argument("--step", type=int, help="up to this step; default: the last one that was set aside")
-    command.add_argument("--folder", type=Path, help="where the files go; default: OUTPUT_DIR/adapters")
     command = commands.add_parser("average", help="the mean of several adapters of one model")
     command.set_defaults(run=average)
     command.add_argument("out", metavar="OUT", type=Path, help="the adapter file to write (.safetensors)")

@@ -79,8 +79,8 @@ def test_the_average_is_that_of_the_formula_and_only_made_by_updates_that_change
                 continue
             assert take_step(run, step, update).updated
             weights.append({name: p.detach().clone() for name, p in run.adapter.named_parameters().items()})
-        assert run.state.averages.updates == 4
-        right, found = by_formula(weights, 0.5), run.state.averages.of("constant")
+        assert run.state.average.updates == 4
+        right, found = by_formula(weights, 0.5), run.state.average.weights
         assert found.keys() == right.keys() == run.adapter.named_parameters().keys()
         moved = 0.0
         for name, average in right.items():
@@ -126,7 +126,7 @@ def test_files_and_samples_of_the_average_are_made_with_it(bench: Workbench, cap
         assert len(re.findall(r"against the live adapter.* equal", said)) == 2
         assert all(f"adapter ({kind}, average): " in said for kind in ("diffusers", "comfyui"))
         assert "sample 00_ema moved by" in said
-        average = run.state.averages.of("constant")
+        average = run.state.average.weights
         exported = TensorFile(bench.tmp / "out" / "adapters" / "bear_ema.safetensors")
         for name, tensor in average.items():
             assert torch.equal(exported.read(name).flatten(), tensor.flatten()), name
@@ -158,13 +158,12 @@ def test_files_and_samples_of_the_average_are_made_with_it(bench: Workbench, cap
     [
         ({"adapter__type": "lora"}, ["", "_comfyui"]),
         ({}, [""]),  # the other one needs the norms of the averaged weights
-        ({"export__dora_scale": "magnitude", "ema__kind": "power", "ema__snapshot_every_steps": 2}, ["", "_comfyui"]),
+        ({"export__dora_scale": "magnitude"}, ["", "_comfyui"]),
     ],
 )
 def test_a_checkpoint_gives_the_files_of_its_average(bench: Workbench, capsys, more: dict, formats: list[str]) -> None:
     """Byte for byte those of the run, as far as the checkpoint has what they need; and it says which it has not."""
-    ema = more if "ema__kind" in more else CONSTANT
-    out = train(bench, "out", run__max_steps=2, adapter__targets=["conv_in"], **ema | more)
+    out = train(bench, "out", run__max_steps=2, adapter__targets=["conv_in"], **CONSTANT | more)
     capsys.readouterr()
     assert script.main(["export", str(out / "checkpoints" / "step-00000002"), str(bench.tmp / "made")]) == 0
     said = capsys.readouterr().out
@@ -186,7 +185,7 @@ def test_whatever_ends_a_sample_of_the_average_the_weights_come_back(bench: Work
             take_step(run, step, update)
             run.progress.step = step
         before = {name: p.detach().clone() for name, p in run.adapter.named_parameters().items()}
-        kept = {name: t.clone() for name, t in run.state.averages.of("constant").items()}
+        kept = {name: t.clone() for name, t in run.state.average.weights.items()}
         seen = []
 
         def sample(*arguments):
@@ -200,7 +199,7 @@ def test_whatever_ends_a_sample_of_the_average_the_weights_come_back(bench: Work
             run.artifacts().draw_samples(Position(2, 4))
         for name, parameter in run.adapter.named_parameters().items():
             assert torch.equal(parameter, before[name]) and torch.equal(seen[0][name], before[name])
-            assert torch.equal(seen[1][name], kept[name]) and torch.equal(run.state.averages.of("constant")[name], kept[name])
+            assert torch.equal(seen[1][name], kept[name]) and torch.equal(run.state.average.weights[name], kept[name])
         assert all(layer.stale for layer in run.adapter.layers.values())
         assert not (bench.tmp / "out" / "samples" / "step-00000002").exists()
 
@@ -246,7 +245,7 @@ def test_the_plan_counts_it(bench: Workbench) -> None:
         source = open_source(config)
         found.append(forecast(make_plan(resolve(config, source), source, processes=1), dora_torch))
     with built(configs.parse(tree(bench, "out", **CONSTANT))) as run:
-        size = sum(tensor.nbytes for tensor in run.state.averages.tensors)
+        size = sum(tensor.nbytes for tensor in run.state.average.weights.values())
         assert size == sum(p.nbytes for p in run.adapter.named_parameters().values())
     plain, averaged = found
     assert averaged.checkpoint - plain.checkpoint == size
@@ -258,20 +257,3 @@ def test_the_plan_counts_it(bench: Workbench) -> None:
             assert 2 * size <= more <= 2 * size + one.parts["adapter"]
         else:
             assert more == (0 if one.name.startswith("encoding") else size), one.name
-    assert plain.set_aside == averaged.set_aside == 0
-
-
-@pytest.mark.slow
-def test_the_plan_counts_what_is_set_aside(bench: Workbench, capsys) -> None:
-    """Each file as large as it becomes, but for its header."""
-    more = {"ema__kind": "power", "ema__snapshot_every_steps": 2, "adapter__targets": ["conv_in"]}
-    config = configs.parse(tree(bench, "out", **more))
-    source = open_source(config)
-    found = forecast(make_plan(resolve(config, source), source, processes=1), dora_torch)
-    with built(config) as run:
-        for step, update in zip(range(1, 3), run.updates(), strict=False):
-            take_step(run, step, update)
-        run.progress.step = 2
-        assert run.artifacts().set_aside() is None
-    file = TensorFile(bench.tmp / "out" / "ema" / "step-00000002.safetensors")
-    assert found.set_aside == sum(entry.bytes for entry in file.entries.values())

@@ -46,7 +46,7 @@ def tree_of(bench: Workbench, prefix: str = "", **overrides) -> dict:
             "run__max_steps": 4, "checkpoint__every_steps": 1, "checkpoint__keep_last": 2,
             "adapter__targets": ["*attn1.to_q"], "validation__every_steps": 2, "validation__steps": 1,
             "validation__prompts": ["a bear"], "export__every_steps": 2, "export__formats": ["diffusers"],
-            "ema__kind": "power", "ema__snapshot_every_steps": 1,
+            "ema__kind": "constant",
         } | mirror | overrides
     )  # fmt: skip
     return tree

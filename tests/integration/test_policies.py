@@ -722,7 +722,7 @@ class ReadOnly:
     ("place", "after"),
     [
         ("out", "."), ("out/config.toml", "."), ("out/checkpoints", "out/metrics.jsonl"),
-        ("out/samples", "out/metrics.jsonl"), ("out/adapters", "."), ("out/ema", "."), ("out/metrics.jsonl", "."),
+        ("out/samples", "out/metrics.jsonl"), ("out/adapters", "."), ("out/metrics.jsonl", "."),
         ("out/phases.jsonl", "."), ("its cache", "."), ("converted", "."), ("out", "out/checkpoints/step-00000002"),
     ],
 )  # fmt: skip
@@ -731,7 +731,7 @@ def test_a_read_only_file_system_ends_with_6(bench: Workbench, monkeypatch, capf
     on."""
     config = tree(
         bench, run__max_steps=4, checkpoint__every_steps=2, export__every_steps=3, **SAMPLES | {"validation__every_steps": 3},
-        ema__kind="power", ema__snapshot_every_steps=2, data__cache_dir=str(bench.tmp / "its cache"),
+        ema__kind="constant", data__cache_dir=str(bench.tmp / "its cache"),
         model__cache_dir=str(bench.tmp / "converted"), model__components__unet__dtype="fp8_e4m3",
     )  # fmt: skip
     with monkeypatch.context() as patch:

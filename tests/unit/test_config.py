@@ -249,3 +249,11 @@ def test_a_path_of_windows_is_told_its_name_in_wsl(path: str) -> None:
         configs.parse({**MINIMAL, "run": {**MINIMAL["run"], "output_dir": path}})
     with pytest.raises(UserError, match=f"--config .*{said}"):
         configs.load(path, [])
+
+
+def test_a_key_that_earlier_versions_wrote_into_every_config_is_no_mistake() -> None:
+    """Of an average that is gone; without it the key never had an effect."""
+    tree = MINIMAL | {"ema": {"kind": "constant", "snapshot_every_steps": 0}}
+    assert configs.parse(tree).ema.kind == "constant"
+    with pytest.raises(UserError, match=r"ema\.kind: .power.|ema\.kind = .power."):
+        configs.parse(tree | {"ema": {"kind": "power", "snapshot_every_steps": 5}})

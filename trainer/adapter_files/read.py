@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from trainer import ema
 from trainer.adapters import export
 from trainer.adapters.export import About
 from trainer.adapters.keys import Module, key_table, some
@@ -302,10 +303,6 @@ class OpenedCheckpoint:
         """Those that are adapted, by full name."""
         return [f"{target.component}.{target.name}" for target in self._targets]
 
-    def scaling(self, layer: str) -> float:
-        """alpha / rank of an adapted layer, by its full name (rsLoRA: alpha / sqrt(rank))."""
-        return next(t.scaling(self.rslora) for t in self._targets if f"{t.component}.{t.name}" == layer)
-
     @property
     def formats(self) -> tuple[str, ...]:
         """The formats of the files that its norms suffice for: a DoRA's magnitudes may need the norms of the adapted
@@ -319,11 +316,16 @@ class OpenedCheckpoint:
         meanings: dict[str, DoraScale] = {"diffusers": "magnitude", "comfyui": self.dora_scale}
         return tuple(format for format, meaning in meanings.items() if enough[meaning])
 
-    def instead(self, state: Mapping[str, torch.Tensor], norms: AllNorms, about: About) -> "OpenedCheckpoint":
-        """The checkpoint with other weights of the same adapter. Raises UserError where they are of another."""
-        if state.keys() != self._state.keys() or any(state[name].shape != self._state[name].shape for name in state):
-            raise UserError(f"{self.folder} is of another adapter than these weights")
-        return replace(self, _state=state, norms=norms, about=about)
+    def averaged(self) -> "OpenedCheckpoint | None":
+        """The checkpoint with the average that its run exports, not with its norms (`formats`); None where it keeps none."""
+        if "ema" not in (saved := Saved.whatever(self.folder)).pieces:
+            return None
+        kept, decay = saved.state("ema"), saved.state("config")["ema"]["decay"]
+        state = {name: kept[key] for name in self._state if (key := ema.OF + name) in kept}
+        if {k: t.shape for k, t in state.items()} != {k: t.shape for k, t in self._state.items()}:
+            raise UserError(f"{self.folder}: its average is of another kind, or of another adapter")
+        norms = {layer: replace(each, adapted=None) for layer, each in self.norms.items()}
+        return replace(self, _state=state, norms=norms, about=replace(self.about, average=ema.described(decay)))
 
     def sample(self, ending: str = "") -> Path | None:
         """The first that the run drew at this step at full strength, where that lies beside its checkpoints, and where the

@@ -23,7 +23,6 @@ from trainer.adapters.adapter import Adapter
 from trainer.base.errors import UserError
 from trainer.base.files import Advance, unheard
 from trainer.base.protocols import BaseLayer
-from trainer.kernels.decode import squares_and_product
 from trainer.kernels.dora_torch import TINY
 
 # Sums of another device or thread count differ in their last bits.
@@ -138,14 +137,6 @@ class Norms:
             raise UserError(
                 f"the checkpoint's adapter is for {then}, this run's for {now}; restore the model, or start a new run"
             )
-
-
-def products(adapter: Adapter, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """W A^T, fp32 [N, R], by layer, of a DoRA with these weights (Adapter.state_dict): it is linear in A. Empty of a LoRA."""
-    return {
-        name: squares_and_product(layer.get_base_layer().stored(), state[f"{name}.lora_A.weight"].flatten(1))[1].float()
-        for name, layer in (adapter.layers if adapter.dora else {}).items()
-    }
 
 
 def _tensors(layers: Mapping[str, RowNorms]) -> dict[str, torch.Tensor]:

@@ -121,7 +121,7 @@ def draw(
     plan = fetched(plan, peers, phases)
     components = Components(plan, kernels=fused, digests=FileDigests(phases=phases), processes=peers, phases=phases)
     told = _conditionings(components, [text for asked in requests for text in (asked.prompt, asked.negative)])
-    adapter = _loaded(config, components, portable, peers.say)
+    adapter = _loaded(config, components, portable)
 
     def sample(asked: AskedSample):
         if adapter is None:
@@ -215,9 +215,7 @@ def _conditionings(components: Components, texts: list[str]) -> Callable[[str], 
     return lambda text: family.collate([made[text]]).to(components.model.device)
 
 
-def _loaded(
-    config: Config, components: Components, portable: Portable | None, say: Callable[[str], object]
-) -> Adapter | None:
+def _loaded(config: Config, components: Components, portable: Portable | None) -> Adapter | None:
     """What draws, in memory, with the adapter in its layers."""
     plan, family = components.plan, components.family
     for name in (*plan.in_steps, family.vae):

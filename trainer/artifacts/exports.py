@@ -9,7 +9,6 @@ from typing import Any
 
 from trainer import optim, quantization
 from trainer.adapters import export, sd_scripts
-from trainer.adapters.norms import products
 from trainer.adapters.portable import of_adapter
 from trainer.artifacts import sampling
 from trainer.artifacts.model_card import write_card
@@ -22,7 +21,7 @@ from trainer.base.pictures import THUMBNAIL, first_sample, thumbnail
 from trainer.base.run_layout import AVERAGE
 from trainer.base.tensorfile import TensorFile
 from trainer.data.batches.loader import Reader
-from trainer.ema import described, snapshots
+from trainer.ema import described
 from trainer.engine.assembly import TrainState
 from trainer.engine.components import Components
 from trainer.engine.encoding import prompt_conditioning
@@ -53,14 +52,6 @@ class Artifacts:
         config = self.plan.config
         shown = config.validation.every_steps, config.validation.loss_every_steps, config.checkpoint.every_steps
         self.report.after_step(news=not at.fresh or any(map(at.due, (*shown, config.export.every_steps))))
-
-    def set_aside(self) -> None:
-        """Write the averages as they are now beside the earlier ones."""
-        step, made = self.state.progress.step, partial(products, self.state.adapter)
-        epoch = self.plan.length.epoch_of(step)
-        # Seen to its end whatever signal comes, as a checkpoint is: the later ones go on from here.
-        with self.context.phases("setting averages aside", unit="B", obey=False) as phase:
-            snapshots.write(self.context.layout.averages, step, epoch, self.state.averages, made, phase.advance)
 
     def draw_samples(self, at: Position) -> None:
         """Draw the step's samples, unless an earlier start did. A stop leaves them to the next start."""
@@ -140,7 +131,7 @@ class Artifacts:
                     made = export.write_files(
                         files,
                         stem + ending,
-                        replace(about, average=described(config.ema.kind, config.ema.decay) if ending else ""),
+                        replace(about, average=described(config.ema.decay) if ending else ""),
                         own,
                         norms,
                         thumbnail=thumbnail(drawn, THUMBNAIL) if drawn else "",

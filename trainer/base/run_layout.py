@@ -10,16 +10,6 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def snapshot_name(step: int) -> str:
-    """The file of a step's averages."""
-    return f"{folder_name(step)}.safetensors"
-
-
-def snapshot_step(name: str) -> int | None:
-    """The step of a file that `snapshot_name` names; None for another name."""
-    return step_of(name.removesuffix(".safetensors")) if name.endswith(".safetensors") else None
-
-
 def step_of(name: str) -> int | None:
     """The step of a folder that `folder_name` names; None for another name."""
     found = re.fullmatch(r"step-(\d{8})", name)
@@ -51,7 +41,6 @@ class Layout:
         self.adapters = root / "adapters"  # NAME.safetensors of the end, NAME-STEP.safetensors of a step
         self.card = self.adapters / "README.md"
         self.card_images = self.adapters / "images"  # the samples that it shows
-        self.averages = root / "ema"  # those set aside, from which others are made after the training
         self.samples = root / "samples"
         self.truths = self.samples / "truth"  # what samples ought to look like, where that is known
         self.references = self.samples / "references"  # what the model is shown for them
@@ -85,27 +74,22 @@ class Layout:
 
     def leftovers(self) -> list[Path]:
         """Files of a killed process that never got their names."""
-        return [
-            path for folder in (self.root, self.adapters, self.card_images, self.averages) for path in folder.glob(".*.tmp")
-        ]
+        return [path for folder in (self.root, self.adapters, self.card_images) for path in folder.glob(".*.tmp")]
 
     def step_of_result(self, path: str, name: str) -> int | None:
-        """The step after which no later one writes a file again: an average, a sample, an adapter file with a step in its
-        name; None for all others. path: below the root, with "/". name: of the run."""
-        folders = (folder.relative_to(self.root).as_posix() for folder in (self.averages, self.samples, self.adapters))
-        averages, samples, adapters = map(re.escape, folders)
+        """The step after which no later one writes a file again: a sample, an adapter file with a step in its name; None for
+        all others. path: below the root, with "/". name: of the run."""
+        samples, adapters = (re.escape(each.relative_to(self.root).as_posix()) for each in (self.samples, self.adapters))
         if Path(path).parent in [each.relative_to(self.root) for each in (self.truths, self.references)]:
             return 0
         found = re.fullmatch(
-            rf"{averages}/step-(\d{{8}})\.safetensors|{samples}/step-(\d{{8}})/[^/]+"
-            rf"|{adapters}/{re.escape(name)}-(\d{{8}})(?:_\w+)?(?:\.safetensors|/[^/]+)",
-            path,
+            rf"{samples}/step-(\d{{8}})/[^/]+|{adapters}/{re.escape(name)}-(\d{{8}})(?:_\w+)?(?:\.safetensors|/[^/]+)", path
         )
-        return None if found is None else int(found[1] or found[2] or found[3])
+        return None if found is None else int(found[1] or found[2])
 
     def results(self, name: str) -> dict[str, int]:
         """The files that steps of the run `name` left for good: their steps by their paths below the root, with "/"."""
-        there = (p for folder in (self.averages, self.samples, self.adapters) for p in folder.rglob("*") if p.is_file())
+        there = (p for folder in (self.samples, self.adapters) for p in folder.rglob("*") if p.is_file())
         paths = sorted(path.relative_to(self.root).as_posix() for path in there)
         return {path: step for path in paths if (step := self.step_of_result(path, name)) is not None}
 
@@ -117,7 +101,7 @@ class Layout:
         return [path for path in paths if self.step_of_result(path, name) is None and not Path(path).name.startswith(".")]
 
     def later_results(self, name: str, after: int) -> list[Path]:
-        """What the steps beyond `after` left of the run `name`: samples, averages, adapter files (the end's, too), report."""
+        """What the steps beyond `after` left of the run `name`: samples, adapter files (the end's, too), report."""
         step = re.compile(rf"step-(\d{{8}})|{re.escape(name)}-(\d{{8}})(?:_\w+)?(?:\.safetensors)?")
         end = re.compile(rf"{re.escape(name)}(?:\.safetensors|_\w+(?:\.safetensors)?)")
         later = [
@@ -125,7 +109,6 @@ class Layout:
             for path in (*self.samples.glob("step-*"), *self.adapters.glob("*"))
             if ((found := step.fullmatch(path.name)) and int(found[1] or found[2]) > after) or end.fullmatch(path.name)
         ]
-        later += [path for path in self.averages.glob("*") if (snapshot_step(path.name) or 0) > after]
         return [*later, *(path for path in (self.report, self.before_after, self.card, self.card_images) if path.exists())]
 
 

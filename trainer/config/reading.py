@@ -87,6 +87,9 @@ def _remedy(text: str, error: tomllib.TOMLDecodeError) -> str:
 
 def parse(tree: dict[str, Any]) -> Config:
     """A checked Config from a plain tree. Raises UserError with one line for each mistake."""
+    if isinstance(ema := tree.get("ema"), dict) and ema.get("kind") != "power":
+        # Earlier versions wrote it into every config.toml and checkpoint; without that kind it never had an effect.
+        tree = tree | {"ema": {key: value for key, value in ema.items() if key != "snapshot_every_steps"}}
     try:
         return Config.model_validate(tree)
     except ValidationError as error:

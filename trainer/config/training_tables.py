@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from trainer.config.kinds import Beta, Cadence, Count, CountOrShare, FitText, Positive, ReadWith, Share, Table, once_each
+from trainer.config.kinds import Beta, Count, CountOrShare, FitText, Positive, ReadWith, Share, Table, once_each
 
 
 def _a_range(t_range: tuple[float, float]) -> tuple[float, float]:
@@ -191,9 +191,7 @@ class ScheduleTable(Table):
 class EmaTable(Table):
     """An average of the weights over the updates, kept beside them."""
 
-    kind: Literal["none", "constant", "power"] = "none"
-    """`constant` averages with one decay. `power` lets you choose the length after the training."""
+    kind: Literal["none", "constant"] = "none"
+    """`constant` averages with one decay."""
     decay: Annotated[float, Field(gt=0, lt=1), ReadWith("ema.kind", ("constant",))] = 0.999
     """The share of the average that stays at an update; in the first updates less."""
-    snapshot_every_steps: Annotated[Cadence, ReadWith("ema.kind", ("power",))] = 0
-    """How often averages are set aside. A twentieth of the run or less."""

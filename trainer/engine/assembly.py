@@ -35,7 +35,7 @@ class TrainState:
     adapter: Adapter
     norms: Norms
     optimizer: optim.OptimizerState
-    averages: ema.Averages
+    average: ema.Average | None
     progress: Progress
 
     def evaluating(self) -> AbstractContextManager[None]:
@@ -44,8 +44,8 @@ class TrainState:
 
     def weights_for_use(self) -> dict[str, Callable[[], AbstractContextManager[None]]]:
         """The blocks in which the adapter has weights to be used, by how the names end of what is made with them: "",
-        `evaluating`, and "_ema", the same with their first average."""
-        return {"": self.evaluating} | ({AVERAGE: self.averages.used} if self.averages.weights else {})
+        `evaluating`, and "_ema", the same with their average."""
+        return {"": self.evaluating} | ({AVERAGE: self.average.used} if self.average else {})
 
 
 def load_trained(plan: RunPlan, components: Components, pieces: Pieces) -> None:
@@ -115,7 +115,7 @@ def build_step(
     *,
     then: Mapping[str, Any] | None,
 ) -> tuple[TrainState, Step]:
-    """(what the steps change, the step). Enters the optimizer, its schedule, the loss scaler and the averages as pieces.
+    """(what the steps change, the step). Enters the optimizer, its schedule, the loss scaler and the average as pieces.
 
     then: the checkpoint's config, where --allow changed it.
     """
@@ -131,12 +131,10 @@ def build_step(
     kept = pieces.enter("optimizer", optim.OptimizerState(optimizer, config.optimizer.name, regrouping))
     pieces.enter("schedule", optim.ScheduleState(schedule, anew=then is not None))
     pieces.enter("scaler", precision.ScalerState(scaler))
-    averages = ema.Averages(
-        adapter.named_parameters(), ema.weights_of(config.ema.kind, config.ema.decay), changed=adapter.mark_stale
-    )
-    if averages.weights:
-        pieces.enter("ema", averages)
-    state = TrainState(adapter, norms, kept, averages, progress)
+    average = None
+    if config.ema.kind == "constant":
+        average = pieces.enter("ema", ema.Average(adapter.named_parameters(), config.ema.decay, adapter.mark_stale))
+    state = TrainState(adapter, norms, kept, average, progress)
     norms.used = state.evaluating
     options = config.adapter
     training = adapter.training(config.run.seed, rank_dropout=options.rank_dropout, module_dropout=options.module_dropout)
@@ -146,7 +144,8 @@ def build_step(
     def after_update(step: int) -> dict[str, Any]:
         told = {} if options.max_norm is None else {"layers_limited": adapter.limit_norms(options.max_norm, step)}
         adapter.mark_stale()
-        averages.update()
+        if average:
+            average.update()
         return told | draws.told() | kept.log_fields() | (components.compiler.told() if components.compiler else {})
 
     losses = losses_of(components, config.run.seed, draws.add)

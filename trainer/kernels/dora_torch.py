@@ -73,15 +73,10 @@ def adapted_norms(
 def adapted_norm_of(w_sq_N: Tensor, added_NR: Tensor, b_NR: Tensor) -> Tensor:
     """c [N]: c^2 = ||W||^2 + 2 s rowsum(B * (W A^T)) + s^2 rowsum((B (A A^T)) * B), at least NORM_FLOOR ||W||^2.
 
-    added: of `added_product`. It and w_sq are overwritten.
+    added: 2 s W A^T + s^2 B (A A^T). It and w_sq are overwritten.
     """
     c_sq_N = added_NR.mul_(b_NR).sum(1).add_(w_sq_N)
     return torch.maximum(c_sq_N, w_sq_N.mul_(NORM_FLOOR)).sqrt_()
-
-
-def added_product(wa_NR: Tensor, a_RK: Tensor, b_NR: Tensor, scaling: float) -> Tensor:
-    """2 s W A^T + s^2 B (A A^T), [N, R], in the place of W A^T."""
-    return wa_NR.addmm_(b_NR, a_RK @ a_RK.t(), beta=2 * scaling, alpha=scaling**2)
 
 
 def _added(weight: StoredWeight, a_RK: Tensor, b_NR: Tensor, scaling: float) -> Tensor:
@@ -94,7 +89,7 @@ def _added(weight: StoredWeight, a_RK: Tensor, b_NR: Tensor, scaling: float) -> 
         wa_NR = torch.empty_like(b_NR)
         for rows, piece in decoded(weight):
             torch.mm(piece, at_KR, out=wa_NR[rows])
-    return added_product(wa_NR, a_RK, b_NR, scaling)
+    return wa_NR.addmm_(b_NR, a_RK @ a_RK.t(), beta=2 * scaling, alpha=scaling**2)
 
 
 def compose(z_MN: Tensor, t_MR: Tensor, sb_NR: Tensor, g_N: Tensor | None, bias_N: Tensor | None, out_MN: Tensor) -> None:

@@ -38,8 +38,7 @@ def describe_memory(found: Forecast, memory: int, smaller: Sequence[Change], *, 
         lines.append(
             f"  on the host: {size_text(sum(found.host.values()))}: {told}; not counted: what the device's libraries take"
         )
-    aside = f", averages set aside {size_text(found.set_aside)} each time" if found.set_aside else ""
-    lines.append(f"  on the disk: cache {size_text(found.cache)}, each checkpoint {size_text(found.checkpoint)}" + aside)
+    lines.append(f"  on the disk: cache {size_text(found.cache)}, each checkpoint {size_text(found.checkpoint)}")
     for phase in found.phases:
         if phase.name.startswith(STEP):
             flops = updates * phase.cost.flops / 1e9

@@ -25,7 +25,7 @@ from trainer.base.protocols import Kernels
 from trainer.base.types import Batch, Conditioning, Occurrence
 from trainer.checkpoint.pieces import Pieces
 from trainer.data.buckets import ReferenceLayout
-from trainer.ema import Averages
+from trainer.ema import Average
 from trainer.engine.assembly import build_adapter, build_step
 from trainer.engine.components import Components
 from trainer.engine.held_out_loss import squared_errors
@@ -222,12 +222,12 @@ class Rehearsal:
         return latents
 
     @cached_property
-    def trained(self) -> tuple[Adapter, Norms, optim.OptimizerState, Averages, Step]:
-        """The adapter in its layers, the norms for its files, optimizer, averages and step; the denoiser is loaded."""
+    def trained(self) -> tuple[Adapter, Norms, optim.OptimizerState, Average | None, Step]:
+        """The adapter in its layers, the norms for its files, optimizer, average and step; the denoiser is loaded."""
         with Remembering():
             return self._build()
 
-    def _build(self) -> tuple[Adapter, Norms, optim.OptimizerState, Averages, Step]:
+    def _build(self) -> tuple[Adapter, Norms, optim.OptimizerState, Average | None, Step]:
         plan, attention, pieces = self.plan, self.components.attention, Pieces(None, start_point.census(self.plan.config))
         for name in plan.model.in_steps:
             self.components.load(name)
@@ -239,7 +239,7 @@ class Rehearsal:
         state, step = build_step(plan.config, self.components, adapter, norms, pieces, progress, then=None)
         adapter.refresh()
         given = {each.name: getattr(step, each.name) for each in fields(step)}
-        return adapter, norms, state.optimizer, state.averages, self.step_class(**given)
+        return adapter, norms, state.optimizer, state.average, self.step_class(**given)
 
     def batch(self, layout: ReferenceLayout, conditioning: Conditioning | None, count: int, first: int = 0) -> Batch:
         """A micro-batch of one layout, once images were encoded.

@@ -76,16 +76,15 @@ class Streaming:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run would take of memory and disk. phases: in the order of a run, each at its largest. cache, checkpoint,
-    set_aside: bytes on the disk, of all entries, of one checkpoint, of the averages that are set aside at one step. base:
-    what the process itself takes where it computes on the CPU, 0 of an accelerator. host: beside an accelerator, bytes of
-    the host's memory by what takes them, at the largest moment. streaming: of the denoiser; None where it is not."""
+    """What a run would take of memory and disk. phases: in the order of a run, each at its largest. cache, checkpoint:
+    bytes on the disk, of all entries and of one checkpoint. base: what the process itself takes where it computes on the CPU,
+    0 of an accelerator. host: beside an accelerator, bytes of the host's memory by what takes them, at the largest moment.
+    streaming: of the denoiser; None where it is not."""
 
     phases: tuple[Stage, ...]
     cache: int
     checkpoint: int
     base: int = 0
-    set_aside: int = 0
     host: Mapping[str, int] = field(default_factory=dict)
     streaming: Streaming | None = None
 
@@ -167,8 +166,7 @@ class Forecaster:
             training = [replace(phase, parts=phase.parts | {"checkpoint": checkpoint}) for phase in training]
         cache = self.cache_bytes()
         host = {} if self.on_cpu else self.host(cache, checkpoint)
-        aside = self.set_aside_bytes()
-        return Forecast((*encoding, *training), cache, checkpoint, set_aside=aside, host=host, streaming=self.streaming())
+        return Forecast((*encoding, *training), cache, checkpoint, host=host, streaming=self.streaming())
 
     # --- phases -------------------------------------------------------------------------------------------------------
 
@@ -205,12 +203,12 @@ class Forecaster:
         self._load(*self.plan.model.in_steps)
         if self.plan.data.requests:
             self._load(self.family.vae)
-        adapter, _, _, averages, step = self.run.trained
+        adapter, _, _, average, step = self.run.trained
         self.held["adapter"] = self.trace.enter(adapter.named_parameters().values())
         self.held["adapter"] += self.trace.enter(t for layer in adapter.layers.values() for t in _own(layer))
         self.held["gradients"] = self.trace.enter(parameter.grad for parameter in step.parameters)
-        if averages.tensors:
-            self.held["averages"] = self.trace.enter(averages.tensors)
+        if average:
+            self.held["averages"] = self.trace.enter(average.weights.values())
         self.held["optimizer"] = optim.state_bytes(self.plan.config.optimizer.name, step.optimizer)
 
     def step(self, layout: ReferenceLayout, count: int) -> Stage:
@@ -258,11 +256,11 @@ class Forecaster:
 
     def sample(self, request: SampleRequest) -> Stage:
         """The phase of drawing a sample."""
-        told, (adapter, _, _, averages, _) = self._prompts(1), self.run.trained
+        told, (adapter, _, _, average, _) = self._prompts(1), self.run.trained
         with self._phase(f"{SAMPLES} {request.width}x{request.height}") as phases, ExitStack() as stack:
             # While an average is drawn with, the weights that train lie beside it.
-            if averages.weights:
-                stack.enter_context(averages.used())
+            if average:
+                stack.enter_context(average.used())
             stack.enter_context(adapter.at_strength(request.strength))
             self.run.sample(replace(request, steps=1), told, told)
         return phases[0]
@@ -342,14 +340,6 @@ class Forecaster:
             texts = fill.texts_wanted(captions_of(self.plan), fingerprint="")
             total += len(texts) * self._caption_bytes()
         return total
-
-    def set_aside_bytes(self) -> int:
-        """The bytes of the averages that are set aside at one step; a DoRA's have W A^T of each, which is as large as B."""
-        if not self.plan.config.ema.snapshot_every_steps:
-            return 0
-        adapter, _, _, averages, _ = self.run.trained
-        products = sum(p.nbytes for name, p in adapter.named_parameters().items() if adapter.dora and ".lora_B." in name)
-        return self.held["averages"] + products * len(averages.weights)
 
     def host(self, cache: int, checkpoint: int) -> dict[str, int]:
         """What a run takes beside the program itself on an accelerator's host: while it loads and encodes, or in steps."""

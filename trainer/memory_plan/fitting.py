@@ -19,8 +19,6 @@ from trainer.runtime.streaming import device_bytes
 
 # Of memory.gradient_checkpointing, the fastest first: none, every fourth block, ..., all. They change no byte of a run.
 CHECKPOINTING: tuple[bool | int, ...] = (False, 4, 3, 2, True)
-# Of memory.fit_by: they change what is trained. A run that goes on keeps what its first start chose.
-CHANGE_BYTES = ("optimizer_bits", "batch")
 
 
 @dataclass(frozen=True)

@@ -98,15 +98,6 @@ def _unread_of_optimizer(config: Config) -> dict[str, str]:
     return unread
 
 
-def refuse_averages(config: Config) -> None:
-    """Raises UserError for an [ema] that sets nothing aside to make averages of."""
-    if config.ema.kind == "power" and not config.ema.snapshot_every_steps:
-        raise UserError(
-            "ema.kind = 'power' needs ema.snapshot_every_steps: other averages are made of what is set aside; take a "
-            "twentieth of the run or less, or set ema.kind = 'constant'"
-        )
-
-
 def _unread_of_objective(objective: ObjectiveTable, family: Family) -> dict[str, str]:
     unread = {}
     timesteps = family.timesteps[0] if objective.timesteps == "auto" and family.timesteps else objective.timesteps

@@ -33,7 +33,7 @@ from trainer.monitoring.trackers import check_wandb
 from trainer.objectives import Objective
 from trainer.plan import optimizer_rules, storage
 from trainer.plan.data_sources import read_sources, sources_of
-from trainer.plan.requirements import family_options, refuse_averages, refuse_unread, refuse_unread_by_model
+from trainer.plan.requirements import family_options, refuse_unread, refuse_unread_by_model
 from trainer.plan.samples import requests_of, truths_of
 from trainer.plan.storage import Storage
 from trainer.runtime import precision
@@ -166,7 +166,6 @@ def open_source(config: Config) -> ModelSource:
     family = family_named(config.model.family)
     refuse_unread(config, family)
     optimizer_rules.check(config)
-    refuse_averages(config)
     names = [component.name for component in family.components]
     for name in config.model.components:
         if name not in names:

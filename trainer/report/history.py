@@ -34,7 +34,6 @@ class History:
         self.path = path
         self.rows: list[dict[str, Any]] = []
         self.unreadable = 0
-        self._torn = False
         self._bad = 0
         self._place, self._file = 0, None
         self._columns: dict[str, list[tuple[float, float | None]]] = {}

@@ -28,7 +28,8 @@ MAY_CHANGE = (
     "model.allow_distilled",
     "data.cache", "data.cache_dir", "data.cache_limit", "data.num_workers", "memory.*", "step.accumulation",
     "step.non_finite", "step.max_skipped", "step.attention", "step.graphs",
-    "ema.snapshot_every_steps", "validation.*", "logging.*", "export.*", "checkpoint.*",
+    "validation.*", "logging.*", "export.*", "checkpoint.*",
+    "ema.snapshot_every_steps",  # a key of earlier versions
 )  # fmt: skip
 
 # Where photos and model lie. It may change, too, where a checkpoint pins what lies there: `pin_data`, `pin_model`,

@@ -14,7 +14,6 @@ from trainer.checkpoint import store
 from trainer.checkpoint.pieces import Pieces
 from trainer.checkpoint.state import Progress
 from trainer.config import Config
-from trainer.ema import snapshots
 from trainer.monitoring import metrics
 from trainer.monitoring.trackers import TensorBoard, Tracker, WeightsAndBiases
 from trainer.report import START, STOP, cause
@@ -71,7 +70,6 @@ def opened(
             own_step = step_of(folder.name)
             if own_step is not None and (own_step > step or step == 0):
                 shutil.rmtree(folder)
-        snapshots.remove_after(layout.averages, step)
         processes.wait(obey=True)
         why: dict[str, str] = {}
         try:

@@ -273,13 +273,6 @@ def jobs_of(run: Run) -> tuple[Job, ...]:
             fields=("weight_change",),
         ),
         Job(
-            name="averages were set aside",
-            due=lambda at: run.state.averages.updates > 0 and at.due(config.ema.snapshot_every_steps, ends=True),
-            run=lambda at: artifacts.set_aside(),
-            remedy=f"{go_on}, which sets them aside before its first step; or do without them from here on, with "
-            "ema.snapshot_every_steps = 0 beside it",
-        ),
-        Job(
             name="samples were drawn",
             due=lambda at: bool(run.plan.data.requests) and at.due(config.validation.every_steps, ends=True),
             run=artifacts.draw_samples,

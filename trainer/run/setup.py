@@ -84,8 +84,9 @@ def begin(
     kept = () if saved is None else start_point.fixed_levers(config)
     plan = fitted(plan, there.kernels, there.size, base=there.base, kept=kept, say=say)
     config = plan.config
-    for line in (*warnings, *start.account.lines(), *container.doubts(Path(config.run.output_dir), "run.output_dir")):
-        say(f"warning: {line}")
+    doubts = (*warnings, *container.doubts(Path(config.run.output_dir), "run.output_dir"))
+    for line in (*start.account.lines(), *(f"warning: {doubt}" for doubt in doubts)):
+        say(line)
     pieces = Pieces(saved, start_point.census(config))
     pieces.enter("config", pins.pin_config(config, allowed=allowed))
     progress = pieces.enter("progress", start_point.first_progress(plan))

@@ -1,4 +1,4 @@
-"""Averages of three numbers, against sums over all weights that there were."""
+"""An average of three numbers, against sums over all weights that there were."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import torch
 from torch import nn
 
 from trainer.base.errors import UserError
-from trainer.ema import Averages, constant, power_function
+from trainer.ema import Average
 
 
-def averages(changed=lambda: None, **weights) -> tuple[Averages, nn.Parameter]:
+def averaged(changed=lambda: None, decay: float = 0.9) -> tuple[Average, nn.Parameter]:
     parameter = nn.Parameter(torch.tensor([1.0, -2.0, 0.5]))
-    return Averages({"a": parameter}, weights or {"constant": constant(0.9)}, changed), parameter
+    return Average({"a": parameter}, decay, changed), parameter
 
 
-def walk(kept: Averages, parameter: nn.Parameter, count: int) -> list[torch.Tensor]:
+def walk(kept: Average, parameter: nn.Parameter, count: int) -> list[torch.Tensor]:
     seen = []
     for n in range(count):
         with torch.no_grad():
@@ -28,7 +28,7 @@ def walk(kept: Averages, parameter: nn.Parameter, count: int) -> list[torch.Tens
 @pytest.mark.parametrize("decay", [0.3, 0.9])
 def test_a_constant_average_is_the_sum_of_the_weights_by_its_shares(decay: float) -> None:
     """The share of update n is 1 - min(decay, (1 + n) / (10 + n)), and (1 - it) of what was before stays."""
-    kept, parameter = averages(constant=constant(decay))
+    kept, parameter = averaged(decay=decay)
     start = parameter.detach().double().clone()
     seen = walk(kept, parameter, 30)
     shares = [1 - min(decay, (1 + n) / (10 + n)) for n in range(1, 31)]
@@ -36,20 +36,14 @@ def test_a_constant_average_is_the_sum_of_the_weights_by_its_shares(decay: float
     for share, weights in zip(reversed(shares), reversed(seen), strict=True):
         total += left * share * weights
         left *= 1 - share
-    assert torch.allclose(kept.of("constant")["a"].double(), total + left * start, rtol=1e-6)
-
-
-def test_a_power_function_average_begins_with_the_first_weights() -> None:
-    kept, parameter = averages(power=power_function(0.1))
-    (first,) = walk(kept, parameter, 1)
-    assert torch.equal(kept.of("power")["a"].double(), first)
+    assert torch.allclose(kept.weights["a"].double(), total + left * start, rtol=1e-6)
 
 
 def test_inside_it_is_in_use_and_afterwards_the_weights_are_back() -> None:
     stale: list[torch.Tensor] = []
-    kept, parameter = averages(lambda: stale.append(parameter.detach().clone()))
+    kept, parameter = averaged(lambda: stale.append(parameter.detach().clone()))
     walk(kept, parameter, 5)
-    trained, average = parameter.detach().clone(), kept.of("constant")["a"].clone()
+    trained, average = parameter.detach().clone(), kept.weights["a"].clone()
     with pytest.raises(RuntimeError, match="no memory"), kept.used():
         assert torch.equal(parameter, average) and len(stale) == 1
         raise RuntimeError("no memory")
@@ -59,21 +53,21 @@ def test_inside_it_is_in_use_and_afterwards_the_weights_are_back() -> None:
 
 
 def test_what_is_restored_goes_on_as_if_it_had_not_stopped() -> None:
-    whole, parameter = averages()
+    whole, parameter = averaged()
     walk(whole, parameter, 8)
-    first, parameter = averages()
+    first, parameter = averaged()
     walk(first, parameter, 3)
-    second, parameter = averages()
+    second, parameter = averaged()
     second.load_state_dict(first.state_dict())
     for n in range(3, 8):
         with torch.no_grad():
             parameter.copy_(torch.tensor([float(n), float(n * n), -1.0]))
         second.update()
-    assert torch.equal(second.of("constant")["a"], whole.of("constant")["a"]) and second.updates == 8
+    assert torch.equal(second.weights["a"], whole.weights["a"]) and second.updates == 8
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    kept, _ = averages()
+    kept, _ = averaged()
     sound = kept.state_dict()
     for odd, said in (
         (sound | {"constant|a": torch.zeros(4)}, r"here torch.float32 \(3,\)"),

@@ -209,8 +209,7 @@ BESIDE = [
     ("adapter.init_resize", True, {}, {"adapter.init_from": "a.safetensors"}),
     ("export.license_link", "https://a.example", {}, {"export.license": "mine"}),
     ("optimizer.magnitude_lr", 1e-3, {"adapter.type": "lora"}, {"adapter.type": "dora"}),
-    ("ema.decay", 0.9, {"ema.kind": "power"}, {"ema.kind": "constant"}),
-    ("ema.snapshot_every_steps", 4, {}, {"ema.kind": "power"}),
+    ("ema.decay", 0.9, {}, {"ema.kind": "constant"}),
     ("data.cache_limit", "1GB", {"data.cache": "memory"}, {}),
     ("validation.samples.0.negative", "fur", {"validation.samples.0.guidance": 1.0}, {"validation.samples.0.guidance": 4.0}),
 ]  # fmt: skip

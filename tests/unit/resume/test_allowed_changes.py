@@ -80,6 +80,18 @@ def test_a_key_that_there_was_not_yet_had_its_default() -> None:
         pins.refuse_changes(before, everything, "the checkpoint", allowed=Allowance())
 
 
+def test_a_key_that_there_is_no_more_leaves_an_average_what_it_is() -> None:
+    """The checkpoint of an earlier version goes on; one whose average was a power function does not, under any config."""
+    now = configs.tree(configs.parse(TREE | {"ema": {"kind": "constant"}}))
+    before = now | {"ema": now["ema"] | {"snapshot_every_steps": 0}}
+    pins.refuse_changes(before, now, "the checkpoint", allowed=Allowance())
+    before["ema"]["kind"] = "power"
+    with pytest.raises(UserError, match="ema.kind: 'power' -> 'constant' .never: an average is of all updates of a run"):
+        pins.refuse_changes(before, now, "the checkpoint", allowed=Allowance(("ema.kind",)))
+    with pytest.raises(UserError, match=r"^ema.kind = 'power': use one of 'none', 'constant'$"):
+        configs.parse(TREE | {"ema": {"kind": "power"}})
+
+
 def test_a_table_allows_its_keys_and_no_others() -> None:
     tree = changed(("schedule.name", "cosine"), ("schedule.warmup", 1), ("optimizer.lr", 5e-5))
     said = refused(tree, parse("schedule", "auto"))

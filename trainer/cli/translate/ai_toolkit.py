@@ -48,7 +48,7 @@ def translate(draft: Draft, tree: Options, config: Path, data: Sequence[Path]) -
     if not draft.sources:
         draft.sources.append({"path": (common.PHOTOS, "a stand-in: the photos' folder goes here")})
         draft.note(FILL, "data.sources: no folder of photos is named")
-    _samples(draft, options, family)
+    _samples(draft, options)
     common.note_differences(draft, family)
     common.carry_rest(draft, options)
 
@@ -227,7 +227,7 @@ def _source(draft: Draft, table: Options, options: Options) -> None:
     common.carry_rest(draft, table)
 
 
-def _samples(draft: Draft, options: Options, family: Family) -> None:
+def _samples(draft: Draft, options: Options) -> None:
     """The prompts, with their own flags; [trigger] in them is the trigger."""
     draft.carry(options, "sample.seed", "validation.seed")
     draft.carry(options, "sample.sample_steps", "validation.steps")
