@@ -114,9 +114,8 @@ def too_large(size: int, path: str) -> OSError:
 class FoundPhoto:
     """An image of a source, not read yet.
 
-    name: within the source, with slashes. caption: its place, its text, or None. mask: the place of its mask, or None.
-    references: their places, in order. repeats: multiplies those of the source. caption_from: where the caption was found,
-    for people; "" without one.
+    name: within the source, with slashes. caption: its place or its text. mask, references: their places. repeats: multiplies
+    those of the source. caption_from: where the caption was found, for people; "" without one.
     """
 
     source: Source
@@ -217,10 +216,8 @@ class Photo:
 
 @dataclass(frozen=True)
 class Scanned:
-    """The checked contents of all sources, and the account of their files.
-
-    damaged: what has to be repaired before a run, a file and the reason in each line. None of `photos` is among them.
-    """
+    """The checked contents of all sources, and the account of their files. damaged: what has to be repaired before a run, a
+    file and the reason in each line."""
 
     photos: tuple[Photo, ...]
     account: Account = field(default_factory=Account)

@@ -50,10 +50,7 @@ def culprit(config: ComponentConfig, library: str, class_name: str, build: Calla
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Unlike `files.read_json` it takes infinities, which schedulers' configs have.
-
-    Raises UserError where the file is missing or holds something else.
-    """
+    """A JSON object. Unlike `files.read_json` it takes infinities, which schedulers' configs have."""
     try:
         refuse_irregular(path)
         tree = json.loads(path.read_text(encoding="utf-8"))
@@ -124,10 +121,7 @@ def check_values(
     needed: ComponentConfig = {},
 ) -> None:  # fmt: skip
     """Refuse a value of another kind than both the published model's and what the library's class takes, and a count that
-    none can be.
-
-    usual: the published config. needed: what the family reads, which must not be null.
-    """
+    none can be. usual: the published config. needed: what the family reads, which must not be null."""
     taken = parameters_of(library, class_name) if isinstance(class_name, str) else {}
     for key, value in config.items():
         hint, default = taken.get(key, (Any, None))

@@ -191,9 +191,7 @@ class ModelSource:
 
     def weight_choice(self, name: str) -> WeightChoice | None:
         """The files of the component's folder to read; None in a single file, and where a hub's listing could not be had.
-
-        Raises UserError where the folder holds no weights, or only pickles.
-        """
+        Raises UserError where the folder holds no weights, or only pickles."""
         folder = self._folder(name)
         return None if folder is None or self.unlisted(name) else self._choose(name, folder)
 
